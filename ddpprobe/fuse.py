@@ -1,0 +1,75 @@
+"""The only place in ddpprobe that swallows errors.
+
+A `Fuse` wraps the places where our code is *entered* from a stranger's (a hook, a step event, the
+daemon's loop). Inside, everything simply raises. An error is logged once, counted, and blows the
+fuse: from then on the component is off and costs one attribute look-up. `DDPPROBE_STRICT=1` turns
+the containment off, for our own tests. Only `Exception` is contained: Ctrl-C and SystemExit are the
+user's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+logger = logging.getLogger("ddpprobe")
+
+
+class Fuse:
+    """Contains the failures of one component.
+
+    Args:
+        component: name in the log line and in `ddpprobe_component_up{component=...}`.
+        allowed: errors in total after which the component is switched off.
+        on_blow: called once when that happens; must not raise.
+    """
+
+    def __init__(
+        self, component: str, allowed: int = 1, on_blow: Callable[[], None] | None = None
+    ) -> None:
+        self.component = component
+        self.errors = 0
+        self.blown = False
+        self.last_error = ""
+        self._allowed = allowed
+        self._on_blow = on_blow
+        self._strict = os.environ.get("DDPPROBE_STRICT") == "1"
+
+    def guard(self, fn: Callable[P, R]) -> Callable[P, R | None]:
+        """Wrap an entry point: it returns None once the fuse has blown, and never raises."""
+
+        @functools.wraps(fn)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            if self.blown:
+                return None
+            try:
+                return fn(*args, **kwargs)
+            except Exception as error:
+                if self._strict:
+                    raise
+                self._contain(error)
+                return None
+
+        return guarded
+
+    def _contain(self, error: Exception) -> None:
+        self.errors += 1
+        self.last_error = f"{type(error).__name__}: {error}"
+        if self.errors == 1:
+            logger.warning(
+                "ddpprobe: %s failed and is contained; training goes on (%s). "
+                "DDPPROBE_STRICT=1 raises instead.",
+                self.component,
+                self.last_error,
+                exc_info=error,
+            )
+        if self.errors >= self._allowed and not self.blown:
+            self.blown = True
+            if self._on_blow is not None:
+                self._on_blow()

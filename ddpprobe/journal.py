@@ -1,0 +1,231 @@
+"""The write-ahead log of one writer: segment files of frames, appended by one, tailed by another.
+
+A directory holds `00000000.wal`, `00000001.wal`, ...; every segment starts with the writer's META
+frame and, before the first record that needs it, the SITES table, so each can be read alone.
+A frame that reached the page cache survives the death of its writer; a frame torn by the death or
+by a full disk fails its checksum and is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpprobe import codec, layout
+from ddpprobe.codec import Frame, FrameError
+from ddpprobe.records import Site, StepRecord
+
+SEGMENT_FRAMES = 256
+BACK_OFF_SECONDS = 1.0
+READ_BYTES = 4 << 20
+
+
+class JournalWriter:
+    """Appends frames; a full or failing disk costs frames, never an exception.
+
+    Args:
+        directory: created (0700) if missing; must hold no segment of another writer.
+        meta: JSON object repeated at the head of every segment.
+        segment_frames: frames per segment file.
+
+    Raises:
+        OSError: the directory or the first segment cannot be created: a start that fails is loud.
+    """
+
+    def __init__(
+        self, directory: Path, meta: Mapping[str, Any], segment_frames: int = SEGMENT_FRAMES
+    ) -> None:
+        self.directory = layout.make_dir(directory)
+        self.dropped: Counter[str] = Counter()
+        self.bytes_written = 0
+        self._meta = codec.encode_json(meta)
+        self._segment_frames = segment_frames
+        self._segment = -1
+        self._frames = 0
+        self._seq = 0
+        self._size = 0
+        self._fd = -1
+        self._table: int | None = None
+        self._sites: tuple[Site, ...] | None = None
+        self._retry_at = 0.0
+        self._rotate()
+
+    def append(self, type_: int, payload: bytes) -> bool:
+        """Append one frame; False if the disk refused it (counted in `dropped`)."""
+        return self._write([(type_, payload)])
+
+    def append_json(self, type_: int, value: Mapping[str, Any]) -> bool:
+        """Append one JSON frame."""
+        return self.append(type_, codec.encode_json(value))
+
+    def append_record(self, record: StepRecord) -> bool:
+        """Append a record, and its site table if this segment does not hold it yet."""
+        frames: list[tuple[int, bytes]] = []
+        if self._frames >= self._segment_frames:
+            self._table = None  # the record will open a new segment, which needs the table again
+        table = None
+        if record.sites:
+            known = record.sites is self._sites and self._table is not None
+            table = self._table if known else codec.sites_id(record.sites)
+            if table != self._table:
+                frames.append((codec.SITES, codec.encode_sites(record.sites)))
+        frames.append((codec.RECORD, codec.encode_record(record, table)))
+        written = self._write(frames)
+        if written and record.sites:
+            self._table, self._sites = table, record.sites
+        return written
+
+    def close(self) -> None:
+        """Close the segment; the files stay."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self, frames: list[tuple[int, bytes]]) -> bool:
+        if time.monotonic() < self._retry_at:
+            self.dropped["back_off"] += 1
+            return False
+        try:
+            if self._fd < 0 or self._frames >= self._segment_frames:
+                self._rotate()
+            self._put(frames)
+        except OSError as error:
+            self.dropped[errno.errorcode.get(error.errno or 0, "io")] += 1
+            self._retry_at = time.monotonic() + BACK_OFF_SECONDS
+            return False
+        return True
+
+    def _rotate(self) -> None:
+        self.close()
+        self._segment += 1
+        path = self.directory / f"{self._segment:08d}.wal"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._fd = os.open(path, flags, layout.FILE_MODE)
+        self._frames = self._size = 0
+        self._table = None
+        self._put([(codec.META, self._meta)])
+
+    def _put(self, frames: list[tuple[int, bytes]]) -> None:
+        block = b"".join(
+            codec.encode_frame(type_, self._seq + i, payload)
+            for i, (type_, payload) in enumerate(frames)
+        )
+        written = 0
+        try:
+            while written < len(block):  # a full disk writes short before it says ENOSPC
+                written += os.pwrite(self._fd, block[written:], self._size + written)
+        except OSError:
+            os.ftruncate(self._fd, self._size)  # or what follows would be unreachable
+            raise
+        self._size += written
+        self.bytes_written += written
+        self._seq += len(frames)
+        self._frames += len(frames)
+
+
+@dataclass
+class Damage:
+    """What a reader could not use: torn tails, and damaged frames by file."""
+
+    torn_bytes: int = 0
+    files: dict[str, str] = field(default_factory=dict)
+
+
+class JournalTail:
+    """Reads a journal directory from its first segment on, while it is being written.
+
+    `poll()` returns the frames that became complete since the last call. A damaged segment is left
+    at the damage (recorded in `damage`) and reading goes on with the next one.
+    """
+
+    def __init__(self, directory: Path, first_segment: int = 0) -> None:
+        self.directory = directory
+        self.damage = Damage()
+        self.segment = first_segment
+        self.tables: dict[int, tuple[Site, ...]] = {}
+        self._fd = -1
+        self._offset = 0
+
+    def poll(self) -> Iterator[Frame]:
+        """Yield new frames, oldest first, then return; never waits."""
+        while self._open():
+            yield from self._read_segment()
+            if not self._has_next():
+                return
+            # The writer has moved on, so this segment is final: look once more for what was
+            # appended between our read and its rotation, then take the rest for torn.
+            yield from self._read_segment()
+            if self._name not in self.damage.files:
+                self.damage.torn_bytes += self.lag_bytes
+            self._close_segment()
+            self.segment += 1
+
+    def close(self) -> None:
+        """Close the open segment and count what is left of it as torn."""
+        self.damage.torn_bytes += self.lag_bytes
+        self._close_segment()
+
+    @property
+    def lag_bytes(self) -> int:
+        """Bytes written to the current segment that have not been decoded (yet)."""
+        return max(0, os.fstat(self._fd).st_size - self._offset) if self._fd >= 0 else 0
+
+    @property
+    def _name(self) -> str:
+        return f"{self.segment:08d}.wal"
+
+    def _open(self) -> bool:
+        if self._fd >= 0:
+            return True
+        later = [n for n in segments_of(self.directory) if n >= self.segment]
+        if not later:
+            return False
+        self.segment, self._offset = later[0], 0
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(self.directory / self._name, flags)
+        return True
+
+    def _close_segment(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _has_next(self) -> bool:
+        return any(n > self.segment for n in segments_of(self.directory))
+
+    def _read_segment(self) -> Iterator[Frame]:
+        size = READ_BYTES
+        while self._name not in self.damage.files:
+            # Always from the first undecoded byte: the writer takes torn bytes back (full disk).
+            data, at = os.pread(self._fd, size, self._offset), 0
+            while at < len(data):
+                try:
+                    frame, at = codec.decode_frame(data, at)
+                except FrameError as error:
+                    if not error.torn:
+                        self.damage.files[self._name] = str(error)
+                    break
+                if frame.type == codec.SITES:
+                    self.tables[zlib.crc32(frame.payload)] = codec.decode_sites(frame.payload)
+                yield frame
+            self._offset += at
+            if len(data) < size:
+                return
+            if at == 0:
+                size *= 2  # one frame is larger than what was read
+
+
+def segments_of(directory: Path) -> list[int]:
+    """Numbers of the segment files in a directory, ascending; [] if there is none."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    return sorted(int(n[:-4]) for n in names if n.endswith(".wal") and n[:-4].isdecimal())

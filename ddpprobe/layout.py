@@ -1,0 +1,151 @@
+"""Where things lie inside a run directory, and who may hold it.
+
+::
+
+    RUN/
+      run.json                              identity and topology, written once by rank 0
+      run.lock                              flock, held by rank 0 of the live attempt
+      journal/000/node_0000/rank_00003/     frames of one rank of one attempt
+      journal/000/node_0000/daemon/         frames of that node's daemon (merged steps, anomalies, ...)
+      heartbeat/000/node_0000/rank_00003    where the rank is now (fixed size, overwritten)
+      daemon/node_0000.{lock,json,log}      who serves this node
+      run.zarr/                             the store
+
+Directories are 0700 and files 0600: names of modules and hosts are nobody else's business.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RUN_JSON = "run.json"
+FORMAT_VERSION = 1
+DIR_MODE = 0o700
+FILE_MODE = 0o600
+
+
+def node_name(index: int) -> str:
+    """Return the directory name of a node: its torchrun GROUP_RANK in four digits."""
+    return f"node_{index:04d}"
+
+
+def rank_name(rank: int) -> str:
+    """Return the directory name of a rank."""
+    return f"rank_{rank:05d}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of one run directory. Nothing is created but by `make_dir`."""
+
+    path: Path
+
+    @property
+    def run_json(self) -> Path:
+        """Identity of the run."""
+        return self.path / RUN_JSON
+
+    @property
+    def lock(self) -> Path:
+        """Lock file of the live attempt."""
+        return self.path / "run.lock"
+
+    @property
+    def store(self) -> Path:
+        """Root of the Zarr hierarchy."""
+        return self.path / "run.zarr"
+
+    def attempt_dir(self, attempt: int) -> Path:
+        """Journals of one attempt, one directory per node."""
+        return self.path / "journal" / f"{attempt:03d}"
+
+    def rank_journal(self, attempt: int, node: str, rank: int) -> Path:
+        """Journal directory of one rank."""
+        return self.attempt_dir(attempt) / node / rank_name(rank)
+
+    def daemon_journal(self, attempt: int, node: str) -> Path:
+        """Journal directory of a node's daemon."""
+        return self.attempt_dir(attempt) / node / "daemon"
+
+    def heartbeat(self, attempt: int, node: str, rank: int) -> Path:
+        """Heartbeat file of one rank."""
+        return self.path / "heartbeat" / f"{attempt:03d}" / node / rank_name(rank)
+
+    def daemon_file(self, node: str, suffix: str) -> Path:
+        """Return the daemon's `lock`, `json` or `log` file for a node."""
+        return self.path / "daemon" / f"{node}.{suffix}"
+
+    def attempts(self) -> list[int]:
+        """Attempts that left a journal, ascending."""
+        root = self.path / "journal"
+        names = [p.name for p in root.iterdir() if p.is_dir()] if root.is_dir() else []
+        return sorted(int(n) for n in names if n.isdecimal())
+
+
+def make_dir(path: Path) -> Path:
+    """Create a directory and its parents with mode 0700, whatever the umask; return it."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    path.mkdir(parents=True, exist_ok=True, mode=DIR_MODE)
+    for created in missing:
+        created.chmod(DIR_MODE)
+    return path
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a small JSON file so that a reader sees the old one or the new one, never a part."""
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created 0600
+    try:
+        with os.fdopen(fd, "w") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+class DirectoryLock:
+    """An exclusive `flock` on one file, released by the kernel however its holder dies."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+
+    def acquire(self) -> bool:
+        """Take the lock without waiting; False if somebody else holds it."""
+        if self._fd is not None:
+            return True
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        self._fd = fd
+        return True
+
+    def release(self) -> None:
+        """Give the lock back; harmless if it is not held."""
+        if self._fd is not None:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            os.close(self._fd)
+            self._fd = None
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether some process holds the lock at `path`, without taking it for longer."""
+    if not path.exists():
+        return False
+    probe = DirectoryLock(path)
+    if not probe.acquire():
+        return True
+    probe.release()
+    return False

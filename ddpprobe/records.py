@@ -1,0 +1,306 @@
+"""The frozen data every room shares: a site, its statistics, one step's record, an anomaly.
+
+Torch produces these on the left of the pipeline, NumPy consumes them on the right. Nothing in here
+knows torch, files or sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.int64]  # [sites, len(COUNTS)]
+Values = NDArray[np.float64]  # [sites, len(VALUES)]
+
+KINDS = ("input", "output", "grad_output", "grad_input", "param", "grad_local", "grad")
+PLACEMENTS = ("local", "sharded", "replicated", "partial")
+PHASES = ("forward", "backward", "step")
+PHASE_OF_KIND = MappingProxyType(
+    {
+        "input": "forward",
+        "output": "forward",
+        "grad_output": "backward",
+        "grad_input": "backward",
+        "grad_local": "backward",
+        # `grad` and `param` are what the step does with the gradients: after the reduction every
+        # rank is as bad as the worst one, so these never outrank a local witness.
+        "grad": "step",
+        "param": "step",
+    }
+)
+
+# A statistic is a column with a merge rule. Counts are exact integers and merge by addition.
+#   numel      elements seen                      nan, pos_inf, neg_inf   non-finite ones, apart
+#   zeros      elements equal to zero (+0 or -0)
+#   tapped     tensors a hook was placed on       observed                tensors that arrived
+# A site with tapped > 0 and observed == 0 is *unobserved*: no data, which is never the number 0.
+COUNTS = ("numel", "nan", "pos_inf", "neg_inf", "zeros", "tapped", "observed")
+# Values are taken over the finite elements only, in float64; unit: the tensor's own.
+VALUES = ("min", "max", "sum", "sum_sq")
+VALUE_IDENTITY = np.array([np.inf, -np.inf, 0.0, 0.0])
+
+_NUMEL, _NAN, _POS_INF, _NEG_INF, _ZEROS, _TAPPED, _OBSERVED = range(len(COUNTS))
+DERIVED = ("nonfinite", "abs_max", "mean", "std", "rms", "norm", "zero_ratio")
+STATS = COUNTS + VALUES + DERIVED
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place where a tensor is observed.
+
+    Attributes:
+        fqn: module (or parameter) path without wrapper prefixes; "" is the root module.
+        kind: one of `KINDS`.
+        leaf: path of the tensor inside a structured output ("0", "logits", "0.hidden"); "" if the
+            output is the tensor.
+        placement: `local` (differs by rank: merged), `sharded` (each rank holds a part: the
+            primaries merged are the exact global value), `replicated` (the same on all ranks: never
+            summed), `partial` (a tensor-parallel partial sum: labelled, not merged).
+        primary: whether this rank's part is counted in the global value (False on a replica).
+        dtype: dtype of the tensor, without the `torch.` prefix.
+    """
+
+    fqn: str
+    kind: str
+    leaf: str = ""
+    placement: str = "local"
+    primary: bool = True
+    dtype: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Identity across ranks and attempts: (fqn, kind, leaf)."""
+        return (self.fqn, self.kind, self.leaf)
+
+    def __str__(self) -> str:
+        leaf = f"[{self.leaf}]" if self.leaf else ""
+        return f"{self.fqn or '(root)'}{leaf}:{self.kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstBad:
+    """The first non-finite local tensor of a step, on one rank or on all.
+
+    `order` is the position in the rank's execution order within the step; `fqn` is None when the
+    step was not sampled and only the phase is known. The four counts are elements.
+    """
+
+    step: int
+    micro: int
+    phase: str
+    order: int
+    rank: int
+    fqn: str | None = None
+    kind: str | None = None
+    leaf: str = ""
+    nan: int = 0
+    pos_inf: int = 0
+    neg_inf: int = 0
+    numel: int = 0
+
+    @property
+    def key(self) -> tuple[int, int, int, int, int]:
+        """Order of cause: the smallest key over all ranks is the origin."""
+        return (self.step, self.micro, PHASES.index(self.phase), self.order, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What is known of one optimizer step, of one rank or of several merged.
+
+    Attributes:
+        attempt: 0 for the first start, +1 for each restart into the same run directory.
+        step: optimizer step, counted from 0 within the run.
+        ranks: the ranks merged in here, ascending.
+        wall_time_ns: Unix time in ns when the step ended (the latest of the merged ranks).
+        sampled: False for a step of which only the every-step watch reported.
+        sites: one per row of `counts` and `values`, in execution order.
+        counts: int64 [sites, len(COUNTS)].
+        values: float64 [sites, len(VALUES)], over finite elements.
+        scalars: per rank, name -> number: `loss` and what else `probe.log` was given;
+            `grad_norm_local` (L2, before the reduction), `grad_norm` (L2, after reduction and
+            clipping, on this rank's part), `micro_batches`, `<phase>_seconds`, `probe_seconds`.
+        first_bad: the earliest non-finite local tensor, if any.
+        skipped: the optimizer did not step (a GradScaler found inf).
+        partial: the step never reached its end (exception, exit).
+        missing: ranks that were expected and did not deliver.
+    """
+
+    attempt: int
+    step: int
+    ranks: tuple[int, ...]
+    wall_time_ns: int
+    sampled: bool = True
+    sites: tuple[Site, ...] = ()
+    counts: Counts = field(default_factory=lambda: np.zeros((0, len(COUNTS)), np.int64))
+    values: Values = field(default_factory=lambda: np.zeros((0, len(VALUES)), np.float64))
+    scalars: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    first_bad: FirstBad | None = None
+    skipped: bool = False
+    partial: bool = False
+    missing: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        want = (len(self.sites), len(COUNTS)), (len(self.sites), len(VALUES))
+        if (self.counts.shape, self.values.shape) != want:
+            msg = (
+                f"{len(self.sites)} sites need counts and values of shapes {want[0]} and "
+                f"{want[1]}, got {self.counts.shape} and {self.values.shape}"
+            )
+            raise ValueError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Anomaly:
+    """One verdict of a detector. `level` is page, warn or info; `rank` is None if none is to blame.
+
+    `module` is the FQN without wrapper prefixes, None where unknown; `values` are the numbers
+    behind the verdict; `sampled` says whether the step was a sampled one.
+    """
+
+    detector: str
+    level: str
+    step: int
+    micro: int
+    rank: int | None
+    module: str | None
+    kind: str | None
+    phase: str
+    first_cause: bool
+    message: str
+    values: Mapping[str, float]
+    sampled: bool
+    attempt: int = 0
+    wall_time_ns: int = 0
+
+
+def merge_counts(a: Counts, b: Counts) -> Counts:
+    """Merge two blocks of counts of equal shape: exact integer addition."""
+    return a + b
+
+
+def merge_values(a: Values, b: Values) -> Values:
+    """Merge two blocks of values [..., 4] of equal shape: min, max, sum, sum."""
+    out = a + b
+    out[..., 0] = np.minimum(a[..., 0], b[..., 0])
+    out[..., 1] = np.maximum(a[..., 1], b[..., 1])
+    return out
+
+
+def empty_rows(n: int) -> tuple[Counts, Values]:
+    """Return the identity of the merge for `n` sites."""
+    return np.zeros((n, len(COUNTS)), np.int64), np.tile(VALUE_IDENTITY, (n, 1))
+
+
+def derive(stat: str, counts: Counts, values: Values) -> NDArray[np.float64]:
+    """Compute one statistic of `STATS` from rows [..., columns]; NaN where there is no data.
+
+    mean, std, rms and norm are over the finite elements (population std); `zero_ratio` is over all.
+    """
+    if stat in COUNTS:
+        return counts[..., COUNTS.index(stat)].astype(np.float64)
+    numel = counts[..., _NUMEL].astype(np.float64)
+    nonfinite = counts[..., _NAN : _NEG_INF + 1].sum(-1).astype(np.float64)
+    if stat == "nonfinite":
+        return nonfinite
+    finite = numel - nonfinite
+    low, high, total, square = (values[..., i] for i in range(len(VALUES)))
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        match stat:
+            case "zero_ratio":
+                return np.where(numel > 0, counts[..., _ZEROS] / numel, np.nan)
+            case "min" | "max" | "sum" | "sum_sq":
+                out = values[..., VALUES.index(stat)]
+            case "abs_max":
+                out = np.maximum(np.abs(low), np.abs(high))
+            case "mean":
+                out = total / finite
+            case "rms":
+                out = np.sqrt(square / finite)
+            case "norm":
+                out = np.sqrt(square)
+            case "std":
+                mean = total / finite
+                out = np.sqrt(np.maximum(square / finite - mean * mean, 0.0))
+            case _:
+                msg = f"unknown statistic {stat!r}: choose one of {', '.join(STATS)}"
+                raise ValueError(msg)
+    return np.where(finite > 0, out, np.nan)
+
+
+def merge_records(a: StepRecord, b: StepRecord) -> StepRecord:
+    """Merge two records of the same step from disjoint ranks (associative, commutative up to order).
+
+    `local` rows and the primaries of `sharded` ones are merged; of `replicated` and `partial`
+    ones the lowest rank's row is kept. Rows of replicas that are not primary are dropped.
+    """
+    if (a.attempt, a.step) != (b.attempt, b.step):
+        msg = f"cannot merge step {a.step} (attempt {a.attempt}) with {b.step} ({b.attempt})"
+        raise ValueError(msg)
+    if set(a.ranks) & set(b.ranks):
+        msg = f"cannot merge records that share ranks: {a.ranks} and {b.ranks}"
+        raise ValueError(msg)
+    if b.ranks[:1] < a.ranks[:1]:
+        a, b = b, a
+    sites, counts, values = _merge_rows(a, b)
+    ranks = tuple(sorted(a.ranks + b.ranks))
+    bad = min((r.first_bad for r in (a, b) if r.first_bad), key=lambda f: f.key, default=None)
+    return StepRecord(
+        attempt=a.attempt,
+        step=a.step,
+        ranks=ranks,
+        wall_time_ns=max(a.wall_time_ns, b.wall_time_ns),
+        sampled=a.sampled or b.sampled,
+        sites=sites,
+        counts=counts,
+        values=values,
+        scalars={**a.scalars, **b.scalars},
+        first_bad=bad,
+        skipped=a.skipped or b.skipped,
+        partial=a.partial or b.partial,
+        missing=tuple(sorted((set(a.missing) | set(b.missing)) - set(ranks))),
+    )
+
+
+def merge_all(records: Sequence[StepRecord]) -> StepRecord:
+    """Merge one step's records of any number of disjoint ranks; one record is itself."""
+    merged = records[0]
+    for record in records[1:]:
+        merged = merge_records(merged, record)
+    return merged
+
+
+def _merge_rows(a: StepRecord, b: StepRecord) -> tuple[tuple[Site, ...], Counts, Values]:
+    if a.sites and a.sites == b.sites and _all_additive(a.sites):
+        return a.sites, merge_counts(a.counts, b.counts), merge_values(a.values, b.values)
+    index: dict[tuple[str, str, str], int] = {}
+    sites: list[Site] = []
+    for site in a.sites + b.sites:
+        if site.key not in index and site.primary:
+            index[site.key] = len(sites)
+            sites.append(site)
+        elif site.key not in index and site.placement != "sharded":
+            index[site.key] = len(sites)
+            sites.append(replace(site, primary=True))
+    counts, values = empty_rows(len(sites))
+    filled = np.zeros(len(sites), bool)
+    for record in (a, b):
+        for row, site in enumerate(record.sites):
+            to = index.get(site.key)
+            additive = site.placement == "local" or (site.placement == "sharded" and site.primary)
+            if to is None or not (additive or not filled[to]):
+                continue
+            if site.placement == "sharded" and not site.primary:
+                continue
+            counts[to] = merge_counts(counts[to], record.counts[row])
+            values[to] = merge_values(values[to], record.values[row])
+            filled[to] = True
+    return tuple(sites), counts, values
+
+
+def _all_additive(sites: tuple[Site, ...]) -> bool:
+    return all(s.placement == "local" or (s.placement == "sharded" and s.primary) for s in sites)

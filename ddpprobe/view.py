@@ -1,0 +1,73 @@
+"""What a node daemon knows at one moment, frozen: the daemon makes it, the metrics render it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ddpprobe.records import Anomaly, StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One local rank. Times are Unix ns, durations seconds, counters cumulative since its start.
+
+    `up` is None until the rank has been seen alive once; `loss` and `grad_norm` are of its last
+    sampled step (`grad_norm`: L2 over its local gradients, before any reduction); `nonfinite` counts
+    elements by Site kind; `anomalies` counts by level those that name this rank; `probe_seconds` is
+    the time our code took inside the training process.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    device: str
+    up: bool | None = None
+    last_heartbeat_ns: int = 0
+    step: int = -1
+    steps: int = 0
+    skipped_steps: int = 0
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    probe_seconds: float = 0.0
+    loss: float | None = None
+    grad_norm: float | None = None
+    nonfinite: Mapping[str, int] = field(default_factory=dict)
+    anomalies: Mapping[str, int] = field(default_factory=dict)
+    sites_expected: int = 0
+    sites_observed: int = 0
+    resident_bytes: int | None = None
+    cpu_seconds: float | None = None
+    components: Mapping[str, bool] = field(default_factory=dict)  # False: its fuse has blown
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFailure:
+    """The first rank of this node that died; `signal` is "SIGKILL", "exit:1" or "unknown"."""
+
+    rank: int
+    signal: str
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """The whole node. `merged` is the newest sampled step over all ranks (head node only)."""
+
+    time_ns: int
+    run: str
+    node: str
+    world_size: int
+    torch: str
+    backend: str
+    is_head: bool
+    ranks: tuple[RankView, ...] = ()
+    paused: bool = False
+    finished: bool = False
+    first_failure: FirstFailure | None = None
+    merged: StepRecord | None = None
+    anomalies: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (detector, level)
+    exemplars: Mapping[tuple[str, str], Anomaly] = field(default_factory=dict)  # the latest of each
+    records_dropped: Mapping[str, int] = field(default_factory=dict)  # by reason
+    components: Mapping[str, bool] = field(default_factory=dict)  # the daemon's own; False: blown
+    journal_lag_seconds: float = 0.0
+    host: Mapping[str, float] = field(default_factory=dict)
