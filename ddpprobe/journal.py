@@ -34,22 +34,29 @@ class JournalWriter:
         directory: created (0700) if missing; must hold no segment of another writer.
         meta: JSON object repeated at the head of every segment.
         segment_frames: frames per segment file.
+        first_segment: number of the first segment; above 0 for the successor of a dead writer.
+        first_seq: sequence number of the first frame; a successor goes on where the other ended.
 
     Raises:
         OSError: the directory or the first segment cannot be created: a start that fails is loud.
     """
 
     def __init__(
-        self, directory: Path, meta: Mapping[str, Any], segment_frames: int = SEGMENT_FRAMES
+        self,
+        directory: Path,
+        meta: Mapping[str, Any],
+        segment_frames: int = SEGMENT_FRAMES,
+        first_segment: int = 0,
+        first_seq: int = 0,
     ) -> None:
         self.directory = layout.make_dir(directory)
         self.dropped: Counter[str] = Counter()
         self.bytes_written = 0
         self._meta = codec.encode_json(meta)
         self._segment_frames = segment_frames
-        self._segment = -1
+        self._segment = first_segment - 1
         self._frames = 0
-        self._seq = 0
+        self._seq = first_seq
         self._size = 0
         self._fd = -1
         self._table: int | None = None

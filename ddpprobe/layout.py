@@ -132,6 +132,12 @@ class DirectoryLock:
         self._fd = fd
         return True
 
+    def forget(self) -> None:
+        """In a forked child: close our copy of the file; the parent keeps the lock."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
     def release(self) -> None:
         """Give the lock back; harmless if it is not held."""
         if self._fd is not None:

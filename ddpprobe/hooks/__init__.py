@@ -1,0 +1,1 @@
+"""Hooks: what hangs on the model, and how one call of it becomes one row."""

@@ -1,0 +1,1 @@
+"""Tensor to row: the statistics of one tensor, computed on its own device."""

@@ -1,0 +1,86 @@
+"""The command `ddpprobe`: one verb a file in `commands/`; errors become exit codes here only."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from ddpprobe.commands.output import complain, plain
+
+VERBS = ("info", "anomalies", "trace", "verify", "daemon")
+
+OK, PAGED, USAGE, DAMAGED = 0, 1, 2, 3
+INTERRUPTED, PIPE_CLOSED = 130, 141  # as a shell reports SIGINT and SIGPIPE
+
+EPILOG = """\
+exit codes: 0 nothing wrong; 1 anomalies at level page were found; 2 wrong use;
+3 the store is damaged (what can be read is shown, what is lost is listed on stderr).
+RUN is a run directory: what install() made, by default ddpprobe-runs/<name>."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code; never raises for what a user can cause."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    try:
+        args, rest = parser.parse_known_args(words)
+        if rest and args.verb != "daemon":  # whose options are the daemon's own business
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    except SystemExit as done:  # argparse has printed the help, or what was wrong
+        return int(done.code or 0)
+    args.rest = rest
+    return _run(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ddpprobe",
+        description="Names the first bad tensor of a distributed PyTorch run.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ddpprobe {metadata.version('ddpprobe')}")
+    verbs = parser.add_subparsers(title="verbs", dest="verb", metavar="VERB", required=True)
+    for name in VERBS:
+        module = _verb(name)
+        text = (module.__doc__ or "").strip()
+        verb = verbs.add_parser(
+            name,
+            help=text.splitlines()[0].rstrip("."),
+            description=text,
+            epilog=EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=name != "daemon",
+        )
+        module.add_arguments(verb)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run a verb: the only place where an error becomes an exit code."""
+    from ddpprobe.replay.run import RunError
+
+    try:
+        code = int(_verb(args.verb).run(args))
+        sys.stdout.flush()  # a closed pipe shows here, not at the interpreter's exit
+    except BrokenPipeError:
+        # What is still buffered goes nowhere, or the interpreter would complain when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except RunError as error:
+        complain(f"ddpprobe: {plain(error)}")
+        return error.exit_code
+    except OSError as error:
+        complain(f"ddpprobe: cannot read {plain(error.filename)}: {plain(error.strerror)}")
+        return USAGE
+    return code
+
+
+def _verb(name: str) -> ModuleType:
+    return importlib.import_module(f"ddpprobe.commands.{name}")

@@ -1,0 +1,263 @@
+"""From a checked `install()` call to a place to write: run directory, attempt, journal, daemon."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import distributed as dist
+
+from ddpprobe import layout, rendezvous, spawn
+from ddpprobe.heartbeat import HeartbeatWriter
+from ddpprobe.journal import JournalWriter
+from ddpprobe.layout import DirectoryLock, RunDir
+from ddpprobe.rendezvous import Store
+
+DAEMON_SECONDS = 30.0  # for the head's daemon to open its port, when other nodes must know it
+CHECK_SECONDS = 5.0
+
+
+@dataclass
+class Enlisted:
+    """One rank's place in a run. `lock` is held by rank 0 for as long as the attempt lives."""
+
+    run: RunDir
+    run_id: str
+    attempt: int
+    journal: JournalWriter
+    heartbeat: HeartbeatWriter
+    lock: DirectoryLock | None
+    restart: Callable[[], None] | None
+    node: str
+    _next_check: float = field(default_factory=time.monotonic)
+
+    def keep_daemon(self) -> None:
+        """Start this node's daemon anew if it died; looks at most every five seconds."""
+        now = time.monotonic()
+        if self.restart is None or now < self._next_check:
+            return
+        self._next_check = now + CHECK_SECONDS
+        if not spawn.daemon_alive(self.run, self.node):
+            self.restart()
+
+
+def enlist(
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int,
+    check: Callable[[], Mapping[str, Any]],
+    *,
+    run_dir: str | os.PathLike[str] | None,
+    name_of_run: str | None = None,
+    start_daemon: bool,
+    listen: str | None,
+) -> Enlisted:
+    """Agree with the other ranks on a run directory and open this rank's files in it.
+
+    Raises:
+        InstallError: some rank refused, on every rank with the same text.
+    """
+    place = _Place.here(rank)
+    head = _Head(place, run_dir, name_of_run, world_size, start_daemon, listen)
+    try:
+        plan = rendezvous.round_trip(
+            store, f"{name}/plan", rank, world_size,
+            lambda: {**place.facts(), **check()}, head.decide,
+        )  # fmt: skip
+        opened: list[Enlisted] = []
+
+        def open_files() -> dict[str, Any]:
+            opened.append(_open(plan, place, rank, world_size, head, start_daemon, listen))
+            return {}
+
+        rendezvous.round_trip(store, f"{name}/open", rank, world_size, open_files, lambda _: {})
+    except BaseException:
+        head.lock_release()
+        raise
+    return opened[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    rank: int
+    node_index: int
+    local_rank: int
+    hostname: str
+
+    @classmethod
+    def here(cls, rank: int) -> _Place:
+        """Read torchrun's variables; without them all ranks are on one node."""
+        env = os.environ
+        return cls(
+            rank, int(env.get("GROUP_RANK", "0")), int(env.get("LOCAL_RANK", rank)),
+            socket.gethostname(),
+        )  # fmt: skip
+
+    def facts(self) -> dict[str, Any]:
+        return {"node_index": self.node_index, "hostname": self.hostname}
+
+
+class _Head:
+    """What rank 0 decides for all."""
+
+    def __init__(
+        self, place: _Place, run_dir: str | os.PathLike[str] | None, name: str | None, world_size: int,
+        start_daemon: bool, listen: str | None,
+    ) -> None:  # fmt: skip
+        self.place = place
+        self.lock: DirectoryLock | None = None
+        self._run_dir = run_dir
+        self._name = name
+        self._world_size = world_size
+        self._start_daemon = start_daemon
+        self._listen = listen
+
+    def decide(self, heard: list[dict[str, Any]]) -> dict[str, Any]:
+        """Make the plan from what all ranks said."""
+        for rank, part in enumerate(heard):
+            if part["settings"] != heard[0]["settings"]:
+                raise ValueError(
+                    f"ranks 0 and {rank} called ddpprobe.install() with different settings: "
+                    f"{heard[0]['settings']} and {part['settings']}. They must be equal."
+                )
+        nodes = sorted({part["node_index"] for part in heard})
+        leaders = {n: min(r for r, p in enumerate(heard) if p["node_index"] == n) for n in nodes}
+        members = {n: sum(p["node_index"] == n for p in heard) for n in nodes}
+        run, identity = self._claim(heard, nodes)
+        attempts = run.attempts()
+        plan = {
+            "run_dir": str(run.path), "identity": identity, "nodes": nodes,
+            "attempt": attempts[-1] + 1 if attempts else 0,
+            "leaders": {str(n): r for n, r in leaders.items()},
+            "members": {str(n): m for n, m in members.items()},
+            "token": secrets.token_hex(16) if len(nodes) > 1 else None, "head": None,
+        }  # fmt: skip
+        layout.make_dir(run.attempt_dir(plan["attempt"]))
+        if len(nodes) > 1 and self._start_daemon:
+            plan["head"] = self._start_head(run, plan["token"])
+        return plan
+
+    def lock_release(self) -> None:
+        """Give the directory back."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def _claim(
+        self, heard: list[dict[str, Any]], nodes: list[int]
+    ) -> tuple[RunDir, dict[str, Any]]:
+        stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+        run_id = f"{stamp}-{secrets.token_hex(3)}"
+        name = self._name or run_id
+        run = RunDir(Path(self._run_dir or Path("ddpprobe-runs") / name).absolute())
+        if run.path.is_dir() and any(run.path.iterdir()) and not run.run_json.exists():
+            raise ValueError(
+                f"{run.path} is not empty and not a ddpprobe run. Give run_dir= a new directory."
+            )
+        try:
+            layout.make_dir(run.path)
+            self.lock = DirectoryLock(run.lock)
+            held = not self.lock.acquire()
+        except OSError as error:
+            raise ValueError(
+                f"cannot write to the run directory {run.path}: {error.strerror}. "
+                "Give run_dir= (or DDPPROBE_DIR) a directory this user can write to."
+            ) from error
+        if held:
+            raise ValueError(
+                f"{run.path} is held by a live run. Give run_dir= another directory, or leave it "
+                "out to get a new one."
+            )
+        if run.run_json.exists():
+            return run, dict(json.loads(run.run_json.read_text()))
+        identity = {
+            "format_version": layout.FORMAT_VERSION, "run_id": run_id, "name": name,
+            "world_size": self._world_size, "nodes": len(nodes), "created_ns": time.time_ns(),
+            "every": heard[0]["every"], "wrapper": heard[0]["wrapper"], "torch": torch.__version__,
+            "backend": backend(), "hostname": self.place.hostname,
+        }  # fmt: skip
+        layout.write_json(run.run_json, identity)
+        return run, identity
+
+    def _start_head(self, run: RunDir, token: str) -> str:
+        host = socket.gethostbyname(os.environ.get("MASTER_ADDR") or socket.gethostname())
+        node = layout.node_name(self.place.node_index)
+        write_token(run, token)
+        spawn.start_daemon(
+            run, node, head_url=None, listen=self._listen, gather_listen=f"{host}:0", linger=None
+        )
+        serving = spawn.wait_for_daemon(run, node, DAEMON_SECONDS)
+        if serving is None or not serving.get("gather"):
+            raise ValueError(
+                f"the node daemon did not open its gather port within {DAEMON_SECONDS:.0f} s; "
+                f"its log is {run.daemon_file(node, 'log')}"
+            )
+        return f"http://{serving['gather']}"
+
+
+def _open(
+    plan: dict[str, Any], place: _Place, rank: int, world_size: int, head: _Head,
+    start_daemon: bool, listen: str | None,
+) -> Enlisted:  # fmt: skip
+    run, identity, attempt = RunDir(Path(plan["run_dir"])), plan["identity"], plan["attempt"]
+    node = layout.node_name(place.node_index)
+    leads = plan["leaders"][str(place.node_index)] == rank
+    is_head = plan["leaders"][str(place.node_index)] == 0
+    layout.make_dir(run.path)
+    if leads and not run.run_json.exists():  # a node with a disk of its own
+        layout.write_json(run.run_json, identity)
+    meta = {
+        "rank": rank, "local_rank": place.local_rank, "world_size": world_size,
+        "local_world_size": plan["members"][str(place.node_index)], "node": node,
+        "node_index": place.node_index, "attempt": attempt, "pid": os.getpid(),
+        "pid_start": psutil.Process().create_time(), "hostname": place.hostname,
+        "device": _device(), "wrapper": identity["wrapper"],
+        "backend": backend(), "torch": torch.__version__, "run_id": identity["run_id"],
+        "name": identity["name"], "every": identity["every"], "started_ns": time.time_ns(),
+        "head": is_head,
+    }  # fmt: skip
+    journal = JournalWriter(run.rank_journal(attempt, node, rank), meta)
+    heartbeat = HeartbeatWriter(run.heartbeat(attempt, node, rank))
+
+    def start() -> None:
+        if plan["token"] is not None:
+            write_token(run, plan["token"])
+        spawn.start_daemon(
+            run, node, head_url=None if is_head else plan["head"], listen=listen,
+            gather_listen=plan["head"].removeprefix("http://") if is_head and plan["head"] else None,
+            linger=None,
+        )  # fmt: skip
+
+    starter = start if leads and start_daemon else None
+    if starter is not None and not spawn.daemon_alive(run, node):
+        starter()
+    return Enlisted(
+        run, identity["run_id"], attempt, journal, heartbeat, head.lock, starter, node
+    )
+
+
+def write_token(run: RunDir, token: str) -> None:
+    """Put the gather's token where only this user's daemon can read it."""
+    path = layout.make_dir(run.path / "daemon") / "token"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, layout.FILE_MODE)
+    with os.fdopen(fd, "w") as file:
+        file.write(token)
+
+
+def backend() -> str:
+    """Name of the process group's backend, "" without one."""
+    return str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""
+
+
+def _device() -> str:
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu"

@@ -1,0 +1,177 @@
+"""Merging what the ranks deliver, one step at a time, without waiting for anybody for ever.
+
+Pure: records go in, with the time at which they arrived, merged records come out in ascending
+order of their step. The same class serves a node, whose parts are single ranks, and the head,
+whose parts are also other nodes' merged blocks: a part is a set of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ddpprobe.records import StepRecord, merge_all
+
+GRACE_SECONDS = 5.0
+REORDER_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Part:
+    record: StepRecord
+    final: bool
+
+    @property
+    def complete(self) -> bool:
+        """Nothing fuller of this step can follow from these ranks."""
+        return self.final or (self.record.sampled and not self.record.partial)
+
+    @property
+    def fullness(self) -> tuple[bool, bool, bool, int]:
+        """Order by which one part replaces another of the same ranks."""
+        record = self.record
+        return (self.final, record.sampled, not record.partial, record.wall_time_ns)
+
+
+@dataclass(slots=True)
+class _Step:
+    first_seen: float
+    parts: list[_Part] = field(default_factory=list)
+
+    @property
+    def sampled(self) -> bool:
+        return any(p.record.sampled for p in self.parts)
+
+    @property
+    def open(self) -> bool:
+        """Some part announces that a fuller one is to come."""
+        return any(p.record.partial and not p.final for p in self.parts)
+
+    def delivered(self) -> set[int]:
+        """Ranks that have said all they will say; a node's `missing` ranks are given up there."""
+        settled = [p.record for p in self.parts if p.complete or not (self.sampled or self.open)]
+        return {rank for r in settled for rank in (*r.ranks, *r.missing)}
+
+    def put(self, part: _Part) -> bool:
+        """Take a part in; False if it cannot be told apart from what other parts say."""
+        ranks = set(part.record.ranks)
+        rivals = [p for p in self.parts if ranks & set(p.record.ranks)]
+        same = [p for p in rivals if ranks == set(p.record.ranks)]
+        if not all(p.fullness <= part.fullness and ranks >= set(p.record.ranks) for p in rivals):
+            for rival in same:
+                rival.record = _keep_witness(rival.record, part.record)
+            return bool(same)
+        for rival in rivals:
+            part.record = _keep_witness(part.record, rival.record)
+        self.parts = [p for p in self.parts if p not in rivals]
+        self.parts.append(part)
+        return True
+
+
+class Gather:
+    """Collects the records of one attempt and merges them step by step.
+
+    A sampled step comes out when every rank that may still speak has delivered its complete record
+    or one of a later step, or `grace_seconds` after its first record arrived; who did not deliver
+    is listed in `missing`. A partial record (an alarm sent ahead) is replaced by its rank's full
+    one and therefore waits for it like an absent one. A record of an unsampled step has no fuller
+    successor: it comes out after `reorder_seconds`, so that a slower rank's alarm of an earlier
+    step still comes first. A part that cannot be merged any more is dropped and counted in `late`.
+
+    Args:
+        expected: the ranks that deliver.
+        grace_seconds: how long a sampled step waits for its slowest rank.
+        reorder_seconds: how long an unsampled alarm waits for earlier ones.
+        after: steps up to here came out in an earlier life and are ignored, uncounted.
+    """
+
+    def __init__(
+        self,
+        expected: Sequence[int],
+        grace_seconds: float = GRACE_SECONDS,
+        *,
+        reorder_seconds: float = REORDER_SECONDS,
+        after: int = -1,
+    ) -> None:
+        self.expected = tuple(sorted(expected))
+        self.late = 0
+        self.last_step = after
+        self._floor = after
+        self._grace = grace_seconds
+        self._reorder = reorder_seconds
+        self._alive = set(self.expected)
+        self._reached = dict.fromkeys(self.expected, -1)
+        self._steps: dict[int, _Step] = {}
+
+    @property
+    def waiting_for(self) -> frozenset[int]:
+        """Ranks that may still deliver."""
+        return frozenset(self._alive)
+
+    @property
+    def pending(self) -> int:
+        """Steps held back."""
+        return len(self._steps)
+
+    def add(self, record: StepRecord, now: float, *, final: bool = False) -> None:
+        """Take one rank's record, or (`final`) a merged one that will not be sent again.
+
+        Args:
+            record: of any ranks; unexpected ones are merged as well.
+            now: seconds on a clock of the caller's that never goes back.
+            final: the ranks in `record.ranks` and `record.missing` say no more about this step.
+        """
+        part = _Part(record, final)
+        if part.complete:
+            for rank in (*record.ranks, *(record.missing if final else ())):
+                self._reached[rank] = max(record.step, self._reached.get(rank, -1))
+        if record.step <= self.last_step:
+            self.late += record.step > self._floor
+            return
+        step = self._steps.setdefault(record.step, _Step(now))
+        self.late += not step.put(part)
+
+    def mark_dead(self, rank: int) -> None:
+        """Wait no longer for a rank: it ended, well or not, and all it wrote was added."""
+        self._alive.discard(rank)
+
+    def ready(self, now: float) -> list[StepRecord]:
+        """Return the steps that need wait no longer at `now`, merged, ascending."""
+        out = []
+        for number in sorted(self._steps):
+            if not self._is_ready(number, self._steps[number], now):
+                break
+            out.append(self._emit(number))
+        return out
+
+    def drain(self) -> list[StepRecord]:
+        """Return everything that is left, merged, ascending."""
+        return [self._emit(number) for number in sorted(self._steps)]
+
+    def _is_ready(self, number: int, step: _Step, now: float) -> bool:
+        waited = now - step.first_seen
+        patience = self._grace if step.sampled or step.open else self._reorder
+        if waited >= patience:
+            return True
+        delivered = step.delivered()
+        return all(r in delivered or self._reached[r] > number for r in self._alive)
+
+    def _emit(self, number: int) -> StepRecord:
+        step = self._steps.pop(number)
+        self.last_step = number
+        parts = sorted((p.record for p in step.parts), key=lambda r: r.ranks)
+        merged = merge_all(parts)
+        # Nobody is expected to speak on a step that is not sampled: silence there is health.
+        missing = _absent(self.expected, merged.ranks) if merged.sampled else ()
+        return replace(merged, missing=missing)
+
+
+def _absent(expected: Iterable[int], present: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(expected) - set(present)))
+
+
+def _keep_witness(kept: StepRecord, other: StepRecord) -> StepRecord:
+    """Return `kept`, with the first bad tensor of `other` if it has none itself."""
+    if kept.first_bad is not None or other.first_bad is None:
+        return kept
+    return replace(kept, first_bad=other.first_bad)

@@ -1,0 +1,215 @@
+"""The every-step watch: on which step, and on which rank, did the first local value go bad?
+
+After the all-reduce every rank is NaN, so this can only be seen on the step it happens, sampled or
+not. Two witnesses are enough to name step, rank and phase: what the root module returns (forward)
+and each parameter's gradient before it is reduced (backward; a NaN born anywhere in the backward
+either reaches a parameter or harms nobody). The parameter hooks sit on the parameters, not on the
+modules: the model stays clean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ddpprobe.fuse import Fuse
+from ddpprobe.hooks.eager import Clock
+from ddpprobe.hooks.guest import Guest
+from ddpprobe.hooks.outputs import leaves
+from ddpprobe.records import FirstBad
+from ddpprobe.stats import rows as stats
+from ddpprobe.stats.dense import local
+from ddpprobe.topology import Topology
+
+_FORWARD, _BACKWARD = 0, 1
+_PHASES = ("forward", "backward")
+
+
+@final
+class Watch:
+    """Keeps the first non-finite local value of each step.
+
+    On the CPU a bad value is reported to `on_bad` at once. On a GPU the two witnesses are kept as
+    the largest magnitudes of the step, copied out asynchronously when it ends, and reported once the
+    copy has arrived (usually one step later): no step waits for it.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        clock: Clock,
+        rank: int,
+        fuse: Fuse,
+        on_bad: Callable[[FirstBad], None],
+    ) -> None:
+        self._topology = topology
+        self._clock = clock
+        self._rank = rank
+        self._fuse = fuse
+        self._on_bad = on_bad
+        self._check_gradient = fuse.guard(self._gradient)
+        self._handles: list[RemovableHandle] = []
+        self._seekers: list[RemovableHandle] = []
+        self._watched: set[int] = set()
+        self._device = topology.device.type
+        self._peaks = torch.zeros(2, dtype=torch.float32, device=topology.device)
+        self._pending: deque[tuple[int, Tensor, torch.cuda.Event]] = deque(maxlen=8)
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters are watched."""
+        return len(self._watched)
+
+    def seek(self) -> None:
+        """At a training forward: watch the parameters, as the forward sees them, if not yet so."""
+        if self._watched or self._seekers:
+            return
+        if self._topology.wrapper != "fsdp2":
+            for fqn, parameter in self._topology.named_parameters():
+                self._watch(fqn, parameter)
+            return
+        # FSDP2 puts the unsharded parameters into a module only while it runs; they are the same
+        # objects on every step, so one forward with these pre-hooks finds them for good.
+        for fqn, module in self._topology.named_modules():
+            if any(p is not None for p in module._parameters.values()):  # noqa: SLF001
+                hook = Guest(self._fuse.guard(_Seek(self, fqn)))
+                self._seekers.append(module.register_forward_pre_hook(hook))
+                if module is self._topology.root:
+                    hook(module)
+
+    def found(self) -> None:
+        """At the end of that forward: the model is clean again."""
+        for handle in self._seekers:
+            handle.remove()
+        self._seekers.clear()
+
+    def watch_module(self, fqn: str, module: nn.Module) -> None:
+        """Watch a module's own parameters as they stand in it now."""
+        for name, parameter in module._parameters.items():  # noqa: SLF001  (what FSDP2 swaps)
+            if parameter is not None:
+                self._watch(f"{fqn}.{name}" if fqn else name, parameter)
+
+    def output(self, output: object) -> None:
+        """Look at what the root returned: its 0-d tensors (losses) if any, else all of it."""
+        tensors = [t for _, t in leaves(output) if t.is_floating_point() and t.requires_grad]
+        losses = [t for t in tensors if t.dim() == 0]
+        for tensor in losses or tensors:
+            self._look(tensor, _FORWARD, None)
+
+    def end_step(self, step: int) -> None:
+        """Send this step's peaks to the host (GPU), and start the next step's."""
+        if self._device != "cuda":
+            return
+        host = torch.empty(2, dtype=torch.float32, pin_memory=True)
+        host.copy_(self._peaks, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._peaks.zero_()
+        self._pending.append((step, host, event))
+
+    def poll(self, *, wait: bool = False) -> None:
+        """Report what has arrived from the device; waits only at the end of a run."""
+        while self._pending:
+            step, host, event = self._pending[0]
+            if wait:
+                event.synchronize()
+            elif not event.query():
+                return
+            self._pending.popleft()
+            for phase, peak in enumerate(host.tolist()):
+                if not math.isfinite(peak):
+                    self._report(phase, None, step, micro=0, counts=(0, 0, 0, 0))
+                    break
+
+    def close(self) -> None:
+        """Take every hook off."""
+        self.found()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watched.clear()
+
+    def _watch(self, fqn: str, parameter: Tensor) -> None:
+        if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._watched:
+            self._watched.add(id(parameter))
+            hook = _Accumulated(self, fqn)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def gradient(self, fqn: str, parameter: Tensor) -> None:
+        """Entry of the parameter hooks."""
+        self._check_gradient(fqn, parameter)
+
+    def _gradient(self, fqn: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._look(parameter.grad, _BACKWARD, fqn)
+
+    def _look(self, tensor: Tensor, phase: int, fqn: str | None) -> None:
+        with torch.no_grad():
+            tensor = local(tensor)
+            if tensor.layout == torch.sparse_coo:
+                tensor = tensor._values()  # noqa: SLF001  (values() needs a coalesced tensor)
+            if tensor.numel() == 0:
+                return
+            if tensor.device.type != "cpu":
+                peak = torch.linalg.vector_norm(tensor, torch.inf, dtype=torch.float32)
+                torch.maximum(self._peaks[phase], peak, out=self._peaks[phase])  # NaN wins
+                return
+            # One pass: a sum is finite unless an element is not, or finite ones overflow it.
+            if math.isfinite(tensor.sum(dtype=_sum_dtype(tensor)).item()):
+                return
+            row = torch.empty(stats.WIDTH, dtype=torch.float64)
+            stats.reduce(tensor, row)
+            numel, nan, pos_inf, neg_inf = (int(v) for v in row[:4].tolist())
+            if nan or pos_inf or neg_inf:
+                counts = (nan, pos_inf, neg_inf, numel)
+                self._report(phase, fqn, None, self._clock.micro, counts)
+
+    def _report(
+        self,
+        phase: int,
+        parameter: str | None,
+        step: int | None,
+        micro: int,
+        counts: tuple[int, int, int, int],
+    ) -> None:
+        nan, pos_inf, neg_inf, numel = counts
+        self._on_bad(
+            FirstBad(
+                step=-1 if step is None else step, micro=max(micro, 0), phase=_PHASES[phase],
+                order=0, rank=self._rank, fqn=parameter,
+                kind="grad_local" if parameter is not None else None,
+                nan=nan, pos_inf=pos_inf, neg_inf=neg_inf, numel=numel,
+            )  # fmt: skip
+        )
+
+
+@final
+class _Seek:
+    __slots__ = ("_fqn", "_watch")
+
+    def __init__(self, watch: Watch, fqn: str) -> None:
+        self._watch, self._fqn = watch, fqn
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        self._watch.watch_module(self._fqn, module)
+
+
+@final
+class _Accumulated:
+    __slots__ = ("_fqn", "_watch")
+
+    def __init__(self, watch: Watch, fqn: str) -> None:
+        self._watch, self._fqn = watch, fqn
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._watch.gradient(self._fqn, parameter)
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

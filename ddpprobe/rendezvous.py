@@ -1,0 +1,109 @@
+"""How the ranks agree, once, at `install()`: through the job's own store, with no collective.
+
+Two rounds. In each, every rank says its part or its error; rank 0 hears all and answers once for
+everybody. So a mistake on one rank is an error on every rank, before training starts, and a rank
+that never calls `install()` is named instead of waited for.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+TIMEOUT_SECONDS = 60.0
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that is used here."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+
+    def get(self, key: str) -> bytes:
+        """Get a key."""
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+        """Wait until keys exist."""
+
+
+class InstallError(ValueError, RuntimeError):
+    """`ddpprobe.install()` refused, on every rank, for the reason given by the first that did.
+
+    It is a ValueError (an argument is wrong) and a RuntimeError (some rank did not come).
+    """
+
+
+def round_trip(
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int,
+    mine: Callable[[], Mapping[str, Any]],
+    decide: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
+    timeout: float = TIMEOUT_SECONDS,
+) -> dict[str, Any]:
+    """Let every rank speak and rank 0 answer; return the answer.
+
+    Args:
+        store: shared by all ranks; keys start with `name`, which must be new.
+        name: of this round.
+        rank: of this process.
+        world_size: number of ranks.
+        mine: makes this rank's part (JSON); ValueError or OSError from it refuses for all.
+        decide: on rank 0, makes the answer from all parts in rank order; may refuse likewise.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        InstallError: some rank refused or did not come.
+    """
+    said = _attempt(mine)
+    store.set(f"{name}/{rank}", json.dumps(said))
+    if rank == 0:
+        store.set(f"{name}/answer", json.dumps(_answer(store, name, world_size, decide, timeout)))
+    _wait(store, f"{name}/answer", timeout * 1.5, "rank 0 did not answer")
+    answer: dict[str, Any] = json.loads(store.get(f"{name}/answer"))
+    if "error" in answer:
+        raise InstallError(answer["error"])
+    return answer
+
+
+def _answer(
+    store: Store,
+    name: str,
+    world_size: int,
+    decide: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
+    timeout: float,
+) -> dict[str, Any]:
+    heard: list[dict[str, Any]] = []
+    deadline = datetime.datetime.now(tz=datetime.UTC) + datetime.timedelta(seconds=timeout)
+    for rank in range(world_size):
+        left = (deadline - datetime.datetime.now(tz=datetime.UTC)).total_seconds()
+        try:
+            _wait(store, f"{name}/{rank}", max(left, 0.1), "")
+        except InstallError:
+            return {
+                "error": f"rank {rank} of {world_size} did not call ddpprobe.install() within "
+                f"{timeout:.0f} s. Call it on every rank, in the same order."
+            }
+        part = json.loads(store.get(f"{name}/{rank}"))
+        if "error" in part:
+            where = f"rank {rank}: " if world_size > 1 else ""
+            return {"error": where + part["error"]}
+        heard.append(part)
+    return _attempt(lambda: decide(heard))
+
+
+def _attempt(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    try:
+        return dict(make())
+    except (ValueError, OSError) as error:
+        return {"error": str(error)}
+
+
+def _wait(store: Store, key: str, seconds: float, message: str) -> None:
+    try:
+        store.wait([key], datetime.timedelta(seconds=seconds))
+    except RuntimeError as error:  # torch's DistStoreError is one
+        raise InstallError(f"{message} within {seconds:.0f} s") from error

@@ -1,0 +1,53 @@
+"""Which steps are sampled: a pure function of the step number, so that all ranks agree."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Sampled steps.
+
+    Attributes:
+        every: a sampled step every `every` optimizer steps: 0, every, 2 * every, ...
+        dense_until: every step below this one is sampled too (the warm-up, where most runs die).
+        ranges: (first, last) pairs of steps, both included, in which every step is sampled.
+
+    Raises:
+        ValueError: a number that makes no schedule.
+    """
+
+    every: int = 10
+    dense_until: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            msg = f"every must be an integer of at least 1 (sample each N-th step), got {self.every!r}"
+            raise ValueError(msg)
+        if not isinstance(self.dense_until, int) or self.dense_until < 0:
+            msg = f"dense_until must be a step number, 0 or more, got {self.dense_until!r}"
+            raise ValueError(msg)
+        for pair in self.ranges:
+            if len(pair) != 2 or not 0 <= pair[0] <= pair[1]:  # noqa: PLR2004  (a pair has two)
+                msg = f"ranges must be (first, last) steps with 0 <= first <= last, got {pair!r}"
+                raise ValueError(msg)
+
+    def sampled(self, step: int) -> bool:
+        """Whether `step` (counted from 0) is sampled."""
+        return (
+            step % self.every == 0
+            or step < self.dense_until
+            or any(first <= step <= last for first, last in self.ranges)
+        )
+
+    def fingerprint(self) -> str:
+        """Return a text that is equal on two ranks exactly if their schedules are."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def as_schedule(every: int | Schedule) -> Schedule:
+    """Turn `install`'s `every` into a schedule."""
+    return every if isinstance(every, Schedule) else Schedule(every=every)

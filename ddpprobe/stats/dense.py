@@ -1,0 +1,96 @@
+"""From whatever a model hands us to a dense 1-D tensor whose elements can simply be read.
+
+No collective and no copy where a view will do: a DTensor gives its local shard, a broadcast tensor
+its few real elements and how often each stands.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+from ddpprobe import torch_private
+
+_EIGHT_BIT = tuple(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+    if hasattr(torch, name)
+)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Unsupported(TypeError):
+    """A tensor that has no statistics here; the text says which kind it is."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the plain local tensor behind a DTensor or an unfinished functional collective."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    return tensor.detach()
+
+
+def dense(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return (elements, repeats): a 1-D tensor, and how often each element stands in `tensor`.
+
+    Floating dtypes stay what they are but fp8, which becomes float32; bool and integers become
+    float64; complex numbers become their real and imaginary parts (numel doubles); sparse and
+    jagged tensors give their stored values.
+
+    Raises:
+        Unsupported: meta, quantized or functorch-wrapped tensors, and unknown dtypes.
+    """
+    if torch_private.is_functorch(tensor):
+        raise Unsupported("a tensor inside vmap, grad or jvp has no readable values")
+    tensor = local(tensor)
+    if tensor.is_meta or type(tensor).__name__ == "FakeTensor":
+        raise Unsupported("a meta tensor has no values")
+    if tensor.is_quantized:
+        raise Unsupported(f"quantized dtype {tensor.dtype}")
+    if tensor.is_nested:
+        tensor = tensor.values() if tensor.layout == torch.jagged else tensor._values()  # noqa: SLF001
+    elif tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce().values()
+    elif tensor.layout != torch.strided:
+        tensor = tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype in _EIGHT_BIT:
+        tensor = tensor.float()
+    elif tensor.dtype not in _FLOATS:
+        try:
+            tensor = tensor.double()
+        except (RuntimeError, NotImplementedError) as error:
+            raise Unsupported(f"dtype {tensor.dtype}") from error
+    return _flatten(tensor)
+
+
+def _flatten(tensor: Tensor) -> tuple[Tensor, int]:
+    repeats = 1
+    if tensor.numel() and 0 in tensor.stride():
+        # An expanded gradient (y.sum().backward()) holds one element a million times over:
+        # contiguous() would allocate the million.
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0:
+                repeats *= tensor.shape[dim]
+                tensor = tensor.narrow(dim, 0, 1)
+    if tensor.is_contiguous():
+        return tensor.view(-1), repeats
+    if _fills_storage(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,)), repeats
+    return tensor.reshape(-1), repeats
+
+
+def _fills_storage(tensor: Tensor) -> bool:
+    """Whether the elements are a permutation of one gap-free block (transposed, channels_last)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,278 @@
+"""Optimizer steps and micro-batches, seen from outside the user's loop.
+
+torch calls global hooks around every `optimizer.step()`; two hooks on the root module see its
+forwards. From these few events follow: the step (one `optimizer.step()` over this model's
+parameters, however many optimizers share it), the micro-batches inside it, evaluation passes (root
+forwards without grad), and steps the optimizer never took (a GradScaler that found inf).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ddpprobe import torch_private
+from ddpprobe.fuse import Fuse
+from ddpprobe.heartbeat import STATES, HeartbeatWriter
+from ddpprobe.hooks.guest import Guest
+from ddpprobe.hooks.outputs import leaves
+from ddpprobe.topology import Topology
+
+DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
+_STATE = tuple(STATES.index(s) for s in ("data", "forward", "backward", "optimizer"))
+_ANCHORS = 3
+
+
+class Events(Protocol):
+    """What the clock tells its owner, in this order within a step."""
+
+    def forward_begins(self) -> None:
+        """A training forward of the root starts; `clock.step` and `clock.micro` are set."""
+
+    def forward_ended(self, output: object) -> None:
+        """It returned."""
+
+    def backward_ended(self) -> None:
+        """All gradients of this micro-batch are there, reduced."""
+
+    def gradients_ready(self, optimizer: Optimizer) -> None:
+        """An optimizer that owns some of the parameters is about to step."""
+
+    def step_ended(self, *, skipped: bool) -> None:
+        """The step is over; called once per step."""
+
+
+@final
+class StepClock:
+    """Counts steps and micro-batches, and tells its owner.
+
+    Attributes:
+        step: the optimizer step under way, from `first_step`.
+        micro: index of the training forward within the step, -1 before the first.
+        evaluating: a root forward without grad is running.
+        phase_seconds: cumulative host seconds in data, forward, backward, optimizer.
+    """
+
+    def __init__(
+        self, topology: Topology, events: Events, fuse: Fuse, heartbeat: HeartbeatWriter,
+        first_step: int = 0,
+    ) -> None:  # fmt: skip
+        self.step = first_step
+        self.micro = -1
+        self.evaluating = False
+        self.steps = self.skipped = self.sampled = 0
+        self.phase_seconds = [0.0, 0.0, 0.0, 0.0]
+        self.probe_seconds = 0.0
+        self._topology = topology
+        self._events = events
+        self._heartbeat = heartbeat
+        self._phase = DATA
+        self._mark = time.perf_counter()
+        self._ended = False
+        self._manual = False
+        self._queued = False
+        self._running: list[int] = []  # ids of optimizers inside step(), outermost first
+        self._stepped: set[int] = set()  # ids of parameters stepped in this step
+        self._optimizers: list[int] = []  # ids of the optimizers that did it
+        self._complete: dict[tuple[int, ...], bool] = {}  # do these step every parameter?
+        self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._anchors: list[weakref.ref[nn.Parameter]] = []
+        self._anchor_had_grad = False
+        self._handles: list[RemovableHandle] = []
+        self._root_handles: list[RemovableHandle] = []
+        self._guards = {
+            name: fuse.guard(getattr(self, f"_{name}"))
+            for name in ("before_forward", "after_forward", "output_gradient", "backward_over",
+                         "before_step", "after_step")
+        }  # fmt: skip
+
+    def start(self) -> None:
+        """Begin to listen."""
+        self.hang()
+        self._handles.append(register_optimizer_step_pre_hook(_void(self._guards["before_step"])))
+        self._handles.append(register_optimizer_step_post_hook(_void(self._guards["after_step"])))
+        self.beat()
+
+    def hang(self) -> None:
+        """Hang the two hooks on the root module."""
+        root = self._topology.root
+        before, after = Guest(self._guards["before_forward"]), Guest(self._guards["after_forward"])
+        self._root_handles = [
+            root.register_forward_pre_hook(before),
+            root.register_forward_hook(after),
+        ]
+
+    def unhang(self) -> None:
+        """Take them off: for `pause()`, in which the model must be all the user's."""
+        for handle in self._root_handles:
+            handle.remove()
+        self._root_handles = []
+
+    def stop(self) -> None:
+        """Stop listening; every hook is gone."""
+        self.unhang()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def declare_step(self) -> None:
+        """The user says that a step is over (a loop without a torch optimizer)."""
+        self._manual = True
+        self._end_step(skipped=False)
+
+    def beat(self, state: int | None = None) -> None:
+        """Write the heartbeat."""
+        phases = self.phase_seconds
+        self._heartbeat.beat(
+            step=self.step, micro=max(self.micro, 0),
+            state=_STATE[self._phase] if state is None else state,
+            steps=self.steps, skipped=self.skipped, sampled=self.sampled,
+            phase_seconds=(phases[0], phases[1], phases[2], phases[3]),
+            probe_seconds=self.probe_seconds,
+        )  # fmt: skip
+
+    def leave_out(self) -> None:
+        """Start the stopwatch anew: the time since the last event belongs to no phase."""
+        self._mark = time.perf_counter()
+
+    def _enter(self, phase: int) -> None:
+        now = time.perf_counter()
+        self.phase_seconds[self._phase] += now - self._mark
+        self._mark, self._phase = now, phase
+        self.beat()
+
+    def _before_forward(self, *_: object) -> None:
+        if not torch.is_grad_enabled():
+            self._enter(self._phase)
+            self.evaluating = True
+            return
+        self.evaluating = False
+        if not self._running:
+            if not self._ended and self._was_skipped():
+                self._end_step(skipped=True)
+            elif not self._ended and self._stepped:
+                self._end_step(skipped=False)  # some parameters belong to no optimizer
+            if self._ended:
+                self._begin_step()
+        self.micro += 1
+        self._enter(FORWARD)
+        self._events.forward_begins()
+
+    def _begin_step(self) -> None:
+        self.step += 1
+        self.micro = -1
+        self._ended = False
+        self._stepped.clear()
+        self._optimizers.clear()
+        self._anchor_had_grad = False
+
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if self.evaluating:
+            self.evaluating = False
+            self.leave_out()
+            return
+        self._enter(BACKWARD)
+        self._queued = False
+        for _, tensor in leaves(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(_void(self._guards["output_gradient"]))
+        self._events.forward_ended(output)
+
+    def _output_gradient(self, _: Tensor) -> None:
+        if not self._queued:  # any of the outputs may be the one the loss came from
+            self._queued = True
+            torch_private.after_backward(_void(self._guards["backward_over"]))
+
+    def _backward_over(self) -> None:
+        self._queued = False
+        self._drop_anchor()
+        if any((p := ref()) is not None and p.grad is not None for ref in self._anchors):
+            self._anchor_had_grad = True
+        self._events.backward_ended()
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self._manual or not self._parameters_of(optimizer):
+            return
+        if id(optimizer) in self._running:  # its last step() raised and never ended
+            del self._running[self._running.index(id(optimizer)) :]
+        if not self._running and not self._ended:
+            self._enter(OPTIMIZER)
+            self._events.gradients_ready(optimizer)
+        self._running.append(id(optimizer))
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        parameters = self._parameters_of(optimizer)
+        if id(optimizer) not in self._running:
+            return
+        del self._running[self._running.index(id(optimizer)) :]
+        if self._running:
+            return
+        self._stepped |= parameters
+        self._optimizers.append(id(optimizer))
+        if self._steps_everything(tuple(self._optimizers)):
+            self._end_step(skipped=_found_inf(optimizer))
+
+    def _steps_everything(self, optimizers: tuple[int, ...]) -> bool:
+        complete = self._complete.get(optimizers)
+        if complete is None:
+            trainable = {id(p) for _, p in self._topology.named_parameters() if p.requires_grad}
+            complete = self._complete[optimizers] = trainable <= self._stepped
+        return complete
+
+    def _end_step(self, *, skipped: bool) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self.steps += 1
+        self.skipped += skipped
+        self._enter(DATA)
+        self._events.step_ended(skipped=skipped)
+
+    def _parameters_of(self, optimizer: Optimizer) -> frozenset[int]:
+        """Ids of the parameters of this model that `optimizer` owns; empty: it is not ours."""
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._owned.get(optimizer)
+        if known is None or known[0] != size or not known[1]:
+            mine = {id(p) for _, p in self._topology.named_parameters()}
+            ids = frozenset(
+                id(p) for g in optimizer.param_groups for p in g["params"] if id(p) in mine
+            )
+            known = self._owned[optimizer] = (size, ids)
+        return known[1]
+
+    def _drop_anchor(self) -> None:
+        """Choose the parameters whose vanished `.grad` tells that a step was given up."""
+        if self._anchors:
+            return
+        with_grad = [p for _, p in self._topology.named_parameters() if p.grad is not None]
+        self._anchors = [weakref.ref(p) for p in with_grad[:_ANCHORS]]
+
+    def _was_skipped(self) -> bool:
+        """Gradients were there after the backward, no optimizer stepped, and now they are gone."""
+        return self._anchor_had_grad and not self._stepped and all(
+            (p := ref()) is None or p.grad is None for ref in self._anchors
+        )  # fmt: skip
+
+
+def _found_inf(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer, which is called even then, was told by GradScaler to do nothing."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())
+
+
+def _void(function: object) -> object:
+    """Wrap a callback so that it answers None: torch takes any other answer for new arguments."""
+
+    def call(*args: object) -> None:
+        function(*args)  # type: ignore[operator]
+
+    return call
