@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from ddpprobe.records import FirstBad as FirstBad
     from ddpprobe.records import Site as Site
     from ddpprobe.records import StepRecord as StepRecord
+    from ddpprobe.replay.run import Run as Run
+    from ddpprobe.replay.run import open_run as open  # noqa: A004  (ddpprobe.open reads best)
     from ddpprobe.sampling import Schedule as Schedule
-    from ddpprobe.store.reader import Run as Run
-    from ddpprobe.store.reader import open_run as open  # noqa: A004  (ddpprobe.open reads best)
 
 __version__ = "0.1.0"
 
@@ -25,12 +25,12 @@ _HOMES = {
     "Anomaly": ("ddpprobe.records", "Anomaly"),
     "FirstBad": ("ddpprobe.records", "FirstBad"),
     "Probe": ("ddpprobe.probe", "Probe"),
-    "Run": ("ddpprobe.store.reader", "Run"),
+    "Run": ("ddpprobe.replay.run", "Run"),
     "Schedule": ("ddpprobe.sampling", "Schedule"),
     "Site": ("ddpprobe.records", "Site"),
     "StepRecord": ("ddpprobe.records", "StepRecord"),
     "install": ("ddpprobe.probe", "install"),
-    "open": ("ddpprobe.store.reader", "open_run"),
+    "open": ("ddpprobe.replay.run", "open_run"),
 }
 
 __all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0604, PLE0605

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from ddpprobe.commands.output import complain, plain
+from ddpprobe.commands.output import complain, plain, say
 
 VERBS = ("info", "anomalies", "trace", "verify", "daemon")
 
@@ -25,15 +25,19 @@ RUN is a run directory: what install() made, by default ddpprobe-runs/<name>."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; never raises for what a user can cause."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
     try:
-        args, rest = parser.parse_known_args(words)
-        if rest and args.verb != "daemon":  # whose options are the daemon's own business
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return _run(_parse(words))
     except SystemExit as done:  # argparse has printed the help, or what was wrong
-        return int(done.code or 0)
+        return done.code if isinstance(done.code, int) else OK
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    args, rest = parser.parse_known_args(words)
+    if rest and args.verb != "daemon":  # whose options are the daemon's own business
+        parser.error(f"unrecognized arguments: {plain(' '.join(rest))}")
     args.rest = rest
-    return _run(args)
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"ddpprobe {metadata.version('ddpprobe')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     verbs = parser.add_subparsers(title="verbs", dest="verb", metavar="VERB", required=True)
     for name in VERBS:
         module = _verb(name)
@@ -60,9 +64,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Version(argparse.Action):
+    """Shows the version; a plain `action="version"` would look it up before it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        say(f"ddpprobe {version('ddpprobe')}")
+        parser.exit()
+
+
 def _run(args: argparse.Namespace) -> int:
     """Run a verb: the only place where an error becomes an exit code."""
     from ddpprobe.replay.run import RunError
+    from ddpprobe.store.manifest import StoreError
 
     try:
         code = int(_verb(args.verb).run(args))
@@ -76,6 +91,9 @@ def _run(args: argparse.Namespace) -> int:
     except RunError as error:
         complain(f"ddpprobe: {plain(error)}")
         return error.exit_code
+    except StoreError as error:
+        complain(f"ddpprobe: {plain(args.run)}: {plain(error)}")
+        return DAMAGED
     except OSError as error:
         complain(f"ddpprobe: cannot read {plain(error.filename)}: {plain(error.strerror)}")
         return USAGE

@@ -23,8 +23,8 @@ from ddpprobe.sampling import Schedule, as_schedule
 
 _BACKWARD = ("output", "full")
 _DAEMON = ("auto", "none")
-_live: weakref.WeakSet[Probe] = weakref.WeakSet()
-_probed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Probe]] = weakref.WeakKeyDictionary()
+_live: set[Probe] = set()  # held here, since a script may drop what install() returned
+_probed: weakref.WeakKeyDictionary[nn.Module, Probe] = weakref.WeakKeyDictionary()
 _installs = 0
 
 
@@ -79,6 +79,8 @@ class Probe:
         if self._enlisted is not None and self._enlisted.lock is not None:
             self._enlisted.lock.release()
         _live.discard(self)
+        for root in [root for root, probe in _probed.items() if probe is self]:
+            del _probed[root]
 
     def __enter__(self) -> Probe:
         return self
@@ -146,7 +148,7 @@ def install(
     )  # fmt: skip
     recorder.start()
     probe = Probe(recorder, enlisted)
-    _probed[topology.describe(model).root] = weakref.ref(probe)
+    _probed[topology.describe(model).root] = probe
     _live.add(probe)
     return probe
 
@@ -214,9 +216,9 @@ class _Wanted:
         found = topology.describe(self._model)
         self._check_globs(found)
         owner = _probed.get(found.root)
-        if owner is not None and (probe := owner()) is not None and probe in _live:
+        if owner is not None and owner in _live:
             raise ValueError(
-                f"this {type(found.root).__name__} already has a probe (run {probe.run_dir}). "
+                f"this {type(found.root).__name__} already has a probe (run {owner.run_dir}). "
                 "Call probe.close() before installing another."
             )
         settings = [schedule.fingerprint(), self._include, self._exclude, self._backward, step]

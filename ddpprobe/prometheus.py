@@ -12,6 +12,7 @@ import functools
 import importlib.metadata
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -123,7 +124,7 @@ METRICS: tuple[Metric, ...] = (
     _row("host_cpu_ratio", "ratio", "Busy share of the node's CPUs; near 1 the data loader starves the ranks."),
     _row("host_load1", "processes", "Load average of one minute; compare it with the number of cores."),
     _row("host_memory_available_bytes", "bytes", "Memory of the node that can still be had; near 0 the kernel kills a rank (SIGKILL)."),
-    _row("host_memory_total_bytes", "bytes", "Memory of the node."),
+    _row("host_memory_total_bytes", "bytes", "Memory of the node; the ranks share it."),
     _row("host_disk_free_bytes", "bytes", "Free space where the run directory lies; at 0 records are dropped, training goes on."),
 )  # fmt: skip
 _TABLE = {m.name: m for m in METRICS}
@@ -174,16 +175,11 @@ class _ViewCollector(Collector):
                 self.refused += 1
                 continue
             seen.add(key)
-            self._add(name, key[1], float(value), exemplar)
-
-    def _add(
-        self, name: str, labels: tuple[str, ...], value: float, exemplar: Exemplar | None
-    ) -> None:
-        family = self._families[name]
-        if isinstance(family, CounterMetricFamily):
-            family.add_metric(labels, value, exemplar=exemplar)
-        else:
-            family.add_metric(labels, value)
+            family = self._families[name]
+            if isinstance(family, CounterMetricFamily):
+                family.add_metric(key[1], float(value), exemplar=exemplar)
+            else:
+                family.add_metric(key[1], float(value))
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         for name, family in self._families.items():
@@ -198,10 +194,10 @@ class _ViewCollector(Collector):
 def label_value(value: object) -> str:
     """Return a label value as valid UTF-8 of at most `LABEL_BYTES` bytes, cut from the left.
 
-    One lone surrogate in one label would make the whole scrape fail. The end of a name tells sites
-    apart, so the beginning goes.
+    One lone surrogate or NUL in one label would make Prometheus refuse the whole scrape; they are
+    written out. The end of a name tells sites apart, so the beginning goes.
     """
-    data = str(value).encode("utf-8", "backslashreplace")
+    data = str(value).replace("\0", "\\0").encode("utf-8", "backslashreplace")
     if len(data) > LABEL_BYTES:
         mark = "…"
         data = mark.encode() + data[len(data) - LABEL_BYTES + len(mark.encode()) :]
@@ -214,7 +210,8 @@ def exemplar_of(anomaly: Anomaly) -> Exemplar:
     labels = {k: label_value(v)[:24] for k, v in known.items() if v is not None}
     room = EXEMPLAR_CHARACTERS - sum(len(k) + len(v) for k, v in labels.items()) - len("fqn")
     if anomaly.module is not None:
-        fqn = label_value(anomaly.module)
+        # Escapes in an exemplar are valid, but not every parser of them agrees.
+        fqn = re.sub(r'["\\\n{}]', "?", label_value(anomaly.module))
         labels["fqn"] = fqn if len(fqn) <= room else "…" + fqn[len(fqn) - room + 1 :]
     when = anomaly.wall_time_ns / 1e9 if anomaly.wall_time_ns > 0 else None
     return Exemplar(labels, 1.0, when)

@@ -24,6 +24,7 @@ from ddpprobe.layout import RunDir
 TOKEN_VARIABLE = "DDPPROBE_TOKEN"  # noqa: S105  (the name of a variable)
 POLL_SECONDS = 0.02
 START_SECONDS = 10.0
+WAIT_SECONDS = 120.0  # for the first journal: ranks write it right after they started us
 # What a Python process needs to start and to find its files. Everything else (cloud keys, tracking
 # tokens) stays where it is: a daemon that outlives the job must not carry it around.
 _INHERITED = (
@@ -31,7 +32,7 @@ _INHERITED = (
     "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE",
     "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD",
 )  # fmt: skip
-_OURS = ("DDPPROBE_STRICT", "DDPPROBE_LINGER", "DDPPROBE_LISTEN", "DDPPROBE_SD_DIR")
+_OURS = ("DDPPROBE_STRICT", "DDPPROBE_LINGER", "DDPPROBE_LISTEN")
 
 
 def start_daemon(
@@ -68,6 +69,7 @@ def start_daemon(
         "--listen": listen,
         "--gather-listen": gather_listen,
         "--linger": linger,
+        "--wait": WAIT_SECONDS,
     }
     # -P: a file `queue.py` in the user's working directory is not our standard library.
     command = [sys.executable, "-P", "-m", "ddpprobe.daemon"]

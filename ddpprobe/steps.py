@@ -161,8 +161,8 @@ class StepClock:
                 self._end_step(skipped=True)
             elif not self._ended and self._stepped:
                 self._end_step(skipped=False)  # some parameters belong to no optimizer
-            if self._ended:
-                self._begin_step()
+        if self._ended:  # inside a running step() too: LBFGS calls its closure there
+            self._begin_step()
         self.micro += 1
         self._enter(FORWARD)
         self._events.forward_begins()

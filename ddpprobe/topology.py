@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpprobe import torch_private
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_FSDP = "torch.distributed.fsdp"
 _PREFIXES = (
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
@@ -56,8 +58,8 @@ class Topology:
 
     def gradient_placement(self, gradient: Tensor) -> tuple[str, bool]:
         """Placement of a reduced gradient, and whether this rank's part is counted globally."""
-        if isinstance(gradient, DTensor):
-            return dtensor_placement(gradient)
+        if _is_dtensor(gradient):
+            return dtensor_placement(cast("DTensor", gradient))
         return ("local" if self.wrapper == "none" and self.world_size > 1 else "replicated"), True
 
 
@@ -77,7 +79,7 @@ def describe(model: nn.Module) -> Topology:
             f"{type(model).__name__} has no parameters, so there is nothing to train and nothing "
             "to observe. Pass the model that the optimizer updates."
         )
-    if any(isinstance(m, FSDPModule) for m in root.modules()):
+    if any(torch_private.is_a(m, _FSDP, "FSDPModule") for m in root.modules()):
         wrapper = "fsdp2"
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return Topology(root, wrapper, world_size, parameters[0].device, ddp)
@@ -92,7 +94,7 @@ def outermost(model: nn.Module) -> nn.Module:
 def _refuse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
-        if isinstance(module, FSDP1):
+        if torch_private.is_a(module, _FSDP, "FullyShardedDataParallel"):
             raise Refused(
                 f"{where} is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters "
                 "ddpprobe does not read yet. Use torch.distributed.fsdp.fully_shard (FSDP2)."
@@ -131,12 +133,16 @@ def dtensor_placement(tensor: DTensor) -> tuple[str, bool]:
 
 def tensor_placement(tensor: Tensor) -> tuple[str, bool]:
     """Placement of an activation or its gradient: plain tensors differ by rank."""
-    return dtensor_placement(tensor) if isinstance(tensor, DTensor) else ("local", True)
+    return dtensor_placement(cast("DTensor", tensor)) if _is_dtensor(tensor) else ("local", True)
 
 
 def clean(name: str) -> str:
     """Remove wrapper components from a dotted name: the FQN the unwrapped model would give."""
     return ".".join(part for part in name.split(".") if part not in _PREFIXES)
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return torch_private.is_a(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def _is_wrapper(module: nn.Module) -> bool:

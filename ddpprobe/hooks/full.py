@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import final
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
@@ -99,7 +98,7 @@ class FullHooks:
             return
         if not (isinstance(output, Tensor) or type(output) is tuple):
             self.unsafe.setdefault(fqn, f"returns a {type(output).__name__}, not a tensor or tuple")
-        if isinstance(module, FSDPModule):
+        if torch_private.is_a(module, "torch.distributed.fsdp", "FSDPModule"):
             self.unsafe.setdefault(fqn, "fully_shard hooks this module's outputs itself")
         outputs = [t for _, t in leaves(output) if t.requires_grad]
         if any(t._is_view() for t in outputs):  # noqa: SLF001

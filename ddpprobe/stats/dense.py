@@ -6,18 +6,24 @@ its few real elements and how often each stands.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 
 from ddpprobe import torch_private
+
+if TYPE_CHECKING:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor
 
 _EIGHT_BIT = tuple(
     getattr(torch, name)
     for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
     if hasattr(torch, name)
 )
+_PLAIN = (Tensor, torch.nn.Parameter)
+_COLLECTIVES = "torch.distributed._functional_collectives"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -27,10 +33,11 @@ class Unsupported(TypeError):
 
 def local(tensor: Tensor) -> Tensor:
     """Return the plain local tensor behind a DTensor or an unfinished functional collective."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.wait()
+    if type(tensor) not in _PLAIN:
+        if torch_private.is_a(tensor, "torch.distributed.tensor", "DTensor"):
+            tensor = cast("DTensor", tensor).to_local()
+        if torch_private.is_a(tensor, _COLLECTIVES, "AsyncCollectiveTensor"):
+            tensor = cast("AsyncCollectiveTensor", tensor).wait()
     return tensor.detach()
 
 

@@ -1,0 +1,153 @@
+"""On real ranks every statistic equals the unsharded single-process reference, and training is
+bit-identical with and without the probe."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ddpprobe.records import derive, merge_all
+
+JOB = Path(__file__).parent / "job.py"
+spec = importlib.util.spec_from_file_location("job", JOB)
+job = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(job)
+
+MICROS = 2
+
+
+class Reference:
+    """All values of step 0 of every rank, by site, from one process and the unsharded model."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.tensors: dict[tuple[str, str, str], list[torch.Tensor]] = {}
+        self.reduced: dict[str, torch.Tensor] = {}
+        for rank in range(world):
+            model = job.build(dropout=0.0)
+            for name, module in model.named_modules():
+                module.register_forward_hook(self._hook(name))
+            for micro in range(MICROS):
+                for name, parameter in model.named_parameters():
+                    parameter.register_hook(lambda g, n=name: self._see((n, "grad_local", ""), g))
+                model(job.batch(0, micro, rank))[1].backward()
+                for parameter in model.parameters():
+                    parameter._backward_hooks.clear()
+            for name, parameter in model.named_parameters():
+                share = parameter.grad / world
+                self.reduced[name] = self.reduced.get(name, 0) + share
+
+    def _hook(self, name: str):
+        def hook(module: nn.Module, args: object, output: object) -> None:
+            leaves = [("", output)] if isinstance(output, torch.Tensor) else enumerate(output)
+            for leaf, tensor in leaves:
+                self._see((name, "output", str(leaf)), tensor)
+                key = (name, "grad_output", str(leaf))
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda g, key=key: self._see(key, g))
+
+        return hook
+
+    def _see(self, key: tuple[str, str, str], tensor: torch.Tensor) -> None:
+        self.tensors.setdefault(key, []).append(tensor.detach().double().clone().reshape(-1))
+
+    def of(self, site) -> torch.Tensor:
+        if site.kind == "grad":
+            return self.reduced[site.fqn].double().reshape(-1)
+        return torch.cat(self.tensors[site.key])
+
+
+@pytest.mark.parametrize(
+    ("wrap", "nproc"), [("none", 1), ("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("fsdp2", 3)]
+)
+def test_merged_statistics_equal_the_unsharded_reference(
+    wrap: str, nproc: int, torchrun, tmp_path: Path, records_of
+) -> None:
+    run = tmp_path / "r"
+    done = torchrun(
+        [JOB, "--wrap", wrap, "--out", run, "--steps", "1", "--dropout", "0"], nproc=nproc
+    )
+    assert done.returncode == 0, done.stderr
+    merged = merge_all([records_of(run, rank)[0] for rank in range(nproc)])
+    reference = Reference(nproc)
+    kinds, unobserved = set(), set()
+    for i, site in enumerate(merged.sites):
+        if merged.counts[i][6] == 0:
+            unobserved.add(str(site))
+            continue
+        want = reference.of(site)
+        counts, (low, high, total, square) = merged.counts[i], merged.values[i]
+        assert counts[0] == want.numel(), site
+        assert counts[1:4].sum() == 0
+        scale = float(want.abs().max()) + 1e-30
+        # a reduced gradient is summed in another order than the reference: rounding, 1e-5 of scale
+        slack = {"grad": 1e-5, "grad_output": 1e-6, "grad_local": 1e-5}.get(site.kind, 1e-6) * scale
+        assert abs(low - want.min()) <= slack, site
+        assert abs(high - want.max()) <= slack, site
+        assert abs(total - want.sum()) <= slack * want.numel(), site
+        assert square == pytest.approx(float(want.square().sum()), rel=1e-4, abs=slack**2), site
+        kinds.add(site.kind)
+    assert kinds == {"output", "grad_output", "grad_local", "grad"}
+    # A Linear's 3-d output is a view; changed in place by ReLU its tensor hook is lost inside
+    # autograd (in the reference too), and the logits are not what the loss is returned from.
+    assert unobserved == {f"blocks.{i}.up:grad_output" for i in range(3)}
+    named = {s.fqn for s in merged.sites if s.kind == "grad"}
+    assert named == {n for n, _ in job.build().named_parameters()}
+    norm = np.sqrt(
+        np.nansum(
+            [derive("sum_sq", merged.counts[i], merged.values[i])
+             for i, s in enumerate(merged.sites) if s.kind == "grad"]
+        )
+    )  # fmt: skip
+    truth = torch.cat([g.reshape(-1) for g in reference.reduced.values()]).norm().item()
+    assert norm == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.parametrize("wrap", ["none", "ddp", "fsdp2"])
+def test_fifty_steps_are_bit_identical_with_and_without_the_probe(
+    wrap: str, torchrun, tmp_path: Path
+) -> None:
+    nproc = 1 if wrap == "none" else 2
+    variants = {
+        "bare": [],
+        "every step": ["--out", tmp_path / "a", "--every", "1"],
+        "installed before, full hooks": ["--out", tmp_path / "b", "--every", "3", "--before",
+                                         "--backward", "full"],
+    }  # fmt: skip
+    hashes = {}
+    for name, arguments in variants.items():
+        file = tmp_path / "hash"
+        done = torchrun(
+            [JOB, "--wrap", wrap, "--steps", "50", "--hash", file, *arguments], nproc=nproc
+        )
+        assert done.returncode == 0, done.stderr
+        hashes[name] = [json.loads(Path(f"{file}.{r}").read_text()) for r in range(nproc)]
+    assert hashes["every step"] == hashes["bare"]
+    assert hashes["installed before, full hooks"] == hashes["bare"]
+
+
+def test_a_wrong_argument_on_one_rank_is_an_error_on_every_rank(torchrun, tmp_path: Path) -> None:
+    script = f"""
+import os, sys, torch, torch.distributed as dist, ddpprobe
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+try:
+    ddpprobe.install(torch.nn.Linear(2, 2), run_dir={str(tmp_path / "r")!r}, daemon="none",
+                     every=-1 if rank == 1 else 5)
+except ValueError as error:
+    print(f"<{{rank}}: {{error}}>", flush=True)
+probe = ddpprobe.install(torch.nn.Linear(2, 2), run_dir={str(tmp_path / "r")!r}, daemon="none")
+probe.close()
+dist.destroy_process_group()
+"""
+    done = torchrun(script, nproc=2)
+    assert done.returncode == 0, done.stderr
+    message = "rank 1: every must be an integer of at least 1 (sample each N-th step), got -1"
+    for rank in range(2):
+        assert f"<{rank}: {message}>" in done.stdout

@@ -1,0 +1,88 @@
+"""Frames survive the way through bytes exactly, and damage is never taken for data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpprobe import codec
+from ddpprobe.records import COUNTS, VALUES, Anomaly, FirstBad, Site, StepRecord
+
+names = st.text(max_size=20)  # module names are a stranger's: any text, lone surrogates too
+numbers = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> StepRecord:
+    n = draw(st.integers(0, 4))
+    sites = tuple(Site(draw(names), "output", draw(names), dtype="float32") for _ in range(n))
+    counts = np.array(draw(st.lists(st.integers(0, 2**62), min_size=7 * n, max_size=7 * n)), int)
+    values = np.array(draw(st.lists(numbers, min_size=4 * n, max_size=4 * n)), float)
+    bad = FirstBad(7, 1, "backward", 12, 3, draw(names), "grad_output", nan=3, numel=9)
+    return StepRecord(
+        attempt=2, step=7, ranks=(3,), wall_time_ns=2**61, sampled=draw(st.booleans()), sites=sites,
+        counts=counts.reshape(n, len(COUNTS)), values=values.reshape(n, len(VALUES)),
+        scalars={3: {"loss": draw(numbers), draw(names): 1.5}},
+        first_bad=bad if draw(st.booleans()) else None, skipped=draw(st.booleans()),
+        partial=draw(st.booleans()), missing=(0, 1),
+    )  # fmt: skip
+
+
+@given(records())
+def test_a_record_comes_back_bit_for_bit(record: StepRecord) -> None:
+    tables = {codec.sites_id(record.sites): codec.decode_sites(codec.encode_sites(record.sites))}
+    back = codec.decode_record(codec.encode_record(record), tables)
+    assert back.counts.tobytes() == record.counts.tobytes()
+    assert back.values.tobytes() == record.values.tobytes()
+    assert (back.sites, back.first_bad, back.ranks) == (record.sites, record.first_bad, (3,))
+    assert (back.sampled, back.skipped, back.partial, back.missing, back.wall_time_ns) == (
+        record.sampled, record.skipped, record.partial, (0, 1), 2**61,
+    )  # fmt: skip
+    assert repr(back.scalars) == repr(dict(record.scalars))
+
+
+@given(st.binary(max_size=64), st.data())
+def test_a_flipped_bit_is_always_noticed(payload: bytes, data: st.DataObject) -> None:
+    frame = bytearray(codec.encode_frame(codec.LIFE, 5, payload))
+    at = data.draw(st.integers(0, len(frame) * 8 - 1))
+    frame[at // 8] ^= 1 << at % 8
+    if at // 8 in (6, 7):  # the two reserved bytes carry nothing
+        return
+    with pytest.raises(codec.FrameError):
+        codec.decode_frame(bytes(frame))
+
+
+@given(st.binary(max_size=64), st.data())
+def test_a_cut_frame_is_torn_and_not_damaged(payload: bytes, data: st.DataObject) -> None:
+    frame = codec.encode_frame(codec.LIFE, 5, payload)
+    with pytest.raises(codec.FrameError) as error:
+        codec.decode_frame(frame[: data.draw(st.integers(0, len(frame) - 1))])
+    assert error.value.torn
+
+
+def test_an_absurd_length_is_refused_without_reading_it() -> None:
+    header = codec.HEADER.pack(codec.MAGIC, codec.LIFE, 0, 2**32 - 1, 0, 0)
+    with pytest.raises(codec.FrameError, match="no frame at byte 0"):
+        codec.decode_frame(header)
+
+
+def test_a_record_without_its_site_table_is_refused() -> None:
+    record = StepRecord(
+        0, 4, (0,), 0, True, (Site("a", "output"),), np.zeros((1, 7), int), np.zeros((1, 4))
+    )
+    with pytest.raises(ValueError, match="step 4 refers to an unknown site table"):
+        codec.decode_record(codec.encode_record(record), {})
+
+
+def test_a_json_frame_must_hold_an_object() -> None:
+    with pytest.raises(ValueError, match="holds list, expected a JSON object"):
+        codec.Frame(codec.LIFE, 0, b"[1]").json()
+
+
+def test_an_anomaly_comes_back_equal() -> None:
+    anomaly = Anomaly(
+        "nonfinite", "page", 4, 0, 1, "a.b", "output", "forward", True, "x", {"nan": 3}, True
+    )
+    assert codec.decode_anomaly(codec.encode_anomaly(anomaly)) == anomaly

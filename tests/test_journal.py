@@ -1,0 +1,196 @@
+"""The journal loses at most the frame being written, whatever kills its writer."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpprobe import codec, journal
+from ddpprobe.journal import JournalTail, JournalWriter
+from ddpprobe.records import Site, StepRecord, empty_rows
+
+
+def record(step: int, sites: tuple[Site, ...]) -> StepRecord:
+    counts, values = empty_rows(len(sites))
+    counts[:, 0] = step
+    return StepRecord(0, step, (0,), step, True, sites, counts, values)
+
+
+def read(tail: JournalTail) -> list[StepRecord]:
+    return [
+        codec.decode_record(f.payload, tail.tables) for f in tail.poll() if f.type == codec.RECORD
+    ]
+
+
+SITES = (Site("a", "output"), Site("b", "output"))
+
+
+def test_a_tail_sees_every_record_once_and_in_order_while_it_is_written(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path / "j", {"rank": 0}, segment_frames=8)
+    tail, seen = JournalTail(tmp_path / "j"), []
+    for step in range(60):
+        assert writer.append_record(record(step, SITES if step < 30 else (*SITES, SITES[0])))
+        if step % 7 == 0:
+            seen += read(tail)
+    seen += read(tail)
+    assert [r.step for r in seen] == list(range(60))
+    assert all((r.counts[:, 0] == r.step).all() for r in seen)
+    assert len(seen[-1].sites) == 3
+    writer.close()
+    tail.close()
+    assert (tail.damage.torn_bytes, tail.damage.files) == (0, {})
+
+
+def test_each_segment_can_be_read_alone(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path / "j", {"rank": 0}, segment_frames=8)
+    for step in range(40):
+        writer.append_record(record(step, SITES))
+    writer.close()
+    last = journal.segments_of(tmp_path / "j")[-1]
+    tail = JournalTail(tmp_path / "j", first_segment=last)
+    frames = list(tail.poll())
+    assert [f.type for f in frames[:3]] == [codec.META, codec.SITES, codec.RECORD]
+    tail.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=st.integers(1, 400))
+def test_a_torn_tail_costs_the_torn_frames_only(tmp_path_factory, cut: int) -> None:
+    directory = tmp_path_factory.mktemp("j") / "j"
+    writer = JournalWriter(directory, {})
+    ends = []
+    for step in range(20):
+        writer.append_record(record(step, SITES))
+        ends.append(writer.bytes_written)
+    writer.close()
+    path = directory / "00000000.wal"
+    size = ends[-1] - min(cut, ends[-1])
+    os.truncate(path, size)
+    tail = JournalTail(directory)
+    assert [r.step for r in read(tail)] == [s for s in range(20) if ends[s] <= size]
+    tail.close()
+    assert tail.damage.files == {}
+
+
+def test_a_flipped_byte_is_reported_and_reading_goes_on_behind_it(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path / "j", {}, segment_frames=8)
+    for step in range(40):
+        writer.append_record(record(step, SITES))
+    writer.close()
+    path = tmp_path / "j" / "00000001.wal"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+    tail = JournalTail(tmp_path / "j")
+    steps = [r.step for r in read(tail)]
+    tail.close()
+    assert list(tail.damage.files) == ["00000001.wal"]
+    assert steps[-1] == 39
+    assert steps == sorted(set(steps))
+    assert len(steps) < 40
+
+
+class FullDisk:
+    """`os.pwrite` on a disk with room for so many bytes, which writes short before it refuses."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._pwrite = os.pwrite
+
+    def __call__(self, fd: int, data: bytes, offset: int) -> int:
+        if self.room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._pwrite(fd, data[: self.room], offset)
+        self.room -= written
+        return written
+
+
+def test_a_full_disk_drops_whole_frames_counts_them_and_recovers(tmp_path, monkeypatch) -> None:
+    writer = JournalWriter(tmp_path / "j", {})
+    disk = FullDisk(1000)
+    monkeypatch.setattr(journal.os, "pwrite", disk)
+    monkeypatch.setattr(journal, "BACK_OFF_SECONDS", 0.0)
+    kept = [step for step in range(20) if writer.append_record(record(step, SITES))]
+    assert 0 < len(kept) < 20
+    assert writer.dropped["ENOSPC"] == 20 - len(kept)
+    disk.room = 1 << 20
+    assert writer.append_record(record(99, SITES))
+    writer.close()
+    tail = JournalTail(tmp_path / "j")
+    assert [r.step for r in read(tail)] == [*kept, 99]
+    tail.close()
+    assert tail.damage.files == {}
+
+
+def test_after_a_failure_the_disk_is_left_alone_for_a_while(tmp_path, monkeypatch) -> None:
+    writer = JournalWriter(tmp_path / "j", {})
+    disk = FullDisk(0)
+    monkeypatch.setattr(journal.os, "pwrite", disk)
+    for step in range(5):
+        assert not writer.append_record(record(step, SITES))
+    assert writer.dropped == {"ENOSPC": 1, "back_off": 4}
+    writer.close()
+
+
+def test_a_journal_never_continues_that_of_another_writer(tmp_path: Path) -> None:
+    JournalWriter(tmp_path / "j", {}).close()
+    with pytest.raises(FileExistsError):
+        JournalWriter(tmp_path / "j", {})
+
+
+def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        JournalWriter(tmp_path / "a" / "j", {}).close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "a" / "j" / "00000000.wal").stat().st_mode & 0o777 == 0o600
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from ddpprobe.journal import JournalWriter
+from ddpprobe.records import Site, StepRecord, empty_rows
+writer = JournalWriter(Path(sys.argv[1]), {}, segment_frames=16)
+sites = tuple(Site(str(i), "output") for i in range(200))
+step = 0
+while True:
+    counts, values = empty_rows(len(sites))
+    counts[:, 0] = step
+    writer.append_record(StepRecord(0, step, (0,), 0, True, sites, counts, values))
+    print(step, flush=True)
+    step += 1
+"""
+
+
+@pytest.mark.parametrize("draw", range(5))
+def test_no_acknowledged_record_is_lost_to_kill_9(tmp_path: Path, draw: int) -> None:
+    random = np.random.default_rng(draw)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path / "j")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout as out:
+        out.readline()
+        time.sleep(float(random.uniform(0.02, 0.2)))
+        process.send_signal(signal.SIGKILL)
+        acknowledged = [int(line) for line in out.read().split()]
+    process.wait()
+    tail = JournalTail(tmp_path / "j")
+    steps = [r.step for r in read(tail)]
+    tail.close()
+    assert steps == list(range(len(steps)))
+    assert len(steps) > max(acknowledged, default=0)
+    assert tail.damage.files == {}

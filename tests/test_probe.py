@@ -1,0 +1,236 @@
+"""`install()` refuses loudly before training; after it returns nothing of ours is raised."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ddpprobe
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def train(net: nn.Module, steps: int = 3) -> None:
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(steps):
+        net(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": 3}, r"takes a torch.nn.Module, got int. Write ddpprobe.install\(model\)"),
+        ({"model": nn.ReLU()}, "ReLU has no parameters"),
+        ({"every": -1}, "every must be an integer of at least 1 .* got -1"),
+        ({"every": 0}, "got 0"),
+        ({"include": "layers.*"}, r"include glob 'layers\.\*' matches no module. There are: 0, 1, 2"),
+        ({"exclude": ["0", "nope"]}, "exclude glob 'nope' matches no module"),
+        ({"backward": "auto"}, r"backward must be one of \('output', 'full'\), got 'auto'"),
+        ({"daemon": "yes"}, "daemon must be one of"),
+        ({"first_step": -3}, "first_step must be a step number"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message: str, tmp_path: Path) -> None:
+    given = {"model": model(), "run_dir": tmp_path / "r", "daemon": "none", **arguments}
+    with pytest.raises(ValueError, match=message):
+        ddpprobe.install(**given)
+
+
+def test_a_refused_install_leaves_no_hook_and_can_be_repeated(tmp_path: Path) -> None:
+    net = model()
+    with pytest.raises(ValueError, match="matches no module"):
+        ddpprobe.install(net, run_dir=tmp_path / "r", include="x", daemon="none")
+    assert not net._forward_hooks
+    ddpprobe.install(net, run_dir=tmp_path / "r", daemon="none").close()
+
+
+def test_a_second_install_on_the_same_model_is_refused_until_the_first_is_closed(tmp_path) -> None:
+    net = model()
+    first = ddpprobe.install(net, run_dir=tmp_path / "a", daemon="none")
+    with pytest.raises(ValueError, match=r"already has a probe .* Call probe.close\(\)"):
+        ddpprobe.install(net, run_dir=tmp_path / "b", daemon="none")
+    first.close()
+    ddpprobe.install(net, run_dir=tmp_path / "b", daemon="none").close()
+
+
+def test_a_directory_held_by_a_live_run_is_refused(tmp_path: Path) -> None:
+    with (
+        ddpprobe.install(model(), run_dir=tmp_path / "r", daemon="none"),
+        pytest.raises(ValueError, match="is held by a live run"),
+    ):
+        ddpprobe.install(model(), run_dir=tmp_path / "r", daemon="none")
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(ValueError, match="not empty and not a ddpprobe run"):
+        ddpprobe.install(model(), run_dir=tmp_path, daemon="none")
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_a_finished_run_gets_a_further_attempt(tmp_path: Path, records_of) -> None:
+    for _ in range(2):
+        with ddpprobe.install(net := model(), run_dir=tmp_path / "r", every=1, daemon="none"):
+            train(net)
+    first, second = (records_of(tmp_path / "r", attempt=a) for a in (0, 1))
+    assert [r.step for r in first] == [r.step for r in second] == [0, 1, 2]
+    assert {r.attempt for r in second} == {1}
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot write to the run directory .* Not a directory"):
+        ddpprobe.install(model(), run_dir=tmp_path / "file" / "r", daemon="none")
+
+
+def test_the_environment_overrides_the_arguments(tmp_path, monkeypatch, records_of) -> None:
+    monkeypatch.setenv("DDPPROBE_DIR", str(tmp_path / "env"))
+    monkeypatch.setenv("DDPPROBE_EVERY", "2")
+    with ddpprobe.install(net := model(), run_dir=tmp_path / "arg", every=1, daemon="none"):
+        train(net, steps=5)
+    assert not (tmp_path / "arg").exists()
+    assert [r.step for r in records_of(tmp_path / "env")] == [0, 2, 4]
+    monkeypatch.setenv("DDPPROBE_EVERY", "many")
+    with pytest.raises(ValueError, match="DDPPROBE_EVERY must be a whole number"):
+        ddpprobe.install(net, daemon="none")
+
+
+def test_disabled_it_does_nothing_at_all(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DDPPROBE_DISABLE", "1")
+    monkeypatch.chdir(tmp_path)
+    net = model()
+    with ddpprobe.install(net) as probe, probe.pause("eval"):
+        probe.log(loss=1.0)
+        probe.step()
+        assert not net._forward_hooks
+    assert os.listdir(tmp_path) == []
+
+
+def test_several_ranks_without_a_process_group_are_told_what_to_do(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"Call torch.distributed.init_process_group\(\) before"):
+        ddpprobe.install(model())
+
+
+def test_logged_numbers_join_the_step(tmp_path: Path, records_of) -> None:
+    net = model()
+    with ddpprobe.install(net, run_dir=tmp_path / "r", every=1, daemon="none") as probe:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        loss = net(torch.randn(3, 4)).pow(2).mean()
+        probe.log(loss=loss, tokens=12)
+        loss.backward()
+        optimizer.step()
+        probe.log(late=1.0)  # behind the step: there is no step to belong to
+    (record,) = records_of(tmp_path / "r")
+    assert record.scalars[0]["loss"] == pytest.approx(loss.item())
+    assert record.scalars[0]["tokens"] == 12
+    assert "late" not in record.scalars[0]
+
+
+def test_paused_the_model_is_all_the_users(tmp_path: Path, records_of) -> None:
+    net = model()
+    with ddpprobe.install(net, run_dir=tmp_path / "r", every=1, daemon="none") as probe:
+        train(net, steps=1)
+        with probe.pause("validation"):
+            assert all(not m._forward_hooks and not m._forward_pre_hooks for m in net.modules())
+            net(torch.randn(3, 4)).sum()
+        train(net, steps=1)
+    assert [r.step for r in records_of(tmp_path / "r")] == [0, 1]
+
+
+def test_whatever_breaks_inside_training_goes_on_unchanged(tmp_path, monkeypatch) -> None:
+    from ddpprobe.hooks.step_rows import StepRows
+    from ddpprobe.testing import state_hash
+
+    monkeypatch.delenv("DDPPROBE_STRICT")
+
+    def run(*, broken_at: int | None) -> str:
+        calls = 0
+
+        def explode(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == broken_at:
+                raise RuntimeError("ours")
+
+        net = model()
+        probe = None
+        if broken_at is not None:
+            monkeypatch.setattr(StepRows, "_reduce", explode)
+            probe = ddpprobe.install(net, run_dir=tmp_path / str(broken_at), every=1, daemon="none")
+        torch.manual_seed(5)
+        optimizer = torch.optim.AdamW(net.parameters())
+        for _ in range(4):
+            net(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if probe is not None:
+            probe.close()
+            assert all(not m._forward_hooks and not m._forward_pre_hooks for m in net.modules())
+        return state_hash(net, optimizer)
+
+    clean = run(broken_at=None)
+    for call in range(1, 40):
+        assert run(broken_at=call) == clean
+
+
+def test_a_forked_child_is_inert(tmp_path: Path, records_of) -> None:
+    net = model()
+    with ddpprobe.install(net, run_dir=tmp_path / "r", every=1, daemon="none"):
+        train(net, steps=1)
+        child = os.fork()
+        if child == 0:
+            train(net, steps=3)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        train(net, steps=1)
+    assert [r.step for r in records_of(tmp_path / "r")] == [0, 1]
+
+
+SCRIPT = """
+import sys, torch, ddpprobe
+net = torch.nn.Linear(4, 2)
+ddpprobe.install(net, run_dir=sys.argv[1], every=1, daemon="none")
+net(torch.randn(3, 4)).sum().backward()
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "status"),
+    [("", 0, "ok"), ("raise SystemExit(7)", 7, "ok"), ("1 / 0", 1, "exception")],
+)
+def test_at_exit_the_journal_is_closed_and_the_exit_code_is_the_users(
+    end: str, code: int, status: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(end=end), str(tmp_path / "r")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert "ddpprobe" not in done.stderr.replace("ddpprobe.install", "")
+    wal = next((tmp_path / "r").rglob("rank_00000/*.wal")).read_bytes()
+    assert f'{{"event":"closed","status":"{status}"}}'.encode() in wal
+
+
+def test_the_training_process_imports_only_torch_numpy_and_psutil() -> None:
+    code = (
+        "import torch, numpy, psutil, sys; before = set(sys.modules); import ddpprobe.probe; "
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before}; "
+        "print(sorted(new - set(sys.stdlib_module_names) - {'torch', 'numpy', 'psutil'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "['ddpprobe']"

@@ -1,0 +1,168 @@
+"""The merge is a commutative monoid; derived statistics follow from columns alone."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpprobe.records import (
+    COUNTS,
+    VALUES,
+    FirstBad,
+    Site,
+    StepRecord,
+    derive,
+    empty_rows,
+    merge_all,
+    merge_counts,
+    merge_records,
+    merge_values,
+)
+
+KEYS = [("a", "output"), ("b", "output"), ("b", "grad_output"), ("p", "grad"), ("q", "grad_local")]
+exact = st.integers(-(2**20), 2**20)  # sums of these are exact in float64, so == may be asked for
+
+
+@st.composite
+def rank_records(draw: st.DrawFn, rank: int) -> StepRecord:
+    """One rank's record of step 3: any subset of the sites, in any order."""
+    keys = draw(st.permutations(KEYS))[: draw(st.integers(0, len(KEYS)))]
+    sites = tuple(
+        Site(
+            f, k, "", "sharded" if f == "p" else "local", primary=f != "p" or draw(st.booleans())
+        )
+        for f, k in keys
+    )
+    n = len(sites)
+    counts = np.array(
+        [[draw(st.integers(0, 2**40)) for _ in COUNTS] for _ in range(n)], np.int64
+    ).reshape(n, len(COUNTS))
+    values = np.array([[draw(exact) for _ in VALUES] for _ in range(n)], np.float64)
+    bad = FirstBad(3, draw(st.integers(0, 2)), "forward", draw(st.integers(0, 9)), rank)
+    return StepRecord(
+        attempt=0, step=3, ranks=(rank,), wall_time_ns=draw(st.integers(1, 9)), sites=sites,
+        counts=counts, values=values.reshape(n, len(VALUES)), scalars={rank: {"loss": float(rank)}},
+        first_bad=bad if draw(st.booleans()) else None,
+    )  # fmt: skip
+
+
+several = st.integers(2, 5).flatmap(lambda n: st.tuples(*(rank_records(rank=r) for r in range(n))))
+
+
+def content(record: StepRecord) -> object:
+    """Everything but the order of the sites, comparable."""
+    rows = {
+        s.key: (tuple(record.counts[i]), tuple(record.values[i]))
+        for i, s in enumerate(record.sites)
+    }
+    return (rows, record.ranks, record.first_bad, dict(record.scalars), record.wall_time_ns)
+
+
+@given(several, st.randoms())
+def test_merging_ranks_in_any_order_and_grouping_gives_the_same_record(records, random) -> None:
+    expected = content(merge_all(records))
+    pool = list(records)
+    while len(pool) > 1:
+        random.shuffle(pool)
+        pool.append(merge_records(pool.pop(), pool.pop()))
+    if len(records) > 1:
+        assert content(pool[0]) == expected
+
+
+@given(several)
+def test_local_rows_and_primary_shards_add_up_and_replicas_do_not(records) -> None:
+    merged = merge_all(records)
+    for i, site in enumerate(merged.sites):
+        rows = [
+            r.counts[j]
+            for r in records
+            for j, s in enumerate(r.sites)
+            if s.key == site.key and s.primary
+        ]
+        assert (merged.counts[i] == np.sum(rows, axis=0)).all()
+
+
+def test_a_replicated_row_is_kept_once() -> None:
+    counts, values = empty_rows(1)
+    counts[:, 0] = 8
+    values[:] = (1.0, 2.0, 3.0, 4.0)
+    site = (Site("p", "grad", "", "replicated"),)
+    records = [StepRecord(0, 0, (r,), 0, True, site, counts, values) for r in range(4)]
+    merged = merge_all(records)
+    assert merged.counts[0, 0] == 8
+    assert merged.values[0].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+rows = st.lists(st.tuples(exact, exact, exact, exact), min_size=3, max_size=3)
+
+
+@given(rows)
+def test_values_merge_associatively_commutatively_with_the_empty_row_as_identity(three) -> None:
+    a, b, c = (np.array([row], np.float64) for row in three)
+    identity = empty_rows(1)[1]
+    left = merge_values(merge_values(a, b), c)
+    assert (left == merge_values(a, merge_values(b, c))).all()
+    assert (merge_values(a, b) == merge_values(b, a)).all()
+    assert (merge_values(a, identity) == a).all()
+
+
+def test_counts_stay_exact_beyond_what_floats_can_hold() -> None:
+    big = np.full((1, len(COUNTS)), 2**60 + 1, np.int64)
+    assert merge_counts(big, big)[0, 0] == 2 * (2**60 + 1)
+
+
+@given(st.lists(st.lists(exact, min_size=1, max_size=20), min_size=1, max_size=4))
+def test_derived_statistics_of_merged_parts_equal_those_of_the_whole(parts) -> None:
+    def row(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        counts, values = empty_rows(1)
+        counts[0, 0], counts[0, 4] = x.size, (x == 0).sum()
+        values[0] = (x.min(), x.max(), x.sum(), (x * x).sum())
+        return counts, values
+
+    arrays = [np.array(p, np.float64) for p in parts]
+    counts, values = functools.reduce(
+        lambda a, b: (merge_counts(a[0], b[0]), merge_values(a[1], b[1])), map(row, arrays)
+    )
+    whole = np.concatenate(arrays)
+    scale = max(1.0, float(np.abs(whole).max()))
+    expected = {
+        "mean": whole.mean(), "std": whole.std(), "rms": np.sqrt((whole**2).mean()),
+        "norm": np.linalg.norm(whole), "abs_max": np.abs(whole).max(),
+        "zero_ratio": (whole == 0).mean(), "nonfinite": 0.0,
+    }  # fmt: skip
+    for stat, want in expected.items():
+        got = derive(stat, counts, values)[0]
+        # std by sum_sq - mean^2 loses half the digits where the spread is tiny beside the mean
+        tolerance = 1e-6 if stat == "std" else 1e-12
+        assert got == pytest.approx(want, rel=1e-9, abs=tolerance * scale)
+
+
+def test_without_data_a_statistic_is_nan_and_never_zero() -> None:
+    counts, values = empty_rows(1)
+    for stat in ("mean", "rms", "norm", "abs_max", "min", "max", "sum", "zero_ratio"):
+        assert np.isnan(derive(stat, counts, values)[0]), stat
+
+
+def test_an_unknown_statistic_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown statistic 'median': choose one of numel"):
+        derive("median", *empty_rows(1))
+
+
+def test_records_of_different_steps_or_of_the_same_rank_do_not_merge() -> None:
+    with pytest.raises(ValueError, match="cannot merge step 0"):
+        merge_records(StepRecord(0, 0, (0,), 0), StepRecord(0, 1, (1,), 0))
+    with pytest.raises(ValueError, match="share ranks"):
+        merge_records(StepRecord(0, 0, (0,), 0), StepRecord(0, 0, (0,), 0))
+
+
+def test_the_first_bad_tensor_of_all_ranks_is_the_origin() -> None:
+    records = [
+        StepRecord(0, 5, (0,), 0, first_bad=FirstBad(5, 1, "forward", 3, 0)),
+        StepRecord(0, 5, (1,), 0, first_bad=FirstBad(5, 0, "backward", 90, 1)),
+        StepRecord(0, 5, (2,), 0, first_bad=FirstBad(5, 0, "step", 1, 2)),
+    ]
+    assert merge_all(records).first_bad == records[1].first_bad

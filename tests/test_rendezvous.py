@@ -1,0 +1,66 @@
+"""An error on one rank is an error on every rank; a rank that does not come is named."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from ddpprobe.rendezvous import InstallError, round_trip
+
+
+def all_ranks(world: int, mine: Callable[[int], dict], decide=len, timeout=5.0, absent=()):
+    store = dist.HashStore()
+    results: dict[int, object] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = round_trip(
+                store, "r", rank, world, lambda: mine(rank), decide, timeout=timeout
+            )
+        except InstallError as error:
+            results[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(world) if r not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_every_rank_gets_the_one_answer() -> None:
+    got = all_ranks(3, lambda r: {"r": r}, lambda heard: {"sum": sum(h["r"] for h in heard)})
+    assert got == {r: {"sum": 3} for r in range(3)}
+
+
+def test_one_ranks_error_reaches_all_with_its_number() -> None:
+    def mine(rank: int) -> dict:
+        if rank == 2:
+            raise ValueError("no such directory")
+        return {}
+
+    got = all_ranks(3, mine)
+    assert set(got.values()) == {"rank 2: no such directory"}
+
+
+def test_the_head_may_refuse_for_all() -> None:
+    def decide(heard) -> dict:
+        raise OSError("disk is gone")
+
+    assert set(all_ranks(2, lambda r: {}, decide).values()) == {"disk is gone"}
+
+
+def test_a_rank_that_does_not_call_is_named() -> None:
+    got = all_ranks(3, lambda r: {}, timeout=0.5, absent=(1,))
+    assert set(got) == {0, 2}
+    for message in got.values():
+        assert "rank 1 of 3 did not call ddpprobe.install()" in message
+
+
+def test_an_install_error_is_a_value_error_and_a_runtime_error() -> None:
+    with pytest.raises(ValueError, match="x"):
+        raise InstallError("x")
+    assert issubclass(InstallError, RuntimeError)
