@@ -52,6 +52,25 @@ class Topology:
         for name, parameter in self.root.named_parameters():
             yield clean(name), parameter
 
+    def units(self) -> Iterator[nn.Module]:
+        """Yield the FSDP2 units: the modules that gather their parameters before they run."""
+        for module in self.root.modules():
+            if torch_private.is_a(module, _FSDP, "FSDPModule"):
+                yield module
+
+    def gathered_parameters(self, unit: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield (FQN, parameter) that a unit holds unsharded now, inside its forward.
+
+        These are the leaves of the autograd graph, so their gradients are local; the same objects
+        serve every step. Parameters of modules that are never called themselves are among them.
+        """
+        names = {id(m): clean(n) for n, m in self.root.named_modules()}
+        for module in unit.modules():
+            for name, parameter in module._parameters.items():  # noqa: SLF001  (what FSDP2 swaps)
+                if parameter is not None and not _is_dtensor(parameter):
+                    prefix = names[id(module)]
+                    yield (f"{prefix}.{name}" if prefix else name), parameter
+
     def gradients_are_reduced(self) -> bool:
         """Whether `.grad` is the reduced gradient after this backward (not so in `no_sync`)."""
         return self.ddp is None or bool(self.ddp.require_backward_grad_sync)

@@ -69,21 +69,19 @@ class EagerHooks:
 
     def attach(self) -> None:
         """Hang the hooks on the model as it is now (modules may have been replaced since)."""
-        sharded = self._topology.wrapper == "fsdp2"
         for fqn, module in self._topology.named_modules():
-            if not self._select(fqn):
-                continue
-            hook = Guest(self._fuse.guard(_Forward(self, fqn)))
-            self._handles.append(module.register_forward_hook(hook))
-            if sharded and any(p is not None for p in module._parameters.values()):  # noqa: SLF001
-                tap = Guest(self._fuse.guard(_Parameters(self, fqn)))
-                self._handles.append(module.register_forward_pre_hook(tap))
-                if module is self._topology.root:
-                    tap(module)  # we are inside its pre-hooks already
-        if not sharded:
+            if self._select(fqn):
+                hook = Guest(self._fuse.guard(_Forward(self, fqn)))
+                self._handles.append(module.register_forward_hook(hook))
+        if self._topology.wrapper != "fsdp2":
             for fqn, parameter in self._topology.named_parameters():
-                if self._select(fqn.rpartition(".")[0]):
-                    self.tap_parameter(fqn, parameter)
+                self._tap_parameter(fqn, parameter)
+            return
+        for unit in self._topology.units():
+            tap = Guest(self._fuse.guard(self._tap_unit))
+            self._handles.append(unit.register_forward_pre_hook(tap))
+            if unit is self._topology.root:
+                tap(unit)  # we are inside its pre-hooks already
 
     def detach(self) -> None:
         """Take every hook off."""
@@ -108,15 +106,14 @@ class EagerHooks:
                 slot = self._slot(fqn, "grad_output", leaf, tensor, tap=not recomputed)
                 tensor.register_hook(_Gradient(self, slot, micro))
 
-    def tap_parameters(self, fqn: str, module: nn.Module) -> None:
-        """Tap a module's own parameters as they stand in it at this moment."""
-        for name, parameter in module._parameters.items():  # noqa: SLF001  (what FSDP2 swaps)
-            if parameter is not None:
-                self.tap_parameter(f"{fqn}.{name}" if fqn else name, parameter)
+    def _tap_unit(self, unit: nn.Module, *_: object) -> None:
+        for fqn, parameter in self._topology.gathered_parameters(unit):
+            self._tap_parameter(fqn, parameter)
 
-    def tap_parameter(self, fqn: str, parameter: Tensor) -> None:
+    def _tap_parameter(self, fqn: str, parameter: Tensor) -> None:
         """Observe the local gradient of one parameter for the rest of this step."""
-        if not parameter.requires_grad or id(parameter) in self._tapped:
+        chosen = self._select(fqn.rpartition(".")[0])
+        if not chosen or not parameter.requires_grad or id(parameter) in self._tapped:
             return
         self._tapped.add(id(parameter))
         slot = self._slot(fqn, "grad_local", "", parameter, tap=True)
@@ -163,17 +160,6 @@ class _Forward:
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         self._hooks.forward(self._fqn, output)
-
-
-@final
-class _Parameters:
-    __slots__ = ("_fqn", "_hooks")
-
-    def __init__(self, hooks: EagerHooks, fqn: str) -> None:
-        self._hooks, self._fqn = hooks, fqn
-
-    def __call__(self, module: nn.Module, *_: object) -> None:
-        self._hooks.tap_parameters(self._fqn, module)
 
 
 @final

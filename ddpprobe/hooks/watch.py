@@ -74,26 +74,19 @@ class Watch:
             for fqn, parameter in self._topology.named_parameters():
                 self._watch(fqn, parameter)
             return
-        # FSDP2 puts the unsharded parameters into a module only while it runs; they are the same
-        # objects on every step, so one forward with these pre-hooks finds them for good.
-        for fqn, module in self._topology.named_modules():
-            if any(p is not None for p in module._parameters.values()):  # noqa: SLF001
-                hook = Guest(self._fuse.guard(_Seek(self, fqn)))
-                self._seekers.append(module.register_forward_pre_hook(hook))
-                if module is self._topology.root:
-                    hook(module)
+        # FSDP2 puts the unsharded parameters into the modules only while a unit runs; they are the
+        # same objects on every step, so one forward with these pre-hooks finds them for good.
+        for unit in self._topology.units():
+            hook = Guest(self._fuse.guard(self._watch_unit))
+            self._seekers.append(unit.register_forward_pre_hook(hook))
+            if unit is self._topology.root:
+                hook(unit)
 
     def found(self) -> None:
         """At the end of that forward: the model is clean again."""
         for handle in self._seekers:
             handle.remove()
         self._seekers.clear()
-
-    def watch_module(self, fqn: str, module: nn.Module) -> None:
-        """Watch a module's own parameters as they stand in it now."""
-        for name, parameter in module._parameters.items():  # noqa: SLF001  (what FSDP2 swaps)
-            if parameter is not None:
-                self._watch(f"{fqn}.{name}" if fqn else name, parameter)
 
     def output(self, output: object) -> None:
         """Look at what the root returned: its 0-d tensors (losses) if any, else all of it."""
@@ -134,6 +127,10 @@ class Watch:
             handle.remove()
         self._handles.clear()
         self._watched.clear()
+
+    def _watch_unit(self, unit: nn.Module, *_: object) -> None:
+        for fqn, parameter in self._topology.gathered_parameters(unit):
+            self._watch(fqn, parameter)
 
     def _watch(self, fqn: str, parameter: Tensor) -> None:
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._watched:
@@ -187,17 +184,6 @@ class Watch:
                 nan=nan, pos_inf=pos_inf, neg_inf=neg_inf, numel=numel,
             )  # fmt: skip
         )
-
-
-@final
-class _Seek:
-    __slots__ = ("_fqn", "_watch")
-
-    def __init__(self, watch: Watch, fqn: str) -> None:
-        self._watch, self._fqn = watch, fqn
-
-    def __call__(self, module: nn.Module, *_: object) -> None:
-        self._watch.watch_module(self._fqn, module)
 
 
 @final

@@ -36,12 +36,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 10)
+        self.embed, self.position = nn.Embedding(11, 10), nn.Embedding(5, 10)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(10, 7)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h = self.embed(x)
+        h = self.embed(x) + self.position.weight  # a module that is never called
         for block in self.blocks:
             h = block(h)
         y = self.head(h)

@@ -1,0 +1,161 @@
+"""Runs real daemons and plain processes in the place of ranks, and reads back what they left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpprobe import codec
+from ddpprobe.journal import JournalTail
+from ddpprobe.layout import RunDir, make_dir, node_name, write_json
+from ddpprobe.records import Anomaly
+from ddpprobe.store.reader import StoredGroup
+
+RANK = Path(__file__).parent / "rank_process.py"
+TOKEN = "a-secret-of-this-run"
+
+
+class Harness:
+    """One run directory with its processes; every one of them is ended by `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run = RunDir(make_dir(directory / "run"))
+        write_json(self.run.run_json, {"run_id": "test-run", "name": "test"})
+        make_dir(self.run.path / "daemon")
+        self.processes: list[subprocess.Popen[Any]] = []
+        self.acks: dict[tuple[int, int], Path] = {}
+
+    def rank(
+        self, rank: int, world: int = 2, prefix: Sequence[str] = (), **spec: Any
+    ) -> subprocess.Popen[Any]:
+        """Start a rank; see `rank_process` for what `spec` may say."""
+        spec = {"steps": 40, "delay": 0.02, "local_world_size": world, **spec}
+        spec |= {"run": str(self.run.path), "rank": rank, "world_size": world}
+        ack = self.run.path / f"ack_{spec.get('attempt', 0)}_{rank}"
+        self.acks[spec.get("attempt", 0), rank] = ack
+        with ack.open("w") as out:
+            return self._start([*prefix, sys.executable, str(RANK), json.dumps(spec)], stdout=out)
+
+    def daemon(
+        self,
+        node: int = 0,
+        *extra: str,
+        prefix: Sequence[str] = (),
+        linger: float = 0.0,
+        token: str = TOKEN,
+        run: RunDir | None = None,
+    ) -> subprocess.Popen[Any]:
+        """Start a daemon in the foreground of this test."""
+        command = [*prefix, sys.executable, "-m", "ddpprobe.daemon"]
+        command += ["--dir", str((run or self.run).path), "--node", node_name(node)]
+        command += ["--linger", str(linger), *extra]
+        if "--listen" not in extra:
+            command += ["--listen", "127.0.0.1:0"]
+        log = (self.run.path / f"daemon_{node}.txt").open("a")
+        with log:
+            env = {"DDPPROBE_TOKEN": token}
+            return self._start(command, stdout=log, stderr=log, env=env)
+
+    def log(self, node: int = 0) -> str:
+        """Return what the node's daemons printed."""
+        return (self.run.path / f"daemon_{node}.txt").read_text()
+
+    def acked(self, rank: int, attempt: int = 0) -> list[int]:
+        """Return the steps a rank has in its journal."""
+        text = self.acks[attempt, rank].read_text()
+        return [int(line) for line in text.split("\n")[:-1]]
+
+    def said(self, node: int = 0) -> dict[str, Any] | None:
+        """Return what the node's daemon says of itself, None before it does."""
+        with contextlib.suppress(FileNotFoundError):
+            return dict(json.loads(self.run.daemon_file(node_name(node), "json").read_bytes()))
+        return None
+
+    def metrics(self, node: int = 0) -> str:
+        """Scrape the node's daemon; "" while it has nothing to say."""
+        said = self.said(node)
+        try:
+            with urllib.request.urlopen(f"http://{said['listen']}/metrics") as answer:  # type: ignore[index]
+                return str(answer.read().decode())
+        except (urllib.error.URLError, TypeError):
+            return ""
+
+    def frames(self, node: int = 0, attempt: int = 0) -> list[tuple[int, Any]]:
+        """Return (type, decoded payload) of what is in a daemon's journal."""
+        tail = JournalTail(self.run.daemon_journal(attempt, node_name(node)))
+        out: list[tuple[int, Any]] = []
+        for frame in tail.poll():
+            match frame.type:
+                case codec.RECORD:
+                    out.append((frame.type, codec.decode_record(frame.payload, tail.tables)))
+                case codec.ANOMALY:
+                    out.append((frame.type, codec.decode_anomaly(frame.payload)))
+                case codec.META | codec.LIFE | codec.SAMPLE:
+                    out.append((frame.type, frame.json()))
+        tail.close()
+        return out
+
+    def life(self, event: str, node: int = 0, attempt: int = 0) -> list[Mapping[str, Any]]:
+        """Return LIFE events of one sort, in the order of the sealed store."""
+        group = StoredGroup(self.run, f"attempt_{attempt:03d}/{node_name(node)}")
+        stored = [e for source, _, e in group.events() if source == "daemon"]
+        return [e for e in stored if e.get("event") == event]
+
+    def merged_steps(self, attempt: int = 0) -> list[int]:
+        """Return the merged steps as they are in the sealed store, row by row."""
+        group = StoredGroup(self.run, f"attempt_{attempt:03d}/merged")
+        return [step for step, _ in group.steps()]
+
+    def anomalies(self, attempt: int = 0) -> list[Anomaly]:
+        """Return the anomalies of the sealed store."""
+        return StoredGroup(self.run, f"attempt_{attempt:03d}/anomalies").anomalies()
+
+    def close(self) -> None:
+        """Kill and reap what still runs."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def _start(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, **where: Any
+    ) -> subprocess.Popen[Any]:
+        env = {**os.environ, "DDPPROBE_STRICT": "1", **(env or {})}
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, **where)
+        self.processes.append(process)
+        return process
+
+
+def wait(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
+    """Return the first true value of `condition`; AssertionError after `timeout` s."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout:.0f} s"
+        time.sleep(0.02)
+    return value
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Kill -9 and reap."""
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def harness(directory: Path) -> Iterator[Harness]:
+    """Return a harness that cleans up."""
+    made = Harness(directory)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,74 @@
+"""One rank as the daemon sees it: a plain process that writes a journal and a heartbeat.
+
+Run as a script with one JSON object. It prints every step that is in the journal, one per line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from ddpprobe import codec
+from ddpprobe.heartbeat import STATES, HeartbeatWriter
+from ddpprobe.journal import JournalWriter
+from ddpprobe.layout import RunDir, node_name
+from ddpprobe.records import FirstBad, Site, StepRecord
+
+SITES = (Site("blocks.0", "output", dtype="float32"), Site("blocks.1", "grad_output"))
+
+
+def record(rank: int, step: int, attempt: int = 0, *, bad: bool = False) -> StepRecord:
+    """Return a record whose sums are exact and differ by rank and step."""
+    counts = np.zeros((2, 7), np.int64)
+    counts[:, 0], counts[:, 5:] = 100 + rank, 1
+    values = np.array([[-1.0 - rank, step, step + rank, 4.0], [0.0, rank, step * 2, 9.0]])
+    witness = None
+    if bad:
+        counts[1, 1] = 3
+        witness = FirstBad(step, 0, "backward", 7, rank, "blocks.1", "grad_output", "", 3)
+    return StepRecord(
+        attempt, step, (rank,), time.time_ns(), sites=SITES, counts=counts, values=values,
+        scalars={rank: {"loss": 2.0 - step / 1000, "grad_norm_local": 1.0 + rank}},
+        first_bad=witness,
+    )  # fmt: skip
+
+
+def main(spec: dict[str, object]) -> int:
+    """Write `steps` records, `delay` seconds apart, then end as told."""
+    run, rank, node = RunDir(Path(str(spec["run"]))), int(spec["rank"]), int(spec.get("node", 0))
+    attempt, steps, delay = int(spec.get("attempt", 0)), int(spec["steps"]), float(spec["delay"])
+    first, local_world = int(spec.get("first", 0)), int(spec["local_world_size"])
+    meta = {
+        "rank": rank, "local_rank": rank % local_world, "world_size": spec["world_size"],
+        "local_world_size": local_world, "node": node_name(node), "node_index": node,
+        "attempt": attempt, "pid": os.getpid(), "pid_start": psutil.Process().create_time(),
+        "hostname": os.uname().nodename, "device": "cpu", "wrapper": "ddp", "backend": "gloo",
+        "torch": "2.13.0", "run_id": "test-run", "name": "test", "every": 1,
+        "started_ns": time.time_ns(), "head": node == 0, "resume_step": 0,
+    }  # fmt: skip
+    journal = JournalWriter(run.rank_journal(attempt, node_name(node), rank), meta)
+    beat = HeartbeatWriter(run.heartbeat(attempt, node_name(node), rank))
+    journal.append_json(codec.LIFE, {"event": "sites", "expected": 2, "observed": 2, "step": 0})
+    for step in range(first, first + steps):
+        beat.beat(
+            step=step, micro=0, state=STATES.index("forward"), steps=step, skipped=0, sampled=step,
+            phase_seconds=(0.0, 0.1 * step, 0.2 * step, 0.0), probe_seconds=0.01 * step,
+        )  # fmt: skip
+        if journal.append_record(record(rank, step, attempt, bad=step == spec.get("bad"))):
+            print(step, flush=True)
+        time.sleep(delay)
+    if spec.get("hang"):
+        time.sleep(600)
+    if spec.get("closed", True):
+        journal.append_json(codec.LIFE, {"event": "closed", "status": "ok"})
+    return int(spec.get("exit", 0))
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

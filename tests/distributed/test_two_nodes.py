@@ -1,0 +1,231 @@
+"""Two nodes push to one head: over loopback, and between two network namespaces."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import shutil
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location(
+    "daemon_harness", Path(__file__).parent / "daemon_harness.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+daemon_harness = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(daemon_harness)
+wait, kill = daemon_harness.wait, daemon_harness.kill
+Harness = daemon_harness.Harness
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Harness]]:
+    """Two nodes that share nothing but the network: each has its own disk."""
+    made = [Harness(tmp_path / f"node{n}") for n in range(2)]
+    yield made
+    for node in made:
+        node.close()
+
+
+@pytest.fixture
+def port() -> int:
+    """Return a port that is free now, below the ones that systems hand out by themselves."""
+    for candidate in random.SystemRandom().sample(range(20000, 30000), 50):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", candidate))
+            except OSError:
+                continue
+            return candidate
+    pytest.fail("no free port")
+
+
+def start_ranks(nodes: list[Harness], **spec: object) -> list[subprocess.Popen[bytes]]:
+    """Four ranks, two a node; rank 2, on the node that is not the head, goes bad at step 30."""
+    started = []
+    for rank in range(4):
+        bad = 30 if rank == 2 else None
+        given = {"node": rank // 2, "local_world_size": 2, "bad": bad, **spec}
+        started.append(nodes[rank // 2].rank(rank, world=4, **given))
+    return started
+
+
+def assert_all_merged(head: Harness, steps: int) -> None:
+    assert head.merged_steps() == list(range(steps))
+    group = daemon_harness.StoredGroup(head.run, "attempt_000/merged")
+    for record in group.records(0):
+        assert (record.ranks, record.missing) == ((0, 1, 2, 3), ())
+        assert record.counts[:, 0].tolist() == [406, 406]
+        assert record.values[0].tolist() == [-4.0, record.step, 4 * record.step + 6, 16.0]
+        assert set(record.scalars) == {0, 1, 2, 3}
+    found = [(a.step, a.rank, a.module, a.first_cause) for a in head.anomalies()]
+    assert found == [(30, 2, "blocks.1", True)]
+
+
+def test_the_head_names_the_guilty_rank_of_another_node(nodes, port) -> None:
+    head, other = nodes
+    daemons = [
+        head.daemon(0, "--gather-listen", f"127.0.0.1:{port}"),
+        other.daemon(1, "--head", f"http://127.0.0.1:{port}"),
+    ]
+    ranks = start_ranks(nodes, steps=60)
+    assert [r.wait(30) for r in ranks] == [0] * 4
+    assert [d.wait(30) for d in daemons] == [0, 0]
+    assert_all_merged(head, 60)
+    # The other node keeps its own ranks' rows, and merges nothing itself.
+    for rank in (2, 3):
+        rows = daemon_harness.StoredGroup(other.run, f"attempt_000/rank_{rank:05d}").rows
+        assert rows == 60
+    assert other.merged_steps() == []
+    assert not list((head.run.path / "daemon" / "node_0000.inbox").iterdir())
+
+
+@pytest.mark.parametrize("draw", range(2))
+def test_a_killed_head_is_followed_without_loss_or_duplicate(nodes, port, draw) -> None:
+    head, other = nodes
+    rng = random.Random(draw)
+    daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
+    ranks = start_ranks(nodes, steps=500, delay=0.006)
+    while any(rank.poll() is None for rank in ranks):
+        leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
+        try:
+            leader.wait(rng.uniform(0.4, 2.0))
+        except subprocess.TimeoutExpired:
+            kill(leader)
+    assert head.daemon(0, "--gather-listen", f"127.0.0.1:{port}").wait(40) == 0
+    assert daemon.wait(40) == 0
+    assert_all_merged(head, 500)
+
+
+@pytest.mark.parametrize("draw", range(2))
+def test_a_killed_node_daemon_is_followed_without_loss_or_duplicate(nodes, port, draw) -> None:
+    head, other = nodes
+    rng = random.Random(draw)
+    leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
+    ranks = start_ranks(nodes, steps=500, delay=0.006, hang=True)
+    while len(other.acked(3)) < 450:
+        daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
+        try:
+            daemon.wait(rng.uniform(0.7, 1.5))
+        except subprocess.TimeoutExpired:
+            kill(daemon)
+    daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
+    merged = wait(lambda: [p for t, p in head.frames() if t == 3 and p.step == 499], 40)
+    assert len(merged) == 1
+    for rank in ranks:
+        kill(rank)
+    assert [leader.wait(40), daemon.wait(40)] == [0, 0]
+    assert head.merged_steps() == list(range(500))
+
+
+def test_a_node_that_falls_silent_is_missing_and_holds_nobody_up(nodes, port) -> None:
+    head, other = nodes
+    leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
+    daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
+    ranks = start_ranks(nodes, steps=60, delay=0.02, hang=True)
+    wait(lambda: [1 for t, p in head.frames() if t == 3 and p.ranks == (0, 1, 2, 3)])
+    kill(daemon)
+    for rank in ranks:
+        wait(lambda: all(len(nodes[n // 2].acked(n)) == 60 for n in range(4)))
+        kill(rank)
+    assert leader.wait(40) == 0
+    assert head.merged_steps() == list(range(60))
+    last = list(daemon_harness.StoredGroup(head.run, "attempt_000/merged").records(0))[-1]
+    assert (last.ranks, last.missing) == ((0, 1), (2, 3))
+
+
+def test_a_wrong_token_is_refused_and_hurts_nobody(nodes, port) -> None:
+    head, other = nodes
+    leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
+    daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}", token="guessed")
+    ranks = start_ranks(nodes, steps=20)
+    assert [r.wait(30) for r in ranks] == [0] * 4
+    assert [leader.wait(40), daemon.wait(40)] == [0, 0]
+    assert "answers 401" in other.log(1)
+    assert "guessed" not in other.log(1) + head.log(0)
+    records = list(daemon_harness.StoredGroup(head.run, "attempt_000/merged").records(0))
+    assert [r.step for r in records] == list(range(20))
+    assert {(r.ranks, r.missing) for r in records} == {((0, 1), (2, 3))}
+
+
+def test_what_is_no_block_is_refused(nodes, port) -> None:
+    head, _ = nodes
+    head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
+    said = wait(head.said)
+    for body in (b"rubbish", b"dpp1" * 20):
+        post = urllib.request.Request(
+            f"http://{said['gather']}/gather",
+            body,
+            {"Authorization": f"Bearer {daemon_harness.TOKEN}"},
+        )
+        with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+            urllib.request.urlopen(post)
+        refused.value.close()
+
+
+def test_the_token_stands_on_no_command_line(nodes, port) -> None:
+    head, _ = nodes
+    daemon = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
+    wait(head.said)
+    assert daemon_harness.TOKEN not in Path(f"/proc/{daemon.pid}/cmdline").read_text()
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces joined by a veth pair: 10.213.7.1 and 10.213.7.2."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    names = [f"ddpprobe{os.getpid()}n{n}" for n in range(2)]
+    made: list[str] = []
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            made.append(name)
+        ip("link", "add", "ddpp0", "netns", names[0], "type", "veth",
+           "peer", "name", "ddpp1", "netns", names[1])  # fmt: skip
+        for n, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.213.7.{n + 1}/24", "dev", f"ddpp{n}")
+            ip("-n", name, "link", "set", f"ddpp{n}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except subprocess.CalledProcessError as error:
+        for name in made:
+            ip("netns", "del", name)
+        pytest.skip(f"network namespaces are not permitted here: {error.stderr.decode().strip()}")
+    yield names
+    for name in made:
+        ip("netns", "del", name)
+
+
+def test_two_hosts_on_a_network_gather_and_a_cut_cable_is_survived(nodes, namespaces) -> None:
+    head, other = nodes
+    inside = [["ip", "netns", "exec", name] for name in namespaces]
+    leader = head.daemon(0, "--gather-listen", "10.213.7.1:13378", prefix=inside[0])
+    daemon = other.daemon(1, "--head", "http://10.213.7.1:13378", prefix=inside[1])
+    ranks = [
+        nodes[n // 2].rank(
+            n, world=4, prefix=inside[n // 2], node=n // 2, local_world_size=2, steps=200,
+            delay=0.02, bad=30 if n == 2 else None,
+        )
+        for n in range(4)
+    ]  # fmt: skip
+    wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step >= 20])
+    # Two seconds without a cable: less than the head's patience, so nothing is missing after it.
+    ip("-n", namespaces[1], "link", "set", "ddpp1", "down")
+    at = len(head.acked(0))
+    wait(lambda: len(head.acked(0)) > min(at + 60, 190))
+    ip("-n", namespaces[1], "link", "set", "ddpp1", "up")
+    assert [r.wait(40) for r in ranks] == [0] * 4
+    assert [leader.wait(40), daemon.wait(40)] == [0, 0]
+    assert_all_merged(head, 200)
