@@ -13,7 +13,7 @@ from ddpprobe.commands.output import complain, plain, say
 
 VERBS = ("info", "anomalies", "trace", "verify", "daemon")
 
-OK, PAGED, USAGE, DAMAGED = 0, 1, 2, 3
+OK, USAGE, DAMAGED = 0, 2, 3
 INTERRUPTED, PIPE_CLOSED = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 EPILOG = """\
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         text = (module.__doc__ or "").strip()
         verb = verbs.add_parser(
             name,
-            help=text.splitlines()[0].rstrip("."),
+            help=text.partition("\n")[0].rstrip("."),
             description=text,
             epilog=EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -68,7 +68,7 @@ class _Version(argparse.Action):
     """Shows the version; a plain `action="version"` would look it up before it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
+        from importlib.metadata import version  # noqa: PLC0415
 
         say(f"ddpprobe {version('ddpprobe')}")
         parser.exit()
@@ -76,8 +76,8 @@ class _Version(argparse.Action):
 
 def _run(args: argparse.Namespace) -> int:
     """Run a verb: the only place where an error becomes an exit code."""
-    from ddpprobe.replay.run import RunError
-    from ddpprobe.store.manifest import StoreError
+    from ddpprobe.replay.run import RunError  # noqa: PLC0415
+    from ddpprobe.store.manifest import StoreError  # noqa: PLC0415
 
     try:
         code = int(_verb(args.verb).run(args))
@@ -95,7 +95,7 @@ def _run(args: argparse.Namespace) -> int:
         complain(f"ddpprobe: {plain(args.run)}: {plain(error)}")
         return DAMAGED
     except OSError as error:
-        complain(f"ddpprobe: cannot read {plain(error.filename)}: {plain(error.strerror)}")
+        complain(f"ddpprobe: {plain(error)}")
         return USAGE
     return code
 

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -224,7 +225,7 @@ def _open(
         "device": _device(), "wrapper": identity["wrapper"],
         "backend": backend(), "torch": torch.__version__, "run_id": identity["run_id"],
         "name": identity["name"], "every": identity["every"], "started_ns": time.time_ns(),
-        "head": is_head,
+        "head": is_head, "head_url": plan["head"],
     }  # fmt: skip
     journal = JournalWriter(run.rank_journal(attempt, node, rank), meta)
     heartbeat = HeartbeatWriter(run.heartbeat(attempt, node, rank))
@@ -249,9 +250,10 @@ def _open(
 def write_token(run: RunDir, token: str) -> None:
     """Put the gather's token where only this user's daemon can read it."""
     path = layout.make_dir(run.path / "daemon") / "token"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, layout.FILE_MODE)
+    fd, name = tempfile.mkstemp(dir=path.parent)  # created 0600
     with os.fdopen(fd, "w") as file:
         file.write(token)
+    Path(name).replace(path)
 
 
 def backend() -> str:

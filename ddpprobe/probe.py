@@ -18,8 +18,9 @@ from torch import distributed as dist
 from ddpprobe import rendezvous, topology, torch_private
 from ddpprobe.enlist import Enlisted, enlist
 from ddpprobe.fuse import Fuse
-from ddpprobe.recorder import Identity, Recorder
+from ddpprobe.recorder import Recorder
 from ddpprobe.sampling import Schedule, as_schedule
+from ddpprobe.shipping import Identity
 
 _BACKWARD = ("output", "full")
 _DAEMON = ("auto", "none")

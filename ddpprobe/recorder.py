@@ -7,53 +7,25 @@ collective, starts no thread, and imports neither zarr nor prometheus_client.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, final
+from dataclasses import replace
+from typing import final
 
-import torch
 from torch import Tensor, nn
 
-from ddpprobe import codec, topology
+from ddpprobe import topology
 from ddpprobe.fuse import Fuse
 from ddpprobe.heartbeat import STATES, STEP_PHASES, HeartbeatWriter
 from ddpprobe.hooks.eager import EagerHooks, gradient_norm
 from ddpprobe.hooks.full import FullHooks
 from ddpprobe.hooks.outputs import leaves
-from ddpprobe.hooks.step_rows import PendingRows, StepResult, StepRows
+from ddpprobe.hooks.step_rows import StepRows
 from ddpprobe.hooks.watch import Watch
 from ddpprobe.journal import JournalWriter
-from ddpprobe.records import COUNTS, PHASES, VALUES, FirstBad, StepRecord
+from ddpprobe.records import FirstBad
 from ddpprobe.sampling import Schedule
+from ddpprobe.shipping import EndedStep, Identity, Shipper
 from ddpprobe.steps import StepClock
-
-_OBSERVED, _TAPPED = COUNTS.index("observed"), COUNTS.index("tapped")
-_NONFINITE = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
-_SUM_SQ = VALUES.index("sum_sq")
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who records: one rank of one attempt."""
-
-    rank: int
-    world_size: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """A finished step whose rows are still on their way to the host."""
-
-    pending: PendingRows
-    step: int
-    skipped: bool
-    partial: bool
-    wall_time_ns: int
-    facts: dict[str, float]
-    watched: FirstBad | None
-
 
 @final
 class Recorder:
@@ -83,6 +55,7 @@ class Recorder:
         self._schedule = schedule
         self._select = select
         self._journal = journal
+        self._shipper = Shipper(journal, who)
         self._heartbeat = heartbeat
         self._full_backward = full_backward
         self._after_step = after_step
@@ -94,11 +67,7 @@ class Recorder:
         self._sampling = False
         self._logged: set[str] = set()
         self._bad: FirstBad | None = None
-        self._last_bad: tuple[int, bool] | None = None  # (step, skipped) of the last one shipped
-        self._ended: deque[_Ended] = deque()
         self._base = self._readings()
-        self._coverage: tuple[int, int] | None = None
-        self._dropped: dict[str, int] = {}
         self._open = True
 
     def start(self) -> None:
@@ -124,14 +93,14 @@ class Recorder:
             self._parts.detach()
         self._clock.unhang()
         self._clock.beat(STATES.index("paused"))
-        self._life("paused", reason=reason, time_ns=time.time_ns())
+        self._shipper.life("paused", reason=reason, time_ns=time.time_ns())
 
     def resume(self) -> None:
         """Go on after a pause; the time in between belongs to no phase."""
         self._clock.hang()
         self._clock.leave_out()
         self._clock.beat()
-        self._life("resumed", time_ns=time.time_ns())
+        self._shipper.life("resumed", time_ns=time.time_ns())
 
     def close(self, status: str = "ok") -> None:
         """Write what is left, take every hook off, close every file. Idempotent."""
@@ -145,9 +114,9 @@ class Recorder:
             elif self._bad is not None:
                 self._alarm(partial=True, skipped=False)
             self._parts.watch.poll(wait=True)
-            self._ship(wait=True)
+            self._shipper.ship(wait=True)
             self._parts.close()
-        self._life("closed", status=status)
+        self._shipper.life("closed", status=status)
         self._clock.beat(STATES.index("closed"))
         self._journal.close()
         self._heartbeat.close()
@@ -166,7 +135,7 @@ class Recorder:
         started = time.perf_counter()
         parts = self._prepare()
         parts.watch.poll()
-        self._ship()
+        self._shipper.ship()
         if self._clock.micro == 0:
             self._begin_step(parts)
         if self._sampling:
@@ -217,7 +186,7 @@ class Recorder:
         if self._sampling:
             self._clock.sampled += 1
             self._finish_sampled(skipped=skipped, partial=False)
-            self._ship()
+            self._shipper.ship()
             self._after_step()
         elif self._bad is not None:
             self._alarm(partial=False, skipped=skipped)
@@ -231,7 +200,7 @@ class Recorder:
         if self._parts is None:
             found = topology.describe(topology.outermost(self._model))
             self._parts = _Parts(self, found)
-            self._life("topology", wrapper=found.wrapper, device=str(found.device))
+            self._shipper.life("topology", wrapper=found.wrapper, device=str(found.device))
         return self._parts
 
     def _begin_step(self, parts: _Parts) -> None:
@@ -248,7 +217,7 @@ class Recorder:
         if late and self._schedule.sampled(bad.step):
             return  # its rows say it better
         if late:
-            self._write_alarm(bad, partial=False, skipped=False, sampled=False)
+            self._shipper.alarm(bad, partial=False, skipped=False, sampled=False)
         elif self._bad is None:
             self._bad = replace(bad, step=self._clock.step)
             self._alarm(partial=True, skipped=False)
@@ -256,28 +225,9 @@ class Recorder:
     def _alarm(self, *, partial: bool, skipped: bool) -> None:
         """Journal the bad step at once: the process may not live to its end."""
         if self._bad is not None:
-            self._write_alarm(self._bad, partial=partial, skipped=skipped, sampled=self._sampling)
-
-    def _write_alarm(
-        self, bad: FirstBad, *, partial: bool, skipped: bool, sampled: bool
-    ) -> None:
-        if self._last_bad is not None:
-            # Once the weights are NaN every step is bad: say it when it begins, and when a step
-            # that a GradScaler gave up is followed by one that was taken.
-            step, was_skipped = self._last_bad
-            if bad.step - step == 1 and not (was_skipped and not skipped and not partial):
-                if not partial:
-                    self._last_bad = (bad.step, skipped)
-                return
-        self._append(
-            StepRecord(
-                attempt=self._who.attempt, step=bad.step, ranks=(self._who.rank,),
-                wall_time_ns=time.time_ns(), sampled=sampled, first_bad=bad,
-                partial=partial, skipped=skipped,
+            self._shipper.alarm(
+                self._bad, partial=partial, skipped=skipped, sampled=self._sampling
             )
-        )  # fmt: skip
-        if not partial:
-            self._last_bad = (bad.step, skipped)
 
     def _finish_sampled(self, *, skipped: bool, partial: bool) -> None:
         parts = self._prepare()
@@ -286,58 +236,12 @@ class Recorder:
         now = self._readings()
         facts = {name: now[name] - self._base[name] for name in now}
         facts["micro_batches"] = float(self._clock.micro + 1)
-        self._ended.append(
-            _Ended(
+        self._shipper.push(
+            EndedStep(
                 parts.rows.fetch(), self._clock.step, skipped, partial, time.time_ns(), facts,
                 self._bad,
             )  # fmt: skip
         )
-
-    def _ship(self, *, wait: bool = False) -> None:
-        while self._ended and (wait or self._ended[0].pending.ready()):
-            ended = self._ended.popleft()
-            if wait:
-                ended.pending.wait()
-            self._append(self._record(ended))
-
-    def _record(self, ended: _Ended) -> StepRecord:
-        result = ended.pending.result(ended.step, partial=ended.partial)
-        self._report_coverage(result, ended.step)
-        bad = _earlier(result.first_bad, ended.watched)
-        if bad is not None:
-            self._last_bad = (ended.step, ended.skipped)
-        scalars = {**ended.facts, **result.scalars}
-        local = [i for i, s in enumerate(result.sites) if s.kind == "grad_local"]
-        if local and result.counts[local, _OBSERVED].any():
-            finite = not result.counts[local][:, _NONFINITE].any()
-            norm = float(result.values[local, _SUM_SQ].sum() ** 0.5)
-            scalars["grad_norm_local"] = norm if finite else float("nan")
-        return StepRecord(
-            attempt=self._who.attempt, step=ended.step, ranks=(self._who.rank,),
-            wall_time_ns=ended.wall_time_ns, sites=result.sites, counts=result.counts,
-            values=result.values, scalars={self._who.rank: scalars}, first_bad=bad,
-            skipped=ended.skipped, partial=ended.partial,
-        )  # fmt: skip
-
-    def _report_coverage(self, result: StepResult, step: int) -> None:
-        tapped, observed = result.counts[:, _TAPPED] > 0, result.counts[:, _OBSERVED] > 0
-        coverage = (int((tapped | observed).sum()), int(observed.sum()))
-        if coverage != self._coverage:
-            self._coverage = coverage
-            self._life(
-                "sites", expected=coverage[0], observed=coverage[1], step=step,
-                unsupported=dict(result.unsupported),
-            )  # fmt: skip
-
-    def _append(self, record: StepRecord) -> None:
-        self._journal.append_record(record)
-        if dict(self._journal.dropped) != self._dropped:
-            self._dropped = dict(self._journal.dropped)
-            for reason, count in self._dropped.items():
-                self._life("dropped", reason=reason, count=count)
-
-    def _life(self, event: str, **facts: Any) -> None:  # noqa: ANN401  (JSON)
-        self._journal.append_json(codec.LIFE, {"event": event, **facts})
 
     def _readings(self) -> dict[str, float]:
         clock = self._clock
@@ -352,7 +256,7 @@ class Recorder:
         if self._parts is not None:
             self._parts.close()
         self._clock.stop()
-        self._life("fuse", component=fuse.component, error=fuse.last_error)
+        self._shipper.life("fuse", component=fuse.component, error=fuse.last_error)
 
 
 @final
@@ -371,11 +275,14 @@ class _Parts:
         self._use_full = recorder._full_backward  # noqa: SLF001
 
     def attach(self) -> None:
-        """Hang the hooks of a sampled step, once."""
-        if not self.eager.attached:
-            self.eager.attach()
-            if self._use_full:
-                self.full.attach()
+        """Hang the hooks of a sampled step; at each forward anew, so that ours are the last.
+
+        A hook of the user's that changes an output must have run when we look at it.
+        """
+        self.detach()
+        self.eager.attach()
+        if self._use_full:
+            self.full.attach()
 
     def detach(self) -> None:
         """Take the hooks of a sampled step off."""
@@ -386,11 +293,4 @@ class _Parts:
         """Take everything off."""
         self.detach()
         self.watch.close()
-
-
-def _earlier(rows: FirstBad | None, watched: FirstBad | None) -> FirstBad | None:
-    """Of two witnesses of one step, the earlier in (micro, phase); the rows know the module."""
-    if rows is None or watched is None:
-        return rows or watched
-    return min(rows, watched, key=lambda b: (b.micro, PHASES.index(b.phase)))
 

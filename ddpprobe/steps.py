@@ -204,7 +204,7 @@ class StepClock:
             return
         if id(optimizer) in self._running:  # its last step() raised and never ended
             del self._running[self._running.index(id(optimizer)) :]
-        if not self._running and not self._ended:
+        if not self._running and not self._ended and self.micro >= 0:
             self._enter(OPTIMIZER)
             self._events.gradients_ready(optimizer)
         self._running.append(id(optimizer))
@@ -214,7 +214,7 @@ class StepClock:
         if id(optimizer) not in self._running:
             return
         del self._running[self._running.index(id(optimizer)) :]
-        if self._running:
+        if self._running or self.micro < 0:  # loading a checkpoint may step to make the state
             return
         self._stepped |= parameters
         self._optimizers.append(id(optimizer))

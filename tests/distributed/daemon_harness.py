@@ -52,7 +52,7 @@ class Harness:
         *extra: str,
         prefix: Sequence[str] = (),
         linger: float = 0.0,
-        token: str = TOKEN,
+        token: str | None = TOKEN,
         run: RunDir | None = None,
     ) -> subprocess.Popen[Any]:
         """Start a daemon in the foreground of this test."""
@@ -63,7 +63,7 @@ class Harness:
             command += ["--listen", "127.0.0.1:0"]
         log = (self.run.path / f"daemon_{node}.txt").open("a")
         with log:
-            env = {"DDPPROBE_TOKEN": token}
+            env = {} if token is None else {"DDPPROBE_TOKEN": token}
             return self._start(command, stdout=log, stderr=log, env=env)
 
     def log(self, node: int = 0) -> str:

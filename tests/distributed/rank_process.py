@@ -51,6 +51,7 @@ def main(spec: dict[str, object]) -> int:
         "hostname": os.uname().nodename, "device": "cpu", "wrapper": "ddp", "backend": "gloo",
         "torch": "2.13.0", "run_id": "test-run", "name": "test", "every": 1,
         "started_ns": time.time_ns(), "head": node == 0, "resume_step": 0,
+        "head_url": spec.get("head_url"),
     }  # fmt: skip
     journal = JournalWriter(run.rank_journal(attempt, node_name(node), rank), meta)
     beat = HeartbeatWriter(run.heartbeat(attempt, node_name(node), rank))

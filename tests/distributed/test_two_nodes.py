@@ -156,6 +156,35 @@ def test_a_wrong_token_is_refused_and_hurts_nobody(nodes, port) -> None:
     assert {(r.ranks, r.missing) for r in records} == {((0, 1), (2, 3))}
 
 
+def test_a_restarted_job_with_a_new_head_and_a_new_token_gathers(nodes, port) -> None:
+    """The other node's daemon lingers through the restart and is told in the ranks' journals."""
+    head, other = nodes
+
+    def agree(token: str) -> None:
+        for node in nodes:
+            (node.run.path / "daemon" / "token").write_text(token)
+
+    def start(attempt: int, url: str) -> list[subprocess.Popen[bytes]]:
+        return start_ranks(nodes, steps=40, attempt=attempt, head_url=url)
+
+    agree("first")
+    daemon = other.daemon(1, "--head", "http://127.0.0.1:1", token=None, linger=60.0)
+    leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}", token=None)
+    assert [r.wait(30) for r in start(0, f"http://127.0.0.1:{port}")] == [0] * 4
+    assert leader.wait(40) == 0
+    agree("second")
+    leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port + 1}", token=None)
+    said = wait(head.said)
+    assert [r.wait(30) for r in start(1, f"http://{said['gather']}")] == [0] * 4
+    assert leader.wait(40) == 0
+    daemon.terminate()
+    assert daemon.wait(20) == 0
+    for attempt in (0, 1):
+        group = daemon_harness.StoredGroup(head.run, f"attempt_{attempt:03d}/merged")
+        merged = [(r.step, r.ranks) for r in group.records(attempt)]
+        assert merged == [(step, (0, 1, 2, 3)) for step in range(40)]
+
+
 def test_what_is_no_block_is_refused(nodes, port) -> None:
     head, _ = nodes
     head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")

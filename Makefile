@@ -1,0 +1,55 @@
+# `make demo` and `make test` are the two to know; the rest is for who works on ddpprobe.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo demo-fsdp test check dashboards clean system-packages
+
+demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
+	$(BIN)/python launch/demo.py --wrap ddp
+
+demo-fsdp: .venv/run.stamp       # the same under FSDP2
+	$(BIN)/python launch/demo.py --wrap fsdp2
+
+test: .venv/dev.stamp system-packages  # the whole suite: real ranks, a real Prometheus
+	$(BIN)/python -m pytest
+
+check: .venv/dev.stamp           # lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+dashboards: .venv/dev.stamp      # write what is generated in grafana/ and docs/ anew
+	$(BIN)/python -m grafana.build
+
+clean:                           # remove what make and the demo have made
+	rm -rf .venv ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "ddpprobe needs Python 3.11 or newer; choose one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+
+# The pins hold for what builds the package too, hence also the variable.
+.venv/run.stamp: constraints.txt pyproject.toml | $(BIN)/python
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[train]'
+	@touch $@
+
+# constraints.txt lists the whole development environment, so it serves as the list to install.
+.venv/dev.stamp: .venv/run.stamp
+	$(BIN)/python -m pip install -q -r constraints.txt
+	@touch $@
+
+# The tests let a real Prometheus scrape and promtool check the rules; a browser shows the pages.
+system-packages:
+	@missing=; \
+	command -v prometheus >/dev/null && command -v promtool >/dev/null || missing=prometheus; \
+	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	test -z "$$missing" && exit 0; \
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	  apt-get update -q && DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -q --no-install-recommends $$missing; \
+	else \
+	  echo "make test needs the system packages: $$missing (Debian: apt-get install $$missing)" >&2; \
+	  exit 1; \
+	fi

@@ -1,0 +1,110 @@
+"""Say what ran: ranks, topology, steps, sites, sizes, and how complete each rank's record is."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ddpprobe.commands.output import UNOBSERVED, plain, report_lost, say, say_json, size, table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what is known of the run."""
+    from ddpprobe.replay.run import open_run  # noqa: PLC0415
+
+    run_ = open_run(args.run)
+    info = run_.info()
+    if args.json:
+        say_json(info)
+    else:
+        for line in lines(info):
+            say(line)
+    return report_lost(run_.lost)
+
+
+def lines(info: dict[str, Any]) -> Iterator[str]:
+    """Lay out what `Run.info` returns: the run, then each attempt with its ranks."""
+    yield from table((name, text) for name, text in _facts(info) if text)
+    for attempt in info["attempts"]:
+        yield ""
+        sealed = ", sealed" if attempt["sealed"] else ""
+        torn = f", {size(attempt['torn_bytes'])} torn off" if attempt["torn_bytes"] else ""
+        yield f"attempt {attempt['attempt']}: steps {_span(attempt['steps'])}{sealed}{torn}"
+        if attempt["ranks"]:
+            yield from table(_ranks(attempt["ranks"]), right=(0, 3, 5))
+        if attempt["silent_ranks"]:
+            yield f"ranks without a record: {', '.join(map(str, attempt['silent_ranks']))}"
+
+
+def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "run", info["name"]
+    yield "id", info["run_id"] or ""
+    yield "path", info["path"]
+    yield "state", info["state"]
+    yield "started", _when(info["created_ns"])
+    yield "topology", ", ".join(_topology(info))
+    yield "sampling", "" if info["every"] is None else f"every {_count(info['every'], 'step')}"
+    yield "steps", _span(info["steps"])
+    yield "sites", str(info["sites"])
+    parts = [f"{name} {size(n)}" for name, n in info["bytes"].items() if name != "total"]
+    yield "size", f"{size(info['bytes']['total'])} ({', '.join(parts)})"
+    yield "anomalies", ", ".join(f"{n} {level}" for level, n in info["anomalies"].items())
+    death = info["first_death"]
+    if death:
+        yield "first death", f"rank {death['rank']}, {death['signal']}, in step {death['step']}"
+
+
+def _topology(info: dict[str, Any]) -> Iterator[str]:
+    if info["world_size"] is not None:
+        yield f"{_count(info['world_size'], 'rank')} on {_count(info['nodes'], 'node')}"
+    for name in ("wrapper", "backend"):
+        if info[name]:
+            yield str(info[name])
+    if info["torch"]:
+        yield f"torch {info['torch']}"
+    if info["hostname"]:
+        yield f"rank 0 on {info['hostname']}"
+
+
+def _ranks(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    yield ("rank", "node", "device", "pid", "steps", "sampled", "complete", "status")
+    for rank in ranks:
+        complete = rank["completeness"]
+        yield (
+            str(rank["rank"]),
+            _known(rank["node"]),
+            _known(rank["device"]),
+            _known(rank["pid"]),
+            _span({"first": rank["first_step"], "last": rank["last_step"]}),
+            f"{rank['sampled']} of {rank['expected']}",
+            UNOBSERVED if complete is None else f"{100 * complete:.3g} %",
+            rank["status"],
+        )
+
+
+def _count(n: object, what: str) -> str:
+    return f"{_known(n)} {what}{'' if n == 1 else 's'}"
+
+
+def _span(steps: dict[str, int | None]) -> str:
+    if steps["first"] is None:
+        return UNOBSERVED
+    return f"{steps['first']} to {steps['last']}"
+
+
+def _known(value: object) -> str:
+    return UNOBSERVED if value is None else plain(value)
+
+
+def _when(time_ns: object) -> str:
+    if not isinstance(time_ns, int) or not 0 <= time_ns < 2**63:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_ns / 1e9))

@@ -1,0 +1,92 @@
+"""Text and JSON for a person, a pipe or a script; names from a store are not trusted."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+UNOBSERVED = "-"  # there is no value; never printed as 0
+
+
+def plain(text: object) -> str:
+    """Return text without control characters, so that no name can move or colour the terminal.
+
+    Control (Cc), format (Cf: bidirectional overrides) and lone surrogates (Cs) become `?`; what is
+    left of an escape sequence is then harmless text. Line and paragraph separators count as well.
+    """
+    bad = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    return "".join("?" if unicodedata.category(c) in bad else c for c in str(text))
+
+
+def say(text: str) -> None:
+    """Print one line on stdout, escaped as the terminal's encoding needs it."""
+    _write(sys.stdout, text)
+
+
+def complain(text: str) -> None:
+    """Print one line on stderr."""
+    _write(sys.stderr, text)
+
+
+def say_json(value: Mapping[str, Any]) -> None:
+    """Print one strict JSON object: NaN and infinities, which JSON has not, become null."""
+    say(json.dumps(_strict(value), indent=2))
+
+
+def report_lost(lost: Iterable[object]) -> int:
+    """List on stderr what is lost of a run; return the exit code: 3 if anything is, else 0."""
+    texts = [plain(thing) for thing in lost]
+    for text in texts:
+        complain(f"ddpprobe: lost: {text}")
+    return 3 if texts else 0
+
+
+def number(value: float) -> str:
+    """Format a statistic: whole numbers in full, others with 6 digits, NaN (no data) as `-`."""
+    if math.isnan(value):
+        return UNOBSERVED
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
+        return str(int(value))
+    return f"{value:.6g}"
+
+
+def size(n_bytes: float) -> str:
+    """Format a number of bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n_bytes) < 1024:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} TiB"
+
+
+def table(rows: Iterable[Sequence[object]], right: Iterable[int] = ()) -> list[str]:
+    """Lay rows out in columns two spaces apart; the columns in `right` are right-aligned."""
+    cells = [[plain(cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    flush = set(right)
+    return [
+        "  ".join(
+            cell.rjust(width) if i in flush else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def _write(stream: Any, text: str) -> None:  # noqa: ANN401  (any text stream)
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+
+
+def _strict(value: Any) -> Any:  # noqa: ANN401  (any JSON value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(k): _strict(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(v) for v in value]
+    return value

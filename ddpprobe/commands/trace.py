@@ -1,0 +1,197 @@
+"""Show the series behind a verdict: one statistic of the matching sites over the steps.
+
+--site takes a glob over `FQN:kind`, as `ddpprobe anomalies` prints them: `blocks.2.mlp:output`,
+`blocks.*.mlp:grad_output`, `*:grad`. Without a kind it matches every kind. A site that was not
+observed at a step is shown as `-`, which is not 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ddpprobe.commands.output import (
+    complain,
+    number,
+    plain,
+    report_lost,
+    say,
+    say_json,
+    table,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from ddpprobe.replay.run import Run
+    from ddpprobe.replay.series import Series
+
+MOST_LINES = 8  # in one plot: more cannot be told apart
+PLOT_SIZE = (100, 30)  # columns, lines, where the output is no terminal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument(
+        "--site", required=True, metavar="GLOB", help="FQN or FQN:kind, with * and ?"
+    )
+    parser.add_argument(
+        "--rank", type=int, metavar="R", help="this rank's own rows (default: all ranks merged)"
+    )
+    parser.add_argument(
+        "--stat", default="rms", metavar="NAME", help="a statistic (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=step_range, default=slice(None), metavar="A:B", help="steps A to B-1"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--plot", action="store_true", help="plot in the terminal")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the series."""
+    from ddpprobe.replay.run import open_run  # noqa: PLC0415
+
+    run_ = open_run(args.run)
+    _check(run_, args.stat, args.rank)
+    series = run_.series(args.site, args.stat, args.rank, args.steps)
+    if not len(series.steps):
+        if run_.lost:  # it may well have been there
+            return report_lost(run_.lost)
+        raise _nothing_found(run_, args)
+    if args.plot:
+        say(plot(series, colour=sys.stdout.isatty()))
+    else:
+        bad = run_.series(args.site, "nonfinite", args.rank, args.steps)
+        if args.json:
+            say_json(
+                {"run": run_.name, "format_version": 1, "rank": args.rank, **as_json(series, bad)}
+            )
+        else:
+            for line in table(rows(series, bad), right=(0, 1, 3, 4)):
+                say(line)
+    return report_lost(run_.lost)
+
+
+def rows(series: Series, bad: Series) -> list[tuple[object, ...]]:
+    """One row a step and site: attempt, step, site, the statistic, and how many are non-finite."""
+    count = _lookup(bad)
+    out: list[tuple[object, ...]] = [("attempt", "step", "site", series.stat, "nonfinite")]
+    for attempt, step, row in zip(series.attempts, series.steps, series.values, strict=True):
+        for site, value in zip(series.sites, row, strict=True):
+            nonfinite = count.get((int(attempt), int(step), site.key), float("nan"))
+            out.append((attempt, step, site, number(float(value)), number(nonfinite)))
+    return out
+
+
+def as_json(series: Series, bad: Series) -> dict[str, Any]:
+    """Return the series as plain lists; null where nothing was observed."""
+    count = _lookup(bad)
+    places = [(int(a), int(s)) for a, s in zip(series.attempts, series.steps, strict=True)]
+    nan = float("nan")
+    return {
+        "stat": series.stat,
+        "attempts": [a for a, _ in places],
+        "steps": [s for _, s in places],
+        "series": [
+            {
+                "site": str(site), "fqn": site.fqn, "kind": site.kind, "leaf": site.leaf,
+                "placement": site.placement, "dtype": site.dtype,
+                "values": [float(x) for x in series.values[:, column]],
+                "nonfinite": [count.get((*at, site.key), nan) for at in places],
+            }
+            for column, site in enumerate(series.sites)
+        ],
+    }  # fmt: skip
+
+
+def plot(series: Series, *, colour: bool) -> str:
+    """Draw one line a site (and attempt) over the steps; what was not observed is left out."""
+    import numpy as np  # noqa: PLC0415
+    import plotext  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    figure = plotext.figure
+    figure.clear()
+    width, height = shutil.get_terminal_size(PLOT_SIZE)
+    figure.plot_size(width, max(10, height - 2))
+    figure.title(series.stat)
+    figure.label("step")
+    lines = [(c, a) for c in range(len(series.sites)) for a in np.unique(series.attempts)]
+    for column, attempt in lines[:MOST_LINES]:
+        seen = (series.attempts == attempt) & np.isfinite(series.values[:, column])
+        label = plain(series.sites[column]) + (f" attempt {attempt}" if attempt else "")
+        if seen.any():
+            values = series.values[seen, column].tolist()
+            signal = figure.signal(series.steps[seen].tolist(), values)
+            figure.draw(signal.lines().label(label))
+    if len(lines) > MOST_LINES:
+        complain(f"ddpprobe: {MOST_LINES} of {len(lines)} series plotted: narrow --site")
+    text = str(figure.build().string())
+    return text if colour else str(plotext.uncolorize(text))
+
+
+def step_range(text: str) -> slice:
+    """Parse `A:B`, `A:`, `:B` or one step `A`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none of them.
+    """
+    first, colon, last = text.partition(":")
+    try:
+        start = int(first) if first else None
+        stop = (int(last) if last else None) if colon else int(first) + 1
+    except ValueError:
+        msg = f"expected A:B (steps A to B-1), A:, :B or one step, got {text!r}"
+        raise argparse.ArgumentTypeError(msg) from None
+    if min(start or 0, stop or 0) < 0 or (start and stop is not None and stop <= start):
+        msg = f"steps count from 0 and B must be greater than A, got {text!r}"
+        raise argparse.ArgumentTypeError(msg)
+    return slice(start, stop)
+
+
+def nearest(word: str, known: Iterable[str], most: int = 5) -> str:
+    """Name what comes closest to a word, for an error message."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(word, names, most, cutoff=0.3) or names[:most]
+    more = ", ..." if len(names) > len(close) else ""
+    return ", ".join(close) + more
+
+
+def _lookup(series: Series) -> dict[tuple[int, int, tuple[str, str, str]], float]:
+    return {
+        (int(attempt), int(step), site.key): float(value)
+        for attempt, step, row in zip(series.attempts, series.steps, series.values, strict=True)
+        for site, value in zip(series.sites, row, strict=True)
+    }
+
+
+def _check(run_: Run, stat: str, rank: int | None) -> None:
+    from ddpprobe.records import STATS  # noqa: PLC0415
+    from ddpprobe.replay.run import RunError  # noqa: PLC0415
+
+    if stat not in STATS:
+        raise RunError(
+            f"no statistic {stat!r}; nearest: {nearest(stat, STATS)}; all: {', '.join(STATS)}"
+        )
+    ranks = sorted({r for attempt in run_.attempts() for r in run_.ranks(attempt)})
+    if rank is not None and rank not in ranks:
+        raise RunError(f"no rank {rank} in this run; it has {', '.join(map(str, ranks)) or 'none'}")
+
+
+def _nothing_found(run_: Run, args: argparse.Namespace) -> Exception:
+    """Say whether it is the glob or the steps that match nothing."""
+    from ddpprobe.replay.run import RunError  # noqa: PLC0415
+    from ddpprobe.replay.series import matches  # noqa: PLC0415
+
+    everything = run_.series("*", "numel", args.rank)
+    if not len(everything.steps):
+        return RunError(f"{args.run}: no step was sampled yet")
+    if any(matches(site, args.site) for site in everything.sites):
+        first, last = everything.steps.min(), everything.steps.max()
+        return RunError(f"no sampled step in --steps; they reach from {first} to {last}")
+    names = nearest(args.site, (str(site) for site in everything.sites))
+    return RunError(f"no site matches {args.site!r}; nearest: {names}")

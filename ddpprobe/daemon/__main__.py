@@ -1,0 +1,128 @@
+"""`python -m ddpprobe.daemon`: starts the node daemon; `ddpprobe daemon` calls the same `main`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpprobe import layout
+from ddpprobe.daemon.node import NodeDaemon, Options
+from ddpprobe.layout import DirectoryLock, RunDir
+from ddpprobe.spawn import TOKEN_VARIABLE
+
+LISTEN = "127.0.0.1:13377"
+LINGER_SECONDS = 20.0
+WAIT_SECONDS = 120.0
+LOOK_SECONDS = 10.0
+OK, WRONG_USE = 0, 2
+# `layout.is_locked` takes the lock for an instant to see whether it is free.
+LOCK_TRIES, LOCK_PAUSE_SECONDS = 10, 0.03
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line of the daemon."""
+    new = argparse.ArgumentParser(
+        prog="ddpprobe daemon",
+        description="Watch the ranks of one node: merge, detect, store, serve /metrics. On a run "
+        "that is over: do what is left of it, and end.",
+    )
+    new.add_argument("--dir", required=True, type=Path, metavar="RUN", help="run directory")
+    new.add_argument("--node", metavar="NAME", help="this node (default: the only or first one)")
+    new.add_argument("--head", metavar="URL", help="where the head's daemon takes merged records")
+    new.add_argument("--listen", metavar="A:P", help=f"for /metrics (default {LISTEN}, or above)")
+    new.add_argument("--gather-listen", metavar="A:P", help="for other nodes' records, on the head")
+    new.add_argument("--linger", type=float, metavar="S", help="serve on so long after the end")
+    new.add_argument("--wait", type=float, metavar="S", help="for the first rank to appear")
+    return new
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the daemon to its end; return the exit code (0, or 2 for wrong use)."""
+    arguments = parser().parse_args(argv)
+    run = RunDir(arguments.dir.absolute())
+    if not run.path.is_dir():
+        print(f"ddpprobe daemon: {arguments.dir} is no directory: give the run's", file=sys.stderr)
+        return WRONG_USE
+    node = arguments.node or _first_node(run)
+    lock = DirectoryLock(run.daemon_file(node, "lock"))
+    layout.make_dir(lock.path.parent)
+    if not _acquire(lock):
+        print(f"ddpprobe daemon: one serves {node} of {run.path} already", file=sys.stderr)
+        return OK
+    try:
+        run.daemon_file(node, "json").unlink(missing_ok=True)  # a killed predecessor's
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+        return _serve(_options(arguments, run, node))
+    except WrongUseError as error:
+        print(f"ddpprobe daemon: {error}", file=sys.stderr)
+        return WRONG_USE
+    finally:
+        lock.release()
+
+
+class WrongUseError(Exception):
+    """An argument or an environment variable that makes no sense."""
+
+
+def _serve(options: Options) -> int:
+    try:
+        daemon = NodeDaemon(options)
+    except ValueError as error:
+        raise WrongUseError(str(error)) from error
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: daemon.stop())
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go, the evidence stays
+    daemon.serve()
+    return OK
+
+
+def _options(arguments: argparse.Namespace, run: RunDir, node: str) -> Options:
+    linger, wait = arguments.linger, arguments.wait
+    if linger is None:
+        linger = _seconds("DDPPROBE_LINGER", LINGER_SECONDS)
+    if wait is None:
+        wait = LOOK_SECONDS if run.attempts() else WAIT_SECONDS
+    return Options(
+        run=run,
+        node=node,
+        listen=arguments.listen or os.environ.get("DDPPROBE_LISTEN") or LISTEN,
+        head_url=arguments.head,
+        gather_listen=arguments.gather_listen,
+        token=os.environ.pop(TOKEN_VARIABLE, ""),
+        linger=linger,
+        wait=wait,
+    )
+
+
+def _seconds(variable: str, default: float) -> float:
+    given = os.environ.get(variable)
+    try:
+        return default if given is None else float(given)
+    except ValueError as error:
+        msg = f"{variable}={given!r} is no number of seconds: write {variable}={default:g}"
+        raise WrongUseError(msg) from error
+
+
+def _first_node(run: RunDir) -> str:
+    names = {p.name for a in run.attempts() for p in run.attempt_dir(a).glob("node_*")}
+    return min(names, default=layout.node_name(0))
+
+
+def _acquire(lock: DirectoryLock) -> bool:
+    for _ in range(LOCK_TRIES):
+        if lock.acquire():
+            return True
+        time.sleep(LOCK_PAUSE_SECONDS)
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

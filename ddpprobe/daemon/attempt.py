@@ -1,0 +1,305 @@
+"""One attempt on one node: its ranks, followed to their end, and the merge of what they write."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from ddpprobe import heartbeat
+from ddpprobe.daemon.inbox import Ended, Inbox
+from ddpprobe.daemon.ledger import Ledger
+from ddpprobe.daemon.liveness import Exit, Watcher
+from ddpprobe.daemon.push import Pusher
+from ddpprobe.daemon.tail import RankTail
+from ddpprobe.detectors.suite import default_suite
+from ddpprobe.gather import Gather
+from ddpprobe.heartbeat import Heartbeat
+from ddpprobe.journal import segments_of
+from ddpprobe.layout import RunDir
+from ddpprobe.records import StepRecord
+
+# A node gives up on a slow rank before the head gives up on the node.
+NODE_GRACE_SECONDS = 3.0
+HEAD_GRACE_SECONDS = 5.0
+# A rank that torchrun started wrote its META when the others did, or never will.
+ABSENT_SECONDS = 10.0
+FOREIGN_SECONDS = 60.0
+# A backlog (a daemon that starts late, a run opened afterwards) is merged while it is read.
+RECORDS_PER_LOOK = 64
+MAX_PENDING = 512
+
+
+@dataclass(slots=True)
+class LocalRank:
+    """One rank of this node: its journal, its heartbeat, and how its process ended.
+
+    `spent`: its process has ended and its journal was read to the end after that.
+    """
+
+    tail: RankTail
+    watched: bool = False
+    seen_alive: bool = False
+    exit: Exit | None = None
+    spent: bool = False
+    judged: bool = False
+    beat: Heartbeat | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come from it."""
+        return self.tail.facts.closed or self.spent
+
+    @property
+    def up(self) -> bool | None:
+        """Whether its process lives; None if it was never seen alive."""
+        return None if not self.seen_alive else self.exit is None
+
+    @property
+    def died_at(self) -> int:
+        """Unix time in ns of its death; of one that was found dead, that of its last heartbeat."""
+        noticed = self.exit.time_ns if self.exit else 0
+        return noticed or (self.beat.time_ns if self.beat else 0)
+
+
+class Attempt:
+    """Follows the ranks of one attempt on this node.
+
+    Args:
+        run: the run directory.
+        node: this node's name.
+        number: of the attempt.
+        watcher: notices deaths.
+        inbox: what other nodes push, if this may be the head.
+        pusher: the way to the head, if this is not.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        node: str,
+        number: int,
+        watcher: Watcher,
+        inbox: Inbox,
+        pusher: Pusher | None,
+    ) -> None:
+        self.run, self.node, self.number = run, node, number
+        self.ranks: dict[int, LocalRank] = {}
+        self.meta: Mapping[str, Any] = {}
+        self.ledger: Ledger | None = None
+        self.gather: Gather | None = None
+        self.unread_since: float | None = None
+        self.closed = False
+        self._watcher, self._inbox, self._pusher = watcher, inbox, pusher
+        self._changed_at = time.monotonic()
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this node merges all others'."""
+        return bool(self.meta.get("head", False))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return int(self.meta.get("world_size", 0))
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """Ranks that belong to this node: torchrun numbers them without a gap."""
+        first = int(self.meta["rank"]) - int(self.meta["local_rank"])
+        return list(range(first, first + int(self.meta["local_world_size"])))
+
+    def poll(self, now: float) -> tuple[int, bool]:
+        """Read what is new and merge what is complete.
+
+        Returns the number of records read, and whether there is more to read right away.
+        """
+        self._discover(now)
+        self._collect_exits()
+        read, more = 0, False
+        if self.gather is None or self.gather.pending < MAX_PENDING:
+            for rank in self.ranks.values():
+                count = self._read(rank, now)
+                read, more = read + count, more or count == RECORDS_PER_LOOK
+        self._watch_processes()
+        self._judge_deaths()
+        if self.gather is None:
+            return read, more
+        read += self._collect(self.gather, now)
+        for number, rank in self.ranks.items():
+            if rank.ended:
+                self.gather.mark_dead(number)
+        self._emit(self.gather.ready(now))
+        lag = any(rank.tail.lag_bytes for rank in self.ranks.values())
+        self.unread_since = None if not lag else self.unread_since or now
+        return read, more
+
+    def local_end(self, now: float) -> bool:
+        """Whether every rank of this node has ended, as far as one can know."""
+        if not self.ranks or not all(rank.ended for rank in self.ranks.values()):
+            return False
+        everybody = bool(self.meta) and set(self.local_ranks) <= set(self.ranks)
+        return everybody or now - self._changed_at > ABSENT_SECONDS
+
+    def close(self, *, ended: bool = True) -> None:
+        """Merge what is left, tell the head, and close every file.
+
+        With `ended` the attempt is over, and so is the detectors' stream; otherwise a later daemon
+        goes on with it.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        now = time.monotonic()
+        while sum(self._read(rank, now) for rank in self.ranks.values()):
+            self._emit(self.gather.ready(now) if self.gather is not None else [])
+        self._judge_deaths()
+        for rank in self.ranks.values():
+            rank.tail.close()
+        if self.gather is None or self.ledger is None:
+            return
+        self._collect(self.gather, now)
+        self._emit(self.gather.drain())
+        if not ended:
+            return
+        if self.is_head:
+            self._inbox.discard(self.number)
+        elif self._pusher is not None:
+            event = {"event": "ended", "attempt": self.number, "ranks": self.local_ranks}
+            self._pusher.say(event)
+        self.ledger.finish()
+
+    @property
+    def may_fold(self) -> bool:
+        """Whether the store may take closed journal segments over, which deletes them.
+
+        All their records must have been merged first, or, on a node that is not the head, have
+        been acknowledged by it: a daemon killed now has a successor, which reads the journals.
+        """
+        if self.ledger is None:
+            return False
+        done = self.ledger.last_step if self.is_head else self.ledger.pushed
+        return all(rank.tail.closed_top <= done for rank in self.ranks.values())
+
+    def note_acknowledged(self) -> None:
+        """Write down how far the head has taken over this node's records."""
+        if self._pusher is not None and self.ledger is not None:
+            attempt, step = self._pusher.acknowledged
+            if attempt == self.number:
+                self.ledger.acknowledged(step)
+
+    def losses(self) -> Counter[str]:
+        """Records and frames of this attempt that were lost, by reason."""
+        lost = Counter[str]()
+        for rank in self.ranks.values():
+            lost += rank.tail.facts.dropped
+            lost["damaged"] += rank.tail.damaged
+        if self.gather is not None:
+            lost["late"] += self.gather.late
+        if self.ledger is not None:
+            lost += self.ledger.losses()
+        return +lost
+
+    def _discover(self, now: float) -> None:
+        directory = self.run.attempt_dir(self.number) / self.node
+        for path in sorted(directory.glob("rank_*")):
+            digits = path.name.removeprefix("rank_")
+            new = digits.isdecimal() and int(digits) not in self.ranks
+            if new and segments_of(path):  # without one it was folded into the store before
+                self.ranks[int(digits)] = LocalRank(RankTail(path, int(digits)))
+                self._changed_at = now
+
+    def _read(self, rank: LocalRank, now: float) -> int:
+        over = rank.exit is not None  # asked first: what is read now includes its last words
+        records = rank.tail.read(RECORDS_PER_LOOK)
+        if self.gather is None and rank.tail.facts.meta is not None:
+            self._begin(rank.tail.facts.meta)
+        for record in records:
+            if self.gather is not None and record.attempt == self.number:
+                self.gather.add(record, now)
+        rank.spent = over and len(records) < RECORDS_PER_LOOK
+        beat = heartbeat.read(self.run.heartbeat(self.number, self.node, rank.tail.rank))
+        rank.beat = beat or rank.beat
+        return len(records)
+
+    def _begin(self, meta: Mapping[str, Any]) -> None:
+        """Set up the merge, now that a rank has said how large the job is."""
+        self.meta = meta
+        own = {k: meta[k] for k in ("node", "node_index", "attempt", "hostname", "head")}
+        own |= {"world_size": meta["world_size"], "run_id": meta["run_id"], "role": "daemon"}
+        directory = self.run.daemon_journal(self.number, self.node)
+        own |= {"pid": os.getpid(), "pid_start": psutil.Process().create_time()}
+        self.ledger = Ledger(directory, own, default_suite())
+        if self.is_head:
+            everybody = range(self.world_size)
+            self.gather = Gather(everybody, HEAD_GRACE_SECONDS, after=self.ledger.last_step)
+        else:
+            if self._pusher is not None and meta.get("head_url"):
+                self._pusher.redirect(str(meta["head_url"]))  # a restarted job has a new head
+            after = self.ledger.pushed
+            self.gather = Gather(self.local_ranks, NODE_GRACE_SECONDS, after=after)
+
+    def _collect(self, gather: Gather, now: float) -> int:
+        """Take over what other nodes pushed."""
+        if not self.is_head:
+            return 0
+        deliveries = self._inbox.collect(self.number)
+        for delivery in deliveries:
+            if isinstance(delivery, Ended):
+                for rank in delivery.ranks:
+                    gather.mark_dead(rank)
+            else:
+                gather.add(delivery, now, final=True)
+        return len(deliveries)
+
+    def _emit(self, merged: list[StepRecord]) -> None:
+        if not merged or self.ledger is None:
+            return
+        for record in merged:
+            if self.is_head:
+                self.ledger.take(record)
+            elif self._pusher is not None:
+                self._pusher.push(record)
+        if self.is_head:
+            self._inbox.prune(self.number, self.ledger.last_step)
+
+    def _watch_processes(self) -> None:
+        for number, rank in self.ranks.items():
+            meta = rank.tail.facts.meta
+            if meta is not None and not rank.watched and not _elsewhere(meta, rank.beat):
+                rank.watched = True
+                key = (self.number, number)
+                rank.seen_alive = self._watcher.watch(key, int(meta["pid"]), meta["pid_start"])
+
+    def _collect_exits(self) -> None:
+        for gone in self._watcher.exits():
+            attempt, number = gone.key
+            # Those of an attempt that was given up are nobody's: its end is known.
+            if attempt == self.number:
+                self.ranks[number].exit = gone
+
+    def _judge_deaths(self) -> None:
+        """Write down who failed, first death first, once everything they wrote is known."""
+        gone = [r for r in self.ranks.values() if r.exit is not None and not r.judged]
+        if self.ledger is None or not all(rank.spent for rank in gone):
+            return
+        for rank in sorted(gone, key=lambda r: r.died_at):
+            rank.judged = True
+            number, how = rank.tail.rank, rank.exit
+            clean = rank.tail.facts.closed or how is None or not how.failed
+            if how is not None and not clean and number not in self.ledger.deaths:
+                step = rank.beat.step if rank.beat else rank.tail.facts.last_step
+                self.ledger.death(number, how.how, rank.died_at or time.time_ns(), step)
+
+
+def _elsewhere(meta: Mapping[str, Any], beat: Heartbeat | None) -> bool:
+    """Whether the rank seems to live on another machine, whose processes we cannot see."""
+    if meta["hostname"] == socket.gethostname() or beat is None:
+        return False
+    return time.time_ns() - beat.time_ns < FOREIGN_SECONDS * 1e9

@@ -1,0 +1,124 @@
+"""An event loop that protects its servers from clients that hold on to connections.
+
+The HTTP library closes a connection that is idle or never completes a request. It neither counts
+connections nor gives up on a client that does not read its answer; this loop does, one layer
+below, for whatever server runs on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+MAX_CONNECTIONS = 128
+STALL_SECONDS = 10.0  # Prometheus's own scrape timeout
+
+
+class GuardedLoop(asyncio.SelectorEventLoop):
+    """A selector loop whose servers hold at most `limit` connections.
+
+    A newcomer is always let in. Once the places are taken, the peer that holds most of them loses
+    its oldest connection: who floods pays, a scraper with one connection does not. The last
+    connection from loopback goes only if all the others are loopback's too.
+    """
+
+    def __init__(self, limit: int = MAX_CONNECTIONS, stall_seconds: float = STALL_SECONDS) -> None:
+        super().__init__()
+        self.limit = limit
+        self.stall_seconds = stall_seconds
+        self.connections: dict[_Watched, str] = {}  # in order of arrival, with the peer's address
+
+    async def create_server(  # type: ignore[override]  # passes on what it does not look at
+        self, protocol_factory: Callable[[], asyncio.Protocol], *args: Any, **kwargs: Any
+    ) -> asyncio.Server:
+        """Start a server, as the base class does, with every connection watched."""
+        return await super().create_server(
+            lambda: _Watched(self, protocol_factory()), *args, **kwargs
+        )
+
+    def admit(self, connection: _Watched, peer: str) -> None:
+        """Count a new connection in, at another's cost if all places are taken."""
+        if len(self.connections) >= self.limit:
+            held = Counter(self.connections.values())
+
+            def greed(other: _Watched) -> tuple[int, bool]:
+                address = self.connections[other]
+                return held[address], not is_loopback(address)
+
+            max(self.connections, key=greed).abort()  # the first, so the oldest, of the greediest
+        self.connections[connection] = peer
+
+    def release(self, connection: _Watched) -> None:
+        """Count a connection out."""
+        self.connections.pop(connection, None)
+
+    def abort_all(self) -> None:
+        """Drop every connection now."""
+        for connection in list(self.connections):
+            connection.abort()
+
+
+class _Watched(asyncio.Protocol):
+    """Stands before another protocol; aborts when the client does not take its answer."""
+
+    def __init__(self, loop: GuardedLoop, inner: asyncio.Protocol) -> None:
+        self._loop = loop
+        self._inner = inner
+        self._transport: asyncio.Transport | None = None
+        self._check: asyncio.TimerHandle | None = None
+        self._unsent = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        address = transport.get_extra_info("peername")
+        self._loop.admit(self, address[0] if isinstance(address, tuple) else "local")
+        self._check = self._loop.call_later(self._loop.stall_seconds, self._look)
+        self._inner.connection_made(transport)
+
+    def _look(self) -> None:
+        """Abort if bytes were waiting at two looks in a row; closing alone would wait for them."""
+        assert self._transport is not None
+        waiting = self._transport.get_write_buffer_size() > 0
+        if waiting and self._unsent:
+            self.abort()
+            return
+        self._unsent = waiting
+        self._check = self._loop.call_later(self._loop.stall_seconds, self._look)
+
+    def abort(self) -> None:
+        """Drop the connection without sending what is left."""
+        self._loop.release(self)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._check is not None:
+            self._check.cancel()
+        self._loop.release(self)
+        self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address as the socket gives it is of this machine."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback

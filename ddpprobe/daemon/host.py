@@ -1,0 +1,46 @@
+"""Readings of the node and of the ranks' processes, for the journal and for `/metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+INTERVAL_SECONDS = 5.0
+
+
+def read_host(run_path: Path) -> dict[str, float]:
+    """Return the node's load: a ratio is a share of 1, bytes are bytes.
+
+    The first reading of `cpu_ratio` in a process is 0: it is the share since the last reading.
+    """
+    memory = psutil.virtual_memory()
+    return {
+        "cpu_ratio": psutil.cpu_percent() / 100,
+        "load1": psutil.getloadavg()[0],
+        "memory_available_bytes": float(memory.available),
+        "memory_total_bytes": float(memory.total),
+        "disk_free_bytes": float(psutil.disk_usage(str(run_path)).free),
+    }
+
+
+def read_ranks(pids: Mapping[int, int]) -> dict[int, dict[str, float]]:
+    """Return resident memory and CPU time (user + system, s) of each rank whose process is there.
+
+    Args:
+        pids: process id by rank.
+    """
+    found = {}
+    for rank, pid in pids.items():
+        try:
+            process = psutil.Process(pid)
+            with process.oneshot():
+                times = process.cpu_times()
+                found[rank] = {
+                    "resident_bytes": float(process.memory_info().rss),
+                    "cpu_seconds": times.user + times.system,
+                }
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # it died a moment ago, or is another user's
+    return found

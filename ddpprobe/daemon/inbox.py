@@ -1,0 +1,163 @@
+"""What the other nodes pushed, on disk before it is acknowledged and until it has been merged."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpprobe import codec
+from ddpprobe.codec import FrameError
+from ddpprobe.daemon.tail import MALFORMED
+from ddpprobe.journal import JournalTail, JournalWriter, segments_of
+from ddpprobe.records import Site, StepRecord
+
+WAITING_RECORDS = 4096  # far more than the loop leaves lying between two looks
+SEGMENT_FRAMES = 64  # small: a segment is deleted when its last step has been merged
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Another node says that these of its ranks will deliver nothing more."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+
+
+Delivery = StepRecord | Ended
+
+
+class Inbox:
+    """Takes pushed blocks on the server's thread, hands them out on the daemon's.
+
+    A block is appended to `directory/<attempt>` before `take` returns, so that a head killed
+    afterwards finds it again: what was acknowledged is not lost.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.dropped = 0
+        self._lock = threading.Lock()
+        self._waiting: deque[Delivery] = deque()
+        self._writers: dict[int, JournalWriter] = {}
+        self._tops: dict[int, dict[int, int]] = {}  # attempt -> segment -> highest step
+        for path in sorted(directory.glob("[0-9]*")):
+            self._read_back(int(path.name), path)
+
+    def take(self, block: bytes) -> None:
+        """Keep one pushed block: frames SITES, RECORD and LIFE.
+
+        Raises:
+            ValueError: it is not such a block; nothing of it is kept.
+        """
+        deliveries = decode_block(block)
+        with self._lock:
+            for delivery in deliveries:
+                self._write(delivery)
+                self._waiting.append(delivery)
+            while len(self._waiting) > WAITING_RECORDS:
+                self._waiting.popleft()
+                self.dropped += 1
+
+    def collect(self, attempt: int) -> list[Delivery]:
+        """Return what arrived for `attempt` since the last call; later attempts' stays here."""
+        with self._lock:
+            mine = [d for d in self._waiting if d.attempt == attempt]
+            self._waiting = deque(d for d in self._waiting if d.attempt > attempt)
+        return mine
+
+    def prune(self, attempt: int, merged: int) -> None:
+        """Delete what is not needed any more: segments with no step above `merged`."""
+        with self._lock:
+            tops = self._tops.get(attempt, {})
+            newest = max(tops, default=-1)
+            for segment in [s for s, top in tops.items() if top <= merged and s != newest]:
+                self._path(attempt).joinpath(f"{segment:08d}.wal").unlink(missing_ok=True)
+                del tops[segment]
+
+    def discard(self, attempt: int) -> None:
+        """Delete everything of an attempt that has been merged to its end."""
+        with self._lock:
+            if attempt in self._writers:
+                self._writers.pop(attempt).close()
+            self._tops.pop(attempt, None)
+            shutil.rmtree(self._path(attempt), ignore_errors=True)
+
+    def close(self) -> None:
+        """Close the files."""
+        with self._lock:
+            for writer in self._writers.values():
+                writer.close()
+            self._writers.clear()
+
+    def _path(self, attempt: int) -> Path:
+        return self.directory / f"{attempt:03d}"
+
+    def _write(self, delivery: Delivery) -> None:
+        attempt, step = delivery.attempt, -1
+        if attempt not in self._writers:
+            segments = segments_of(self._path(attempt))
+            self._writers[attempt] = JournalWriter(
+                self._path(attempt),
+                {"role": "inbox", "attempt": attempt},
+                SEGMENT_FRAMES,
+                segments[-1] + 1 if segments else 0,
+            )
+        writer = self._writers[attempt]
+        if isinstance(delivery, StepRecord):
+            step = delivery.step
+            writer.append_record(delivery)
+        else:
+            event = {"event": "ended", "attempt": attempt, "ranks": delivery.ranks}
+            writer.append_json(codec.LIFE, event)
+        tops = self._tops.setdefault(attempt, {})
+        segment = segments_of(writer.directory)[-1]
+        tops[segment] = max(step, tops.get(segment, -1))
+
+    def _read_back(self, attempt: int, path: Path) -> None:
+        tail = JournalTail(path)
+        tops = self._tops.setdefault(attempt, {})
+        for frame in tail.poll():
+            delivery = _decode(frame, tail.tables)
+            if delivery is not None:
+                self._waiting.append(delivery)
+            step = delivery.step if isinstance(delivery, StepRecord) else -1
+            tops[tail.segment] = max(step, tops.get(tail.segment, -1))
+        tail.close()
+
+
+def decode_block(block: bytes) -> list[Delivery]:
+    """Decode a pushed block.
+
+    Raises:
+        ValueError: something in it is not what a node daemon pushes.
+    """
+    tables: dict[int, tuple[Site, ...]] = {}
+    out = []
+    try:
+        for frame in codec.iter_frames(block):
+            if frame.type == codec.SITES:
+                sites = codec.decode_sites(frame.payload)
+                tables[codec.sites_id(sites)] = sites
+            elif (delivery := _decode(frame, tables)) is not None:
+                out.append(delivery)
+    except FrameError:
+        raise
+    except MALFORMED as error:
+        msg = f"a frame of the block makes no sense: {type(error).__name__}: {error}"
+        raise ValueError(msg) from error
+    return out
+
+
+def _decode(frame: codec.Frame, tables: Mapping[int, tuple[Site, ...]]) -> Delivery | None:
+    if frame.type == codec.RECORD:
+        return codec.decode_record(frame.payload, tables)
+    if frame.type == codec.LIFE:
+        event: Mapping[str, Any] = frame.json()
+        if event.get("event") == "ended":
+            return Ended(int(event["attempt"]), tuple(int(r) for r in event["ranks"]))
+    return None

@@ -1,0 +1,205 @@
+"""The daemon's own journal of one attempt: what it merged, found and saw, once each, for good.
+
+A daemon that was killed is followed by one that reads this journal back: it feeds the detectors
+with the recorded stream, writes down the verdicts its predecessor had no time to write, and goes on
+behind the last merged step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ddpprobe import codec
+from ddpprobe.codec import Frame
+from ddpprobe.daemon.tail import MALFORMED
+from ddpprobe.journal import BACK_OFF_SECONDS, JournalTail, JournalWriter, segments_of
+from ddpprobe.records import Anomaly, StepRecord
+from ddpprobe.view import FirstFailure
+
+logger = logging.getLogger("ddpprobe")
+
+
+class Detectors(Protocol):
+    """What the ledger needs of `ddpprobe.detectors.suite.Suite`."""
+
+    def update(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next merged record; return what it shows."""
+
+    def finish(self) -> list[Anomaly]:
+        """Return what only the end of the stream shows."""
+
+
+class Ledger:
+    """Appends to the daemon journal of one attempt and remembers what is in it.
+
+    Attributes:
+        last_step: the newest merged step; -1 if there is none.
+        pushed: the newest step the head acknowledged (on a node that is not the head).
+        merged: the newest merged record of a sampled step.
+        deaths: ranks whose death is written down.
+        finished: the attempt came to its end and everything of it was merged.
+        anomalies, exemplars: number and latest anomaly by (detector, level).
+        blamed: number of anomalies by rank and level.
+    """
+
+    def __init__(self, directory: Path, meta: Mapping[str, Any], detectors: Detectors) -> None:
+        self.directory = directory
+        self.last_step = self.pushed = -1
+        self.merged: StepRecord | None = None
+        self.deaths: set[int] = set()
+        self.first_failure: FirstFailure | None = None
+        self.finished = False
+        self.anomalies: Counter[tuple[str, str]] = Counter()
+        self.exemplars: dict[tuple[str, str], Anomaly] = {}
+        self.blamed: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self.dropped: Counter[str] = Counter()
+        self._meta = dict(meta)
+        self._detectors = detectors
+        self._writer: JournalWriter | None = None
+        self._next_seq = 0
+        self._retry_at = 0.0
+        self._recover()
+
+    def take(self, record: StepRecord) -> list[Anomaly]:
+        """Write a merged record down, show it to the detectors, and write down what they find."""
+        writer = self._open()
+        if writer is not None:
+            writer.append_record(record)
+        return self._note(record)
+
+    def finish(self) -> list[Anomaly]:
+        """End the stream of merged records; harmless if it ended before."""
+        if self.finished:
+            return []
+        found = self._detectors.finish()
+        for anomaly in found:
+            self._write_anomaly(anomaly)
+        self.say({"event": "finished"})
+        self.finished = True
+        return found
+
+    def death(self, rank: int, signal: str, time_ns: int, step: int) -> None:
+        """Write down that a rank failed; the first one is the one to look at."""
+        first = not self.deaths
+        event = {"event": "death", "rank": rank, "signal": signal, "time_ns": time_ns}
+        self.say({**event, "step": step, "first": first})
+        self._remember_death({**event, "first": first})
+
+    def acknowledged(self, step: int) -> None:
+        """Write down that the head holds every step up to `step`."""
+        if step > self.pushed:
+            self.pushed = step
+            self.say({"event": "pushed", "step": step})
+
+    def say(self, event: Mapping[str, Any]) -> None:
+        """Append a LIFE frame."""
+        self._append(codec.LIFE, codec.encode_json(event))
+
+    def sample(self, host: Mapping[str, float], ranks: Mapping[int, Mapping[str, float]]) -> None:
+        """Append readings of the node and of the ranks' processes."""
+        by_name = {str(rank): values for rank, values in ranks.items()}
+        value = {"time_ns": time.time_ns(), "host": host, "ranks": by_name}
+        self._append(codec.SAMPLE, codec.encode_json(value))
+
+    def losses(self) -> Counter[str]:
+        """Frames that could not be written, by reason."""
+        return self.dropped + (self._writer.dropped if self._writer else Counter())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _recover(self) -> None:
+        written: Counter[bytes] = Counter()
+        found: list[Anomaly] = []
+        tail = JournalTail(self.directory)
+        for frame in tail.poll():
+            self._next_seq = frame.seq + 1
+            try:
+                found += self._read_back(frame, tail, written)
+            except MALFORMED:
+                self.dropped["malformed"] += 1
+        tail.close()
+        for anomaly in found:
+            code = codec.encode_anomaly(anomaly)
+            if written[code]:
+                written[code] -= 1
+                self._count(anomaly)
+            else:  # its finder was killed between the record and the verdict
+                self._write_anomaly(anomaly)
+
+    def _read_back(self, frame: Frame, tail: JournalTail, written: Counter[bytes]) -> list[Anomaly]:
+        """Take in one frame of the predecessor's; return what the detectors make of it."""
+        if frame.type == codec.RECORD:
+            record = codec.decode_record(frame.payload, tail.tables)
+            self._remember_record(record)
+            return self._detectors.update(record)
+        if frame.type == codec.ANOMALY:
+            written[frame.payload] += 1
+        if frame.type == codec.LIFE:
+            event = frame.json()
+            match event.get("event"):
+                case "death":
+                    self._remember_death(event)
+                case "pushed":
+                    self.pushed = int(event["step"])
+                case "finished":
+                    self.finished = True
+                    return self._detectors.finish()
+        return []
+
+    def _note(self, record: StepRecord) -> list[Anomaly]:
+        self._remember_record(record)
+        found = self._detectors.update(record)
+        for anomaly in found:
+            self._write_anomaly(anomaly)
+        return found
+
+    def _remember_record(self, record: StepRecord) -> None:
+        self.last_step = record.step
+        if record.sampled:
+            self.merged = record
+
+    def _remember_death(self, event: Mapping[str, Any]) -> None:
+        rank = int(event["rank"])
+        self.deaths.add(rank)
+        if event["first"]:
+            self.first_failure = FirstFailure(rank, str(event["signal"]), int(event["time_ns"]))
+
+    def _write_anomaly(self, anomaly: Anomaly) -> None:
+        self._append(codec.ANOMALY, codec.encode_anomaly(anomaly))
+        self._count(anomaly)
+
+    def _count(self, anomaly: Anomaly) -> None:
+        key = (anomaly.detector, anomaly.level)
+        self.anomalies[key] += 1
+        self.exemplars[key] = anomaly
+        if anomaly.rank is not None:
+            self.blamed[anomaly.rank][anomaly.level] += 1
+
+    def _append(self, type_: int, payload: bytes) -> None:
+        writer = self._open()
+        if writer is not None:
+            writer.append(type_, payload)
+
+    def _open(self) -> JournalWriter | None:
+        """Return the writer; None while the disk refuses even an empty journal."""
+        if self._writer is None and time.monotonic() >= self._retry_at:
+            segments = segments_of(self.directory)
+            first = segments[-1] + 1 if segments else 0
+            try:
+                self._writer = JournalWriter(
+                    self.directory, self._meta, first_segment=first, first_seq=self._next_seq
+                )
+            except OSError as error:
+                logger.warning("ddpprobe: the daemon cannot write its journal: %s", error)
+                self._retry_at = time.monotonic() + BACK_OFF_SECONDS
+        if self._writer is None:
+            self.dropped["journal"] += 1
+        return self._writer

@@ -1,0 +1,314 @@
+"""The node daemon: one process per node and run that outlives the ranks it watches."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ddpprobe import layout
+from ddpprobe.daemon import host
+from ddpprobe.daemon.attempt import Attempt
+from ddpprobe.daemon.inbox import Inbox
+from ddpprobe.daemon.liveness import Watcher
+from ddpprobe.daemon.push import Pusher
+from ddpprobe.daemon.snapshot import Readings, view_of
+from ddpprobe.fuse import Fuse
+from ddpprobe.journal import segments_of
+from ddpprobe.layout import RunDir
+
+if TYPE_CHECKING:
+    from ddpprobe.daemon.server import Server
+    from ddpprobe.prometheus import Exposition
+    from ddpprobe.store.writer import StoreWriter
+
+TICK_SECONDS = 0.15
+RENDER_SECONDS = (1.0, 5.0)  # when something changed, and when nothing did
+FOLD_SECONDS = 5.0
+# After its own ranks have ended the head waits so long for what the other nodes still have to say.
+OTHERS_SECONDS = 5.0
+FLUSH_SECONDS = 5.0
+ERRORS_ALLOWED = 100
+
+logger = logging.getLogger("ddpprobe")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says; `wait` and `linger` in seconds.
+
+    `token` is the gather's secret; without one it is read from `daemon/token` in the run directory.
+    """
+
+    run: RunDir
+    node: str
+    listen: str
+    head_url: str | None = None
+    gather_listen: str | None = None
+    token: str = ""
+    linger: float = 20.0
+    wait: float = 120.0
+
+
+class NodeDaemon:
+    """Follows one attempt after the other, until the last one has ended and was sealed.
+
+    `serve()` runs to the end in the calling thread; `stop()` ends it from a signal handler.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._run, self._node = options.run, options.node
+        self._stop = threading.Event()
+        self._attempt: Attempt | None = None
+        self._server: Server | None = None
+        self._exposition: Exposition | None = None
+        self._store: StoreWriter | None = None
+        self._pusher = Pusher(options.head_url, self._token) if options.head_url else None
+        self._inbox = Inbox(self._run.daemon_file(self._node, "inbox"))
+        self._watcher = Watcher()
+        self._readings = Readings()
+        self._fuses = {
+            name: Fuse(name, ERRORS_ALLOWED) for name in ("loop", "server", "sampler", "store")
+        }
+        self._fuses["liveness"] = self._watcher.fuse
+        if self._pusher is not None:
+            self._fuses["push"] = self._pusher.fuse
+        self._due = dict.fromkeys(("sample", "fold", "render", "render_idle"), 0.0)
+        self._changed = True
+        self._disk_errors = 0
+        self._damaged: dict[str, str] = {}
+        self._ended_at: float | None = None
+        self._seen_alive = self._busy = self._sealed = False
+
+    def stop(self) -> None:
+        """Seal and end now; safe in a signal handler."""
+        self._stop.set()
+
+    def serve(self) -> None:
+        """Run until everything has ended, then leave no thread, file or socket open."""
+        started = time.monotonic()
+        self._fuses["server"].guard(self._start_server)()
+        self._fuses["server"].guard(self._announce)()
+        tick = self._fuses["loop"].guard(self._tick)
+        try:
+            while not self._stop.is_set() and not self._over(started):
+                errors = self._fuses["loop"].errors
+                tick(time.monotonic())
+                if self._fuses["loop"].blown:
+                    logger.error("ddpprobe: the daemon's loop failed too often; it ends")
+                    break
+                failed = self._fuses["loop"].errors > errors
+                self._stop.wait(1.0 if failed else 0.0 if self._busy else TICK_SECONDS)
+            self._fuses["loop"].guard(self._finish)()
+        finally:
+            self._shut_down()
+
+    def _tick(self, now: float) -> None:
+        self._follow_attempts()
+        attempt = self._attempt
+        if attempt is not None and not attempt.closed:
+            read, self._busy = attempt.poll(now)
+            self._changed |= read > 0
+            self._seen_alive |= any(rank.seen_alive for rank in attempt.ranks.values())
+            attempt.note_acknowledged()
+            self._housekeeping(attempt, now)
+            if attempt.local_end(now) and self._others_are_done(attempt, now):
+                self._finish()
+        elif attempt is not None and not self._sealed and self._is_due("fold", now, FOLD_SECONDS):
+            self._seal()
+        self._render(now)
+
+    def _follow_attempts(self) -> None:
+        """Go on to the next attempt: the ranks of the one before it are gone."""
+        current = -1 if self._attempt is None else self._attempt.number
+        later = [n for n in self._run.attempts() if n > current and self._has_ranks(n)]
+        if not later:
+            return
+        if self._attempt is not None:
+            self._attempt.close()
+        self._attempt = Attempt(
+            self._run, self._node, later[0], self._watcher, self._inbox, self._pusher
+        )
+        self._ended_at = None
+        self._changed = True
+        self._open_gather()
+
+    def _has_ranks(self, attempt: int) -> bool:
+        node = self._run.attempt_dir(attempt) / self._node
+        return any(segments_of(path) for path in node.glob("rank_*"))
+
+    def _others_are_done(self, attempt: Attempt, now: float) -> bool:
+        if self._ended_at is None:
+            self._ended_at = now
+        waits = attempt.is_head and attempt.gather is not None and attempt.gather.waiting_for
+        return not waits or now - self._ended_at > OTHERS_SECONDS
+
+    def _finish(self) -> None:
+        """End the attempt, or leave it to a later daemon if its ranks live on; seal the store."""
+        if self._attempt is None or self._attempt.closed:
+            return
+        now = time.monotonic()
+        self._attempt.close(ended=self._attempt.local_end(now))
+        self._ended_at = now
+        self._seal()
+        self._changed = True
+        self._due["render"] = 0.0
+
+    def _seal(self) -> None:
+        """Put everything that is left into the store; what a full disk refuses, later again."""
+        self._sealed = False
+
+        def seal() -> None:
+            self._open_store().seal()
+            self._sealed = True
+            if self._attempt is not None and self._attempt.ledger is not None:
+                self._attempt.ledger.say({"event": "sealed"})
+
+        self._fuses["store"].guard(self._despite_the_disk)(seal)
+
+    def _despite_the_disk(self, write: Callable[[], object]) -> None:
+        """Write to the store; a full or failing disk is no fault of ours, and may recover."""
+        try:
+            write()
+        except OSError as error:
+            if not self._disk_errors:
+                logger.warning("ddpprobe: the store cannot be written, retrying: %s", error)
+            self._disk_errors += 1
+        for group, why in self._open_store().damaged.items():
+            if self._damaged.get(group) != why:
+                logger.warning("ddpprobe: %s is damaged: %s", group or "the store's root", why)
+                self._damaged[group] = why
+
+    def _over(self, started: float) -> bool:
+        now = time.monotonic()
+        if self._attempt is None:
+            return now - started > self._options.wait
+        return self._linger_is_over(now)
+
+    def _linger_is_over(self, now: float) -> bool:
+        if self._attempt is None or not self._attempt.closed or self._ended_at is None:
+            return False
+        # Nobody scrapes a run that was over before this daemon began.
+        return now - self._ended_at > (self._options.linger if self._seen_alive else 0.0)
+
+    def _housekeeping(self, attempt: Attempt, now: float) -> None:
+        if self._is_due("sample", now, host.INTERVAL_SECONDS):
+            self._fuses["sampler"].guard(self._sample)(attempt)
+        if attempt.may_fold and self._is_due("fold", now, FOLD_SECONDS):
+            fold = self._open_store().fold
+            self._fuses["store"].guard(self._despite_the_disk)(fold)
+
+    def _sample(self, attempt: Attempt) -> None:
+        alive = {n: r.tail.facts.meta for n, r in attempt.ranks.items() if r.up}
+        pids = {n: int(meta["pid"]) for n, meta in alive.items() if meta is not None}
+        self._readings = Readings(host.read_host(self._run.path), host.read_ranks(pids))
+        if attempt.ledger is not None:
+            attempt.ledger.sample(self._readings.host, self._readings.ranks)
+        self._changed = True
+
+    def _open_store(self) -> StoreWriter:
+        if self._store is None:
+            # Not at the top: zarr takes half a second, which the first reading should not wait for.
+            from ddpprobe.store.writer import StoreWriter  # noqa: PLC0415
+
+            self._store = StoreWriter(self._run, self._node)
+        return self._store
+
+    def _start_server(self) -> None:
+        from ddpprobe.daemon.server import Server  # noqa: PLC0415
+        from ddpprobe.prometheus import Exposition  # noqa: PLC0415
+
+        options = self._options
+        server = Server(options.listen, options.gather_listen)
+        self._address = server.start()
+        self._server, self._exposition = server, Exposition()
+        self._open_gather()
+
+    def _open_gather(self) -> None:
+        """Take other nodes' blocks, if this may be the head and the job has agreed on a token."""
+        token = self._token()
+        if self._server is not None and self._pusher is None and token:
+            self._server.set_gather_handler(self._inbox.take, token)
+
+    def _token(self) -> str:
+        """Return the secret of the gather as it is now; it never stands on a command line."""
+        if self._options.token:
+            return self._options.token
+        try:
+            return (self._run.path / "daemon" / "token").read_text().strip()
+        except OSError:
+            return ""
+
+    def _announce(self) -> None:
+        """Say where this daemon serves; atomic, so that nobody reads half of it."""
+        server = self._server
+        value = {
+            "pid": os.getpid(),
+            "listen": self._address if server else None,
+            "gather": server.gather_address if server else None,
+            "started_ns": time.time_ns(),
+            "run_id": self._run_id(),
+        }
+        layout.write_json(self._run.daemon_file(self._node, "json"), value)
+
+    def _run_id(self) -> str:
+        try:
+            return str(json.loads(self._run.run_json.read_bytes())["run_id"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return str(self._attempt.meta.get("run_id", "")) if self._attempt else ""
+
+    def _render(self, now: float) -> None:
+        attempt, server, exposition = self._attempt, self._server, self._exposition
+        fast, slow = RENDER_SECONDS
+        if not self._is_due("render", now, fast):
+            return
+        if attempt is None or server is None or exposition is None:
+            return
+        if self._changed or now >= self._due["render_idle"]:
+            self._due["render_idle"] = now + slow
+            self._changed = False
+            self._fuses["server"].guard(self._publish)(attempt, server, exposition)
+
+    def _publish(self, attempt: Attempt, server: Server, exposition: Exposition) -> None:
+        view = view_of(
+            attempt,
+            self._readings,
+            run_id=self._run_id(),
+            finished=attempt.closed and not (attempt.ledger and attempt.ledger.deaths),
+            dropped=self._losses(),
+            components={name: not fuse.blown for name, fuse in self._fuses.items()},
+        )
+        text, openmetrics = (exposition.render(view, flag) for flag in (False, True))
+        server.publish(text, openmetrics)
+
+    def _losses(self) -> Counter[str]:
+        lost = Counter({"inbox": self._inbox.dropped, "store_damaged": len(self._damaged)})
+        return lost + (self._pusher.dropped if self._pusher else Counter())
+
+    def _is_due(self, what: str, now: float, interval: float) -> bool:
+        if now < self._due[what]:
+            return False
+        self._due[what] = now + interval
+        return True
+
+    def _shut_down(self) -> None:
+        if self._pusher is not None:
+            self._pusher.close(FLUSH_SECONDS)
+            if self._attempt is not None:
+                self._attempt.note_acknowledged()
+        if self._attempt is not None and self._attempt.ledger is not None:
+            self._attempt.ledger.close()
+        self._run.daemon_file(self._node, "json").unlink(missing_ok=True)
+        if self._store is not None:
+            self._store.close()
+        if self._server is not None:
+            self._server.stop()
+        self._inbox.close()
+        self._watcher.close()

@@ -1,0 +1,221 @@
+"""Sending a node's merged records to the head: bounded, in one thread, and in nobody's way."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+import time
+import urllib.parse
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpprobe import codec
+from ddpprobe.fuse import Fuse
+from ddpprobe.records import Site, StepRecord
+
+QUEUE_BYTES = 64 << 20
+BODY_BYTES = 8 << 20
+TIMEOUT_SECONDS = 5.0
+# First, longest. A head that comes back waits 5 s for a step's records: ours must be there by then.
+BACK_OFF_SECONDS = (0.2, 1.0)
+ACCEPTED = (200, 202, 204)
+# The head understands the request and does not want it: sending it again changes nothing.
+HOPELESS = (400, 413)
+
+logger = logging.getLogger("ddpprobe")
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    type: int
+    payload: bytes
+    at: tuple[int, int]  # attempt, step
+    sites: tuple[Site, ...]
+
+
+class Pusher:
+    """Posts records to the head's `/gather`, oldest first, each until it is acknowledged.
+
+    While the head does not answer, up to 64 MiB are kept; beyond it the oldest are dropped and
+    counted in `dropped`. `acknowledged` is (attempt, step) of the newest record the head took.
+
+    Args:
+        url: `http://host:port` of the head's daemon.
+        token: returns the shared secret, sent as a bearer token; asked for each connection, since
+            a restarted job agrees on a new one.
+
+    Raises:
+        ValueError: the URL is none.
+    """
+
+    def __init__(self, url: str, token: Callable[[], str]) -> None:
+        self._host, self._port = _parse(url)
+        self.dropped: Counter[str] = Counter()
+        self.acknowledged = (-1, -1)
+        self._token, self._bearer = token, ""
+        self._queue: deque[_Item] = deque()
+        self._bytes = 0
+        self._sending: list[_Item] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._deadline = float("inf")
+        self._warned: set[int] = set()
+        self._connection: http.client.HTTPConnection | None = None
+        self.fuse = Fuse("push")
+        run = self.fuse.guard(self._run)
+        self._thread = threading.Thread(target=run, name="ddpprobe-push", daemon=True)
+        self._thread.start()
+
+    def push(self, record: StepRecord) -> None:
+        """Queue a merged record; never waits."""
+        payload = codec.encode_record(record)
+        self._put(_Item(codec.RECORD, payload, (record.attempt, record.step), record.sites))
+
+    def say(self, event: Mapping[str, Any]) -> None:
+        """Queue a LIFE event, sent after the records queued before it."""
+        self._put(_Item(codec.LIFE, codec.encode_json(event), (-1, -1), ()))
+
+    def redirect(self, url: str) -> None:
+        """Push to another address from the next connection on; what is queued goes there.
+
+        Raises:
+            ValueError: the URL is none.
+        """
+        self._host, self._port = _parse(url)
+
+    @property
+    def pending(self) -> int:
+        """Items not acknowledged yet."""
+        return len(self._queue) + len(self._sending)
+
+    def close(self, seconds: float) -> None:
+        """Send what is queued for at most so long, then stop; what is left counts as dropped."""
+        with self._changed:
+            self._closing = True
+            self._deadline = time.monotonic() + seconds
+            self._changed.notify_all()
+        self._thread.join(seconds + TIMEOUT_SECONDS)
+        with self._changed:
+            self.dropped["push_unsent"] += len(self._queue)
+            self._queue.clear()
+            self._bytes = 0
+
+    def _put(self, item: _Item) -> None:
+        with self._changed:
+            self._queue.append(item)
+            self._bytes += len(item.payload)
+            self._trim()
+            self._changed.notify_all()
+
+    def _trim(self) -> None:
+        while self._bytes > QUEUE_BYTES and len(self._queue) > 1:
+            self._bytes -= len(self._queue.popleft().payload)
+            self.dropped["push_overflow"] += 1
+
+    def _run(self) -> None:
+        pause = BACK_OFF_SECONDS[0]
+        while self._next_batch():
+            status = self._post(b"".join(_frames(self._sending)))
+            if self._settle(status):
+                pause = BACK_OFF_SECONDS[0]
+            elif not self._rest(pause):
+                break
+            else:
+                pause = min(2 * pause, BACK_OFF_SECONDS[1])
+        self._disconnect()
+
+    def _next_batch(self) -> bool:
+        """Wait for something to send and take it; False when closing and nothing is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            size = 0
+            while self._queue and (not self._sending or size < BODY_BYTES):
+                item = self._queue.popleft()
+                size += len(item.payload)
+                self._sending.append(item)
+            self._bytes -= size
+            return bool(self._sending)
+
+    def _settle(self, status: int) -> bool:
+        """Account for what was sent, or put it back; whether the head has answered for it."""
+        with self._changed:
+            batch, self._sending = self._sending, []
+            if status in HOPELESS:
+                self.dropped["push_refused"] += len(batch)
+            elif status not in ACCEPTED:
+                self._queue.extendleft(reversed(batch))
+                self._bytes += sum(len(item.payload) for item in batch)
+                self._trim()
+                return False
+            self.acknowledged = max(self.acknowledged, *(item.at for item in batch))
+            return True
+
+    def _rest(self, seconds: float) -> bool:
+        """Wait before the next try; False if the time to close has run out."""
+        with self._changed:
+            if self._closing:
+                seconds = BACK_OFF_SECONDS[0]
+                self._changed.wait(seconds)
+            else:
+                self._changed.wait_for(lambda: self._closing, seconds)
+            return time.monotonic() < self._deadline
+
+    def _post(self, body: bytes) -> int:
+        """Return the HTTP status; 0 if there was no answer."""
+        if self._connection is None:
+            self._bearer = self._token()
+        headers = {
+            "Authorization": f"Bearer {self._bearer}",
+            "Content-Type": "application/octet-stream",
+        }
+        try:
+            if self._connection is None:
+                self._connection = http.client.HTTPConnection(
+                    self._host, self._port, timeout=TIMEOUT_SECONDS
+                )
+            self._connection.request("POST", "/gather", body, headers)
+            answer = self._connection.getresponse()
+            answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            self._disconnect()
+            self._warn(0, f"does not answer ({type(error).__name__}: {error})")
+            return 0
+        if answer.status not in ACCEPTED:
+            self._disconnect()
+            self._warn(answer.status, f"answers {answer.status} {answer.reason}")
+        return answer.status
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _warn(self, status: int, what: str) -> None:
+        if status not in self._warned:
+            self._warned.add(status)
+            where = f"{self._host}:{self._port}"
+            logger.warning("ddpprobe: the head at %s %s; records are kept and resent", where, what)
+
+
+def _parse(url: str) -> tuple[str, int]:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        msg = f"cannot push to {url!r}: write http://HOST:PORT, as in http://10.0.0.1:13378"
+        raise ValueError(msg)
+    return parts.hostname, parts.port or 80
+
+
+def _frames(batch: Sequence[_Item]) -> Iterator[bytes]:
+    """Yield the frames of one body, which can be read without any other."""
+    seq = 0
+    table: tuple[Site, ...] = ()
+    for item in batch:
+        if item.sites and item.sites is not table:
+            yield codec.encode_frame(codec.SITES, seq, codec.encode_sites(item.sites))
+            table = item.sites
+            seq += 1
+        yield codec.encode_frame(item.type, seq, item.payload)
+        seq += 1

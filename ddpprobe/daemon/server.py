@@ -1,0 +1,346 @@
+"""Serves `/metrics` from bytes made beforehand, and takes what other nodes push at `/gather`.
+
+One thread with its own event loop. A scrape never renders anything, so it costs the same whoever
+asks and how often; what a hostile or broken client can hold is bounded (see `connections`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gzip
+import hmac
+import json
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import hypercorn.asyncio
+import hypercorn.config
+
+from ddpprobe.daemon.connections import GuardedLoop
+from ddpprobe.prometheus import OPENMETRICS_CONTENT_TYPE, TEXT_CONTENT_TYPE
+
+PORT_TRIES = 101  # the port itself and the next hundred: one job each
+MAX_BODY = 64 * 2**20  # of one push; a sampled step of 70 B parameters on 8 ranks is about 1 MiB
+KEEP_ALIVE_SECONDS = 5  # also closes a connection that never completes its request
+BODY_SECONDS = 30.0  # for one push to arrive whole
+SHUTDOWN_SECONDS = 1.0  # for answers under way when the server stops
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+logger = logging.getLogger("ddpprobe.http")
+
+_LANDING = b"""<!doctype html><html lang="en"><meta charset="utf-8"><title>ddpprobe</title>
+<h1>ddpprobe node daemon</h1><ul>
+<li><a href="/metrics">/metrics</a> for Prometheus (text or OpenMetrics, by Accept)
+<li><a href="/sd">/sd</a> this target as http_sd JSON
+<li><a href="/healthz">/healthz</a> answers while the daemon lives
+</ul>
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """What `/metrics` answers: one body in two formats, each plain and with gzip level 1."""
+
+    text: bytes
+    text_gzip: bytes
+    openmetrics: bytes
+    openmetrics_gzip: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One HTTP answer; `headers` beside type, length and the fixed ones."""
+
+    status: int
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+class Server:
+    """The HTTP server of a daemon.
+
+    Args:
+        listen: "127.0.0.1:13377", "[::1]:13377"; the next free port up is taken if it is in use.
+        gather_listen: where other nodes push to, if not at `listen`; only `/gather` and `/healthz`
+            answer there, and `/gather` nowhere else. Port 0 takes any.
+    """
+
+    def __init__(self, listen: str, gather_listen: str | None = None) -> None:
+        self._listen = parse_address(listen)
+        self._gather_listen = parse_address(gather_listen) if gather_listen else None
+        self._gather_port: int | None = None
+        self._page: _Page | None = None
+        self._handler: Callable[[bytes], None] | None = None
+        self._token = b""
+        self._loop: GuardedLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self.gather_address: str | None = None
+
+    def start(self) -> str:
+        """Bind, serve in a thread of its own, and return the address that was bound.
+
+        Raises OSError if no port from the one wanted to a hundred above it is free.
+        """
+        if self._thread is not None:
+            msg = "this server has been started already: make another Server"
+            raise RuntimeError(msg)
+        sockets = [_bind(*self._listen)]
+        address = format_address(sockets[0])
+        if self._gather_listen is not None:
+            try:
+                # Another port than that of /metrics: the port tells a request's listener.
+                sockets.append(_bind(*self._gather_listen, avoid=sockets[0].getsockname()[1]))
+            except OSError:
+                sockets[0].close()
+                raise
+            self.gather_address = format_address(sockets[1])
+            self._gather_port = sockets[1].getsockname()[1]
+        self._loop = GuardedLoop()
+        self._stopping = asyncio.Event()
+        binds = [f"fd://{sock.detach()}" for sock in sockets]
+        self._thread = threading.Thread(
+            target=self._run, args=(binds,), name="ddpprobe-http", daemon=True
+        )
+        self._thread.start()
+        return address
+
+    def publish(self, text: bytes, openmetrics: bytes) -> None:
+        """Replace what `/metrics` answers; from any thread, in one step."""
+        squeeze = functools.partial(gzip.compress, compresslevel=1, mtime=0)
+        self._page = _Page(text, squeeze(text), openmetrics, squeeze(openmetrics))
+
+    def set_gather_handler(self, handler: Callable[[bytes], None], token: str) -> None:
+        """Hand the body of every `POST /gather` that carries the token to `handler`.
+
+        It runs on the server's thread, so it only takes the bytes over; ValueError means that they
+        make no sense (400 to the sender).
+        """
+        if not token:
+            msg = "the gather needs a token: an empty one would let anybody push"
+            raise ValueError(msg)
+        self._token = token.encode()
+        self._handler = handler
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server's thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Stop serving; afterwards thread, sockets and connections are gone. Harmless twice."""
+        if self._thread is None or self._loop is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the thread ended before
+            self._loop.call_soon_threadsafe(self._end)
+        self._thread.join(10 * SHUTDOWN_SECONDS)
+        if self._thread.is_alive():
+            msg = f"the HTTP server did not stop within {10 * SHUTDOWN_SECONDS:.0f} s"
+            raise TimeoutError(msg)
+
+    def _end(self) -> None:
+        assert self._loop is not None
+        assert self._stopping is not None
+        self._stopping.set()
+        # A client that does not read must not hold up the end.
+        self._loop.call_later(SHUTDOWN_SECONDS, self._loop.abort_all)
+
+    def _run(self, binds: list[str]) -> None:
+        assert self._loop is not None
+        assert self._stopping is not None
+        config = hypercorn.config.Config()
+        config.bind = binds
+        config.keep_alive_timeout = KEEP_ALIVE_SECONDS
+        config.include_server_header = False
+        config.errorlog = logger
+        config.loglevel = "WARNING"
+        # With a bounded queue the library waits for ever on a body that was refused unread.
+        config.max_app_queue_size = 0
+        app: Any = self._app
+        serving = hypercorn.asyncio.serve(
+            app, config, shutdown_trigger=self._stopping.wait, mode="asgi"
+        )
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # type: ignore[arg-type, return-value]
+            runner.run(serving)
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+        else:
+            await _respond(send, await self._answer(scope, receive))
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+        path, method = scope["path"], scope["method"]
+        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        at_gather = self._gather_port is not None and scope["server"][1] == self._gather_port
+        if path == "/gather" and (at_gather or self._gather_port is None) and self._handler:
+            return await self._gather(method, headers, receive)
+        pages = {"/healthz": lambda: Answer(200, b"ok\n")}
+        if not at_gather:
+            pages |= {
+                "/metrics": lambda: self._metrics(headers),
+                "/sd": lambda: _service_discovery(scope),
+                "/": lambda: Answer(200, _LANDING, "text/html; charset=utf-8"),
+            }
+        if path not in pages:
+            return Answer(404, b"not found: try /metrics or /healthz\n")
+        if method not in ("GET", "HEAD"):
+            return Answer(405, b"only GET and HEAD\n", headers=((b"allow", b"GET, HEAD"),))
+        if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+            return _refusal(400, b"a request body makes no sense here\n")
+        return pages[path]()
+
+    def _metrics(self, headers: Mapping[str, str]) -> Answer:
+        page = self._page
+        if page is None:
+            return Answer(503, b"nothing collected yet\n", headers=((b"retry-after", b"5"),))
+        om = wants_openmetrics(headers.get("accept", ""))
+        squeezed = _qualities(headers.get("accept-encoding", "")).get("gzip", 0.0) > 0
+        extra: tuple[tuple[bytes, bytes], ...] = ((b"vary", b"Accept, Accept-Encoding"),)
+        if squeezed:
+            extra += ((b"content-encoding", b"gzip"),)
+            body = page.openmetrics_gzip if om else page.text_gzip
+        else:
+            body = page.openmetrics if om else page.text
+        return Answer(200, body, OPENMETRICS_CONTENT_TYPE if om else TEXT_CONTENT_TYPE, extra)
+
+    async def _gather(self, method: str, headers: Mapping[str, str], receive: Receive) -> Answer:
+        assert self._handler is not None
+        if method != "POST":
+            return Answer(405, b"only POST\n", headers=((b"allow", b"POST"),))
+        given = headers.get("authorization", "").encode("latin-1", "replace")
+        if not hmac.compare_digest(given, b"Bearer " + self._token):
+            return _refusal(401, b"wrong or no token\n", (b"www-authenticate", b"Bearer"))
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > MAX_BODY:
+            return _refusal(413, b"body above 64 MiB\n")
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await _read_body(receive)
+        except TimeoutError:
+            return _refusal(408, b"the body did not arrive in time\n")
+        if body is None:
+            return _refusal(413, b"body above 64 MiB\n")
+        try:
+            self._handler(body)
+        except ValueError:
+            logger.warning("ddpprobe: a push was refused", exc_info=True)
+            return Answer(400, b"not a gather block\n")
+        return Answer(204, b"")
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Split "host:port" or "[v6]:port"; ValueError says what is wrong with it."""
+    host, colon, port = address.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    ambiguous = ":" in bare and not (host.startswith("[") and host.endswith("]"))
+    valid = bool(colon and bare and not ambiguous and port.isdecimal() and port.isascii())
+    if not valid or int(port) > 65535:  # noqa: PLR2004
+        msg = f"cannot listen at {address!r}: write HOST:PORT, as in 127.0.0.1:13377 or [::1]:13377"
+        raise ValueError(msg)
+    return bare, int(port)
+
+
+def format_address(sock: socket.socket) -> str:
+    """Return the address a socket is bound to as "host:port" or "[v6]:port"."""
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _bind(host: str, port: int, avoid: int = 0) -> socket.socket:
+    """Return a listening socket at the first free port; it is never shared with another process."""
+    family, _, _, _, _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    last = OSError(f"no port left above {port}")
+    for candidate in [0] * 2 if port == 0 else range(port, min(port + PORT_TRIES, 65536)):
+        try:
+            # Listens at once: whoever connects before the loop runs waits in the backlog.
+            sock = socket.create_server((host, candidate), family=family, backlog=128)
+        except OSError as error:
+            last = error
+            continue
+        if sock.getsockname()[1] != avoid:
+            return sock
+        sock.close()
+    msg = f"no free port from {port} to {port + PORT_TRIES - 1} at {host}: {last}"
+    raise OSError(last.errno, msg)
+
+
+def _qualities(header: str) -> dict[str, float]:
+    """Return what an Accept header lists, with the best weight of each entry (0: refused)."""
+    found: dict[str, float] = {}
+    for entry in header.split(","):
+        name, *parameters = (part.strip().lower() for part in entry.split(";"))
+        quality = 1.0
+        for parameter in parameters:
+            key, _, value = parameter.partition("=")
+            if key.strip() == "q":
+                digits = value.strip().replace(".", "", 1)
+                quality = float(value) if digits.isascii() and digits.isdecimal() else 0.0
+        found[name] = max(found.get(name, 0.0), quality)
+    return found
+
+
+def wants_openmetrics(accept: str) -> bool:
+    """Return whether OpenMetrics 1.0 is asked for, and not less than plain text is."""
+    known = [e for e in accept.split(",") if "version=2" not in e.replace(" ", "")]
+    weights = _qualities(",".join(known))
+    wanted = weights.get("application/openmetrics-text", 0.0)
+    return wanted > 0 and wanted >= weights.get("text/plain", 0.0)
+
+
+def _service_discovery(scope: Scope) -> Answer:
+    """Return this target for Prometheus's http_sd, at the address by which it was reached."""
+    host, port = scope["server"][:2]
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    body = json.dumps([{"targets": [target], "labels": {}}]).encode()
+    return Answer(200, body, "application/json")
+
+
+def _refusal(status: int, body: bytes, *headers: tuple[bytes, bytes]) -> Answer:
+    """Return an answer after which the connection is closed, its body unread."""
+    return Answer(status, body, headers=(*headers, (b"connection", b"close")))
+
+
+async def _read_body(receive: Receive) -> bytes | None:
+    """Return the whole body; None if it is too large or the client went away."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        body += message["body"]
+        if len(body) > MAX_BODY:
+            return None
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def _respond(send: Send, answer: Answer) -> None:
+    headers = [
+        (b"content-type", answer.content_type.encode()),
+        (b"x-content-type-options", b"nosniff"),
+        *answer.headers,
+    ]
+    if answer.status != 204:  # noqa: PLR2004  (such an answer has no body, so no length)
+        headers.append((b"content-length", str(len(answer.body)).encode()))
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": answer.body})
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

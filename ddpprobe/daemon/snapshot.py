@@ -1,0 +1,99 @@
+"""Freezes what the daemon knows into the view that `/metrics` renders."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ddpprobe.daemon.attempt import Attempt
+from ddpprobe.heartbeat import STEP_PHASES, Heartbeat
+from ddpprobe.view import NodeView, RankView
+
+
+@dataclass(slots=True)
+class Readings:
+    """The latest samples of the node and of its ranks' processes, see `host`."""
+
+    host: Mapping[str, float] = field(default_factory=dict)
+    ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+
+
+def view_of(
+    attempt: Attempt,
+    readings: Readings,
+    *,
+    run_id: str,
+    finished: bool,
+    dropped: Mapping[str, int],
+    components: Mapping[str, bool],
+) -> NodeView:
+    """Return the view of one attempt now.
+
+    Args:
+        attempt: the newest one.
+        readings: of host and processes.
+        run_id: of the run.
+        finished: every local rank has ended, none of them badly.
+        dropped: losses of the daemon's own, added to the attempt's.
+        components: the daemon's own; False where a fuse has blown.
+    """
+    ledger, meta = attempt.ledger, attempt.meta
+    lag = time.monotonic() - attempt.unread_since if attempt.unread_since is not None else 0.0
+    return NodeView(
+        time_ns=time.time_ns(),
+        run=run_id,
+        node=attempt.node,
+        world_size=attempt.world_size,
+        torch=str(meta.get("torch", "")),
+        backend=str(meta.get("backend", "")),
+        is_head=attempt.is_head,
+        ranks=tuple(_rank_view(attempt, n, readings) for n in sorted(attempt.ranks)),
+        paused=any(rank.tail.facts.paused for rank in attempt.ranks.values()),
+        finished=finished,
+        first_failure=ledger.first_failure if ledger else None,
+        merged=ledger.merged if ledger and attempt.is_head else None,
+        anomalies=dict(ledger.anomalies) if ledger else {},
+        exemplars=dict(ledger.exemplars) if ledger else {},
+        records_dropped=dict(attempt.losses() + Counter(dropped)),
+        components=dict(components),
+        journal_lag_seconds=lag,
+        host=readings.host,
+    )
+
+
+def _rank_view(attempt: Attempt, number: int, readings: Readings) -> RankView:
+    rank = attempt.ranks[number]
+    facts, sample = rank.tail.facts, readings.ranks.get(number, {})
+    meta = facts.meta or {}
+    resident = sample.get("resident_bytes")
+    view = RankView(
+        rank=number,
+        local_rank=int(meta.get("local_rank", -1)),
+        pid=int(meta.get("pid", 0)),
+        device=str(meta.get("device", "")),
+        up=rank.up,
+        loss=facts.loss,
+        grad_norm=facts.grad_norm,
+        nonfinite=dict(facts.nonfinite),
+        anomalies=dict(attempt.ledger.blamed[number]) if attempt.ledger else {},
+        sites_expected=facts.sites_expected,
+        sites_observed=facts.sites_observed,
+        resident_bytes=None if resident is None else int(resident),
+        cpu_seconds=sample.get("cpu_seconds"),
+        components=dict(facts.components),
+    )
+    return view if rank.beat is None else _with_heartbeat(view, rank.beat)
+
+
+def _with_heartbeat(view: RankView, beat: Heartbeat) -> RankView:
+    return replace(
+        view,
+        last_heartbeat_ns=beat.time_ns,
+        step=beat.step,
+        steps=beat.steps,
+        skipped_steps=beat.skipped,
+        phase_seconds=dict(zip(STEP_PHASES, beat.phase_seconds, strict=True)),
+        probe_seconds=beat.probe_seconds,
+    )

@@ -1,0 +1,149 @@
+"""Reading one rank's journal while it is written: its records, and what it says of itself."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddpprobe import codec
+from ddpprobe.codec import Frame
+from ddpprobe.journal import JournalTail
+from ddpprobe.records import COUNTS, StepRecord
+
+_NAN = COUNTS.index("nan")
+_NEG_INF = COUNTS.index("neg_inf")
+# What a frame with a right checksum can still do wrong: come from another version, or refer to a
+# site table that lies in a damaged part.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, struct.error)
+# The every-step watch knows the phase, not always the site: where its witness is looked for.
+_WATCHED_KIND = {"forward": "output", "backward": "grad_local", "step": "grad"}
+
+
+@dataclass(slots=True)
+class RankFacts:
+    """What a rank's journal has said so far; counters since the rank's start.
+
+    `nonfinite` counts elements by Site kind (of unsampled steps those of the first bad tensor).
+    """
+
+    meta: Mapping[str, Any] | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    nonfinite: Counter[str] = field(default_factory=Counter)
+    sites_expected: int = 0
+    sites_observed: int = 0
+    components: dict[str, bool] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+    paused: bool = False
+    closed: bool = False
+    last_step: int = -1
+    _alarm: tuple[int, Counter[str]] = (-1, Counter())
+
+    def take_record(self, record: StepRecord) -> None:
+        """Account for one record; the full record of a step replaces its alarm."""
+        self.last_step = max(self.last_step, record.step)
+        for scalars in record.scalars.values():
+            self.loss = scalars.get("loss", self.loss)
+            self.grad_norm = scalars.get("grad_norm_local", self.grad_norm)
+        found = count_nonfinite(record)
+        step, counted = self._alarm
+        self.nonfinite += found - counted if step == record.step else found
+        self._alarm = (record.step, found | counted if step == record.step else found)
+
+    def take_life(self, event: Mapping[str, Any]) -> None:
+        """Account for one LIFE frame; unknown events are a newer version's and mean nothing."""
+        match event.get("event"):
+            case "closed":
+                self.closed = True
+            case "fuse":
+                self.components[str(event["component"])] = False
+            case "dropped":
+                self.dropped[str(event["reason"])] += int(event["count"])
+            case "paused":
+                self.paused = True
+            case "resumed":
+                self.paused = False
+            case "sites":
+                self.sites_expected = int(event["expected"])
+                self.sites_observed = int(event["observed"])
+
+
+class RankTail:
+    """One rank's journal of one attempt.
+
+    `facts` is what it said so far, `malformed` counts frames that are whole but make no sense,
+    `closed_top` is the highest step in the segments that the rank will not write to any more.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.rank = rank
+        self.facts = RankFacts()
+        self.malformed = 0
+        self.closed_top = -1
+        self._segment = -1
+        self._tail = JournalTail(directory)
+        self._frames = self._tail.poll()
+
+    def read(self, limit: int) -> list[StepRecord]:
+        """Return up to `limit` records that were completed since the last call; never waits.
+
+        Fewer than `limit` mean that there is no more for now.
+        """
+        out: list[StepRecord] = []
+        while len(out) < limit and (frame := next(self._frames, None)) is not None:
+            if self._tail.segment != self._segment:
+                self._segment, self.closed_top = self._tail.segment, self.facts.last_step
+            try:
+                record = self._take(frame)
+            except MALFORMED:
+                self.malformed += 1
+                continue
+            if record is not None:
+                out.append(record)
+        if len(out) < limit:
+            self._frames = self._tail.poll()
+        return out
+
+    @property
+    def lag_bytes(self) -> int:
+        """Bytes written and not decoded."""
+        return self._tail.lag_bytes
+
+    @property
+    def damaged(self) -> int:
+        """Pieces of the journal that could not be used."""
+        return len(self._tail.damage.files) + self.malformed
+
+    def close(self) -> None:
+        """Close the file."""
+        self._tail.close()
+
+    def _take(self, frame: Frame) -> StepRecord | None:
+        if frame.type == codec.RECORD:
+            record = codec.decode_record(frame.payload, self._tail.tables)
+            self.facts.take_record(record)
+            return record
+        if frame.type == codec.META and self.facts.meta is None:
+            self.facts.meta = frame.json()
+        elif frame.type == codec.LIFE:
+            self.facts.take_life(frame.json())
+        return None
+
+
+def count_nonfinite(record: StepRecord) -> Counter[str]:
+    """Return the non-finite elements of a record by Site kind; at least 1 where one was seen."""
+    found: Counter[str] = Counter()
+    per_row = record.counts[:, _NAN : _NEG_INF + 1].sum(axis=1)
+    for row in np.flatnonzero(per_row):
+        found[record.sites[row].kind] += int(per_row[row])
+    bad = record.first_bad
+    if bad is not None and not found:
+        kind = bad.kind or _WATCHED_KIND.get(bad.phase, "grad")
+        found[kind] = max(1, bad.nan + bad.pos_inf + bad.neg_inf)
+    return found

@@ -1,0 +1,260 @@
+"""`grad_spike`: a gradient norm far above its own history, and the rank and module that grew.
+
+The rule (thresholds as measured on 63 healthy and 90 faulty runs, see docs/reference/detectors.md):
+robust z of log10 norm > 8, and > 4 x the median, and above everything in the window. It warns; it
+pages if the loss spikes too (within 8 steps), or at the third spike within 50 steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ddpprobe.detectors.groups import GroupNorms
+from ddpprobe.detectors.history import LogHistory, Reading
+from ddpprobe.records import COUNTS, VALUES, Anomaly, StepRecord
+
+_SUM_SQ = VALUES.index("sum_sq")
+_BAD = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
+PEER_RATIO = 2.0  # a rank is named if it grew this much more than any other rank
+
+Source = tuple[str, int | None]  # ("grad" | "grad_norm" | "grad_norm_local" | "loss", rank or None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spike:
+    """A spike as a warning, and the rank whose local norm alone it is (None: the global norm's)."""
+
+    anomaly: Anomaly
+    only: int | None
+
+
+@dataclass
+class _Episode:
+    """What is remembered from spike to spike, within one attempt."""
+
+    recent: list[_Spike] = field(default_factory=list)  # spikes of the last `repeat_steps`
+    last: int | None = None  # step of the latest spike, reported or not
+    worst: float = 0.0  # ratio of the worst one reported
+    paged: bool = False
+
+
+class GradSpike:
+    """Robust outliers of the global gradient norm and of each rank's local one.
+
+    Args:
+        z: robust standard deviations in log10 space.
+        ratio: how many times the median of the window.
+        loss_z, loss_ratio: the same for the loss spike that makes it a page.
+        window, least, floor_dex: see `LogHistory`; counted in sampled records.
+        join_steps: how far apart, in steps, a gradient spike and a loss spike may lie.
+        repeats, repeat_steps: so many spikes within so many steps are a page.
+        quiet_steps: steps without a spike after which one is reported again.
+        worse: a spike so many times the reported one is reported at once.
+    """
+
+    name = "grad_spike"
+
+    def __init__(
+        self,
+        *,
+        z: float = 8.0,
+        ratio: float = 4.0,
+        loss_z: float = 8.0,
+        loss_ratio: float = 2.0,
+        window: int = 64,
+        least: int = 32,
+        floor_dex: float = 0.05,
+        join_steps: int = 8,
+        repeats: int = 3,
+        repeat_steps: int = 50,
+        quiet_steps: int = 100,
+        worse: float = 10.0,
+    ) -> None:
+        self._norm_rule = (z, math.log10(ratio))
+        self._loss_rule = (loss_z, math.log10(loss_ratio))
+        self._memory = (window, least, floor_dex)
+        self._join = join_steps
+        self._repeats, self._repeat_steps = repeats, repeat_steps
+        self._quiet, self._worse = quiet_steps, worse
+        self._reset(None)
+
+    def update(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; a warning, a page, or a page for an earlier step's warning."""
+        if record.attempt != self._attempt:
+            self._reset(record.attempt)
+        if not record.sampled or record.partial or record.skipped:
+            return []
+        spike = self._spike(record)
+        self._watch_loss(record)
+        for source, value in _norms(record).items():
+            self._history(source).add(value)
+        self._groups.add(record)
+        return self._report(record.step, spike)
+
+    def finish(self) -> list[Anomaly]:
+        """Nothing is held back until the end."""
+        return []
+
+    def _reset(self, attempt: int | None) -> None:
+        self._attempt = attempt
+        self._histories: dict[Source, LogHistory] = {}
+        self._groups = GroupNorms(*self._memory[:2])
+        self._loss_spike: int | None = None  # step of the latest one
+        self._episode = _Episode()
+
+    def _history(self, source: Source) -> LogHistory:
+        if source not in self._histories:
+            self._histories[source] = LogHistory(*self._memory)
+        return self._histories[source]
+
+    def _spike(self, record: StepRecord) -> _Spike | None:
+        readings = {s: r for s, v in _norms(record).items() if (r := self._history(s).read(v))}
+        highest = {
+            local: max((r.highest for s, r in readings.items() if _is_local(s) == local), default=0)
+            for local in (True, False)
+        }
+        z, dex = self._norm_rule
+        spikes = {
+            source: r
+            for source, r in readings.items()
+            if r.z > z and r.dex > dex and r.value > highest[_is_local(source)]
+        }
+        if not spikes:
+            return None
+        rank = _guilty(spikes, readings)
+        if rank is None and len(record.ranks + record.missing) == 1:
+            rank = record.ranks[0]
+        source = max(spikes, key=lambda s: spikes[s].dex)
+        module = self._groups.largest(record)
+        anomaly = _anomaly(record, spikes[source], rank, module, local=_is_local(source))
+        one_rank = rank is not None and all(_is_local(s) for s in spikes)
+        return _Spike(anomaly, rank if one_rank else None)
+
+    def _watch_loss(self, record: StepRecord) -> None:
+        loss = _loss(record)
+        history = self._history(("loss", None))
+        reading = history.read(loss)
+        z, dex = self._loss_rule
+        if reading and reading.z > z and reading.dex > dex:
+            self._loss_spike = record.step
+        history.add(loss)
+
+    def _report(self, step: int, spike: _Spike | None) -> list[Anomaly]:
+        episode, found = self._episode, []
+        recent = [s for s in episode.recent if step - s.anomaly.step < self._repeat_steps]
+        if spike:
+            ratio = spike.anomaly.values["ratio"]
+            quiet = episode.last is None or step - episode.last > self._quiet
+            if quiet or ratio > self._worse * episode.worst:
+                episode.worst, episode.paged = ratio, False
+                found = [spike.anomaly]
+            recent.append(spike)
+            episode.last = step
+        episode.recent = recent
+        page = None if episode.paged else self._page(recent)
+        if page is None:
+            return found
+        episode.paged = True
+        return [a for a in found if a.step != page.step] + [page]
+
+    def _page(self, recent: list[_Spike]) -> Anomaly | None:
+        """Return the earliest recent spike that a loss spike or repetition makes a page."""
+        at = self._loss_spike
+        for spike in recent:
+            step = spike.anomaly.step
+            if at is not None and abs(at - step) <= self._join:
+                return _raise(spike.anomaly, f"the loss spiked too, at step {at}")
+            # Chance outliers of different ranks do not add up to a fault.
+            same = [s.anomaly.step for s in recent if s.only == spike.only]
+            if len(same) >= self._repeats:
+                steps = ", ".join(map(str, same))
+                why = f"{len(same)} spikes within {self._repeat_steps} steps: {steps}"
+                return _raise(spike.anomaly, why)
+        return None
+
+
+def _is_local(source: Source) -> bool:
+    """Whether a source is one rank's local norm.
+
+    Those have to exceed what *any* rank showed in the window: with heavy-tailed data the chance
+    that some rank beats its own record grows with the number of ranks.
+    """
+    return source[0] == "grad_norm_local"
+
+
+def _norms(record: StepRecord) -> dict[Source, float]:
+    """Return the global gradient norm (one source) and each rank's local one; L2."""
+    out: dict[Source, float] = {}
+    rows = [i for i, s in enumerate(record.sites) if s.kind == "grad" and s.placement != "partial"]
+    torn = bool(record.missing) and any(record.sites[i].placement == "sharded" for i in rows)
+    if rows and not torn:
+        with np.errstate(over="ignore", invalid="ignore"):
+            square = float(record.values[rows, _SUM_SQ].sum())
+        bad = bool(record.counts[rows, _BAD].any())
+        out["grad", None] = math.inf if bad else math.sqrt(max(square, 0.0))
+    elif reported := [float(s["grad_norm"]) for s in record.scalars.values() if "grad_norm" in s]:
+        out["grad_norm", None] = max(reported)
+    for rank, scalars in record.scalars.items():
+        if "grad_norm_local" in scalars:
+            out["grad_norm_local", rank] = float(scalars["grad_norm_local"])
+    return out
+
+
+def _loss(record: StepRecord) -> float:
+    """Return the mean of the ranks' finite losses, NaN without one.
+
+    One rank's own loss is no ground to wake somebody: with heavy-tailed data its chance outliers,
+    which are its gradient's as well, grow with the number of ranks.
+    """
+    losses = [float(s["loss"]) for s in record.scalars.values() if "loss" in s]
+    finite = [x for x in losses if math.isfinite(x)]
+    return math.fsum(x / len(finite) for x in finite) if finite else math.nan
+
+
+def _guilty(spikes: dict[Source, Reading], readings: dict[Source, Reading]) -> int | None:
+    """Return the one rank whose local norm spiked, if it grew clearly more than its peers'."""
+    ranks = [s[1] for s in spikes if _is_local(s)]
+    if len(ranks) != 1:
+        return None
+    own = spikes["grad_norm_local", ranks[0]].dex
+    peers = [r.dex for s, r in readings.items() if _is_local(s) and s[1] != ranks[0]]
+    return ranks[0] if own > max(peers, default=-math.inf) + math.log10(PEER_RATIO) else None
+
+
+def _anomaly(
+    record: StepRecord, reading: Reading, rank: int | None, module: str | None, *, local: bool
+) -> Anomaly:
+    what = "local gradient norm" if local else "gradient norm"
+    return Anomaly(
+        detector=GradSpike.name,
+        level="warn",
+        step=record.step,
+        micro=0,
+        rank=rank,
+        module=module,
+        kind="grad_local" if local else "grad",
+        phase="backward" if local else "step",
+        first_cause=False,
+        message=(
+            f"{what} {reading.value:.3g} is {reading.ratio:.3g} x the median {reading.median:.3g} "
+            f"of the last {reading.points} sampled steps (robust z {reading.z:.3g})"
+        ),
+        values={
+            "norm": reading.value,
+            "median": reading.median,
+            "highest": reading.highest,
+            "ratio": reading.ratio,
+            "z": reading.z,
+            "points": reading.points,
+        },
+        sampled=True,
+        attempt=record.attempt,
+        wall_time_ns=record.wall_time_ns,
+    )
+
+
+def _raise(spike: Anomaly, why: str) -> Anomaly:
+    return replace(spike, level="page", first_cause=True, message=f"{spike.message}; {why}")

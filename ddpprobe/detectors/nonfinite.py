@@ -1,0 +1,155 @@
+"""`nonfinite`: the first NaN or Inf of the run, and the rank and module it came from.
+
+Pages at once, on one element. The origin is the record's `first_bad`, the smallest (step, micro,
+phase, order, rank) over all ranks' *local* tensors; what was reduced over the ranks is as bad as
+the worst of them and names no rank. What follows from an origin (later steps, other ranks) is not
+reported again.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ddpprobe.records import COUNTS, Anomaly, FirstBad, Site, StepRecord
+
+_BAD = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
+_NUMEL = COUNTS.index("numel")
+_REDUCED = ("grad", "param")
+
+
+class NonFinite:
+    """Fires on the first non-finite value, and again only after `quiet_steps` without any.
+
+    A step that a GradScaler skipped is the scaler at work (it probes for the largest scale that
+    fits): level info, unless a parameter is non-finite, which no scaler mends.
+    """
+
+    name = "nonfinite"
+
+    def __init__(self, *, quiet_steps: int = 100) -> None:
+        self._quiet = quiet_steps
+        self._attempt: int | None = None
+        self._last: dict[str, int] = {}  # level -> last step at which it held
+
+    def update(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        if record.attempt != self._attempt:
+            self._attempt, self._last = record.attempt, {}
+        origin = _origin(record)
+        if origin is None:
+            return []
+        level = "info" if record.skipped and not _bad_param(record) else "page"
+        last = self._last.get(level)
+        self._last[level] = max(origin.step, -1 if last is None else last)
+        if last is not None and origin.step - last <= self._quiet:
+            return []
+        return [_anomaly(record, origin, level)]
+
+    def finish(self) -> list[Anomaly]:
+        """Nothing is held back until the end."""
+        return []
+
+
+def _origin(record: StepRecord) -> FirstBad | None:
+    """Return the earliest evidence: forward, loss, backward, reduced gradient, parameter."""
+    witness = record.first_bad
+    if witness is not None and witness.phase == "forward":
+        return witness
+    return _bad_loss(record) or witness or _bad_reduced(record)
+
+
+def _bad_loss(record: StepRecord) -> FirstBad | None:
+    """Return the non-finite loss as a witness; it comes after the forward, before the backward.
+
+    A backward fault cannot reach the loss of its own step, so the loss outranks it.
+    """
+    losses = {r: float(s["loss"]) for r, s in record.scalars.items() if "loss" in s}
+    bad = {r: x for r, x in losses.items() if not math.isfinite(x)}
+    if not bad:
+        return None
+    witness = record.first_bad
+    at = witness if witness and witness.phase == "backward" and witness.rank in bad else None
+    # Without a local witness a loss that is bad on several ranks (they may have averaged it) blames
+    # none of them; -1 stands for that until the anomaly is made.
+    rank = at.rank if at else min(bad) if len(bad) == 1 else -1
+    loss = bad[rank] if rank in bad else next(iter(bad.values()))
+    return FirstBad(
+        step=at.step if at else record.step,
+        micro=at.micro if at else 0,
+        phase="forward",
+        order=-1,
+        rank=rank,
+        nan=int(math.isnan(loss)),
+        pos_inf=int(loss == math.inf),
+        neg_inf=int(loss == -math.inf),
+        numel=1,
+    )
+
+
+def _bad_reduced(record: StepRecord) -> FirstBad | None:
+    """Return the first reduced gradient or parameter with a non-finite element, in row order."""
+    if not record.counts[:, _BAD].any():
+        return None
+    for kind in _REDUCED:
+        for row in np.flatnonzero(record.counts[:, _BAD].any(axis=1)):
+            site: Site = record.sites[row]
+            if site.kind == kind:
+                nan, pos_inf, neg_inf = (int(n) for n in record.counts[row, _BAD])
+                return FirstBad(
+                    record.step, 0, "step", int(row), -1, site.fqn, kind, site.leaf,
+                    nan, pos_inf, neg_inf, int(record.counts[row, _NUMEL]),
+                )  # fmt: skip
+    return None
+
+
+def _bad_param(record: StepRecord) -> bool:
+    if record.first_bad is not None and record.first_bad.kind == "param":
+        return True
+    rows = np.flatnonzero(record.counts[:, _BAD].any(axis=1))
+    return any(record.sites[row].kind == "param" for row in rows)
+
+
+def _anomaly(record: StepRecord, origin: FirstBad, level: str) -> Anomaly:
+    reduced = origin.phase == "step" or origin.kind in _REDUCED
+    world = record.ranks + record.missing
+    nobody = reduced or origin.rank < 0
+    return Anomaly(
+        detector=NonFinite.name,
+        level=level,
+        step=origin.step,
+        micro=origin.micro,
+        rank=(world[0] if len(world) == 1 else None) if nobody else origin.rank,
+        module=origin.fqn,
+        kind=origin.kind,
+        phase=origin.phase,
+        first_cause=level == "page",
+        message=_message(record, origin, level),
+        values={
+            "nan": origin.nan,
+            "pos_inf": origin.pos_inf,
+            "neg_inf": origin.neg_inf,
+            "numel": origin.numel,
+        },
+        sampled=record.sampled and origin.step == record.step,
+        attempt=record.attempt,
+        wall_time_ns=record.wall_time_ns,
+    )
+
+
+def _message(record: StepRecord, origin: FirstBad, level: str) -> str:
+    counts = {"NaN": origin.nan, "+Inf": origin.pos_inf, "-Inf": origin.neg_inf}
+    found = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
+    if origin.kind is None and origin is not record.first_bad:
+        text = f"non-finite loss ({found.removeprefix('1 ')})"
+        if record.first_bad is not None and record.first_bad.fqn is not None:
+            bad = record.first_bad
+            text += f"; then {Site(bad.fqn or '', bad.kind or '', bad.leaf)} in {bad.phase}"
+    elif origin.fqn is None:
+        text = "non-finite local tensor; which one is not known, as this step was not sampled"
+    else:
+        text = f"{found} of {origin.numel} elements" if found else "non-finite elements"
+    if level == "info":
+        text += "; the GradScaler skipped this step"
+    return text

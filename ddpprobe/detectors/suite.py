@@ -1,0 +1,125 @@
+"""All detectors over one stream in root-cause order, and the order in which to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ddpprobe.detectors.grad_spike import GradSpike
+from ddpprobe.detectors.nonfinite import NonFinite
+from ddpprobe.records import PHASES, Anomaly, StepRecord
+
+LEVELS = ("page", "warn", "info")
+# An anomaly follows from a first cause that lies at most so many steps before it. A NaN this soon
+# after a gradient explosion is its end; later it is a fault of its own. Everything else that is
+# found in the 100 steps after a first cause (the detectors' own quiet time) is its aftermath.
+FOLLOWS_WITHIN = {"nonfinite": 8}
+AFTERMATH_STEPS = 100
+
+
+class Detector(Protocol):
+    """A pure fold over the merged stream."""
+
+    @property
+    def name(self) -> str:
+        """Name in `Anomaly.detector`."""
+
+    def update(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record, in ascending order of steps; return what it shows."""
+
+    def finish(self) -> list[Anomaly]:
+        """Return what only the end of the stream shows."""
+
+
+class Suite:
+    """Runs detectors on each record and decides which page is the first cause.
+
+    Args:
+        detectors: in root-cause order: what is found first in a record explains the rest of it.
+
+    Only a page can be a first cause; exactly one is, in every episode (see `FOLLOWS_WITHIN`).
+    """
+
+    name = "suite"
+
+    def __init__(self, detectors: Sequence[Detector]) -> None:
+        self._detectors = tuple(detectors)
+        self._cause: Anomaly | None = None
+
+    def update(self, record: StepRecord) -> list[Anomaly]:
+        """Feed the record to every detector."""
+        return [self._place(a) for d in self._detectors for a in d.update(record)]
+
+    def finish(self) -> list[Anomaly]:
+        """End the stream."""
+        return [self._place(a) for d in self._detectors for a in d.finish()]
+
+    def _place(self, anomaly: Anomaly) -> Anomaly:
+        first = anomaly.level == "page" and not (self._cause and follows(anomaly, self._cause))
+        if first:
+            self._cause = anomaly
+        return replace(anomaly, first_cause=first)
+
+
+def default_suite() -> Suite:
+    """Return the detectors every run has, in root-cause order, with their default settings."""
+    return Suite((NonFinite(), GradSpike()))
+
+
+def follows(anomaly: Anomaly, cause: Anomaly) -> bool:
+    """Whether an anomaly is close enough after (or before) a first cause to be its consequence."""
+    if anomaly.attempt != cause.attempt:
+        return False
+    within = FOLLOWS_WITHIN.get(anomaly.detector, AFTERMATH_STEPS)
+    return -min(FOLLOWS_WITHIN.values()) <= anomaly.step - cause.step <= within
+
+
+@dataclass
+class Episode:
+    """A first cause and what followed from it; `cause` is None for what stands alone."""
+
+    cause: Anomaly | None
+    followed: list[Anomaly] = field(default_factory=list)
+
+
+def episodes(anomalies: Iterable[Anomaly]) -> list[Episode]:
+    """Group anomalies by first cause, in order of cause; what belongs to none comes last.
+
+    A warning that was later raised to a page of the same step is left out: the page says it all.
+    """
+    given = list(anomalies)
+    paged = {_event(a) for a in given if a.level == "page"}
+    kept = [a for a in given if a.level != "warn" or _event(a) not in paged]
+    kept.sort(key=_when)
+    groups = [Episode(a) for a in kept if a.first_cause]
+    alone = Episode(None)
+    for anomaly in kept:
+        if not anomaly.first_cause:
+            near = [g for g in groups if g.cause and follows(anomaly, g.cause)]
+            # The latest cause that is not after it; one just after it if there is no other.
+            before = [g for g in near if g.cause and g.cause.step <= anomaly.step]
+            (before[-1] if before else near[0] if near else alone).followed.append(anomaly)
+    for group in (*groups, alone):
+        group.followed.sort(key=lambda a: (LEVELS.index(a.level), _when(a)))
+    return [*groups, alone] if alone.followed else groups
+
+
+def order_of_cause(anomalies: Iterable[Anomaly]) -> list[Anomaly]:
+    """Return anomalies as one list: each first cause, then what followed from it."""
+    out: list[Anomaly] = []
+    for episode in episodes(anomalies):
+        out += [episode.cause] if episode.cause else []
+        out += episode.followed
+    return out
+
+
+def _event(anomaly: Anomaly) -> tuple[str, int, int, int | None]:
+    return (anomaly.detector, anomaly.attempt, anomaly.step, anomaly.rank)
+
+
+def _when(anomaly: Anomaly) -> tuple[int, int, int, int, int]:
+    """Order in time, as `FirstBad.key` orders origins."""
+    phase = PHASES.index(anomaly.phase) if anomaly.phase in PHASES else len(PHASES)
+    rank = -1 if anomaly.rank is None else anomaly.rank
+    return (anomaly.attempt, anomaly.step, anomaly.micro, phase, rank)

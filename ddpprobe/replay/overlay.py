@@ -1,0 +1,302 @@
+"""The store and the journals as one: committed rows, then what is not folded yet.
+
+A daemon may fold and delete while we read. So the journals are listed first and the store opened
+after: whatever was deleted in between is in the store, and what is in both is skipped by its
+sequence number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any
+
+from ddpprobe import codec, layout
+from ddpprobe.gather import Gather
+from ddpprobe.records import Anomaly, StepRecord
+from ddpprobe.store import segments
+from ddpprobe.store.manifest import Consumed, Lost, StoreError
+from ddpprobe.store.segments import Segment, Source
+
+if TYPE_CHECKING:
+    from ddpprobe.store.reader import StoredGroup
+
+RESTARTS = 100
+Listing = list[tuple[Source, list[int]]]
+
+
+@dataclass(slots=True)
+class RankFacts:
+    """What is known of one rank of one attempt.
+
+    `steps` maps step -> sampled, `sites` are the keys of its sites, `torn` bytes of a frame that
+    was not finished.
+    """
+
+    rank: int
+    meta: dict[str, Any] = field(default_factory=dict)
+    steps: dict[int, bool] = field(default_factory=dict)
+    sites: set[tuple[str, str, str]] = field(default_factory=set)
+    torn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A LIFE frame: who wrote it, and what it says."""
+
+    node: str
+    source: str
+    seq: int
+    what: dict[str, Any]
+
+
+class Overlay:
+    """Reads one run directory; holds no file open between calls.
+
+    Attributes:
+        lost: what turned out to be unreadable so far, each thing once.
+    """
+
+    def __init__(self, run: layout.RunDir) -> None:
+        self.run = run
+        self.lost: list[Lost] = []
+
+    @property
+    def has_store(self) -> bool:
+        """Whether anything was ever folded; without it zarr need not be imported."""
+        return self.run.store.exists() or (self.run.path / "manifest").exists()
+
+    def attempts(self) -> list[int]:
+        """Attempts that left anything, ascending."""
+        found = set(self.run.attempts())
+        if self.has_store:
+            from ddpprobe.store.reader import attempts_of  # noqa: PLC0415
+
+            found |= set(attempts_of(self.run))
+        return sorted(found)
+
+    def groups(self, attempt: int) -> list[str]:
+        """Names of the stored groups of an attempt."""
+        if not self.has_store:
+            return []
+        from ddpprobe.store.reader import groups_of  # noqa: PLC0415
+
+        return [key.rpartition("/")[2] for key in groups_of(self.run, attempt)]
+
+    def ranks(self, attempt: int) -> list[int]:
+        """Ranks that left a journal or a group, ascending."""
+        sources = segments.sources_of(self.run, attempt)
+        found = {s.rank for s in sources if s.rank is not None}
+        found |= {int(n[5:]) for n in self.groups(attempt) if n.startswith("rank_")}
+        return sorted(found)
+
+    def rank_records(self, attempt: int, rank: int, after: int = -1) -> Iterator[StepRecord]:
+        """Yield one rank's records of steps above `after`, ascending."""
+        return self._stream(attempt, layout.rank_name(rank), rank, after)
+
+    def told_records(self, attempt: int, after: int = -1) -> Iterator[StepRecord]:
+        """Yield the merged records that the head daemon made, ascending."""
+        return self._stream(attempt, "merged", None, after)
+
+    def merged_records(self, attempt: int, after: int = -1) -> Iterator[StepRecord]:
+        """Yield the whole merged stream: the daemon's, then what is merged here from the ranks."""
+        last = after
+        for record in self.told_records(attempt, after):
+            last = record.step
+            yield record
+        yield from self.merge_rest(attempt, last)
+
+    def merge_rest(self, attempt: int, after: int) -> Iterator[StepRecord]:
+        """Merge the ranks' own records of the steps above `after`."""
+        ranks = self.ranks(attempt)
+        expected = range(self.world_size(attempt)) or ranks
+        gather = Gather(expected, after=after)
+        for rank in set(expected) - set(ranks):
+            gather.mark_dead(rank)
+        streams = {rank: self.rank_records(attempt, rank, after) for rank in ranks}
+        heads = {rank: next(stream, None) for rank, stream in streams.items()}
+        while True:
+            for rank in [r for r, head in heads.items() if head is None]:
+                gather.mark_dead(rank)  # it has nothing more to say
+                del heads[rank]
+            due = min((h.step for h in heads.values() if h), default=None)
+            if due is None:
+                break
+            for rank, head in heads.items():
+                if head is not None and head.step == due:
+                    gather.add(head, 0.0)
+                    heads[rank] = next(streams[rank], None)
+            yield from gather.ready(0.0)
+        yield from gather.drain()
+
+    def world_size(self, attempt: int) -> int:
+        """Ranks of the attempt as its writers knew it; 0 if none of them says."""
+        for source, numbers in self._listing(attempt):
+            if numbers:
+                size = self._meta(source, numbers[0]).get("world_size", 0)
+                if isinstance(size, int) and size > 0:
+                    return size
+        for name in self.groups(attempt):
+            group = self.group(attempt, name)
+            size = group.meta.get("world_size", 0) if group else 0
+            if isinstance(size, int) and size > 0:
+                return size
+        return 0
+
+    def last_step(self, attempt: int, rank: int | None) -> int:
+        """Return the newest step of a rank, or (None) the newest merged one; -1 if there is none.
+
+        Reads no more of the journals than the newest segments.
+        """
+        listing = self._listing(attempt, rank) if rank is not None else self._daemons(attempt)
+        newest = -1
+        for source, numbers in listing:
+            for number in reversed(numbers):
+                items = segments.records_of(self._segment(source, number), {}, Consumed())
+                steps = [record.step for _, record in items]
+                if steps:
+                    newest = max(newest, *steps)
+                    break
+        group = self.group(attempt, "merged" if rank is None else layout.rank_name(rank))
+        stored = group.steps() if group else []
+        self.note(group)
+        return max([newest, *(step for step, _ in stored)])
+
+    def facts(self, attempt: int, rank: int) -> RankFacts:
+        """Read through one rank's records and say what there is."""
+        facts, listing = RankFacts(rank), self._listing(attempt, rank)
+        group = self.group(attempt, layout.rank_name(rank))
+        if group is not None:
+            facts.meta = group.meta
+            facts.steps.update(group.steps())
+            facts.sites |= {site.key for site in group.sites() or []}
+            self.note(group)
+        for source, numbers in listing:
+            tables: segments.Tables = {}
+            for number in numbers:
+                segment = self._segment(source, number)
+                facts.meta = facts.meta or segment.meta
+                facts.torn += segment.torn
+                for _, record in segments.records_of(segment, tables, Consumed()):
+                    if segments.belongs(record, source):
+                        facts.steps[record.step] = record.sampled
+            facts.sites |= {site.key for table in tables.values() for site in table}
+        return facts
+
+    def events(self, attempt: int) -> list[Event]:
+        """Return all LIFE frames of an attempt, of daemons and ranks, each once."""
+        listing = self._listing(attempt)
+        found: dict[tuple[str, str, int], Event] = {}
+        for name in self.groups(attempt):
+            group = self.group(attempt, name) if name.startswith("node_") else None
+            for journal, seq, what in group.events() if group else []:
+                found[name, journal, seq] = Event(name, journal, seq, what)
+            if group:
+                self.note(group)
+        for source, frame in self._frames(listing, codec.LIFE):
+            event = segments.json_of(frame)
+            if event is not None:
+                key = (source.node, source.name, frame.seq)
+                found[key] = Event(*key, dict(event))
+        return list(found.values())
+
+    def told_anomalies(self, attempt: int) -> list[Anomaly]:
+        """Return the anomalies that the head daemon wrote down, in its order."""
+        listing = [(s, n) for s, n in self._listing(attempt) if s.rank is None]
+        group = self.group(attempt, "anomalies")
+        found = group.anomalies() if group else []
+        consumed = group.consumed if group else {}
+        if group:
+            self.note(group)
+        for source, frame in self._frames(listing, codec.ANOMALY):
+            if not consumed.get(source.name, Consumed()).has(frame.seq):
+                found.append(codec.decode_anomaly(frame.payload))
+        return found
+
+    def group(self, attempt: int, name: str) -> StoredGroup | None:
+        """Open a stored group; None if nothing was committed to it."""
+        if not self.has_store:
+            return None
+        from ddpprobe.store.reader import StoredGroup  # noqa: PLC0415
+
+        try:
+            found = StoredGroup(self.run, f"attempt_{attempt:03d}/{name}")
+        except StoreError as error:
+            self._lose(Lost(f"run.zarr/attempt_{attempt:03d}/{name}", None, str(error)))
+            return None
+        return found if found.exists else None
+
+    def _stream(
+        self, attempt: int, name: str, rank: int | None, after: int
+    ) -> Iterator[StepRecord]:
+        last = after
+        for _ in range(RESTARTS):
+            listing = self._listing(attempt, rank) if rank is not None else self._daemons(attempt)
+            group = self.group(attempt, name)
+            consumed = group.consumed if group else {}
+            stored: Iterable[StepRecord] = group.records(attempt, last) if group else ()
+            both = chain(stored, self._journal(listing, consumed))
+            try:
+                for record, _ in segments.settle(zip(count(), both)):
+                    if record.step > last:  # else: seen before the restart
+                        last = record.step
+                        yield record
+            except FileNotFoundError:
+                continue  # folded and deleted since we listed it: it is in the store now
+            finally:
+                self.note(group)
+            return
+
+    def _journal(self, listing: Listing, consumed: dict[str, Consumed]) -> Iterator[StepRecord]:
+        for source, numbers in listing:
+            tables: segments.Tables = {}
+            done = consumed.get(source.name, Consumed())
+            for number in numbers:
+                segment = segments.read_segment(source.directory, number)
+                for _, record in segments.records_of(segment, tables, done):
+                    if segments.belongs(record, source):
+                        yield record
+                self._note_segment(source, segment)
+
+    def _listing(self, attempt: int, rank: int | None = None) -> Listing:
+        sources = segments.sources_of(self.run, attempt)
+        wanted = [s for s in sources if rank is None or s.rank == rank]
+        return [(s, segments.segments_of(s)) for s in wanted]
+
+    def _daemons(self, attempt: int) -> Listing:
+        return [(s, n) for s, n in self._listing(attempt) if s.rank is None]
+
+    def _frames(self, listing: Listing, type_: int) -> Iterator[tuple[Source, codec.Frame]]:
+        for source, numbers in listing:
+            for number in numbers:
+                for frame in self._segment(source, number).frames:
+                    if frame.type == type_:
+                        yield source, frame
+
+    def _segment(self, source: Source, number: int) -> Segment:
+        try:
+            segment = segments.read_segment(source.directory, number)
+        except FileNotFoundError:
+            return Segment(number)  # folded meanwhile
+        except OSError as error:
+            segment = Segment(number, damage=str(error))
+        self._note_segment(source, segment)
+        return segment
+
+    def _meta(self, source: Source, number: int) -> dict[str, Any]:
+        return self._segment(source, number).meta
+
+    def note(self, group: StoredGroup | None) -> None:
+        """Take over what a group turned out to have lost."""
+        for lost in group.lost if group else []:
+            self._lose(lost)
+
+    def _note_segment(self, source: Source, segment: Segment) -> None:
+        if segment.damage:
+            path = segments.segment_path(source.directory, segment.number)
+            self._lose(Lost(str(path.relative_to(self.run.path)), None, segment.damage))
+
+    def _lose(self, lost: Lost) -> None:
+        if lost not in self.lost:
+            self.lost.append(lost)

@@ -1,0 +1,295 @@
+"""A run, read-only: live, sealed, or crashed; needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpprobe import heartbeat, layout
+from ddpprobe.detectors.suite import default_suite, follows, order_of_cause
+from ddpprobe.layout import FORMAT_VERSION, RunDir
+from ddpprobe.records import STATS, Anomaly, StepRecord
+from ddpprobe.replay.overlay import Overlay
+from ddpprobe.replay.series import Scalars, Series, read_scalars, read_series
+from ddpprobe.replay.summary import Death, deaths_of, has_daemon, is_live, summarize
+from ddpprobe.store.manifest import Lost
+
+if TYPE_CHECKING:
+    import xarray
+
+RANK_LOST = "rank_lost"
+_PHASES = {"forward": "forward", "backward": "backward"}
+_LISTED = 5
+
+
+class RunError(Exception):
+    """A path that cannot be opened as a run; the text is one line and says what to do.
+
+    Attributes:
+        exit_code: for the command line: 2 wrong use, 3 damaged.
+    """
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Run:
+    """A run directory, read-only: what is in the store, and what only the journals hold yet.
+
+    Every call looks at the directory anew, so a live run can be asked again and again.
+
+    Args:
+        path: the run directory; see `open_run`, which says what is wrong with a path.
+        identity: content of its run.json.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+        self.path = path
+        self._identity = identity
+        self._overlay = Overlay(RunDir(path))
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return str(self._identity.get("name") or self.path.name)
+
+    @property
+    def lost(self) -> list[Lost]:
+        """What calls so far found damaged or missing; `ddpprobe.replay.verify` looks everywhere."""
+        return self._overlay.lost
+
+    def attempts(self) -> list[int]:
+        """Numbers of the starts of this run, ascending."""
+        return self._overlay.attempts()
+
+    def ranks(self, attempt: int | None = None) -> list[int]:
+        """Ranks that left records in an attempt (default: the last one)."""
+        attempts = self._overlay.attempts()
+        return self._overlay.ranks(attempts[-1] if attempt is None else attempt) if attempts else []
+
+    def info(self) -> dict[str, Any]:
+        """Return what ran, as plain values that JSON can hold.
+
+        Keys: `path`, `name`, what run.json says (`run_id`, `world_size`, `nodes`, `wrapper`,
+        `backend`, `torch`, `every`, `hostname`, `created_ns`, `format_version`), `state` (live or
+        ended), `steps` {first, last}, `sites` (number), `bytes` {store, manifest, journal, total},
+        `anomalies` {page, warn, info}, `first_death`, `lost` (texts), and `attempts`: for each
+        `attempt`, `steps`, `sites`, `first_death`, `sealed`, `torn_bytes`, `silent_ranks`, and
+        `ranks`: `rank`, `local_rank`, `node`, `hostname`, `device`, `pid`, `status`, `first_step`,
+        `last_step`, `sampled`, `expected` (steps that any rank sampled), `completeness`.
+        """
+        return summarize(self._overlay, self._identity, self.anomalies())
+
+    def records(self, rank: int | None = None, attempt: int | None = None) -> Iterator[StepRecord]:
+        """Yield step records, ascending within each attempt.
+
+        Args:
+            rank: one rank's own; None: all ranks merged.
+            attempt: of one attempt; None: of all, one after the other.
+        """
+        for number in self._attempts(attempt):
+            if rank is None:
+                yield from self._overlay.merged_records(number)
+            else:
+                yield from self._overlay.rank_records(number, rank)
+
+    def anomalies(self) -> list[Anomaly]:
+        """Return what went wrong in order of cause, each first cause before what followed from it.
+
+        What the daemon found is taken as it was recorded, if the daemon saw all there is; else the
+        detectors go over the records again, which comes to the same. Dead ranks are added.
+        """
+        found: list[Anomaly] = []
+        for attempt in self._overlay.attempts():
+            told = self._overlay.told_anomalies(attempt)
+            here = told if self._is_told(attempt) else self._replayed(attempt)
+            found += here + self._rank_losses(attempt, here)
+        return order_of_cause(found)
+
+    def deaths(self) -> list[Death]:
+        """Return the ranks that ended badly, by attempt, the first death first."""
+        overlay = self._overlay
+        return [d for n in overlay.attempts() for d in deaths_of(n, overlay.events(n))]
+
+    def series(
+        self,
+        site_glob: str,
+        stat: str,
+        rank: int | None = None,
+        steps: slice = slice(None),
+        attempt: int | None = None,
+    ) -> Series:
+        """Return one statistic of the matching sites over the sampled steps.
+
+        Args:
+            site_glob: over `fqn:kind`, or `fqn` for every kind; `*` and `?` as in file names.
+            stat: one of `records.STATS`.
+            rank: one rank's own rows; None: all ranks merged.
+            steps: slice over step numbers.
+            attempt: None: all of them.
+
+        Raises:
+            ValueError: `stat` is none.
+        """
+        if stat not in STATS:
+            msg = f"unknown statistic {stat!r}: choose one of {', '.join(STATS)}"
+            raise ValueError(msg)
+        return read_series(self._overlay, self._attempts(attempt), site_glob, stat, rank, steps)
+
+    def scalars(
+        self,
+        name: str,
+        rank: int | None = None,
+        steps: slice = slice(None),
+        attempt: int | None = None,
+    ) -> Scalars:
+        """Return one per-rank number, e.g. `loss` or `grad_norm_local`, over the steps."""
+        return read_scalars(self._overlay, self._attempts(attempt), name, rank, steps)
+
+    def to_xarray(self, rank: int | None = None, attempt: int | None = None) -> xarray.Dataset:
+        """Return records as a dataset in memory, with what is not folded yet.
+
+        Dimensions step, site, count_stat, value_stat, and for scalars rank and scalar, named as in
+        the store. A large run is better opened lazily: `xarray.open_zarr(RUN/run.zarr, group=...)`.
+
+        Args:
+            rank: one rank's own; None: all ranks merged.
+            attempt: default: the last one.
+
+        Raises:
+            ImportError: xarray is not installed.
+        """
+        try:
+            from ddpprobe.replay.dataset import to_dataset  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            msg = "Run.to_xarray() needs xarray: pip install 'ddpprobe[xarray]'"
+            raise ImportError(msg) from error
+        attempts = self._overlay.attempts()
+        chosen = attempts[-1] if attempt is None and attempts else attempt
+        return to_dataset(list(self.records(rank, chosen)))
+
+    def _attempts(self, attempt: int | None) -> list[int]:
+        return self._overlay.attempts() if attempt is None else [attempt]
+
+    def _is_told(self, attempt: int) -> bool:
+        """Return whether the head's daemon has seen all that the ranks wrote, or still is at it."""
+        overlay = self._overlay
+        newest = attempt == overlay.attempts()[-1]
+        if newest and is_live(overlay.run) and has_daemon(overlay.run):
+            return True
+        if not any(e.what.get("event") == "finished" for e in overlay.events(attempt)):
+            return False
+        merged = overlay.last_step(attempt, None)
+        lost = any("anomalies" in x.where or "daemon" in x.where for x in overlay.lost)
+        return not lost and all(
+            overlay.last_step(attempt, rank) <= merged for rank in overlay.ranks(attempt)
+        )
+
+    def _replayed(self, attempt: int) -> list[Anomaly]:
+        suite = default_suite()
+        found = [a for r in self._overlay.merged_records(attempt) for a in suite.update(r)]
+        return found + suite.finish()
+
+    def _rank_losses(self, attempt: int, found: list[Anomaly]) -> list[Anomaly]:
+        """Return one anomaly for every death; the first one is a page."""
+        causes = [a for a in found if a.first_cause]
+        deaths = deaths_of(attempt, self._overlay.events(attempt))
+        lost = [self._rank_lost(death, deaths[0].rank) for death in deaths]
+        return [
+            replace(a, first_cause=a.level == "page" and not any(follows(a, c) for c in causes))
+            for a in lost
+        ]
+
+    def _rank_lost(self, death: Death, first: int) -> Anomaly:
+        run, rank = self._overlay.run, death.rank
+        beat = heartbeat.read(run.heartbeat(death.attempt, death.node, rank))
+        where = f"in step {death.step}" if death.step >= 0 else "before its first step"
+        after = "" if death.first else f", after rank {first}"
+        return Anomaly(
+            detector=RANK_LOST,
+            level="page" if death.first else "info",
+            step=max(death.step, 0),
+            micro=beat.micro if beat else 0,
+            rank=rank,
+            module=None,
+            kind=None,
+            phase=_PHASES.get(beat.state if beat else "", "step"),
+            first_cause=False,
+            message=f"rank {rank} died ({death.signal}) {where}{after}",
+            values={},
+            sampled=False,
+            attempt=death.attempt,
+            wall_time_ns=death.time_ns,
+        )
+
+
+def open_run(path: str | Path) -> Run:
+    """Open a run directory for reading: live, sealed or crashed.
+
+    Raises:
+        RunError: it is no run directory, or one of a newer version; the text says what to do.
+    """
+    directory = Path(path)
+    if not directory.exists():
+        raise RunError(f"{path}: no such directory; give the one install() made, {_WHERE}")
+    if not directory.is_dir():
+        raise RunError(f"{path}: a file; give the run directory that holds it, {_WHERE}")
+    identity = _identity(directory)
+    version = identity.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise RunError(
+            f"{path}: written by a newer ddpprobe (format_version {version}, this one reads up to "
+            f"{FORMAT_VERSION}); pip install -U ddpprobe"
+        )
+    return Run(directory, identity)
+
+
+_WHERE = "by default ddpprobe-runs/<name>"
+
+
+def _identity(directory: Path) -> dict[str, Any]:
+    run = RunDir(directory)
+    try:
+        data = run.run_json.read_bytes()
+    except FileNotFoundError:
+        if not run.attempts() and not (run.path / "manifest").is_dir():
+            raise RunError(_no_run(directory)) from None
+        return {}  # it was killed while it started, or run.json was lost: the rest is still there
+    except OSError as error:
+        raise RunError(f"{run.run_json}: cannot be read ({error.strerror})") from error
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("format_version"), int):
+        raise RunError(
+            f"{run.run_json}: half written or damaged ({len(data)} bytes); move it away to open "
+            "what the journals and the store still hold",
+            exit_code=3,
+        )
+    return found
+
+
+def _no_run(directory: Path) -> str:
+    names = sorted(p.name for p in directory.iterdir())
+    if not names:
+        return f"{directory}: an empty directory, no run; give the one install() made, {_WHERE}"
+    if directory.name == "run.zarr" or (directory.parent / layout.RUN_JSON).is_file():
+        return f"{directory}: a part of a run; give its directory: {directory.parent}"
+    runs = [n for n in names if (directory / n / layout.RUN_JSON).is_file()]
+    if runs:
+        shown = ", ".join(str(directory / n) for n in runs[:_LISTED])
+        more = f" and {len(runs) - _LISTED} more" if len(runs) > _LISTED else ""
+        return f"{directory}: holds {len(runs)} runs, name one of them: {shown}{more}"
+    shown = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+    return f"{directory}: not a ddpprobe run (no run.json; it holds {shown}); {_GIVE}"
+
+
+_GIVE = f"give the directory that install() made, {_WHERE}"

@@ -1,0 +1,172 @@
+"""One statistic of some sites, or one scalar of some ranks, over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpprobe import layout
+from ddpprobe.records import COUNTS, Site, StepRecord, derive
+from ddpprobe.replay.overlay import Overlay
+
+Floats = NDArray[np.float64]
+_OBSERVED = COUNTS.index("observed")
+# What these say about a site is said whether a tensor arrived or not.
+_ALWAYS = ("tapped", "observed")
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One statistic over the sampled steps.
+
+    Attributes:
+        stat: name out of `records.STATS`.
+        sites: one per column, in execution order.
+        attempts: int64 [rows].
+        steps: int64 [rows]; a restarted run may pass a step twice, in different attempts.
+        values: float64 [rows, sites]; NaN where nothing was observed, which is not 0.
+    """
+
+    stat: str
+    sites: tuple[Site, ...]
+    attempts: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    values: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """One scalar over the steps: values float64 [rows, ranks], NaN also where it was not given."""
+
+    name: str
+    ranks: tuple[int, ...]
+    attempts: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    values: Floats
+
+
+def matches(site: Site, glob: str) -> bool:
+    """Return whether a glob matches `fqn`, `fqn:kind` or `fqn[leaf]:kind`, as sites are printed."""
+    names = (str(site), site.fqn, f"{site.fqn}:{site.kind}")
+    return any(fnmatchcase(name, glob) for name in names)
+
+
+def is_within(step: int, steps: slice) -> bool:
+    """Return whether a step lies in a slice over step numbers (not over positions)."""
+    first, width = steps.start or 0, steps.step or 1
+    return (
+        step >= first and (steps.stop is None or step < steps.stop) and not (step - first) % width
+    )
+
+
+class _Table:
+    """Rows as they come, columns as they appear; a step that comes again replaces its row."""
+
+    def __init__(self) -> None:
+        self.columns: dict[Key, int] = {}
+        self.sites: list[Site] = []
+        self.rows: dict[tuple[int, int], tuple[NDArray[np.int64], Floats]] = {}
+
+    def columns_of(self, sites: tuple[Site, ...]) -> NDArray[np.int64]:
+        for site in sites:
+            if site.key not in self.columns:
+                self.columns[site.key] = len(self.sites)
+                self.sites.append(site)
+        return np.array([self.columns[s.key] for s in sites], np.int64)
+
+    def put(self, attempt: int, step: int, columns: NDArray[np.int64], values: Floats) -> None:
+        self.rows[attempt, step] = columns, values
+
+    def dense(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
+        order = sorted(self.rows)
+        values = np.full((len(order), len(self.sites)), np.nan)
+        for row, key in enumerate(order):
+            columns, found = self.rows[key]
+            values[row, columns] = found
+        where = np.array(order, np.int64).reshape(-1, 2)
+        return where[:, 0], where[:, 1], values
+
+
+def read_series(
+    overlay: Overlay, attempts: list[int], glob: str, stat: str, rank: int | None, steps: slice
+) -> Series:
+    """Read a series; the columns of the store that `stat` does not need are left alone."""
+    table = _Table()
+    for attempt in attempts:
+        last = _stored_series(overlay, attempt, glob, stat, rank, steps, table)
+        for record in _rest(overlay, attempt, rank, last):
+            if record.sampled and is_within(record.step, steps):
+                _put_record(table, record, glob, stat)
+    at, numbers, values = table.dense()
+    return Series(stat, tuple(table.sites), at, numbers, values)
+
+
+def read_scalars(
+    overlay: Overlay, attempts: list[int], name: str, rank: int | None, steps: slice
+) -> Scalars:
+    """Read one scalar of every rank (or of one)."""
+    rows: dict[tuple[int, int], dict[int, float]] = {}
+    for attempt in attempts:
+        last = -1
+        group = overlay.group(attempt, _group_name(rank))
+        for step, given in group.scalar(name) if group else ():
+            last = max(last, step)
+            rows[attempt, step] = given
+        for record in _rest(overlay, attempt, rank, last):
+            cells = record.scalars.items()
+            rows[attempt, record.step] = {r: s[name] for r, s in cells if name in s}
+    kept = {key: row for key, row in sorted(rows.items()) if is_within(key[1], steps)}
+    ranks = tuple(sorted({r for row in kept.values() for r in row}))
+    values = np.array([[row.get(r, np.nan) for r in ranks] for row in kept.values()], np.float64)
+    where = np.array(list(kept), np.int64).reshape(-1, 2)
+    return Scalars(name, ranks, where[:, 0], where[:, 1], values.reshape(len(kept), len(ranks)))
+
+
+def _group_name(rank: int | None) -> str:
+    return "merged" if rank is None else layout.rank_name(rank)
+
+
+def _rest(overlay: Overlay, attempt: int, rank: int | None, last: int) -> Iterator[StepRecord]:
+    if rank is None:
+        return overlay.merged_records(attempt, last)
+    return overlay.rank_records(attempt, rank, last)
+
+
+def _stored_series(
+    overlay: Overlay, attempt: int, glob: str, stat: str, rank: int | None, steps: slice,
+    table: _Table,
+) -> int:  # fmt: skip
+    """Take in the committed rows; return the last step among them."""
+    group = overlay.group(attempt, _group_name(rank))
+    if group is None:
+        return -1
+    sites = group.sites() or []
+    places = [i for i, site in enumerate(sites) if matches(site, glob)]
+    last = max((step for step, _ in group.steps()), default=-1)
+    columns = table.columns_of(tuple(sites[i] for i in places))
+    for numbers, order, counts, values in group.statistic(stat, places) if places else ():
+        found = _masked(stat, counts, values)
+        for row, step in enumerate(numbers):
+            here = order[row] >= 0
+            if here.any() and is_within(int(step), steps):
+                table.put(attempt, int(step), columns[here], found[row][here])
+    overlay.note(group)
+    return last
+
+
+def _put_record(table: _Table, record: StepRecord, glob: str, stat: str) -> None:
+    rows = [i for i, site in enumerate(record.sites) if matches(site, glob)]
+    if rows:
+        columns = table.columns_of(tuple(record.sites[i] for i in rows))
+        found = _masked(stat, record.counts[rows], record.values[rows])
+        table.put(record.attempt, record.step, columns, found)
+
+
+def _masked(stat: str, counts: NDArray[np.int64], values: Floats) -> Floats:
+    found = derive(stat, counts, values)
+    return found if stat in _ALWAYS else np.where(counts[..., _OBSERVED] > 0, found, np.nan)

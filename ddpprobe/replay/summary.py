@@ -1,0 +1,175 @@
+"""What ran, in one dictionary: ranks and their ends, steps, what is there and what is not."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpprobe import layout
+from ddpprobe.records import Anomaly
+from ddpprobe.replay.overlay import Event, Overlay, RankFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A rank that ended badly; `step` is the one it was in (-1: unknown), `time_ns` Unix ns.
+
+    `signal` is "SIGKILL", "exit:1" or "unknown"; `first` marks the first one of its attempt.
+    """
+
+    attempt: int
+    rank: int
+    signal: str
+    time_ns: int
+    step: int
+    first: bool
+    node: str = ""
+
+
+def deaths_of(attempt: int, events: list[Event]) -> list[Death]:
+    """Return the deaths among the events of an attempt, first one first.
+
+    Each node knows its own first death only; the earliest of those is the run's.
+    """
+    found: dict[int, Death] = {}
+    for event in events:
+        what = event.what
+        if what.get("event") == "death" and isinstance(what.get("rank"), int):
+            found[what["rank"]] = Death(
+                attempt, what["rank"], str(what.get("signal", "unknown")),
+                int(what.get("time_ns", 0)), int(what.get("step", -1)),
+                bool(what.get("first")), event.node,
+            )  # fmt: skip
+    ordered = sorted(found.values(), key=lambda d: (not d.first, d.time_ns, d.rank))
+    return [
+        Death(d.attempt, d.rank, d.signal, d.time_ns, d.step, i == 0, d.node)
+        for i, d in enumerate(ordered)
+    ]
+
+
+def is_live(run: layout.RunDir) -> bool:
+    """Return whether the run is under way: rank 0 holds its lock."""
+    return _is_held(run.lock)
+
+
+def has_daemon(run: layout.RunDir) -> bool:
+    """Return whether a daemon of the run is at work on this machine."""
+    locks = sorted((run.path / "daemon").glob("node_*.lock"))
+    return any(_is_held(lock) for lock in locks)
+
+
+def summarize(
+    overlay: Overlay, identity: dict[str, Any], anomalies: list[Anomaly]
+) -> dict[str, Any]:
+    """Return what `Run.info` documents."""
+    live = is_live(overlay.run)
+    attempts = [_attempt(overlay, n, live=live) for n in overlay.attempts()]
+    first = [s["steps"]["first"] for s in attempts if s["steps"]["first"] is not None]
+    last = [s["steps"]["last"] for s in attempts if s["steps"]["last"] is not None]
+    deaths = [s["first_death"] for s in attempts if s["first_death"]]
+    levels = Counter(a.level for a in anomalies)
+    return {
+        "path": str(overlay.run.path),
+        "name": str(identity.get("name") or overlay.run.path.name),
+        **{key: identity.get(key) for key in _IDENTITY},
+        "state": "live" if live else "ended",
+        "attempts": attempts,
+        "steps": {"first": min(first, default=None), "last": max(last, default=None)},
+        "sites": max((s["sites"] for s in attempts), default=0),
+        "bytes": _sizes(overlay.run),
+        "first_death": deaths[0] if deaths else None,
+        "anomalies": {level: levels[level] for level in ("page", "warn", "info")},
+        "lost": [str(lost) for lost in overlay.lost],
+    }
+
+
+_IDENTITY = (
+    "run_id", "format_version", "world_size", "nodes", "wrapper", "backend", "torch", "every",
+    "hostname", "created_ns",
+)  # fmt: skip
+
+
+def _attempt(overlay: Overlay, attempt: int, *, live: bool) -> dict[str, Any]:
+    facts = [overlay.facts(attempt, rank) for rank in overlay.ranks(attempt)]
+    events = overlay.events(attempt)
+    deaths = deaths_of(attempt, events)
+    newest = attempt == max(overlay.attempts())
+    expected = {step for f in facts for step, sampled in f.steps.items() if sampled}
+    steps = [step for f in facts for step in f.steps]
+    silent = sorted(set(range(overlay.world_size(attempt))) - {f.rank for f in facts})
+    return {
+        "attempt": attempt,
+        "steps": {"first": min(steps, default=None), "last": max(steps, default=None)},
+        "sites": len({key for f in facts for key in f.sites}),
+        "ranks": [
+            _rank(f, expected, _status(f, events, deaths, live=live and newest)) for f in facts
+        ],
+        "silent_ranks": silent,
+        "first_death": asdict(deaths[0]) if deaths else None,
+        "sealed": any(e.what.get("event") == "sealed" for e in events),
+        "torn_bytes": sum(f.torn for f in facts),
+    }
+
+
+def _rank(facts: RankFacts, expected: set[int], status: str) -> dict[str, Any]:
+    sampled = {step for step, is_sampled in facts.steps.items() if is_sampled}
+    meta = facts.meta
+    return {
+        "rank": facts.rank,
+        **{key: meta.get(key) for key in ("local_rank", "node", "hostname", "device", "pid")},
+        "status": status,
+        "first_step": min(facts.steps, default=None),
+        "last_step": max(facts.steps, default=None),
+        "sampled": len(sampled),
+        "expected": len(expected),
+        "completeness": len(sampled) / len(expected) if expected else None,
+    }
+
+
+def _status(facts: RankFacts, events: list[Event], deaths: list[Death], *, live: bool) -> str:
+    own = layout.rank_name(facts.rank)
+    said = [e.what for e in events if e.source == own]
+    death = next((d for d in deaths if d.rank == facts.rank), None)
+    if any(what.get("event") == "closed" for what in said):
+        return "closed"
+    if death is not None:
+        return f"died ({death.signal})"
+    if live:
+        return "running"
+    return "no last word"
+
+
+def _sizes(run: layout.RunDir) -> dict[str, int]:
+    parts = {"store": run.store, "manifest": run.path / "manifest", "journal": run.path / "journal"}
+    sizes = {name: _size(path) for name, path in parts.items()}
+    return {**sizes, "total": _size(run.path)}
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for top, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(top, name)).st_size  # noqa: PTH118  (a hot loop)
+            except FileNotFoundError:
+                continue  # folded meanwhile
+    return total
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # there is none, or it is somebody else's
+        return False
+    try:
+        # Shared, so that two readers do not take each other for the holder.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,212 @@
+"""Is everything there that was written down, and is it what was written?
+
+Every committed file against the manifest, every chunk decoded, every journal frame against its
+checksum, and journal against store: what was deleted from the one must be in the other. The torn
+end of a writer that was killed is no damage: nobody was told that it was written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from ddpprobe import layout
+from ddpprobe.replay.run import Run
+from ddpprobe.store import segments
+from ddpprobe.store.manifest import (
+    GROUP_JSON,
+    Consumed,
+    Lost,
+    Manifest,
+    StoreError,
+    is_settled,
+    manifest_path,
+    read_regular,
+    version_of,
+)
+
+LOOKS = 5  # a live run changes under our eyes: a file is damaged if it stays so
+
+
+@dataclass
+class Report:
+    """What was looked at, and what was found.
+
+    Attributes:
+        damage: what is lost or altered.
+        notes: what a user may wonder about, but is as it should be.
+        files, frames: number of files of the store and of journal frames that were checked.
+    """
+
+    damage: list[Lost] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    files: int = 0
+    frames: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damage
+
+    def add(self, lost: Lost) -> None:
+        """List damage, each place once."""
+        if lost not in self.damage:
+            self.damage.append(lost)
+
+
+def verify(run: Run) -> Report:
+    """Check a run from end to end; reads every byte of it."""
+    directory, report = layout.RunDir(run.path), Report()
+    # Journals first: what is folded while we look is in the store afterwards.
+    firsts = list(_check_journals(directory, report))
+    if directory.store.exists() or (directory.path / "manifest").exists():
+        from ddpprobe.store.reader import attempts_of, groups_of  # noqa: PLC0415
+
+        _check_files(directory, "", report)
+        for attempt in attempts_of(directory):
+            for key in groups_of(directory, attempt):
+                _check_files(directory, key, report)
+                _check_chunks(directory, key, report)
+    for source, first in firsts:
+        _check_overlap(directory, source, first, report)
+    return report
+
+
+def _check_files(run: layout.RunDir, key: str, report: Report) -> None:
+    """Compare the files of one group with its manifest."""
+    root = run.store / key if key else run.store
+    manifest = Manifest(manifest_path(run, key))
+    where = "/".join(p for p in ("run.zarr", key) if p)
+    here = set(_walk(root, deep=bool(key)))
+    if not manifest.exists:
+        if GROUP_JSON in here:
+            report.add(Lost(where, None, "its manifest is missing"))
+        elif here:
+            report.notes.append(f"{where}: {len(here)} files of a fold that was interrupted")
+        return
+    name = str(manifest.path.relative_to(run.path))
+    for text in manifest.damage:
+        report.add(Lost(name, None, text))
+    if manifest.torn:
+        report.notes.append(f"{name}: {manifest.torn} bytes of a line that was not finished")
+    wrong = _wrong_files(root, manifest)
+    for _ in range(LOOKS):
+        again = Manifest(manifest.path)
+        if not wrong or again.lines == manifest.lines:
+            break
+        manifest, wrong = again, _wrong_files(root, again)
+    for file, why in wrong.items():
+        report.add(Lost(f"{where}/{file}", None, why))
+    report.files += len(manifest.state.files)
+    extra = here - set(manifest.state.files) - set(manifest.replaced)
+    if extra and not manifest.damage:
+        report.notes.append(f"{where}: {len(extra)} files that were never committed")
+
+
+def _wrong_files(root: Path, manifest: Manifest) -> dict[str, str]:
+    """Return what is wrong with the files that must be there, by name."""
+    wrong: dict[str, str] = {}
+    try:
+        settled = is_settled(root, manifest)
+    except (StoreError, OSError) as error:
+        wrong[GROUP_JSON] = str(error)
+        settled = True
+    state = manifest.state if settled else manifest.rolled_back()
+    exact = settled and not manifest.undone
+    for key, version in state.files.items():
+        try:
+            found = version_of(read_regular(root, key))
+        except FileNotFoundError:
+            wrong.setdefault(key, "missing")
+        except OSError as error:
+            wrong.setdefault(key, f"no regular file ({error.strerror or error})")
+        else:
+            allowed = {version} if exact else manifest.versions(key)
+            if found not in allowed:
+                text = f"{found[0]} bytes where {version[0]} were committed"
+                same = found[0] == version[0]
+                wrong.setdefault(key, "other bytes than were committed" if same else text)
+    return wrong
+
+
+def _check_chunks(run: layout.RunDir, key: str, report: Report) -> None:
+    from ddpprobe.store.verified import GroupArrays  # noqa: PLC0415
+
+    try:
+        arrays = GroupArrays(run, key)
+    except StoreError as error:
+        report.add(Lost(f"run.zarr/{key}", None, str(error)))
+        return
+    if arrays.exists:
+        arrays.check()
+    for lost in arrays.lost:
+        report.add(lost)
+
+
+def _check_journals(run: layout.RunDir, report: Report) -> Iterator[tuple[segments.Source, int]]:
+    """Check every journal; yield each with the sequence number of its first frame."""
+    for attempt in run.attempts():
+        for source in segments.sources_of(run, attempt):
+            first = _check_journal(run, source, report)
+            if first is not None:
+                yield source, first
+
+
+def _check_journal(run: layout.RunDir, source: segments.Source, report: Report) -> int | None:
+    first = due = None
+    tables: segments.Tables = {}
+    for number in segments.segments_of(source):
+        path = segments.segment_path(source.directory, number)
+        name = str(path.relative_to(run.path))
+        try:
+            segment = segments.read_segment(source.directory, number)
+        except FileNotFoundError:
+            first = due = None  # folded meanwhile, and all before it
+            continue
+        except OSError as error:
+            report.add(Lost(name, None, f"no regular file ({error.strerror or error})"))
+            due = None
+            continue
+        for _ in segments.records_of(segment, tables, Consumed()):
+            pass  # decoding is the check
+        seqs = [frame.seq for frame in segment.frames]
+        report.frames += len(seqs)
+        if segment.damage:
+            report.add(Lost(name, None, segment.damage))
+        if segment.torn:
+            report.notes.append(f"{name}: {segment.torn} bytes of a frame that was not finished")
+        if seqs and due is not None and seqs[0] != due:
+            report.add(Lost(name, None, f"starts with frame {seqs[0]}, {due} was due"))
+        gaps = [b for a, b in pairwise(seqs) if b != a + 1]
+        if gaps:
+            report.add(Lost(name, None, f"frames before {gaps[0]} are missing"))
+        if seqs and first is None:
+            first = seqs[0]
+        due = None if segment.damage else segment.end if seqs else due
+    return first
+
+
+def _check_overlap(run: layout.RunDir, source: segments.Source, first: int, report: Report) -> None:
+    """Check that what was deleted from the front of a journal is in the store."""
+    if first == 0:
+        return
+    key = source.record_group if source.rank is not None else source.node_group
+    manifest = Manifest(manifest_path(run, key))
+    through = manifest.state.consumed.get(source.name, Consumed()).through
+    if first > through:
+        name = str(source.directory.relative_to(run.path))
+        why = f"frames {through} to {first - 1} are neither here nor in run.zarr/{key}"
+        report.add(Lost(name, None, why))
+
+
+def _walk(root: Path, *, deep: bool) -> Iterator[str]:
+    """Yield the files below a group, as keys; of the root only its own and the attempts' own."""
+    for top, directories, names in os.walk(root):
+        inner = Path(top).relative_to(root).as_posix()
+        if not deep:
+            directories[:] = [d for d in directories if inner == "." and d.startswith("attempt_")]
+        for name in names:
+            yield name if inner == "." else f"{inner}/{name}"

@@ -1,0 +1,147 @@
+"""What a rank writes: sampled steps once their rows have arrived, alarms at once.
+
+The only way from the training process to the daemon is the journal; nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, final
+
+from ddpprobe import codec
+from ddpprobe.hooks.step_rows import PendingRows, StepResult
+from ddpprobe.journal import JournalWriter
+from ddpprobe.records import COUNTS, PHASES, VALUES, FirstBad, StepRecord
+
+_OBSERVED, _TAPPED = COUNTS.index("observed"), COUNTS.index("tapped")
+_NONFINITE = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
+_SUM_SQ = VALUES.index("sum_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who records: one rank of one attempt."""
+
+    rank: int
+    world_size: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStep:
+    """A finished sampled step whose rows may still be on their way to the host.
+
+    `facts` are the scalars known on the host; `watched` what the every-step watch saw in it.
+    """
+
+    pending: PendingRows
+    step: int
+    skipped: bool
+    partial: bool
+    wall_time_ns: int
+    facts: dict[str, float]
+    watched: FirstBad | None
+
+
+@final
+class Shipper:
+    """Turns ended steps and alarms into journal frames of one rank."""
+
+    def __init__(self, journal: JournalWriter, who: Identity) -> None:
+        self._journal = journal
+        self._who = who
+        self._ended: deque[EndedStep] = deque()
+        self._last_bad: tuple[int, bool] | None = None  # (step, skipped) of the last one shipped
+        self._coverage: tuple[int, int] | None = None
+        self._dropped: dict[str, int] = {}
+
+    def push(self, ended: EndedStep) -> None:
+        """Take a step; `ship` writes it when its rows are there."""
+        self._ended.append(ended)
+
+    def ship(self, *, wait: bool = False) -> None:
+        """Write the steps whose rows have arrived; waits for the others only at the end."""
+        while self._ended and (wait or self._ended[0].pending.ready()):
+            ended = self._ended.popleft()
+            if wait:
+                ended.pending.wait()
+            self._append(self._record(ended))
+
+    def alarm(self, bad: FirstBad, *, partial: bool, skipped: bool, sampled: bool) -> None:
+        """Write that a step went bad. `partial`: it is not over, but the process may be soon.
+
+        Once the weights are NaN every step is bad: this is said when it begins, and when a step
+        that a GradScaler gave up is followed by one that was taken.
+        """
+        if self._last_bad is not None:
+            step, was_skipped = self._last_bad
+            if bad.step - step == 1 and not (was_skipped and not skipped and not partial):
+                if not partial:
+                    self._last_bad = (bad.step, skipped)
+                return
+        self._append(
+            StepRecord(
+                attempt=self._who.attempt, step=bad.step, ranks=(self._who.rank,),
+                wall_time_ns=time.time_ns(), sampled=sampled, first_bad=bad,
+                partial=partial, skipped=skipped,
+            )
+        )  # fmt: skip
+        if not partial:
+            self._last_bad = (bad.step, skipped)
+
+    def life(self, event: str, **facts: Any) -> None:  # noqa: ANN401  (JSON)
+        """Write that something happened to this rank."""
+        self._journal.append_json(codec.LIFE, {"event": event, **facts})
+
+    def _record(self, ended: EndedStep) -> StepRecord:
+        result = ended.pending.result(ended.step, partial=ended.partial)
+        self._report_coverage(result, ended.step)
+        bad = _earlier(result.first_bad, ended.watched)
+        if bad is not None:
+            self._last_bad = (ended.step, ended.skipped)
+        scalars = {**ended.facts, **result.scalars}
+        norm = _local_norm(result)
+        if norm is not None:
+            scalars["grad_norm_local"] = norm
+        return StepRecord(
+            attempt=self._who.attempt, step=ended.step, ranks=(self._who.rank,),
+            wall_time_ns=ended.wall_time_ns, sites=result.sites, counts=result.counts,
+            values=result.values, scalars={self._who.rank: scalars}, first_bad=bad,
+            skipped=ended.skipped, partial=ended.partial,
+        )  # fmt: skip
+
+    def _report_coverage(self, result: StepResult, step: int) -> None:
+        tapped, observed = result.counts[:, _TAPPED] > 0, result.counts[:, _OBSERVED] > 0
+        coverage = (int((tapped | observed).sum()), int(observed.sum()))
+        if coverage != self._coverage:
+            self._coverage = coverage
+            self.life(
+                "sites", expected=coverage[0], observed=coverage[1], step=step,
+                unsupported=dict(result.unsupported),
+            )  # fmt: skip
+
+    def _append(self, record: StepRecord) -> None:
+        self._journal.append_record(record)
+        if dict(self._journal.dropped) != self._dropped:
+            self._dropped = dict(self._journal.dropped)
+            for reason, count in self._dropped.items():
+                self.life("dropped", reason=reason, count=count)
+
+
+def _local_norm(result: StepResult) -> float | None:
+    """L2 norm over this rank's local gradients; NaN if any is not finite, None without any."""
+    local = [i for i, s in enumerate(result.sites) if s.kind == "grad_local"]
+    if not local or not result.counts[local, _OBSERVED].any():
+        return None
+    if result.counts[local][:, _NONFINITE].any():
+        return float("nan")
+    return float(result.values[local, _SUM_SQ].sum() ** 0.5)
+
+
+def _earlier(rows: FirstBad | None, watched: FirstBad | None) -> FirstBad | None:
+    """Of two witnesses of one step, the earlier in (micro, phase); the rows know the module."""
+    if rows is None or watched is None:
+        return rows or watched
+    return min(rows, watched, key=lambda b: (b.micro, PHASES.index(b.phase)))

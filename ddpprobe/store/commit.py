@@ -1,0 +1,252 @@
+"""One group of the store, written by one process: everything staged, then committed in one rename.
+
+Zarr only encodes chunks here, in memory. The files are ours: 0600 in 0700 directories, each written
+beside the hierarchy and renamed into it, in an order that lets a reader, or a restart after SIGKILL
+at any instant, see a whole prefix: new chunks; the manifest's line; the replaced chunks; the
+arrays' zarr.json; last the group's, whose consolidated metadata is what a stock reader opens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+from zarr.core.buffer import Buffer, default_buffer_prototype
+from zarr.storage import MemoryStore
+
+from ddpprobe import layout
+from ddpprobe.store import format as fmt
+from ddpprobe.store.manifest import (
+    GROUP_JSON,
+    Consumed,
+    Manifest,
+    State,
+    StoreError,
+    is_settled,
+    manifest_path,
+    read_regular,
+    version_of,
+    write_all,
+)
+
+
+class Files:
+    """Atomic writes below one directory of the store, with their manifest.
+
+    Raises:
+        StoreError: the manifest is damaged, so that what is committed cannot be told any more.
+    """
+
+    def __init__(self, run: layout.RunDir, key: str, *, durable: bool) -> None:
+        self.root = run.store / key if key else run.store
+        self.manifest = Manifest(manifest_path(run, key))
+        if self.manifest.damage:
+            msg = f"{self.manifest.path.name} is damaged: {self.manifest.damage[0]}"
+            raise StoreError(msg)
+        self._durable = durable
+        self._recover()
+
+    def read(self, key: str) -> bytes:
+        """Read a committed file back.
+
+        Raises:
+            StoreError: it is gone, or not what was committed.
+        """
+        try:
+            data = read_regular(self.root, key)
+        except FileNotFoundError:
+            data = None
+        if data is None or version_of(data) not in self.manifest.versions(key):
+            msg = f"{self.root.name}/{key} is {'missing' if data is None else 'damaged'}"
+            raise StoreError(msg)
+        return data
+
+    def commit(self, state: State, staged: Mapping[str, bytes]) -> None:
+        """Write what changed: new files, the manifest, then replacements, metadata last."""
+        known = self.manifest.state.files
+        versions = {k: version_of(data) for k, data in staged.items()}
+        changed = {k: v for k, v in versions.items() if known.get(k) != v}
+        fresh = [k for k in changed if k not in known and not k.endswith(GROUP_JSON)]
+        for key in sorted(fresh):
+            self.write(key, staged[key])
+        self._sync(fresh)
+        self.manifest.append(state, changed, durable=self._durable)
+        rest = sorted(set(changed) - set(fresh), key=_metadata_last)
+        for key in rest:
+            self.write(key, staged[key])
+        self._sync(rest)
+
+    def write(self, key: str, data: bytes) -> None:
+        """Replace one file atomically."""
+        path, made = self.root / key, self.manifest.path.with_suffix(".partial")
+        layout.make_dir(path.parent)
+        layout.make_dir(made.parent)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(made, flags, layout.FILE_MODE)
+        try:
+            write_all(fd, data)
+            if self._durable:
+                os.fdatasync(fd)
+        finally:
+            os.close(fd)
+        made.replace(path)
+
+    def _recover(self) -> None:
+        """Take up where the last writer ended, undoing a commit that it did not finish.
+
+        The directory's own zarr.json is written last, so it tells whether the last line happened.
+        """
+        manifest = self.manifest
+        if not manifest.exists or is_settled(self.root, manifest):
+            return
+        manifest.undo(durable=self._durable)
+
+    def _sync(self, keys: Sequence[str]) -> None:
+        if not self._durable:
+            return
+        for directory in {(self.root / key).parent for key in keys}:
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+class GroupWriter:
+    """Appends rows to the arrays of one group.
+
+    Nothing is visible before `commit`, and an instance that raised is to be thrown away: a new one
+    starts from what is committed.
+
+    Args:
+        run: the run directory.
+        key: path of the group inside the hierarchy; decides its schema.
+        durable: reach the disk, not only the page cache, before going on.
+
+    Raises:
+        StoreError: what is there is damaged, or of no known kind.
+    """
+
+    def __init__(self, run: layout.RunDir, key: str, *, durable: bool = True) -> None:
+        kind = fmt.kind_of_group(key)
+        if kind is None:
+            msg = f"{key!r} is no group of the store"
+            raise StoreError(msg)
+        self.key = key
+        self.columns = {c.name: c for c in fmt.SCHEMAS[kind]}
+        self._files = Files(run, key, durable=durable)
+        self._staged: dict[str, bytes] = {}
+        self.attrs: dict[str, Any] = {}
+        self.chunks: dict[str, int] = {}
+        self._load()
+        state = self._files.manifest.state
+        self.sizes = dict(state.sizes)
+        self.consumed = dict(state.consumed)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the group has been defined (it is on disk after the next commit)."""
+        return bool(self.attrs)
+
+    def define(self, attrs: Mapping[str, Any], chunks: Mapping[str, int]) -> None:
+        """Create the group: its attributes, and the chunks of its multi-dimensional arrays."""
+        self.attrs = {
+            "Conventions": fmt.CONVENTIONS,
+            "ddpprobe": {"format_version": fmt.FORMAT_VERSION, **attrs},
+        }
+        self.chunks = dict(chunks)
+        for column in self.columns.values():
+            for dim in column.dims:
+                self.sizes.setdefault(dim, 0)
+        for dim, labels in fmt.FIXED_LABELS.items():
+            if dim in self.columns:
+                self.append(dim, {dim: labels})
+
+    def append(self, dim: str, data: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
+        """Append entries to the one-dimensional arrays of a dimension."""
+        start = self.sizes[dim]
+        for name, values in data.items():
+            self.put(name, (start,), np.asarray(values, self._dtype(name)))
+            self.sizes[dim] = max(self.sizes[dim], start + len(values))
+
+    def put(self, name: str, start: Sequence[int], data: NDArray[Any]) -> None:
+        """Stage a region that begins at `start`; a one-dimensional array grows to hold it."""
+        if data.size == 0:
+            return
+        column = self.columns[name]
+        end = [a + n for a, n in zip(start, data.shape, strict=True)]
+        sizes = {d: max(self.sizes[d], e) for d, e in zip(column.dims, end, strict=True)}
+        document = fmt.array_document(column, sizes, self.chunks)
+        touched = fmt.chunk_keys(name, fmt.grid_of(document), start, data.shape)
+        memory: dict[str, Buffer] = {
+            key: _buffer(self._staged.get(key) or self._files.read(key))
+            for key in touched
+            if key in self._staged or key in self._files.manifest.state.files
+        }
+        memory[f"{name}/{GROUP_JSON}"] = _buffer(encode(document))
+        array = zarr.open_array(MemoryStore(memory), path=name, mode="r+", zarr_format=3)
+        # A chunk of nothing but fill values is written as well: absent must mean lost.
+        whole = array.with_config({"write_empty_chunks": True})
+        whole[tuple(slice(a, e) for a, e in zip(start, end, strict=True))] = data
+        for key in touched:
+            self._staged[key] = memory[key].to_bytes()
+
+    def commit(self, consumed: Mapping[str, Consumed] | None = None) -> None:
+        """Make everything staged visible at once, with the progress in the journals.
+
+        Raises:
+            OSError: the disk is full or failing; what was committed before is untouched.
+        """
+        documents = {
+            name: fmt.array_document(column, self.sizes, self.chunks)
+            for name, column in self.columns.items()
+        }
+        for name, document in documents.items():
+            self._staged[f"{name}/{GROUP_JSON}"] = encode(document)
+        self._staged[GROUP_JSON] = encode(fmt.group_document(self.attrs, documents))
+        self.consumed.update(consumed or {})
+        state = State(dict(self.sizes), dict(self.consumed))
+        self._files.commit(state, self._staged)
+        self._staged = {}
+
+    def labels(self, name: str) -> list[Any]:
+        """Read a committed one-dimensional array back."""
+        column, size = self.columns[name], self.sizes[self.columns[name].dims[0]]
+        document = fmt.array_document(column, self.sizes, self.chunks)
+        keys = fmt.chunk_keys(name, fmt.grid_of(document), (0,), (size,))
+        memory = {key: _buffer(self._files.read(key)) for key in keys}
+        memory[f"{name}/{GROUP_JSON}"] = _buffer(encode(document))
+        array = zarr.open_array(MemoryStore(memory), path=name, mode="r", zarr_format=3)
+        return list(np.asarray(array[:]).tolist())
+
+    def _dtype(self, name: str) -> Any:  # noqa: ANN401  (a NumPy dtype or `object`)
+        return fmt.NUMPY.get(self.columns[name].dtype, object)
+
+    def _load(self) -> None:
+        if GROUP_JSON not in self._files.manifest.state.files:
+            return
+        document = json.loads(self._files.read(GROUP_JSON))
+        self.attrs = document["attributes"]
+        arrays = document["consolidated_metadata"]["metadata"]
+        for name, column in self.columns.items():
+            if len(column.dims) > 1:
+                _, chunks = fmt.check_document(column, arrays[name])
+                self.chunks |= chunks
+
+
+def encode(document: Mapping[str, Any]) -> bytes:
+    """Encode metadata; non-ASCII is escaped, so any name survives."""
+    return json.dumps(document, indent=1).encode()
+
+
+def _buffer(data: bytes) -> Buffer:
+    return default_buffer_prototype().buffer.from_bytes(data)
+
+
+def _metadata_last(key: str) -> tuple[int, int, str]:
+    return (key.endswith(GROUP_JSON), -key.count("/") if key.endswith(GROUP_JSON) else 0, key)

@@ -1,0 +1,287 @@
+"""What a group of the store consists of: every committed file with its length and checksum.
+
+A chunk that was deleted reads as the fill value, without an error, under every codec; only a list
+of what must be there can tell. The list is a log beside the hierarchy (`RUN/manifest/<group>.log`),
+one checksummed frame per commit, appended *before* any file that already exists is replaced: so
+each file on disk is always the version of the last line, or the one before it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpprobe import codec, layout
+
+GROUP_JSON = "zarr.json"
+Version = tuple[int, int]  # length in bytes, crc32 (zlib)
+
+
+class StoreError(Exception):
+    """A file of the store that is missing, damaged, or nothing this format knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Something that was written down and cannot be read any more.
+
+    Attributes:
+        where: path inside the run, e.g. `run.zarr/attempt_000/rank_00003/counts`.
+        steps: first and last optimizer step concerned, None where that is unknown.
+        why: in words.
+    """
+
+    where: str
+    steps: tuple[int, int] | None
+    why: str
+
+    def __str__(self) -> str:
+        span = f", steps {self.steps[0]} to {self.steps[1]}" if self.steps else ""
+        return f"{self.where}{span}: {self.why}"
+
+
+@dataclass(slots=True)
+class Consumed:
+    """Which frames of one journal are in the group: all below `through`, and those in `ahead`."""
+
+    through: int = 0
+    ahead: frozenset[int] = frozenset()
+
+    def has(self, seq: int) -> bool:
+        """Return whether the frame need not be looked at again."""
+        return seq < self.through or seq in self.ahead
+
+    def advanced(self, taken: set[int], waiting: set[int], end: int) -> Consumed:
+        """Return the state after `taken`, with `waiting` still to come, of frames below `end`."""
+        through = max(self.through, min(waiting, default=end))
+        return Consumed(through, frozenset(s for s in self.ahead | taken if s > through))
+
+
+@dataclass(slots=True)
+class State:
+    """Sizes of the dimensions, progress in the journals, and the files, after one commit."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    consumed: dict[str, Consumed] = field(default_factory=dict)
+    files: dict[str, Version] = field(default_factory=dict)
+
+
+class Manifest:
+    """The log of one group, read from disk; `append` adds a commit.
+
+    Attributes:
+        state: after the last line.
+        replaced: what the last line replaced: key -> version, None for files that it added.
+        undone: the last line says that the one before it did not happen.
+        exists: whether there is a log at all.
+        damage: damaged places in the log, in words.
+        lines: number of lines.
+        torn: bytes at its end that never became a line (its writer died): no damage.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.state = State()
+        self.replaced: dict[str, Version | None] = {}
+        self.damage: list[str] = []
+        self.exists = False
+        self.undone = False
+        self.torn = 0
+        self._before = State()  # its `files` stay empty: `replaced` has the difference
+        self.lines = 0
+        self._end = 0
+        self._load()
+
+    def versions(self, key: str) -> set[Version]:
+        """Return what the file may be: the last version, or the one that it is to replace."""
+        found = {self.state.files.get(key), self.replaced.get(key)}
+        return {v for v in found if v is not None}
+
+    def append(self, state: State, changed: Mapping[str, Version], *, durable: bool) -> None:
+        """Log a commit that is about to happen.
+
+        Raises:
+            OSError: the disk refused; the log is as it was, or ends in torn bytes.
+        """
+        self._write(
+            {
+                "sizes": state.sizes,
+                "consumed": {k: [c.through, sorted(c.ahead)] for k, c in state.consumed.items()},
+                "files": {k: list(v) for k, v in sorted(changed.items())},
+            },
+            durable=durable,
+        )
+
+    def undo(self, *, durable: bool) -> None:
+        """Log that the last line did not happen; what it left on disk remains acceptable."""
+        self._write({"undo": True}, durable=durable)
+
+    def rolled_back(self) -> State:
+        """Return the state before the last line."""
+        files = dict(self.state.files)
+        for key, old in self.replaced.items():
+            files.pop(key, None)
+            if old is not None:
+                files[key] = old
+        return State(dict(self._before.sizes), dict(self._before.consumed), files)
+
+    def _write(self, line: Mapping[str, Any], *, durable: bool) -> None:
+        layout.make_dir(self.path.parent)
+        payload = codec.encode_json(line)
+        frame = codec.encode_frame(codec.META, self.lines, payload)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self.path, flags, layout.FILE_MODE)
+        try:
+            os.ftruncate(fd, self._end)
+            os.lseek(fd, self._end, os.SEEK_SET)
+            write_all(fd, frame)
+            if durable:
+                os.fdatasync(fd)
+        finally:
+            os.close(fd)
+        self._take(codec.Frame(codec.META, self.lines, payload))
+        self._end += len(frame)
+        self.exists, self.torn = True, 0
+
+    def _load(self) -> None:
+        try:
+            data = read_regular(self.path.parent, self.path.name)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.exists = True
+            self.damage.append(f"cannot be read: {error}")
+            return
+        self.exists = True
+        at = 0
+        while at < len(data):
+            try:
+                frame, end = codec.decode_frame(data, at)
+                # The checksum leaves the two reserved bytes of the header out.
+                if codec.encode_frame(frame.type, frame.seq, frame.payload) != data[at:end]:
+                    self.damage.append(f"the header at byte {at} is damaged")
+                at = end
+                self._take(frame)
+            except codec.FrameError as error:
+                following = next_frame(data, at + 1)
+                if following < 0:
+                    self._stop(error, len(data) - at)
+                    break
+                self.damage.append(f"bytes {at} to {following} are damaged")
+                at = following
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                self.damage.append(f"a line before byte {at} makes no sense: {error}")
+        self._end = len(data) - self.torn
+
+    def _stop(self, error: codec.FrameError, left: int) -> None:
+        if error.torn:
+            self.torn = left
+        else:
+            self.damage.append(f"the last {left} bytes are damaged: {error}")
+
+    def _take(self, frame: codec.Frame) -> None:
+        line = frame.json()
+        if frame.seq != self.lines:
+            self.damage.append(f"line {frame.seq} follows where {self.lines} was due")
+        self.lines = frame.seq + 1
+        self.undone = bool(line.get("undo"))
+        if self.undone:
+            state = self.rolled_back()
+            replaced = {k: self.state.files.get(k) for k in self.replaced}
+        else:
+            files = {str(k): (int(n), int(crc)) for k, (n, crc) in line["files"].items()}
+            state = State(
+                {str(k): int(n) for k, n in line["sizes"].items()},
+                {
+                    str(k): Consumed(int(t), frozenset(map(int, a)))
+                    for k, (t, a) in line["consumed"].items()
+                },
+                self.state.files,
+            )
+            replaced = {k: self.state.files.get(k) for k in files}
+            state.files.update(files)
+        self._before = State(self.state.sizes, self.state.consumed)
+        self.state, self.replaced = state, replaced
+
+
+def is_settled(root: Path, manifest: Manifest) -> bool:
+    """Return whether the last commit was finished: the zarr.json written last is the new one.
+
+    Raises:
+        StoreError: that file is neither the new one nor the one before.
+    """
+    try:
+        found = version_of(read_regular(root, GROUP_JSON))
+    except FileNotFoundError:
+        found = None
+    if found == manifest.state.files.get(GROUP_JSON):
+        return True
+    if GROUP_JSON not in manifest.replaced or found != manifest.replaced[GROUP_JSON]:
+        word = "missing" if found is None else "damaged"
+        msg = f"{root.name}/{GROUP_JSON} is {word}: it is not what was committed"
+        raise StoreError(msg)
+    return False
+
+
+def manifest_path(run: layout.RunDir, key: str) -> Path:
+    """Return the log of a group; "" is the root of the hierarchy."""
+    return run.path / "manifest" / f"{key.replace('/', '.') or 'root'}.log"
+
+
+def version_of(data: bytes) -> Version:
+    """Return length and checksum of a file's content."""
+    return len(data), zlib.crc32(data)
+
+
+def read_regular(root: Path, key: str) -> bytes:
+    """Read a regular file below `root`, following no symbolic link on the way.
+
+    Raises:
+        OSError: it is missing, or something else than a regular file.
+        ValueError: the key leads out of `root`.
+    """
+    parts = key.split("/")
+    if any(p in {"", ".", ".."} or "\x00" in p for p in parts):
+        msg = f"{key!r} is not a path inside the run"
+        raise ValueError(msg)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    fd = os.open(root, flags | os.O_DIRECTORY)
+    try:
+        for i, part in enumerate(parts):
+            last = i == len(parts) - 1
+            step = flags | os.O_NOFOLLOW | (0 if last else os.O_DIRECTORY)
+            inner = os.open(part, step, dir_fd=fd)
+            os.close(fd)
+            fd = inner
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            msg = f"{key} is not a regular file"
+            raise OSError(msg)
+        with os.fdopen(os.dup(fd), "rb") as file:
+            return file.read()
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of it: a full disk writes short before it says so."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def next_frame(data: bytes, start: int) -> int:
+    """Return where the next intact frame begins, or -1."""
+    at = data.find(codec.MAGIC, start)
+    while at >= 0:
+        try:
+            codec.decode_frame(data, at)
+        except codec.FrameError:
+            at = data.find(codec.MAGIC, at + 1)
+        else:
+            return at
+    return -1

@@ -1,0 +1,124 @@
+"""The root of the hierarchy and its attempt groups: the only part that several nodes write.
+
+They take turns under a lock. Consolidated metadata at the root makes opening the whole tree fast,
+but a stale copy would hide what is committed later, so it is there only while the run is sealed:
+whoever commits next takes it away first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ddpprobe import layout
+from ddpprobe.store import format as fmt
+from ddpprobe.store.commit import Files, encode
+from ddpprobe.store.manifest import GROUP_JSON, State, read_regular
+
+LOCK_SECONDS = 10.0
+
+
+class Root:
+    """Creates what must stand above a group, and consolidates it at the end.
+
+    Args:
+        run: the run directory.
+        durable: as for `GroupWriter`.
+    """
+
+    def __init__(self, run: layout.RunDir, *, durable: bool = True) -> None:
+        self._run, self._durable = run, durable
+        self._stamp: tuple[int, ...] = ()
+        self._attempts: frozenset[int] = frozenset()
+
+    def prepare(self, attempt: int) -> None:
+        """Make the root and the attempt's group exist, and hide nothing.
+
+        Raises:
+            OSError: the disk refused, or another node holds the lock for too long.
+            StoreError: the root is damaged.
+        """
+        if attempt in self._attempts and self._stamp == self._stat():
+            return
+        with self._locked() as files:
+            found = _attempts_of(files)
+            self._write(files, sorted({*found, attempt}), consolidated=False)
+            self._attempts = frozenset({*found, attempt})
+            self._stamp = self._stat()
+
+    def seal(self) -> None:
+        """Consolidate the metadata of everything committed. Raises as `prepare`."""
+        if self._stat():
+            with self._locked() as files:
+                self._write(files, _attempts_of(files), consolidated=True)
+
+    def _write(self, files: Files, attempts: list[int], *, consolidated: bool) -> None:
+        staged = {
+            f"{fmt.attempt_key(n)}/{GROUP_JSON}": encode(fmt.group_document({}, None))
+            for n in attempts
+        }
+        attrs = {
+            "Conventions": fmt.CONVENTIONS,
+            "ddpprobe": {
+                "format_version": fmt.FORMAT_VERSION, **_identity(self._run), "attempts": attempts,
+            },
+        }  # fmt: skip
+        arrays = self._collect(attempts) if consolidated else None
+        staged[GROUP_JSON] = encode(fmt.group_document(attrs, arrays))
+        files.commit(State(), staged)
+
+    def _collect(self, attempts: list[int]) -> dict[str, fmt.Document]:
+        out: dict[str, fmt.Document] = {}
+        for attempt in attempts:
+            top = fmt.attempt_key(attempt)
+            out[top] = fmt.group_document({}, {})
+            for name in sorted(os.listdir(self._run.store / top)):
+                key = f"{top}/{name}"
+                if fmt.kind_of_group(key) is None:
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # its first commit is under way
+                    document = json.loads(read_regular(self._run.store, f"{key}/{GROUP_JSON}"))
+                    out[key] = fmt.group_document(document["attributes"], {})
+                    for array, inner in document["consolidated_metadata"]["metadata"].items():
+                        out[f"{key}/{array}"] = inner
+        return out
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[Files]:
+        lock = layout.DirectoryLock(layout.make_dir(self._run.path / "manifest") / "root.lock")
+        deadline = time.monotonic() + LOCK_SECONDS
+        while not lock.acquire():
+            if time.monotonic() > deadline:
+                msg = f"{lock.path} was held by another node's daemon for {LOCK_SECONDS:.0f} s"
+                raise TimeoutError(msg)
+            time.sleep(0.02)
+        try:
+            yield Files(self._run, "", durable=self._durable)
+        finally:
+            lock.release()
+
+    def _stat(self) -> tuple[int, ...]:
+        try:
+            found = (self._run.store / GROUP_JSON).lstat()
+        except FileNotFoundError:
+            return ()
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _attempts_of(files: Files) -> list[int]:
+    if GROUP_JSON not in files.manifest.state.files:
+        return []
+    found = json.loads(files.read(GROUP_JSON))["attributes"]["ddpprobe"]["attempts"]
+    return [int(n) for n in found]
+
+
+def _identity(run: layout.RunDir) -> dict[str, Any]:
+    try:
+        found = json.loads(run.run_json.read_bytes())
+    except (OSError, ValueError):
+        return {}  # the reader says so; folding must not wait for it
+    return dict(found) if isinstance(found, dict) else {}

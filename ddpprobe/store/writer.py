@@ -1,0 +1,184 @@
+"""The fold: closed journal segments become blocks of the store, and are deleted when they are in.
+
+One node's daemon folds its own ranks; where its own journal holds merged records and anomalies (the
+head's does) it folds those as well. So every group has one writer. A fold interrupted anywhere, by
+SIGKILL or a full disk, is repeated by the next one from the journals, which makes the same bytes.
+"""
+
+from __future__ import annotations
+
+import psutil
+
+from ddpprobe import layout
+from ddpprobe.store import format as fmt
+from ddpprobe.store.event_fold import EventFold
+from ddpprobe.store.manifest import StoreError
+from ddpprobe.store.record_fold import RecordFold
+from ddpprobe.store.root import Root
+from ddpprobe.store.segments import Source, read_segment, segment_path, segments_of, sources_of
+
+SAME_START_SECONDS = 1.0
+
+
+class StoreWriter:
+    """Folds one node's journals into the store; one per daemon.
+
+    Args:
+        run: the run directory.
+        node: this node's directory name, e.g. `node_0000`.
+        block: records per block; a group keeps the one that it was created with.
+        durable: every commit reaches the disk before its journal segments are deleted.
+
+    Attributes:
+        damaged: groups that cannot be written any more, and why; their journals are kept whole.
+    """
+
+    def __init__(
+        self, run: layout.RunDir, node: str, *, block: int = fmt.BLOCK, durable: bool = True
+    ) -> None:
+        self.run, self.node = run, node
+        self.damaged: dict[str, str] = {}
+        self._block, self._durable = block, durable
+        self._root = Root(run, durable=durable)
+        self._events: dict[int, EventFold] = {}
+        self._seen: dict[Source, list[int]] = {}
+        self._first: dict[Source, int] = {}
+        self._whole: dict[Source, bool] = {}
+        self._ended: set[int] = set()
+
+    def fold(self) -> int:
+        """Fold what is complete; return how many rows became readable in the store.
+
+        Cheap when there is nothing new: a few directory listings.
+
+        Raises:
+            OSError: the disk is full or failing; nothing is lost, call again later.
+        """
+        return self._fold(final=False)
+
+    def seal(self) -> int:
+        """Fold everything that is left and consolidate the root's metadata: the end of the run.
+
+        The journals of dead writers are deleted; a living one's newest segment stays.
+
+        Raises:
+            OSError: as `fold`.
+        """
+        rows = self._fold(final=True)
+        try:
+            self._root.seal()
+        except StoreError as error:
+            self.damaged[""] = str(error)
+        return rows
+
+    def close(self) -> None:
+        """Close the journals that are being followed."""
+        for events in self._events.values():
+            events.close()
+        self._events = {}
+
+    def _fold(self, *, final: bool) -> int:
+        rows, attempts = 0, self.run.attempts()
+        for attempt in attempts:
+            if attempt in self._ended and not final:
+                continue
+            sources = sources_of(self.run, attempt, self.node)
+            # An attempt that was followed by another is over: its short tail may go in as well.
+            superseded = attempt < attempts[-1] and not any(map(is_alive, sources))
+            for source in sources:
+                rows += self._fold_source(source, final=final or superseded)
+            if final or superseded:
+                self._delete_finished(attempt)
+                self._ended.add(attempt)
+        return rows
+
+    def _fold_source(self, source: Source, *, final: bool) -> int:
+        numbers = segments_of(source)
+        moved = final or self._seen.get(source) != numbers
+        if not moved and source.rank is not None:
+            return 0
+        try:
+            rows = self._fold_moved(source, numbers, final=final) if moved else 0
+            events = self._events_of(source.attempt)
+            if source.rank is None:
+                events.poll(source)
+            rows += events.flush(everything=moved)
+        except StoreError as error:
+            self.damaged[source.record_group] = str(error)
+            rows = 0
+        left = segments_of(source)
+        if left[-1:] == numbers[-1:]:  # else there is a new one, to be looked at next time
+            self._seen[source] = left
+        return rows
+
+    def _fold_moved(self, source: Source, numbers: list[int], *, final: bool) -> int:
+        # Segments that are in the store but had to stay (a daemon's) are not read again.
+        first = self._first.get(source, -1)
+        closed = [n for n in (numbers if final else numbers[:-1]) if n >= first]
+        if not closed:
+            return 0
+        fold = RecordFold(self.run, self._root, source, block=self._block, durable=self._durable)
+        rows, done = fold.fold(closed, final=final)
+        if done.refused:
+            self.damaged[source.record_group] = f"{len(done.refused)} records belong elsewhere"
+        events = self._events_of(source.attempt)
+        if source.rank is None:
+            events.poll(source)
+        else:
+            events.take_life(source, done.events, done.end)
+        rows += events.flush(everything=True)
+        folded = [n for n in closed if all(map(fold.has, done.seqs[n]))]
+        # The newest one may still grow, also behind a seal.
+        self._first[source] = next((n for n in closed if n not in folded), numbers[-1])
+        self._whole[source] = closed == folded
+        if source.rank is not None:
+            whole = [n for n in folded if not done.segments[n].damage]
+            self._delete(source, whole, newest=numbers[-1])
+        return rows
+
+    def _delete(self, source: Source, numbers: list[int], newest: int) -> None:
+        for number in numbers:
+            if number != newest or not is_alive(source):
+                segment_path(source.directory, number).unlink(missing_ok=True)
+
+    def _delete_finished(self, attempt: int) -> None:
+        """Delete a daemon's journal, once no rank of its node has any.
+
+        Until then a successor of a killed daemon reads it, to go on where the other one stopped.
+        """
+        sources = sources_of(self.run, attempt, self.node)
+        if any(segments_of(s) for s in sources if s.rank is not None):
+            return
+        for source in sources:
+            numbers = segments_of(source)
+            events = self._events_of(attempt)
+            first = self._first.get(source, -1)
+            ready = [n for n in numbers if n < first or (n == first and self._whole[source])]
+            whole = [read_segment(source.directory, n) for n in ready]
+            gone = [s.number for s in whole if not s.damage and events.is_committed(source, s.end)]
+            self._delete(source, gone, newest=numbers[-1] if numbers else -1)
+
+    def _events_of(self, attempt: int) -> EventFold:
+        if attempt not in self._events:
+            self._events[attempt] = EventFold(
+                self.run, self._root, self.node, attempt, durable=self._durable
+            )
+        return self._events[attempt]
+
+
+def is_alive(source: Source) -> bool:
+    """Return whether the writer of a journal still runs on this machine: same pid, same start."""
+    numbers = segments_of(source)
+    if not numbers:
+        return False
+    meta = read_segment(source.directory, numbers[-1]).meta
+    pid, start = meta.get("pid"), meta.get("pid_start")
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        began = psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+    return not isinstance(start, int | float) or abs(began - start) < SAME_START_SECONDS

@@ -1,0 +1,69 @@
+"""Writes every generated file: dashboards, alert rules, the metrics reference.
+
+    python -m grafana.build [DIR]
+
+DIR is where they go, laid out as in the repository (default: the repository itself).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+
+from grafana import alerts, overview, reference
+
+# Grafana 11 loads this version; newer ones migrate it. The SDK writes a later one.
+SCHEMA_VERSION = 39
+# Fields of the SDK's schema that Grafana 11's does not have.
+NEWER = {"placement"}
+
+
+def dashboard_json() -> str:
+    """Return the Overview dashboard as classic JSON."""
+    tree: dict[str, Any] = json.loads(json.dumps(overview.build().build(), cls=JSONEncoder))
+    tree = _without(tree, NEWER)
+    tree["schemaVersion"] = SCHEMA_VERSION
+    tree.pop("id", None)
+    for variable in tree["templating"]["list"]:
+        for key in [k for k in variable if k.startswith("auto")]:
+            del variable[key]
+    for panel in tree["panels"]:
+        for each in (panel, *panel.get("panels", [])):
+            if each["type"] == "table":
+                each["options"].pop("footer", None)
+    return json.dumps(tree, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _without(node: Any, keys: set[str]) -> Any:  # noqa: ANN401  (any JSON)
+    """Return a copy of a JSON tree without some fields; a legend's placement is no such field."""
+    if isinstance(node, dict):
+        legend = "showLegend" in node
+        return {k: _without(v, keys) for k, v in node.items() if legend or k not in keys}
+    return [_without(v, keys) for v in node] if isinstance(node, list) else node
+
+
+def files() -> dict[str, str]:
+    """Return every generated file by its path in the repository."""
+    return {
+        "grafana/dashboards/ddpprobe-overview.json": dashboard_json(),
+        "grafana/rules/ddpprobe.yml": alerts.rules_yaml(),
+        "docs/reference/metrics.md": reference.markdown(),
+    }
+
+
+def main() -> None:
+    """Write them."""
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent
+    for name, text in files().items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(path)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

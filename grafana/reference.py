@@ -1,0 +1,60 @@
+"""The metrics reference, made from the table that the daemon renders from."""
+
+from __future__ import annotations
+
+from ddpprobe.prometheus import (
+    DETECTORS,
+    EXEMPLAR_CHARACTERS,
+    LABEL_BYTES,
+    LEVELS,
+    METRICS,
+    SERIES_LIMIT,
+    Metric,
+)
+
+_HEAD = f"""# Metrics
+
+*Made by `python -m grafana.build` from the table `METRICS` in `ddpprobe/prometheus.py`; edit that.*
+
+The daemon of every node answers `GET /metrics` for all its ranks, by default at
+`127.0.0.1:13377` (the next free port up for a further job on the node). The format is Prometheus
+text 0.0.4, or OpenMetrics 1.0 with exemplars for a client that asks for it.
+
+- The body is made once per collection interval, not per scrape:
+  `ddpprobe_last_collect_timestamp_seconds` says when.
+- A value that is not known is absent, never 0. Counters start at 0 and begin anew with the daemon.
+- Anomalies, the global norm and the sites are served by the head node only (that of rank 0). They
+  cover all ranks. Detectors: {", ".join(DETECTORS)}; levels: {", ".join(LEVELS)}.
+- The series of `ddpprobe_anomalies_total` carry the latest anomaly as an exemplar: `step`, `fqn`,
+  `kind` and `rank`, at most {EXEMPLAR_CHARACTERS} characters together, a longer `fqn` cut from the
+  left.
+- A target has at most {SERIES_LIMIT} series: first those of tier A, then the sites (tier B) in
+  execution order. `ddpprobe_series_dropped_total` counts the rest.
+- Label values have at most {LABEL_BYTES} bytes and are cut from the left. Several tensors of one
+  output (a tuple, a dict) count as one site here; the store keeps them apart.
+- `kind` is one of input, output, grad_output, grad_input, param, grad_local (before any
+  reduction) and grad (after it).
+
+"""
+
+
+def _table(title: str, rows: list[Metric]) -> str:
+    lines = [
+        f"## {title}",
+        "",
+        "| name | kind | labels | unit | meaning |",
+        "|---|---|---|---|---|",
+    ]
+    for m in rows:
+        labels = ", ".join(f"`{x}`" for x in m.labels)
+        text = m.help.replace("|", r"\|")
+        lines.append(f"| `{m.name}` | {m.kind} | {labels} | {m.unit} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def markdown() -> str:
+    """Return the page."""
+    titles = {"A": "Per rank and per node (tier A)", "B": "Per site (tier B)"}
+    return _HEAD + "\n".join(
+        _table(title, [m for m in METRICS if m.tier == tier]) for tier, title in titles.items()
+    )

@@ -1,0 +1,144 @@
+"""What every test stands on: strict containment, one thread a process, and real ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddpprobe import codec
+from ddpprobe.journal import JournalTail
+from ddpprobe.layout import RunDir
+from ddpprobe.records import StepRecord
+
+# Before anything imports torch. Four ranks on two cores must not start eight threads each.
+os.environ["DDPPROBE_STRICT"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
+
+ROOT = Path(__file__).parent.parent
+Torchrun = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
+    """Run a script on real ranks: `torchrun(args, nproc=2, env=None, timeout=120)`.
+
+    `args` is the source of a script (a string with a newline), or a path, or a path and arguments.
+    Returns the completed process with its output as text; the exit code is torchrun's. When the
+    time is up, every rank prints its Python stacks, all of them are killed, and the test fails
+    with that output. Daemons that any run directory below `tmp_path` names are ended afterwards.
+    """
+
+    def run(
+        args: str | Path | Sequence[str | Path],
+        nproc: int = 2,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 120.0,
+    ) -> subprocess.CompletedProcess[str]:
+        if isinstance(args, str) and "\n" in args:
+            script = tmp_path / "script.py"
+            script.write_text(args)
+            args = script
+        given = [args] if isinstance(args, str | Path) else list(args)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*launcher, "--nproc-per-node", str(nproc), *map(str, given)]
+        return _run(command, tmp_path, env or {}, timeout)
+
+    yield run
+    end_daemons(tmp_path)
+
+
+def _run(
+    command: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    # The output goes to files: a daemon that inherited a pipe would keep it open behind its ranks.
+    with (cwd / "torchrun.out").open("w+") as out, (cwd / "torchrun.err").open("w+") as err:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **env},
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout)
+            late = False
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            end_tree(process)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    if late:
+        pytest.fail(f"ranks still ran after {timeout:.0f} s; their stacks:\n" + "\n".join(texts))
+    return subprocess.CompletedProcess(list(command), process.returncode, *texts)
+
+
+def end_tree(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher that still runs and its ranks; each of them prints its stacks first."""
+    if process.poll() is not None:
+        return
+    with contextlib.suppress(psutil.NoSuchProcess):
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(signal.SIGABRT)  # faulthandler prints, the process ends
+        psutil.wait_procs(ranks, timeout=5)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def end_daemons(directory: Path, timeout: float = 10.0) -> None:
+    """End the daemons that run directories below `directory` name, by their process ids."""
+    for path in directory.rglob("daemon/*.json"):
+        with contextlib.suppress(psutil.NoSuchProcess, json.JSONDecodeError, KeyError):
+            daemon = psutil.Process(json.loads(path.read_text())["pid"])
+            if str(directory) not in " ".join(daemon.cmdline()):
+                continue  # it ended, and its number belongs to somebody else
+            daemon.terminate()
+            _, alive = psutil.wait_procs([daemon], timeout)
+            for left in alive:
+                left.kill()
+
+
+@pytest.fixture
+def poll() -> Callable[..., object]:
+    """Wait until `poll(condition, timeout=10)` holds: returns its value, or fails the test."""
+
+    def wait(condition: Callable[[], object], timeout: float = 10.0) -> object:
+        deadline = time.monotonic() + timeout
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                pytest.fail(f"not within {timeout:.0f} s: {condition}")
+            time.sleep(0.02)
+        return value
+
+    return wait
+
+
+@pytest.fixture
+def records_of() -> Callable[..., list[StepRecord]]:
+    """Read what a rank has journaled: `records_of(run_dir, rank=0, attempt=0)`."""
+
+    def read(run_dir: Path, rank: int = 0, attempt: int = 0) -> list[StepRecord]:
+        tail = JournalTail(RunDir(Path(run_dir)).rank_journal(attempt, "node_0000", rank))
+        frames = [f for f in tail.poll() if f.type == codec.RECORD]
+        records = [codec.decode_record(f.payload, tail.tables) for f in frames]
+        tail.close()
+        assert tail.damage.files == {}
+        return records
+
+    return read

@@ -1,0 +1,78 @@
+"""Many short runs in one job, each with one NaN planted by plain hooks of its own.
+
+    torchrun ... faults.py WRAP EVERY OUT DRAWS.json     (draws: [step, micro, rank, module, phase])
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpprobe
+
+spec = importlib.util.spec_from_file_location("job", Path(__file__).with_name("job.py"))
+job = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(job)
+
+
+def poison(tensor: Tensor) -> Tensor:
+    bad = tensor.clone()
+    bad.view(-1)[::3] = torch.nan  # several: ReLU and dropout stop the gradient of single elements
+    return bad
+
+
+def plant(module: nn.Module, phase: str) -> torch.utils.hooks.RemovableHandle:
+    def hook(_module: nn.Module, _args: object, output: Tensor) -> Tensor | None:
+        if phase == "forward":
+            return poison(output)
+        output.register_hook(poison)
+        return None
+
+    return module.register_forward_hook(hook)
+
+
+def run(wrap: str, every: int, directory: Path, draw: list | None, steps: int) -> None:
+    rank = dist.get_rank()
+    model = job.build()
+    for block in model.blocks:
+        block.act.inplace = False  # a tensor hook of the fault's own would be lost on the view
+    wrapped: nn.Module = model
+    if wrap == "fsdp2":
+        for part in (*model.blocks, model):
+            fully_shard(part)
+    elif wrap == "ddp":
+        wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    with ddpprobe.install(wrapped, run_dir=directory, every=every, daemon="none"):
+        for step in range(steps):
+            for micro in range(2):
+                handle = None
+                if draw and draw[:3] == [step, micro, rank]:
+                    handle = plant(model.get_submodule(draw[3]), draw[4])
+                wrapped(job.batch(step, micro, rank))[1].backward()
+                if handle is not None:
+                    handle.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def main() -> None:
+    wrap, every, out, draws = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    dist.init_process_group("gloo")
+    for i, draw in enumerate(json.loads(Path(draws).read_text())):
+        run(wrap, every, out / str(i), draw, steps=draw[0] + 12 if draw else 40)
+    dist.destroy_process_group()
+    time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    main()

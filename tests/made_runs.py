@@ -1,0 +1,145 @@
+"""Run directories made without training: journals of ranks and a daemon, as they write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddpprobe import codec, layout
+from ddpprobe.journal import JournalWriter
+from ddpprobe.layout import RunDir
+from ddpprobe.records import Anomaly, FirstBad, Site, StepRecord, merge_all
+
+NODE = "node_0000"
+DEAD_PID = 2**22 + 7  # above the largest pid a Linux kernel hands out by default
+ANOMALY = Anomaly(
+    "nonfinite", "page", 3, 1, 0, "blocks.1.mlp", "output", "forward", first_cause=True,
+    message="3 NaN in blocks.1.mlp", values={"nan": 3.0, "ratio": float("nan")}, sampled=True,
+    wall_time_ns=10**18 + 3,
+)  # fmt: skip
+
+
+def sites(n: int) -> tuple[Site, ...]:
+    return tuple(Site(f"blocks.{i}.mlp", "output", dtype="float32") for i in range(n))
+
+
+def record(rank: int, step: int, n: int = 3, attempt: int = 0, **changes: Any) -> StepRecord:
+    """Return a record whose numbers are a function of (rank, step)."""
+    rng = np.random.default_rng([attempt, rank, step])
+    counts = rng.integers(1, 1 << 40, (n, 7))
+    counts[:, 1:4] = 0
+    values = rng.standard_normal((n, 4))
+    values[:, 3] = np.abs(values[:, 3]) * counts[:, 0]
+    made = StepRecord(
+        attempt=attempt,
+        step=step,
+        ranks=(rank,),
+        wall_time_ns=10**18 + step,
+        sites=sites(n),
+        counts=counts,
+        values=values,
+        scalars={rank: {"loss": 1.0 / (step + 1), "grad_norm_local": float(rank)}},
+    )
+    return replace(made, **changes)
+
+
+def bad(rank: int, step: int) -> FirstBad:
+    return FirstBad(step, 1, "forward", 4, rank, "blocks.1.mlp", "output", nan=3, numel=8)
+
+
+def key(made: StepRecord) -> bytes:
+    """Return bytes that are equal for equal records, NaN included."""
+    cells = {r: dict(sorted(s.items())) for r, s in sorted(made.scalars.items()) if s}
+    return codec.encode_record(replace(made, scalars=cells))
+
+
+@dataclass
+class Made:
+    """A run being written."""
+
+    path: Path
+    ranks: int = 2
+    attempt: int = 0
+    segment_frames: int = 8
+    pid: int = DEAD_PID
+    daemon: JournalWriter | None = None
+    writers: dict[int, JournalWriter] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        layout.make_dir(self.path)
+        self.run = RunDir(self.path)
+        if not self.run.run_json.exists():
+            layout.write_json(self.run.run_json, self._identity())
+
+    def write(self, records: Iterable[StepRecord]) -> None:
+        for made in records:
+            rank = made.ranks[0]
+            assert self.writer(rank).append_record(made)
+
+    def writer(self, rank: int) -> JournalWriter:
+        if rank not in self.writers:
+            directory = self.run.rank_journal(self.attempt, NODE, rank)
+            self.writers[rank] = JournalWriter(directory, self._meta(rank), self.segment_frames)
+        return self.writers[rank]
+
+    def tell(self, type_: int, value: Mapping[str, Any] | StepRecord | Anomaly) -> None:
+        """Write a frame as the daemon does."""
+        if self.daemon is None:
+            directory = self.run.daemon_journal(self.attempt, NODE)
+            meta = {**self._identity(), "node": NODE, "pid": self.pid, "role": "daemon"}
+            self.daemon = JournalWriter(directory, meta, self.segment_frames)
+        if isinstance(value, StepRecord):
+            self.daemon.append_record(value)
+        elif isinstance(value, Anomaly):
+            self.daemon.append(type_, codec.encode_anomaly(value))
+        else:
+            self.daemon.append_json(type_, value)
+
+    def whole(self, steps: int, *, told: bool = True, grow_at: int | None = None) -> Made:
+        """Write `steps` steps of every rank and, if `told`, what the head's daemon says."""
+        for step in range(steps):
+            n = 3 + (grow_at is not None and step >= grow_at)
+            parts = [record(r, step, n, self.attempt) for r in range(self.ranks)]
+            self.write(parts)
+            if told:
+                self.tell(codec.RECORD, merge_all(parts))
+            if told and step == 3:
+                self.tell(codec.ANOMALY, ANOMALY)
+                readings = {"time_ns": step, "host": {"cpu": 0.5}, "ranks": {}}
+                self.tell(codec.SAMPLE, readings)
+        return self
+
+    def close(self, *, cleanly: bool = True) -> RunDir:
+        """End all writers; `cleanly` with their last words."""
+        for writer in self.writers.values():
+            if cleanly:
+                writer.append_json(codec.LIFE, {"event": "closed", "status": "ok"})
+            writer.close()
+        if self.daemon is not None:
+            if cleanly:
+                self.daemon.append_json(codec.LIFE, {"event": "finished"})
+            self.daemon.close()
+        self.writers, self.daemon = {}, None
+        return self.run
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "format_version": 1, "run_id": "id", "name": "made", "world_size": self.ranks,
+            "nodes": 1, "created_ns": 1, "every": 1, "wrapper": "ddp", "torch": "2",
+            "backend": "gloo", "hostname": "here",
+        }  # fmt: skip
+
+    def _meta(self, rank: int) -> dict[str, Any]:
+        return {
+            **self._identity(), "rank": rank, "local_rank": rank, "node": NODE, "pid": self.pid,
+            "local_world_size": self.ranks, "attempt": self.attempt, "device": "cpu", "head": True,
+        }  # fmt: skip
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    """Return the files below a directory."""
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}

@@ -1,0 +1,423 @@
+"""The command line: verdicts, exit codes and one-line errors, on run directories of every sort."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddpprobe import codec
+from ddpprobe.cli import main
+from ddpprobe.commands import output
+from ddpprobe.journal import JournalWriter
+from ddpprobe.layout import RunDir, make_dir, write_json
+from ddpprobe.records import COUNTS, FirstBad, Site, StepRecord
+
+Call = Callable[..., tuple[int, str, str]]
+EVIL = "blocks.1\x1b[31m\x07\u202e"
+SITES = (
+    Site("blocks.0.mlp", "output"),
+    Site(EVIL, "output"),
+    Site("blocks.0.mlp", "grad_output"),
+    Site("blocks.0.mlp.weight", "grad", placement="replicated"),
+)
+BAD = FirstBad(30, 0, "backward", 2, 1, "blocks.0.mlp", "grad_output", "", 3, 0, 0, 64)
+
+
+def record(rank: int, step: int, bad: FirstBad | None) -> StepRecord:
+    counts = np.zeros((len(SITES), len(COUNTS)), np.int64)
+    counts[:, COUNTS.index("numel")] = 64
+    counts[:, -2:] = 1
+    if step == 5:
+        counts[0, [0, -1]] = 0  # the first site was not observed at step 5
+    if bad and rank == bad.rank:
+        counts[2, COUNTS.index("nan")] = bad.nan
+    values = np.tile([-1.0, 1.0, 0.0, 64.0 * (1 + step)], (len(SITES), 1))
+    return StepRecord(
+        0, step, (rank,), 10**9 * step, sites=SITES, counts=counts, values=values,
+        scalars={rank: {"loss": 1.0, "grad_norm_local": 1.0}},
+        first_bad=bad if bad and rank == bad.rank else None,
+    )  # fmt: skip
+
+
+def make_run(path: Path, bad: FirstBad | None = None, ranks: int = 2, steps: int = 40) -> Path:
+    """A run that only its ranks wrote down: journals, no daemon, no store."""
+    run = RunDir(make_dir(path))
+    write_json(
+        run.run_json,
+        {"format_version": 1, "run_id": "r1", "name": "tiny", "world_size": ranks, "nodes": 1,
+         "created_ns": 10**18, "every": 1, "wrapper": "ddp", "torch": "2.13.0", "backend": "gloo",
+         "hostname": "node\x1b[2Ja"},
+    )  # fmt: skip
+    for rank in range(ranks):
+        meta = {"rank": rank, "local_rank": rank, "world_size": ranks, "local_world_size": ranks,
+                "node": "node_0000", "node_index": 0, "attempt": 0, "pid": 2**30 + rank,
+                "pid_start": 0.0, "hostname": "a", "device": "cpu", "wrapper": "ddp",
+                "backend": "gloo", "torch": "2.13.0", "run_id": "r1", "name": "tiny", "every": 1,
+                "started_ns": 10**18, "head": True, "resume_step": 0}  # fmt: skip
+        writer = JournalWriter(run.rank_journal(0, "node_0000", rank), meta)
+        for step in range(steps):
+            writer.append_record(record(rank, step, bad if bad and step == bad.step else None))
+        writer.append_json(codec.LIFE, {"event": "closed", "status": "ok"})
+        writer.close()
+    return path
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """`call(*words)`: (exit code, stdout, stderr) of one command line."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        code = main([str(word) for word in words])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def healthy(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "healthy")
+
+
+@pytest.fixture
+def sick(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "sick", BAD)
+
+
+def test_a_healthy_run_has_no_anomalies(call: Call, healthy: Path) -> None:
+    assert call("anomalies", healthy) == (0, "no anomalies in 40 sampled steps\n", "")
+
+
+def test_the_verdict_is_one_line_and_a_page_exits_with_1(call: Call, sick: Path) -> None:
+    code, out, err = call("anomalies", sick)
+    assert (code, err) == (1, "")
+    assert out.split("\n")[0].split("  ") == [
+        "PAGE",
+        "step 30 micro 0",
+        "rank 1",
+        "blocks.0.mlp:grad_output",
+        "backward",
+        "nonfinite: 3 NaN of 64 elements (first cause)",
+    ]
+
+
+def test_anomalies_as_json_are_exactly_the_contract(call: Call, sick: Path) -> None:
+    code, out, _ = call("anomalies", sick, "--json")
+    assert code == 1
+    assert json.loads(out) == {
+        "run": "tiny",
+        "format_version": 1,
+        "anomalies": [
+            {
+                "detector": "nonfinite", "level": "page", "step": 30, "micro": 0, "rank": 1,
+                "module": "blocks.0.mlp", "kind": "grad_output", "phase": "backward",
+                "first_cause": True, "message": "3 NaN of 64 elements",
+                "values": {"nan": 3, "pos_inf": 0, "neg_inf": 0, "numel": 64}, "sampled": True,
+            }
+        ],
+    }  # fmt: skip
+
+
+def test_a_healthy_run_as_json_is_an_empty_list(call: Call, healthy: Path) -> None:
+    code, out, _ = call("anomalies", healthy, "--json")
+    assert (code, json.loads(out)["anomalies"]) == (0, [])
+
+
+def test_what_followed_is_indented_below_its_cause(call: Call, tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", BAD)
+    run = RunDir(path)
+    writer = JournalWriter(run.daemon_journal(0, "node_0000"), {"role": "daemon", "world_size": 2})
+    for rank in (1, 0):
+        death = {
+            "event": "death",
+            "rank": rank,
+            "signal": "SIGKILL",
+            "step": 39,
+            "first": rank == 1,
+        }
+        writer.append_json(codec.LIFE, {**death, "time_ns": 10**18 - rank})
+    writer.close()
+    code, out, _ = call("anomalies", path)
+    lines = out.splitlines()
+    assert code == 1
+    assert [line[:6] for line in lines] == ["PAGE  ", "  PAGE", "  INFO"]
+    assert "rank_lost: rank 1 died (SIGKILL) in step 39" in lines[1]
+    assert "first cause" not in lines[1]
+
+
+def test_level_hides_what_is_below_and_does_not_change_the_exit_code(
+    call: Call, tmp_path: Path
+) -> None:
+    path = make_run(tmp_path / "run", steps=33)
+    writer = JournalWriter(RunDir(path).rank_journal(0, "node_0000", 2), {"world_size": 3})
+    skipped = StepRecord(0, 33, (2,), 0, first_bad=FirstBad(33, 0, "backward", 0, 2), skipped=True)
+    writer.append_record(skipped)
+    writer.close()
+    assert call("anomalies", path)[1].startswith("INFO")
+    code, out, _ = call("anomalies", path, "--level", "page")
+    assert code == 0
+    assert out.startswith("no anomalies at level page or above (1 below) in ")
+
+
+def test_info_says_what_ran(call: Call, healthy: Path) -> None:
+    code, out, err = call("info", healthy)
+    assert (code, err) == (0, "")
+    for text in ("tiny", "2 ranks on 1 node,", "every 1 step\n", "0 to 39", "40 of 40", "100 %"):
+        assert text in out
+    code, out, _ = call("info", healthy, "--json")
+    assert json.loads(out)["world_size"] == 2
+
+
+def test_names_from_a_store_cannot_move_the_terminal(call: Call, healthy: Path) -> None:
+    for words in (("info", healthy), ("trace", healthy, "--site", "blocks.1*")):
+        _, out, _ = call(*words)
+        assert not {"\x1b", "\x07", "\u202e"} & set(out)
+    assert "blocks.1?[31m??:output" in call("trace", healthy, "--site", "*", "--steps", 0)[1]
+
+
+def cells(out: str) -> list[list[str]]:
+    return [line.split() for line in out.splitlines()]
+
+
+def test_trace_prints_the_series_as_a_table(call: Call, healthy: Path) -> None:
+    code, out, _ = call("trace", healthy, "--site", "blocks.0.mlp:output", "--steps", "3:6")
+    assert code == 0
+    assert cells(out) == [
+        ["attempt", "step", "site", "rms", "nonfinite"],
+        ["0", "3", "blocks.0.mlp:output", "2", "0"],
+        ["0", "4", "blocks.0.mlp:output", "2.23607", "0"],
+        ["0", "5", "blocks.0.mlp:output", "-", "-"],
+    ]
+
+
+def test_trace_reads_one_rank_or_all_merged(call: Call, sick: Path) -> None:
+    glob = ("--site", "blocks.0.mlp:grad_output", "--steps", 30, "--stat", "numel")
+    assert cells(call("trace", sick, *glob)[1])[1][3:] == ["128", "3"]
+    assert cells(call("trace", sick, *glob, "--rank", 0)[1])[1][3:] == ["64", "0"]
+
+
+def test_trace_as_json_has_null_where_nothing_was_observed(call: Call, healthy: Path) -> None:
+    words = ("trace", healthy, "--site", "blocks.0.mlp:*", "--steps", "4:6", "--json")
+    code, out, _ = call(*words)
+    found = json.loads(out)
+    assert code == 0
+    assert found["steps"] == [4, 5]
+    by_site = {s["site"]: s["values"] for s in found["series"]}
+    assert by_site["blocks.0.mlp:output"][1] is None
+    assert by_site["blocks.0.mlp:grad_output"][1] == pytest.approx(6**0.5)
+
+
+def test_trace_plots_without_colours_into_a_pipe(call: Call, healthy: Path) -> None:
+    code, out, _ = call("trace", healthy, "--site", "blocks.0.mlp:output", "--plot")
+    assert code == 0
+    assert "blocks.0.mlp:output" in out
+    assert "\x1b" not in out
+    assert len(out.splitlines()) > 10
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (("--site", "blocks.0.mpl:output"), "nearest: blocks.0.mlp:output"),
+        (("--site", "*", "--stat", "norms"), "nearest: norm"),
+        (("--site", "*", "--rank", "7"), "no rank 7 in this run; it has 0, 1"),
+        (("--site", "*", "--steps", "900:"), "they reach from 0 to 39"),
+        (("--site", "*", "--steps", "9:3"), "B must be greater than A"),
+        (("--site", "*", "--steps", "x"), "expected A:B"),
+    ],
+)
+def test_trace_says_what_there_is_instead(
+    call: Call, healthy: Path, words: tuple[str, ...], answer: str
+) -> None:
+    code, out, err = call("trace", healthy, *words)
+    assert (code, out) == (2, "")
+    assert answer in err
+
+
+def missing(path: Path) -> Path:
+    return path / "nothing"
+
+
+def empty(path: Path) -> Path:
+    return make_dir(path / "empty")
+
+
+def foreign(path: Path) -> Path:
+    (path / "holiday.jpg").write_bytes(b"\xff\xd8")
+    return path
+
+
+def a_file(path: Path) -> Path:
+    (path / "train.py").write_text("import torch\n")
+    return path / "train.py"
+
+
+def half_written(path: Path) -> Path:
+    (path / "run.json").write_text('{"format_ver')
+    return path
+
+
+def no_object(path: Path) -> Path:
+    (path / "run.json").write_text("[1]")
+    return path
+
+
+@pytest.mark.parametrize("verb", ["info", "anomalies", "trace", "verify"])
+@pytest.mark.parametrize(
+    ("make", "exit_code"),
+    [(missing, 2), (empty, 2), (foreign, 2), (a_file, 2), (half_written, 3), (no_object, 3)],
+)
+def test_what_is_no_run_is_one_line_on_stderr(
+    call: Call, tmp_path: Path, verb: str, make: Callable[[Path], Path], exit_code: int
+) -> None:
+    extra = ("--site", "*") if verb == "trace" else ()
+    code, out, err = call(verb, make(tmp_path), *extra)
+    assert (code, out) == (exit_code, "")
+    assert err.startswith("ddpprobe: ")
+    assert err.count("\n") == 1
+
+
+def damage(path: Path) -> Path:
+    """Flip one byte in the middle of a rank's journal."""
+    segment = next(path.glob("journal/000/node_0000/rank_00001/*.wal"))
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    segment.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("verb", ["info", "anomalies", "trace", "verify"])
+def test_damage_is_listed_and_what_can_be_read_is_shown(
+    call: Call, healthy: Path, verb: str
+) -> None:
+    extra = ("--site", "*") if verb == "trace" else ()
+    code, out, err = call(verb, damage(healthy), *extra)
+    assert code == 3
+    assert out
+    assert "ddpprobe: lost: journal/000/node_0000/rank_00001/" in err
+
+
+def fold(path: Path) -> Path:
+    """Let the daemon do what it does with a run that is over: fold it into the store."""
+    source = "import sys; from ddpprobe.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = ["daemon", "--dir", str(path), "--linger", "0", "--listen", "127.0.0.1:0"]
+    done = subprocess.run(
+        [sys.executable, "-c", source, *words], capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def test_the_store_says_what_the_journals_said_and_damage_to_it_is_named(
+    call: Call, sick: Path
+) -> None:
+    trace = ("trace", sick, "--site", "blocks.0.mlp:*", "--stat", "norm", "--rank", 1)
+    before = [call("anomalies", sick, "--json"), call(*trace)]
+    fold(sick)
+    assert [call("anomalies", sick, "--json"), call(*trace)] == before
+    assert call("verify", sick)[0] == 0
+    chunk = next(p for p in sick.glob("run.zarr/*/rank_00001/counts/c/**/*") if p.is_file())
+    data = bytearray(chunk.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    chunk.write_bytes(data)
+    for words in (("verify", sick), trace):
+        code, _, err = call(*words)
+        assert code == 3
+        assert "ddpprobe: lost: run.zarr/attempt_000/rank_00001/counts" in err
+
+
+def test_a_torn_tail_is_no_damage(call: Call, healthy: Path) -> None:
+    segment = next(healthy.glob("journal/000/node_0000/rank_00001/*.wal"))
+    segment.write_bytes(segment.read_bytes()[:-7])
+    for verb in ("info", "anomalies", "verify"):
+        assert call(verb, healthy)[0] == 0
+
+
+def test_verify_says_that_all_is_well(call: Call, healthy: Path) -> None:
+    code, out, err = call("verify", healthy)
+    assert (code, err) == (0, "")
+    assert out
+    assert isinstance(json.loads(call("verify", healthy, "--json")[1]), dict)
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("fix",), ("info",), ("trace", "run"), ("info", "a", "--no")]
+)
+def test_wrong_use_exits_with_2_and_shows_the_usage(call: Call, words: tuple[str, ...]) -> None:
+    code, _, err = call(*words)
+    assert code == 2
+    assert "usage: ddpprobe" in err
+
+
+@pytest.mark.parametrize("words", [("--help",), ("info", "--help"), ("--version",)])
+def test_help_and_version_exit_with_0(call: Call, words: tuple[str, ...]) -> None:
+    code, out, err = call(*words)
+    assert (code, err) == (0, "")
+    assert "ddpprobe" in out
+
+
+def test_the_daemons_options_are_its_own(call: Call, tmp_path: Path) -> None:
+    assert call("daemon", "--dir", tmp_path / "nothing")[0] == 2
+    assert call("daemon", "--no-such-option")[0] == 2
+    assert "--dir" in call("daemon", "--help")[1]
+
+
+def test_help_loads_neither_numpy_nor_zarr_nor_torch() -> None:
+    source = (
+        "import sys; from ddpprobe.cli import main; code = main(['--help']);"
+        "heavy = {'numpy', 'zarr', 'torch', 'plotext', 'prometheus_client'} & set(sys.modules);"
+        "sys.exit(str(heavy) if heavy else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_closed_pipe_is_quiet(healthy: Path) -> None:
+    source = "import sys; from ddpprobe.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", source, "trace", str(healthy), "--site", "*"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 141
+
+
+def test_output_survives_a_terminal_that_knows_only_ascii(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Ascii:
+        encoding = "ascii"
+        text = ""
+
+        def write(self, text: str) -> None:
+            self.text += text
+
+    terminal = Ascii()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    output.say("größe")
+    assert terminal.text == "gr\\xf6\\xdfe\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(float("nan"), "-"), (0.0, "0"), (3.0, "3"), (1e20, "1e+20"), (0.1234567, "0.123457"),
+     (float("inf"), "inf")],
+)  # fmt: skip
+def test_numbers_are_short_and_no_data_is_never_zero(value: float, text: str) -> None:
+    assert output.number(value) == text
+
+
+def test_json_is_strict() -> None:
+    value: dict[str, Any] = {"a": [float("nan"), float("inf"), 1.5], "b": {"c": -float("inf")}}
+    assert output._strict(value) == {"a": [None, None, 1.5], "b": {"c": None}}

@@ -1,0 +1,352 @@
+"""The daemon over real processes: nothing acknowledged is lost, the first death is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpprobe import codec, layout
+from ddpprobe.daemon.__main__ import main
+from ddpprobe.daemon.ledger import Ledger
+from ddpprobe.journal import JournalTail
+
+_spec = importlib.util.spec_from_file_location(
+    "daemon_harness", Path(__file__).parent / "distributed" / "daemon_harness.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+daemon_harness = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(daemon_harness)
+wait, kill = daemon_harness.wait, daemon_harness.kill
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[daemon_harness.Harness]:
+    with daemon_harness.harness(tmp_path) as made:
+        yield made
+
+
+def test_two_ranks_are_merged_exactly_and_the_run_is_sealed(job) -> None:
+    daemon = job.daemon()
+    ranks = [job.rank(n) for n in range(2)]
+    assert [r.wait(30) for r in ranks] == [0, 0]
+    assert daemon.wait(30) == 0
+    assert job.merged_steps() == job.acked(0) == list(range(40))
+    group = daemon_harness.StoredGroup(job.run, "attempt_000/merged")
+    for record in group.records(0):
+        assert (record.ranks, record.missing) == ((0, 1), ())
+        assert record.counts[:, 0].tolist() == [201, 201]
+        assert record.values[0].tolist() == [-2.0, record.step, 2 * record.step + 1, 8.0]
+        assert set(record.scalars) == {0, 1}
+    assert (job.life("death"), len(job.life("finished"))) == ([], 1)
+    assert not job.run.daemon_file("node_0000", "json").exists()
+
+
+def test_a_nan_is_named_while_the_ranks_still_run(job) -> None:
+    job.daemon()
+    for n in range(2):
+        job.rank(n, steps=15, bad=5 if n == 1 else None, hang=True)
+    wait(lambda: 'ddpprobe_anomalies_total{detector="nonfinite",level="page"} 1.0' in job.metrics())
+    text = job.metrics()
+    assert 'ddpprobe_nonfinite_elements_total{kind="grad_output",rank="1"} 3.0' in text
+    assert 'ddpprobe_nonfinite_elements_total{kind="grad_output",rank="0"} 0.0' in text
+    assert 'ddpprobe_rank_anomalies_total{level="page",rank="1"} 1.0' in text
+    assert 'ddpprobe_rank_up{rank="0"} 1.0' in text
+    found = [p for t, p in job.frames() if t == codec.ANOMALY]
+    assert [(a.step, a.rank, a.module, a.phase) for a in found] == [(5, 1, "blocks.1", "backward")]
+
+
+def test_the_first_dead_rank_is_named_with_its_signal_and_nothing_of_it_is_lost(job) -> None:
+    daemon = job.daemon(0, linger=20.0)
+    first, second = job.rank(0, steps=100), job.rank(1, steps=100, hang=True)
+    wait(lambda: len(job.acked(0)) > 20)
+    kill(first)
+    wait(lambda: "ddpprobe_first_failure_timestamp_seconds" in job.metrics())
+    assert 'first_failure_timestamp_seconds{rank="0",signal="SIGKILL"}' in job.metrics()
+    wait(lambda: len(job.acked(1)) == 100)
+    second.terminate()
+    wait(lambda: job.life("finished"))
+    daemon.terminate()
+    assert daemon.wait(20) == 0
+    deaths = job.life("death")
+    assert [(d["rank"], d["signal"], d["first"]) for d in deaths] == [
+        (0, "SIGKILL", True), (1, "SIGTERM", False),
+    ]  # fmt: skip
+    assert job.merged_steps() == list(range(100))
+    last = job.acked(0)[-1]
+    group = daemon_harness.StoredGroup(job.run, "attempt_000/merged")
+    for record in group.records(0):
+        # The step under way when it died may be in its journal without having been printed.
+        if record.step != last + 1:
+            alone = record.step > last
+            assert (record.ranks, record.missing) == (((1,), (0,)) if alone else ((0, 1), ()))
+
+
+def test_all_ranks_killed_at_once_leave_a_sealed_run(job) -> None:
+    daemon = job.daemon()
+    ranks = [job.rank(n, world=3, steps=10_000, delay=0.005) for n in range(3)]
+    wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 3)
+    for rank in ranks:
+        rank.send_signal(signal.SIGKILL)
+    for rank in ranks:
+        rank.wait()
+    assert daemon.wait(30) == 0
+    steps, deaths = job.merged_steps(), job.life("death")
+    assert steps == list(range(len(steps)))
+    assert max(job.acked(n)[-1] for n in range(3)) <= steps[-1]
+    assert [d["signal"] for d in deaths] == ["SIGKILL"] * 3
+    assert [d["first"] for d in deaths] == [True, False, False]
+
+
+@pytest.mark.parametrize("draw", range(3))
+def test_a_killed_daemon_is_followed_without_loss_or_duplicate(job, draw) -> None:
+    rng = random.Random(draw)
+    ranks = [job.rank(n, steps=600, delay=0.004, bad=200 if n else None) for n in range(2)]
+    while any(rank.poll() is None for rank in ranks):
+        daemon = job.daemon()
+        try:
+            daemon.wait(rng.uniform(0.3, 1.6))  # the moment of death is drawn, not waited for
+        except subprocess.TimeoutExpired:
+            kill(daemon)
+    assert job.daemon().wait(30) == 0
+    assert job.merged_steps() == list(range(600))
+    assert job.acked(0) == job.acked(1) == list(range(600))
+    assert [(a.step, a.rank) for a in job.anomalies()] == [(200, 1)]
+    assert job.life("death") == []
+
+
+def test_verdicts_that_the_killed_daemon_could_not_write_are_written_once(tmp_path) -> None:
+    """The journal ends between a record and its anomaly."""
+    from ddpprobe.detectors.suite import default_suite
+
+    meta = {"role": "daemon", "head": True}
+    _rank_spec = importlib.util.spec_from_file_location(
+        "rank_process", Path(__file__).parent / "distributed" / "rank_process.py"
+    )
+    rank_process = importlib.util.module_from_spec(_spec_of(_rank_spec))
+    _rank_spec.loader.exec_module(rank_process)
+
+    class Silent:
+        def update(self, _):
+            return []  # noqa: E704
+
+        def finish(self):
+            return []  # noqa: E704
+
+    first = Ledger(tmp_path, meta, Silent())
+    for step in range(5):
+        first.take(rank_process.record(0, step, bad=step == 3))
+    first.death(0, "SIGKILL", 17, 4)
+    first.close()
+    for _ in range(2):
+        again = Ledger(tmp_path, meta, default_suite())
+        assert again.last_step == 4
+        assert again.anomalies == {("nonfinite", "page"): 1}
+        assert again.first_failure is not None
+        assert (again.first_failure.signal, again.first_failure.time_ns) == ("SIGKILL", 17)
+        again.close()
+    tail = JournalTail(tmp_path)
+    frames = list(tail.poll())
+    tail.close()
+    assert [f.type for f in frames].count(codec.ANOMALY) == 1
+    assert [f.seq for f in frames] == list(range(len(frames)))
+
+
+def _spec_of(spec):
+    assert spec is not None
+    return spec
+
+
+def test_a_full_disk_under_its_journal_costs_frames_and_nothing_else(job) -> None:
+    """A tmpfs of 64 kB, full from the start, that is given space later."""
+    place = job.run.daemon_journal(0, "node_0000")
+    place.mkdir(parents=True)
+    daemon = job.daemon(prefix=full_disk(place, 64 << 10))
+    rank = job.rank(0, world=1, steps=2000, delay=0.01, bad=10)
+    page = 'ddpprobe_anomalies_total{detector="nonfinite",level="page"} 1.0'
+    wait(lambda: page in job.metrics() and "ddpprobe_records_dropped_total{" in job.metrics())
+    inside = Path(f"/proc/{daemon.pid}/root{place}")
+    (inside / "filler").unlink()
+    wait(lambda: any(path.stat().st_size > 4096 for path in inside.glob("*.wal")))
+    assert rank.poll() is None
+
+
+def test_the_second_daemon_of_a_node_leaves_at_once_and_says_so(job) -> None:
+    job.daemon()
+    wait(job.said)
+    second = job.daemon()
+    assert second.wait(20) == 0
+    assert "one serves node_0000" in job.log()
+    assert job.said()["pid"] != second.pid
+
+
+def test_a_new_attempt_is_followed_while_the_daemon_lingers(job) -> None:
+    daemon = job.daemon(0, linger=15.0)
+    old = [job.rank(n, steps=20, hang=True) for n in range(2)]
+    wait(lambda: all(len(job.acked(n)) == 20 for n in range(2)))
+    for rank in old:
+        kill(rank)
+    wait(lambda: job.life("finished"))
+    job.rank(0, world=1, steps=30, first=15, attempt=1, bad=40)
+    wait(lambda: job.life("finished", attempt=1))
+    daemon.terminate()
+    assert daemon.wait(20) == 0
+    assert job.merged_steps() == list(range(20))
+    assert job.merged_steps(1) == list(range(15, 45))
+    assert [a.attempt for a in job.anomalies(1)] == [1]
+
+
+def test_a_new_attempt_ends_the_one_before_although_a_rank_of_it_seems_alive(job) -> None:
+    daemon = job.daemon()
+    job.rank(0, world=1, steps=10, hang=True)
+    wait(lambda: len(job.acked(0)) == 10)
+    job.rank(0, world=1, steps=10, attempt=1)
+    assert daemon.wait(30) == 0
+    assert len(job.life("finished")) == 1
+    assert job.merged_steps(1) == list(range(10))
+
+
+def test_a_dead_run_is_sealed_by_hand_and_then_the_daemon_ends(job) -> None:
+    ranks = [job.rank(n, steps=300, delay=0.0, closed=False, bad=250) for n in range(2)]
+    for rank in ranks:
+        rank.wait(30)
+    assert job.daemon(0, linger=60.0).wait(30) == 0
+    assert job.merged_steps() == list(range(300))
+    assert [(a.step, a.rank) for a in job.anomalies()] == [(250, 0)]
+    assert [(d["signal"], d["first"]) for d in job.life("death")] == [
+        ("unknown", True), ("unknown", False),
+    ]  # fmt: skip
+    assert job.daemon(0, "--wait", "0.5").wait(30) == 0  # and once more: nothing is left to do
+    assert job.merged_steps() == list(range(300))
+    assert len(job.life("death")) == 2
+
+
+def test_sigterm_ends_it_at_once_and_a_later_daemon_goes_on(job) -> None:
+    first = job.daemon()
+    rank = job.rank(0, world=1, steps=150)
+    wait(lambda: len(job.acked(0)) > 20)
+    wait(job.said)
+    first.terminate()
+    assert first.wait(10) == 0
+    assert job.said() is None
+    assert rank.poll() is None
+    assert job.daemon().wait(30) == 0
+    assert job.merged_steps() == list(range(150))
+    assert len(job.life("finished")) == 1
+
+
+def test_without_any_rank_it_ends_after_its_patience(job) -> None:
+    assert job.daemon(0, "--wait", "0.3").wait(20) == 0
+
+
+def test_two_daemons_on_one_machine_take_different_ports(job, tmp_path) -> None:
+    ports = ["--listen", "127.0.0.1:18377"]
+    job.daemon(0, *ports)
+    job.daemon(1, *ports)
+    listen = {wait(lambda n=n: job.said(n))["listen"] for n in (0, 1)}
+    assert len(listen) == 2
+
+
+def test_what_it_leaves_is_nobody_else_s_to_read(job) -> None:
+    daemon = job.daemon()
+    job.rank(0, world=1, steps=5)
+    assert daemon.wait(30) == 0
+    for path in (job.run.path / "journal").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_the_daemon_loads_no_torch_and_zarr_only_to_fold() -> None:
+    code = "import sys, ddpprobe.daemon.__main__; print({'torch', 'zarr'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
+
+
+def test_a_directory_that_is_not_there_is_wrong_use(tmp_path, capsys) -> None:
+    assert main(["--dir", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is no directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "says"),
+    [
+        (["--head", "10.0.0.1:13378"], {}, "write http://HOST:PORT"),
+        ([], {"DDPPROBE_LINGER": "soon"}, "DDPPROBE_LINGER='soon' is no number of seconds"),
+    ],
+)
+def test_wrong_use_is_said_in_one_line(
+    tmp_path, capsys, monkeypatch, arguments, environment, says
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--dir", str(tmp_path), *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert says in printed
+    assert "Traceback" not in printed
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB where the run directory will be."""
+    place = tmp_path / "run"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "none", str(place)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_delays_the_store_and_ends_nothing(small_disk, job) -> None:
+    daemon = job.daemon(0, linger=60.0)
+    rank = job.rank(0, world=1, steps=100)
+    wait(lambda: len(job.acked(0)) > 20 and job.metrics())
+    with (small_disk / "filler").open("wb", buffering=0) as file:
+        with pytest.raises(OSError, match="No space left"):
+            while True:
+                file.write(bytes(4096))
+    assert rank.wait(30) == 0
+    wait(lambda: "ddpprobe_job_finished 1.0" in job.metrics())
+    assert daemon.poll() is None
+    assert job.merged_steps() == []
+    (small_disk / "filler").unlink()
+    wait(job.merged_steps)
+    assert job.merged_steps()[:20] == list(range(20))
+    assert daemon.poll() is None
+
+
+def test_a_damaged_store_is_said_and_the_ranks_rows_stay_in_the_journal(job) -> None:
+    """A file where a directory of the store belongs."""
+    (job.run.path / "manifest").write_text("in the way")
+    daemon = job.daemon()
+    job.rank(0, world=1, steps=10)
+    assert daemon.wait(30) == 0
+    assert "is damaged" in job.log()
+    assert len([1 for t, _ in job.frames() if t == codec.RECORD]) == 10
+
+
+def full_disk(place: Path, size: int) -> list[str]:
+    """Return the prefix of a command that sees a full file system of `size` bytes at `place`."""
+    allowed = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False)
+    if allowed.returncode != 0:
+        pytest.skip("mount namespaces are not permitted here")
+    mount = f'mount -t tmpfs -o size={size} none "$0" && head -c {size} /dev/zero >"$0/filler"'
+    return ["unshare", "-rm", "sh", "-c", f'{mount}; exec "$@"', str(place)]
+
+
+def test_the_lock_survives_a_look_at_it(job) -> None:
+    """`is_locked` takes the lock for an instant; a daemon that starts then must not give up."""
+    daemon = job.daemon()
+    for _ in range(2000):
+        layout.is_locked(job.run.daemon_file("node_0000", "lock"))
+        if job.said():
+            break
+    wait(job.said)
+    assert daemon.poll() is None

@@ -1,0 +1,349 @@
+"""The dashboard is the one of the code, keeps its own rules, and shows data of a real Prometheus."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddpprobe.daemon.server import Server
+from ddpprobe.prometheus import METRICS, Exposition, label_value, render
+from ddpprobe.records import Site
+from ddpprobe.view import NodeView
+
+ROOT = Path(__file__).parent.parent
+DASHBOARD = ROOT / "grafana/dashboards/ddpprobe-overview.json"
+GENERATED = (
+    "grafana/dashboards/ddpprobe-overview.json",
+    "grafana/rules/ddpprobe.yml",
+    "docs/reference/metrics.md",
+)
+# Prometheus makes these itself for every target.
+PROMETHEUS_OWN = {"scrape_duration_seconds", "scrape_samples_scraped"}
+# Panels whose queries may return nothing; their descriptions must say so.
+EMPTY_IS_GOOD = {"Anomalies", "First death", "Origin of non-finite elements"}
+TREE: dict[str, Any] = json.loads(DASHBOARD.read_text())
+PANELS: list[dict[str, Any]] = [
+    each
+    for panel in TREE["panels"]
+    for each in (panel, *panel.get("panels", []))
+    if each["type"] != "row"
+]
+QUERIES = [(p["title"], t) for p in PANELS for t in p["targets"]]
+
+
+def test_the_generated_files_are_those_of_the_code(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "grafana.build", str(tmp_path)],
+        cwd=ROOT, check=True, capture_output=True,
+    )  # fmt: skip
+    for name in GENERATED:
+        made, committed = (tmp_path / name).read_bytes(), (ROOT / name).read_bytes()
+        assert made == committed, f"{name} is stale: run `python -m grafana.build`"
+
+
+def test_the_dashboard_loads_in_grafana_11() -> None:
+    assert TREE["schemaVersion"] == 39
+    text = DASHBOARD.read_text()
+    assert '"footer"' not in text
+    for variable in TREE["templating"]["list"]:
+        assert not [k for k in variable if k.startswith("auto")]
+    assert [link for link in TREE["links"] if "placement" in link] == []
+
+
+def test_every_panel_explains_itself() -> None:
+    for panel in PANELS:
+        assert len(panel["description"]) > 30, panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+    for title in EMPTY_IS_GOOD:
+        text = next(p["description"] for p in PANELS if p["title"] == title)
+        assert "Empty is good" in text, title
+
+
+def test_ids_are_stable_and_unique() -> None:
+    ids = [p["id"] for p in PANELS] + [p["id"] for p in TREE["panels"] if p["type"] == "row"]
+    assert len(set(ids)) == len(ids)
+    assert [p["id"] for p in PANELS][:3] == [1, 2, 3]
+    assert TREE["uid"] == "ddpprobe-overview"
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in PANELS:
+        grid = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(grid["x"], grid["x"] + grid["w"])
+            for y in range(grid["y"], grid["y"] + grid["h"])
+        }
+        assert max(x for x, _ in cells) < 24, panel["title"]
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_the_variables_come_in_order_and_reach_every_query() -> None:
+    names = [v["name"] for v in TREE["templating"]["list"]]
+    assert names == ["datasource", "job", "node", "rank"]
+    for variable in TREE["templating"]["list"][1:]:
+        assert (variable["multi"], variable["includeAll"], variable["allValue"]) == (
+            True,
+            True,
+            ".*",
+        )
+        assert (variable["sort"], variable["refresh"]) == (3, 2)
+    for title, target in QUERIES:
+        assert target["datasource"]["uid"] == "${datasource}", title
+        for selector in re.findall(r"\w+\{([^}]*)\}", target["expr"]):
+            assert 'job=~"$job"' in selector, (title, selector)
+            assert 'instance=~"$node"' in selector, (title, selector)
+
+
+def test_every_metric_in_a_query_exists_and_counters_are_inside_rates() -> None:
+    table = {m.name: m for m in METRICS}
+    rest = [v["definition"] for v in TREE["templating"]["list"] if v["type"] == "query"]
+    rest += [a["expr"] for a in TREE["annotations"]["list"] if "expr" in a]
+    for expr in [t["expr"] for _, t in QUERIES] + rest:
+        for name in re.findall(r"(\w+)\{|\((ddpprobe_\w+),", expr):
+            metric = name[0] or name[1]
+            assert metric in table or metric in PROMETHEUS_OWN, (metric, expr)
+    for title, target in QUERIES:
+        for metric in re.findall(r"(ddpprobe_\w+_total)\{", target["expr"]):
+            if (title, metric) == ("Steps", "ddpprobe_steps_total"):
+                continue  # the verdict strip shows the count itself
+            inside = rf"(rate|increase)\({metric}\{{[^}}]*\}}\[\$__(rate_interval|range)\]\)"
+            assert re.search(inside, target["expr"]), (title, metric)
+
+
+def test_the_provisioning_files_are_valid() -> None:
+    folder = ROOT / "grafana/provisioning"
+    source = yaml.safe_load((folder / "datasources/ddpprobe.yml").read_text())["datasources"][0]
+    assert (source["type"], source["jsonData"]["timeInterval"]) == ("prometheus", "15s")
+    provider = yaml.safe_load((folder / "dashboards/ddpprobe.yml").read_text())["providers"][0]
+    assert provider["allowUiUpdates"] is False
+    example = ROOT / "grafana/prometheus/prometheus.yml"
+    done = subprocess.run(
+        ["promtool", "check", "config", str(example)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+class Prometheus:
+    """A real one, scraping a target per job every second, with the alert rules of the repository."""
+
+    def __init__(self, folder: Path, **targets: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(ROOT / "grafana/rules/ddpprobe.yml")],
+            "scrape_configs": [
+                {
+                    "job_name": job,
+                    "sample_limit": 20000,
+                    "static_configs": [{"targets": [target]}],
+                }
+                for job, target in targets.items()
+            ],
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        self._log = (folder / "log").open("wb")
+        self._process = subprocess.Popen(
+            [
+                "prometheus", f"--config.file={folder}/prometheus.yml",
+                f"--storage.tsdb.path={folder}/data",
+                f"--web.listen-address={self.url.removeprefix('http://')}",
+                "--enable-feature=exemplar-storage",
+            ],
+            stdout=self._log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def get(self, path: str, **parameters: str) -> Any:  # noqa: ANN401  (any JSON)
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as response:
+                return json.load(response)["data"]
+        except urllib.error.HTTPError as error:
+            with error:
+                pytest.fail(f"{parameters}: {error.read().decode()}")
+
+    def ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=10) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, ConnectionError):
+            return False
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(20)
+        self._log.close()
+
+
+EVIL = ['"} 1\nfake 2', "a\\", "\ud800", "x\r\ny", "\0", "# {} 1", "\u2028", "z" * 999, ""]
+EVIL.append("".join(map(chr, range(1, 32))) + "\x7f\x85\ufeff")
+
+
+def hostile(view: NodeView) -> NodeView:
+    """Return a view full of names that try to break the exposition."""
+    assert view.merged is not None
+    sites = tuple(Site(name, "output") for name in EVIL)
+    n = len(sites)
+    merged = replace(
+        view.merged, sites=sites, counts=view.merged.counts[:n], values=view.merged.values[:n]
+    )
+    latest = view.exemplars["nonfinite", "page"]
+    keys = [(name, "page") for name in EVIL]
+    return replace(
+        view,
+        merged=merged,
+        anomalies=dict.fromkeys(keys, 1),
+        exemplars={key: replace(latest, module=key[0]) for key in keys},
+    )
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, float, float]]:
+    """A run of two ranks, scraped as it goes: healthy, then a NaN on rank 1, then its death."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        sample = importlib.import_module("grafana.sample")
+    server, exposition, tick = Server("127.0.0.1:0"), Exposition(), threading.Event()
+    evil = Server("127.0.0.1:0")
+    view = hostile(list(sample.views())[-1])
+    evil.publish(render(view, False), render(view, True))
+    folder = tmp_path_factory.mktemp("prometheus")
+    prometheus = Prometheus(folder, ddpprobe=server.start(), hostile=evil.start())
+    try:
+        assert until(prometheus.ready)
+        start = time.time()
+        for view in sample.views():
+            server.publish(exposition.render(view, False), exposition.render(view, True))
+            tick.wait(0.75)  # the run's own pace
+        assert until(
+            lambda: bool(
+                prometheus.get("query", query="ddpprobe_first_failure_timestamp_seconds")["result"]
+            )
+        )
+        yield prometheus, start, time.time()
+    finally:
+        prometheus.close()
+        server.stop()
+        evil.stop()
+
+
+def filled_in(expr: str, start: float, end: float) -> str:
+    """Replace Grafana's variables as it would with everything selected."""
+    for name, text in {
+        "$__rate_interval": "4s",
+        "$__range": f"{round(end - start)}s",
+        "$job": "ddpprobe",
+        "$node": ".*",
+        "$rank": ".*",
+    }.items():
+        expr = expr.replace(name, text)
+    return expr
+
+
+@pytest.mark.parametrize(("title", "target"), QUERIES)
+def test_every_query_returns_data(
+    scraped: tuple[Prometheus, float, float], title: str, target: dict[str, Any]
+) -> None:
+    prometheus, start, end = scraped
+    expr = filled_in(target["expr"], start, end)
+    if target.get("instant"):
+        result = prometheus.get("query", query=expr, time=str(end))["result"]
+    else:
+        times = {"start": str(start), "end": str(end), "step": "1"}
+        result = prometheus.get("query_range", query=expr, **times)["result"]
+    # The sample has a NaN and a death, so not even the panels that may be empty are.
+    assert result, title
+    for label in re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")):
+        assert all(label in row["metric"] for row in result), (title, label)
+
+
+def test_the_verdict_strip_is_right(scraped: tuple[Prometheus, float, float]) -> None:
+    prometheus, start, end = scraped
+
+    def now(title: str) -> float:
+        expr = next(t["expr"] for name, t in QUERIES if name == title)
+        rows = prometheus.get("query", query=filled_in(expr, start, end), time=str(end))["result"]
+        assert len(rows) == 1, title
+        return float(rows[0]["value"][1])
+
+    assert now("Ranks lost") == 1
+    assert now("Non-finite elements") >= 512
+    assert now("Anomalies, page") >= 1
+
+
+def test_annotations_and_variables_find_something(
+    scraped: tuple[Prometheus, float, float],
+) -> None:
+    prometheus, start, end = scraped
+    times = {"start": str(start), "end": str(end), "step": "1"}
+    for annotation in TREE["annotations"]["list"]:
+        if "expr" in annotation:
+            expr = filled_in(annotation["expr"], start, end)
+            assert prometheus.get("query_range", query=expr, **times)["result"], expr
+    for variable in TREE["templating"]["list"][1:]:
+        found = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
+        assert found, variable["definition"]
+        match = filled_in(found[1], start, end)
+        assert prometheus.get(f"label/{found[2]}/values", **{"match[]": match}), match
+
+
+def test_the_exemplar_arrives(scraped: tuple[Prometheus, float, float]) -> None:
+    prometheus, start, end = scraped
+    times = {"start": str(start - 5), "end": str(end + 5)}
+    data = prometheus.get("query_exemplars", query="ddpprobe_anomalies_total", **times)
+    labels = [e["labels"] for series in data for e in series["exemplars"]]
+    assert {"step": "32", "fqn": "blocks.2.mlp", "kind": "output", "rank": "1"} in labels
+
+
+def test_hostile_names_are_scraped_with_their_exemplars(
+    scraped: tuple[Prometheus, float, float],
+) -> None:
+    prometheus, start, end = scraped
+    assert prometheus.get("query", query='up{job="hostile"}')["result"][0]["value"][1] == "1"
+    query = 'ddpprobe_anomalies_total{job="hostile"}'
+    shown = prometheus.get("query", query=query)["result"]
+    assert {label_value(name) for name in EVIL if name} <= {
+        row["metric"].get("detector", "") for row in shown
+    }
+    times = {"start": str(start - 5), "end": str(end + 5)}
+    assert len(prometheus.get("query_exemplars", query=query, **times)) == len(EVIL)
+
+
+def test_the_alerts_fire_in_prometheus(scraped: tuple[Prometheus, float, float]) -> None:
+    prometheus, _, _ = scraped
+
+    def firing() -> set[str]:
+        alerts = prometheus.get("alerts")["alerts"]
+        return {a["labels"]["alertname"] for a in alerts if a["state"] == "firing"}
+
+    want = {"DdpprobeNonFinite", "DdpprobeLossNotFinite", "DdpprobeFirstFailure"}
+    assert until(lambda: want <= firing()), firing()
+    assert "DdpprobeRankDead" not in firing()  # it yields to the first failure

@@ -1,0 +1,367 @@
+"""A run reads the same live, crashed, half folded and sealed; a stranger's directory is told so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddpprobe import codec, heartbeat, layout
+from ddpprobe.records import StepRecord, derive, merge_all
+from ddpprobe.replay.run import RunError, open_run
+from ddpprobe.replay.series import is_within
+from ddpprobe.store.writer import StoreWriter
+
+from .made_runs import ANOMALY, NODE, Made, bad, key, record
+
+STEPS = 50
+STATES = ("crashed", "folded", "sealed")
+
+
+def bring(made: Made, state: str) -> None:
+    """End a run: `crashed` before anything was folded, half way through, or sealed."""
+    made.close(cleanly=state != "crashed")
+    if state == "crashed":
+        return
+    folder = StoreWriter(made.run, NODE, block=8, durable=False)
+    folder.fold()
+    if state == "sealed":
+        folder.seal()
+    folder.close()
+
+
+def parts(step: int) -> list[StepRecord]:
+    return [record(r, step, 3 + (step >= 20)) for r in range(2)]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["with a daemon", "without one"])
+@pytest.mark.parametrize("state", STATES)
+def test_records_are_the_same_in_every_state_of_a_run(
+    tmp_path: Path, state: str, told: bool
+) -> None:
+    made = Made(tmp_path).whole(STEPS, told=told, grow_at=20)
+    bring(made, state)
+    run = open_run(tmp_path)
+    for rank in range(2):
+        assert [key(r) for r in run.records(rank)] == [key(parts(s)[rank]) for s in range(STEPS)]
+    merged = [key(merge_all(parts(s))) for s in range(STEPS)]
+    assert [key(r) for r in run.records()] == merged
+    assert run.lost == []
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_steps_behind_the_last_merged_one_are_merged_from_the_ranks(
+    tmp_path: Path, state: str
+) -> None:
+    made = Made(tmp_path)
+    for step in range(30):
+        made.write(parts(step) if step < 25 else parts(step)[:1])  # rank 1 died at step 25
+        if step < 10:
+            made.tell(codec.RECORD, merge_all(parts(step)))
+    bring(made, state)
+    merged = list(open_run(tmp_path).records())
+    assert [r.step for r in merged] == list(range(30))
+    assert [key(r) for r in merged[:25]] == [key(merge_all(parts(s))) for s in range(25)]
+    assert all(r.missing == (1,) and r.ranks == (0,) for r in merged[25:])
+
+
+def test_an_alarm_is_replaced_by_the_full_record_of_its_step(tmp_path: Path) -> None:
+    made = Made(tmp_path, ranks=1)
+    alarm = record(0, 5, 0, sampled=False, partial=True, first_bad=bad(0, 5), scalars={})
+    made.write([record(0, 4), alarm, record(0, 5, first_bad=bad(0, 5)), record(0, 6)])
+    made.close(cleanly=False)
+    found = list(open_run(tmp_path).records(0))
+    assert [r.step for r in found] == [4, 5, 6]
+    assert found[1].sampled
+
+
+def test_a_run_can_be_read_while_it_is_folded(tmp_path: Path) -> None:
+    made = Made(tmp_path, ranks=1)
+    made.write(record(0, step) for step in range(60))
+    folder = StoreWriter(made.run, NODE, block=8, durable=False)
+    found = []
+    for one in open_run(tmp_path).records(0):
+        found.append(one.step)
+        if one.step in {3, 30}:
+            folder.fold()  # deletes what was listed, but not yet read
+    assert found == list(range(60))
+    folder.close()
+    made.close()
+
+
+def nan_run(made: Made, *, told: bool) -> None:
+    """Write a run in which rank 1 has a NaN at step 40."""
+    for step in range(STEPS):
+        both = parts(step)
+        if step == 40:
+            counts = both[1].counts.copy()
+            counts[1, 1] = 3
+            both[1] = replace(both[1], counts=counts, first_bad=bad(1, 40))
+        made.write(both)
+        if told:
+            made.tell(codec.RECORD, merge_all(both))
+
+
+def test_replayed_anomalies_name_the_first_cause(tmp_path: Path) -> None:
+    made = Made(tmp_path)
+    nan_run(made, told=False)
+    made.close(cleanly=False)
+    first = open_run(tmp_path).anomalies()[0]
+    assert (first.detector, first.level, first.first_cause) == ("nonfinite", "page", True)
+    assert (first.step, first.rank, first.module, first.phase) == (40, 1, "blocks.1.mlp", "forward")
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_recorded_anomalies_are_taken_if_the_daemon_saw_everything(
+    tmp_path: Path, state: str
+) -> None:
+    made = Made(tmp_path).whole(STEPS)  # a stream without a fault, and one anomaly written down
+    made.tell(codec.LIFE, {"event": "finished"})
+    bring(made, state)
+    (found,) = open_run(tmp_path).anomalies()
+    assert codec.encode_anomaly(found) == codec.encode_anomaly(ANOMALY)
+
+
+def test_anomalies_are_replayed_if_the_daemon_did_not_see_the_end(tmp_path: Path) -> None:
+    made = Made(tmp_path)
+    nan_run(made, told=False)
+    for step in range(30):
+        made.tell(codec.RECORD, merge_all(parts(step)))
+    made.close()
+    assert [a.step for a in open_run(tmp_path).anomalies() if a.level == "page"] == [40]
+
+
+def death(rank: int, *, first: bool, step: int = 12, time_ns: int = 5) -> dict[str, Any]:
+    return {
+        "event": "death", "rank": rank, "signal": "SIGKILL", "time_ns": time_ns, "step": step,
+        "first": first,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_first_death_is_a_page_that_names_rank_and_signal(tmp_path: Path, state: str) -> None:
+    made = Made(tmp_path).whole(12, told=False)
+    made.tell(codec.LIFE, death(1, first=True))
+    made.tell(codec.LIFE, death(0, first=False, time_ns=9))
+    beat = heartbeat.HeartbeatWriter(made.run.heartbeat(0, NODE, 1))
+    beat.beat(
+        step=12, micro=1, state=heartbeat.STATES.index("backward"), steps=12, skipped=0, sampled=12,
+        phase_seconds=(0, 0, 0, 0), probe_seconds=0,
+    )  # fmt: skip
+    beat.close()
+    bring(made, state)
+    run = open_run(tmp_path)
+    first, second = run.anomalies()
+    assert (first.detector, first.level, first.rank) == ("rank_lost", "page", 1)
+    assert (first.step, first.micro, first.phase) == (12, 1, "backward")
+    assert first.first_cause
+    assert first.message == "rank 1 died (SIGKILL) in step 12"
+    assert (second.level, second.rank, second.first_cause) == ("info", 0, False)
+    assert [(d.rank, d.first) for d in run.deaths()] == [(1, True), (0, False)]
+    assert run.info()["first_death"]["rank"] == 1
+
+
+def test_a_death_soon_after_a_nan_follows_from_it(tmp_path: Path) -> None:
+    made = Made(tmp_path)
+    nan_run(made, told=False)
+    made.tell(codec.LIFE, death(0, first=True, step=42))
+    made.close(cleanly=False)
+    found = open_run(tmp_path).anomalies()
+    assert [(a.detector, a.first_cause) for a in found] == [
+        ("nonfinite", True),
+        ("rank_lost", False),
+    ]
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_series_is_the_statistic_of_the_records(
+    tmp_path: Path, state: str, rank: int | None
+) -> None:
+    made = Made(tmp_path).whole(STEPS, grow_at=20)
+    bring(made, state)
+    run = open_run(tmp_path)
+    found = run.series("blocks.[13].mlp", "rms", rank, slice(10, 40))
+    assert [s.fqn for s in found.sites] == ["blocks.1.mlp", "blocks.3.mlp"]
+    assert list(found.steps) == list(range(10, 40))
+    for row, step in enumerate(found.steps):
+        whole = merge_all(parts(step)) if rank is None else parts(step)[rank]
+        expected = derive("rms", whole.counts, whole.values)
+        assert found.values[row, 0] == expected[1]
+        assert np.isnan(found.values[row, 1]) == (step < 20)
+        assert step < 20 or found.values[row, 1] == expected[3]
+
+
+def test_what_was_not_observed_is_nan_and_never_zero(tmp_path: Path) -> None:
+    made = Made(tmp_path, ranks=1)
+    one = record(0, 0)
+    counts = one.counts.copy()
+    counts[1] = 0
+    counts[1, 5] = 1  # tapped, but nothing came
+    made.write([replace(one, counts=counts)])
+    made.close(cleanly=False)
+    run = open_run(tmp_path)
+    assert np.isnan(run.series("*", "numel").values[0]).tolist() == [False, True, False]
+    assert run.series("*", "tapped").values[0, 1] == 1
+
+
+def test_an_unknown_statistic_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    made = Made(tmp_path, ranks=1).whole(1)
+    made.close()
+    with pytest.raises(ValueError, match="'median': choose one of numel, nan"):
+        open_run(tmp_path).series("*", "median")
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_scalar_of_every_rank_over_the_steps(tmp_path: Path, state: str) -> None:
+    made = Made(tmp_path).whole(STEPS)
+    bring(made, state)
+    run = open_run(tmp_path)
+    found = run.scalars("grad_norm_local", steps=slice(0, 20, 5))
+    assert found.ranks == (0, 1)
+    assert found.steps.tolist() == [0, 5, 10, 15]
+    assert found.values.tolist() == [[0.0, 1.0]] * 4
+    assert run.scalars("loss", rank=1).values[4, 0] == 0.2
+    assert run.scalars("no such thing").values.shape == (STEPS, 0)
+
+
+def test_slices_are_over_step_numbers() -> None:
+    assert [s for s in range(30) if is_within(s, slice(5, 20, 10))] == [5, 15]
+    assert all(is_within(s, slice(None)) for s in range(5))
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_xarray_gets_what_is_folded_and_what_is_not(tmp_path: Path, state: str) -> None:
+    made = Made(tmp_path).whole(STEPS, grow_at=20)
+    bring(made, state)
+    dataset = open_run(tmp_path).to_xarray()
+    assert dict(dataset.sizes) == {
+        "step": STEPS, "site": 4, "count_stat": 7, "value_stat": 4, "rank": 2, "scalar": 2,
+    }  # fmt: skip
+    numel = dataset.counts.sel(site="blocks.2.mlp:output", count_stat="numel", step=7)
+    assert numel == sum(p.counts[2, 0] for p in parts(7))
+
+
+def test_without_xarray_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Made(tmp_path, ranks=1).whole(1)
+    made.close()
+    monkeypatch.setitem(sys.modules, "xarray", None)
+    monkeypatch.delitem(sys.modules, "ddpprobe.replay.dataset", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'ddpprobe\[xarray\]'"):
+        open_run(tmp_path).to_xarray()
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_info_says_what_ran_and_how_complete_it_is(tmp_path: Path, state: str) -> None:
+    made = Made(tmp_path, ranks=3)
+    made.write(record(r, s) for s in range(20) for r in range(2) if s < 15 or r == 0)
+    made.tell(codec.LIFE, death(1, first=True, step=15))
+    bring(made, state)
+    info = open_run(tmp_path).info()
+    assert json.loads(json.dumps(info)) == info
+    assert (info["name"], info["world_size"], info["wrapper"]) == ("made", 3, "ddp")
+    assert info["steps"] == {"first": 0, "last": 19}
+    assert (info["state"], info["sites"], info["lost"]) == ("ended", 3, [])
+    (attempt,) = info["attempts"]
+    assert attempt["silent_ranks"] == [2]
+    shares = [(r["rank"], r["sampled"], r["expected"]) for r in attempt["ranks"]]
+    assert shares == [(0, 20, 20), (1, 15, 20)]
+    # Rank 1 said that it closed, if anything: its own word is better than the daemon's guess.
+    ends = [r["status"] for r in attempt["ranks"]]
+    assert ends == (["no last word", "died (SIGKILL)"] if state == "crashed" else ["closed"] * 2)
+    assert info["bytes"]["total"] >= info["bytes"]["store"] + info["bytes"]["journal"]
+
+
+def test_a_live_run_is_live(tmp_path: Path) -> None:
+    made = Made(tmp_path, ranks=1)
+    made.write([record(0, 0)])
+    lock = layout.DirectoryLock(made.run.lock)
+    assert lock.acquire()
+    info = open_run(tmp_path).info()
+    assert (info["state"], info["attempts"][0]["ranks"][0]["status"]) == ("live", "running")
+    lock.release()
+    assert open_run(tmp_path).info()["state"] == "ended"
+    made.close()
+
+
+def test_attempts_stay_apart(tmp_path: Path) -> None:
+    for attempt, steps in ((0, range(6)), (1, range(4, 9))):
+        made = Made(tmp_path, ranks=1, attempt=attempt)
+        made.write(record(0, s, attempt=attempt) for s in steps)
+        made.close()
+    folder = StoreWriter(made.run, NODE, block=4, durable=False)
+    folder.fold()
+    folder.close()
+    run = open_run(tmp_path)
+    assert run.attempts() == [0, 1]
+    assert [(r.attempt, r.step) for r in run.records()] == [
+        *((0, s) for s in range(6)), *((1, s) for s in range(4, 9)),
+    ]  # fmt: skip
+    assert [r.step for r in run.records(0, attempt=1)] == list(range(4, 9))
+    series = run.series("*", "numel")
+    assert list(zip(series.attempts, series.steps, strict=True))[5:7] == [(0, 5), (1, 4)]
+
+
+def test_a_run_killed_before_it_wrote_run_json_is_opened_from_its_journals(tmp_path: Path) -> None:
+    made = Made(tmp_path, ranks=1).whole(5)
+    made.close()
+    made.run.run_json.unlink()
+    assert len(list(open_run(tmp_path).records())) == 5
+
+
+def strangers(tmp_path: Path) -> dict[str, tuple[Path, str]]:
+    def make(name: str, files: dict[str, str]) -> Path:
+        path = tmp_path / name
+        path.mkdir()
+        for inner, text in files.items():
+            (path / inner).parent.mkdir(parents=True, exist_ok=True)
+            (path / inner).write_text(text)
+        return path
+
+    made = Made(tmp_path / "whole", ranks=1).whole(40)
+    bring(made, "sealed")
+    return {
+        "missing": (tmp_path / "nothing", "no such directory"),
+        "empty": (make("empty", {}), "an empty directory"),
+        "file": (made.run.run_json, "a file; give the run directory"),
+        "foreign": (make("foreign", {"a.txt": "", "b.txt": ""}), "it holds a.txt, b.txt"),
+        "parent": (make("runs", {"one/run.json": "{}"}), "holds 1 runs, name one of them"),
+        "store": (made.run.store, "a part of a run; give its directory"),
+        "half": (make("half", {"run.json": '{"format_version": 1, "na'}), "half written"),
+        "list": (make("list", {"run.json": "[1]"}), "half written or damaged"),
+        "deep": (make("deep", {"run.json": "[" * 100_000}), "half written or damaged"),
+        "newer": (make("newer", {"run.json": '{"format_version": 2}'}), "format_version 2, this"),
+    }
+
+
+def test_a_stranger_s_directory_is_named_in_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+    for name, (path, says) in strangers(tmp_path).items():
+        with pytest.raises(RunError) as caught:
+            open_run(path)
+        text = str(caught.value)
+        assert says in text, name
+        assert "\n" not in text
+        assert str(path) in text
+        assert any(word in text for word in ("give", "name one", "move it away", "pip install"))
+        assert caught.value.exit_code == (3 if name in {"half", "list", "deep"} else 2)
+
+
+def test_reading_needs_neither_torch_nor_for_journals_zarr(tmp_path: Path) -> None:
+    made = Made(tmp_path, ranks=1).whole(3)
+    made.close(cleanly=False)
+    code = (
+        "import sys, ddpprobe; run = ddpprobe.open(sys.argv[1]); run.info();"
+        "print(len(list(run.records())), 'torch' in sys.modules, 'zarr' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["3", "False", "False"]
