@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ddpprobe.records import Site as Site
     from ddpprobe.records import StepRecord as StepRecord
     from ddpprobe.replay.run import Run as Run
-    from ddpprobe.replay.run import open_run as open  # noqa: A004  (ddpprobe.open reads best)
+    from ddpprobe.replay.run import open_run as open  # noqa: A004, F401  (ddpprobe.open)
     from ddpprobe.sampling import Schedule as Schedule
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ _HOMES = {
     "open": ("ddpprobe.replay.run", "open_run"),
 }
 
-__all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0604, PLE0605
+__all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  (module protocol)

@@ -74,8 +74,8 @@ def decode_frame(data: bytes | memoryview, offset: int = 0) -> tuple[Frame, int]
     """
     if len(data) - offset < HEADER.size:
         raise FrameError("the stream ends inside a header", torn=True)
-    magic, type_, _, length, crc, seq = HEADER.unpack_from(data, offset)
-    if magic != MAGIC or length > MAX_PAYLOAD:
+    magic, type_, reserved, length, crc, seq = HEADER.unpack_from(data, offset)
+    if magic != MAGIC or reserved or length > MAX_PAYLOAD:
         raise FrameError(f"no frame at byte {offset}", torn=False)
     end = offset + HEADER.size + length
     if len(data) < end:

@@ -28,6 +28,16 @@ DAEMON_SECONDS = 30.0  # for the head's daemon to open its port, when other node
 CHECK_SECONDS = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user said about the run: its directory, its name, its daemon and its address."""
+
+    run_dir: str | os.PathLike[str] | None = None
+    name: str | None = None
+    start_daemon: bool = True
+    listen: str | None = None
+
+
 @dataclass
 class Enlisted:
     """One rank's place in a run. `lock` is held by rank 0 for as long as the attempt lives."""
@@ -58,11 +68,7 @@ def enlist(
     rank: int,
     world_size: int,
     check: Callable[[], Mapping[str, Any]],
-    *,
-    run_dir: str | os.PathLike[str] | None,
-    name_of_run: str | None = None,
-    start_daemon: bool,
-    listen: str | None,
+    wishes: Wishes,
 ) -> Enlisted:
     """Agree with the other ranks on a run directory and open this rank's files in it.
 
@@ -70,7 +76,7 @@ def enlist(
         InstallError: some rank refused, on every rank with the same text.
     """
     place = _Place.here(rank)
-    head = _Head(place, run_dir, name_of_run, world_size, start_daemon, listen)
+    head = _Head(place, wishes, world_size)
     try:
         plan = rendezvous.round_trip(
             store, f"{name}/plan", rank, world_size,
@@ -79,7 +85,7 @@ def enlist(
         opened: list[Enlisted] = []
 
         def open_files() -> dict[str, Any]:
-            opened.append(_open(plan, place, rank, world_size, head, start_daemon, listen))
+            opened.append(_open(plan, place, world_size, head, wishes))
             return {}
 
         rendezvous.round_trip(store, f"{name}/open", rank, world_size, open_files, lambda _: {})
@@ -112,17 +118,11 @@ class _Place:
 class _Head:
     """What rank 0 decides for all."""
 
-    def __init__(
-        self, place: _Place, run_dir: str | os.PathLike[str] | None, name: str | None, world_size: int,
-        start_daemon: bool, listen: str | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, place: _Place, wishes: Wishes, world_size: int) -> None:
         self.place = place
         self.lock: DirectoryLock | None = None
-        self._run_dir = run_dir
-        self._name = name
+        self._wishes = wishes
         self._world_size = world_size
-        self._start_daemon = start_daemon
-        self._listen = listen
 
     def decide(self, heard: list[dict[str, Any]]) -> dict[str, Any]:
         """Make the plan from what all ranks said."""
@@ -137,16 +137,17 @@ class _Head:
         members = {n: sum(p["node_index"] == n for p in heard) for n in nodes}
         run, identity = self._claim(heard, nodes)
         attempts = run.attempts()
-        plan = {
+        attempt = attempts[-1] + 1 if attempts else 0
+        token = secrets.token_hex(16) if len(nodes) > 1 else None
+        plan: dict[str, Any] = {
             "run_dir": str(run.path), "identity": identity, "nodes": nodes,
-            "attempt": attempts[-1] + 1 if attempts else 0,
+            "attempt": attempt, "token": token, "head": None,
             "leaders": {str(n): r for n, r in leaders.items()},
             "members": {str(n): m for n, m in members.items()},
-            "token": secrets.token_hex(16) if len(nodes) > 1 else None, "head": None,
         }  # fmt: skip
-        layout.make_dir(run.attempt_dir(plan["attempt"]))
-        if len(nodes) > 1 and self._start_daemon:
-            plan["head"] = self._start_head(run, plan["token"])
+        layout.make_dir(run.attempt_dir(attempt))
+        if token is not None and self._wishes.start_daemon:
+            plan["head"] = self._start_head(run, token)
         return plan
 
     def lock_release(self) -> None:
@@ -159,8 +160,8 @@ class _Head:
     ) -> tuple[RunDir, dict[str, Any]]:
         stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
         run_id = f"{stamp}-{secrets.token_hex(3)}"
-        name = self._name or run_id
-        run = RunDir(Path(self._run_dir or Path("ddpprobe-runs") / name).absolute())
+        name = self._wishes.name or run_id
+        run = RunDir(Path(self._wishes.run_dir or Path("ddpprobe-runs") / name).absolute())
         if run.path.is_dir() and any(run.path.iterdir()) and not run.run_json.exists():
             raise ValueError(
                 f"{run.path} is not empty and not a ddpprobe run. Give run_dir= a new directory."
@@ -195,7 +196,12 @@ class _Head:
         node = layout.node_name(self.place.node_index)
         write_token(run, token)
         spawn.start_daemon(
-            run, node, head_url=None, listen=self._listen, gather_listen=f"{host}:0", linger=None
+            run,
+            node,
+            head_url=None,
+            listen=self._wishes.listen,
+            gather_listen=f"{host}:0",
+            linger=None,
         )
         serving = spawn.wait_for_daemon(run, node, DAEMON_SECONDS)
         if serving is None or not serving.get("gather"):
@@ -207,9 +213,9 @@ class _Head:
 
 
 def _open(
-    plan: dict[str, Any], place: _Place, rank: int, world_size: int, head: _Head,
-    start_daemon: bool, listen: str | None,
-) -> Enlisted:  # fmt: skip
+    plan: dict[str, Any], place: _Place, world_size: int, head: _Head, wishes: Wishes
+) -> Enlisted:
+    rank = place.rank
     run, identity, attempt = RunDir(Path(plan["run_dir"])), plan["identity"], plan["attempt"]
     node = layout.node_name(place.node_index)
     leads = plan["leaders"][str(place.node_index)] == rank
@@ -230,21 +236,20 @@ def _open(
     journal = JournalWriter(run.rank_journal(attempt, node, rank), meta)
     heartbeat = HeartbeatWriter(run.heartbeat(attempt, node, rank))
 
+    gather = plan["head"].removeprefix("http://") if is_head and plan["head"] else None
+
     def start() -> None:
         if plan["token"] is not None:
             write_token(run, plan["token"])
         spawn.start_daemon(
-            run, node, head_url=None if is_head else plan["head"], listen=listen,
-            gather_listen=plan["head"].removeprefix("http://") if is_head and plan["head"] else None,
-            linger=None,
+            run, node, head_url=None if is_head else plan["head"], listen=wishes.listen,
+            gather_listen=gather, linger=None,
         )  # fmt: skip
 
-    starter = start if leads and start_daemon else None
+    starter = start if leads and wishes.start_daemon else None
     if starter is not None and not spawn.daemon_alive(run, node):
         starter()
-    return Enlisted(
-        run, identity["run_id"], attempt, journal, heartbeat, head.lock, starter, node
-    )
+    return Enlisted(run, identity["run_id"], attempt, journal, heartbeat, head.lock, starter, node)
 
 
 def write_token(run: RunDir, token: str) -> None:

@@ -6,7 +6,7 @@
       run.json                              identity and topology, written once by rank 0
       run.lock                              flock, held by rank 0 of the live attempt
       journal/000/node_0000/rank_00003/     frames of one rank of one attempt
-      journal/000/node_0000/daemon/         frames of that node's daemon (merged steps, anomalies, ...)
+      journal/000/node_0000/daemon/         frames of that node's daemon (merged steps, anomalies)
       heartbeat/000/node_0000/rank_00003    where the rank is now (fixed size, overwritten)
       daemon/node_0000.{lock,json,log}      who serves this node
       run.zarr/                             the store
@@ -20,6 +20,7 @@ import fcntl
 import json
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ RUN_JSON = "run.json"
 FORMAT_VERSION = 1
 DIR_MODE = 0o700
 FILE_MODE = 0o600
+_PATIENCE = 5  # looks, 20 ms apart, at a lock that somebody may only be looking at
 
 
 def node_name(index: int) -> str:
@@ -120,17 +122,20 @@ class DirectoryLock:
         self._fd: int | None = None
 
     def acquire(self) -> bool:
-        """Take the lock without waiting; False if somebody else holds it."""
+        """Take the lock; False if somebody else holds it, and not just to look (`is_locked`)."""
         if self._fd is not None:
             return True
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return False
-        self._fd = fd
-        return True
+        for _ in range(_PATIENCE):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.02)
+            else:
+                self._fd = fd
+                return True
+        os.close(fd)
+        return False
 
     def forget(self) -> None:
         """In a forked child: close our copy of the file; the parent keeps the lock."""
@@ -147,11 +152,15 @@ class DirectoryLock:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether some process holds the lock at `path`, without taking it for longer."""
-    if not path.exists():
+    """Return whether some process holds the lock at `path`; looks by a moment's shared lock."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
         return False
-    probe = DirectoryLock(path)
-    if not probe.acquire():
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
-    probe.release()
+    finally:
+        os.close(fd)
     return False

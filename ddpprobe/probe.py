@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ddpprobe import rendezvous, topology, torch_private
-from ddpprobe.enlist import Enlisted, enlist
+from ddpprobe.enlist import Enlisted, Wishes, enlist
 from ddpprobe.fuse import Fuse
 from ddpprobe.recorder import Recorder
 from ddpprobe.sampling import Schedule, as_schedule
@@ -139,8 +139,10 @@ def install(
     wanted = _Wanted(model, every, _globs(include), _globs(exclude), backward, daemon, first_step)
     enlisted = enlist(
         store, _round_name(), rank, world_size, wanted.check,
-        run_dir=os.environ.get("DDPPROBE_DIR") or run_dir, name_of_run=name,
-        start_daemon=daemon == "auto", listen=os.environ.get("DDPPROBE_LISTEN"),
+        Wishes(
+            os.environ.get("DDPPROBE_DIR") or run_dir, name, daemon == "auto",
+            os.environ.get("DDPPROBE_LISTEN"),
+        ),
     )  # fmt: skip
     recorder = Recorder(
         model, Identity(rank, world_size, enlisted.attempt), wanted.schedule(), wanted.select,
@@ -159,7 +161,7 @@ def _job() -> tuple[int, int, rendezvous.Store]:
         store = torch_private.default_store()
         if store is None:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(host, port, is_master=False)
+            store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]  # not in its __all__
         return dist.get_rank(), dist.get_world_size(), store
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
@@ -167,7 +169,7 @@ def _job() -> tuple[int, int, rendezvous.Store]:
             f"WORLD_SIZE is {world_size}, but there is no process group to agree through. "
             "Call torch.distributed.init_process_group() before ddpprobe.install(model)."
         )
-    return 0, 1, dist.HashStore()
+    return 0, 1, dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
 
 
 def _round_name() -> str:
@@ -179,7 +181,7 @@ def _round_name() -> str:
 
 @final
 class _Wanted:
-    """What this rank's `install()` was called with; `check` runs where an error reaches all ranks."""
+    """What `install()` was called with here; `check` runs where an error reaches all ranks."""
 
     def __init__(
         self, model: object, every: int | Schedule, include: tuple[str, ...],

@@ -27,6 +27,7 @@ from ddpprobe.sampling import Schedule
 from ddpprobe.shipping import EndedStep, Identity, Shipper
 from ddpprobe.steps import StepClock
 
+
 @final
 class Recorder:
     """Records one model on one rank.
@@ -77,7 +78,7 @@ class Recorder:
     # -- the user's face --------------------------------------------------------------------------
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
-        """Keep named numbers with the current step, if it is sampled; tensors stay on the device."""
+        """Keep named numbers with the step, if it is sampled; tensors stay on their device."""
         if self._sampling and self._parts is not None:
             for name, value in values.items():
                 self._parts.rows.add_scalar(name, value)
@@ -225,9 +226,7 @@ class Recorder:
     def _alarm(self, *, partial: bool, skipped: bool) -> None:
         """Journal the bad step at once: the process may not live to its end."""
         if self._bad is not None:
-            self._shipper.alarm(
-                self._bad, partial=partial, skipped=skipped, sampled=self._sampling
-            )
+            self._shipper.alarm(self._bad, partial=partial, skipped=skipped, sampled=self._sampling)
 
     def _finish_sampled(self, *, skipped: bool, partial: bool) -> None:
         parts = self._prepare()
@@ -238,14 +237,21 @@ class Recorder:
         facts["micro_batches"] = float(self._clock.micro + 1)
         self._shipper.push(
             EndedStep(
-                parts.rows.fetch(), self._clock.step, skipped, partial, time.time_ns(), facts,
+                parts.rows.fetch(),
+                self._clock.step,
+                skipped,
+                partial,
+                time.time_ns(),
+                facts,
                 self._bad,
-            )  # fmt: skip
+            )
         )
 
     def _readings(self) -> dict[str, float]:
         clock = self._clock
-        readings = {f"{p}_seconds": s for p, s in zip(STEP_PHASES, clock.phase_seconds, strict=True)}
+        readings = {
+            f"{p}_seconds": s for p, s in zip(STEP_PHASES, clock.phase_seconds, strict=True)
+        }
         return {**readings, "probe_seconds": clock.probe_seconds}
 
     def _blown(self) -> None:
@@ -293,4 +299,3 @@ class _Parts:
         """Take everything off."""
         self.detach()
         self.watch.close()
-

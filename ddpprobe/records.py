@@ -204,11 +204,12 @@ def derive(stat: str, counts: Counts, values: Values) -> NDArray[np.float64]:
     if stat in COUNTS:
         return counts[..., COUNTS.index(stat)].astype(np.float64)
     numel = counts[..., _NUMEL].astype(np.float64)
-    nonfinite = counts[..., _NAN : _NEG_INF + 1].sum(-1).astype(np.float64)
+    nonfinite: NDArray[np.float64] = counts[..., _NAN : _NEG_INF + 1].sum(-1).astype(np.float64)
     if stat == "nonfinite":
         return nonfinite
     finite = numel - nonfinite
     low, high, total, square = (values[..., i] for i in range(len(VALUES)))
+    out: NDArray[np.float64]
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         match stat:
             case "zero_ratio":
@@ -233,7 +234,7 @@ def derive(stat: str, counts: Counts, values: Values) -> NDArray[np.float64]:
 
 
 def merge_records(a: StepRecord, b: StepRecord) -> StepRecord:
-    """Merge two records of the same step from disjoint ranks (associative, commutative up to order).
+    """Merge two records of one step from disjoint ranks (associative, commutative up to order).
 
     `local` rows and the primaries of `sharded` ones are merged; of `replicated` and `partial`
     ones the lowest rank's row is kept. Rows of replicas that are not primary are dropped.

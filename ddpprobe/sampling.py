@@ -25,13 +25,15 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            msg = f"every must be an integer of at least 1 (sample each N-th step), got {self.every!r}"
-            raise ValueError(msg)
+            raise ValueError(
+                "every must be an integer of at least 1 (sample each N-th step), "
+                f"got {self.every!r}"
+            )
         if not isinstance(self.dense_until, int) or self.dense_until < 0:
             msg = f"dense_until must be a step number, 0 or more, got {self.dense_until!r}"
             raise ValueError(msg)
         for pair in self.ranges:
-            if len(pair) != 2 or not 0 <= pair[0] <= pair[1]:  # noqa: PLR2004  (a pair has two)
+            if len(pair) != 2 or not 0 <= pair[0] <= pair[1]:
                 msg = f"ranges must be (first, last) steps with 0 <= first <= last, got {pair!r}"
                 raise ValueError(msg)
 

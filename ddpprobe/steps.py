@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
@@ -264,15 +268,15 @@ class StepClock:
 
 
 def _found_inf(optimizer: Optimizer) -> bool:
-    """Whether a fused optimizer, which is called even then, was told by GradScaler to do nothing."""
+    """Whether a fused optimizer (called even then) was told by GradScaler to do nothing."""
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())
 
 
-def _void(function: object) -> object:
+def _void(function: Callable[..., object]) -> Callable[..., None]:
     """Wrap a callback so that it answers None: torch takes any other answer for new arguments."""
 
     def call(*args: object) -> None:
-        function(*args)  # type: ignore[operator]
+        function(*args)
 
     return call

@@ -144,9 +144,7 @@ def dtensor_placement(tensor: DTensor) -> tuple[str, bool]:
     if all(p.is_replicate() for p in placements):
         return "replicated", True
     coordinate = tensor.device_mesh.get_coordinate() or ()
-    primary = all(
-        c == 0 for c, p in zip(coordinate, placements, strict=False) if p.is_replicate()
-    )
+    primary = all(c == 0 for c, p in zip(coordinate, placements, strict=False) if p.is_replicate())
     return "sharded", primary
 
 

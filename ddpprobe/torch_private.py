@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -27,7 +27,9 @@ def _lookup(module: str, *names: str) -> Any:  # noqa: ANN401  (it is whatever t
 
 
 _graph_task_id = _lookup("torch._C", "_current_graph_task_id")
-_engine_queue_callback = _lookup("torch.autograd", "Variable", "_execution_engine", "queue_callback")
+_engine_queue_callback = _lookup(
+    "torch.autograd", "Variable", "_execution_engine", "queue_callback"
+)
 _default_store = _lookup("torch.distributed.distributed_c10d", "_get_default_store")
 _is_functorch = _lookup("torch._C", "_functorch", "is_functorch_wrapped_tensor")
 _active_ddp = _lookup("torch.nn.parallel", "DistributedDataParallel", "_get_active_ddp_module")
@@ -66,12 +68,12 @@ def after_backward(callback: Callable[[], None]) -> bool:
     return True
 
 
-def default_store() -> dist.Store | None:
+def default_store() -> Store | None:
     """Return the store of the default process group.
 
     Degradation: None; `install` then opens one of its own from MASTER_ADDR and MASTER_PORT.
     """
-    return cast("dist.Store", _default_store()) if _default_store is not None else None
+    return cast("Store", _default_store()) if _default_store is not None else None
 
 
 def active_ddp() -> DistributedDataParallel | None:

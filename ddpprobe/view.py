@@ -13,9 +13,9 @@ class RankView:
     """One local rank. Times are Unix ns, durations seconds, counters cumulative since its start.
 
     `up` is None until the rank has been seen alive once; `loss` and `grad_norm` are of its last
-    sampled step (`grad_norm`: L2 over its local gradients, before any reduction); `nonfinite` counts
-    elements by Site kind; `anomalies` counts by level those that name this rank; `probe_seconds` is
-    the time our code took inside the training process.
+    sampled step (`grad_norm`: L2 over its local gradients, before any reduction); `nonfinite`
+    counts elements by Site kind; `anomalies` counts by level those that name this rank;
+    `probe_seconds` is the time our code took inside the training process.
     """
 
     rank: int

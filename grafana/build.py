@@ -62,7 +62,7 @@ def main() -> None:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        print(path)  # noqa: T201
+        print(path)
 
 
 if __name__ == "__main__":

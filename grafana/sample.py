@@ -114,7 +114,7 @@ def views(bad_at: int = 8, dead_at: int = 12, until: int = 16) -> Iterator[NodeV
 def main() -> None:
     """Serve the run, then hold its end until interrupted."""
     server = Server(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:13377")
-    print(f"http://{server.start()}/metrics", flush=True)  # noqa: T201
+    print(f"http://{server.start()}/metrics", flush=True)
     exposition = Exposition()
     tick = threading.Event()
     for view in views(bad_at=60, dead_at=90, until=120):

@@ -25,7 +25,7 @@ LAYERS = {
     "codec": 0, "fuse": 0, "layout": 0, "records": 0, "torch_private": 0, "view": 0,
     "detectors": 1, "gather": 1, "heartbeat": 1, "journal": 1, "prometheus": 1, "rendezvous": 1,
     "sampling": 1, "spawn": 1, "stats": 1, "store": 1, "topology": 1,
-    "enlist": 2, "hooks": 2, "recorder": 2, "steps": 2,
+    "enlist": 2, "hooks": 2, "recorder": 2, "shipping": 2, "steps": 2,
     "daemon": 3, "probe": 3, "replay": 3,
     "cli": 4, "commands": 4, "testing": 4,
     "__init__": 5,

@@ -135,10 +135,10 @@ def test_verdicts_that_the_killed_daemon_could_not_write_are_written_once(tmp_pa
 
     class Silent:
         def update(self, _):
-            return []  # noqa: E704
+            return []
 
         def finish(self):
-            return []  # noqa: E704
+            return []
 
     first = Ledger(tmp_path, meta, Silent())
     for step in range(5):

@@ -181,7 +181,7 @@ class Prometheus:
             stdout=self._log, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def get(self, path: str, **parameters: str) -> Any:  # noqa: ANN401  (any JSON)
+    def get(self, path: str, **parameters: str) -> Any:
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=10) as response:

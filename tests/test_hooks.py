@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import dataclasses
 import io
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,10 @@ from ddpprobe.hooks.guest import Guest
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.testing import state_hash
 
-Pair = collections.namedtuple("Pair", "a b")
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: str
 
 
 @dataclasses.dataclass

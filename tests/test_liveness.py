@@ -27,7 +27,7 @@ def watcher() -> Iterator[Watcher]:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
+def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Start processes; those left over are killed and reaped."""
     started: list[subprocess.Popen[bytes]] = []
 

@@ -34,7 +34,10 @@ def train(net: nn.Module, steps: int = 3) -> None:
         ({"model": nn.ReLU()}, "ReLU has no parameters"),
         ({"every": -1}, "every must be an integer of at least 1 .* got -1"),
         ({"every": 0}, "got 0"),
-        ({"include": "layers.*"}, r"include glob 'layers\.\*' matches no module. There are: 0, 1, 2"),
+        (
+            {"include": "layers.*"},
+            r"include glob 'layers\.\*' matches no module. There are: 0, 1, 2",
+        ),
         ({"exclude": ["0", "nope"]}, "exclude glob 'nope' matches no module"),
         ({"backward": "auto"}, r"backward must be one of \('output', 'full'\), got 'auto'"),
         ({"daemon": "yes"}, "daemon must be one of"),
@@ -230,7 +233,5 @@ def test_the_training_process_imports_only_torch_numpy_and_psutil() -> None:
         "new = {m.partition('.')[0] for m in set(sys.modules) - before}; "
         "print(sorted(new - set(sys.stdlib_module_names) - {'torch', 'numpy', 'psutil'}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['ddpprobe']"

@@ -32,9 +32,7 @@ def rank_records(draw: st.DrawFn, rank: int) -> StepRecord:
     """One rank's record of step 3: any subset of the sites, in any order."""
     keys = draw(st.permutations(KEYS))[: draw(st.integers(0, len(KEYS)))]
     sites = tuple(
-        Site(
-            f, k, "", "sharded" if f == "p" else "local", primary=f != "p" or draw(st.booleans())
-        )
+        Site(f, k, "", "sharded" if f == "p" else "local", primary=f != "p" or draw(st.booleans()))
         for f, k in keys
     )
     n = len(sites)

@@ -71,6 +71,20 @@ def test_steps_behind_the_last_merged_one_are_merged_from_the_ranks(
     assert all(r.missing == (1,) and r.ranks == (0,) for r in merged[25:])
 
 
+@pytest.mark.parametrize("state", STATES)
+def test_a_gap_in_what_the_daemon_told_is_merged_from_the_ranks(tmp_path: Path, state: str) -> None:
+    made = Made(tmp_path)
+    for step in range(40):
+        made.write(parts(step))
+        if not 10 <= step < 20:  # its disk was full
+            made.tell(codec.RECORD, merge_all(parts(step)))
+    bring(made, state)
+    run = open_run(tmp_path)
+    assert [key(r) for r in run.records()] == [key(merge_all(parts(s))) for s in range(40)]
+    assert list(run.series("blocks.0.mlp", "mean").steps) == list(range(40))
+    assert list(run.scalars("loss").steps) == list(range(40))
+
+
 def test_an_alarm_is_replaced_by_the_full_record_of_its_step(tmp_path: Path) -> None:
     made = Made(tmp_path, ranks=1)
     alarm = record(0, 5, 0, sampled=False, partial=True, first_bad=bad(0, 5), scalars={})

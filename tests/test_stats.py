@@ -15,7 +15,6 @@ from ddpprobe.stats import rows
 from ddpprobe.stats.rows import ROW, Unsupported
 
 
-
 def dirty(n: int) -> torch.Tensor:
     x = torch.randn(n)
     x[::7], x[1::11], x[2::13] = torch.nan, torch.inf, -torch.inf
@@ -24,7 +23,7 @@ def dirty(n: int) -> torch.Tensor:
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 CLASSES = {
-    "clean": lambda n: torch.randn(n),
+    "clean": torch.randn,
     "dirty": dirty,
     "tiny": lambda n: torch.randn(n) * 1e-25,
     "huge": lambda n: torch.randn(n) * 1e30,

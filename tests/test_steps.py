@@ -109,7 +109,7 @@ def no_torch_optimizer(m, probe) -> None:
         m(X).sum().backward()
         with torch.no_grad():
             for p in m.parameters():
-                p -= 0.1 * p.grad
+                p.sub_(0.1 * p.grad)
                 p.grad = None
         probe.step()
 
@@ -254,8 +254,9 @@ def test_resumed_numbers_go_on(tmp_path: Path, records_of) -> None:
 
 def test_a_step_cut_off_by_an_exception_is_kept_as_partial(tmp_path: Path, records_of) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    with pytest.raises(FloatingPointError), ddpprobe.install(
-        model, run_dir=tmp_path / "r", every=1, daemon="none"
+    with (
+        pytest.raises(FloatingPointError),
+        ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"),
     ):
         nn.init.constant_(model[1].weight, torch.nan)
         if not torch.isfinite(model(X).sum()):

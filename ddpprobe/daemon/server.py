@@ -246,7 +246,7 @@ def parse_address(address: str) -> tuple[str, int]:
     bare = host.removeprefix("[").removesuffix("]")
     ambiguous = ":" in bare and not (host.startswith("[") and host.endswith("]"))
     valid = bool(colon and bare and not ambiguous and port.isdecimal() and port.isascii())
-    if not valid or int(port) > 65535:  # noqa: PLR2004
+    if not valid or int(port) > 65535:
         msg = f"cannot listen at {address!r}: write HOST:PORT, as in 127.0.0.1:13377 or [::1]:13377"
         raise ValueError(msg)
     return bare, int(port)
@@ -332,7 +332,7 @@ async def _respond(send: Send, answer: Answer) -> None:
         (b"x-content-type-options", b"nosniff"),
         *answer.headers,
     ]
-    if answer.status != 204:  # noqa: PLR2004  (such an answer has no body, so no length)
+    if answer.status != 204:
         headers.append((b"content-length", str(len(answer.body)).encode()))
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": answer.body})

@@ -1,10 +1,10 @@
 """Observation of an eager model, attached for one sampled step and gone after it.
 
-Forward: a forward hook per chosen module reduces its outputs. Backward: a tensor hook on each output
-gives the gradient with respect to it, bit-identical to what a full-backward hook would see and safe
-where that one crashes the user's forward (in-place consumers, views). Parameters: a tensor hook on
-the parameter *as the forward sees it* gives this rank's gradient before any reduction, under FSDP2
-too, where the unsharded parameter stands in the module only between its unshard and reshard.
+Forward: a forward hook per chosen module reduces its outputs. Backward: a tensor hook on each
+output gives the gradient with respect to it, bit-identical to what a full-backward hook would see
+and safe where that one crashes the user's forward (in-place consumers, views). Parameters: a tensor
+hook on the parameter *as the forward sees it* gives this rank's gradient before any reduction,
+under FSDP2 too, where a module holds the unsharded parameter only while its unit runs.
 """
 
 from __future__ import annotations
@@ -190,4 +190,5 @@ def gradient_norm(topology: Topology) -> Tensor | None:
     if not dense:
         return None
     norms = torch._foreach_norm(dense)  # noqa: SLF001  (what clip_grad_norm_ itself uses)
-    return torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
+    return norm

@@ -1,8 +1,8 @@
 """A hook that behaves as a guest on a stranger's model.
 
-A bound method would break `copy.deepcopy(model)` (it drags the probe's locks along), a closure would
-break `torch.save(model)` and make an EMA copy report into the probe. A `Guest` becomes a harmless
-standard-library callable when its model is copied or pickled, so the copy needs no ddpprobe at all.
+A bound method would break `copy.deepcopy(model)` (it drags the probe's locks along), a closure
+would break `torch.save(model)` and make an EMA copy report into the probe. A `Guest` becomes a
+harmless standard-library callable when its model is copied or pickled: the copy needs no ddpprobe.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Guest:
         self._target = target
 
     def __call__(self, *args: object) -> None:
+        """Pass a hook's arguments on."""
         self._target(*args)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:

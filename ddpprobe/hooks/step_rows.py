@@ -59,7 +59,7 @@ class SiteTable:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A sampled step on the host: rows per site, scalars, the first bad tensor, what was skipped."""
+    """A sampled step on the host: rows per site, scalars, first bad tensor, what was left out."""
 
     sites: tuple[Site, ...]
     counts: Counts
@@ -75,7 +75,8 @@ class StepRows:
     def __init__(self, device: torch.device, rank: int) -> None:
         self.table = SiteTable()
         self._rank = rank
-        self._buffer = torch.empty((_FIRST_CAPACITY, stats.WIDTH), dtype=torch.float64, device=device)
+        shape = _FIRST_CAPACITY, stats.WIDTH
+        self._buffer = torch.empty(shape, dtype=torch.float64, device=device)
         self._lock = threading.Lock()
         self._slots: list[int] = []
         self._micros: list[int] = []

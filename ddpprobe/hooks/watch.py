@@ -36,8 +36,8 @@ class Watch:
     """Keeps the first non-finite local value of each step.
 
     On the CPU a bad value is reported to `on_bad` at once. On a GPU the two witnesses are kept as
-    the largest magnitudes of the step, copied out asynchronously when it ends, and reported once the
-    copy has arrived (usually one step later): no step waits for it.
+    the largest magnitudes of the step, copied out asynchronously when it ends, and reported once
+    the copy has arrived (usually one step later): no step waits for it.
     """
 
     def __init__(
@@ -178,11 +178,18 @@ class Watch:
         nan, pos_inf, neg_inf, numel = counts
         self._on_bad(
             FirstBad(
-                step=-1 if step is None else step, micro=max(micro, 0), phase=_PHASES[phase],
-                order=0, rank=self._rank, fqn=parameter,
+                step=-1 if step is None else step,
+                micro=max(micro, 0),
+                phase=_PHASES[phase],
+                order=0,
+                rank=self._rank,
+                fqn=parameter,
                 kind="grad_local" if parameter is not None else None,
-                nan=nan, pos_inf=pos_inf, neg_inf=neg_inf, numel=numel,
-            )  # fmt: skip
+                nan=nan,
+                pos_inf=pos_inf,
+                neg_inf=neg_inf,
+                numel=numel,
+            )
         )
 
 

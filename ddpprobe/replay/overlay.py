@@ -7,6 +7,7 @@ sequence number.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -99,22 +100,39 @@ class Overlay:
         """Yield the merged records that the head daemon made, ascending."""
         return self._stream(attempt, "merged", None, after)
 
-    def merged_records(self, attempt: int, after: int = -1) -> Iterator[StepRecord]:
-        """Yield the whole merged stream: the daemon's, then what is merged here from the ranks."""
-        last = after
-        for record in self.told_records(attempt, after):
-            last = record.step
-            yield record
-        yield from self.merge_rest(attempt, last)
+    def merged_records(
+        self, attempt: int, after: int = -1, *, gaps_after: int | None = None
+    ) -> Iterator[StepRecord]:
+        """Yield the whole merged stream of steps above `after`, ascending.
 
-    def merge_rest(self, attempt: int, after: int) -> Iterator[StepRecord]:
-        """Merge the ranks' own records of the steps above `after`."""
-        ranks = self.ranks(attempt)
+        What the daemon told, and, of the steps that it did not (it was dead, or its disk full),
+        what is merged here from the ranks. Gaps are looked for above `gaps_after` (default:
+        `after`).
+        """
+        gaps = self.untold_steps(attempt, after if gaps_after is None else gaps_after)
+        rest = self._merge_ranks(attempt, gaps) if gaps else ()
+        last = None
+        for record in heapq.merge(self.told_records(attempt, after), rest, key=_step_of):
+            if record.step != last:  # else: told in the meantime
+                last = record.step
+                yield record
+
+    def untold_steps(self, attempt: int, after: int = -1) -> set[int]:
+        """Return the steps above `after` that ranks wrote down, and no daemon merged."""
+        written = {s for r in self.ranks(attempt) for s in self.facts(attempt, r).steps}
+        return {s for s in written - self._told_steps(attempt) if s > after}
+
+    def _merge_ranks(self, attempt: int, steps: set[int]) -> Iterator[StepRecord]:
+        """Merge the ranks' own records of these steps."""
+        ranks, after = self.ranks(attempt), min(steps) - 1
         expected = range(self.world_size(attempt)) or ranks
         gather = Gather(expected, after=after)
         for rank in set(expected) - set(ranks):
             gather.mark_dead(rank)
-        streams = {rank: self.rank_records(attempt, rank, after) for rank in ranks}
+        streams = {
+            rank: (r for r in self.rank_records(attempt, rank, after) if r.step in steps)
+            for rank in ranks
+        }
         heads = {rank: next(stream, None) for rank, stream in streams.items()}
         while True:
             for rank in [r for r, head in heads.items() if head is None]:
@@ -144,24 +162,17 @@ class Overlay:
                 return size
         return 0
 
-    def last_step(self, attempt: int, rank: int | None) -> int:
-        """Return the newest step of a rank, or (None) the newest merged one; -1 if there is none.
-
-        Reads no more of the journals than the newest segments.
-        """
-        listing = self._listing(attempt, rank) if rank is not None else self._daemons(attempt)
-        newest = -1
-        for source, numbers in listing:
-            for number in reversed(numbers):
-                items = segments.records_of(self._segment(source, number), {}, Consumed())
-                steps = [record.step for _, record in items]
-                if steps:
-                    newest = max(newest, *steps)
-                    break
-        group = self.group(attempt, "merged" if rank is None else layout.rank_name(rank))
-        stored = group.steps() if group else []
+    def _told_steps(self, attempt: int) -> set[int]:
+        listing = self._daemons(attempt)
+        group = self.group(attempt, "merged")
+        steps = {step for step, _ in (group.steps() if group else [])}
         self.note(group)
-        return max([newest, *(step for step, _ in stored)])
+        for source, numbers in listing:
+            tables: segments.Tables = {}
+            for number in numbers:
+                items = segments.records_of(self._segment(source, number), tables, Consumed())
+                steps |= {record.step for _, record in items}
+        return steps
 
     def facts(self, attempt: int, rank: int) -> RankFacts:
         """Read through one rank's records and say what there is."""
@@ -300,3 +311,7 @@ class Overlay:
     def _lose(self, lost: Lost) -> None:
         if lost not in self.lost:
             self.lost.append(lost)
+
+
+def _step_of(record: StepRecord) -> int:
+    return record.step

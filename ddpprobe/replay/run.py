@@ -186,11 +186,8 @@ class Run:
             return True
         if not any(e.what.get("event") == "finished" for e in overlay.events(attempt)):
             return False
-        merged = overlay.last_step(attempt, None)
         lost = any("anomalies" in x.where or "daemon" in x.where for x in overlay.lost)
-        return not lost and all(
-            overlay.last_step(attempt, rank) <= merged for rank in overlay.ranks(attempt)
-        )
+        return not lost and not overlay.untold_steps(attempt)
 
     def _replayed(self, attempt: int) -> list[Anomaly]:
         suite = default_suite()

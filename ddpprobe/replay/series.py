@@ -133,7 +133,7 @@ def _group_name(rank: int | None) -> str:
 
 def _rest(overlay: Overlay, attempt: int, rank: int | None, last: int) -> Iterator[StepRecord]:
     if rank is None:
-        return overlay.merged_records(attempt, last)
+        return overlay.merged_records(attempt, last, gaps_after=-1)
     return overlay.rank_records(attempt, rank, last)
 
 

@@ -58,12 +58,7 @@ def dense(tensor: Tensor) -> tuple[Tensor, int]:
         raise Unsupported("a meta tensor has no values")
     if tensor.is_quantized:
         raise Unsupported(f"quantized dtype {tensor.dtype}")
-    if tensor.is_nested:
-        tensor = tensor.values() if tensor.layout == torch.jagged else tensor._values()  # noqa: SLF001
-    elif tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce().values()
-    elif tensor.layout != torch.strided:
-        tensor = tensor.values()
+    tensor = _stored(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype in _EIGHT_BIT:
@@ -74,6 +69,15 @@ def dense(tensor: Tensor) -> tuple[Tensor, int]:
         except (RuntimeError, NotImplementedError) as error:
             raise Unsupported(f"dtype {tensor.dtype}") from error
     return _flatten(tensor)
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """Return the stored values of a nested or sparse tensor; others are returned as they are."""
+    if tensor.is_nested:
+        return tensor.values() if tensor.layout == torch.jagged else tensor._values()  # noqa: SLF001
+    if tensor.layout == torch.sparse_coo:
+        return tensor.coalesce().values()
+    return tensor if tensor.layout == torch.strided else tensor.values()
 
 
 def _flatten(tensor: Tensor) -> tuple[Tensor, int]:

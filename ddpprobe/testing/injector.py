@@ -116,7 +116,7 @@ class Injection:
             return None
         # On a copy of our own: autograd drops the hooks of a view whose base is written to.
         own = output.clone()
-        own.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        own.register_hook(self._on_gradient)
         return own
 
     def _on_gradient(self, grad: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Many short runs in one job, each with one NaN planted by plain hooks of its own.
 
-    torchrun ... faults.py WRAP EVERY OUT DRAWS.json     (draws: [step, micro, rank, module, phase])
+torchrun ... faults.py WRAP EVERY OUT DRAWS.json     (draws: [step, micro, rank, module, phase])
 """
 
 from __future__ import annotations

@@ -1,0 +1,140 @@
+"""The small job on real ranks while the test looks on: what it needs to kill, starve and time it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ddpprobe import layout
+from ddpprobe.layout import RunDir
+
+JOB = Path(__file__).with_name("job.py")
+NODE = layout.node_name(0)
+
+
+class Launch:
+    """`job.py` under torchrun, in a directory of its own.
+
+    Attributes:
+        path: the run directory.
+        started, seconds: monotonic time of the start, and how long it ran (after `wait`).
+    """
+
+    def __init__(
+        self, directory: Path, arguments: Sequence[object], env: Mapping[str, str], script: Path
+    ) -> None:
+        self.directory = layout.make_dir(directory)
+        self.path = directory / "run"
+        self.run = RunDir(self.path)
+        self.seconds = 0.0
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", str(script), *map(str, arguments)]
+        with (directory / "log").open("w") as log:
+            # Not a pipe: a rank that outlives a killed launcher would keep it open.
+            self.process = subprocess.Popen(
+                command, cwd=directory, env=dict(env), stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        self.started = time.monotonic()
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """Return torchrun's exit code."""
+        code = self.process.wait(timeout)
+        self.seconds = time.monotonic() - self.started
+        return code
+
+    @property
+    def log(self) -> str:
+        """What the launcher and the ranks printed."""
+        return (self.directory / "log").read_text()
+
+    def until(self, condition: Callable[[], Any], timeout: float = 60.0) -> Any:
+        """Return the first true value of `condition`; fail when the time is up."""
+        deadline = time.monotonic() + timeout
+        while not (value := condition()):
+            assert time.monotonic() < deadline, f"not within {timeout:.0f} s:\n{self.log}"
+            time.sleep(0.005)
+        return value
+
+    def finished(self, rank: int) -> list[int]:
+        """Return the steps that a rank reported as finished, after its `optimizer.step()`."""
+        try:
+            text = (self.directory / f"steps.{rank}").read_text()
+        except FileNotFoundError:
+            return []
+        return [int(line) for line in text.split("\n")[:-1]]
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """Return the living ranks."""
+        found = {}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error, KeyError):
+                    found[int(child.environ()["RANK"])] = child
+        return found
+
+    def daemon(self) -> int | None:
+        """Return the process id of the daemon that serves, None before it says so."""
+        try:
+            return int(json.loads(self.run.daemon_file(NODE, "json").read_bytes())["pid"])
+        except FileNotFoundError:
+            return None
+
+    def wait_for_the_daemon_to_end(self, timeout: float = 60.0) -> None:
+        """Return when nobody serves the run any more."""
+        lock = self.run.daemon_file(NODE, "lock")
+        self.until(lambda: not layout.is_locked(lock), timeout)
+
+    def kill(self) -> None:
+        """End the launcher and its ranks."""
+        if self.process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for rank in psutil.Process(self.process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        rank.kill()
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def launch(torchrun: object, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    """Start the small job and go on: `launch(name, "--steps", 40, env=..., out=True)`.
+
+    Containment is on, as in production, and not strict, as elsewhere in the suite. `out` gives the
+    job its run directory, `script` replaces the job. (`torchrun` ends the daemons afterwards.)
+    """
+    started: list[Launch] = []
+
+    def start(
+        name: str,
+        *arguments: object,
+        env: Mapping[str, str] | None = None,
+        out: bool = True,
+        path: Path | None = None,
+        script: Path = JOB,
+    ) -> Launch:
+        directory = tmp_path / name
+        given = ["--steps-file", directory / "steps", *arguments]
+        given += ["--out", directory / "run"] if out else []
+        quiet = {k: v for k, v in os.environ.items() if k != "DDPPROBE_STRICT"}
+        quiet |= {"DDPPROBE_LISTEN": "127.0.0.1:0", "DDPPROBE_LINGER": "0"}
+        made = Launch(directory, given, {**quiet, **(env or {})}, script)
+        if path is not None:
+            made.path, made.run = path, RunDir(path)
+        started.append(made)
+        return made
+
+    yield start
+    for each in started:
+        each.kill()
