@@ -1,0 +1,1 @@
+"""The process beside the training: tails, gathers, judges, stores, serves, notices deaths."""

@@ -80,7 +80,8 @@ class NodeDaemon:
         self._fuses["liveness"] = self._watcher.fuse
         if self._pusher is not None:
             self._fuses["push"] = self._pusher.fuse
-        self._due = dict.fromkeys(("sample", "fold", "render", "render_idle"), 0.0)
+        self._due = dict.fromkeys(("sample", "render", "render_idle"), 0.0)
+        self._due["fold"] = time.monotonic() + FOLD_SECONDS
         self._changed = True
         self._disk_errors = 0
         self._damaged: dict[str, str] = {}
@@ -94,9 +95,10 @@ class NodeDaemon:
     def serve(self) -> None:
         """Run until everything has ended, then leave no thread, file or socket open."""
         started = time.monotonic()
+        tick = self._fuses["loop"].guard(self._tick)
+        tick(started)  # how a rank dies can be seen only once it is watched; the server takes long
         self._fuses["server"].guard(self._start_server)()
         self._fuses["server"].guard(self._announce)()
-        tick = self._fuses["loop"].guard(self._tick)
         try:
             while not self._stop.is_set() and not self._over(started):
                 errors = self._fuses["loop"].errors
