@@ -50,7 +50,7 @@ class Enlisted:
     lock: DirectoryLock | None
     restart: Callable[[], None] | None
     node: str
-    _next_check: float = field(default_factory=time.monotonic)
+    _next_check: float = field(default_factory=lambda: time.monotonic() + CHECK_SECONDS)
 
     def keep_daemon(self) -> None:
         """Start this node's daemon anew if it died; looks at most every five seconds."""

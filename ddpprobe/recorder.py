@@ -14,7 +14,7 @@ from typing import final
 from torch import Tensor, nn
 
 from ddpprobe import topology
-from ddpprobe.fuse import Fuse
+from ddpprobe.fuse import Fuse, logger
 from ddpprobe.heartbeat import STATES, STEP_PHASES, HeartbeatWriter
 from ddpprobe.hooks.eager import EagerHooks, gradient_norm
 from ddpprobe.hooks.full import FullHooks
@@ -194,6 +194,16 @@ class Recorder:
         self._bad = None
         self._clock.probe_seconds += time.perf_counter() - started
         self._base = self._readings()
+
+    def blind(self) -> None:
+        """Say loudly that nothing can be observed: silence would look like health."""
+        self._shipper.life("blind", step=self._clock.step)
+        logger.warning(
+            "ddpprobe: the optimizer steps, but no training forward of %s was seen, so nothing is "
+            "recorded. It was compiled with torch.compile after install(), or its parts are called "
+            "without it: leave torch.compile off, or install() on the module that is called.",
+            type(topology.describe(self._model).root).__name__,
+        )
 
     # -- inside -----------------------------------------------------------------------------------
 

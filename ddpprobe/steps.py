@@ -32,6 +32,7 @@ from ddpprobe.topology import Topology
 DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
 _STATE = tuple(STATES.index(s) for s in ("data", "forward", "backward", "optimizer"))
 _ANCHORS = 3
+_BLIND_STEPS = 3
 
 
 class Events(Protocol):
@@ -51,6 +52,9 @@ class Events(Protocol):
 
     def step_ended(self, *, skipped: bool) -> None:
         """The step is over; called once per step."""
+
+    def blind(self) -> None:
+        """The optimizer steps, but no training forward of the root module is ever seen."""
 
 
 @final
@@ -84,6 +88,7 @@ class StepClock:
         self._queued = False
         self._running: list[int] = []  # ids of optimizers inside step(), outermost first
         self._stepped: set[int] = set()  # ids of parameters stepped in this step
+        self._blind = 0  # optimizer steps before any forward of the root was seen
         self._optimizers: list[int] = []  # ids of the optimizers that did it
         self._complete: dict[tuple[int, ...], bool] = {}  # do these step every parameter?
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = (
@@ -218,7 +223,12 @@ class StepClock:
         if id(optimizer) not in self._running:
             return
         del self._running[self._running.index(id(optimizer)) :]
-        if self._running or self.micro < 0:  # loading a checkpoint may step to make the state
+        if self._running:
+            return
+        if self.micro < 0:  # loading a checkpoint may take one step to make the state
+            self._blind += 1
+            if self._blind == _BLIND_STEPS:
+                self._events.blind()
             return
         self._stepped |= parameters
         self._optimizers.append(id(optimizer))

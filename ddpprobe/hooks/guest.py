@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, final
 
+import torch
+
 
 @final
 class Guest:
@@ -26,7 +28,12 @@ class Guest:
         self._target = target
 
     def __call__(self, *args: object) -> None:
-        """Pass a hook's arguments on."""
+        """Pass a hook's arguments on; inside a graph that torch.compile traces there is nothing.
+
+        A Python side effect in a traced hook would recompile the graph on every call (measured).
+        """
+        if torch.compiler.is_compiling():
+            return
         self._target(*args)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
