@@ -91,7 +91,7 @@ METRICS: tuple[Metric, ...] = (
     _row("paused", "0 or 1", "1 inside probe.pause(): evaluation or checkpoint, no step is expected."),
     _row("rank_info", "", "Where a rank runs; always 1. Use pid and device to find the process.", "rank", "local_rank", "pid", "device"),
     # Liveness
-    _row("rank_up", "0 or 1", "1 while the rank's process lives; on 0 read first_failure and the rank's own log.", "rank"),
+    _row("rank_up", "0 or 1", "1 while the rank's process lives, 0 after a bad end, absent after a good one; on 0 read first_failure and the rank's own log.", "rank"),
     _row("rank_last_heartbeat_timestamp_seconds", "seconds", "Unix time of the rank's last sign of life; if it stands still while rank_up is 1, the rank hangs.", "rank"),
     _row("steps_total", "steps", "Optimizer steps finished since the rank started; the slowest rank holds up all.", "rank"),
     _row("skipped_steps_total", "steps", "Steps a GradScaler skipped because of inf; many in a row mean that the loss scale cannot recover.", "rank"),

@@ -31,6 +31,8 @@ HEAD_GRACE_SECONDS = 5.0
 # A rank that torchrun started wrote its META when the others did, or never will.
 ABSENT_SECONDS = 10.0
 FOREIGN_SECONDS = 60.0
+# A rank that has said its last word is about to exit, and its exit code says whether it ended well.
+EXIT_SECONDS = 5.0
 # A backlog (a daemon that starts late, a run opened afterwards) is merged while it is read.
 RECORDS_PER_LOOK = 64
 MAX_PENDING = 512
@@ -47,6 +49,7 @@ class LocalRank:
     watched: bool = False
     seen_alive: bool = False
     exit: Exit | None = None
+    closed_at: float | None = None
     spent: bool = False
     judged: bool = False
     beat: Heartbeat | None = None
@@ -55,6 +58,30 @@ class LocalRank:
     def ended(self) -> bool:
         """Nothing more will come from it."""
         return self.tail.facts.closed or self.spent
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly, by the exit of its process.
+
+        A rank that closed its journal had come to the end of its training: a signal behind that is
+        none of it (torch's threads abort now and then when the interpreter ends), while an
+        exception or an exit code that the script chose is.
+        """
+        facts, how = self.tail.facts, self.exit
+        if how is None or not how.failed:
+            return False
+        return not facts.closed or facts.raised or how.chosen
+
+    @property
+    def left(self) -> bool:
+        """Whether its process has ended, and ended well."""
+        return self.judged and self.exit is not None and not self.failed
+
+    def is_over(self, now: float) -> bool:
+        """Whether nothing more is to be learned of it: the way its process ended is known, too."""
+        if not self.up or self.closed_at is None:
+            return self.ended
+        return now - self.closed_at > EXIT_SECONDS
 
     @property
     def up(self) -> bool | None:
@@ -142,7 +169,7 @@ class Attempt:
 
     def local_end(self, now: float) -> bool:
         """Whether every rank of this node has ended, as far as one can know."""
-        if not self.ranks or not all(rank.ended for rank in self.ranks.values()):
+        if not self.ranks or not all(rank.is_over(now) for rank in self.ranks.values()):
             return False
         everybody = bool(self.meta) and set(self.local_ranks) <= set(self.ranks)
         return everybody or now - self._changed_at > ABSENT_SECONDS
@@ -157,6 +184,7 @@ class Attempt:
             return
         self.closed = True
         now = time.monotonic()
+        self._collect_exits()
         while sum(self._read(rank, now) for rank in self.ranks.values()):
             self._emit(self.gather.ready(now) if self.gather is not None else [])
         self._judge_deaths()
@@ -224,6 +252,8 @@ class Attempt:
             if self.gather is not None and record.attempt == self.number:
                 self.gather.add(record, now)
         rank.spent = over and len(records) < RECORDS_PER_LOOK
+        if rank.tail.facts.closed and rank.closed_at is None:
+            rank.closed_at = now
         beat = heartbeat.read(self.run.heartbeat(self.number, self.node, rank.tail.rank))
         rank.beat = beat or rank.beat
         return len(records)
@@ -292,8 +322,7 @@ class Attempt:
         for rank in sorted(gone, key=lambda r: r.died_at):
             rank.judged = True
             number, how = rank.tail.rank, rank.exit
-            clean = rank.tail.facts.closed or how is None or not how.failed
-            if how is not None and not clean and number not in self.ledger.deaths:
+            if how is not None and rank.failed and number not in self.ledger.deaths:
                 step = rank.beat.step if rank.beat else rank.tail.facts.last_step
                 self.ledger.death(number, how.how, rank.died_at or time.time_ns(), step)
 

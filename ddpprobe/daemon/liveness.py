@@ -53,6 +53,11 @@ class Exit:
         """Whether it ended otherwise than by exit code 0."""
         return self.how != CLEAN
 
+    @property
+    def chosen(self) -> bool:
+        """Whether the process itself said how it ended, by an exit code."""
+        return self.how.startswith("exit:")
+
 
 class Watcher:
     """One thread that sleeps until a watched process dies."""

@@ -307,6 +307,9 @@ class NodeDaemon:
                 self._attempt.note_acknowledged()
         if self._attempt is not None and self._attempt.ledger is not None:
             self._attempt.ledger.close()
+        if self._sealed:
+            # What was said since, and the journals of ranks whose processes lived at the seal.
+            self._fuses["store"].guard(self._despite_the_disk)(self._open_store().seal)
         self._run.daemon_file(self._node, "json").unlink(missing_ok=True)
         if self._store is not None:
             self._store.close()

@@ -68,12 +68,15 @@ def _rank_view(attempt: Attempt, number: int, readings: Readings) -> RankView:
     facts, sample = rank.tail.facts, readings.ranks.get(number, {})
     meta = facts.meta or {}
     resident = sample.get("resident_bytes")
+    # A rank that left as it should is neither up nor down, whatever the others still do; one whose
+    # last words are still being read is not dead yet.
+    up = None if rank.left or not rank.seen_alive else rank.exit is None or not rank.judged
     view = RankView(
         rank=number,
         local_rank=int(meta.get("local_rank", -1)),
         pid=int(meta.get("pid", 0)),
         device=str(meta.get("device", "")),
-        up=rank.up,
+        up=up,
         loss=facts.loss,
         grad_norm=facts.grad_norm,
         nonfinite=dict(facts.nonfinite),
@@ -84,13 +87,13 @@ def _rank_view(attempt: Attempt, number: int, readings: Readings) -> RankView:
         cpu_seconds=sample.get("cpu_seconds"),
         components=dict(facts.components),
     )
-    return view if rank.beat is None else _with_heartbeat(view, rank.beat)
+    return view if rank.beat is None else _with_heartbeat(view, rank.beat, left=rank.left)
 
 
-def _with_heartbeat(view: RankView, beat: Heartbeat) -> RankView:
+def _with_heartbeat(view: RankView, beat: Heartbeat, *, left: bool) -> RankView:
     return replace(
         view,
-        last_heartbeat_ns=beat.time_ns,
+        last_heartbeat_ns=0 if left else beat.time_ns,
         step=beat.step,
         steps=beat.steps,
         skipped_steps=beat.skipped,

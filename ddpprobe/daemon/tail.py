@@ -30,6 +30,7 @@ class RankFacts:
     """What a rank's journal has said so far; counters since the rank's start.
 
     `nonfinite` counts elements by Site kind (of unsampled steps those of the first bad tensor).
+    `closed`: it said that nothing more will come; `raised`: and that an exception was the reason.
     """
 
     meta: Mapping[str, Any] | None = None
@@ -42,6 +43,7 @@ class RankFacts:
     dropped: Counter[str] = field(default_factory=Counter)
     paused: bool = False
     closed: bool = False
+    raised: bool = False
     last_step: int = -1
     _alarm: tuple[int, Counter[str]] = (-1, Counter())
 
@@ -61,6 +63,7 @@ class RankFacts:
         match event.get("event"):
             case "closed":
                 self.closed = True
+                self.raised = event.get("status", "ok") != "ok"
             case "fuse":
                 self.components[str(event["component"])] = False
             case "dropped":

@@ -134,10 +134,11 @@ def _status(facts: RankFacts, events: list[Event], deaths: list[Death], *, live:
     own = layout.rank_name(facts.rank)
     said = [e.what for e in events if e.source == own]
     death = next((d for d in deaths if d.rank == facts.rank), None)
-    if any(what.get("event") == "closed" for what in said):
-        return "closed"
     if death is not None:
         return f"died ({death.signal})"
+    closed = [what for what in said if what.get("event") == "closed"]
+    if closed:
+        return "closed" if closed[-1].get("status", "ok") == "ok" else "closed by an exception"
     if live:
         return "running"
     return "no last word"

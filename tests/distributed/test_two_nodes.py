@@ -8,12 +8,15 @@ import random
 import shutil
 import socket
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import ddpprobe
 
 _spec = importlib.util.spec_from_file_location(
     "daemon_harness", Path(__file__).parent / "daemon_harness.py"
@@ -258,3 +261,33 @@ def test_two_hosts_on_a_network_gather_and_a_cut_cable_is_survived(nodes, namesp
     assert [r.wait(40) for r in ranks] == [0] * 4
     assert [leader.wait(40), daemon.wait(40)] == [0, 0]
     assert_all_merged(head, 200)
+
+
+def test_a_torch_job_over_two_hosts_has_one_verdict_and_complete_statistics(
+    namespaces, tmp_path: Path, poll
+) -> None:
+    job, launched = Path(__file__).with_name("job.py"), []
+    for index, host in enumerate(namespaces):
+        command = [
+            "ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run",
+            "--nnodes", "2", "--node-rank", str(index), "--nproc-per-node", "2",
+            "--master-addr", "10.213.7.1", "--master-port", "29500", str(job), "--wrap", "ddp",
+            "--steps", "16", "--every", "2", "--out", str(tmp_path / "run"), "--daemon", "auto",
+            "--inject", "nan:step=8,rank=3,module=blocks.1.down",
+        ]  # fmt: skip
+        env = {"GLOO_SOCKET_IFNAME": f"ddpp{index}", "DDPPROBE_LINGER": "1"}
+        with (tmp_path / f"{index}.log").open("w") as log:
+            launched.append(
+                subprocess.Popen(command, env={**os.environ, **env}, stdout=log, stderr=log)
+            )
+    codes = [process.wait(120) for process in launched]
+    assert codes == [0, 0], "\n".join(p.read_text() for p in tmp_path.glob("*.log"))
+    poll(lambda: not list(tmp_path.rglob("daemon/*.json")), 40)  # both have sealed and gone
+    run = ddpprobe.open(tmp_path / "run")
+    (page,) = [a for a in run.anomalies() if a.level == "page"]
+    assert (page.step, page.rank, page.module, page.phase) == (8, 3, "blocks.1.down", "forward")
+    merged = list(run.records())
+    assert [r.step for r in merged] == list(range(0, 16, 2))
+    assert all(r.ranks == (0, 1, 2, 3) and r.missing == () for r in merged)
+    for rank in range(4):
+        assert [r.step for r in run.records(rank=rank)] == list(range(0, 16, 2))

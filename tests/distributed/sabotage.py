@@ -1,0 +1,210 @@
+"""Training whose probe, or whose own code, is broken in one chosen way.
+
+torchrun ... sabotage.py sweep WRAP OUT        every method of the probe raises, one at a time
+torchrun ... sabotage.py HOW [arguments of job.py]      the small job, broken as `BREAKS[HOW]` says
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpprobe
+from ddpprobe import spawn
+from ddpprobe.testing import state_hash
+
+spec = importlib.util.spec_from_file_location("job", Path(__file__).with_name("job.py"))
+job = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(job)
+
+# Where the training process can be inside ddpprobe after install() has returned.
+ROOMS = ("enlist", "heartbeat", "hooks.eager", "hooks.full", "hooks.step_rows", "hooks.watch",
+         "journal", "recorder", "shipping", "steps", "topology")  # fmt: skip
+STEPS = 6
+BAD_STEP = 5
+
+
+class Sabotage(Exception):
+    """What every broken method raises."""
+
+
+class Breaker:
+    """Makes methods raise: `target` at its `at`-th call (0: at every one), once it is armed."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.raised = 0
+        self.target: str | None = None
+        self.at = 0
+        self.armed = False
+        for room in ROOMS:
+            module = importlib.import_module(f"ddpprobe.{room}")
+            for owner in vars(module).values():
+                if inspect.isclass(owner) and owner.__module__ == module.__name__:
+                    self._break(owner)
+
+    def _break(self, owner: type) -> None:
+        for name, method in list(vars(owner).items()):
+            if inspect.isfunction(method) and (name == "__call__" or not name.startswith("__")):
+                place = f"{owner.__module__}.{owner.__qualname__}.{name}"
+                setattr(owner, name, self._wrap(place, method))
+
+    def _wrap(self, place: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            if self.armed and self.target in {None, place, "all"}:
+                self.calls[place] += 1
+                if self.target and self.calls[place] >= self.at:
+                    self.raised += 1
+                    raise Sabotage(place)
+            return method(*args, **kwargs)
+
+        broken.__name__ = method.__name__
+        return broken
+
+
+def train(wrap: str, options: dict[str, Any] | None, breaker: Breaker) -> str:
+    """Train for a few steps; return the hash of the state. Without options there is no probe."""
+    rank, model = dist.get_rank(), job.build()
+    wrapped: nn.Module = model
+    if wrap == "ddp":
+        wrapped = DistributedDataParallel(model)
+    else:
+        for part in (*model.blocks, model):
+            fully_shard(part)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    probe = ddpprobe.install(wrapped, daemon="none", **options) if options else None
+    breaker.armed = probe is not None
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(100 + rank)
+    for step in range(STEPS):
+        wrapped(job.batch(step, 0, rank))[1].backward()
+        if probe is not None:
+            probe.log(number=1.0)
+            with probe.pause() if step == 3 else contextlib.nullcontext():
+                pass
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            wrapped(job.batch(step, 9, rank))
+    if probe is not None:
+        probe.close()
+    breaker.armed = False
+    return state_hash(wrapped, optimizer)
+
+
+def attempts_to_break(wrap: str, out: Path, breaker: Breaker) -> Iterator[tuple[str, int]]:
+    """Yield every place that training passes through, with its first and its middle call."""
+    train(wrap, {"run_dir": out / "whole", "every": 2, "backward": "full"}, breaker)
+    for place, calls in sorted(breaker.calls.items()):
+        yield place, 1
+        if calls > 3:
+            yield place, calls // 2 + 1
+
+
+def sweep(wrap: str, out: Path) -> None:
+    """Break one thing after the other; rank 0 writes down what came of it."""
+    dist.init_process_group("gloo")
+    breaker = Breaker()
+    bare = train(wrap, None, breaker)
+    found = []
+    for i, (place, at) in enumerate(list(attempts_to_break(wrap, out, breaker))):
+        breaker.target, breaker.at, breaker.raised = place, at, 0
+        breaker.calls.clear()
+        options = {"run_dir": out / str(i), "every": 2, "backward": "full"}
+        try:
+            same, error = train(wrap, options, breaker) == bare, ""
+        except Exception as raised:  # the finding itself: it got through to the user
+            same, error = False, f"{type(raised).__name__}: {raised}"
+            breaker.armed = False
+        found.append([place, at, breaker.raised, same, error])
+        if error:
+            break  # the other rank is in another place now
+    (out / f"found.{dist.get_rank()}").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+    time.sleep(0.5)
+
+
+def every_call() -> None:
+    """All methods of the probe raise whenever training calls them."""
+    breaker = Breaker()
+    breaker.target, breaker.at = "all", 1
+    install = ddpprobe.install
+
+    def installed(*args: Any, **kwargs: Any) -> Any:
+        probe = install(*args, **kwargs)
+        breaker.armed = True
+        return probe
+
+    ddpprobe.install = installed
+
+
+def no_python() -> None:
+    """The daemon's interpreter ends at once."""
+    sys.executable = "/bin/false"
+
+
+def no_restart() -> None:
+    """The daemon cannot even be started, and not restarted either; looked at often."""
+    start = spawn.subprocess.run
+
+    def fail(command: list[str], **options: Any) -> Any:
+        if command[0] == "/bin/sh":
+            raise OSError(11, "Resource temporarily unavailable")
+        return start(command, **options)
+
+    spawn.daemon_alive = lambda *_: importlib.import_module("ddpprobe.enlist").dist.is_initialized()
+
+
+def at_bad_step(act: Callable[[], Any]) -> None:
+    """Do it in the user's code, on rank 0."""
+    batch = job.batch
+
+    def bad(step: int, micro: int, rank: int, **options: Any) -> Any:
+        if step == BAD_STEP and rank == 0:
+            act()
+        return batch(step, micro, rank, **options)
+
+    job.batch = bad
+
+
+def fail() -> None:
+    raise RuntimeError("a bug of the user's")
+
+
+BREAKS: dict[str, Callable[[], None]] = {
+    "nothing": lambda: None,
+    "every-call": every_call,
+    "no-python": no_python,
+    "exit-7": lambda: at_bad_step(lambda: sys.exit(7)),
+    "raise": lambda: at_bad_step(fail),
+    "_exit-3": lambda: at_bad_step(lambda: os._exit(3)),
+    "abort": lambda: at_bad_step(os.abort),
+}
+
+
+if __name__ == "__main__":
+    how = sys.argv.pop(1)
+    if how == "sweep":
+        sweep(sys.argv[1], Path(sys.argv[2]))
+    else:
+        BREAKS[how]()
+        job.main()
