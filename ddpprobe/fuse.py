@@ -27,7 +27,7 @@ class Fuse:
     Args:
         component: name in the log line and in `ddpprobe_component_up{component=...}`.
         allowed: errors in total after which the component is switched off.
-        on_blow: called once when that happens; must not raise.
+        on_blow: called once when that happens; what it raises is contained as well.
     """
 
     def __init__(
@@ -72,4 +72,5 @@ class Fuse:
         if self.errors >= self._allowed and not self.blown:
             self.blown = True
             if self._on_blow is not None:
-                self._on_blow()
+                # What broke the component may break its cleaning up as well.
+                Fuse(f"switching {self.component} off").guard(self._on_blow)()

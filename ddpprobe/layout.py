@@ -154,8 +154,8 @@ class DirectoryLock:
 def is_locked(path: Path) -> bool:
     """Return whether some process holds the lock at `path`; looks by a moment's shared lock."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # there is none, or it is somebody else's
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -269,10 +269,15 @@ class Recorder:
         fuse = self.fuse if self.fuse.blown else self._clock_fuse
         self.fuse.blown = self._clock_fuse.blown = True
         self._sampling = False
+        # Each on its own: what broke the component may break one of these, but not the others.
+        Fuse("journal").guard(self._shipper.life)(
+            "fuse", component=fuse.component, error=fuse.last_error
+        )
         if self._parts is not None:
-            self._parts.close()
-        self._clock.stop()
-        self._shipper.life("fuse", component=fuse.component, error=fuse.last_error)
+            Fuse("hooks").guard(self._parts.close)()
+        # torch may be inside its loop over the global optimizer hooks, which taking ours off now
+        # would end with an error in the user's step(): they stay, dead, until `close`.
+        Fuse("steps").guard(self._clock.unhang)()
 
 
 @final

@@ -1,19 +1,14 @@
-"""The dashboard is the one of the code, keeps its own rules, and shows data of a real Prometheus."""
+"""The dashboard is the one of the code, keeps its rules, and shows data of a real Prometheus."""
 
 from __future__ import annotations
 
-import importlib
-import json
+import importlib.util
 import re
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +21,18 @@ from ddpprobe.prometheus import METRICS, Exposition, label_value, render
 from ddpprobe.records import Site
 from ddpprobe.view import NodeView
 
+_spec = importlib.util.spec_from_file_location(
+    "prometheus_harness", Path(__file__).parent / "prometheus_harness.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+prometheus_harness = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(prometheus_harness)
+Prometheus, until = prometheus_harness.Prometheus, prometheus_harness.until
+DASHBOARD, TREE = prometheus_harness.DASHBOARD, prometheus_harness.TREE
+PANELS, QUERIES = prometheus_harness.PANELS, prometheus_harness.QUERIES
+
 ROOT = Path(__file__).parent.parent
-DASHBOARD = ROOT / "grafana/dashboards/ddpprobe-overview.json"
 GENERATED = (
     "grafana/dashboards/ddpprobe-overview.json",
     "grafana/rules/ddpprobe.yml",
@@ -37,14 +42,6 @@ GENERATED = (
 PROMETHEUS_OWN = {"scrape_duration_seconds", "scrape_samples_scraped"}
 # Panels whose queries may return nothing; their descriptions must say so.
 EMPTY_IS_GOOD = {"Anomalies", "First death", "Origin of non-finite elements"}
-TREE: dict[str, Any] = json.loads(DASHBOARD.read_text())
-PANELS: list[dict[str, Any]] = [
-    each
-    for panel in TREE["panels"]
-    for each in (panel, *panel.get("panels", []))
-    if each["type"] != "row"
-]
-QUERIES = [(p["title"], t) for p in PANELS for t in p["targets"]]
 
 
 def test_the_generated_files_are_those_of_the_code(tmp_path: Path) -> None:
@@ -142,67 +139,6 @@ def test_the_provisioning_files_are_valid() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-class Prometheus:
-    """A real one, scraping a target per job every second, with the alert rules of the repository."""
-
-    def __init__(self, folder: Path, **targets: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        config = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-            "rule_files": [str(ROOT / "grafana/rules/ddpprobe.yml")],
-            "scrape_configs": [
-                {
-                    "job_name": job,
-                    "sample_limit": 20000,
-                    "static_configs": [{"targets": [target]}],
-                }
-                for job, target in targets.items()
-            ],
-        }
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        self._log = (folder / "log").open("wb")
-        self._process = subprocess.Popen(
-            [
-                "prometheus", f"--config.file={folder}/prometheus.yml",
-                f"--storage.tsdb.path={folder}/data",
-                f"--web.listen-address={self.url.removeprefix('http://')}",
-                "--enable-feature=exemplar-storage",
-            ],
-            stdout=self._log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-    def get(self, path: str, **parameters: str) -> Any:
-        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        try:
-            with urllib.request.urlopen(url, timeout=10) as response:
-                return json.load(response)["data"]
-        except urllib.error.HTTPError as error:
-            with error:
-                pytest.fail(f"{parameters}: {error.read().decode()}")
-
-    def ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=10) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, ConnectionError):
-            return False
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(20)
-        self._log.close()
-
-
 EVIL = ['"} 1\nfake 2', "a\\", "\ud800", "x\r\ny", "\0", "# {} 1", "\u2028", "z" * 999, ""]
 EVIL.append("".join(map(chr, range(1, 32))) + "\x7f\x85\ufeff")
 
@@ -255,33 +191,15 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
         evil.stop()
 
 
-def filled_in(expr: str, start: float, end: float) -> str:
-    """Replace Grafana's variables as it would with everything selected."""
-    for name, text in {
-        "$__rate_interval": "4s",
-        "$__range": f"{round(end - start)}s",
-        "$job": "ddpprobe",
-        "$node": ".*",
-        "$rank": ".*",
-    }.items():
-        expr = expr.replace(name, text)
-    return expr
-
-
 @pytest.mark.parametrize(("title", "target"), QUERIES)
 def test_every_query_returns_data(
     scraped: tuple[Prometheus, float, float], title: str, target: dict[str, Any]
 ) -> None:
     prometheus, start, end = scraped
-    expr = filled_in(target["expr"], start, end)
-    if target.get("instant"):
-        result = prometheus.get("query", query=expr, time=str(end))["result"]
-    else:
-        times = {"start": str(start), "end": str(end), "step": "1"}
-        result = prometheus.get("query_range", query=expr, **times)["result"]
+    result = prometheus.panel(target, start, end)
     # The sample has a NaN and a death, so not even the panels that may be empty are.
     assert result, title
-    for label in re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")):
+    for label in prometheus_harness.labels_of(target):
         assert all(label in row["metric"] for row in result), (title, label)
 
 
@@ -289,8 +207,8 @@ def test_the_verdict_strip_is_right(scraped: tuple[Prometheus, float, float]) ->
     prometheus, start, end = scraped
 
     def now(title: str) -> float:
-        expr = next(t["expr"] for name, t in QUERIES if name == title)
-        rows = prometheus.get("query", query=filled_in(expr, start, end), time=str(end))["result"]
+        target = next(t for name, t in QUERIES if name == title)
+        rows = prometheus.panel(target, start, end, instant=True)
         assert len(rows) == 1, title
         return float(rows[0]["value"][1])
 
@@ -303,23 +221,15 @@ def test_annotations_and_variables_find_something(
     scraped: tuple[Prometheus, float, float],
 ) -> None:
     prometheus, start, end = scraped
-    times = {"start": str(start), "end": str(end), "step": "1"}
-    for annotation in TREE["annotations"]["list"]:
-        if "expr" in annotation:
-            expr = filled_in(annotation["expr"], start, end)
-            assert prometheus.get("query_range", query=expr, **times)["result"], expr
-    for variable in TREE["templating"]["list"][1:]:
-        found = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
-        assert found, variable["definition"]
-        match = filled_in(found[1], start, end)
-        assert prometheus.get(f"label/{found[2]}/values", **{"match[]": match}), match
+    for annotation in prometheus_harness.ANNOTATIONS:
+        assert prometheus.panel(annotation, start, end), annotation["expr"]
+    for variable in prometheus_harness.VARIABLES:
+        assert prometheus.variable(variable, start, end), variable["definition"]
 
 
 def test_the_exemplar_arrives(scraped: tuple[Prometheus, float, float]) -> None:
     prometheus, start, end = scraped
-    times = {"start": str(start - 5), "end": str(end + 5)}
-    data = prometheus.get("query_exemplars", query="ddpprobe_anomalies_total", **times)
-    labels = [e["labels"] for series in data for e in series["exemplars"]]
+    labels = prometheus.exemplars("ddpprobe_anomalies_total", start - 5, end + 5)
     assert {"step": "32", "fqn": "blocks.2.mlp", "kind": "output", "rank": "1"} in labels
 
 
@@ -333,8 +243,7 @@ def test_hostile_names_are_scraped_with_their_exemplars(
     assert {label_value(name) for name in EVIL if name} <= {
         row["metric"].get("detector", "") for row in shown
     }
-    times = {"start": str(start - 5), "end": str(end + 5)}
-    assert len(prometheus.get("query_exemplars", query=query, **times)) == len(EVIL)
+    assert len(prometheus.exemplars(query, start - 5, end + 5)) == len(EVIL)
 
 
 def test_the_alerts_fire_in_prometheus(scraped: tuple[Prometheus, float, float]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -53,13 +52,13 @@ def deaths_of(attempt: int, events: list[Event]) -> list[Death]:
 
 def is_live(run: layout.RunDir) -> bool:
     """Return whether the run is under way: rank 0 holds its lock."""
-    return _is_held(run.lock)
+    return layout.is_locked(run.lock)
 
 
 def has_daemon(run: layout.RunDir) -> bool:
     """Return whether a daemon of the run is at work on this machine."""
     locks = sorted((run.path / "daemon").glob("node_*.lock"))
-    return any(_is_held(lock) for lock in locks)
+    return any(layout.is_locked(lock) for lock in locks)
 
 
 def summarize(
@@ -134,11 +133,13 @@ def _status(facts: RankFacts, events: list[Event], deaths: list[Death], *, live:
     own = layout.rank_name(facts.rank)
     said = [e.what for e in events if e.source == own]
     death = next((d for d in deaths if d.rank == facts.rank), None)
+    closed = [what.get("status", "ok") for what in said if what.get("event") == "closed"]
+    if "ok" in closed:
+        return "closed"
     if death is not None:
         return f"died ({death.signal})"
-    closed = [what for what in said if what.get("event") == "closed"]
     if closed:
-        return "closed" if closed[-1].get("status", "ok") == "ok" else "closed by an exception"
+        return "closed by an exception"
     if live:
         return "running"
     return "no last word"
@@ -159,18 +160,3 @@ def _size(path: Path) -> int:
             except FileNotFoundError:
                 continue  # folded meanwhile
     return total
-
-
-def _is_held(lock: Path) -> bool:
-    try:
-        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # there is none, or it is somebody else's
-        return False
-    try:
-        # Shared, so that two readers do not take each other for the holder.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False

@@ -1,0 +1,460 @@
+"""The whole flow on four real ranks under a real Prometheus, while they run and after they ended.
+
+One run serves most tests here: `launch/train_gpt.py` under DDP, a NaN planted half-way into one
+rank's activation, scraped every second. What must be seen while it lives is gathered by the fixture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import xarray
+import zarr
+
+import ddpprobe
+from ddpprobe.detectors.suite import default_suite
+from ddpprobe.records import STATS, Anomaly, StepRecord, derive
+
+ROOT = Path(__file__).parent.parent.parent
+STEPS, FAULT_STEP, FAULT_RANK, EVERY = 1000, 500, 2, 2
+MODULE = "blocks.1.mlp"
+VERDICT = {
+    "detector": "nonfinite", "level": "page", "step": FAULT_STEP, "micro": 0, "rank": FAULT_RANK,
+    "module": MODULE, "kind": "output", "phase": "forward", "first_cause": True, "sampled": True,
+}  # fmt: skip
+# Longer than the 15 s that DdpprobeRankDead waits: it must stay silent all the way.
+LINGER = 18.0
+# Nothing of a run without a death.
+NEEDS_A_DEATH = {"First death"}
+MEMORY_BYTES = 200 << 20
+THREADS = 12
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+prometheus_harness = _load(ROOT / "tests/prometheus_harness.py")
+conftest = _load(ROOT / "tests/conftest.py")
+until = prometheus_harness.until
+
+
+def ddpprobe_says(*words: str | Path) -> tuple[int, str]:
+    """Run the command; return its exit code and what it printed. A traceback fails the test."""
+    tool = Path(sys.executable).with_name("ddpprobe")
+    done = subprocess.run([tool, *words], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def start(
+    script: Sequence[object], folder: Path, nproc: int, env: Mapping[str, str], *more: str
+) -> subprocess.Popen[bytes]:
+    """Start a job under torchrun, its output in `folder`/torchrun.out."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *more]
+    command += ["--nproc-per-node", str(nproc), *map(str, script)]
+    folder.mkdir(exist_ok=True)
+    with (folder / "torchrun.out").open("wb") as out:
+        return subprocess.Popen(
+            command, cwd=folder, env={**os.environ, **env}, stdin=subprocess.DEVNULL,
+            stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+def said(run: Path) -> dict[str, Any]:
+    """Return what the daemon of a run says of itself, {} before it does."""
+    with contextlib.suppress(FileNotFoundError):
+        return dict(json.loads((run / "daemon/node_0000.json").read_bytes()))
+    return {}
+
+
+def scrape(listen: str) -> list[str]:
+    """Return the lines of /metrics, in OpenMetrics."""
+    header = {"Accept": "application/openmetrics-text;version=1.0.0"}
+    request = urllib.request.Request(f"http://{listen}/metrics", headers=header)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return str(answer.read().decode()).splitlines()
+
+
+@dataclass
+class Live:
+    """One run, and what was seen of it while it lived."""
+
+    run: Path
+    prometheus: Any
+    daemon: psutil.Process
+    exit_code: int = -1
+    first: float = 0.0  # Unix time: the first scrape, the end of training, the end of the daemon
+    trained: float = 0.0
+    over: float = 0.0
+    pages: list[tuple[dict[str, str], float]] = field(default_factory=list)
+    exemplars: list[dict[str, str]] = field(default_factory=list)
+    verdict: tuple[int, str] = (-1, "")
+    verdict_was_live: bool = False
+    anomalies: list[Anomaly] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=list)
+    maps: str = ""
+    threads: int = 0
+    memory: int = 0
+
+
+def watch(live: Live, training: subprocess.Popen[bytes]) -> None:
+    """Ask everything that is to be known while the ranks run."""
+    prometheus = live.prometheus
+    page = 'ddpprobe_anomalies_total{detector="nonfinite",level="page"}'
+
+    def paged() -> bool:
+        live.pages = prometheus.now(page)
+        return any(value == 1 for _, value in live.pages) or training.poll() is not None
+
+    assert until(prometheus.ready)
+    assert until(lambda: bool(prometheus.now("ddpprobe_steps_total")))
+    live.first = time.time()
+    assert until(paged, 60)
+    live.exemplars = prometheus.exemplars(page, live.first, time.time() + 5)
+    live.verdict = ddpprobe_says("anomalies", live.run, "--json")
+    run = ddpprobe.open(live.run)
+    live.anomalies = run.anomalies()
+    live.records = list(run.records())
+    live.metrics = scrape(said(live.run)["listen"])
+    live.verdict_was_live = training.poll() is None
+    live.exit_code = training.wait(60)
+    live.trained = time.time()
+    live.maps = Path(f"/proc/{live.daemon.pid}/maps").read_text()
+    live.threads = live.daemon.num_threads()
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """The run, from its start to the exit of its daemon."""
+    folder = tmp_path_factory.mktemp("live")
+    run = folder / "run"
+    script = [
+        ROOT / "launch/train_gpt.py", "--wrap=ddp", "--layers=2", "--dim=32", "--length=32",
+        "--batch=2", f"--steps={STEPS}", "--eval-every=250", f"--every={EVERY}",
+        f"--run-dir={run}", f"--inject=nan:step={FAULT_STEP},rank={FAULT_RANK},module={MODULE}",
+    ]  # fmt: skip
+    env = {"DDPPROBE_LINGER": str(LINGER), "DDPPROBE_LISTEN": "127.0.0.1:0"}
+    training = start(script, folder, 4, env)
+    prometheus = None
+    try:
+        assert until(lambda: bool(said(run))), (folder / "torchrun.out").read_text()
+        prometheus = prometheus_harness.Prometheus(folder, ddpprobe=said(run)["listen"])
+        seen = Live(run, prometheus, psutil.Process(said(run)["pid"]))
+        watch(seen, training)
+        gone = time.monotonic() + LINGER + 20
+        while seen.daemon.is_running() and time.monotonic() < gone:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                seen.memory = max(seen.memory, seen.daemon.memory_info().rss)
+            time.sleep(0.2)
+        seen.over = time.time()
+        yield seen
+    finally:
+        conftest.end_tree(training)
+        conftest.end_daemons(folder)
+        if prometheus is not None:
+            prometheus.close()
+
+
+def test_training_ends_as_without_the_probe(live: Live) -> None:
+    output = (live.run.parent / "torchrun.out").read_text()
+    assert live.exit_code == 0, output
+    assert "ddpprobe:" not in output  # nothing to complain of
+
+
+def test_prometheus_counts_the_page_and_its_exemplar_names_the_tensor(live: Live) -> None:
+    assert [value for _, value in live.pages] == [1.0]
+    want = {"step": str(FAULT_STEP), "fqn": MODULE, "kind": "output", "rank": str(FAULT_RANK)}
+    assert want in live.exemplars
+
+
+def test_the_command_line_gives_the_verdict_of_the_live_run_exactly(live: Live) -> None:
+    code, text = live.verdict
+    assert live.verdict_was_live
+    assert code == 1
+    found = json.loads(text)["anomalies"]
+    assert {key: found[0][key] for key in VERDICT} == VERDICT
+    assert [a for a in found[1:] if a["level"] == "page"] == []
+
+
+def test_steps_rise_on_every_rank(live: Live) -> None:
+    series = live.prometheus.between("ddpprobe_steps_total", live.first, live.trained)
+    counts = {s["metric"]["rank"]: [float(v) for _, v in s["values"]] for s in series}
+    assert sorted(counts) == ["0", "1", "2", "3"]
+    for values in counts.values():
+        assert values == sorted(values)
+        assert values[0] < FAULT_STEP < values[-1] <= STEPS
+
+
+def test_metrics_are_those_of_the_run(live: Live) -> None:
+    page = next(x for x in live.metrics if x.startswith("ddpprobe_anomalies_total") and "# {" in x)
+    assert f'fqn="{MODULE}"' in page
+    shown = dict(x.rsplit(" ", 1) for x in live.metrics if not x.startswith("#") and "# {" not in x)
+    elements = {
+        rank: float(shown[f'ddpprobe_nonfinite_elements_total{{rank="{rank}",kind="output"}}'])
+        for rank in range(4)
+    }
+    assert elements[FAULT_RANK] > 0
+    assert float(shown['ddpprobe_rank_anomalies_total{rank="2",level="page"}']) == 1
+    assert all(float(shown[f'ddpprobe_rank_up{{rank="{n}"}}']) == 1 for n in range(4))
+    assert all(v == "1.0" for k, v in shown.items() if k.startswith("ddpprobe_component_up"))
+    assert not any(k.startswith("ddpprobe_records_dropped_total") for k in shown)
+    observed, expected = (
+        shown[f'ddpprobe_sites_{x}{{rank="0"}}'] for x in ("observed", "expected")
+    )
+    assert float(observed) == float(expected) > 50
+
+
+@pytest.mark.parametrize(("title", "target"), prometheus_harness.QUERIES)
+def test_every_query_of_the_dashboard_returns_data(
+    live: Live, title: str, target: dict[str, Any]
+) -> None:
+    result = live.prometheus.panel(target, live.first, live.trained)
+    assert bool(result) == (title not in NEEDS_A_DEATH), title
+    for label in prometheus_harness.labels_of(target):
+        assert all(label in row["metric"] for row in result), (title, label)
+
+
+def test_annotations_and_variables_find_the_run(live: Live) -> None:
+    for annotation in prometheus_harness.ANNOTATIONS:
+        found = live.prometheus.panel(annotation, live.first, live.trained)
+        assert bool(found) == (annotation["name"] not in NEEDS_A_DEATH), annotation["name"]
+    values = {
+        v["name"]: live.prometheus.variable(v, live.first, live.trained)
+        for v in prometheus_harness.VARIABLES
+    }
+    assert values["job"] == ["ddpprobe"]
+    assert values["rank"] == ["0", "1", "2", "3"]
+
+
+def test_the_alerts_name_the_nan_and_no_death(live: Live) -> None:
+    series = live.prometheus.between('ALERTS{alertstate="firing"}', live.first, live.over)
+    firing = {(s["metric"]["alertname"], s["metric"].get("rank")) for s in series}
+    assert ("DdpprobeNonFinite", str(FAULT_RANK)) in firing
+    names = {name for name, _ in firing}
+    assert names <= {"DdpprobeNonFinite", "DdpprobeLossNotFinite"}
+    # Prometheus still looked when the rule would have had its 15 s.
+    finished = live.prometheus.between("ddpprobe_job_finished == 1", live.trained, live.over)
+    assert len(finished[0]["values"]) > 15
+
+
+def test_the_daemon_seals_lingers_and_leaves_nothing(live: Live) -> None:
+    assert live.over - live.trained > LINGER - 8  # it ended by itself, and not before
+    assert not live.daemon.is_running()
+    assert said(live.run) == {}
+    commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
+    assert [c for c in commands if str(live.run) in c] == []
+    events = [json.loads(e)["event"] for e in _store(live, "node_0000")["event_json"][:]]
+    assert {"finished", "sealed", "closed"} <= set(events)
+    assert list((live.run / "journal").rglob("rank_*/*.wal")) == []
+    assert "ERROR" not in (live.run / "daemon/node_0000.log").read_text()
+
+
+def test_the_daemon_is_small_and_knows_no_torch(live: Live) -> None:
+    assert "libtorch" not in live.maps
+    assert "zarr" not in live.maps or "numpy" in live.maps
+    assert live.threads <= THREADS
+    assert live.memory < MEMORY_BYTES, f"{live.memory / 2**20:.0f} MiB"
+
+
+def _store(live: Live, group: str) -> zarr.Group:
+    found = zarr.open_group(live.run / "run.zarr", mode="r")[f"attempt_000/{group}"]
+    assert isinstance(found, zarr.Group)
+    return found
+
+
+@pytest.mark.parametrize("rank", [None, FAULT_RANK])
+def test_plain_xarray_reads_the_statistics_that_the_records_hold(
+    live: Live, rank: int | None
+) -> None:
+    group = "merged" if rank is None else f"rank_{rank:05d}"
+    records = list(ddpprobe.open(live.run).records(rank))
+    with xarray.open_zarr(live.run / "run.zarr", group=f"attempt_000/{group}") as dataset:
+        assert dataset["step"].values.tolist() == [r.step for r in records]
+        assert sum(r.sampled for r in records) == STEPS // EVERY
+        place = {
+            (fqn, kind, leaf): i
+            for i, (fqn, kind, leaf) in enumerate(
+                zip(*(dataset[n].values.tolist() for n in ("fqn", "kind", "leaf")), strict=True)
+            )
+        }
+        counts, values = dataset["counts"].values, dataset["values"].values
+    for row, record in enumerate(records):
+        at = [place[site.key] for site in record.sites]
+        np.testing.assert_array_equal(counts[row, at], record.counts)
+        np.testing.assert_array_equal(values[row, at], record.values)
+
+
+def test_the_store_keeps_what_the_live_run_said(live: Live) -> None:
+    after = {r.step: r for r in ddpprobe.open(live.run).records()}
+    assert len(live.records) > FAULT_STEP // EVERY
+    for then in live.records:
+        now = after[then.step]
+        assert (then.sites, then.scalars, then.first_bad) == (now.sites, now.scalars, now.first_bad)
+        np.testing.assert_array_equal(then.counts, now.counts)
+        np.testing.assert_array_equal(then.values, now.values)
+
+
+def test_the_merged_row_is_the_sum_of_the_ranks_rows(live: Live) -> None:
+    run = ddpprobe.open(live.run)
+    nan = [run.series(MODULE, "nan", rank).values.sum(axis=1) for rank in (None, 0, 1, 2, 3)]
+    np.testing.assert_array_equal(nan[0], sum(nan[1:]))
+    assert nan[3][FAULT_STEP // EVERY] > 0
+
+
+def test_anomalies_are_the_same_live_stored_and_replayed(live: Live) -> None:
+    run = ddpprobe.open(live.run)
+    stored = run.anomalies()
+    assert stored == live.anomalies
+    suite = default_suite()
+    replayed = [a for record in run.records() for a in suite.update(record)] + suite.finish()
+    assert replayed == stored
+    group = _store(live, "anomalies")
+    plain = {
+        name: group[column][:].tolist()
+        for name, column in {"step": "anomaly_step"}.items()
+        | {(n, n) for n in VERDICT if n != "step"}
+    }
+    assert len(plain["step"]) == len(stored)
+    assert {name: column[0] for name, column in plain.items()} == VERDICT
+
+
+def test_the_verbs_read_the_ended_run(live: Live) -> None:
+    code, text = ddpprobe_says("info", live.run, "--json")
+    info = json.loads(text)
+    assert (code, info["state"], info["world_size"], info["lost"]) == (0, "ended", 4, [])
+    assert [r["status"] for r in info["attempts"][0]["ranks"]] == ["closed"] * 4
+    assert [r["completeness"] for r in info["attempts"][0]["ranks"]] == [1.0] * 4
+    assert info["attempts"][0]["sealed"]
+
+    code, text = ddpprobe_says("verify", live.run, "--json")
+    assert (code, json.loads(text)["ok"]) == (0, True)
+
+    assert ddpprobe_says("anomalies", live.run)[0] == 1
+
+    words = ("--site", "blocks.*mlp*", "--stat", "rms", "--json")
+    code, text = ddpprobe_says("trace", live.run, *words)
+    trace = json.loads(text)
+    assert code == 0
+    assert trace["steps"] == list(range(0, STEPS, EVERY))
+    assert f"{MODULE}:output" in {series["site"] for series in trace["series"]}
+    shown = next(s for s in trace["series"] if s["site"] == f"{MODULE}:output")
+    record = next(r for r in live.records if r.step == 0)
+    row = next(i for i, s in enumerate(record.sites) if str(s) == f"{MODULE}:output")
+    assert shown["values"][0] == derive("rms", record.counts[row], record.values[row])
+    assert shown["nonfinite"][FAULT_STEP // EVERY] > 0
+
+
+SMALL = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpprobe
+
+run, fate = sys.argv[1:]
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+# torch leaves the addresses of a dead attempt in the agent's store, where the next one finds them.
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+store = dist.PrefixStore(f"attempt_{attempt}", store)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
+ddpprobe.install(model, run_dir=run, every=1)
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+for step in range(20):
+    if (attempt, rank, step) == ("0", 1, 10):
+        if fate == "exits":
+            sys.exit(1)
+        if fate == "raises":
+            raise RuntimeError("a fault of the user's")
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.02 if fate != "waits" else 0.1)
+dist.destroy_process_group()
+time.sleep(0.5)
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A folder with a small script; what runs there is ended."""
+    (tmp_path / "small.py").write_text(SMALL)
+    yield tmp_path
+    conftest.end_daemons(tmp_path)
+
+
+@pytest.mark.parametrize("fate", ["exits", "raises"])
+def test_an_elastic_restart_is_a_second_attempt_of_the_same_daemon(small: Path, fate: str) -> None:
+    run, env = small / "run", {"DDPPROBE_LINGER": "1", "DDPPROBE_LISTEN": "127.0.0.1:0"}
+    job = start([small / "small.py", run, fate], small, 2, env, "--max-restarts=1")
+    try:
+        assert until(lambda: bool(said(run)))
+        daemon = psutil.Process(said(run)["pid"])
+        assert job.wait(60) == 0, (small / "torchrun.out").read_text()
+        assert until(lambda: not daemon.is_running())
+    finally:
+        conftest.end_tree(job)
+    found = ddpprobe.open(run)
+    assert found.attempts() == [0, 1]
+    assert {r.attempt for r in found.records()} == {0, 1}
+    assert [r.step for r in found.records(attempt=1)] == list(range(20))
+    assert [r.step for r in found.records(attempt=0)][:10] == list(range(10))
+    assert max(r.step for r in found.records(attempt=0)) <= 10
+    assert [r.ranks for r in found.records(attempt=1)] == [(0, 1)] * 20
+    deaths = found.deaths()
+    assert {d.attempt for d in deaths} == {0}
+    assert (deaths[0].rank, deaths[0].signal, deaths[0].first) == (1, "exit:1", True)
+    [page] = [a for a in found.anomalies() if a.level == "page"]
+    assert (page.attempt, page.detector, page.rank) == (0, "rank_lost", 1)
+    pids = {g["daemon"]["pid"] for g in _daemons(found.path)}
+    assert pids == {daemon.pid}
+
+
+def test_two_jobs_on_one_node_take_two_ports_and_clean_runs_raise_nothing(small: Path) -> None:
+    runs = [small / "first", small / "second"]
+    env = {"DDPPROBE_LINGER": "0", "DDPPROBE_LISTEN": "127.0.0.1:21377"}
+    jobs = [start([small / "small.py", r, "waits"], small, 1, env) for r in runs]
+    try:
+        assert until(lambda: all(map(said, runs)))
+        listen = [said(run)["listen"] for run in runs]
+        assert until(lambda: all("ddpprobe_steps_total" in "".join(scrape(x)) for x in listen))
+        shown = ["".join(x for x in scrape(a) if "job_info{" in x) for a in listen]
+        daemons = [psutil.Process(said(run)["pid"]) for run in runs]
+        assert [job.wait(60) for job in jobs] == [0, 0]
+        assert until(lambda: not any(d.is_running() for d in daemons))
+    finally:
+        for job in jobs:
+            conftest.end_tree(job)
+    ports = [int(address.rpartition(":")[2]) for address in listen]
+    assert len(set(ports)) == 2
+    assert all(21377 <= port < 21400 for port in ports)
+    for run, text in zip(runs, shown, strict=True):
+        assert ddpprobe.open(run).info()["run_id"] in text
+        assert ddpprobe_says("anomalies", run) == (0, "no anomalies in 20 sampled steps\n")

@@ -1,0 +1,143 @@
+"""A real Prometheus, and the queries of the committed dashboard put to it as Grafana would."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+DASHBOARD = ROOT / "grafana/dashboards/ddpprobe-overview.json"
+TREE: dict[str, Any] = json.loads(DASHBOARD.read_text())
+PANELS: list[dict[str, Any]] = [
+    each
+    for panel in TREE["panels"]
+    for each in (panel, *panel.get("panels", []))
+    if each["type"] != "row"
+]
+QUERIES = [(p["title"], t) for p in PANELS for t in p["targets"]]
+ANNOTATIONS = [a for a in TREE["annotations"]["list"] if "expr" in a]
+VARIABLES = [v for v in TREE["templating"]["list"] if v["type"] == "query"]
+JOB = "ddpprobe"
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    """Wait until it holds; False if it does not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+class Prometheus:
+    """A real one: a target per job, scraped every second, and the repository's alert rules."""
+
+    def __init__(self, folder: Path, **targets: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(ROOT / "grafana/rules/ddpprobe.yml")],
+            "scrape_configs": [
+                {
+                    "job_name": job,
+                    "sample_limit": 20000,
+                    "static_configs": [{"targets": [target]}],
+                }
+                for job, target in targets.items()
+            ],
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        self._log = (folder / "log").open("wb")
+        self._process = subprocess.Popen(
+            [
+                "prometheus", f"--config.file={folder}/prometheus.yml",
+                f"--storage.tsdb.path={folder}/data",
+                f"--web.listen-address={self.url.removeprefix('http://')}",
+                "--enable-feature=exemplar-storage",
+            ],
+            stdout=self._log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def get(self, path: str, **parameters: str) -> Any:
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as response:
+                return json.load(response)["data"]
+        except urllib.error.HTTPError as error:
+            with error:
+                pytest.fail(f"{parameters}: {error.read().decode()}")
+
+    def now(self, expr: str) -> list[tuple[dict[str, str], float]]:
+        """Return (labels, value) of every series of an instant query."""
+        rows = self.get("query", query=expr)["result"]
+        return [(row["metric"], float(row["value"][1])) for row in rows]
+
+    def exemplars(self, expr: str, start: float, end: float) -> list[dict[str, str]]:
+        """Return the labels of the exemplars in a time range."""
+        data = self.get("query_exemplars", query=expr, start=str(start), end=str(end))
+        return [e["labels"] for series in data for e in series["exemplars"]]
+
+    def between(self, expr: str, start: float, end: float) -> list[dict[str, Any]]:
+        """Return the series of a query over a time range, a point a second."""
+        times = {"start": str(start), "end": str(end), "step": "1"}
+        return list(self.get("query_range", query=expr, **times)["result"])
+
+    def panel(
+        self, target: dict[str, Any], start: float, end: float, *, instant: bool = False
+    ) -> list[dict[str, Any]]:
+        """Ask one query of a panel, as Grafana would for this time range; or only for its end."""
+        expr = filled_in(target["expr"], start, end)
+        if instant or target.get("instant"):
+            return list(self.get("query", query=expr, time=str(end))["result"])
+        return self.between(expr, start, end)
+
+    def variable(self, variable: dict[str, Any], start: float, end: float) -> list[str]:
+        """Return the values that a variable of the dashboard can take."""
+        found = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
+        assert found, variable["definition"]
+        match = filled_in(found[1], start, end)
+        return list(self.get(f"label/{found[2]}/values", **{"match[]": match}))
+
+    def ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=10) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, ConnectionError):
+            return False
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(20)
+        self._log.close()
+
+
+def filled_in(expr: str, start: float, end: float) -> str:
+    """Replace Grafana's variables as it would with everything selected."""
+    for name, text in {
+        "$__rate_interval": "4s",
+        "$__range": f"{round(end - start)}s",
+        "$job": JOB,
+        "$node": ".*",
+        "$rank": ".*",
+    }.items():
+        expr = expr.replace(name, text)
+    return expr
+
+
+def labels_of(target: dict[str, Any]) -> list[str]:
+    """Return the labels that the legend of a query shows."""
+    return re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", ""))
