@@ -14,6 +14,7 @@ from ddpprobe.records import StepRecord, merge_all
 
 GRACE_SECONDS = 5.0
 REORDER_SECONDS = 1.0
+OPEN_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -47,6 +48,13 @@ class _Step:
         """Some part announces that a fuller one is to come."""
         return any(p.record.partial and not p.final for p in self.parts)
 
+    def open_for(self, alive: set[int]) -> bool:
+        """One of the living ranks has announced that a fuller part is to come."""
+        return any(
+            p.record.partial and not p.final and alive.intersection(p.record.ranks)
+            for p in self.parts
+        )
+
     def delivered(self) -> set[int]:
         """Ranks that have said all they will say; a node's `missing` ranks are given up there."""
         settled = [p.record for p in self.parts if p.complete or not (self.sampled or self.open)]
@@ -73,8 +81,9 @@ class Gather:
 
     A sampled step comes out when every rank that may still speak has delivered its complete record
     or one of a later step, or `grace_seconds` after its first record arrived; who did not deliver
-    is listed in `missing`. A partial record (an alarm sent ahead) is replaced by its rank's full
-    one and therefore waits for it like an absent one. A record of an unsampled step has no fuller
+    is listed in `missing`. A partial record (an alarm sent ahead) waits for its rank's full one up
+    to `open_seconds` while the rank lives: only the end of the step tells whether a GradScaler gave
+    it up, and a step may take long. A record of an unsampled step has no fuller
     successor: it comes out after `reorder_seconds`, so that a slower rank's alarm of an earlier
     step still comes first. A part that cannot be merged any more is dropped and counted in `late`.
 
@@ -82,6 +91,7 @@ class Gather:
         expected: the ranks that deliver.
         grace_seconds: how long a sampled step waits for its slowest rank.
         reorder_seconds: how long an unsampled alarm waits for earlier ones.
+        open_seconds: how long an alarm waits for the end of its step.
         after: steps up to here came out in an earlier life and are ignored, uncounted.
     """
 
@@ -91,6 +101,7 @@ class Gather:
         grace_seconds: float = GRACE_SECONDS,
         *,
         reorder_seconds: float = REORDER_SECONDS,
+        open_seconds: float = OPEN_SECONDS,
         after: int = -1,
     ) -> None:
         self.expected = tuple(sorted(expected))
@@ -99,6 +110,7 @@ class Gather:
         self._floor = after
         self._grace = grace_seconds
         self._reorder = reorder_seconds
+        self._open = open_seconds
         self._alive = set(self.expected)
         self._reached = dict.fromkeys(self.expected, -1)
         self._steps: dict[int, _Step] = {}
@@ -150,7 +162,9 @@ class Gather:
 
     def _is_ready(self, number: int, step: _Step, now: float) -> bool:
         waited = now - step.first_seen
-        patience = self._grace if step.sampled or step.open else self._reorder
+        patience = self._grace if step.sampled else self._reorder
+        if step.open_for(self._alive):
+            patience = max(patience, self._open)
         if waited >= patience:
             return True
         delivered = step.delivered()

@@ -136,10 +136,26 @@ def test_the_partial_record_of_a_rank_that_died_is_merged_at_once() -> None:
     assert merged.first_bad is not None
 
 
-def test_a_lone_alarm_comes_out_within_the_grace_although_the_loop_hangs() -> None:
+def test_an_alarm_waits_for_the_end_of_a_slow_step_which_may_have_been_skipped() -> None:
     gather = Gather((0, 1), grace_seconds=5.0)
     gather.add(alarm(1, 7, partial=True), 0.0)
-    (merged,) = gather.ready(5.0)
+    assert gather.ready(30.0) == []
+    gather.add(replace(alarm(1, 7), skipped=True), 30.0)
+    (merged,) = gather.ready(30.0)
+    assert merged.skipped
+
+
+def test_the_alarm_of_a_rank_that_died_waits_for_nobody() -> None:
+    gather = Gather((0, 1), reorder_seconds=1.0)
+    gather.add(alarm(1, 7, partial=True), 0.0)
+    gather.mark_dead(1)
+    assert [r.step for r in gather.ready(1.0)] == [7]
+
+
+def test_a_lone_alarm_comes_out_in_a_minute_although_the_loop_hangs() -> None:
+    gather = Gather((0, 1), grace_seconds=5.0)
+    gather.add(alarm(1, 7, partial=True), 0.0)
+    (merged,) = gather.ready(60.0)
     assert merged.first_bad is not None
     assert (merged.sampled, merged.ranks, merged.missing) == (False, (1,), ())
 

@@ -32,14 +32,13 @@ class Launch:
     """
 
     def __init__(
-        self, directory: Path, arguments: Sequence[object], env: Mapping[str, str], script: Path
+        self, directory: Path, path: Path, script: Sequence[object], env: Mapping[str, str]
     ) -> None:
-        self.directory = layout.make_dir(directory)
-        self.path = directory / "run"
-        self.run = RunDir(self.path)
+        self.directory, self.path = layout.make_dir(directory), path
+        self.run = RunDir(path)
         self.seconds = 0.0
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", str(script), *map(str, arguments)]
+        command += ["--nproc-per-node", "2", *map(str, script)]
         with (directory / "log").open("w") as log:
             # Not a pipe: a rank that outlives a killed launcher would keep it open.
             self.process = subprocess.Popen(
@@ -75,6 +74,11 @@ class Launch:
             return []
         return [int(line) for line in text.split("\n")[:-1]]
 
+    def hashes(self) -> list[str]:
+        """Return each rank's hash of all training state at the end."""
+        files = [self.directory / f"hash.{rank}" for rank in (0, 1)]
+        return [json.loads(file.read_text()) for file in files]
+
     def ranks(self) -> dict[int, psutil.Process]:
         """Return the living ranks."""
         found = {}
@@ -109,31 +113,29 @@ class Launch:
 
 @pytest.fixture
 def launch(torchrun: object, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    """Start the small job and go on: `launch(name, "--steps", 40, env=..., out=True)`.
+    """Start the small job and go on: `launch("name", "--steps", 40, env={...})`.
 
-    Containment is on, as in production, and not strict, as elsewhere in the suite. `out` gives the
-    job its run directory, `script` replaces the job. (`torchrun` ends the daemons afterwards.)
+    The job runs in `tmp_path / name`, with its run directory there or at `run_dir`; None is a job
+    without a probe. `script` is what stands before its arguments. Containment is on, as everywhere
+    but in this suite. (`torchrun` ends the daemons afterwards.)
     """
     started: list[Launch] = []
 
     def start(
         name: str,
         *arguments: object,
+        run_dir: Path | None = Path("run"),
         env: Mapping[str, str] | None = None,
-        out: bool = True,
-        path: Path | None = None,
-        script: Path = JOB,
+        script: Sequence[object] = (JOB,),
     ) -> Launch:
         directory = tmp_path / name
-        given = ["--steps-file", directory / "steps", *arguments]
-        given += ["--out", directory / "run"] if out else []
+        path = directory / (run_dir or "run")
+        given = ["--steps-file", directory / "steps", "--hash", directory / "hash", *arguments]
+        given += ["--out", path] if run_dir else []
         quiet = {k: v for k, v in os.environ.items() if k != "DDPPROBE_STRICT"}
-        quiet |= {"DDPPROBE_LISTEN": "127.0.0.1:0", "DDPPROBE_LINGER": "0"}
-        made = Launch(directory, given, {**quiet, **(env or {})}, script)
-        if path is not None:
-            made.path, made.run = path, RunDir(path)
-        started.append(made)
-        return made
+        quiet |= {"DDPPROBE_LISTEN": "127.0.0.1:0", "DDPPROBE_LINGER": "0", **(env or {})}
+        started.append(Launch(directory, path, [*script, *given], quiet))
+        return started[-1]
 
     yield start
     for each in started:
