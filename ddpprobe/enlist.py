@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import os
 import secrets
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +28,8 @@ from ddpprobe.rendezvous import Store
 
 DAEMON_SECONDS = 30.0  # for the head's daemon to open its port, when other nodes must know it
 CHECK_SECONDS = 5.0
+
+logger = logging.getLogger("ddpprobe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,13 @@ class Enlisted:
         if self.restart is None or now < self._next_check:
             return
         self._next_check = now + CHECK_SECONDS
-        if not spawn.daemon_alive(self.run, self.node):
+        if spawn.daemon_alive(self.run, self.node):
+            return
+        try:
             self.restart()
+        except (OSError, subprocess.SubprocessError) as error:
+            # No process to be had, or a full disk: the journals hold it all, and later may do.
+            logger.warning("ddpprobe: the node daemon cannot be started anew: %s", error)
 
 
 def enlist(

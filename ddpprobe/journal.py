@@ -117,7 +117,12 @@ class JournalWriter:
         self._fd = os.open(path, flags, layout.FILE_MODE)
         self._frames = self._size = 0
         self._table = None
-        self._put([(codec.META, self._meta)])
+        try:
+            self._put([(codec.META, self._meta)])
+        except OSError:  # a segment that does not say whose it is would be nobody's
+            self.close()
+            path.unlink(missing_ok=True)
+            raise
 
     def _put(self, frames: list[tuple[int, bytes]]) -> None:
         block = b"".join(

@@ -46,6 +46,7 @@ OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset
 DETECTORS = ("nonfinite", "grad_spike", "rank_lost")
 LEVELS = ("page", "warn", "info")
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
+ROOT = "(root)"  # to Prometheus an empty label is no label; `Site` writes it the same way
 _BASE_UNITS = ("seconds", "bytes", "ratio")
 
 
@@ -211,7 +212,7 @@ def exemplar_of(anomaly: Anomaly) -> Exemplar:
     room = EXEMPLAR_CHARACTERS - sum(len(k) + len(v) for k, v in labels.items()) - len("fqn")
     if anomaly.module is not None:
         # Escapes in an exemplar are valid, but not every parser of them agrees.
-        fqn = re.sub(r'["\\\n{}]', "?", label_value(anomaly.module))
+        fqn = re.sub(r'["\\\n{}]', "?", label_value(anomaly.module or ROOT))
         labels["fqn"] = fqn if len(fqn) <= room else "…" + fqn[len(fqn) - room + 1 :]
     when = anomaly.wall_time_ns / 1e9 if anomaly.wall_time_ns > 0 else None
     return Exemplar(labels, 1.0, when)
@@ -312,8 +313,8 @@ def _tier_b(merged: StepRecord | None) -> Iterator[Sample]:
     columns = derive("abs_max", *block).tolist(), derive("rms", *block).tolist()
     for (fqn, kind), abs_max, rms in zip(rows, *columns, strict=True):
         # NaN: nothing finite at this site; the counters tell.
-        yield _one("site_abs_max", None if math.isnan(abs_max) else abs_max, fqn, kind)
-        yield _one("site_rms", None if math.isnan(rms) else rms, fqn, kind)
+        yield _one("site_abs_max", None if math.isnan(abs_max) else abs_max, fqn or ROOT, kind)
+        yield _one("site_rms", None if math.isnan(rms) else rms, fqn or ROOT, kind)
 
 
 def global_grad_norm(merged: StepRecord) -> float | None:

@@ -5,8 +5,9 @@ The only way from the training process to the daemon is the journal; nothing wai
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -18,6 +19,8 @@ from ddpprobe.records import COUNTS, PHASES, VALUES, FirstBad, StepRecord
 _OBSERVED, _TAPPED = COUNTS.index("observed"), COUNTS.index("tapped")
 _NONFINITE = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
 _SUM_SQ = VALUES.index("sum_sq")
+
+logger = logging.getLogger("ddpprobe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,8 @@ class Shipper:
         self._ended: deque[EndedStep] = deque()
         self._last_bad: tuple[int, bool] | None = None  # (step, skipped) of the last one shipped
         self._coverage: tuple[int, int] | None = None
-        self._dropped: dict[str, int] = {}
+        self._reported: Counter[str] = Counter()  # losses that stand in the journal
+        self._warned = False
 
     def push(self, ended: EndedStep) -> None:
         """Take a step; `ship` writes it when its rows are there."""
@@ -123,11 +127,22 @@ class Shipper:
             )  # fmt: skip
 
     def _append(self, record: StepRecord) -> None:
-        self._journal.append_record(record)
-        if dict(self._journal.dropped) != self._dropped:
-            self._dropped = dict(self._journal.dropped)
-            for reason, count in self._dropped.items():
-                self.life("dropped", reason=reason, count=count)
+        if self._journal.append_record(record):
+            self._report_losses()
+        elif not self._warned:
+            self._warned = True
+            logger.warning(
+                "ddpprobe: rank %d cannot write %s (%s): its steps are lost until it can; training "
+                "goes on",
+                self._who.rank, self._journal.directory, ", ".join(self._journal.dropped),
+            )  # fmt: skip
+
+    def _report_losses(self) -> None:
+        """Write what the disk refused since the last time; what it refuses again waits."""
+        for reason, count in list(self._journal.dropped.items()):
+            new = {"event": "dropped", "reason": reason, "count": count - self._reported[reason]}
+            if new["count"] and self._journal.append_json(codec.LIFE, new):
+                self._reported[reason] = count
 
 
 def _local_norm(result: StepResult) -> float | None:

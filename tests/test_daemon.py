@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +88,39 @@ def test_the_first_dead_rank_is_named_with_its_signal_and_nothing_of_it_is_lost(
         if record.step != last + 1:
             alone = record.step > last
             assert (record.ranks, record.missing) == (((1,), (0,)) if alone else ((0, 1), ()))
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ({}, []),
+        ({"signal": signal.SIGABRT}, []),  # torch's threads, behind a training that came to its end
+        ({"exit": 3}, ["exit:3"]),
+        ({"status": "exception", "exit": 1}, ["exit:1"]),
+        ({"status": "exception", "signal": signal.SIGABRT}, ["SIGABRT"]),
+    ],
+)
+def test_the_exit_of_a_rank_that_said_goodbye_tells_whether_it_failed(job, end, how) -> None:
+    daemon = job.daemon()
+    job.rank(0, world=1, steps=100, teardown=0.5, **end)
+    wait(lambda: "ddpprobe_rank_up" in job.metrics())
+    assert daemon.wait(30) == 0
+    assert [d["signal"] for d in job.life("death")] == how
+    assert list((job.run.path / "journal").rglob("rank_*/*.wal")) == []
+
+
+def test_the_one_that_raised_died_before_those_it_took_along(job) -> None:
+    daemon = job.daemon()
+    victim = job.rank(0, hang=True)
+    job.rank(1, steps=100, status="exception", exit=1, teardown=2.0)
+    wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 2)
+    wait(lambda: b'"exception"' in job.journal_of(1))
+    goodbye = time.monotonic()
+    wait(lambda: time.monotonic() - goodbye > 0.4)  # what a peer takes to notice, and to fall
+    kill(victim)
+    assert daemon.wait(30) == 0
+    found = [(d["rank"], d["signal"], d["first"]) for d in job.life("death")]
+    assert found == [(1, "exit:1", True), (0, "SIGKILL", False)]
 
 
 def test_all_ranks_killed_at_once_leave_a_sealed_run(job) -> None:

@@ -273,10 +273,11 @@ def test_sites_come_from_the_merged_step() -> None:
         Site("blind", "input"),
         Site("tp", "output", placement="partial"),
         Site("all_nan", "output"),
+        Site("", "output"),
     ]
     view = a_view(merged=record(sites, unobserved=(3,), nan={5: 4}))
     got = {s.labels["fqn"]: s.value for s in samples(view) if s.name == "ddpprobe_site_abs_max"}
-    assert got == {"m": 2.0, "seen": 3.0}  # the leaves as one; no data is no number
+    assert got == {"m": 2.0, "seen": 3.0, "(root)": 7.0}  # the leaves as one; no data is no number
     assert value(view, "site_rms", fqn="m", kind="output") == pytest.approx(math.sqrt(20 / 8))
 
 
@@ -364,7 +365,7 @@ def test_hostile_names_come_back_as_they_were(names: list[str], other: str) -> N
     for openmetrics in (False, True):
         got = samples(view, openmetrics=openmetrics)
         shown = {s.labels["fqn"] for s in got if s.name == "ddpprobe_site_abs_max"}
-        assert shown == {label_value(name) for name in names}
+        assert shown == {label_value(name or "(root)") for name in names}
         runs = [s.labels["run"] for s in got if s.name == "ddpprobe_job_info"]
         assert runs == [label_value(other)]
 

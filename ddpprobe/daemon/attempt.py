@@ -33,6 +33,10 @@ ABSENT_SECONDS = 10.0
 FOREIGN_SECONDS = 60.0
 # A rank that has said its last word is about to exit, and its exit code says whether it ended well.
 EXIT_SECONDS = 5.0
+# An exception may be the cause of other deaths, or follow from one. Its goodbye is milliseconds
+# behind the death of a peer, which is noticed only when the kernel has torn that process down, and
+# 0.6 s (measured) ahead of its own process's end, which others follow: between the two.
+GOODBYE_NS = 200_000_000
 # A backlog (a daemon that starts late, a run opened afterwards) is merged while it is read.
 RECORDS_PER_LOOK = 64
 MAX_PENDING = 512
@@ -90,9 +94,14 @@ class LocalRank:
 
     @property
     def died_at(self) -> int:
-        """Unix time in ns of its death; of one that was found dead, that of its last heartbeat."""
-        noticed = self.exit.time_ns if self.exit else 0
-        return noticed or (self.beat.time_ns if self.beat else 0)
+        """Unix time in ns of its death.
+
+        Of one that was found dead that of its last heartbeat; of one that said goodbye soon after
+        that: what an exception or sys.exit() tears down takes a while, in which others may die.
+        """
+        closed, last = self.tail.facts.closed, self.beat.time_ns if self.beat else 0
+        noticed = self.exit.time_ns if self.exit and not closed else 0
+        return noticed or (last + GOODBYE_NS if closed and last else last)
 
 
 class Attempt:
@@ -149,13 +158,16 @@ class Attempt:
         """
         self._discover(now)
         self._collect_exits()
+        everybody = self.ranks.values()
         read, more = 0, False
         if self.gather is None or self.gather.pending < MAX_PENDING:
-            for rank in self.ranks.values():
+            for rank in everybody:
                 count = self._read(rank, now)
                 read, more = read + count, more or count == RECORDS_PER_LOOK
         self._watch_processes()
-        self._judge_deaths()
+        # One that has said goodbye may prove to be the cause of what befell the others.
+        if not any(rank.up and rank.closed_at and not rank.is_over(now) for rank in everybody):
+            self._judge_deaths()
         if self.gather is None:
             return read, more
         read += self._collect(self.gather, now)
@@ -163,7 +175,7 @@ class Attempt:
             if rank.ended:
                 self.gather.mark_dead(number)
         self._emit(self.gather.ready(now))
-        lag = any(rank.tail.lag_bytes for rank in self.ranks.values())
+        lag = any(rank.tail.lag_bytes for rank in everybody)
         self.unread_since = None if not lag else self.unread_since or now
         return read, more
 

@@ -83,7 +83,7 @@ class Run:
         `anomalies` {page, warn, info}, `first_death`, `lost` (texts), and `attempts`: for each
         `attempt`, `steps`, `sites`, `first_death`, `sealed`, `torn_bytes`, `silent_ranks`, and
         `ranks`: `rank`, `local_rank`, `node`, `hostname`, `device`, `pid`, `status`, `first_step`,
-        `last_step`, `sampled`, `expected` (steps that any rank sampled), `completeness`.
+        `last_step`, `sampled`, `expected` (steps that it sampled, or another rank), `completeness`.
         """
         return summarize(self._overlay, self._identity, self.anomalies())
 

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpprobe import layout
+from ddpprobe import heartbeat, layout
+from ddpprobe.heartbeat import Heartbeat
 from ddpprobe.records import Anomaly
 from ddpprobe.replay.overlay import Event, Overlay, RankFacts
 
@@ -100,13 +101,18 @@ def _attempt(overlay: Overlay, attempt: int, *, live: bool) -> dict[str, Any]:
     expected = {step for f in facts for step, sampled in f.steps.items() if sampled}
     steps = [step for f in facts for step in f.steps]
     silent = sorted(set(range(overlay.world_size(attempt))) - {f.rank for f in facts})
+    ranks = []
+    for each in facts:
+        beat = _last_beat(overlay.run, attempt, each.rank)
+        status = _status(each, events, deaths, live=live and newest)
+        if status == "no last word" and beat is not None and beat.state == "closed":
+            status = "closed"  # the journal could not be written any more
+        ranks.append(_rank(each, expected, beat.sampled if beat else 0, status))
     return {
         "attempt": attempt,
         "steps": {"first": min(steps, default=None), "last": max(steps, default=None)},
         "sites": len({key for f in facts for key in f.sites}),
-        "ranks": [
-            _rank(f, expected, _status(f, events, deaths, live=live and newest)) for f in facts
-        ],
+        "ranks": ranks,
         "silent_ranks": silent,
         "first_death": asdict(deaths[0]) if deaths else None,
         "sealed": any(e.what.get("event") == "sealed" for e in events),
@@ -114,9 +120,16 @@ def _attempt(overlay: Overlay, attempt: int, *, live: bool) -> dict[str, Any]:
     }
 
 
-def _rank(facts: RankFacts, expected: set[int], status: str) -> dict[str, Any]:
+def _last_beat(run: layout.RunDir, attempt: int, rank: int) -> Heartbeat | None:
+    """Return what a rank last said of itself: a full disk takes its heartbeat, not its records."""
+    found = (run.path / "heartbeat" / f"{attempt:03d}").glob(f"node_*/{layout.rank_name(rank)}")
+    return next(filter(None, map(heartbeat.read, found)), None)
+
+
+def _rank(facts: RankFacts, steps: set[int], finished: int, status: str) -> dict[str, Any]:
+    """Describe a rank; `steps` were written by any rank, `finished` by this one, to disk or not."""
     sampled = {step for step, is_sampled in facts.steps.items() if is_sampled}
-    meta = facts.meta
+    meta, expected = facts.meta, max(len(steps), finished)
     return {
         "rank": facts.rank,
         **{key: meta.get(key) for key in ("local_rank", "node", "hostname", "device", "pid")},
@@ -124,8 +137,8 @@ def _rank(facts: RankFacts, expected: set[int], status: str) -> dict[str, Any]:
         "first_step": min(facts.steps, default=None),
         "last_step": max(facts.steps, default=None),
         "sampled": len(sampled),
-        "expected": len(expected),
-        "completeness": len(sampled) / len(expected) if expected else None,
+        "expected": expected,
+        "completeness": len(sampled) / expected if expected else None,
     }
 
 

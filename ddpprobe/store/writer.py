@@ -167,7 +167,10 @@ class StoreWriter:
 
 
 def is_alive(source: Source) -> bool:
-    """Return whether the writer of a journal still runs on this machine: same pid, same start."""
+    """Return whether the writer of a journal still runs on this machine: same pid, same start.
+
+    A zombie writes no more.
+    """
     numbers = segments_of(source)
     if not numbers:
         return False
@@ -176,9 +179,11 @@ def is_alive(source: Source) -> bool:
     if not isinstance(pid, int) or pid <= 0:
         return False
     try:
-        began = psutil.Process(pid).create_time()
+        process = psutil.Process(pid)
+        began, zombie = process.create_time(), process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied:
         return True
-    return not isinstance(start, int | float) or abs(began - start) < SAME_START_SECONDS
+    same = not isinstance(start, int | float) or abs(began - start) < SAME_START_SECONDS
+    return same and not zombie

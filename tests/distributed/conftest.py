@@ -1,4 +1,4 @@
-"""The small job on real ranks while the test looks on: what it needs to kill, starve and time it."""
+"""The small job on real ranks while a test looks on: what it takes to kill, starve and time it."""
 
 from __future__ import annotations
 

@@ -75,6 +75,11 @@ class Harness:
         text = self.acks[attempt, rank].read_text()
         return [int(line) for line in text.split("\n")[:-1]]
 
+    def journal_of(self, rank: int, node: int = 0, attempt: int = 0) -> bytes:
+        """Return what a rank's journal holds now, as it is."""
+        directory = self.run.rank_journal(attempt, node_name(node), rank)
+        return b"".join(path.read_bytes() for path in sorted(directory.glob("*.wal")))
+
     def said(self, node: int = 0) -> dict[str, Any] | None:
         """Return what the node's daemon says of itself, None before it does."""
         with contextlib.suppress(FileNotFoundError):

@@ -67,7 +67,11 @@ def main(spec: dict[str, object]) -> int:
     if spec.get("hang"):
         time.sleep(600)
     if spec.get("closed", True):
-        journal.append_json(codec.LIFE, {"event": "closed", "status": "ok"})
+        status = str(spec.get("status", "ok"))
+        journal.append_json(codec.LIFE, {"event": "closed", "status": status})
+    time.sleep(float(spec.get("teardown", 0.0)))
+    if spec.get("signal"):
+        os.kill(os.getpid(), int(spec["signal"]))
     return int(spec.get("exit", 0))
 
 

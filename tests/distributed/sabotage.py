@@ -1,7 +1,8 @@
 """Training whose probe, or whose own code, is broken in one chosen way.
 
 torchrun ... sabotage.py sweep WRAP OUT        every method of the probe raises, one at a time
-torchrun ... sabotage.py HOW [arguments of job.py]      the small job, broken as `BREAKS[HOW]` says
+torchrun ... sabotage.py HOW[@STEP] [arguments of job.py]    the small job; HOW is one of `PROBE`,
+                                                or, at STEP, one of `USER`
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ ROOMS = ("enlist", "heartbeat", "hooks.eager", "hooks.full", "hooks.step_rows", 
 DOORS = ("ddpprobe.hooks.eager._Gradient.__call__", "ddpprobe.hooks.watch._Accumulated.__call__",
          "ddpprobe.hooks.watch.Watch.gradient")  # fmt: skip
 STEPS = 6
-BAD_STEP = 5
 
 
 class Sabotage(Exception):
@@ -116,11 +116,11 @@ def train(wrap: str, options: dict[str, Any] | None, breaker: Breaker) -> str:
 
 
 def attempts_to_break(wrap: str, out: Path, breaker: Breaker) -> Iterator[tuple[str, int]]:
-    """Yield every place that training passes through, with its first and its middle call."""
+    """Yield every place that training passes through, with its first and (DDP) its middle call."""
     train(wrap, {"run_dir": out / "whole", "every": 2, "backward": "full"}, breaker)
     for place, calls in sorted(breaker.calls.items()):
         yield place, 1
-        if calls > 3:
+        if calls > 3 and wrap == "ddp":
             yield place, calls // 2 + 1
 
 
@@ -136,7 +136,7 @@ def sweep(wrap: str, out: Path) -> None:
         options = {"run_dir": out / str(i), "every": 2, "backward": "full"}
         try:
             same, error = train(wrap, options, breaker) == bare, ""
-        except Exception as raised:  # the finding itself: it got through to the user
+        except Exception as raised:  # noqa: BLE001  (the finding: it got through to the user)
             same, error = False, f"{type(raised).__name__}: {raised}"
             breaker.armed = False
         found.append([place, at, breaker.raised, same, error])
@@ -182,12 +182,12 @@ def no_shell() -> None:
     importlib.import_module("ddpprobe.enlist").CHECK_SECONDS = 0.1
 
 
-def at_bad_step(act: Callable[[], Any]) -> None:
+def misbehave(act: Callable[[], Any], bad_step: int) -> None:
     """Do it in the user's code, on rank 0."""
     batch = job.batch
 
     def bad(step: int, micro: int, rank: int, **options: Any) -> Any:
-        if step == BAD_STEP and rank == 0:
+        if step == bad_step and rank == 0:
             act()
         return batch(step, micro, rank, **options)
 
@@ -198,22 +198,32 @@ def fail() -> None:
     raise RuntimeError("a bug of the user's")
 
 
-BREAKS: dict[str, Callable[[], None]] = {
+PROBE: dict[str, Callable[[], None]] = {
     "nothing": lambda: None,
     "every-call": every_call,
     "no-python": no_python,
     "no-shell": no_shell,
-    "exit-7": lambda: at_bad_step(lambda: sys.exit(7)),
-    "raise": lambda: at_bad_step(fail),
-    "_exit-3": lambda: at_bad_step(lambda: os._exit(3)),
-    "abort": lambda: at_bad_step(os.abort),
+}
+USER: dict[str, Callable[[], Any]] = {
+    "exit-7": lambda: sys.exit(7),
+    "raise": fail,
+    "_exit-3": lambda: os._exit(3),
+    "abort": os.abort,
 }
 
 
-if __name__ == "__main__":
-    how = sys.argv.pop(1)
+def main() -> None:
+    """Break it, then train."""
+    how, _, step = sys.argv.pop(1).partition("@")
     if how == "sweep":
         sweep(sys.argv[1], Path(sys.argv[2]))
+        return
+    if how in USER:
+        misbehave(USER[how], int(step or 5))
     else:
-        BREAKS[how]()
-        job.main()
+        PROBE[how]()
+    job.main()
+
+
+if __name__ == "__main__":
+    main()

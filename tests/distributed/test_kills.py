@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import random
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
+import psutil
 
 import ddpprobe
+from ddpprobe import layout
 from ddpprobe.replay.run import Run
 from ddpprobe.replay.verify import verify
+from ddpprobe.store.reader import StoredGroup
 
+NODE = layout.node_name(0)
 DRAWS = 10
-TOGETHER = 2  # launches at a time
+TOGETHER = 3  # launches at a time
 STEPS, EVERY, SLEEP = 60, 2, 0.02
 TINY = ("--steps", STEPS, "--every", EVERY, "--daemon", "auto", "--micros", 1)
 
@@ -26,27 +28,24 @@ TINY = ("--steps", STEPS, "--every", EVERY, "--daemon", "auto", "--micros", 1)
 def in_draws(draw: Callable[[int], None]) -> None:
     """Run all draws, some at a time; every failure is reported with its number."""
 
-    def one(number: int) -> BaseException | None:
-        try:
-            draw(number)
-        except (Exception, pytest.fail.Exception) as error:
-            error.add_note(f"draw {number}")
-            return error
-        return None
-
     with ThreadPoolExecutor(TOGETHER) as pool:
-        failures = [e for e in pool.map(one, range(DRAWS)) if e is not None]
+        ends = [pool.submit(draw, number) for number in range(DRAWS)]
+    failures = []
+    for number, end in enumerate(ends):
+        if (error := end.exception()) is not None:
+            error.add_note(f"draw {number}")
+            failures.append(error)
     if failures:
-        raise BaseExceptionGroup("draws that failed", failures)
+        raise BaseExceptionGroup(f"{len(failures)} of {DRAWS} draws failed", failures)
 
 
-def sleep_into(run, rng: random.Random, last: int) -> int:
-    """Return at a random moment of a random step; its number is returned as well."""
+def sleep_into(launched, rng: random.Random, last: int) -> None:
+    """Return at a random moment of a random step, before step `last`."""
     step = rng.randrange(last)
-    run.until(lambda: len(run.finished(0)) >= step and len(run.ranks()) == 2)
-    run.until(lambda: all(run.run.rank_journal(0, "node_0000", r).is_dir() for r in (0, 1)))
+    journals = [launched.run.rank_journal(0, NODE, rank) for rank in (0, 1)]
+    launched.until(lambda: all(journal.is_dir() for journal in journals))
+    launched.until(lambda: len(launched.finished(0)) >= step)
     time.sleep(rng.uniform(0, 2 * SLEEP))
-    return step
 
 
 def assert_nothing_acknowledged_is_lost(launched) -> Run:
@@ -86,14 +85,14 @@ def assert_first_death(run: Run, ranks: set[int], *, watched: bool) -> None:
 
 def is_watched(launched) -> bool:
     """Whether the daemon has seen the ranks: its first words come after that."""
-    return launched.run.daemon_journal(0, "node_0000").is_dir()
+    return launched.run.daemon_journal(0, NODE).is_dir()
 
 
 def test_one_rank_is_killed(launch) -> None:
     def draw(number: int) -> None:
         rng = random.Random(f"one {number}")
         launched = launch(f"one{number}", *TINY, "--sleep", SLEEP)
-        step = sleep_into(launched, rng, STEPS - 10)
+        sleep_into(launched, rng, STEPS - 10)
         watched = is_watched(launched)
         victim = rng.randrange(2)
         launched.ranks()[victim].kill()
@@ -101,7 +100,6 @@ def test_one_rank_is_killed(launch) -> None:
         launched.wait_for_the_daemon_to_end()
         run = assert_nothing_acknowledged_is_lost(launched)
         assert_first_death(run, {victim}, watched=watched)
-        print(number, step, victim, watched, run.deaths(), f"{launched.seconds:.1f}")
 
     in_draws(draw)
 
@@ -110,7 +108,7 @@ def test_all_ranks_are_killed(launch) -> None:
     def draw(number: int) -> None:
         rng = random.Random(f"all {number}")
         launched = launch(f"all{number}", *TINY, "--sleep", SLEEP)
-        step = sleep_into(launched, rng, STEPS - 10)
+        sleep_into(launched, rng, STEPS - 10)
         watched = is_watched(launched)
         for rank in launched.ranks().values():
             rank.kill()
@@ -118,34 +116,40 @@ def test_all_ranks_are_killed(launch) -> None:
         launched.wait_for_the_daemon_to_end()
         run = assert_nothing_acknowledged_is_lost(launched)
         assert_first_death(run, {0, 1}, watched=watched)
-        print(number, step, watched, run.deaths(), f"{launched.seconds:.1f}")
 
     in_draws(draw)
 
 
 def test_the_daemon_is_killed(launch) -> None:
-    """In every third draw training goes on long enough for the ranks to start another one."""
+    """In some draws training goes on long enough for its ranks to start another one; in some the
+    first is killed when they have ended and it is about to seal."""
 
     def draw(number: int) -> None:
         rng = random.Random(f"daemon {number}")
-        patient = number % 3 == 0
-        launched = launch(f"daemon{number}", *TINY, "--sleep", 0.15 if patient else SLEEP)
-        first = launched.until(launched.daemon)
-        time.sleep(rng.uniform(0, 1.0))
-        os.kill(first, signal.SIGKILL)
+        patient, late = number % 5 == 0, number % 3 == 1
+        launched = launch(f"daemon{number}", *TINY, "--sleep", 0.12 if patient else SLEEP)
+        first = psutil.Process(launched.until(launched.daemon))
+        if late:
+            launched.until(lambda: len(launched.finished(1)) == STEPS)
+            time.sleep(rng.uniform(0, 0.6))
+        else:
+            sleep_into(launched, rng, STEPS // 6 if patient else STEPS)
+        with contextlib.suppress(psutil.NoSuchProcess):  # late: it had finished before
+            first.kill()
         if patient:
-            second = launched.until(lambda: launched.daemon() not in {None, first})
-            assert second
+            launched.until(lambda: launched.daemon() not in {None, first.pid})
         assert launched.wait() == 0, launched.log
         launched.wait_for_the_daemon_to_end()
         assert launched.finished(0) == launched.finished(1) == list(range(STEPS))
         run = assert_nothing_acknowledged_is_lost(launched)
         assert run.deaths() == run.anomalies() == []
-        if not patient:
+        if not patient:  # what `ddpprobe daemon --dir RUN` does afterwards
             command = [sys.executable, "-m", "ddpprobe.daemon", "--dir", str(launched.path)]
             subprocess.run(command, check=True, capture_output=True, timeout=60)
             run = assert_nothing_acknowledged_is_lost(launched)
+        assert run.deaths() == run.anomalies() == []
         assert run.info()["attempts"][0]["sealed"]
-        print(number, patient, f"{launched.seconds:.1f}")
+        rows = [step for step, _ in StoredGroup(launched.run, "attempt_000/merged").steps()]
+        assert rows == list(range(0, STEPS, EVERY)), "a merged step was written down twice"
 
     in_draws(draw)

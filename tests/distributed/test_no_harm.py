@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +26,7 @@ DISK_KIB, SPARE_KIB = 600, 250
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_an_exception_anywhere_in_the_probe_reaches_nobody(wrap: str, torchrun, tmp_path) -> None:
-    """At every place that training passes through, from the first or the middle call on."""
+    """At every place that training passes through, from the first (DDP: or the middle) call on."""
     done = torchrun(
         [SABOTAGE, "sweep", wrap, tmp_path / "o"], env={"DDPPROBE_STRICT": "0"}, timeout=120
     )
@@ -47,7 +51,6 @@ def both(launch, how: str, *arguments: object, **options: object) -> tuple[objec
     assert broken.hashes() == bare.hashes()
     assert broken.finished(0) == broken.finished(1) == list(range(STEPS))
     assert broken.seconds <= 1.5 * bare.seconds + 2.0
-    print(how, f"{broken.seconds:.1f} s, bare {bare.seconds:.1f} s")
     return broken, bare
 
 
@@ -89,11 +92,76 @@ def test_a_full_disk_costs_records_and_nothing_else(launch, small_disk: Path) ->
     broken, _ = both(launch, "nothing", "--daemon", "auto", run_dir=small_disk / "run")
     broken.wait_for_the_daemon_to_end()
     run = ddpprobe.open(broken.path)
-    kept = [r.step for r in run.records()]
-    print(kept, broken.log)
-    print(run.info())
-    print(list((r, [x.step for x in run.records(r)]) for r in (0,1)))
-    print(verify(run))
+    kept = [record.step for record in run.records()]
     assert 0 < len(kept) < STEPS // 2
     assert kept == list(range(0, 2 * len(kept), 2))
     assert verify(run).ok
+    assert (small_disk / "other").stat().st_size == SPARE_KIB * 1024
+    for rank in run.info()["attempts"][0]["ranks"]:
+        assert f"rank {rank['rank']} cannot write" in broken.log
+        assert (rank["status"], rank["expected"]) == ("closed", STEPS // 2)
+        assert rank["sampled"] in {len(kept), len(kept) - 1}
+
+
+def test_a_disk_with_room_again_is_written_again(launch, small_disk: Path) -> None:
+    arguments = ("--steps", STEPS, "--every", 1, "--micros", 1, "--sleep", 0.06, "--daemon", "auto")
+    launched = launch("r", *arguments, run_dir=small_disk / "run")
+    launched.until(lambda: launched.log.count("cannot write") == 2)
+    text = launched.until(lambda: (t := scrape(launched)) and "records_dropped_total{" in t and t)
+    assert 'reason="ENOSPC"' in text
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    assert launched.wait() == 0, launched.log
+    launched.wait_for_the_daemon_to_end()
+    run = ddpprobe.open(launched.path)
+    assert verify(run).ok
+    for rank in (0, 1):
+        steps = [record.step for record in run.records(rank)]
+        assert steps == sorted(set(steps))
+        assert steps[:8] == list(range(8))
+        assert steps[-1] == STEPS - 1
+        assert len(steps) < STEPS
+    (attempt,) = run.info()["attempts"]
+    assert attempt["sealed"]
+    assert [rank["expected"] for rank in attempt["ranks"]] == [STEPS, STEPS]
+
+
+def scrape(launched) -> str:
+    """Return the daemon's /metrics, "" if it does not answer."""
+    try:
+        said = json.loads(launched.run.daemon_file("node_0000", "json").read_bytes())
+        with urllib.request.urlopen(f"http://{said['listen']}/metrics", timeout=5) as answer:
+            return str(answer.read().decode())
+    except OSError:
+        return ""
+
+
+# How the user's own code may end, and what exit code a shell sees then (a signal: its negative).
+ENDS = {"exit-7": 7, "raise": 1, "_exit-3": 3, "abort": -signal.SIGABRT}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_the_users_own_exit_code_stays(how: str, tmp_path: Path) -> None:
+    """Without torchrun, whose own exit code is 1 whatever its ranks' are."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if k != "DDPPROBE_STRICT"}
+    env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job = [sys.executable, SABOTAGE, how, "--wrap", "none", "--steps", "20", "--every", "2"]
+    done = subprocess.run(
+        [*job, "--out", tmp_path / "run"], env=env, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == ENDS[how], done.stderr
+    assert ("a bug of the user's" in done.stderr) == (how == "raise")
+    assert "ddpprobe:" not in done.stderr
+    steps = [record.step for record in ddpprobe.open(tmp_path / "run").records() if record.sampled]
+    assert steps[:3] == [0, 2, 4]
+
+
+def test_torchrun_sees_the_ranks_own_exit_code_and_so_does_the_run(launch) -> None:
+    launched = launch("r", *TINY, "--daemon", "auto", script=(SABOTAGE, "_exit-3@30"))
+    assert launched.wait() == 1
+    assert re.search(r"exitcode *: 3 ", launched.log), launched.log
+    launched.wait_for_the_daemon_to_end()
+    deaths = ddpprobe.open(launched.path).deaths()
+    assert [(d.rank, d.signal) for d in deaths if d.first] == [(0, "exit:3")]

@@ -1,0 +1,55 @@
+"""Real jobs under torchrun with daemons of their own, and how a test asks them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def ddpprobe_says(*words: str | Path) -> tuple[int, str]:
+    """Run the command; return its exit code and what it printed. A traceback fails the test."""
+    tool = Path(sys.executable).with_name("ddpprobe")
+    done = subprocess.run([tool, *words], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def start(
+    script: Sequence[object], folder: Path, nproc: int, env: Mapping[str, str], *more: str
+) -> subprocess.Popen[bytes]:
+    """Start a job under torchrun, its output in `folder`/torchrun.out."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *more]
+    command += ["--nproc-per-node", str(nproc), *map(str, script)]
+    folder.mkdir(exist_ok=True)
+    with (folder / "torchrun.out").open("wb") as out:
+        return subprocess.Popen(
+            command, cwd=folder, env={**os.environ, **env}, stdin=subprocess.DEVNULL,
+            stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+def said(run: Path) -> dict[str, Any]:
+    """Return what the daemon of a run says of itself, {} before it does."""
+    with contextlib.suppress(FileNotFoundError):
+        return dict(json.loads((run / "daemon/node_0000.json").read_bytes()))
+    return {}
+
+
+def scrape(listen: str) -> str:
+    """Return /metrics in OpenMetrics; "" as long as the daemon has nothing to show."""
+    header = {"Accept": "application/openmetrics-text;version=1.0.0"}
+    request = urllib.request.Request(f"http://{listen}/metrics", headers=header)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as error:
+        error.close()
+        return ""

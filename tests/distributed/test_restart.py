@@ -1,0 +1,126 @@
+"""What install() promises of jobs: a restart is a second attempt, two jobs do not meet."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+import ddpprobe
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+prometheus_harness = _load(ROOT / "tests/prometheus_harness.py")
+conftest = _load(ROOT / "tests/conftest.py")
+real_job = _load(Path(__file__).parent / "real_job.py")
+until = prometheus_harness.until
+start, said, scrape = real_job.start, real_job.said, real_job.scrape
+
+FINISHED = "ddpprobe_job_finished 1.0"
+SMALL = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpprobe
+
+run, fate = sys.argv[1:]
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+# torch leaves the addresses of a dead attempt in the agent's store, where the next one finds them.
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+store = dist.PrefixStore(f"attempt_{attempt}", store)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
+ddpprobe.install(model, run_dir=run, every=1)
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+for step in range(20):
+    if (attempt, rank, step) == ("0", 1, 10):
+        if fate == "exits":
+            sys.exit(1)
+        if fate == "raises":
+            raise RuntimeError("a fault of the user's")
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.02 if fate != "waits" else 0.1)
+dist.destroy_process_group()
+time.sleep(0.5)
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A folder with a small script; what runs there is ended."""
+    (tmp_path / "small.py").write_text(SMALL)
+    yield tmp_path
+    conftest.end_daemons(tmp_path)
+
+
+@pytest.mark.parametrize("fate", ["exits", "raises"])
+def test_an_elastic_restart_is_a_second_attempt_of_the_same_daemon(small: Path, fate: str) -> None:
+    run, env = small / "run", {"DDPPROBE_LINGER": "30", "DDPPROBE_LISTEN": "127.0.0.1:0"}
+    job = start([small / "small.py", run, fate], small, 2, env, "--max-restarts=1")
+    try:
+        assert until(lambda: bool(said(run)))
+        daemon = psutil.Process(said(run)["pid"])
+        assert job.wait(60) == 0, (small / "torchrun.out").read_text()
+        assert until(lambda: FINISHED in scrape(said(run)["listen"]))
+        daemon.terminate()
+        assert until(lambda: not daemon.is_running())
+    finally:
+        conftest.end_tree(job)
+    found = ddpprobe.open(run)
+    assert found.attempts() == [0, 1]
+    assert {r.attempt for r in found.records()} == {0, 1}
+    assert [r.step for r in found.records(attempt=1)] == list(range(20))
+    assert [r.step for r in found.records(attempt=0)][:10] == list(range(10))
+    assert max(r.step for r in found.records(attempt=0)) <= 10
+    assert [r.ranks for r in found.records(attempt=1)] == [(0, 1)] * 20
+    deaths = found.deaths()
+    assert {d.attempt for d in deaths} == {0}
+    assert (deaths[0].rank, deaths[0].signal, deaths[0].first) == (1, "exit:1", True)
+    [page] = [a for a in found.anomalies() if a.level == "page"]
+    assert (page.attempt, page.detector, page.rank) == (0, "rank_lost", 1)
+    assert [a["sealed"] for a in found.info()["attempts"]] == [True, True]
+    assert (run / "daemon/node_0000.log").read_text().count("Running on") == 1
+
+
+def test_two_jobs_on_one_node_take_two_ports_and_clean_runs_raise_nothing(small: Path) -> None:
+    runs = [small / "first", small / "second"]
+    env = {"DDPPROBE_LINGER": "0", "DDPPROBE_LISTEN": "127.0.0.1:21377"}
+    jobs = [start([small / "small.py", r, "waits"], small, 1, env) for r in runs]
+    try:
+        assert until(lambda: all(map(said, runs)))
+        listen = [said(run)["listen"] for run in runs]
+        assert until(lambda: all("ddpprobe_steps_total" in scrape(x) for x in listen))
+        shown = [scrape(address) for address in listen]
+        daemons = [psutil.Process(said(run)["pid"]) for run in runs]
+        assert [job.wait(60) for job in jobs] == [0, 0]
+        assert until(lambda: not any(d.is_running() for d in daemons))
+    finally:
+        for job in jobs:
+            conftest.end_tree(job)
+    ports = [int(address.rpartition(":")[2]) for address in listen]
+    assert len(set(ports)) == 2
+    assert all(21377 <= port < 21400 for port in ports)
+    for run, text in zip(runs, shown, strict=True):
+        assert ddpprobe.open(run).info()["run_id"] in text
+        assert real_job.ddpprobe_says("anomalies", run) == (0, "no anomalies in 20 sampled steps\n")
