@@ -28,6 +28,8 @@ import ddpprobe
 from ddpprobe.detectors.suite import default_suite, order_of_cause
 from ddpprobe.records import Anomaly, StepRecord, derive
 
+pytestmark = pytest.mark.xdist_group("ranks")  # many processes: not two of these at once
+
 ROOT = Path(__file__).parent.parent.parent
 STEPS, FAULT_STEP, FAULT_RANK, EVERY = 800, 400, 2, 2
 MODULE = "blocks.1.mlp"

@@ -12,6 +12,8 @@ import pytest
 
 import ddpprobe
 
+pytestmark = pytest.mark.xdist_group("ranks")  # many processes: not two of these at once
+
 ROOT = Path(__file__).parent.parent.parent
 
 
