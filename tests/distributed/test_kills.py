@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
-
 import pytest
 
 import ddpprobe
