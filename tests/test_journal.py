@@ -132,6 +132,24 @@ def test_a_full_disk_drops_whole_frames_counts_them_and_recovers(tmp_path, monke
     assert tail.damage.files == {}
 
 
+def test_a_segment_that_could_not_be_headed_is_not_left_behind(tmp_path, monkeypatch) -> None:
+    writer = JournalWriter(tmp_path / "j", {"rank": 3}, segment_frames=3)
+    writer.append_record(record(0, SITES))  # META, SITES, RECORD: the next one opens a segment
+    disk = FullDisk(0)
+    monkeypatch.setattr(journal.os, "pwrite", disk)
+    monkeypatch.setattr(journal, "BACK_OFF_SECONDS", 0.0)
+    assert not writer.append_record(record(1, SITES))
+    assert journal.segments_of(tmp_path / "j") == [0]
+    disk.room = 1 << 20
+    assert writer.append_record(record(2, SITES))
+    writer.close()
+    tail = JournalTail(tmp_path / "j")
+    frames = list(tail.poll())
+    tail.close()
+    assert [f.type for f in frames].count(codec.META) == len(journal.segments_of(tmp_path / "j"))
+    assert tail.damage.files == {}
+
+
 def test_after_a_failure_the_disk_is_left_alone_for_a_while(tmp_path, monkeypatch) -> None:
     writer = JournalWriter(tmp_path / "j", {})
     disk = FullDisk(0)
