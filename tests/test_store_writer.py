@@ -352,3 +352,20 @@ def test_the_fold_of_a_new_attempt_is_not_hidden_by_the_seal_of_the_old_one(
     root = zarr.open_group(second.run.store, mode="r")
     assert root["attempt_001/rank_00000/step"].shape == (40,)
     assert root.metadata.consolidated_metadata is not None
+
+
+def test_when_the_first_rank_journal_goes_all_that_was_merged_is_in_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a rank's journal tells a daemon that follows a killed one that there is work left."""
+    made = Made(tmp_path, ranks=2).whole(10)
+    made.close()
+
+    def killed(*_: object, **__: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(StoreWriter, "_delete", killed)
+    with pytest.raises(SystemExit):
+        writer(made).seal()
+    assert [step for step, _ in StoredGroup(made.run, "attempt_000/merged").steps()] == [*range(10)]
+    assert len(StoredGroup(made.run, "attempt_000/anomalies").anomalies()) == 1
