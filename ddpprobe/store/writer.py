@@ -85,8 +85,8 @@ class StoreWriter:
             sources = sources_of(self.run, attempt, self.node)
             # An attempt that was followed by another is over: its short tail may go in as well.
             superseded = attempt < attempts[-1] and not any(map(is_alive, sources))
-            # The daemon's journal first: as long as a rank's is left, a daemon that follows a killed
-            # one knows that there is something to seal.
+            # The daemon's journal first: as long as a rank's is left, the successor of a killed
+            # daemon knows that there is something to seal.
             for source in sorted(sources, key=lambda s: s.rank is not None):
                 rows += self._fold_source(source, final=final or superseded)
             if final or superseded:
