@@ -145,13 +145,13 @@ def install(
         ),
     )  # fmt: skip
     recorder = Recorder(
-        model, Identity(rank, world_size, enlisted.attempt), wanted.schedule(), wanted.select,
-        enlisted.journal, enlisted.heartbeat, full_backward=backward == "full",
+        wanted.found, Identity(rank, world_size, enlisted.attempt), wanted.schedule(),
+        wanted.select, enlisted.journal, enlisted.heartbeat, full_backward=backward == "full",
         first_step=first_step, after_step=enlisted.keep_daemon,
     )  # fmt: skip
     recorder.start()
     probe = Probe(recorder, enlisted)
-    _probed[topology.describe(model).root] = probe
+    _probed[wanted.found.root] = probe
     _live.add(probe)
     return probe
 
@@ -195,6 +195,7 @@ class _Wanted:
         self._daemon = daemon
         self._first_step = first_step
         self._chosen: dict[str, bool] = {}
+        self.found: topology.Topology  # by `check`
 
     def check(self) -> dict[str, Any]:
         """Return this rank's part of the plan.
@@ -216,7 +217,7 @@ class _Wanted:
         step = self._first_step
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"first_step must be a step number, 0 or more, got {step!r}")
-        found = topology.describe(self._model)
+        found = self.found = topology.describe(self._model)
         self._check_globs(found)
         owner = _probed.get(found.root)
         if owner is not None and owner in _live:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpprobe import topology
 from ddpprobe.fuse import Fuse, logger
@@ -33,8 +33,8 @@ class Recorder:
     """Records one model on one rank.
 
     Args:
-        model: as given to `install`; looked at again at its first training forward, because it may
-            be wrapped, moved or sharded in between.
+        found: the model as `install` found it; looked at again at its first training forward,
+            because it may be wrapped, moved or sharded in between.
         who: this rank.
         schedule: which steps are sampled.
         select: whether a module FQN is observed.
@@ -46,12 +46,13 @@ class Recorder:
     """
 
     def __init__(
-        self, model: nn.Module, who: Identity, schedule: Schedule, select: Callable[[str], bool],
-        journal: JournalWriter, heartbeat: HeartbeatWriter, *, full_backward: bool = False,
-        first_step: int = 0, after_step: Callable[[], None] = lambda: None,
+        self, found: topology.Topology, who: Identity, schedule: Schedule,
+        select: Callable[[str], bool], journal: JournalWriter, heartbeat: HeartbeatWriter, *,
+        full_backward: bool = False, first_step: int = 0,
+        after_step: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.fuse = Fuse("hooks", on_blow=self._blown)
-        self._model = model
+        self._found = found
         self._who = who
         self._schedule = schedule
         self._select = select
@@ -61,9 +62,7 @@ class Recorder:
         self._full_backward = full_backward
         self._after_step = after_step
         self._clock_fuse = Fuse("steps", on_blow=self._blown)
-        self._clock = StepClock(
-            topology.describe(model), self, self._clock_fuse, heartbeat, first_step
-        )
+        self._clock = StepClock(found, self, self._clock_fuse, heartbeat, first_step)
         self._parts: _Parts | None = None
         self._sampling = False
         self._logged: set[str] = set()
@@ -202,14 +201,15 @@ class Recorder:
             "ddpprobe: the optimizer steps, but no training forward of %s was seen, so nothing is "
             "recorded. It was compiled with torch.compile after install(), or its parts are called "
             "without it: leave torch.compile off, or install() on the module that is called.",
-            type(topology.describe(self._model).root).__name__,
+            type(self._found.root).__name__,
         )
 
     # -- inside -----------------------------------------------------------------------------------
 
     def _prepare(self) -> _Parts:
         if self._parts is None:
-            found = topology.describe(topology.outermost(self._model))
+            given = self._found.ddp or self._found.root
+            found = topology.describe(topology.outermost(given))
             self._parts = _Parts(self, found)
             self._shipper.life("topology", wrapper=found.wrapper, device=str(found.device))
         return self._parts

@@ -52,24 +52,11 @@ class Topology:
         for name, parameter in self.root.named_parameters():
             yield clean(name), parameter
 
-    def units(self) -> Iterator[nn.Module]:
-        """Yield the FSDP2 units: the modules that gather their parameters before they run."""
-        for module in self.root.modules():
+    def units(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield (FQN, module) of the FSDP2 units, which gather their parameters before they run."""
+        for fqn, module in self.named_modules():
             if torch_private.is_a(module, _FSDP, "FSDPModule"):
-                yield module
-
-    def gathered_parameters(self, unit: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield (FQN, parameter) that a unit holds unsharded now, inside its forward.
-
-        These are the leaves of the autograd graph, so their gradients are local; the same objects
-        serve every step. Parameters of modules that are never called themselves are among them.
-        """
-        names = {id(m): clean(n) for n, m in self.root.named_modules()}
-        for module in unit.modules():
-            for name, parameter in module._parameters.items():  # noqa: SLF001  (what FSDP2 swaps)
-                if parameter is not None and not _is_dtensor(parameter):
-                    prefix = names[id(module)]
-                    yield (f"{prefix}.{name}" if prefix else name), parameter
+                yield fqn, module
 
     def gradients_are_reduced(self) -> bool:
         """Whether `.grad` is the reduced gradient after this backward (not so in `no_sync`)."""
@@ -146,6 +133,17 @@ def dtensor_placement(tensor: DTensor) -> tuple[str, bool]:
     coordinate = tensor.device_mesh.get_coordinate() or ()
     primary = all(c == 0 for c, p in zip(coordinate, placements, strict=False) if p.is_replicate())
     return "sharded", primary
+
+
+def gathered_parameters(fqn: str, unit: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (FQN, parameter) that an FSDP2 unit holds unsharded now, inside its forward.
+
+    These are the leaves of the autograd graph, so their gradients are local; the same objects
+    serve every step. Parameters of modules that are never called themselves are among them.
+    """
+    for name, parameter in unit.named_parameters(prefix=fqn):
+        if not _is_dtensor(parameter):
+            yield clean(name), parameter
 
 
 def tensor_placement(tensor: Tensor) -> tuple[str, bool]:

@@ -10,6 +10,7 @@ under FSDP2 too, where a module holds the unsharded parameter only while its uni
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, final
 
 import torch
@@ -23,7 +24,7 @@ from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.step_rows import StepRows
 from ddpprobe.records import Site
 from ddpprobe.stats.dense import local
-from ddpprobe.topology import Topology, tensor_placement
+from ddpprobe.topology import Topology, gathered_parameters, tensor_placement
 
 
 class Clock(Protocol):
@@ -77,8 +78,8 @@ class EagerHooks:
             for fqn, parameter in self._topology.named_parameters():
                 self._tap_parameter(fqn, parameter)
             return
-        for unit in self._topology.units():
-            tap = Guest(self._fuse.guard(self._tap_unit))
+        for fqn, unit in self._topology.units():
+            tap = Guest(self._fuse.guard(partial(self._tap_unit, fqn)))
             self._handles.append(unit.register_forward_pre_hook(tap))
             if unit is self._topology.root:
                 tap(unit)  # we are inside its pre-hooks already
@@ -106,9 +107,9 @@ class EagerHooks:
                 slot = self._slot(fqn, "grad_output", leaf, tensor, tap=not recomputed)
                 tensor.register_hook(_Gradient(self, slot, micro))
 
-    def _tap_unit(self, unit: nn.Module, *_: object) -> None:
-        for fqn, parameter in self._topology.gathered_parameters(unit):
-            self._tap_parameter(fqn, parameter)
+    def _tap_unit(self, fqn: str, unit: nn.Module, *_: object) -> None:
+        for name, parameter in gathered_parameters(fqn, unit):
+            self._tap_parameter(name, parameter)
 
     def _tap_parameter(self, fqn: str, parameter: Tensor) -> None:
         """Observe the local gradient of one parameter for the rest of this step."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 import torch
@@ -25,7 +26,7 @@ from ddpprobe.hooks.outputs import leaves
 from ddpprobe.records import FirstBad
 from ddpprobe.stats import rows as stats
 from ddpprobe.stats.dense import local
-from ddpprobe.topology import Topology
+from ddpprobe.topology import Topology, gathered_parameters
 
 _FORWARD, _BACKWARD = 0, 1
 _PHASES = ("forward", "backward")
@@ -76,8 +77,8 @@ class Watch:
             return
         # FSDP2 puts the unsharded parameters into the modules only while a unit runs; they are the
         # same objects on every step, so one forward with these pre-hooks finds them for good.
-        for unit in self._topology.units():
-            hook = Guest(self._fuse.guard(self._watch_unit))
+        for fqn, unit in self._topology.units():
+            hook = Guest(self._fuse.guard(partial(self._watch_unit, fqn)))
             self._seekers.append(unit.register_forward_pre_hook(hook))
             if unit is self._topology.root:
                 hook(unit)
@@ -128,19 +129,15 @@ class Watch:
         self._handles.clear()
         self._watched.clear()
 
-    def _watch_unit(self, unit: nn.Module, *_: object) -> None:
-        for fqn, parameter in self._topology.gathered_parameters(unit):
-            self._watch(fqn, parameter)
+    def _watch_unit(self, fqn: str, unit: nn.Module, *_: object) -> None:
+        for name, parameter in gathered_parameters(fqn, unit):
+            self._watch(name, parameter)
 
     def _watch(self, fqn: str, parameter: Tensor) -> None:
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._watched:
             self._watched.add(id(parameter))
-            hook = _Accumulated(self, fqn)
+            hook = _Accumulated(self._check_gradient, fqn)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def gradient(self, fqn: str, parameter: Tensor) -> None:
-        """Entry of the parameter hooks."""
-        self._check_gradient(fqn, parameter)
 
     def _gradient(self, fqn: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -195,13 +192,13 @@ class Watch:
 
 @final
 class _Accumulated:
-    __slots__ = ("_fqn", "_watch")
+    __slots__ = ("_check", "_fqn")
 
-    def __init__(self, watch: Watch, fqn: str) -> None:
-        self._watch, self._fqn = watch, fqn
+    def __init__(self, check: Callable[[str, Tensor], object], fqn: str) -> None:
+        self._check, self._fqn = check, fqn
 
     def __call__(self, parameter: Tensor) -> None:
-        self._watch.gradient(self._fqn, parameter)
+        self._check(self._fqn, parameter)
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
