@@ -18,13 +18,8 @@ from ddpprobe.daemon.__main__ import main
 from ddpprobe.daemon.ledger import Ledger
 from ddpprobe.journal import JournalTail
 
-_spec = importlib.util.spec_from_file_location(
-    "daemon_harness", Path(__file__).parent / "distributed" / "daemon_harness.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-daemon_harness = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(daemon_harness)
+from .distributed import daemon_harness
+
 wait, kill = daemon_harness.wait, daemon_harness.kill
 
 

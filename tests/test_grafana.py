@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 import subprocess
 import sys
@@ -21,13 +21,8 @@ from ddpprobe.prometheus import METRICS, Exposition, label_value, render
 from ddpprobe.records import Site
 from ddpprobe.view import NodeView
 
-_spec = importlib.util.spec_from_file_location(
-    "prometheus_harness", Path(__file__).parent / "prometheus_harness.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-prometheus_harness = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(prometheus_harness)
+from . import prometheus_harness
+
 Prometheus, until = prometheus_harness.Prometheus, prometheus_harness.until
 DASHBOARD, TREE = prometheus_harness.DASHBOARD, prometheus_harness.TREE
 PANELS, QUERIES = prometheus_harness.PANELS, prometheus_harness.QUERIES

@@ -7,14 +7,12 @@ rank's activation, scraped every second. The fixture gathers what must be seen w
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 import ddpprobe
 from ddpprobe.detectors.suite import default_suite, order_of_cause
 from ddpprobe.records import Anomaly, StepRecord, derive
+
+from .. import conftest, prometheus_harness
+from . import real_job
 
 pytestmark = pytest.mark.xdist_group("ranks")  # many processes: not two of these at once
 
@@ -45,18 +46,6 @@ MEMORY_BYTES = 128 << 20
 THREADS = 12
 
 
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-prometheus_harness = _load(ROOT / "tests/prometheus_harness.py")
-conftest = _load(ROOT / "tests/conftest.py")
-real_job = _load(Path(__file__).parent / "real_job.py")
 until = prometheus_harness.until
 start, said, scrape = real_job.start, real_job.said, real_job.scrape
 

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import psutil
 import pytest
 
 import ddpprobe
 
+from .. import conftest, prometheus_harness
+from . import real_job
+
 pytestmark = pytest.mark.xdist_group("ranks")  # many processes: not two of these at once
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-prometheus_harness = _load(ROOT / "tests/prometheus_harness.py")
-conftest = _load(ROOT / "tests/conftest.py")
-real_job = _load(Path(__file__).parent / "real_job.py")
 until = prometheus_harness.until
 start, said, scrape = real_job.start, real_job.said, real_job.scrape
 

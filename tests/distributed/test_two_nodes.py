@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import shutil
@@ -18,13 +17,8 @@ import pytest
 
 import ddpprobe
 
-_spec = importlib.util.spec_from_file_location(
-    "daemon_harness", Path(__file__).parent / "daemon_harness.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-daemon_harness = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(daemon_harness)
+from . import daemon_harness
+
 wait, kill = daemon_harness.wait, daemon_harness.kill
 Harness = daemon_harness.Harness
 
