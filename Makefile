@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-fsdp test check dashboards clean system-packages
+.PHONY: demo demo-fsdp test test-grid check dashboards clean system-packages
 
 demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
 	$(BIN)/python launch/demo.py --wrap ddp
@@ -13,6 +13,9 @@ demo-fsdp: .venv/run.stamp       # the same under FSDP2
 
 test: .venv/dev.stamp system-packages  # the whole suite: real ranks, a real Prometheus
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-grid: .venv/dev.stamp       # every wrapper, loop, engine ... against one unsharded process
+	$(BIN)/python -m tests.grid
 
 check: .venv/dev.stamp           # lint, format, types
 	$(BIN)/ruff check .

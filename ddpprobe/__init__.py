@@ -9,6 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddpprobe.captured.capture import capture as capture
+    from ddpprobe.captured.errors import CaptureError as CaptureError
+    from ddpprobe.inventory.summary import summary as summary
     from ddpprobe.probe import Probe as Probe
     from ddpprobe.probe import install as install
     from ddpprobe.records import Anomaly as Anomaly
@@ -23,14 +26,17 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Anomaly": ("ddpprobe.records", "Anomaly"),
+    "CaptureError": ("ddpprobe.captured.errors", "CaptureError"),
     "FirstBad": ("ddpprobe.records", "FirstBad"),
     "Probe": ("ddpprobe.probe", "Probe"),
     "Run": ("ddpprobe.replay.run", "Run"),
     "Schedule": ("ddpprobe.sampling", "Schedule"),
     "Site": ("ddpprobe.records", "Site"),
     "StepRecord": ("ddpprobe.records", "StepRecord"),
+    "capture": ("ddpprobe.captured.capture", "capture"),
     "install": ("ddpprobe.probe", "install"),
     "open": ("ddpprobe.replay.run", "open_run"),
+    "summary": ("ddpprobe.inventory.summary", "summary"),
 }
 
 __all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605

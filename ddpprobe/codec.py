@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from ddpprobe.records import COUNTS, VALUES, Anomaly, FirstBad, Site, StepRecord
+from ddpprobe.records import COUNTS, VALUES, Anomaly, Digests, FirstBad, Site, StepRecord
 
 MAGIC = b"dpp1"
 HEADER = struct.Struct("<4sHHIIq")
@@ -137,6 +137,7 @@ def encode_record(record: StepRecord, table: int | None = None) -> bytes:
             "skipped": record.skipped,
             "partial": record.partial,
             "missing": record.missing,
+            "digests": plain_digests(record.digests),
         }
     )
     counts = np.ascontiguousarray(record.counts, "<i8").tobytes()
@@ -174,7 +175,24 @@ def decode_record(payload: bytes, tables: Mapping[int, tuple[Site, ...]]) -> Ste
         skipped=bool(head["skipped"]),
         partial=bool(head["partial"]),
         missing=tuple(head["missing"]),
+        digests=read_digests(head.get("digests", ())),
     )
+
+
+def plain_digests(digests: Digests) -> list[Any]:
+    """Return checksums as JSON can hold them; the sets of ranks are hexadecimal bit masks."""
+    return [
+        (fqn, shard, [(checksum, f"{ranks:x}") for checksum, ranks in held.items()])
+        for (fqn, shard), held in digests.items()
+    ]
+
+
+def read_digests(plain: Iterable[Any]) -> Digests:
+    """Undo `plain_digests`."""
+    return {
+        (str(fqn), str(shard)): {int(checksum): int(ranks, 16) for checksum, ranks in held}
+        for fqn, shard, held in plain
+    }
 
 
 def encode_anomaly(anomaly: Anomaly) -> bytes:

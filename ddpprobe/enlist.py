@@ -20,7 +20,7 @@ import psutil
 import torch
 from torch import distributed as dist
 
-from ddpprobe import layout, rendezvous, spawn
+from ddpprobe import layout, rendezvous, spawn, stages
 from ddpprobe.heartbeat import HeartbeatWriter
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import DirectoryLock, RunDir
@@ -44,7 +44,10 @@ class Wishes:
 
 @dataclass
 class Enlisted:
-    """One rank's place in a run. `lock` is held by rank 0 for as long as the attempt lives."""
+    """One rank's place in a run. `lock` is held by rank 0 for as long as the attempt lives.
+
+    `cut` and `differ` are the modules of which the ranks hold other parts (see `stages`).
+    """
 
     run: RunDir
     run_id: str
@@ -54,6 +57,8 @@ class Enlisted:
     lock: DirectoryLock | None
     restart: Callable[[], None] | None
     node: str
+    cut: frozenset[str] = frozenset()
+    differ: frozenset[str] = frozenset()
     _next_check: float = field(default_factory=lambda: time.monotonic() + CHECK_SECONDS)
 
     def keep_daemon(self) -> None:
@@ -86,21 +91,31 @@ def enlist(
     """
     place = _Place.here(rank)
     head = _Head(place, wishes, world_size)
+    parts: dict[str, Any] = {}
+
+    def introduce() -> dict[str, Any]:
+        facts = {**place.facts(), **check()}
+        parts.update(facts.pop("parts"))
+        # All names would be much to hear from a thousand ranks: their digest, and them if need be.
+        return {**facts, "model": parts[""]}
+
     try:
         plan = rendezvous.round_trip(
-            store, f"{name}/plan", rank, world_size,
-            lambda: {**place.facts(), **check()}, head.decide,
-        )  # fmt: skip
+            store, f"{name}/plan", rank, world_size, introduce, head.decide
+        )
         opened: list[Enlisted] = []
 
         def open_files() -> dict[str, Any]:
             opened.append(_open(plan, place, world_size, head, wishes))
-            return {}
+            return parts if plan["apart"] else {}
 
-        rendezvous.round_trip(store, f"{name}/open", rank, world_size, open_files, lambda _: {})
+        held = rendezvous.round_trip(
+            store, f"{name}/open", rank, world_size, open_files, stages.compare
+        )
     except BaseException:
         head.lock_release()
         raise
+    opened[0].cut, opened[0].differ = frozenset(held["cut"]), frozenset(held["differ"])
     return opened[0]
 
 
@@ -141,6 +156,9 @@ class _Head:
                     f"ranks 0 and {rank} called ddpprobe.install() with different settings: "
                     f"{heard[0]['settings']} and {part['settings']}. They must be equal."
                 )
+        for glob, message in heard[0]["unmatched"].items():
+            if all(glob in part["unmatched"] for part in heard):  # stages hold other modules each
+                raise ValueError(message)
         nodes = sorted({part["node_index"] for part in heard})
         leaders = {n: min(r for r, p in enumerate(heard) if p["node_index"] == n) for n in nodes}
         members = {n: sum(p["node_index"] == n for p in heard) for n in nodes}
@@ -153,6 +171,7 @@ class _Head:
             "attempt": attempt, "token": token, "head": None,
             "leaders": {str(n): r for n, r in leaders.items()},
             "members": {str(n): m for n, m in members.items()},
+            "apart": any(part["model"] != heard[0]["model"] for part in heard),
         }  # fmt: skip
         layout.make_dir(run.attempt_dir(attempt))
         if token is not None and self._wishes.start_daemon:
@@ -194,7 +213,7 @@ class _Head:
         identity = {
             "format_version": layout.FORMAT_VERSION, "run_id": run_id, "name": name,
             "world_size": self._world_size, "nodes": len(nodes), "created_ns": time.time_ns(),
-            "every": heard[0]["every"], "wrapper": heard[0]["wrapper"], "torch": torch.__version__,
+            "every": heard[0]["every"], "wrapper": _wrapper(heard), "torch": torch.__version__,
             "backend": backend(), "hostname": self.place.hostname,
         }  # fmt: skip
         layout.write_json(run.run_json, identity)
@@ -259,6 +278,13 @@ def _open(
     if starter is not None and not spawn.daemon_alive(run, node):
         starter()
     return Enlisted(run, identity["run_id"], attempt, journal, heartbeat, head.lock, starter, node)
+
+
+def _wrapper(heard: list[dict[str, Any]]) -> str:
+    """What wraps the model, by what all ranks said."""
+    if any(part["model"][0] != heard[0]["model"][0] for part in heard):
+        return "pipeline"
+    return str(heard[0]["wrapper"]) if len({part["wrapper"] for part in heard}) == 1 else "mixed"
 
 
 def write_token(run: RunDir, token: str) -> None:

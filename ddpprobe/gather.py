@@ -7,14 +7,16 @@ whose parts are also other nodes' merged blocks: a part is a set of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ddpprobe.records import StepRecord, merge_all
+from ddpprobe.records import Digests, StepRecord, disagreements, merge_all
 
 GRACE_SECONDS = 5.0
 REORDER_SECONDS = 1.0
 OPEN_SECONDS = 60.0
+# Ranks that went apart stay apart: from then on every parameter differs in every record.
+MOST_CHECKSUMS = 4096
 
 
 @dataclass(slots=True)
@@ -92,6 +94,8 @@ class Gather:
         grace_seconds: how long a sampled step waits for its slowest rank.
         reorder_seconds: how long an unsampled alarm waits for earlier ones.
         open_seconds: how long an alarm waits for the end of its step.
+        judges: True: nobody merges behind this one, so of the parameters' checksums those stay on
+            which ranks disagree. False, on a node: all of them go to the head.
         after: steps up to here came out in an earlier life and are ignored, uncounted.
     """
 
@@ -102,6 +106,7 @@ class Gather:
         *,
         reorder_seconds: float = REORDER_SECONDS,
         open_seconds: float = OPEN_SECONDS,
+        judges: bool = True,
         after: int = -1,
     ) -> None:
         self.expected = tuple(sorted(expected))
@@ -111,6 +116,7 @@ class Gather:
         self._grace = grace_seconds
         self._reorder = reorder_seconds
         self._open = open_seconds
+        self._judges = judges
         self._alive = set(self.expected)
         self._reached = dict.fromkeys(self.expected, -1)
         self._steps: dict[int, _Step] = {}
@@ -177,11 +183,24 @@ class Gather:
         merged = merge_all(parts)
         # Nobody is expected to speak on a step that is not sampled: silence there is health.
         missing = _absent(self.expected, merged.ranks) if merged.sampled else ()
-        return replace(merged, missing=missing)
+        digests = _disputed(merged.digests) if self._judges else merged.digests
+        return replace(merged, missing=missing, digests=digests)
 
 
 def _absent(expected: Iterable[int], present: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(expected) - set(present)))
+
+
+def _disputed(digests: Digests) -> Digests:
+    """Return what ranks disagree on, in order, up to `MOST_CHECKSUMS`; the first one always."""
+    kept: dict[tuple[str, str], Mapping[int, int]] = {}
+    room = MOST_CHECKSUMS
+    for key, held in disagreements(digests).items():
+        room -= len(held)
+        if kept and room < 0:
+            break
+        kept[key] = held
+    return kept
 
 
 def _keep_witness(kept: StepRecord, other: StepRecord) -> StepRecord:

@@ -15,7 +15,7 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ddpprobe import rendezvous, topology, torch_private
+from ddpprobe import rendezvous, stages, topology, torch_private
 from ddpprobe.enlist import Enlisted, Wishes, enlist
 from ddpprobe.fuse import Fuse
 from ddpprobe.recorder import Recorder
@@ -114,12 +114,14 @@ def install(
     Call it on every rank, after `init_process_group`, before or after wrapping the model.
 
     Args:
-        model: plain, or wrapped by DistributedDataParallel or fully_shard (FSDP2).
+        model: plain, or under DistributedDataParallel, FullyShardedDataParallel (FSDP1),
+            fully_shard (FSDP2, HSDP), parallelize_module (tensor parallelism) or a mixture; of a
+            pipeline, this rank's stage.
         run_dir: directory of this run, created 0700; by default `ddpprobe-runs/<name>` here. A
             directory that holds a finished run gets a further attempt.
         every: sample every N-th optimizer step, or a `Schedule`.
-        include: globs over module FQNs to observe; each must match something.
-        exclude: globs over module FQNs to leave out; each must match something.
+        include: globs over module FQNs to observe; each must match something on some rank.
+        exclude: globs over module FQNs to leave out; each must match something on some rank.
         backward: "output" (gradients at module outputs, safe everywhere) or "full" (also
             `grad_input`, by full backward hooks on modules proven safe).
         name: of the run, for people; by default the date and time.
@@ -144,6 +146,7 @@ def install(
             os.environ.get("DDPPROBE_LISTEN"),
         ),
     )  # fmt: skip
+    wanted.found.cut, wanted.found.differ = enlisted.cut, enlisted.differ
     recorder = Recorder(
         wanted.found, Identity(rank, world_size, enlisted.attempt), wanted.schedule(),
         wanted.select, enlisted.journal, enlisted.heartbeat, full_backward=backward == "full",
@@ -217,8 +220,7 @@ class _Wanted:
         step = self._first_step
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"first_step must be a step number, 0 or more, got {step!r}")
-        found = self.found = topology.describe(self._model)
-        self._check_globs(found)
+        found = self.found = topology.describe(self._model, self.select)
         owner = _probed.get(found.root)
         if owner is not None and owner in _live:
             raise ValueError(
@@ -228,7 +230,8 @@ class _Wanted:
         settings = [schedule.fingerprint(), self._include, self._exclude, self._backward, step]
         return {
             "settings": settings, "every": schedule.every, "wrapper": found.wrapper,
-            "device": str(found.device),
+            "device": str(found.device), "unmatched": self._unmatched(found),
+            "parts": stages.parts(found),
         }  # fmt: skip
 
     def schedule(self) -> Schedule:
@@ -246,13 +249,16 @@ class _Wanted:
             self._chosen[fqn] = _matches(fqn, self._include) and not _matches(fqn, self._exclude)
         return self._chosen[fqn]
 
-    def _check_globs(self, found: topology.Topology) -> None:
+    def _unmatched(self, found: topology.Topology) -> dict[str, str]:
+        """Globs that match nothing here, with what to say if they match nothing on any rank."""
         names = [fqn for fqn, _ in found.named_modules()]
-        for option, globs in (("include", self._include), ("exclude", self._exclude)):
-            for glob in globs:
-                if not any(_matches(name, (glob,)) for name in names):
-                    some = textwrap.shorten(", ".join(filter(None, names)), 200, placeholder=" ...")
-                    raise ValueError(f"{option} glob {glob!r} matches no module. There are: {some}")
+        some = textwrap.shorten(", ".join(filter(None, names)), 200, placeholder=" ...")
+        return {
+            f"{option} {glob}": f"{option} glob {glob!r} matches no module. There are: {some}"
+            for option, globs in (("include", self._include), ("exclude", self._exclude))
+            for glob in globs
+            if not any(_matches(name, (glob,)) for name in names)
+        }
 
 
 def _globs(globs: str | Iterable[str]) -> tuple[str, ...]:

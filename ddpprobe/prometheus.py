@@ -43,7 +43,7 @@ EXEMPLAR_CHARACTERS = 128  # names and values together, a rule of OpenMetrics 1.
 TEXT_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 # Counters of these start at 0: increase() never sees a counter that first appears at 512.
-DETECTORS = ("nonfinite", "grad_spike", "rank_lost")
+DETECTORS = ("nonfinite", "desync", "loss_scale", "grad_spike", "coverage", "rank_lost")
 LEVELS = ("page", "warn", "info")
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 ROOT = "(root)"  # to Prometheus an empty label is no label; `Site` writes it the same way
@@ -102,7 +102,8 @@ METRICS: tuple[Metric, ...] = (
     # Numerics
     _row("loss", "", "Loss of the rank's last sampled step; NaN here is late, look at nonfinite_elements_total.", "rank"),
     _row("grad_norm", "", "L2 norm of the rank's local gradients before any reduction; the rank that leaves the others is the guilty one.", "rank"),
-    _row("global_grad_norm", "", "L2 norm of the reduced gradients of the newest sampled step, over all ranks; compare with the clipping threshold."),
+    _row("loss_scale", "", "Loss scale of the rank's GradScaler; absent without one. If it falls and falls, no step is taken any more.", "rank"),
+    _row("global_grad_norm", "", "L2 norm of the reduced gradients of the newest sampled step, over all ranks; compare with the clipping threshold. Absent where a part of it is not known (placement partial or unknown, a missing rank)."),
     _row("nonfinite_elements_total", "elements", "NaN and infinite elements seen on the rank; on the first increase run: ddpprobe anomalies RUN.", "rank", "kind"),
     _row("anomalies_total", "anomalies", "Verdicts of the detectors (head node); the exemplar names step, fqn, kind and rank.", "detector", "level"),
     _row("rank_anomalies_total", "anomalies", "Verdicts that blame this rank (head node); many on one rank point to its data or its hardware.", "rank", "level"),
@@ -111,8 +112,8 @@ METRICS: tuple[Metric, ...] = (
     _row("site_rms", "", "Root mean square of the finite values at a site, newest sampled step, over all ranks; compare it along the depth.", "fqn", "kind", tier="B"),
     # Self
     _row("component_up", "0 or 1", "0 when a component switched itself off (minimum over the local ranks); its first error is in the log.", "component"),
-    _row("sites_observed", "sites", "Sites that delivered data at the rank's last sampled step; below sites_expected something went unseen.", "rank"),
-    _row("sites_expected", "sites", "Sites that carry a hook on the rank.", "rank"),
+    _row("sites_observed", "sites", "Sites that delivered data at the rank's last sampled step; below sites_expected something went unseen; a lasting drop is a loss.", "rank"),
+    _row("sites_expected", "sites", "Sites that the rank has ever reported, and selected modules that were never called; ddpprobe info RUN names those.", "rank"),
     _row("records_dropped_total", "records", "Records lost before they were stored; on an increase look at disk space and the daemon's log.", "reason"),
     _row("series_dropped_total", "series", f"Series refused by the cap of {SERIES_LIMIT} per target; narrow include=, or read the store for the rest."),
     _row("probe_seconds_total", "seconds", "Time that ddpprobe itself took inside the training process.", "rank"),
@@ -278,6 +279,7 @@ def _rank(rank: RankView, *, head: bool) -> Iterator[Sample]:
         yield _one("step_phase_seconds_total", rank.phase_seconds.get(phase, 0.0), n, phase)
     yield _one("loss", rank.loss, n)
     yield _one("grad_norm", rank.grad_norm, n)
+    yield _one("loss_scale", rank.loss_scale, n)
     for kind in KINDS:
         yield _one("nonfinite_elements_total", rank.nonfinite.get(kind, 0), n, kind)
     if head:
@@ -299,8 +301,8 @@ def _tier_b(merged: StepRecord | None) -> Iterator[Sample]:
     observed = merged.counts[:, COUNTS.index("observed")] > 0
     rows: dict[tuple[str, str], tuple[Counts, Values]] = {}
     for i, site in enumerate(merged.sites):
-        # A tensor-parallel partial sum is no value of the tensor, and no data is not the number 0.
-        if site.placement == "partial" or not observed[i]:
+        # One rank's part is no value of the tensor, and no data is not the number 0.
+        if site.placement in ("partial", "unknown") or not observed[i]:
             continue
         row = merged.counts[i], merged.values[i]
         key = (site.fqn, site.kind)
@@ -321,17 +323,17 @@ def global_grad_norm(merged: StepRecord) -> float | None:
     """Return the L2 norm of all reduced gradients of a step; None where it is not known.
 
     Rows of `grad` add up once over the model: replicated ones are the whole gradient, merged
-    sharded ones too unless a rank is missing. The sums are over finite elements, so one non-finite
-    element makes the norm what torch would compute: NaN, or infinity.
+    sharded ones too unless a rank is missing. With any other row (`local` of several ranks,
+    `partial`, `unknown`) the norm of the rest would be too small, so there is none. The sums are
+    over finite elements, so one bad element makes the norm what torch would compute.
     """
-    known = (
-        ("sharded", "replicated") if len(merged.ranks) > 1 else ("sharded", "replicated", "local")
-    )
-    rows = [i for i, s in enumerate(merged.sites) if s.kind == "grad" and s.placement in known]
-    sharded = any(merged.sites[i].placement == "sharded" for i in rows)
-    counts = merged.counts[rows].sum(axis=0)
-    if counts[COUNTS.index("observed")] == 0 or (sharded and merged.missing):
+    known = {"sharded", "replicated"} | ({"local"} if len(merged.ranks + merged.missing) == 1 else set())
+    observed = merged.counts[:, COUNTS.index("observed")] > 0
+    rows = [i for i, s in enumerate(merged.sites) if s.kind == "grad" and observed[i]]
+    placements = {merged.sites[i].placement for i in rows}
+    if not rows or placements - known or ("sharded" in placements and merged.missing):
         return None
+    counts = merged.counts[rows].sum(axis=0)
     if counts[COUNTS.index("nan")] > 0:
         return math.nan
     if counts[COUNTS.index("pos_inf")] + counts[COUNTS.index("neg_inf")] > 0:

@@ -13,19 +13,20 @@ from typing import final
 
 from torch import Tensor
 
-from ddpprobe import topology
+from ddpprobe import dynamo_private, loss_scale, topology
 from ddpprobe.fuse import Fuse, logger
 from ddpprobe.heartbeat import STATES, STEP_PHASES, HeartbeatWriter
-from ddpprobe.hooks.eager import EagerHooks, gradient_norm
-from ddpprobe.hooks.full import FullHooks
-from ddpprobe.hooks.outputs import leaves
-from ddpprobe.hooks.step_rows import StepRows
-from ddpprobe.hooks.watch import Watch
+from ddpprobe.hooks.compiled import renew_graphs
+from ddpprobe.hooks.eager import gradient_norm
 from ddpprobe.journal import JournalWriter
+from ddpprobe.observers import Observers
 from ddpprobe.records import FirstBad
 from ddpprobe.sampling import Schedule
 from ddpprobe.shipping import EndedStep, Identity, Shipper
 from ddpprobe.steps import StepClock
+
+_NAMED = 20
+_GRAPH_TOO_EARLY = "the model is inside a compiled function, whose graph was chosen before the step"
 
 
 @final
@@ -63,9 +64,10 @@ class Recorder:
         self._after_step = after_step
         self._clock_fuse = Fuse("steps", on_blow=self._blown)
         self._clock = StepClock(found, self, self._clock_fuse, heartbeat, first_step)
-        self._parts: _Parts | None = None
+        self._parts: Observers | None = None
         self._sampling = False
         self._logged: set[str] = set()
+        self._ambiguous = self._renewed = False
         self._bad: FirstBad | None = None
         self._base = self._readings()
         self._open = True
@@ -90,7 +92,7 @@ class Recorder:
     def pause(self, reason: str) -> None:
         """Take every hook off the model until `resume`."""
         if self._parts is not None:
-            self._parts.detach()
+            self._parts.pause()
         self._clock.unhang()
         self._clock.beat(STATES.index("paused"))
         self._shipper.life("paused", reason=reason, time_ns=time.time_ns())
@@ -143,15 +145,15 @@ class Recorder:
         parts.watch.seek()
         self._clock.probe_seconds += time.perf_counter() - started
 
-    def forward_ended(self, output: object) -> None:
+    def forward_ended(self, outputs: list[Tensor], trained: list[Tensor]) -> None:
         """Look at the loss."""
         started = time.perf_counter()
         parts = self._prepare()
         parts.watch.found()
-        parts.watch.output(output)
+        parts.watch.output(trained)
         if self._sampling:
             parts.full.probed()
-            losses = [t for _, t in leaves(output) if t.dim() == 0 and t.is_floating_point()]
+            losses = [t for t in outputs if t.dim() == 0 and t.is_floating_point()]
             if len(losses) == 1 and "loss" not in self._logged:
                 parts.rows.add_scalar("loss", losses[0])
         self._clock.probe_seconds += time.perf_counter() - started
@@ -159,11 +161,15 @@ class Recorder:
     def backward_ended(self) -> None:
         """Read the reduced gradients, before the user clips them."""
         parts = self._prepare()
-        if self._sampling and parts.topology.gradients_are_reduced():
-            started = time.perf_counter()
+        parts.loss_scale.remember()
+        if not self._sampling:
+            return
+        started = time.perf_counter()
+        self._add_loss_scale(parts)
+        if parts.topology.gradients_are_reduced():
             parts.eager.read_gradients()
-            parts.gradients_read = True
-            self._clock.probe_seconds += time.perf_counter() - started
+            parts.rows.grad_is_scaled = parts.gradients_read = True
+        self._clock.probe_seconds += time.perf_counter() - started
 
     def gradients_ready(self, optimizer: object) -> None:
         """Read what the optimizer will use."""
@@ -171,12 +177,19 @@ class Recorder:
         if not self._sampling:
             return
         started = time.perf_counter()
+        scale = loss_scale.of_optimizer(optimizer)
         if not parts.gradients_read:
             parts.eager.read_gradients()
+            parts.rows.grad_is_scaled = scale is not None
         norm = gradient_norm(parts.topology)
         if norm is not None:
-            parts.rows.add_scalar("grad_norm", norm)
+            parts.rows.add_scalar("grad_norm", norm if scale is None else norm / scale)
         self._clock.probe_seconds += time.perf_counter() - started
+
+    def given_up(self, *, vanished: bool) -> bool:
+        """Ask the scaler; without one, believe it of a bad gradient (a scaler we do not know)."""
+        scale = self._prepare().loss_scale
+        return scale.updated() or (vanished and (scale.last is not None or self._bad is not None))
 
     def step_ended(self, *, skipped: bool) -> None:
         """Ship the step and leave the model clean."""
@@ -185,42 +198,75 @@ class Recorder:
         parts.watch.end_step(self._clock.step)
         if self._sampling:
             self._clock.sampled += 1
+            if parts.gradients_read:  # without a reduction replicas may part (local SGD)
+                for fqn, shard, tensor in parts.topology.replicated_parameters():
+                    parts.rows.add_checksum(fqn, shard, tensor)
             self._finish_sampled(skipped=skipped, partial=False)
             self._shipper.ship()
             self._after_step()
+        elif skipped:
+            self._tell_skipped(parts)
         elif self._bad is not None:
             self._alarm(partial=False, skipped=skipped)
+        parts.end_step()
         self._bad = None
         self._clock.probe_seconds += time.perf_counter() - started
         self._base = self._readings()
 
-    def blind(self) -> None:
-        """Say loudly that nothing can be observed: silence would look like health."""
+    def forward_is_next(self) -> None:
+        """Choose the graphs of the next step."""
+        if self._parts is not None:
+            self._parts.choose_graphs(sampled=self._schedule.sampled(self._clock.step + 1))
+
+    def blind(self) -> bool:
+        """Try the one remedy, or say loudly that nothing is observed: silence looks like health."""
+        if not self._renewed and dynamo_private.has_graphs():
+            self._renewed = True
+            renew_graphs("the function that calls the model")
+            return True
         self._shipper.life("blind", step=self._clock.step)
         logger.warning(
             "ddpprobe: the optimizer steps, but no training forward of %s was seen, so nothing is "
-            "recorded. It was compiled with torch.compile after install(), or its parts are called "
-            "without it: leave torch.compile off, or install() on the module that is called.",
+            "recorded. Its parts are called without it, or torch.compile hides the call: install() "
+            "on the module that the training loop calls, before its first call.",
             type(self._found.root).__name__,
         )
+        return False
+
+    def _lost(self, fqns: list[str]) -> None:
+        """Say loudly that compiled modules ran and were not heard."""
+        self._shipper.life("blind", step=self._clock.step, modules=fqns[:_NAMED], count=len(fqns))
+        logger.warning(
+            "ddpprobe: torch.compile runs %d modules without the hooks they carry, so they are not "
+            "observed (%s ...). Call ddpprobe.install(model) before the first forward of the "
+            "compiled model.",
+            len(fqns), ", ".join(fqns[:3]),
+        )  # fmt: skip
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _prepare(self) -> _Parts:
+    def _prepare(self) -> Observers:
         if self._parts is None:
-            given = self._found.ddp or self._found.root
-            found = topology.describe(topology.outermost(given))
-            self._parts = _Parts(self, found)
-            self._shipper.life("topology", wrapper=found.wrapper, device=str(found.device))
+            given = topology.outermost(self._found.outer)
+            found = topology.describe(given, self._select)
+            found.cut, found.differ = self._found.cut, self._found.differ
+            self._parts = Observers(
+                found, self._select, self._clock, self._who.rank, self.fuse, self.on_bad,
+                self._lost,
+                full_backward=self._full_backward,
+            )  # fmt: skip
+            wrapper = "pipeline" if found.cut else found.wrapper
+            self._shipper.life("topology", wrapper=wrapper, device=str(found.device))
         return self._parts
 
-    def _begin_step(self, parts: _Parts) -> None:
-        self._sampling = self._schedule.sampled(self._clock.step)
+    def _begin_step(self, parts: Observers) -> None:
+        wanted = self._schedule.sampled(self._clock.step)
+        self._sampling = parts.begin_step(sampled=wanted)
         self._bad = None
         if self._sampling:
-            parts.rows.begin()
-            parts.gradients_read = False
             self._logged.clear()
+        elif wanted:
+            self._shipper.life("unsampled", step=self._clock.step, reason=_GRAPH_TOO_EARLY)
 
     def on_bad(self, bad: FirstBad) -> None:
         """Hear the watch: a local value of this step (or, from a GPU, of an earlier one) is bad."""
@@ -238,6 +284,27 @@ class Recorder:
         if self._bad is not None:
             self._shipper.alarm(self._bad, partial=partial, skipped=skipped, sampled=self._sampling)
 
+    def _add_loss_scale(self, parts: Observers) -> None:
+        if "loss_scale" in self._logged:
+            return  # the user knows better
+        if parts.loss_scale.last is not None:
+            parts.rows.add_scalar("loss_scale", parts.loss_scale.last)
+        elif parts.loss_scale.ambiguous and not self._ambiguous:
+            self._ambiguous = True
+            logger.warning(
+                "ddpprobe: several enabled GradScalers live in this process, so which one scales "
+                "this loss is not known: gradients are recorded as they are. Tell the scale with "
+                "probe.log(loss_scale=scaler.get_scale()) before backward()."
+            )
+
+    def _tell_skipped(self, parts: Observers) -> None:
+        """Write that the optimizer skipped an unsampled step: an event, no anomaly by itself."""
+        parts.rows.begin()
+        self._add_loss_scale(parts)
+        parts.loss_scale.look_again()
+        self._push(skipped=True, partial=False, sampled=False, facts={})
+        self._shipper.ship()
+
     def _finish_sampled(self, *, skipped: bool, partial: bool) -> None:
         parts = self._prepare()
         parts.detach()
@@ -245,17 +312,18 @@ class Recorder:
         now = self._readings()
         facts = {name: now[name] - self._base[name] for name in now}
         facts["micro_batches"] = float(self._clock.micro + 1)
+        self._push(skipped=skipped, partial=partial, sampled=True, facts=facts)
+
+    def _push(
+        self, *, skipped: bool, partial: bool, sampled: bool, facts: dict[str, float]
+    ) -> None:
+        parts = self._prepare()
         self._shipper.push(
             EndedStep(
-                parts.rows.fetch(),
-                self._clock.step,
-                skipped,
-                partial,
-                time.time_ns(),
-                facts,
-                self._bad,
+                parts.rows.fetch(), self._clock.step, sampled, skipped, partial, time.time_ns(),
+                facts, self._bad, parts.eager.silent() if sampled else (),
             )
-        )
+        )  # fmt: skip
 
     def _readings(self) -> dict[str, float]:
         clock = self._clock
@@ -278,39 +346,3 @@ class Recorder:
         # torch may be inside its loop over the global optimizer hooks, which taking ours off now
         # would end with an error in the user's step(): they stay, dead, until `close`.
         Fuse("steps").guard(self._clock.unhang)()
-
-
-@final
-class _Parts:
-    """What can be built once the model is known in its final form."""
-
-    def __init__(self, recorder: Recorder, found: topology.Topology) -> None:
-        clock, fuse = recorder._clock, recorder.fuse  # noqa: SLF001  (same room)
-        who, select = recorder._who, recorder._select  # noqa: SLF001
-        self.topology = found
-        self.rows = StepRows(found.device, who.rank)
-        self.eager = EagerHooks(found, select, self.rows, clock, fuse)
-        self.full = FullHooks(found, select, self.rows, clock, fuse)
-        self.watch = Watch(found, clock, who.rank, fuse, recorder.on_bad)
-        self.gradients_read = False
-        self._use_full = recorder._full_backward  # noqa: SLF001
-
-    def attach(self) -> None:
-        """Hang the hooks of a sampled step; at each forward anew, so that ours are the last.
-
-        A hook of the user's that changes an output must have run when we look at it.
-        """
-        self.detach()
-        self.eager.attach()
-        if self._use_full:
-            self.full.attach()
-
-    def detach(self) -> None:
-        """Take the hooks of a sampled step off."""
-        self.eager.detach()
-        self.full.detach()
-
-    def close(self) -> None:
-        """Take everything off."""
-        self.detach()
-        self.watch.close()

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 Counts = NDArray[np.int64]  # [sites, len(COUNTS)]
 Values = NDArray[np.float64]  # [sites, len(VALUES)]
+Digests = Mapping[tuple[str, str], Mapping[int, int]]
 
 KINDS = ("input", "output", "grad_output", "grad_input", "param", "grad_local", "grad")
-PLACEMENTS = ("local", "sharded", "replicated", "partial")
+PLACEMENTS = ("local", "sharded", "replicated", "partial", "unknown")
 PHASES = ("forward", "backward", "step")
 PHASE_OF_KIND = MappingProxyType(
     {
@@ -57,10 +58,13 @@ class Site:
         kind: one of `KINDS`.
         leaf: path of the tensor inside a structured output ("0", "logits", "0.hidden"); "" if the
             output is the tensor.
-        placement: `local` (differs by rank: merged), `sharded` (each rank holds a part: the
-            primaries merged are the exact global value), `replicated` (the same on all ranks: never
-            summed), `partial` (a tensor-parallel partial sum: labelled, not merged).
-        primary: whether this rank's part is counted in the global value (False on a replica).
+        placement: `local` (differs by rank: merged), `sharded` (each rank holds a part: merged),
+            `replicated` (the same on all ranks: never summed), `partial` (a tensor-parallel partial
+            sum: labelled, not merged), `unknown` (a plain tensor inside a tensor-parallel region
+            whose layout cannot be told: labelled, not merged).
+        primary: whether this rank's part is counted in the global value: of several ranks that hold
+            the same part of a `local` or `sharded` site (HSDP replicas, a tensor-parallel group
+            behind one batch shard) exactly one is.
         dtype: dtype of the tensor, without the `torch.` prefix.
     """
 
@@ -85,8 +89,9 @@ class Site:
 class FirstBad:
     """The first non-finite local tensor of a step, on one rank or on all.
 
-    `order` is the position in the rank's execution order within the step; `fqn` is None when the
-    step was not sampled and only the phase is known. The four counts are elements.
+    `order` is the position in the rank's execution order within the step, and in a pipeline, whose
+    stages run one after the other, the time in Unix ns; `fqn` is None when the step was not sampled
+    and only the phase is known. The four counts are elements.
     """
 
     step: int
@@ -128,6 +133,9 @@ class StepRecord:
         skipped: the optimizer did not step (a GradScaler found inf).
         partial: the step never reached its end (exception, exit).
         missing: ranks that were expected and did not deliver.
+        digests: (parameter FQN, shard) -> checksum (64 bits, signed) -> set of the ranks that hold
+            it, as a bit mask. Ranks that hold the same shard of one parameter (shard "" if it is
+            whole) must agree; the head keeps only the entries in which they do not.
     """
 
     attempt: int
@@ -143,6 +151,7 @@ class StepRecord:
     skipped: bool = False
     partial: bool = False
     missing: tuple[int, ...] = ()
+    digests: Digests = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         want = (len(self.sites), len(COUNTS)), (len(self.sites), len(VALUES))
@@ -236,8 +245,8 @@ def derive(stat: str, counts: Counts, values: Values) -> NDArray[np.float64]:
 def merge_records(a: StepRecord, b: StepRecord) -> StepRecord:
     """Merge two records of one step from disjoint ranks (associative, commutative up to order).
 
-    `local` rows and the primaries of `sharded` ones are merged; of `replicated` and `partial`
-    ones the lowest rank's row is kept. Rows of replicas that are not primary are dropped.
+    The primaries of `local` and `sharded` rows are merged, and other replicas of them dropped; of
+    `replicated`, `partial` and `unknown` ones the lowest rank's row is kept.
     """
     if (a.attempt, a.step) != (b.attempt, b.step):
         msg = f"cannot merge step {a.step} (attempt {a.attempt}) with {b.step} ({b.attempt})"
@@ -264,7 +273,30 @@ def merge_records(a: StepRecord, b: StepRecord) -> StepRecord:
         skipped=a.skipped or b.skipped,
         partial=a.partial or b.partial,
         missing=tuple(sorted((set(a.missing) | set(b.missing)) - set(ranks))),
+        digests=merge_digests(a.digests, b.digests),
     )
+
+
+def merge_digests(a: Digests, b: Digests) -> Digests:
+    """Merge two sets of checksums: per parameter and checksum, the union of the ranks."""
+    if not a or not b:
+        return a or b
+    out = {key: dict(held) for key, held in a.items()}
+    for key, held in b.items():
+        mine = out.setdefault(key, {})
+        for checksum, ranks in held.items():
+            mine[checksum] = mine.get(checksum, 0) | ranks
+    return out
+
+
+def disagreements(digests: Digests) -> Digests:
+    """Keep the entries in which ranks that hold the same shard do not agree."""
+    return {key: held for key, held in digests.items() if len(held) > 1}
+
+
+def ranks_of(mask: int) -> tuple[int, ...]:
+    """Return the ranks in a bit mask, ascending."""
+    return tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1)
 
 
 def merge_all(records: Sequence[StepRecord]) -> StepRecord:
@@ -281,10 +313,7 @@ def _merge_rows(a: StepRecord, b: StepRecord) -> tuple[tuple[Site, ...], Counts,
     index: dict[tuple[str, str, str], int] = {}
     sites: list[Site] = []
     for site in a.sites + b.sites:
-        if site.key not in index and site.primary:
-            index[site.key] = len(sites)
-            sites.append(site)
-        elif site.key not in index and site.placement != "sharded":
+        if site.key not in index and (site.primary or site.placement not in _ADDITIVE):
             index[site.key] = len(sites)
             sites.append(replace(site, primary=True))
     counts, values = empty_rows(len(sites))
@@ -292,10 +321,8 @@ def _merge_rows(a: StepRecord, b: StepRecord) -> tuple[tuple[Site, ...], Counts,
     for record in (a, b):
         for row, site in enumerate(record.sites):
             to = index.get(site.key)
-            additive = site.placement == "local" or (site.placement == "sharded" and site.primary)
-            if to is None or not (additive or not filled[to]):
-                continue
-            if site.placement == "sharded" and not site.primary:
+            additive = site.placement in _ADDITIVE
+            if to is None or (not site.primary if additive else filled[to]):
                 continue
             counts[to] = merge_counts(counts[to], record.counts[row])
             values[to] = merge_values(values[to], record.values[row])
@@ -303,5 +330,8 @@ def _merge_rows(a: StepRecord, b: StepRecord) -> tuple[tuple[Site, ...], Counts,
     return tuple(sites), counts, values
 
 
+_ADDITIVE = ("local", "sharded")
+
+
 def _all_additive(sites: tuple[Site, ...]) -> bool:
-    return all(s.placement == "local" or (s.placement == "sharded" and s.primary) for s in sites)
+    return all(s.primary and s.placement in _ADDITIVE for s in sites)

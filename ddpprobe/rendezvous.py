@@ -43,6 +43,7 @@ def round_trip(
     mine: Callable[[], Mapping[str, Any]],
     decide: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
     timeout: float = TIMEOUT_SECONDS,
+    call: str = "ddpprobe.install()",
 ) -> dict[str, Any]:
     """Let every rank speak and rank 0 answer; return the answer.
 
@@ -54,6 +55,7 @@ def round_trip(
         mine: makes this rank's part (JSON); ValueError or OSError from it refuses for all.
         decide: on rank 0, makes the answer from all parts in rank order; may refuse likewise.
         timeout: seconds to wait for the others.
+        call: what a rank that does not come should have called, for the message.
 
     Raises:
         InstallError: some rank refused or did not come.
@@ -61,7 +63,8 @@ def round_trip(
     said = _attempt(mine)
     store.set(f"{name}/{rank}", json.dumps(said))
     if rank == 0:
-        store.set(f"{name}/answer", json.dumps(_answer(store, name, world_size, decide, timeout)))
+        answered = _answer(store, name, world_size, decide, timeout, call)
+        store.set(f"{name}/answer", json.dumps(answered))
     _wait(store, f"{name}/answer", timeout * 1.5, "rank 0 did not answer")
     answer: dict[str, Any] = json.loads(store.get(f"{name}/answer"))
     if "error" in answer:
@@ -75,6 +78,7 @@ def _answer(
     world_size: int,
     decide: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
     timeout: float,
+    call: str,
 ) -> dict[str, Any]:
     heard: list[dict[str, Any]] = []
     deadline = datetime.datetime.now(tz=datetime.UTC) + datetime.timedelta(seconds=timeout)
@@ -84,7 +88,7 @@ def _answer(
             _wait(store, f"{name}/{rank}", max(left, 0.1), "")
         except InstallError:
             return {
-                "error": f"rank {rank} of {world_size} did not call ddpprobe.install() within "
+                "error": f"rank {rank} of {world_size} did not call {call} within "
                 f"{timeout:.0f} s. Call it on every rank, in the same order."
             }
         part = json.loads(store.get(f"{name}/{rank}"))

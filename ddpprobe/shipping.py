@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from ddpprobe import codec
-from ddpprobe.hooks.step_rows import PendingRows, StepResult
+from ddpprobe.hooks.pending_rows import PendingRows, StepResult
 from ddpprobe.journal import JournalWriter
 from ddpprobe.records import COUNTS, PHASES, VALUES, FirstBad, StepRecord
 
-_OBSERVED, _TAPPED = COUNTS.index("observed"), COUNTS.index("tapped")
+_OBSERVED = COUNTS.index("observed")
 _NONFINITE = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
 _SUM_SQ = VALUES.index("sum_sq")
+_SILENT_NAMED = 20
 
 logger = logging.getLogger("ddpprobe")
 
@@ -34,18 +35,22 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A finished sampled step whose rows may still be on their way to the host.
+    """A finished step whose rows may still be on their way to the host.
 
-    `facts` are the scalars known on the host; `watched` what the every-step watch saw in it.
+    `facts` are the scalars known on the host; `watched` what the every-step watch saw in it;
+    `silent` the FQNs of chosen modules that were never called. A step that is not `sampled` has
+    scalars at most: the optimizer skipped it, and this is worth a record.
     """
 
     pending: PendingRows
     step: int
+    sampled: bool
     skipped: bool
     partial: bool
     wall_time_ns: int
     facts: dict[str, float]
     watched: FirstBad | None
+    silent: tuple[str, ...] = ()
 
 
 @final
@@ -57,7 +62,7 @@ class Shipper:
         self._who = who
         self._ended: deque[EndedStep] = deque()
         self._last_bad: tuple[int, bool] | None = None  # (step, skipped) of the last one shipped
-        self._coverage: tuple[int, int] | None = None
+        self._coverage: tuple[int, int, tuple[str, ...]] | None = None
         self._reported: Counter[str] = Counter()  # losses that stand in the journal
         self._warned = False
 
@@ -101,30 +106,33 @@ class Shipper:
 
     def _record(self, ended: EndedStep) -> StepRecord:
         result = ended.pending.result(ended.step, partial=ended.partial)
-        self._report_coverage(result, ended.step)
         bad = _earlier(result.first_bad, ended.watched)
         if bad is not None:
             self._last_bad = (ended.step, ended.skipped)
         scalars = {**ended.facts, **result.scalars}
+        if ended.sampled:
+            scalars |= self._report_coverage(result, ended)
         norm = _local_norm(result)
         if norm is not None:
             scalars["grad_norm_local"] = norm
         return StepRecord(
             attempt=self._who.attempt, step=ended.step, ranks=(self._who.rank,),
-            wall_time_ns=ended.wall_time_ns, sites=result.sites, counts=result.counts,
-            values=result.values, scalars={self._who.rank: scalars}, first_bad=bad,
-            skipped=ended.skipped, partial=ended.partial,
+            wall_time_ns=ended.wall_time_ns, sampled=ended.sampled, sites=result.sites,
+            counts=result.counts, values=result.values, scalars={self._who.rank: scalars},
+            first_bad=bad, skipped=ended.skipped, partial=ended.partial, digests=result.digests,
         )  # fmt: skip
 
-    def _report_coverage(self, result: StepResult, step: int) -> None:
-        tapped, observed = result.counts[:, _TAPPED] > 0, result.counts[:, _OBSERVED] > 0
-        coverage = (int((tapped | observed).sum()), int(observed.sum()))
-        if coverage != self._coverage:
-            self._coverage = coverage
+    def _report_coverage(self, result: StepResult, ended: EndedStep) -> dict[str, float]:
+        """Count sites that should deliver and those that did; say so when it has changed."""
+        expected = len(result.sites) + len(ended.silent)
+        observed = int((result.counts[:, _OBSERVED] > 0).sum())
+        if (expected, observed, ended.silent) != self._coverage:
+            self._coverage = (expected, observed, ended.silent)
             self.life(
-                "sites", expected=coverage[0], observed=coverage[1], step=step,
-                unsupported=dict(result.unsupported),
+                "sites", expected=expected, observed=observed, step=ended.step,
+                unsupported=dict(result.unsupported), silent=list(ended.silent[:_SILENT_NAMED]),
             )  # fmt: skip
+        return {"sites_expected": float(expected), "sites_observed": float(observed)}
 
     def _append(self, record: StepRecord) -> None:
         if self._journal.append_record(record):

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol, final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -25,8 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
 from ddpprobe.heartbeat import STATES, HeartbeatWriter
-from ddpprobe.hooks.guest import Guest
-from ddpprobe.hooks.outputs import leaves
+from ddpprobe.hooks.root import RootHooks
 from ddpprobe.topology import Topology
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
@@ -41,8 +39,8 @@ class Events(Protocol):
     def forward_begins(self) -> None:
         """A training forward of the root starts; `clock.step` and `clock.micro` are set."""
 
-    def forward_ended(self, output: object) -> None:
-        """It returned."""
+    def forward_ended(self, outputs: list[Tensor], trained: list[Tensor]) -> None:
+        """It returned these tensors; `trained` are those of them with a gradient to come."""
 
     def backward_ended(self) -> None:
         """All gradients of this micro-batch are there, reduced."""
@@ -50,11 +48,21 @@ class Events(Protocol):
     def gradients_ready(self, optimizer: Optimizer) -> None:
         """An optimizer that owns some of the parameters is about to step."""
 
+    def given_up(self, *, vanished: bool) -> bool:
+        """Whether a GradScaler found inf and skipped the step.
+
+        `vanished`: the gradients went without a step. If not because of that, an optimizer that is
+        none of torch's took them, or the user threw them away.
+        """
+
     def step_ended(self, *, skipped: bool) -> None:
         """The step is over; called once per step."""
 
-    def blind(self) -> None:
-        """The optimizer steps, but no training forward of the root module is ever seen."""
+    def forward_is_next(self) -> None:
+        """The next forward of the root begins the step `clock.step + 1`."""
+
+    def blind(self) -> bool:
+        """The optimizer steps, but no forward of the root is seen; True: look once more."""
 
 
 @final
@@ -97,12 +105,18 @@ class StepClock:
         self._anchors: list[weakref.ref[nn.Parameter]] = []
         self._anchor_had_grad = False
         self._handles: list[RemovableHandle] = []
-        self._root_handles: list[RemovableHandle] = []
+        self._root = RootHooks(
+            topology, fuse, self._begin_forward, self._end_forward, self._output_gradient
+        )
         self._guards = {
             name: fuse.guard(getattr(self, f"_{name}"))
-            for name in ("before_forward", "after_forward", "output_gradient", "backward_over",
-                         "before_step", "after_step")
-        }  # fmt: skip
+            for name in ("backward_over", "before_step", "after_step")
+        }
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether the root's last event came from a graph of torch.compile, chosen before it."""
+        return self._root.in_graph
 
     def start(self) -> None:
         """Begin to listen."""
@@ -113,22 +127,15 @@ class StepClock:
 
     def hang(self) -> None:
         """Hang the two hooks on the root module."""
-        root = self._topology.root
-        before, after = Guest(self._guards["before_forward"]), Guest(self._guards["after_forward"])
-        self._root_handles = [
-            root.register_forward_pre_hook(before),
-            root.register_forward_hook(after),
-        ]
+        self._root.hang()
 
     def unhang(self) -> None:
         """Take them off: for `pause()`, in which the model must be all the user's."""
-        for handle in self._root_handles:
-            handle.remove()
-        self._root_handles = []
+        self._root.unhang(for_good=False)
 
     def stop(self) -> None:
         """Stop listening; every hook is gone."""
-        self.unhang()
+        self._root.unhang(for_good=True)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -159,17 +166,20 @@ class StepClock:
         self._mark, self._phase = now, phase
         self.beat()
 
-    def _before_forward(self, *_: object) -> None:
-        if not torch.is_grad_enabled():
+    def _begin_forward(self, training: bool) -> None:  # noqa: FBT001  (a callback's argument)
+        if not training:
             self._enter(self._phase)
             self.evaluating = True
             return
         self.evaluating = False
         if not self._running:
-            if not self._ended and self._was_skipped():
-                self._end_step(skipped=True)
-            elif not self._ended and self._stepped:
+            if not self._ended and self._stepped:
                 self._end_step(skipped=False)  # some parameters belong to no optimizer
+            elif not self._ended and self._anchor_had_grad:
+                vanished = self._vanished()
+                skipped = self._events.given_up(vanished=vanished)
+                if vanished or skipped:
+                    self._end_step(skipped=skipped)
         if self._ended:  # inside a running step() too: LBFGS calls its closure there
             self._begin_step()
         self.micro += 1
@@ -184,19 +194,16 @@ class StepClock:
         self._optimizers.clear()
         self._anchor_had_grad = False
 
-    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+    def _end_forward(self, tensors: list[Tensor], trained: list[Tensor]) -> None:
         if self.evaluating:
             self.evaluating = False
             self.leave_out()
             return
         self._enter(BACKWARD)
         self._queued = False
-        for _, tensor in leaves(output):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(_void(self._guards["output_gradient"]))
-        self._events.forward_ended(output)
+        self._events.forward_ended(tensors, trained)
 
-    def _output_gradient(self, _: Tensor) -> None:
+    def _output_gradient(self) -> None:
         if not self._queued:  # any of the outputs may be the one the loss came from
             self._queued = True
             torch_private.after_backward(_void(self._guards["backward_over"]))
@@ -227,11 +234,12 @@ class StepClock:
             return
         if self.micro < 0:  # loading a checkpoint may take one step to make the state
             self._blind += 1
-            if self._blind == _BLIND_STEPS:
-                self._events.blind()
+            if self._blind == _BLIND_STEPS and self._events.blind():
+                self._blind = 0
             return
         self._stepped |= parameters
         self._optimizers.append(id(optimizer))
+        self._events.forward_is_next()
         if self._steps_everything(tuple(self._optimizers)):
             self._end_step(skipped=_found_inf(optimizer))
 
@@ -250,6 +258,7 @@ class StepClock:
         self.skipped += skipped
         self._enter(DATA)
         self._events.step_ended(skipped=skipped)
+        self._events.forward_is_next()
 
     def _parameters_of(self, optimizer: Optimizer) -> frozenset[int]:
         """Ids of the parameters of this model that `optimizer` owns; empty: it is not ours."""
@@ -270,11 +279,9 @@ class StepClock:
         with_grad = [p for _, p in self._topology.named_parameters() if p.grad is not None]
         self._anchors = [weakref.ref(p) for p in with_grad[:_ANCHORS]]
 
-    def _was_skipped(self) -> bool:
-        """Gradients were there after the backward, no optimizer stepped, and now they are gone."""
-        return self._anchor_had_grad and not self._stepped and all(
-            (p := ref()) is None or p.grad is None for ref in self._anchors
-        )  # fmt: skip
+    def _vanished(self) -> bool:
+        """Gradients were there after the backward, and now they are gone."""
+        return all((p := ref()) is None or p.grad is None for ref in self._anchors)
 
 
 def _found_inf(optimizer: Optimizer) -> bool:

@@ -2,137 +2,257 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from ddpprobe import torch_private
+from ddpprobe import torch_private, torch_sharding
+from ddpprobe.flat import FlatUnit, flat_units
+from ddpprobe.naming import clean, inner, walk
+from ddpprobe.placement import (
+    LOCAL,
+    REPLICATED,
+    UNKNOWN,
+    Layout,
+    is_dtensor,
+    layout_of,
+    reduced_layout,
+    shard_id,
+    shard_name,
+)
+from ddpprobe.refusals import Refused, refuse
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 _FSDP = "torch.distributed.fsdp"
-_PREFIXES = (
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "_orig_mod",
-)
 
 
-class Refused(ValueError):
-    """A model ddpprobe cannot observe truthfully; the text says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Topology:
-    """The model without its outer wrapper, and how its parameters are laid out.
+    """The model without its outer wrappers, and how its parameters are laid out.
 
-    `wrapper` is none, ddp or fsdp2; `root` is the user's own module; `ddp` the wrapper around it.
+    Attributes:
+        root: the user's own module.
+        wrapper: none, ddp, fsdp1, fsdp2, hsdp, tp, one of these + tp, pipeline or mixed.
+        world_size: number of ranks of the job.
+        device: where it computes.
+        outer: the outermost wrapper that is known around `root`, or `root`.
+        ddps: every DistributedDataParallel in it, (FQN, wrapper).
+        flat: FSDP1's flat parameters.
+        tensor_meshes: the meshes its tensors are split over: tensor parallelism.
+        cut: FQNs of modules of which each rank holds another part (pipeline stages).
+        differ: FQNs of modules whose parameters differ by rank, though no wrapper spreads them.
     """
 
     root: nn.Module
     wrapper: str
     world_size: int
     device: torch.device
-    ddp: DistributedDataParallel | None = None
+    outer: nn.Module
+    ddps: tuple[tuple[str, DistributedDataParallel], ...] = ()
+    flat: tuple[FlatUnit, ...] = ()
+    tensor_meshes: tuple[DeviceMesh, ...] = ()
+    cut: frozenset[str] = frozenset()
+    differ: frozenset[str] = frozenset()
+    _replicated: dict[int, bool] | None = field(default=None, repr=False)
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DistributedDataParallel around the whole model, if there is one."""
+        return next((ddp for fqn, ddp in self.ddps if not fqn), None)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (FQN, module), parents first; each module once, wrapper classes left out."""
-        for name, module in self.root.named_modules():
-            if not _is_wrapper(module):
-                yield clean(name), module
+        return ((fqn, m) for fqn, m in walk(self.root) if inner(m) is None)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (FQN, parameter); a tied parameter once, under its first name."""
-        for name, parameter in self.root.named_parameters():
-            yield clean(name), parameter
+        """Yield (FQN, parameter) as the optimizer knows them; a tied one once, by its first name.
+
+        Under FSDP1 these are flat parameters or views of them: see `reduced_gradients`.
+        """
+        seen: set[int] = set()
+        for fqn, module in walk(self.root):
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{fqn}.{name}" if fqn else name, parameter
 
     def units(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (FQN, module) of the FSDP2 units, which gather their parameters before they run."""
-        for fqn, module in self.named_modules():
+        for fqn, module in walk(self.root):
             if torch_private.is_a(module, _FSDP, "FSDPModule"):
                 yield fqn, module
 
+    def leaves(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (FQN, parameter) whose own `.grad` hook sees the local gradient.
+
+        All but FSDP's: an FSDP2 unit's are `gathered_parameters`, FSDP1's are in `flat`.
+        """
+        sharded = {id(p) for _, _, p in torch_private.sharded_parameters(self.root)}
+        for fqn, _, _, parameter in self._own_parameters():
+            if id(parameter) not in sharded:
+                yield fqn, parameter
+
+    def _own_parameters(self) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+        """Yield (FQN, module, name, parameter) of all that no FSDP1 manages, tied ones once."""
+        flat = {id(unit.flat) for unit in self.flat}
+        parts = {(id(p.module), p.name) for unit in self.flat for _, p in unit.parts}
+        seen: set[int] = set()
+        for path, module in walk(self.root):
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in seen or id(parameter) in flat or (id(module), name) in parts:
+                    continue
+                seen.add(id(parameter))
+                yield f"{path}.{name}" if path else name, module, name, parameter
+
     def gradients_are_reduced(self) -> bool:
         """Whether `.grad` is the reduced gradient after this backward (not so in `no_sync`)."""
-        return self.ddp is None or bool(self.ddp.require_backward_grad_sync)
+        return all(ddp.require_backward_grad_sync for _, ddp in self.ddps) and all(
+            torch_sharding.is_synchronized(module)
+            for _, module in walk(self.root, self.outer)
+            if torch_private.is_a(module, _FSDP, "FullyShardedDataParallel")
+        )
 
-    def gradient_placement(self, gradient: Tensor) -> tuple[str, bool]:
-        """Placement of a reduced gradient, and whether this rank's part is counted globally."""
-        if _is_dtensor(gradient):
-            return dtensor_placement(cast("DTensor", gradient))
-        return ("local" if self.wrapper == "none" and self.world_size > 1 else "replicated"), True
+    def reduced_gradients(self) -> Iterator[tuple[str, Tensor, Layout]]:
+        """Yield (FQN, gradient, layout) of every parameter that has one, whatever the wrapper.
+
+        A DTensor stands for its local part. The layout says nothing of the ranks of a
+        tensor-parallel group where the gradient is a plain tensor or spread over other ranks.
+        """
+        for unit in self.flat:
+            yield from unit.gradients()
+        for fqn, _, _, parameter in self._own_parameters():
+            if parameter.grad is not None:
+                yield fqn, parameter.grad, self._gradient_layout(parameter)
+
+    def _gradient_layout(self, parameter: Tensor) -> Layout:
+        gradient = parameter.grad
+        managed = self._managed_by_ddp(parameter)
+        if is_dtensor(gradient):
+            layout = reduced_layout(gradient)
+            if managed is not None:
+                return layout[0], layout[1] and managed
+            if layout == REPLICATED and self._tensor_mesh(gradient.device_mesh):
+                return layout_of(gradient.device_mesh, gradient.placements)
+            return layout
+        return REPLICATED if managed is not None or self.world_size == 1 else LOCAL
+
+    def layout(self, fqn: str, tensor: Tensor) -> Layout:
+        """Layout of an activation of module `fqn`, or of its gradient: plain ones differ by rank.
+
+        Of a plain tensor inside tensor parallelism nothing is known by itself.
+        """
+        if self.is_apart(fqn):
+            return UNKNOWN
+        if is_dtensor(tensor):
+            return layout_of(tensor.device_mesh, tensor.placements)
+        return UNKNOWN if self.tensor_meshes else LOCAL
+
+    def is_apart(self, module: str) -> bool:
+        """Whether `module` is another one on each rank that has one of this name."""
+        vouched = self.wrapper != "none" and not self.cut
+        return module in self.cut or (module in self.differ and not vouched)
+
+    def spans_tensor_meshes(self, tensor: Tensor) -> bool:
+        """Whether a tensor's own placements say how it lies over the tensor-parallel groups."""
+        return is_dtensor(tensor) and self._tensor_mesh(tensor.device_mesh)
+
+    def _tensor_mesh(self, mesh: DeviceMesh) -> bool:
+        ranks = set(mesh.mesh.flatten().tolist())
+        return all(ranks >= set(m.mesh.flatten().tolist()) for m in self.tensor_meshes)
+
+    def leads_tensor_group(self) -> bool:
+        """Whether this rank is the one that counts what its tensor-parallel group holds alike."""
+        return all(not any(m.get_coordinate() or ()) for m in self.tensor_meshes)
+
+    def replicated_parameters(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (FQN, shard, local tensor) of what several ranks hold alike; shard "": whole."""
+        for unit in self.flat:
+            yield from unit.replicas()
+        gathered = {(id(m), n): p for m, n, p in torch_private.sharded_parameters(self.root)}
+        for fqn, module, name, parameter in self._own_parameters():
+            held = gathered.get((id(module), name), parameter)
+            shard = self.replica_shard(held)
+            if shard is not None:
+                yield fqn, shard, _plain(held)
+
+    def replica_shard(self, parameter: Tensor) -> str | None:
+        """Name of the shard of `parameter` that other ranks hold as well: "" is the whole of it.
+
+        None where nobody else holds the same part.
+        """
+        if is_dtensor(parameter):
+            if self._managed_by_ddp(parameter) is not None:
+                return shard_id(parameter)
+            shard = shard_name(parameter)
+            if (
+                shard is None
+                and self.tensor_meshes
+                and not self._tensor_mesh(parameter.device_mesh)
+            ):
+                return shard_id(parameter)
+            return shard
+        whole = self._managed_by_ddp(parameter) is not None or bool(self.tensor_meshes)
+        return "" if whole and self.world_size > 1 else None
+
+    def _managed_by_ddp(self, parameter: Tensor) -> bool | None:
+        """Whether this rank is the first of those to whom a DDP gives the same gradient.
+
+        None if no DDP reduces it.
+        """
+        if self._replicated is None:
+            self._replicated = dict(_reduced_by_ddp(self.root, self.ddps))
+        return self._replicated.get(id(parameter))
 
 
-def describe(model: nn.Module) -> Topology:
-    """Recognise what wraps `model`.
+def describe(
+    model: nn.Module,
+    select: Callable[[str], bool] = lambda _: True,
+) -> Topology:
+    """Recognise what wraps `model`; modules that `select` leaves out may be of any kind.
 
     Raises:
         Refused: a wrapper whose numbers would be wrong or silently absent.
     """
-    root, wrapper, ddp = model, "none", None
-    if isinstance(model, DistributedDataParallel):
-        root, wrapper, ddp = model.module, "ddp", model
-    _refuse(model)
-    parameters = list(root.parameters())
-    if not parameters:
+    root = model
+    while isinstance(root, DistributedDataParallel) or _is_fsdp1(root) or _is_optimized(root):
+        wrapped = inner(root)
+        if wrapped is None:
+            break
+        root = wrapped
+    if next(root.parameters(), None) is None:
         raise Refused(
             f"{type(model).__name__} has no parameters, so there is nothing to train and nothing "
             "to observe. Pass the model that the optimizer updates."
         )
-    if any(torch_private.is_a(m, _FSDP, "FSDPModule") for m in root.modules()):
-        wrapper = "fsdp2"
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return Topology(root, wrapper, world_size, parameters[0].device, ddp)
+    refuse([(fqn, m) for fqn, m in walk(root, model)], select, model)
+    names = {id(m): fqn for fqn, m in walk(root, model) if inner(m) is None}
+    found = Topology(
+        root, "", dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        _device(root), model,
+        tuple((f, m) for f, m in walk(root, model) if isinstance(m, DistributedDataParallel)),
+        flat_units(model, names), _tensor_meshes(root),
+    )  # fmt: skip
+    found.wrapper = _wrapper(found)
+    return found
 
 
 def outermost(model: nn.Module) -> nn.Module:
-    """Inside a forward of `model`: the DDP that was put around it after `install`, or itself."""
+    """Inside a forward of `model`: what was put around it after `install`, or itself."""
     active = torch_private.active_ddp()
-    return active if active is not None and active.module is model else model
-
-
-def _refuse(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        where = f"module {name!r}" if name else "the model"
-        if torch_private.is_a(module, _FSDP, "FullyShardedDataParallel"):
-            raise Refused(
-                f"{where} is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters "
-                "ddpprobe does not read yet. Use torch.distributed.fsdp.fully_shard (FSDP2)."
-            )
-        if isinstance(module, DataParallel):
-            raise Refused(
-                f"{where} is a DataParallel: its replicas live for one forward only. "
-                "Use DistributedDataParallel."
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise Refused(f"{where} is a ScriptModule, which takes no hooks. Pass the eager model.")
-        if torch_private.is_compiled(module):
-            raise Refused(
-                f"{where} is compiled with torch.compile, which silently drops hooks. "
-                "ddpprobe observes eager models; leave torch.compile off in the probed run."
-            )
-
-
-def dtensor_placement(tensor: DTensor) -> tuple[str, bool]:
-    """Placement of a DTensor's local part, and whether it is the one counted globally.
-
-    `partial` if the value is still to be summed, `sharded` if any mesh axis splits it (only the
-    first of its replicas is primary), otherwise `replicated`.
-    """
-    placements = tensor.placements
-    if any(p.is_partial() for p in placements):
-        return "partial", True
-    if all(p.is_replicate() for p in placements):
-        return "replicated", True
-    coordinate = tensor.device_mesh.get_coordinate() or ()
-    primary = all(c == 0 for c, p in zip(coordinate, placements, strict=False) if p.is_replicate())
-    return "sharded", primary
+    within: nn.Module | None = active
+    while within is not None and active is not None:  # something compiled may be in between
+        if within is model:
+            return active
+        within = inner(within)
+    return torch_sharding.fsdp_wrapper(model) or model
 
 
 def gathered_parameters(fqn: str, unit: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -141,27 +261,84 @@ def gathered_parameters(fqn: str, unit: nn.Module) -> Iterator[tuple[str, Tensor
     These are the leaves of the autograd graph, so their gradients are local; the same objects
     serve every step. Parameters of modules that are never called themselves are among them.
     """
-    for name, parameter in unit.named_parameters(prefix=fqn):
-        if not _is_dtensor(parameter):
-            yield clean(name), parameter
+    sharded = {id(p) for _, _, p in torch_private.sharded_parameters(unit)}
+    for path, module in walk(unit):
+        prefix = ".".join(part for part in (fqn, path) if part)
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in sharded:
+                yield f"{prefix}.{name}" if prefix else name, parameter
 
 
-def tensor_placement(tensor: Tensor) -> tuple[str, bool]:
-    """Placement of an activation or its gradient: plain tensors differ by rank."""
-    return dtensor_placement(cast("DTensor", tensor)) if _is_dtensor(tensor) else ("local", True)
+def _wrapper(found: Topology) -> str:
+    """Name of what wraps the model."""
+    kinds: set[str] = set()
+    if found.ddps or any(torch_sharding.is_replicated(m) for m in found.root.modules()):
+        kinds.add("ddp")
+    if found.flat:
+        kinds.add("fsdp1")
+    for _, _, parameter in torch_private.sharded_parameters(found.root):
+        replicated = is_dtensor(parameter) and parameter.placements[0].is_replicate()
+        kinds.add("hsdp" if replicated else "fsdp2")
+    if not kinds & {"fsdp2", "hsdp"} and any(True for _ in found.units()):
+        kinds.add("fsdp2")
+    if len(kinds) > 1:
+        return "mixed"
+    name = next(iter(kinds), "")
+    return "+".join(filter(None, (name, "tp" if found.tensor_meshes else ""))) or "none"
 
 
-def clean(name: str) -> str:
-    """Remove wrapper components from a dotted name: the FQN the unwrapped model would give."""
-    return ".".join(part for part in name.split(".") if part not in _PREFIXES)
+def _tensor_meshes(root: nn.Module) -> tuple[DeviceMesh, ...]:
+    """The distinct meshes over which tensors are split, FSDP's own axes left out."""
+    sharded = {id(p) for _, _, p in torch_private.sharded_parameters(root)}
+    meshes = torch_sharding.tensor_meshes(root)
+    meshes += [p.device_mesh for p in root.parameters() if is_dtensor(p) and id(p) not in sharded]
+    if not meshes:
+        return ()
+    gathered = {tuple(m.mesh.flatten().tolist()): m for m in meshes}
+    return tuple(gathered.values())
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
-    return torch_private.is_a(tensor, "torch.distributed.tensor", "DTensor")
+def _device(root: nn.Module) -> torch.device:
+    """Where the model computes; its parameters may wait elsewhere (CPU offload)."""
+    parameter = next(root.parameters())
+    if is_dtensor(parameter):
+        kind = parameter.device_mesh.device_type
+        if kind != parameter.device.type:
+            return torch.device(kind, torch.get_device_module(kind).current_device())
+    return parameter.device
 
 
-def _is_wrapper(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel) or type(module).__name__ in (
-        "CheckpointWrapper",
-        "OptimizedModule",
-    )
+def _reduced_by_ddp(
+    root: nn.Module, ddps: tuple[tuple[str, DistributedDataParallel], ...]
+) -> Iterator[tuple[int, bool]]:
+    """Yield (id of a parameter, whether this rank is the first of its replicas)."""
+    for _, ddp in ddps:
+        ignored = getattr(ddp, "parameters_to_ignore", ())
+        first = dist.get_rank(ddp.process_group) == 0
+        for name, parameter in ddp.module.named_parameters():
+            if name not in ignored:
+                yield id(parameter), first
+    sharded = {id(p) for _, _, p in torch_private.sharded_parameters(root)}
+    for module in root.modules():
+        if torch_sharding.is_replicated(module):
+            for parameter in module.parameters():
+                if id(parameter) not in sharded:
+                    yield id(parameter), dist.get_rank() == 0
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    return torch_private.is_a(module, _FSDP, "FullyShardedDataParallel")
+
+
+def _is_optimized(module: nn.Module) -> bool:
+    return torch_private.is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
+
+
+def _plain(tensor: Tensor | DTensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+
+
+__all__ = [
+    "Refused", "Topology", "clean", "describe", "gathered_parameters", "outermost",
+]  # fmt: skip

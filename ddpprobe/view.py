@@ -12,10 +12,11 @@ from ddpprobe.records import Anomaly, StepRecord
 class RankView:
     """One local rank. Times are Unix ns, durations seconds, counters cumulative since its start.
 
-    `up` is None until the rank has been seen alive once; `loss` and `grad_norm` are of its last
-    sampled step (`grad_norm`: L2 over its local gradients, before any reduction); `nonfinite`
-    counts elements by Site kind; `anomalies` counts by level those that name this rank;
-    `probe_seconds` is the time our code took inside the training process.
+    `up` is None until the rank has been seen alive once; `loss`, `grad_norm` (L2 over its local
+    gradients, before any reduction), `sites_expected` and `sites_observed` are of its last sampled
+    step, `loss_scale` (a GradScaler's) of its last sampled or skipped one; `nonfinite` counts
+    elements by Site kind; `anomalies` counts by level those that name this rank; `probe_seconds`
+    is the time our code took inside the training process.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class RankView:
     probe_seconds: float = 0.0
     loss: float | None = None
     grad_norm: float | None = None
+    loss_scale: float | None = None
     nonfinite: Mapping[str, int] = field(default_factory=dict)
     anomalies: Mapping[str, int] = field(default_factory=dict)
     sites_expected: int = 0

@@ -15,6 +15,10 @@ REDUCED = "grad|param"  # every rank shows these; they name no culprit
 GRADIENTS = "grad_output|grad_input|grad_local"  # a GradScaler makes these overflow on purpose
 NONFINITE_WINDOW = "2m"
 PAGE_WINDOW = "5m"
+WARN_WINDOW = "10m"
+# Coverage is judged best against best: what comes and goes (LayerDrop, experts) is in both windows.
+COVERAGE_WINDOWS = ("10m", "1h")
+COVERAGE_KEPT = 0.9
 SILENT_SECONDS = 30  # without a heartbeat, of a rank whose process nobody has seen
 RUNBOOKS = "docs/runbooks"
 
@@ -62,6 +66,22 @@ or
         "Detector {{ $labels.detector }} pages in {{ $labels.job }}",
         "A detector found what should wake somebody. Step, module and rank are in the exemplar of "
         "ddpprobe_anomalies_total and in: ddpprobe anomalies RUN.",
+    ),
+    Alert(
+        "CoverageLost",
+        "warning",
+        f"""max by (job) (increase(ddpprobe_anomalies_total{{detector="coverage"}}[{WARN_WINDOW}])) > 0
+or
+(
+  max by (job, rank) (max_over_time(ddpprobe_sites_observed[{COVERAGE_WINDOWS[0]}]))
+  < {COVERAGE_KEPT}
+  * max by (job, rank) (max_over_time(ddpprobe_sites_observed[{COVERAGE_WINDOWS[1]}]))
+  unless on (job) max by (job) (ddpprobe_job_finished) == 1
+)""",
+        "ddpprobe sees less of {{ $labels.job }} than it did",
+        "Sites that used to report do not any more{{ with $labels.rank }}, on rank {{ . }}{{ end }}: "
+        "a NaN there would go unnoticed. Which, and what may be the cause: ddpprobe anomalies RUN and "
+        "ddpprobe info RUN.",
     ),
     Alert(
         "FirstFailure",

@@ -187,7 +187,7 @@ def _training() -> list[Placed]:
                 _bands("loss"),
                 log=True,
             ),
-            12,
+            9,
         ),
         (
             graph_panel(
@@ -201,7 +201,21 @@ def _training() -> list[Placed]:
                 ],
                 log=True,
             ),
-            12,
+            9,
+        ),
+        (
+            graph_panel(
+                "Loss scale",
+                "Of the GradScaler, over the ranks. It halves when it skips a step, and should rise again. Falling and "
+                "falling: no step is taken. Empty is good: there is no GradScaler.",
+                "short",
+                [
+                    Query(f"min({_m('loss_scale', RANK)})", "lowest"),
+                    Query(f"max({_m('loss_scale', RANK)})", "highest"),
+                ],
+                log=True,
+            ),
+            6,
         ),
     ]
 
@@ -364,23 +378,30 @@ def _self() -> list[Placed]:
                 "percentunit",
                 [Query(f"max({_m('overhead_ratio', RANK)})", "largest")],
             ),
-            6,
+            5,
         ),
         (
             graph_panel(
-                "Components and coverage",
-                "1 is well. Below 1: a component switched itself off, or sites went unseen; the log says which.",
-                "percentunit",
-                [
-                    Query(f"min by (component) ({_m('component_up', NODE)})", "{{component}}"),
-                    Query(
-                        f"min({_m('sites_observed', RANK)} / {_m('sites_expected', RANK)})",
-                        "sites observed",
-                    ),
-                ],
+                "Components",
+                "1 is well. At 0 a component switched itself off; its log says why.",
+                "none",
+                [Query(f"min by (component) ({_m('component_up', NODE)})", "{{component}}")],
                 soft_max=1,
             ),
-            6,
+            4,
+        ),
+        (
+            graph_panel(
+                "Coverage",
+                "Sites that delivered data at the last sampled step, on the rank with the fewest, against those expected "
+                "there. A drop that stays: something fell silent, ddpprobe anomalies RUN names it.",
+                "none",
+                [
+                    Query(f"max({_m('sites_expected', RANK)})", "expected"),
+                    Query(f"min({_m('sites_observed', RANK)})", "observed"),
+                ],
+            ),
+            5,
         ),
         (
             graph_panel(
@@ -395,7 +416,7 @@ def _self() -> list[Placed]:
                     Query(f"max(scrape_duration_seconds{{{NODE}}})", "scrape"),
                 ],
             ),
-            6,
+            5,
         ),
         (
             graph_panel(
@@ -407,7 +428,7 @@ def _self() -> list[Placed]:
                     Query(f"max({_events('series_dropped_total', NODE)})", "refused"),
                 ],
             ),
-            6,
+            5,
         ),
     ]
 

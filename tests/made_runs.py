@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from ddpprobe import codec, layout
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import RunDir
-from ddpprobe.records import Anomaly, FirstBad, Site, StepRecord, merge_all
+from ddpprobe.records import Anomaly, FirstBad, Site, StepRecord, disagreements, merge_all
 
 NODE = "node_0000"
 DEAD_PID = 2**22 + 7  # above the largest pid a Linux kernel hands out by default
@@ -43,8 +43,14 @@ def record(rank: int, step: int, n: int = 3, attempt: int = 0, **changes: Any) -
         counts=counts,
         values=values,
         scalars={rank: {"loss": 1.0 / (step + 1), "grad_norm_local": float(rank)}},
+        digests={(f"{name}.weight", ""): {hash_of(name, step): 1 << rank} for name in ("a", "b")},
     )
     return replace(made, **changes)
+
+
+def hash_of(name: str, step: int) -> int:
+    """Return what a parameter's checksum might be: any 64 bits, the same on every rank."""
+    return int(np.random.default_rng([*name.encode(), step]).integers(-(2**63), 2**63 - 1))
 
 
 def bad(rank: int, step: int) -> FirstBad:
@@ -54,7 +60,14 @@ def bad(rank: int, step: int) -> FirstBad:
 def key(made: StepRecord) -> bytes:
     """Return bytes that are equal for equal records, NaN included."""
     cells = {r: dict(sorted(s.items())) for r, s in sorted(made.scalars.items()) if s}
-    return codec.encode_record(replace(made, scalars=cells))
+    digests = dict(sorted(made.digests.items()))
+    return codec.encode_record(replace(made, scalars=cells, digests=digests))
+
+
+def head_merge(parts: Sequence[StepRecord]) -> StepRecord:
+    """Merge the ranks' records of a step as the head does: of the checksums the disputed ones."""
+    merged = merge_all(parts)
+    return replace(merged, digests=disagreements(merged.digests))
 
 
 @dataclass
@@ -106,7 +119,7 @@ class Made:
             parts = [record(r, step, n, self.attempt) for r in range(self.ranks)]
             self.write(parts)
             if told:
-                self.tell(codec.RECORD, merge_all(parts))
+                self.tell(codec.RECORD, head_merge(parts))
             if told and step == 3:
                 self.tell(codec.ANOMALY, ANOMALY)
                 readings = {"time_ns": step, "host": {"cpu": 0.5}, "ranks": {}}

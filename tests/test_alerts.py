@@ -17,7 +17,9 @@ from ddpprobe.prometheus import METRICS
 ROOT = Path(__file__).parent.parent
 RULES = ROOT / "grafana/rules/ddpprobe.yml"
 UNIT_TESTS = ROOT / "grafana/rules/ddpprobe_test.yml"
-NAMES = ("NonFinite", "LossNotFinite", "AnomalyPage", "FirstFailure", "RankDead")
+NAMES = (
+    "NonFinite", "LossNotFinite", "AnomalyPage", "CoverageLost", "FirstFailure", "RankDead",
+)  # fmt: skip
 
 # What is replaced in an alert's expression (once, or everywhere), and must be noticed.
 MUTANTS = [
@@ -37,6 +39,19 @@ MUTANTS = [
     ("AnomalyPage", ', detector!="nonfinite"', ""),
     ("AnomalyPage", "max by (job, detector)", "max by (job, instance, detector)"),
     ("AnomalyPage", "> 0", ">= 0"),
+    ("CoverageLost", 'detector="coverage"', 'detector!=""'),
+    ("CoverageLost", "max by (job) (incr", "max by (job, instance) (incr"),
+    ("CoverageLost", "[10m])) > 0", "[10s])) > 0"),
+    ("CoverageLost", "> 0", ">= 0"),
+    ("CoverageLost", "or\n", "unless\n"),
+    ("CoverageLost", "max by (job, rank)", "max by (job)"),
+    ("CoverageLost", "(max_over_time(ddpprobe_sites_observed[10m]))", "(ddpprobe_sites_observed)"),
+    ("CoverageLost", "observed[10m]", "observed[1h]"),
+    ("CoverageLost", "observed[1h]", "observed[20m]"),
+    ("CoverageLost", "< 0.9", "< 0.5"),
+    ("CoverageLost", "< 0.9", "< 1"),
+    ("CoverageLost", "unless on (job) max", "unless on () max"),
+    ("CoverageLost", "  unless on (job) max by (job) (ddpprobe_job_finished) == 1\n", ""),
     ("FirstFailure", "min by", "max by"),
     ("FirstFailure", "on (job)", "on ()"),
     ("FirstFailure", "by (job)", ""),

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,30 @@ def test_what_followed_is_indented_below_its_cause(call: Call, tmp_path: Path) -
     assert "first cause" not in lines[1]
 
 
+def test_the_new_kinds_of_verdict_are_one_line_each(call: Call, tmp_path: Path) -> None:
+    run = RunDir(make_dir(tmp_path / "parted"))
+    write_json(run.run_json, {"format_version": 1, "name": "parted", "world_size": 3})
+    for rank in range(3):
+        writer = JournalWriter(run.rank_journal(0, "node_0000", rank), {"world_size": 3})
+        for step in range(300):
+            made = record(rank, step, None)
+            if step >= 20:
+                gone = np.array([s.fqn != EVIL for s in SITES])
+                made.counts[~gone, -1] = 0
+            torn = {("fc.weight", ""): {int(step >= 150 and rank == 1): 1 << rank}}
+            scaled = {rank: {"loss_scale": 2.0 ** min(0, 200 - step)}}
+            writer.append_record(replace(made, digests=torn, scalars=scaled, skipped=step > 200))
+        writer.close()
+    code, out, err = call("anomalies", run.path)
+    assert (code, err) == (1, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert [line.partition(": ")[0] for line in lines] == [
+        "PAGE step 150 micro 0 rank 1 fc.weight:param step desync",
+        "PAGE step 208 micro 0 rank - - backward loss_scale",
+        "WARN step 24 micro 0 rank - blocks.1?[31m??:output forward coverage",
+    ]
+
+
 def test_level_hides_what_is_below_and_does_not_change_the_exit_code(
     call: Call, tmp_path: Path
 ) -> None:
@@ -174,6 +199,38 @@ def test_info_says_what_ran(call: Call, healthy: Path) -> None:
     assert json.loads(out)["world_size"] == 2
 
 
+def tell_sites(path: Path, rank: int, **facts: object) -> None:
+    """Let a rank say what it watches, as it does when that has changed."""
+    directory = RunDir(path).rank_journal(0, "node_0000", rank)
+    writer = JournalWriter(directory, {}, first_segment=1, first_seq=10**6)
+    event = {"event": "sites", "expected": 4, "observed": 4, "unsupported": {}, "silent": []}
+    writer.append_json(codec.LIFE, {**event, "expected": 9})
+    writer.append_json(codec.LIFE, {**event, **facts})
+    writer.close()
+
+
+def test_info_says_what_each_rank_sees_and_what_it_does_not(call: Call, healthy: Path) -> None:
+    tell_sites(
+        healthy, 0, expected=7, observed=5, silent=["head\x1b", ""], unsupported={"qint8": 2}
+    )
+    tell_sites(healthy, 1, expected=7, observed=5, silent=["head\x1b", ""])
+    code, out, err = call("info", healthy)
+    assert (code, err) == (0, "")
+    assert out.count("  5 of 7  closed") == 2
+    assert "\nranks 0, 1: never called: head?, (root)\n" in out
+    assert "\nrank 0: not supported: qint8 (2)\n" in out
+    first, second = json.loads(call("info", healthy, "--json")[1])["attempts"][0]["ranks"]
+    assert (first["sites_expected"], first["sites_observed"]) == (7, 5)
+    assert (first["unsupported"], second["unsupported"]) == ({"qint8": 2}, {})
+    assert first["silent"] == ["head\x1b", ""]
+
+
+def test_info_of_a_run_that_never_said_what_it_sees_shows_no_number(call: Call, sick: Path) -> None:
+    assert cells(call("info", sick)[1])[-1][-4:] == ["100", "%", "-", "closed"]
+    rank = json.loads(call("info", sick, "--json")[1])["attempts"][0]["ranks"][0]
+    assert (rank["sites_expected"], rank["silent"]) == (None, [])
+
+
 def test_names_from_a_store_cannot_move_the_terminal(call: Call, healthy: Path) -> None:
     for words in (("info", healthy), ("trace", healthy, "--site", "blocks.1*")):
         _, out, _ = call(*words)
@@ -194,6 +251,19 @@ def test_trace_prints_the_series_as_a_table(call: Call, healthy: Path) -> None:
         ["0", "4", "blocks.0.mlp:output", "2.23607", "0"],
         ["0", "5", "blocks.0.mlp:output", "-", "-"],
     ]
+
+
+def test_trace_says_which_rows_are_one_rank_s_and_not_the_tensor_s(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ("local", "partial", "unknown", "replicated")
+    sites = [replace(s, placement=p) for s, p in zip(SITES, kinds, strict=True)]
+    monkeypatch.setattr(sys.modules[__name__], "SITES", tuple(sites))
+    run = make_run(tmp_path / "tp", steps=2)
+    out = call("trace", run, "--site", "*", "--steps", 0)[1].splitlines()[1:]
+    assert [line.count("one rank's)") for line in out] == [0, 1, 1, 0]
+    assert "(partial, one rank's)" in out[1]
+    assert "(unknown, one rank's)" in call("trace", run, "--site", "*:grad_output", "--plot")[1]
 
 
 def test_trace_reads_one_rank_or_all_merged(call: Call, sick: Path) -> None:

@@ -13,6 +13,11 @@ from ddpprobe.records import COUNTS, VALUES, Anomaly, FirstBad, Site, StepRecord
 names = st.text(max_size=20)  # module names are a stranger's: any text, lone surrogates too
 numbers = st.floats(allow_nan=True, allow_infinity=True)
 
+checksums = st.integers(-(2**63), 2**63 - 1)
+ranks = st.integers(1, 2**600)  # a bit mask: any number of ranks
+held = st.dictionaries(checksums, ranks, min_size=1, max_size=3)
+digests = st.dictionaries(st.tuples(names, names), held, max_size=3)
+
 
 @st.composite
 def records(draw: st.DrawFn) -> StepRecord:
@@ -26,7 +31,7 @@ def records(draw: st.DrawFn) -> StepRecord:
         counts=counts.reshape(n, len(COUNTS)), values=values.reshape(n, len(VALUES)),
         scalars={3: {"loss": draw(numbers), draw(names): 1.5}},
         first_bad=bad if draw(st.booleans()) else None, skipped=draw(st.booleans()),
-        partial=draw(st.booleans()), missing=(0, 1),
+        partial=draw(st.booleans()), missing=(0, 1), digests=draw(digests),
     )  # fmt: skip
 
 
@@ -36,6 +41,7 @@ def test_a_record_comes_back_bit_for_bit(record: StepRecord) -> None:
     back = codec.decode_record(codec.encode_record(record), tables)
     assert back.counts.tobytes() == record.counts.tobytes()
     assert back.values.tobytes() == record.values.tobytes()
+    assert back.digests == record.digests
     assert (back.sites, back.first_bad, back.ranks) == (record.sites, record.first_bad, (3,))
     assert (back.sampled, back.skipped, back.partial, back.missing, back.wall_time_ns) == (
         record.sampled, record.skipped, record.partial, (0, 1), 2**61,

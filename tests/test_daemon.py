@@ -55,6 +55,10 @@ def test_a_nan_is_named_while_the_ranks_still_run(job) -> None:
     assert 'ddpprobe_nonfinite_elements_total{kind="grad_output",rank="0"} 0.0' in text
     assert 'ddpprobe_rank_anomalies_total{level="page",rank="1"} 1.0' in text
     assert 'ddpprobe_rank_up{rank="0"} 1.0' in text
+    # Each sampled record says what the rank sees and how it scales, not only a change of it.
+    assert 'ddpprobe_sites_expected{rank="0"} 3.0' in text
+    assert 'ddpprobe_sites_observed{rank="1"} 2.0' in text
+    assert 'ddpprobe_loss_scale{rank="1"} 1024.0' in text
     found = [p for t, p in job.frames() if t == codec.ANOMALY]
     assert [(a.step, a.rank, a.module, a.phase) for a in found] == [(5, 1, "blocks.1", "backward")]
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from ddpprobe.gather import Gather
 from ddpprobe.records import FirstBad, Site, StepRecord, merge_records
 
+from .made_runs import head_merge
+
 LOCAL = Site("a", "output")
 SHARDED = Site("w", "grad", placement="sharded")
 REPLICATED = Site("w", "param", placement="replicated")
@@ -29,6 +31,7 @@ def full(
     record = StepRecord(
         0, step, (rank,), 1000 * step + rank, sites=SITES, counts=counts, values=values,
         scalars={rank: {"loss": float(rank)}}, first_bad=witness(rank, step) if bad else None,
+        digests={("v", ""): {step: 1 << rank}, ("w", ""): {rank % 3: 1 << rank}},
     )  # fmt: skip
     return replace(record, **changes)  # type: ignore[arg-type]
 
@@ -45,9 +48,11 @@ def alarm(rank: int, step: int, *, partial: bool = False) -> StepRecord:
 
 def same(a: StepRecord, b: StepRecord) -> bool:
     nothing = {"counts": np.zeros((0, 7), int), "values": np.zeros((0, 4)), "sites": ()}
+    nothing |= {"digests": {}}
     plain = [repr(replace(r, scalars={}, **nothing)) for r in (a, b)]
     arrays = np.array_equal(a.counts, b.counts) and np.array_equal(a.values, b.values)
-    return plain[0] == plain[1] and a.scalars == b.scalars and a.sites == b.sites and arrays
+    told = (a.scalars, a.sites, a.digests) == (b.scalars, b.sites, b.digests)
+    return plain[0] == plain[1] and told and arrays
 
 
 def all_same(a: list[StepRecord], b: list[StepRecord]) -> bool:
@@ -64,7 +69,7 @@ def test_a_step_comes_out_when_the_last_rank_has_delivered() -> None:
     assert gather.ready(1.0) == []
     gather.add(full(1, 5), 2.0)
     (merged,) = gather.ready(2.0)
-    assert same(merged, merge_records(full(0, 5), full(1, 5)))
+    assert same(merged, head_merge([full(0, 5), full(1, 5)]))
     assert merged.missing == ()
     assert gather.pending == 0
 
@@ -216,7 +221,7 @@ def test_a_block_sent_twice_counts_once() -> None:
         head.add(full(1, 5), 0.0, final=True)
     head.add(full(0, 5), 0.0)
     (merged,) = head.ready(0.0)
-    assert same(merged, merge_records(full(0, 5), full(1, 5)))
+    assert same(merged, head_merge([full(0, 5), full(1, 5)]))
     head.add(full(1, 5), 0.0, final=True)
     assert head.drain() == []
 
@@ -287,7 +292,7 @@ def test_any_split_of_the_ranks_over_nodes_gives_the_same_records(
         flat.add(record, 0.0)
     for node in set(node_of[:ranks]):
         members = [r for r in range(ranks) if node_of[r] == node]
-        local = Gather(members)
+        local = Gather(members, judges=False)
         for record in records:
             if record.ranks[0] in members:
                 local.add(record, 0.0)
@@ -296,6 +301,34 @@ def test_any_split_of_the_ranks_over_nodes_gives_the_same_records(
         for merged in (*local.ready(0.0), *local.drain()):
             head.add(merged, 0.0, final=True)
     assert all_same(head.drain(), flat.drain())
+
+
+def test_of_the_checksums_the_head_keeps_what_ranks_disagree_on_and_a_node_keeps_all() -> None:
+    kept = []
+    for judges in (False, True):
+        gather = Gather((0, 1), judges=judges)
+        gather.add(full(0, 7), 0.0)
+        gather.add(full(1, 7), 0.0)
+        kept.append(gather.ready(0.0)[0].digests)
+    disputed = {("w", ""): {0: 1, 1: 2}}
+    assert kept == [{("v", ""): {7: 3}, **disputed}, disputed]
+
+
+def test_a_rank_that_is_alone_disputes_nothing() -> None:
+    gather = Gather((0,))
+    gather.add(full(0, 7), 0.0)
+    assert gather.ready(0.0)[0].digests == {}
+
+
+def test_the_disputes_of_ranks_that_went_apart_are_bounded_and_the_first_one_is_there() -> None:
+    for ranks, parameters, kept in ((2, 3000, 2048), (5000, 3, 1)):
+        gather = Gather(range(ranks))
+        for rank in range(ranks):
+            digests = {(f"w{i}", ""): {rank: 1 << rank} for i in range(parameters)}
+            part = StepRecord(0, 1, (rank,), 0, digests=digests)
+            gather.add(part, 0.0)
+        (merged,) = gather.ready(0.0)
+        assert list(merged.digests) == [(f"w{i}", "") for i in range(kept)]
 
 
 @given(st.permutations(range(5)))

@@ -6,12 +6,18 @@ import contextlib
 import copy
 import dataclasses
 import io
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import ddpprobe
 from ddpprobe.hooks.guest import Guest
@@ -300,3 +306,37 @@ def test_a_huge_but_finite_gradient_is_not_called_nonfinite(tmp_path, records_of
             o.step()
             o.zero_grad()
     assert [r.first_bad for r in records_of(tmp_path / "r")] == [None]
+
+
+class Selective(nn.Module):
+    """A block under selective checkpointing, which counts the operations of its forward."""
+
+    def __init__(self, policy) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.context = partial(create_selective_checkpoint_contexts, policy)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inside, x, use_reentrant=False, context_fn=self.context).sum()
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x)).clone()).square()
+
+
+def _save_some(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    some = (torch.ops.aten.clone.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if op in some else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("policy", [_save_some, lambda *_, **__: CheckpointPolicy.MUST_SAVE])
+def test_the_tape_of_selective_checkpointing_is_not_shifted(policy, tmp_path: Path) -> None:
+    states = []
+    for probed in (False, True):
+        torch.manual_seed(1)
+        model = Selective(policy)
+        installed = ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none")
+        if not probed:
+            installed.close()
+        with installed:
+            states.append(state_hash(model, train(model, lambda loss: loss, steps=3)))
+    assert states[0] == states[1]

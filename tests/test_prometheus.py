@@ -48,6 +48,7 @@ def a_rank(rank: int = 0, **changes: object) -> RankView:
         probe_seconds=0.4,
         loss=2.5,
         grad_norm=0.75,
+        loss_scale=1024.0,
         nonfinite={"output": 3},
         anomalies={"page": 1},
         sites_expected=10,
@@ -185,6 +186,7 @@ def test_values_of_a_rank() -> None:
     assert value(view, "steps_total", rank="1") == 7
     assert value(view, "step_phase_seconds_total", rank="0", phase="backward") == 4
     assert value(view, "overhead_ratio", rank="0") == pytest.approx(0.05)
+    assert value(view, "loss_scale", rank="1") == 1024
     assert value(view, "rank_anomalies_total", rank="1", level="page") == 1
     assert value(view, "last_collect_timestamp_seconds") == 61
 
@@ -194,6 +196,7 @@ def test_what_is_not_known_is_absent() -> None:
     names = {s.name.removeprefix("ddpprobe_") for s in samples(a_view(ranks=(unknown,), host={}))}
     absent = {
         "rank_up", "rank_last_heartbeat_timestamp_seconds", "loss", "grad_norm", "overhead_ratio",
+        "loss_scale",
         "sites_observed", "sites_expected", "rank_resident_memory_bytes", "rank_cpu_seconds_total",
         "global_grad_norm", "site_abs_max", "first_failure_timestamp_seconds", "host_cpu_ratio",
     }  # fmt: skip
@@ -240,11 +243,22 @@ def test_global_norm_adds_sharded_and_replicated_gradients_once() -> None:
     sites = [
         Site("a", "grad", placement="replicated"),
         Site("b", "grad", placement="sharded"),
-        Site("c", "grad", placement="partial"),
         Site("d", "grad_local"),
+        Site("blind", "grad", placement="unknown"),
     ]
-    view = a_view(merged=record(sites))
+    view = a_view(merged=record(sites, unobserved=(3,)))
     assert value(view, "global_grad_norm") == pytest.approx(math.sqrt(4 * 1 + 4 * 4))
+
+
+@pytest.mark.parametrize("placement", ["partial", "unknown", "local"])
+def test_global_norm_is_absent_where_a_part_of_it_is_not_known(placement: str) -> None:
+    sites = [Site("a", "grad", placement="replicated"), Site("c", "grad", placement=placement)]
+    assert value(a_view(merged=record(sites)), "global_grad_norm") is None
+    for missing, alone in (((), math.sqrt(4 + 16)), ((1,), None)):
+        view = a_view(merged=record(sites, ranks=(0,), missing=missing))
+        known = placement == "local"  # one rank's local gradient is the gradient
+        got = value(view, "global_grad_norm")
+        assert got == (pytest.approx(alone) if alone and known else None)
 
 
 @pytest.mark.parametrize(
@@ -272,12 +286,13 @@ def test_sites_come_from_the_merged_step() -> None:
         Site("seen", "input"),
         Site("blind", "input"),
         Site("tp", "output", placement="partial"),
+        Site("tp2", "output", placement="unknown"),
         Site("all_nan", "output"),
         Site("", "output"),
     ]
-    view = a_view(merged=record(sites, unobserved=(3,), nan={5: 4}))
+    view = a_view(merged=record(sites, unobserved=(3,), nan={6: 4}))
     got = {s.labels["fqn"]: s.value for s in samples(view) if s.name == "ddpprobe_site_abs_max"}
-    assert got == {"m": 2.0, "seen": 3.0, "(root)": 7.0}  # the leaves as one; no data is no number
+    assert got == {"m": 2.0, "seen": 3.0, "(root)": 8.0}  # the leaves as one; no data is no number
     assert value(view, "site_rms", fqn="m", kind="output") == pytest.approx(math.sqrt(20 / 8))
 
 

@@ -16,11 +16,14 @@ from ddpprobe.records import (
     Site,
     StepRecord,
     derive,
+    disagreements,
     empty_rows,
     merge_all,
     merge_counts,
+    merge_digests,
     merge_records,
     merge_values,
+    ranks_of,
 )
 
 KEYS = [("a", "output"), ("b", "output"), ("b", "grad_output"), ("p", "grad"), ("q", "grad_local")]
@@ -143,6 +146,29 @@ def test_without_data_a_statistic_is_nan_and_never_zero() -> None:
     counts, values = empty_rows(1)
     for stat in ("mean", "rms", "norm", "abs_max", "min", "max", "sum", "zero_ratio"):
         assert np.isnan(derive(stat, counts, values)[0]), stat
+
+
+digest_keys = st.sampled_from([("w", ""), ("w", "1"), ("v", "")])
+held = st.dictionaries(st.integers(-2, 2), st.integers(1, 2**70), min_size=1, max_size=3)
+some_digests = st.dictionaries(digest_keys, held, max_size=3)
+
+
+@given(some_digests, some_digests, some_digests)
+def test_checksums_merge_as_sets_of_ranks(
+    a: dict[tuple[str, str], dict[int, int]],
+    b: dict[tuple[str, str], dict[int, int]],
+    c: dict[tuple[str, str], dict[int, int]],
+) -> None:
+    assert merge_digests(a, b) == merge_digests(b, a)
+    assert merge_digests(merge_digests(a, b), c) == merge_digests(a, merge_digests(b, c))
+    assert merge_digests(a, {}) == a == merge_digests(a, a)
+    for key, sums in merge_digests(a, b).items():
+        for checksum, mask in sums.items():
+            one, other = (set(ranks_of(x.get(key, {}).get(checksum, 0))) for x in (a, b))
+            assert set(ranks_of(mask)) == one | other
+    assert disagreements(merge_digests(a, b)) == {
+        key: sums for key, sums in merge_digests(a, b).items() if len(sums) > 1
+    }
 
 
 def test_an_unknown_statistic_names_the_known_ones() -> None:

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from ddpprobe import codec, heartbeat, layout
-from ddpprobe.records import StepRecord, derive, merge_all
+from ddpprobe.detectors.suite import default_suite
+from ddpprobe.records import StepRecord, derive
 from ddpprobe.replay.run import RunError, open_run
 from ddpprobe.replay.series import is_within
 from ddpprobe.store.writer import StoreWriter
 
-from .made_runs import ANOMALY, NODE, Made, bad, key, record
+from .made_runs import ANOMALY, NODE, Made, bad, head_merge, key, record
 
 STEPS = 50
 STATES = ("crashed", "folded", "sealed")
@@ -50,7 +51,7 @@ def test_records_are_the_same_in_every_state_of_a_run(
     run = open_run(tmp_path)
     for rank in range(2):
         assert [key(r) for r in run.records(rank)] == [key(parts(s)[rank]) for s in range(STEPS)]
-    merged = [key(merge_all(parts(s))) for s in range(STEPS)]
+    merged = [key(head_merge(parts(s))) for s in range(STEPS)]
     assert [key(r) for r in run.records()] == merged
     assert run.lost == []
 
@@ -63,11 +64,11 @@ def test_steps_behind_the_last_merged_one_are_merged_from_the_ranks(
     for step in range(30):
         made.write(parts(step) if step < 25 else parts(step)[:1])  # rank 1 died at step 25
         if step < 10:
-            made.tell(codec.RECORD, merge_all(parts(step)))
+            made.tell(codec.RECORD, head_merge(parts(step)))
     bring(made, state)
     merged = list(open_run(tmp_path).records())
     assert [r.step for r in merged] == list(range(30))
-    assert [key(r) for r in merged[:25]] == [key(merge_all(parts(s))) for s in range(25)]
+    assert [key(r) for r in merged[:25]] == [key(head_merge(parts(s))) for s in range(25)]
     assert all(r.missing == (1,) and r.ranks == (0,) for r in merged[25:])
 
 
@@ -77,10 +78,10 @@ def test_a_gap_in_what_the_daemon_told_is_merged_from_the_ranks(tmp_path: Path, 
     for step in range(40):
         made.write(parts(step))
         if not 10 <= step < 20:  # its disk was full
-            made.tell(codec.RECORD, merge_all(parts(step)))
+            made.tell(codec.RECORD, head_merge(parts(step)))
     bring(made, state)
     run = open_run(tmp_path)
-    assert [key(r) for r in run.records()] == [key(merge_all(parts(s))) for s in range(40)]
+    assert [key(r) for r in run.records()] == [key(head_merge(parts(s))) for s in range(40)]
     assert list(run.series("blocks.0.mlp", "mean").steps) == list(range(40))
     assert list(run.scalars("loss").steps) == list(range(40))
 
@@ -119,7 +120,7 @@ def nan_run(made: Made, *, told: bool) -> None:
             both[1] = replace(both[1], counts=counts, first_bad=bad(1, 40))
         made.write(both)
         if told:
-            made.tell(codec.RECORD, merge_all(both))
+            made.tell(codec.RECORD, head_merge(both))
 
 
 def test_replayed_anomalies_name_the_first_cause(tmp_path: Path) -> None:
@@ -146,9 +147,39 @@ def test_anomalies_are_replayed_if_the_daemon_did_not_see_the_end(tmp_path: Path
     made = Made(tmp_path)
     nan_run(made, told=False)
     for step in range(30):
-        made.tell(codec.RECORD, merge_all(parts(step)))
+        made.tell(codec.RECORD, head_merge(parts(step)))
     made.close()
     assert [a.step for a in open_run(tmp_path).anomalies() if a.level == "page"] == [40]
+
+
+def desync_run(made: Made, *, told: bool) -> None:
+    """Write a run in which rank 2 has its own weights from step 30 on."""
+    for step in range(STEPS):
+        ranks = [record(r, step) for r in range(3)]
+        if step >= 30:
+            digests = {**ranks[2].digests, ("b.weight", ""): {step: 4}}
+            ranks[2] = replace(ranks[2], digests=digests)
+        made.write(ranks)
+        if told:
+            made.tell(codec.RECORD, head_merge(ranks))
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["with a daemon", "without one"])
+@pytest.mark.parametrize("state", STATES)
+def test_ranks_that_went_apart_are_found_in_every_state_of_a_run(
+    tmp_path: Path, state: str, told: bool
+) -> None:
+    made = Made(tmp_path, ranks=3)
+    desync_run(made, told=told)
+    bring(made, state)
+    run = open_run(tmp_path)
+    assert [r.step for r in run.records() if r.digests] == list(range(30, STEPS))
+    suite = default_suite()
+    assert [a.detector for r in run.records() for a in suite.update(r)] == ["desync"]
+    if not told or state == "crashed":  # else the daemon's own verdicts are taken: it had none
+        (page,) = run.anomalies()
+        assert (page.detector, page.step, page.rank) == ("desync", 30, 2)
+        assert (page.module, page.level, page.first_cause) == ("b.weight", "page", True)
 
 
 def death(rank: int, *, first: bool, step: int = 12, time_ns: int = 5) -> dict[str, Any]:
@@ -205,7 +236,7 @@ def test_a_series_is_the_statistic_of_the_records(
     assert [s.fqn for s in found.sites] == ["blocks.1.mlp", "blocks.3.mlp"]
     assert list(found.steps) == list(range(10, 40))
     for row, step in enumerate(found.steps):
-        whole = merge_all(parts(step)) if rank is None else parts(step)[rank]
+        whole = head_merge(parts(step)) if rank is None else parts(step)[rank]
         expected = derive("rms", whole.counts, whole.values)
         assert found.values[row, 0] == expected[1]
         assert np.isnan(found.values[row, 1]) == (step < 20)

@@ -264,26 +264,3 @@ def test_a_step_cut_off_by_an_exception_is_kept_as_partial(tmp_path: Path, recor
     last = records_of(tmp_path / "r")[-1]
     assert last.partial
     assert (last.first_bad.fqn, last.first_bad.kind) == ("1", "output")
-
-
-def test_a_model_compiled_after_install_is_said_to_be_invisible_and_trains_unharmed(
-    tmp_path: Path, records_of, caplog
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates what its compiler imports
-        from torch._dynamo.testing import CompileCounter
-
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-        counter = CompileCounter()
-        with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
-            compiled = torch.compile(model, backend=counter)
-            o = adam(model)
-            for _ in range(8):
-                compiled(X).sum().backward()
-                o.step()
-                o.zero_grad()
-    assert counter.frame_count == 1
-    assert records_of(tmp_path / "r") == []
-    said = [r.getMessage() for r in caplog.records if r.name == "ddpprobe"]
-    assert len(said) == 1
-    assert "no training forward of Sequential was seen, so nothing is recorded" in said[0]

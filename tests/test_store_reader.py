@@ -13,13 +13,13 @@ import pytest
 import xarray as xr
 import zarr
 
-from ddpprobe.records import COUNTS, VALUES, merge_all
+from ddpprobe.records import COUNTS, VALUES
 from ddpprobe.store import format as fmt
 from ddpprobe.store.manifest import Manifest, StoreError, manifest_path, read_regular, version_of
 from ddpprobe.store.reader import StoredGroup, attempts_of, groups_of
 from ddpprobe.store.writer import StoreWriter
 
-from .made_runs import ANOMALY, NODE, Made, bad, key, record, sites
+from .made_runs import ANOMALY, NODE, Made, bad, head_merge, key, record, sites
 
 STEPS = 24
 RANK_1 = "attempt_000/rank_00001"
@@ -48,6 +48,7 @@ def test_xarray_opens_a_rank_clean_with_dims_coordinates_and_equal_values(made: 
         with xr.open_zarr(made.run.store, group=RANK_1) as dataset:
             assert dict(dataset.sizes) == {
                 "step": STEPS, "site": 4, "count_stat": 7, "value_stat": 4, "scalar": 2,
+                "digest": 2,
             }  # fmt: skip
             assert {"step", "wall_time", "site", "fqn", "kind"} <= set(dataset.coords)
             assert list(dataset.count_stat.values) == list(COUNTS)
@@ -88,10 +89,16 @@ def test_merged_records_come_back_with_their_ranks_and_with_those_that_are_missi
 ) -> None:
     made = Made(tmp_path, ranks=3)
     told = [
-        merge_all([record(r, 0) for r in range(3)]),
-        merge_all([record(0, 1, missing=(1, 2))]),
+        head_merge([record(r, 0) for r in range(3)]),
+        head_merge([record(0, 1, missing=(1, 2))]),
         record(2, 2, 0, sampled=False, partial=True, first_bad=bad(2, 2), scalars={}),
-        merge_all([record(r, 3, scalars={r: {"loss": float("nan")}}) for r in range(3)]),
+        head_merge(
+            [
+                record(0, 4),
+                record(1, 4, digests={("w\0\udc80", "0/2"): {-(2**63): 2, 2**63 - 1: 1 << 300}}),
+            ]
+        ),
+        head_merge([record(r, 5, scalars={r: {"loss": float("nan")}}) for r in range(3)]),
     ]
     for one in told:
         made.tell(3, one)

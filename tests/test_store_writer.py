@@ -57,6 +57,8 @@ any_site = st.builds(
     st.booleans(), st.sampled_from(["float32", "bfloat16", ""]),
 )  # fmt: skip
 counts = st.integers(0, 2**62)
+checksums = st.integers(-(2**63), 2**63 - 1)
+digests = st.dictionaries(st.tuples(odd_names, names), checksums, max_size=3)
 first_bads = st.builds(
     FirstBad,
     *(counts, counts, st.sampled_from(PHASES), counts, st.integers(0, 9)),
@@ -82,6 +84,7 @@ def any_records(draw: st.DrawFn, rank: int) -> list[StepRecord]:
             scalars={rank: scalars} if scalars else {},
             first_bad=draw(st.none() | first_bads),
             skipped=draw(st.booleans()), partial=draw(st.booleans()),
+            digests={k: {c: 1 << rank} for k, c in sorted(draw(digests).items())},
         )  # fmt: skip
         if draw(st.booleans()):  # an alarm ahead of it, which it replaces
             out.append(

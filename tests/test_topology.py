@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Self
 
 import pytest
 import torch
@@ -40,14 +41,32 @@ def scripted() -> nn.Module:
         return torch.jit.script(nn.Linear(2, 2))
 
 
-def compiled(*, whole: bool) -> nn.Module:
-    model = nn.Sequential(nn.Linear(2, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates what its compiler imports
-        if whole:
-            return torch.compile(model)
-        model[0].compile()
+class Packed(torch.Tensor):
+    """A wrapper subclass, as quantization libraries make them: there are no elements to read."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...]) -> Self:
+        return torch.Tensor._make_wrapper_subclass(cls, shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return args[0] if func is torch.ops.aten.detach.default else NotImplemented
+
+
+def subclassed() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = nn.Parameter(Packed((2, 2)))
     return model
+
+
+def partitioned() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.ds_id = 3
+    return model
+
+
+def engine() -> nn.Module:
+    return type("Engine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})(2, 2)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +75,34 @@ def compiled(*, whole: bool) -> nn.Module:
         (nn.ReLU, r"ReLU has no parameters.*Pass the model that the optimizer updates"),
         (lambda: nn.DataParallel(nn.Linear(2, 2)), r"Use DistributedDataParallel"),
         (scripted, r"ScriptModule, which takes no hooks"),
-        (lambda: compiled(whole=True), r"the model is compiled with torch.compile"),
-        (lambda: compiled(whole=False), r"module '0' is compiled with torch.compile"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), r"'0.weight' is not initialized yet. Run one"),
+        (partitioned, r"'1.weight' is partitioned by DeepSpeed ZeRO-3.*exclude='1\*'"),
+        (subclassed, r"'1.weight' is a .*Packed, a tensor subclass.*exclude='1\*'"),
+        (engine, r"the model is a Engine of deepspeed, which keeps gradients"),
     ],
 )
 def test_what_cannot_be_observed_is_refused(make, message: str) -> None:
     with pytest.raises(Refused, match=message):
         topology.describe(make())
+
+
+def test_what_cannot_be_observed_may_be_left_out() -> None:
+    found = topology.describe(subclassed(), lambda fqn: not fqn.startswith("1"))
+    assert found.wrapper == "none"
+    with pytest.raises(Refused):
+        topology.describe(subclassed(), lambda fqn: fqn != "0")
+
+
+def test_a_parameter_class_of_ones_own_with_plain_elements_is_observed() -> None:
+    model = nn.Linear(2, 2)
+    model.weight = type("Mine", (nn.Parameter,), {})(torch.ones(2, 2))
+    assert topology.describe(model).wrapper == "none"
+
+
+def test_tied_parameters_and_shared_modules_are_named_once() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(2, 2))
+    model[3].weight = shared.weight
+    found = topology.describe(model)
+    assert [n for n, _ in found.named_modules()] == [n for n, _ in model.named_modules()]
+    assert [n for n, _ in found.named_parameters()] == [n for n, _ in model.named_parameters()]

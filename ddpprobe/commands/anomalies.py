@@ -83,7 +83,8 @@ def _row(anomaly: Anomaly, indent: str = "") -> tuple[str, ...]:
 
     site = UNOBSERVED
     if anomaly.module is not None:
-        site = str(Site(anomaly.module, anomaly.kind or "?"))
+        site = str(Site(anomaly.module, anomaly.kind or ""))
+        site = site if anomaly.kind else site.removesuffix(":")
     attempt = f" attempt {anomaly.attempt}" if anomaly.attempt else ""
     cause = " (first cause)" if anomaly.first_cause else ""
     return (

@@ -39,7 +39,8 @@ def lines(info: dict[str, Any]) -> Iterator[str]:
         torn = f", {size(attempt['torn_bytes'])} torn off" if attempt["torn_bytes"] else ""
         yield f"attempt {attempt['attempt']}: steps {_span(attempt['steps'])}{sealed}{torn}"
         if attempt["ranks"]:
-            yield from table(_ranks(attempt["ranks"]), right=(0, 3, 5))
+            yield from table(_ranks(attempt["ranks"]), right=(0, 3, 5, 7))
+            yield from _unseen(attempt["ranks"])
         if attempt["silent_ranks"]:
             yield f"ranks without a record: {', '.join(map(str, attempt['silent_ranks']))}"
 
@@ -75,7 +76,7 @@ def _topology(info: dict[str, Any]) -> Iterator[str]:
 
 
 def _ranks(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    yield ("rank", "node", "device", "pid", "steps", "sampled", "complete", "status")
+    yield ("rank", "node", "device", "pid", "steps", "sampled", "complete", "sites", "status")
     for rank in ranks:
         complete = rank["completeness"]
         yield (
@@ -86,8 +87,32 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             _span({"first": rank["first_step"], "last": rank["last_step"]}),
             f"{rank['sampled']} of {rank['expected']}",
             UNOBSERVED if complete is None else f"{100 * complete:.3g} %",
+            _sites(rank),
             rank["status"],
         )
+
+
+def _sites(rank: dict[str, Any]) -> str:
+    """Say how many of the places that a rank watches delivered data at its last sampled step."""
+    expected, observed = rank["sites_expected"], rank["sites_observed"]
+    return UNOBSERVED if expected is None else f"{observed} of {expected}"
+
+
+def _unseen(ranks: list[dict[str, Any]]) -> Iterator[str]:
+    """Name what is not observed, ranks that say the same together."""
+    groups: dict[str, list[str]] = {}
+    for rank in ranks:
+        silent, unsupported = rank["silent"], rank["unsupported"]
+        texts = [
+            f"never called: {', '.join(name or '(root)' for name in silent)}" if silent else "",
+            f"not supported: {', '.join(f'{k} ({n})' for k, n in unsupported.items())}"
+            if unsupported
+            else "",
+        ]
+        for text in filter(None, texts):
+            groups.setdefault(plain(text), []).append(str(rank["rank"]))
+    for text, who in groups.items():
+        yield f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {text}"
 
 
 def _count(n: object, what: str) -> str:

@@ -25,6 +25,7 @@ from ddpprobe.commands.output import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
+    from ddpprobe.records import Site
     from ddpprobe.replay.run import Run
     from ddpprobe.replay.series import Series
 
@@ -84,8 +85,14 @@ def rows(series: Series, bad: Series) -> list[tuple[object, ...]]:
     for attempt, step, row in zip(series.attempts, series.steps, series.values, strict=True):
         for site, value in zip(series.sites, row, strict=True):
             nonfinite = count.get((int(attempt), int(step), site.key), float("nan"))
-            out.append((attempt, step, site, number(float(value)), number(nonfinite)))
+            out.append((attempt, step, label(site), number(float(value)), number(nonfinite)))
     return out
+
+
+def label(site: Site) -> str:
+    """Name a site; one whose rows are one rank's and not the whole tensor's says so."""
+    alone = site.placement in ("partial", "unknown")
+    return f"{site} ({site.placement}, one rank's)" if alone else str(site)
 
 
 def as_json(series: Series, bad: Series) -> dict[str, Any]:
@@ -123,11 +130,11 @@ def plot(series: Series, *, colour: bool) -> str:
     lines = [(c, a) for c in range(len(series.sites)) for a in np.unique(series.attempts)]
     for column, attempt in lines[:MOST_LINES]:
         seen = (series.attempts == attempt) & np.isfinite(series.values[:, column])
-        label = plain(series.sites[column]) + (f" attempt {attempt}" if attempt else "")
+        name = plain(label(series.sites[column])) + (f" attempt {attempt}" if attempt else "")
         if seen.any():
             values = series.values[seen, column].tolist()
             signal = figure.signal(series.steps[seen].tolist(), values)
-            figure.draw(signal.lines().label(label))
+            figure.draw(signal.lines().label(name))
     if len(lines) > MOST_LINES:
         complain(f"ddpprobe: {MOST_LINES} of {len(lines)} series plotted: narrow --site")
     text = str(figure.build().string())

@@ -285,7 +285,7 @@ class Attempt:
             if self._pusher is not None and meta.get("head_url"):
                 self._pusher.redirect(str(meta["head_url"]))  # a restarted job has a new head
             after = self.ledger.pushed
-            self.gather = Gather(self.local_ranks, NODE_GRACE_SECONDS, after=after)
+            self.gather = Gather(self.local_ranks, NODE_GRACE_SECONDS, judges=False, after=after)
 
     def _collect(self, gather: Gather, now: float) -> int:
         """Take over what other nodes pushed."""

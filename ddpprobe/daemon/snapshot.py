@@ -79,6 +79,7 @@ def _rank_view(attempt: Attempt, number: int, readings: Readings) -> RankView:
         up=up,
         loss=facts.loss,
         grad_norm=facts.grad_norm,
+        loss_scale=facts.loss_scale,
         nonfinite=dict(facts.nonfinite),
         anomalies=dict(attempt.ledger.blamed[number]) if attempt.ledger else {},
         sites_expected=facts.sites_expected,

@@ -36,6 +36,7 @@ class RankFacts:
     meta: Mapping[str, Any] | None = None
     loss: float | None = None
     grad_norm: float | None = None
+    loss_scale: float | None = None
     nonfinite: Counter[str] = field(default_factory=Counter)
     sites_expected: int = 0
     sites_observed: int = 0
@@ -53,6 +54,9 @@ class RankFacts:
         for scalars in record.scalars.values():
             self.loss = scalars.get("loss", self.loss)
             self.grad_norm = scalars.get("grad_norm_local", self.grad_norm)
+            self.loss_scale = scalars.get("loss_scale", self.loss_scale)
+            self.sites_expected = int(scalars.get("sites_expected", self.sites_expected))
+            self.sites_observed = int(scalars.get("sites_observed", self.sites_observed))
         found = count_nonfinite(record)
         step, counted = self._alarm
         self.nonfinite += found - counted if step == record.step else found

@@ -188,7 +188,10 @@ def _is_local(source: Source) -> bool:
 def _norms(record: StepRecord) -> dict[Source, float]:
     """Return the global gradient norm (one source) and each rank's local one; L2."""
     out: dict[Source, float] = {}
-    rows = [i for i, s in enumerate(record.sites) if s.kind == "grad" and s.placement != "partial"]
+    rows = [
+        i for i, s in enumerate(record.sites)
+        if s.kind == "grad" and s.placement not in ("partial", "unknown")
+    ]  # fmt: skip
     torn = bool(record.missing) and any(record.sites[i].placement == "sharded" for i in rows)
     if rows and not torn:
         with np.errstate(over="ignore", invalid="ignore"):

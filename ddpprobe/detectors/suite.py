@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from ddpprobe.detectors.coverage import Coverage
+from ddpprobe.detectors.desync import Desync
 from ddpprobe.detectors.grad_spike import GradSpike
+from ddpprobe.detectors.loss_scale import LossScale
 from ddpprobe.detectors.nonfinite import NonFinite
 from ddpprobe.records import PHASES, Anomaly, StepRecord
 
@@ -64,7 +67,7 @@ class Suite:
 
 def default_suite() -> Suite:
     """Return the detectors every run has, in root-cause order, with their default settings."""
-    return Suite((NonFinite(), GradSpike()))
+    return Suite((NonFinite(), Desync(), LossScale(), GradSpike(), Coverage()))
 
 
 def follows(anomaly: Anomaly, cause: Anomaly) -> bool:

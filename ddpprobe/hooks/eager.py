@@ -4,13 +4,13 @@ Forward: a forward hook per chosen module reduces its outputs. Backward: a tenso
 output gives the gradient with respect to it, bit-identical to what a full-backward hook would see
 and safe where that one crashes the user's forward (in-place consumers, views). Parameters: a tensor
 hook on the parameter *as the forward sees it* gives this rank's gradient before any reduction,
-under FSDP2 too, where a module holds the unsharded parameter only while its unit runs.
+under FSDP too, where a module holds the unsharded parameter only while its unit runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Container
 from typing import Protocol, final
 
 import torch
@@ -18,13 +18,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
+from ddpprobe.flat import FlatUnit
 from ddpprobe.fuse import Fuse
+from ddpprobe.hooks import gradients
 from ddpprobe.hooks.guest import Guest
+from ddpprobe.hooks.layouts import Layouts
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.step_rows import StepRows
+from ddpprobe.placement import UNKNOWN, Layout, is_dtensor, layout_of, within
 from ddpprobe.records import Site
 from ddpprobe.stats.dense import local
-from ddpprobe.topology import Topology, gathered_parameters, tensor_placement
+from ddpprobe.topology import Topology
 
 
 class Clock(Protocol):
@@ -44,6 +48,10 @@ class EagerHooks:
         rows: where rows go.
         clock: tells micro-batch and evaluation.
         fuse: contains whatever goes wrong in here.
+        resident: modules that report by themselves (`CompiledHooks`).
+
+    Attributes:
+        attached: a sampled step is under way.
     """
 
     def __init__(
@@ -53,99 +61,198 @@ class EagerHooks:
         rows: StepRows,
         clock: Clock,
         fuse: Fuse,
+        resident: Container[nn.Module] = (),
     ) -> None:
         self._topology = topology
         self._select = select
         self._rows = rows
         self._clock = clock
         self._fuse = fuse
+        self._resident = resident
+        self.attached = False
+        self._heard: Counter[int] = Counter()  # outputs told by graphs, per slot
+        self._recomputed: Counter[int] = Counter()
+        self._waiting: dict[int, list[int]] = {}  # slot -> micros whose gradients are to come
         self._handles: list[RemovableHandle] = []
         self._tapped: set[int] = set()
+        self._called: set[str] = set()
+        self._backward = (-1, -1)  # the backward that was last seen, and its micro-batch
+        self._layouts = Layouts(topology, rows.table.amend, fuse)
         self.on_gradient = fuse.guard(self._gradient)
 
-    @property
-    def attached(self) -> bool:
-        """Whether hooks hang on the model now."""
-        return bool(self._handles)
+    def begin(self) -> None:
+        """Forget the last sampled step."""
+        self._heard.clear()
+        self._recomputed.clear()
+        self._waiting.clear()
 
     def attach(self) -> None:
         """Hang the hooks on the model as it is now (modules may have been replaced since)."""
+        self._handles += self._layouts.attach()
+        self.attached = True
         for fqn, module in self._topology.named_modules():
-            if self._select(fqn):
+            if self._select(fqn) and module not in self._resident:
                 hook = Guest(self._fuse.guard(_Forward(self, fqn)))
                 self._handles.append(module.register_forward_hook(hook))
-        if self._topology.wrapper != "fsdp2":
-            for fqn, parameter in self._topology.named_parameters():
-                self._tap_parameter(fqn, parameter)
-            return
-        for fqn, unit in self._topology.units():
-            tap = Guest(self._fuse.guard(partial(self._tap_unit, fqn)))
-            self._handles.append(unit.register_forward_pre_hook(tap))
-            if unit is self._topology.root:
-                tap(unit)  # we are inside its pre-hooks already
+        self._handles += gradients.seek(
+            self._topology, self._fuse, self._tap_parameter, self._tap_flat
+        )
 
     def detach(self) -> None:
         """Take every hook off."""
+        self.attached = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._tapped.clear()
+        self._layouts.end()
 
-    def forward(self, fqn: str, output: object) -> None:
-        """Handle one module's output."""
-        if self._clock.evaluating:
+    def forward(self, fqn: str, output: object, *, at_a_graph: bool = False) -> None:
+        """Handle one module's output.
+
+        `at_a_graph`: it may come from a graph of torch.compile. If one of its tensors is made of
+        another in there, the gradient that arrives out here is not the whole one of the other. So
+        with several tensors none is taken, and they count as unobserved.
+        """
+        # The clock's own hook on the root has run by now: it says that the evaluation is over.
+        if self._clock.evaluating or (not fqn and not torch.is_grad_enabled()):
             return
+        self._called.add(fqn)
         micro = self._clock.micro
         recomputed = torch_private.in_backward()
-        for leaf, tensor in leaves(output):
+        tensors = list(leaves(output))
+        whole = not at_a_graph or sum(t.requires_grad for _, t in tensors) == 1
+        for leaf, tensor in tensors:
+            output_slot = gradient_slot = None
             if not recomputed and _has_numbers(tensor):
-                self._rows.add(self._slot(fqn, "output", leaf, tensor, tap=True), micro, tensor)
+                output_slot = self._slot(fqn, "output", leaf, tensor, tap=True)
+                self._rows.add(output_slot, micro, tensor)
             # In reentrant checkpointing only the recomputation has a graph; in the other kind only
             # the first forward's hooks fire. Registering on both is right for either. A leaf would
             # keep the hook for ever.
             if tensor.requires_grad and not tensor.is_leaf:
-                slot = self._slot(fqn, "grad_output", leaf, tensor, tap=not recomputed)
-                tensor.register_hook(_Gradient(self, slot, micro))
+                gradient_slot = self._slot(fqn, "grad_output", leaf, tensor, tap=not recomputed)
+                if whole:
+                    tensor.register_hook(_Gradient(self, gradient_slot, micro))
+            if self._layouts.active and not is_dtensor(tensor):
+                if recomputed:
+                    output_slot = self._rows.table.find((fqn, "output", leaf))
+                self._layouts.bind(tensor, output_slot, gradient_slot, again=recomputed)
 
-    def _tap_unit(self, fqn: str, unit: nn.Module, *_: object) -> None:
-        for name, parameter in gathered_parameters(fqn, unit):
-            self._tap_parameter(name, parameter)
+    def traced_output(self, fqn: str, leaf: str, tensor: Tensor, *, trained: bool) -> None:
+        """Handle one tensor of a module's output, told by the graph the module is in."""
+        if self._clock.evaluating:
+            return
+        self._called.add(fqn)
+        micro = self._clock.micro
+        slot = self._slot(fqn, "output", leaf, tensor, tap=False)
+        recomputed = torch_private.in_backward()
+        if recomputed:
+            # Reentrant checkpointing ran the first forward without grad, in a graph that says
+            # nothing: then the recomputation is the first that is heard.
+            self._recomputed[slot] += 1
+            if self._recomputed[slot] <= self._heard[slot]:
+                return
+        self._heard[slot] += 1
+        if _has_numbers(tensor):
+            self._rows.tap(slot)
+            self._rows.add(slot, micro, tensor, reused=True)
+        if trained:
+            slot = self._slot(fqn, "grad_output", leaf, tensor, tap=not recomputed)
+            self._waiting.setdefault(slot, []).append(micro)
+
+    def traced_gradient(self, fqn: str, leaf: str, gradient: Tensor) -> None:
+        """Handle the gradient with respect to such a tensor.
+
+        A graph does not know of which forward its backward is: the latest that still waits for one
+        is taken, which may mislabel micro-batches whose backwards come after all their forwards.
+        """
+        if not self.attached:
+            return  # a graph kept alive beyond its step
+        slot = self._slot(fqn, "grad_output", leaf, gradient, tap=False)
+        waiting = self._waiting.get(slot)
+        micro = waiting.pop() if waiting else self._clock.micro
+        self._rows.confirm(micro)
+        self._rows.add(slot, micro, gradient, reused=True)
+
+    def silent(self) -> tuple[str, ...]:
+        """FQNs of chosen modules that could be called and never were on a sampled step."""
+        return tuple(
+            fqn
+            for fqn, module in self._topology.named_modules()
+            if type(module).forward is not nn.Module.forward
+            and fqn not in self._called
+            and self._select(fqn)
+        )
 
     def _tap_parameter(self, fqn: str, parameter: Tensor) -> None:
         """Observe the local gradient of one parameter for the rest of this step."""
-        chosen = self._select(fqn.rpartition(".")[0])
-        if not chosen or not parameter.requires_grad or id(parameter) in self._tapped:
+        owner = fqn.rpartition(".")[0]
+        chosen = self._select(owner) and parameter.requires_grad
+        if not chosen or id(parameter) in self._tapped:
             return
         self._tapped.add(id(parameter))
         slot = self._slot(fqn, "grad_local", "", parameter, tap=True)
-        self._handles.append(parameter.register_hook(_Gradient(self, slot, -1)))
+        self._layouts.name(fqn, parameter)
+        hook = _Gradient(self, slot, -1, fqn if self._layouts.active else None)
+        self._handles.append(parameter.register_hook(hook))
+
+    def _tap_flat(self, unit: FlatUnit) -> None:
+        """Observe the local gradients of all parameters in one flat parameter of FSDP1."""
+        chosen = [fqn for fqn, _ in unit.split(unit.flat) if self._select(fqn.rpartition(".")[0])]
+        if not chosen or not unit.flat.requires_grad or id(unit.flat) in self._tapped:
+            return
+        self._tapped.add(id(unit.flat))
+        slots = {f: self._slot(f, "grad_local", "", unit.flat, tap=True) for f in chosen}
+        self._handles.append(unit.flat.register_hook(_FlatGradient(self, unit, slots)))
 
     def read_gradients(self) -> None:
         """Reduce what is in `.grad` of every chosen parameter: the reduced gradient or shard."""
-        for fqn, parameter in self._topology.named_parameters():
-            gradient = parameter.grad
-            if gradient is None or not self._select(fqn.rpartition(".")[0]):
+        self._rows.forget("grad")
+        for fqn, gradient, lies in self._topology.reduced_gradients():
+            owner = fqn.rpartition(".")[0]
+            if not self._select(owner):
                 continue
-            slot = self._rows.table.find((fqn, "grad", ""))
-            if slot is None:
-                placement, primary = self._topology.gradient_placement(gradient)
-                site = Site(fqn, "grad", "", placement, primary, _dtype(gradient))
-                slot = self._rows.table.slot(site)
-            self._rows.tap(slot)
+            layout = lies
+            if self._topology.spans_tensor_meshes(gradient):
+                layout = self._layouts.behind(owner, lies)
+            elif self._layouts.active:
+                layout = within(lies, self._layouts.of_parameter(fqn))
+            mine = self._rows.table.find((fqn, "grad_local", ""))
+            untold = mine is not None and self._rows.table.site(mine).placement == "unknown"
+            if untold or self._topology.is_apart(owner):  # in any of the micro-batches
+                layout = UNKNOWN
+            slot = self._slot(fqn, "grad", "", gradient, tap=True, layout=layout)
+            self._rows.table.amend(slot, layout)
             self._rows.add(slot, self._clock.micro, gradient)
 
-    def _gradient(self, slot: int, micro: int, gradient: Tensor) -> None:
-        if not self.attached:
-            return  # a graph kept alive beyond its step
-        if micro < 0:
-            micro = self._clock.micro
+    def _gradient(
+        self, slot: int, micro: int, gradient: Tensor | None, parameter: str | None = None
+    ) -> None:
+        if not self.attached or gradient is None:
+            return  # a graph kept alive beyond its step; an unused output of a compiled one
+        backward = torch_private.backward_id()
+        if micro >= 0:
+            self._backward = backward, micro
+        else:  # of a parameter, which does not know its forward; an output of this backward did
+            micro = self._backward[1] if self._backward[0] == backward else self._clock.micro
+        if is_dtensor(gradient):
+            lies = layout_of(gradient.device_mesh, gradient.placements)
+            owner = (parameter or "").rpartition(".")[0]
+            self._layouts.declare(slot, self._layouts.behind(owner, lies))
+        elif parameter is not None:
+            self._layouts.declare(slot, self._layouts.of_parameter(parameter))
         self._rows.confirm(micro)
         self._rows.add(slot, micro, gradient)
 
-    def _slot(self, fqn: str, kind: str, leaf: str, tensor: Tensor, *, tap: bool) -> int:
+    def _slot(
+        self, fqn: str, kind: str, leaf: str, tensor: Tensor, *, tap: bool,
+        layout: Layout | None = None,
+    ) -> int:  # fmt: skip
         slot = self._rows.table.find((fqn, kind, leaf))
         if slot is None:
-            placement, primary = tensor_placement(tensor)
+            module = fqn.rpartition(".")[0] if kind == "grad_local" else fqn
+            placement, primary = layout or self._topology.layout(module, tensor)
             slot = self._rows.table.slot(Site(fqn, kind, leaf, placement, primary, _dtype(tensor)))
         if tap:
             self._rows.tap(slot)
@@ -167,13 +274,30 @@ class _Forward:
 class _Gradient:
     """A tensor hook that holds no tensor: one that did would never be freed (measured)."""
 
-    __slots__ = ("_hooks", "_micro", "_slot")
+    __slots__ = ("_hooks", "_micro", "_parameter", "_slot")
 
-    def __init__(self, hooks: EagerHooks, slot: int, micro: int) -> None:
-        self._hooks, self._slot, self._micro = hooks, slot, micro
+    def __init__(
+        self, hooks: EagerHooks, slot: int, micro: int, parameter: str | None = None
+    ) -> None:
+        self._hooks, self._slot, self._micro, self._parameter = hooks, slot, micro, parameter
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        self._hooks.on_gradient(self._slot, self._micro, gradient, self._parameter)
+
+
+@final
+class _FlatGradient:
+    """The hook of a flat parameter, whose gradient is that of many parameters."""
+
+    __slots__ = ("_hooks", "_slots", "_unit")
+
+    def __init__(self, hooks: EagerHooks, unit: FlatUnit, slots: dict[str, int]) -> None:
+        self._hooks, self._unit, self._slots = hooks, unit, slots
 
     def __call__(self, gradient: Tensor) -> None:
-        self._hooks.on_gradient(self._slot, self._micro, gradient)
+        for fqn, part in self._unit.split(gradient):
+            if fqn in self._slots:
+                self._hooks.on_gradient(self._slots[fqn], -1, part, None)
 
 
 def _has_numbers(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ changed in place. From the next sampled step on, the safe modules carry full hoo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import final
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from ddpprobe.hooks.guest import Guest
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.step_rows import StepRows
 from ddpprobe.records import Site
-from ddpprobe.topology import Topology, tensor_placement
+from ddpprobe.topology import Topology
 
 
 @final
@@ -34,7 +34,7 @@ class FullHooks:
 
     def __init__(
         self, topology: Topology, select: Callable[[str], bool], rows: StepRows, clock: Clock,
-        fuse: Fuse,
+        fuse: Fuse, resident: Container[nn.Module] = (),
     ) -> None:  # fmt: skip
         self.unsafe: dict[str, str] = {}
         self._topology = topology
@@ -42,6 +42,7 @@ class FullHooks:
         self._rows = rows
         self._clock = clock
         self._fuse = fuse
+        self._resident = resident
         self._handles: list[RemovableHandle] = []
         self._seen: dict[str, list[tuple[Tensor, int]]] | None = None
         self._safe: set[str] | None = None
@@ -57,7 +58,10 @@ class FullHooks:
         if probing:
             self._seen = {}
         for fqn, module in self._topology.named_modules():
-            if probing:
+            if module in self._resident:
+                # They would break the graph, at each module.
+                self.unsafe[fqn] = "compiled with torch.compile: a full hook would break the graph"
+            elif probing:
                 before = Guest(self._fuse.guard(_Call(self._before, fqn)))
                 after = Guest(self._fuse.guard(_Call(self._after, fqn)))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=False))
@@ -88,6 +92,8 @@ class FullHooks:
     def _before(self, fqn: str, module: nn.Module, args: object) -> None:
         if self._seen is None or self._clock.evaluating or torch_private.in_backward():
             return
+        if torch_private.in_functorch():
+            self.unsafe.setdefault(fqn, "runs inside vmap, grad or jvp")
         inputs = [t for _, t in leaves(args) if t.requires_grad]
         if not inputs:
             self.unsafe.setdefault(fqn, "no positional input requires grad: there is no grad_input")
@@ -117,7 +123,7 @@ class FullHooks:
         for leaf, gradient in leaves(grad_input):
             slot = self._rows.table.find((fqn, "grad_input", leaf))
             if slot is None:
-                placement, primary = tensor_placement(gradient)
+                placement, primary = self._topology.layout(fqn, gradient)
                 dtype = str(gradient.dtype).removeprefix("torch.")
                 site = Site(fqn, "grad_input", leaf, placement, primary, dtype)
                 slot = self._rows.table.slot(site)

@@ -3,6 +3,10 @@
 A bound method would break `copy.deepcopy(model)` (it drags the probe's locks along), a closure
 would break `torch.save(model)` and make an EMA copy report into the probe. A `Guest` becomes a
 harmless standard-library callable when its model is copied or pickled: the copy needs no ddpprobe.
+
+On a module that is compiled itself a guest runs as plain Python, before or behind the graph. On a
+module *inside* a graph it would be traced, and a Python side effect there recompiles the graph on
+every call (measured): so it does nothing there, and `compiled.Resident` stands in for it.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ from typing import Any, final
 
 import torch
 
+from ddpprobe import dynamo_private, torch_private
 
-@final
-class Guest:
-    """Calls `target(*args)` and returns None, whatever `target` returns: a hook must not answer.
+
+class Visitor:
+    """What may sit in a module's tables of hooks: copies and pickles of it do nothing.
 
     Args:
         target: our side; wrapped in the fuse by its owner.
@@ -27,17 +32,24 @@ class Guest:
     def __init__(self, target: Callable[..., object]) -> None:
         self._target = target
 
-    def __call__(self, *args: object) -> None:
-        """Pass a hook's arguments on; inside a graph that torch.compile traces there is nothing.
-
-        A Python side effect in a traced hook would recompile the graph on every call (measured).
-        """
-        if torch.compiler.is_compiling():
-            return
-        self._target(*args)
-
     def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
         return contextlib.nullcontext().__exit__  # takes anything, does nothing, returns None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (getattr, (contextlib.nullcontext(), "__exit__"))
+
+
+@final
+class Guest(Visitor):
+    """Calls `target(*args)` and returns None, whatever `target` returns: a hook must not answer."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: object) -> None:
+        """Pass a hook's arguments on."""
+        if not torch.compiler.is_compiling():
+            with torch_private.outside_modes():  # selective checkpointing counts operations
+                self._target(*args)
+
+
+dynamo_private.run_as_python(Guest.__call__.__code__)

@@ -8,98 +8,74 @@ row *is* the first bad tensor, and nothing has to be compared on the device.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ddpprobe.records import COUNTS, PHASE_OF_KIND, Counts, FirstBad, Site, Values
+from ddpprobe.hooks.pending_rows import SCALAR, PendingRows
+from ddpprobe.hooks.site_table import SiteTable
+from ddpprobe.loss_scale import SCALED_KINDS
 from ddpprobe.stats import rows as stats
+from ddpprobe.stats.checksum import checksum
 from ddpprobe.stats.rows import Unsupported
 
 _FIRST_CAPACITY = 1024
-_SCALAR = -1  # the slot of a row that holds one number in its first column
-_TAPPED = COUNTS.index("tapped")
-
-
-class SiteTable:
-    """Grows one slot per (fqn, kind, leaf), in the order of first sight; slots never change."""
-
-    def __init__(self) -> None:
-        self._slots: dict[tuple[str, str, str], int] = {}
-        self._sites: list[Site] = []
-        self._frozen: tuple[Site, ...] = ()
-
-    def slot(self, site: Site) -> int:
-        """Return the slot of `site`, taken by its first caller."""
-        slot = self._slots.get(site.key)
-        if slot is None:
-            slot = self._slots[site.key] = len(self._sites)
-            self._sites.append(site)
-        return slot
-
-    def find(self, key: tuple[str, str, str]) -> int | None:
-        """Return the slot of (fqn, kind, leaf), None if it was never seen."""
-        return self._slots.get(key)
-
-    def site(self, slot: int) -> Site:
-        """Return the site of a slot."""
-        return self._sites[slot]
-
-    def sites(self) -> tuple[Site, ...]:
-        """All sites so far; the same object as long as none was added."""
-        if len(self._frozen) != len(self._sites):
-            self._frozen = tuple(self._sites)
-        return self._frozen
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """A sampled step on the host: rows per site, scalars, first bad tensor, what was left out."""
-
-    sites: tuple[Site, ...]
-    counts: Counts
-    values: Values
-    scalars: dict[str, float]
-    first_bad: FirstBad | None
-    unsupported: Counter[str]
 
 
 class StepRows:
-    """The rows of the step under way. Backward hooks may come from autograd's own threads."""
+    """The rows of the step under way. Backward hooks may come from autograd's own threads.
 
-    def __init__(self, device: torch.device, rank: int) -> None:
+    Args:
+        device: of the model.
+        rank: this rank.
+        timed: order the first bad tensor by the clock rather than by its place in this rank's
+            execution: the stages of a pipeline run one after the other, not side by side.
+
+    Attributes:
+        grad_is_scaled: `.grad` was read before anybody divided it by the loss scale.
+    """
+
+    def __init__(self, device: torch.device, rank: int, *, timed: bool = False) -> None:
         self.table = SiteTable()
         self._rank = rank
+        self._times: list[int] | None = [] if timed else None
         shape = _FIRST_CAPACITY, stats.WIDTH
         self._buffer = torch.empty(shape, dtype=torch.float64, device=device)
         self._lock = threading.Lock()
         self._slots: list[int] = []
         self._micros: list[int] = []
         self._names: dict[int, str] = {}
+        self._digests: dict[int, tuple[str, str]] = {}
         self._tapped: Counter[int] = Counter()
         self._confirmed: set[int] = set()
         self._unsupported: Counter[str] = Counter()
+        self.grad_is_scaled = False
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def add(self, slot: int, micro: int, tensor: Tensor) -> None:
-        """Reduce `tensor` into the next row. A tensor seen just before is not read again."""
+    def add(self, slot: int, micro: int, tensor: Tensor, *, reused: bool = False) -> None:
+        """Reduce `tensor` into the next row. A tensor seen just before is not read again.
+
+        `reused`: it is a buffer of a compiled graph, written in place without a new version.
+        """
         with self._lock:
             index = self._next()
+            if reused:
+                self._last = None
             try:
                 self._reduce(index, tensor)
             except Unsupported as reason:
                 self._unsupported[str(reason)] += 1
                 return
-            self._slots.append(slot)
-            self._micros.append(micro)
+            if reused:
+                self._last = None
+            self._note(slot, micro)
 
     def tap(self, slot: int) -> None:
         """Note that a hook was placed for `slot`; if nothing arrives it is unobserved."""
@@ -113,18 +89,38 @@ class StepRows:
         """Keep one number of this step; several under one name are averaged."""
         with self._lock:
             index = self._next()
-            self._buffer[index, 0].copy_(torch.as_tensor(value).detach(), non_blocking=True)
+            if isinstance(value, Tensor):
+                self._buffer[index, 0].copy_(value.detach(), non_blocking=True)
+            else:
+                self._buffer[index, 0].fill_(value)
             self._names[index] = name
-            self._slots.append(_SCALAR)
-            self._micros.append(-1)
+            self._note(SCALAR, -1)
+
+    def add_checksum(self, fqn: str, shard: str, tensor: Tensor) -> None:
+        """Take the checksum of a parameter, or shard of one, that other ranks hold as well."""
+        with self._lock:
+            index = self._next()
+            checksum(tensor, self._buffer.view(torch.int64)[index, 0])
+            self._digests[index] = (fqn, shard)
+            self._note(SCALAR, -1)
+
+    def forget(self, kind: str) -> None:
+        """Leave out the rows of `kind` so far: what is read anew contains them."""
+        for index, slot in enumerate(self._slots):
+            if slot != SCALAR and self.table.site(slot).kind == kind:
+                self._micros[index] = -1
 
     def begin(self) -> None:
         """Forget the last step; the buffer and the site table stay."""
         self._slots, self._micros = [], []
+        if self._times is not None:
+            self._times.clear()
         self._names.clear()
+        self._digests.clear()
         self._tapped.clear()
         self._confirmed.clear()
         self._unsupported.clear()
+        self.grad_is_scaled = False
         self._last = None
 
     def fetch(self) -> PendingRows:
@@ -135,13 +131,22 @@ class StepRows:
             event=_record_event(self._buffer.device),
             slots=np.array(self._slots, np.int64),
             micros=np.array(self._micros, np.int64),
+            times=np.array(self._times, np.int64) if self._times is not None else None,
             names=dict(self._names),
+            digests=dict(self._digests),
+            scaled_kinds=(*SCALED_KINDS, "grad") if self.grad_is_scaled else SCALED_KINDS,
             tapped=Counter(self._tapped),
             confirmed=frozenset(self._confirmed),
             unsupported=Counter(self._unsupported),
             table=self.table,
             rank=self._rank,
         )
+
+    def _note(self, slot: int, micro: int) -> None:
+        self._slots.append(slot)
+        self._micros.append(micro)
+        if self._times is not None:
+            self._times.append(time.time_ns())
 
     def _next(self) -> int:
         index = len(self._slots)
@@ -161,88 +166,10 @@ class StepRows:
             self._last = (weakref.ref(tensor), tensor._version, index)  # noqa: SLF001
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRows:
-    """Rows on their way to the host; `ready()` before `result()` keeps the host from waiting."""
-
-    rows: Tensor
-    event: torch.cuda.Event | None
-    slots: NDArray[np.int64]
-    micros: NDArray[np.int64]
-    names: dict[int, str]
-    tapped: Counter[int]
-    confirmed: frozenset[int]
-    unsupported: Counter[str]
-    table: SiteTable
-    rank: int
-
-    def ready(self) -> bool:
-        """Whether the copy is over; never waits."""
-        return self.event is None or bool(self.event.query())
-
-    def wait(self) -> None:
-        """Wait for the copy: only at the end of a run."""
-        if self.event is not None:
-            self.event.synchronize()
-
-    def result(self, step: int, *, partial: bool) -> StepResult:
-        """Merge the rows per site. `partial` keeps forwards whose backward never came."""
-        rows = self.rows.numpy()
-        keep = self._kept(partial=partial)
-        sites = self.table.sites()
-        counts, values = stats.split_rows(rows[keep], self.slots[keep], len(sites))
-        for slot, times in self.tapped.items():
-            counts[slot, _TAPPED] += times
-        scalars: dict[str, list[float]] = {}
-        for index, name in self.names.items():
-            scalars.setdefault(name, []).append(float(rows[index, 0]))
-        return StepResult(
-            sites,
-            counts,
-            values,
-            {name: sum(v) / len(v) for name, v in scalars.items()},
-            self._first_bad(rows, keep, step),
-            self.unsupported,
-        )
-
-    def _kept(self, *, partial: bool) -> NDArray[np.intp]:
-        """Indices of the rows that belong to the step, in execution order."""
-        kinds = [self.table.site(s).kind if s != _SCALAR else "" for s in self.slots]
-        reduced = [m for m, k in zip(self.micros, kinds, strict=True) if k == "grad"]
-        last = max(reduced, default=-1)  # each backward reads `grad` anew: the last one is the sum
-        kept = [
-            i
-            for i, (micro, kind) in enumerate(zip(self.micros, kinds, strict=True))
-            if kind
-            and (kind != "grad" or micro == last)
-            and (partial or PHASE_OF_KIND[kind] != "forward" or micro in self.confirmed)
-        ]
-        return np.array(kept, np.intp)
-
-    def _first_bad(
-        self, rows: NDArray[np.float64], keep: NDArray[np.intp], step: int
-    ) -> FirstBad | None:
-        bad = [int(i) for i in keep if rows[i, stats.NONFINITE].any()]
-        if not bad:
-            return None
-        # A reduced gradient is bad on all ranks at once: it counts only without a local witness.
-        first = min(bad, key=lambda i: (self._phase(i) == "step", i))
-        site = self.table.site(int(self.slots[first]))
-        numel, nan, pos_inf, neg_inf = (int(v) for v in rows[first, :4])
-        return FirstBad(
-            step=step, micro=int(self.micros[first]), phase=self._phase(first), order=first,
-            rank=self.rank, fqn=site.fqn, kind=site.kind, leaf=site.leaf,
-            nan=nan, pos_inf=pos_inf, neg_inf=neg_inf, numel=numel,
-        )  # fmt: skip
-
-    def _phase(self, index: int) -> str:
-        return PHASE_OF_KIND[self.table.site(int(self.slots[index])).kind]
-
-
 def _to_host(rows: Tensor) -> Tensor:
     if rows.device.type == "cpu":
         return rows.clone()
-    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+    host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
     return host.copy_(rows, non_blocking=True)
 
 

@@ -10,23 +10,24 @@ modules: the model stays clean.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ddpprobe import torch_private
+from ddpprobe.flat import FlatUnit
 from ddpprobe.fuse import Fuse
+from ddpprobe.hooks import gradients
 from ddpprobe.hooks.eager import Clock
-from ddpprobe.hooks.guest import Guest
-from ddpprobe.hooks.outputs import leaves
 from ddpprobe.records import FirstBad
 from ddpprobe.stats import rows as stats
 from ddpprobe.stats.dense import local
-from ddpprobe.topology import Topology, gathered_parameters
+from ddpprobe.topology import Topology
 
 _FORWARD, _BACKWARD = 0, 1
 _PHASES = ("forward", "backward")
@@ -55,9 +56,11 @@ class Watch:
         self._fuse = fuse
         self._on_bad = on_bad
         self._check_gradient = fuse.guard(self._gradient)
+        self._check_flat = fuse.guard(self._flat_gradient)
         self._handles: list[RemovableHandle] = []
         self._seekers: list[RemovableHandle] = []
         self._watched: set[int] = set()
+        self._looks = 0  # in this step
         self._device = topology.device.type
         self._peaks = torch.zeros(2, dtype=torch.float32, device=topology.device)
         self._pending: deque[tuple[int, Tensor, torch.cuda.Event]] = deque(maxlen=8)
@@ -71,17 +74,7 @@ class Watch:
         """At a training forward: watch the parameters, as the forward sees them, if not yet so."""
         if self._watched or self._seekers:
             return
-        if self._topology.wrapper != "fsdp2":
-            for fqn, parameter in self._topology.named_parameters():
-                self._watch(fqn, parameter)
-            return
-        # FSDP2 puts the unsharded parameters into the modules only while a unit runs; they are the
-        # same objects on every step, so one forward with these pre-hooks finds them for good.
-        for fqn, unit in self._topology.units():
-            hook = Guest(self._fuse.guard(partial(self._watch_unit, fqn)))
-            self._seekers.append(unit.register_forward_pre_hook(hook))
-            if unit is self._topology.root:
-                hook(unit)
+        self._seekers = gradients.seek(self._topology, self._fuse, self._watch, self._watch_flat)
 
     def found(self) -> None:
         """At the end of that forward: the model is clean again."""
@@ -89,18 +82,19 @@ class Watch:
             handle.remove()
         self._seekers.clear()
 
-    def output(self, output: object) -> None:
+    def output(self, trained: list[Tensor]) -> None:
         """Look at what the root returned: its 0-d tensors (losses) if any, else all of it."""
-        tensors = [t for _, t in leaves(output) if t.is_floating_point() and t.requires_grad]
+        tensors = [t for t in trained if t.is_floating_point()]
         losses = [t for t in tensors if t.dim() == 0]
         for tensor in losses or tensors:
             self._look(tensor, _FORWARD, None)
 
     def end_step(self, step: int) -> None:
         """Send this step's peaks to the host (GPU), and start the next step's."""
+        self._looks = 0
         if self._device != "cuda":
             return
-        host = torch.empty(2, dtype=torch.float32, pin_memory=True)
+        host = torch.empty(2, dtype=torch.float32, device="cpu", pin_memory=True)
         host.copy_(self._peaks, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
@@ -129,21 +123,37 @@ class Watch:
         self._handles.clear()
         self._watched.clear()
 
-    def _watch_unit(self, fqn: str, unit: nn.Module, *_: object) -> None:
-        for name, parameter in gathered_parameters(fqn, unit):
-            self._watch(name, parameter)
-
     def _watch(self, fqn: str, parameter: Tensor) -> None:
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._watched:
             self._watched.add(id(parameter))
             hook = _Accumulated(self._check_gradient, fqn)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
+    def _watch_flat(self, unit: FlatUnit) -> None:
+        flat = unit.flat
+        if flat.requires_grad and id(flat) not in self._watched:
+            self._watched.add(id(flat))
+            # Not the post-accumulate hook, which FSDP1 does not reach with use_orig_params=True.
+            self._handles.append(flat.register_hook(_Flat(self._check_flat, unit)))
+
+    def _flat_gradient(self, unit: FlatUnit, gradient: Tensor) -> None:
+        """Look at the gradient of a whole unit; on the CPU, name the parameter if it is bad."""
+        if gradient.device.type != "cpu":
+            self._look(gradient, _BACKWARD, None)
+        elif not math.isfinite(gradient.detach().sum(dtype=_sum_dtype(gradient)).item()):
+            # It comes for the whole unit at once, and a NaN goes on to what lies before its origin:
+            # the last parameter in forward order is the nearest to it.
+            for fqn, part in reversed(tuple(unit.split(gradient))):
+                self._look(part, _BACKWARD, fqn)
+
     def _gradient(self, fqn: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self._look(parameter.grad, _BACKWARD, fqn)
 
     def _look(self, tensor: Tensor, phase: int, fqn: str | None) -> None:
+        self._looks += 1
+        if torch_private.is_functorch(tensor):
+            return  # inside vmap or grad there is no number to read
         with torch.no_grad():
             tensor = local(tensor)
             if tensor.layout == torch.sparse_coo:
@@ -157,7 +167,7 @@ class Watch:
             # One pass: a sum is finite unless an element is not, or finite ones overflow it.
             if math.isfinite(tensor.sum(dtype=_sum_dtype(tensor)).item()):
                 return
-            row = torch.empty(stats.WIDTH, dtype=torch.float64)
+            row = torch.empty(stats.WIDTH, dtype=torch.float64, device="cpu")
             stats.reduce(tensor, row)
             numel, nan, pos_inf, neg_inf = (int(v) for v in row[:4].tolist())
             if nan or pos_inf or neg_inf:
@@ -178,7 +188,9 @@ class Watch:
                 step=-1 if step is None else step,
                 micro=max(micro, 0),
                 phase=_PHASES[phase],
-                order=0,
+                # Pipeline stages run one after the other, so they are ordered by the clock; ranks
+                # of a tensor-parallel group do the same things in the same order.
+                order=time.time_ns() if self._topology.cut else self._looks,
                 rank=self._rank,
                 fqn=parameter,
                 kind="grad_local" if parameter is not None else None,
@@ -199,6 +211,17 @@ class _Accumulated:
 
     def __call__(self, parameter: Tensor) -> None:
         self._check(self._fqn, parameter)
+
+
+@final
+class _Flat:
+    __slots__ = ("_check", "_unit")
+
+    def __init__(self, check: Callable[[FlatUnit, Tensor], object], unit: FlatUnit) -> None:
+        self._check, self._unit = check, unit
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._check(self._unit, gradient)
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -83,7 +83,9 @@ class Run:
         `anomalies` {page, warn, info}, `first_death`, `lost` (texts), and `attempts`: for each
         `attempt`, `steps`, `sites`, `first_death`, `sealed`, `torn_bytes`, `silent_ranks`, and
         `ranks`: `rank`, `local_rank`, `node`, `hostname`, `device`, `pid`, `status`, `first_step`,
-        `last_step`, `sampled`, `expected` (steps that it sampled, or another rank), `completeness`.
+        `last_step`, `sampled`, `expected` (steps that it sampled, or another rank), `completeness`,
+        and of its last sampled step `sites_expected`, `sites_observed`, `unsupported` {what was
+        skipped: tensors} and `silent` (the first modules that were selected and never called).
         """
         return summarize(self._overlay, self._identity, self.anomalies())
 

@@ -107,7 +107,8 @@ def _attempt(overlay: Overlay, attempt: int, *, live: bool) -> dict[str, Any]:
         status = _status(each, events, deaths, live=live and newest)
         if status == "no last word" and beat is not None and beat.state == "closed":
             status = "closed"  # the journal could not be written any more
-        ranks.append(_rank(each, expected, beat.sampled if beat else 0, status))
+        told = _rank(each, expected, beat.sampled if beat else 0, status)
+        ranks.append({**told, **_coverage(each, events)})
     return {
         "attempt": attempt,
         "steps": {"first": min(steps, default=None), "last": max(steps, default=None)},
@@ -139,6 +140,19 @@ def _rank(facts: RankFacts, steps: set[int], finished: int, status: str) -> dict
         "sampled": len(sampled),
         "expected": expected,
         "completeness": len(sampled) / expected if expected else None,
+    }
+
+
+def _coverage(facts: RankFacts, events: list[Event]) -> dict[str, Any]:
+    """Return what a rank last said about the places it watches; None where it never did."""
+    own = layout.rank_name(facts.rank)
+    said = [e for e in events if e.source == own and e.what.get("event") == "sites"]
+    last = max(said, key=lambda e: e.seq).what if said else {}
+    return {
+        "sites_expected": last.get("expected"),
+        "sites_observed": last.get("observed"),
+        "unsupported": dict(last.get("unsupported") or {}),
+        "silent": list(last.get("silent") or []),
     }
 
 

@@ -39,7 +39,7 @@ def reduce(tensor: Tensor, out: Tensor) -> None:
             row = reduce_cpu(flat) if flat.numel() else EMPTY
             if repeats > 1:
                 row = _repeat(row, repeats)
-            out.copy_(torch.tensor(row, dtype=torch.float64))
+            out.copy_(torch.tensor(row, dtype=torch.float64, device="cpu"))
         else:
             _reduce_device(flat, repeats, out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -9,7 +10,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records import COUNTS, KINDS, PHASES, VALUES, FirstBad, Site, StepRecord
+from ddpprobe.codec import plain_digests, read_digests
+from ddpprobe.records import COUNTS, KINDS, PHASES, VALUES, Digests, FirstBad, Site, StepRecord
 from ddpprobe.store.format import escape, unescape
 
 T = TypeVar("T")
@@ -122,6 +124,38 @@ def encode_rows(records: Sequence[StepRecord], sites: SiteAxis) -> Arrays:
     return {"counts": counts, "values": values, "order": order}
 
 
+def digest_columns(keys: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return the arrays over dimension `digest`."""
+    return {
+        "digest_fqn": [escape(fqn) for fqn, _ in keys],
+        "digest_shard": [escape(shard) for _, shard in keys],
+    }
+
+
+def decode_digest_axis(columns: Mapping[str, Sequence[Any]]) -> list[tuple[str, str]]:
+    """Undo `digest_columns`."""
+    fqns, shards = columns["digest_fqn"], columns["digest_shard"]
+    return [(unescape(f), unescape(s)) for f, s in zip(fqns, shards, strict=True)]
+
+
+def encode_checksums(records: Sequence[StepRecord], axis: Axis[tuple[str, str]]) -> Arrays:
+    """Return checksum, checksum_given [records, digests] of one rank's records; `axis` grows."""
+    places = [[axis.at(key) for key in r.digests] for r in records]
+    shape = (len(records), len(axis.labels))
+    checksum, given = np.full(shape, -1, np.int64), np.zeros(shape, np.uint8)
+    for row, (record, place) in enumerate(zip(records, places, strict=True)):
+        checksum[row, place] = [next(iter(held)) for held in record.digests.values()]
+        given[row, place] = 1
+    return {"checksum": checksum, "checksum_given": given}
+
+
+def encode_disputes(records: Sequence[StepRecord]) -> NDArray[Any]:
+    """Return what the ranks of each record disagree on as JSON [records]; "" for nothing."""
+    compact = (",", ":")
+    plain = [plain_digests(r.digests) for r in records]
+    return np.array([json.dumps(x, separators=compact) if x else "" for x in plain], object)
+
+
 def encode_scalars(
     records: Sequence[StepRecord], names: Axis[str], ranks: Axis[int]
 ) -> dict[str, NDArray[Any]]:
@@ -153,9 +187,13 @@ def encode_scalars(
 class BlockDecoder:
     """Turns arrays of one group back into records that share their site tables."""
 
-    def __init__(self, attempt: int, sites: list[Site], names: list[str], ranks: list[int]) -> None:
+    def __init__(
+        self, attempt: int, sites: list[Site], names: list[str], ranks: list[int],
+        digests: list[tuple[str, str]],
+    ) -> None:  # fmt: skip
         self.attempt = attempt
         self._sites, self._names, self._ranks = sites, names, ranks
+        self._digest_axis = digests
         self._tables: dict[bytes, tuple[NDArray[np.int64], tuple[Site, ...]]] = {}
 
     def record(self, row: int, block: Arrays) -> StepRecord:
@@ -175,7 +213,15 @@ class BlockDecoder:
             skipped=bool(block["skipped"][row]),
             partial=bool(block["partial"][row]),
             missing=self._who(block["missing"][row]),
+            digests=self._digests(row, block),
         )
+
+    def _digests(self, row: int, block: Arrays) -> Digests:
+        if "desync_json" in block:
+            return read_digests(json.loads(block["desync_json"][row] or "[]"))
+        own, checksums = 1 << self._ranks[0], block["checksum"][row]
+        given = np.flatnonzero(block["checksum_given"][row])
+        return {self._digest_axis[i]: {int(checksums[i]): own} for i in given}
 
     def _table(self, order: NDArray[Any]) -> tuple[NDArray[np.int64], tuple[Site, ...]]:
         key = order.tobytes()

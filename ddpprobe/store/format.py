@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from ddpprobe import layout
-from ddpprobe.records import COUNTS, KINDS, PHASES, VALUES
+from ddpprobe.records import COUNTS, KINDS, PHASES, PLACEMENTS, VALUES
 
 FORMAT_VERSION = layout.FORMAT_VERSION
 CONVENTIONS = "CF-1.11"
@@ -29,6 +29,7 @@ COLUMN_CHUNK = 16384
 SITE_CHUNK_STEP = 64
 SITE_CHUNK_MAX = 2048  # 256 x 2048 x 7 int64 = 28 MiB: zarr needs twice a shard to write it
 RANK_CHUNK = 64
+DIGEST_CHUNK = 512  # parameters; 256 x 512 int64 are 1 MiB
 SCALAR_CHUNK = 32
 MAX_CHUNK_BYTES = 64 << 20  # a reader allocates no more than this for one chunk, whatever it says
 
@@ -49,6 +50,8 @@ class Column:
         fill: value of what was never written; never to be taken for data.
         split: store the last dimension as one inner chunk per column inside a Zarr shard, so that
             one statistic can be read without the others.
+        blocks: one-dimensional, but chunked and written once like the statistics, not rewritten as
+            it grows: its strings may be long.
         attrs: attributes, CF where CF has a word for it.
     """
 
@@ -57,6 +60,7 @@ class Column:
     dtype: str
     fill: int | str
     split: bool = False
+    blocks: bool = False
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -117,7 +121,7 @@ _RECORDS = (
     _column("fqn", "site", "string", "module or parameter path; empty: the root module"),
     _column("kind", "site", "string", "what is observed there"),
     _column("leaf", "site", "string", "path of the tensor inside a structured output"),
-    _column("placement", "site", "string", "local, sharded, replicated or partial"),
+    _column("placement", "site", "string", " ".join(PLACEMENTS)),
     _column("primary", "site", "uint8", "1: counted in the global value"),
     _column("dtype", "site", "string", "dtype of the tensor"),
     _column("scalar", "scalar", "string", "name of a per-rank number"),
@@ -127,6 +131,10 @@ _RECORDS = (
 _OF_RANK = (
     _column("scalars", "step scalar", "float64", "per-rank numbers; see scalar_given"),
     _column("scalar_given", "step scalar", "uint8", "1: given, so that NaN may be a value"),
+    _column("checksum", "step digest", "int64", "checksum of a parameter; see checksum_given"),
+    _column("checksum_given", "step digest", "uint8", "1: given at this step"),
+    _column("digest_fqn", "digest", "string", "parameter path"),
+    _column("digest_shard", "digest", "string", "which shard of it; empty: the whole parameter"),
 )
 _OF_MERGED = (
     _column("scalars", "step rank scalar", "float64", "per-rank numbers; see scalar_given"),
@@ -134,7 +142,11 @@ _OF_MERGED = (
     _column("delivered", "step rank", "uint8", "1: this rank is merged in"),
     _column("missing", "step rank", "uint8", "1: this rank was expected and did not deliver"),
     _column("rank", "rank", "int64", "rank"),
-)
+    Column(
+        "desync_json", ("step",), "string", "", blocks=True,
+        attrs={"long_name": "parameters that differ between ranks, a JSON list; empty: none"},
+    ),
+)  # fmt: skip
 _ANOMALIES = (
     _column("detector", "anomaly", "string", "who says so"),
     _column("level", "anomaly", "string", "page, warn or info"),
@@ -189,6 +201,7 @@ def chunk_sizes(sites: int, ranks: int, block: int = BLOCK) -> dict[str, int]:
         "site": min(wanted, SITE_CHUNK_MAX),
         "rank": max(1, min(ranks, RANK_CHUNK)),
         "scalar": SCALAR_CHUNK,
+        "digest": DIGEST_CHUNK,
         "count_stat": len(COUNTS),
         "value_stat": len(VALUES),
     }
@@ -200,10 +213,10 @@ def array_document(column: Column, sizes: Mapping[str, int], chunks: Mapping[str
     Args:
         column: which one.
         sizes: length of every dimension.
-        chunks: chunk of every dimension of the arrays that have more than one.
+        chunks: chunk of every dimension, for arrays that have more than one or grow by blocks.
     """
-    one = len(column.dims) == 1
-    grid = [COLUMN_CHUNK] if one else [chunks[d] for d in column.dims]
+    short = len(column.dims) == 1 and not column.blocks
+    grid = [COLUMN_CHUNK] if short else [chunks[d] for d in column.dims]
     chain = _chain(column.dtype)
     if column.split:
         chain = [_sharded([*grid[:-1], 1], chain)]

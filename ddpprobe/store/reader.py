@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ddpprobe import layout
 from ddpprobe.records import VALUES, Anomaly, Site, StepRecord
 from ddpprobe.store import format as fmt
-from ddpprobe.store.columns import Arrays, BlockDecoder, decode_sites
+from ddpprobe.store.columns import Arrays, BlockDecoder, decode_digest_axis, decode_sites
 from ddpprobe.store.manifest import Consumed, Lost
 from ddpprobe.store.verified import GroupArrays, span_of
 
@@ -78,7 +78,9 @@ class StoredGroup:
         decoder = self._decoder(attempt)
         if decoder is None:
             return
-        names = [c.name for c in self._arrays.columns.values() if c.dims == ("step",)]
+        names = [
+            c.name for c in self._arrays.columns.values() if c.dims == ("step",) and not c.blocks
+        ]
         for start in range(0, self.rows, fmt.COLUMN_CHUNK):
             stop = min(start + fmt.COLUMN_CHUNK, self.rows)
             columns = {n: self._arrays.attempt(n, None, start, stop) for n in names}
@@ -182,7 +184,8 @@ class StoredGroup:
         span = span_of(here["step"])
         merged = "delivered" in self._arrays.columns
         names = ["counts", "values", "order", "scalars", "scalar_given"]
-        names += ["delivered", "missing"] if merged else []
+        more = ["delivered", "missing", "desync_json"] if merged else ["checksum", "checksum_given"]
+        names += more
         parts = {n: self._arrays.attempt(n, span, a, b) for n in names}
         rows = {n: v for n, v in parts.items() if v is not None}
         if len(rows) < len(parts):
@@ -202,7 +205,16 @@ class StoredGroup:
         if sites is None or names is None or ranks is None:
             return None
         scalars = [fmt.unescape(str(n)) for n in names.tolist()]
-        return BlockDecoder(attempt, sites, scalars, ranks)
+        digests = self._digest_axis()
+        return None if digests is None else BlockDecoder(attempt, sites, scalars, ranks, digests)
+
+    def _digest_axis(self) -> list[tuple[str, str]] | None:
+        if "digest_fqn" not in self._arrays.columns:
+            return []
+        found = {name: self._arrays.attempt(name) for name in ("digest_fqn", "digest_shard")}
+        if any(v is None for v in found.values()):
+            return None
+        return decode_digest_axis({k: v.tolist() for k, v in found.items() if v is not None})
 
     def _ranks(self) -> list[int] | None:
         if "delivered" not in self._arrays.columns:

@@ -13,7 +13,11 @@ from ddpprobe.store import format as fmt
 from ddpprobe.store.columns import (
     Axis,
     SiteAxis,
+    decode_digest_axis,
     decode_sites,
+    digest_columns,
+    encode_checksums,
+    encode_disputes,
     encode_rows,
     encode_scalars,
     site_columns,
@@ -82,6 +86,7 @@ class RecordFold:
         self._block = block
         self._group = GroupWriter(run, source.record_group, durable=durable)
         self._sites, self._scalars, self._ranks = SiteAxis(), Axis[str](), Axis[int]()
+        self._digests = Axis[tuple[str, str]]()
         if self._group.exists:
             self._block = self._group.chunks["step"]
             self._read_axes()
@@ -130,8 +135,12 @@ class RecordFold:
         )
         if self._source.rank is None:
             group.append("rank", {"rank": self._ranks.labels[known[2] :]})
+            cells["desync_json"] = encode_disputes(records)
         else:
             cells = {name: cells[name][:, 0] for name in ("scalars", "scalar_given")}
+            old = len(self._digests.labels)
+            cells |= encode_checksums(records, self._digests)
+            group.append("digest", digest_columns(self._digests.labels[old:]))
         start = group.sizes["step"]
         for name, data in {**rows, **cells}.items():
             group.put(name, (start, *[0] * (data.ndim - 1)), data)
@@ -154,3 +163,6 @@ class RecordFold:
         self._scalars = Axis([fmt.unescape(s) for s in group.labels("scalar")])
         own = [] if self._source.rank is None else [self._source.rank]
         self._ranks = Axis(own or [int(r) for r in group.labels("rank")])
+        if own:
+            labels = {name: group.labels(name) for name in ("digest_fqn", "digest_shard")}
+            self._digests = Axis(decode_digest_axis(labels))

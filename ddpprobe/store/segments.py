@@ -140,7 +140,9 @@ def belongs(record: StepRecord, source: Source) -> bool:
     if source.rank is None:
         return True
     own = (source.rank,)
-    return record.ranks == own and set(record.scalars) <= set(own) and not record.missing
+    if record.ranks != own or record.missing or not set(record.scalars) <= set(own):
+        return False
+    return all(list(held.values()) == [1 << source.rank] for held in record.digests.values())
 
 
 def settle(

@@ -42,7 +42,8 @@ def _feed(digest: Any, value: object) -> None:  # noqa: ANN401  (hashlib's type 
     """Add a nested value to a hash; every leaf with its type and shape."""
     if isinstance(value, Tensor):
         local = value.to_local() if isinstance(value, DTensor) else value
-        local = local.detach().cpu().contiguous()
+        # A copy: numpy() on the memory of a gathered parameter would keep FSDP2 from freeing it.
+        local = local.detach().cpu().clone(memory_format=torch.contiguous_format)
         digest.update(f"{local.dtype}{tuple(local.shape)}".encode())
         digest.update(local.reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray):

@@ -23,7 +23,9 @@ from ddpprobe.records import FirstBad, Site, StepRecord
 SITES = (Site("blocks.0", "output", dtype="float32"), Site("blocks.1", "grad_output"))
 
 
-def record(rank: int, step: int, attempt: int = 0, *, bad: bool = False) -> StepRecord:
+def record(
+    rank: int, step: int, attempt: int = 0, *, bad: bool = False, parted: bool = False
+) -> StepRecord:
     """Return a record whose sums are exact and differ by rank and step."""
     counts = np.zeros((2, 7), np.int64)
     counts[:, 0], counts[:, 5:] = 100 + rank, 1
@@ -34,8 +36,14 @@ def record(rank: int, step: int, attempt: int = 0, *, bad: bool = False) -> Step
         witness = FirstBad(step, 0, "backward", 7, rank, "blocks.1", "grad_output", "", 3)
     return StepRecord(
         attempt, step, (rank,), time.time_ns(), sites=SITES, counts=counts, values=values,
-        scalars={rank: {"loss": 2.0 - step / 1000, "grad_norm_local": 1.0 + rank}},
+        scalars={
+            rank: {
+                "loss": 2.0 - step / 1000, "grad_norm_local": 1.0 + rank, "loss_scale": 1024.0,
+                "sites_expected": 3.0, "sites_observed": 2.0,
+            }
+        },
         first_bad=witness,
+        digests={("w", ""): {step: 1 << rank}, ("v", ""): {-rank if parted else 0: 1 << rank}},
     )  # fmt: skip
 
 
@@ -61,7 +69,9 @@ def main(spec: dict[str, object]) -> int:
             step=step, micro=0, state=STATES.index("forward"), steps=step, skipped=0, sampled=step,
             phase_seconds=(0.0, 0.1 * step, 0.2 * step, 0.0), probe_seconds=0.01 * step,
         )  # fmt: skip
-        if journal.append_record(record(rank, step, attempt, bad=step == spec.get("bad"))):
+        parted = spec.get("parted") is not None and step >= int(spec["parted"])
+        made = record(rank, step, attempt, bad=step == spec.get("bad"), parted=parted)
+        if journal.append_record(made):
             print(step, flush=True)
         time.sleep(delay)
     if spec.get("hang"):

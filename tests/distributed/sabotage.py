@@ -37,10 +37,15 @@ job = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(job)
 
 # Where the training process can be inside ddpprobe after install() has returned.
-ROOMS = ("enlist", "heartbeat", "hooks.eager", "hooks.full", "hooks.step_rows", "hooks.watch",
-         "journal", "recorder", "shipping", "steps", "topology")  # fmt: skip
+ROOMS = ("enlist", "heartbeat", "hooks.eager", "hooks.full", "hooks.root", "hooks.step_rows",
+         "hooks.watch", "journal", "observers", "recorder", "shipping", "steps",
+         "topology")  # fmt: skip
 # One line each, that enters the fuse: the outside of the containment.
-DOORS = ("ddpprobe.hooks.eager._Gradient.__call__", "ddpprobe.hooks.watch._Accumulated.__call__")
+DOORS = (
+    "ddpprobe.hooks.eager._Gradient.__call__", "ddpprobe.hooks.watch._Accumulated.__call__",
+    "ddpprobe.hooks.root._Before.__call__", "ddpprobe.hooks.root._After.__call__",
+    "ddpprobe.hooks.root._Arrived.__call__",
+)  # fmt: skip
 STEPS = 6
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import ddpprobe
+from ddpprobe.detectors.suite import default_suite
 
 from . import daemon_harness
 
@@ -83,6 +84,30 @@ def test_the_head_names_the_guilty_rank_of_another_node(nodes, port) -> None:
         assert rows == 60
     assert other.merged_steps() == []
     assert not list((head.run.path / "daemon" / "node_0000.inbox").iterdir())
+
+
+def test_the_head_names_a_rank_of_another_node_that_went_apart(nodes, port) -> None:
+    head, other = nodes
+    daemons = [
+        head.daemon(0, "--gather-listen", f"127.0.0.1:{port}"),
+        other.daemon(1, "--head", f"http://127.0.0.1:{port}"),
+    ]
+    ranks = [
+        nodes[rank // 2].rank(
+            rank, world=4, steps=40, node=rank // 2, local_world_size=2,
+            parted=25 if rank == 3 else None,
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    assert [r.wait(30) for r in ranks] == [0] * 4
+    assert [d.wait(30) for d in daemons] == [0, 0]
+    (live,) = head.anomalies()
+    assert (live.detector, live.step, live.rank, live.module) == ("desync", 25, 3, "v")
+    group = daemon_harness.StoredGroup(head.run, "attempt_000/merged")
+    disputed = {("v", ""): {0: 0b0111, -3: 0b1000}}
+    assert [r.digests for r in group.records(0)] == [{}] * 25 + [disputed] * 15
+    suite = default_suite()
+    assert [a for r in group.records(0) for a in suite.update(r)] == [live]
 
 
 @pytest.mark.parametrize("draw", range(2))

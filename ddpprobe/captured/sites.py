@@ -1,0 +1,140 @@
+"""What a capture has taken, by module."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ddpprobe.captured.held import Held, Holder
+from ddpprobe.captured.placing import Placing, of
+from ddpprobe.captured.series import Meter, Series
+from ddpprobe.placement import is_dtensor
+from ddpprobe.stats.dense import Unsupported
+
+KINDS = ("input", "output", "grad")
+
+
+@final
+class Call:
+    """One call of one module: its tensors by (kind, leaf)."""
+
+    __slots__ = ("__weakref__", "index", "tapped", "tensors")
+
+    def __init__(self) -> None:
+        self.index = -1
+        self.tensors: dict[tuple[str, str], Held] = {}
+        self.tapped: set[str] = set()  # leaves on which a gradient hook was placed
+
+
+@dataclass(slots=True)
+class Site:
+    """One captured module on this rank.
+
+    Attributes:
+        name: its FQN.
+        calls: the calls kept, oldest first; empty if only statistics are.
+        series: statistics over the calls, by (kind, leaf).
+        laid: the last layout of each, and its dtype.
+        count: calls seen; gradients: how many of their gradients arrived, by leaf.
+        skipped: tensors that could not be taken, by reason.
+    """
+
+    name: str
+    calls: deque[Call]
+    series: dict[tuple[str, str], Series] = field(default_factory=dict)
+    laid: dict[tuple[str, str], tuple[Placing | None, str]] = field(default_factory=dict)
+    count: int = 0
+    gradients: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def leaves(self, kind: str) -> tuple[str, ...]:
+        """Return the paths of the tensors of one kind, in the order they were first seen."""
+        found = dict.fromkeys(leaf for k, leaf in self.series if k == kind)
+        for call in self.calls:
+            found |= dict.fromkeys(leaf for k, leaf in call.tensors if k == kind)
+        return tuple(found)
+
+
+@final
+class Sites:
+    """All captured modules, and how a tensor gets into them.
+
+    Args:
+        names: of the modules.
+        holder: takes tensors; None: only statistics are kept.
+        meter: takes statistics.
+        calls: how many calls are kept; None: all.
+        history: how many rows of statistics are kept per tensor.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        holder: Holder | None,
+        meter: Meter,
+        calls: int | None,
+        history: int,
+    ) -> None:
+        self._holder, self._meter, self._history = holder, meter, history
+        self.by_name = {name: Site(name, deque(maxlen=calls)) for name in names}
+
+    def take(self, site: Site, call: Call, kind: str, leaf: str, tensor: Tensor,
+             laid: Placing | None) -> None:  # fmt: skip
+        """Keep one tensor of a call, or its statistics."""
+        key = (kind, leaf)
+        laid = of(tensor) if is_dtensor(tensor) else laid
+        site.laid[key] = laid, str(tensor.dtype).removeprefix("torch.")
+        if self._holder is not None:
+            call.tensors[key] = self._holder.hold(tensor, laid)
+            return
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return
+        try:
+            row = self._meter.measure(tensor)
+        except Unsupported as reason:
+            site.skipped[str(reason)] += 1
+            return
+        site.series.setdefault(key, Series(self._meter, self._history)).add(row)
+
+    def finish(self, site: Site, call: Call) -> None:
+        """Add a call whose forward is over."""
+        call.index = site.count
+        site.count += 1
+        if self._holder is not None:
+            site.calls.append(call)
+
+    def refer(self, call: Call) -> Callable[[], Call | None]:
+        """Return a reference that does not keep the tensors of a call alive."""
+        return weakref.ref(call) if self._holder is not None else lambda: call
+
+    def matching(self, site: Site, leaf: str, output: Tensor) -> Call | None:
+        """Return the call that a recomputation repeats (reentrant checkpointing).
+
+        Its gradient will arrive through the recomputed output. If several calls wait for theirs,
+        the one with the same bits is meant, which a comparison on the device has to find.
+        """
+        if self._holder is None:
+            return Call()
+        waiting = [c for c in site.calls if ("output", leaf) in c.tensors and leaf not in c.tapped]
+        if not waiting:
+            return None  # the other kind of checkpointing: the first forward's hooks fire
+        if len(waiting) == 1 and site.count - site.gradients[leaf] == 1:
+            return waiting[0]
+        again = self._holder.hold(output, None).tensor(site.name)
+        for call in waiting:
+            if same_bits(call.tensors["output", leaf].tensor(site.name), again):
+                return call
+        return None
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal, NaNs included."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
+        return False
+    return torch.allclose(a.detach(), b.detach().to(a.device), rtol=0.0, atol=0.0, equal_nan=True)

@@ -1,0 +1,325 @@
+"""The hooks of a capture: on the model while it is open, and never in the way.
+
+A forward hook in front of all others sees DTensors before a tensor-parallel module makes them
+local; one behind all others takes what the module returns. Gradients come through tensor hooks on
+the outputs. Every hook returns None and enters through the fuse.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ddpprobe import torch_private
+from ddpprobe.captured import placing
+from ddpprobe.captured.inference import Inference
+from ddpprobe.captured.placing import Origin, Placing
+from ddpprobe.captured.sites import Call, Site, Sites
+from ddpprobe.captured.targets import Targets
+from ddpprobe.fuse import Fuse
+from ddpprobe.hooks.guest import Guest
+from ddpprobe.hooks.outputs import leaves
+from ddpprobe.placement import is_dtensor
+
+Kept = tuple[torch.Size, Placing]  # of an input; an output of that shape lies like it
+
+
+@final
+class _Running:
+    """A call that is under way."""
+
+    __slots__ = ("call", "given", "origins")
+
+    def __init__(self, given: Kept | None) -> None:
+        self.call = Call()
+        self.given = given
+        self.origins: dict[str, Origin] = {}  # DTensors that the module computed, by leaf
+
+
+@final
+class Watcher:
+    """Hangs on the chosen modules and fills the sites.
+
+    Args:
+        targets: what to watch.
+        sites: where tensors go.
+        fuse: contains whatever goes wrong in here.
+        inputs, grad: whether inputs and gradients are taken, too.
+        every: take each N-th forward of the root; the others run without hooks on the modules.
+        inference: concludes what tensor-parallel ranks hold alike.
+
+    Attributes:
+        groups: ranks of each tensor-parallel mesh that was seen.
+    """
+
+    def __init__(
+        self, targets: Targets, sites: Sites, fuse: Fuse, inference: Inference, *, inputs: bool,
+        grad: bool, every: int,
+    ) -> None:  # fmt: skip
+        self._targets, self._sites, self._fuse = targets, sites, fuse
+        self._inference = inference
+        self._inputs, self._grad, self._every = inputs, grad, every
+        self._handles: list[RemovableHandle] = []
+        self._sampler: list[RemovableHandle] = []
+        self._running: dict[int, list[_Running]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Placing]] = {}
+        self._forwards = 0
+        self._tapped: set[str] = set()  # leaves tapped by the front hook of the call that ends now
+        self.on_gradient = fuse.guard(partial(_outside_modes, self._gradient))
+        self.groups: set[tuple[int, ...]] = set()
+
+    def open(self) -> None:
+        """Hang the hooks; if that fails half-way none stays."""
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            if self._every == 1:
+                self._attach()
+            if self._every > 1 or self._inference.active:
+                hook = self._guest(self._sample)
+                register = self._targets.root.register_forward_pre_hook
+                self._sampler.append(register(hook, with_kwargs=True, prepend=True))
+            undo.pop_all()
+
+    def close(self) -> None:
+        """Take every hook off. Gradients that arrive later are ignored."""
+        self._detach()
+        self._inference.close()
+        for handle in self._sampler:
+            handle.remove()
+        self._sampler.clear()
+        self._running.clear()
+        self._known.clear()
+
+    def _guest(self, target: Callable[..., object]) -> Guest:
+        return Guest(self._fuse.guard(partial(_outside_modes, target)))
+
+    def _attach(self) -> bool:
+        """Hang the hooks on the modules as they are now; return whether the root has some."""
+        targets = {id(module): name for name, module in self._targets.modules.items()}
+        root = False
+        for module in self._targets.root.modules():
+            name = targets.get(id(module))
+            spread = any(is_dtensor(p) for p in module.parameters(recurse=False))
+            if name is None and not spread:
+                continue  # neither asked for, nor does it tell how tensors are spread
+            site = self._sites.by_name[name] if name is not None else None
+            add = self._handles.append
+            if module is self._targets.root:
+                root = True
+            if module is not self._targets.root or self._every == 1:
+                begin = self._guest(partial(self._begin, site))
+                add(module.register_forward_pre_hook(begin, with_kwargs=True))
+            first = self._guest(partial(self._first, site))
+            add(module.register_forward_hook(first, prepend=True))
+            # always_call: a forward that raises must not leave a call under way for ever.
+            last = self._guest(partial(self._last, site))
+            add(module.register_forward_hook(last, always_call=True))
+        return root
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _sample(self, root: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any]) -> None:
+        if torch_private.in_backward():
+            return
+        self._inference.close()
+        if self._forwards % self._every == 0:
+            self._inference.begin()
+        self._forwards += 1
+        if self._every == 1:
+            return
+        self._detach()
+        self._running.clear()
+        # The root's own begin is here: hooks that come or go inside its pre-hooks fire wrongly.
+        if (self._forwards - 1) % self._every == 0 and self._attach():
+            name = next((n for n, m in self._targets.modules.items() if m is root), None)
+            site = self._sites.by_name[name] if name is not None else None
+            self._begin(site, root, args, kwargs)
+
+    def _begin(
+        self,
+        site: Site | None,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        if torch_private.in_backward():
+            return
+        running = _Running(self._kept(module, args, kwargs))
+        self._running.setdefault(id(module), []).append(running)
+        if site is None or not self._inputs:
+            return
+        for given in (args, kwargs):
+            for leaf, tensor in leaves(given):
+                if not torch_private.is_functorch(tensor):
+                    laid = self._layout(tensor)
+                    self._sites.take(site, running.call, "input", leaf, tensor, laid)
+
+    def _first(self, site: Site | None, module: nn.Module, args: object, output: object) -> None:
+        for parameter in module.parameters(recurse=False):
+            if is_dtensor(parameter):
+                self._note(placing.of(parameter))
+        self._tapped.clear()
+        again = torch_private.in_backward()
+        under_way = self._running.get(id(module))
+        running = under_way[-1] if under_way else None
+        for leaf, tensor in leaves(output):
+            if not is_dtensor(tensor):
+                continue
+            self._note(placing.of(tensor))
+            if running is not None and not again:
+                running.origins[leaf] = placing.origin(tensor)
+            if (
+                site is not None
+                and self._grad
+                and self._tap(
+                    site, None if again or running is None else running.call, leaf, tensor
+                )
+            ):
+                self._tapped.add(leaf)
+
+    def _last(self, site: Site | None, module: nn.Module, args: object, output: object) -> None:
+        if torch_private.in_backward():
+            if site is not None and self._grad:
+                self._tap_again(site, output)
+            return
+        under_way = self._running.get(id(module))
+        if not under_way:
+            return
+        running = under_way.pop()
+        laid = {
+            leaf: (tensor, self._learn(tensor, running.origins.get(leaf), running.given))
+            for leaf, tensor in leaves(output)
+            if not torch_private.is_functorch(tensor)
+        }
+        if site is None:
+            return
+        for leaf, (tensor, found) in laid.items():
+            self._sites.take(site, running.call, "output", leaf, tensor, found)
+            if found is None:
+                self._inference.bind(site.name, leaf, tensor, again=False)
+            if self._grad and leaf not in self._tapped:
+                self._tap(site, running.call, leaf, tensor)
+        if laid:
+            self._sites.finish(site, running.call)
+        elif next(leaves(output), None) is not None:
+            site.skipped["a tensor inside vmap, grad or jvp has no readable values"] += 1
+
+    def _tap_again(self, site: Site, output: object) -> None:
+        for leaf, tensor in leaves(output):
+            if leaf not in self._tapped:
+                self._tap(site, None, leaf, tensor)
+            if not is_dtensor(tensor):
+                self._inference.bind(site.name, leaf, tensor, again=True)
+
+    def _kept(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any]
+    ) -> Kept | None:
+        """Return shape and layout of a plain input if the output's elements lie as the input's do.
+
+        So it is with torch's own modules without parameters and children, where the shape is kept
+        too: activations, dropout. (What they compute along a dim, they compute within the shard.)
+        """
+        own = type(module).__module__.startswith("torch.nn.modules.")
+        if not own or next(module.children(), None) or next(module.parameters(), None) is not None:
+            return None
+        given = [tensor for _, tensor in leaves((args, kwargs))]
+        laid = self._layout(given[0]) if len(given) == 1 else None
+        known = laid is not None and laid.label in ("sharded", "replicated")
+        return (given[0].shape, laid) if known and laid is not None else None
+
+    def _learn(self, tensor: Tensor, origin: Origin | None, given: Kept | None) -> Placing | None:
+        """Return the layout of an output, and remember it for modules that pass it on."""
+        if is_dtensor(tensor):
+            return placing.of(tensor)
+        laid = placing.follow(origin, tensor) if origin is not None else self._layout(tensor)
+        if laid is None and given is not None and given[0] == tensor.shape:
+            laid = given[1]
+        if laid is None:
+            return None
+        if not tensor.is_inference():
+            key = id(tensor)
+            gone = weakref.ref(tensor, lambda _: self._known.pop(key, None))
+            self._known[key] = gone, tensor._version, laid  # noqa: SLF001  (public by docs)
+        return laid
+
+    def _layout(self, tensor: Tensor) -> Placing | None:
+        """Return the layout of a tensor if it is the very one that a module has handed out."""
+        ref, version, laid = self._known.get(id(tensor), (None, 0, None))
+        if ref is None or ref() is not tensor or tensor._version != version:  # noqa: SLF001  (public by docs)
+            return None
+        return laid
+
+    def _note(self, laid: Placing) -> None:
+        if len(laid.ranks) > 1:
+            self.groups.add(laid.ranks)
+
+    def _tap(self, site: Site, call: Call | None, leaf: str, tensor: Tensor) -> bool:
+        """Wait for the gradient of an output; return whether it can come.
+
+        A leaf of autograd would keep the hook for ever. In reentrant checkpointing only the
+        recomputation has a graph; in the other kind only the first forward's hooks fire.
+        """
+        if not tensor.requires_grad or tensor.is_leaf:
+            return False
+        if call is None:
+            call = self._sites.matching(site, leaf, tensor)
+        if call is not None and leaf not in call.tapped:
+            call.tapped.add(leaf)
+            refer = self._sites.refer(call)
+            tensor.register_hook(_Gradient(self, site.name, refer, leaf, self._layout(tensor)))
+        return True
+
+    def _gradient(
+        self, name: str, call: Call | None, leaf: str, laid: Placing | None, gradient: Tensor
+    ) -> None:
+        if not (self._handles or self._sampler):
+            return  # the capture is closed
+        site = self._sites.by_name[name]
+        site.gradients[leaf] += 1
+        if laid is not None and laid.label == "partial":
+            # What is added up has, on every rank, the gradient of the sum.
+            laid = Placing(laid.ranks, laid.mesh, laid.shape, tuple(map(_summed, laid.axes)))
+        if call is not None:
+            self._sites.take(site, call, "grad", leaf, gradient, laid)
+
+
+@final
+class _Gradient:
+    """A tensor hook that keeps nothing alive: one that held a tensor would never be freed."""
+
+    __slots__ = ("_call", "_laid", "_leaf", "_name", "_watcher")
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        name: str,
+        call: Callable[[], Call | None],
+        leaf: str,
+        laid: Placing | None,
+    ) -> None:
+        self._watcher, self._name, self._call = weakref.ref(watcher), name, call
+        self._leaf, self._laid = leaf, laid
+
+    def __call__(self, gradient: Tensor) -> None:
+        watcher = self._watcher()
+        if watcher is not None and not torch.compiler.is_compiling():
+            watcher.on_gradient(self._name, self._call(), self._leaf, self._laid, gradient)
+
+
+def _outside_modes(target: Callable[..., object], *args: object) -> None:
+    with torch_private.outside_modes():
+        target(*args)
+
+
+def _summed(axis: placing.Axis) -> placing.Axis:
+    return placing.Axis(placing.REPLICATE) if axis.does == placing.PARTIAL else axis

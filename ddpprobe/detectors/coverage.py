@@ -1,0 +1,216 @@
+"""`coverage`: a place that used to report has fallen silent.
+
+A probe that sees nothing looks exactly like a healthy run. What is not seen any more is said, once,
+before somebody relies on its silence: a module compiled after `install()`, a part that is frozen or
+not called any more, hooks that another library took off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpprobe.detectors.desync import ranks_text
+from ddpprobe.records import COUNTS, PHASE_OF_KIND, PHASES, Anomaly, Site, StepRecord
+
+_OBSERVED = COUNTS.index("observed")
+MOST_SITES = 1 << 16  # bounds the state: 20 bytes a site, and its key
+FEWEST_ABSENT = 3
+NEVER = 1 << 30
+
+Key = tuple[str, str, str]
+
+
+class Coverage:
+    """Warns when sites that always reported do not any more; once for all that stopped together.
+
+    A site is steady if it reported at every sampled step since it was first seen, or at the last
+    `steady` ones; what comes and goes (LayerDrop, an expert without tokens, a branch) is not. A
+    steady site is lost after some sampled steps in a row without it, the fewer the longer it has
+    reported (see `patience`). A rank that reports none of its sites at all is blind, which is said
+    at once. Where a rank is missing or blind, an absence says nothing.
+
+    Args:
+        odds: how unlikely an absence by chance must be, one in so many.
+        least: sampled steps at which a site must have reported.
+        steady: sampled steps after which a site that was away is steady again.
+    """
+
+    name = "coverage"
+
+    def __init__(self, *, odds: int = 20_000, least: int = 8, steady: int = 256) -> None:
+        self._needed = np.array([patience(n, odds, least) for n in range(steady + 1)])
+        self._attempt: int | None = None
+        self._seeing: dict[int, int] = {}  # rank -> sites that it reported when it last did
+        self._blind: set[int] = set()
+        self._history = _History(self._needed)
+
+    def update(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record: a warning for ranks gone blind, or one for sites gone silent."""
+        if record.attempt != self._attempt:
+            self._attempt = record.attempt
+            self._seeing, self._blind = {}, set()
+            self._history = _History(self._needed)
+        if not record.sampled or record.partial:
+            return []
+        found = self._blind_ranks(record)
+        lost = self._history.add(record, judge=not record.missing and not self._blind)
+        if lost:
+            found.append(_lost_sites(record, lost, self._history.reporting))
+        return found
+
+    def finish(self) -> list[Anomaly]:
+        """Nothing is held back until the end."""
+        return []
+
+    def _blind_ranks(self, record: StepRecord) -> list[Anomaly]:
+        before = dict(self._seeing)
+        fresh = []
+        for rank, sites in _observed_by(record).items():
+            if sites:
+                self._seeing[rank] = sites
+                self._blind.discard(rank)
+            elif rank in before and rank not in self._blind:
+                self._blind.add(rank)
+                fresh.append(rank)
+        return [_gone_blind(record, fresh, max(before[r] for r in fresh))] if fresh else []
+
+
+class _History:
+    """How long each site has reported, and has not since; arrays over the sites ever seen.
+
+    `run` counts sampled steps in a row at which it reported (up to `steady`), `absent` those since.
+    """
+
+    def __init__(self, needed: NDArray[np.int64]) -> None:
+        self._needed = needed
+        self._index: dict[Key, int] = {}
+        self._sites: list[Site] = []
+        self._run, self._absent = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._steady, self._lost = np.zeros(0, bool), np.zeros(0, bool)
+        self._table: tuple[Site, ...] = ()
+        self._places = np.zeros(0, np.int64)
+        self.reporting = 0
+
+    def add(self, record: StepRecord, *, judge: bool) -> list[Site]:
+        """Take a record in; return the sites that are lost as of it, if absences are to count."""
+        if record.sites is not self._table:
+            self._table, self._places = record.sites, self._places_of(record.sites)
+        here = np.zeros(len(self._sites), bool)
+        here[self._places[(record.counts[:, _OBSERVED] > 0) & (self._places >= 0)]] = True
+        self.reporting = int(here.sum())
+        self._take(here)
+        if not judge:
+            return []
+        away = ~here & (self._run > 0)
+        self._absent[away] += 1
+        new = away & self._steady & ~self._lost & (self._absent >= self._needed[self._run])
+        self._lost |= new
+        return [self._sites[i] for i in np.flatnonzero(new)]
+
+    def _take(self, here: NDArray[np.bool_]) -> None:
+        back = here & (self._absent > 0)
+        self._run[back], self._absent[back] = 0, 0
+        self._steady[back] = self._lost[back] = False
+        top = len(self._needed) - 1
+        self._run[here] = np.minimum(self._run[here] + 1, top)
+        self._steady |= here & (self._run == top)
+
+    def _places_of(self, sites: Sequence[Site]) -> NDArray[np.int64]:
+        for site in sites:
+            if site.key not in self._index and len(self._index) < MOST_SITES:
+                self._index[site.key] = len(self._sites)
+                self._sites.append(site)
+        new = len(self._sites) - len(self._run)
+        self._run = np.append(self._run, np.zeros(new, np.int64))
+        self._absent = np.append(self._absent, np.zeros(new, np.int64))
+        self._steady = np.append(self._steady, np.ones(new, bool))
+        self._lost = np.append(self._lost, np.zeros(new, bool))
+        return np.array([self._index.get(site.key, -1) for site in sites], np.int64)
+
+
+def patience(reported: int, odds: int, least: int) -> int:
+    """Return how many absences in a row mean that a site is lost, after so many reports.
+
+    Whoever has been present n times of n is absent the next k times with a probability of one in
+    C(n + k, k), if nothing else is known (rule of succession). At least `FEWEST_ABSENT`.
+    """
+    if reported < least:
+        return NEVER
+    absent = FEWEST_ABSENT
+    while math.comb(reported + absent, absent) <= odds:
+        absent += 1
+    return absent
+
+
+def _observed_by(record: StepRecord) -> dict[int, int]:
+    """Return how many sites each rank reported; where ranks do not say, as all of them together."""
+    said = {
+        rank: int(scalars["sites_observed"])
+        for rank, scalars in record.scalars.items()
+        if math.isfinite(scalars.get("sites_observed", math.nan))
+    }
+    together = int((record.counts[:, _OBSERVED] > 0).sum())
+    return said or dict.fromkeys(record.ranks, together)
+
+
+def _gone_blind(record: StepRecord, ranks: list[int], sites: int) -> Anomaly:
+    who = ranks_text(tuple(sorted(ranks)))
+    report = "report" if len(ranks) > 1 else "reports"
+    message = (
+        f"{who} {report} none of {sites} sites at a sampled step: the model was compiled, replaced "
+        "or stripped of its hooks after install(); what follows is not observed, install() again"
+    )
+    rank = ranks[0] if len(ranks) == 1 else None
+    return _warning(record, rank, None, None, "forward", message, {"sites": sites})
+
+
+def _lost_sites(record: StepRecord, lost: list[Site], reporting: int) -> Anomaly:
+    kinds = {site.kind for site in lost}
+    phase = min((PHASE_OF_KIND.get(k, "step") for k in kinds), key=PHASES.index)
+    if phase == "forward":
+        why = "not called any more (a branch, an expert), or compiled, replaced, stripped of hooks"
+    else:
+        why = "frozen (requires_grad=False), detached, or left out of the loss or the optimizer"
+    many = "1 site reports" if len(lost) == 1 else f"{len(lost)} sites below it report"
+    names = ", ".join(sorted(kinds))
+    message = (
+        f"{many} no more ({names}), {reporting} others do: {why}; if that was meant, all is well"
+    )
+    values = {"lost": len(lost), "reporting": reporting}
+    kind = next(iter(kinds)) if len(kinds) == 1 else None
+    return _warning(record, None, prefix_of(s.fqn for s in lost), kind, phase, message, values)
+
+
+def prefix_of(names: Iterable[str]) -> str:
+    """Return the longest module path that all names lie in; "" is the root."""
+    first, *rest = (name.split(".") for name in names)
+    for other in rest:
+        same = zip(first, other, strict=False)
+        first = first[: next((i for i, (a, b) in enumerate(same) if a != b), len(other))]
+    return ".".join(first)
+
+
+def _warning(
+    record: StepRecord, rank: int | None, module: str | None, kind: str | None, phase: str,
+    message: str, values: Mapping[str, float],
+) -> Anomaly:  # fmt: skip
+    return Anomaly(
+        detector=Coverage.name,
+        level="warn",
+        step=record.step,
+        micro=0,
+        rank=rank,
+        module=module,
+        kind=kind,
+        phase=phase,
+        first_cause=False,
+        message=message,
+        values=values,
+        sampled=record.sampled,
+        attempt=record.attempt,
+        wall_time_ns=record.wall_time_ns,
+    )

@@ -1,0 +1,142 @@
+"""`desync`: ranks that should hold the same parameter hold different bits of it.
+
+Data parallelism rests on replicas that never part. Once they do, each rank averages gradients of
+another model, and nothing else looks wrong for a long time. Checksums make one bit visible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddpprobe.records import Anomaly, Digests, StepRecord, disagreements, ranks_of
+
+MOST_NAMED = 8  # ranges of ranks in a message
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """How the ranks of one replica group fall apart over one parameter.
+
+    `sides` are the ranks by what they hold, largest side first; the first one is right if it is a
+    majority (`decided`).
+    """
+
+    fqn: str
+    shard: str
+    sides: tuple[tuple[int, ...], ...]
+
+    @property
+    def decided(self) -> bool:
+        """More than half of the ranks agree."""
+        return 2 * len(self.sides[0]) > sum(map(len, self.sides))
+
+    @property
+    def suspects(self) -> tuple[int, ...]:
+        """Ranks that may be wrong, ascending: the minority, or without a majority all of them."""
+        sides = self.sides[1:] if self.decided else self.sides
+        return tuple(sorted(rank for side in sides for rank in side))
+
+
+class Desync:
+    """Pages when ranks of one replica group differ; again after `quiet_steps`, or for new suspects.
+
+    Of several parameters the first one in the order of the model is named, with the number of the
+    others. A rank that delivered nothing is not compared. Steps that never reached their end are
+    not judged: one rank may have taken what another has not.
+    """
+
+    name = "desync"
+
+    def __init__(self, *, quiet_steps: int = 100) -> None:
+        self._quiet = quiet_steps
+        self._attempt: int | None = None
+        self._last: int | None = None  # latest step at which ranks differed
+        self._told: set[int] = set()  # suspects of this episode
+
+    def update(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        if record.attempt != self._attempt:
+            self._attempt, self._last = record.attempt, None
+        splits = [] if record.partial else _splits(record.digests)
+        if not splits:
+            return []
+        if self._last is None or record.step - self._last > self._quiet:
+            self._told = set()
+        self._last = record.step
+        found = {rank for split in splits for rank in split.suspects}
+        if found <= self._told:
+            return []
+        self._told |= found
+        return [_anomaly(record, splits)]
+
+    def finish(self) -> list[Anomaly]:
+        """Nothing is held back until the end."""
+        return []
+
+
+def _splits(digests: Digests) -> list[_Split]:
+    out = []
+    for (fqn, shard), held in disagreements(digests).items():
+        sides = sorted((ranks_of(mask) for mask in held.values()), key=lambda s: (-len(s), s))
+        out.append(_Split(fqn, shard, tuple(sides)))
+    return out
+
+
+def _anomaly(record: StepRecord, splits: list[_Split]) -> Anomaly:
+    first = splits[0]
+    suspects = first.suspects
+    alone = first.decided and len(suspects) == 1
+    return Anomaly(
+        detector=Desync.name,
+        level="page",
+        step=record.step,
+        micro=0,
+        rank=suspects[0] if alone else None,
+        module=first.fqn,
+        kind="param",
+        phase="step",
+        first_cause=True,
+        message=_message(splits),
+        values={
+            "parameters": len(splits),
+            "versions": len(first.sides),
+            "suspects": len(suspects),
+            "ranks": sum(map(len, first.sides)),
+        },
+        sampled=record.sampled,
+        attempt=record.attempt,
+        wall_time_ns=record.wall_time_ns,
+    )
+
+
+def _message(splits: list[_Split]) -> str:
+    first = splits[0]
+    shard = f" (shard {first.shard})" if first.shard else ""
+    more = f" and of {len(splits) - 1} more" if len(splits) > 1 else ""
+    what = f"other bits of this parameter{shard}{more}"
+    if first.decided:
+        text = f"{ranks_text(first.suspects)} {_hold(first.suspects)} {what} than "
+        text += f"{ranks_text(first.sides[0])}"
+    else:
+        sides = " / ".join(ranks_text(side) for side in first.sides[:MOST_NAMED])
+        etc = " / ..." if len(first.sides) > MOST_NAMED else ""
+        text = f"{sides}{etc} each hold {what}; no majority, any may be wrong"
+    cure = "resume from a checkpoint; look for what only one rank does"
+    return f"{text}: the replicas train apart from here on; {cure}"
+
+
+def _hold(ranks: tuple[int, ...]) -> str:
+    return "holds" if len(ranks) == 1 else "hold"
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """Name ranks in ascending order, runs of them as ranges: `ranks 0-3, 6`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    names = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:MOST_NAMED]]
+    etc = ", ..." if len(runs) > MOST_NAMED else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(names)}{etc}"

@@ -1,0 +1,79 @@
+"""FSDP1's flat parameters: which elements of which parameter a rank's shard is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ddpprobe import torch_private
+from ddpprobe.placement import REPLICATED, Layout, Region
+from ddpprobe.torch_private import FlatPart
+
+
+@dataclass(frozen=True, slots=True)
+class FlatUnit:
+    """One flat parameter and its parts: (FQN, part), a tied parameter once."""
+
+    flat: Tensor
+    parts: tuple[tuple[str, FlatPart], ...]
+
+    def split(self, gradient: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield (FQN, view) of this rank's unsharded gradient of the whole unit, 1-D."""
+        for fqn, part in self.parts:
+            if _trains(part):
+                yield fqn, gradient[part.start : part.start + part.shape.numel()]
+
+    def gradients(self) -> Iterator[tuple[str, Tensor, Layout]]:
+        """Yield (FQN, this rank's elements, layout) of the reduced gradients, without padding.
+
+        Nothing for a gradient that has not been reduced (`no_sync` leaves it unsharded).
+        """
+        for fqn, part in self.parts:
+            gradient = part.parameter.grad if part.parameter is not None else self.flat.grad
+            if gradient is None or not _trains(part):
+                continue
+            if part.parameter is None:
+                shard = self.flat.numel()
+                if gradient.numel() != shard:
+                    continue
+                gradient = gradient[part.local_start : part.local_start + part.numel_local]
+            if gradient.numel() == part.numel_local:
+                yield fqn, gradient, layout(part)
+
+    def replicas(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (FQN, shard, local elements) of what replicas of this rank hold alike."""
+        for fqn, part in self.parts:
+            if part.replicas > 1:
+                shard = f"{part.rank}/{part.ranks}" if part.sharded else ""
+                data = self.flat.detach()[part.local_start : part.local_start + part.numel_local]
+                yield fqn, shard, data
+
+    def regions(self) -> Iterator[tuple[str, Region]]:
+        """Yield (FQN, range of the flattened parameter) held here between the steps."""
+        for fqn, part in self.parts:
+            element = part.element if part.numel_local else 0
+            yield fqn, Region((element,), (part.numel_local,), tuple(part.shape), flat=True)
+
+
+def flat_units(model: nn.Module, names: Mapping[int, str]) -> tuple[FlatUnit, ...]:
+    """Return the flat parameters of a model; `names` gives a module's FQN by its id."""
+    found: dict[int, tuple[Tensor, dict[tuple[int, int], tuple[str, FlatPart]]]] = {}
+    for part in torch_private.flat_parts(model):
+        prefix = names.get(id(part.module), "")
+        fqn = f"{prefix}.{part.name}" if prefix else part.name
+        parts = found.setdefault(id(part.flat), (part.flat, {}))[1]
+        parts.setdefault(part.identity, (fqn, part))
+    return tuple(FlatUnit(flat, tuple(parts.values())) for flat, parts in found.values())
+
+
+def layout(part: FlatPart) -> Layout:
+    """Layout of the part's reduced gradient: of several replicas of a shard the first counts."""
+    return ("sharded", part.replica == 0) if part.sharded else REPLICATED
+
+
+def _trains(part: FlatPart) -> bool:
+    """Whether it is trained now: a script may freeze and thaw, so this is asked each time."""
+    held: Tensor = part.parameter if part.parameter is not None else part.flat
+    return held.requires_grad

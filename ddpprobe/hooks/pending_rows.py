@@ -1,0 +1,145 @@
+"""The rows of an ended step, on their way to the host and merged per site when they are there."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddpprobe.hooks.site_table import SiteTable
+from ddpprobe.records import COUNTS, PHASE_OF_KIND, Counts, Digests, FirstBad, Site, Values
+from ddpprobe.stats import rows as stats
+
+SCALAR = -1  # the slot of a row that holds one number in its first column
+_TAPPED = COUNTS.index("tapped")
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A sampled step on the host: rows per site, scalars, first bad tensor, what was left out.
+
+    Gradients are unscaled: divided by the scalar `loss_scale`, if it is there.
+    """
+
+    sites: tuple[Site, ...]
+    counts: Counts
+    values: Values
+    scalars: dict[str, float]
+    first_bad: FirstBad | None
+    unsupported: Counter[str]
+    digests: Digests
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRows:
+    """Rows on their way to the host; `ready()` before `result()` keeps the host from waiting."""
+
+    rows: Tensor
+    event: torch.cuda.Event | None
+    slots: NDArray[np.int64]
+    micros: NDArray[np.int64]
+    times: NDArray[np.int64] | None
+    names: dict[int, str]
+    digests: dict[int, tuple[str, str]]
+    scaled_kinds: tuple[str, ...]
+    tapped: Counter[int]
+    confirmed: frozenset[int]
+    unsupported: Counter[str]
+    table: SiteTable
+    rank: int
+
+    def ready(self) -> bool:
+        """Whether the copy is over; never waits."""
+        return self.event is None or bool(self.event.query())
+
+    def wait(self) -> None:
+        """Wait for the copy: only at the end of a run."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def result(self, step: int, *, partial: bool) -> StepResult:
+        """Merge the rows per site. `partial` keeps forwards whose backward never came."""
+        rows = self.rows.numpy()
+        keep = self._kept(partial=partial)
+        self._label_parts(keep)
+        sites = self.table.sites() if keep.size or self.tapped else ()
+        counts, values = stats.split_rows(rows[keep], self.slots[keep], len(sites))
+        for slot, times in self.tapped.items():
+            counts[slot, _TAPPED] += times
+        scalars: dict[str, list[float]] = {}
+        for index, name in self.names.items():
+            scalars.setdefault(name, []).append(float(rows[index, 0]))
+        means = {name: sum(v) / len(v) for name, v in scalars.items()}
+        self._unscale(sites, values, means.get("loss_scale", 1.0))
+        return StepResult(
+            sites,
+            counts,
+            values,
+            means,
+            self._first_bad(rows, keep, step),
+            self.unsupported,
+            self._checksums(rows),
+        )
+
+    def _label_parts(self, keep: NDArray[np.intp]) -> None:
+        """Label parameters whose local gradient arrived in parts, of which only the sum is it.
+
+        Several backwards of one micro-batch do that: two losses, or a module called several times
+        under reentrant checkpointing.
+        """
+        seen: set[tuple[int, int]] = set()
+        for key in zip(self.slots[keep].tolist(), self.micros[keep].tolist(), strict=True):
+            site = self.table.site(key[0])
+            if key in seen and site.kind == "grad_local" and site.placement != "partial":
+                self.table.relabel(key[0], "partial")
+            seen.add(key)
+
+    def _unscale(self, sites: tuple[Site, ...], values: Values, scale: float) -> None:
+        """Divide the gradients' statistics by the loss scale (exact for a power of two)."""
+        if scale == 1.0 or not 0.0 < scale < math.inf:
+            return
+        scaled = [i for i, site in enumerate(sites) if site.kind in self.scaled_kinds]
+        values[scaled] /= np.array([scale, scale, scale, scale * scale])
+
+    def _checksums(self, rows: NDArray[np.float64]) -> Digests:
+        bits = rows.view(np.int64)
+        return {key: {int(bits[index, 0]): 1 << self.rank} for index, key in self.digests.items()}
+
+    def _kept(self, *, partial: bool) -> NDArray[np.intp]:
+        """Indices of the rows that belong to the step, in execution order."""
+        kinds = [self.table.site(s).kind if s != SCALAR else "" for s in self.slots]
+        reduced = [m for m, k in zip(self.micros, kinds, strict=True) if k == "grad"]
+        last = max(reduced, default=-1)  # each backward reads `grad` anew: the last one is the sum
+        kept = [
+            i
+            for i, (micro, kind) in enumerate(zip(self.micros, kinds, strict=True))
+            if kind
+            and (kind != "grad" or micro == last >= 0)
+            and (partial or PHASE_OF_KIND[kind] != "forward" or micro in self.confirmed)
+        ]
+        return np.array(kept, np.intp)
+
+    def _first_bad(
+        self, rows: NDArray[np.float64], keep: NDArray[np.intp], step: int
+    ) -> FirstBad | None:
+        bad = [int(i) for i in keep if rows[i, stats.NONFINITE].any()]
+        if not bad:
+            return None
+        # A reduced gradient is bad on all ranks at once: it counts only without a local witness.
+        first = min(bad, key=lambda i: (self._phase(i) == "step", i))
+        site = self.table.site(int(self.slots[first]))
+        numel, nan, pos_inf, neg_inf = (int(v) for v in rows[first, :4])
+        order = first if self.times is None else int(self.times[first])
+        return FirstBad(
+            step=step, micro=int(self.micros[first]), phase=self._phase(first), order=order,
+            rank=self.rank, fqn=site.fqn, kind=site.kind, leaf=site.leaf,
+            nan=nan, pos_inf=pos_inf, neg_inf=neg_inf, numel=numel,
+        )  # fmt: skip
+
+    def _phase(self, index: int) -> str:
+        return PHASE_OF_KIND[self.table.site(int(self.slots[index])).kind]

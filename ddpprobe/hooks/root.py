@@ -1,0 +1,183 @@
+"""The two hooks on the root module, heard wherever torch.compile puts them.
+
+Around a graph they run as plain Python, which is the rule. A root that is itself part of a larger
+graph (a compiled function calls it) speaks through the graph: then its events arrive while the
+graph runs, after it was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ddpprobe import dynamo_private, torch_private, torch_sharding
+from ddpprobe.fuse import Fuse
+from ddpprobe.hooks.guest import Visitor
+from ddpprobe.hooks.outputs import leaves
+from ddpprobe.hooks.record_op import (
+    GRADIENT,
+    OUTPUT,
+    TRAINED,
+    Channel,
+    trace_event,
+    trace_outputs,
+)
+from ddpprobe.naming import inner
+from ddpprobe.topology import Topology
+
+# What a graph says of the root in it, besides its outputs and the gradients to them.
+_BEGIN, _END = "begin", "end"
+_EVALUATION_BEGIN, _EVALUATION_END = "evaluation begin", "evaluation end"
+
+
+@final
+class RootHooks:
+    """Hangs on the root, or on what is compiled around it, and tells of its forwards.
+
+    Args:
+        topology: the model.
+        fuse: contains whatever goes wrong in here.
+        begins: called with whether a forward that begins is one with gradients.
+        ended: called with the tensors a forward returned, and those of them with a gradient to
+            come.
+        gradient: called when the gradient of one of these arrives, inside the backward.
+
+    Attributes:
+        in_graph: the last event came from inside a graph.
+    """
+
+    def __init__(
+        self, topology: Topology, fuse: Fuse, begins: Callable[[bool], None],
+        ended: Callable[[list[Tensor], list[Tensor]], None], gradient: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.in_graph = self._trains = False
+        self._topology = topology
+        self._begins, self._ended, self._gradient = begins, ended, gradient
+        self._before, self._after = fuse.guard(self._begin), fuse.guard(self._end)
+        self._arrived = fuse.guard(self._arrive)
+        self._channel = Channel(fuse.guard(self._hear))
+        self._handles: list[RemovableHandle] = []
+        self._deaf = False
+        self._told: list[tuple[str, Tensor]] = []  # what the root returned, told by its graph
+
+    def hang(self) -> None:
+        """Hang the hooks, outside of the root's graph if that is known."""
+        self._deaf = False
+        if not self._handles:
+            called, slot = _called(self._topology), self._channel.slot
+            self._handles = [
+                called.register_forward_pre_hook(_Before(self._before, slot)),
+                called.register_forward_hook(_After(self._after, slot)),
+            ]
+
+    def unhang(self, *, for_good: bool) -> None:
+        """Take them off. From inside a graph they would not come back: there they turn deaf."""
+        self._deaf = True
+        if for_good or not self.in_graph:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+
+    def _begin(self, *_: object) -> None:
+        self.in_graph = False
+        tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        rehearsal = torch_sharding.rehearses() or tracing
+        self._trains = torch.is_grad_enabled() and not rehearsal
+        self._begins(self._trains)
+
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        tensors = [tensor for _, tensor in leaves(output)] if self._trains else []
+        trained = [tensor for tensor in tensors if tensor.requires_grad]
+        for tensor in trained:
+            # A backward inside vmap or grad fills no `.grad`, and nothing can be read in it.
+            if not (tensor.is_leaf or torch_private.is_functorch(tensor)):
+                tensor.register_hook(_Arrived(self._arrived))
+        self._ended(tensors, trained)
+
+    def _arrive(self) -> None:
+        self._gradient()
+
+    def _hear(self, what: str, leaf: str, tensor: Tensor) -> None:
+        if self._deaf:
+            return
+        self.in_graph = True
+        if what == GRADIENT:
+            self._gradient()
+        elif torch_private.in_backward():
+            return  # a recomputation
+        elif what in (_BEGIN, _EVALUATION_BEGIN):
+            self._told = []
+            self._begins(what == _BEGIN)
+        elif what in (OUTPUT, TRAINED):
+            self._told.append((what, tensor))
+        elif what in (_END, _EVALUATION_END):
+            told, self._told = self._told, []
+            self._ended([t for _, t in told], [t for said, t in told if said == TRAINED])
+
+
+@final
+class _Before(Visitor):
+    __slots__ = ("_slot",)
+
+    def __init__(self, target: Callable[..., object], slot: Tensor) -> None:
+        super().__init__(target)
+        self._slot = slot
+
+    def __call__(self, *args: object) -> None:
+        if not torch.compiler.is_compiling():
+            with torch_private.outside_modes():
+                self._target(*args)
+        elif not torch.compiler.is_exporting():
+            trace_event(self._slot, _BEGIN if torch.is_grad_enabled() else _EVALUATION_BEGIN)
+
+
+@final
+class _After(Visitor):
+    __slots__ = ("_slot",)
+
+    def __init__(self, target: Callable[..., object], slot: Tensor) -> None:
+        super().__init__(target)
+        self._slot = slot
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        if not torch.compiler.is_compiling():
+            with torch_private.outside_modes():
+                self._target(module, args, output)
+        elif torch.compiler.is_exporting():
+            return
+        elif torch.is_grad_enabled():
+            trace_outputs(output, self._slot)
+            trace_event(self._slot, _END)
+        else:
+            trace_event(self._slot, _EVALUATION_END)
+
+
+for _kind in (_Before, _After):
+    dynamo_private.run_as_python(_kind.__call__.__code__)
+
+
+@final
+class _Arrived:
+    """A tensor hook that holds no tensor, and answers None."""
+
+    __slots__ = ("_tell",)
+
+    def __init__(self, tell: Callable[[], object]) -> None:
+        self._tell = tell
+
+    def __call__(self, _: Tensor | None) -> None:
+        self._tell()
+
+
+def _called(topology: Topology) -> nn.Module:
+    """Return the module around the model that is compiled as a whole, or the model."""
+    module: nn.Module | None = topology.outer
+    while module is not None and module is not topology.root:
+        if torch_private.is_compiled(module):
+            return module
+        module = inner(module)
+    return topology.root

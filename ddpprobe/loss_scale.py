@@ -1,0 +1,73 @@
+"""The scale that a GradScaler has multiplied the loss with, so that gradients can be told unscaled.
+
+A script does not hand us its scaler, and torch keeps no list of them, so it is looked for among the
+living objects: once, at the first backward, and again when a step is skipped while none is known.
+Two enabled scalers in one process cannot be told apart: then none is taken, and said.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ddpprobe import torch_private
+
+# Kinds that a backward produces; `grad` too, as long as nobody has unscaled it.
+SCALED_KINDS = ("grad_output", "grad_input", "grad_local")
+
+
+@final
+class LossScale:
+    """Finds the scaler and reads its scale.
+
+    Attributes:
+        ambiguous: several enabled scalers live in this process, so the scale is not known.
+        last: the scale at the last backward, float32 [] on the scaler's device; None: none in use.
+    """
+
+    def __init__(self) -> None:
+        self.ambiguous = False
+        self.last: Tensor | None = None
+        self._looked = False
+        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
+        self._round: object = None
+
+    def remember(self) -> None:
+        """At the end of a backward: keep its scale, which a skipped step lowers."""
+        if not self._looked:
+            self._looked = True
+            self._look()
+        scaler = self._scaler() if self._scaler is not None else None
+        scale = torch_private.scale_of(scaler) if scaler is not None else None
+        self.last = scale.clone() if scale is not None else None
+        self._round = torch_private.round_of(scaler) if scaler is not None else None
+
+    def updated(self) -> bool:
+        """Whether the scaler was updated since the last backward, so that its step is over."""
+        scaler = self._scaler() if self._scaler is not None else None
+        return (
+            scaler is not None
+            and self._round is not None
+            and torch_private.round_of(scaler) is not self._round
+        )
+
+    def look_again(self) -> None:
+        """Search once more at the next backward, if no scaler is known."""
+        self._looked = self._scaler is not None and self._scaler() is not None
+
+    def _look(self) -> None:
+        used = [s for s in torch_private.loss_scalers() if torch_private.scale_of(s) is not None]
+        self.ambiguous = len(used) > 1
+        self._scaler = weakref.ref(used[0]) if len(used) == 1 else None
+
+
+def of_optimizer(optimizer: object) -> Tensor | None:
+    """Return the scale a *fused* optimizer will divide by itself: its gradients are still scaled.
+
+    GradScaler leaves it in the optimizer's `grad_scale` for the time of the step.
+    """
+    scale = getattr(optimizer, "grad_scale", None)
+    return scale if isinstance(scale, Tensor) else None

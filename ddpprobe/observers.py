@@ -1,0 +1,118 @@
+"""What looks at the model on this rank, built once the model is known in its final form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from ddpprobe import dynamo_private, torch_private
+from ddpprobe.fuse import Fuse
+from ddpprobe.hooks.compiled import CompiledHooks
+from ddpprobe.hooks.eager import EagerHooks
+from ddpprobe.hooks.full import FullHooks
+from ddpprobe.hooks.step_rows import StepRows
+from ddpprobe.hooks.watch import Watch
+from ddpprobe.loss_scale import LossScale
+from ddpprobe.records import FirstBad
+from ddpprobe.steps import StepClock
+from ddpprobe.topology import Topology
+
+
+@final
+class Observers:
+    """The hooks of a model and where their rows go.
+
+    Args:
+        found: the model.
+        select: whether a module FQN is observed.
+        clock: tells step and micro-batch.
+        rank: this rank.
+        fuse: contains whatever goes wrong in hooks.
+        on_bad: called when the every-step watch sees a bad local value.
+        lost: called with the FQNs of compiled modules that cannot be heard.
+        full_backward: also `grad_input`, by full backward hooks where proven safe.
+
+    Attributes:
+        gradients_read: the reduced gradients of this step are in the rows.
+    """
+
+    def __init__(
+        self, found: Topology, select: Callable[[str], bool], clock: StepClock, rank: int,
+        fuse: Fuse, on_bad: Callable[[FirstBad], None], lost: Callable[[list[str]], None], *,
+        full_backward: bool,
+    ) -> None:  # fmt: skip
+        self.topology = found
+        self.rows = StepRows(found.device, rank, timed=bool(found.cut))
+        self.compiled = CompiledHooks(select, fuse, lost)
+        self.eager = EagerHooks(found, select, self.rows, clock, fuse, self.compiled)
+        self.full = FullHooks(found, select, self.rows, clock, fuse, self.compiled)
+        self.watch = Watch(found, clock, rank, fuse, on_bad)
+        self.loss_scale = LossScale()
+        self.gradients_read = False
+        self._clock = clock
+        self._use_full = full_backward
+        self._warm = True  # the next step makes the graphs that observe
+        self._late = False  # the root is inside a graph, which can only be renewed between steps
+
+    def begin_step(self, *, sampled: bool) -> bool:
+        """Get ready for a step, in its first forward. False: it cannot be observed as wished."""
+        if self._clock.in_graph:
+            self._late |= not len(self.compiled)
+            sampled = sampled and self.compiled.flag.on
+        elif sampled or self._warm:
+            inside = dynamo_private.in_a_compiled_call()
+            if self.compiled.find(self.topology, root_is_in_one=inside):
+                self.compiled.renew()
+                self._warm = True
+        if not self._clock.in_graph:
+            self.compiled.flag.on = sampled or self._warm
+        if sampled:
+            self.rows.begin()
+            self.eager.begin()
+            self.gradients_read = False
+        return sampled
+
+    def end_step(self) -> None:
+        """Judge whether compiled modules were heard; between steps is the time to renew graphs."""
+        renew = self.compiled.flag.on and self.compiled.judge()
+        self._warm = False
+        if self._late:
+            self._late = False
+            self.compiled.find(self.topology, root_is_in_one=True)
+            renew = True
+        if renew:
+            self.compiled.renew()
+            self._warm = True
+
+    def choose_graphs(self, *, sampled: bool) -> None:
+        """Say which graphs the next forward takes: a root inside a graph cannot say it itself."""
+        if self._clock.in_graph:
+            self.compiled.flag.on = sampled or self._warm
+
+    def attach(self) -> None:
+        """Hang the hooks of a sampled step; at each forward anew, so that ours are the last.
+
+        A hook of the user's that changes an output must have run when we look at it.
+        """
+        self.detach()
+        self.compiled.eager = self.eager
+        self.eager.attach()
+        if self._use_full and not torch_private.in_functorch():
+            self.full.attach()
+
+    def detach(self) -> None:
+        """Take the hooks of a sampled step off."""
+        self.compiled.eager = None
+        self.eager.detach()
+        self.full.detach()
+
+    def pause(self) -> None:
+        """Let go of the model until the next step that is observed."""
+        self.detach()
+        self.compiled.mute()
+
+    def close(self) -> None:
+        """Take everything off."""
+        self.detach()
+        self.compiled.close()
+        self.watch.close()

@@ -1,0 +1,169 @@
+"""How a tensor lies over the ranks: its placement, who counts it, and which region is here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
+
+from torch import Tensor
+
+from ddpprobe import torch_private
+from ddpprobe.torch_sharding import split_factor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+# (one of records.PLACEMENTS, whether this rank's part is counted in the global value)
+Layout = tuple[str, bool]
+LOCAL: Layout = ("local", True)
+REPLICATED: Layout = ("replicated", True)
+PARTIAL: Layout = ("partial", True)
+UNKNOWN: Layout = ("unknown", True)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The part of a global tensor that a local one is.
+
+    Attributes:
+        offset, shape: of the part, per dimension; one number each if `flat`.
+        global_shape: of the whole tensor.
+        flat: the part is a range of the flattened tensor (FSDP1), not a box.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    flat: bool = False
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether `tensor` is a DTensor, without importing them."""
+    return torch_private.is_a(tensor, "torch.distributed.tensor", "DTensor")
+
+
+def layout_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
+    """Layout of a tensor spread over `mesh`, whose other dimensions differ by rank.
+
+    `partial` if the value is still to be summed; `sharded` if any mesh axis splits it; `local` if
+    the ranks of the mesh hold the same. Of replicas along the mesh only the first is primary.
+    """
+    if any(p.is_partial() for p in placements):
+        return PARTIAL
+    coordinate = mesh.get_coordinate() or ()
+    primary = all(c == 0 for c, p in zip(coordinate, placements, strict=False) if p.is_replicate())
+    return ("local" if all(p.is_replicate() for p in placements) else "sharded"), primary
+
+
+def within(outer: Layout, group: Layout) -> Layout:
+    """Layout of a tensor that lies as `outer` over some ranks and as `group` within their groups.
+
+    `group` is `local` (the group holds the same, its first rank counts it) or unknown.
+    """
+    if group[0] != "local":
+        return UNKNOWN
+    return outer if outer[0] == "replicated" else (outer[0], outer[1] and group[1])
+
+
+def reduced_layout(tensor: DTensor) -> Layout:
+    """Layout of a reduced gradient: `replicated` if every rank of its mesh holds it whole."""
+    placement, primary = layout_of(tensor.device_mesh, tensor.placements)
+    return REPLICATED if placement == "local" else (placement, primary)
+
+
+def region(tensor: Tensor) -> Region | None:
+    """Region of the local part of `tensor`; a plain tensor is whole. A pure function.
+
+    None where the part is no box: a partial sum, or a strided shard whose rows are not adjacent.
+    Padding is no part of it; an empty shard has a zero in its shape.
+    """
+    if not is_dtensor(tensor):
+        shape = tuple(tensor.shape)
+        return Region((0,) * len(shape), shape, shape)
+    if any(p.is_partial() for p in tensor.placements):
+        return None
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    return box(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements)
+
+
+def box(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: Sequence[Placement],
+) -> Region | None:
+    """Region held at `coordinate` of a mesh by a tensor of `shape` with these `placements`.
+
+    None if it is no box.
+    """
+    rows = {d: [(0, size)] for d, size in enumerate(shape)}  # per dimension: runs [start, stop)
+    for axis, placement in enumerate(placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            dealt = mesh_shape[axis], coordinate[axis], split_factor(placement)
+            rows[dim % len(shape)] = _deal(rows[dim % len(shape)], *dealt)
+    if any(len(runs) > 1 for runs in rows.values()):
+        return None
+    found = [runs[0] if runs else (shape[d], shape[d]) for d, runs in rows.items()]
+    return Region(tuple(a for a, _ in found), tuple(b - a for a, b in found), shape)
+
+
+def _deal(runs: list[tuple[int, int]], ranks: int, rank: int, pieces: int) -> list[tuple[int, int]]:
+    """Cut runs into `pieces`, cut each of these for `ranks`, and return what `rank` gets."""
+    size = sum(b - a for a, b in runs)
+    mine: list[tuple[int, int]] = []
+    for start, stop in (_chunk(size, pieces, p) for p in range(pieces)):
+        a, b = _chunk(stop - start, ranks, rank)
+        for run in _cut(runs, start + a, start + b):
+            if mine and mine[-1][1] == run[0]:
+                mine[-1] = mine[-1][0], run[1]
+            else:
+                mine.append(run)
+    return mine
+
+
+def _chunk(size: int, chunks: int, index: int) -> tuple[int, int]:
+    """[start, stop) of a chunk as torch.chunk makes them: full ones first, then less or none."""
+    full = -(-size // chunks)
+    return min(index * full, size), min((index + 1) * full, size)
+
+
+def _cut(runs: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """Positions [start, stop) of what `runs` hold one behind the other."""
+    out, position = [], 0
+    for a, b in runs:
+        low, high = max(start, position), min(stop, position + b - a)
+        if low < high:
+            out.append((a + low - position, a + high - position))
+        position += b - a
+    return out
+
+
+def shard_name(tensor: DTensor) -> str | None:
+    """Name the shard that replicas along the mesh hold as well; "" is the whole tensor.
+
+    None if nobody on the mesh holds the same part.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    sizes, coordinate = tuple(mesh.shape), mesh.get_coordinate()
+    if coordinate is None or any(p.is_partial() for p in placements):
+        return None
+    copies = [n for n, p in zip(sizes, placements, strict=True) if p.is_replicate()]
+    return shard_id(tensor) if any(n > 1 for n in copies) else None
+
+
+def shard_id(tensor: DTensor) -> str:
+    """Name of the shard held here among all of the tensor, such as "2/4"; "" if it is whole."""
+    mesh = tensor.device_mesh
+    coordinate: Sequence[int] = mesh.get_coordinate() or ()
+    index, count = 0, 1
+    for size, at, placement in zip(tuple(mesh.shape), coordinate, tensor.placements, strict=True):
+        if not placement.is_replicate():
+            index, count = index * size + at, count * size
+    return f"{index}/{count}" if count > 1 else ""

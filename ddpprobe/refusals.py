@@ -1,0 +1,99 @@
+"""What cannot be observed truthfully, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel
+
+from ddpprobe import torch_private, torch_sharding
+from ddpprobe.placement import is_dtensor
+
+# Engines that keep parameters or gradients where torch's own names do not show them.
+_ENGINES = ("apex", "colossalai", "deepspeed", "fairscale", "horovod", "megatron", "oslo", "smp")
+_PLAIN_DISPATCH = Tensor.__torch_dispatch__
+
+
+class Refused(ValueError):
+    """A model ddpprobe cannot observe truthfully; the text says why and what to do."""
+
+
+def refuse_module(fqn: str, module: nn.Module) -> None:
+    """Refuse a module whose numbers would be wrong or silently absent.
+
+    Raises:
+        Refused: with its name.
+    """
+    where = f"module {fqn!r}" if fqn else "the model"
+    leave_out = _leave_out(fqn)
+    if isinstance(module, DataParallel):
+        raise Refused(
+            f"{where} is a DataParallel: its replicas live for one forward only. "
+            "Use DistributedDataParallel."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise Refused(
+            f"{where} is a ScriptModule, which takes no hooks. Pass the eager model{leave_out}."
+        )
+    engine = type(module).__module__.split(".")[0]
+    if engine in _ENGINES:
+        raise Refused(
+            f"{where} is a {type(module).__name__} of {engine}, which keeps gradients where torch "
+            "does not show them: they would be missing or wrong here. Use torch's own FSDP, "
+            f"fully_shard or DistributedDataParallel{leave_out}."
+        )
+
+
+def refuse_parameter(owner: str, name: str, parameter: Tensor) -> None:
+    """Refuse a parameter whose elements cannot be read where it stands.
+
+    Raises:
+        Refused: with its name and its type.
+    """
+    fqn = f"{owner}.{name}" if owner else name
+    if is_dtensor(parameter):
+        return
+    if nn.parameter.is_lazy(parameter):
+        raise Refused(
+            f"parameter {fqn!r} is not initialized yet. Run one forward of the model before "
+            "ddpprobe.install(model), as its optimizer needs, too."
+        )
+    if hasattr(parameter, "ds_id"):
+        raise Refused(
+            f"parameter {fqn!r} is partitioned by DeepSpeed ZeRO-3: an empty tensor stands in its "
+            f"place. Use torch's fully_shard{_leave_out(owner)}."
+        )
+    if getattr(type(parameter), "__torch_dispatch__", _PLAIN_DISPATCH) is not _PLAIN_DISPATCH:
+        kind = type(parameter)
+        raise Refused(
+            f"parameter {fqn!r} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass "
+            f"whose elements ddpprobe cannot read. Convert it to a plain tensor{_leave_out(owner)}."
+        )
+
+
+def refuse(
+    modules: list[tuple[str, nn.Module]], select: Callable[[str], bool], model: nn.Module
+) -> None:
+    """Refuse what is wrong in the chosen ones of `modules`, (FQN, module).
+
+    Raises:
+        Refused: the first of them, by name.
+    """
+    for fqn, module in modules:
+        if select(fqn):
+            refuse_module(fqn, module)
+            for name, parameter in module.named_parameters(recurse=False):
+                refuse_parameter(fqn, name, parameter)
+    for part in torch_private.flat_parts(model):
+        if torch_sharding.is_extended(part.flat):
+            raise Refused(
+                f"parameter {part.name!r} is sharded by FullyShardedDataParallel (FSDP1) over "
+                "tensor-parallel parts. Use torch.distributed.fsdp.fully_shard with "
+                "tensor parallelism."
+            )
+
+
+def _leave_out(fqn: str) -> str:
+    return f", or leave it out with exclude={fqn + '*'!r}" if fqn else ""

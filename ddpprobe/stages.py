@@ -1,0 +1,86 @@
+"""Do the ranks hold the same model, or is each a stage of one (pipeline)?
+
+Ranks whose modules of one name are one and the same module merge; the rest must not. So the ranks
+compare at `install` what their modules are made of and, where no wrapper vouches for it, what
+values their parameters have: two stages that are both called "0" differ in that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpprobe.placement import is_dtensor
+from ddpprobe.stats.checksum import checksum
+from ddpprobe.topology import Topology
+
+Parts = dict[str, list[str]]  # module FQN -> [digest of its structure, digest of its values]
+
+
+def parts(found: Topology) -> Parts:
+    """Digest every module with all below it. Reads all plain parameters once."""
+    lines: dict[str, tuple[str, str]] = {}
+    for fqn, module in found.named_modules():
+        own = [] if found.world_size == 1 else list(_values(module, found))
+        lines[fqn] = type(module).__qualname__, " ".join(own)
+    kinds: dict[str, list[str]] = {fqn: [] for fqn in lines}
+    values: dict[str, list[str]] = {fqn: [] for fqn in lines}
+    for fqn, (kind, value) in lines.items():
+        path = fqn
+        while True:
+            if path in kinds:
+                below = fqn.removeprefix(path)
+                kinds[path].append(f"{below} {kind}")
+                values[path].append(f"{below} {value}")
+            if not path:
+                break
+            path = path.rpartition(".")[0]
+    made: Parts = {}
+    for fqn in lines:  # parents first
+        anonymous = fqn and all(line.endswith(" ") for line in values[fqn])
+        # Without parameters nothing tells one ReLU from another but what it is part of.
+        parent = fqn.rpartition(".")[0] if anonymous else fqn
+        made[fqn] = made[parent] if parent in made else [_digest(kinds[fqn]), _digest(values[fqn])]
+    return made
+
+
+def compare(heard: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, Any]:
+    """Tell from the parts of all ranks which modules are not the same everywhere they are.
+
+    Returns `cut`, FQNs whose structure differs, and `differ`, further ones whose values do.
+    """
+    seen: dict[str, tuple[set[str], set[str]]] = {}
+    for part in heard:
+        for fqn, (structure, value) in part.items():
+            structures, found = seen.setdefault(fqn, (set(), set()))
+            structures.add(structure)
+            found.add(value)
+    cut = [fqn for fqn, (structures, _) in seen.items() if len(structures) > 1]
+    differ = [fqn for fqn, (s, v) in seen.items() if len(s) == 1 and len(v) > 1]
+    return {"cut": cut, "differ": differ}
+
+
+def _values(module: nn.Module, found: Topology) -> Iterable[str]:
+    """One word per parameter of the module itself: what makes it the same on two ranks."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if is_dtensor(parameter):
+            ranks = parameter.device_mesh.mesh.flatten().tolist()
+            yield f"{name} {tuple(parameter.shape)}" + (f" {ranks}" if not found.ddps else "")
+        elif found.flat or found.tensor_meshes or not _is_readable(parameter):
+            yield name
+        else:
+            out = torch.zeros((), dtype=torch.int64, device=parameter.device)
+            checksum(parameter, out)
+            yield f"{name} {tuple(parameter.shape)} {int(out)}"
+
+
+def _is_readable(parameter: Tensor) -> bool:
+    return type(parameter) in (Tensor, nn.Parameter) and not parameter.is_meta
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

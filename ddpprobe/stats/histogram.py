@@ -1,0 +1,115 @@
+"""Histogram and near-zero count of one tensor beside its row, on its device, exactly mergeable.
+
+A wide row is float64 [HEAD + bins]: the row of `stats.rows`, then near_zero (elements with
+|x| <= eps), below and above (finite elements outside a fixed range), exponent, and the counts of
+the bins. Without a fixed range the bins divide [-2**exponent, 2**exponent) evenly, where
+2**exponent is the smallest power of two above every magnitude: two such histograms merge by adding
+up neighbouring bins of the finer one, which gives the very counts of the coarser range.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ddpprobe.stats import rows
+from ddpprobe.stats.dense import dense
+
+NEAR_ZERO, BELOW, ABOVE, EXPONENT = range(rows.WIDTH, rows.WIDTH + 4)
+HEAD = rows.WIDTH + 4
+LOWEST = -1000.0  # exponent of a tensor that holds nothing but zeros
+BLOCK = 1 << 20  # elements converted to float64 at a time on the CPU
+
+
+def measure(tensor: Tensor, bins: int, limits: tuple[float, float] | None, eps: float) -> Tensor:
+    """Return the wide row of `tensor`, float64 [HEAD + bins] on its device; no host sync there.
+
+    Args:
+        tensor: any shape, layout, dtype that `stats.rows.reduce` takes.
+        bins: number of bins; 0: no histogram. Without `limits` a power of two from 4 up.
+        limits: fixed range of the bins; None: the symmetric range that fits (see above).
+        eps: largest magnitude that counts as near zero, in the tensor's unit.
+
+    Raises:
+        Unsupported: this kind of tensor has no statistics.
+    """
+    with torch.no_grad():
+        flat, repeats = dense(tensor)
+        wide = torch.zeros(HEAD + bins, dtype=torch.float64, device=flat.device)
+        rows.reduce(tensor, wide[: rows.WIDTH])
+        peak = torch.maximum(-wide[5], wide[6])
+        fits = torch.frexp(peak).exponent.to(torch.float64).clamp(min=LOWEST)
+        wide[EXPONENT] = torch.where(torch.isfinite(peak) & (peak > 0), fits, LOWEST)
+        for block in flat.split(BLOCK if flat.device.type == "cpu" else rows.GPU_BLOCK):
+            if block.numel():
+                _count(block.double(), repeats, wide, limits, eps)
+        return wide
+
+
+def _count(
+    x: Tensor, repeats: int, wide: Tensor, limits: tuple[float, float] | None, eps: float
+) -> None:
+    wide[NEAR_ZERO] += (x.abs() <= eps).sum() * repeats
+    bins = len(wide) - HEAD
+    if not bins:
+        return
+    finite = torch.isfinite(x)
+    inside = finite
+    if limits is None:
+        # Scaling by powers of two is exact, so that no element lands beside its bin.
+        index = torch.ldexp(x, -wide[EXPONENT]).mul(bins // 2).floor() + bins // 2
+    else:
+        low, high = limits
+        wide[BELOW] += (finite & (x < low)).sum() * repeats
+        wide[ABOVE] += (finite & (x > high)).sum() * repeats
+        inside = finite & (x >= low) & (x <= high)
+        index = ((x - low) * (bins / (high - low))).floor()
+    # What does not count goes to a bin of its own behind the last: no shape depends on the data.
+    slot = torch.where(inside, index.nan_to_num(0.0).clamp(0, bins - 1), bins).long()
+    counts = torch.zeros(bins + 1, dtype=torch.int64, device=x.device)
+    counts.scatter_add_(0, slot, torch.ones_like(slot))
+    wide[HEAD:] += counts[:bins] * repeats
+
+
+def empty(bins: int) -> Tensor:
+    """Return the identity of `merge`, float64 [HEAD + bins] on the CPU."""
+    out = torch.zeros(HEAD + bins, dtype=torch.float64, device="cpu")
+    out[: rows.WIDTH] = torch.tensor(rows.EMPTY, dtype=torch.float64, device="cpu")
+    out[EXPONENT] = LOWEST
+    return out
+
+
+def merge(a: Tensor, b: Tensor, *, fixed: bool) -> Tensor:
+    """Merge wide rows [..., HEAD + bins] of equal shape, pair by pair, on their device.
+
+    Args:
+        a: one row or a block of them.
+        b: the same.
+        fixed: whether the bins have a fixed range (else they are brought to the wider one).
+    """
+    out = a + b
+    out[..., 5] = torch.minimum(a[..., 5], b[..., 5])
+    out[..., 6] = torch.maximum(a[..., 6], b[..., 6])
+    out[..., EXPONENT] = torch.maximum(a[..., EXPONENT], b[..., EXPONENT])
+    if not fixed and a.shape[-1] > HEAD:
+        out[..., HEAD:] = _widened(a, out[..., EXPONENT]) + _widened(b, out[..., EXPONENT])
+    return out
+
+
+def _widened(wide: Tensor, exponent: Tensor) -> Tensor:
+    """Return the bins of `wide` over the range 2**exponent, which contains theirs."""
+    counts = wide[..., HEAD:]
+    bins = counts.shape[-1]
+    centres = torch.arange(bins, dtype=torch.float64, device=wide.device) + (0.5 - bins / 2)
+    shift = (wide[..., EXPONENT] - exponent).unsqueeze(-1).clamp(min=LOWEST)
+    index = (torch.ldexp(centres, shift).floor() + bins / 2).long()
+    return torch.zeros_like(counts).scatter_add_(-1, index.expand_as(counts), counts)
+
+
+def edges(wide: Tensor, limits: tuple[float, float] | None) -> Tensor:
+    """Return the borders of the bins of one wide row, float64 [bins + 1], ascending."""
+    bins = len(wide) - HEAD
+    if limits is None:
+        high = 2.0 ** float(wide[EXPONENT])
+        limits = (-high, high)
+    return torch.linspace(*limits, bins + 1, dtype=torch.float64, device="cpu")

@@ -1,0 +1,1 @@
+"""The grid: every statistic of every site, under every wrapper, against one unsharded process."""

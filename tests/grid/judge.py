@@ -1,0 +1,232 @@
+"""Holds a cell's records against the reference: counts exactly, values within a tolerance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ddpprobe.records import PHASES, StepRecord, disagreements, merge_all
+from tests.grid.axes import DDP, Cell
+from tests.grid.cell import Outcome, Run, journal_of
+from tests.grid.loops import BACKWARD_STEP, FORWARD_STEP, STEPS, planned
+from tests.grid.models import build
+from tests.grid.reference import Expected, Key, Reference
+
+# Of the largest magnitude of the tensor (sums: of the sum of magnitudes).
+TOLERANCE = {"fp32": 1e-5, "autocast": 2.0**-6, "mixed": 2.0**-6, "scaler": 2.0**-9}
+# Of the largest gradient: below this, whether it is 0 depends on the order of a sum.
+NOISE = {**TOLERANCE, "fp32": 1e-6}
+_NUMEL, _NAN, _POS, _NEG, _ZEROS, _TAPPED, _OBSERVED = range(7)
+
+LOST = "autograd drops the gradient hook of a view that is changed in place"
+UNKNOWN = "plain tensors inside a tensor-parallel region are labelled, not merged"
+PARTIAL = "partial sums are labelled, not merged"
+SILENT = "modules compiled and called before install() are reported as silent"
+LIMITS = {"unknown": UNKNOWN, "partial": PARTIAL}
+
+
+def judge(cell: Cell, runs: list[tuple[Run, Run]], run_dir: Path) -> Outcome:
+    """Return what is to be said about the cell."""
+    outcome = Outcome(cell.name)
+    refused = {probed.refused for _, probed in runs}
+    if refused != {""}:
+        outcome.result = f"refused: {max(refused)}"
+        if len(refused) != 1:
+            outcome.problems.append(f"the ranks do not agree: {sorted(refused)}")
+        return outcome
+    outcome.same = all(bare.state == probed.state for bare, probed in runs)
+    if not outcome.same:
+        ranks = [rank for rank, (bare, probed) in enumerate(runs) if bare.state != probed.state]
+        outcome.problems.append(f"training differs with the probe on ranks {ranks}")
+    outcome.graphs = [max(r[i].graphs for r in runs) for i in (0, 1)]
+    outcome.breaks = [max(len(r[i].breaks) for r in runs) for i in (0, 1)]
+    for new in sorted({reason for bare, probed in runs for reason in probed.breaks - bare.breaks}):
+        outcome.problems.append(f"a graph break of the probe's: {new}")
+    silent: set[str] = set()
+    steps = _merged(cell, run_dir, outcome, silent)
+    limits: Counter[str] = Counter()
+    reference = Reference(cell)
+    expected = reference.run()
+    _same_training(cell, runs, reference, outcome)
+    for number in range(0, STEPS, cell.every):
+        if number not in steps:
+            outcome.problems.append(f"step {number}: no record")
+            continue
+        _compare(cell, number, steps[number], expected[number], outcome, limits, silent)
+    _faults(cell, steps, outcome)
+    outcome.limited = limits.total()
+    outcome.result = (
+        "limited: " + "; ".join(sorted(limits)) if limits else "exact"
+    )  # fmt: skip
+    return outcome
+
+
+def _same_training(
+    cell: Cell, runs: list[tuple[Run, Run]], reference: Reference, outcome: Outcome
+) -> None:
+    """Without a probe the wrapped model must have learnt what the reference has."""
+    trained = {name: value for bare, _ in runs for name, value in bare.trained.items()}
+    for name, want in reference.parameters().items():
+        got = trained.get(name)
+        if got is None:
+            outcome.problems.append(f"without a probe: no parameter {name}")
+            continue
+        error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-3))
+        if not error <= TOLERANCE[cell.precision]:
+            outcome.problems.append(f"without a probe: {name} is trained differently ({error:.1e})")
+
+
+def _merged(cell: Cell, run_dir: Path, outcome: Outcome, silent: set[str]) -> dict[int, StepRecord]:
+    """The ranks' last word on each step (an alarm comes before the step's own record), merged."""
+    steps: dict[int, list[StepRecord]] = {}
+    for rank in range(cell.ranks):
+        last: dict[int, StepRecord] = {}
+        records, unseen = journal_of(run_dir, rank)
+        silent |= unseen
+        for record in records:
+            last[record.step] = record
+        for step, record in last.items():
+            steps.setdefault(step, []).append(record)
+    for step in range(0, STEPS, cell.every):
+        if len(steps.get(step, ())) not in (0, cell.ranks):
+            outcome.problems.append(f"step {step}: records of {len(steps[step])} ranks only")
+    return {step: merge_all(records) for step, records in steps.items()}
+
+
+def _compare(
+    cell: Cell, number: int, merged: StepRecord, expected: Expected, outcome: Outcome,
+    limits: Counter[str], silent: set[str],
+) -> None:  # fmt: skip
+    _alike(cell, number, merged, expected, outcome)
+    if merged.skipped != expected.skipped:
+        outcome.problems.append(f"step {number}: skipped {merged.skipped}, not {expected.skipped}")
+    rows = {site.key: row for row, site in enumerate(merged.sites)}
+    for key in expected.tapped.keys() | expected.values.keys():
+        row = rows.get(key)
+        where = f"step {number} {_text(key)}"
+        if row is None:
+            if cell.install == "late" and key[0] in silent:
+                limits[SILENT] += 1
+            elif key in expected.values:
+                outcome.problems.append(f"{where}: no such site")
+            continue
+        site, observed = merged.sites[row], int(merged.counts[row, _OBSERVED])
+        if site.placement in LIMITS:
+            limits[LIMITS[site.placement]] += 1
+            continue
+        if key not in expected.values:
+            limits[LOST] += 1
+            if observed:
+                outcome.problems.append(f"{where}: observed {observed}, where torch gives nothing")
+            continue
+        if not observed:
+            outcome.problems.append(f"{where}: unobserved, expected {len(expected.values[key])}")
+            continue
+        outcome.sites += 1
+        counts, values = merged.counts[row], merged.values[row]
+        noise = NOISE[cell.precision] if key[1].startswith("grad") else 0.0
+        problem, worst = _differ(counts, values, expected.of(key), TOLERANCE[cell.precision], noise)
+        outcome.worst = max(outcome.worst, worst)
+        if problem:
+            outcome.problems.append(f"{where} ({site.placement}): {problem}")
+        calls = len(expected.values[key])
+        if site.placement == "local" and observed != calls:
+            outcome.problems.append(f"{where}: observed {observed} times, expected {calls}")
+    for key, row in rows.items():
+        if key not in expected.values and merged.counts[row, _OBSERVED]:
+            outcome.problems.append(
+                f"step {number} {_text(key)}: observed {int(merged.counts[row, _OBSERVED])}, "
+                "the reference has no such site"
+            )
+
+
+def _alike(
+    cell: Cell, number: int, merged: StepRecord, expected: Expected, outcome: Outcome
+) -> None:
+    """What ranks hold alike has equal checksums, and a GradScaler's scale is told."""
+    replicated = cell.wrapper in (*DDP, "hsdp", "hsdp1") and cell.ranks > 1
+    if replicated and not merged.digests:
+        outcome.problems.append(f"step {number}: no checksums of what the ranks hold alike")
+    if disagreements(merged.digests):
+        named = sorted(fqn for fqn, _ in disagreements(merged.digests))
+        outcome.problems.append(f"step {number}: false alarm, ranks are said to differ in {named}")
+    if cell.precision == "scaler":
+        told = merged.scalars[0].get("loss_scale")
+        if told != expected.scale:
+            outcome.problems.append(f"step {number}: loss scale {told}, expected {expected.scale}")
+
+
+def _differ(counts, values, want: Tensor, tolerance: float, noise: float) -> tuple[str, float]:
+    """Compare one row with all elements; returns what differs, and the worst relative error."""
+    finite = want[torch.isfinite(want)]
+    exact = {
+        "numel": want.numel(), "nan": int(want.isnan().sum()),
+        "pos_inf": int((want == torch.inf).sum()), "neg_inf": int((want == -torch.inf).sum()),
+        "zeros": int((want == 0).sum()),
+    }  # fmt: skip
+    # Gradients that cancel exactly in theory (the key bias of attention) are rounding noise around
+    # 0: whether such an element is 0 depends on the order of a sum.
+    sizes = finite.abs()
+    small = noise * float(sizes.max()) if len(finite) else 0.0
+    doubtful = int(((sizes > 0) & (sizes <= small)).sum())
+    wrong = [
+        f"{name} {int(counts[i])}, expected {value}"
+        for i, (name, value) in enumerate(exact.items())
+        if int(counts[i]) != value
+        and not (name == "zeros" and doubtful and 0 <= counts[i] <= value + doubtful)
+    ]
+    if wrong or not finite.numel():
+        return "; ".join(wrong), 0.0
+    peak = float(finite.abs().max())
+    total = float(finite.abs().sum())
+    worst = 0.0
+    for got, expected, scale, name in (
+        (values[0], float(finite.min()), peak, "min"),
+        (values[1], float(finite.max()), peak, "max"),
+        (values[2], float(finite.sum()), total, "sum"),
+        (values[3], float(finite.square().sum()), float(finite.square().sum()), "sum_sq"),
+    ):
+        error = abs(got - expected) / scale if scale else abs(got)
+        worst = max(worst, error)
+        if not error <= tolerance * (2 if name == "sum_sq" else 1):
+            wrong.append(f"{name} {got:.9g}, expected {expected:.9g} (off {error:.1e})")
+    return "; ".join(wrong), worst
+
+
+def _faults(cell: Cell, steps: dict[int, StepRecord], outcome: Outcome) -> None:
+    """The first bad tensor of the two faulty steps names rank, phase, micro-batch and module."""
+    plan, model = planned(cell), build(cell.model)
+    said = []
+    for number, phase, modules in (
+        (FORWARD_STEP, "forward", (model.spot,)),
+        (BACKWARD_STEP, "backward", _tuple(model.before_spot)),
+    ):
+        bad = steps[number].first_bad if number in steps else None
+        if bad is None:
+            outcome.problems.append(f"{phase} fault at step {number}: not found")
+            said.append("not found")
+            continue
+        assert bad.phase in PHASES
+        sampled = number % cell.every == 0
+        wrong = (bad.rank, bad.phase, bad.micro) != (plan.rank, phase, plan.micro)
+        if wrong or (sampled and bad.fqn not in modules):
+            outcome.problems.append(
+                f"{phase} fault of rank {plan.rank} micro {plan.micro} in {modules}: named rank "
+                f"{bad.rank} {bad.phase} micro {bad.micro} {bad.fqn}:{bad.kind}"
+            )
+            said.append("wrong")
+        else:
+            said.append("named" if sampled else "named (rank, phase)")
+    outcome.faults = ", ".join(dict.fromkeys(said))
+
+
+def _tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
+
+
+def _text(key: Key) -> str:
+    fqn, kind, leaf = key
+    return f"{fqn or '(root)'}{f'[{leaf}]' if leaf else ''}:{kind}"

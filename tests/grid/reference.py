@@ -1,0 +1,291 @@
+"""What every site must show: the unsharded model in one process, seen by plain torch hooks.
+
+One replica per data-parallel rank sees that rank's batches; gradients are averaged by hand. Nothing
+of ddpprobe is imported here. Values are kept whole, in float64, and reduced when compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from tests.grid.axes import FSDP1, Cell
+from tests.grid.loops import BACKOFF, LR, SCALE, STEPS, autocast, branch_of, make_optimizers
+from tests.grid.models import Base, batch, build, loss_of
+
+Key = tuple[str, str, str]  # module or parameter path, kind, leaf
+
+
+@dataclass
+class Expected:
+    """One step: the values of every site over all calls, micro-batches and ranks.
+
+    `values[key]` are 1-D float64; `tapped` counts hooks placed, so that a key with hooks and no
+    value is one whose hook autograd itself has dropped. `skipped`: the step was given up.
+    `scale`: what the first rank multiplies its loss with.
+    """
+
+    values: dict[Key, list[Tensor]] = field(default_factory=dict)
+    tapped: dict[Key, int] = field(default_factory=dict)
+    skipped: bool = False
+    scale: float = 1.0
+
+    def see(self, key: Key, tensor: Tensor, scale: float = 1.0) -> None:
+        """Keep a copy of what arrived, divided by the loss scale."""
+        stored = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+        self.values.setdefault(key, []).append(stored.double().reshape(-1).clone() / scale)
+
+    def tap(self, key: Key) -> None:
+        """A hook was placed for `key`."""
+        self.tapped[key] = self.tapped.get(key, 0) + 1
+
+    def of(self, key: Key) -> Tensor:
+        """All values of a site, float64 [n]."""
+        return torch.cat(self.values[key])
+
+
+@dataclass
+class Replica:
+    """The model of one data-parallel rank. Under MixedPrecision `masters` are its fp32 weights."""
+
+    model: Base
+    rank: int
+    masters: list[Tensor]
+    optimizers: list[torch.optim.Optimizer]
+    scale: float = SCALE
+
+
+class Reference:
+    """Trains a cell's model without any wrapper and notes what passes every site."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self._now = Expected()
+        self._chosen: set[str] = set()  # names of the parameters that are trained
+        self._replicas = [self._replica(rank) for rank in range(cell.dp)]
+
+    def run(self) -> list[Expected]:
+        """All steps."""
+        steps = []
+        for number in range(STEPS):
+            self._now = Expected(scale=self.loss_scale(self._replicas[0]))
+            if self.cell.loop == "lbfgs":
+                self._lbfgs(number)
+            else:
+                for micro in range(self.cell.micros):
+                    for replica in self._replicas:
+                        self._pass(replica, number, micro)
+                self._reduce()
+                self._step()
+            steps.append(self._now)
+        return steps
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The first replica's parameters as they are now."""
+        lead = self._replicas[0]
+        names = [name for name, _ in lead.model.named_parameters()]
+        return {n: p.detach().clone() for n, p in zip(names, lead.masters, strict=True)}
+
+    def _replica(self, rank: int) -> Replica:
+        model = build(self.cell.model, inplace=self.cell.inplace)
+        masters = list(model.parameters())
+        if self.cell.precision == "mixed":
+            masters = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in masters]
+            model.to(torch.bfloat16)
+        trained = [p for p in masters if p.requires_grad]
+        self._chosen = {name for name, p in model.named_parameters() if p.requires_grad}
+        if self.cell.wrapper in FSDP1:  # a flat parameter needs its gradient as a whole, so that
+            model.requires_grad_(True)  # the outputs of frozen modules have one, too
+        optimizers = [] if self.cell.loop == "no-optimizer" else make_optimizers(self.cell, trained)
+        replica = Replica(model, rank, masters, optimizers)
+        for name, module in model.named_modules():
+            module.register_forward_hook(_Output(self, replica, name))
+        for name, parameter in model.named_parameters():
+            if name in self._chosen:
+                parameter.register_hook(_Gradient(self, replica, (name, "grad_local", "")))
+        return replica
+
+    def see(self, key: Key, tensor: Tensor, scale: float = 1.0) -> None:
+        """Keep what a hook was given."""
+        self._now.see(key, tensor, scale)
+
+    def tap(self, key: Key) -> None:
+        """Note that a hook was placed."""
+        self._now.tap(key)
+
+    def loss_scale(self, replica: Replica) -> float:
+        """What the loss of this backward is multiplied with."""
+        return replica.scale if self.cell.precision == "scaler" else 1.0
+
+    def _pass(self, replica: Replica, number: int, micro: int) -> Tensor:
+        even = self.cell.wrapper == "pp"
+        data = batch(self.cell.model, number, micro, replica.rank, even=even)
+        if self.cell.precision == "mixed" and data.is_floating_point():
+            data = data.bfloat16()
+        replica.model.branch = branch_of(replica.rank, micro)
+        with autocast(self.cell):
+            loss = loss_of(replica.model(data))
+        (loss * self.loss_scale(replica)).backward()
+        if self.cell.wrapper in FSDP1 and self.cell.model == "branches":
+            # A flat parameter's gradient is whole: what did not run has a gradient, of zeros.
+            for name, parameter in replica.model.named_parameters():
+                if name.startswith(f"blocks.{1 - replica.model.branch}."):
+                    self.see((name, "grad_local", ""), torch.zeros_like(parameter))
+        last = micro == self.cell.micros - 1
+        if self.cell.precision == "mixed" and (last or not self._accumulates_low()):
+            for master, parameter in zip(replica.masters, replica.model.parameters(), strict=True):
+                if parameter.grad is not None:
+                    held = 0.0 if master.grad is None else master.grad
+                    master.grad = held + parameter.grad.float()
+                    parameter.grad = None
+        return loss.detach()
+
+    def _accumulates_low(self) -> bool:
+        """FSDP1 adds up micro-batches in bf16 within no_sync; else they are added in float32."""
+        return self.cell.wrapper in FSDP1 and self.cell.loop == "no-sync"
+
+    def _reduce(self) -> None:
+        names = [name for name, _ in self._replicas[0].model.named_parameters()]
+        alone = self.cell.wrapper == "plain"
+        for index, name in enumerate(names):
+            held = [replica.masters[index].grad for replica in self._replicas]
+            if name not in self._chosen:
+                for replica in self._replicas:
+                    replica.masters[index].grad = None
+                continue
+            if all(g is None for g in held):
+                continue
+            key = (name, "grad", "")
+            if alone:
+                for replica, g in zip(self._replicas, held, strict=True):
+                    if g is not None:
+                        self.see(key, g, self.loss_scale(replica))
+                continue
+            zero = torch.zeros_like(replica_like(held))
+            total = sum(((zero if g is None else g) / self.cell.dp for g in held[1:]),
+                        (zero if held[0] is None else held[0]) / self.cell.dp)  # fmt: skip
+            for replica in self._replicas:
+                replica.masters[index].grad = total.clone()
+            self.see(key, total, self.loss_scale(self._replicas[0]))
+
+    def _step(self) -> None:
+        for replica in self._replicas:
+            scale = self.loss_scale(replica)
+            grads = [p.grad for p in replica.masters if p.grad is not None]
+            if self.cell.precision == "scaler":
+                if not all(torch.isfinite(g).all() for g in grads):
+                    self._now.skipped = True
+                    replica.scale *= BACKOFF
+                    _clear(replica)
+                    continue
+                for gradient in grads:
+                    gradient.div_(scale)
+            for optimizer in replica.optimizers:
+                optimizer.step()
+            if self.cell.loop == "no-optimizer":
+                with torch.no_grad():
+                    for master in replica.masters:
+                        if master.grad is not None:
+                            master.sub_(master.grad, alpha=LR)
+            _clear(replica)
+            _publish(replica)
+
+    def _lbfgs(self, number: int) -> None:
+        """One optimizer for the job: here the first replica's (plain: each has its own)."""
+        alone = self.cell.wrapper == "plain"
+        for lead in self._replicas if alone else self._replicas[:1]:
+            self._lead(lead, number, [lead] if alone else self._replicas)
+
+    def _lead(self, lead: Replica, number: int, team: list[Replica]) -> None:
+        reduced: dict[str, Tensor] = {}  # of the last call of the closure
+
+        def closure() -> Tensor:
+            for replica in team:
+                for mine, theirs in zip(lead.masters, replica.masters, strict=True):
+                    theirs.data.copy_(mine.data)
+                _clear(replica)
+            losses = [self._pass(replica, number, 0) for replica in team]
+            names = [name for name, _ in lead.model.named_parameters()]
+            for index, name in enumerate(names):
+                held = [replica.masters[index].grad for replica in team]
+                if held[0] is None:
+                    continue
+                lead.masters[index].grad = sum(g / len(team) for g in held)
+                reduced[name] = lead.masters[index].grad.clone()
+            return sum(losses) / len(losses)
+
+        lead.optimizers[0].step(closure)
+        for name, gradient in reduced.items():
+            self.see((name, "grad", ""), gradient)
+        for replica in team:
+            for mine, theirs in zip(lead.masters, replica.masters, strict=True):
+                theirs.data.copy_(mine.data)
+            _clear(replica)
+
+
+def replica_like(held: list[Tensor | None]) -> Tensor:
+    """Any of the gradients that is there."""
+    return next(g for g in held if g is not None)
+
+
+def _clear(replica: Replica) -> None:
+    for parameter in (*replica.masters, *replica.model.parameters()):
+        parameter.grad = None
+
+
+def _publish(replica: Replica) -> None:
+    """Give the model its masters' values (they are the same tensors in full precision)."""
+    with torch.no_grad():
+        for master, parameter in zip(replica.masters, replica.model.parameters(), strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+
+
+@dataclass(frozen=True)
+class _Output:
+    reference: Reference
+    replica: Replica
+    path: str
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for leaf, tensor in _tensors(output, ""):
+            if tensor.is_floating_point():
+                key = (self.path, "output", leaf)
+                self.reference.tap(key)
+                self.reference.see(key, tensor)
+            if tensor.requires_grad and not tensor.is_leaf:
+                key = (self.path, "grad_output", leaf)
+                self.reference.tap(key)
+                tensor.register_hook(_Gradient(self.reference, self.replica, key))
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    reference: Reference
+    replica: Replica
+    key: Key
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.reference.see(self.key, gradient, self.reference.loss_scale(self.replica))
+
+
+def _tensors(value: object, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, tuple | list):
+        items = list(enumerate(value))
+    elif dataclasses.is_dataclass(value):
+        items = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    else:
+        items = []
+    for key, child in items:
+        yield from _tensors(child, f"{path}.{key}" if path else str(key))
