@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)  # noqa: SLF001
-_COMPILE_FILE, _COMPILE_CALL = "torch/_dynamo/eval_frame.py", "compile_wrapper"
+_COMPILE_FILE, _NOT_COMPILED = "torch/_dynamo/eval_frame.py", "DisableContext."
 
 
 def run_as_python(code: CodeType) -> bool:
@@ -109,8 +109,9 @@ def in_a_compiled_call() -> bool:
     """
     frame: FrameType | None = sys._getframe()  # noqa: SLF001  (CPython's, documented)
     while frame is not None:
-        code = frame.f_code  # its other callables keep functions, such as LBFGS.step, uncompiled
-        if code.co_filename.endswith(_COMPILE_FILE) and code.co_name == _COMPILE_CALL:
-            return True
+        code = frame.f_code
+        if code.co_filename.endswith(_COMPILE_FILE):
+            # What keeps a function uncompiled, as torch does with LBFGS.step, lives there too.
+            return not code.co_qualname.startswith(_NOT_COMPILED)
         frame = frame.f_back
     return False

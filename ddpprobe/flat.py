@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -14,10 +14,14 @@ from ddpprobe.torch_private import FlatPart
 
 @dataclass(frozen=True, slots=True)
 class FlatUnit:
-    """One flat parameter and its parts: (FQN, part), a tied parameter once."""
+    """One flat parameter and its parts: (FQN, part), a tied parameter once.
+
+    `places` is where the model holds them, (id of the module, name): a tied one in several.
+    """
 
     flat: Tensor
     parts: tuple[tuple[str, FlatPart], ...]
+    places: frozenset[tuple[int, str]]
 
     def split(self, gradient: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (FQN, view) of this rank's unsharded gradient of the whole unit, 1-D."""
@@ -59,13 +63,19 @@ class FlatUnit:
 
 def flat_units(model: nn.Module, names: Mapping[int, str]) -> tuple[FlatUnit, ...]:
     """Return the flat parameters of a model; `names` gives a module's FQN by its id."""
-    found: dict[int, tuple[Tensor, dict[tuple[int, int], tuple[str, FlatPart]]]] = {}
+    found: dict[int, list[FlatPart]] = {}
     for part in torch_private.flat_parts(model):
+        found.setdefault(id(part.flat), []).append(part)
+    return tuple(_unit(parts, names) for parts in found.values())
+
+
+def _unit(found: Sequence[FlatPart], names: Mapping[int, str]) -> FlatUnit:
+    parts: dict[tuple[int, int], tuple[str, FlatPart]] = {}
+    for part in found:
         prefix = names.get(id(part.module), "")
-        fqn = f"{prefix}.{part.name}" if prefix else part.name
-        parts = found.setdefault(id(part.flat), (part.flat, {}))[1]
-        parts.setdefault(part.identity, (fqn, part))
-    return tuple(FlatUnit(flat, tuple(parts.values())) for flat, parts in found.values())
+        parts.setdefault(part.identity, (f"{prefix}.{part.name}" if prefix else part.name, part))
+    places = frozenset((id(part.module), part.name) for part in found)
+    return FlatUnit(found[0].flat, tuple(parts.values()), places)
 
 
 def layout(part: FlatPart) -> Layout:

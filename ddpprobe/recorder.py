@@ -13,7 +13,7 @@ from typing import final
 
 from torch import Tensor
 
-from ddpprobe import dynamo_private, loss_scale, topology
+from ddpprobe import dynamo_private, loss_scale, stages, topology
 from ddpprobe.fuse import Fuse, logger
 from ddpprobe.heartbeat import STATES, STEP_PHASES, HeartbeatWriter
 from ddpprobe.hooks.compiled import renew_graphs
@@ -53,7 +53,7 @@ class Recorder:
         after_step: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.fuse = Fuse("hooks", on_blow=self._blown)
-        self._found = found
+        self._found, self._names = found, stages.Names(found)
         self._who = who
         self._schedule = schedule
         self._select = select
@@ -249,7 +249,8 @@ class Recorder:
         if self._parts is None:
             given = topology.outermost(self._found.outer)
             found = topology.describe(given, self._select)
-            found.cut, found.differ = self._found.cut, self._found.differ
+            found.cut = self._found.cut | self._names.cut(found)
+            found.differ = self._found.differ
             self._parts = Observers(
                 found, self._select, self._clock, self._who.rank, self.fuse, self.on_bad,
                 self._lost,

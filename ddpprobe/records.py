@@ -246,7 +246,9 @@ def merge_records(a: StepRecord, b: StepRecord) -> StepRecord:
     """Merge two records of one step from disjoint ranks (associative, commutative up to order).
 
     The primaries of `local` and `sharded` rows are merged, and other replicas of them dropped; of
-    `replicated`, `partial` and `unknown` ones the lowest rank's row is kept.
+    `replicated`, `partial` and `unknown` ones the lowest rank's row is kept. Where the ranks do not
+    agree, nothing is added up either: the site is `unknown` if one of them says that or
+    `replicated`, and otherwise `partial`.
     """
     if (a.attempt, a.step) != (b.attempt, b.step):
         msg = f"cannot merge step {a.step} (attempt {a.attempt}) with {b.step} ({b.attempt})"
@@ -308,30 +310,39 @@ def merge_all(records: Sequence[StepRecord]) -> StepRecord:
 
 
 def _merge_rows(a: StepRecord, b: StepRecord) -> tuple[tuple[Site, ...], Counts, Values]:
-    if a.sites and a.sites == b.sites and _all_additive(a.sites):
-        return a.sites, merge_counts(a.counts, b.counts), merge_values(a.values, b.values)
+    if a.sites and a.sites == b.sites and all(site.primary for site in a.sites):
+        added = np.array([[site.placement in _ADDITIVE] for site in a.sites])
+        counts = np.where(added, merge_counts(a.counts, b.counts), a.counts)
+        return a.sites, counts, np.where(added, merge_values(a.values, b.values), a.values)
     index: dict[tuple[str, str, str], int] = {}
     sites: list[Site] = []
-    for site in a.sites + b.sites:
-        if site.key not in index and (site.primary or site.placement not in _ADDITIVE):
-            index[site.key] = len(sites)
-            sites.append(replace(site, primary=True))
-    counts, values = empty_rows(len(sites))
-    filled = np.zeros(len(sites), bool)
+    counts, values = empty_rows(len(a.sites) + len(b.sites))
     for record in (a, b):
         for row, site in enumerate(record.sites):
-            to = index.get(site.key)
             additive = site.placement in _ADDITIVE
-            if to is None or (not site.primary if additive else filled[to]):
+            if additive and not site.primary:
                 continue
-            counts[to] = merge_counts(counts[to], record.counts[row])
-            values[to] = merge_values(values[to], record.values[row])
-            filled[to] = True
-    return tuple(sites), counts, values
+            to = index.setdefault(site.key, len(sites))
+            known = sites[to].placement if to < len(sites) else ""
+            if not known:
+                sites.append(site if site.primary else replace(site, primary=True))
+            elif additive and known in _ADDITIVE:
+                counts[to] = merge_counts(counts[to], record.counts[row])
+                values[to] = merge_values(values[to], record.values[row])
+                continue
+            elif known != site.placement:
+                sites[to] = replace(sites[to], placement=_disputed(known, site.placement))
+            if not known or PLACEMENTS.index(site.placement) > PLACEMENTS.index(known):
+                counts[to], values[to] = record.counts[row], record.values[row]
+    return tuple(sites), counts[: len(sites)], values[: len(sites)]
+
+
+def _disputed(a: str, b: str) -> str:
+    """Placement of a site of which the ranks say two things, not both of them additive.
+
+    The row to keep is that of the later word in `PLACEMENTS`: it is never a sum.
+    """
+    return "unknown" if {a, b} & {"unknown", "replicated"} else "partial"
 
 
 _ADDITIVE = ("local", "sharded")
-
-
-def _all_additive(sites: tuple[Site, ...]) -> bool:
-    return all(s.primary and s.placement in _ADDITIVE for s in sites)

@@ -3,16 +3,21 @@
 Ranks whose modules of one name are one and the same module merge; the rest must not. So the ranks
 compare at `install` what their modules are made of and, where no wrapper vouches for it, what
 values their parameters have: two stages that are both called "0" differ in that.
+
+A model that was whole then may be cut into stages before its first forward, where ranks can no
+longer ask each other. What each of them lost or renamed in between says it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from ddpprobe.placement import is_dtensor
 from ddpprobe.stats.checksum import checksum
@@ -62,6 +67,46 @@ def compare(heard: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, Any]:
     cut = [fqn for fqn, (structures, _) in seen.items() if len(structures) > 1]
     differ = [fqn for fqn, (s, v) in seen.items() if len(s) == 1 and len(v) > 1]
     return {"cut": cut, "differ": differ}
+
+
+@final
+class Names:
+    """The modules of a model as `install` found it: what is cut off later is missed here.
+
+    Args:
+        found: the model; nothing in it is kept alive.
+    """
+
+    def __init__(self, found: Topology) -> None:
+        self._fqns = frozenset(fqn for fqn, _ in found.named_modules())
+        self._of = WeakKeyDictionary((module, fqn) for fqn, module in found.named_modules())
+
+    def cut(self, found: Topology) -> frozenset[str]:
+        """Return the FQNs of modules that have lost others since, or had another FQN.
+
+        Nobody but this rank is asked, so something removed alike on all ranks is taken for a cut,
+        unless a DDP over all of them has compared their parameters.
+        """
+        group = found.ddp.process_group if found.ddp is not None else None
+        if found.world_size == 1 or (group and dist.get_world_size(group) == found.world_size):
+            return frozenset()
+        modules = dict(found.named_modules())
+        cut = {fqn for fqn, m in modules.items() if self._of.get(m, fqn) != fqn}
+        for lost in self._fqns - modules.keys():
+            cut.update(lost[:end] for end in _ends(lost))
+        for fqn, module in modules.items():  # parents first
+            # As in `parts`: without parameters it is told by what it is part of.
+            if fqn and fqn.rpartition(".")[0] in cut and next(module.parameters(), None) is None:
+                cut.add(fqn)
+        return frozenset(cut & modules.keys())
+
+
+def _ends(fqn: str) -> Iterator[int]:
+    """Lengths of the FQNs of what contains `fqn`, the root's (0) last."""
+    end = len(fqn)
+    while end > 0:
+        end = max(fqn.rfind(".", 0, end), 0)
+        yield end
 
 
 def _values(module: nn.Module, found: Topology) -> Iterable[str]:

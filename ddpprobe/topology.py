@@ -103,7 +103,7 @@ class Topology:
     def _own_parameters(self) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
         """Yield (FQN, module, name, parameter) of all that no FSDP1 manages, tied ones once."""
         flat = {id(unit.flat) for unit in self.flat}
-        parts = {(id(p.module), p.name) for unit in self.flat for _, p in unit.parts}
+        parts = {place for unit in self.flat for place in unit.places}
         seen: set[int] = set()
         for path, module in walk(self.root):
             for name, parameter in module.named_parameters(recurse=False):

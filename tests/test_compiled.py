@@ -578,6 +578,25 @@ def test_the_first_bad_tensor_inside_a_graph_is_named(tmp_path: Path) -> None:
     assert (bad.fqn, bad.kind, bad.phase, bad.pos_inf) == ("blocks.1.up", "output", "forward", 3)
 
 
+def test_a_gradient_in_a_graph_is_of_the_micro_batch_whose_backward_runs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, spoiled = Model(), iter((True, False))
+
+    def spoil(_: nn.Module, args: tuple[torch.Tensor]) -> None:
+        if next(spoiled):
+            args[0].register_hook(lambda gradient: gradient * torch.nan)
+
+    model.head.register_forward_pre_hook(spoil)
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        call, optimizer = blocks_in_place(model, Counter()), adam(model)
+        losses = [call(batch(micro)) for micro in range(2)]
+        for loss in losses:  # in the order of the forwards, as a pipeline's schedule does
+            loss.backward()
+        optimizer.step()
+    bad = read(tmp_path / "r")[0][-1].first_bad
+    assert (bad.micro, bad.phase, bad.fqn) == (0, "backward", "blocks.1.down")
+
+
 def test_an_error_inside_a_running_graph_is_contained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from random import Random
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from ddpprobe.records import (
     COUNTS,
+    PLACEMENTS,
     VALUES,
     FirstBad,
     Site,
@@ -96,6 +98,38 @@ def test_a_replicated_row_is_kept_once() -> None:
     merged = merge_all(records)
     assert merged.counts[0, 0] == 8
     assert merged.values[0].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@given(st.lists(st.sampled_from(PLACEMENTS), min_size=2, max_size=5), st.randoms())
+def test_a_site_whose_placement_the_ranks_dispute_is_labelled_and_not_added_up(
+    said: list[str], random: Random
+) -> None:
+    pool, alone = [], Site("r", "output", "", "sharded", primary=False)
+    for rank, placement in enumerate(said):
+        counts, values = empty_rows(2)
+        counts[:, 0] = values[:, 2] = 10**rank  # of a sum the digits tell the ranks
+        sites = (Site("a", "output", "", placement), alone)
+        pool.append(StepRecord(0, 3, (rank,), 0, True, sites, counts, values))
+    while len(pool) > 1:
+        random.shuffle(pool)
+        pool.append(merge_records(pool.pop(), pool.pop()))
+    ((site,), counts, values) = pool[0].sites, pool[0].counts, pool[0].values
+    assert site.primary
+    assert counts[0, 0] == values[0, 2]
+    heard = set(said)
+    if heard <= {"local", "sharded"}:
+        assert site.placement in heard
+        assert counts[0, 0] == sum(10**rank for rank in range(len(said)))
+        return
+    if "unknown" in heard or ("replicated" in heard and len(heard) > 1):
+        assert site.placement == "unknown"
+    elif "partial" in heard:
+        assert site.placement == "partial"
+    else:
+        assert site.placement == "replicated"
+    kept = [p for rank, p in enumerate(said) if counts[0, 0] == 10**rank]
+    assert len(kept) == 1
+    assert kept[0] not in ("local", "sharded")
 
 
 rows = st.lists(st.tuples(exact, exact, exact, exact), min_size=3, max_size=3)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ddpprobe import stages, topology
 
@@ -51,3 +53,40 @@ def test_a_rank_with_a_further_expert_shares_the_rest() -> None:
         for rank in (0, 1)
     ]
     assert stages.compare(heard) == {"cut": [""], "differ": []}
+
+
+def carve(model: nn.ModuleDict, cut: Callable[[nn.ModuleDict], object]) -> frozenset[str]:
+    """What is known to be cut of a model that loses parts after `install`."""
+    found = replace(topology.describe(model), world_size=2)
+    names = stages.Names(found)
+    cut(model)
+    return names.cut(replace(topology.describe(model), world_size=found.world_size))
+
+
+def deep() -> nn.ModuleDict:
+    layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(2, 2)}) for _ in range(3))
+    return nn.ModuleDict({"layers": layers, "act": nn.ReLU(), "head": nn.Linear(2, 2)})
+
+
+def test_a_model_that_loses_layers_after_install_is_cut_where_it_lost_them() -> None:
+    def drop(model: nn.ModuleDict) -> None:
+        model["layers"][1] = None
+
+    assert carve(deep(), drop) == {"", "layers", "act"}
+
+
+def test_layers_that_are_renumbered_after_install_are_other_ones() -> None:
+    def slice_(model: nn.ModuleDict) -> None:
+        model["layers"] = model["layers"][1:]
+
+    every_layer = {"layers.0", "layers.0.up", "layers.1", "layers.1.up"}
+    assert carve(deep(), slice_) == {"", "layers", "act", *every_layer}
+
+
+def test_wrapping_replacing_and_adding_modules_after_install_cuts_nothing() -> None:
+    def change(model: nn.ModuleDict) -> None:
+        model["head"] = nn.Linear(2, 2)
+        model["further"] = nn.Linear(2, 2)
+        model["layers"][1] = checkpoint_wrapper(model["layers"][1])
+
+    assert carve(deep(), change) == frozenset()

@@ -164,16 +164,27 @@ class EagerHooks:
     def traced_gradient(self, fqn: str, leaf: str, gradient: Tensor) -> None:
         """Handle the gradient with respect to such a tensor.
 
-        A graph does not know of which forward its backward is: the latest that still waits for one
-        is taken, which may mislabel micro-batches whose backwards come after all their forwards.
+        A graph does not know of which forward its backward is, but a hook outside of graphs that
+        this backward came by may. Otherwise it is the latest that still waits for one, and in a
+        pipeline, whose schedules keep the order of the forwards, the first: a guess where the
+        backwards of one micro-batch come after the forward of another.
         """
         if not self.attached:
             return  # a graph kept alive beyond its step
         slot = self._slot(fqn, "grad_output", leaf, gradient, tap=False)
-        waiting = self._waiting.get(slot)
-        micro = waiting.pop() if waiting else self._clock.micro
+        micro = self._answered(self._waiting.get(slot))
         self._rows.confirm(micro)
         self._rows.add(slot, micro, gradient, reused=True)
+
+    def _answered(self, waiting: list[int] | None) -> int:
+        """Take from the micro-batches that wait for a gradient the one of this backward."""
+        if not waiting:
+            return self._clock.micro
+        backward, micro = self._backward
+        if backward == torch_private.backward_id() and micro in waiting:
+            waiting.remove(micro)
+            return micro
+        return waiting.pop(0 if self._topology.cut else -1)
 
     def silent(self) -> tuple[str, ...]:
         """FQNs of chosen modules that could be called and never were on a sampled step."""

@@ -54,6 +54,11 @@ class Cell:
         """Identity, stable as long as the values are."""
         return " ".join(str(getattr(self, f.name)) for f in fields(self))
 
+    @classmethod
+    def named(cls, name: str) -> Cell:
+        """Return the cell of a name."""
+        return cls(*(int(word) if word.isdecimal() else word for word in name.split()))  # type: ignore[arg-type]
+
     @property
     def dp(self) -> int:
         """How many different batches a micro-batch has over all ranks."""

@@ -21,21 +21,20 @@ import torch.distributed as dist
 ROOT = Path(__file__).absolute().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.grid.axes import cells  # noqa: E402
+from tests.grid.axes import Cell  # noqa: E402
 from tests.grid.cell import Outcome, run_cell, scratch  # noqa: E402
 
 
 def main() -> None:
     """Run the named cells."""
     results, names = Path(sys.argv[1]), Path(sys.argv[2]).read_text().splitlines()
-    known = {cell.name: cell for cell in cells()}
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     for index, name in enumerate(names):
         try:
-            outcome = run_cell(known[name], scratch() / f"{os.getppid()}-{index}")
+            outcome = run_cell(Cell.named(name), scratch() / f"{os.getppid()}-{index}")
         except BaseException:  # noqa: BLE001  (whatever it was, it is this cell's result)
             text = "".join(traceback.format_exc().splitlines(keepends=True)[-40:])
             _append(results, Outcome(name, "failed", problems=[f"on rank {rank}: {text}"]))
