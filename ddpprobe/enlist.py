@@ -20,11 +20,12 @@ import psutil
 import torch
 from torch import distributed as dist
 
-from ddpprobe import layout, rendezvous, spawn, stages
+from ddpprobe import layout, rendezvous, spawn
 from ddpprobe.heartbeat import HeartbeatWriter
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import DirectoryLock, RunDir
 from ddpprobe.rendezvous import Store
+from ddpprobe.topology import stages
 
 DAEMON_SECONDS = 30.0  # for the head's daemon to open its port, when other nodes must know it
 CHECK_SECONDS = 5.0

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
-from ddpprobe import dynamo_private, torch_private
+from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.compiled import CompiledHooks
 from ddpprobe.hooks.eager import EagerHooks
 from ddpprobe.hooks.full import FullHooks
+from ddpprobe.hooks.loss_scale import LossScale
 from ddpprobe.hooks.step_rows import StepRows
 from ddpprobe.hooks.watch import Watch
-from ddpprobe.loss_scale import LossScale
 from ddpprobe.records import FirstBad
 from ddpprobe.steps import StepClock
-from ddpprobe.topology import Topology
+from ddpprobe.topology.describe import Topology
+from ddpprobe.torch_private import dynamo
 
 
 @final
@@ -60,7 +61,7 @@ class Observers:
             self._late |= not len(self.compiled)
             sampled = sampled and self.compiled.flag.on
         elif sampled or self._warm:
-            inside = dynamo_private.in_a_compiled_call()
+            inside = dynamo.in_a_compiled_call()
             if self.compiled.find(self.topology, root_is_in_one=inside):
                 self.compiled.renew()
                 self._warm = True

@@ -15,12 +15,14 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ddpprobe import rendezvous, stages, topology, torch_private
+from ddpprobe import rendezvous, torch_private
 from ddpprobe.enlist import Enlisted, Wishes, enlist
 from ddpprobe.fuse import Fuse
 from ddpprobe.recorder import Recorder
 from ddpprobe.sampling import Schedule, as_schedule
 from ddpprobe.shipping import Identity
+from ddpprobe.topology import stages
+from ddpprobe.topology.describe import Topology, describe
 
 _BACKWARD = ("output", "full")
 _DAEMON = ("auto", "none")
@@ -198,7 +200,7 @@ class _Wanted:
         self._daemon = daemon
         self._first_step = first_step
         self._chosen: dict[str, bool] = {}
-        self.found: topology.Topology  # by `check`
+        self.found: Topology  # by `check`
 
     def check(self) -> dict[str, Any]:
         """Return this rank's part of the plan.
@@ -220,7 +222,7 @@ class _Wanted:
         step = self._first_step
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"first_step must be a step number, 0 or more, got {step!r}")
-        found = self.found = topology.describe(self._model, self.select)
+        found = self.found = describe(self._model, self.select)
         owner = _probed.get(found.root)
         if owner is not None and owner in _live:
             raise ValueError(
@@ -249,7 +251,7 @@ class _Wanted:
             self._chosen[fqn] = _matches(fqn, self._include) and not _matches(fqn, self._exclude)
         return self._chosen[fqn]
 
-    def _unmatched(self, found: topology.Topology) -> dict[str, str]:
+    def _unmatched(self, found: Topology) -> dict[str, str]:
         """Globs that match nothing here, with what to say if they match nothing on any rank."""
         names = [fqn for fqn, _ in found.named_modules()]
         some = textwrap.shorten(", ".join(filter(None, names)), 200, placeholder=" ...")

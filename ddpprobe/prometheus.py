@@ -327,7 +327,8 @@ def global_grad_norm(merged: StepRecord) -> float | None:
     `partial`, `unknown`) the norm of the rest would be too small, so there is none. The sums are
     over finite elements, so one bad element makes the norm what torch would compute.
     """
-    known = {"sharded", "replicated"} | ({"local"} if len(merged.ranks + merged.missing) == 1 else set())
+    alone = len(merged.ranks + merged.missing) == 1
+    known = {"sharded", "replicated", *(["local"] if alone else [])}
     observed = merged.counts[:, COUNTS.index("observed")] > 0
     rows = [i for i, s in enumerate(merged.sites) if s.kind == "grad" and observed[i]]
     placements = {merged.sites[i].placement for i in rows}

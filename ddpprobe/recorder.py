@@ -13,9 +13,9 @@ from typing import final
 
 from torch import Tensor
 
-from ddpprobe import dynamo_private, loss_scale, stages, topology
 from ddpprobe.fuse import Fuse, logger
 from ddpprobe.heartbeat import STATES, STEP_PHASES, HeartbeatWriter
+from ddpprobe.hooks import loss_scale
 from ddpprobe.hooks.compiled import renew_graphs
 from ddpprobe.hooks.eager import gradient_norm
 from ddpprobe.journal import JournalWriter
@@ -24,6 +24,9 @@ from ddpprobe.records import FirstBad
 from ddpprobe.sampling import Schedule
 from ddpprobe.shipping import EndedStep, Identity, Shipper
 from ddpprobe.steps import StepClock
+from ddpprobe.topology import stages
+from ddpprobe.topology.describe import Topology, describe, outermost
+from ddpprobe.torch_private import dynamo
 
 _NAMED = 20
 _GRAPH_TOO_EARLY = "the model is inside a compiled function, whose graph was chosen before the step"
@@ -47,7 +50,7 @@ class Recorder:
     """
 
     def __init__(
-        self, found: topology.Topology, who: Identity, schedule: Schedule,
+        self, found: Topology, who: Identity, schedule: Schedule,
         select: Callable[[str], bool], journal: JournalWriter, heartbeat: HeartbeatWriter, *,
         full_backward: bool = False, first_step: int = 0,
         after_step: Callable[[], None] = lambda: None,
@@ -220,7 +223,7 @@ class Recorder:
 
     def blind(self) -> bool:
         """Try the one remedy, or say loudly that nothing is observed: silence looks like health."""
-        if not self._renewed and dynamo_private.has_graphs():
+        if not self._renewed and dynamo.has_graphs():
             self._renewed = True
             renew_graphs("the function that calls the model")
             return True
@@ -247,8 +250,8 @@ class Recorder:
 
     def _prepare(self) -> Observers:
         if self._parts is None:
-            given = topology.outermost(self._found.outer)
-            found = topology.describe(given, self._select)
+            given = outermost(self._found.outer)
+            found = describe(given, self._select)
             found.cut = self._found.cut | self._names.cut(found)
             found.differ = self._found.differ
             self._parts = Observers(

@@ -25,7 +25,7 @@ from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
 from ddpprobe.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.hooks.root import RootHooks
-from ddpprobe.topology import Topology
+from ddpprobe.topology.describe import Topology
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
 _STATE = tuple(STATES.index(s) for s in ("data", "forward", "backward", "optimizer"))

@@ -22,10 +22,9 @@ DOCUMENT = HOME / "docs" / "explanation" / "architecture.md"
 
 # A room is a file or a folder directly below the package. Imports go to the same layer or down.
 LAYERS = {
-    "codec": 0, "dynamo_private": 0, "fuse": 0, "layout": 0, "records": 0, "torch_private": 0, "view": 0,
+    "codec": 0, "fuse": 0, "layout": 0, "records": 0, "torch_private": 0, "view": 0,
     "detectors": 1, "gather": 1, "heartbeat": 1, "journal": 1, "prometheus": 1, "rendezvous": 1,
-    "loss_scale": 1, "sampling": 1, "spawn": 1, "stats": 1, "store": 1, "topology": 1,
-    "flat": 1, "naming": 1, "placement": 1, "refusals": 1, "stages": 1, "torch_sharding": 0,
+    "sampling": 1, "spawn": 1, "stats": 1, "store": 1, "topology": 1,
     "enlist": 2, "hooks": 2, "observers": 2, "recorder": 2, "shipping": 2, "steps": 2,
     "captured": 3, "daemon": 3, "inventory": 3, "probe": 3, "replay": 3,
     "cli": 4, "commands": 4, "testing": 4,
@@ -34,10 +33,8 @@ LAYERS = {
 # Rooms that may import a library; every other room must do without it.
 ONLY_IN = {
     "torch": {
-        "captured", "dynamo_private", "enlist", "hooks", "inventory", "probe", "recorder", "rendezvous", "stats", "steps",
-        "testing",
-        "topology", "torch_private",
-        "flat", "naming", "placement", "refusals", "stages", "torch_sharding",
+        "captured", "enlist", "hooks", "inventory", "probe", "recorder", "rendezvous", "stats",
+        "steps", "testing", "topology", "torch_private",
     },
     "zarr": {"store"},
     "prometheus_client": {"prometheus", "daemon/server.py"},

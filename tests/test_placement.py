@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ddpprobe import torch_sharding
-from ddpprobe.placement import Region, box, region, within
+from ddpprobe.topology.placement import Region, box, region, within
+from ddpprobe.torch_private import sharding
 
 
 def numbered(shape: tuple[int, ...]) -> torch.Tensor:
@@ -81,4 +81,4 @@ def test_within_a_group_the_first_rank_counts_what_all_hold() -> None:
 
 
 def test_the_private_names_are_there() -> None:
-    assert all(torch_sharding.self_test().values())
+    assert all(sharding.self_test().values())

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ddpprobe import stages, topology
+from ddpprobe.topology import stages
+from ddpprobe.topology.describe import describe
 
 
 def parts(model: nn.Module) -> stages.Parts:
-    found = topology.describe(model)
+    found = describe(model)
     return stages.parts(replace(found, world_size=2))
 
 
@@ -57,10 +58,10 @@ def test_a_rank_with_a_further_expert_shares_the_rest() -> None:
 
 def carve(model: nn.ModuleDict, cut: Callable[[nn.ModuleDict], object]) -> frozenset[str]:
     """What is known to be cut of a model that loses parts after `install`."""
-    found = replace(topology.describe(model), world_size=2)
+    found = replace(describe(model), world_size=2)
     names = stages.Names(found)
     cut(model)
-    return names.cut(replace(topology.describe(model), world_size=found.world_size))
+    return names.cut(replace(describe(model), world_size=found.world_size))
 
 
 def deep() -> nn.ModuleDict:

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ddpprobe
-from ddpprobe import topology
 from ddpprobe.inventory.skeleton import SummaryError
 from ddpprobe.inventory.table import shorten
+from ddpprobe.topology.describe import describe
 
 
 class Net(nn.Module):
@@ -149,7 +149,7 @@ def test_wrappers_are_seen_through_and_names_are_the_topologys() -> None:
     want = ddpprobe.summary(net(), tokens())
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     model.blocks[1].compile(backend="eager")
-    names = [fqn for fqn, _ in topology.describe(model).named_modules()]
+    names = [fqn for fqn, _ in describe(model).named_modules()]
     for wrapped in (model, torch.compile(model, backend="eager"), nn.DataParallel(model)):
         summary = ddpprobe.summary(wrapped, tokens())
         assert [row.fqn for row in summary] == names

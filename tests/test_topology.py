@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpprobe import topology
-from ddpprobe.topology import Refused, clean
+from ddpprobe.topology.describe import Refused, clean, describe
 
 
 @pytest.mark.parametrize(
@@ -30,7 +29,7 @@ def test_checkpoint_wrappers_are_transparent() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), nn.Linear(2, 2))
-    found = topology.describe(model)
+    found = describe(model)
     assert [n for n, _ in found.named_modules()] == ["", "0", "1"]
     assert [n for n, _ in found.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
@@ -83,26 +82,26 @@ def engine() -> nn.Module:
 )
 def test_what_cannot_be_observed_is_refused(make, message: str) -> None:
     with pytest.raises(Refused, match=message):
-        topology.describe(make())
+        describe(make())
 
 
 def test_what_cannot_be_observed_may_be_left_out() -> None:
-    found = topology.describe(subclassed(), lambda fqn: not fqn.startswith("1"))
+    found = describe(subclassed(), lambda fqn: not fqn.startswith("1"))
     assert found.wrapper == "none"
     with pytest.raises(Refused):
-        topology.describe(subclassed(), lambda fqn: fqn != "0")
+        describe(subclassed(), lambda fqn: fqn != "0")
 
 
 def test_a_parameter_class_of_ones_own_with_plain_elements_is_observed() -> None:
     model = nn.Linear(2, 2)
     model.weight = type("Mine", (nn.Parameter,), {})(torch.ones(2, 2))
-    assert topology.describe(model).wrapper == "none"
+    assert describe(model).wrapper == "none"
 
 
 def test_tied_parameters_and_shared_modules_are_named_once() -> None:
     shared = nn.Linear(2, 2)
     model = nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(2, 2))
     model[3].weight = shared.weight
-    found = topology.describe(model)
+    found = describe(model)
     assert [n for n, _ in found.named_modules()] == [n for n, _ in model.named_modules()]
     assert [n for n, _ in found.named_parameters()] == [n for n, _ in model.named_parameters()]

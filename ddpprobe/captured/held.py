@@ -11,8 +11,8 @@ from torch import Tensor
 from ddpprobe.captured import placing
 from ddpprobe.captured.errors import CaptureError
 from ddpprobe.captured.placing import Placing
-from ddpprobe.placement import is_dtensor
 from ddpprobe.stats.dense import local
+from ddpprobe.topology.placement import is_dtensor
 
 Apply = Callable[[Tensor], Tensor]
 

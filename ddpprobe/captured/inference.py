@@ -12,12 +12,12 @@ from typing import final
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ddpprobe import topology
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.guest import Guest
 from ddpprobe.hooks.layouts import Layouts
-from ddpprobe.placement import Layout
-from ddpprobe.refusals import Refused
+from ddpprobe.topology.describe import describe
+from ddpprobe.topology.placement import Layout
+from ddpprobe.topology.refusals import Refused
 
 Key = tuple[str, str, str]  # name, kind, leaf
 
@@ -38,7 +38,7 @@ class Inference:
         self._handles: list[RemovableHandle] = []
         self._follower: Layouts | None = None
         try:
-            found = topology.describe(model)
+            found = describe(model)
         except Refused:
             return  # what cannot be described is not concluded upon
         self._root = found.root

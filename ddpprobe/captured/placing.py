@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from ddpprobe import torch_sharding
 from ddpprobe.stats.dense import local
+from ddpprobe.torch_private import sharding
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -123,7 +123,7 @@ def follow(before: Origin, tensor: Tensor) -> Placing:
     keeps the value of the whole, and over one axis the shape tells how it is split now.
     """
     known = before.placing
-    told = torch_sharding.localized(tensor)
+    told = sharding.localized(tensor)
     if told is not None and tuple(told[0].mesh.flatten().tolist()) == known.ranks:
         return Placing(known.ranks, known.mesh, known.shape, tuple(_axis(p) for p in told[1]))
     if _memory(local(tensor)) == before.memory:
@@ -164,7 +164,7 @@ def _axis(placement: Placement) -> Axis:
         return Axis(REPLICATE)
     dim = getattr(placement, "dim", None)
     if dim is not None:
-        return Axis(SHARD, int(dim), torch_sharding.split_factor(placement))
+        return Axis(SHARD, int(dim), sharding.split_factor(placement))
     # A masked partial (sharded embedding) holds garbage where another rank has the row.
     if placement.is_partial() and type(placement).__name__ == "Partial":
         return Axis(PARTIAL, op=str(getattr(placement, "reduce_op", "sum")))

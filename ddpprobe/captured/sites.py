@@ -14,8 +14,8 @@ from torch import Tensor
 from ddpprobe.captured.held import Held, Holder
 from ddpprobe.captured.placing import Placing, of
 from ddpprobe.captured.series import Meter, Series
-from ddpprobe.placement import is_dtensor
 from ddpprobe.stats.dense import Unsupported
+from ddpprobe.topology.placement import is_dtensor
 
 KINDS = ("input", "output", "grad")
 

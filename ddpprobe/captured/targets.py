@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ddpprobe import torch_private
-from ddpprobe.naming import clean, inner, walk
+from ddpprobe.topology.naming import clean, inner, walk
 
 Selector = str | nn.Module | type[nn.Module]
 

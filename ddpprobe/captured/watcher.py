@@ -26,7 +26,7 @@ from ddpprobe.captured.targets import Targets
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.guest import Guest
 from ddpprobe.hooks.outputs import leaves
-from ddpprobe.placement import is_dtensor
+from ddpprobe.topology.placement import is_dtensor
 
 Kept = tuple[torch.Size, Placing]  # of an input; an output of that shape lies like it
 

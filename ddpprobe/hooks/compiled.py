@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ddpprobe import dynamo_private, torch_private
+from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse, logger
 from ddpprobe.hooks.eager import EagerHooks
 from ddpprobe.hooks.guest import Guest, Visitor
 from ddpprobe.hooks.record_op import GRADIENT, TRAINED, Channel, admit_dtensors, trace_outputs
-from ddpprobe.naming import inner, walk
-from ddpprobe.topology import Topology
+from ddpprobe.topology.describe import Topology
+from ddpprobe.topology.naming import inner, walk
+from ddpprobe.torch_private import dynamo
 
 
 @final
@@ -58,7 +59,7 @@ class Resident(Visitor):
             trace_outputs(output, self._slot)
 
 
-dynamo_private.run_as_python(Resident.__call__.__code__)
+dynamo.run_as_python(Resident.__call__.__code__)
 
 
 @final
@@ -131,7 +132,7 @@ class CompiledHooks:
         for region, chain in _regions(topology, root_is_in_one=root_is_in_one):
             new = self._settle(topology, region, chain[-1])
             # Where torch gave the region's own frame up, it has graphs of the frames below.
-            stale |= new and any(dynamo_private.was_compiled(m) for m in chain[0].modules())
+            stale |= new and any(dynamo.was_compiled(m) for m in chain[0].modules())
             if new and region not in self._regions and len(chain) > 1:
                 ran = Guest(self.fuse.guard(partial(self._region_ran, region)))
                 self._handles.append(chain[0].register_forward_hook(ran))
@@ -208,9 +209,7 @@ def renew_graphs(what: str) -> None:
     torch.compiler.reset()
 
 
-def _regions(
-    topology: Topology, *, root_is_in_one: bool
-) -> Iterator[tuple[str, list[nn.Module]]]:
+def _regions(topology: Topology, *, root_is_in_one: bool) -> Iterator[tuple[str, list[nn.Module]]]:
     """Yield (FQN, modules) of what is compiled as a whole, outer ones first.
 
     The modules lead from the one that is compiled, through wrappers, to the user's own.

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
-from ddpprobe.flat import FlatUnit
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks import gradients
 from ddpprobe.hooks.guest import Guest
 from ddpprobe.hooks.layouts import Layouts
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.step_rows import StepRows
-from ddpprobe.placement import UNKNOWN, Layout, is_dtensor, layout_of, within
 from ddpprobe.records import Site
 from ddpprobe.stats.dense import local
-from ddpprobe.topology import Topology
+from ddpprobe.topology.describe import Topology
+from ddpprobe.topology.flat import FlatUnit
+from ddpprobe.topology.placement import UNKNOWN, Layout, is_dtensor, layout_of, within
 
 
 class Clock(Protocol):

@@ -21,7 +21,7 @@ from ddpprobe.hooks.guest import Guest
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.step_rows import StepRows
 from ddpprobe.records import Site
-from ddpprobe.topology import Topology
+from ddpprobe.topology.describe import Topology
 
 
 @final

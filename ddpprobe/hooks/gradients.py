@@ -14,10 +14,10 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ddpprobe.flat import FlatUnit
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.guest import Guest
-from ddpprobe.topology import Topology, gathered_parameters
+from ddpprobe.topology.describe import Topology, gathered_parameters
+from ddpprobe.topology.flat import FlatUnit
 
 
 def seek(

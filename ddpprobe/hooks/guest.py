@@ -17,7 +17,8 @@ from typing import Any, final
 
 import torch
 
-from ddpprobe import dynamo_private, torch_private
+from ddpprobe import torch_private
+from ddpprobe.torch_private import dynamo
 
 
 class Visitor:
@@ -52,4 +53,4 @@ class Guest(Visitor):
                 self._target(*args)
 
 
-dynamo_private.run_as_python(Guest.__call__.__code__)
+dynamo.run_as_python(Guest.__call__.__code__)

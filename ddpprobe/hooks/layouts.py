@@ -41,8 +41,8 @@ from ddpprobe.hooks.provenance import (
     is_local,
     kept_from,
 )
-from ddpprobe.placement import UNKNOWN, Layout, is_dtensor
-from ddpprobe.topology import Topology
+from ddpprobe.topology.describe import Topology
+from ddpprobe.topology.placement import UNKNOWN, Layout, is_dtensor
 
 
 @final

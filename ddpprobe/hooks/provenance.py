@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from ddpprobe import torch_sharding
-from ddpprobe.placement import Layout, is_dtensor, layout_of
 from ddpprobe.stats.dense import local
+from ddpprobe.topology.placement import Layout, is_dtensor, layout_of
+from ddpprobe.torch_private import sharding
 
 REPLICAS, APART, MIXED = "replicas", "apart", "mixed"
 _MAX_NODES = 10_000  # of one module's own code
@@ -122,11 +122,11 @@ class Tensors:
             self._made_by[tensor.grad_fn, tensor.output_nr] = seen
         if is_dtensor(tensor):
             seen.layout = layout_of(tensor.device_mesh, tensor.placements)
-        elif (known := torch_sharding.localized(tensor)) is not None:
+        elif (known := sharding.localized(tensor)) is not None:
             mesh, placements, gradient = known
             seen.layout = layout_of(mesh, placements)
             seen.gradient = layout_of(mesh, gradient) if gradient is not None else None
-        elif (source := torch_sharding.passed_on(tensor)) is not None:
+        elif (source := sharding.passed_on(tensor)) is not None:
             seen.source = self._made_by.get(source)
             if seen.source is not None:
                 seen.layout, seen.inferred = seen.source.layout, seen.source.inferred
@@ -210,7 +210,7 @@ def declared_layout(plain: Tensor, converted: Tensor) -> Layout | None:
         return None
     if is_dtensor(converted) and same_memory(plain, converted):
         return layout_of(converted.device_mesh, converted.placements)
-    if (declared := torch_sharding.declared(plain, converted)) is not None:
+    if (declared := sharding.declared(plain, converted)) is not None:
         return layout_of(*declared)
     sizes = list(zip(plain.shape, converted.shape, strict=False))  # of a DTensor: the global ones
     grown = len(plain.shape) == len(converted.shape) and any(whole > part for part, whole in sizes)

@@ -15,8 +15,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ddpprobe import dynamo_private
 from ddpprobe.hooks.outputs import leaves
+from ddpprobe.torch_private import dynamo
 
 # What a graph may say, besides the words of its owner: an output without and with a gradient to
 # come, and that gradient.
@@ -57,7 +57,7 @@ def _(*_: object) -> None:
     return None
 
 
-dynamo_private.keep_in_graphs("ddpprobe::record")
+dynamo.keep_in_graphs("ddpprobe::record")
 
 # A tensor of another class might refuse the operator, in the midst of the user's compilation.
 _kinds: tuple[type, ...] = (Tensor, torch.nn.Parameter)
@@ -66,7 +66,7 @@ _kinds: tuple[type, ...] = (Tensor, torch.nn.Parameter)
 def admit_dtensors() -> None:
     """Before a graph is traced: let it tell DTensors, too, if the process has any."""
     global _kinds  # noqa: PLW0603  (traced code reads it)
-    kind = dynamo_private.unwrap_dtensors(torch.ops.ddpprobe.record.default)
+    kind = dynamo.unwrap_dtensors(torch.ops.ddpprobe.record.default)
     if kind is not None and kind not in _kinds:
         _kinds = (*_kinds, kind)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ddpprobe import dynamo_private, torch_private, torch_sharding
+from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.guest import Visitor
 from ddpprobe.hooks.outputs import leaves
@@ -26,8 +26,9 @@ from ddpprobe.hooks.record_op import (
     trace_event,
     trace_outputs,
 )
-from ddpprobe.naming import inner
-from ddpprobe.topology import Topology
+from ddpprobe.topology.describe import Topology
+from ddpprobe.topology.naming import inner
+from ddpprobe.torch_private import dynamo, sharding
 
 # What a graph says of the root in it, besides its outputs and the gradients to them.
 _BEGIN, _END = "begin", "end"
@@ -85,7 +86,7 @@ class RootHooks:
     def _begin(self, *_: object) -> None:
         self.in_graph = False
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        rehearsal = torch_sharding.rehearses() or tracing
+        rehearsal = sharding.rehearses() or tracing
         self._trains = torch.is_grad_enabled() and not rehearsal
         self._begins(self._trains)
 
@@ -157,7 +158,7 @@ class _After(Visitor):
 
 
 for _kind in (_Before, _After):
-    dynamo_private.run_as_python(_kind.__call__.__code__)
+    dynamo.run_as_python(_kind.__call__.__code__)
 
 
 @final

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddpprobe.hooks.loss_scale import SCALED_KINDS
 from ddpprobe.hooks.pending_rows import SCALAR, PendingRows
 from ddpprobe.hooks.site_table import SiteTable
-from ddpprobe.loss_scale import SCALED_KINDS
 from ddpprobe.stats import rows as stats
 from ddpprobe.stats.checksum import checksum
 from ddpprobe.stats.rows import Unsupported

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
-from ddpprobe.flat import FlatUnit
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks import gradients
 from ddpprobe.hooks.eager import Clock
 from ddpprobe.records import FirstBad
 from ddpprobe.stats import rows as stats
 from ddpprobe.stats.dense import local
-from ddpprobe.topology import Topology
+from ddpprobe.topology.describe import Topology
+from ddpprobe.topology.flat import FlatUnit
 
 _FORWARD, _BACKWARD = 0, 1
 _PHASES = ("forward", "backward")

@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel
 
 from ddpprobe import torch_private
 from ddpprobe.inventory.parameters import UNINITIALIZED, Held, held_tensor
-from ddpprobe.naming import inner
+from ddpprobe.topology.naming import inner
 
 
 class SummaryError(RuntimeError):

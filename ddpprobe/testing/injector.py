@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.testing.fault import Fault, one_of
-from ddpprobe.topology import describe
+from ddpprobe.topology.describe import describe
 
 logger = logging.getLogger("ddpprobe.testing")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ddpprobe.topology import clean, describe
+from ddpprobe.topology.describe import clean, describe
 
 
 def state_hash(model: nn.Module, optimizer: Optimizer) -> str:

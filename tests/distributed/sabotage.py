@@ -39,7 +39,7 @@ spec.loader.exec_module(job)
 # Where the training process can be inside ddpprobe after install() has returned.
 ROOMS = ("enlist", "heartbeat", "hooks.eager", "hooks.full", "hooks.root", "hooks.step_rows",
          "hooks.watch", "journal", "observers", "recorder", "shipping", "steps",
-         "topology")  # fmt: skip
+         "hooks.loss_scale", "hooks.pending_rows", "hooks.site_table", "topology.describe")  # fmt: skip
 # One line each, that enters the fuse: the outside of the containment.
 DOORS = (
     "ddpprobe.hooks.eager._Gradient.__call__", "ddpprobe.hooks.watch._Accumulated.__call__",

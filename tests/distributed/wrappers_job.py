@@ -38,9 +38,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
-from ddpprobe.placement import region
 from ddpprobe.testing import state_hash
-from ddpprobe.topology import clean, describe
+from ddpprobe.topology.describe import clean, describe
+from ddpprobe.topology.placement import region
 
 MICROS, BLOCKS = 2, 2
 

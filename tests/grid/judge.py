@@ -24,7 +24,9 @@ _NUMEL, _NAN, _POS, _NEG, _ZEROS, _TAPPED, _OBSERVED = range(7)
 LOST = "autograd drops the gradient hook of a view that is changed in place"
 UNKNOWN = "plain tensors inside a tensor-parallel region are labelled, not merged"
 PARTIAL = "partial sums are labelled, not merged"
-SEVERAL = "gradients of a compiled module's own outputs are reported as unobserved if it has several"
+SEVERAL = (
+    "gradients of a compiled module's own outputs are reported as unobserved if it has several"
+)
 ORDER = (
     "graphs that torch breaks get their gradients ready in another order, hence DDP other buckets "
     "and three ranks or more another rounding"

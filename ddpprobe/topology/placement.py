@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from torch import Tensor
 
 from ddpprobe import torch_private
-from ddpprobe.torch_sharding import split_factor
+from ddpprobe.torch_private.sharding import split_factor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

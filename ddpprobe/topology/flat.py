@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ddpprobe import torch_private
-from ddpprobe.placement import REPLICATED, Layout, Region
+from ddpprobe.topology.placement import REPLICATED, Layout, Region
 from ddpprobe.torch_private import FlatPart
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ddpprobe.placement import is_dtensor
 from ddpprobe.stats.checksum import checksum
-from ddpprobe.topology import Topology
+from ddpprobe.topology.describe import Topology
+from ddpprobe.topology.placement import is_dtensor
 
 Parts = dict[str, list[str]]  # module FQN -> [digest of its structure, digest of its values]
 

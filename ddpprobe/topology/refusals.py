@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from ddpprobe import torch_private, torch_sharding
-from ddpprobe.placement import is_dtensor
+from ddpprobe import torch_private
+from ddpprobe.topology.placement import is_dtensor
+from ddpprobe.torch_private import sharding
 
 # Engines that keep parameters or gradients where torch's own names do not show them.
 _ENGINES = ("apex", "colossalai", "deepspeed", "fairscale", "horovod", "megatron", "oslo", "smp")
@@ -87,7 +88,7 @@ def refuse(
             for name, parameter in module.named_parameters(recurse=False):
                 refuse_parameter(fqn, name, parameter)
     for part in torch_private.flat_parts(model):
-        if torch_sharding.is_extended(part.flat):
+        if sharding.is_extended(part.flat):
             raise Refused(
                 f"parameter {part.name!r} is sharded by FullyShardedDataParallel (FSDP1) over "
                 "tensor-parallel parts. Use torch.distributed.fsdp.fully_shard with "

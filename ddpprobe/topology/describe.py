@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpprobe import torch_private, torch_sharding
-from ddpprobe.flat import FlatUnit, flat_units
-from ddpprobe.naming import clean, inner, walk
-from ddpprobe.placement import (
+from ddpprobe import torch_private
+from ddpprobe.topology.flat import FlatUnit, flat_units
+from ddpprobe.topology.naming import clean, inner, walk
+from ddpprobe.topology.placement import (
     LOCAL,
     REPLICATED,
     UNKNOWN,
@@ -25,7 +25,8 @@ from ddpprobe.placement import (
     shard_id,
     shard_name,
 )
-from ddpprobe.refusals import Refused, refuse
+from ddpprobe.topology.refusals import Refused, refuse
+from ddpprobe.torch_private import sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -115,7 +116,7 @@ class Topology:
     def gradients_are_reduced(self) -> bool:
         """Whether `.grad` is the reduced gradient after this backward (not so in `no_sync`)."""
         return all(ddp.require_backward_grad_sync for _, ddp in self.ddps) and all(
-            torch_sharding.is_synchronized(module)
+            sharding.is_synchronized(module)
             for _, module in walk(self.root, self.outer)
             if torch_private.is_a(module, _FSDP, "FullyShardedDataParallel")
         )
@@ -252,7 +253,7 @@ def outermost(model: nn.Module) -> nn.Module:
         if within is model:
             return active
         within = inner(within)
-    return torch_sharding.fsdp_wrapper(model) or model
+    return sharding.fsdp_wrapper(model) or model
 
 
 def gathered_parameters(fqn: str, unit: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -272,7 +273,7 @@ def gathered_parameters(fqn: str, unit: nn.Module) -> Iterator[tuple[str, Tensor
 def _wrapper(found: Topology) -> str:
     """Name of what wraps the model."""
     kinds: set[str] = set()
-    if found.ddps or any(torch_sharding.is_replicated(m) for m in found.root.modules()):
+    if found.ddps or any(sharding.is_replicated(m) for m in found.root.modules()):
         kinds.add("ddp")
     if found.flat:
         kinds.add("fsdp1")
@@ -290,7 +291,7 @@ def _wrapper(found: Topology) -> str:
 def _tensor_meshes(root: nn.Module) -> tuple[DeviceMesh, ...]:
     """The distinct meshes over which tensors are split, FSDP's own axes left out."""
     sharded = {id(p) for _, _, p in torch_private.sharded_parameters(root)}
-    meshes = torch_sharding.tensor_meshes(root)
+    meshes = sharding.tensor_meshes(root)
     meshes += [p.device_mesh for p in root.parameters() if is_dtensor(p) and id(p) not in sharded]
     if not meshes:
         return ()
@@ -320,7 +321,7 @@ def _reduced_by_ddp(
                 yield id(parameter), first
     sharded = {id(p) for _, _, p in torch_private.sharded_parameters(root)}
     for module in root.modules():
-        if torch_sharding.is_replicated(module):
+        if sharding.is_replicated(module):
             for parameter in module.parameters():
                 if id(parameter) not in sharded:
                     yield id(parameter), dist.get_rank() == 0

@@ -1,0 +1,1 @@
+"""Topology: what wraps the model, what its parts are called, and who holds what."""
