@@ -327,18 +327,17 @@ def global_grad_norm(merged: StepRecord) -> float | None:
     `partial`, `unknown`) the norm of the rest would be too small, so there is none. The sums are
     over finite elements, so one bad element makes the norm what torch would compute.
     """
-    alone = len(merged.ranks + merged.missing) == 1
-    known = {"sharded", "replicated", *(["local"] if alone else [])}
+    known = {"sharded", "replicated"}
+    if len(merged.ranks + merged.missing) == 1:
+        known.add("local")
     observed = merged.counts[:, COUNTS.index("observed")] > 0
     rows = [i for i, s in enumerate(merged.sites) if s.kind == "grad" and observed[i]]
     placements = {merged.sites[i].placement for i in rows}
     if not rows or placements - known or ("sharded" in placements and merged.missing):
         return None
-    counts = merged.counts[rows].sum(axis=0)
-    if counts[COUNTS.index("nan")] > 0:
-        return math.nan
-    if counts[COUNTS.index("pos_inf")] + counts[COUNTS.index("neg_inf")] > 0:
-        return math.inf
+    nan, *infinite = (merged.counts[rows, COUNTS.index(c)].sum() for c in COUNTS[1:4])
+    if nan or any(infinite):
+        return math.nan if nan else math.inf
     return math.sqrt(float(merged.values[rows, VALUES.index("sum_sq")].sum()))
 
 

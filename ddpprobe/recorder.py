@@ -70,7 +70,7 @@ class Recorder:
         self._parts: Observers | None = None
         self._sampling = False
         self._logged: set[str] = set()
-        self._ambiguous = self._renewed = False
+        self._renewed = False
         self._bad: FirstBad | None = None
         self._base = self._readings()
         self._open = True
@@ -164,7 +164,7 @@ class Recorder:
     def backward_ended(self) -> None:
         """Read the reduced gradients, before the user clips them."""
         parts = self._prepare()
-        parts.loss_scale.remember()
+        parts.loss_scale.remember(told="loss_scale" in self._logged)
         if not self._sampling:
             return
         started = time.perf_counter()
@@ -289,17 +289,8 @@ class Recorder:
             self._shipper.alarm(self._bad, partial=partial, skipped=skipped, sampled=self._sampling)
 
     def _add_loss_scale(self, parts: Observers) -> None:
-        if "loss_scale" in self._logged:
-            return  # the user knows better
-        if parts.loss_scale.last is not None:
+        if "loss_scale" not in self._logged and parts.loss_scale.last is not None:
             parts.rows.add_scalar("loss_scale", parts.loss_scale.last)
-        elif parts.loss_scale.ambiguous and not self._ambiguous:
-            self._ambiguous = True
-            logger.warning(
-                "ddpprobe: several enabled GradScalers live in this process, so which one scales "
-                "this loss is not known: gradients are recorded as they are. Tell the scale with "
-                "probe.log(loss_scale=scaler.get_scale()) before backward()."
-            )
 
     def _tell_skipped(self, parts: Observers) -> None:
         """Write that the optimizer skipped an unsampled step: an event, no anomaly by itself."""

@@ -114,7 +114,7 @@ def test_two_scalers_are_told_apart_by_nobody_so_gradients_stay_as_they_are(
     del other
 
 
-def test_a_scale_told_by_the_user_is_taken(tmp_path: Path, records_of) -> None:
+def test_a_scale_told_by_the_user_is_taken(tmp_path: Path, records_of, caplog) -> None:
     other = torch.amp.GradScaler("cpu", init_scale=8.0)
     other.scale(torch.ones(1))
     how = {"steps": 2}
@@ -122,6 +122,7 @@ def test_a_scale_told_by_the_user_is_taken(tmp_path: Path, records_of) -> None:
     del other
     train(tmp_path / "plain", torch.amp.GradScaler("cpu", enabled=False), **how)
     a, b = records_of(tmp_path / "plain")[0], records_of(tmp_path / "scaled")[0]
+    assert caplog.records == []
     assert b.scalars[0]["loss_scale"] == 4.0
     for site, values in gradients(a).items():
         assert gradients(b)[site] == pytest.approx(values, rel=1e-5), site

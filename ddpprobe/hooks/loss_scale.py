@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ddpprobe import torch_private
+from ddpprobe.fuse import logger
 
 # Kinds that a backward produces; `grad` too, as long as nobody has unscaled it.
 SCALED_KINDS = ("grad_output", "grad_input", "grad_local")
@@ -24,22 +25,24 @@ class LossScale:
     """Finds the scaler and reads its scale.
 
     Attributes:
-        ambiguous: several enabled scalers live in this process, so the scale is not known.
         last: the scale at the last backward, float32 [] on the scaler's device; None: none in use.
     """
 
     def __init__(self) -> None:
-        self.ambiguous = False
+        self._warned = False
         self.last: Tensor | None = None
         self._looked = False
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self._round: object = None
 
-    def remember(self) -> None:
-        """At the end of a backward: keep its scale, which a skipped step lowers."""
+    def remember(self, *, told: bool) -> None:
+        """At the end of a backward: keep its scale, which a skipped step lowers.
+
+        `told`: the user has given the scale, so nothing is amiss if it cannot be found.
+        """
         if not self._looked:
             self._looked = True
-            self._look()
+            self._look(told=told)
         scaler = self._scaler() if self._scaler is not None else None
         scale = torch_private.scale_of(scaler) if scaler is not None else None
         self.last = scale.clone() if scale is not None else None
@@ -58,10 +61,16 @@ class LossScale:
         """Search once more at the next backward, if no scaler is known."""
         self._looked = self._scaler is not None and self._scaler() is not None
 
-    def _look(self) -> None:
+    def _look(self, *, told: bool) -> None:
         used = [s for s in torch_private.loss_scalers() if torch_private.scale_of(s) is not None]
-        self.ambiguous = len(used) > 1
         self._scaler = weakref.ref(used[0]) if len(used) == 1 else None
+        if len(used) > 1 and not (told or self._warned):
+            self._warned = True
+            logger.warning(
+                "ddpprobe: several enabled GradScalers live in this process, so which one scales "
+                "this loss is not known: gradients are recorded as they are. Tell the scale with "
+                "probe.log(loss_scale=scaler.get_scale()) before backward()."
+            )
 
 
 def of_optimizer(optimizer: object) -> Tensor | None:
