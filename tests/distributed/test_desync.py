@@ -8,7 +8,7 @@ import pytest
 
 from ddpprobe.records import disagreements, merge_all, ranks_of
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("values")
 
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist, ddpprobe

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed import layouts_job
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("values")
 
 
 def test_what_is_called_replicated_is_and_what_cannot_be_told_is_unknown(

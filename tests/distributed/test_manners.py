@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("values")
 
 SCRIPT = '''
 import contextlib, copy, json, sys, time

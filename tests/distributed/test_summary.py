@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("values")
 
 SCRIPT = """
 import json, os, sys, time

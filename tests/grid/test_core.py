@@ -12,7 +12,7 @@ from tests.grid.corners import CORE
 from tests.grid.launch import run_cells
 from tests.grid.table import PAGE, listed
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("values")
 
 
 @pytest.mark.parametrize("world", [2, 4])
