@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.grid.axes import DDP, FSDP1, FSDP2, Cell
-from tests.grid.models import Base, Block
+from tests.grid.models import Base, Block, Spot
 
 _DDP_OPTIONS = {
     "ddp": {}, "ddp-bucket-view": {"gradient_as_bucket_view": True},
@@ -73,6 +73,9 @@ def wrap(cell: Cell, root: Base, rank: int, backend: object) -> Wrapped:
     if cell.wrapper == "pp":
         keep_stage(root, rank, cell.ranks)
     if cell.wrapper in ("tp", "fsdp2-tp"):
+        for module in root.modules():
+            if isinstance(module, Spot):
+                module.by_hook = cell.engine == "eager"
         _tensor_parallel(root, mesh if cell.wrapper == "tp" else mesh["tp"])
     _checkpointed(root, cell.memory)
     if cell.engine == "block":
