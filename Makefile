@@ -12,7 +12,7 @@ demo-fsdp: .venv/run.stamp       # the same under FSDP2
 	$(BIN)/python launch/demo.py --wrap fsdp2
 
 test: .venv/dev.stamp system-packages  # the whole suite: real ranks, a real Prometheus
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-grid: .venv/dev.stamp       # every wrapper, loop, engine ... against one unsharded process
 	$(BIN)/python -m tests.grid

@@ -204,28 +204,6 @@ def test_copies_and_files_of_the_model_know_nothing_of_us(tmp_path: Path, record
     assert rows["fc1", "output", ""][0] == 24  # one forward, none of the copies'
 
 
-def test_closing_leaves_no_hook_and_a_hundred_cycles_no_file(tmp_path: Path) -> None:
-    import os
-
-    model = InPlace()
-    before = len(os.listdir("/proc/self/fd"))
-    for i in range(100):
-        with ddpprobe.install(model, run_dir=tmp_path / str(i), every=1, daemon="none"):
-            if i % 20 == 0:
-                train(model, lambda y: y.sum(), steps=1)
-    assert len(os.listdir("/proc/self/fd")) == before
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
-        assert not module._backward_hooks
-    assert all(not p._post_accumulate_grad_hooks and not p._backward_hooks
-               for p in model.parameters())  # fmt: skip
-    from torch.optim import optimizer
-
-    assert not optimizer._global_optimizer_pre_hooks
-    assert not optimizer._global_optimizer_post_hooks
-
-
 def test_a_guest_answers_nothing_and_forgets_itself_when_copied() -> None:
     calls: list[object] = []
     guest = Guest(lambda *args: calls.append(args) or "an answer")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ddpprobe.topology.describe import clean, describe
+from ddpprobe.topology.naming import clean, inner
 
 
 def state_hash(model: nn.Module, optimizer: Optimizer) -> str:
@@ -24,7 +24,9 @@ def state_hash(model: nn.Module, optimizer: Optimizer) -> str:
     prefixes do not enter, so a plain run and a DDP run of one rank compare.
     """
     digest = hashlib.sha256()
-    root = describe(model).root
+    root = model
+    while (wrapped := inner(root)) is not None:
+        root = wrapped
     _feed(digest, [(clean(n), p) for n, p in root.named_parameters()])
     _feed(digest, [(clean(n), b) for n, b in root.named_buffers()])
     for group in optimizer.param_groups:

@@ -10,8 +10,6 @@ import pytest
 
 import ddpprobe
 
-pytestmark = pytest.mark.xdist_group("ranks")  # many processes: not two of these at once
-
 FAULTS = Path(__file__).with_name("faults.py")
 LEAVES = ("norm", "up", "act", "down", "drop")
 MODULES = ["embed", "head"] + [

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 JOB = Path(__file__).with_name("capture_job.py")
-pytestmark = pytest.mark.xdist_group("values")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
-
-pytestmark = pytest.mark.xdist_group("values")
 
 JOB = """
 import json, sys, time, warnings

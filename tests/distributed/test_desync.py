@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from ddpprobe.records import disagreements, merge_all, ranks_of
-
-pytestmark = pytest.mark.xdist_group("values")
 
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist, ddpprobe

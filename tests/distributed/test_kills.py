@@ -11,15 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
-import pytest
 
 import ddpprobe
 from ddpprobe import layout
 from ddpprobe.replay.run import Run
 from ddpprobe.replay.verify import verify
 from ddpprobe.store.reader import StoredGroup
-
-pytestmark = pytest.mark.xdist_group("ranks")  # many processes: not two of these at once
 
 NODE = layout.node_name(0)
 DRAWS = 10

@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from tests.distributed import layouts_job
-
-pytestmark = pytest.mark.xdist_group("values")
 
 
 def test_what_is_called_replicated_is_and_what_cannot_be_told_is_unknown(

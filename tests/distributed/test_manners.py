@@ -8,10 +8,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.xdist_group("values")
-
 SCRIPT = '''
 import contextlib, copy, json, sys, time
 import torch

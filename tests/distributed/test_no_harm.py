@@ -18,8 +18,6 @@ import pytest
 import ddpprobe
 from ddpprobe.replay.verify import verify
 
-pytestmark = pytest.mark.xdist_group("ranks")  # many processes: not two of these at once
-
 SABOTAGE = Path(__file__).with_name("sabotage.py")
 STEPS = 60
 TINY = ("--steps", STEPS, "--every", 2, "--micros", 1, "--sleep", 0.02)

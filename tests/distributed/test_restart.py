@@ -13,8 +13,6 @@ import ddpprobe
 from .. import conftest, prometheus_harness
 from . import real_job
 
-pytestmark = pytest.mark.xdist_group("ranks")  # many processes: not two of these at once
-
 ROOT = Path(__file__).parent.parent.parent
 
 

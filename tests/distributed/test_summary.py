@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
-pytestmark = pytest.mark.xdist_group("values")
-
 SCRIPT = """
 import json, os, sys, time
 import torch

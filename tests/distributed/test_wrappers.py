@@ -16,7 +16,6 @@ from torch import nn
 from ddpprobe.records import StepRecord, disagreements, merge_all
 from tests.distributed import wrappers_job as job
 
-pytestmark = pytest.mark.xdist_group("values")
 JOB = Path(job.__file__)
 LABELLED = ("partial", "unknown")
 

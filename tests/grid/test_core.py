@@ -5,23 +5,15 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import pytest
-
 from tests.grid.axes import AXES, Cell, cells, excluded
 from tests.grid.corners import CORE
 from tests.grid.launch import run_cells
 from tests.grid.table import PAGE, listed
 
-pytestmark = pytest.mark.xdist_group("values")
 
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_statistic_of_every_site_equals_the_unsharded_reference(
-    world: int, tmp_path: Path
-) -> None:
-    mine = [cell for cell in CORE if cell.ranks == world]
-    results = run_cells(mine, tmp_path)
-    assert set(results) == {cell.name for cell in mine}
+def test_every_statistic_of_every_site_equals_the_unsharded_reference(tmp_path: Path) -> None:
+    results = run_cells(list(CORE), tmp_path)
+    assert set(results) == {cell.name for cell in CORE}
     assert {name: r["problems"] for name, r in results.items() if r["problems"]} == {}
     assert all(r["result"].startswith(("exact", "limited")) for r in results.values())
     assert all(r["sites"] > 50 and r["same"] for r in results.values())
