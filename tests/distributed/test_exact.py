@@ -109,11 +109,11 @@ def test_merged_statistics_equal_the_unsharded_reference(
     assert norm == pytest.approx(truth, rel=1e-5)
 
 
-@pytest.mark.parametrize("wrap", ["none", "ddp", "fsdp2"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_fifty_steps_are_bit_identical_with_and_without_the_probe(
     wrap: str, torchrun, tmp_path: Path
 ) -> None:
-    nproc = 1 if wrap == "none" else 2
+    nproc = 2
     variants = {
         "bare": [],
         "every step": ["--out", tmp_path / "a", "--every", "1"],

@@ -37,7 +37,7 @@ VERDICT = {
     "module": MODULE, "kind": "output", "phase": "forward", "first_cause": True, "sampled": True,
 }  # fmt: skip
 # Longer than the 15 s that DdpprobeRankDead waits: it must stay silent all the way.
-LINGER = 20.0
+LINGER = 26.0
 # Nothing of a run without a death.
 NOT_IN_THIS_RUN = {"First death", "Loss scale"}  # nobody dies, no GradScaler
 MEMORY_BYTES = 128 << 20

@@ -104,7 +104,8 @@ def test_a_full_disk_costs_records_and_nothing_else(launch, small_disk: Path) ->
 
 
 def test_a_disk_with_room_again_is_written_again(launch, small_disk: Path) -> None:
-    arguments = ("--steps", STEPS, "--every", 1, "--micros", 1, "--sleep", 0.06, "--daemon", "auto")
+    # Slow enough to be still at it when the disk has room again, on a busy machine too.
+    arguments = ("--steps", STEPS, "--every", 1, "--micros", 1, "--sleep", 0.25, "--daemon", "auto")
     launched = launch("r", *arguments, run_dir=small_disk / "run")
     launched.until(lambda: launched.log.count("cannot write") == 2)
     text = launched.until(lambda: (t := scrape(launched)) and "records_dropped_total{" in t and t)
