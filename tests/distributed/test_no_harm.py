@@ -21,7 +21,7 @@ from ddpprobe.replay.verify import verify
 SABOTAGE = Path(__file__).with_name("sabotage.py")
 STEPS = 60
 TINY = ("--steps", STEPS, "--every", 2, "--micros", 1, "--sleep", 0.02)
-DISK_KIB, SPARE_KIB = 600, 250
+DISK_KIB, SPARE_KIB = 900, 350
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
@@ -76,7 +76,7 @@ def test_without_any_daemon_the_journals_hold_it_all(how: str, launch) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 600 KiB."""
+    """A file system of 900 KiB, which the ranks fill after the daemon has come up."""
     disk = tmp_path / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_KIB}k", "ddpprobe-test", str(disk)]
