@@ -97,6 +97,7 @@ def test_the_first_dead_rank_is_named_with_its_signal_and_nothing_of_it_is_lost(
         ({"exit": 3}, ["exit:3"]),
         ({"status": "exception", "exit": 1}, ["exit:1"]),
         ({"status": "exception", "signal": signal.SIGABRT}, ["SIGABRT"]),
+        ({"status": "exception", "signal": signal.SIGTERM}, ["exit:1"]),  # stopped while it fell
     ],
 )
 def test_the_exit_of_a_rank_that_said_goodbye_tells_whether_it_failed(job, end, how) -> None:

@@ -7,7 +7,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -15,7 +14,8 @@ import psutil
 from ddpprobe import heartbeat
 from ddpprobe.daemon.inbox import Ended, Inbox
 from ddpprobe.daemon.ledger import Ledger
-from ddpprobe.daemon.liveness import Exit, Watcher
+from ddpprobe.daemon.liveness import Watcher
+from ddpprobe.daemon.local_rank import LocalRank
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.tail import RankTail
 from ddpprobe.detectors.suite import default_suite
@@ -31,77 +31,9 @@ HEAD_GRACE_SECONDS = 5.0
 # A rank that torchrun started wrote its META when the others did, or never will.
 ABSENT_SECONDS = 10.0
 FOREIGN_SECONDS = 60.0
-# A rank that has said its last word is about to exit, and its exit code says whether it ended well.
-EXIT_SECONDS = 5.0
-# An exception may be the cause of other deaths, or follow from one. Its goodbye is milliseconds
-# behind the death of a peer, which is noticed only when the kernel has torn that process down, and
-# 0.6 s (measured) ahead of its own process's end, which others follow: between the two.
-GOODBYE_NS = 200_000_000
 # A backlog (a daemon that starts late, a run opened afterwards) is merged while it is read.
 RECORDS_PER_LOOK = 64
 MAX_PENDING = 512
-
-
-@dataclass(slots=True)
-class LocalRank:
-    """One rank of this node: its journal, its heartbeat, and how its process ended.
-
-    `spent`: its process has ended and its journal was read to the end after that.
-    """
-
-    tail: RankTail
-    watched: bool = False
-    seen_alive: bool = False
-    exit: Exit | None = None
-    closed_at: float | None = None
-    spent: bool = False
-    judged: bool = False
-    beat: Heartbeat | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Nothing more will come from it."""
-        return self.tail.facts.closed or self.spent
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended badly, by the exit of its process.
-
-        A rank that closed its journal had come to the end of its training: a signal behind that is
-        none of it (torch's threads abort now and then when the interpreter ends), while an
-        exception or an exit code that the script chose is.
-        """
-        facts, how = self.tail.facts, self.exit
-        if how is None or not how.failed:
-            return False
-        return not facts.closed or facts.raised or how.chosen
-
-    @property
-    def left(self) -> bool:
-        """Whether its process has ended, and ended well."""
-        return self.judged and self.exit is not None and not self.failed
-
-    def is_over(self, now: float) -> bool:
-        """Whether nothing more is to be learned of it: the way its process ended is known, too."""
-        if not self.up or self.closed_at is None:
-            return self.ended
-        return now - self.closed_at > EXIT_SECONDS
-
-    @property
-    def up(self) -> bool | None:
-        """Whether its process lives; None if it was never seen alive."""
-        return None if not self.seen_alive else self.exit is None
-
-    @property
-    def died_at(self) -> int:
-        """Unix time in ns of its death.
-
-        Of one that was found dead that of its last heartbeat; of one that said goodbye soon after
-        that: what an exception or sys.exit() tears down takes a while, in which others may die.
-        """
-        closed, last = self.tail.facts.closed, self.beat.time_ns if self.beat else 0
-        noticed = self.exit.time_ns if self.exit and not closed else 0
-        return noticed or (last + GOODBYE_NS if closed and last else last)
 
 
 class Attempt:
@@ -333,10 +265,10 @@ class Attempt:
             return
         for rank in sorted(gone, key=lambda r: r.died_at):
             rank.judged = True
-            number, how = rank.tail.rank, rank.exit
-            if how is not None and rank.failed and number not in self.ledger.deaths:
+            number = rank.tail.rank
+            if rank.failed and number not in self.ledger.deaths:
                 step = rank.beat.step if rank.beat else rank.tail.facts.last_step
-                self.ledger.death(number, how.how, rank.died_at or time.time_ns(), step)
+                self.ledger.death(number, rank.how, rank.died_at or time.time_ns(), step)
 
 
 def _elsewhere(meta: Mapping[str, Any], beat: Heartbeat | None) -> bool:

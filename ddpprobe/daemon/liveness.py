@@ -26,6 +26,8 @@ Key = tuple[int, int]  # attempt, rank
 
 UNKNOWN = "unknown"
 CLEAN = "exit:0"
+STOPPED = "SIGTERM"  # what a launcher sends to the ranks that are left
+RAISED = "exit:1"  # with which Python ends after an uncaught exception
 # psutil derives the start from the boot time, which a stepped clock moves: two readings in two
 # processes may differ a little, while a reused pid starts much later.
 SAME_START_SECONDS = 2.0
@@ -129,7 +131,7 @@ class Watcher:
             key, pid = self._watched[fd]
             ended.append(Exit(key, describe(_wait_status(pid, fd)), now))
         # Who got SIGTERM was most likely told to stop because of the others that died just now.
-        ended.sort(key=lambda e: e.how == "SIGTERM")
+        ended.sort(key=lambda e: e.how == STOPPED)
         with self._lock:
             for key, (pid, started) in list(self._slow.items()):
                 if not is_process(pid, started):
