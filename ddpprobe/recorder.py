@@ -163,15 +163,14 @@ class Recorder:
 
     def backward_ended(self) -> None:
         """Read the reduced gradients, before the user clips them."""
+        started = time.perf_counter()
         parts = self._prepare()
         parts.loss_scale.remember(told="loss_scale" in self._logged)
-        if not self._sampling:
-            return
-        started = time.perf_counter()
-        self._add_loss_scale(parts)
-        if parts.topology.gradients_are_reduced():
-            parts.eager.read_gradients()
-            parts.rows.grad_is_scaled = parts.gradients_read = True
+        if self._sampling:
+            self._add_loss_scale(parts)
+            if parts.topology.gradients_are_reduced():
+                parts.eager.read_gradients()
+                parts.rows.grad_is_scaled = parts.gradients_read = True
         self._clock.probe_seconds += time.perf_counter() - started
 
     def gradients_ready(self, optimizer: object) -> None:

@@ -57,6 +57,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
+def turn(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    model(batch(step)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def hooks_left(*models: nn.Module) -> list[str]:
     """Every hook of ours on the models, their parameters, all modules and all optimizers."""
     from torch.optim import optimizer
@@ -83,9 +89,7 @@ def hooks_left(*models: nn.Module) -> list[str]:
 def plain(model: Net) -> torch.optim.Optimizer:
     optimizer = sgd(model)
     for step in range(STEPS):
-        model(batch(step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        turn(model, optimizer, step)
     return optimizer
 
 
@@ -243,9 +247,7 @@ def parts_frozen_and_thawed(model: Net) -> torch.optim.Optimizer:
     for step in range(STEPS):
         model.fc1.requires_grad_(step % 3 != 1)
         model.fc2.bias.requires_grad_(step % 3 != 2)
-        model(batch(step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        turn(model, optimizer, step)
     return optimizer
 
 
@@ -254,9 +256,7 @@ def other_numbers_loaded(model: Net) -> torch.optim.Optimizer:
     for step in range(STEPS):
         if step == 3:
             model.load_state_dict(saved)
-        model(batch(step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        turn(model, optimizer, step)
     return optimizer
 
 
@@ -266,9 +266,7 @@ def other_parameters_loaded(model: Net) -> torch.optim.Optimizer:
         if step == 3:
             model.load_state_dict(saved, assign=True)  # new Parameter objects
             optimizer = sgd(model)
-        model(batch(step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        turn(model, optimizer, step)
     return optimizer
 
 
@@ -302,9 +300,7 @@ def modules_replaced(model: Net) -> torch.optim.Optimizer:
         if step == 3:
             model.fc1 = LowRank(model.fc1)
             optimizer = sgd(model)
-        model(batch(step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        turn(model, optimizer, step)
     return optimizer
 
 
@@ -315,9 +311,7 @@ def weights_parametrized(model: Net) -> torch.optim.Optimizer:
             parametrizations.weight_norm(model.fc1)
             parametrizations.spectral_norm(model.fc2)
             optimizer = sgd(model)
-        model(batch(step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        turn(model, optimizer, step)
     return optimizer
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ddpprobe.captured import placing
 from ddpprobe.captured.errors import CaptureError
 from ddpprobe.captured.placing import PARTIAL, REPLICATE, SHARD, UNKNOWN, Placing
+from ddpprobe.topology.placement import deal
 
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum,
@@ -150,24 +151,12 @@ def _piece(laid: Placing, tensors: Mapping[int, Tensor], what: str) -> Tensor:
 
 def region(laid: Placing, place: Sequence[int]) -> list[Tensor]:
     """Return per dim the global indices that the rank at `place` of the mesh holds, int64 [n]."""
-    index = [torch.arange(size, device="cpu") for size in laid.shape]
+    held = [[(0, size)] for size in laid.shape]
     for axis, size, at in zip(laid.axes, laid.mesh, place, strict=True):
         if axis.does == SHARD:
-            index[axis.dim] = _shard(index[axis.dim], axis.split, size, at)
-    return index
-
-
-def _shard(index: Tensor, split: int, size: int, at: int) -> Tensor:
-    """Return the `at`-th of `size` shards; `split` > 1: of each of so many chunks, one piece."""
-    if split > 1:
-        return torch.cat([_chunk(_chunk(index, split, i), size, at) for i in range(split)])
-    return _chunk(index, size, at)
-
-
-def _chunk(index: Tensor, count: int, at: int) -> Tensor:
-    """Return a chunk as torch.chunk cuts it: ceil-sized, the last ones smaller or empty."""
-    step = -(-len(index) // count)
-    return index[at * step : (at + 1) * step]
+            held[axis.dim] = deal(held[axis.dim], size, at, axis.split)
+    empty = torch.arange(0, device="cpu")
+    return [torch.cat([empty, *(torch.arange(*r, device="cpu") for r in runs)]) for runs in held]
 
 
 def _as_said(

@@ -16,7 +16,7 @@ from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.guest import Guest
 from ddpprobe.hooks.layouts import Layouts
 from ddpprobe.topology.describe import describe
-from ddpprobe.topology.placement import Layout
+from ddpprobe.topology.placement import UNKNOWN, Layout
 from ddpprobe.topology.refusals import Refused
 
 Key = tuple[str, str, str]  # name, kind, leaf
@@ -67,7 +67,7 @@ class Inference:
     def alike(self, key: Key) -> bool:
         """Whether all ranks of the tensor-parallel group are concluded to hold the same."""
         slot = self._slots.get(key)
-        return slot is not None and self._layouts.get(slot, ("unknown", True))[0] == "local"
+        return slot is not None and self._layouts.get(slot, UNKNOWN)[0] == "local"
 
     def close(self) -> None:
         """Take every hook off."""

@@ -98,7 +98,7 @@ class Watcher:
         self._known.clear()
 
     def _guest(self, target: Callable[..., object]) -> Guest:
-        return Guest(self._fuse.guard(partial(_outside_modes, target)))
+        return Guest(self._fuse.guard(target))
 
     def _attach(self) -> bool:
         """Hang the hooks on the modules as they are now; return whether the root has some."""

@@ -9,6 +9,7 @@ changed in place. From the next sampled step on, the safe modules carry full hoo
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from functools import partial
 from typing import final
 
 from torch import Tensor, nn
@@ -62,12 +63,12 @@ class FullHooks:
                 # They would break the graph, at each module.
                 self.unsafe[fqn] = "compiled with torch.compile: a full hook would break the graph"
             elif probing:
-                before = Guest(self._fuse.guard(_Call(self._before, fqn)))
-                after = Guest(self._fuse.guard(_Call(self._after, fqn)))
+                before = Guest(self._fuse.guard(partial(self._before, fqn)))
+                after = Guest(self._fuse.guard(partial(self._after, fqn)))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=False))
                 self._handles.append(module.register_forward_hook(after))
             elif fqn in self.safe and self._select(fqn):
-                hook = Guest(self._fuse.guard(_Call(self._backward, fqn)))
+                hook = Guest(self._fuse.guard(partial(self._backward, fqn)))
                 self._handles.append(module.register_full_backward_hook(hook))
 
     def probed(self) -> None:
@@ -129,16 +130,3 @@ class FullHooks:
                 slot = self._rows.table.slot(site)
             self._rows.tap(slot)
             self._rows.add(slot, micro, gradient)
-
-
-@final
-class _Call:
-    """A module-bound callback as a plain callable object."""
-
-    __slots__ = ("_fqn", "_target")
-
-    def __init__(self, target: Callable[..., None], fqn: str) -> None:
-        self._target, self._fqn = target, fqn
-
-    def __call__(self, *args: object) -> None:
-        self._target(self._fqn, *args)

@@ -21,6 +21,7 @@ later annotation contradict that, everything concluded from it becomes unknown.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 from torch import Tensor, nn
@@ -97,7 +98,7 @@ class Layouts:
         return handles
 
     def _guest(self, target: Callable[..., None], fqn: str) -> Guest:
-        return Guest(self._fuse.guard(_Hook(target, fqn)))
+        return Guest(self._fuse.guard(partial(target, fqn)))
 
     def end(self) -> None:
         """At the end of the forward: what nothing was learned of is unknown."""
@@ -287,16 +288,3 @@ class Layouts:
         self._torn.add(slot)
         self._layouts[slot] = UNKNOWN
         self._amend(slot, UNKNOWN)
-
-
-@final
-class _Hook:
-    """A hook of one module as a plain callable object."""
-
-    __slots__ = ("_fqn", "_target")
-
-    def __init__(self, target: Callable[..., None], fqn: str) -> None:
-        self._target, self._fqn = target, fqn
-
-    def __call__(self, *args: object) -> None:
-        self._target(self._fqn, *args)

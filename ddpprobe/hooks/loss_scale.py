@@ -43,14 +43,14 @@ class LossScale:
         if not self._looked:
             self._looked = True
             self._look(told=told)
-        scaler = self._scaler() if self._scaler is not None else None
+        scaler = self._living()
         scale = torch_private.scale_of(scaler) if scaler is not None else None
         self.last = scale.clone() if scale is not None else None
         self._round = torch_private.round_of(scaler) if scaler is not None else None
 
     def updated(self) -> bool:
         """Whether the scaler was updated since the last backward, so that its step is over."""
-        scaler = self._scaler() if self._scaler is not None else None
+        scaler = self._living()
         return (
             scaler is not None
             and self._round is not None
@@ -59,7 +59,10 @@ class LossScale:
 
     def look_again(self) -> None:
         """Search once more at the next backward, if no scaler is known."""
-        self._looked = self._scaler is not None and self._scaler() is not None
+        self._looked = self._living() is not None
+
+    def _living(self) -> torch.amp.GradScaler | None:
+        return self._scaler() if self._scaler is not None else None
 
     def _look(self, *, told: bool) -> None:
         used = [s for s in torch_private.loss_scalers() if torch_private.scale_of(s) is not None]

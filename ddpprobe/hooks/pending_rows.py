@@ -95,8 +95,8 @@ class PendingRows:
         seen: set[tuple[int, int]] = set()
         for key in zip(self.slots[keep].tolist(), self.micros[keep].tolist(), strict=True):
             site = self.table.site(key[0])
-            if key in seen and site.kind == "grad_local" and site.placement != "partial":
-                self.table.relabel(key[0], "partial")
+            if key in seen and site.kind == "grad_local":
+                self.table.amend(key[0], ("partial", site.primary))
             seen.add(key)
 
     def _unscale(self, sites: tuple[Site, ...], values: Values, scale: float) -> None:
@@ -113,13 +113,11 @@ class PendingRows:
     def _kept(self, *, partial: bool) -> NDArray[np.intp]:
         """Indices of the rows that belong to the step, in execution order."""
         kinds = [self.table.site(s).kind if s != SCALAR else "" for s in self.slots]
-        reduced = [m for m, k in zip(self.micros, kinds, strict=True) if k == "grad"]
-        last = max(reduced, default=-1)  # each backward reads `grad` anew: the last one is the sum
         kept = [
             i
             for i, (micro, kind) in enumerate(zip(self.micros, kinds, strict=True))
             if kind
-            and (kind != "grad" or micro == last >= 0)
+            and (kind != "grad" or micro >= 0)  # -1: forgotten, as each reading is by the next
             and (partial or PHASE_OF_KIND[kind] != "forward" or micro in self.confirmed)
         ]
         return np.array(kept, np.intp)

@@ -120,13 +120,19 @@ class RootHooks:
             self._ended([t for _, t in told], [t for said, t in told if said == TRAINED])
 
 
-@final
-class _Before(Visitor):
+class _Speaker(Visitor):
+    """A hook of the root: calls its target, or speaks through the graph it is traced into."""
+
     __slots__ = ("_slot",)
 
     def __init__(self, target: Callable[..., object], slot: Tensor) -> None:
         super().__init__(target)
         self._slot = slot
+
+
+@final
+class _Before(_Speaker):
+    __slots__ = ()
 
     def __call__(self, *args: object) -> None:
         if not torch.compiler.is_compiling():
@@ -137,12 +143,8 @@ class _Before(Visitor):
 
 
 @final
-class _After(Visitor):
-    __slots__ = ("_slot",)
-
-    def __init__(self, target: Callable[..., object], slot: Tensor) -> None:
-        super().__init__(target)
-        self._slot = slot
+class _After(_Speaker):
+    __slots__ = ()
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.compiler.is_compiling():

@@ -38,11 +38,6 @@ class SiteTable:
         """Return the site of a slot."""
         return self._sites[slot]
 
-    def relabel(self, slot: int, placement: str) -> None:
-        """Correct the placement of a site that turned out to be something else."""
-        self._sites[slot] = replace(self._sites[slot], placement=placement)
-        self._frozen = ()
-
     def sites(self) -> tuple[Site, ...]:
         """All sites so far; the same object as long as none was added."""
         if len(self._frozen) != len(self._sites):

@@ -126,7 +126,7 @@ class Watch:
     def _watch(self, fqn: str, parameter: Tensor) -> None:
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._watched:
             self._watched.add(id(parameter))
-            hook = _Accumulated(self._check_gradient, fqn)
+            hook = _Watched(self._check_gradient, fqn)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _watch_flat(self, unit: FlatUnit) -> None:
@@ -134,7 +134,7 @@ class Watch:
         if flat.requires_grad and id(flat) not in self._watched:
             self._watched.add(id(flat))
             # Not the post-accumulate hook, which FSDP1 does not reach with use_orig_params=True.
-            self._handles.append(flat.register_hook(_Flat(self._check_flat, unit)))
+            self._handles.append(flat.register_hook(_Watched(self._check_flat, unit)))
 
     def _flat_gradient(self, unit: FlatUnit, gradient: Tensor) -> None:
         """Look at the gradient of a whole unit; on the CPU, name the parameter if it is bad."""
@@ -203,25 +203,16 @@ class Watch:
 
 
 @final
-class _Accumulated:
-    __slots__ = ("_check", "_fqn")
+class _Watched:
+    """The hook of a parameter or of a flat one: passes the tensor on, and answers None."""
 
-    def __init__(self, check: Callable[[str, Tensor], object], fqn: str) -> None:
-        self._check, self._fqn = check, fqn
+    __slots__ = ("_check", "_what")
 
-    def __call__(self, parameter: Tensor) -> None:
-        self._check(self._fqn, parameter)
+    def __init__(self, check: Callable[..., object], what: object) -> None:
+        self._check, self._what = check, what
 
-
-@final
-class _Flat:
-    __slots__ = ("_check", "_unit")
-
-    def __init__(self, check: Callable[[FlatUnit, Tensor], object], unit: FlatUnit) -> None:
-        self._check, self._unit = check, unit
-
-    def __call__(self, gradient: Tensor) -> None:
-        self._check(self._unit, gradient)
+    def __call__(self, tensor: Tensor) -> None:
+        self._check(self._what, tensor)
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

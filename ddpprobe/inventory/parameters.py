@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpprobe import torch_private
+from ddpprobe.topology.describe import parameters_of
+from ddpprobe.topology.placement import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -79,10 +81,9 @@ def held_tensor(tensor: Tensor) -> Held:
             (), None, 0, 0, tensor.dtype, tensor.device, tensor.requires_grad, UNINITIALIZED,
             id(tensor),
         )  # fmt: skip
-    if torch_private.is_a(tensor, "torch.distributed.tensor", "DTensor"):
-        sharded = cast("DTensor", tensor)
+    if is_dtensor(tensor):
         with torch.no_grad():
-            local, placement = sharded.to_local(), placement_text(sharded)
+            local, placement = tensor.to_local(), placement_text(tensor)
     strided = tensor.layout == torch.strided
     return Held(
         tuple(tensor.shape), tuple(tensor.stride()) if strided else None, tensor.numel(),
@@ -120,9 +121,5 @@ def _replicated(model: nn.Module) -> dict[int, int]:
     for wrapper in model.modules():
         if isinstance(wrapper, DistributedDataParallel):
             ranks = wrapper.process_group.size()
-            ignored = wrapper.parameters_to_ignore
-            found.update(
-                (id(p), ranks) for name, p in wrapper.module.named_parameters()
-                if name not in ignored
-            )  # fmt: skip
+            found.update((id(p), ranks) for p in parameters_of(wrapper))
     return found

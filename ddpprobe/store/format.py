@@ -63,6 +63,11 @@ class Column:
     blocks: bool = False
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def rewritten(self) -> bool:
+        """Whether it is rewritten as it grows, in chunks of `COLUMN_CHUNK`."""
+        return len(self.dims) == 1 and not self.blocks
+
 
 def _column(name: str, dims: str, dtype: str, text: str, **attrs: Any) -> Column:  # noqa: ANN401
     fill = {"float64": "NaN", "string": ""}.get(dtype, -1 if dtype.startswith("i") else 0)
@@ -215,8 +220,7 @@ def array_document(column: Column, sizes: Mapping[str, int], chunks: Mapping[str
         sizes: length of every dimension.
         chunks: chunk of every dimension, for arrays that have more than one or grow by blocks.
     """
-    short = len(column.dims) == 1 and not column.blocks
-    grid = [COLUMN_CHUNK] if short else [chunks[d] for d in column.dims]
+    grid = [COLUMN_CHUNK] if column.rewritten else [chunks[d] for d in column.dims]
     chain = _chain(column.dtype)
     if column.split:
         chain = [_sharded([*grid[:-1], 1], chain)]

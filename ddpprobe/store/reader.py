@@ -78,9 +78,8 @@ class StoredGroup:
         decoder = self._decoder(attempt)
         if decoder is None:
             return
-        names = [
-            c.name for c in self._arrays.columns.values() if c.dims == ("step",) and not c.blocks
-        ]
+        columns_of_steps = (c for c in self._arrays.columns.values() if c.dims[0] == "step")
+        names = [c.name for c in columns_of_steps if c.rewritten]
         for start in range(0, self.rows, fmt.COLUMN_CHUNK):
             stop = min(start + fmt.COLUMN_CHUNK, self.rows)
             columns = {n: self._arrays.attempt(n, None, start, stop) for n in names}

@@ -119,7 +119,7 @@ class GroupArrays:
                     )
 
     def _steps_at(self, column: fmt.Column, start: int) -> tuple[int, int] | None:
-        if column.dims[0] != "step" or (len(column.dims) == 1 and not column.blocks):
+        if column.dims[0] != "step" or column.rewritten:
             return None
         stop = min(start + self.chunks[column.name]["step"], self.rows)
         steps = self.attempt("step", None, start, stop)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpprobe import torch_private
 from ddpprobe.topology.flat import FlatUnit, flat_units
-from ddpprobe.topology.naming import clean, inner, walk
+from ddpprobe.topology.naming import clean, held, inner, walk
 from ddpprobe.topology.placement import (
     LOCAL,
     REPLICATED,
@@ -79,11 +79,10 @@ class Topology:
         Under FSDP1 these are flat parameters or views of them: see `reduced_gradients`.
         """
         seen: set[int] = set()
-        for fqn, module in walk(self.root):
-            for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield f"{fqn}.{name}" if fqn else name, parameter
+        for fqn, _, _, parameter in held(self.root):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield fqn, parameter
 
     def units(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (FQN, module) of the FSDP2 units, which gather their parameters before they run."""
@@ -96,7 +95,7 @@ class Topology:
 
         All but FSDP's: an FSDP2 unit's are `gathered_parameters`, FSDP1's are in `flat`.
         """
-        sharded = {id(p) for _, _, p in torch_private.sharded_parameters(self.root)}
+        sharded = _sharded(self.root)
         for fqn, _, _, parameter in self._own_parameters():
             if id(parameter) not in sharded:
                 yield fqn, parameter
@@ -106,19 +105,17 @@ class Topology:
         flat = {id(unit.flat) for unit in self.flat}
         parts = {place for unit in self.flat for place in unit.places}
         seen: set[int] = set()
-        for path, module in walk(self.root):
-            for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in seen or id(parameter) in flat or (id(module), name) in parts:
-                    continue
-                seen.add(id(parameter))
-                yield f"{path}.{name}" if path else name, module, name, parameter
+        for fqn, module, name, parameter in held(self.root):
+            if id(parameter) in seen or id(parameter) in flat or (id(module), name) in parts:
+                continue
+            seen.add(id(parameter))
+            yield fqn, module, name, parameter
 
     def gradients_are_reduced(self) -> bool:
         """Whether `.grad` is the reduced gradient after this backward (not so in `no_sync`)."""
-        return all(ddp.require_backward_grad_sync for _, ddp in self.ddps) and all(
-            sharding.is_synchronized(module)
-            for _, module in walk(self.root, self.outer)
-            if torch_private.is_a(module, _FSDP, "FullyShardedDataParallel")
+        return all(ddp.require_backward_grad_sync for _, ddp in self.ddps) and (
+            not self.flat
+            or all(sharding.is_synchronized(m) for m in self.outer.modules() if _is_fsdp1(m))
         )
 
     def reduced_gradients(self) -> Iterator[tuple[str, Tensor, Layout]]:
@@ -179,10 +176,10 @@ class Topology:
             yield from unit.replicas()
         gathered = {(id(m), n): p for m, n, p in torch_private.sharded_parameters(self.root)}
         for fqn, module, name, parameter in self._own_parameters():
-            held = gathered.get((id(module), name), parameter)
-            shard = self.replica_shard(held)
+            stored = gathered.get((id(module), name), parameter)
+            shard = self.replica_shard(stored)
             if shard is not None:
-                yield fqn, shard, _plain(held)
+                yield fqn, shard, _plain(stored)
 
     def replica_shard(self, parameter: Tensor) -> str | None:
         """Name of the shard of `parameter` that other ranks hold as well: "" is the whole of it.
@@ -233,12 +230,13 @@ def describe(
             f"{type(model).__name__} has no parameters, so there is nothing to train and nothing "
             "to observe. Pass the model that the optimizer updates."
         )
-    refuse([(fqn, m) for fqn, m in walk(root, model)], select, model)
-    names = {id(m): fqn for fqn, m in walk(root, model) if inner(m) is None}
+    walked = list(walk(root, model))
+    refuse(walked, select, model)
+    names = {id(m): fqn for fqn, m in walked if inner(m) is None}
     found = Topology(
         root, "", dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         _device(root), model,
-        tuple((f, m) for f, m in walk(root, model) if isinstance(m, DistributedDataParallel)),
+        tuple((f, m) for f, m in walked if isinstance(m, DistributedDataParallel)),
         flat_units(model, names), _tensor_meshes(root),
     )  # fmt: skip
     found.wrapper = _wrapper(found)
@@ -262,12 +260,21 @@ def gathered_parameters(fqn: str, unit: nn.Module) -> Iterator[tuple[str, Tensor
     These are the leaves of the autograd graph, so their gradients are local; the same objects
     serve every step. Parameters of modules that are never called themselves are among them.
     """
-    sharded = {id(p) for _, _, p in torch_private.sharded_parameters(unit)}
-    for path, module in walk(unit):
-        prefix = ".".join(part for part in (fqn, path) if part)
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in sharded:
-                yield f"{prefix}.{name}" if prefix else name, parameter
+    sharded = _sharded(unit)
+    for name, _, _, parameter in held(unit):
+        if id(parameter) not in sharded:
+            yield f"{fqn}.{name}" if fqn else name, parameter
+
+
+def parameters_of(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
+    """Yield the parameters that `ddp` keeps equal: all but those it was told to ignore."""
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    return (p for name, p in ddp.module.named_parameters() if name not in ignored)
+
+
+def _sharded(root: nn.Module) -> set[int]:
+    """Ids of the parameters that FSDP2 units go back to between their forwards."""
+    return {id(p) for _, _, p in torch_private.sharded_parameters(root)}
 
 
 def _wrapper(found: Topology) -> str:
@@ -290,7 +297,7 @@ def _wrapper(found: Topology) -> str:
 
 def _tensor_meshes(root: nn.Module) -> tuple[DeviceMesh, ...]:
     """The distinct meshes over which tensors are split, FSDP's own axes left out."""
-    sharded = {id(p) for _, _, p in torch_private.sharded_parameters(root)}
+    sharded = _sharded(root)
     meshes = sharding.tensor_meshes(root)
     meshes += [p.device_mesh for p in root.parameters() if is_dtensor(p) and id(p) not in sharded]
     if not meshes:
@@ -314,12 +321,10 @@ def _reduced_by_ddp(
 ) -> Iterator[tuple[int, bool]]:
     """Yield (id of a parameter, whether this rank is the first of its replicas)."""
     for _, ddp in ddps:
-        ignored = getattr(ddp, "parameters_to_ignore", ())
         first = dist.get_rank(ddp.process_group) == 0
-        for name, parameter in ddp.module.named_parameters():
-            if name not in ignored:
-                yield id(parameter), first
-    sharded = {id(p) for _, _, p in torch_private.sharded_parameters(root)}
+        for parameter in parameters_of(ddp):
+            yield id(parameter), first
+    sharded = _sharded(root)
     for module in root.modules():
         if sharding.is_replicated(module):
             for parameter in module.parameters():
@@ -341,5 +346,5 @@ def _plain(tensor: Tensor | DTensor) -> Tensor:
 
 
 __all__ = [
-    "Refused", "Topology", "clean", "describe", "gathered_parameters", "outermost",
+    "Refused", "Topology", "clean", "describe", "gathered_parameters", "outermost", "parameters_of",
 ]  # fmt: skip

@@ -15,8 +15,7 @@ def inner(module: nn.Module) -> nn.Module | None:
     if isinstance(module, DistributedDataParallel):
         wrapped: nn.Module = module.module
         return wrapped
-    children = dict(module.named_children())
-    return next((children[key] for key in _PREFIXES if key in children), None)
+    return next((child for name, child in module.named_children() if name in _PREFIXES), None)
 
 
 def walk(root: nn.Module, outer: nn.Module | None = None) -> Iterator[tuple[str, nn.Module]]:
@@ -40,6 +39,13 @@ def walk(root: nn.Module, outer: nn.Module | None = None) -> Iterator[tuple[str,
         prefix = f"{fqn}." if fqn else ""
         children = [(f"{prefix}{name}", child) for name, child in module.named_children()]
         stack.extend(reversed(children))
+
+
+def held(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Yield (FQN, module, name in it, parameter) below `root`; a tied one at each of its places."""
+    for path, module in walk(root):
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{path}.{name}" if path else name, module, name, parameter
 
 
 def clean(name: str) -> str:

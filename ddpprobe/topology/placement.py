@@ -107,15 +107,18 @@ def box(
         dim = getattr(placement, "dim", None)
         if dim is not None:
             dealt = mesh_shape[axis], coordinate[axis], split_factor(placement)
-            rows[dim % len(shape)] = _deal(rows[dim % len(shape)], *dealt)
+            rows[dim % len(shape)] = deal(rows[dim % len(shape)], *dealt)
     if any(len(runs) > 1 for runs in rows.values()):
         return None
     found = [runs[0] if runs else (shape[d], shape[d]) for d, runs in rows.items()]
     return Region(tuple(a for a, _ in found), tuple(b - a for a, b in found), shape)
 
 
-def _deal(runs: list[tuple[int, int]], ranks: int, rank: int, pieces: int) -> list[tuple[int, int]]:
-    """Cut runs into `pieces`, cut each of these for `ranks`, and return what `rank` gets."""
+def deal(runs: list[tuple[int, int]], ranks: int, rank: int, pieces: int) -> list[tuple[int, int]]:
+    """Cut runs [start, stop) into `pieces`, each of these for `ranks`; return what `rank` gets.
+
+    Chunks are cut as by torch.chunk; `pieces` is the split factor of a strided shard, else 1.
+    """
     size = sum(b - a for a, b in runs)
     mine: list[tuple[int, int]] = []
     for start, stop in (_chunk(size, pieces, p) for p in range(pieces)):

@@ -42,7 +42,7 @@ ROOMS = ("enlist", "heartbeat", "hooks.eager", "hooks.full", "hooks.loss_scale",
          "topology.describe")  # fmt: skip
 # One line each, that enters the fuse: the outside of the containment.
 DOORS = (
-    "ddpprobe.hooks.eager._Gradient.__call__", "ddpprobe.hooks.watch._Accumulated.__call__",
+    "ddpprobe.hooks.eager._Gradient.__call__", "ddpprobe.hooks.watch._Watched.__call__",
     "ddpprobe.hooks.root._Before.__call__", "ddpprobe.hooks.root._After.__call__",
     "ddpprobe.hooks.root._Arrived.__call__",
 )  # fmt: skip

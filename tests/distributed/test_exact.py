@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from ddpprobe.records import derive, merge_all
+
+from .reference import Reference
 
 JOB = Path(__file__).parent / "job.py"
 spec = importlib.util.spec_from_file_location("job", JOB)
@@ -20,47 +21,6 @@ job = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(job)
 
 MICROS = 2
-
-
-class Reference:
-    """All values of step 0 of every rank, by site, from one process and the unsharded model."""
-
-    def __init__(self, world: int) -> None:
-        self.world = world
-        self.tensors: dict[tuple[str, str, str], list[torch.Tensor]] = {}
-        self.reduced: dict[str, torch.Tensor] = {}
-        for rank in range(world):
-            model = job.build(dropout=0.0)
-            for name, module in model.named_modules():
-                module.register_forward_hook(self._hook(name))
-            for micro in range(MICROS):
-                for name, parameter in model.named_parameters():
-                    parameter.register_hook(lambda g, n=name: self._see((n, "grad_local", ""), g))
-                model(job.batch(0, micro, rank))[1].backward()
-                for parameter in model.parameters():
-                    parameter._backward_hooks.clear()
-            for name, parameter in model.named_parameters():
-                share = parameter.grad / world
-                self.reduced[name] = self.reduced.get(name, 0) + share
-
-    def _hook(self, name: str):
-        def hook(module: nn.Module, args: object, output: object) -> None:
-            leaves = [("", output)] if isinstance(output, torch.Tensor) else enumerate(output)
-            for leaf, tensor in leaves:
-                self._see((name, "output", str(leaf)), tensor)
-                key = (name, "grad_output", str(leaf))
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda g, key=key: self._see(key, g))
-
-        return hook
-
-    def _see(self, key: tuple[str, str, str], tensor: torch.Tensor) -> None:
-        self.tensors.setdefault(key, []).append(tensor.detach().double().clone().reshape(-1))
-
-    def of(self, site) -> torch.Tensor:
-        if site.kind == "grad":
-            return self.reduced[site.fqn].double().reshape(-1)
-        return torch.cat(self.tensors[site.key])
 
 
 @pytest.mark.parametrize(
@@ -75,13 +35,16 @@ def test_merged_statistics_equal_the_unsharded_reference(
     )
     assert done.returncode == 0, done.stderr
     merged = merge_all([records_of(run, rank)[0] for rank in range(nproc)])
-    reference = Reference(nproc)
+    reference = Reference(
+        lambda: job.build(dropout=0.0), lambda micro, rank: job.batch(0, micro, rank),
+        range(nproc), MICROS,
+    )  # fmt: skip
     kinds, unobserved = set(), set()
     for i, site in enumerate(merged.sites):
         if merged.counts[i][6] == 0:
             unobserved.add(str(site))
             continue
-        want = reference.of(site)
+        want = reference.of(site.key)
         counts, (low, high, total, square) = merged.counts[i], merged.values[i]
         assert counts[0] == want.numel(), site
         assert counts[1:4].sum() == 0

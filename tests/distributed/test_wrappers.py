@@ -6,58 +6,16 @@ Each world size is one launch, in which the wrappers follow one another.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from ddpprobe.records import StepRecord, disagreements, merge_all
 from tests.distributed import wrappers_job as job
+from tests.distributed.reference import Reference
 
 JOB = Path(job.__file__)
 LABELLED = ("partial", "unknown")
-
-
-class Reference:
-    """All values of step 0, by site, from one process that plays the data-parallel `groups`."""
-
-    def __init__(self, groups: Sequence[int]) -> None:
-        self.tensors: dict[tuple[str, str, str], list[torch.Tensor]] = {}
-        self.reduced: dict[str, torch.Tensor] = {}
-        for group in groups:
-            model = job.build()
-            for name, module in model.named_modules():
-                module.register_forward_hook(self._hook(name))
-            for name, parameter in model.named_parameters():
-                parameter.register_hook(lambda g, n=name: self._see((n, "grad_local", ""), g))
-            for micro in range(job.MICROS):
-                model(job.batch(micro, group))[1].backward()
-            for name, parameter in model.named_parameters():
-                self.reduced[name] = self.reduced.get(name, 0) + parameter.grad / len(groups)
-
-    def _hook(self, name: str):
-        def hook(module: nn.Module, args: object, output: object) -> None:
-            leaves = [("", output)] if isinstance(output, torch.Tensor) else enumerate(output)
-            for leaf, tensor in leaves:
-                self._see((name, "output", str(leaf)), tensor)
-                key = (name, "grad_output", str(leaf))
-                tensor.register_hook(lambda g, key=key: self._see(key, g))
-
-        return hook
-
-    def _see(self, key: tuple[str, str, str], tensor: torch.Tensor) -> None:
-        self.tensors.setdefault(key, []).append(tensor.detach().double().clone().reshape(-1))
-
-    def of(self, key: tuple[str, str, str]) -> torch.Tensor:
-        if key[1] == "grad":
-            return self.reduced[key[0]].double().reshape(-1)
-        return torch.cat(self.tensors[key])
-
-    @property
-    def keys(self) -> set[tuple[str, str, str]]:
-        return set(self.tensors) | {(name, "grad", "") for name in self.reduced}
 
 
 def differences(merged: StepRecord, reference: Reference, slack: float) -> list[str]:
@@ -133,7 +91,10 @@ def test_every_statistic_is_exact_or_labelled_and_training_is_bit_identical(
         case = run.name.removesuffix("-before")
         records = [records_of(run, rank) for rank in range(nproc)]
         assert all([r.step for r in rank] == [0, 1] for rank in records), case
-        merged, reference = merge_all([rank[0] for rank in records]), Reference(cases[case])
+        merged, reference = (
+            merge_all([rank[0] for rank in records]),
+            Reference(job.build, job.batch, cases[case], job.MICROS),
+        )
         slack = 0.05 if case.endswith("bf16") else 1e-5
         wrong += [f"{case}: {d}" for d in differences(merged, reference, slack)]
         assert seen(merged) == expected(case, reference), case
