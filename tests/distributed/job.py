@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
@@ -91,6 +90,8 @@ def main() -> None:
     if args.wrap == "ddp":
         wrapped = DistributedDataParallel(model)
     elif args.wrap == "fsdp2":
+        from torch.distributed.fsdp import fully_shard  # half a second, for nothing under DDP
+
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
@@ -96,6 +95,8 @@ def train(wrap: str, options: dict[str, Any] | None, breaker: Breaker) -> str:
     if wrap == "ddp":
         wrapped = DistributedDataParallel(model)
     else:
+        from torch.distributed.fsdp import fully_shard  # half a second, for nothing under DDP
+
         for part in (*model.blocks, model):
             fully_shard(part)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)

@@ -19,7 +19,7 @@ from ddpprobe.replay.verify import verify
 from ddpprobe.store.reader import StoredGroup
 
 NODE = layout.node_name(0)
-DRAWS = 8
+DRAWS = 6
 TOGETHER = 3  # launches at a time
 STEPS, EVERY, SLEEP = 60, 2, 0.02
 TINY = ("--steps", STEPS, "--every", EVERY, "--daemon", "auto", "--micros", 1)
