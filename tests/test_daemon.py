@@ -264,7 +264,7 @@ def test_a_dead_run_is_sealed_by_hand_and_then_the_daemon_ends(job) -> None:
 
 def test_sigterm_ends_it_at_once_and_a_later_daemon_goes_on(job) -> None:
     first = job.daemon()
-    rank = job.rank(0, world=1, steps=150)
+    rank = job.rank(0, world=1, steps=400)
     wait(lambda: len(job.acked(0)) > 20)
     wait(job.said)
     first.terminate()
@@ -272,7 +272,7 @@ def test_sigterm_ends_it_at_once_and_a_later_daemon_goes_on(job) -> None:
     assert job.said() is None
     assert rank.poll() is None
     assert job.daemon().wait(30) == 0
-    assert job.merged_steps() == list(range(150))
+    assert job.merged_steps() == list(range(400))
     assert len(job.life("finished")) == 1
 
 
