@@ -142,3 +142,18 @@ def records_of() -> Callable[..., list[StepRecord]]:
         return records
 
     return read
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test with the compiled statistics and without them."""
+    from ddpprobe.stats import native
+
+    if not native.prepare():
+        if request.param == "compiled":
+            pytest.skip("no C++ compiler")
+    elif request.param == "numpy":
+        for kernels in (native.row_kernels, native.wide_kernels):
+            for dtype in tuple(kernels):
+                monkeypatch.delitem(kernels, dtype)
+    return str(request.param)

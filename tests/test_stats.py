@@ -32,6 +32,11 @@ CLASSES = {
     "one -inf": lambda n: torch.randn(n).index_fill_(0, torch.tensor([n // 2]), -torch.inf),
     "zeros": lambda n: torch.zeros(n).index_fill_(0, torch.tensor([0]), -0.0),
 }
+CPU_CLASSES = {
+    **CLASSES,
+    "subnormal": lambda n: torch.randn(n) * 1e-42,
+    "constant": lambda n: torch.full((n,), 0.1),
+}
 
 
 def row(tensor: torch.Tensor) -> dict[str, float]:
@@ -57,37 +62,44 @@ def check(tensor: torch.Tensor, relative: float) -> None:
         assert got[name] == want[name], name
     finite = x[np.isfinite(x)]
     assert abs(got["sum"] - want["sum"]) <= relative * np.abs(finite).sum() + 1e-300
-    assert got["sum_sq"] == pytest.approx(want["sum_sq"], rel=relative)
+    assert got["sum_sq"] == pytest.approx(want["sum_sq"], rel=relative, abs=0.0)
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", CPU_CLASSES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("numel", [1, 5, 4097, 131_072 + 1030])
-def test_rows_equal_the_float64_reference(kind: str, dtype: torch.dtype, numel: int) -> None:
-    torch.manual_seed(numel)
-    check(CLASSES[kind](numel).to(dtype), relative=1e-6)
+def test_rows_equal_the_float64_reference(engine: str, kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    # Around 64 lanes, a block of 1024 and one of 2**17, and what NumPy takes for small.
+    for numel in (1, 5, 63, 64, 65, 1023, 1024, 1025, 1088, 4096, 4097, (1 << 17) + 1030):
+        check(CPU_CLASSES[kind](numel).to(dtype), relative=2e-6)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(width=32), min_size=1, max_size=50))
-def test_any_small_float32_tensor_is_exact(values: list[float]) -> None:
-    check(torch.tensor(values, dtype=torch.float32), relative=1e-13)
+def test_any_small_float32_tensor_is_exact(engine: str) -> None:
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.floats(width=32), min_size=1, max_size=50))
+    def holds(values: list[float]) -> None:
+        check(torch.tensor(values, dtype=torch.float32), relative=1e-13)
+
+    holds()
 
 
-def test_an_empty_tensor_is_the_identity_of_the_merge() -> None:
+def test_an_empty_tensor_is_the_identity_of_the_merge(engine: str) -> None:
     assert tuple(row(torch.empty(0, 3)).values()) == rows.EMPTY
+    assert tuple(row(torch.ones(4)[2:2]).values()) == rows.EMPTY
 
 
-def test_layouts_do_not_change_the_numbers() -> None:
-    x = torch.randn(3, 4, 5, 6)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_layouts_do_not_change_the_numbers(engine: str, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 4, 5, 6).to(dtype)
     want = row(x)
     for same in (x.to(memory_format=torch.channels_last), x.transpose(0, 3), x[:, :, :, :]):
         got = row(same)
-        assert got == pytest.approx(want, rel=1e-12)
-    check(x[:, ::2, 1:, ::3], relative=1e-12)
+        assert got == pytest.approx(want, rel=1e-5, abs=1e-4)  # lanes in another order
+    check(x[:, ::2, 1:, ::3], relative=2e-6)
+    check(x.view(-1)[7:], relative=2e-6)
 
 
-def test_an_expanded_gradient_is_counted_without_being_allocated() -> None:
+def test_an_expanded_gradient_is_counted_without_being_allocated(engine: str) -> None:
     expanded = torch.tensor([[2.0], [3.0]]).expand(2, 10**12)
     got = row(expanded)
     assert (got["numel"], got["sum"], got["sum_sq"]) == (2e12, 5e12, 13e12)
@@ -120,7 +132,7 @@ def test_what_has_no_values_is_refused_by_name() -> None:
         torch.func.vmap(lambda x: (row(x), x)[1])(torch.randn(2, 3))
 
 
-def test_autocast_and_grad_mode_around_it_change_nothing() -> None:
+def test_autocast_and_grad_mode_around_it_change_nothing(engine: str) -> None:
     x = torch.randn(100, requires_grad=True)
     want = row(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -156,4 +168,4 @@ def test_on_a_gpu_rows_are_the_same_and_nothing_synchronises(kind, dtype) -> Non
     for name in ROW[:7]:
         assert got[name] == want[name], name
     assert got["sum"] == pytest.approx(want["sum"], rel=1e-6, abs=1e-6 * max(1, want["sum_sq"]))
-    assert got["sum_sq"] == pytest.approx(want["sum_sq"], rel=1e-6)
+    assert got["sum_sq"] == pytest.approx(want["sum_sq"], rel=1e-6, abs=0.0)

@@ -19,6 +19,7 @@ from ddpprobe.captured.sites import Sites
 from ddpprobe.captured.targets import Selector, choose
 from ddpprobe.captured.watcher import Watcher
 from ddpprobe.fuse import Fuse
+from ddpprobe.stats import native
 
 TIMEOUT_SECONDS = 60.0
 HISTORY = 256  # rows of statistics per tensor with keep="stats": 150 KiB with 64 bins
@@ -92,6 +93,8 @@ def capture(
             f"capture() takes a torch.nn.Module first, got {type(model).__name__}. "
             'Write ddpprobe.capture(model, "layers.*").'
         )
+    if any(parameter.is_cpu for parameter in model.parameters()):
+        native.prepare()
     statistics = keep == "stats"
     calls = None if keep == "all" else keep if isinstance(keep, int) and keep > 0 else 1
     meter = Meter(bins, range, near_zero)

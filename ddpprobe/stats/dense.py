@@ -24,7 +24,7 @@ _EIGHT_BIT = tuple(
 )
 _PLAIN = (Tensor, torch.nn.Parameter)
 _COLLECTIVES = "torch.distributed._functional_collectives"
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Unsupported(TypeError):
@@ -41,6 +41,24 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def readable(tensor: Tensor) -> bool:
+    """Whether the `numel` elements of `tensor` lie in memory of this process, one after the other.
+
+    Asks what a kernel that gets an address must know; no for whatever is merely unusual.
+    """
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not torch_private.is_functorch(tensor)
+        and tensor.is_contiguous()
+        and not tensor.is_neg()  # a bit that says: the number is not what lies there
+        and tensor.untyped_storage().nbytes() > 0  # what frees memory under a tensor makes it 0
+        and tensor.data_ptr() != 0
+    )
+
+
 def dense(tensor: Tensor) -> tuple[Tensor, int]:
     """Return (elements, repeats): a 1-D tensor, and how often each element stands in `tensor`.
 
@@ -49,7 +67,7 @@ def dense(tensor: Tensor) -> tuple[Tensor, int]:
     jagged tensors give their stored values.
 
     Raises:
-        Unsupported: meta, quantized or functorch-wrapped tensors, and unknown dtypes.
+        Unsupported: meta, quantized or functorch-wrapped tensors, unknown dtypes, freed memory.
     """
     if torch_private.is_functorch(tensor):
         raise Unsupported("a tensor inside vmap, grad or jvp has no readable values")
@@ -59,16 +77,29 @@ def dense(tensor: Tensor) -> tuple[Tensor, int]:
     if tensor.is_quantized:
         raise Unsupported(f"quantized dtype {tensor.dtype}")
     tensor = _stored(tensor)
+    if type(tensor) is Tensor and tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise Unsupported("a tensor whose memory was freed")
+    tensor = tensor.resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype in _EIGHT_BIT:
         tensor = tensor.float()
-    elif tensor.dtype not in _FLOATS:
+    elif tensor.dtype not in FLOATS:
         try:
             tensor = tensor.double()
         except (RuntimeError, NotImplementedError) as error:
             raise Unsupported(f"dtype {tensor.dtype}") from error
-    return _flatten(tensor)
+    flat, repeats = _flatten(tensor)
+    return _in_memory(flat), repeats
+
+
+def _in_memory(flat: Tensor) -> Tensor:
+    """Return `flat`, or a copy of it if its elements lie nowhere though they have values."""
+    if type(flat) is Tensor and flat.is_cpu and flat.numel() and not flat.data_ptr():
+        flat = flat.clone()  # the zeros that forward-mode differentiation does not write down
+        if not flat.data_ptr():
+            raise Unsupported("a functional tensor has no memory of its own")
+    return flat
 
 
 def _stored(tensor: Tensor) -> Tensor:
@@ -77,6 +108,8 @@ def _stored(tensor: Tensor) -> Tensor:
         return tensor.values() if tensor.layout == torch.jagged else tensor._values()  # noqa: SLF001
     if tensor.layout == torch.sparse_coo:
         return tensor.coalesce().values()
+    if tensor.is_mkldnn:
+        return tensor.to_dense()
     return tensor if tensor.layout == torch.strided else tensor.values()
 
 

@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 
 from ddpprobe.stats import rows
-from ddpprobe.stats.dense import dense
+from ddpprobe.stats.cpu import weigh
+from ddpprobe.stats.dense import dense, readable
+from ddpprobe.stats.native import TABLES, wide_kernels
 
 NEAR_ZERO, BELOW, ABOVE, EXPONENT = range(rows.WIDTH, rows.WIDTH + 4)
 HEAD = rows.WIDTH + 4
 LOWEST = -1000.0  # exponent of a tensor that holds nothing but zeros
-BLOCK = 1 << 20  # elements converted to float64 at a time on the CPU
+BLOCK = 1 << 15  # elements converted to float64 at a time on the CPU
+FEW = 1 << 16  # from this many 16-bit elements on, counting their patterns is faster
+PATTERN_BLOCK = 1 << 20  # elements counted at a time, in 4 MiB as int32
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 def measure(tensor: Tensor, bins: int, limits: tuple[float, float] | None, eps: float) -> Tensor:
@@ -36,20 +41,60 @@ def measure(tensor: Tensor, bins: int, limits: tuple[float, float] | None, eps: 
     with torch.no_grad():
         flat, repeats = dense(tensor)
         wide = torch.zeros(HEAD + bins, dtype=torch.float64, device=flat.device)
-        rows.reduce(tensor, wide[: rows.WIDTH])
-        peak = torch.maximum(-wide[5], wide[6])
-        fits = torch.frexp(peak).exponent.to(torch.float64).clamp(min=LOWEST)
-        wide[EXPONENT] = torch.where(torch.isfinite(peak) & (peak > 0), fits, LOWEST)
-        for block in flat.split(BLOCK if flat.device.type == "cpu" else rows.GPU_BLOCK):
-            if block.numel():
-                _count(block.double(), repeats, wide, limits, eps)
+        if flat.dtype in wide_kernels and readable(flat):
+            _measure_compiled(flat, repeats, wide, limits, eps)
+        elif flat.dtype in _SIXTEEN_BIT and flat.numel() >= FEW and readable(flat):
+            values, times = _patterns(flat)
+            row = weigh(values.numpy(), times.double().mul_(repeats).numpy())
+            wide[: rows.WIDTH] = torch.tensor(row, dtype=torch.float64, device="cpu")
+            _fit(wide)
+            _count(values, times * repeats, wide, limits, eps)
+        else:
+            rows.reduce(tensor, wide[: rows.WIDTH])
+            _fit(wide)
+            times = torch.full((), repeats, device=flat.device)
+            for block in flat.split(BLOCK if flat.is_cpu else rows.GPU_BLOCK):
+                if block.numel():
+                    _count(block.double(), times, wide, limits, eps)
         return wide
 
 
-def _count(
-    x: Tensor, repeats: int, wide: Tensor, limits: tuple[float, float] | None, eps: float
+def _measure_compiled(
+    flat: Tensor, repeats: int, wide: Tensor, limits: tuple[float, float] | None, eps: float
 ) -> None:
-    wide[NEAR_ZERO] += (x.abs() <= eps).sum() * repeats
+    bins = len(wide) - HEAD
+    counts = torch.zeros(TABLES * (bins + 3), dtype=torch.int64, device="cpu")
+    low, high = (0.0, 1.0) if limits is None else limits
+    wide_kernels[flat.dtype](
+        flat.data_ptr(), flat.numel(), repeats,
+        bins, limits is not None, low, high, eps,
+        counts.data_ptr(), wide.data_ptr(),
+    )  # fmt: skip
+
+
+def _patterns(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers that stand in a 16-bit tensor, float64 [k], and how often, int64 [k].
+
+    At most 65536 patterns, so that all else is done with them instead of with the elements.
+    """
+    counts = torch.zeros(1 << 16, dtype=torch.int64, device="cpu")
+    for block in flat.view(torch.uint16).split(PATTERN_BLOCK):
+        counts += torch.bincount(block.int(), minlength=1 << 16)
+    found = counts.nonzero().view(-1)
+    return found.to(torch.uint16).view(flat.dtype).double(), counts[found]
+
+
+def _fit(wide: Tensor) -> None:
+    peak = torch.maximum(-wide[5], wide[6])
+    fits = torch.frexp(peak).exponent.to(torch.float64).clamp(min=LOWEST)
+    wide[EXPONENT] = torch.where(torch.isfinite(peak) & (peak > 0), fits, LOWEST)
+
+
+def _count(
+    x: Tensor, times: Tensor, wide: Tensor, limits: tuple[float, float] | None, eps: float
+) -> None:
+    """Add `x`, float64 [n], of which each element stands `times` times, int64 [n] or []."""
+    wide[NEAR_ZERO] += ((x.abs() <= eps) * times).sum()
     bins = len(wide) - HEAD
     if not bins:
         return
@@ -60,15 +105,15 @@ def _count(
         index = torch.ldexp(x, -wide[EXPONENT]).mul(bins // 2).floor() + bins // 2
     else:
         low, high = limits
-        wide[BELOW] += (finite & (x < low)).sum() * repeats
-        wide[ABOVE] += (finite & (x > high)).sum() * repeats
+        wide[BELOW] += ((finite & (x < low)) * times).sum()
+        wide[ABOVE] += ((finite & (x > high)) * times).sum()
         inside = finite & (x >= low) & (x <= high)
         index = ((x - low) * (bins / (high - low))).floor()
     # What does not count goes to a bin of its own behind the last: no shape depends on the data.
     slot = torch.where(inside, index.nan_to_num(0.0).clamp(0, bins - 1), bins).long()
     counts = torch.zeros(bins + 1, dtype=torch.int64, device=x.device)
-    counts.scatter_add_(0, slot, torch.ones_like(slot))
-    wide[HEAD:] += counts[:bins] * repeats
+    counts.scatter_add_(0, slot, times.expand_as(slot))
+    wide[HEAD:] += counts[:bins]
 
 
 def empty(bins: int) -> Tensor:
