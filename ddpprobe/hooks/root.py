@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
-from ddpprobe.fuse import Fuse
+from ddpprobe.fuse import Fuse, logger
 from ddpprobe.hooks.guest import Visitor
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.record_op import (
@@ -55,7 +55,7 @@ class RootHooks:
         self, topology: Topology, fuse: Fuse, begins: Callable[[bool], None],
         ended: Callable[[list[Tensor], list[Tensor]], None], gradient: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.in_graph = self._trains = False
+        self.in_graph = self._trains = self._warned = False
         self._topology = topology
         self._begins, self._ended, self._gradient = begins, ended, gradient
         self._before, self._after = fuse.guard(self._begin), fuse.guard(self._end)
@@ -86,9 +86,24 @@ class RootHooks:
     def _begin(self, *_: object) -> None:
         self.in_graph = False
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        rehearsal = sharding.rehearses() or tracing
+        rehearsal = sharding.rehearses() or tracing or self._captured()
         self._trains = torch.is_grad_enabled() and not rehearsal
         self._begins(self._trains)
+
+    def _captured(self) -> bool:
+        """Whether a CUDA graph is made of this forward: nothing is computed, and nothing may wait.
+
+        Merely to ask whether an event is over would break the user's capture off.
+        """
+        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return False
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "ddpprobe: the model is captured in a CUDA graph, whose replays call no hooks: the "
+                "steps in it are not observed. Train some steps without the graph to see them."
+            )
+        return True
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         tensors = [tensor for _, tensor in leaves(output)] if self._trains else []

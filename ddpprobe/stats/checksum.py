@@ -69,5 +69,5 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     draw = torch.randint(
         bounds.min, bounds.max, (2, _ROW), generator=generator, device="cpu", dtype=torch.int64
     )
-    within, between = (draw | 1).to(device)
+    within, between = (draw | 1).to(device, non_blocking=True)
     return within, between
