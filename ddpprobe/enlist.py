@@ -24,6 +24,7 @@ from ddpprobe import layout, rendezvous, spawn
 from ddpprobe.heartbeat import HeartbeatWriter
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import DirectoryLock, RunDir
+from ddpprobe.pacing import Channel, Notice
 from ddpprobe.rendezvous import Store
 from ddpprobe.topology import stages
 
@@ -35,12 +36,16 @@ logger = logging.getLogger("ddpprobe")
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user said about the run: its directory, its name, its daemon and its address."""
+    """What the user said about the run: its directory, its name, its daemon and its address.
+
+    `agree`: all ranks will have to change what they do together, as it goes on.
+    """
 
     run_dir: str | os.PathLike[str] | None = None
     name: str | None = None
     start_daemon: bool = True
     listen: str | None = None
+    agree: bool = False
 
 
 @dataclass
@@ -58,6 +63,7 @@ class Enlisted:
     lock: DirectoryLock | None
     restart: Callable[[], None] | None
     node: str
+    channel: Channel
     cut: frozenset[str] = frozenset()
     differ: frozenset[str] = frozenset()
     _next_check: float = field(default_factory=lambda: time.monotonic() + CHECK_SECONDS)
@@ -107,7 +113,8 @@ def enlist(
         opened: list[Enlisted] = []
 
         def open_files() -> dict[str, Any]:
-            opened.append(_open(plan, place, world_size, head, wishes))
+            channel = _channel(plan, place, store, f"{name}/pace") if wishes.agree else Channel()
+            opened.append(_open(plan, place, world_size, head, wishes, channel))
             return parts if plan["apart"] else {}
 
         held = rendezvous.round_trip(
@@ -172,6 +179,7 @@ class _Head:
             "attempt": attempt, "token": token, "head": None,
             "leaders": {str(n): r for n, r in leaders.items()},
             "members": {str(n): m for n, m in members.items()},
+            "relays": _relays(heard),
             "apart": any(part["model"] != heard[0]["model"] for part in heard),
         }  # fmt: skip
         layout.make_dir(run.attempt_dir(attempt))
@@ -242,8 +250,9 @@ class _Head:
 
 
 def _open(
-    plan: dict[str, Any], place: _Place, world_size: int, head: _Head, wishes: Wishes
-) -> Enlisted:
+    plan: dict[str, Any], place: _Place, world_size: int, head: _Head, wishes: Wishes,
+    channel: Channel,
+) -> Enlisted:  # fmt: skip
     rank = place.rank
     run, identity, attempt = RunDir(Path(plan["run_dir"])), plan["identity"], plan["attempt"]
     node = layout.node_name(place.node_index)
@@ -278,7 +287,28 @@ def _open(
     starter = start if leads and wishes.start_daemon else None
     if starter is not None and not spawn.daemon_alive(run, node):
         starter()
-    return Enlisted(run, identity["run_id"], attempt, journal, heartbeat, head.lock, starter, node)
+    return Enlisted(
+        run, identity["run_id"], attempt, journal, heartbeat, head.lock, starter, node, channel
+    )
+
+
+def _channel(plan: dict[str, Any], place: _Place, store: Store, name: str) -> Channel:
+    """Open this rank's way to hear what all ranks are to do.
+
+    Raises:
+        ValueError, OSError: there is none.
+    """
+    path = RunDir(Path(plan["run_dir"])).pace(plan["attempt"], layout.node_name(place.node_index))
+    line = rendezvous.Line(store, name) if place.rank in plan["relays"] else None
+    return Channel(Notice(path), line)
+
+
+def _relays(heard: list[dict[str, Any]]) -> list[int]:
+    """Return the first rank of each machine; none if there is only one."""
+    first: dict[tuple[int, str], int] = {}
+    for rank, part in enumerate(heard):
+        first.setdefault((part["node_index"], part["hostname"]), rank)
+    return sorted(first.values()) if len(first) > 1 else []
 
 
 def _wrapper(heard: list[dict[str, Any]]) -> str:

@@ -8,6 +8,7 @@
       journal/000/node_0000/rank_00003/     frames of one rank of one attempt
       journal/000/node_0000/daemon/         frames of that node's daemon (merged steps, anomalies)
       heartbeat/000/node_0000/rank_00003    where the rank is now (fixed size, overwritten)
+      heartbeat/000/node_0000/pace          how far apart sampled steps are now, under a budget
       daemon/node_0000.{lock,json,log}      who serves this node
       run.zarr/                             the store
 
@@ -79,6 +80,10 @@ class RunDir:
     def heartbeat(self, attempt: int, node: str, rank: int) -> Path:
         """Heartbeat file of one rank."""
         return self.path / "heartbeat" / f"{attempt:03d}" / node / rank_name(rank)
+
+    def pace(self, attempt: int, node: str) -> Path:
+        """File in which rank 0 tells the ranks of a node which steps are sampled."""
+        return self.path / "heartbeat" / f"{attempt:03d}" / node / "pace"
 
     def daemon_file(self, node: str, suffix: str) -> Path:
         """Return the daemon's `lock`, `json` or `log` file for a node."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fnmatch
+import math
 import os
 import sys
 import textwrap
@@ -18,9 +19,11 @@ from torch import distributed as dist
 from ddpprobe import rendezvous, torch_private
 from ddpprobe.enlist import Enlisted, Wishes, enlist
 from ddpprobe.fuse import Fuse
+from ddpprobe.pacing import Pacer
 from ddpprobe.recorder import Recorder
 from ddpprobe.sampling import Schedule, as_schedule
 from ddpprobe.shipping import Identity
+from ddpprobe.stats import native
 from ddpprobe.topology import stages
 from ddpprobe.topology.describe import Topology, describe
 
@@ -106,6 +109,7 @@ def install(
     every: int | Schedule = 10,
     include: str | Iterable[str] = ("*",),
     exclude: str | Iterable[str] = (),
+    budget: float | None = None,
     backward: str = "output",
     name: str | None = None,
     daemon: str = "auto",
@@ -124,14 +128,18 @@ def install(
         every: sample every N-th optimizer step, or a `Schedule`.
         include: globs over module FQNs to observe; each must match something on some rank.
         exclude: globs over module FQNs to leave out; each must match something on some rank.
+        budget: what ddpprobe may add to a step, as a share of the step's own time, on average: 0.01
+            keeps it under 1 % by sampling less often than `every` says, as much as the run itself
+            shows to be needed. At most every second step is sampled then (on a GPU every third);
+            the warm-up and the ranges of a `Schedule` stay. None: it is measured, nothing changed.
         backward: "output" (gradients at module outputs, safe everywhere) or "full" (also
             `grad_input`, by full backward hooks on modules proven safe).
         name: of the run, for people; by default the date and time.
         daemon: "auto" starts the node daemon; "none" leaves it to you (`ddpprobe daemon`).
         first_step: number of the first optimizer step, for a resumed run.
 
-    Environment (each overrides the argument): `DDPPROBE_DIR`, `DDPPROBE_EVERY`, `DDPPROBE_LISTEN`,
-    `DDPPROBE_DISABLE=1` (returns a probe that does nothing).
+    Environment (each overrides the argument): `DDPPROBE_DIR`, `DDPPROBE_EVERY`, `DDPPROBE_BUDGET`,
+    `DDPPROBE_LISTEN`, `DDPPROBE_DISABLE=1` (returns a probe that does nothing).
 
     Raises:
         TypeError, ValueError: a wrong argument.
@@ -140,20 +148,29 @@ def install(
     if os.environ.get("DDPPROBE_DISABLE") == "1":
         return Probe(None, None)
     rank, world_size, store = _job()
-    wanted = _Wanted(model, every, _globs(include), _globs(exclude), backward, daemon, first_step)
+    wanted = _Wanted(
+        model, every, _globs(include), _globs(exclude), budget, backward, daemon, first_step
+    )
     enlisted = enlist(
         store, _round_name(), rank, world_size, wanted.check,
         Wishes(
             os.environ.get("DDPPROBE_DIR") or run_dir, name, daemon == "auto",
             os.environ.get("DDPPROBE_LISTEN"),
+            agree=world_size > 1 and bool(budget or os.environ.get("DDPPROBE_BUDGET")),
         ),
     )  # fmt: skip
     wanted.found.cut, wanted.found.differ = enlisted.cut, enlisted.differ
+    pacer = Pacer(
+        wanted.schedule(), wanted.budget(), enlisted.channel, enlisted.journal, enlisted.heartbeat,
+        leads=rank == 0, ahead=wanted.found.device.type != "cpu",
+    )  # fmt: skip
     recorder = Recorder(
-        wanted.found, Identity(rank, world_size, enlisted.attempt), wanted.schedule(),
+        wanted.found, Identity(rank, world_size, enlisted.attempt), pacer,
         wanted.select, enlisted.journal, enlisted.heartbeat, full_backward=backward == "full",
         first_step=first_step, after_step=enlisted.keep_daemon,
     )  # fmt: skip
+    if wanted.found.device.type == "cpu":
+        native.prepare()  # here, where waiting is allowed: no step ever compiles anything
     recorder.start()
     probe = Probe(recorder, enlisted)
     _probed[wanted.found.root] = probe
@@ -190,12 +207,14 @@ class _Wanted:
 
     def __init__(
         self, model: object, every: int | Schedule, include: tuple[str, ...],
-        exclude: tuple[str, ...], backward: str, daemon: str, first_step: int,
+        exclude: tuple[str, ...], budget: float | None, backward: str, daemon: str,
+        first_step: int,
     ) -> None:  # fmt: skip
         self._model = model
         self._every = every
         self._include = include
         self._exclude = exclude
+        self._budget = budget
         self._backward = backward
         self._daemon = daemon
         self._first_step = first_step
@@ -213,7 +232,7 @@ class _Wanted:
                 f"install() takes a torch.nn.Module, got {type(self._model).__name__}. "
                 "Write ddpprobe.install(model)."
             )
-        schedule = self.schedule()
+        schedule, budget = self.schedule(), self.budget()
         for option, value, allowed in (
             ("backward", self._backward, _BACKWARD), ("daemon", self._daemon, _DAEMON),
         ):  # fmt: skip
@@ -231,7 +250,7 @@ class _Wanted:
             )
         settings = [schedule.fingerprint(), self._include, self._exclude, self._backward, step]
         return {
-            "settings": settings, "every": schedule.every, "wrapper": found.wrapper,
+            "settings": [*settings, budget], "every": schedule.every, "wrapper": found.wrapper,
             "device": str(found.device), "unmatched": self._unmatched(found),
             "parts": stages.parts(found),
         }  # fmt: skip
@@ -244,6 +263,22 @@ class _Wanted:
         if not text.isdecimal():
             raise ValueError(f"DDPPROBE_EVERY must be a whole number of steps, got {text!r}")
         return as_schedule(int(text))
+
+    def budget(self) -> float | None:
+        """Return the budget; `DDPPROBE_BUDGET` overrides the argument."""
+        text = os.environ.get("DDPPROBE_BUDGET")
+        try:
+            budget = self._budget if text is None else float(text)
+        except ValueError:
+            budget = math.nan
+        number = isinstance(budget, float) and 0 < budget < 1
+        if budget is not None and not number:
+            came = repr(self._budget) if text is None else f"DDPPROBE_BUDGET={text}"
+            raise ValueError(
+                "budget must be a share of the step time, between 0 and 1 (0.01: sampling may add "
+                f"1 %), or None; got {came}"
+            )
+        return budget
 
     def select(self, fqn: str) -> bool:
         """Whether the module `fqn` is observed."""

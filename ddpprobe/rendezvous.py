@@ -3,6 +3,8 @@
 Two rounds. In each, every rank says its part or its error; rank 0 hears all and answers once for
 everybody. So a mistake on one rank is an error on every rank, before training starts, and a rank
 that never calls `install()` is named instead of waited for.
+
+While training goes on nothing may wait for a store: a `Line` is for words that may come or not.
 """
 
 from __future__ import annotations
@@ -10,9 +12,13 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, final
+
+from ddpprobe.fuse import logger
+from ddpprobe.torch_private import tcp_store
 
 TIMEOUT_SECONDS = 60.0
+ANSWER_SECONDS = 2.0  # for a store that answers in 0.1 ms; what training would stand still, once
 
 
 class Store(Protocol):
@@ -20,6 +26,9 @@ class Store(Protocol):
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether keys exist."""
 
     def get(self, key: str) -> bytes:
         """Get a key."""
@@ -111,3 +120,64 @@ def _wait(store: Store, key: str, seconds: float, message: str) -> None:
         store.wait([key], datetime.timedelta(seconds=seconds))
     except RuntimeError as error:  # torch's DistStoreError is one
         raise InstallError(f"{message} within {seconds:.0f} s") from error
+
+
+@final
+class Line:
+    """Words from rank 0 to those that listen, one after the other, while training goes on.
+
+    It has a connection to the job's store of its own. The first word that the store does not take
+    or give within two seconds is the last: the line is dead from then on, and nobody waits again.
+
+    Args:
+        store: of the job.
+        name: of the line, the same at both ends and new.
+
+    Raises:
+        ValueError: this store has no connections on which a wait can be limited.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = tcp_store.bounded(store, ANSWER_SECONDS)
+        if self._store is None:
+            raise ValueError(
+                f"budget= on several nodes needs a TCPStore, as torchrun gives; this job has a "
+                f"{type(store).__name__}. Leave budget= out and choose every=."
+            )
+        self._name = name
+        self._count = 0
+
+    def say(self, word: str) -> None:
+        """Say the next word."""
+        if self._store is not None:
+            try:
+                self._store.set(f"{self._name}/{self._count}", word)
+            except RuntimeError as error:
+                self._drop(error)
+            self._count += 1
+
+    def hear(self) -> str | None:
+        """Return the next word, if it was said: 0.1 ms over a network."""
+        if self._store is None:
+            return None
+        key = f"{self._name}/{self._count}"
+        try:
+            if not self._store.check([key]):
+                return None
+            word = self._store.get(key).decode()
+        except RuntimeError as error:
+            self._drop(error)
+            return None
+        self._count += 1
+        return word
+
+    def close(self) -> None:
+        """Let the connection go."""
+        self._store = None
+
+    def _drop(self, error: RuntimeError) -> None:
+        self._store = None
+        logger.warning(
+            "ddpprobe: the job's store does not answer, so this node goes on sampling as it does "
+            "now, whatever the others agree on (%s)", str(error).partition("\n")[0],
+        )  # fmt: skip

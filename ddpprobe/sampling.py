@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import final
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,11 @@ class Schedule:
 
     def sampled(self, step: int) -> bool:
         """Whether `step` (counted from 0) is sampled."""
-        return (
-            step % self.every == 0
-            or step < self.dense_until
-            or any(first <= step <= last for first, last in self.ranges)
-        )
+        return step % self.every == 0 or self.dense(step)
+
+    def dense(self, step: int) -> bool:
+        """Whether `step` is sampled whatever `every` is."""
+        return step < self.dense_until or any(first <= step <= last for first, last in self.ranges)
 
     def fingerprint(self) -> str:
         """Return a text that is equal on two ranks exactly if their schedules are."""
@@ -53,3 +54,43 @@ class Schedule:
 def as_schedule(every: int | Schedule) -> Schedule:
     """Turn `install`'s `every` into a schedule."""
     return every if isinstance(every, Schedule) else Schedule(every=every)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """From step `start` on a sampled step every `every` steps; step `extra` as well (-1: none)."""
+
+    start: int
+    every: int
+    extra: int = -1
+
+
+@final
+class Pace:
+    """A schedule whose interval may change as the run goes on: by orders that all ranks get.
+
+    Args:
+        schedule: what the user asked for; its warm-up and ranges always hold.
+        narrowest: the least interval outside of them.
+    """
+
+    def __init__(self, schedule: Schedule, narrowest: int = 1) -> None:
+        self.schedule = schedule
+        self._order = Order(0, max(schedule.every, narrowest))
+        self._before = self._order.every
+
+    def every(self, step: int) -> int:
+        """Return the interval in force at `step`."""
+        return self._order.every if step >= self._order.start else self._before
+
+    def sampled(self, step: int) -> bool:
+        """Whether `step` is sampled, as far as orders have come."""
+        regular = step % self.every(step) == 0
+        return regular or step == self._order.extra or self.schedule.dense(step)
+
+    def tell(self, order: Order, step: int) -> None:
+        """Take an order, during `step`; one that should have come earlier holds from the next."""
+        self._before = self.every(step)
+        self._order = order
+        if order.start <= step:
+            self._order = Order(step + 1, order.every, order.extra)

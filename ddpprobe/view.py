@@ -16,7 +16,8 @@ class RankView:
     gradients, before any reduction), `sites_expected` and `sites_observed` are of its last sampled
     step, `loss_scale` (a GradScaler's) of its last sampled or skipped one; `nonfinite` counts
     elements by Site kind; `anomalies` counts by level those that name this rank; `probe_seconds`
-    is the time our code took inside the training process.
+    is the time our code took inside the training process, `overhead_ratio` what it adds to a step
+    by the step's own time, and `sample_interval` how far apart sampled steps are now.
     """
 
     rank: int
@@ -30,6 +31,8 @@ class RankView:
     skipped_steps: int = 0
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     probe_seconds: float = 0.0
+    overhead_ratio: float | None = None
+    sample_interval: int | None = None
     loss: float | None = None
     grad_norm: float | None = None
     loss_scale: float | None = None

@@ -374,7 +374,7 @@ def _self() -> list[Placed]:
         (
             graph_panel(
                 "Overhead",
-                "Largest share of the step time that ddpprobe takes on any rank. Too much: raise every=.",
+                "What ddpprobe adds to a step, by the step's own time, on the worst rank. Too much: give budget=.",
                 "percentunit",
                 [Query(f"max({_m('overhead_ratio', RANK)})", "largest")],
             ),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from ddpprobe.labels import EXEMPLAR_CHARACTERS, LABEL_BYTES
 from ddpprobe.prometheus import (
     DETECTORS,
-    EXEMPLAR_CHARACTERS,
-    LABEL_BYTES,
     LEVELS,
     METRICS,
     SERIES_LIMIT,

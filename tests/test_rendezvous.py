@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
 
-from ddpprobe.rendezvous import InstallError, round_trip
+from ddpprobe import rendezvous
+from ddpprobe.rendezvous import InstallError, Line, round_trip
 
 
 def all_ranks(world: int, mine: Callable[[int], dict], decide=len, timeout=5.0, absent=()):
@@ -64,3 +68,38 @@ def test_an_install_error_is_a_value_error_and_a_runtime_error() -> None:
     with pytest.raises(ValueError, match="x"):
         raise InstallError("x")
     assert issubclass(InstallError, RuntimeError)
+
+
+HOST = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_line_carries_words_until_its_store_stops_answering_and_then_costs_nothing(
+    monkeypatch, caplog, poll
+) -> None:
+    """torch's own timeouts do not hold for a host that is stopped: `check` never returns."""
+    monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.3)
+    command = [sys.executable, "-c", HOST]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:
+        store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
+        said, heard = (Line(dist.PrefixStore("job", store), "pace") for _ in range(2))
+        assert heard.hear() is None
+        for word in ("one", "two"):
+            said.say(word)
+        assert [poll(heard.hear), poll(heard.hear), heard.hear()] == ["one", "two", None]
+        host.send_signal(signal.SIGSTOP)
+        assert heard.hear() is None
+        host.kill()
+        said.say("three")
+        assert [heard.hear(), said.hear()] == [None, None]
+    assert caplog.text.count("the job's store does not answer") == 2
+
+
+def test_a_store_without_connections_has_no_line() -> None:
+    with pytest.raises(ValueError, match=r"needs a TCPStore.* this job has a HashStore\. Leave"):
+        Line(dist.HashStore(), "pace")

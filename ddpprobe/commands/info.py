@@ -52,7 +52,7 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "state", info["state"]
     yield "started", _when(info["created_ns"])
     yield "topology", ", ".join(_topology(info))
-    yield "sampling", "" if info["every"] is None else f"every {_count(info['every'], 'step')}"
+    yield "sampling", _sampling(info)
     yield "steps", _span(info["steps"])
     yield "sites", str(info["sites"])
     parts = [f"{name} {size(n)}" for name, n in info["bytes"].items() if name != "total"]
@@ -61,6 +61,18 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     death = info["first_death"]
     if death:
         yield "first death", f"rank {death['rank']}, {death['signal']}, in step {death['step']}"
+
+
+def _sampling(info: dict[str, Any]) -> str:
+    if info["every"] is None:
+        return ""
+    asked, pace = f"every {_count(info['every'], 'step')}", info["pace"]
+    if pace is None:
+        return asked
+    budget = f"budget={_known(pace['budget'])}"
+    if pace["every"] == info["every"]:
+        return f"{asked}, within {budget}"
+    return f"{asked}, {_known(pace['every'])} from step {_known(pace['step'])} on by {budget}"
 
 
 def _topology(info: dict[str, Any]) -> Iterator[str]:

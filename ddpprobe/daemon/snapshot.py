@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -100,4 +101,6 @@ def _with_heartbeat(view: RankView, beat: Heartbeat, *, left: bool) -> RankView:
         skipped_steps=beat.skipped,
         phase_seconds=dict(zip(STEP_PHASES, beat.phase_seconds, strict=True)),
         probe_seconds=beat.probe_seconds,
+        overhead_ratio=None if math.isnan(beat.overhead_ratio) else beat.overhead_ratio,
+        sample_interval=beat.every or None,
     )

@@ -79,13 +79,15 @@ class Run:
 
         Keys: `path`, `name`, what run.json says (`run_id`, `world_size`, `nodes`, `wrapper`,
         `backend`, `torch`, `every`, `hostname`, `created_ns`, `format_version`), `state` (live or
-        ended), `steps` {first, last}, `sites` (number), `bytes` {store, manifest, journal, total},
+        ended), `steps` {first, last}, `pace` (under a budget: `every` from `step` on, `budget`, and
+        the `ratio` expected then), `sites` (number), `bytes` {store, manifest, journal, total},
         `anomalies` {page, warn, info}, `first_death`, `lost` (texts), and `attempts`: for each
-        `attempt`, `steps`, `sites`, `first_death`, `sealed`, `torn_bytes`, `silent_ranks`, and
-        `ranks`: `rank`, `local_rank`, `node`, `hostname`, `device`, `pid`, `status`, `first_step`,
-        `last_step`, `sampled`, `expected` (steps that it sampled, or another rank), `completeness`,
-        and of its last sampled step `sites_expected`, `sites_observed`, `unsupported` {what was
-        skipped: tensors} and `silent` (the first modules that were selected and never called).
+        `attempt`, `steps`, `pace`, `sites`, `first_death`, `sealed`, `torn_bytes`, `silent_ranks`
+        and `ranks`: `rank`, `local_rank`, `node`, `hostname`, `device`, `pid`, `status`,
+        `first_step`, `last_step`, `sampled`, `expected` (steps that it sampled, or another rank),
+        `completeness`, and of its last sampled step `sites_expected`, `sites_observed`,
+        `unsupported` {what was skipped: tensors} and `silent` (the first modules that were selected
+        and never called).
         """
         return summarize(self._overlay, self._identity, self.anomalies())
 

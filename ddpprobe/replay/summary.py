@@ -79,6 +79,7 @@ def summarize(
         "state": "live" if live else "ended",
         "attempts": attempts,
         "steps": {"first": min(first, default=None), "last": max(last, default=None)},
+        "pace": attempts[-1]["pace"] if attempts else None,
         "sites": max((s["sites"] for s in attempts), default=0),
         "bytes": _sizes(overlay.run),
         "first_death": deaths[0] if deaths else None,
@@ -112,6 +113,7 @@ def _attempt(overlay: Overlay, attempt: int, *, live: bool) -> dict[str, Any]:
     return {
         "attempt": attempt,
         "steps": {"first": min(steps, default=None), "last": max(steps, default=None)},
+        "pace": _pace(events),
         "sites": len({key for f in facts for key in f.sites}),
         "ranks": ranks,
         "silent_ranks": silent,
@@ -119,6 +121,13 @@ def _attempt(overlay: Overlay, attempt: int, *, live: bool) -> dict[str, Any]:
         "sealed": any(e.what.get("event") == "sealed" for e in events),
         "torn_bytes": sum(f.torn for f in facts),
     }
+
+
+def _pace(events: list[Event]) -> dict[str, Any] | None:
+    """Return the last change of the interval that a budget made; None where there is no budget."""
+    said = [e.what for e in events if e.what.get("event") == "budget"]
+    last = max(said, key=lambda what: int(what.get("step", -1)), default=None)
+    return last and {key: last.get(key) for key in ("step", "every", "budget", "ratio")}
 
 
 def _last_beat(run: layout.RunDir, attempt: int, rank: int) -> Heartbeat | None:
