@@ -10,25 +10,35 @@ taken for data. No pickle anywhere.
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from ddpprobe.records import COUNTS, VALUES, Anomaly, Digests, FirstBad, Site, StepRecord
+from ddpprobe.remembered import Remembered
 
 MAGIC = b"dpp1"
 HEADER = struct.Struct("<4sHHIIq")
 MAX_PAYLOAD = 256 << 20  # a longer length is corruption, not a record: never allocate for it
 
-META, SITES, RECORD, ANOMALY, SAMPLE, LIFE = range(1, 7)
-"""META: who writes (JSON). SITES: a site table (JSON). RECORD: a `StepRecord` (binary, refers to a
-table). ANOMALY: an `Anomaly` (JSON). SAMPLE: host and process readings (JSON). LIFE: something that
-happened to a rank or to the daemon: `{"event": "closed" | "death" | ...}` (JSON)."""
+META, SITES, RECORD, ANOMALY, SAMPLE, LIFE, PARAMETERS = range(1, 8)
+"""META: who writes (JSON). SITES: a table of sites (JSON). PARAMETERS: a table of parameters and
+shards (JSON). RECORD: a `StepRecord` (binary, refers to tables). ANOMALY: an `Anomaly` (JSON).
+SAMPLE: host and process readings (JSON). LIFE: something that happened to a rank or to the daemon:
+`{"event": "closed" | "death" | ...}` (JSON)."""
+
+MAX_RANKS = 1 << 24  # a rank beyond is nonsense, for which no bit mask is allocated
+# Row of a checksum: which parameter of the table, the checksum, which group of ranks holds it.
+_HELD = np.dtype([("parameter", "<u4"), ("checksum", "<i8"), ("group", "<u4")])
+# Tables remembered, by who writes and by who reads: a rank has one or two of them, and those of a
+# model that is never the same twice must not fill its memory; a head has one per pipeline stage.
+_WRITTEN, _READ = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,30 +113,69 @@ def encode_json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":"), default=_plain).encode()
 
 
-def sites_id(sites: tuple[Site, ...]) -> int:
-    """Return the identity of a site table: the crc32 of its encoding."""
-    return zlib.crc32(_sites_json(sites))
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Names that many records share, as the payload of a frame of `type`; `id` is its crc32."""
+
+    type: int
+    id: int
+    payload: bytes
 
 
-def encode_sites(sites: tuple[Site, ...]) -> bytes:
-    """Encode a site table as the payload of a SITES frame."""
-    return _sites_json(sites)
+class Tables:
+    """The tables seen so far in one stream of frames, which its records refer to."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, dict[int, Any]] = {SITES: {}, PARAMETERS: {}}
+
+    def take(self, frame: Frame) -> bool:
+        """Remember the table in a frame; False if it is a frame of another type.
+
+        Raises:
+            ValueError: its payload is malformed.
+        """
+        if frame.type not in self._seen:
+            return False
+        read = _read_sites if frame.type == SITES else _read_parameters
+        self._seen[frame.type][zlib.crc32(frame.payload)] = read(frame.payload)
+        return True
+
+    def sites(self) -> Iterator[Site]:
+        """Yield the sites of all tables."""
+        for table in self._seen[SITES].values():
+            yield from table
+
+    def find(self, type_: int, id_: int | None, step: int) -> tuple[Any, ...]:
+        """Return a table; () for None.
+
+        Raises:
+            ValueError: it was not seen.
+        """
+        if id_ is None:
+            return ()
+        if id_ not in self._seen[type_]:
+            what = "site" if type_ == SITES else "parameter"
+            msg = f"record of step {step} refers to an unknown {what} table {id_}"
+            raise ValueError(msg)
+        return self._seen[type_][id_]  # type: ignore[no-any-return]
 
 
-def decode_sites(payload: bytes) -> tuple[Site, ...]:
-    """Decode the payload of a SITES frame."""
-    return tuple(
-        Site(str(f), str(k), str(leaf), str(p), bool(m), str(d))
-        for f, k, leaf, p, m, d in json.loads(payload)
-    )
+def tables_of(record: StepRecord) -> list[Table]:
+    """Return the tables that must stand before a record: of its sites, and of its checksums."""
+    found = [_sites_table(record.sites)] if record.sites else []
+    return [*found, _parameters_table(tuple(record.digests))] if record.digests else found
 
 
-def encode_record(record: StepRecord, table: int | None = None) -> bytes:
-    """Encode a record as the payload of a RECORD frame; `table` is its sites' `sites_id`."""
+def encode_record(record: StepRecord) -> bytes:
+    """Encode a record as the payload of a RECORD frame; it refers to `tables_of` it."""
+    tables = {table.type: table.id for table in tables_of(record)}
+    held, groups = _encode_digests(record.digests)
     head = encode_json(
         {
-            "table": sites_id(record.sites) if table is None else table,
+            "sites": tables.get(SITES),
+            "parameters": tables.get(PARAMETERS),
             "n": len(record.sites),
+            "held": groups,
             "attempt": record.attempt,
             "step": record.step,
             "ranks": record.ranks,
@@ -137,62 +186,80 @@ def encode_record(record: StepRecord, table: int | None = None) -> bytes:
             "skipped": record.skipped,
             "partial": record.partial,
             "missing": record.missing,
-            "digests": plain_digests(record.digests),
         }
     )
+    head += b" " * (-(len(head) + 4) % 8)  # so that a reader needs no copy of the rows
     counts = np.ascontiguousarray(record.counts, "<i8").tobytes()
     values = np.ascontiguousarray(record.values, "<f8").tobytes()
-    return b"".join((struct.pack("<I", len(head)), head, counts, values))
+    return b"".join((struct.pack("<I", len(head)), head, counts, values, held))
 
 
-def decode_record(payload: bytes, tables: Mapping[int, tuple[Site, ...]]) -> StepRecord:
-    """Decode a RECORD payload; `tables` maps `sites_id` to the tables seen in this stream.
+def decode_record(payload: bytes, tables: Tables) -> StepRecord:
+    """Decode a RECORD payload; `tables` are those seen in this stream.
 
     Raises:
-        ValueError: the payload is malformed, or its site table was not seen.
+        ValueError: the payload is malformed, or a table of it was not seen.
     """
     (size,) = struct.unpack_from("<I", payload)
     head = json.loads(payload[4 : 4 + size])
-    n = int(head["n"])
-    if n and head["table"] not in tables:
-        msg = f"record of step {head['step']} refers to an unknown site table {head['table']}"
-        raise ValueError(msg)
+    n, step = int(head["n"]), int(head["step"])
     at = 4 + size
     split = at + n * len(COUNTS) * 8
-    counts = np.frombuffer(payload[at:split], "<i8").reshape(n, len(COUNTS))
-    values = np.frombuffer(payload[split:], "<f8").reshape(n, len(VALUES))
+    end = split + n * len(VALUES) * 8
+    parameters = tables.find(PARAMETERS, head["parameters"], step)
     return StepRecord(
         attempt=int(head["attempt"]),
-        step=int(head["step"]),
+        step=step,
         ranks=tuple(head["ranks"]),
         wall_time_ns=int(head["wall_time_ns"]),
         sampled=bool(head["sampled"]),
-        sites=tables[head["table"]] if n else (),
-        counts=counts,
-        values=values,
+        sites=tables.find(SITES, head["sites"], step),
+        counts=np.frombuffer(payload, "<i8", n * len(COUNTS), at).reshape(n, len(COUNTS)),
+        values=np.frombuffer(payload, "<f8", n * len(VALUES), split).reshape(n, len(VALUES)),
         scalars={int(r): dict(s) for r, s in head["scalars"].items()},
         first_bad=FirstBad(**head["first_bad"]) if head["first_bad"] else None,
         skipped=bool(head["skipped"]),
         partial=bool(head["partial"]),
         missing=tuple(head["missing"]),
-        digests=read_digests(head.get("digests", ())),
+        digests=_decode_digests(payload[end:], parameters, head["held"]),
     )
 
 
-def plain_digests(digests: Digests) -> list[Any]:
-    """Return checksums as JSON can hold them; the sets of ranks are hexadecimal bit masks."""
-    return [
-        (fqn, shard, [(checksum, f"{ranks:x}") for checksum, ranks in held.items()])
-        for (fqn, shard), held in digests.items()
+def _encode_digests(digests: Digests) -> tuple[bytes, list[tuple[int, str]]]:
+    """Return rows (parameter, checksum, group), and the groups: sets of ranks that hold one.
+
+    A set is (its lowest rank, bit mask from there on): of one rank it takes the same few bytes
+    whichever rank that is. Almost always there is one group, of all.
+    """
+    groups: dict[int, int] = {}
+    rows = [
+        (parameter, checksum, groups.setdefault(ranks, len(groups)))
+        for parameter, held in enumerate(digests.values())
+        for checksum, ranks in held.items()
     ]
+    lowest = [(mask & -mask).bit_length() - 1 for mask in groups]
+    named = [(low, f"{mask >> low:x}") for low, mask in zip(lowest, groups, strict=True)]
+    return np.array(rows, _HELD).tobytes(), named
 
 
-def read_digests(plain: Iterable[Any]) -> Digests:
-    """Undo `plain_digests`."""
-    return {
-        (str(fqn), str(shard)): {int(checksum): int(ranks, 16) for checksum, ranks in held}
-        for fqn, shard, held in plain
-    }
+def _decode_digests(
+    data: bytes, parameters: tuple[tuple[str, str], ...], groups: Iterable[tuple[int, str]]
+) -> Digests:
+    masks = []
+    for low, mask in groups:
+        if not 0 <= low < MAX_RANKS:
+            msg = f"a checksum of rank {low}: there are no more than {MAX_RANKS}"
+            raise ValueError(msg)
+        masks.append(int(mask, 16) << low)
+    out: dict[tuple[str, str], dict[int, int]] = {key: {} for key in parameters}
+    rows: list[tuple[int, int, int]] = np.frombuffer(data, _HELD).tolist()
+    try:
+        for parameter, checksum, group in rows:
+            out[parameters[parameter]][checksum] = masks[group]
+    except IndexError as error:
+        msg = "a checksum of a parameter, or of ranks, that the record does not name"
+        raise ValueError(msg) from error
+    return out
 
 
 def encode_anomaly(anomaly: Anomaly) -> bytes:
@@ -205,9 +272,37 @@ def decode_anomaly(payload: bytes) -> Anomaly:
     return Anomaly(**json.loads(payload))
 
 
-def _sites_json(sites: tuple[Site, ...]) -> bytes:
+def _table(type_: int, rows: Sequence[Sequence[object]]) -> Table:
+    payload = json.dumps(rows, separators=(",", ":")).encode()
+    return Table(type_, zlib.crc32(payload), payload)
+
+
+def _make_sites_table(sites: tuple[Site, ...]) -> Table:
     rows = [(s.fqn, s.kind, s.leaf, s.placement, s.primary, s.dtype) for s in sites]
-    return json.dumps(rows, separators=(",", ":")).encode()
+    return _table(SITES, rows)
+
+
+_sites_table = Remembered(_make_sites_table, _WRITTEN)
+
+
+@functools.lru_cache(_WRITTEN)
+def _parameters_table(keys: tuple[tuple[str, str], ...]) -> Table:
+    return _table(PARAMETERS, keys)
+
+
+# All ranks, and every segment of a journal, have the same few tables. That equal ones are one
+# object is what lets the merge know them without comparing them.
+@functools.lru_cache(_READ)
+def _read_sites(payload: bytes) -> tuple[Site, ...]:
+    return tuple(
+        Site(str(f), str(k), str(leaf), str(p), bool(m), str(d))
+        for f, k, leaf, p, m, d in json.loads(payload)
+    )
+
+
+@functools.lru_cache(_READ)
+def _read_parameters(payload: bytes) -> tuple[tuple[str, str], ...]:
+    return tuple((str(fqn), str(shard)) for fqn, shard in json.loads(payload))
 
 
 def _plain(value: object) -> object:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ddpprobe.records import Digests, StepRecord, disagreements, merge_all
+from ddpprobe.merge import disagreements, merge_all
+from ddpprobe.records import Digests, StepRecord
 
 GRACE_SECONDS = 5.0
 REORDER_SECONDS = 1.0
@@ -38,43 +39,44 @@ class _Part:
 
 @dataclass(slots=True)
 class _Step:
+    """The parts of one step, disjoint in their ranks; `of` finds the one that a rank is in.
+
+    `awaited`: at least the ranks of which something is still to come. Looking at the last one again
+    and again costs nothing; every rank is taken off once.
+    """
+
     first_seen: float
-    parts: list[_Part] = field(default_factory=list)
+    awaited: list[int]
+    parts: dict[int, _Part] = field(default_factory=dict)  # by its id()
+    of: dict[int, _Part] = field(default_factory=dict)
+    open: dict[int, _Part] = field(default_factory=dict)  # those that announce a fuller one
 
     @property
     def sampled(self) -> bool:
-        return any(p.record.sampled for p in self.parts)
-
-    @property
-    def open(self) -> bool:
-        """Some part announces that a fuller one is to come."""
-        return any(p.record.partial and not p.final for p in self.parts)
+        return any(p.record.sampled for p in self.parts.values())
 
     def open_for(self, alive: set[int]) -> bool:
         """One of the living ranks has announced that a fuller part is to come."""
-        return any(
-            p.record.partial and not p.final and alive.intersection(p.record.ranks)
-            for p in self.parts
-        )
-
-    def delivered(self) -> set[int]:
-        """Ranks that have said all they will say; a node's `missing` ranks are given up there."""
-        settled = [p.record for p in self.parts if p.complete or not (self.sampled or self.open)]
-        return {rank for r in settled for rank in (*r.ranks, *r.missing)}
+        return any(alive.intersection(p.record.ranks) for p in self.open.values())
 
     def put(self, part: _Part) -> bool:
         """Take a part in; False if it cannot be told apart from what other parts say."""
         ranks = set(part.record.ranks)
-        rivals = [p for p in self.parts if ranks & set(p.record.ranks)]
-        same = [p for p in rivals if ranks == set(p.record.ranks)]
+        found = {id(p): p for p in map(self.of.get, part.record.ranks) if p is not None}
+        rivals = list(found.values())
         if not all(p.fullness <= part.fullness and ranks >= set(p.record.ranks) for p in rivals):
+            same = [p for p in rivals if ranks == set(p.record.ranks)]
             for rival in same:
                 rival.record = _keep_witness(rival.record, part.record)
             return bool(same)
         for rival in rivals:
             part.record = _keep_witness(part.record, rival.record)
-        self.parts = [p for p in self.parts if p not in rivals]
-        self.parts.append(part)
+            del self.parts[id(rival)]
+            self.open.pop(id(rival), None)
+        self.parts[id(part)] = part
+        if part.record.partial and not part.final:
+            self.open[id(part)] = part
+        self.of.update(dict.fromkeys(part.record.ranks, part))
         return True
 
 
@@ -146,7 +148,9 @@ class Gather:
         if record.step <= self.last_step:
             self.late += record.step > self._floor
             return
-        step = self._steps.setdefault(record.step, _Step(now))
+        if record.step not in self._steps:
+            self._steps[record.step] = _Step(now, list(self._alive))
+        step = self._steps[record.step]
         self.late += not step.put(part)
 
     def mark_dead(self, rank: int) -> None:
@@ -173,14 +177,18 @@ class Gather:
             patience = max(patience, self._open)
         if waited >= patience:
             return True
-        delivered = step.delivered()
-        return all(r in delivered or self._reached[r] > number for r in self._alive)
+        awaited = step.awaited
+        while awaited and (awaited[-1] not in self._alive or self._reached[awaited[-1]] >= number):
+            awaited.pop()
+        if not awaited or step.sampled or step.open:
+            return not awaited
+        # A rank that was heard on a step that nobody samples says no more of it.
+        return all(self._reached[r] >= number or r in step.of for r in self._alive)
 
     def _emit(self, number: int) -> StepRecord:
         step = self._steps.pop(number)
         self.last_step = number
-        parts = sorted((p.record for p in step.parts), key=lambda r: r.ranks)
-        merged = merge_all(parts)
+        merged = merge_all([part.record for part in step.parts.values()])
         # Nobody is expected to speak on a step that is not sampled: silence there is health.
         missing = _absent(self.expected, merged.ranks) if merged.sampled else ()
         digests = _disputed(merged.digests) if self._judges else merged.digests

@@ -1,7 +1,7 @@
 """The write-ahead log of one writer: segment files of frames, appended by one, tailed by another.
 
 A directory holds `00000000.wal`, `00000001.wal`, ...; every segment starts with the writer's META
-frame and, before the first record that needs it, the SITES table, so each can be read alone.
+frame and, before the first record that needs them, the tables, so each can be read alone.
 A frame that reached the page cache survives the death of its writer; a frame torn by the death or
 by a full disk fails its checksum and is dropped and counted.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpprobe import codec, layout
-from ddpprobe.codec import Frame, FrameError
-from ddpprobe.records import Site, StepRecord
+from ddpprobe.codec import Frame, FrameError, Tables
+from ddpprobe.records import StepRecord
 
 SEGMENT_FRAMES = 256
 BACK_OFF_SECONDS = 1.0
@@ -59,10 +58,14 @@ class JournalWriter:
         self._seq = first_seq
         self._size = 0
         self._fd = -1
-        self._table: int | None = None
-        self._sites: tuple[Site, ...] | None = None
+        self._tables: set[tuple[int, int]] = set()  # type and id of those in this segment
         self._retry_at = 0.0
         self._rotate()
+
+    @property
+    def segment(self) -> int:
+        """Number of the segment that the last frame went to."""
+        return self._segment
 
     def append(self, type_: int, payload: bytes) -> bool:
         """Append one frame; False if the disk refused it (counted in `dropped`)."""
@@ -73,20 +76,14 @@ class JournalWriter:
         return self.append(type_, codec.encode_json(value))
 
     def append_record(self, record: StepRecord) -> bool:
-        """Append a record, and its site table if this segment does not hold it yet."""
-        frames: list[tuple[int, bytes]] = []
+        """Append a record, and those of its tables that this segment does not hold yet."""
         if self._frames >= self._segment_frames:
-            self._table = None  # the record will open a new segment, which needs the table again
-        table = None
-        if record.sites:
-            known = record.sites is self._sites and self._table is not None
-            table = self._table if known else codec.sites_id(record.sites)
-            if table != self._table:
-                frames.append((codec.SITES, codec.encode_sites(record.sites)))
-        frames.append((codec.RECORD, codec.encode_record(record, table)))
-        written = self._write(frames)
-        if written and record.sites:
-            self._table, self._sites = table, record.sites
+            self._tables.clear()  # the record will open a new segment, which needs them again
+        tables = [t for t in codec.tables_of(record) if (t.type, t.id) not in self._tables]
+        frames = [(table.type, table.payload) for table in tables]
+        written = self._write([*frames, (codec.RECORD, codec.encode_record(record))])
+        if written:
+            self._tables.update((table.type, table.id) for table in tables)
         return written
 
     def close(self) -> None:
@@ -116,7 +113,7 @@ class JournalWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = os.open(path, flags, layout.FILE_MODE)
         self._frames = self._size = 0
-        self._table = None
+        self._tables.clear()
         try:
             self._put([(codec.META, self._meta)])
         except OSError:  # a segment that does not say whose it is would be nobody's
@@ -161,7 +158,7 @@ class JournalTail:
         self.directory = directory
         self.damage = Damage()
         self.segment = first_segment
-        self.tables: dict[int, tuple[Site, ...]] = {}
+        self.tables = Tables()
         self._fd = -1
         self._offset = 0
 
@@ -224,8 +221,7 @@ class JournalTail:
                     if not error.torn:
                         self.damage.files[self._name] = str(error)
                     break
-                if frame.type == codec.SITES:
-                    self.tables[zlib.crc32(frame.payload)] = codec.decode_sites(frame.payload)
+                self.tables.take(frame)
                 yield frame
             self._offset += at
             if len(data) < size:

@@ -1,8 +1,7 @@
 """Every metric in one table, and the collector that renders a `NodeView` into an exposition.
 
-The view is immutable and the families are built anew each time, so there are no stale label sets
-and no races. What is not known is absent: an alert on a number that nobody measured is worse than
-none. Site names come from strangers, so every label value is made safe here.
+The view is immutable and the families are built anew each time: no stale label sets, no races. What
+is not known is absent. Site names come from strangers, so every label value is made safe here.
 """
 # ruff: noqa: E501  (a row of the table is one line: name, unit, help, labels)
 
@@ -12,7 +11,6 @@ import functools
 import importlib.metadata
 import itertools
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,31 +20,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
+from prometheus_client.utils import floatToGoString
 
-from ddpprobe.records import (
-    COUNTS,
-    KINDS,
-    VALUES,
-    Anomaly,
-    Counts,
-    StepRecord,
-    Values,
-    derive,
-    merge_counts,
-    merge_values,
-)
+from ddpprobe.labels import ROOT, exemplar_labels, label_value
+from ddpprobe.records import KINDS, Anomaly, StepRecord
+from ddpprobe.site_numbers import Layout, Layouts, global_grad_norm
 from ddpprobe.view import NodeView, RankView
 
-SERIES_LIMIT = 5_000  # at which rendering both formats costs about 40 ms of one core
-LABEL_BYTES = 200
-EXEMPLAR_CHARACTERS = 128  # names and values together, a rule of OpenMetrics 1.0
+SERIES_LIMIT = 5_000  # at which rendering both formats costs about 10 ms of one core
 TEXT_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 # Counters of these start at 0: increase() never sees a counter that first appears at 512.
 DETECTORS = ("nonfinite", "desync", "loss_scale", "grad_spike", "coverage", "rank_lost")
 LEVELS = ("page", "warn", "info")
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
-ROOT = "(root)"  # to Prometheus an empty label is no label; `Site` writes it the same way
 _BASE_UNITS = ("seconds", "bytes", "ratio")
 
 
@@ -117,7 +104,8 @@ METRICS: tuple[Metric, ...] = (
     _row("records_dropped_total", "records", "Records lost before they were stored; on an increase look at disk space and the daemon's log.", "reason"),
     _row("series_dropped_total", "series", f"Series refused by the cap of {SERIES_LIMIT} per target; narrow include=, or read the store for the rest."),
     _row("probe_seconds_total", "seconds", "Time that ddpprobe itself took inside the training process.", "rank"),
-    _row("overhead_ratio", "ratio", "Share of the step time that is ddpprobe's, since the start; if it is too much, raise every=.", "rank"),
+    _row("overhead_ratio", "ratio", "What ddpprobe adds to a step on average, by the step's own time, measured over the last steps; if it is too much, give budget= or raise every=.", "rank"),
+    _row("sample_interval_steps", "steps", "Steps from one sampled step to the next; above every= the budget has widened it, and ddpprobe_overhead_ratio says why.", "rank"),
     _row("journal_lag_seconds", "seconds", "Age of the oldest journal frame not read yet; if it grows, the daemon is short of CPU."),
     _row("last_collect_timestamp_seconds", "seconds", "Unix time of the data shown here; it is rendered once per interval, not per scrape."),
     # Process and host
@@ -131,6 +119,7 @@ METRICS: tuple[Metric, ...] = (
 )  # fmt: skip
 _TABLE = {m.name: m for m in METRICS}
 _DROPPED = "ddpprobe_series_dropped_total"
+_EOF = b"# EOF\n"
 Sample = tuple[str, tuple[object, ...], float | None, Exemplar | None]
 
 
@@ -141,19 +130,19 @@ class Exposition:
         self._limit = limit
         self._dropped = 0
         self._last: NodeView | None = None
+        self._sites = _Sites()
+        self._collector: _ViewCollector
 
     def render(self, view: NodeView, openmetrics: bool) -> bytes:  # noqa: FBT001
         """Return the exposition of `view`: OpenMetrics 1.0 with exemplars, or text 0.0.4."""
-        collector = _ViewCollector(view, self._limit, self._dropped)
-        # Both formats of one view refuse the same series: they are counted once.
-        if view is not self._last:
-            self._dropped += collector.refused
-            collector.dropped = self._dropped
-        self._last = view
-        if openmetrics:
-            body: bytes = openmetrics_exposition.generate_latest(collector)  # type: ignore[no-untyped-call]
-            return body
-        return exposition.generate_latest(collector)
+        if view is not self._last:  # both formats refuse the same series: they are counted once
+            self._last, self._collector = view, _ViewCollector(view, self._limit)
+            refused = self._sites.take(view.merged, self._limit - self._collector.series)
+            self._dropped += self._collector.refused + refused
+            self._collector.dropped = self._dropped
+        body = _generate(self._collector, openmetrics=openmetrics)
+        end = len(body) - len(_EOF) if openmetrics else len(body)
+        return body[:end] + self._sites.lines(openmetrics=openmetrics).encode() + body[end:]
 
 
 def render(view: NodeView, openmetrics: bool) -> bytes:  # noqa: FBT001
@@ -162,14 +151,16 @@ def render(view: NodeView, openmetrics: bool) -> bytes:  # noqa: FBT001
 
 
 class _ViewCollector(Collector):
-    """The families of one view. `refused`: series this view lost to the cap or as duplicates."""
+    """The families of one view but the sites'.
 
-    def __init__(self, view: NodeView, limit: int, dropped: int) -> None:
-        self.dropped = dropped
-        self.refused = 0
-        self._families = {m.name: m.family() for m in METRICS}
+    `series` are shown, the refusal counter included; `refused`: lost to the cap or as duplicates.
+    """
+
+    def __init__(self, view: NodeView, limit: int) -> None:
+        self.dropped = self.refused = 0
+        self._families = {m.name: m.family() for m in METRICS if m.tier == "A"}
         seen: set[tuple[str, tuple[str, ...]]] = set()
-        for name, values, value, exemplar in itertools.chain(_tier_a(view), _tier_b(view.merged)):
+        for name, values, value, exemplar in _tier_a(view):
             if value is None:
                 continue
             key = (name, tuple(label_value(v) for v in values))
@@ -182,6 +173,7 @@ class _ViewCollector(Collector):
                 family.add_metric(key[1], float(value), exemplar=exemplar)
             else:
                 family.add_metric(key[1], float(value))
+        self.series = len(seen) + 1
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         for name, family in self._families.items():
@@ -193,30 +185,85 @@ class _ViewCollector(Collector):
                 yield family
 
 
-def label_value(value: object) -> str:
-    """Return a label value as valid UTF-8 of at most `LABEL_BYTES` bytes, cut from the left.
+class _Sites(Collector):
+    """Two series a site, in execution order (tier B).
 
-    One lone surrogate or NUL in one label would make Prometheus refuse the whole scrape; they are
-    written out. The end of a name tells sites apart, so the beginning goes.
+    They are most of an exposition, and from step to step only their values change. So the library
+    writes names and labels once for all sites of a layout, and the values are put in here.
     """
-    data = str(value).replace("\0", "\\0").encode("utf-8", "backslashreplace")
-    if len(data) > LABEL_BYTES:
-        mark = "…"
-        data = mark.encode() + data[len(data) - LABEL_BYTES + len(mark.encode()) :]
-    return data.decode("utf-8", "ignore")
+
+    def __init__(self) -> None:
+        self._layouts = Layouts()
+        self._layout = Layout((), np.zeros(0, np.intp), np.zeros(0, np.intp))
+        self._labels: list[tuple[str, str]] = []
+        self._first: list[int] = []  # of those that have the same labels the first one is shown
+        self._begins: dict[bool, list[list[str]]] = {}
+        self._shown: list[list[tuple[int, float]]] = []
+
+    def take(self, merged: StepRecord | None, room: int) -> int:
+        """Take the newest merged step; return how many series find no room or have no own name."""
+        self._shown = []
+        if merged is None:
+            return 0
+        layout = self._layouts.of(merged)
+        if layout is not self._layout:
+            self._layout, self._begins = layout, {}
+            labels = [(label_value(fqn or ROOT), label_value(kind)) for fqn, kind in layout.names]
+            first = {label: place for place, label in reversed(list(enumerate(labels)))}
+            self._labels, self._first = labels, sorted(first.values())
+        columns = [column.tolist() for column in layout.numbers(merged)]
+        # NaN: nothing finite at this site; the counters tell.
+        known = [i for i in self._first if not math.isnan(columns[0][i] + columns[1][i])]
+        fits = min(2 * len(known), max(0, room))
+        self._shown = [
+            [(i, column[i]) for i in known[: (fits + 1 - place) // 2]]
+            for place, column in enumerate(columns)
+        ]
+        twice = len(layout.names) - len(self._first)
+        return 2 * (len(known) + twice) - fits
+
+    def lines(self, *, openmetrics: bool) -> str:
+        """Return the lines of both families."""
+        if not any(self._shown):
+            return ""
+        if openmetrics not in self._begins:
+            lines = _generate(self, openmetrics=openmetrics).decode().split("\n")
+            size = 2 + len(self._labels)  # HELP and TYPE
+            self._begins[openmetrics] = [
+                [
+                    *lines[at : at + 2],
+                    *(line[: line.rindex(" ") + 1] for line in lines[at + 2 : at + size]),
+                ]
+                for at in range(0, 2 * size, size)
+            ]
+        out: list[str] = []
+        for (about, kind, *begins), shown in zip(
+            self._begins[openmetrics], self._shown, strict=True
+        ):
+            out += [about, kind] if shown else []
+            out += [f"{begins[i]}{floatToGoString(value)}" for i, value in shown]  # type: ignore[no-untyped-call]
+        return "".join(f"{line}\n" for line in out)
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        for metric in METRICS:
+            if metric.tier == "B":
+                family = metric.family()
+                for labels in self._labels:
+                    family.add_metric(labels, 0.0)
+                yield family
+
+
+def _generate(collector: Collector, *, openmetrics: bool) -> bytes:
+    if openmetrics:
+        body: bytes = openmetrics_exposition.generate_latest(collector)  # type: ignore[no-untyped-call]
+        return body
+    return exposition.generate_latest(collector)
 
 
 def exemplar_of(anomaly: Anomaly) -> Exemplar:
     """Return the exemplar that leads from a dot on a graph to the tensor in the store."""
-    known = {"step": anomaly.step, "kind": anomaly.kind, "rank": anomaly.rank}
-    labels = {k: label_value(v)[:24] for k, v in known.items() if v is not None}
-    room = EXEMPLAR_CHARACTERS - sum(len(k) + len(v) for k, v in labels.items()) - len("fqn")
-    if anomaly.module is not None:
-        # Escapes in an exemplar are valid, but not every parser of them agrees.
-        fqn = re.sub(r'["\\\n{}]', "?", label_value(anomaly.module or ROOT))
-        labels["fqn"] = fqn if len(fqn) <= room else "…" + fqn[len(fqn) - room + 1 :]
     when = anomaly.wall_time_ns / 1e9 if anomaly.wall_time_ns > 0 else None
-    return Exemplar(labels, 1.0, when)
+    return Exemplar(exemplar_labels(anomaly), 1.0, when)
 
 
 def _one(name: str, value: float | None, *labels: object) -> Sample:
@@ -268,7 +315,6 @@ def _components(view: NodeView) -> Iterator[Sample]:
 
 def _rank(rank: RankView, *, head: bool) -> Iterator[Sample]:
     n = rank.rank
-    total = sum(rank.phase_seconds.values())
     yield _one("rank_info", 1, n, rank.local_rank, rank.pid, rank.device)
     yield _one("rank_up", rank.up, n)
     beat = rank.last_heartbeat_ns / 1e9 if rank.last_heartbeat_ns > 0 else None
@@ -289,56 +335,10 @@ def _rank(rank: RankView, *, head: bool) -> Iterator[Sample]:
     yield _one("sites_observed", rank.sites_observed if known else None, n)
     yield _one("sites_expected", rank.sites_expected if known else None, n)
     yield _one("probe_seconds_total", rank.probe_seconds, n)
-    yield _one("overhead_ratio", rank.probe_seconds / total if total > 0 else None, n)
+    yield _one("overhead_ratio", rank.overhead_ratio, n)
+    yield _one("sample_interval_steps", rank.sample_interval, n)
     yield _one("rank_resident_memory_bytes", rank.resident_bytes, n)
     yield _one("rank_cpu_seconds_total", rank.cpu_seconds, n)
-
-
-def _tier_b(merged: StepRecord | None) -> Iterator[Sample]:
-    """Two series a site, in execution order; several leaves of one output count as one tensor."""
-    if merged is None:
-        return
-    observed = merged.counts[:, COUNTS.index("observed")] > 0
-    rows: dict[tuple[str, str], tuple[Counts, Values]] = {}
-    for i, site in enumerate(merged.sites):
-        # One rank's part is no value of the tensor, and no data is not the number 0.
-        if site.placement in ("partial", "unknown") or not observed[i]:
-            continue
-        row = merged.counts[i], merged.values[i]
-        key = (site.fqn, site.kind)
-        if key in rows:
-            row = merge_counts(rows[key][0], row[0]), merge_values(rows[key][1], row[1])
-        rows[key] = row
-    if not rows:
-        return
-    block = np.stack([c for c, _ in rows.values()]), np.stack([v for _, v in rows.values()])
-    columns = derive("abs_max", *block).tolist(), derive("rms", *block).tolist()
-    for (fqn, kind), abs_max, rms in zip(rows, *columns, strict=True):
-        # NaN: nothing finite at this site; the counters tell.
-        yield _one("site_abs_max", None if math.isnan(abs_max) else abs_max, fqn or ROOT, kind)
-        yield _one("site_rms", None if math.isnan(rms) else rms, fqn or ROOT, kind)
-
-
-def global_grad_norm(merged: StepRecord) -> float | None:
-    """Return the L2 norm of all reduced gradients of a step; None where it is not known.
-
-    Rows of `grad` add up once over the model: replicated ones are the whole gradient, merged
-    sharded ones too unless a rank is missing. With any other row (`local` of several ranks,
-    `partial`, `unknown`) the norm of the rest would be too small, so there is none. The sums are
-    over finite elements, so one bad element makes the norm what torch would compute.
-    """
-    known = {"sharded", "replicated"}
-    if len(merged.ranks + merged.missing) == 1:
-        known.add("local")
-    observed = merged.counts[:, COUNTS.index("observed")] > 0
-    rows = [i for i, s in enumerate(merged.sites) if s.kind == "grad" and observed[i]]
-    placements = {merged.sites[i].placement for i in rows}
-    if not rows or placements - known or ("sharded" in placements and merged.missing):
-        return None
-    nan, *infinite = (merged.counts[rows, COUNTS.index(c)].sum() for c in COUNTS[1:4])
-    if nan or any(infinite):
-        return math.nan if nan else math.inf
-    return math.sqrt(float(merged.values[rows, VALUES.index("sum_sq")].sum()))
 
 
 @functools.cache

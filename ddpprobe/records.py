@@ -6,8 +6,8 @@ knows torch, files or sockets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
@@ -240,109 +240,3 @@ def derive(stat: str, counts: Counts, values: Values) -> NDArray[np.float64]:
                 msg = f"unknown statistic {stat!r}: choose one of {', '.join(STATS)}"
                 raise ValueError(msg)
     return np.where(finite > 0, out, np.nan)
-
-
-def merge_records(a: StepRecord, b: StepRecord) -> StepRecord:
-    """Merge two records of one step from disjoint ranks (associative, commutative up to order).
-
-    The primaries of `local` and `sharded` rows are merged, and other replicas of them dropped; of
-    `replicated`, `partial` and `unknown` ones the lowest rank's row is kept. Where the ranks do not
-    agree, nothing is added up either: the site is `unknown` if one of them says that or
-    `replicated`, and otherwise `partial`.
-    """
-    if (a.attempt, a.step) != (b.attempt, b.step):
-        msg = f"cannot merge step {a.step} (attempt {a.attempt}) with {b.step} ({b.attempt})"
-        raise ValueError(msg)
-    if set(a.ranks) & set(b.ranks):
-        msg = f"cannot merge records that share ranks: {a.ranks} and {b.ranks}"
-        raise ValueError(msg)
-    if b.ranks[:1] < a.ranks[:1]:
-        a, b = b, a
-    sites, counts, values = _merge_rows(a, b)
-    ranks = tuple(sorted(a.ranks + b.ranks))
-    bad = min((r.first_bad for r in (a, b) if r.first_bad), key=lambda f: f.key, default=None)
-    return StepRecord(
-        attempt=a.attempt,
-        step=a.step,
-        ranks=ranks,
-        wall_time_ns=max(a.wall_time_ns, b.wall_time_ns),
-        sampled=a.sampled or b.sampled,
-        sites=sites,
-        counts=counts,
-        values=values,
-        scalars={**a.scalars, **b.scalars},
-        first_bad=bad,
-        skipped=a.skipped or b.skipped,
-        partial=a.partial or b.partial,
-        missing=tuple(sorted((set(a.missing) | set(b.missing)) - set(ranks))),
-        digests=merge_digests(a.digests, b.digests),
-    )
-
-
-def merge_digests(a: Digests, b: Digests) -> Digests:
-    """Merge two sets of checksums: per parameter and checksum, the union of the ranks."""
-    if not a or not b:
-        return a or b
-    out = {key: dict(held) for key, held in a.items()}
-    for key, held in b.items():
-        mine = out.setdefault(key, {})
-        for checksum, ranks in held.items():
-            mine[checksum] = mine.get(checksum, 0) | ranks
-    return out
-
-
-def disagreements(digests: Digests) -> Digests:
-    """Keep the entries in which ranks that hold the same shard do not agree."""
-    return {key: held for key, held in digests.items() if len(held) > 1}
-
-
-def ranks_of(mask: int) -> tuple[int, ...]:
-    """Return the ranks in a bit mask, ascending."""
-    return tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1)
-
-
-def merge_all(records: Sequence[StepRecord]) -> StepRecord:
-    """Merge one step's records of any number of disjoint ranks; one record is itself."""
-    merged = records[0]
-    for record in records[1:]:
-        merged = merge_records(merged, record)
-    return merged
-
-
-def _merge_rows(a: StepRecord, b: StepRecord) -> tuple[tuple[Site, ...], Counts, Values]:
-    if a.sites and a.sites == b.sites and all(site.primary for site in a.sites):
-        added = np.array([[site.placement in _ADDITIVE] for site in a.sites])
-        counts = np.where(added, merge_counts(a.counts, b.counts), a.counts)
-        return a.sites, counts, np.where(added, merge_values(a.values, b.values), a.values)
-    index: dict[tuple[str, str, str], int] = {}
-    sites: list[Site] = []
-    counts, values = empty_rows(len(a.sites) + len(b.sites))
-    for record in (a, b):
-        for row, site in enumerate(record.sites):
-            additive = site.placement in _ADDITIVE
-            if additive and not site.primary:
-                continue
-            to = index.setdefault(site.key, len(sites))
-            known = sites[to].placement if to < len(sites) else ""
-            if not known:
-                sites.append(site if site.primary else replace(site, primary=True))
-            elif additive and known in _ADDITIVE:
-                counts[to] = merge_counts(counts[to], record.counts[row])
-                values[to] = merge_values(values[to], record.values[row])
-                continue
-            elif known != site.placement:
-                sites[to] = replace(sites[to], placement=_disputed(known, site.placement))
-            if not known or PLACEMENTS.index(site.placement) > PLACEMENTS.index(known):
-                counts[to], values[to] = record.counts[row], record.values[row]
-    return tuple(sites), counts[: len(sites)], values[: len(sites)]
-
-
-def _disputed(a: str, b: str) -> str:
-    """Placement of a site of which the ranks say two things, not both of them additive.
-
-    The row to keep is that of the later word in `PLACEMENTS`: it is never a sum.
-    """
-    return "unknown" if {a, b} & {"unknown", "replicated"} else "partial"
-
-
-_ADDITIVE = ("local", "sharded")

@@ -12,7 +12,8 @@ import numpy as np
 from ddpprobe import codec, layout
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import RunDir
-from ddpprobe.records import Anomaly, FirstBad, Site, StepRecord, disagreements, merge_all
+from ddpprobe.merge import disagreements, merge_all
+from ddpprobe.records import Anomaly, FirstBad, Site, StepRecord
 
 NODE = "node_0000"
 DEAD_PID = 2**22 + 7  # above the largest pid a Linux kernel hands out by default

@@ -37,8 +37,7 @@ def records(draw: st.DrawFn) -> StepRecord:
 
 @given(records())
 def test_a_record_comes_back_bit_for_bit(record: StepRecord) -> None:
-    tables = {codec.sites_id(record.sites): codec.decode_sites(codec.encode_sites(record.sites))}
-    back = codec.decode_record(codec.encode_record(record), tables)
+    back = codec.decode_record(codec.encode_record(record), tables_for(record))
     assert back.counts.tobytes() == record.counts.tobytes()
     assert back.values.tobytes() == record.values.tobytes()
     assert back.digests == record.digests
@@ -77,7 +76,53 @@ def test_a_record_without_its_site_table_is_refused() -> None:
         0, 4, (0,), 0, True, (Site("a", "output"),), np.zeros((1, 7), int), np.zeros((1, 4))
     )
     with pytest.raises(ValueError, match="step 4 refers to an unknown site table"):
-        codec.decode_record(codec.encode_record(record), {})
+        codec.decode_record(codec.encode_record(record), codec.Tables())
+
+
+def tables_for(record: StepRecord) -> codec.Tables:
+    tables = codec.Tables()
+    for table in codec.tables_of(record):
+        tables.take(codec.Frame(table.type, 0, table.payload))
+    return tables
+
+
+def of_rank(rank: int) -> StepRecord:
+    held = {(f"w{i}", ""): {i - 2**63: 1 << rank} for i in range(100)}
+    return StepRecord(0, 4, (rank,), 0, digests=held)
+
+
+def test_a_record_without_its_parameter_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="step 4 refers to an unknown parameter table"):
+        codec.decode_record(codec.encode_record(of_rank(0)), codec.Tables())
+
+
+def test_what_a_rank_writes_does_not_grow_with_the_number_of_ranks() -> None:
+    small, large = (len(codec.encode_record(of_rank(rank))) for rank in (1, 16_000))
+    assert large - small < 20
+    assert large < 100 * 17 + 300  # and a checksum is a few bytes, without its name
+
+
+def test_checksums_of_what_a_record_does_not_name_are_refused() -> None:
+    record = of_rank(3)
+    payload = codec.encode_record(record)
+    size = int.from_bytes(payload[:4], "little")
+    head = payload[4 : 4 + size]
+    for made in (head.replace(b'[[3,"1"]]', b"[]"), head.replace(b"[[3,", b"[[3000000000,")):
+        assert made != head
+        garbled = len(made).to_bytes(4, "little") + made + payload[4 + size :]
+        with pytest.raises(ValueError, match="a checksum of"):
+            codec.decode_record(garbled, tables_for(record))
+
+
+def test_equal_tables_are_one_object_whoever_wrote_them() -> None:
+    sites = [(Site("a", "output"), Site("b", "output")) for _ in range(2)]
+    counts, values = np.zeros((2, len(COUNTS)), int), np.zeros((2, len(VALUES)))
+    read = [
+        codec.decode_record(codec.encode_record(r), tables_for(r)).sites
+        for r in (StepRecord(0, 1, (0,), 0, True, s, counts, values) for s in sites)
+    ]
+    assert read[0] is read[1]
+    assert read[0] == sites[0]
 
 
 def test_a_json_frame_must_hold_an_object() -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ddpprobe.detectors.desync import Desync, ranks_text
 from ddpprobe.detectors.suite import default_suite
-from ddpprobe.records import Anomaly, FirstBad, StepRecord, merge_all
+from ddpprobe.merge import merge_all
+from ddpprobe.records import Anomaly, FirstBad, StepRecord
 
 Digests = dict[tuple[str, str], dict[int, int]]
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpprobe.gather import Gather
-from ddpprobe.records import FirstBad, Site, StepRecord, merge_records
+from ddpprobe.merge import merge_records
+from ddpprobe.records import FirstBad, Site, StepRecord
 
 from .made_runs import head_merge
 
@@ -348,6 +349,16 @@ def test_a_backlog_is_merged_in_linear_time() -> None:
         gather.add(record, 0.0)
     assert len(gather.ready(0.0)) == 300
     assert time.perf_counter() - start < 5.0
+
+
+def test_many_ranks_are_merged_in_linear_time_however_often_one_looks() -> None:
+    """A guard against a quadratic gather, not a measurement."""
+    ranks = 8_000
+    gather, start = Gather(range(ranks)), time.perf_counter()
+    for rank in range(ranks):
+        gather.add(StepRecord(0, 1, (rank,), 0, scalars={rank: {"loss": 1.0}}), 0.0)
+        assert bool(gather.ready(0.0)) == (rank == ranks - 1)
+    assert time.perf_counter() - start < 10.0
 
 
 def test_records_of_another_attempt_cannot_be_merged() -> None:

@@ -15,16 +15,14 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.samples import Sample
 
 from ddpprobe import heartbeat
+from ddpprobe.labels import EXEMPLAR_CHARACTERS, LABEL_BYTES, label_value
 from ddpprobe.prometheus import (
     DETECTORS,
-    EXEMPLAR_CHARACTERS,
-    LABEL_BYTES,
     LEVELS,
     METRICS,
     STEP_PHASES,
     Exposition,
     exemplar_of,
-    label_value,
     render,
 )
 from ddpprobe.records import COUNTS, KINDS, VALUE_IDENTITY, Anomaly, Site, StepRecord
@@ -46,6 +44,8 @@ def a_rank(rank: int = 0, **changes: object) -> RankView:
         skipped_steps=1,
         phase_seconds={"data": 1.0, "forward": 2.0, "backward": 4.0, "optimizer": 1.0},
         probe_seconds=0.4,
+        overhead_ratio=0.05,
+        sample_interval=20,
         loss=2.5,
         grad_norm=0.75,
         loss_scale=1024.0,
@@ -186,6 +186,7 @@ def test_values_of_a_rank() -> None:
     assert value(view, "steps_total", rank="1") == 7
     assert value(view, "step_phase_seconds_total", rank="0", phase="backward") == 4
     assert value(view, "overhead_ratio", rank="0") == pytest.approx(0.05)
+    assert value(view, "sample_interval_steps", rank="0") == 20
     assert value(view, "loss_scale", rank="1") == 1024
     assert value(view, "rank_anomalies_total", rank="1", level="page") == 1
     assert value(view, "last_collect_timestamp_seconds") == 61
@@ -196,7 +197,7 @@ def test_what_is_not_known_is_absent() -> None:
     names = {s.name.removeprefix("ddpprobe_") for s in samples(a_view(ranks=(unknown,), host={}))}
     absent = {
         "rank_up", "rank_last_heartbeat_timestamp_seconds", "loss", "grad_norm", "overhead_ratio",
-        "loss_scale",
+        "loss_scale", "sample_interval_steps",
         "sites_observed", "sites_expected", "rank_resident_memory_bytes", "rank_cpu_seconds_total",
         "global_grad_norm", "site_abs_max", "first_failure_timestamp_seconds", "host_cpu_ratio",
     }  # fmt: skip
@@ -310,6 +311,26 @@ def test_the_cap_keeps_ranks_then_sites_in_execution_order_and_counts_the_rest()
     assert f"series_dropped_total {float(refused)}\n".encode() in exposition.render(view, True)
     again = exposition.render(replace(view, time_ns=99 * SECOND), False)
     assert f"series_dropped_total {float(2 * refused)}\n".encode() in again
+
+
+def test_a_site_that_was_not_observed_once_is_absent_once() -> None:
+    """What is kept from one rendering to the next are names, never values."""
+    sites = [Site("m", "output"), Site("n", "output"), Site("n", "output", leaf="1")]
+    exposition = Exposition()
+    for unobserved, known in (
+        ((), {"m", "n"}),
+        ((0,), {"n"}),
+        ((), {"m", "n"}),
+        ((0, 1, 2), set()),
+    ):
+        for nan in ({}, {0: 4}):
+            view = a_view(merged=record(sites, unobserved=unobserved, nan=nan))
+            for openmetrics in (True, False):
+                body = exposition.render(view, openmetrics)
+                assert body == render(view, openmetrics)
+                shown = {n for n in "mn" if f'site_rms{{fqn="{n}"' in body.decode()}
+                assert shown == known - ({"m"} if nan else set())
+    assert b"site_" not in exposition.render(a_view(), False)
 
 
 def test_a_small_cap_holds_even_for_the_ranks() -> None:

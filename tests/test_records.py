@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpprobe.merge import disagreements, merge_all, merge_digests, merge_records, ranks_of
 from ddpprobe.records import (
     COUNTS,
     PLACEMENTS,
@@ -18,14 +19,9 @@ from ddpprobe.records import (
     Site,
     StepRecord,
     derive,
-    disagreements,
     empty_rows,
-    merge_all,
     merge_counts,
-    merge_digests,
-    merge_records,
     merge_values,
-    ranks_of,
 )
 
 KEYS = [("a", "output"), ("b", "output"), ("b", "grad_output"), ("p", "grad"), ("q", "grad_local")]
@@ -130,6 +126,22 @@ def test_a_site_whose_placement_the_ranks_dispute_is_labelled_and_not_added_up(
     kept = [p for rank, p in enumerate(said) if counts[0, 0] == 10**rank]
     assert len(kept) == 1
     assert kept[0] not in ("local", "sharded")
+
+
+def test_rows_of_one_key_in_one_record_merge_and_tables_that_grow_keep_their_rows() -> None:
+    a, b, c = (Site(name, "output") for name in "abc")
+    tables = ((a, b), (b, b, c), (c, a, b), (a, b))
+    parts = []
+    for rank, sites in enumerate(tables):
+        counts, values = empty_rows(len(sites))
+        counts[:, 0] = values[:, 0] = [10 ** (3 * rank + i) for i in range(len(sites))]
+        parts.append(StepRecord(0, 3, (rank,), 0, True, sites, counts, values))
+    for _ in range(2):  # the second time from memory
+        merged = merge_all(parts)
+        assert merged.sites == (a, b, c)
+        assert merged.counts[:, 0].tolist() == [1_010_000_001, 10_100_011_010, 1_100_000]
+        assert merged.values[:, 0].tolist() == [1.0, 10.0, 10.0**5]
+    assert parts[0].counts[0, 0] == 1  # what went in is as it was
 
 
 rows = st.lists(st.tuples(exact, exact, exact, exact), min_size=3, max_size=3)

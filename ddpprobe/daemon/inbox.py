@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpprobe import codec
-from ddpprobe.codec import FrameError
+from ddpprobe.codec import FrameError, Tables
 from ddpprobe.daemon.tail import MALFORMED
 from ddpprobe.journal import JournalTail, JournalWriter, segments_of
-from ddpprobe.records import Site, StepRecord
+from ddpprobe.records import StepRecord
 
 WAITING_RECORDS = 4096  # far more than the loop leaves lying between two looks
 SEGMENT_FRAMES = 64  # small: a segment is deleted when its last step has been merged
@@ -49,7 +49,7 @@ class Inbox:
             self._read_back(int(path.name), path)
 
     def take(self, block: bytes) -> None:
-        """Keep one pushed block: frames SITES, RECORD and LIFE.
+        """Keep one pushed block: tables, RECORD and LIFE.
 
         Raises:
             ValueError: it is not such a block; nothing of it is kept.
@@ -115,8 +115,7 @@ class Inbox:
             event = {"event": "ended", "attempt": attempt, "ranks": delivery.ranks}
             writer.append_json(codec.LIFE, event)
         tops = self._tops.setdefault(attempt, {})
-        segment = segments_of(writer.directory)[-1]
-        tops[segment] = max(step, tops.get(segment, -1))
+        tops[writer.segment] = max(step, tops.get(writer.segment, -1))
 
     def _read_back(self, attempt: int, path: Path) -> None:
         tail = JournalTail(path)
@@ -136,14 +135,12 @@ def decode_block(block: bytes) -> list[Delivery]:
     Raises:
         ValueError: something in it is not what a node daemon pushes.
     """
-    tables: dict[int, tuple[Site, ...]] = {}
-    out = []
+    tables, out = Tables(), []
     try:
         for frame in codec.iter_frames(block):
-            if frame.type == codec.SITES:
-                sites = codec.decode_sites(frame.payload)
-                tables[codec.sites_id(sites)] = sites
-            elif (delivery := _decode(frame, tables)) is not None:
+            if tables.take(frame):
+                continue
+            if (delivery := _decode(frame, tables)) is not None:
                 out.append(delivery)
     except FrameError:
         raise
@@ -153,7 +150,7 @@ def decode_block(block: bytes) -> list[Delivery]:
     return out
 
 
-def _decode(frame: codec.Frame, tables: Mapping[int, tuple[Site, ...]]) -> Delivery | None:
+def _decode(frame: codec.Frame, tables: Tables) -> Delivery | None:
     if frame.type == codec.RECORD:
         return codec.decode_record(frame.payload, tables)
     if frame.type == codec.LIFE:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpprobe import codec
+from ddpprobe.codec import Table
 from ddpprobe.fuse import Fuse
-from ddpprobe.records import Site, StepRecord
+from ddpprobe.records import StepRecord
 
 QUEUE_BYTES = 64 << 20
 BODY_BYTES = 8 << 20
@@ -33,7 +34,7 @@ class _Item:
     type: int
     payload: bytes
     at: tuple[int, int]  # attempt, step
-    sites: tuple[Site, ...]
+    tables: Sequence[Table] = ()
 
 
 class Pusher:
@@ -72,11 +73,12 @@ class Pusher:
     def push(self, record: StepRecord) -> None:
         """Queue a merged record; never waits."""
         payload = codec.encode_record(record)
-        self._put(_Item(codec.RECORD, payload, (record.attempt, record.step), record.sites))
+        at = (record.attempt, record.step)
+        self._put(_Item(codec.RECORD, payload, at, codec.tables_of(record)))
 
     def say(self, event: Mapping[str, Any]) -> None:
         """Queue a LIFE event, sent after the records queued before it."""
-        self._put(_Item(codec.LIFE, codec.encode_json(event), (-1, -1), ()))
+        self._put(_Item(codec.LIFE, codec.encode_json(event), (-1, -1)))
 
     def redirect(self, url: str) -> None:
         """Push to another address from the next connection on; what is queued goes there.
@@ -210,12 +212,8 @@ def _parse(url: str) -> tuple[str, int]:
 
 def _frames(batch: Sequence[_Item]) -> Iterator[bytes]:
     """Yield the frames of one body, which can be read without any other."""
-    seq = 0
-    table: tuple[Site, ...] = ()
-    for item in batch:
-        if item.sites and item.sites is not table:
-            yield codec.encode_frame(codec.SITES, seq, codec.encode_sites(item.sites))
-            table = item.sites
-            seq += 1
-        yield codec.encode_frame(item.type, seq, item.payload)
-        seq += 1
+    tables = {(t.type, t.id): t for item in batch for t in item.tables}
+    frames = [(table.type, table.payload) for table in tables.values()]
+    frames += [(item.type, item.payload) for item in batch]
+    for seq, (type_, payload) in enumerate(frames):
+        yield codec.encode_frame(type_, seq, payload)

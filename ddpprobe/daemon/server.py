@@ -45,14 +45,15 @@ _LANDING = b"""<!doctype html><html lang="en"><meta charset="utf-8"><title>ddppr
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """What `/metrics` answers: one body in two formats, each plain and with gzip level 1."""
+class _Body:
+    """One body of `/metrics`; `squeezed` is made (gzip level 1) when it is first asked for."""
 
-    text: bytes
-    text_gzip: bytes
-    openmetrics: bytes
-    openmetrics_gzip: bytes
+    def __init__(self, plain: bytes) -> None:
+        self.plain = plain
+
+    @functools.cached_property
+    def squeezed(self) -> bytes:
+        return gzip.compress(self.plain, compresslevel=1, mtime=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Server:
         self._listen = parse_address(listen)
         self._gather_listen = parse_address(gather_listen) if gather_listen else None
         self._gather_port: int | None = None
-        self._page: _Page | None = None
+        self._pages: dict[bool, _Body] = {}  # by whether it is OpenMetrics
         self._handler: Callable[[bytes], None] | None = None
         self._token = b""
         self._loop: GuardedLoop | None = None
@@ -116,8 +117,7 @@ class Server:
 
     def publish(self, text: bytes, openmetrics: bytes) -> None:
         """Replace what `/metrics` answers; from any thread, in one step."""
-        squeeze = functools.partial(gzip.compress, compresslevel=1, mtime=0)
-        self._page = _Page(text, squeeze(text), openmetrics, squeeze(openmetrics))
+        self._pages = {False: _Body(text), True: _Body(openmetrics)}
 
     def set_gather_handler(self, handler: Callable[[bytes], None], token: str) -> None:
         """Hand the body of every `POST /gather` that carries the token to `handler`.
@@ -202,18 +202,16 @@ class Server:
         return pages[path]()
 
     def _metrics(self, headers: Mapping[str, str]) -> Answer:
-        page = self._page
-        if page is None:
+        pages = self._pages
+        if not pages:
             return Answer(503, b"nothing collected yet\n", headers=((b"retry-after", b"5"),))
         om = wants_openmetrics(headers.get("accept", ""))
         squeezed = _qualities(headers.get("accept-encoding", "")).get("gzip", 0.0) > 0
         extra: tuple[tuple[bytes, bytes], ...] = ((b"vary", b"Accept, Accept-Encoding"),)
-        if squeezed:
-            extra += ((b"content-encoding", b"gzip"),)
-            body = page.openmetrics_gzip if om else page.text_gzip
-        else:
-            body = page.openmetrics if om else page.text
-        return Answer(200, body, OPENMETRICS_CONTENT_TYPE if om else TEXT_CONTENT_TYPE, extra)
+        extra += ((b"content-encoding", b"gzip"),) if squeezed else ()
+        body = pages[om]
+        kind = OPENMETRICS_CONTENT_TYPE if om else TEXT_CONTENT_TYPE
+        return Answer(200, body.squeezed if squeezed else body.plain, kind, extra)
 
     async def _gather(self, method: str, headers: Mapping[str, str], receive: Receive) -> Answer:
         assert self._handler is not None

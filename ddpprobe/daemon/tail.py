@@ -146,9 +146,11 @@ class RankTail:
 def count_nonfinite(record: StepRecord) -> Counter[str]:
     """Return the non-finite elements of a record by Site kind; at least 1 where one was seen."""
     found: Counter[str] = Counter()
-    per_row = record.counts[:, _NAN : _NEG_INF + 1].sum(axis=1)
-    for row in np.flatnonzero(per_row):
-        found[record.sites[row].kind] += int(per_row[row])
+    counts = record.counts[:, _NAN : _NEG_INF + 1]
+    if counts.any():
+        per_row = counts.sum(axis=1)
+        for row in np.flatnonzero(per_row):
+            found[record.sites[row].kind] += int(per_row[row])
     bad = record.first_bad
     if bad is not None and not found:
         kind = bad.kind or _WATCHED_KIND.get(bad.phase, "grad")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddpprobe.records import Anomaly, Digests, StepRecord, disagreements, ranks_of
+from ddpprobe.merge import disagreements, ranks_of
+from ddpprobe.records import Anomaly, Digests, StepRecord
 
 MOST_NAMED = 8  # ranges of ranks in a message
 

@@ -168,7 +168,7 @@ class Overlay:
         steps = {step for step, _ in (group.steps() if group else [])}
         self.note(group)
         for source, numbers in listing:
-            tables: segments.Tables = {}
+            tables = codec.Tables()
             for number in numbers:
                 items = segments.records_of(self._segment(source, number), tables, Consumed())
                 steps |= {record.step for _, record in items}
@@ -184,7 +184,7 @@ class Overlay:
             facts.sites |= {site.key for site in group.sites() or []}
             self.note(group)
         for source, numbers in listing:
-            tables: segments.Tables = {}
+            tables = codec.Tables()
             for number in numbers:
                 segment = self._segment(source, number)
                 facts.meta = facts.meta or segment.meta
@@ -192,7 +192,7 @@ class Overlay:
                 for _, record in segments.records_of(segment, tables, Consumed()):
                     if segments.belongs(record, source):
                         facts.steps[record.step] = record.sampled
-            facts.sites |= {site.key for table in tables.values() for site in table}
+            facts.sites |= {site.key for site in tables.sites()}
         return facts
 
     def events(self, attempt: int) -> list[Event]:
@@ -261,7 +261,7 @@ class Overlay:
 
     def _journal(self, listing: Listing, consumed: dict[str, Consumed]) -> Iterator[StepRecord]:
         for source, numbers in listing:
-            tables: segments.Tables = {}
+            tables = codec.Tables()
             done = consumed.get(source.name, Consumed())
             for number in numbers:
                 segment = segments.read_segment(source.directory, number)

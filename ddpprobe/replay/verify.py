@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from ddpprobe import layout
+from ddpprobe import codec, layout
 from ddpprobe.replay.run import Run
 from ddpprobe.store import segments
 from ddpprobe.store.manifest import (
@@ -157,7 +157,7 @@ def _check_journals(run: layout.RunDir, report: Report) -> Iterator[tuple[segmen
 
 def _check_journal(run: layout.RunDir, source: segments.Source, report: Report) -> int | None:
     first = due = None
-    tables: segments.Tables = {}
+    tables = codec.Tables()
     for number in segments.segments_of(source):
         path = segments.segment_path(source.directory, number)
         name = str(path.relative_to(run.path))

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.codec import plain_digests, read_digests
 from ddpprobe.records import COUNTS, KINDS, PHASES, VALUES, Digests, FirstBad, Site, StepRecord
+from ddpprobe.remembered import Remembered
 from ddpprobe.store.format import escape, unescape
 
 T = TypeVar("T")
 Arrays = dict[str, NDArray[Any]]
 
+_TABLES = 16  # site tables of one rank; it has one or two
 _BAD_NUMBERS = ("step", "micro", "order", "rank", "nan", "pos_inf", "neg_inf", "numel")
 
 
@@ -42,7 +43,7 @@ class SiteAxis:
 
     def __init__(self, sites: Sequence[Site] = ()) -> None:
         self._axis: Axis[tuple[Site, int]] = Axis(list(_numbered(sites)))
-        self._cache: dict[tuple[Site, ...], NDArray[np.int64]] = {}
+        self._places = Remembered(self._find, _TABLES)
 
     @property
     def sites(self) -> list[Site]:
@@ -51,11 +52,10 @@ class SiteAxis:
 
     def positions(self, sites: tuple[Site, ...]) -> NDArray[np.int64]:
         """Return the place of each row of a record, appending the sites that are new."""
-        found = self._cache.get(sites)
-        if found is None:
-            found = np.array([self._axis.at(key) for key in _numbered(sites)], np.int64)
-            self._cache[sites] = found
-        return found
+        return self._places(sites)
+
+    def _find(self, sites: tuple[Site, ...]) -> NDArray[np.int64]:
+        return np.array([self._axis.at(key) for key in _numbered(sites)], np.int64)
 
 
 def _numbered(sites: Sequence[Site]) -> list[tuple[Site, int]]:
@@ -156,31 +156,51 @@ def encode_disputes(records: Sequence[StepRecord]) -> NDArray[Any]:
     return np.array([json.dumps(x, separators=compact) if x else "" for x in plain], object)
 
 
+def plain_digests(digests: Digests) -> list[Any]:
+    """Return checksums as JSON can hold them; the sets of ranks are hexadecimal bit masks."""
+    return [
+        (fqn, shard, [(checksum, f"{ranks:x}") for checksum, ranks in held.items()])
+        for (fqn, shard), held in digests.items()
+    ]
+
+
+def read_digests(plain: Iterable[Any]) -> Digests:
+    """Undo `plain_digests`."""
+    return {
+        (str(fqn), str(shard)): {int(checksum): int(ranks, 16) for checksum, ranks in held}
+        for fqn, shard, held in plain
+    }
+
+
 def encode_scalars(
     records: Sequence[StepRecord], names: Axis[str], ranks: Axis[int]
 ) -> dict[str, NDArray[Any]]:
     """Return scalars, scalar_given [records, ranks, names], delivered, missing [records, ranks]."""
-    cells = [
-        (row, ranks.at(rank), names.at(name), value)
-        for row, record in enumerate(records)
-        for rank, scalars in record.scalars.items()
-        for name, value in scalars.items()
-    ]
+    # Almost always all ranks of a record give the same names: one block then.
+    blocks: list[tuple[int, list[int], list[int], list[list[float]]]] = []
+    for row, record in enumerate(records):
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for rank, scalars in record.scalars.items():
+            alike.setdefault(tuple(scalars), []).append(rank)
+        for keys, whose in alike.items():
+            cells = [list(record.scalars[rank].values()) for rank in whose]
+            blocks.append((row, [ranks.at(r) for r in whose], [names.at(k) for k in keys], cells))
     there = [(row, ranks.at(r)) for row, record in enumerate(records) for r in record.ranks]
     absent = [(row, ranks.at(r)) for row, record in enumerate(records) for r in record.missing]
     shape = (len(records), len(ranks.labels))
-    scalars = np.full((*shape, len(names.labels)), np.nan)
-    given = np.zeros(scalars.shape, np.uint8)
+    numbers = np.full((*shape, len(names.labels)), np.nan)
+    given = np.zeros(numbers.shape, np.uint8)
     delivered, missing = np.zeros(shape, np.uint8), np.zeros(shape, np.uint8)
-    for row, rank, name, value in cells:
-        scalars[row, rank, name] = value
-        given[row, rank, name] = 1
+    for row, whose_rows, columns, cells in blocks:
+        place = np.ix_([row], whose_rows, columns)
+        numbers[place] = cells
+        given[place] = 1
     for row, rank in there:
         delivered[row, rank] = 1
     for row, rank in absent:
         missing[row, rank] = 1
     return {
-        "scalars": scalars, "scalar_given": given, "delivered": delivered, "missing": missing,
+        "scalars": numbers, "scalar_given": given, "delivered": delivered, "missing": missing,
     }  # fmt: skip
 
 

@@ -240,8 +240,11 @@ class GroupWriter:
 
 
 def encode(document: Mapping[str, Any]) -> bytes:
-    """Encode metadata; non-ASCII is escaped, so any name survives."""
-    return json.dumps(document, indent=1).encode()
+    """Encode metadata; non-ASCII is escaped, so any name survives.
+
+    In one line: with an indent Python's own encoder would take 10 times as long.
+    """
+    return json.dumps(document).encode()
 
 
 def _buffer(data: bytes) -> Buffer:

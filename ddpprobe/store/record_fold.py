@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ddpprobe import codec, layout
-from ddpprobe.codec import Frame
+from ddpprobe.codec import Frame, Tables
 from ddpprobe.records import StepRecord
 from ddpprobe.store import format as fmt
 from ddpprobe.store.columns import (
@@ -29,7 +29,6 @@ from ddpprobe.store.root import Root
 from ddpprobe.store.segments import (
     Segment,
     Source,
-    Tables,
     belongs,
     read_segment,
     records_of,
@@ -56,7 +55,7 @@ class Pass:
         self, source: Source, numbers: list[int], consumed: Consumed
     ) -> Iterator[tuple[int, StepRecord]]:
         """Yield (seq, record) of the segments `numbers`."""
-        tables: Tables = {}
+        tables = Tables()
         for number in numbers:
             segment = read_segment(source.directory, number)
             self.segments[number] = segment

@@ -7,22 +7,20 @@ what was shown before.
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddpprobe import codec, journal, layout
-from ddpprobe.codec import Frame
-from ddpprobe.records import Site, StepRecord
+from ddpprobe.codec import Frame, Tables
+from ddpprobe.records import StepRecord
 from ddpprobe.store.manifest import Consumed, next_frame, read_regular
 
 # An alarm and the full record of its step are at most a few records apart; what comes later than
 # this is still kept, as a row of its own that replaces the earlier one on reading.
 SETTLE = 16
 
-Tables = dict[int, tuple[Site, ...]]
 _RANK = re.compile(r"rank_(\d{5,})")
 _DAEMON = re.compile(r"daemon(?:[_-]\d+)?")
 
@@ -125,9 +123,9 @@ def records_of(
     """
     for frame in segment.frames:
         try:
-            if frame.type == codec.SITES:
-                tables[zlib.crc32(frame.payload)] = codec.decode_sites(frame.payload)
-            elif frame.type == codec.RECORD and not consumed.has(frame.seq):
+            if tables.take(frame):
+                continue
+            if frame.type == codec.RECORD and not consumed.has(frame.seq):
                 yield frame.seq, codec.decode_record(frame.payload, tables)
         except (ValueError, KeyError, TypeError) as error:
             segment.damage = f"frame {frame.seq} makes no sense: {error}"

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddpprobe.records import derive, merge_all
+from ddpprobe.merge import merge_all
+from ddpprobe.records import derive
 
 from .reference import Reference
 

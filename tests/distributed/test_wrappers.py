@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpprobe.records import StepRecord, disagreements, merge_all
+from ddpprobe.merge import disagreements, merge_all
+from ddpprobe.records import StepRecord
 from tests.distributed import wrappers_job as job
 from tests.distributed.reference import Reference
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddpprobe.records import PHASES, StepRecord, disagreements, merge_all
+from ddpprobe.merge import disagreements, merge_all
+from ddpprobe.records import PHASES, StepRecord
 from tests.grid.axes import DDP, Cell
 from tests.grid.cell import Outcome, Run, journal_of
 from tests.grid.loops import BACKWARD_STEP, FORWARD_STEP, STEPS, planned
