@@ -73,8 +73,14 @@ class Observers:
             self.gradients_read = False
         return sampled
 
+    def backward_computed(self, *, sampled: bool) -> None:
+        """Let the watch look at the gradients that the rows of this step do not tell of."""
+        clean = self.eager.tapped if sampled and self.rows.are_finite() else ()
+        self.watch.backward_ends(clean)
+
     def end_step(self) -> None:
         """Judge whether compiled modules were heard; between steps is the time to renew graphs."""
+        self.topology.forget_modules()
         renew = self.compiled.flag.on and self.compiled.judge()
         self._warm = False
         if self._late:
@@ -87,8 +93,7 @@ class Observers:
 
     def choose_graphs(self, *, sampled: bool) -> None:
         """Say which graphs the next forward takes: a root inside a graph cannot say it itself."""
-        if self._clock.in_graph:
-            self.compiled.flag.on = sampled or self._warm
+        self.compiled.flag.on = sampled or self._warm
 
     def attach(self) -> None:
         """Hang the hooks of a sampled step; at each forward anew, so that ours are the last.
@@ -96,6 +101,7 @@ class Observers:
         A hook of the user's that changes an output must have run when we look at it.
         """
         self.detach()
+        self.topology.remember_modules()
         self.compiled.eager = self.eager
         self.eager.attach()
         if self._use_full and not torch_private.in_functorch():
@@ -110,6 +116,7 @@ class Observers:
     def pause(self) -> None:
         """Let go of the model until the next step that is observed."""
         self.detach()
+        self.topology.forget_modules()
         self.compiled.mute()
 
     def close(self) -> None:

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from ddpprobe.fuse import Fuse, logger
 from ddpprobe.heartbeat import STATES, STEP_PHASES, HeartbeatWriter
-from ddpprobe.hooks import loss_scale
+from ddpprobe.hooks import gradients, loss_scale
 from ddpprobe.hooks.compiled import renew_graphs
-from ddpprobe.hooks.eager import gradient_norm
 from ddpprobe.journal import JournalWriter
 from ddpprobe.observers import Observers
+from ddpprobe.pacing import Pacer
 from ddpprobe.records import FirstBad
-from ddpprobe.sampling import Schedule
 from ddpprobe.shipping import EndedStep, Identity, Shipper
 from ddpprobe.steps import StepClock
 from ddpprobe.topology import stages
 from ddpprobe.topology.describe import Topology, describe, outermost
+from ddpprobe.topology.replicas import in_turn
 from ddpprobe.torch_private import dynamo
 
 _NAMED = 20
@@ -40,7 +40,7 @@ class Recorder:
         found: the model as `install` found it; looked at again at its first training forward,
             because it may be wrapped, moved or sharded in between.
         who: this rank.
-        schedule: which steps are sampled.
+        pacer: which steps are sampled.
         select: whether a module FQN is observed.
         journal: where frames go.
         heartbeat: where the present goes.
@@ -50,7 +50,7 @@ class Recorder:
     """
 
     def __init__(
-        self, found: Topology, who: Identity, schedule: Schedule,
+        self, found: Topology, who: Identity, pacer: Pacer,
         select: Callable[[str], bool], journal: JournalWriter, heartbeat: HeartbeatWriter, *,
         full_backward: bool = False, first_step: int = 0,
         after_step: Callable[[], None] = lambda: None,
@@ -58,7 +58,7 @@ class Recorder:
         self.fuse = Fuse("hooks", on_blow=self._blown)
         self._found, self._names = found, stages.Names(found)
         self._who = who
-        self._schedule = schedule
+        self._pacer = pacer
         self._select = select
         self._journal = journal
         self._shipper = Shipper(journal, who)
@@ -96,6 +96,7 @@ class Recorder:
         """Take every hook off the model until `resume`."""
         if self._parts is not None:
             self._parts.pause()
+        self._pacer.pause()
         self._clock.unhang()
         self._clock.beat(STATES.index("paused"))
         self._shipper.life("paused", reason=reason, time_ns=time.time_ns())
@@ -125,6 +126,7 @@ class Recorder:
         self._clock.beat(STATES.index("closed"))
         self._journal.close()
         self._heartbeat.close()
+        self._pacer.close()
 
     def abandon(self) -> None:
         """In a forked child: let go of everything without a trace in the parent's files."""
@@ -132,6 +134,7 @@ class Recorder:
         self.fuse.blown = self._clock_fuse.blown = True
         self._journal.close()
         self._heartbeat.close()
+        self._pacer.close()
 
     # -- steps.Events -----------------------------------------------------------------------------
 
@@ -161,6 +164,12 @@ class Recorder:
                 parts.rows.add_scalar("loss", losses[0])
         self._clock.probe_seconds += time.perf_counter() - started
 
+    def backward_computed(self) -> None:
+        """Look at the gradients before any of them is reduced."""
+        started = time.perf_counter()
+        self._prepare().backward_computed(sampled=self._sampling)
+        self._clock.probe_seconds += time.perf_counter() - started
+
     def backward_ended(self) -> None:
         """Read the reduced gradients, before the user clips them."""
         started = time.perf_counter()
@@ -183,7 +192,7 @@ class Recorder:
         if not parts.gradients_read:
             parts.eager.read_gradients()
             parts.rows.grad_is_scaled = scale is not None
-        norm = gradient_norm(parts.topology)
+        norm = gradients.norm(parts.topology)
         if norm is not None:
             parts.rows.add_scalar("grad_norm", norm if scale is None else norm / scale)
         self._clock.probe_seconds += time.perf_counter() - started
@@ -196,13 +205,14 @@ class Recorder:
     def step_ended(self, *, skipped: bool) -> None:
         """Ship the step and leave the model clean."""
         started = time.perf_counter()
-        parts = self._prepare()
+        parts, sampled = self._prepare(), self._sampling
         parts.watch.end_step(self._clock.step)
-        if self._sampling:
+        if sampled:
             self._clock.sampled += 1
             if parts.gradients_read:  # without a reduction replicas may part (local SGD)
-                for fqn, shard, tensor in parts.topology.replicated_parameters():
-                    parts.rows.add_checksum(fqn, shard, tensor)
+                turn = self._pacer.turn(self._clock.step)
+                for replica in in_turn(parts.topology.replicated_parameters(), turn):
+                    parts.rows.add_checksum(*replica)
             self._finish_sampled(skipped=skipped, partial=False)
             self._shipper.ship()
             self._after_step()
@@ -213,12 +223,13 @@ class Recorder:
         parts.end_step()
         self._bad = None
         self._clock.probe_seconds += time.perf_counter() - started
+        self._pacer.end_step(*self._clock.reading(), sampled=sampled)
         self._base = self._readings()
 
     def forward_is_next(self) -> None:
         """Choose the graphs of the next step."""
-        if self._parts is not None:
-            self._parts.choose_graphs(sampled=self._schedule.sampled(self._clock.step + 1))
+        if self._parts is not None and self._clock.in_graph:
+            self._parts.choose_graphs(sampled=self._pacer.sampled(self._clock.step + 1))
 
     def blind(self) -> bool:
         """Try the one remedy, or say loudly that nothing is observed: silence looks like health."""
@@ -263,7 +274,7 @@ class Recorder:
         return self._parts
 
     def _begin_step(self, parts: Observers) -> None:
-        wanted = self._schedule.sampled(self._clock.step)
+        wanted = self._pacer.sampled(self._clock.step)
         self._sampling = parts.begin_step(sampled=wanted)
         self._bad = None
         if self._sampling:
@@ -274,7 +285,7 @@ class Recorder:
     def on_bad(self, bad: FirstBad) -> None:
         """Hear the watch: a local value of this step (or, from a GPU, of an earlier one) is bad."""
         late = bad.step >= 0
-        if late and self._schedule.sampled(bad.step):
+        if late and self._pacer.sampled(bad.step):
             return  # its rows say it better
         if late:
             self._shipper.alarm(bad, partial=False, skipped=False, sampled=False)
@@ -303,8 +314,9 @@ class Recorder:
         parts = self._prepare()
         parts.detach()
         self._sampling = False
-        now = self._readings()
-        facts = {name: now[name] - self._base[name] for name in now}
+        names = [*(f"{phase}_seconds" for phase in STEP_PHASES), "probe_seconds"]
+        spent = zip(self._readings(), self._base, strict=True)
+        facts = {name: now - then for name, (now, then) in zip(names, spent, strict=True)}
         facts["micro_batches"] = float(self._clock.micro + 1)
         self._push(skipped=skipped, partial=partial, sampled=True, facts=facts)
 
@@ -319,12 +331,8 @@ class Recorder:
             )
         )  # fmt: skip
 
-    def _readings(self) -> dict[str, float]:
-        clock = self._clock
-        readings = {
-            f"{p}_seconds": s for p, s in zip(STEP_PHASES, clock.phase_seconds, strict=True)
-        }
-        return {**readings, "probe_seconds": clock.probe_seconds}
+    def _readings(self) -> tuple[float, ...]:
+        return *self._clock.phase_seconds, self._clock.probe_seconds
 
     def _blown(self) -> None:
         """A fuse has blown: leave the model clean, and say so in the journal."""

@@ -42,6 +42,9 @@ class Events(Protocol):
     def forward_ended(self, outputs: list[Tensor], trained: list[Tensor]) -> None:
         """It returned these tensors; `trained` are those of them with a gradient to come."""
 
+    def backward_computed(self) -> None:
+        """All gradients of this micro-batch are there, still local."""
+
     def backward_ended(self) -> None:
         """All gradients of this micro-batch are there, reduced."""
 
@@ -95,13 +98,13 @@ class StepClock:
         self._manual = False
         self._queued = False
         self._running: list[int] = []  # ids of optimizers inside step(), outermost first
-        self._stepped: set[int] = set()  # ids of parameters stepped in this step
         self._blind = 0  # optimizer steps before any forward of the root was seen
-        self._optimizers: list[int] = []  # ids of the optimizers that did it
+        self._stepped: list[int] = []  # ids of the optimizers that did, in this step
         self._complete: dict[tuple[int, ...], bool] = {}  # do these step every parameter?
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = (
             weakref.WeakKeyDictionary()
         )
+        self._knows_one = False  # until then an optimizer that is not ours is asked again
         self._anchors: list[weakref.ref[nn.Parameter]] = []
         self._anchor_had_grad = False
         self._handles: list[RemovableHandle] = []
@@ -109,9 +112,10 @@ class StepClock:
             topology, fuse, self._begin_forward, self._end_forward, self._output_gradient
         )
         self._guards = {
-            name: fuse.guard(getattr(self, f"_{name}"))
-            for name in ("backward_over", "before_step", "after_step")
+            name: fuse.guard(getattr(self, f"_{name}")) for name in ("before_step", "after_step")
         }
+        self._computed = _void(fuse.guard(events.backward_computed))
+        self._over = _void(fuse.guard(self._backward_over))
 
     @property
     def in_graph(self) -> bool:
@@ -156,6 +160,11 @@ class StepClock:
             probe_seconds=self.probe_seconds,
         )  # fmt: skip
 
+    def reading(self) -> tuple[int, float, float]:
+        """Return the step, and the host seconds up to now: of all phases, and of them ours."""
+        seconds = sum(self.phase_seconds) + time.perf_counter() - self._mark
+        return self.step, seconds, self.probe_seconds
+
     def leave_out(self) -> None:
         """Start the stopwatch anew: the time since the last event belongs to no phase."""
         self._mark = time.perf_counter()
@@ -191,7 +200,6 @@ class StepClock:
         self.micro = -1
         self._ended = False
         self._stepped.clear()
-        self._optimizers.clear()
         self._anchor_had_grad = False
 
     def _end_forward(self, tensors: list[Tensor], trained: list[Tensor]) -> None:
@@ -206,12 +214,12 @@ class StepClock:
     def _output_gradient(self) -> None:
         if not self._queued:  # any of the outputs may be the one the loss came from
             self._queued = True
-            torch_private.after_backward(_void(self._guards["backward_over"]))
+            torch_private.after_backward(self._computed, self._over)
 
     def _backward_over(self) -> None:
         self._queued = False
         self._drop_anchor()
-        if any((p := ref()) is not None and p.grad is not None for ref in self._anchors):
+        if not (self._anchor_had_grad or self._vanished()):
             self._anchor_had_grad = True
         self._events.backward_ended()
 
@@ -226,28 +234,30 @@ class StepClock:
         self._running.append(id(optimizer))
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        parameters = self._parameters_of(optimizer)
         if id(optimizer) not in self._running:
             return
         del self._running[self._running.index(id(optimizer)) :]
-        if self._running:
+        if self._running or self._ended:  # in a pause, optimizers step on
             return
         if self.micro < 0:  # loading a checkpoint may take one step to make the state
             self._blind += 1
             if self._blind == _BLIND_STEPS and self._events.blind():
                 self._blind = 0
             return
-        self._stepped |= parameters
-        self._optimizers.append(id(optimizer))
+        self._stepped.append(id(optimizer))
         self._events.forward_is_next()
-        if self._steps_everything(tuple(self._optimizers)):
+        if self._steps_everything():
             self._end_step(skipped=_found_inf(optimizer))
 
-    def _steps_everything(self, optimizers: tuple[int, ...]) -> bool:
+    def _steps_everything(self) -> bool:
+        optimizers = tuple(self._stepped)
         complete = self._complete.get(optimizers)
         if complete is None:
             trainable = {id(p) for _, p in self._topology.named_parameters() if p.requires_grad}
-            complete = self._complete[optimizers] = trainable <= self._stepped
+            for optimizer, (_, parameters) in self._owned.items():
+                if id(optimizer) in optimizers:
+                    trainable -= parameters
+            complete = self._complete[optimizers] = not trainable
         return complete
 
     def _end_step(self, *, skipped: bool) -> None:
@@ -262,14 +272,15 @@ class StepClock:
 
     def _parameters_of(self, optimizer: Optimizer) -> frozenset[int]:
         """Ids of the parameters of this model that `optimizer` owns; empty: it is not ours."""
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        size = sum([len(group["params"]) for group in optimizer.param_groups])
         known = self._owned.get(optimizer)
-        if known is None or known[0] != size or not known[1]:
+        if known is None or known[0] != size or not (known[1] or self._knows_one):
             mine = {id(p) for _, p in self._topology.named_parameters()}
             ids = frozenset(
                 id(p) for g in optimizer.param_groups for p in g["params"] if id(p) in mine
             )
             known = self._owned[optimizer] = (size, ids)
+            self._knows_one |= bool(ids)
         return known[1]
 
     def _drop_anchor(self) -> None:
@@ -280,8 +291,12 @@ class StepClock:
         self._anchors = [weakref.ref(p) for p in with_grad[:_ANCHORS]]
 
     def _vanished(self) -> bool:
-        """Gradients were there after the backward, and now they are gone."""
-        return all((p := ref()) is None or p.grad is None for ref in self._anchors)
+        """Whether the gradients that were there after the backward are gone."""
+        for anchor in self._anchors:
+            parameter = anchor()
+            if parameter is not None and parameter.grad is not None:
+                return False
+        return True
 
 
 def _found_inf(optimizer: Optimizer) -> bool:

@@ -42,6 +42,9 @@ def train(net: nn.Module, steps: int = 3) -> None:
         ({"backward": "auto"}, r"backward must be one of \('output', 'full'\), got 'auto'"),
         ({"daemon": "yes"}, "daemon must be one of"),
         ({"first_step": -3}, "first_step must be a step number"),
+        ({"budget": 1.0}, r"budget must be a share of the step time, between 0 and 1 .* got 1\.0"),
+        ({"budget": "1%"}, "got '1%'"),
+        ({"budget": 0}, "got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message: str, tmp_path: Path) -> None:
@@ -107,6 +110,10 @@ def test_the_environment_overrides_the_arguments(tmp_path, monkeypatch, records_
     monkeypatch.setenv("DDPPROBE_EVERY", "many")
     with pytest.raises(ValueError, match="DDPPROBE_EVERY must be a whole number"):
         ddpprobe.install(net, daemon="none")
+    monkeypatch.delenv("DDPPROBE_EVERY")
+    monkeypatch.setenv("DDPPROBE_BUDGET", "much")
+    with pytest.raises(ValueError, match="budget must be a share .* got DDPPROBE_BUDGET=much"):
+        ddpprobe.install(net, daemon="none", budget=0.5)
 
 
 def test_disabled_it_does_nothing_at_all(tmp_path, monkeypatch) -> None:
@@ -153,7 +160,7 @@ def test_paused_the_model_is_all_the_users(tmp_path: Path, records_of) -> None:
 
 
 def test_whatever_breaks_inside_training_goes_on_unchanged(tmp_path, monkeypatch) -> None:
-    from ddpprobe.hooks.step_rows import StepRows
+    from ddpprobe.stats import rows
     from ddpprobe.testing import state_hash
 
     monkeypatch.delenv("DDPPROBE_STRICT")
@@ -170,7 +177,7 @@ def test_whatever_breaks_inside_training_goes_on_unchanged(tmp_path, monkeypatch
         net = model()
         probe = None
         if broken_at is not None:
-            monkeypatch.setattr(StepRows, "_reduce", explode)
+            monkeypatch.setattr(rows, "reduce_into", explode)
             probe = ddpprobe.install(net, run_dir=tmp_path / str(broken_at), every=1, daemon="none")
         torch.manual_seed(5)
         optimizer = torch.optim.AdamW(net.parameters())

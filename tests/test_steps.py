@@ -241,6 +241,22 @@ def test_an_optimizer_inside_the_backward_makes_one_step(tmp_path: Path, records
     assert [r.step for r in records_of(tmp_path / "r")] == [0, 1, 2]
 
 
+def test_steps_in_a_pause_leave_nothing_behind(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = adam(model)
+    with ddpprobe.install(model, run_dir=tmp_path, daemon="none") as probe:
+        held = []
+        for _ in range(2):
+            model(X).sum().backward()
+            optimizer.step()
+            with probe.pause("training of another kind"):
+                for _ in range(20):
+                    optimizer.step()
+            clock = probe._recorder._clock
+            held.append((len(clock._stepped), len(clock._complete), clock.steps))
+    assert held == [(1, 1, 1), (1, 1, 2)]
+
+
 def test_resumed_numbers_go_on(tmp_path: Path, records_of) -> None:
     model = nn.Linear(4, 4)
     with ddpprobe.install(model, run_dir=tmp_path / "r", every=10, first_step=95, daemon="none"):

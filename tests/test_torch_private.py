@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from ddpprobe import torch_private
+from ddpprobe.torch_private import tcp_store
 
 
 def test_every_private_name_passes_its_self_test() -> None:
     assert torch_private.self_test() == dict.fromkeys(torch_private.self_test(), True)
+    assert tcp_store.self_test() == {"bounded_store": True}
 
 
 def test_without_the_private_names_each_degrades_as_it_says(monkeypatch) -> None:
@@ -16,7 +18,7 @@ def test_without_the_private_names_each_degrades_as_it_says(monkeypatch) -> None
                  "_active_ddp"):  # fmt: skip
         monkeypatch.setattr(torch_private, name, None)
     assert torch_private.in_backward() is False
-    assert torch_private.after_backward(lambda: None) is False
+    assert torch_private.after_backward(lambda: None, lambda: None) is False
     assert torch_private.default_store() is None
     assert torch_private.active_ddp() is None
     assert torch_private.is_functorch(torch.ones(1)) is False

@@ -25,7 +25,7 @@ from ddpprobe.hooks.eager import EagerHooks
 from ddpprobe.hooks.guest import Guest, Visitor
 from ddpprobe.hooks.record_op import GRADIENT, TRAINED, Channel, admit_dtensors, trace_outputs
 from ddpprobe.topology.describe import Topology
-from ddpprobe.topology.naming import inner, walk
+from ddpprobe.topology.naming import inner
 from ddpprobe.torch_private import dynamo
 
 
@@ -216,7 +216,7 @@ def _regions(topology: Topology, *, root_is_in_one: bool) -> Iterator[tuple[str,
     """
     if root_is_in_one:
         yield "", [topology.root]
-    for fqn, module in walk(topology.root):
+    for fqn, module in topology.walk():
         if torch_private.is_compiled(module):
             chain = [module]
             while (wrapped := inner(chain[-1])) is not None:

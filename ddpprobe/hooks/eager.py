@@ -9,6 +9,7 @@ under FSDP too, where a module holds the unsharded parameter only while its unit
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Container
 from typing import Protocol, final
@@ -25,17 +26,21 @@ from ddpprobe.hooks.layouts import Layouts
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.step_rows import StepRows
 from ddpprobe.records import Site
-from ddpprobe.stats.dense import local
 from ddpprobe.topology.describe import Topology
 from ddpprobe.topology.flat import FlatUnit
 from ddpprobe.topology.placement import UNKNOWN, Layout, is_dtensor, layout_of, within
+from ddpprobe.torch_private import leaf_hooks
 
 
 class Clock(Protocol):
-    """What hooks ask the step clock: the micro-batch under way, and whether this is evaluation."""
+    """What hooks ask the step clock: the micro-batch under way, and whether this is evaluation.
+
+    They tell it their own part of the host's time.
+    """
 
     micro: int
     evaluating: bool
+    probe_seconds: float
 
 
 @final
@@ -52,6 +57,7 @@ class EagerHooks:
 
     Attributes:
         attached: a sampled step is under way.
+        tapped: by id, the parameters whose local gradients are read in it.
     """
 
     def __init__(
@@ -74,14 +80,19 @@ class EagerHooks:
         self._recomputed: Counter[int] = Counter()
         self._waiting: dict[int, list[int]] = {}  # slot -> micros whose gradients are to come
         self._handles: list[RemovableHandle] = []
-        self._tapped: set[int] = set()
+        # Hooks are hung anew at each sampled forward, but made once.
+        self._guests: dict[str, Guest] = {}
+        self._taps: dict[str, _Gradient] = {}
+        self.tapped: dict[int, Tensor] = {}
         self._called: set[str] = set()
+        self._grads_are_in = False  # the rows, of this step
         self._backward = (-1, -1)  # the backward that was last seen, and its micro-batch
         self._layouts = Layouts(topology, rows.table.amend, fuse)
         self.on_gradient = fuse.guard(self._gradient)
 
     def begin(self) -> None:
         """Forget the last sampled step."""
+        self._grads_are_in = False
         self._heard.clear()
         self._recomputed.clear()
         self._waiting.clear()
@@ -92,8 +103,10 @@ class EagerHooks:
         self.attached = True
         for fqn, module in self._topology.named_modules():
             if self._select(fqn) and module not in self._resident:
-                hook = Guest(self._fuse.guard(_Forward(self, fqn)))
-                self._handles.append(module.register_forward_hook(hook))
+                guest = self._guests.get(fqn)
+                if guest is None:
+                    guest = self._guests[fqn] = Guest(self._fuse.guard(_Forward(self, fqn)))
+                self._handles.append(module.register_forward_hook(guest))
         self._handles += gradients.seek(
             self._topology, self._fuse, self._tap_parameter, self._tap_flat
         )
@@ -104,7 +117,9 @@ class EagerHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._tapped.clear()
+        for parameter in self.tapped.values():
+            leaf_hooks.forget_empty(parameter)
+        self.tapped.clear()
         self._layouts.end()
 
     def forward(self, fqn: str, output: object, *, at_a_graph: bool = False) -> None:
@@ -117,10 +132,11 @@ class EagerHooks:
         # The clock's own hook on the root has run by now: it says that the evaluation is over.
         if self._clock.evaluating or (not fqn and not torch.is_grad_enabled()):
             return
+        started = time.perf_counter()
         self._called.add(fqn)
         micro = self._clock.micro
         recomputed = torch_private.in_backward()
-        tensors = list(leaves(output))
+        tensors = [("", output)] if isinstance(output, Tensor) else list(leaves(output))
         whole = not at_a_graph or sum(t.requires_grad for _, t in tensors) == 1
         for leaf, tensor in tensors:
             output_slot = gradient_slot = None
@@ -138,6 +154,7 @@ class EagerHooks:
                 if recomputed:
                     output_slot = self._rows.table.find((fqn, "output", leaf))
                 self._layouts.bind(tensor, output_slot, gradient_slot, again=recomputed)
+        self._clock.probe_seconds += time.perf_counter() - started
 
     def traced_output(self, fqn: str, leaf: str, tensor: Tensor, *, trained: bool) -> None:
         """Handle one tensor of a module's output, told by the graph the module is in."""
@@ -200,48 +217,57 @@ class EagerHooks:
         """Observe the local gradient of one parameter for the rest of this step."""
         owner = fqn.rpartition(".")[0]
         chosen = self._select(owner) and parameter.requires_grad
-        if not chosen or id(parameter) in self._tapped:
+        if not chosen or id(parameter) in self.tapped:
             return
-        self._tapped.add(id(parameter))
+        self.tapped[id(parameter)] = parameter
         slot = self._slot(fqn, "grad_local", "", parameter, tap=True)
         self._layouts.name(fqn, parameter)
-        hook = _Gradient(self, slot, -1, fqn if self._layouts.active else None)
+        hook = self._taps.get(fqn)
+        if hook is None:
+            named = fqn if self._layouts.active else None
+            hook = self._taps[fqn] = _Gradient(self, slot, -1, named)
         self._handles.append(parameter.register_hook(hook))
 
     def _tap_flat(self, unit: FlatUnit) -> None:
         """Observe the local gradients of all parameters in one flat parameter of FSDP1."""
         chosen = [fqn for fqn, _ in unit.split(unit.flat) if self._select(fqn.rpartition(".")[0])]
-        if not chosen or not unit.flat.requires_grad or id(unit.flat) in self._tapped:
+        if not chosen or not unit.flat.requires_grad or id(unit.flat) in self.tapped:
             return
-        self._tapped.add(id(unit.flat))
+        self.tapped[id(unit.flat)] = unit.flat
         slots = {f: self._slot(f, "grad_local", "", unit.flat, tap=True) for f in chosen}
         self._handles.append(unit.flat.register_hook(_FlatGradient(self, unit, slots)))
 
     def read_gradients(self) -> None:
         """Reduce what is in `.grad` of every chosen parameter: the reduced gradient or shard."""
-        self._rows.forget("grad")
+        if self._grads_are_in:
+            self._rows.forget("grad")
+        self._grads_are_in = True
         for fqn, gradient, lies in self._topology.reduced_gradients():
             owner = fqn.rpartition(".")[0]
             if not self._select(owner):
                 continue
-            layout = lies
-            if self._topology.spans_tensor_meshes(gradient):
-                layout = self._layouts.behind(owner, lies)
-            elif self._layouts.active:
-                layout = within(lies, self._layouts.of_parameter(fqn))
-            mine = self._rows.table.find((fqn, "grad_local", ""))
-            untold = mine is not None and self._rows.table.site(mine).placement == "unknown"
-            if untold or self._topology.is_apart(owner):  # in any of the micro-batches
-                layout = UNKNOWN
+            layout = self._reduced_layout(fqn, owner, gradient, lies)
             slot = self._slot(fqn, "grad", "", gradient, tap=True, layout=layout)
             self._rows.table.amend(slot, layout)
             self._rows.add(slot, self._clock.micro, gradient)
+
+    def _reduced_layout(self, fqn: str, owner: str, gradient: Tensor, lies: Layout) -> Layout:
+        if self._topology.is_apart(owner):
+            return UNKNOWN
+        if self._layouts.active:
+            mine = self._rows.table.find((fqn, "grad_local", ""))
+            if mine is not None and self._rows.table.site(mine).placement == "unknown":
+                return UNKNOWN  # in any of the micro-batches
+        if self._topology.spans_tensor_meshes(gradient):
+            return self._layouts.behind(owner, lies)
+        return within(lies, self._layouts.of_parameter(fqn)) if self._layouts.active else lies
 
     def _gradient(
         self, slot: int, micro: int, gradient: Tensor | None, parameter: str | None = None
     ) -> None:
         if not self.attached or gradient is None:
             return  # a graph kept alive beyond its step; an unused output of a compiled one
+        started = time.perf_counter()
         backward = torch_private.backward_id()
         if micro >= 0:
             self._backward = backward, micro
@@ -255,6 +281,7 @@ class EagerHooks:
             self._layouts.declare(slot, self._layouts.of_parameter(parameter))
         self._rows.confirm(micro)
         self._rows.add(slot, micro, gradient)
+        self._clock.probe_seconds += time.perf_counter() - started
 
     def _slot(
         self, fqn: str, kind: str, leaf: str, tensor: Tensor, *, tap: bool,
@@ -317,14 +344,3 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def gradient_norm(topology: Topology) -> Tensor | None:
-    """L2 norm of this rank's gradients as they are now, float32 [] on their device."""
-    gradients = [local(p.grad) for _, p in topology.named_parameters() if p.grad is not None]
-    dense = [g for g in gradients if g.layout == torch.strided and g.numel()]
-    if not dense:
-        return None
-    norms = torch._foreach_norm(dense)  # noqa: SLF001  (what clip_grad_norm_ itself uses)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
-    return norm

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.guest import Guest
+from ddpprobe.stats.dense import local
 from ddpprobe.topology.describe import Topology, gathered_parameters
 from ddpprobe.topology.flat import FlatUnit
+from ddpprobe.torch_private import sharding
 
 
 def seek(
@@ -52,3 +55,36 @@ def seek(
         if unit is topology.root:
             hook(unit)
     return handles
+
+
+def stay_local(topology: Topology) -> bool:
+    """Whether every `.grad` is this rank's own until the backward is over, and reduced only then.
+
+    So it is where nobody reduces it, and under a DDP that copies its buckets back at the end
+    (measured, with communication hooks and unused parameters too). Not so where the gradients are
+    the buckets, which are reduced meanwhile, or where parameters are sharded.
+    """
+    if topology.world_size == 1:
+        return topology.wrapper in ("none", "ddp")
+    return (
+        topology.ddp is not None
+        and topology.wrapper == "ddp"
+        and not any(sharding.is_replicated(m) for m in topology.root.modules())
+        and not topology.ddp.gradient_as_bucket_view
+        and topology.ddp.mixed_precision is None
+    )
+
+
+def norm(topology: Topology) -> Tensor | None:
+    """L2 norm of this rank's gradients as they are now, float32 [] on their device."""
+    found = [
+        g if type(g) is Tensor else local(g)
+        for _, p in topology.named_parameters()
+        if (g := p.grad) is not None
+    ]
+    dense = [g for g in found if g.layout == torch.strided and g.numel()]
+    if not dense:
+        return None
+    norms = torch._foreach_norm(dense)  # noqa: SLF001  (what clip_grad_norm_ itself uses)
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
+    return whole

@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpprobe.hooks.site_table import SiteTable
-from ddpprobe.records import COUNTS, PHASE_OF_KIND, Counts, Digests, FirstBad, Site, Values
+from ddpprobe.records import COUNTS, KINDS, PHASE_OF_KIND, Counts, Digests, FirstBad, Site, Values
 from ddpprobe.stats import rows as stats
 
 SCALAR = -1  # the slot of a row that holds one number in its first column
 _TAPPED = COUNTS.index("tapped")
+_GRAD, _GRAD_LOCAL = KINDS.index("grad"), KINDS.index("grad_local")
+_FORWARD = np.array([PHASE_OF_KIND[kind] == "forward" for kind in KINDS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class PendingRows:
     names: dict[int, str]
     digests: dict[int, tuple[str, str]]
     scaled_kinds: tuple[str, ...]
-    tapped: Counter[int]
+    tapped: NDArray[np.int64]
     confirmed: frozenset[int]
     unsupported: Counter[str]
     table: SiteTable
@@ -67,10 +69,10 @@ class PendingRows:
         rows = self.rows.numpy()
         keep = self._kept(partial=partial)
         self._label_parts(keep)
-        sites = self.table.sites() if keep.size or self.tapped else ()
+        sites = self.table.sites() if keep.size or self.tapped.size else ()
         counts, values = stats.split_rows(rows[keep], self.slots[keep], len(sites))
-        for slot, times in self.tapped.items():
-            counts[slot, _TAPPED] += times
+        if self.tapped.size:
+            counts[:, _TAPPED] += np.bincount(self.tapped, minlength=len(sites))
         scalars: dict[str, list[float]] = {}
         for index, name in self.names.items():
             scalars.setdefault(name, []).append(float(rows[index, 0]))
@@ -92,12 +94,16 @@ class PendingRows:
         Several backwards of one micro-batch do that: two losses, or a module called several times
         under reentrant checkpointing.
         """
+        local = keep[self.table.kinds()[self.slots[keep]] == _GRAD_LOCAL]
+        slots, micros = self.slots[local], self.micros[local]
+        calls = np.sort(slots * (micros.max(initial=0) + 2) + micros)
+        if (calls[1:] != calls[:-1]).all():
+            return
         seen: set[tuple[int, int]] = set()
-        for key in zip(self.slots[keep].tolist(), self.micros[keep].tolist(), strict=True):
-            site = self.table.site(key[0])
-            if key in seen and site.kind == "grad_local":
-                self.table.amend(key[0], ("partial", site.primary))
-            seen.add(key)
+        for slot, micro in zip(slots.tolist(), micros.tolist(), strict=True):
+            if (slot, micro) in seen:
+                self.table.amend(slot, ("partial", self.table.site(slot).primary))
+            seen.add((slot, micro))
 
     def _unscale(self, sites: tuple[Site, ...], values: Values, scale: float) -> None:
         """Divide the gradients' statistics by the loss scale (exact for a power of two)."""
@@ -107,25 +113,29 @@ class PendingRows:
         values[scaled] /= np.array([scale, scale, scale, scale * scale])
 
     def _checksums(self, rows: NDArray[np.float64]) -> Digests:
-        bits = rows.view(np.int64)
-        return {key: {int(bits[index, 0]): 1 << self.rank} for index, key in self.digests.items()}
+        bits = rows.view(np.int64)[np.array([*self.digests], np.int64), 0].tolist()
+        return {
+            key: {word: 1 << self.rank}
+            for key, word in zip(self.digests.values(), bits, strict=True)
+        }
 
     def _kept(self, *, partial: bool) -> NDArray[np.intp]:
         """Indices of the rows that belong to the step, in execution order."""
-        kinds = [self.table.site(s).kind if s != SCALAR else "" for s in self.slots]
-        kept = [
-            i
-            for i, (micro, kind) in enumerate(zip(self.micros, kinds, strict=True))
-            if kind
-            and (kind != "grad" or micro >= 0)  # -1: forgotten, as each reading is by the next
-            and (partial or PHASE_OF_KIND[kind] != "forward" or micro in self.confirmed)
-        ]
-        return np.array(kept, np.intp)
+        of_sites = np.flatnonzero(self.slots != SCALAR)
+        kinds, micros = self.table.kinds()[self.slots[of_sites]], self.micros[of_sites]
+        kept = (kinds != _GRAD) | (micros >= 0)  # -1: forgotten, as each reading is by the next
+        if not partial:
+            latest = max(micros.max(initial=0), *self.confirmed, 0)
+            trained = np.zeros(latest + 2, bool)  # the last one stands for -1
+            trained[list(self.confirmed)] = True
+            kept &= trained[micros] | ~_FORWARD[kinds]
+        found: NDArray[np.intp] = of_sites[kept]
+        return found
 
     def _first_bad(
         self, rows: NDArray[np.float64], keep: NDArray[np.intp], step: int
     ) -> FirstBad | None:
-        bad = [int(i) for i in keep if rows[i, stats.NONFINITE].any()]
+        bad = keep[rows[keep, stats.NONFINITE].any(axis=1)].tolist()
         if not bad:
             return None
         # A reduced gradient is bad on all ranks at once: it counts only without a local witness.

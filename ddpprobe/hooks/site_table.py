@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ddpprobe.records import Site
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpprobe.records import KINDS, Site
 
 
 class SiteTable:
@@ -13,6 +16,7 @@ class SiteTable:
     def __init__(self) -> None:
         self._slots: dict[tuple[str, str, str], int] = {}
         self._sites: list[Site] = []
+        self._kinds: list[int] = []
         self._frozen: tuple[Site, ...] = ()
 
     def slot(self, site: Site) -> int:
@@ -21,6 +25,7 @@ class SiteTable:
         if slot is None:
             slot = self._slots[site.key] = len(self._sites)
             self._sites.append(site)
+            self._kinds.append(KINDS.index(site.kind))
         return slot
 
     def amend(self, slot: int, layout: tuple[str, bool]) -> None:
@@ -37,6 +42,10 @@ class SiteTable:
     def site(self, slot: int) -> Site:
         """Return the site of a slot."""
         return self._sites[slot]
+
+    def kinds(self) -> NDArray[np.int64]:
+        """Kind of each slot, int64 [slots]: its index in `KINDS`."""
+        return np.array(self._kinds, np.int64)
 
     def sites(self) -> tuple[Site, ...]:
         """All sites so far; the same object as long as none was added."""

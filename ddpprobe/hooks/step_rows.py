@@ -44,13 +44,15 @@ class StepRows:
         self._rank = rank
         self._times: list[int] | None = [] if timed else None
         shape = _FIRST_CAPACITY, stats.WIDTH
-        self._buffer = torch.empty(shape, dtype=torch.float64, device=device)
+        self._buffer = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
         self._lock = threading.Lock()
         self._slots: list[int] = []
         self._micros: list[int] = []
         self._names: dict[int, str] = {}
         self._digests: dict[int, tuple[str, str]] = {}
-        self._tapped: Counter[int] = Counter()
+        self._tapped: list[int] = []
         self._confirmed: set[int] = set()
         self._unsupported: Counter[str] = Counter()
         self.grad_is_scaled = False
@@ -65,21 +67,29 @@ class StepRows:
         `reused`: it is a buffer of a compiled graph, written in place without a new version.
         """
         with self._lock:
-            index = self._next()
-            if reused:
+            index, last = self._next(), self._last
+            # A container often returns its last child's very tensor: same object, same version.
+            if (
+                last is not None
+                and last[0]() is tensor
+                and last[1] == tensor._version  # noqa: SLF001  (public by documentation)
+                and not reused
+            ):
+                self._buffer[index].copy_(self._buffer[last[2]])
+            else:
+                try:
+                    stats.reduce_into(tensor, self._buffer, index)
+                except Unsupported as reason:
+                    self._unsupported[str(reason)] += 1
+                    return
                 self._last = None
-            try:
-                self._reduce(index, tensor)
-            except Unsupported as reason:
-                self._unsupported[str(reason)] += 1
-                return
-            if reused:
-                self._last = None
+                if not (reused or tensor.is_inference()):
+                    self._last = weakref.ref(tensor), tensor._version, index  # noqa: SLF001
             self._note(slot, micro)
 
     def tap(self, slot: int) -> None:
         """Note that a hook was placed for `slot`; if nothing arrives it is unobserved."""
-        self._tapped[slot] += 1
+        self._tapped.append(slot)
 
     def confirm(self, micro: int) -> None:
         """A gradient arrived: this forward was a training micro-batch, not an evaluation."""
@@ -110,8 +120,16 @@ class StepRows:
             if slot != SCALAR and self.table.site(slot).kind == kind:
                 self._micros[index] = -1
 
+    def are_finite(self) -> bool:
+        """Whether nothing that was read so far is NaN or infinite; False: perhaps (a GPU knows)."""
+        rows = self._buffer[: len(self._slots), stats.NONFINITE]
+        return rows.device.type == "cpu" and not rows.any()
+
     def begin(self) -> None:
         """Forget the last step; the buffer and the site table stay."""
+        if self._copied is not None:  # the device waits, not the host, and by now for nothing
+            torch.cuda.current_stream(self._buffer.device).wait_event(self._copied)
+            self._copied = None
         self._slots, self._micros = [], []
         if self._times is not None:
             self._times.clear()
@@ -125,17 +143,16 @@ class StepRows:
 
     def fetch(self) -> PendingRows:
         """Start the one device-to-host copy of this step and return what waits for it."""
-        n = len(self._slots)
         return PendingRows(
-            rows=_to_host(self._buffer[:n]),
-            event=_record_event(self._buffer.device),
+            rows=self._to_host(self._buffer[: len(self._slots)]),
+            event=self._copied,
             slots=np.array(self._slots, np.int64),
             micros=np.array(self._micros, np.int64),
             times=np.array(self._times, np.int64) if self._times is not None else None,
             names=dict(self._names),
             digests=dict(self._digests),
             scaled_kinds=(*SCALED_KINDS, "grad") if self.grad_is_scaled else SCALED_KINDS,
-            tapped=Counter(self._tapped),
+            tapped=np.array(self._tapped, np.int64),
             confirmed=frozenset(self._confirmed),
             unsupported=Counter(self._unsupported),
             table=self.table,
@@ -150,32 +167,18 @@ class StepRows:
 
     def _next(self) -> int:
         index = len(self._slots)
-        if index == len(self._buffer):
-            self._buffer = torch.cat((self._buffer, torch.empty_like(self._buffer)))
+        if index == self._buffer.shape[0]:
+            self._buffer = torch.cat((self._buffer, torch.zeros_like(self._buffer)))
         return index
 
-    def _reduce(self, index: int, tensor: Tensor) -> None:
-        # A container often returns its last child's very tensor: same object, same version.
-        if self._last is not None:
-            ref, version, row = self._last
-            if ref() is tensor and tensor._version == version:  # noqa: SLF001  (public by docs)
-                self._buffer[index].copy_(self._buffer[row])
-                return
-        stats.reduce(tensor, self._buffer[index])
-        if not tensor.is_inference():
-            self._last = (weakref.ref(tensor), tensor._version, index)  # noqa: SLF001
-
-
-def _to_host(rows: Tensor) -> Tensor:
-    if rows.device.type == "cpu":
-        return rows.clone()
-    host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
-    return host.copy_(rows, non_blocking=True)
-
-
-def _record_event(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+    def _to_host(self, rows: Tensor) -> Tensor:
+        """Copy on a stream of its own: the training's goes on meanwhile."""
+        if self._copies is None:
+            return rows.to("cpu", copy=True)
+        host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
+        self._copies.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(self._copies):
+            host.copy_(rows, non_blocking=True)
+            self._copied = self._copies.record_event()
+        rows.record_stream(self._copies)
+        return host

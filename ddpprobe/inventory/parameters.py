@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpprobe import torch_private
-from ddpprobe.topology.describe import parameters_of
 from ddpprobe.topology.placement import is_dtensor
+from ddpprobe.topology.replicas import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from ddpprobe.topology.placement import (
     shard_name,
 )
 from ddpprobe.topology.refusals import Refused, refuse
+from ddpprobe.topology.replicas import reduced_by_ddp, sharded_ids
 from ddpprobe.torch_private import sharding
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class Topology:
     cut: frozenset[str] = frozenset()
     differ: frozenset[str] = frozenset()
     _replicated: dict[int, bool] | None = field(default=None, repr=False)
+    _has_units: bool | None = field(default=None, repr=False)
+    _walked: list[tuple[str, nn.Module]] | None = field(default=None, repr=False)
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -71,7 +74,19 @@ class Topology:
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (FQN, module), parents first; each module once, wrapper classes left out."""
-        return ((fqn, m) for fqn, m in walk(self.root) if inner(m) is None)
+        return ((fqn, m) for fqn, m in self.walk() if inner(m) is None)
+
+    def walk(self) -> Iterable[tuple[str, nn.Module]]:
+        """Give (FQN, module) of everything in `root`, wrappers too, as `naming.walk` does."""
+        return walk(self.root) if self._walked is None else self._walked
+
+    def remember_modules(self) -> None:
+        """Walk once for all that asks until `forget_modules`: the forward to come, to its step."""
+        self._walked = list(walk(self.root))
+
+    def forget_modules(self) -> None:
+        """Look at the model itself again, whose modules may be others by now."""
+        self._walked = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (FQN, parameter) as the optimizer knows them; a tied one once, by its first name.
@@ -79,23 +94,27 @@ class Topology:
         Under FSDP1 these are flat parameters or views of them: see `reduced_gradients`.
         """
         seen: set[int] = set()
-        for fqn, _, _, parameter in held(self.root):
+        for fqn, _, _, parameter in held(self.walk()):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield fqn, parameter
 
     def units(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (FQN, module) of the FSDP2 units, which gather their parameters before they run."""
-        for fqn, module in walk(self.root):
-            if torch_private.is_a(module, _FSDP, "FSDPModule"):
-                yield fqn, module
+        if self._sharded_by_units():
+            yield from ((fqn, m) for fqn, m in self.walk() if _is_unit(m))
+
+    def _sharded_by_units(self) -> bool:
+        if self._has_units is None:
+            self._has_units = any(_is_unit(m) for m in self.root.modules())
+        return self._has_units
 
     def leaves(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (FQN, parameter) whose own `.grad` hook sees the local gradient.
 
         All but FSDP's: an FSDP2 unit's are `gathered_parameters`, FSDP1's are in `flat`.
         """
-        sharded = _sharded(self.root)
+        sharded = sharded_ids(self.root) if self._sharded_by_units() else ()
         for fqn, _, _, parameter in self._own_parameters():
             if id(parameter) not in sharded:
                 yield fqn, parameter
@@ -105,7 +124,7 @@ class Topology:
         flat = {id(unit.flat) for unit in self.flat}
         parts = {place for unit in self.flat for place in unit.places}
         seen: set[int] = set()
-        for fqn, module, name, parameter in held(self.root):
+        for fqn, module, name, parameter in held(self.walk()):
             if id(parameter) in seen or id(parameter) in flat or (id(module), name) in parts:
                 continue
             seen.add(id(parameter))
@@ -174,7 +193,12 @@ class Topology:
         """Yield (FQN, shard, local tensor) of what several ranks hold alike; shard "": whole."""
         for unit in self.flat:
             yield from unit.replicas()
-        gathered = {(id(m), n): p for m, n, p in torch_private.sharded_parameters(self.root)}
+        if self.world_size == 1:
+            return
+        gathered: dict[tuple[int, str], Tensor] = {}
+        if self._sharded_by_units():
+            for module, name, stored in torch_private.sharded_parameters(self.root):
+                gathered[id(module), name] = stored
         for fqn, module, name, parameter in self._own_parameters():
             stored = gathered.get((id(module), name), parameter)
             shard = self.replica_shard(stored)
@@ -206,7 +230,7 @@ class Topology:
         None if no DDP reduces it.
         """
         if self._replicated is None:
-            self._replicated = dict(_reduced_by_ddp(self.root, self.ddps))
+            self._replicated = dict(reduced_by_ddp(self.root, self.ddps))
         return self._replicated.get(id(parameter))
 
 
@@ -260,21 +284,10 @@ def gathered_parameters(fqn: str, unit: nn.Module) -> Iterator[tuple[str, Tensor
     These are the leaves of the autograd graph, so their gradients are local; the same objects
     serve every step. Parameters of modules that are never called themselves are among them.
     """
-    sharded = _sharded(unit)
-    for name, _, _, parameter in held(unit):
+    sharded = sharded_ids(unit)
+    for name, _, _, parameter in held(walk(unit)):
         if id(parameter) not in sharded:
             yield f"{fqn}.{name}" if fqn else name, parameter
-
-
-def parameters_of(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
-    """Yield the parameters that `ddp` keeps equal: all but those it was told to ignore."""
-    ignored = getattr(ddp, "parameters_to_ignore", ())
-    return (p for name, p in ddp.module.named_parameters() if name not in ignored)
-
-
-def _sharded(root: nn.Module) -> set[int]:
-    """Ids of the parameters that FSDP2 units go back to between their forwards."""
-    return {id(p) for _, _, p in torch_private.sharded_parameters(root)}
 
 
 def _wrapper(found: Topology) -> str:
@@ -297,7 +310,7 @@ def _wrapper(found: Topology) -> str:
 
 def _tensor_meshes(root: nn.Module) -> tuple[DeviceMesh, ...]:
     """The distinct meshes over which tensors are split, FSDP's own axes left out."""
-    sharded = _sharded(root)
+    sharded = sharded_ids(root)
     meshes = sharding.tensor_meshes(root)
     meshes += [p.device_mesh for p in root.parameters() if is_dtensor(p) and id(p) not in sharded]
     if not meshes:
@@ -316,24 +329,12 @@ def _device(root: nn.Module) -> torch.device:
     return parameter.device
 
 
-def _reduced_by_ddp(
-    root: nn.Module, ddps: tuple[tuple[str, DistributedDataParallel], ...]
-) -> Iterator[tuple[int, bool]]:
-    """Yield (id of a parameter, whether this rank is the first of its replicas)."""
-    for _, ddp in ddps:
-        first = dist.get_rank(ddp.process_group) == 0
-        for parameter in parameters_of(ddp):
-            yield id(parameter), first
-    sharded = _sharded(root)
-    for module in root.modules():
-        if sharding.is_replicated(module):
-            for parameter in module.parameters():
-                if id(parameter) not in sharded:
-                    yield id(parameter), dist.get_rank() == 0
-
-
 def _is_fsdp1(module: nn.Module) -> bool:
     return torch_private.is_a(module, _FSDP, "FullyShardedDataParallel")
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return torch_private.is_a(module, _FSDP, "FSDPModule")
 
 
 def _is_optimized(module: nn.Module) -> bool:
@@ -345,6 +346,4 @@ def _plain(tensor: Tensor | DTensor) -> Tensor:
         return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
-__all__ = [
-    "Refused", "Topology", "clean", "describe", "gathered_parameters", "outermost", "parameters_of",
-]  # fmt: skip
+__all__ = ["Refused", "Topology", "clean", "describe", "gathered_parameters", "outermost"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from ddpprobe.torch_private import dictionaries
 
 _PREFIXES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
@@ -15,14 +17,18 @@ def inner(module: nn.Module) -> nn.Module | None:
     if isinstance(module, DistributedDataParallel):
         wrapped: nn.Module = module.module
         return wrapped
-    return next((child for name, child in module.named_children() if name in _PREFIXES), None)
+    for name, child in dictionaries(module)[2].items():
+        if name in _PREFIXES and child is not None:
+            return child
+    return None
 
 
 def walk(root: nn.Module, outer: nn.Module | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Yield (FQN, module) of everything in `root`, parents first, each once.
 
     A wrapper has the FQN of what it wraps and comes before it. `outer` is where to begin, if other
-    wrappers are around `root`.
+    wrappers are around `root`. It is walked at every sampled step, so it reads torch's own
+    dictionaries: the public iterators cost five times as much.
     """
     stack: list[tuple[str, nn.Module]] = [("", outer if outer is not None else root)]
     seen: set[int] = set()
@@ -37,15 +43,18 @@ def walk(root: nn.Module, outer: nn.Module | None = None) -> Iterator[tuple[str,
             stack.append((fqn, wrapped))
             continue
         prefix = f"{fqn}." if fqn else ""
-        children = [(f"{prefix}{name}", child) for name, child in module.named_children()]
-        stack.extend(reversed(children))
+        children = dictionaries(module)[2]
+        stack += [(prefix + n, c) for n, c in reversed(children.items()) if c is not None]
 
 
-def held(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yield (FQN, module, name in it, parameter) below `root`; a tied one at each of its places."""
-    for path, module in walk(root):
-        for name, parameter in module.named_parameters(recurse=False):
-            yield f"{path}.{name}" if path else name, module, name, parameter
+def held(
+    walked: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Yield (FQN, module, name in it, parameter) of modules; a tied one at each of its places."""
+    for path, module in walked:
+        for name, parameter in dictionaries(module)[0].items():
+            if parameter is not None:
+                yield f"{path}.{name}" if path else name, module, name, parameter
 
 
 def clean(name: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from ddpprobe import torch_private
 from ddpprobe.torch_private.sharding import split_factor
@@ -22,6 +23,7 @@ LOCAL: Layout = ("local", True)
 REPLICATED: Layout = ("replicated", True)
 PARTIAL: Layout = ("partial", True)
 UNKNOWN: Layout = ("unknown", True)
+_PLAIN = (Tensor, Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,9 @@ class Region:
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether `tensor` is a DTensor, without importing them."""
-    return torch_private.is_a(tensor, "torch.distributed.tensor", "DTensor")
+    return type(tensor) not in _PLAIN and torch_private.is_a(
+        tensor, "torch.distributed.tensor", "DTensor"
+    )
 
 
 def layout_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:

@@ -41,6 +41,7 @@ _is_functorch = _lookup("torch._C", "_functorch", "is_functorch_wrapped_tensor")
 _depth_of_modes = _lookup("torch._C", "_len_torch_dispatch_stack")
 _without_modes = _lookup("torch.utils._python_dispatch", "_disable_current_modes")
 _functorch_level = _lookup("torch._C", "_functorch", "maybe_current_level")
+_NOTHING = contextlib.nullcontext()
 _active_ddp = _lookup("torch.nn.parallel", "DistributedDataParallel", "_get_active_ddp_module")
 
 
@@ -70,8 +71,8 @@ def backward_id() -> int:
     return int(_graph_task_id()) if _graph_task_id is not None else -1
 
 
-def after_backward(callback: Callable[[], None]) -> bool:
-    """Call `callback` once when the running backward, reducers included, is over.
+def after_backward(computed: Callable[[], None], over: Callable[[], None]) -> bool:
+    """Call `computed` when the running backward is done, and `over` when its reducers are, too.
 
     A callback queued from a tensor hook runs before DDP copies its buckets back (measured), one
     that such a callback queues runs after it. Must be called from inside a backward.
@@ -81,7 +82,12 @@ def after_backward(callback: Callable[[], None]) -> bool:
     if _engine_queue_callback is None:
         return False
     queue = cast("Callable[[Callable[[], None]], None]", _engine_queue_callback)
-    queue(lambda: queue(callback))
+
+    def first() -> None:
+        computed()
+        queue(over)
+
+    queue(first)
     return True
 
 
@@ -156,7 +162,7 @@ def outside_modes() -> contextlib.AbstractContextManager[object]:
     Degradation: no protection.
     """
     if _depth_of_modes is None or _without_modes is None or not _depth_of_modes():
-        return contextlib.nullcontext()
+        return _NOTHING
     return cast("contextlib.AbstractContextManager[object]", _without_modes())
 
 
@@ -327,13 +333,13 @@ def self_test() -> dict[str, bool]:
 
     def hook(_: torch.Tensor) -> None:
         seen.append(f"in:{in_backward()}")
-        after_backward(lambda: seen.append(f"after:{x.grad is not None}"))
+        after_backward(lambda: seen.append("done"), lambda: seen.append(str(x.grad is not None)))
 
     y.register_hook(hook)
     y.sum().backward()
     return {
         "in_backward": "in:True" in seen and not in_backward(),
-        "after_backward": "after:True" in seen,
+        "after_backward": seen[-2:] == ["done", "True"],
         "default_store": _default_store is not None,
         "is_functorch": _is_functorch is not None,
         "in_functorch": _functorch_level is not None and not in_functorch(),
