@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-fsdp test test-grid check dashboards clean system-packages
+.PHONY: demo demo-fsdp test test-grid check dashboards bench clean system-packages
 
 demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
 	$(BIN)/python launch/demo.py --wrap ddp
@@ -25,8 +25,11 @@ check: .venv/dev.stamp           # lint, format, types
 dashboards: .venv/dev.stamp      # write what is generated in grafana/ and docs/ anew
 	$(BIN)/python -m grafana.build
 
+bench: .venv-peers/run.stamp     # what all of it costs, beside its peers: docs/benchmarks.md
+	.venv-peers/bin/python -m benchmarks
+
 clean:                           # remove what make and the demo have made
-	rm -rf .venv ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
@@ -41,6 +44,16 @@ $(BIN)/python:
 # constraints.txt lists the whole development environment, so it serves as the list to install.
 .venv/dev.stamp: .venv/run.stamp
 	$(BIN)/python -m pip install -q -r constraints.txt
+	@touch $@
+
+# The peers bring a hundred packages, so they have an environment of their own; one that cannot be
+# installed is named in the tables.
+.venv-peers/run.stamp: constraints.txt pyproject.toml benchmarks/peers.txt | $(BIN)/python
+	$(BIN)/python -m venv .venv-peers
+	PIP_CONSTRAINT=constraints.txt .venv-peers/bin/python -m pip install -q -e '.[train]'
+	for peer in $$(grep -v '^#' benchmarks/peers.txt); do \
+	  PIP_CONSTRAINT=constraints.txt .venv-peers/bin/python -m pip install -q $$peer || true; \
+	done
 	@touch $@
 
 # The tests let a real Prometheus scrape, and promtool check the rules.

@@ -22,9 +22,11 @@ DOCUMENT = HOME / "docs" / "explanation" / "architecture.md"
 
 # A room is a file or a folder directly below the package. Imports go to the same layer or down.
 LAYERS = {
-    "codec": 0, "fuse": 0, "layout": 0, "records": 0, "torch_private": 0, "view": 0,
-    "detectors": 1, "gather": 1, "heartbeat": 1, "journal": 1, "prometheus": 1, "rendezvous": 1,
-    "sampling": 1, "spawn": 1, "stats": 1, "store": 1, "topology": 1,
+    "codec": 0, "fuse": 0, "layout": 0, "merge": 0, "records": 0, "remembered": 0,
+    "torch_private": 0, "view": 0,
+    "budget": 1, "detectors": 1, "gather": 1, "heartbeat": 1, "journal": 1, "labels": 1,
+    "pacing": 1, "prometheus": 1, "rendezvous": 1, "sampling": 1, "site_numbers": 1, "spawn": 1,
+    "stats": 1, "store": 1, "topology": 1,
     "enlist": 2, "hooks": 2, "observers": 2, "recorder": 2, "shipping": 2, "steps": 2,
     "captured": 3, "daemon": 3, "inventory": 3, "probe": 3, "replay": 3,
     "cli": 4, "commands": 4, "testing": 4,
@@ -41,6 +43,7 @@ ONLY_IN = {
     "hypercorn": {"daemon"},
     "plotext": {"commands"},
     "matplotlib": {"captured"},
+    "triton": {"stats/triton_rows.py"},
     **dict.fromkeys(("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"), frozenset()),
 }  # fmt: skip
 DANGEROUS = {"eval", "exec", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load"}
@@ -231,7 +234,7 @@ def test_the_architecture_page_names_every_room_and_nothing_that_is_not_there():
     ("module", "not_loaded"),
     [
         ("ddpprobe", "torch zarr numpy"),
-        ("ddpprobe.probe", "zarr prometheus_client hypercorn plotext xarray"),
+        ("ddpprobe.probe", "zarr prometheus_client hypercorn plotext xarray triton"),
         ("ddpprobe.daemon.node", "torch"),
         ("ddpprobe.store.reader", "torch prometheus_client"),
         ("ddpprobe.detectors.suite", "torch zarr prometheus_client"),

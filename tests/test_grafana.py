@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from ddpprobe.daemon.server import Server
-from ddpprobe.prometheus import METRICS, Exposition, label_value, render
+from ddpprobe.labels import label_value
+from ddpprobe.prometheus import METRICS, Exposition, render
 from ddpprobe.records import Site
 from ddpprobe.view import NodeView
 
