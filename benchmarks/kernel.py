@@ -35,8 +35,8 @@ pairs, two repetitions); a goal holds if both medians reach it. "compiled" is `s
 {limit}"""
 LIMIT = """\
 At 4 MiB both tensors lie in the third-level cache and the copy runs several times as fast as from
-memory, where tensors of a training step lie. What counts single numbers cannot follow: one addition
-to one counter per element, which a core does about once a cycle. Here the kernel counts
+memory. What counts single numbers cannot follow: one addition to one counter per element, which a
+core does about once a cycle. Here the kernel counts
 {rate:.1f} elements a nanosecond ({speed:.1f} GB/s of bfloat16), {share:.2f} of that copy; 0.3 of it
 would be {wanted:.1f} elements a nanosecond. NumPy needs five passes for a row (minimum, maximum,
 zeros, sum, squares), each at most as fast as the second-level cache."""

@@ -36,9 +36,9 @@ SAMPLE: host and process readings (JSON). LIFE: something that happened to a ran
 MAX_RANKS = 1 << 24  # a rank beyond is nonsense, for which no bit mask is allocated
 # Row of a checksum: which parameter of the table, the checksum, which group of ranks holds it.
 _HELD = np.dtype([("parameter", "<u4"), ("checksum", "<i8"), ("group", "<u4")])
-# Tables remembered, by who writes and by who reads: a rank has one or two of them, and those of a
-# model that is never the same twice must not fill its memory; a head has one per pipeline stage.
-_WRITTEN, _READ = 16, 64
+# Tables remembered, by who writes and by who reads: a writer has one or two of them, and those of a
+# model that is never the same twice must not fill its memory; a reader has one per pipeline stage.
+_WRITTEN, _READ = 4, 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from ddpprobe.hooks.site_table import SiteTable
 from ddpprobe.stats import rows as stats
 from ddpprobe.stats.checksum import checksum
 from ddpprobe.stats.rows import Unsupported
+from ddpprobe.torch_private import functorch
 
 _FIRST_CAPACITY = 1024
 
@@ -44,7 +45,8 @@ class StepRows:
         self._rank = rank
         self._times: list[int] | None = [] if timed else None
         shape = _FIRST_CAPACITY, stats.WIDTH
-        self._buffer = torch.zeros(shape, dtype=torch.float64, device=device)
+        with functorch.outside():  # where the first forward may be
+            self._buffer = torch.zeros(shape, dtype=torch.float64, device=device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
         self._lock = threading.Lock()
@@ -168,7 +170,8 @@ class StepRows:
     def _next(self) -> int:
         index = len(self._slots)
         if index == self._buffer.shape[0]:
-            self._buffer = torch.cat((self._buffer, torch.zeros_like(self._buffer)))
+            with functorch.outside():
+                self._buffer = torch.cat((self._buffer, torch.zeros_like(self._buffer)))
         return index
 
     def _to_host(self, rows: Tensor) -> Tensor:
