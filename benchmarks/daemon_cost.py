@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import os
 import statistics
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import tables
+from benchmarks import command_line, tables
 from benchmarks.memory import anonymous
 from benchmarks.simulated import MODULES, PER_NODE, Model, meta
 from ddpprobe import codec, spawn
@@ -164,8 +163,7 @@ def scrape_rows(number: int) -> list[Sequence[object]]:
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.daemon_cost", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke run of a few seconds")
+    parser = command_line.parser("daemon_cost", __doc__)
     parser.add_argument("--seconds", type=float, default=30.0, help="of each of the two windows")
     arguments = parser.parse_args(argv)
     seconds, settle = (2.0, 2.0) if arguments.quick else (arguments.seconds, 10.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 import ddpprobe
-from benchmarks import tables
+from benchmarks import command_line, tables
 from benchmarks.memory import anonymous
 from benchmarks.workloads import MLP, WORKLOADS, Workload
 
@@ -123,10 +122,8 @@ def child(name: str, steps: int, looks: Sequence[int], *, probed: bool) -> list[
     Else what malloc happens to keep would be ten times what is looked for.
     """
     with tempfile.TemporaryDirectory() as directory:
-        task = json.dumps([name, steps, f"{directory}/run" if probed else None, list(looks)])
-        command = [sys.executable, "-m", "benchmarks.footprint", "--child", task]
-        said = subprocess.check_output(command, text=True, env={**os.environ, **_EXACT})
-        return list(json.loads(said.splitlines()[-1]))
+        run = f"{directory}/run" if probed else None
+        return list(command_line.ask_child("footprint", name, steps, run, list(looks), **_EXACT))
 
 
 def memory_rows(*, quick: bool) -> list[Sequence[object]]:
@@ -175,10 +172,7 @@ TITLES = {"tiny": TINY.title, "gpt-ddp": "a GPT of 10.9 M parameters, batch 4 x 
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.footprint", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke run of a few seconds")
-    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
+    arguments = command_line.parent("footprint", __doc__).parse_args(argv)
     if arguments.child:
         name, steps, run, looks = arguments.child
         found = json.dumps(train({**WORKLOADS, "tiny": TINY}[name], steps, run, looks))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks import tables
+from benchmarks import command_line, tables
 from ddpprobe.stats import rows
 from ddpprobe.stats.device import reduce_by_operators
 
@@ -93,9 +92,7 @@ def by_operators(tensors: list[Tensor]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke run of a few seconds")
-    quick = parser.parse_args(argv).quick
+    quick = command_line.parser("gpu", __doc__).parse_args(argv).quick
     if not torch.cuda.is_available():
         text = tables.section(_TITLE, "gpu", "no GPU here: not measured")
         print(text)

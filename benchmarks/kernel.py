@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import sys
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks import tables
+from benchmarks import command_line, tables
 from ddpprobe.stats import histogram, native, rows
 
 BINS = 64
@@ -55,9 +54,7 @@ class Pairs:
 
 
 def main(argv: list[str]) -> str:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke run of a few seconds")
-    quick = parser.parse_args(argv).quick
+    quick = command_line.parser("kernel", __doc__).parse_args(argv).quick
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -7,7 +7,6 @@ on the machine hits both. Two repetitions are two processes. All of it takes 25 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -17,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import tables
+from benchmarks import command_line, tables
 from benchmarks.variants import PEERS, VARIANTS, Default, missing
 from benchmarks.workloads import WORKLOADS
 
@@ -118,8 +117,7 @@ def _row(workload: str, variant: str, pairs: int, *, quick: bool) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke run of a few seconds")
+    parser = command_line.parser("overhead", __doc__)
     parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks in a process")
     parser.add_argument("--peer-pairs", type=int, default=4, help="the same of other tools")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import tempfile
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import tables
+from benchmarks import command_line, tables
 from benchmarks.memory import anonymous
 from benchmarks.simulated import PER_NODE, Model, meta
 from ddpprobe import codec
@@ -171,9 +170,7 @@ def stored(model: Model, world: int, directory: Path) -> tuple[float, float, flo
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke run of a few seconds")
-    arguments = parser.parse_args(argv)
+    arguments = command_line.parser("scale", __doc__).parse_args(argv)
     model = Model(10 if arguments.quick else MODULES)
     ranks, kept = (RANKS[:2], STORED_RANKS[:1]) if arguments.quick else (RANKS, STORED_RANKS)
     with tempfile.TemporaryDirectory() as directory:

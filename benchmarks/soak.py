@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,7 +14,7 @@ import psutil
 import torch
 
 import ddpprobe
-from benchmarks import tables
+from benchmarks import command_line, tables
 from benchmarks.memory import anonymous
 from benchmarks.workloads import MLP
 from ddpprobe.layout import RunDir, node_name
@@ -79,10 +76,7 @@ def soak(directory: Path, steps: int) -> list[list[float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke run of a few seconds")
-    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
+    arguments = command_line.parent("soak", __doc__).parse_args(argv)
     if arguments.child:
         directory, steps = arguments.child
         text = json.dumps(soak(Path(directory), steps))
@@ -91,9 +85,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     steps = QUICK_STEPS if arguments.quick else STEPS
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
-        task = json.dumps([directory, steps])
-        command = [sys.executable, "-m", "benchmarks.soak", "--child", task]
-        seen = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+        seen = command_line.ask_child("soak", directory, steps)
     took = time.monotonic() - start
     number, *columns = np.array(seen).T
     rows = []

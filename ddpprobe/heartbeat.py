@@ -1,26 +1,21 @@
 """Where a rank is now: one small file, overwritten in place, read by the daemon.
 
-The journal says what happened at sampled steps; the heartbeat says that steps happen at all. One
-`pwrite` of 120 bytes costs about a microsecond, survives the rank, and cannot hurt it: a mapped
-file would raise SIGBUS in the training process if the disk were full.
+The journal says what happened at sampled steps; the heartbeat says that steps happen at all.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import struct
 import time
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpprobe import layout
+from ddpprobe.slate import Slate, whole
 
 STATES = ("start", "data", "forward", "backward", "optimizer", "paused", "closed")
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 _BODY = struct.Struct("<qqiiqqq4ddqd")
-_SIZE = _BODY.size + 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +51,7 @@ class HeartbeatWriter:
     def __init__(self, path: Path) -> None:
         self.every = 0
         self.overhead_ratio = math.nan
-        layout.make_dir(path.parent)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        self._fd = os.open(path, flags, layout.FILE_MODE)
-        os.posix_fallocate(self._fd, 0, _SIZE)
+        self._slate = Slate(path, _BODY.size, clean=True)
 
     def beat(
         self,
@@ -78,27 +70,22 @@ class HeartbeatWriter:
             time.time_ns(), step, micro, state, steps, skipped, sampled, *phase_seconds,
             probe_seconds, self.every, self.overhead_ratio,
         )  # fmt: skip
-        try:
-            os.pwrite(self._fd, body + zlib.crc32(body).to_bytes(4, "little"), 0)
-        except OSError:
-            return
+        self._slate.write(body)
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._slate.close()
 
 
 def read(path: Path) -> Heartbeat | None:
     """Return the last reading; None if there is none or it is being written just now."""
     try:
-        data = path.read_bytes()
+        body = whole(path.read_bytes(), _BODY.size)
     except OSError:
         return None
-    if len(data) != _SIZE or zlib.crc32(data[:-4]).to_bytes(4, "little") != data[-4:]:
+    if body is None:
         return None
-    time_ns, step, micro, state, steps, skipped, sampled, *rest = _BODY.unpack(data[:-4])
+    time_ns, step, micro, state, steps, skipped, sampled, *rest = _BODY.unpack(body)
     *phases, own, every, ratio = rest
     if not 0 <= state < len(STATES) or time_ns == 0:
         return None

@@ -9,25 +9,23 @@ waits: a rank that hears nothing goes on as before.
 from __future__ import annotations
 
 import math
-import os
 import struct
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from ddpprobe import codec, layout
+from ddpprobe import codec
 from ddpprobe.budget import Budget, Meter
 from ddpprobe.fuse import logger
 from ddpprobe.heartbeat import HeartbeatWriter
 from ddpprobe.journal import JournalWriter
 from ddpprobe.rendezvous import Line
 from ddpprobe.sampling import Order, Pace, Schedule
+from ddpprobe.slate import Slate
 
 LOOK_STEPS = 4  # between two looks at what was measured; after a sampled step at once
 SURE_STEPS = 100  # of a watch that is dearer than the budget, before it is told
 _BODY = struct.Struct("<qqq")
-_SIZE = _BODY.size + 4
 
 
 @final
@@ -39,36 +37,26 @@ class Notice:
     """
 
     def __init__(self, path: Path) -> None:
-        layout.make_dir(path.parent)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, layout.FILE_MODE)
-        os.posix_fallocate(self._fd, 0, _SIZE)
+        # Not wiped: rank 0 may have opened it, and spoken, before.
+        self._slate = Slate(path, _BODY.size, clean=False)
         self._last = b""
 
     def write(self, order: Order) -> bool:
         """Replace what the file says; False if the disk refuses."""
-        body = _BODY.pack(order.start, order.every, order.extra)
-        try:
-            return os.pwrite(self._fd, body + zlib.crc32(body).to_bytes(4, "little"), 0) == _SIZE
-        except OSError:
-            return False
+        return self._slate.write(_BODY.pack(order.start, order.every, order.extra))
 
     def read(self) -> Order | None:
         """Return what the file says, if it is new and whole."""
-        try:
-            data = os.pread(self._fd, _SIZE, 0)
-        except OSError:
+        body = self._slate.read()
+        if body is None or body == self._last:
             return None
-        if data == self._last or zlib.crc32(data[:-4]).to_bytes(4, "little") != data[-4:]:
-            return None
-        self._last = data
-        start, every, extra = _BODY.unpack(data[:-4])
+        self._last = body
+        start, every, extra = _BODY.unpack(body)
         return Order(start, every, extra) if every > 0 else None
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._slate.close()
 
 
 @final

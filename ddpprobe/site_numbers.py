@@ -86,7 +86,7 @@ def global_grad_norm(merged: StepRecord) -> float | None:
     known = {"sharded", "replicated"}
     if len(merged.ranks + merged.missing) == 1:
         known.add("local")
-    observed = merged.counts[:, COUNTS.index("observed")] > 0
+    observed = merged.counts[:, _OBSERVED] > 0
     rows = [i for i, s in enumerate(merged.sites) if s.kind == "grad" and observed[i]]
     placements = {merged.sites[i].placement for i in rows}
     if not rows or placements - known or ("sharded" in placements and merged.missing):

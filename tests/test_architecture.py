@@ -22,7 +22,7 @@ DOCUMENT = HOME / "docs" / "explanation" / "architecture.md"
 
 # A room is a file or a folder directly below the package. Imports go to the same layer or down.
 LAYERS = {
-    "codec": 0, "fuse": 0, "layout": 0, "merge": 0, "records": 0, "remembered": 0,
+    "codec": 0, "fuse": 0, "layout": 0, "merge": 0, "records": 0, "remembered": 0, "slate": 0,
     "torch_private": 0, "view": 0,
     "budget": 1, "detectors": 1, "gather": 1, "heartbeat": 1, "journal": 1, "labels": 1,
     "pacing": 1, "prometheus": 1, "rendezvous": 1, "sampling": 1, "site_numbers": 1, "spawn": 1,

@@ -95,15 +95,10 @@ class PendingRows:
         under reentrant checkpointing.
         """
         local = keep[self.table.kinds()[self.slots[keep]] == _GRAD_LOCAL]
-        slots, micros = self.slots[local], self.micros[local]
-        calls = np.sort(slots * (micros.max(initial=0) + 2) + micros)
-        if (calls[1:] != calls[:-1]).all():
-            return
-        seen: set[tuple[int, int]] = set()
-        for slot, micro in zip(slots.tolist(), micros.tolist(), strict=True):
-            if (slot, micro) in seen:
-                self.table.amend(slot, ("partial", self.table.site(slot).primary))
-            seen.add((slot, micro))
+        stride = self.micros.max(initial=0) + 2  # micro-batches count from -1: not known
+        calls = np.sort(self.slots[local] * stride + self.micros[local] + 1)
+        for slot in np.unique(calls[1:][calls[1:] == calls[:-1]] // stride).tolist():
+            self.table.amend(slot, ("partial", self.table.site(slot).primary))
 
     def _unscale(self, sites: tuple[Site, ...], values: Values, scale: float) -> None:
         """Divide the gradients' statistics by the loss scale (exact for a power of two)."""

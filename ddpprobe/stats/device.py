@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ddpprobe.fuse import Fuse
+from ddpprobe.stats.dense import FLOATS
 
 GPU_BLOCK = 1 << 24  # elements converted to float64 at a time: 128 MiB of scratch at most
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _PER_PROCESSOR = 4  # programs of 256 threads and 64 registers each that a multiprocessor holds
 _AMPERE = (8, 0)  # the first with bfloat16
 
@@ -46,7 +46,7 @@ def reduce_device(flat: Tensor, repeats: int, out: Tensor) -> None:
 def _in_one_pass(flat: Tensor, repeats: int, out: Tensor) -> bool:
     """Reduce by the kernel; False (None once it has failed): there is none for this tensor."""
     kernel = _kernel(flat.device)
-    if kernel is None or flat.dtype not in _FLOATS:
+    if kernel is None or flat.dtype not in FLOATS:
         return False
     with torch.cuda.device(flat.device):
         scratch = _scratch(flat.device, torch.cuda.current_stream().cuda_stream, len(out))
