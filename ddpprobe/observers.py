@@ -34,7 +34,7 @@ class Observers:
         full_backward: also `grad_input`, by full backward hooks where proven safe.
 
     Attributes:
-        gradients_read: the reduced gradients of this step are in the rows.
+        gradients_read: the gradients in the rows of this step are as the backward left them.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Observers:
         self.compiled = CompiledHooks(select, fuse, lost)
         self.eager = EagerHooks(found, select, self.rows, clock, fuse, self.compiled)
         self.full = FullHooks(found, select, self.rows, clock, fuse, self.compiled)
-        self.watch = Watch(found, clock, rank, fuse, on_bad)
+        self.watch = Watch(found, clock, rank, fuse, on_bad, self._was_read)
         self.loss_scale = LossScale()
         self.gradients_read = False
         self._clock = clock
@@ -72,6 +72,17 @@ class Observers:
             self.eager.begin()
             self.gradients_read = False
         return sampled
+
+    def read_gradients(self, *, scaled: bool) -> None:
+        """Read the reduced gradients; `scaled`: nobody has divided them by the loss scale yet."""
+        self.eager.read_gradients()
+        self.rows.grad_is_scaled = scaled
+
+    def _was_read(self, fqn: str) -> bool:
+        """Whether the row made last says that this parameter's local gradient is finite."""
+        slot = self.rows.table.find((fqn, "grad_local", ""))
+        first = self._clock.micro == 0  # of later ones `.grad` is the sum
+        return self.eager.attached and first and slot is not None and self.rows.end_finite(slot)
 
     def backward_computed(self, *, sampled: bool) -> None:
         """Let the watch look at the gradients that the rows of this step do not tell of."""

@@ -178,8 +178,8 @@ class Recorder:
         if self._sampling:
             self._add_loss_scale(parts)
             if parts.topology.gradients_are_reduced():
-                parts.eager.read_gradients()
-                parts.rows.grad_is_scaled = parts.gradients_read = True
+                parts.read_gradients(scaled=True)
+                parts.gradients_read = True
         self._clock.probe_seconds += time.perf_counter() - started
 
     def gradients_ready(self, optimizer: object) -> None:
@@ -190,11 +190,11 @@ class Recorder:
         started = time.perf_counter()
         scale = loss_scale.of_optimizer(optimizer)
         if not parts.gradients_read:
-            parts.eager.read_gradients()
-            parts.rows.grad_is_scaled = scale is not None
-        norm = gradients.norm(parts.topology)
-        if norm is not None:
-            parts.rows.add_scalar("grad_norm", norm if scale is None else norm / scale)
+            parts.read_gradients(scaled=scale is not None)
+        if not parts.eager.gradients:  # no rows that tell it
+            norm = gradients.norm(parts.topology)
+            if norm is not None:
+                parts.rows.add_scalar("grad_norm", norm if scale is None else norm / scale)
         self._clock.probe_seconds += time.perf_counter() - started
 
     def given_up(self, *, vanished: bool) -> bool:

@@ -127,8 +127,9 @@ class StepRecord:
         counts: int64 [sites, len(COUNTS)].
         values: float64 [sites, len(VALUES)], over finite elements.
         scalars: per rank, name -> number: `loss` and what else `probe.log` was given;
-            `grad_norm_local` (L2, before the reduction), `grad_norm` (L2, after reduction and
-            clipping, on this rank's part), `micro_batches`, `<phase>_seconds`, `probe_seconds`.
+            `grad_norm_local` (L2, before the reduction), `grad_norm` (L2, after the reduction and
+            before clipping, on this rank's part; without rows of `grad`, what the optimizer is
+            given), `micro_batches`, `<phase>_seconds`, `probe_seconds`.
         first_bad: the earliest non-finite local tensor, if any.
         skipped: the optimizer did not step (a GradScaler found inf).
         partial: the step never reached its end (exception, exit).

@@ -112,9 +112,10 @@ class Shipper:
         scalars = {**ended.facts, **result.scalars}
         if ended.sampled:
             scalars |= self._report_coverage(result, ended)
-        norm = _local_norm(result)
-        if norm is not None:
-            scalars["grad_norm_local"] = norm
+        for name, kind in (("grad_norm_local", "grad_local"), ("grad_norm", "grad")):
+            norm = _norm(result, kind)
+            if norm is not None:
+                scalars[name] = norm
         return StepRecord(
             attempt=self._who.attempt, step=ended.step, ranks=(self._who.rank,),
             wall_time_ns=ended.wall_time_ns, sampled=ended.sampled, sites=result.sites,
@@ -153,14 +154,14 @@ class Shipper:
                 self._reported[reason] = count
 
 
-def _local_norm(result: StepResult) -> float | None:
-    """L2 norm over this rank's local gradients; NaN if any is not finite, None without any."""
-    local = [i for i, s in enumerate(result.sites) if s.kind == "grad_local"]
-    if not local or not result.counts[local, _OBSERVED].any():
+def _norm(result: StepResult, kind: str) -> float | None:
+    """L2 norm over this rank's gradients of a kind; NaN if any is not finite, None without any."""
+    rows = [i for i, s in enumerate(result.sites) if s.kind == kind]
+    if not rows or not result.counts[rows, _OBSERVED].any():
         return None
-    if result.counts[local][:, _NONFINITE].any():
+    if result.counts[rows][:, _NONFINITE].any():
         return float("nan")
-    return float(result.values[local, _SUM_SQ].sum() ** 0.5)
+    return float(result.values[rows, _SUM_SQ].sum() ** 0.5)
 
 
 def _earlier(rows: FirstBad | None, watched: FirstBad | None) -> FirstBad | None:

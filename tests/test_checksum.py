@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpprobe.stats import native
 from ddpprobe.stats.checksum import checksum
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64)
@@ -54,6 +55,17 @@ def test_length_counts_where_the_bits_are_all_zero() -> None:
 def test_sparse_tensors_have_one_too() -> None:
     dense = torch.eye(4)
     assert of(dense.to_sparse()) == of(dense)
+
+
+@pytest.mark.skipif(not native.prepare(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("numel", [0, 1, 65536 * 2, 65536 * 10 + 7])
+def test_ranks_with_and_without_the_compiled_kernel_agree(
+    monkeypatch: pytest.MonkeyPatch, numel: int
+) -> None:
+    a = torch.randn(numel)
+    compiled = of(a)
+    monkeypatch.setattr("ddpprobe.stats.checksum.word_kernels", {})
+    assert of(a) == compiled
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -58,6 +58,7 @@ class EagerHooks:
     Attributes:
         attached: a sampled step is under way.
         tapped: by id, the parameters whose local gradients are read in it.
+        gradients: how many reduced gradients were read in it.
     """
 
     def __init__(
@@ -85,14 +86,14 @@ class EagerHooks:
         self._taps: dict[str, _Gradient] = {}
         self.tapped: dict[int, Tensor] = {}
         self._called: set[str] = set()
-        self._grads_are_in = False  # the rows, of this step
+        self.gradients = 0
         self._backward = (-1, -1)  # the backward that was last seen, and its micro-batch
         self._layouts = Layouts(topology, rows.table.amend, fuse)
         self.on_gradient = fuse.guard(self._gradient)
 
     def begin(self) -> None:
         """Forget the last sampled step."""
-        self._grads_are_in = False
+        self.gradients = 0
         self._heard.clear()
         self._recomputed.clear()
         self._waiting.clear()
@@ -239,9 +240,9 @@ class EagerHooks:
 
     def read_gradients(self) -> None:
         """Reduce what is in `.grad` of every chosen parameter: the reduced gradient or shard."""
-        if self._grads_are_in:
+        if self.gradients:
             self._rows.forget("grad")
-        self._grads_are_in = True
+            self.gradients = 0
         for fqn, gradient, lies in self._topology.reduced_gradients():
             owner = fqn.rpartition(".")[0]
             if not self._select(owner):
@@ -250,6 +251,7 @@ class EagerHooks:
             slot = self._slot(fqn, "grad", "", gradient, tap=True, layout=layout)
             self._rows.table.amend(slot, layout)
             self._rows.add(slot, self._clock.micro, gradient)
+            self.gradients += 1
 
     def _reduced_layout(self, fqn: str, owner: str, gradient: Tensor, lies: Layout) -> Layout:
         if self._topology.is_apart(owner):

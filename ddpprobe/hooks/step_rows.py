@@ -127,6 +127,13 @@ class StepRows:
         rows = self._buffer[: len(self._slots), stats.NONFINITE]
         return rows.device.type == "cpu" and not rows.any()
 
+    def end_finite(self, slot: int) -> bool:
+        """Whether the row made last is of `slot` and, as the host can see, has no NaN or Inf."""
+        last = len(self._slots) - 1
+        if last < 0 or self._slots[last] != slot or not self._buffer.is_cpu:
+            return False
+        return not self._buffer.numpy()[last, stats.NONFINITE].any()
+
     def begin(self) -> None:
         """Forget the last step; the buffer and the site table stay."""
         if self._copied is not None:  # the device waits, not the host, and by now for nothing

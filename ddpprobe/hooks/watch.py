@@ -45,6 +45,15 @@ class Watch:
     On the CPU a bad value is reported to `on_bad` at once. On a GPU the two witnesses are kept as
     the largest magnitudes of the step, copied out asynchronously when it ends, and reported once
     the copy has arrived (usually one step later): no step waits for it.
+
+    Args:
+        topology: the model.
+        clock: tells the micro-batch.
+        rank: this rank.
+        fuse: contains whatever goes wrong in here.
+        on_bad: hears of a bad value.
+        was_read: whether the gradient that has just arrived at the parameter of this FQN was found
+            to be finite already, by the hooks of a sampled step.
     """
 
     def __init__(
@@ -54,12 +63,14 @@ class Watch:
         rank: int,
         fuse: Fuse,
         on_bad: Callable[[FirstBad], None],
+        was_read: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._topology = topology
         self._clock = clock
         self._rank = rank
         self._fuse = fuse
         self._on_bad = on_bad
+        self._was_read = was_read
         self._check_gradient = fuse.guard(self._gradient)
         self._check_arriving = fuse.guard(self._arriving)
         self._check_flat = fuse.guard(self._flat_gradient)
@@ -228,6 +239,8 @@ class Watch:
         if self._first is not None:
             known = fqn, parameter, id(gradient), gradient._version  # noqa: SLF001
             self._first[id(parameter)] = known
+        elif self._was_read(fqn):
+            return
         self._look(gradient, _BACKWARD, fqn)
 
     def _arriving(self, fqn: str, gradient: Tensor) -> None:

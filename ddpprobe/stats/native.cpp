@@ -24,6 +24,9 @@ typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
 
 constexpr int LANES = 64, WIDTH = VECTOR_BYTES / 4, VECTORS = LANES / WIDTH, BLOCK = 1024;
+// How far ahead memory is asked for, in bytes: the processor itself asks ahead only to the end of a
+// page (measured: 30 -> 36 GB/s from memory, nothing lost in cache; 16 KiB and more lose there).
+constexpr int AHEAD = 8192, LINE = 64;
 constexpr double INF = std::numeric_limits<double>::infinity();
 // Squares of float32 numbers outside this range could over- or underflow in float32.
 constexpr double SAFE_LOW = 1e-13, SAFE_HIGH = 1e18;
@@ -123,6 +126,8 @@ inline void add_block(const T* p, int n, Row& row) {
     high[j] = Floats{} - float(INF);
   }
   for (int k = 0; k < n; k += LANES) {
+    for (int at = 0; at < int(LANES * sizeof(T)); at += LINE)
+      __builtin_prefetch(reinterpret_cast<const char*>(p + k) + AHEAD + at);  // never faults
 #pragma GCC unroll 16
     for (int j = 0; j < VECTORS; j++) {
       const Floats x = lanes(p + k, j);
@@ -180,6 +185,23 @@ void write(const Row& row, double times, double* out) {
       row.numel * times, row.nan * times, row.pos_inf * times, row.neg_inf * times,
       row.zeros * times, row.low + 0.0, row.high + 0.0, row.sum * times, row.square * times};
   std::memcpy(out, columns, sizeof columns);
+}
+
+// ---- checksums
+
+constexpr int64_t FACTORS = 1 << 16;  // of the words within a row, and of the rows, see checksum.py
+
+uint64_t checksum(const uint64_t* words, int64_t n, const uint64_t* within,
+                  const uint64_t* between) {
+  uint64_t total = 0;
+  for (int64_t row = 0; row * FACTORS < n; row++) {
+    const uint64_t* const p = words + row * FACTORS;
+    const int64_t m = n - row * FACTORS < FACTORS ? n - row * FACTORS : FACTORS;
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < m; i++) sum += p[i] * within[i];
+    total += sum * between[row % FACTORS];
+  }
+  return total;
 }
 
 // ---- wide rows
@@ -356,6 +378,11 @@ void measure_patterns(const T* p, Request& q) {
   }
 
 extern "C" {
+void add_checksum(const uint64_t* words, int64_t n, const uint64_t* within,
+                  const uint64_t* between, uint64_t* out) {
+  *out += checksum(words, n, within, between);
+}
+
 ENTRIES(float32, Float32, measure(p, q))
 ENTRIES(bfloat16, BFloat16, n < FEW || n >> 32 ? measure(p, q) : measure_patterns(p, q))
 ENTRIES(float16, Float16, n < FEW || n >> 32 ? measure(p, q) : measure_patterns(p, q))

@@ -38,6 +38,7 @@ _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-shared", "-fPIC",
     "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno",
 )  # fmt: skip
+_WORDS = (ctypes.c_void_p, ctypes.c_int64, *(ctypes.c_void_p,) * 3)
 _BUILD_SECONDS = 60.0
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _ROW = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
@@ -54,6 +55,8 @@ row_kernels: dict[torch.dtype, Callable[..., None]] = {}
 # (elements, numel, repeats, bins, fixed, low, high, eps, counts, wide row): `counts` are int64
 # zeros [TABLES * (bins + 3)]; float64 [HEAD + bins] out, as in `stats.histogram`
 wide_kernels: dict[torch.dtype, Callable[..., None]] = {}
+# (words, how many, within, between, out): as in `stats.checksum`; adds to int64 [] out
+word_kernels: dict[torch.dtype, Callable[..., None]] = {}
 
 
 @functools.cache
@@ -80,6 +83,7 @@ def _load() -> bool:
     row_kernels.update(rows)
     for dtype, name in _NAMES.items():
         wide_kernels[dtype] = _function(library, f"wide_{name}", _WIDE)
+    word_kernels[torch.int64] = _function(library, "add_checksum", _WORDS)
     return True
 
 

@@ -49,6 +49,11 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     )
 
 
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Global ranks of a mesh, row-major."""
+    return tuple(mesh.mesh.flatten().tolist())
+
+
 def layout_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
     """Layout of a tensor spread over `mesh`, whose other dimensions differ by rank.
 

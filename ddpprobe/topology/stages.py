@@ -21,7 +21,7 @@ from torch import distributed as dist
 
 from ddpprobe.stats.checksum import checksum
 from ddpprobe.topology.describe import Topology
-from ddpprobe.topology.placement import is_dtensor
+from ddpprobe.topology.placement import is_dtensor, ranks_of
 
 Parts = dict[str, list[str]]  # module FQN -> [digest of its structure, digest of its values]
 
@@ -113,7 +113,7 @@ def _values(module: nn.Module, found: Topology) -> Iterable[str]:
     """One word per parameter of the module itself: what makes it the same on two ranks."""
     for name, parameter in module.named_parameters(recurse=False):
         if is_dtensor(parameter):
-            ranks = parameter.device_mesh.mesh.flatten().tolist()
+            ranks = list(ranks_of(parameter.device_mesh))
             yield f"{name} {tuple(parameter.shape)}" + (f" {ranks}" if not found.ddps else "")
         elif found.flat or found.tensor_meshes or not _is_readable(parameter):
             yield name
