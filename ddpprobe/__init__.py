@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from ddpprobe.records import StepRecord as StepRecord
     from ddpprobe.replay.run import Run as Run
     from ddpprobe.replay.run import open_run as open  # noqa: A004, F401  (ddpprobe.open)
+    from ddpprobe.responder import AnomalyStop as AnomalyStop
     from ddpprobe.sampling import Schedule as Schedule
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Anomaly": ("ddpprobe.records", "Anomaly"),
+    "AnomalyStop": ("ddpprobe.responder", "AnomalyStop"),
     "CaptureError": ("ddpprobe.captured.errors", "CaptureError"),
     "FirstBad": ("ddpprobe.records", "FirstBad"),
     "Probe": ("ddpprobe.probe", "Probe"),

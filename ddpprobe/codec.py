@@ -20,7 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from ddpprobe.records import COUNTS, VALUES, Anomaly, Digests, FirstBad, Site, StepRecord
+from ddpprobe import hearsay, inside
+from ddpprobe.records import (
+    COUNTS,
+    VALUES,
+    Anomaly,
+    Digests,
+    Site,
+    StepRecord,
+)
 from ddpprobe.remembered import Remembered
 
 MAGIC = b"dpp1"
@@ -33,7 +41,7 @@ shards (JSON). RECORD: a `StepRecord` (binary, refers to tables). ANOMALY: an `A
 SAMPLE: host and process readings (JSON). LIFE: something that happened to a rank or to the daemon:
 `{"event": "closed" | "death" | ...}` (JSON)."""
 
-MAX_RANKS = 1 << 24  # a rank beyond is nonsense, for which no bit mask is allocated
+MAX_MASK_BITS = 1 << 26  # of all sets of ranks in one record: 4096 sets of 16384 ranks
 # Row of a checksum: which parameter of the table, the checksum, which group of ranks holds it.
 _HELD = np.dtype([("parameter", "<u4"), ("checksum", "<i8"), ("group", "<u4")])
 # Tables remembered, by who writes and by who reads: a writer has one or two of them, and those of a
@@ -55,7 +63,7 @@ class Frame:
         Raises:
             ValueError: it is not a JSON object.
         """
-        value = json.loads(self.payload)
+        value = inside.parse(self.payload)
         if not isinstance(value, dict):
             msg = f"frame {self.seq} holds {type(value).__name__}, expected a JSON object"
             raise ValueError(msg)  # noqa: TRY004  (bad data, not a programming error)
@@ -94,6 +102,12 @@ def decode_frame(data: bytes | memoryview, offset: int = 0) -> tuple[Frame, int]
     if crc != zlib.crc32(payload, zlib.crc32(struct.pack("<HIq", type_, length, seq))):
         raise FrameError(f"checksum mismatch at byte {offset}", torn=False)
     return Frame(type_, seq, payload), end
+
+
+def length_at(data: bytes, offset: int) -> int:
+    """Return how many bytes a frame would have that begins at `offset`."""
+    end = offset + HEADER.size
+    return HEADER.size if end > len(data) else int(HEADER.unpack_from(data, offset)[3])
 
 
 def iter_frames(data: bytes) -> Iterator[Frame]:
@@ -137,7 +151,10 @@ class Tables:
         if frame.type not in self._seen:
             return False
         read = _read_sites if frame.type == SITES else _read_parameters
-        self._seen[frame.type][zlib.crc32(frame.payload)] = read(frame.payload)
+        try:
+            self._seen[frame.type][zlib.crc32(frame.payload)] = read(frame.payload)
+        except TypeError as error:
+            raise ValueError(f"not a table: {error}") from error
         return True
 
     def sites(self) -> Iterator[Site]:
@@ -200,27 +217,34 @@ def decode_record(payload: bytes, tables: Tables) -> StepRecord:
     Raises:
         ValueError: the payload is malformed, or a table of it was not seen.
     """
+    try:
+        return _decode_record(payload, tables)
+    except (struct.error, OverflowError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a record: {type(error).__name__}: {error}") from error
+
+
+def _decode_record(payload: bytes, tables: Tables) -> StepRecord:
     (size,) = struct.unpack_from("<I", payload)
-    head = json.loads(payload[4 : 4 + size])
-    n, step = int(head["n"]), int(head["step"])
+    head = inside.parse(payload[4 : 4 + size])
+    n, step = int(head["n"]), hearsay.int64(head["step"])
     at = 4 + size
     split = at + n * len(COUNTS) * 8
     end = split + n * len(VALUES) * 8
     parameters = tables.find(PARAMETERS, head["parameters"], step)
     return StepRecord(
-        attempt=int(head["attempt"]),
+        attempt=hearsay.int64(head["attempt"]),
         step=step,
-        ranks=tuple(head["ranks"]),
-        wall_time_ns=int(head["wall_time_ns"]),
+        ranks=tuple(map(hearsay.rank, head["ranks"])),
+        wall_time_ns=hearsay.int64(head["wall_time_ns"]),
         sampled=bool(head["sampled"]),
         sites=tables.find(SITES, head["sites"], step),
         counts=np.frombuffer(payload, "<i8", n * len(COUNTS), at).reshape(n, len(COUNTS)),
         values=np.frombuffer(payload, "<f8", n * len(VALUES), split).reshape(n, len(VALUES)),
-        scalars={int(r): dict(s) for r, s in head["scalars"].items()},
-        first_bad=FirstBad(**head["first_bad"]) if head["first_bad"] else None,
+        scalars={hearsay.rank(int(r)): hearsay.numbers(s) for r, s in head["scalars"].items()},
+        first_bad=hearsay.first_bad(head["first_bad"]) if head["first_bad"] else None,
         skipped=bool(head["skipped"]),
         partial=bool(head["partial"]),
-        missing=tuple(head["missing"]),
+        missing=tuple(map(hearsay.rank, head["missing"])),
         digests=_decode_digests(payload[end:], parameters, head["held"]),
     )
 
@@ -245,11 +269,15 @@ def _encode_digests(digests: Digests) -> tuple[bytes, list[tuple[int, str]]]:
 def _decode_digests(
     data: bytes, parameters: tuple[tuple[str, str], ...], groups: Iterable[tuple[int, str]]
 ) -> Digests:
-    masks = []
+    masks, bits = [], 0
     for low, mask in groups:
-        if not 0 <= low < MAX_RANKS:
-            msg = f"a checksum of rank {low}: there are no more than {MAX_RANKS}"
-            raise ValueError(msg)
+        if not 0 <= low < hearsay.MAX_RANKS:
+            raise ValueError(
+                f"a checksum of rank {low}: there are no more than {hearsay.MAX_RANKS}"
+            )
+        bits += low + 4 * len(mask)
+        if bits > MAX_MASK_BITS:
+            raise ValueError("sets of ranks that are too large to be kept")
         masks.append(int(mask, 16) << low)
     out: dict[tuple[str, str], dict[int, int]] = {key: {} for key in parameters}
     rows: list[tuple[int, int, int]] = np.frombuffer(data, _HELD).tolist()
@@ -269,7 +297,7 @@ def encode_anomaly(anomaly: Anomaly) -> bytes:
 
 def decode_anomaly(payload: bytes) -> Anomaly:
     """Decode the payload of an ANOMALY frame."""
-    return Anomaly(**json.loads(payload))
+    return hearsay.anomaly(inside.parse(payload))
 
 
 def _table(type_: int, rows: Sequence[Sequence[object]]) -> Table:
@@ -296,13 +324,13 @@ def _parameters_table(keys: tuple[tuple[str, str], ...]) -> Table:
 def _read_sites(payload: bytes) -> tuple[Site, ...]:
     return tuple(
         Site(str(f), str(k), str(leaf), str(p), bool(m), str(d))
-        for f, k, leaf, p, m, d in json.loads(payload)
+        for f, k, leaf, p, m, d in inside.parse(payload)
     )
 
 
 @functools.lru_cache(_READ)
 def _read_parameters(payload: bytes) -> tuple[tuple[str, str], ...]:
-    return tuple((str(fqn), str(shard)) for fqn, shard in json.loads(payload))
+    return tuple((str(fqn), str(shard)) for fqn, shard in inside.parse(payload))
 
 
 def _plain(value: object) -> object:

@@ -24,6 +24,7 @@ from ddpprobe import layout, rendezvous, spawn
 from ddpprobe.heartbeat import HeartbeatWriter
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import DirectoryLock, RunDir
+from ddpprobe.orders import OrderReader
 from ddpprobe.pacing import Channel, Notice
 from ddpprobe.rendezvous import Store
 from ddpprobe.topology import stages
@@ -38,7 +39,8 @@ logger = logging.getLogger("ddpprobe")
 class Wishes:
     """What the user said about the run: its directory, its name, its daemon and its address.
 
-    `agree`: all ranks will have to change what they do together, as it goes on.
+    `agree`: all ranks will have to change what they do together, as it goes on. `on_anomaly`: what
+    the head is to announce at a page beside a capture: "record" (nothing), "stop" or "tell".
     """
 
     run_dir: str | os.PathLike[str] | None = None
@@ -46,6 +48,7 @@ class Wishes:
     start_daemon: bool = True
     listen: str | None = None
     agree: bool = False
+    on_anomaly: str = "record"
 
 
 @dataclass
@@ -64,6 +67,7 @@ class Enlisted:
     restart: Callable[[], None] | None
     node: str
     channel: Channel
+    board: OrderReader
     cut: frozenset[str] = frozenset()
     differ: frozenset[str] = frozenset()
     _next_check: float = field(default_factory=lambda: time.monotonic() + CHECK_SECONDS)
@@ -270,9 +274,11 @@ def _open(
         "backend": backend(), "torch": torch.__version__, "run_id": identity["run_id"],
         "name": identity["name"], "every": identity["every"], "started_ns": time.time_ns(),
         "head": is_head, "head_url": plan["head"],
+        "on_anomaly": wishes.on_anomaly,
     }  # fmt: skip
     journal = JournalWriter(run.rank_journal(attempt, node, rank), meta)
     heartbeat = HeartbeatWriter(run.heartbeat(attempt, node, rank))
+    board = OrderReader(run.orders(attempt, node))
 
     gather = plan["head"].removeprefix("http://") if is_head and plan["head"] else None
 
@@ -288,8 +294,9 @@ def _open(
     if starter is not None and not spawn.daemon_alive(run, node):
         starter()
     return Enlisted(
-        run, identity["run_id"], attempt, journal, heartbeat, head.lock, starter, node, channel
-    )
+        run, identity["run_id"], attempt, journal, heartbeat, head.lock, starter, node, channel,
+        board,
+    )  # fmt: skip
 
 
 def _channel(plan: dict[str, Any], place: _Place, store: Store, name: str) -> Channel:

@@ -9,7 +9,10 @@
       journal/000/node_0000/daemon/         frames of that node's daemon (merged steps, anomalies)
       heartbeat/000/node_0000/rank_00003    where the rank is now (fixed size, overwritten)
       heartbeat/000/node_0000/pace          how far apart sampled steps are now, under a budget
+      heartbeat/000/node_0000/orders        what all ranks are to do at which steps
+      captures/000/node_0000/rank_00003/    packs: full tensors of one rank, one file per step
       daemon/node_0000.{lock,json,log}      who serves this node
+      daemon/requests/                      what `ddpprobe trigger` asks of the head's daemon
       run.zarr/                             the store
 
 Directories are 0700 and files 0600: names of modules and hosts are nobody else's business.
@@ -26,6 +29,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ddpprobe import inside
 
 RUN_JSON = "run.json"
 FORMAT_VERSION = 1
@@ -85,15 +90,31 @@ class RunDir:
         """File in which rank 0 tells the ranks of a node which steps are sampled."""
         return self.path / "heartbeat" / f"{attempt:03d}" / node / "pace"
 
+    def orders(self, attempt: int, node: str) -> Path:
+        """Board on which a node's daemon tells its ranks what to do at which steps."""
+        return self.path / "heartbeat" / f"{attempt:03d}" / node / "orders"
+
+    def captures(self, attempt: int, node: str, rank: int) -> Path:
+        """Directory of one rank's packs."""
+        return self.path / "captures" / f"{attempt:03d}" / node / rank_name(rank)
+
+    def pack(self, attempt: int, node: str, rank: int, step: int) -> Path:
+        """File of the full tensors that one rank kept of one step."""
+        return self.captures(attempt, node, rank) / f"step_{step:010d}.pack"
+
+    @property
+    def requests(self) -> Path:
+        """Directory of what users ask of the head's daemon, one small JSON file each."""
+        return self.path / "daemon" / "requests"
+
     def daemon_file(self, node: str, suffix: str) -> Path:
         """Return the daemon's `lock`, `json` or `log` file for a node."""
         return self.path / "daemon" / f"{node}.{suffix}"
 
     def attempts(self) -> list[int]:
         """Attempts that left a journal, ascending."""
-        root = self.path / "journal"
-        names = [p.name for p in root.iterdir() if p.is_dir()] if root.is_dir() else []
-        return sorted(int(n) for n in names if n.isdecimal())
+        found = inside.directories(self.path, "journal")
+        return sorted(int(n) for n in found if n.isdecimal())
 
 
 def make_dir(path: Path) -> Path:
@@ -159,7 +180,7 @@ class DirectoryLock:
 def is_locked(path: Path) -> bool:
     """Return whether some process holds the lock at `path`; looks by a moment's shared lock."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = inside.open_regular(path.parent, path.name)
     except OSError:  # there is none, or it is somebody else's
         return False
     try:

@@ -7,6 +7,7 @@ from typing import final
 
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
+from ddpprobe.hooks.capturing import Capturing
 from ddpprobe.hooks.compiled import CompiledHooks
 from ddpprobe.hooks.eager import EagerHooks
 from ddpprobe.hooks.full import FullHooks
@@ -31,6 +32,7 @@ class Observers:
         fuse: contains whatever goes wrong in hooks.
         on_bad: called when the every-step watch sees a bad local value.
         lost: called with the FQNs of compiled modules that cannot be heard.
+        capturing: keeps full tensors; told of everything that the hooks are told of.
         full_backward: also `grad_input`, by full backward hooks where proven safe.
 
     Attributes:
@@ -39,8 +41,8 @@ class Observers:
 
     def __init__(
         self, found: Topology, select: Callable[[str], bool], clock: StepClock, rank: int,
-        fuse: Fuse, on_bad: Callable[[FirstBad], None], lost: Callable[[list[str]], None], *,
-        full_backward: bool,
+        fuse: Fuse, on_bad: Callable[[FirstBad], None], lost: Callable[[list[str]], None],
+        capturing: Capturing, *, full_backward: bool,
     ) -> None:  # fmt: skip
         self.topology = found
         self.rows = StepRows(found.device, rank, timed=bool(found.cut))
@@ -50,6 +52,10 @@ class Observers:
         self.watch = Watch(found, clock, rank, fuse, on_bad, self._was_read)
         self.loss_scale = LossScale()
         self.gradients_read = False
+        self.capturing = capturing
+        behind = capturing.meet(found, clock, self.compiled, self.rows)
+        if found.device.type == "cpu":
+            self.eager.behind = behind
         self._clock = clock
         self._use_full = full_backward
         self._warm = True  # the next step makes the graphs that observe
@@ -71,6 +77,7 @@ class Observers:
             self.rows.begin()
             self.eager.begin()
             self.gradients_read = False
+        self.capturing.begin(self._clock.step, sampled=sampled)
         return sampled
 
     def read_gradients(self, *, scaled: bool) -> None:
@@ -91,6 +98,7 @@ class Observers:
 
     def end_step(self) -> None:
         """Judge whether compiled modules were heard; between steps is the time to renew graphs."""
+        self.capturing.end_step()
         self.topology.forget_modules()
         renew = self.compiled.flag.on and self.compiled.judge()
         self._warm = False
@@ -106,11 +114,16 @@ class Observers:
         """Say which graphs the next forward takes: a root inside a graph cannot say it itself."""
         self.compiled.flag.on = sampled or self._warm
 
-    def attach(self) -> None:
-        """Hang the hooks of a sampled step; at each forward anew, so that ours are the last.
+    def attach(self, *, sampled: bool) -> None:
+        """Hang the hooks that a step needs; at each forward anew, so that ours are the last.
 
         A hook of the user's that changes an output must have run when we look at it.
         """
+        if sampled:
+            self._attach()
+        self.capturing.attach()
+
+    def _attach(self) -> None:
         self.detach()
         self.topology.remember_modules()
         self.compiled.eager = self.eager
@@ -123,6 +136,7 @@ class Observers:
         self.compiled.eager = None
         self.eager.detach()
         self.full.detach()
+        self.capturing.detach()
 
     def pause(self) -> None:
         """Let go of the model until the next step that is observed."""
@@ -133,5 +147,6 @@ class Observers:
     def close(self) -> None:
         """Take everything off."""
         self.detach()
+        self.capturing.close()
         self.compiled.close()
         self.watch.close()

@@ -135,6 +135,10 @@ class Pacer:
         """Whether `step` is sampled: one under way, the next one, or one not long ago."""
         return self._pace.sampled(step)
 
+    def add(self, start: int, stop: int) -> None:
+        """Sample the steps from `start` up to `stop - 1` too; they stay out of the measurement."""
+        self._pace.add(start, stop)
+
     def turn(self, step: int) -> int:
         """Return a number that goes up by one from a regular sampled step to the next."""
         return step // self._pace.every(step)
@@ -147,7 +151,8 @@ class Pacer:
         """Take the clocks at the end of `step`: host seconds of training, and our part of them."""
         wall, before = seconds - self._at[0], self._at[1]
         self._at = (seconds, own)
-        if wall > 0:  # else there was no step before, or a pause since
+        # Else there was no step before, a pause since, or more to do than in a sampled step.
+        if wall > 0 and not self._pace.besides(step):
             self._meter.add(wall, own - before, sampled=sampled)
         if sampled or (self._limit is not None and not step % LOOK_STEPS):
             self._meter.settle()

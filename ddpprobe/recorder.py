@@ -16,11 +16,13 @@ from torch import Tensor
 from ddpprobe.fuse import Fuse, logger
 from ddpprobe.heartbeat import STATES, STEP_PHASES, HeartbeatWriter
 from ddpprobe.hooks import gradients, loss_scale
+from ddpprobe.hooks.capturing import Capturing
 from ddpprobe.hooks.compiled import renew_graphs
 from ddpprobe.journal import JournalWriter
 from ddpprobe.observers import Observers
 from ddpprobe.pacing import Pacer
 from ddpprobe.records import FirstBad
+from ddpprobe.responder import Responder
 from ddpprobe.shipping import EndedStep, Identity, Shipper
 from ddpprobe.steps import StepClock
 from ddpprobe.topology import stages
@@ -28,7 +30,6 @@ from ddpprobe.topology.describe import Topology, describe, outermost
 from ddpprobe.topology.replicas import in_turn
 from ddpprobe.torch_private import dynamo
 
-_NAMED = 20
 _GRAPH_TOO_EARLY = "the model is inside a compiled function, whose graph was chosen before the step"
 
 
@@ -41,6 +42,8 @@ class Recorder:
             because it may be wrapped, moved or sharded in between.
         who: this rank.
         pacer: which steps are sampled.
+        responder: does what the head orders.
+        capturing: keeps full tensors.
         select: whether a module FQN is observed.
         journal: where frames go.
         heartbeat: where the present goes.
@@ -50,8 +53,9 @@ class Recorder:
     """
 
     def __init__(
-        self, found: Topology, who: Identity, pacer: Pacer,
-        select: Callable[[str], bool], journal: JournalWriter, heartbeat: HeartbeatWriter, *,
+        self, found: Topology, who: Identity, pacer: Pacer, responder: Responder,
+        capturing: Capturing, select: Callable[[str], bool], journal: JournalWriter,
+        heartbeat: HeartbeatWriter, *,
         full_backward: bool = False, first_step: int = 0,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
@@ -59,14 +63,17 @@ class Recorder:
         self._found, self._names = found, stages.Names(found)
         self._who = who
         self._pacer = pacer
+        self.capturing = capturing
         self._select = select
-        self._journal = journal
         self._shipper = Shipper(journal, who)
         self._heartbeat = heartbeat
+        self._files = (journal, heartbeat, pacer, responder)
         self._full_backward = full_backward
         self._after_step = after_step
         self._clock_fuse = Fuse("steps", on_blow=self._blown)
-        self._clock = StepClock(found, self, self._clock_fuse, heartbeat, first_step)
+        self._responder = responder
+        self._clock = StepClock(found, self, self._clock_fuse, heartbeat, first_step, responder.act)
+        self.declare_step = self._clock.declare_step
         self._parts: Observers | None = None
         self._sampling = False
         self._logged: set[str] = set()
@@ -87,10 +94,6 @@ class Recorder:
             for name, value in values.items():
                 self._parts.rows.add_scalar(name, value)
                 self._logged.add(name)
-
-    def declare_step(self) -> None:
-        """End the step here."""
-        self._clock.declare_step()
 
     def pause(self, reason: str) -> None:
         """Take every hook off the model until `resume`."""
@@ -124,17 +127,15 @@ class Recorder:
             self._parts.close()
         self._shipper.life("closed", status=status)
         self._clock.beat(STATES.index("closed"))
-        self._journal.close()
-        self._heartbeat.close()
-        self._pacer.close()
+        for file in self._files:
+            file.close()
 
     def abandon(self) -> None:
         """In a forked child: let go of everything without a trace in the parent's files."""
         self._open = False
         self.fuse.blown = self._clock_fuse.blown = True
-        self._journal.close()
-        self._heartbeat.close()
-        self._pacer.close()
+        for file in self._files:
+            file.close()
 
     # -- steps.Events -----------------------------------------------------------------------------
 
@@ -144,10 +145,10 @@ class Recorder:
         parts = self._prepare()
         parts.watch.poll()
         self._shipper.ship()
+        self.capturing.write()
         if self._clock.micro == 0:
             self._begin_step(parts)
-        if self._sampling:
-            parts.attach()
+        parts.attach(sampled=self._sampling)
         parts.watch.seek()
         self._clock.probe_seconds += time.perf_counter() - started
 
@@ -175,6 +176,7 @@ class Recorder:
         started = time.perf_counter()
         parts = self._prepare()
         parts.loss_scale.remember(told="loss_scale" in self._logged)
+        self.capturing.backward_ended(parts.loss_scale.last)
         if self._sampling:
             self._add_loss_scale(parts)
             if parts.topology.gradients_are_reduced():
@@ -185,6 +187,7 @@ class Recorder:
     def gradients_ready(self, optimizer: object) -> None:
         """Read what the optimizer will use."""
         parts = self._prepare()
+        self.capturing.gradients_ready()
         if not self._sampling:
             return
         started = time.perf_counter()
@@ -224,6 +227,7 @@ class Recorder:
         self._bad = None
         self._clock.probe_seconds += time.perf_counter() - started
         self._pacer.end_step(*self._clock.reading(), sampled=sampled)
+        self._responder.hear(self._clock.step)
         self._base = self._readings()
 
     def forward_is_next(self) -> None:
@@ -246,16 +250,6 @@ class Recorder:
         )
         return False
 
-    def _lost(self, fqns: list[str]) -> None:
-        """Say loudly that compiled modules ran and were not heard."""
-        self._shipper.life("blind", step=self._clock.step, modules=fqns[:_NAMED], count=len(fqns))
-        logger.warning(
-            "ddpprobe: torch.compile runs %d modules without the hooks they carry, so they are not "
-            "observed (%s ...). Call ddpprobe.install(model) before the first forward of the "
-            "compiled model.",
-            len(fqns), ", ".join(fqns[:3]),
-        )  # fmt: skip
-
     # -- inside -----------------------------------------------------------------------------------
 
     def _prepare(self) -> Observers:
@@ -266,7 +260,7 @@ class Recorder:
             found.differ = self._found.differ
             self._parts = Observers(
                 found, self._select, self._clock, self._who.rank, self.fuse, self.on_bad,
-                self._lost,
+                lambda fqns: self._shipper.lost(self._clock.step, fqns), self.capturing,
                 full_backward=self._full_backward,
             )  # fmt: skip
             wrapper = "pipeline" if found.cut else found.wrapper

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import final
 
+KEPT_RANGES = 32  # of steps that were ordered one by one: "not long ago" is asked for as well
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -78,6 +80,7 @@ class Pace:
         self.schedule = schedule
         self._order = Order(0, max(schedule.every, narrowest))
         self._before = self._order.every
+        self._besides: list[range] = []
 
     def every(self, step: int) -> int:
         """Return the interval in force at `step`."""
@@ -86,7 +89,17 @@ class Pace:
     def sampled(self, step: int) -> bool:
         """Whether `step` is sampled, as far as orders have come."""
         regular = step % self.every(step) == 0
-        return regular or step == self._order.extra or self.schedule.dense(step)
+        if regular or step == self._order.extra or self.schedule.dense(step):
+            return True
+        return bool(self._besides) and self.besides(step)
+
+    def besides(self, step: int) -> bool:
+        """Whether `step` was asked for by `add`."""
+        return any(step in steps for steps in self._besides)
+
+    def add(self, start: int, stop: int) -> None:
+        """Sample the steps from `start` up to `stop - 1` as well, whatever the interval is."""
+        self._besides = [*self._besides[1 - KEPT_RANGES :], range(start, stop)]
 
     def tell(self, order: Order, step: int) -> None:
         """Take an order, during `step`; one that should have come earlier holds from the next."""

@@ -104,6 +104,16 @@ class Shipper:
         """Write that something happened to this rank."""
         self._journal.append_json(codec.LIFE, {"event": event, **facts})
 
+    def lost(self, step: int, fqns: list[str]) -> None:
+        """Say loudly that compiled modules ran and were not heard."""
+        self.life("blind", step=step, modules=fqns[:_SILENT_NAMED], count=len(fqns))
+        logger.warning(
+            "ddpprobe: torch.compile runs %d modules without the hooks they carry, so they are not "
+            "observed (%s ...). Call ddpprobe.install(model) before the first forward of the "
+            "compiled model.",
+            len(fqns), ", ".join(fqns[:3]),
+        )  # fmt: skip
+
     def _record(self, ended: EndedStep) -> StepRecord:
         result = ended.pending.result(ended.step, partial=ended.partial)
         bad = _earlier(result.first_bad, ended.watched)

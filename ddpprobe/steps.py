@@ -72,6 +72,10 @@ class Events(Protocol):
 class StepClock:
     """Counts steps and micro-batches, and tells its owner.
 
+    Args:
+        act: called behind each event at which a step may be over, outside of the fuse: what it
+            raises is meant for the training loop.
+
     Attributes:
         step: the optimizer step under way, from `first_step`.
         micro: index of the training forward within the step, -1 before the first.
@@ -81,7 +85,7 @@ class StepClock:
 
     def __init__(
         self, topology: Topology, events: Events, fuse: Fuse, heartbeat: HeartbeatWriter,
-        first_step: int = 0,
+        first_step: int = 0, act: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self.step = first_step
         self.micro = -1
@@ -108,8 +112,9 @@ class StepClock:
         self._anchors: list[weakref.ref[nn.Parameter]] = []
         self._anchor_had_grad = False
         self._handles: list[RemovableHandle] = []
+        self._act = act
         self._root = RootHooks(
-            topology, fuse, self._begin_forward, self._end_forward, self._output_gradient
+            topology, fuse, self._begin_forward, self._end_forward, self._output_gradient, act
         )
         self._guards = {
             name: fuse.guard(getattr(self, f"_{name}")) for name in ("before_step", "after_step")
@@ -126,7 +131,7 @@ class StepClock:
         """Begin to listen."""
         self.hang()
         self._handles.append(register_optimizer_step_pre_hook(_void(self._guards["before_step"])))
-        self._handles.append(register_optimizer_step_post_hook(_void(self._guards["after_step"])))
+        self._handles.append(register_optimizer_step_post_hook(self._behind_step))
         self.beat()
 
     def hang(self) -> None:
@@ -233,6 +238,10 @@ class StepClock:
             self._events.gradients_ready(optimizer)
         self._running.append(id(optimizer))
 
+    def _behind_step(self, *args: object) -> None:
+        self._guards["after_step"](*args)
+        self._act()
+
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if id(optimizer) not in self._running:
             return
@@ -240,7 +249,7 @@ class StepClock:
         if self._running or self._ended:  # in a pause, optimizers step on
             return
         if self.micro < 0:  # loading a checkpoint may take one step to make the state
-            self._blind += 1
+            self._blind += not self._root.deaf
             if self._blind == _BLIND_STEPS and self._events.blind():
                 self._blind = 0
             return

@@ -27,9 +27,9 @@ from torch.utils.checkpoint import (
 import ddpprobe
 from ddpprobe import CaptureError
 from ddpprobe.captured.assemble import Part, pieces, region, whole
-from ddpprobe.captured.placing import Axis, Placing
 from ddpprobe.captured.plots import matrix
 from ddpprobe.captured.series import Meter, Series
+from ddpprobe.dealing import Axis, Placing
 from ddpprobe.stats import histogram
 from ddpprobe.testing import state_hash
 

@@ -257,6 +257,22 @@ def test_steps_in_a_pause_leave_nothing_behind(tmp_path: Path) -> None:
     assert held == [(1, 1, 1), (1, 1, 2)]
 
 
+def test_steps_in_a_pause_before_the_first_forward_are_no_sign_of_blindness(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 4)
+    model(X).sum().backward()
+    optimizer = adam(model)
+    with ddpprobe.install(model, run_dir=tmp_path, daemon="none") as probe:
+        with probe.pause("a warm-up"):
+            for _ in range(10):
+                optimizer.step()
+        assert "no training forward" not in caplog.text
+        for _ in range(10):
+            optimizer.step()
+        assert "no training forward" in caplog.text
+
+
 def test_resumed_numbers_go_on(tmp_path: Path, records_of) -> None:
     model = nn.Linear(4, 4)
     with ddpprobe.install(model, run_dir=tmp_path / "r", every=10, first_step=95, daemon="none"):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 
 from ddpprobe import torch_private
-from ddpprobe.torch_private import functorch, tcp_store
+from ddpprobe.torch_private import anomaly, functorch, modes, tcp_store
 
 
 def test_every_private_name_passes_its_self_test() -> None:
     assert torch_private.self_test() == dict.fromkeys(torch_private.self_test(), True)
     assert tcp_store.self_test() == {"bounded_store": True}
     assert functorch.self_test() == {"outside_functorch": True}
+    assert anomaly.self_test() == {"traceback_of": True}
+    assert modes.self_test() == {"plain_mode": True}
 
 
 def test_without_the_private_names_each_degrades_as_it_says(monkeypatch) -> None:

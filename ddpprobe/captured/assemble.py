@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddpprobe.captured import placing
 from ddpprobe.captured.errors import CaptureError
-from ddpprobe.captured.placing import PARTIAL, REPLICATE, SHARD, UNKNOWN, Placing
-from ddpprobe.topology.placement import deal
+from ddpprobe.dealing import PARTIAL, REPLICATE, SHARD, UNKNOWN, Axis, Placing, agree
 
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum,
@@ -65,7 +63,7 @@ def pieces(
         if laid is not None:
             ranks = laid.ranks
             told = [p.placing for r, p in parts.items() if r in ranks and p.placing is not None]
-            laid = placing.agree(told)
+            laid = agree(told)
         elif len(part.group) > 1:
             ranks = part.group
             laid = _as_said(part, {r: parts[r] for r in ranks if r in parts}, joined, what)
@@ -151,12 +149,11 @@ def _piece(laid: Placing, tensors: Mapping[int, Tensor], what: str) -> Tensor:
 
 def region(laid: Placing, place: Sequence[int]) -> list[Tensor]:
     """Return per dim the global indices that the rank at `place` of the mesh holds, int64 [n]."""
-    held = [[(0, size)] for size in laid.shape]
-    for axis, size, at in zip(laid.axes, laid.mesh, place, strict=True):
-        if axis.does == SHARD:
-            held[axis.dim] = deal(held[axis.dim], size, at, axis.split)
     empty = torch.arange(0, device="cpu")
-    return [torch.cat([empty, *(torch.arange(*r, device="cpu") for r in runs)]) for runs in held]
+    return [
+        torch.cat([empty, *(torch.arange(*r, device="cpu") for r in runs)])
+        for runs in laid.runs(place)
+    ]
 
 
 def _as_said(
@@ -167,11 +164,11 @@ def _as_said(
     if joined is None and not all(p.alike for p in parts.values()):
         raise _not_known(what, ranks)
     if joined is None or isinstance(joined, str):
-        return Placing(ranks, (len(ranks),), part.shape, (placing.Axis(REPLICATE),))
+        return Placing(ranks, (len(ranks),), part.shape, (Axis(REPLICATE),))
     dim = joined % max(len(part.shape), 1)
     shape = list(part.shape)
     shape[dim] = sum(p.shape[dim] for p in parts.values())
-    return Placing(ranks, (len(ranks),), tuple(shape), (placing.Axis(SHARD, dim),))
+    return Placing(ranks, (len(ranks),), tuple(shape), (Axis(SHARD, dim),))
 
 
 def _not_known(what: str, ranks: Sequence[int]) -> CaptureError:

@@ -15,8 +15,8 @@ from ddpprobe.captured.assemble import Part
 from ddpprobe.captured.errors import CaptureError
 from ddpprobe.captured.exchange import Exchange
 from ddpprobe.captured.held import Held
-from ddpprobe.captured.placing import Placing
 from ddpprobe.captured.series import Meter, TensorStats, align, read
+from ddpprobe.dealing import Placing
 
 Key = tuple[str, str, str]  # name, kind, leaf
 Find = Callable[[], tuple[str, Held, bool] | None]  # leaf, tensor, concluded to be replicated

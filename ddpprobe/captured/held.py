@@ -8,10 +8,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ddpprobe.captured import placing
 from ddpprobe.captured.errors import CaptureError
-from ddpprobe.captured.placing import Placing
+from ddpprobe.dealing import Placing
 from ddpprobe.stats.dense import local
+from ddpprobe.topology import placing
 from ddpprobe.topology.placement import is_dtensor
 
 Apply = Callable[[Tensor], Tensor]

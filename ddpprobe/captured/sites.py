@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ddpprobe.captured.held import Held, Holder
-from ddpprobe.captured.placing import Placing, of
 from ddpprobe.captured.series import Meter, Series
+from ddpprobe.dealing import Placing
 from ddpprobe.stats.dense import Unsupported
 from ddpprobe.topology.placement import is_dtensor
+from ddpprobe.topology.placing import of
 
 KINDS = ("input", "output", "grad")
 

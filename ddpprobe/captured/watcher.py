@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
-from ddpprobe.captured import placing
 from ddpprobe.captured.inference import Inference
-from ddpprobe.captured.placing import Origin, Placing
 from ddpprobe.captured.sites import Call, Site, Sites
 from ddpprobe.captured.targets import Targets
+from ddpprobe.dealing import Placing
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.guest import Guest
+from ddpprobe.hooks.handed import Handed, Kept, of_sum
 from ddpprobe.hooks.outputs import leaves
+from ddpprobe.topology import placing
 from ddpprobe.topology.placement import is_dtensor
-
-Kept = tuple[torch.Size, Placing]  # of an input; an output of that shape lies like it
+from ddpprobe.topology.placing import Origin
 
 
 @final
@@ -69,7 +69,7 @@ class Watcher:
         self._handles: list[RemovableHandle] = []
         self._sampler: list[RemovableHandle] = []
         self._running: dict[int, list[_Running]] = {}
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Placing]] = {}
+        self._handed = Handed()
         self._forwards = 0
         self._tapped: set[str] = set()  # leaves tapped by the front hook of the call that ends now
         self.on_gradient = fuse.guard(partial(_outside_modes, self._gradient))
@@ -95,7 +95,7 @@ class Watcher:
             handle.remove()
         self._sampler.clear()
         self._running.clear()
-        self._known.clear()
+        self._handed.forget()
 
     def _guest(self, target: Callable[..., object]) -> Guest:
         return Guest(self._fuse.guard(target))
@@ -154,14 +154,14 @@ class Watcher:
     ) -> None:
         if torch_private.in_backward():
             return
-        running = _Running(self._kept(module, args, kwargs))
+        running = _Running(self._handed.kept(module, args, kwargs))
         self._running.setdefault(id(module), []).append(running)
         if site is None or not self._inputs:
             return
         for given in (args, kwargs):
             for leaf, tensor in leaves(given):
                 if not torch_private.is_functorch(tensor):
-                    laid = self._layout(tensor)
+                    laid = self._handed.layout(tensor)
                     self._sites.take(site, running.call, "input", leaf, tensor, laid)
 
     def _first(self, site: Site | None, module: nn.Module, args: object, output: object) -> None:
@@ -197,7 +197,7 @@ class Watcher:
             return
         running = under_way.pop()
         laid = {
-            leaf: (tensor, self._learn(tensor, running.origins.get(leaf), running.given))
+            leaf: (tensor, self._handed.learn(tensor, running.origins.get(leaf), running.given))
             for leaf, tensor in leaves(output)
             if not torch_private.is_functorch(tensor)
         }
@@ -221,44 +221,6 @@ class Watcher:
             if not is_dtensor(tensor):
                 self._inference.bind(site.name, leaf, tensor, again=True)
 
-    def _kept(
-        self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any]
-    ) -> Kept | None:
-        """Return shape and layout of a plain input if the output's elements lie as the input's do.
-
-        So it is with torch's own modules without parameters and children, where the shape is kept
-        too: activations, dropout. (What they compute along a dim, they compute within the shard.)
-        """
-        own = type(module).__module__.startswith("torch.nn.modules.")
-        if not own or next(module.children(), None) or next(module.parameters(), None) is not None:
-            return None
-        given = [tensor for _, tensor in leaves((args, kwargs))]
-        laid = self._layout(given[0]) if len(given) == 1 else None
-        known = laid is not None and laid.label in ("sharded", "replicated")
-        return (given[0].shape, laid) if known and laid is not None else None
-
-    def _learn(self, tensor: Tensor, origin: Origin | None, given: Kept | None) -> Placing | None:
-        """Return the layout of an output, and remember it for modules that pass it on."""
-        if is_dtensor(tensor):
-            return placing.of(tensor)
-        laid = placing.follow(origin, tensor) if origin is not None else self._layout(tensor)
-        if laid is None and given is not None and given[0] == tensor.shape:
-            laid = given[1]
-        if laid is None:
-            return None
-        if not tensor.is_inference():
-            key = id(tensor)
-            gone = weakref.ref(tensor, lambda _: self._known.pop(key, None))
-            self._known[key] = gone, tensor._version, laid  # noqa: SLF001  (public by docs)
-        return laid
-
-    def _layout(self, tensor: Tensor) -> Placing | None:
-        """Return the layout of a tensor if it is the very one that a module has handed out."""
-        ref, version, laid = self._known.get(id(tensor), (None, 0, None))
-        if ref is None or ref() is not tensor or tensor._version != version:  # noqa: SLF001  (public by docs)
-            return None
-        return laid
-
     def _note(self, laid: Placing) -> None:
         if len(laid.ranks) > 1:
             self.groups.add(laid.ranks)
@@ -276,7 +238,9 @@ class Watcher:
         if call is not None and leaf not in call.tapped:
             call.tapped.add(leaf)
             refer = self._sites.refer(call)
-            tensor.register_hook(_Gradient(self, site.name, refer, leaf, self._layout(tensor)))
+            tensor.register_hook(
+                _Gradient(self, site.name, refer, leaf, self._handed.layout(tensor))
+            )
         return True
 
     def _gradient(
@@ -286,9 +250,8 @@ class Watcher:
             return  # the capture is closed
         site = self._sites.by_name[name]
         site.gradients[leaf] += 1
-        if laid is not None and laid.label == "partial":
-            # What is added up has, on every rank, the gradient of the sum.
-            laid = Placing(laid.ranks, laid.mesh, laid.shape, tuple(map(_summed, laid.axes)))
+        if laid is not None:
+            laid = of_sum(laid)
         if call is not None:
             self._sites.take(site, call, "grad", leaf, gradient, laid)
 
@@ -319,7 +282,3 @@ class _Gradient:
 def _outside_modes(target: Callable[..., object], *args: object) -> None:
     with torch_private.outside_modes():
         target(*args)
-
-
-def _summed(axis: placing.Axis) -> placing.Axis:
-    return placing.Axis(placing.REPLICATE) if axis.does == placing.PARTIAL else axis

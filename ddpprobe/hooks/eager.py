@@ -3,8 +3,7 @@
 Forward: a forward hook per chosen module reduces its outputs. Backward: a tensor hook on each
 output gives the gradient with respect to it, bit-identical to what a full-backward hook would see
 and safe where that one crashes the user's forward (in-place consumers, views). Parameters: a tensor
-hook on the parameter *as the forward sees it* gives this rank's gradient before any reduction,
-under FSDP too, where a module holds the unsharded parameter only while its unit runs.
+hook on the parameter *as the forward sees it*, under FSDP unsharded, gives the local gradient.
 """
 
 from __future__ import annotations
@@ -59,6 +58,7 @@ class EagerHooks:
         attached: a sampled step is under way.
         tapped: by id, the parameters whose local gradients are read in it.
         gradients: how many reduced gradients were read in it.
+        behind: called with FQN, module, args, kwargs and output when the rows of a call are made.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class EagerHooks:
         self.tapped: dict[int, Tensor] = {}
         self._called: set[str] = set()
         self.gradients = 0
+        self.behind: Callable[..., object] = lambda *_: None
         self._backward = (-1, -1)  # the backward that was last seen, and its micro-batch
         self._layouts = Layouts(topology, rows.table.amend, fuse)
         self.on_gradient = fuse.guard(self._gradient)
@@ -107,7 +108,7 @@ class EagerHooks:
                 guest = self._guests.get(fqn)
                 if guest is None:
                     guest = self._guests[fqn] = Guest(self._fuse.guard(_Forward(self, fqn)))
-                self._handles.append(module.register_forward_hook(guest))
+                self._handles.append(module.register_forward_hook(guest, with_kwargs=True))
         self._handles += gradients.seek(
             self._topology, self._fuse, self._tap_parameter, self._tap_flat
         )
@@ -306,8 +307,9 @@ class _Forward:
     def __init__(self, hooks: EagerHooks, fqn: str) -> None:
         self._hooks, self._fqn = hooks, fqn
 
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        self._hooks.forward(self._fqn, output)
+    def __call__(self, *call: object) -> None:
+        self._hooks.forward(self._fqn, call[-1])
+        self._hooks.behind(self._fqn, *call)
 
 
 @final

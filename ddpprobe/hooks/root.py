@@ -46,28 +46,32 @@ class RootHooks:
         ended: called with the tensors a forward returned, and those of them with a gradient to
             come.
         gradient: called when the gradient of one of these arrives, inside the backward.
+        act: called behind `begins` outside of the fuse, and not from inside a graph.
 
     Attributes:
         in_graph: the last event came from inside a graph.
+        deaf: the hooks are off, or tell nothing.
     """
 
     def __init__(
         self, topology: Topology, fuse: Fuse, begins: Callable[[bool], None],
         ended: Callable[[list[Tensor], list[Tensor]], None], gradient: Callable[[], None],
+        act: Callable[[], object],
     ) -> None:  # fmt: skip
         self.in_graph = self._trains = self._warned = False
         self._topology = topology
         self._begins, self._ended, self._gradient = begins, ended, gradient
-        self._before, self._after = fuse.guard(self._begin), fuse.guard(self._end)
+        self._guarded_begin, self._act = fuse.guard(self._begin), act
+        self._before, self._after = self._begin_and_act, fuse.guard(self._end)
         self._arrived = fuse.guard(self._arrive)
         self._channel = Channel(fuse.guard(self._hear))
         self._handles: list[RemovableHandle] = []
-        self._deaf = False
+        self.deaf = False
         self._told: list[tuple[str, Tensor]] = []  # what the root returned, told by its graph
 
     def hang(self) -> None:
         """Hang the hooks, outside of the root's graph if that is known."""
-        self._deaf = False
+        self.deaf = False
         if not self._handles:
             called, slot = _called(self._topology), self._channel.slot
             self._handles = [
@@ -77,13 +81,17 @@ class RootHooks:
 
     def unhang(self, *, for_good: bool) -> None:
         """Take them off. From inside a graph they would not come back: there they turn deaf."""
-        self._deaf = True
+        self.deaf = True
         if for_good or not self.in_graph:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
 
-    def _begin(self, *_: object) -> None:
+    def _begin_and_act(self, *_: object) -> None:
+        self._guarded_begin()
+        self._act()
+
+    def _begin(self) -> None:
         self.in_graph = False
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         rehearsal = sharding.rehearses() or tracing or self._captured()
@@ -118,7 +126,7 @@ class RootHooks:
         self._gradient()
 
     def _hear(self, what: str, leaf: str, tensor: Tensor) -> None:
-        if self._deaf:
+        if self.deaf:
             return
         self.in_graph = True
         if what == GRADIENT:

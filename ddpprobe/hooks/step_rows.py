@@ -127,6 +127,12 @@ class StepRows:
         rows = self._buffer[: len(self._slots), stats.NONFINITE]
         return rows.device.type == "cpu" and not rows.any()
 
+    def bad_from(self, index: int) -> bool:
+        """Whether the host can see NaN or Inf in a row from `index` on."""
+        if not self._buffer.is_cpu:
+            return False
+        return bool(self._buffer.numpy()[index : len(self._slots), stats.NONFINITE].any())
+
     def end_finite(self, slot: int) -> bool:
         """Whether the row made last is of `slot` and, as the host can see, has no NaN or Inf."""
         last = len(self._slots) - 1

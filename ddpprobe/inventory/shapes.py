@@ -21,7 +21,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ddpprobe import torch_private
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.inventory.parameters import Held, held_tensor
-from ddpprobe.inventory.skeleton import Skeleton, SummaryError, own_class
+from ddpprobe.inventory.skeleton import Skeleton, SummaryError
+from ddpprobe.topology.naming import own_class
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -20,14 +20,13 @@ from torch.nn.parallel import DataParallel
 
 from ddpprobe import torch_private
 from ddpprobe.inventory.parameters import UNINITIALIZED, Held, held_tensor
-from ddpprobe.topology.naming import inner
+from ddpprobe.topology.naming import inner, own_class
 
 
 class SummaryError(RuntimeError):
     """The shapes of this model cannot be told without running it; the text says what can be."""
 
 
-_FSDP = "torch.distributed.fsdp"
 _BARE = nn.Module().__dict__
 
 
@@ -38,14 +37,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
         if wrapped is None:
             return module
         module = wrapped
-
-
-def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class as the user wrote it: `fully_shard` puts one of its own in front."""
-    kind = type(module)
-    if torch_private.is_a(module, _FSDP, "FSDPModule"):
-        return cast("type[nn.Module]", kind.__mro__[2])
-    return kind
 
 
 @final

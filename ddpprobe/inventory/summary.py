@@ -11,9 +11,9 @@ from torch import nn
 
 from ddpprobe.inventory.parameters import Held, held_parameters, held_tensor
 from ddpprobe.inventory.shapes import Calls, Shapes, dtype_name, run_fake
-from ddpprobe.inventory.skeleton import own_class, unwrapped
+from ddpprobe.inventory.skeleton import unwrapped
 from ddpprobe.inventory.table import render
-from ddpprobe.topology.naming import inner, walk
+from ddpprobe.topology.naming import inner, own_class, walk
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,11 +116,11 @@ class Topology:
         All but FSDP's: an FSDP2 unit's are `gathered_parameters`, FSDP1's are in `flat`.
         """
         sharded = sharded_ids(self.root) if self._sharded_by_units() else ()
-        for fqn, _, _, parameter in self._own_parameters():
+        for fqn, _, _, parameter in self.own_parameters():
             if id(parameter) not in sharded:
                 yield fqn, parameter
 
-    def _own_parameters(self) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    def own_parameters(self) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
         """Yield (FQN, module, name, parameter) of all that no FSDP1 manages, tied ones once."""
         flat = {id(unit.flat) for unit in self.flat}
         parts = {place for unit in self.flat for place in unit.places}
@@ -146,13 +146,13 @@ class Topology:
         """
         for unit in self.flat:
             yield from unit.gradients()
-        for fqn, _, _, parameter in self._own_parameters():
+        for fqn, _, _, parameter in self.own_parameters():
             if parameter.grad is not None:
                 yield fqn, parameter.grad, self._gradient_layout(parameter)
 
     def _gradient_layout(self, parameter: Tensor) -> Layout:
         gradient = parameter.grad
-        managed = self._managed_by_ddp(parameter)
+        managed = self.managed_by_ddp(parameter)
         if is_dtensor(gradient):
             layout = reduced_layout(gradient)
             if managed is not None:
@@ -200,7 +200,7 @@ class Topology:
         if self._sharded_by_units():
             for module, name, stored in torch_private.sharded_parameters(self.root):
                 gathered[id(module), name] = stored
-        for fqn, module, name, parameter in self._own_parameters():
+        for fqn, module, name, parameter in self.own_parameters():
             stored = gathered.get((id(module), name), parameter)
             shard = self.replica_shard(stored)
             if shard is not None:
@@ -212,7 +212,7 @@ class Topology:
         None where nobody else holds the same part.
         """
         if is_dtensor(parameter):
-            if self._managed_by_ddp(parameter) is not None:
+            if self.managed_by_ddp(parameter) is not None:
                 return shard_id(parameter)
             shard = shard_name(parameter)
             if (
@@ -222,10 +222,10 @@ class Topology:
             ):
                 return shard_id(parameter)
             return shard
-        whole = self._managed_by_ddp(parameter) is not None or bool(self.tensor_meshes)
+        whole = self.managed_by_ddp(parameter) is not None or bool(self.tensor_meshes)
         return "" if whole and self.world_size > 1 else None
 
-    def _managed_by_ddp(self, parameter: Tensor) -> bool | None:
+    def managed_by_ddp(self, parameter: Tensor) -> bool | None:
         """Whether this rank is the first of those to whom a DDP gives the same gradient.
 
         None if no DDP reduces it.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpprobe.torch_private import dictionaries
+from ddpprobe.torch_private import dictionaries, is_a
 
 _PREFIXES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
@@ -60,3 +61,11 @@ def held(
 def clean(name: str) -> str:
     """Remove wrapper components from a dotted name: the FQN the unwrapped model would give."""
     return ".".join(part for part in name.split(".") if part not in _PREFIXES)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class as the user wrote it: `fully_shard` puts one of its own in front."""
+    kind = type(module)
+    if is_a(module, "torch.distributed.fsdp", "FSDPModule"):
+        return cast("type[nn.Module]", kind.__mro__[2])
+    return kind

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddpprobe import torch_private
+from ddpprobe.dealing import deal
 from ddpprobe.torch_private.sharding import split_factor
 
 if TYPE_CHECKING:
@@ -121,40 +122,6 @@ def box(
         return None
     found = [runs[0] if runs else (shape[d], shape[d]) for d, runs in rows.items()]
     return Region(tuple(a for a, _ in found), tuple(b - a for a, b in found), shape)
-
-
-def deal(runs: list[tuple[int, int]], ranks: int, rank: int, pieces: int) -> list[tuple[int, int]]:
-    """Cut runs [start, stop) into `pieces`, each of these for `ranks`; return what `rank` gets.
-
-    Chunks are cut as by torch.chunk; `pieces` is the split factor of a strided shard, else 1.
-    """
-    size = sum(b - a for a, b in runs)
-    mine: list[tuple[int, int]] = []
-    for start, stop in (_chunk(size, pieces, p) for p in range(pieces)):
-        a, b = _chunk(stop - start, ranks, rank)
-        for run in _cut(runs, start + a, start + b):
-            if mine and mine[-1][1] == run[0]:
-                mine[-1] = mine[-1][0], run[1]
-            else:
-                mine.append(run)
-    return mine
-
-
-def _chunk(size: int, chunks: int, index: int) -> tuple[int, int]:
-    """[start, stop) of a chunk as torch.chunk makes them: full ones first, then less or none."""
-    full = -(-size // chunks)
-    return min(index * full, size), min((index + 1) * full, size)
-
-
-def _cut(runs: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """Positions [start, stop) of what `runs` hold one behind the other."""
-    out, position = [], 0
-    for a, b in runs:
-        low, high = max(start, position), min(stop, position + b - a)
-        if low < high:
-            out.append((a + low - position, a + high - position))
-        position += b - a
-    return out
 
 
 def shard_name(tensor: DTensor) -> str | None:

@@ -37,13 +37,14 @@ spec.loader.exec_module(job)
 
 # Where the training process can be inside ddpprobe after install() has returned.
 ROOMS = ("enlist", "heartbeat", "hooks.eager", "hooks.full", "hooks.loss_scale", "hooks.root",
-         "hooks.step_rows", "hooks.watch", "journal", "observers", "recorder", "shipping", "steps",
-         "topology.describe")  # fmt: skip
+         "hooks.step_rows", "hooks.watch", "journal", "observers", "orders", "recorder",
+         "responder", "shipping", "steps", "topology.describe")  # fmt: skip
 # One line each, that enters the fuse: the outside of the containment.
 DOORS = (
     "ddpprobe.hooks.eager._Gradient.__call__", "ddpprobe.hooks.watch._Watched.__call__",
     "ddpprobe.hooks.root._Before.__call__", "ddpprobe.hooks.root._After.__call__",
-    "ddpprobe.hooks.root._Arrived.__call__",
+    "ddpprobe.hooks.root._Arrived.__call__", "ddpprobe.hooks.root.RootHooks._begin_and_act",
+    "ddpprobe.steps.StepClock._behind_step", "ddpprobe.responder.Responder.act",
 )  # fmt: skip
 STEPS = 6
 

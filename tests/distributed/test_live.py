@@ -24,6 +24,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 import ddpprobe
 from ddpprobe.detectors.suite import default_suite, order_of_cause
+from ddpprobe.layout import RunDir
+from ddpprobe.orders import OrderReader
 from ddpprobe.records import Anomaly, StepRecord, derive
 
 from .. import conftest, prometheus_harness
@@ -236,6 +238,15 @@ def _store(live: Live, group: str) -> zarr.Group:
     return found
 
 
+def sampled_steps(live: Live) -> list[int]:
+    """Return the steps of the interval, and those that the black box captured at the page."""
+    board = OrderReader(RunDir(live.run).orders(0, "node_0000"))
+    (order,) = iter(board.look, None)
+    board.close()
+    assert FAULT_STEP < order.start < STEPS
+    return sorted({*range(0, STEPS, EVERY), *range(order.start, order.stop)})
+
+
 @pytest.mark.parametrize("rank", [None, FAULT_RANK])
 def test_plain_xarray_reads_the_statistics_that_the_records_hold(
     live: Live, rank: int | None
@@ -244,7 +255,7 @@ def test_plain_xarray_reads_the_statistics_that_the_records_hold(
     records = list(ddpprobe.open(live.run).records(rank))
     with xarray.open_zarr(live.run / "run.zarr", group=f"attempt_000/{group}") as dataset:
         assert dataset["step"].values.tolist() == [r.step for r in records]
-        assert sum(r.sampled for r in records) == STEPS // EVERY
+        assert [r.step for r in records if r.sampled] == sampled_steps(live)
         place = {
             (fqn, kind, leaf): i
             for i, (fqn, kind, leaf) in enumerate(
@@ -311,7 +322,7 @@ def test_the_verbs_read_the_ended_run(live: Live) -> None:
     code, text = real_job.ddpprobe_says("trace", live.run, *words)
     trace = json.loads(text)
     assert code == 0
-    assert trace["steps"] == list(range(0, STEPS, EVERY))
+    assert trace["steps"] == sampled_steps(live)
     assert f"{MODULE}:output" in {series["site"] for series in trace["series"]}
     shown = next(s for s in trace["series"] if s["site"] == f"{MODULE}:output")
     record = next(r for r in live.records if r.step == 0)

@@ -1,5 +1,7 @@
 """Under every wrapper, the merged statistics equal those of one process with the unwrapped model.
 
+So do the captured tensors, put together by their layouts: bit for bit (`whole_tensors`).
+
 Each world size is one launch, in which the wrappers follow one another.
 """
 
@@ -12,6 +14,7 @@ import pytest
 
 from ddpprobe.merge import disagreements, merge_all
 from ddpprobe.records import StepRecord
+from tests.distributed import whole_tensors
 from tests.distributed import wrappers_job as job
 from tests.distributed.reference import Reference
 
@@ -80,10 +83,11 @@ WRAPPERS = {
     [(2, ALL_OF_TWO), (3, ALL_OF_THREE), (4, ALL_OF_FOUR)],
     ids=["two ranks", "three ranks", "four ranks"],
 )
-def test_every_statistic_is_exact_or_labelled_and_training_is_bit_identical(
+def test_statistics_are_exact_or_labelled_tensors_whole_and_training_bit_identical(
     nproc: int, cases: dict[str, range], torchrun, tmp_path: Path, records_of
 ) -> None:
-    done = torchrun([JOB, tmp_path, *cases], nproc=nproc, timeout=240)
+    whole = [f"whole:{case}" for case in whole_tensors.CASES.get(nproc, ())]
+    done = torchrun([JOB, tmp_path, *cases, *whole], nproc=nproc, timeout=240)
     assert done.returncode == 0, done.stderr
     same = [json.loads((tmp_path / f"same.{rank}").read_text()) for rank in range(nproc)]
     assert all(all(result) for each in same for result in each.values()), same
@@ -104,6 +108,8 @@ def test_every_statistic_is_exact_or_labelled_and_training_is_bit_identical(
         identity = json.loads((run / "run.json").read_text())
         if run.name == case:  # installed before wrapping it cannot know yet
             assert identity["wrapper"] == WRAPPERS.get(case, case.split("-")[0]), case
+    if whole:
+        wrong += whole_tensors.differences(tmp_path / "whole", nproc)
     assert not wrong, "\n".join(wrong)
 
 

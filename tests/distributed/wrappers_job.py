@@ -1,6 +1,8 @@
 """One step under each of several wrappers, one behind the other, with and without the probe.
 
 torchrun ... wrappers_job.py OUT CASE [CASE ...]     (OUT/CASE is the run directory of a case)
+
+A case `whole:NAME` is one of `whole_tensors`.
 """
 
 from __future__ import annotations
@@ -323,12 +325,21 @@ def check_regions(wrapped: nn.Module) -> None:
     assert set(covered) == set(whole)
 
 
+def whole_tensor_case(case: str, out: Path) -> bool:
+    from tests.distributed import whole_tensors
+
+    return whole_tensors.train(case, None) == whole_tensors.train(case, out / case)
+
+
 def main() -> None:
     warnings.simplefilter("ignore")  # torch deprecates parts of what is tested here
     dist.init_process_group("gloo")
     out, cases = Path(sys.argv[1]), sys.argv[2:]
     same = {}
     for case in cases:
+        if case.startswith("whole:"):
+            same[case] = [whole_tensor_case(case.removeprefix("whole:"), out / "whole")]
+            continue
         bare = train(case, None, before=False)
         same[case] = [bare == train(case, out / case, before=False)]
         if case in ("ddp", "fsdp1", "fsdp1-own", "fsdp2", "tp"):

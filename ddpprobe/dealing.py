@@ -1,26 +1,16 @@
-"""How one rank's part of a tensor lies in the whole, told by DTensors before they are made local.
+"""Who holds which part of a whole: layouts over a mesh of ranks, as plain numbers.
 
-A tensor-parallel module computes a DTensor and then hands out its plain local part. A hook in front
-of that conversion sees the DTensor; what comes out has the same value on the whole, so its layout
-follows from the shapes.
+The training process tells them, the reader of a run needs them without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
-
-from torch import Tensor
-
-from ddpprobe.stats.dense import local
-from ddpprobe.torch_private import sharding
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Placement
+from typing import Any
 
 REPLICATE, SHARD, PARTIAL, UNKNOWN = "replicate", "shard", "partial", "unknown"
+Runs = list[tuple[int, int]]  # [start, stop) one behind the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +68,14 @@ class Placing:
         pairs = zip(self.axes, self.coordinate(rank), strict=True)
         return all(at == 0 for axis, at in pairs if axis.does == REPLICATE)
 
+    def runs(self, place: Sequence[int]) -> list[Runs]:
+        """Return per dim the runs of global indices that the rank at `place` of the mesh holds."""
+        held: list[Runs] = [[(0, size)] for size in self.shape]
+        for axis, size, at in zip(self.axes, self.mesh, place, strict=True):
+            if axis.does == SHARD:
+                held[axis.dim] = deal(held[axis.dim], size, at, axis.split)
+        return held
+
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` takes."""
         axes = [[a.does, a.dim, a.split, a.op] for a in self.axes]
@@ -88,57 +86,6 @@ class Placing:
         """Return the placing that another rank told."""
         axes = tuple(Axis(str(d), int(i), int(s), str(o)) for d, i, s, o in told["axes"])
         return cls(tuple(told["ranks"]), tuple(told["mesh"]), tuple(told["shape"]), axes)
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """A DTensor that a module computed, remembered without holding it."""
-
-    placing: Placing
-    memory: tuple[object, ...]
-
-
-def of(tensor: Tensor) -> Placing:
-    """Return the placing of a DTensor."""
-    spread = cast("DTensor", tensor)
-    mesh = spread.device_mesh.mesh
-    return Placing(
-        tuple(mesh.flatten().tolist()),
-        tuple(mesh.shape),
-        tuple(spread.shape),
-        tuple(_axis(p) for p in spread.placements),
-    )
-
-
-def origin(tensor: Tensor) -> Origin:
-    """Return what must be known of a DTensor to recognise what becomes of it."""
-    return Origin(of(tensor), _memory(local(tensor)))
-
-
-def follow(before: Origin, tensor: Tensor) -> Placing:
-    """Return the placing of the plain `tensor` that was made of a DTensor.
-
-    Autograd remembers how it lay when it was made local. Where it does not (no_grad, a cast): if it
-    is the DTensor's own local part, nothing has changed; otherwise it was redistributed, which
-    keeps the value of the whole, and over one axis the shape tells how it is split now.
-    """
-    known = before.placing
-    told = sharding.localized(tensor)
-    if told is not None and tuple(told[0].mesh.flatten().tolist()) == known.ranks:
-        return Placing(known.ranks, known.mesh, known.shape, tuple(_axis(p) for p in told[1]))
-    if _memory(local(tensor)) == before.memory:
-        return known
-    differing = [
-        dim
-        for dim, (mine, whole) in enumerate(zip(tensor.shape, known.shape, strict=False))
-        if mine != whole
-    ]
-    axis = Axis(UNKNOWN)
-    if tensor.dim() == len(known.shape) and not differing:
-        axis = Axis(REPLICATE)
-    elif tensor.dim() == len(known.shape) and len(known.mesh) == 1 and len(differing) == 1:
-        axis = Axis(SHARD, differing[0])
-    return Placing(known.ranks, known.mesh, known.shape, (axis,) * len(known.mesh))
 
 
 def agree(told: list[Placing]) -> Placing:
@@ -159,18 +106,35 @@ def agree(told: list[Placing]) -> Placing:
     return Placing(first.ranks, first.mesh, first.shape, tuple(axes))
 
 
-def _axis(placement: Placement) -> Axis:
-    if placement.is_replicate():
-        return Axis(REPLICATE)
-    dim = getattr(placement, "dim", None)
-    if dim is not None:
-        return Axis(SHARD, int(dim), sharding.split_factor(placement))
-    # A masked partial (sharded embedding) holds garbage where another rank has the row.
-    if placement.is_partial() and type(placement).__name__ == "Partial":
-        return Axis(PARTIAL, op=str(getattr(placement, "reduce_op", "sum")))
-    return Axis(UNKNOWN)
+def deal(runs: Runs, ranks: int, rank: int, pieces: int) -> Runs:
+    """Cut runs [start, stop) into `pieces`, each of these for `ranks`; return what `rank` gets.
+
+    Chunks are cut as by torch.chunk; `pieces` is the split factor of a strided shard, else 1.
+    """
+    size = sum(b - a for a, b in runs)
+    mine: Runs = []
+    for start, stop in (_chunk(size, pieces, p) for p in range(pieces)):
+        a, b = _chunk(stop - start, ranks, rank)
+        for run in _cut(runs, start + a, start + b):
+            if mine and mine[-1][1] == run[0]:
+                mine[-1] = mine[-1][0], run[1]
+            else:
+                mine.append(run)
+    return mine
 
 
-def _memory(tensor: Tensor) -> tuple[object, ...]:
-    where = tensor.data_ptr() if tensor.numel() else 0
-    return where, tuple(tensor.shape), tensor.stride()
+def _chunk(size: int, chunks: int, index: int) -> tuple[int, int]:
+    """[start, stop) of a chunk as torch.chunk makes them: full ones first, then less or none."""
+    full = -(-size // chunks)
+    return min(index * full, size), min((index + 1) * full, size)
+
+
+def _cut(runs: Runs, start: int, stop: int) -> Runs:
+    """Positions [start, stop) of what `runs` hold one behind the other."""
+    out, position = [], 0
+    for a, b in runs:
+        low, high = max(start, position), min(stop, position + b - a)
+        if low < high:
+            out.append((a + low - position, a + high - position))
+        position += b - a
+    return out

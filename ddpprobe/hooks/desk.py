@@ -1,0 +1,73 @@
+"""From bundles to packs on the disk. Nothing waits for a device, and no error gets out.
+
+A pack is written by the thread that trains, at the speed of the page cache: another thread would
+take the interpreter's lock just as long, at moments nobody can foresee.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+from ddpprobe import codec, packs
+from ddpprobe.hooks.bundle import Bundle
+from ddpprobe.hooks.keeping import MAX_BYTES
+from ddpprobe.journal import BACK_OFF_SECONDS, JournalWriter
+
+
+@final
+class Desk:
+    """Writes what one rank keeps.
+
+    Args:
+        path: gives the file of a step's pack.
+        who: JSON that every header begins with: attempt, rank, world_size.
+        journal: hears of every pack, and of what was lost.
+    """
+
+    def __init__(
+        self, path: Callable[[int], Path], who: Mapping[str, int], journal: JournalWriter
+    ) -> None:
+        self._path, self._who, self._journal = path, who, journal
+        self._waiting: deque[Bundle] = deque()
+        self._retry_at = 0.0
+
+    def room(self) -> int:
+        """Bytes that the next bundle may take; 0 for a moment after the disk has refused one."""
+        if time.monotonic() < self._retry_at:
+            return 0
+        return MAX_BYTES - sum(bundle.keeper.taken for bundle in self._waiting)
+
+    def push(self, bundle: Bundle) -> None:
+        """Take a bundle that is complete; `write` writes it when its copies are there."""
+        bundle.keeper.end()
+        self._waiting.append(bundle)
+
+    def write(self, *, wait: bool = False) -> None:
+        """Write the bundles whose copies have arrived; waits for the others only at the end."""
+        while self._waiting and (wait or self._waiting[0].keeper.ready()):
+            bundle = self._waiting.popleft()
+            if wait:
+                bundle.keeper.wait()
+            self._write(bundle)
+
+    def _write(self, bundle: Bundle) -> None:
+        header = {**self._who, **bundle.header()}
+        try:
+            size = packs.write(self._path(bundle.step), header, bundle.tensors())
+        except (OSError, packs.PackError) as error:
+            self._retry_at = time.monotonic() + BACK_OFF_SECONDS
+            why = errno.errorcode.get(getattr(error, "errno", None) or 0, "too large")
+            self.tell("dropped", reason=f"capture: {why}", count=len(bundle))
+            return
+        self.tell("captured", step=bundle.step, bytes=size, reason=bundle.reason)
+        if bundle.keeper.dropped:
+            self.tell("dropped", reason="capture: no room", count=bundle.keeper.refused)
+
+    def tell(self, event: str, **facts: Any) -> None:  # noqa: ANN401  (JSON)
+        """Write that something happened to this rank."""
+        self._journal.append_json(codec.LIFE, {"event": event, **facts})

@@ -1,0 +1,350 @@
+"""A pack: the full tensors that one rank kept of one step, in one file.
+
+::
+
+    raw bytes of the first tensor, of the second, ...   each begins at a multiple of 64
+    index                                               JSON: header, layouts, tensors
+    footer                                              32 bytes, see `_FOOTER`
+
+Written under a temporary name and renamed, so a pack is there whole or not at all. Every tensor has
+its crc32, and so has the index. Whoever reads one trusts nothing in it: sizes are bounded before
+anything is allocated, and no byte is handed out unchecked. It is read with `pread`, not mapped: a
+mapped file that somebody cuts short would kill its reader.
+
+The header is JSON::
+
+    attempt, step, rank, world_size, wall_time_ns
+    reason      "capture", "nonfinite", or what an order said
+    dropped     bytes that were not kept, because of the bound on a step
+    left_out    {why: tensors} of kinds that have no plain bytes (sparse, quantized, ...)
+    indices     [{"micro": 0, "samples": [7, 3]}, ...] as the script logged them, or null
+    scaler      the GradScaler's scale at the backward, or null
+    modules     {fqn: {"class": "pkg.Cls", "training": true, "state": {...}, "calls": [...]}}
+
+`state` is {name inside the module: FQN under which the tensor is kept}: a parameter that several
+captured modules share, or that contain one another, is kept once. A call of a module is::
+
+    micro, call        which micro-batch, and which call of the module in it
+    args, kwargs       {"tensor": leaf} | {"value": JSON scalar} | {"float": "nan", "inf", "-inf"}
+                       | {"list": [...]} | {"tuple": [...]} | {"dict": {...}} | {"opaque": class}
+    autocast           {device: dtype} of the devices it was on for, such as {"cuda": "bfloat16"}
+    rng                "before" or "after" the call: of when the state kept is
+    inputs_changed     by the call, in place: kept is what was before it; null: what was behind it
+
+A `layout` says how the rank's part lies in the whole:
+
+- `{"kind": "dtensor", ranks, mesh, shape, axes}` (`dealing.Placing`): over a mesh of ranks. An
+  activation may lie over several meshes, one per part of the batch: these are joined along dim 0.
+- `{"kind": "flat", "start", "stop", "shape"}`: elements [start, stop) of the flattened parameter.
+- `{"kind": "batch", "dim", "ranks"}`: the ranks' parts are joined along `dim` in rank order.
+- `{"kind": "replicated"}`: the whole. `{"kind": "local"}`: this rank's own, joined with nothing.
+
+Of parameters, gradients and buffers that several ranks hold alike, the first of them keeps it,
+unless the reason is "nonfinite", which one rank alone may have: it keeps all it holds. Activations
+are kept by every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Final, Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpprobe import layout as run_layout
+
+KINDS: Final = ("input", "output", "grad_output", "param", "grad", "buffer", "rng")
+LAYOUTS: Final = ("dtensor", "flat", "batch", "replicated", "local")
+# Bytes per element, by torch's names without "torch.". What is not here is not captured.
+ITEM_SIZES: Final[Mapping[str, int]] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1, "complex32": 4, "complex64": 8, "complex128": 16,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+}  # fmt: skip
+ALIGNMENT = 64
+MAX_INDEX = 16 << 20  # of JSON: some 50,000 tensors; Python makes at most 20 times as much of it
+MAX_DIMS = 64  # torch's own limit
+
+_MAGIC = b"DDPPACK1"
+_FOOTER = struct.Struct("<8sQQII")  # magic, offset and length of the index, its crc32, zero
+_COUNTS = ("attempt", "step", "rank", "world_size")
+_VECTORS = 512  # buffers per writev; the kernel takes 1024
+
+Bytes = NDArray[np.uint8]
+
+
+class PackError(ValueError):
+    """A file that is no whole pack, or bytes in it that are not what was written; the text says."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """One tensor of a pack: what it is, and where its bytes lie.
+
+    Attributes:
+        module: FQN of the captured module.
+        fqn: of the module for `input`, `output` and `grad_output`; of the parameter or buffer,
+            without wrapper prefixes, for `param`, `grad` and `buffer`; "" for `rng`.
+        kind: one of `KINDS`.
+        leaf: path in a structured input or output: "" for a bare tensor, "0", "mask", "0.x"; the
+            device's kind ("cpu", "cuda") for `rng`.
+        micro: index of the micro-batch in the step.
+        call: which call of the module in the micro-batch, from 0.
+        dtype: torch's name without "torch.", a key of `ITEM_SIZES`.
+        shape: of this rank's part; its elements lie in C order, little-endian.
+        layout: JSON: `{"kind": one of LAYOUTS, ...}`, how the part lies in the whole.
+        offset, bytes, crc: where the bytes lie in the file, and their crc32; told by `write`.
+    """
+
+    module: str
+    fqn: str
+    kind: str
+    leaf: str
+    micro: int
+    call: int
+    dtype: str
+    shape: tuple[int, ...]
+    layout: Mapping[str, Any]
+    offset: int = 0
+    bytes: int = 0
+    crc: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` takes, less the layout."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "layout"}
+
+    @classmethod
+    def from_json(cls, told: object, layouts: Sequence[object]) -> Self:
+        """Return the tensor that an index tells of; its `layout` is a place among `layouts`.
+
+        Raises:
+            PackError: a field is missing or absurd.
+        """
+        if not isinstance(told, dict) or set(told) != set(cls.__slots__):
+            raise PackError("a tensor of the index has other fields than a pack's")
+        shape, at = told["shape"], told["layout"]
+        if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_count, shape)):
+            raise PackError("a tensor of the index has no shape")
+        if not _is_count(at) or at >= len(layouts):
+            raise PackError("a tensor of the index has no layout")
+        found = cls(**{**told, "shape": tuple(shape), "layout": layouts[at]})
+        texts = found.module, found.fqn, found.kind, found.leaf, found.dtype
+        numbers = found.micro, found.call, found.offset, found.bytes, found.crc
+        if not (all(isinstance(t, str) for t in texts) and all(map(_is_count, numbers))):
+            raise PackError("a tensor of the index has a field of the wrong type")
+        if found.kind not in KINDS or found.dtype not in ITEM_SIZES:
+            raise PackError(f"a tensor of the index is of kind {found.kind!r}, {found.dtype!r}")
+        if prod(shape) * ITEM_SIZES[found.dtype] != found.bytes:
+            raise PackError(f"a tensor of the index has {found.bytes} bytes for {shape}")
+        return found
+
+
+def write(
+    path: Path, header: Mapping[str, Any], tensors: Sequence[tuple[PackedTensor, Bytes]]
+) -> int:
+    """Write a pack; return its size in bytes. The bytes are neither joined nor copied on the way.
+
+    It is not forced to the disk: if the machine dies with its writer, the checksums tell.
+
+    Args:
+        path: its directory is made. What is there is replaced.
+        header: JSON: attempt, step, rank, world_size, and what else the reader may know.
+        tensors: each with its bytes, uint8 [n], contiguous; offset, bytes and crc are filled in.
+
+    Raises:
+        OSError: the disk refuses; nothing is left behind.
+        PackError: a tensor is not what it says, or the index is larger than readers accept.
+    """
+    placed, parts, position = [], [], 0
+    for tensor, raw in tensors:
+        if raw.nbytes != prod(tensor.shape) * ITEM_SIZES.get(tensor.dtype, -1):
+            raise PackError(f"{tensor.fqn}: {raw.nbytes} bytes for {tensor.dtype} {tensor.shape}")
+        placed.append(replace(tensor, offset=position, bytes=raw.nbytes, crc=zlib.crc32(raw.data)))
+        padding = bytes(-raw.nbytes % ALIGNMENT)
+        parts += [raw.data, memoryview(padding)]
+        position += raw.nbytes + len(padding)
+    layouts: dict[str, int] = {}  # many tensors have one, and it may name a thousand ranks
+    rows = [
+        {**t.to_json(), "layout": layouts.setdefault(_dumps(t.layout), len(layouts))}
+        for t in placed
+    ]
+    told = {"header": header, "layouts": [json.loads(one) for one in layouts], "tensors": rows}
+    index = _dumps(told).encode()
+    if len(index) > MAX_INDEX:
+        raise PackError(f"the index of {len(placed)} tensors has {len(index)} bytes")
+    footer = _FOOTER.pack(_MAGIC, position, len(index), zlib.crc32(index), 0)
+    parts += [memoryview(index), memoryview(footer)]
+    _replace(path, [part for part in parts if part.nbytes])
+    return position + len(index) + len(footer)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A pack that somebody wrote. No file stays open between its calls.
+
+    Attributes:
+        path: of the file.
+        header: JSON; attempt, step, rank and world_size are there and are counts, `modules` is a
+            mapping; the rest is as it was found.
+        tensors: what is in it, in the order of their offsets.
+        bytes: size of the file.
+    """
+
+    path: Path
+    header: Mapping[str, Any]
+    tensors: tuple[PackedTensor, ...]
+    bytes: int
+
+    @classmethod
+    def open(cls, path: Path) -> Pack:
+        """Read and check the index.
+
+        Raises:
+            PackError: it is no whole pack.
+            OSError: there is none, or the disk cannot read it.
+        """
+        fd = _open(path)
+        try:
+            size = os.fstat(fd).st_size
+            index, end = _index(fd, size)
+        finally:
+            os.close(fd)
+        header, tensors = _parsed(index)
+        position = 0
+        for tensor in tensors:
+            if tensor.offset < position or tensor.offset % ALIGNMENT:
+                raise PackError("the tensors of the index lie in one another")
+            position = tensor.offset + tensor.bytes
+        if position > end:
+            raise PackError("a tensor of the index lies beyond the end of the data")
+        return cls(path, header, tensors, size)
+
+    def raw(self, i: int) -> Bytes:
+        """Return the bytes of `tensors[i]`, uint8 [bytes], after a look at their checksum.
+
+        Raises:
+            PackError: they are not what was written.
+            OSError: the disk cannot read them.
+        """
+        tensor = self.tensors[i]
+        fd = _open(self.path)
+        try:
+            if os.fstat(fd).st_size != self.bytes:
+                raise PackError(f"{self.path}: another file lies there now")
+            found = np.empty(tensor.bytes, np.uint8)
+            _read(fd, found.data, tensor.offset)
+        finally:
+            os.close(fd)
+        if zlib.crc32(found.data) != tensor.crc:
+            raise PackError(
+                f"{self.path}: the {tensor.kind} {tensor.fqn!r} is damaged: its checksum differs"
+            )
+        return found
+
+
+def _replace(path: Path, parts: list[memoryview]) -> None:
+    run_layout.make_dir(path.parent)
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created 0600
+    try:
+        try:
+            _write(fd, parts)
+        finally:
+            os.close(fd)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _write(fd: int, parts: list[memoryview]) -> None:
+    """Write all of `parts`; one call of the kernel's may take less than it is given."""
+    at = 0
+    while at < len(parts):
+        written = os.writev(fd, parts[at : at + _VECTORS])
+        while at < len(parts) and written >= parts[at].nbytes:
+            written -= parts[at].nbytes
+            at += 1
+        if written:
+            parts[at] = parts[at][written:]
+
+
+def _open(path: Path) -> int:
+    """Open a file that is really one: no link, and no pipe that would let us wait for ever."""
+    if path.is_symlink():
+        raise PackError(f"{path}: a link, not a file")
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise PackError(f"{path}: not a regular file")
+    return fd
+
+
+def _index(fd: int, size: int) -> tuple[bytearray, int]:
+    """Return the index and where the data before it ends."""
+    if size < _FOOTER.size:
+        raise PackError(f"{size} bytes are no pack")
+    footer = bytearray(_FOOTER.size)
+    _read(fd, memoryview(footer), size - _FOOTER.size)
+    magic, offset, length, crc, zero = _FOOTER.unpack(footer)
+    if magic != _MAGIC or zero:
+        raise PackError("no pack ends like this: cut short, or of another kind")
+    if length > MAX_INDEX or offset + length + _FOOTER.size != size:
+        raise PackError("the footer does not fit the size of the file")
+    index = bytearray(length)
+    _read(fd, memoryview(index), offset)
+    if zlib.crc32(index) != crc:
+        raise PackError("the index is damaged: its checksum differs")
+    return index, offset
+
+
+def _read(fd: int, into: memoryview, offset: int) -> None:
+    done = 0
+    while done < into.nbytes:
+        got = os.preadv(fd, [into[done:]], offset + done)
+        if not got:
+            raise PackError("the file ends too early")
+        done += got
+
+
+def _parsed(index: bytearray) -> tuple[dict[str, Any], tuple[PackedTensor, ...]]:
+    try:
+        told = json.loads(index, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise PackError(f"the index is no JSON of ours: {error}") from error
+    if not isinstance(told, dict):
+        raise PackError("the index is no mapping")
+    header, layouts, tensors = (told.get(name) for name in ("header", "layouts", "tensors"))
+    if not isinstance(layouts, list) or not isinstance(tensors, list):
+        raise PackError("the index has no tensors, or no layouts")
+    if not all(isinstance(one, dict) and one.get("kind") in LAYOUTS for one in layouts):
+        raise PackError("the index has a layout of no known kind")
+    if not isinstance(header, dict) or not all(_is_count(header.get(name)) for name in _COUNTS):
+        raise PackError(f"the header does not tell {', '.join(_COUNTS)}")
+    if not isinstance(header.setdefault("modules", {}), dict):
+        raise PackError("the header's modules are no mapping")
+    return header, tuple(PackedTensor.from_json(one, layouts) for one in tensors)
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _no_constant(name: str) -> object:
+    raise PackError(f"{name} in the index")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
