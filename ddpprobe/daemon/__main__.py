@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddpprobe import layout
@@ -22,6 +23,9 @@ LINGER_SECONDS = 20.0
 WAIT_SECONDS = 120.0
 LOOK_SECONDS = 10.0
 OK, WRONG_USE = 0, 2
+_BYTES = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 # `layout.is_locked` takes the lock for an instant to see whether it is free.
 LOCK_TRIES, LOCK_PAUSE_SECONDS = 10, 0.03
 
@@ -40,6 +44,8 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--gather-listen", metavar="A:P", help="for other nodes' records, on the head")
     new.add_argument("--linger", type=float, metavar="S", help="serve on so long after the end")
     new.add_argument("--wait", type=float, metavar="S", help="for the first rank to appear")
+    new.add_argument("--max-bytes", metavar="N", help="what the store may take, e.g. 20GB")
+    new.add_argument("--max-age", metavar="T", help="how old it may be, e.g. 14d, 12h")
     return new
 
 
@@ -99,7 +105,25 @@ def _options(arguments: argparse.Namespace, run: RunDir, node: str) -> Options:
         token=os.environ.pop(TOKEN_VARIABLE, ""),
         linger=linger,
         wait=wait,
+        max_bytes=_quantity(arguments.max_bytes, "max-bytes", _BYTES, "20GB"),
+        max_age=_quantity(arguments.max_age, "max-age", _SECONDS, "14d"),
     )
+
+
+def _quantity(
+    given: str | None, option: str, units: Mapping[str, float], example: str
+) -> float | None:
+    """Read a number with a unit from the command line, else from the environment."""
+    variable = f"DDPPROBE_{option.upper().replace('-', '_')}"
+    said = f"--{option} {given}" if given else f"{variable}={os.environ.get(variable)}"
+    text = given or os.environ.get(variable)
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if match is None or match[2].lower() not in units or not float(match[1]):
+        known = ", ".join(unit for unit in units if unit)
+        raise WrongUseError(f"{said}: write a number and one of {known}, as in {example}")
+    return float(match[1]) * units[match[2].lower()]
 
 
 def _seconds(variable: str, default: float) -> float:

@@ -12,18 +12,21 @@ from typing import Any
 import psutil
 
 from ddpprobe import heartbeat
+from ddpprobe.daemon.blackbox import BlackBox
 from ddpprobe.daemon.inbox import Ended, Inbox
 from ddpprobe.daemon.ledger import Ledger
 from ddpprobe.daemon.liveness import Watcher
 from ddpprobe.daemon.local_rank import LocalRank
 from ddpprobe.daemon.push import Pusher
+from ddpprobe.daemon.requests import Desk, Request
 from ddpprobe.daemon.tail import RankTail
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.gather import Gather
 from ddpprobe.heartbeat import Heartbeat
 from ddpprobe.journal import segments_of
 from ddpprobe.layout import RunDir
-from ddpprobe.records import StepRecord
+from ddpprobe.orders import OrderBoard
+from ddpprobe.records import Anomaly, StepRecord
 
 # A node gives up on a slow rank before the head gives up on the node.
 NODE_GRACE_SECONDS = 3.0
@@ -64,6 +67,9 @@ class Attempt:
         self.gather: Gather | None = None
         self.unread_since: float | None = None
         self.closed = False
+        self._board: OrderBoard | None = None
+        self._blackbox: BlackBox | None = None
+        self._desk = Desk(run.requests)
         self._watcher, self._inbox, self._pusher = watcher, inbox, pusher
         self._changed_at = time.monotonic()
 
@@ -107,6 +113,7 @@ class Attempt:
             if rank.ended:
                 self.gather.mark_dead(number)
         self._emit(self.gather.ready(now))
+        self._carry_orders()
         lag = any(rank.tail.lag_bytes for rank in everybody)
         self.unread_since = None if not lag else self.unread_since or now
         return read, more
@@ -138,6 +145,7 @@ class Attempt:
             return
         self._collect(self.gather, now)
         self._emit(self.gather.drain())
+        self._close_orders()
         if not ended:
             return
         if self.is_head:
@@ -145,7 +153,7 @@ class Attempt:
         elif self._pusher is not None:
             event = {"event": "ended", "attempt": self.number, "ranks": self.local_ranks}
             self._pusher.say(event)
-        self.ledger.finish()
+        self._judge(self.ledger.finish())
 
     @property
     def may_fold(self) -> bool:
@@ -210,7 +218,12 @@ class Attempt:
         directory = self.run.daemon_journal(self.number, self.node)
         own |= {"pid": os.getpid(), "pid_start": psutil.Process().create_time()}
         self.ledger = Ledger(directory, own, default_suite())
+        self._board = OrderBoard(self.run.orders(self.number, self.node))
         if self.is_head:
+            nodes = -(-self.world_size // max(len(self.local_ranks), 1))
+            asked = str(meta.get("on_anomaly", "record"))
+            self._blackbox = BlackBox(self._board, self.ledger, self._desk, asked, nodes)
+            self._inbox.announce(self.number, self._board.orders.values())
             everybody = range(self.world_size)
             self.gather = Gather(everybody, HEAD_GRACE_SECONDS, after=self.ledger.last_step)
         else:
@@ -228,6 +241,8 @@ class Attempt:
             if isinstance(delivery, Ended):
                 for rank in delivery.ranks:
                     gather.mark_dead(rank)
+            elif isinstance(delivery, Request):
+                self._ask(delivery)
             else:
                 gather.add(delivery, now, final=True)
         return len(deliveries)
@@ -237,16 +252,50 @@ class Attempt:
             return
         for record in merged:
             if self.is_head:
-                self.ledger.take(record)
+                self._judge(self.ledger.take(record))
             elif self._pusher is not None:
                 self._pusher.push(record)
         if self.is_head:
             self._inbox.prune(self.number, self.ledger.last_step)
 
+    def _carry_orders(self) -> None:
+        """Take wishes to the head and its orders to the ranks."""
+        if self._board is None:
+            return
+        for number, rank in self.ranks.items():
+            triggers, rank.tail.facts.triggers = rank.tail.facts.triggers, []
+            for event in triggers:
+                self._ask(Request.of_rank(self.number, number, event))
+        if self._blackbox is not None:
+            for request in self._desk.collect(self.number):
+                self._ask(request)
+            live = [rank for rank in self.ranks.values() if rank.up or _is_elsewhere(rank)]
+            beats = [rank.beat for rank in live if rank.beat is not None and not rank.ended]
+            self._inbox.announce(self.number, self._blackbox.act(beats))
+        elif self._pusher is not None:
+            for order in self._pusher.ask(self.number, self._board.last):
+                self._board.post(order)
+
+    def _judge(self, found: list[Anomaly]) -> None:
+        if self._blackbox is not None:
+            self._blackbox.found(found)
+
+    def _close_orders(self) -> None:
+        if self._board is not None:
+            self._board.close()
+        if self._pusher is not None:
+            self._pusher.ask_no_more()
+
+    def _ask(self, request: Request) -> None:
+        if self._blackbox is not None:
+            self._blackbox.ask(request)
+        elif self._pusher is not None:
+            self._pusher.say(request.event())
+
     def _watch_processes(self) -> None:
         for number, rank in self.ranks.items():
             meta = rank.tail.facts.meta
-            if meta is not None and not rank.watched and not _elsewhere(meta, rank.beat):
+            if meta is not None and not rank.watched and not _is_elsewhere(rank):
                 rank.watched = True
                 key = (self.number, number)
                 rank.seen_alive = self._watcher.watch(key, int(meta["pid"]), meta["pid_start"])
@@ -269,6 +318,11 @@ class Attempt:
             if rank.failed and number not in self.ledger.deaths:
                 step = rank.beat.step if rank.beat else rank.tail.facts.last_step
                 self.ledger.death(number, rank.how, rank.died_at or time.time_ns(), step)
+
+
+def _is_elsewhere(rank: LocalRank) -> bool:
+    meta = rank.tail.facts.meta
+    return meta is not None and _elsewhere(meta, rank.beat)
 
 
 def _elsewhere(meta: Mapping[str, Any], beat: Heartbeat | None) -> bool:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddpprobe import codec
 from ddpprobe.codec import FrameError, Tables
+from ddpprobe.daemon.requests import Request
 from ddpprobe.daemon.tail import MALFORMED
 from ddpprobe.journal import JournalTail, JournalWriter, segments_of
+from ddpprobe.orders import Order, encode
 from ddpprobe.records import StepRecord
 
 WAITING_RECORDS = 4096  # far more than the loop leaves lying between two looks
@@ -28,7 +30,15 @@ class Ended:
     ranks: tuple[int, ...]
 
 
-Delivery = StepRecord | Ended
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Another node has the orders up to number `last`, and asks for the others."""
+
+    attempt: int
+    last: int
+
+
+Delivery = StepRecord | Ended | Request
 
 
 class Inbox:
@@ -45,23 +55,35 @@ class Inbox:
         self._waiting: deque[Delivery] = deque()
         self._writers: dict[int, JournalWriter] = {}
         self._tops: dict[int, dict[int, int]] = {}  # attempt -> segment -> highest step
+        self._orders: dict[int, list[tuple[int, bytes]]] = {}  # by attempt: number, frame
         for path in sorted(directory.glob("[0-9]*")):
             self._read_back(int(path.name), path)
 
-    def take(self, block: bytes) -> None:
-        """Keep one pushed block: tables, RECORD and LIFE.
+    def announce(self, attempt: int, orders: Iterable[Order]) -> None:
+        """Let the other nodes have orders, each of them behind its next question."""
+        with self._lock:
+            told = self._orders.setdefault(attempt, [])
+            told += [(order.number, encode(order)) for order in orders]
+
+    def take(self, block: bytes) -> bytes:
+        """Keep one pushed block: tables, RECORD and LIFE; return the orders that it asks for.
 
         Raises:
             ValueError: it is not such a block; nothing of it is kept.
         """
-        deliveries = decode_block(block)
+        deliveries, answer = decode_block(block), b""
         with self._lock:
             for delivery in deliveries:
+                if isinstance(delivery, Asking):
+                    told = self._orders.get(delivery.attempt, [])
+                    answer = b"".join(frame for number, frame in told if number > delivery.last)
+                    continue
                 self._write(delivery)
                 self._waiting.append(delivery)
             while len(self._waiting) > WAITING_RECORDS:
                 self._waiting.popleft()
                 self.dropped += 1
+        return answer
 
     def collect(self, attempt: int) -> list[Delivery]:
         """Return what arrived for `attempt` since the last call; later attempts' stays here."""
@@ -85,6 +107,7 @@ class Inbox:
             if attempt in self._writers:
                 self._writers.pop(attempt).close()
             self._tops.pop(attempt, None)
+            self._orders.pop(attempt, None)
             shutil.rmtree(self._path(attempt), ignore_errors=True)
 
     def close(self) -> None:
@@ -111,6 +134,8 @@ class Inbox:
         if isinstance(delivery, StepRecord):
             step = delivery.step
             writer.append_record(delivery)
+        elif isinstance(delivery, Request):
+            writer.append_json(codec.LIFE, delivery.event())
         else:
             event = {"event": "ended", "attempt": attempt, "ranks": delivery.ranks}
             writer.append_json(codec.LIFE, event)
@@ -122,20 +147,21 @@ class Inbox:
         tops = self._tops.setdefault(attempt, {})
         for frame in tail.poll():
             delivery = _decode(frame, tail.tables)
-            if delivery is not None:
+            if delivery is not None and not isinstance(delivery, Asking):
                 self._waiting.append(delivery)
             step = delivery.step if isinstance(delivery, StepRecord) else -1
             tops[tail.segment] = max(step, tops.get(tail.segment, -1))
         tail.close()
 
 
-def decode_block(block: bytes) -> list[Delivery]:
+def decode_block(block: bytes) -> list[Delivery | Asking]:
     """Decode a pushed block.
 
     Raises:
         ValueError: something in it is not what a node daemon pushes.
     """
-    tables, out = Tables(), []
+    tables = Tables()
+    out: list[Delivery | Asking] = []
     try:
         for frame in codec.iter_frames(block):
             if tables.take(frame):
@@ -150,11 +176,16 @@ def decode_block(block: bytes) -> list[Delivery]:
     return out
 
 
-def _decode(frame: codec.Frame, tables: Tables) -> Delivery | None:
+def _decode(frame: codec.Frame, tables: Tables) -> Delivery | Asking | None:
     if frame.type == codec.RECORD:
         return codec.decode_record(frame.payload, tables)
     if frame.type == codec.LIFE:
         event: Mapping[str, Any] = frame.json()
-        if event.get("event") == "ended":
-            return Ended(int(event["attempt"]), tuple(int(r) for r in event["ranks"]))
+        match event.get("event"):
+            case "ended":
+                return Ended(int(event["attempt"]), tuple(int(r) for r in event["ranks"]))
+            case "trigger":
+                return Request.of_node(event)
+            case "orders":
+                return Asking(int(event["attempt"]), int(event["last"]))
     return None

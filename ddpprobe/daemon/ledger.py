@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,8 @@ from ddpprobe.daemon.tail import MALFORMED
 from ddpprobe.journal import BACK_OFF_SECONDS, JournalTail, JournalWriter, segments_of
 from ddpprobe.records import Anomaly, StepRecord
 from ddpprobe.view import FirstFailure
+
+WINDOW_STEPS = 64  # sampled steps before an anomaly that are evidence
 
 logger = logging.getLogger("ddpprobe")
 
@@ -41,6 +43,9 @@ class Ledger:
         last_step: the newest merged step; -1 if there is none.
         pushed: the newest step the head acknowledged (on a node that is not the head).
         merged: the newest merged record of a sampled step.
+        window: the last merged sampled steps, oldest first.
+        recovered: what a predecessor had found.
+        settled: causes that an event names: of orders, pinned windows, and what was refused.
         deaths: ranks whose death is written down.
         finished: the attempt came to its end and everything of it was merged.
         anomalies, exemplars: number and latest anomaly by (detector, level).
@@ -51,6 +56,9 @@ class Ledger:
         self.directory = directory
         self.last_step = self.pushed = -1
         self.merged: StepRecord | None = None
+        self.window: deque[int] = deque(maxlen=WINDOW_STEPS)
+        self.recovered: list[Anomaly] = []
+        self.settled: set[str] = set()
         self.deaths: set[int] = set()
         self.first_failure: FirstFailure | None = None
         self.finished = False
@@ -98,6 +106,7 @@ class Ledger:
 
     def say(self, event: Mapping[str, Any]) -> None:
         """Append a LIFE frame."""
+        self._settle(event)
         self._append(codec.LIFE, codec.encode_json(event))
 
     def sample(self, host: Mapping[str, float], ranks: Mapping[int, Mapping[str, float]]) -> None:
@@ -126,6 +135,7 @@ class Ledger:
             except MALFORMED:
                 self.dropped["malformed"] += 1
         tail.close()
+        self.recovered = found
         for anomaly in found:
             code = codec.encode_anomaly(anomaly)
             if written[code]:
@@ -144,6 +154,7 @@ class Ledger:
             written[frame.payload] += 1
         if frame.type == codec.LIFE:
             event = frame.json()
+            self._settle(event)
             match event.get("event"):
                 case "death":
                     self._remember_death(event)
@@ -165,6 +176,11 @@ class Ledger:
         self.last_step = record.step
         if record.sampled:
             self.merged = record
+            self.window.append(record.step)
+
+    def _settle(self, event: Mapping[str, Any]) -> None:
+        if "cause" in event:
+            self.settled.add(str(event["cause"]))
 
     def _remember_death(self, event: Mapping[str, Any]) -> None:
         rank = int(event["rank"])

@@ -41,7 +41,7 @@ logger = logging.getLogger("ddpprobe")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says; `wait` and `linger` in seconds.
+    """What the command line says; `wait`, `linger` and `max_age` in seconds.
 
     `token` is the gather's secret; without one it is read from `daemon/token` in the run directory.
     """
@@ -54,6 +54,8 @@ class Options:
     token: str = ""
     linger: float = 20.0
     wait: float = 120.0
+    max_bytes: float | None = None
+    max_age: float | None = None
 
 
 class NodeDaemon:
@@ -218,9 +220,11 @@ class NodeDaemon:
     def _open_store(self) -> StoreWriter:
         if self._store is None:
             # Not at the top: zarr takes half a second, which the first reading should not wait for.
+            from ddpprobe.store.retention import Limits  # noqa: PLC0415
             from ddpprobe.store.writer import StoreWriter  # noqa: PLC0415
 
-            self._store = StoreWriter(self._run, self._node)
+            limits = Limits(self._options.max_bytes, self._options.max_age)
+            self._store = StoreWriter(self._run, self._node, limits=limits)
         return self._store
 
     def _start_server(self) -> None:

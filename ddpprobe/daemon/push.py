@@ -15,11 +15,14 @@ from typing import Any
 from ddpprobe import codec
 from ddpprobe.codec import Table
 from ddpprobe.fuse import Fuse
+from ddpprobe.orders import Order, decode_all
 from ddpprobe.records import StepRecord
 
 QUEUE_BYTES = 64 << 20
 BODY_BYTES = 8 << 20
+ANSWER_BYTES = 32 << 20  # all the orders that an attempt can have
 TIMEOUT_SECONDS = 5.0
+ASK_SECONDS = 1.0  # between two questions for orders, if there is nothing to push
 # First, longest. A head that comes back waits 5 s for a step's records: ours must be there by then.
 BACK_OFF_SECONDS = (0.2, 1.0)
 ACCEPTED = (200, 202, 204)
@@ -39,6 +42,8 @@ class _Item:
 
 class Pusher:
     """Posts records to the head's `/gather`, oldest first, each until it is acknowledged.
+
+    Every post asks for the head's orders, which come in the answer.
 
     While the head does not answer, up to 64 MiB are kept; beyond it the oldest are dropped and
     counted in `dropped`. `acknowledged` is (attempt, step) of the newest record the head took.
@@ -61,6 +66,8 @@ class Pusher:
         self._bytes = 0
         self._sending: list[_Item] = []
         self._changed = threading.Condition()
+        self._asks: tuple[int, int] | None = None  # attempt, number of the newest order here
+        self._heard: deque[Order] = deque()
         self._closing = False
         self._deadline = float("inf")
         self._warned: set[int] = set()
@@ -79,6 +86,18 @@ class Pusher:
     def say(self, event: Mapping[str, Any]) -> None:
         """Queue a LIFE event, sent after the records queued before it."""
         self._put(_Item(codec.LIFE, codec.encode_json(event), (-1, -1)))
+
+    def ask(self, attempt: int, last: int) -> list[Order]:
+        """Go on to ask for orders behind number `last`; return those that came."""
+        with self._changed:
+            self._asks = (attempt, last)
+            heard, self._heard = self._heard, deque()
+        return list(heard)
+
+    def ask_no_more(self) -> None:
+        """The attempt is over: only what is queued is still sent."""
+        with self._changed:
+            self._asks = None
 
     def redirect(self, url: str) -> None:
         """Push to another address from the next connection on; what is queued goes there.
@@ -120,7 +139,7 @@ class Pusher:
     def _run(self) -> None:
         pause = BACK_OFF_SECONDS[0]
         while self._next_batch():
-            status = self._post(b"".join(_frames(self._sending)))
+            status = self._post(b"".join(_frames([*self._sending, *self._question()])))
             if self._settle(status):
                 pause = BACK_OFF_SECONDS[0]
             elif not self._rest(pause):
@@ -130,9 +149,11 @@ class Pusher:
         self._disconnect()
 
     def _next_batch(self) -> bool:
-        """Wait for something to send and take it; False when closing and nothing is left."""
+        """Wait for something to send, or to ask, and take it; False when closing, all sent."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
+            while not (self._queue or self._closing):
+                if not self._changed.wait(ASK_SECONDS) and self._asks is not None:
+                    return True
             size = 0
             while self._queue and (not self._sending or size < BODY_BYTES):
                 item = self._queue.popleft()
@@ -140,6 +161,12 @@ class Pusher:
                 self._sending.append(item)
             self._bytes -= size
             return bool(self._sending)
+
+    def _question(self) -> list[_Item]:
+        if self._asks is None:
+            return []
+        event = dict(zip(("attempt", "last"), self._asks, strict=True))
+        return [_Item(codec.LIFE, codec.encode_json({"event": "orders", **event}), (-1, -1))]
 
     def _settle(self, status: int) -> bool:
         """Account for what was sent, or put it back; whether the head has answered for it."""
@@ -152,7 +179,7 @@ class Pusher:
                 self._bytes += sum(len(item.payload) for item in batch)
                 self._trim()
                 return False
-            self.acknowledged = max(self.acknowledged, *(item.at for item in batch))
+            self.acknowledged = max([self.acknowledged, *(item.at for item in batch)])
             return True
 
     def _rest(self, seconds: float) -> bool:
@@ -180,7 +207,7 @@ class Pusher:
                 )
             self._connection.request("POST", "/gather", body, headers)
             answer = self._connection.getresponse()
-            answer.read()
+            told = answer.read(ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
             self._disconnect()
             self._warn(0, f"does not answer ({type(error).__name__}: {error})")
@@ -188,6 +215,9 @@ class Pusher:
         if answer.status not in ACCEPTED:
             self._disconnect()
             self._warn(answer.status, f"answers {answer.status} {answer.reason}")
+        else:
+            with self._changed:
+                self._heard.extend(decode_all(told))
         return answer.status
 
     def _disconnect(self) -> None:

@@ -80,7 +80,7 @@ class Server:
         self._gather_listen = parse_address(gather_listen) if gather_listen else None
         self._gather_port: int | None = None
         self._pages: dict[bool, _Body] = {}  # by whether it is OpenMetrics
-        self._handler: Callable[[bytes], None] | None = None
+        self._handler: Callable[[bytes], bytes] | None = None
         self._token = b""
         self._loop: GuardedLoop | None = None
         self._stopping: asyncio.Event | None = None
@@ -119,8 +119,8 @@ class Server:
         """Replace what `/metrics` answers; from any thread, in one step."""
         self._pages = {False: _Body(text), True: _Body(openmetrics)}
 
-    def set_gather_handler(self, handler: Callable[[bytes], None], token: str) -> None:
-        """Hand the body of every `POST /gather` that carries the token to `handler`.
+    def set_gather_handler(self, handler: Callable[[bytes], bytes], token: str) -> None:
+        """Answer every `POST /gather` that carries the token by what `handler` makes of its body.
 
         It runs on the server's thread, so it only takes the bytes over; ValueError means that they
         make no sense (400 to the sender).
@@ -231,11 +231,11 @@ class Server:
         if body is None:
             return _refusal(413, b"body above 64 MiB\n")
         try:
-            self._handler(body)
+            told = self._handler(body)
         except ValueError:
             logger.warning("ddpprobe: a push was refused", exc_info=True)
             return Answer(400, b"not a gather block\n")
-        return Answer(204, b"")
+        return Answer(200, told, "application/octet-stream") if told else Answer(204, b"")
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -30,6 +30,7 @@ class RankFacts:
     """What a rank's journal has said so far; counters since the rank's start.
 
     `nonfinite` counts elements by Site kind (of unsampled steps those of the first bad tensor).
+    `triggers` are the captures its user asked for and that nobody has taken up yet.
     `closed`: it said that nothing more will come; `raised`: and that an exception was the reason.
     """
 
@@ -46,6 +47,7 @@ class RankFacts:
     closed: bool = False
     raised: bool = False
     last_step: int = -1
+    triggers: list[Mapping[str, Any]] = field(default_factory=list)
     _alarm: tuple[int, Counter[str]] = (-1, Counter())
 
     def take_record(self, record: StepRecord) -> None:
@@ -72,6 +74,9 @@ class RankFacts:
                 self.components[str(event["component"])] = False
             case "dropped":
                 self.dropped[str(event["reason"])] += int(event["count"])
+            case "trigger":
+                numbers = {name: int(event[name]) for name in ("number", "step")}
+                self.triggers.append({**numbers, "reason": str(event["reason"])})
             case "paused":
                 self.paused = True
             case "resumed":

@@ -1,0 +1,96 @@
+"""Capture the next steps of a live run in full, on all ranks, and keep the window before them.
+
+Asks the daemon beside rank 0, so it is typed on that machine (or on any that shares its disk), and
+waits until the steps are announced. Without --module the modules under suspicion are captured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from ddpprobe.commands.output import complain, plain, say, say_json
+
+OK, USAGE = 0, 2
+STEPS = 2
+POLL_SECONDS = 0.05
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("run", metavar="RUN", help="run directory of a live run")
+    parser.add_argument(
+        "--module", metavar="GLOB", action="append", default=[], dest="modules",
+        help="over names of observed modules; may be given more than once",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", metavar="K", type=int, default=STEPS, help=f"how many (default {STEPS})"
+    )
+    parser.add_argument(
+        "--reason", metavar="TEXT", default="asked for", help="kept with what is captured"
+    )
+    parser.add_argument(
+        "--timeout", metavar="S", type=float, default=20.0, help="for the answer (default 20)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask, wait, and print the steps; 2 if the run is not live, or the daemon refuses."""
+    from ddpprobe import layout  # noqa: PLC0415
+    from ddpprobe.replay.run import open_run  # noqa: PLC0415
+
+    home = layout.RunDir(open_run(args.run).path)
+    if not layout.is_locked(home.lock):
+        return _refuse(
+            f"{plain(args.run)} is not live here: rank 0 of it does not run on this machine. Only "
+            "a run that goes on can be captured; type this beside its rank 0"
+        )
+    request = layout.make_dir(home.requests) / f"{secrets.token_hex(8)}.json"
+    asked = {"modules": args.modules, "steps": args.steps, "reason": args.reason}
+    layout.write_json(request, asked)
+    try:
+        answer = _wait(request.with_suffix(".answer"), args.timeout)
+    finally:
+        request.unlink(missing_ok=True)
+        request.with_suffix(".answer").unlink(missing_ok=True)
+    if answer is None:
+        return _refuse(
+            f"no answer within {args.timeout:g} s: the run has no daemon at its rank 0, or it is "
+            "far behind. `ddpprobe daemon --dir RUN` starts one"
+        )
+    if "order" not in answer:
+        return _refuse(plain(answer.get("refused", "the answer makes no sense")))
+    _tell(answer["order"], as_json=args.json)
+    return OK
+
+
+def _tell(order: dict[str, Any], *, as_json: bool) -> None:
+    first, last = order["start"], order["stop"] - 1
+    if as_json:
+        say_json({"format_version": 1, "steps": [first, last], "modules": order["modules"]})
+        return
+    say(f"steps {first} to {last} are captured in full, on all ranks:")
+    for module in order["modules"]:
+        say(f"  {plain(module) or '(root)'}")
+
+
+def _wait(path: Path, timeout: float) -> dict[str, Any] | None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            answer = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            time.sleep(POLL_SECONDS)
+            continue
+        return answer if isinstance(answer, dict) else {}
+    return None
+
+
+def _refuse(why: str) -> int:
+    complain(f"ddpprobe: {why}")
+    return USAGE

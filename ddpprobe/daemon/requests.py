@@ -1,0 +1,117 @@
+"""What users ask of the head's daemon while a run goes on: by `probe.trigger`, by the command line.
+
+A command line writes one small JSON file into `RunDir.requests`; the daemon writes its answer
+beside it. Both survive the daemon, whose successor finds them, and whom it has answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from ddpprobe import layout
+
+CAPTURE_STEPS = 2  # that a capture takes unless somebody says more
+MAX_BYTES = 64 << 10  # of one request
+MAX_GLOBS = 64
+SCRIPT = "trigger/"  # how the cause of a script's wish begins
+_MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A wish for a capture.
+
+    Attributes:
+        attempt: of the run.
+        cause: identity, so that it is followed once.
+        reason: for people.
+        globs: over module FQNs; none: those under suspicion.
+        steps: how many.
+        step: of the script when it asked.
+    """
+
+    attempt: int
+    cause: str
+    reason: str
+    globs: tuple[str, ...] = ()
+    steps: int = CAPTURE_STEPS
+    step: int = 0
+
+    @property
+    def of_script(self) -> bool:
+        """Whether a training script asks, and not somebody at a terminal."""
+        return self.cause.startswith(SCRIPT)
+
+    @classmethod
+    def of_rank(cls, attempt: int, rank: int, event: Mapping[str, Any]) -> Request:
+        """Return what a rank's journal says that its user asked for."""
+        cause = f"{SCRIPT}{rank}/{int(event['number'])}"
+        step = int(event["step"])
+        return cls(attempt, cause, f"trigger: {event['reason']}", step=step)
+
+    @classmethod
+    def of_node(cls, event: Mapping[str, Any]) -> Request:
+        """Return what another node passed on.
+
+        Raises:
+            KeyError, TypeError, ValueError: it makes no sense.
+        """
+        attempt, step = int(event["attempt"]), int(event["step"])
+        return cls(attempt, str(event["cause"]), str(event["reason"]), step=step)
+
+    def event(self) -> dict[str, Any]:
+        """Return what `of_node` takes."""
+        told = {"event": "trigger", "attempt": self.attempt}
+        return {**told, "cause": self.cause, "reason": self.reason, "step": self.step}
+
+
+@final
+class Desk:
+    """Where command lines leave their requests; nothing of it raises.
+
+    Args:
+        directory: made by the first of them.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._seen: set[str] = set()
+
+    def collect(self, attempt: int) -> list[Request]:
+        """Return the requests that were not returned before."""
+        try:
+            names = sorted(os.listdir(self._directory))
+        except OSError:
+            return []
+        new = [n for n in names if n.endswith(".json") and n[0] != "." and n not in self._seen]
+        self._seen.update(new)
+        return [request for name in new if (request := self._read(name, attempt)) is not None]
+
+    def answer(self, cause: str, answer: Mapping[str, Any]) -> None:
+        """Answer a request, if it came over this desk."""
+        sort, _, name = cause.partition("/")
+        if sort == "request":
+            with contextlib.suppress(OSError):
+                layout.write_json(self._directory / f"{name}.answer", answer)
+                (self._directory / f"{name}.json").unlink(missing_ok=True)
+
+    def _read(self, name: str, attempt: int) -> Request | None:
+        cause = f"request/{name.removesuffix('.json')}"
+        try:
+            fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with os.fdopen(fd, "rb") as file:
+                value = json.loads(file.read(MAX_BYTES))
+            globs = tuple(str(glob) for glob in value["modules"])[:MAX_GLOBS]
+            return Request(
+                attempt, cause, f"trigger: {value['reason']}", globs, int(value["steps"])
+            )
+        except (OSError, *_MALFORMED):
+            self.answer(cause, {"refused": "the request cannot be read"})
+            return None
