@@ -12,7 +12,17 @@ from pathlib import Path
 
 from benchmarks import tables
 
-SECTIONS = ("kernel", "gpu", "overhead", "footprint", "daemon_cost", "scale", "soak")
+SECTIONS = (
+    "kernel",
+    "gpu",
+    "overhead",
+    "footprint",
+    "daemon_cost",
+    "scale",
+    "capture",
+    "queries",
+    "soak",
+)
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 _INTRODUCTION = """
 # What ddpprobe costs

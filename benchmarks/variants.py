@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 import ddpprobe
 from benchmarks.workloads import Training
+from ddpprobe.stats import native, rows
 
 
 class Variant:
@@ -71,6 +72,18 @@ class Default(Sampled):
     EVERY = 10
 
 
+class Callbacks(Unsampled):
+    """The hooks of an unsampled step as they hang, but each returns at once.
+
+    What Python takes to be called at all: less than this no tool of hooks can cost.
+    """
+
+    def on(self) -> None:
+        super().on()
+        recorder = self._probe._recorder  # noqa: SLF001  (an experiment on the inside)
+        recorder.fuse.blown = recorder._clock_fuse.blown = True  # noqa: SLF001
+
+
 class _Hooks(Variant):
     """Hooks of our own on outputs, their gradients, and the gradients of parameters."""
 
@@ -112,6 +125,28 @@ class Item(_Hooks):
     def look(self, tensor: Tensor) -> None:
         x = tensor.detach()
         x.mean().item(), x.std(correction=0).item(), x.abs().max().item(), x.isfinite().all().item()
+
+
+class ReadOnce(_Hooks):
+    """Each tensor that a sampled step observes is read once, and nothing is kept of it.
+
+    What memory takes to be read: less than this no statistics can cost.
+    """
+
+    def on(self) -> None:
+        super().on()
+        native.prepare()
+        self._row = torch.empty(rows.WIDTH, dtype=torch.float64)
+        optimizer = self._training.optimizer
+        self._handles.append(optimizer.register_step_pre_hook(self._reduced))
+
+    def look(self, tensor: Tensor) -> None:
+        rows.reduce(tensor, self._row)
+
+    def _reduced(self, *_: object) -> None:
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                self.look(parameter.grad)
 
 
 class ActivationStats(_Hooks):
@@ -225,6 +260,8 @@ VARIANTS: dict[str, tuple[str, Callable[[Training, Path], Variant], str]] = {
     "sampled": ("**ddpprobe, sampled step**", Sampled, "torch"),
     "unsampled": ("**ddpprobe, unsampled step**, with the watch", Unsampled, "torch"),
     "default": ("ddpprobe, every 10th step sampled", Default, "torch"),
+    "read": ("every tensor of a sampled step read once, nothing else", ReadOnce, "torch"),
+    "callbacks": ("the hooks of an unsampled step, returning at once", Callbacks, "torch"),
     "no-op": ("hooks that do nothing", NoOp, "torch"),
     "item": ("naive `.item()` hooks", Item, "torch"),
     "anomaly": ("`torch.autograd.set_detect_anomaly`", DetectAnomaly, "torch"),
@@ -234,7 +271,7 @@ VARIANTS: dict[str, tuple[str, Callable[[Training, Path], Variant], str]] = {
     "msprobe-L0": ("msprobe, statistics, level L0", MsprobeL0, "msprobe"),
     "msprobe-mix": ("msprobe, statistics, level mix", MsprobeMix, "msprobe"),
 }
-OURS = ("none", "sampled", "unsampled", "default")
+OURS = ("none", "sampled", "unsampled", "default", "read", "callbacks")
 PEERS = tuple(name for name in VARIANTS if name not in OURS)
 
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpprobe import codec, layout
+from ddpprobe import codec, inside, layout
 from ddpprobe.codec import Frame, FrameError, Tables
 from ddpprobe.records import StepRecord
 
 SEGMENT_FRAMES = 256
+SEGMENT_BYTES = 64 << 20  # a reader takes a segment into memory as a whole
 BACK_OFF_SECONDS = 1.0
 READ_BYTES = 4 << 20
 
@@ -77,7 +78,7 @@ class JournalWriter:
 
     def append_record(self, record: StepRecord) -> bool:
         """Append a record, and those of its tables that this segment does not hold yet."""
-        if self._frames >= self._segment_frames:
+        if self._is_full:
             self._tables.clear()  # the record will open a new segment, which needs them again
         tables = [t for t in codec.tables_of(record) if (t.type, t.id) not in self._tables]
         frames = [(table.type, table.payload) for table in tables]
@@ -92,12 +93,16 @@ class JournalWriter:
             os.close(self._fd)
             self._fd = -1
 
+    @property
+    def _is_full(self) -> bool:
+        return self._frames >= self._segment_frames or self._size >= SEGMENT_BYTES
+
     def _write(self, frames: list[tuple[int, bytes]]) -> bool:
         if time.monotonic() < self._retry_at:
             self.dropped["back_off"] += 1
             return False
         try:
-            if self._fd < 0 or self._frames >= self._segment_frames:
+            if self._fd < 0 or self._is_full:
                 self._rotate()
             self._put(frames)
         except OSError as error:
@@ -197,8 +202,7 @@ class JournalTail:
         if not later:
             return False
         self.segment, self._offset = later[0], 0
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(self.directory / self._name, flags)
+        self._fd = inside.open_regular(self.directory, self._name)
         return True
 
     def _close_segment(self) -> None:
@@ -228,6 +232,8 @@ class JournalTail:
                 return
             if at == 0:
                 size *= 2  # one frame is larger than what was read
+                if size > inside.MAX_FILE_BYTES:
+                    self.damage.files[self._name] = f"no frame in {len(data)} bytes"
 
 
 def segments_of(directory: Path) -> list[int]:

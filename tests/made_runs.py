@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from ddpprobe import codec, layout
 from ddpprobe.journal import JournalWriter
@@ -148,8 +149,10 @@ class Made:
         }  # fmt: skip
 
     def _meta(self, rank: int) -> dict[str, Any]:
+        began = 0.0 if self.pid == DEAD_PID else psutil.Process(self.pid).create_time()
         return {
-            **self._identity(), "rank": rank, "local_rank": rank, "node": NODE, "pid": self.pid,
+            **self._identity(), "rank": rank, "local_rank": rank, "node": NODE, "node_index": 0,
+            "pid": self.pid, "pid_start": began,
             "local_world_size": self.ranks, "attempt": self.attempt, "device": "cpu", "head": True,
         }  # fmt: skip
 

@@ -190,7 +190,7 @@ def test_a_fold_killed_at_any_file_operation_is_repeated_to_the_same_bytes(tmp_p
         process.stdin.close()
 
 
-def test_a_disk_that_is_full_at_any_write_costs_nothing(
+def test_a_disk_that_refuses_at_any_write_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Made(tmp_path / "whole", ranks=1).whole(10)
@@ -198,14 +198,14 @@ def test_a_disk_that_is_full_at_any_write_costs_nothing(
     made = Made(tmp_path / "made", ranks=1).whole(10)
     made.close()
     sealed(whole)
-    allowed = 0
+    allowed, refuses = 0, (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 
     def write(fd: int, data: bytes, real: object = manifest.write_all) -> None:
         nonlocal allowed
         allowed -= 1
         if allowed < 0:
             os.write(fd, data[: len(data) // 2])
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(refuses[allowed % len(refuses)], "as a disk says it")
         real(fd, data)  # type: ignore[operator]
 
     monkeypatch.setattr(manifest, "write_all", write)
@@ -213,10 +213,11 @@ def test_a_disk_that_is_full_at_any_write_costs_nothing(
     folder, refusals = writer(made), 0
     for step in range(200):
         allowed = 5 + 9 * step
+        refuses = (*refuses[1:], refuses[0])
         try:
             folder.seal()
         except OSError as error:
-            refusals += error.errno == errno.ENOSPC
+            refusals += error.errno in refuses
         else:
             break
     folder.close()

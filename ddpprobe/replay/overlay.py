@@ -9,47 +9,28 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ddpprobe import codec, layout
 from ddpprobe.gather import Gather
 from ddpprobe.records import Anomaly, StepRecord
+from ddpprobe.replay.rank_facts import Event, RankFacts, Steps
 from ddpprobe.store import segments
 from ddpprobe.store.manifest import Consumed, Lost, StoreError
 from ddpprobe.store.segments import Segment, Source
 
 if TYPE_CHECKING:
-    from ddpprobe.store.reader import StoredGroup
+    from ddpprobe.store.reader import Stamp, StoredGroup
 
 RESTARTS = 100
+MOST_RANKS = 1 << 17  # a claim of more is not believed, as a list is made of them
+MOST_LOST = 1000  # places listed
+OPEN_GROUPS = 32  # kept for the next question; each holds its manifest
 Listing = list[tuple[Source, list[int]]]
-
-
-@dataclass(slots=True)
-class RankFacts:
-    """What is known of one rank of one attempt.
-
-    `steps` maps step -> sampled, `sites` are the keys of its sites, `torn` bytes of a frame that
-    was not finished.
-    """
-
-    rank: int
-    meta: dict[str, Any] = field(default_factory=dict)
-    steps: dict[int, bool] = field(default_factory=dict)
-    sites: set[tuple[str, str, str]] = field(default_factory=set)
-    torn: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A LIFE frame: who wrote it, and what it says."""
-
-    node: str
-    source: str
-    seq: int
-    what: dict[str, Any]
 
 
 class Overlay:
@@ -62,6 +43,7 @@ class Overlay:
     def __init__(self, run: layout.RunDir) -> None:
         self.run = run
         self.lost: list[Lost] = []
+        self._open: dict[str, tuple[Stamp, StoredGroup]] = {}
 
     @property
     def has_store(self) -> bool:
@@ -119,8 +101,43 @@ class Overlay:
 
     def untold_steps(self, attempt: int, after: int = -1) -> set[int]:
         """Return the steps above `after` that ranks wrote down, and no daemon merged."""
-        written = {s for r in self.ranks(attempt) for s in self.facts(attempt, r).steps}
-        return {s for s in written - self._told_steps(attempt) if s > after}
+        told, untold = self._told_steps(attempt), set[int]()
+        for rank in self.ranks(attempt):
+            listing = self._listing(attempt, rank)
+            written, _ = self._steps(attempt, layout.rank_name(rank), listing)
+            if not np.array_equal(written, told):
+                untold.update(np.setdiff1d(written, told).tolist())
+        return {s for s in untold if s > after}
+
+    def _told_steps(self, attempt: int) -> Steps:
+        listing = self._daemons(attempt)
+        return self._steps(attempt, "merged", listing)[0]
+
+    def _steps(self, attempt: int, name: str, listing: Listing) -> tuple[Steps, NDArray[np.bool_]]:
+        """Return the steps of a group and of the journals that go into it, and which are sampled.
+
+        Ascending, each once: as it was said last.
+        """
+        later = [(r.step, r.sampled) for r in self._written(listing)]
+        steps = np.array([step for step, _ in later], np.int64)
+        sampled = np.array([flag for _, flag in later], np.bool_)
+        group = self.group(attempt, name)  # after the journals: what was folded meanwhile is in it
+        if group is not None:
+            stored = group.step_numbers()
+            steps, sampled = np.append(stored[0], steps), np.append(stored[1], sampled)
+            self.note(group)
+        if not (np.diff(steps) > 0).all():
+            steps, newest = np.unique(steps[::-1], return_index=True)
+            sampled = sampled[::-1][newest]
+        return steps, sampled
+
+    def _written(self, listing: Listing) -> Iterator[StepRecord]:
+        """Yield every record in these journals that belongs there."""
+        for source, numbers in listing:
+            tables = codec.Tables()
+            for number in numbers:
+                items = segments.records_of(self._segment(source, number), tables, Consumed())
+                yield from (r for _, r in items if segments.belongs(r, source))
 
     def _merge_ranks(self, attempt: int, steps: set[int]) -> Iterator[StepRecord]:
         """Merge the ranks' own records of these steps."""
@@ -153,35 +170,22 @@ class Overlay:
         for source, numbers in self._listing(attempt):
             if numbers:
                 size = self._meta(source, numbers[0]).get("world_size", 0)
-                if isinstance(size, int) and size > 0:
+                if isinstance(size, int) and 0 < size <= MOST_RANKS:
                     return size
         for name in self.groups(attempt):
             group = self.group(attempt, name)
             size = group.meta.get("world_size", 0) if group else 0
-            if isinstance(size, int) and size > 0:
+            if isinstance(size, int) and 0 < size <= MOST_RANKS:
                 return size
         return 0
 
-    def _told_steps(self, attempt: int) -> set[int]:
-        listing = self._daemons(attempt)
-        group = self.group(attempt, "merged")
-        steps = {step for step, _ in (group.steps() if group else [])}
-        self.note(group)
-        for source, numbers in listing:
-            tables = codec.Tables()
-            for number in numbers:
-                items = segments.records_of(self._segment(source, number), tables, Consumed())
-                steps |= {record.step for _, record in items}
-        return steps
-
     def facts(self, attempt: int, rank: int) -> RankFacts:
         """Read through one rank's records and say what there is."""
-        facts, listing = RankFacts(rank), self._listing(attempt, rank)
-        group = self.group(attempt, layout.rank_name(rank))
+        name, listing = layout.rank_name(rank), self._listing(attempt, rank)
+        facts, group = RankFacts(rank), self.group(attempt, name)
+        facts.steps, facts.sampled = self._steps(attempt, name, listing)
         if group is not None:
-            facts.meta = group.meta
-            facts.steps.update(group.steps())
-            facts.sites |= {site.key for site in group.sites() or []}
+            facts.meta, facts.sites = group.meta, {site.key for site in group.sites() or []}
             self.note(group)
         for source, numbers in listing:
             tables = codec.Tables()
@@ -189,9 +193,8 @@ class Overlay:
                 segment = self._segment(source, number)
                 facts.meta = facts.meta or segment.meta
                 facts.torn += segment.torn
-                for _, record in segments.records_of(segment, tables, Consumed()):
-                    if segments.belongs(record, source):
-                        facts.steps[record.step] = record.sampled
+                for _ in segments.records_of(segment, tables, Consumed()):
+                    pass  # fills the tables
             facts.sites |= {site.key for site in tables.sites()}
         return facts
 
@@ -222,20 +225,29 @@ class Overlay:
             self.note(group)
         for source, frame in self._frames(listing, codec.ANOMALY):
             if not consumed.get(source.name, Consumed()).has(frame.seq):
-                found.append(codec.decode_anomaly(frame.payload))
+                try:
+                    found.append(codec.decode_anomaly(frame.payload))
+                except ValueError as error:
+                    self._lose_frame(source, frame, error)
         return found
 
     def group(self, attempt: int, name: str) -> StoredGroup | None:
         """Open a stored group; None if nothing was committed to it."""
         if not self.has_store:
             return None
-        from ddpprobe.store.reader import StoredGroup  # noqa: PLC0415
+        from ddpprobe.store.reader import StoredGroup, stamp_of  # noqa: PLC0415
 
+        key = f"attempt_{attempt:03d}/{name}"
+        stamp = stamp_of(self.run, key)
+        known = self._open.pop(key, None)
         try:
-            found = StoredGroup(self.run, f"attempt_{attempt:03d}/{name}")
+            found = known[1] if known and known[0] == stamp else StoredGroup(self.run, key)
         except StoreError as error:
-            self._lose(Lost(f"run.zarr/attempt_{attempt:03d}/{name}", None, str(error)))
+            self._lose(Lost(f"run.zarr/{key}", None, str(error)))
             return None
+        self._open[key] = stamp, found  # the newest last
+        if len(self._open) > OPEN_GROUPS:
+            del self._open[next(iter(self._open))]
         return found if found.exists else None
 
     def _stream(
@@ -308,8 +320,17 @@ class Overlay:
             path = segments.segment_path(source.directory, segment.number)
             self._lose(Lost(str(path.relative_to(self.run.path)), None, segment.damage))
 
+    def lose(self, *found: Lost) -> None:
+        """List what somebody else found damaged, each thing once."""
+        for lost in found:
+            self._lose(lost)
+
+    def _lose_frame(self, source: Source, frame: codec.Frame, error: Exception) -> None:
+        where = str(source.directory.relative_to(self.run.path))
+        self._lose(Lost(where, None, f"frame {frame.seq} makes no sense: {error}"))
+
     def _lose(self, lost: Lost) -> None:
-        if lost not in self.lost:
+        if len(self.lost) < MOST_LOST and lost not in self.lost:
             self.lost.append(lost)
 
 

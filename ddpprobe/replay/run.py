@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpprobe import heartbeat, layout
-from ddpprobe.detectors.suite import default_suite, follows, order_of_cause
+from ddpprobe import inside, layout
+from ddpprobe.detectors.settings import Settings
+from ddpprobe.detectors.suite import default_suite, order_of_cause
 from ddpprobe.layout import FORMAT_VERSION, RunDir
 from ddpprobe.records import STATS, Anomaly, StepRecord
+from ddpprobe.replay.captured_steps import (
+    CapturedStep,
+    captured_attempts,
+    captured_step,
+    captured_steps,
+)
+from ddpprobe.replay.expired import expired_in
 from ddpprobe.replay.overlay import Overlay
+from ddpprobe.replay.rank_losses import rank_losses
+from ddpprobe.replay.readings import Reading, read_readings
 from ddpprobe.replay.series import Scalars, Series, read_scalars, read_series
 from ddpprobe.replay.summary import Death, deaths_of, has_daemon, is_live, summarize
+from ddpprobe.replay.tensors import Capsule, Captured, GlobalTensor
 from ddpprobe.store.manifest import Lost
 
 if TYPE_CHECKING:
     import xarray
 
-RANK_LOST = "rank_lost"
-_PHASES = {"forward": "forward", "backward": "backward"}
 _LISTED = 5
 
 
@@ -91,18 +98,26 @@ class Run:
         """
         return summarize(self._overlay, self._identity, self.anomalies())
 
-    def records(self, rank: int | None = None, attempt: int | None = None) -> Iterator[StepRecord]:
+    def records(
+        self, rank: int | None = None, attempt: int | None = None, *, after: int = -1
+    ) -> Iterator[StepRecord]:
         """Yield step records, ascending within each attempt.
 
         Args:
             rank: one rank's own; None: all ranks merged.
             attempt: of one attempt; None: of all, one after the other.
+            after: of steps above this one only.
         """
         for number in self._attempts(attempt):
             if rank is None:
-                yield from self._overlay.merged_records(number)
+                yield from self._overlay.merged_records(number, after)
             else:
-                yield from self._overlay.rank_records(number, rank)
+                yield from self._overlay.rank_records(number, rank, after)
+
+    def readings(self, attempt: int | None = None) -> Iterator[Reading]:
+        """Yield what the daemons read of their hosts and of the ranks' processes, node by node."""
+        for number in self._attempts(attempt):
+            yield from read_readings(self._overlay, number)
 
     def anomalies(self) -> list[Anomaly]:
         """Return what went wrong in order of cause, each first cause before what followed from it.
@@ -114,7 +129,22 @@ class Run:
         for attempt in self._overlay.attempts():
             told = self._overlay.told_anomalies(attempt)
             here = told if self._is_told(attempt) else self._replayed(attempt)
-            found += here + self._rank_losses(attempt, here)
+            found += here + rank_losses(self._overlay, attempt, here)
+        return order_of_cause(found)
+
+    def replayed(
+        self, settings: Settings | None = None, advance: Callable[[int], None] = lambda _: None
+    ) -> list[Anomaly]:
+        """Return what the detectors make of the records with other settings, as `anomalies` does.
+
+        Args:
+            settings: by detector, what is not to be as by default; see `suite.read_settings`.
+            advance: told 1 for each record that was read.
+        """
+        found: list[Anomaly] = []
+        for attempt in self._overlay.attempts():
+            here = self._replayed(attempt, settings, advance)
+            found += here + rank_losses(self._overlay, attempt, here)
         return order_of_cause(found)
 
     def deaths(self) -> list[Death]:
@@ -179,6 +209,52 @@ class Run:
         chosen = attempts[-1] if attempt is None and attempts else attempt
         return to_dataset(list(self.records(rank, chosen)))
 
+    def captures(self, attempt: int | None = None) -> list[Captured]:
+        """Return the steps of which full tensors were kept (of all attempts), ascending."""
+        steps = [s for n in self._captured(attempt) for s in captured_steps(self._overlay.run, n)]
+        self._overlay.lose(*(lost for step in steps for lost in step.lost))
+        return [step.describe() for step in steps if step.event is not None]
+
+    def tensor(
+        self, site: str, step: int, attempt: int | None = None, micro: int = 0, call: int = 0
+    ) -> GlobalTensor:
+        """Return a captured tensor of all ranks; its bytes are read when it is indexed.
+
+        Args:
+            site: `fqn:kind`, e.g. `layers.0.attn:output`, `layers.0.attn.q.weight:grad`; a tensor
+                inside a structured value as `layers.0.attn:output[0]`.
+            step: a captured one.
+            attempt: default: the last one that captured the step.
+            micro: which micro-batch, from 0.
+            call: which call of the module in it, from 0.
+
+        Raises:
+            TensorError: it was not captured, or has expired; the text says what is there.
+        """
+        found = self._captured_step(step, attempt)
+        return found.tensor(found.find(site, micro, call))
+
+    def capsules(self, step: int, module: str, attempt: int | None = None) -> list[Capsule]:
+        """Return what each rank kept of each call of a module at a step, by rank.
+
+        Raises:
+            TensorError: the step was not captured, or has expired.
+        """
+        return self._captured_step(step, attempt).capsules(module)
+
+    def expired(self) -> list[Lost]:
+        """Return what retention took away (`max_bytes`, `max_age`): it is gone, not damaged."""
+        return expired_in(self._overlay)
+
+    def _captured(self, attempt: int | None) -> list[int]:
+        run = self._overlay.run
+        return captured_attempts(run, self.attempts()) if attempt is None else [attempt]
+
+    def _captured_step(self, step: int, attempt: int | None) -> CapturedStep:
+        found = captured_step(self._overlay.run, self._captured(attempt), step)
+        self._overlay.lose(*found.lost)
+        return found
+
     def _attempts(self, attempt: int | None) -> list[int]:
         return self._overlay.attempts() if attempt is None else [attempt]
 
@@ -193,42 +269,17 @@ class Run:
         lost = any("anomalies" in x.where or "daemon" in x.where for x in overlay.lost)
         return not lost and not overlay.untold_steps(attempt)
 
-    def _replayed(self, attempt: int) -> list[Anomaly]:
-        suite = default_suite()
-        found = [a for r in self._overlay.merged_records(attempt) for a in suite.update(r)]
+    def _replayed(
+        self,
+        attempt: int,
+        settings: Settings | None = None,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> list[Anomaly]:
+        suite, found = default_suite(settings), []
+        for record in self._overlay.merged_records(attempt):
+            found += suite.update(record)
+            advance(1)
         return found + suite.finish()
-
-    def _rank_losses(self, attempt: int, found: list[Anomaly]) -> list[Anomaly]:
-        """Return one anomaly for every death; the first one is a page."""
-        causes = [a for a in found if a.first_cause]
-        deaths = deaths_of(attempt, self._overlay.events(attempt))
-        lost = [self._rank_lost(death, deaths[0].rank) for death in deaths]
-        return [
-            replace(a, first_cause=a.level == "page" and not any(follows(a, c) for c in causes))
-            for a in lost
-        ]
-
-    def _rank_lost(self, death: Death, first: int) -> Anomaly:
-        run, rank = self._overlay.run, death.rank
-        beat = heartbeat.read(run.heartbeat(death.attempt, death.node, rank))
-        where = f"in step {death.step}" if death.step >= 0 else "before its first step"
-        after = "" if death.first else f", after rank {first}"
-        return Anomaly(
-            detector=RANK_LOST,
-            level="page" if death.first else "info",
-            step=max(death.step, 0),
-            micro=beat.micro if beat else 0,
-            rank=rank,
-            module=None,
-            kind=None,
-            phase=_PHASES.get(beat.state if beat else "", "step"),
-            first_cause=False,
-            message=f"rank {rank} died ({death.signal}) {where}{after}",
-            values={},
-            sampled=False,
-            attempt=death.attempt,
-            wall_time_ns=death.time_ns,
-        )
 
 
 def open_run(path: str | Path) -> Run:
@@ -258,7 +309,7 @@ _WHERE = "by default ddpprobe-runs/<name>"
 def _identity(directory: Path) -> dict[str, Any]:
     run = RunDir(directory)
     try:
-        data = run.run_json.read_bytes()
+        data = inside.read_regular(directory, layout.RUN_JSON)
     except FileNotFoundError:
         if not run.attempts() and not (run.path / "manifest").is_dir():
             raise RunError(_no_run(directory)) from None
@@ -266,8 +317,8 @@ def _identity(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise RunError(f"{run.run_json}: cannot be read ({error.strerror})") from error
     try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
+        found = inside.parse(data)
+    except ValueError:
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("format_version"), int):
         raise RunError(

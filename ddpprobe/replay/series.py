@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -30,6 +30,7 @@ class Series:
         attempts: int64 [rows].
         steps: int64 [rows]; a restarted run may pass a step twice, in different attempts.
         values: float64 [rows, sites]; NaN where nothing was observed, which is not 0.
+        nonfinite: the statistic of that name at the same places.
     """
 
     stat: str
@@ -37,6 +38,7 @@ class Series:
     attempts: NDArray[np.int64]
     steps: NDArray[np.int64]
     values: Floats
+    nonfinite: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +66,75 @@ def is_within(step: int, steps: slice) -> bool:
     )
 
 
+def _are_within(numbers: NDArray[np.int64], steps: slice) -> NDArray[np.bool_]:
+    first, width = steps.start or 0, steps.step or 1
+    last = np.iinfo(np.int64).max if steps.stop is None else steps.stop - 1
+    inside: NDArray[np.bool_] = (numbers >= first) & (numbers <= last)
+    inside &= (numbers - first) % width == 0
+    return inside
+
+
 class _Table:
-    """Rows as they come, columns as they appear; a step that comes again replaces its row."""
+    """Blocks as they come, columns as they appear; a step that comes again replaces its row."""
 
     def __init__(self) -> None:
         self.columns: dict[Key, int] = {}
         self.sites: list[Site] = []
-        self.rows: dict[tuple[int, int], tuple[NDArray[np.int64], Floats]] = {}
+        self._blocks: list[_Block] = []
 
-    def columns_of(self, sites: tuple[Site, ...]) -> NDArray[np.int64]:
+    def columns_of(self, sites: Sequence[Site]) -> NDArray[np.int64]:
         for site in sites:
             if site.key not in self.columns:
                 self.columns[site.key] = len(self.sites)
                 self.sites.append(site)
         return np.array([self.columns[s.key] for s in sites], np.int64)
 
-    def put(self, attempt: int, step: int, columns: NDArray[np.int64], values: Floats) -> None:
-        self.rows[attempt, step] = columns, values
+    def put(self, block: _Block) -> None:
+        self._blocks.append(block)
 
-    def dense(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
-        order = sorted(self.rows)
-        values = np.full((len(order), len(self.sites)), np.nan)
-        for row, key in enumerate(order):
-            columns, found = self.rows[key]
-            values[row, columns] = found
-        where = np.array(order, np.int64).reshape(-1, 2)
-        return where[:, 0], where[:, 1], values
+    def dense(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats, Floats]:
+        """Return attempts, steps [rows], the statistic and the non-finite counts [rows, sites]."""
+        attempts = _joined([np.full(len(b.steps), b.attempt, np.int64) for b in self._blocks])
+        steps = _joined([b.steps for b in self._blocks])
+        last = _last_of_each(attempts, steps)
+        out = np.full((2, len(steps), len(self.sites)), np.nan)
+        start = 0
+        for block in self._blocks:
+            stop = start + len(block.steps)
+            rows = slice(start, stop)
+            for table, found in ((out[0], block.values), (out[1], block.nonfinite)):
+                if len(set(block.columns.tolist())) == len(block.columns):
+                    table[rows, block.columns] = found
+                    continue
+                # A site that a model has twice has two places in a record, and one column.
+                for place, column in enumerate(block.columns):
+                    there = ~np.isnan(found[:, place])
+                    table[rows, column][there] = found[there, place]
+            start = stop
+        return attempts[last], steps[last], out[0, last], out[1, last]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows of one attempt: `steps` [rows], which `columns` [sites] of the table, values of both."""
+
+    attempt: int
+    steps: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    values: Floats
+    nonfinite: Floats
+
+
+def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def _last_of_each(attempts: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the positions of the last occurrence of each (attempt, step), in their order."""
+    order = np.lexsort((steps, attempts))  # stable: of equal ones the last one comes last
+    same = (np.diff(attempts[order]) == 0) & (np.diff(steps[order]) == 0)
+    kept: NDArray[np.int64] = order[np.append(~same, np.ones(min(len(order), 1), bool))]
+    return kept
 
 
 def read_series(
@@ -102,8 +147,8 @@ def read_series(
         for record in _rest(overlay, attempt, rank, last):
             if record.sampled and is_within(record.step, steps):
                 _put_record(table, record, glob, stat)
-    at, numbers, values = table.dense()
-    return Series(stat, tuple(table.sites), at, numbers, values)
+    at, numbers, values, nonfinite = table.dense()
+    return Series(stat, tuple(table.sites), at, numbers, values, nonfinite)
 
 
 def read_scalars(
@@ -147,14 +192,14 @@ def _stored_series(
         return -1
     sites = group.sites() or []
     places = [i for i, site in enumerate(sites) if matches(site, glob)]
-    last = max((step for step, _ in group.steps()), default=-1)
-    columns = table.columns_of(tuple(sites[i] for i in places))
-    for numbers, order, counts, values in group.statistic(stat, places) if places else ():
-        found = _masked(stat, counts, values)
-        for row, step in enumerate(numbers):
-            here = order[row] >= 0
-            if here.any() and is_within(int(step), steps):
-                table.put(attempt, int(step), columns[here], found[row][here])
+    last = int(max(group.step_numbers()[0], default=-1))
+    columns = table.columns_of([sites[i] for i in places])
+    blocks = group.statistic(stat, places, lambda n: _are_within(n, steps)) if places else ()
+    for numbers, here, counts, values in blocks:
+        rows = here.any(axis=1) & _are_within(numbers, steps)
+        found = np.where(here, _masked(stat, counts, values), np.nan)
+        bad = np.where(here, _masked("nonfinite", counts, values), np.nan)
+        table.put(_Block(attempt, numbers[rows], columns, found[rows], bad[rows]))
     overlay.note(group)
     return last
 
@@ -162,9 +207,10 @@ def _stored_series(
 def _put_record(table: _Table, record: StepRecord, glob: str, stat: str) -> None:
     rows = [i for i, site in enumerate(record.sites) if matches(site, glob)]
     if rows:
-        columns = table.columns_of(tuple(record.sites[i] for i in rows))
-        found = _masked(stat, record.counts[rows], record.values[rows])
-        table.put(record.attempt, record.step, columns, found)
+        columns = table.columns_of([record.sites[i] for i in rows])
+        counts, values = record.counts[None, rows], record.values[None, rows]
+        found, bad = _masked(stat, counts, values), _masked("nonfinite", counts, values)
+        table.put(_Block(record.attempt, np.array([record.step]), columns, found, bad))
 
 
 def _masked(stat: str, counts: NDArray[np.int64], values: Floats) -> Floats:

@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpprobe import heartbeat, layout
+import numpy as np
+
+from ddpprobe import heartbeat, inside, layout
 from ddpprobe.heartbeat import Heartbeat
 from ddpprobe.records import Anomaly
-from ddpprobe.replay.overlay import Event, Overlay, RankFacts
+from ddpprobe.replay.overlay import Overlay
+from ddpprobe.replay.rank_facts import Event, RankFacts, Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ def deaths_of(attempt: int, events: list[Event]) -> list[Death]:
         if what.get("event") == "death" and isinstance(what.get("rank"), int):
             found[what["rank"]] = Death(
                 attempt, what["rank"], str(what.get("signal", "unknown")),
-                int(what.get("time_ns", 0)), int(what.get("step", -1)),
+                _whole(what.get("time_ns"), 0), _whole(what.get("step"), -1),
                 bool(what.get("first")), event.node,
             )  # fmt: skip
     ordered = sorted(found.values(), key=lambda d: (not d.first, d.time_ns, d.rank))
@@ -51,6 +54,11 @@ def deaths_of(attempt: int, events: list[Event]) -> list[Death]:
     ]
 
 
+def _whole(said: object, default: int) -> int:
+    """Return a number of a journal as it is, if it is one that fits into 64 bits."""
+    return said if isinstance(said, int) and abs(said) < 2**63 else default
+
+
 def is_live(run: layout.RunDir) -> bool:
     """Return whether the run is under way: rank 0 holds its lock."""
     return layout.is_locked(run.lock)
@@ -58,8 +66,8 @@ def is_live(run: layout.RunDir) -> bool:
 
 def has_daemon(run: layout.RunDir) -> bool:
     """Return whether a daemon of the run is at work on this machine."""
-    locks = sorted((run.path / "daemon").glob("node_*.lock"))
-    return any(layout.is_locked(lock) for lock in locks)
+    names = [n for n in inside.names(run.path, "daemon") if n.startswith("node_")]
+    return any(layout.is_locked(run.path / "daemon" / n) for n in names if n.endswith(".lock"))
 
 
 def summarize(
@@ -99,8 +107,8 @@ def _attempt(overlay: Overlay, attempt: int, *, live: bool) -> dict[str, Any]:
     events = overlay.events(attempt)
     deaths = deaths_of(attempt, events)
     newest = attempt == max(overlay.attempts())
-    expected = {step for f in facts for step, sampled in f.steps.items() if sampled}
-    steps = [step for f in facts for step in f.steps]
+    expected = len(_union([f.steps[f.sampled] for f in facts]))
+    steps = [int(step) for f in facts for step in (*f.steps[:1], *f.steps[-1:])]
     silent = sorted(set(range(overlay.world_size(attempt))) - {f.rank for f in facts})
     ranks = []
     for each in facts:
@@ -126,29 +134,38 @@ def _attempt(overlay: Overlay, attempt: int, *, live: bool) -> dict[str, Any]:
 def _pace(events: list[Event]) -> dict[str, Any] | None:
     """Return the last change of the interval that a budget made; None where there is no budget."""
     said = [e.what for e in events if e.what.get("event") == "budget"]
-    last = max(said, key=lambda what: int(what.get("step", -1)), default=None)
+    last = max(said, key=lambda what: _whole(what.get("step"), -1), default=None)
     return last and {key: last.get(key) for key in ("step", "every", "budget", "ratio")}
 
 
 def _last_beat(run: layout.RunDir, attempt: int, rank: int) -> Heartbeat | None:
     """Return what a rank last said of itself: a full disk takes its heartbeat, not its records."""
-    found = (run.path / "heartbeat" / f"{attempt:03d}").glob(f"node_*/{layout.rank_name(rank)}")
-    return next(filter(None, map(heartbeat.read, found)), None)
+    nodes = inside.directories(run.path, f"heartbeat/{attempt:03d}")
+    found = (heartbeat.read(run.heartbeat(attempt, node, rank)) for node in nodes)
+    return next(filter(None, found), None)
 
 
-def _rank(facts: RankFacts, steps: set[int], finished: int, status: str) -> dict[str, Any]:
-    """Describe a rank; `steps` were written by any rank, `finished` by this one, to disk or not."""
-    sampled = {step for step, is_sampled in facts.steps.items() if is_sampled}
-    meta, expected = facts.meta, max(len(steps), finished)
+def _union(parts: list[Steps]) -> Steps:
+    """Return all steps that are in any of these ascending arrays."""
+    whole = parts[0] if parts else np.empty(0, np.int64)
+    for part in parts[1:]:
+        if not np.array_equal(part, whole):
+            whole = np.union1d(whole, part)
+    return whole
+
+
+def _rank(facts: RankFacts, written: int, finished: int, status: str) -> dict[str, Any]:
+    """Describe a rank; `written` steps are of any rank, `finished` of this one, on disk or not."""
+    meta, expected, sampled = facts.meta, max(written, finished), int(facts.sampled.sum())
     return {
         "rank": facts.rank,
         **{key: meta.get(key) for key in ("local_rank", "node", "hostname", "device", "pid")},
         "status": status,
-        "first_step": min(facts.steps, default=None),
-        "last_step": max(facts.steps, default=None),
-        "sampled": len(sampled),
+        "first_step": int(facts.steps[0]) if len(facts.steps) else None,
+        "last_step": int(facts.steps[-1]) if len(facts.steps) else None,
+        "sampled": sampled,
         "expected": expected,
-        "completeness": len(sampled) / expected if expected else None,
+        "completeness": sampled / expected if expected else None,
     }
 
 
@@ -157,11 +174,12 @@ def _coverage(facts: RankFacts, events: list[Event]) -> dict[str, Any]:
     own = layout.rank_name(facts.rank)
     said = [e for e in events if e.source == own and e.what.get("event") == "sites"]
     last = max(said, key=lambda e: e.seq).what if said else {}
+    unsupported, silent = last.get("unsupported"), last.get("silent")
     return {
         "sites_expected": last.get("expected"),
         "sites_observed": last.get("observed"),
-        "unsupported": dict(last.get("unsupported") or {}),
-        "silent": list(last.get("silent") or []),
+        "unsupported": unsupported if isinstance(unsupported, dict) else {},
+        "silent": [str(name) for name in silent] if isinstance(silent, list) else [],
     }
 
 
@@ -182,17 +200,29 @@ def _status(facts: RankFacts, events: list[Event], deaths: list[Death], *, live:
 
 
 def _sizes(run: layout.RunDir) -> dict[str, int]:
-    parts = {"store": run.store, "manifest": run.path / "manifest", "journal": run.path / "journal"}
-    sizes = {name: _size(path) for name, path in parts.items()}
-    return {**sizes, "total": _size(run.path)}
+    sizes = dict.fromkeys(("store", "manifest", "journal", "total"), 0)
+    part_of = {run.store.name: "store", "manifest": "manifest", "journal": "journal"}
+    for entry in _entries(run.path):
+        size = _size(entry)
+        sizes["total"] += size
+        if entry.name in part_of:
+            sizes[part_of[entry.name]] += size
+    return sizes
 
 
-def _size(path: Path) -> int:
-    total = 0
-    for top, _, names in os.walk(path):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(top, name)).st_size  # noqa: PTH118  (a hot loop)
-            except FileNotFoundError:
-                continue  # folded meanwhile
-    return total
+def _size(entry: os.DirEntry[str]) -> int:
+    """Return the bytes of a file, or of all below a directory; of a link those of the link."""
+    if entry.is_dir(follow_symlinks=False):
+        return sum(map(_size, _entries(entry.path)))
+    try:
+        return entry.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0  # folded meanwhile
+
+
+def _entries(path: str | Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -7,14 +7,16 @@ end of a writer that was killed is no damage: nobody was told that it was writte
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 from ddpprobe import codec, layout
 from ddpprobe.replay.run import Run
+from ddpprobe.replay.verify_captures import captured_events, check_captures
 from ddpprobe.store import segments
 from ddpprobe.store.manifest import (
     GROUP_JSON,
@@ -28,7 +30,13 @@ from ddpprobe.store.manifest import (
     version_of,
 )
 
+Advance = Callable[[int], None]
+MOST_DAMAGE = 10_000  # places listed
 LOOKS = 5  # a live run changes under our eyes: a file is damaged if it stays so
+
+
+def _unheard(_: int) -> None:
+    """Nobody wants to know how far it is."""
 
 
 @dataclass
@@ -53,26 +61,56 @@ class Report:
 
     def add(self, lost: Lost) -> None:
         """List damage, each place once."""
-        if lost not in self.damage:
+        if len(self.damage) < MOST_DAMAGE and lost not in self.damage:
             self.damage.append(lost)
 
 
-def verify(run: Run) -> Report:
-    """Check a run from end to end; reads every byte of it."""
+def verify(run: Run, advance: Advance = _unheard) -> Report:
+    """Check a run from end to end; reads every byte of it.
+
+    Args:
+        run: live, sealed, or crashed.
+        advance: told how many more units of `work` are done.
+    """
     directory, report = layout.RunDir(run.path), Report()
     # Journals first: what is folded while we look is in the store afterwards.
-    firsts = list(_check_journals(directory, report))
-    if directory.store.exists() or (directory.path / "manifest").exists():
-        from ddpprobe.store.reader import attempts_of, groups_of  # noqa: PLC0415
-
+    firsts = list(_check_journals(directory, report, advance))
+    keys = list(_groups(directory))
+    if _has_store(directory):
         _check_files(directory, "", report)
-        for attempt in attempts_of(directory):
-            for key in groups_of(directory, attempt):
-                _check_files(directory, key, report)
-                _check_chunks(directory, key, report)
+    for key in keys:
+        _check_files(directory, key, report)
+        _check_chunks(directory, key, report, advance)
+    check_captures(directory, run.attempts(), report, advance)
+    report.notes += [str(gone) for gone in run.expired()]
     for source, first in firsts:
         _check_overlap(directory, source, first, report)
     return report
+
+
+def work(run: Run) -> int:
+    """Return how many units of work `verify` has: journal segments, reads of arrays, captures."""
+    directory = layout.RunDir(run.path)
+    sources = (s for n in directory.attempts() for s in segments.sources_of(directory, n))
+    total = sum(len(segments.segments_of(source)) for source in sources)
+    for key in _groups(directory):
+        from ddpprobe.store.verified import GroupArrays  # noqa: PLC0415
+
+        with contextlib.suppress(StoreError):  # what is wrong with it is for `verify` to say
+            total += GroupArrays(directory, key).pieces
+    return total + len(captured_events(directory, run.attempts()))
+
+
+def _has_store(run: layout.RunDir) -> bool:
+    return run.store.exists() or (run.path / "manifest").exists()
+
+
+def _groups(run: layout.RunDir) -> Iterator[str]:
+    if _has_store(run):
+        from ddpprobe.store.reader import attempts_of, groups_of  # noqa: PLC0415
+
+        for attempt in attempts_of(run):
+            yield from groups_of(run, attempt)
 
 
 def _check_files(run: layout.RunDir, key: str, report: Report) -> None:
@@ -121,8 +159,9 @@ def _wrong_files(root: Path, manifest: Manifest) -> dict[str, str]:
             found = version_of(read_regular(root, key))
         except FileNotFoundError:
             wrong.setdefault(key, "missing")
-        except OSError as error:
-            wrong.setdefault(key, f"no regular file ({error.strerror or error})")
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else None
+            wrong.setdefault(key, f"no regular file ({why or error})")
         else:
             allowed = {version} if exact else manifest.versions(key)
             if found not in allowed:
@@ -132,7 +171,7 @@ def _wrong_files(root: Path, manifest: Manifest) -> dict[str, str]:
     return wrong
 
 
-def _check_chunks(run: layout.RunDir, key: str, report: Report) -> None:
+def _check_chunks(run: layout.RunDir, key: str, report: Report, advance: Advance) -> None:
     from ddpprobe.store.verified import GroupArrays  # noqa: PLC0415
 
     try:
@@ -141,26 +180,31 @@ def _check_chunks(run: layout.RunDir, key: str, report: Report) -> None:
         report.add(Lost(f"run.zarr/{key}", None, str(error)))
         return
     if arrays.exists:
-        arrays.check()
+        arrays.check(advance)
     for lost in arrays.lost:
         report.add(lost)
 
 
-def _check_journals(run: layout.RunDir, report: Report) -> Iterator[tuple[segments.Source, int]]:
+def _check_journals(
+    run: layout.RunDir, report: Report, advance: Advance
+) -> Iterator[tuple[segments.Source, int]]:
     """Check every journal; yield each with the sequence number of its first frame."""
     for attempt in run.attempts():
         for source in segments.sources_of(run, attempt):
-            first = _check_journal(run, source, report)
+            first = _check_journal(run, source, report, advance)
             if first is not None:
                 yield source, first
 
 
-def _check_journal(run: layout.RunDir, source: segments.Source, report: Report) -> int | None:
+def _check_journal(
+    run: layout.RunDir, source: segments.Source, report: Report, advance: Advance
+) -> int | None:
     first = due = None
     tables = codec.Tables()
     for number in segments.segments_of(source):
         path = segments.segment_path(source.directory, number)
         name = str(path.relative_to(run.path))
+        advance(1)
         try:
             segment = segments.read_segment(source.directory, number)
         except FileNotFoundError:
@@ -204,7 +248,8 @@ def _check_overlap(run: layout.RunDir, source: segments.Source, first: int, repo
 
 def _walk(root: Path, *, deep: bool) -> Iterator[str]:
     """Yield the files below a group, as keys; of the root only its own and the attempts' own."""
-    for top, directories, names in os.walk(root):
+    # A link in the place of the group would lead out of the run.
+    for top, directories, names in os.walk(root) if root.resolve() == root.absolute() else ():
         inner = Path(top).relative_to(root).as_posix()
         if not deep:
             directories[:] = [d for d in directories if inner == "." and d.startswith("attempt_")]

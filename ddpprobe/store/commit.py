@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,25 +77,40 @@ class Files:
             self.write(key, staged[key])
         self._sync(fresh)
         self.manifest.append(state, changed, durable=self._durable)
-        rest = sorted(set(changed) - set(fresh), key=_metadata_last)
+        # Metadata that is new hides behind the zarr.json written last: it reaches the disk at once.
+        new = sorted(k for k in changed if k not in known and k.endswith(f"/{GROUP_JSON}"))
+        made = self.manifest.path.with_suffix(".partial")
+        for key in new:
+            replace_file(self.root / key, made, [staged[key]], durable=False)
+        if self._durable:
+            sync_files(self.root / key for key in new)
+        rest = sorted(set(changed) - set(fresh) - set(new), key=_metadata_last)
         for key in rest:
             self.write(key, staged[key])
         self._sync(rest)
 
     def write(self, key: str, data: bytes) -> None:
         """Replace one file atomically."""
-        path, made = self.root / key, self.manifest.path.with_suffix(".partial")
-        layout.make_dir(path.parent)
-        layout.make_dir(made.parent)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(made, flags, layout.FILE_MODE)
-        try:
-            write_all(fd, data)
-            if self._durable:
-                os.fdatasync(fd)
-        finally:
-            os.close(fd)
-        made.replace(path)
+        made = self.manifest.path.with_suffix(".partial")
+        replace_file(self.root / key, made, [data], durable=self._durable)
+
+    def remove(self, keys: Sequence[str], consumed: Mapping[str, Consumed]) -> None:
+        """Delete files for good, and say in the manifest that they are not missed.
+
+        Args:
+            keys: committed files; the group's metadata is not among them.
+            consumed: what to add to the state's.
+
+        Raises:
+            StoreError: the last commit was undone; first the next one has to be made.
+        """
+        if self.manifest.undone:
+            raise StoreError(f"{self.root.name}: its last commit was not finished")
+        state = self.manifest.state
+        after = State(dict(state.sizes), {**state.consumed, **consumed})
+        self.manifest.append(after, dict.fromkeys(keys), durable=self._durable)
+        for key in keys:
+            (self.root / key).unlink(missing_ok=True)
 
     def _recover(self) -> None:
         """Take up where the last writer ended, undoing a commit that it did not finish.
@@ -102,19 +118,15 @@ class Files:
         The directory's own zarr.json is written last, so it tells whether the last line happened.
         """
         manifest = self.manifest
-        if not manifest.exists or is_settled(self.root, manifest):
-            return
-        manifest.undo(durable=self._durable)
+        if manifest.exists and not is_settled(self.root, manifest):
+            manifest.undo(durable=self._durable)
+        elif not manifest.undone:
+            for key in manifest.replaced.keys() - manifest.state.files.keys():
+                (self.root / key).unlink(missing_ok=True)  # `remove` was interrupted
 
     def _sync(self, keys: Sequence[str]) -> None:
-        if not self._durable:
-            return
-        for directory in {(self.root / key).parent for key in keys}:
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        if self._durable:
+            sync_directories({(self.root / key).parent for key in keys})
 
 
 class GroupWriter:
@@ -237,6 +249,47 @@ class GroupWriter:
             if len(column.dims) > 1:
                 _, chunks = fmt.check_document(column, arrays[name])
                 self.chunks |= chunks
+
+
+def replace_file(
+    path: Path, made: Path, pieces: Iterable[bytes | memoryview], *, durable: bool
+) -> None:
+    """Write a file under the name `made` and rename it to `path`; both directories are made."""
+    layout.make_dir(path.parent)
+    layout.make_dir(made.parent)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(made, flags, layout.FILE_MODE)
+    try:
+        for data in pieces:
+            write_all(fd, data)
+        if durable:
+            os.fdatasync(fd)
+    finally:
+        os.close(fd)
+    made.replace(path)
+
+
+def sync_files(paths: Iterable[Path]) -> None:
+    """Make files that were written without waiting, and their names, reach the disk together."""
+    directories = set()
+    for path in paths:
+        directories.add(path.parent)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+    sync_directories(directories)
+
+
+def sync_directories(directories: Iterable[Path]) -> None:
+    """Make renames in these directories reach the disk."""
+    for directory in directories:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def encode(document: Mapping[str, Any]) -> bytes:

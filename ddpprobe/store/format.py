@@ -28,6 +28,9 @@ BLOCK = 256
 COLUMN_CHUNK = 16384
 SITE_CHUNK_STEP = 64
 SITE_CHUNK_MAX = 2048  # 256 x 2048 x 7 int64 = 28 MiB: zarr needs twice a shard to write it
+# Sites per inner chunk of one statistic. 256 x 128 x 8 bytes fit a CPU's cache: a block of 1500
+# sites is written in half the time that whole columns take, and one series reads a twelfth of it.
+SITE_PART = 128
 RANK_CHUNK = 64
 DIGEST_CHUNK = 512  # parameters; 256 x 512 int64 are 1 MiB
 SCALAR_CHUNK = 32
@@ -200,7 +203,8 @@ def kind_of_group(key: str) -> str | None:
 
 def chunk_sizes(sites: int, ranks: int, block: int = BLOCK) -> dict[str, int]:
     """Choose the chunk of every dimension of a record group; it never changes afterwards."""
-    wanted = -(-max(sites, 1) // SITE_CHUNK_STEP) * SITE_CHUNK_STEP
+    unit = SITE_CHUNK_STEP if sites <= SITE_PART else SITE_PART
+    wanted = -(-max(sites, 1) // unit) * unit
     return {
         "step": block,
         "site": min(wanted, SITE_CHUNK_MAX),
@@ -223,7 +227,7 @@ def array_document(column: Column, sizes: Mapping[str, int], chunks: Mapping[str
     grid = [COLUMN_CHUNK] if column.rewritten else [chunks[d] for d in column.dims]
     chain = _chain(column.dtype)
     if column.split:
-        chain = [_sharded([*grid[:-1], 1], chain)]
+        chain = [_sharded(part_of(grid), chain)]
     return {
         "shape": [sizes[d] for d in column.dims],
         "data_type": column.dtype,
@@ -251,15 +255,16 @@ def _chain(dtype: str) -> list[Document]:
     blosc = {
         "typesize": size, "cname": "lz4", "clevel": 5, "shuffle": "bitshuffle", "blocksize": 0,
     }  # fmt: skip
-    return [_bytes(size), {"name": "blosc", "configuration": blosc}, {"name": "crc32c"}]
+    return [bytes_codec(size), {"name": "blosc", "configuration": blosc}, {"name": "crc32c"}]
 
 
-def _bytes(size: int) -> Document:
+def bytes_codec(size: int) -> Document:
+    """Return the codec that turns numbers of `size` bytes into little-endian bytes."""
     return {"name": "bytes", **({"configuration": {"endian": "little"}} if size > 1 else {})}
 
 
 def _sharded(inner: list[int], chain: list[Document]) -> Document:
-    index = [_bytes(8), {"name": "crc32c"}]
+    index = [bytes_codec(8), {"name": "crc32c"}]
     return {
         "name": "sharding_indexed",
         "configuration": {
@@ -287,7 +292,7 @@ def check_document(column: Column, document: object) -> tuple[dict[str, int], di
     try:
         shape = [int(n) for n in document["shape"]]  # type: ignore[index]
         grid = [int(n) for n in document["chunk_grid"]["configuration"]["chunk_shape"]]  # type: ignore[index]
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         shape = grid = []
     sizes, chunks = (
         dict(zip(column.dims, shape, strict=False)),
@@ -306,6 +311,12 @@ def check_document(column: Column, document: object) -> tuple[dict[str, int], di
         msg = f"{column.name}: not an array that format_version {FORMAT_VERSION} allows"
         raise ValueError(msg)
     return sizes, chunks
+
+
+def part_of(grid: Sequence[int]) -> list[int]:
+    """Return the shape of the inner chunks of a Zarr shard (step, site, statistic)."""
+    steps, sites, _ = grid
+    return [steps, sites if sites % SITE_PART else SITE_PART, 1]
 
 
 def grid_of(document: Document) -> list[int]:

@@ -9,7 +9,6 @@ each file on disk is always the version of the last line, or the one before it.
 from __future__ import annotations
 
 import os
-import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ddpprobe import codec, layout
+from ddpprobe.inside import read_regular as read_regular  # noqa: PLC0414  (the store's way in)
 
 GROUP_JSON = "zarr.json"
+EXPIRED = ":expired"  # among what is consumed: blocks of steps that retention took away
+MAX_LOG_BYTES = 32 << 20
+MAX_SEARCH_BYTES = 256 << 20  # checksummed in search of a frame behind damaged bytes
+MAX_FILES = 1 << 20  # of a group, of which a reader keeps the list
 Version = tuple[int, int]  # length in bytes, crc32 (zlib)
 
 
@@ -102,8 +106,8 @@ class Manifest:
         found = {self.state.files.get(key), self.replaced.get(key)}
         return {v for v in found if v is not None}
 
-    def append(self, state: State, changed: Mapping[str, Version], *, durable: bool) -> None:
-        """Log a commit that is about to happen.
+    def append(self, state: State, changed: Mapping[str, Version | None], *, durable: bool) -> None:
+        """Log a commit that is about to happen: new versions of files, None for one that goes.
 
         Raises:
             OSError: the disk refused; the log is as it was, or ends in torn bytes.
@@ -112,7 +116,7 @@ class Manifest:
             {
                 "sizes": state.sizes,
                 "consumed": {k: [c.through, sorted(c.ahead)] for k, c in state.consumed.items()},
-                "files": {k: list(v) for k, v in sorted(changed.items())},
+                "files": {k: v and list(v) for k, v in sorted(changed.items())},
             },
             durable=durable,
         )
@@ -150,7 +154,8 @@ class Manifest:
 
     def _load(self) -> None:
         try:
-            data = read_regular(self.path.parent, self.path.name)
+            key = f"{self.path.parent.name}/{self.path.name}"
+            data = read_regular(self.path.parent.parent, key, MAX_LOG_BYTES)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -162,9 +167,6 @@ class Manifest:
         while at < len(data):
             try:
                 frame, end = codec.decode_frame(data, at)
-                # The checksum leaves the two reserved bytes of the header out.
-                if codec.encode_frame(frame.type, frame.seq, frame.payload) != data[at:end]:
-                    self.damage.append(f"the header at byte {at} is damaged")
                 at = end
                 self._take(frame)
             except codec.FrameError as error:
@@ -174,7 +176,7 @@ class Manifest:
                     break
                 self.damage.append(f"bytes {at} to {following} are damaged")
                 at = following
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 self.damage.append(f"a line before byte {at} makes no sense: {error}")
         self._end = len(data) - self.torn
 
@@ -194,7 +196,9 @@ class Manifest:
             state = self.rolled_back()
             replaced = {k: self.state.files.get(k) for k in self.replaced}
         else:
-            files = {str(k): (int(n), int(crc)) for k, (n, crc) in line["files"].items()}
+            files = {str(k): _version_from(v) for k, v in line["files"].items()}
+            if len(files) + len(self.state.files) > MAX_FILES:
+                raise ValueError(f"more than {MAX_FILES} files")
             state = State(
                 {str(k): int(n) for k, n in line["sizes"].items()},
                 {
@@ -204,7 +208,9 @@ class Manifest:
                 self.state.files,
             )
             replaced = {k: self.state.files.get(k) for k in files}
-            state.files.update(files)
+            state.files.update({k: v for k, v in files.items() if v is not None})
+            for key in [k for k, v in files.items() if v is None]:
+                state.files.pop(key, None)
         self._before = State(self.state.sizes, self.state.consumed)
         self.state, self.replaced = state, replaced
 
@@ -233,41 +239,19 @@ def manifest_path(run: layout.RunDir, key: str) -> Path:
     return run.path / "manifest" / f"{key.replace('/', '.') or 'root'}.log"
 
 
+def _version_from(told: Any) -> Version | None:  # noqa: ANN401  (JSON)
+    if told is None:
+        return None
+    size, crc = told
+    return int(size), int(crc)
+
+
 def version_of(data: bytes) -> Version:
     """Return length and checksum of a file's content."""
     return len(data), zlib.crc32(data)
 
 
-def read_regular(root: Path, key: str) -> bytes:
-    """Read a regular file below `root`, following no symbolic link on the way.
-
-    Raises:
-        OSError: it is missing, or something else than a regular file.
-        ValueError: the key leads out of `root`.
-    """
-    parts = key.split("/")
-    if any(p in {"", ".", ".."} or "\x00" in p for p in parts):
-        msg = f"{key!r} is not a path inside the run"
-        raise ValueError(msg)
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    fd = os.open(root, flags | os.O_DIRECTORY)
-    try:
-        for i, part in enumerate(parts):
-            last = i == len(parts) - 1
-            step = flags | os.O_NOFOLLOW | (0 if last else os.O_DIRECTORY)
-            inner = os.open(part, step, dir_fd=fd)
-            os.close(fd)
-            fd = inner
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            msg = f"{key} is not a regular file"
-            raise OSError(msg)
-        with os.fdopen(os.dup(fd), "rb") as file:
-            return file.read()
-    finally:
-        os.close(fd)
-
-
-def write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes | memoryview) -> None:
     """Write all of it: a full disk writes short before it says so."""
     view = memoryview(data)
     while view:
@@ -275,9 +259,12 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def next_frame(data: bytes, start: int) -> int:
-    """Return where the next intact frame begins, or -1."""
-    at = data.find(codec.MAGIC, start)
+    """Return where the next intact frame begins, or -1; its end if that takes too long to tell."""
+    at, left = data.find(codec.MAGIC, start), MAX_SEARCH_BYTES
     while at >= 0:
+        left -= min(codec.length_at(data, at), len(data) - at)
+        if left < 0:
+            return len(data)
         try:
             codec.decode_frame(data, at)
         except codec.FrameError:

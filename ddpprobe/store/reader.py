@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe import layout
-from ddpprobe.records import VALUES, Anomaly, Site, StepRecord
+from ddpprobe import hearsay, inside, layout
+from ddpprobe.records import COUNTS, VALUES, Anomaly, Site, StepRecord
 from ddpprobe.store import format as fmt
 from ddpprobe.store.columns import Arrays, BlockDecoder, decode_digest_axis, decode_sites
-from ddpprobe.store.manifest import Consumed, Lost
+from ddpprobe.store.manifest import GROUP_JSON, Consumed, Lost, manifest_path
 from ddpprobe.store.verified import GroupArrays, span_of
 
+R = TypeVar("R")
+T = TypeVar("T")
+Stamp = tuple[tuple[int, ...], ...]
+_BAD = ("nan", "pos_inf", "neg_inf")
+# What a statistic is derived from; of the counts, beside those that say whether there is a value.
+_COUNTS_OF = {name: (name,) for name in COUNTS} | {"zero_ratio": ("zeros",)}
 _VALUES_OF = {
     "min": ("min",), "max": ("max",), "abs_max": ("min", "max"), "sum": ("sum",),
     "mean": ("sum",), "sum_sq": ("sum_sq",), "rms": ("sum_sq",), "norm": ("sum_sq",),
@@ -70,8 +75,21 @@ class StoredGroup:
 
     def steps(self) -> list[tuple[int, bool]]:
         """Return (step, sampled) of every committed record."""
-        steps, sampled = self._arrays.labels("step"), self._arrays.labels("sampled")
-        return [(int(s), bool(x)) for s, x in zip(steps, sampled, strict=False)]
+        steps, sampled = self.step_numbers()
+        return list(zip(steps.tolist(), sampled.tolist(), strict=True))
+
+    def step_numbers(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return step and sampled of every committed record [rows], but for those that are lost."""
+        parts = [
+            (self._arrays.attempt("step", None, a, b), self._arrays.attempt("sampled", None, a, b))
+            for a, b in self._spans(fmt.COLUMN_CHUNK)
+        ]
+        whole = [(steps, sampled) for steps, sampled in parts if steps is not None]
+        flags = [np.ones(len(n), bool) if x is None else x != 0 for n, x in whole]
+        return (
+            np.concatenate([np.empty(0, np.int64), *(steps for steps, _ in whole)]),
+            np.concatenate([np.empty(0, bool), *flags]),
+        )
 
     def records(self, attempt: int, after: int = -1) -> Iterator[StepRecord]:
         """Yield the records of steps above `after`, in the order in which they were committed."""
@@ -80,8 +98,7 @@ class StoredGroup:
             return
         columns_of_steps = (c for c in self._arrays.columns.values() if c.dims[0] == "step")
         names = [c.name for c in columns_of_steps if c.rewritten]
-        for start in range(0, self.rows, fmt.COLUMN_CHUNK):
-            stop = min(start + fmt.COLUMN_CHUNK, self.rows)
+        for start, stop in self._spans(fmt.COLUMN_CHUNK):
             columns = {n: self._arrays.attempt(n, None, start, stop) for n in names}
             if any(v is None for v in columns.values()):
                 continue
@@ -90,48 +107,60 @@ class StoredGroup:
                 yield from self._blocks(decoder, whole, start, stop, after)
 
     def statistic(
-        self, stat: str, places: Sequence[int]
-    ) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]]:
-        """Yield blocks of (step, order, counts, values) at these places of the site axis.
+        self,
+        stat: str,
+        places: Sequence[int],
+        wanted: Callable[[NDArray[Any]], NDArray[np.bool_]] | None = None,
+    ) -> Iterator[tuple[NDArray[Any], NDArray[np.bool_], NDArray[Any], NDArray[Any]]]:
+        """Yield blocks of (step, whether there is a row, counts, values) at these places of sites.
 
-        Only the columns of `values` that `stat` needs are read; the others hold NaN.
+        Of `counts` and `values` only the columns are read that tell of the non-finite elements, of
+        whether anything was observed, and those that `stat` needs; the others hold 0 and NaN.
+        Blocks in which `wanted` takes none of the steps are left alone.
         """
         low, high = min(places), max(places) + 1
-        pick = np.asarray(places) - low
-        wanted = _VALUES_OF.get(stat, ())
-        block = self._arrays.chunks.get("counts", {}).get("step", fmt.BLOCK)
-        for start in range(0, self.rows, block):
-            stop = min(start + block, self.rows)
+        pick, sites = np.asarray(places) - low, slice(low, high)
+        needed = {"numel", "observed", *_BAD, *_COUNTS_OF.get(stat, ())}
+        of_counts = [i for i, name in enumerate(COUNTS) if name in needed]
+        of_values = [VALUES.index(name) for name in _VALUES_OF.get(stat, ())]
+        for start, stop in self._spans(self._rows_of("counts")):
             steps = self._arrays.attempt("step", None, start, stop)
-            if steps is None:
+            if steps is None or (wanted is not None and not wanted(steps).any()):
                 continue
             span = span_of(steps)
-            inner = (slice(low, high),)
-            order = self._arrays.attempt("order", span, start, stop, inner)
-            counts = self._arrays.attempt("counts", span, start, stop, (*inner, slice(None)))
-            values = np.full((stop - start, high - low, len(VALUES)), np.nan)
-            parts = {
-                name: self._arrays.attempt(
-                    "values", span, start, stop, (*inner, VALUES.index(name))
-                )
-                for name in wanted
-            }
-            if order is None or counts is None or any(p is None for p in parts.values()):
+            counts = self._arrays.attempt("counts", span, start, stop, (sites,), of_counts)
+            values = (
+                self._arrays.attempt("values", span, start, stop, (sites,), of_values)
+                if of_values
+                else np.full((stop - start, high - low, len(VALUES)), np.nan)
+            )
+            if counts is None or values is None:
                 continue
-            for name, part in parts.items():
-                values[..., VALUES.index(name)] = part
-            yield steps, order[:, pick], counts[:, pick], values[:, pick]
+            counts, values = counts[:, pick], values[:, pick]
+            here = self._is_there(counts, span, start, stop, sites, pick)
+            if here is not None:
+                yield steps, here, counts, values
+
+    def _is_there(
+        self, counts: NDArray[Any], span: tuple[int, int], start: int, stop: int, sites: slice,
+        pick: NDArray[Any],
+    ) -> NDArray[np.bool_] | None:  # fmt: skip
+        """Say which records have a row of which site; without looking where a count tells."""
+        here = np.asarray(counts.any(axis=-1))
+        if here.all():
+            return here
+        order = self._arrays.attempt("order", span, start, stop, (sites,))
+        return None if order is None else order[:, pick] >= 0
 
     def scalar(self, name: str) -> Iterator[tuple[int, dict[int, float]]]:
         """Yield (step, rank -> value) of one scalar, for the ranks that gave it."""
         names = [fmt.unescape(str(n)) for n in self._arrays.labels("scalar")]
-        ranks, block = self._ranks(), self._arrays.chunks.get("scalars", {}).get("step", fmt.BLOCK)
+        ranks = self._ranks()
         if name not in names or ranks is None:
             return
         at: tuple[Any, ...] = (names.index(name),)
         at = (slice(None), *at) if "delivered" in self._arrays.columns else at
-        for start in range(0, self.rows, block):
-            stop = min(start + block, self.rows)
+        for start, stop in self._spans(self._rows_of("scalars")):
             steps = self._arrays.attempt("step", None, start, stop)
             if steps is None:
                 continue
@@ -145,39 +174,68 @@ class StoredGroup:
             for step, row, here in cells:
                 yield int(step), {ranks[i]: float(row[i]) for i in np.flatnonzero(here)}
 
+    def expired(self) -> list[tuple[int, int]]:
+        """Return the spans of steps, first and last, whose records retention took away."""
+        block = self._rows_of("counts")
+        gone = [n for n in range(-(-self.rows // block)) if self._arrays.has_expired(n)]
+        blocks = [self._arrays.attempt("step", None, n * block, (n + 1) * block) for n in gone]
+        return [span_of(steps) for steps in blocks if steps is not None and steps.size]
+
+    def _spans(self, rows: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.rows, rows):
+            yield start, min(start + rows, self.rows)
+
+    def _rows_of(self, array: str) -> int:
+        """Rows of an array that are stored, and so best read, together."""
+        return self._arrays.chunks.get(array, {}).get("step", fmt.BLOCK)
+
     def anomalies(self) -> list[Anomaly]:
         """Return the anomalies of an `anomalies` group."""
         names = [c.name for c in self._arrays.columns.values()]
         found = {n: self._arrays.labels(n) for n in names}
         size = min(len(v) for v in found.values())
-        return [_anomaly({n: v[i] for n, v in found.items()}) for i in range(size)]
+        rows = ({n: v[i] for n, v in found.items()} for i in range(size))
+        return list(self._each("values_json", rows, _anomaly))
 
     def events(self) -> list[tuple[str, int, dict[str, Any]]]:
         """Return (journal, seq, event) of a node group."""
         names = ("event_source", "event_seq", "event_json")
         rows = zip(*(self._arrays.labels(n) for n in names), strict=False)
-        return [(str(name), int(seq), json.loads(text)) for name, seq, text in rows]
+        return list(self._each("event_json", rows, _event))
 
     def samples(self) -> list[dict[str, Any]]:
         """Return the readings of a node group."""
-        return [json.loads(text) for text in self._arrays.labels("sample_json")]
+        texts = self._arrays.labels("sample_json")
+        return list(self._each("sample_json", texts, _object))
+
+    def _each(self, name: str, rows: Iterable[R], read: Callable[[R], T]) -> Iterator[T]:
+        """Yield what each row says; one that makes no sense was written so, and is lost."""
+        for number, row in enumerate(rows):
+            try:
+                yield read(row)
+            except (ValueError, TypeError, AttributeError) as error:
+                self._arrays.lose(name, None, f"entry {number} makes no sense: {error}")
 
     def _blocks(
         self, decoder: BlockDecoder, columns: Arrays, start: int, stop: int, after: int
     ) -> Iterator[StepRecord]:
-        block = (
-            self._arrays.chunks["counts"]["step"] if "counts" in self._arrays.chunks else fmt.BLOCK
-        )
+        block = self._rows_of("counts")
         for a in range(start, stop, block):
             b = min(a + block, stop)
             here = {n: v[a - start : b - start] for n, v in columns.items()}
-            if here["step"].max() <= after:
+            if here["step"].max() <= after or self._arrays.has_expired(a // block):
                 continue
             rows = self._rows(here, a, b)
             if rows is None:
                 continue
             for row in np.flatnonzero(here["step"] > after):
-                yield decoder.record(int(row), rows)
+                try:
+                    record = decoder.record(int(row), rows)
+                except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+                    step = int(here["step"][row])
+                    self._arrays.lose("", (step, step), f"a record makes no sense: {error}")
+                else:
+                    yield record
 
     def _rows(self, here: Arrays, a: int, b: int) -> Arrays | None:
         span = span_of(here["step"])
@@ -225,10 +283,10 @@ class StoredGroup:
 def groups_of(run: layout.RunDir, attempt: int) -> list[str]:
     """Paths of the groups of an attempt, committed or only listed in a manifest, ascending."""
     top = fmt.attempt_key(attempt)
-    names = _names(run.store / top)
+    names = set(inside.names(run.path, f"{inside.STORE}/{top}"))
     names |= {
         n.removeprefix(f"{top}.").removesuffix(".log")
-        for n in _names(run.path / "manifest")
+        for n in inside.names(run.path, "manifest")
         if n.startswith(f"{top}.") and n.endswith(".log")
     }
     return sorted(key for name in names if fmt.kind_of_group(key := f"{top}/{name}"))
@@ -236,32 +294,52 @@ def groups_of(run: layout.RunDir, attempt: int) -> list[str]:
 
 def attempts_of(run: layout.RunDir) -> list[int]:
     """Attempts that have a group in the store, ascending."""
-    names = {n.partition(".")[0] for n in _names(run.store) | _names(run.path / "manifest")}
+    listed = inside.names(run.path, inside.STORE) + inside.names(run.path, "manifest")
+    names = {n.partition(".")[0] for n in listed}
     digits = [n.removeprefix("attempt_") for n in names if n.startswith("attempt_")]
     return sorted(int(d) for d in digits if d.isdecimal())
 
 
-def _names(path: Path) -> set[str]:
+def stamp_of(run: layout.RunDir, key: str) -> Stamp:
+    """Return what changes with every commit to a group; equal stamps, equal content."""
+    paths = (manifest_path(run, key), run.store / key / GROUP_JSON)
+    return tuple(_state_of(path) for path in paths)
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
     try:
-        return {p.name for p in path.iterdir()}
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
+        found = path.lstat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _event(row: tuple[Any, Any, Any]) -> tuple[str, int, dict[str, Any]]:
+    name, seq, text = row
+    return str(name), int(seq), _object(text)
+
+
+def _object(text: str) -> dict[str, Any]:
+    found = inside.parse(text)
+    if not isinstance(found, dict):
+        raise TypeError(f"{type(found).__name__} is no JSON object")
+    return found
 
 
 def _anomaly(row: dict[str, Any]) -> Anomaly:
-    return Anomaly(
-        detector=fmt.unescape(row["detector"]),
-        level=fmt.unescape(row["level"]),
-        step=int(row["anomaly_step"]),
-        micro=int(row["micro"]),
-        rank=int(row["rank"]) if row["rank"] >= 0 else None,
-        module=fmt.unescape(row["module"]) if row["module_named"] else None,
-        kind=fmt.unescape(row["kind"]) or None,
-        phase=fmt.unescape(row["phase"]),
-        first_cause=bool(row["first_cause"]),
-        message=fmt.unescape(row["message"]),
-        values={str(k): v for k, v in json.loads(row["values_json"]).items()},
-        sampled=bool(row["sampled"]),
-        attempt=int(row["attempt"]),
-        wall_time_ns=int(row["wall_time"]),
+    texts = {name: fmt.unescape(row[name]) for name in ("detector", "level", "phase", "message")}
+    return hearsay.anomaly(
+        {
+            **texts,
+            "step": row["anomaly_step"],
+            "micro": row["micro"],
+            "rank": row["rank"] if row["rank"] >= 0 else None,
+            "module": fmt.unescape(row["module"]) if row["module_named"] else None,
+            "kind": fmt.unescape(row["kind"]) or None,
+            "first_cause": row["first_cause"],
+            "values": _object(row["values_json"]),
+            "sampled": row["sampled"],
+            "attempt": row["attempt"],
+            "wall_time_ns": row["wall_time"],
+        }
     )

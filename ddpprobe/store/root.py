@@ -77,15 +77,24 @@ class Root:
             top = fmt.attempt_key(attempt)
             out[top] = fmt.group_document({}, {})
             for name in sorted(os.listdir(self._run.store / top)):
-                key = f"{top}/{name}"
-                if fmt.kind_of_group(key) is None:
-                    continue
-                with contextlib.suppress(FileNotFoundError):  # its first commit is under way
-                    document = json.loads(read_regular(self._run.store, f"{key}/{GROUP_JSON}"))
-                    out[key] = fmt.group_document(document["attributes"], {})
-                    for array, inner in document["consolidated_metadata"]["metadata"].items():
-                        out[f"{key}/{array}"] = inner
+                if fmt.kind_of_group(f"{top}/{name}") is not None:
+                    out |= self._group(f"{top}/{name}")
+                elif name == "captures":
+                    out |= self._group(f"{top}/{name}")
+                    for event in sorted(os.listdir(self._run.store / top / name)):
+                        if event != GROUP_JSON:
+                            out |= self._group(f"{top}/{name}/{event}")
         return out
+
+    def _group(self, key: str) -> dict[str, fmt.Document]:
+        """Return the metadata of a group and what is in it, by path."""
+        try:
+            document = json.loads(read_regular(self._run.store, f"{key}/{GROUP_JSON}"))
+        except FileNotFoundError:  # its first commit is under way
+            return {}
+        out = {key: fmt.group_document(document["attributes"], {})}
+        inside = document.get("consolidated_metadata", {}).get("metadata", {})
+        return out | {f"{key}/{path}": inner for path, inner in inside.items()}
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Files]:

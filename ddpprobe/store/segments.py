@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpprobe import codec, journal, layout
+from ddpprobe import codec, inside, journal, layout
 from ddpprobe.codec import Frame, Tables
 from ddpprobe.records import StepRecord
 from ddpprobe.store.manifest import Consumed, next_frame, read_regular
@@ -50,14 +50,16 @@ class Source:
 def sources_of(run: layout.RunDir, attempt: int, node: str | None = None) -> list[Source]:
     """List the journals of an attempt (of one node), ranks before daemons, ascending."""
     found = []
-    for directory in _directories(run.attempt_dir(attempt)):
-        if not re.fullmatch(r"node_\d{4,}", directory.name) or node not in {None, directory.name}:
+    top = run.attempt_dir(attempt).relative_to(run.path).as_posix()
+    for name in inside.directories(run.path, top):
+        if not re.fullmatch(r"node_\d{4,}", name) or node not in {None, name}:
             continue
-        for inner in _directories(directory):
-            rank = _RANK.fullmatch(inner.name)
-            if rank or _DAEMON.fullmatch(inner.name):
+        for inner in inside.directories(run.path, f"{top}/{name}"):
+            rank = _RANK.fullmatch(inner)
+            if rank or _DAEMON.fullmatch(inner):
                 number = int(rank[1]) if rank else None
-                found.append(Source(attempt, directory.name, inner.name, inner, number))
+                directory = run.path / top / name / inner
+                found.append(Source(attempt, name, inner, directory, number))
     return sorted(found, key=lambda s: (s.rank is None, s.rank or 0, s.node, s.name))
 
 
@@ -83,7 +85,8 @@ class Segment:
     def meta(self) -> dict[str, Any]:
         """The writer's META, {} if even that is unreadable."""
         first = self.frames[0] if self.frames else None
-        return first.json() if first is not None and first.type == codec.META else {}
+        found = json_of(first) if first is not None and first.type == codec.META else None
+        return dict(found or {})
 
 
 def segment_path(directory: Path, number: int) -> Path:
@@ -127,7 +130,7 @@ def records_of(
                 continue
             if frame.type == codec.RECORD and not consumed.has(frame.seq):
                 yield frame.seq, codec.decode_record(frame.payload, tables)
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             segment.damage = f"frame {frame.seq} makes no sense: {error}"
 
 
@@ -174,10 +177,3 @@ def json_of(frame: Frame) -> Mapping[str, Any] | None:
 def segments_of(source: Source) -> list[int]:
     """Numbers of the segments of a journal, ascending."""
     return journal.segments_of(source.directory)
-
-
-def _directories(path: Path) -> list[Path]:
-    try:
-        return sorted(p for p in path.iterdir() if p.is_dir() and not p.is_symlink())
-    except (FileNotFoundError, NotADirectoryError):
-        return []

@@ -1,40 +1,51 @@
 """Files of one group, believed only after a look: metadata, manifest, chunks.
 
 Metadata must be what the format would have written, files must be regular, and each must have the
-length and checksum that the manifest says before Zarr is given its bytes.
+length and checksum that the manifest says. Where only a few columns of a block of statistics are
+asked for, only these are read: then the file's length is the manifest's, and the shard's index and
+every inner chunk are held against their own checksums.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
-import zarr
 from numpy.typing import NDArray
-from zarr.core.buffer import Buffer, default_buffer_prototype
-from zarr.storage import MemoryStore
 
-from ddpprobe import layout
+from ddpprobe import inside, layout
+from ddpprobe.store import decoding, regions
 from ddpprobe.store import format as fmt
-from ddpprobe.store.commit import encode
 from ddpprobe.store.manifest import (
+    EXPIRED,
     GROUP_JSON,
     Consumed,
     Lost,
     Manifest,
     State,
     StoreError,
+    Version,
     is_settled,
     manifest_path,
     read_regular,
     version_of,
 )
+from ddpprobe.store.regions import Index, Shard
 
 RETRIES = 50
 RETRY_SECONDS = 0.02
-_DECODE_ERRORS = (ValueError, RuntimeError, KeyError, IndexError, TypeError, OSError)
+MAX_READ_BYTES = 256 << 20  # of one array at a time: a reader of more rows takes fewer of them
+# Entries along an axis: more than anybody has, and few enough to be held in memory.
+MAX_ROWS, MAX_LABELS = 1 << 22, 1 << 17
+MOST = {"step": MAX_ROWS, "sample": 1 << 20}
+MAX_TEXT_BYTES = 64 << 20  # of one column, at once
+MOST_LOST = 1000  # listed of a group
+_DECODE_ERRORS = (ValueError, RuntimeError, OverflowError, MemoryError)
 
 
 class GroupArrays:
@@ -66,57 +77,118 @@ class GroupArrays:
         if self.exists:
             self._open(state)
 
+    def has_expired(self, block: int) -> bool:
+        """Return whether retention took a block of steps away."""
+        return self.consumed.get(EXPIRED, Consumed()).has(block)
+
     @property
     def rows(self) -> int:
         """Committed records."""
         return self.sizes.get("step", 0)
 
     def read(
-        self, name: str, start: int = 0, stop: int | None = None, inner: tuple[Any, ...] = ()
-    ) -> NDArray[Any]:
-        """Read rows [start, stop) of an array; `inner` selects in its other dimensions.
+        self, name: str, start: int = 0, stop: int | None = None, inner: tuple[Index, ...] = (),
+        only: Sequence[int] | None = None,
+    ) -> NDArray[Any]:  # fmt: skip
+        """Read rows [start, stop) of an array.
+
+        Args:
+            name: of the array.
+            start: first row.
+            stop: behind the last one; None: all that are left.
+            inner: selects in its other dimensions.
+            only: of the last dimension of `counts` or `values`, read these; the others hold `fill`.
 
         Raises:
-            StoreError: a chunk of it is missing or damaged.
+            StoreError: a chunk of it is missing or damaged, or it is too large to be read at once.
         """
         column, chunks = self.columns[name], self.chunks.get(name)
         if chunks is None:
-            msg = "its metadata is lost"
-            raise StoreError(msg)
-        sizes = {d: self.sizes[d] for d in column.dims}
-        stop = sizes[column.dims[0]] if stop is None else stop
-        document = fmt.array_document(column, sizes, chunks)
-        shape = [stop - start, *(sizes[d] for d in column.dims[1:])]
-        where = (start, *[0] * (len(shape) - 1))
-        memory: dict[str, Buffer] = {}
-        if min(shape) > 0:
-            for key in fmt.chunk_keys(name, fmt.grid_of(document), where, shape):
-                data = self._load(key)
-                if data is not None:
-                    memory[key] = _buffer(data)
-        memory[f"{name}/{GROUP_JSON}"] = _buffer(encode(document))
-        try:
-            array = zarr.open_array(MemoryStore(memory), path=name, mode="r", zarr_format=3)
-            return np.asarray(array[(slice(start, stop), *inner)])
-        except _DECODE_ERRORS as error:
-            msg = f"cannot be decoded: {error}"
-            raise StoreError(msg) from error
+            raise StoreError("its metadata is lost")
+        shape = [self.sizes[d] for d in column.dims]
+        asked = (slice(start, stop), *inner, *[slice(None)] * (len(shape) - 1 - len(inner)))
+        where = [regions.span(at, n) for at, n in zip(asked, shape, strict=True)]
+        out = self._empty(column, [b - a for a, b in where])
+        grid = [fmt.COLUMN_CHUNK] if column.rewritten else [chunks[d] for d in column.dims]
+        touched = [range(a // n, -(-b // n)) for (a, b), n in zip(where, grid, strict=True)]
+        whole = only is None and where[1:] == [(0, n) for n in shape[1:]]
+        text = 0
+        for place in product(*touched) if out.size else ():
+            key = "/".join((name, "c", *map(str, place)))
+            origin = [i * n for i, n in zip(place, grid, strict=True)]
+            try:
+                if column.split:
+                    self._copy_parts(column, key, grid, origin, where, out, only, whole=whole)
+                elif (data := self._load(key)) is not None:
+                    part = regions.decode(column, data, grid)
+                    regions.place(out, where, origin, part)
+                    text += sum(map(len, part.flat)) if column.dtype == "string" else 0
+            except _DECODE_ERRORS as error:
+                raise StoreError(f"{key} cannot be decoded: {error}") from error
+            if text > MAX_TEXT_BYTES:
+                raise StoreError(f"more than {MAX_TEXT_BYTES} characters are not read at once")
+        return out[tuple(0 if isinstance(at, int) else slice(None) for at in asked)]
+
+    def _copy_parts(
+        self, column: fmt.Column, key: str, grid: Sequence[int], origin: Sequence[int],
+        where: Sequence[tuple[int, int]], out: NDArray[Any], only: Sequence[int] | None, *,
+        whole: bool,
+    ) -> None:  # fmt: skip
+        """Copy the inner chunks of one file into the region `where`."""
+        shape = fmt.part_of(grid)
+        parts = [n // m for n, m in zip(grid, shape, strict=True)]
+        shard = self._shard(key, prod(parts), whole=whole)
+        if shard is None:
+            return
+        spans = [
+            range(max(a - o, 0) // m, -(-min(b - o, n) // m))
+            for (a, b), o, m, n in zip(where, origin, shape, grid, strict=True)
+        ]
+        with shard:
+            for at in product(*spans[:-1], spans[-1] if only is None else only):
+                number = (at[0] * parts[1] + at[1]) * parts[2] + at[2]
+                part = decoding.numbers(shard.part(number), column.dtype, shape)
+                here = [o + i * m for o, i, m in zip(origin, at, shape, strict=True)]
+                regions.place(out, where, here, part)
+
+    def _shard(self, key: str, parts: int, *, whole: bool) -> Shard | None:
+        """Return a shard to read from: checked as a whole, or opened, its length checked."""
+        source = self._load(key) if whole else self._opened(key)
+        return None if source is None else Shard(source, parts)
+
+    def _empty(self, column: fmt.Column, shape: Sequence[int]) -> NDArray[Any]:
+        if prod(shape) * fmt.ITEM_BYTES[column.dtype] > MAX_READ_BYTES:
+            raise StoreError(f"{shape} elements are more than is read at once")
+        fill = np.nan if column.fill == "NaN" else column.fill
+        return np.full(shape, fill, fmt.NUMPY.get(column.dtype, object))
 
     def labels(self, name: str) -> list[Any]:
         """Read a one-dimensional array as a list; [] (and listed as lost) if it is damaged."""
         found = self.attempt(name, None)
         return [] if found is None else list(found.tolist())
 
-    def check(self) -> None:
-        """Decode every chunk of every array; what cannot be is in `lost` afterwards."""
-        for name, column in self.columns.items():
-            size = self.sizes.get(column.dims[0], 0)
-            chunk = self.chunks.get(name, {}).get(column.dims[0], 1)
-            if name in self.chunks:
-                for start in range(0, size, chunk):
-                    self.attempt(
-                        name, self._steps_at(column, start), start, min(start + chunk, size)
-                    )
+    def check(self, advance: Callable[[int], None] | None = None) -> None:
+        """Decode every chunk of every array; what cannot be is in `lost` afterwards.
+
+        Args:
+            advance: told 1 after each of the `pieces`.
+        """
+        for column, start, stop in self._pieces():
+            self.attempt(column.name, self._steps_at(column, start), start, stop)
+            if advance:
+                advance(1)
+
+    @property
+    def pieces(self) -> int:
+        """Number of reads that `check` makes."""
+        return sum(1 for _ in self._pieces())
+
+    def _pieces(self) -> Iterator[tuple[fmt.Column, int, int]]:
+        for name, chunks in self.chunks.items():
+            column = self.columns[name]
+            size, chunk = self.sizes.get(column.dims[0], 0), chunks[column.dims[0]]
+            for start in range(0, size, chunk):
+                yield column, start, min(start + chunk, size)
 
     def _steps_at(self, column: fmt.Column, start: int) -> tuple[int, int] | None:
         if column.dims[0] != "step" or column.rewritten:
@@ -131,11 +203,12 @@ class GroupArrays:
         steps: tuple[int, int] | None = None,
         start: int = 0,
         stop: int | None = None,
-        inner: tuple[Any, ...] = (),
+        inner: tuple[Index, ...] = (),
+        only: Sequence[int] | None = None,
     ) -> NDArray[Any] | None:
         """Read as `read` does; None, and listed as lost with its steps, if it is damaged."""
         try:
-            return self.read(name, start, stop, inner)
+            return self.read(name, start, stop, inner, only)
         except StoreError as error:
             self.lose(name, steps, str(error))
             return None
@@ -144,7 +217,7 @@ class GroupArrays:
         """List something as lost, once."""
         where = "/".join(p for p in ("run.zarr", self.key, array) if p)
         lost = Lost(where, steps, why)
-        if lost not in self.lost:
+        if len(self.lost) < MOST_LOST and lost not in self.lost:
             self.lost.append(lost)
 
     def _load(self, key: str) -> bytes | None:
@@ -152,21 +225,44 @@ class GroupArrays:
         try:
             data = read_regular(self._root, key)
         except FileNotFoundError:
-            if self.manifest.state.files.get(key) or self.manifest.damage:
-                raise StoreError(f"{key} is missing") from None
-            if not self.manifest.exists:
-                raise StoreError(f"{key} is missing, and so is the manifest") from None
+            self._must_be_absent(key)
             return None
         except OSError as error:
             raise StoreError(f"{key} is no regular file ({error.strerror or error})") from error
-        found = version_of(data)
-        if self.manifest.exists and found not in self.manifest.versions(key):
-            # The writer may have replaced it since the manifest was read.
-            now = Manifest(manifest_path(self._run, self.key))
-            listed = self.manifest.versions(key) | now.versions(key)
-            if found not in now.versions(key) and (listed or not now.damage):
-                raise StoreError(f"{key} is damaged: it is not what was committed")
+        self._must_be(key, version_of(data))
         return data
+
+    def _opened(self, key: str) -> int | None:
+        """Open a file of which only parts will be read: it has the length it must have."""
+        try:
+            fd = inside.open_regular(self._root, key)
+        except FileNotFoundError:
+            self._must_be_absent(key)
+            return None
+        except OSError as error:
+            raise StoreError(f"{key} is no regular file ({error.strerror or error})") from error
+        try:
+            self._must_be(key, (os.fstat(fd).st_size, None))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _must_be_absent(self, key: str) -> None:
+        if self.manifest.state.files.get(key) or self.manifest.damage:
+            raise StoreError(f"{key} is missing")
+        if not self.manifest.exists:
+            raise StoreError(f"{key} is missing, and so is the manifest")
+
+    def _must_be(self, key: str, found: tuple[int, int | None]) -> None:
+        """Compare length and checksum (None: not looked at) with what was committed."""
+        if not self.manifest.exists or _is_one_of(found, self.manifest.versions(key)):
+            return
+        # The writer may have replaced it since the manifest was read.
+        now = Manifest(manifest_path(self._run, self.key))
+        listed = self.manifest.versions(key) | now.versions(key)
+        if not _is_one_of(found, now.versions(key)) and (listed or not now.damage):
+            raise StoreError(f"{key} is damaged: it is not what was committed")
 
     def _settle(self) -> tuple[Manifest, bool]:
         """Return a manifest that fits the metadata on disk: a live writer may be in between."""
@@ -203,27 +299,40 @@ class GroupArrays:
                 continue
             if not state.sizes:
                 self.sizes |= {d: n for d, n in sizes.items() if n <= self.sizes.get(d, n)}
+        self._bound(state)
+
+    def _bound(self, state: State) -> None:
+        """Refuse sizes for which there are no files: nobody loops over, or allocates, a claim."""
+        files = len(state.files) if self.manifest.exists and not self.manifest.damage else MAX_ROWS
+        dims = {d for c in self.columns.values() for d in c.dims}
+        most = {d: min(MOST.get(d, MAX_LABELS), fmt.COLUMN_CHUNK * files) for d in dims}
+        absurd = [f"{d} {n}" for d, n in self.sizes.items() if not 0 <= n <= most.get(d, 0)]
+        block = min((c.get("step", MAX_ROWS) for c in self.chunks.values()), default=MAX_ROWS)
+        if absurd or self.sizes.keys() != dims or self.rows > block * files:
+            told = ", ".join(absurd) or f"{len(self.sizes)} of {len(dims)}, {self.rows} rows"
+            self.lose("", None, f"sizes that make no sense ({told})")
+            self.sizes, self.chunks = dict.fromkeys(dims, 0), {}
 
     def _consolidated(self) -> dict[str, Any]:
         try:
             document = self._document(GROUP_JSON)
-            attrs = document["attributes"]["ddpprobe"]
-            arrays = document["consolidated_metadata"]["metadata"]
-        except (StoreError, KeyError, TypeError) as error:
+            attrs = dict(document["attributes"]["ddpprobe"])
+            arrays = dict(document["consolidated_metadata"]["metadata"])
+            version = int(attrs.get("format_version", 0))
+        except (StoreError, KeyError, TypeError, ValueError, OverflowError) as error:
             why = str(error) if isinstance(error, StoreError) else f"{GROUP_JSON} is no group's"
             self.lose("", None, why)
             return {}
-        if attrs.get("format_version", 0) > fmt.FORMAT_VERSION:
-            msg = f"written by a newer ddpprobe (format_version {attrs['format_version']})"
-            raise StoreError(msg)
+        if version > fmt.FORMAT_VERSION:
+            raise StoreError(f"written by a newer ddpprobe (format_version {version})")
         self.attrs = attrs
-        return dict(arrays)
+        return arrays
 
     def _document(self, key: str) -> dict[str, Any]:
         try:
             data = self._load(key)
-            found = json.loads(data or b"null")
-        except (ValueError, RecursionError) as error:
+            found = inside.parse(data or b"null")
+        except ValueError as error:
             raise StoreError(f"{key} is not JSON") from error
         if not isinstance(found, dict):
             raise StoreError(f"{key} is missing")
@@ -235,5 +344,6 @@ def span_of(steps: NDArray[Any]) -> tuple[int, int]:
     return int(steps.min()), int(steps.max())
 
 
-def _buffer(data: bytes) -> Buffer:
-    return default_buffer_prototype().buffer.from_bytes(data)
+def _is_one_of(found: tuple[int, int | None], versions: set[Version]) -> bool:
+    size, crc = found
+    return found in versions if crc is not None else any(size == n for n, _ in versions)

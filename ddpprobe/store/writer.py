@@ -7,17 +7,23 @@ SIGKILL or a full disk, is repeated by the next one from the journals, which mak
 
 from __future__ import annotations
 
+import time
+
 import psutil
 
 from ddpprobe import layout
 from ddpprobe.store import format as fmt
+from ddpprobe.store.capture_fold import CaptureFold
 from ddpprobe.store.event_fold import EventFold
 from ddpprobe.store.manifest import StoreError
+from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.record_fold import RecordFold
+from ddpprobe.store.retention import Limits, Retention
 from ddpprobe.store.root import Root
 from ddpprobe.store.segments import Source, read_segment, segment_path, segments_of, sources_of
 
 SAME_START_SECONDS = 1.0
+TRIM_SECONDS = 30.0  # between two looks at what the run may keep
 
 
 class StoreWriter:
@@ -28,18 +34,30 @@ class StoreWriter:
         node: this node's directory name, e.g. `node_0000`.
         block: records per block; a group keeps the one that it was created with.
         durable: every commit reaches the disk before its journal segments are deleted.
+        limits: what the run may keep; what is too much or too old is taken away.
 
     Attributes:
         damaged: groups that cannot be written any more, and why; their journals are kept whole.
     """
 
     def __init__(
-        self, run: layout.RunDir, node: str, *, block: int = fmt.BLOCK, durable: bool = True
+        self,
+        run: layout.RunDir,
+        node: str,
+        *,
+        block: int = fmt.BLOCK,
+        durable: bool = True,
+        limits: Limits | None = None,
     ) -> None:
         self.run, self.node = run, node
-        self.damaged: dict[str, str] = {}
         self._block, self._durable = block, durable
         self._root = Root(run, durable=durable)
+        self._captures = CaptureFold(run, self._root, node, durable=durable)
+        self.damaged = self._captures.damaged
+        self._retention: Retention | None = None
+        if limits is not None and limits != Limits():
+            self._retention = Retention(run, self._root, limits, durable=durable)
+        self._trimmed = 0.0
         self._events: dict[int, EventFold] = {}
         self._seen: dict[Source, list[int]] = {}
         self._first: dict[Source, int] = {}
@@ -54,7 +72,10 @@ class StoreWriter:
         Raises:
             OSError: the disk is full or failing; nothing is lost, call again later.
         """
-        return self._fold(final=False)
+        rows = self._fold(final=False)
+        if time.monotonic() - self._trimmed > TRIM_SECONDS:
+            self._trim()
+        return rows
 
     def seal(self) -> int:
         """Fold everything that is left and consolidate the root's metadata: the end of the run.
@@ -65,6 +86,7 @@ class StoreWriter:
             OSError: as `fold`.
         """
         rows = self._fold(final=True)
+        self._trim()
         try:
             self._root.seal()
         except StoreError as error:
@@ -77,6 +99,24 @@ class StoreWriter:
             events.close()
         self._events = {}
 
+    def _trim(self) -> None:
+        if self._retention is None:
+            return
+        self._trimmed = time.monotonic()
+        own = {n: self._own_groups(n) for n in self.run.attempts()}
+        try:
+            self._retention.apply(own)
+        except StoreError as error:
+            self.damaged["retention"] = str(error)
+
+    def _own_groups(self, attempt: int) -> set[str]:
+        """Names of the record groups that this daemon writes: its ranks', the head's `merged`."""
+        ranks = {s.rank for s in sources_of(self.run, attempt, self.node) if s.rank is not None}
+        head = StoredGroup(self.run, f"{fmt.attempt_key(attempt)}/{self.node}").meta.get(
+            "head", True
+        )
+        return {layout.rank_name(r) for r in ranks} | ({"merged"} if head else set())
+
     def _fold(self, *, final: bool) -> int:
         rows, attempts = 0, self.run.attempts()
         for attempt in attempts:
@@ -85,14 +125,25 @@ class StoreWriter:
             sources = sources_of(self.run, attempt, self.node)
             # An attempt that was followed by another is over: its short tail may go in as well.
             superseded = attempt < attempts[-1] and not any(map(is_alive, sources))
+            refused = self._fold_captures(attempt, final=final or superseded)
             # The daemon's journal first: as long as a rank's is left, the successor of a killed
             # daemon knows that there is something to seal.
             for source in sorted(sources, key=lambda s: s.rank is not None):
                 rows += self._fold_source(source, final=final or superseded)
+            if refused is not None:
+                raise refused
             if final or superseded:
                 self._delete_finished(attempt)
                 self._ended.add(attempt)
         return rows
+
+    def _fold_captures(self, attempt: int, *, final: bool) -> OSError | None:
+        """Fold captures; what the disk refuses of them keeps no records from being folded."""
+        try:
+            self._captures.fold(attempt, final=final)
+        except OSError as error:
+            return error
+        return None
 
     def _fold_source(self, source: Source, *, final: bool) -> int:
         numbers = segments_of(source)

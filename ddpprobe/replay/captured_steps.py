@@ -1,0 +1,278 @@
+"""What was captured in a run: the store's events and the packs that are not folded yet, as one.
+
+A daemon may fold and delete while we read. So packs are listed and opened first, the store after:
+whatever went in between is in the store.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpprobe import layout
+from ddpprobe.packs import Pack
+from ddpprobe.replay.tensors import (
+    Capsule,
+    Captured,
+    CapturedTensor,
+    GlobalTensor,
+    Source,
+    TensorError,
+    site_of,
+)
+from ddpprobe.store import dtypes
+from ddpprobe.store.capture_event import Entry, Event, Key, event_of, key_of, planned
+from ddpprobe.store.capture_packs import attempts_with_packs, open_packs, packs_of
+from ddpprobe.store.capture_places import Box, Held
+from ddpprobe.store.captures import StoredEvent, expired_steps, stored_steps
+from ddpprobe.store.manifest import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SITE = re.compile(r"(?P<fqn>.*):(?P<kind>[a-z_]+)(?:\[(?P<leaf>.*)\])?", re.DOTALL)
+# Of the module's state, not of a call.
+STATE = ("param", "grad", "buffer")
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _InStore:
+    stored: StoredEvent
+    entry: Entry
+    part: int
+
+    def read(self, inner: Box) -> NDArray[Any]:
+        return self.stored.read(self.entry, self.part, inner)
+
+
+@dataclass(frozen=True, slots=True)
+class _InPack:
+    pack: Pack
+    index: int
+
+    def read(self, inner: Box) -> NDArray[Any]:
+        tensor = self.pack.tensors[self.index]
+        whole = dtypes.view(self.pack.raw(self.index), tensor.dtype).reshape(tensor.shape)
+        part: NDArray[np.generic] = whole[tuple(slice(a, b) for a, b in inner)]
+        return part
+
+
+class CapturedStep:
+    """The captured tensors of one step.
+
+    Attributes:
+        event: what there is; None if nothing can be read.
+        lost: what is damaged.
+    """
+
+    def __init__(self, run: layout.RunDir, attempt: int, step: int) -> None:
+        paths = packs_of(run, attempt).get(step, {})
+        self._packs, self.lost = open_packs(run, attempt, step, paths.items())
+        self._stored = StoredEvent(run, attempt, step)
+        self.lost += self._stored.lost
+        self._at = {
+            (rank, key_of(tensor)): i
+            for rank, pack in self._packs.items()
+            for i, tensor in enumerate(pack.tensors)
+        }
+        self.event = self._event(attempt, step)
+        self._kept = {
+            (rank, entry.key): (entry, number)
+            for entry in (self._stored.event.entries if self._stored.event else ())
+            for number, part in enumerate(entry.plan.parts)
+            for rank in part.ranks
+        }
+
+    @property
+    def packs(self) -> list[Pack]:
+        """The packs that are not folded, or stay what they are."""
+        return list(self._packs.values())
+
+    @property
+    def size(self) -> int:
+        """Bytes on the disk."""
+        return self._stored.size + sum(pack.bytes for pack in self._packs.values())
+
+    def tensor(self, entry: Entry) -> GlobalTensor:
+        """Return a tensor of the event."""
+        sources = [self._source(entry.key, part.ranks) for part in entry.plan.parts]
+        return GlobalTensor(entry.key, entry.held, entry.plan, sources)
+
+    def find(self, site: str, micro: int, call: int) -> Entry:
+        """Return the tensor of a site.
+
+        Raises:
+            TensorError: there is none, or it is one of several; the text names them.
+        """
+        match = _SITE.fullmatch(site)
+        if match is None:
+            raise TensorError(f"{site!r}: write a site as fqn:kind, e.g. layers.0.attn:output")
+        fqn, kind, leaf = match["fqn"], match["kind"], match["leaf"]
+        entries = self.event.entries if self.event else ()
+        named = [e for e in entries if (e.key.fqn, e.key.kind) == (fqn, kind)]
+        named = [e for e in named if leaf is None or e.key.leaf == leaf]
+        found = [e for e in named if (e.key.micro, e.key.call) == (micro, call)]
+        leaves = sorted({e.key.leaf for e in found})
+        if len(leaves) == 1:
+            return found[0]  # the same tensor may have been kept for several modules
+        if leaves:
+            raise TensorError(f"{site} is several tensors: {_listed(found)}; name one of them")
+        if named:
+            calls = sorted({(e.key.micro, e.key.call) for e in named})
+            raise TensorError(f"{site}: of the (micro, call) {calls} only, not {(micro, call)}")
+        raise TensorError(f"{site} was not captured at this step; {_listed(entries)} were")
+
+    def describe(self) -> Captured:
+        """Say what there is."""
+        event = self.event
+        if event is None:
+            raise TensorError("nothing of it can be read")
+        headers = event.headers.values()
+        dropped = sum(n for h in headers if isinstance(n := h.get("dropped"), int))
+        reasons = {str(h.get("reason", "")): None for h in headers}
+        return Captured(
+            attempt=event.attempt,
+            step=event.step,
+            ranks=tuple(event.headers),
+            modules=tuple(sorted({str(m) for h in headers for m in h["modules"]})),
+            reason=", ".join(filter(None, reasons)),
+            complete=not (event.silent or dropped or self.lost),
+            dropped=dropped,
+            bytes=self.size,
+            sites=tuple(dict.fromkeys(site_of(e.key) for e in event.entries)),
+        )
+
+    def capsules(self, module: str) -> list[Capsule]:
+        """Return what each rank kept of each call of a module, ascending."""
+        found = []
+        for rank, header in (self.event.headers if self.event else {}).items():
+            about = header["modules"].get(module)
+            if isinstance(about, dict):
+                found += self._capsules_of(rank, header, module, about)
+        return found
+
+    def _capsules_of(
+        self, rank: int, header: Mapping[str, Any], module: str, about: Mapping[str, Any]
+    ) -> list[Capsule]:
+        event = self.event
+        if event is None:
+            return []
+        state = about.get("state")
+        # A tensor that several captured modules have is kept under one of them.
+        shared = set(map(str, state.values())) if isinstance(state, dict) else set()
+        tensors = {
+            entry.key: self.tensor(entry)
+            for entry in event.entries
+            if entry.key.module == module or (entry.key.kind in STATE and entry.key.fqn in shared)
+        }
+        mine = (k for k, t in tensors.items() if k.kind not in STATE and rank in t.ranks)
+        return [
+            Capsule(
+                event.attempt, event.step, rank, module, about, header, micro, call,
+                _of_call(tensors, rank, micro, call),
+            )
+            for micro, call in sorted({(k.micro, k.call) for k in mine}) or [(0, 0)]
+        ]  # fmt: skip
+
+    def _event(self, attempt: int, step: int) -> Event | None:
+        stored = self._stored.event
+        late = {r: p for r, p in self._packs.items() if stored and r not in stored.headers}
+        if stored is None:
+            return event_of(attempt, step, self._packs) if self._packs else None
+        if not late:
+            return stored
+        more = event_of(attempt, step, late)
+        held: dict[Key, list[Held]] = {e.key: list(e.held) for e in stored.entries}
+        for entry in more.entries:
+            both = (*held.get(entry.key, ()), *entry.held)
+            held[entry.key] = sorted(both, key=lambda h: h.rank)
+        headers = dict(sorted({**stored.headers, **more.headers}.items()))
+        return planned(attempt, step, max(stored.world, more.world), headers, held)
+
+    def _source(self, key: Key, ranks: Sequence[int]) -> Source | None:
+        """Return where a part is that all of `ranks` hold."""
+        for rank in ranks:
+            entry, part = self._kept.get((rank, key), (None, 0))
+            if entry is not None and self._stored.has(entry, part):
+                return _InStore(self._stored, entry, part)
+        for rank in ranks:
+            if (rank, key) in self._at:
+                return _InPack(self._packs[rank], self._at[rank, key])
+        return None
+
+
+def captured_attempts(run: layout.RunDir, attempts: Sequence[int]) -> list[int]:
+    """Return the attempts that may have captured something: those known, and those of packs."""
+    return sorted({*attempts, *attempts_with_packs(run)})
+
+
+def captured_steps(run: layout.RunDir, attempt: int) -> Iterator[CapturedStep]:
+    """Yield what was captured in an attempt, ascending."""
+    for step in sorted(_steps(run, attempt) - _expired(run, attempt)):
+        yield CapturedStep(run, attempt, step)
+
+
+def captured_step(run: layout.RunDir, attempts: Sequence[int], step: int) -> CapturedStep:
+    """Return what was captured at a step, in the last of `attempts` that captured it.
+
+    Raises:
+        TensorError: nothing was, it has expired, or it is damaged; the text says which.
+    """
+    there: dict[int, set[int]] = {}
+    for attempt in sorted(attempts, reverse=True):
+        if step in _expired(run, attempt):
+            raise TensorError(f"what was captured at step {step} has expired (max_bytes, max_age)")
+        there[attempt] = _steps(run, attempt) - _expired(run, attempt)
+        if step in there[attempt]:
+            found = CapturedStep(run, attempt, step)
+            if found.event is not None:
+                return found
+            if found.lost:
+                raise TensorError(f"step {step}: {'; '.join(map(str, found.lost))}")
+    steps = sorted({s for found in there.values() for s in found})
+    others = f"these steps were: {steps[:_SHOWN]}" if steps else "no step was"
+    raise TensorError(f"step {step} was not captured; {others}")
+
+
+def _state_of(event: Event | None, module: str) -> set[str]:
+    """Return the FQNs of a module's state, which may have been kept for one around or inside it."""
+    told = [h["modules"].get(module) for h in (event.headers.values() if event else ())]
+    states = [one.get("state") for one in told if isinstance(one, dict)]
+    return {str(v) for state in states if isinstance(state, dict) for v in state.values()}
+
+
+def _steps(run: layout.RunDir, attempt: int) -> set[int]:
+    return {*packs_of(run, attempt), *stored_steps(run, attempt)}
+
+
+def _expired(run: layout.RunDir, attempt: int) -> set[int]:
+    try:
+        return expired_steps(run, attempt)
+    except StoreError:
+        return set()  # `verify` says what is wrong with it
+
+
+def _of_call(
+    tensors: Mapping[Key, GlobalTensor], rank: int, micro: int, call: int
+) -> dict[tuple[str, str, str], CapturedTensor]:
+    """Return one call's tensors of a rank, and the module's state, whichever rank kept it."""
+    found: dict[tuple[str, str, str], CapturedTensor] = {}
+    for key, whole in sorted(tensors.items(), key=lambda item: replace(item[0], module="")):
+        name = (key.kind, key.fqn, key.leaf)
+        if key.kind in STATE:
+            found[name] = CapturedTensor(rank if rank in whole.ranks else whole.ranks[0], whole)
+        elif (key.micro, key.call) == (micro, call) and rank in whole.ranks:
+            found[name] = CapturedTensor(rank, whole)
+    return found
+
+
+def _listed(entries: Sequence[Entry]) -> str:
+    sites = list(dict.fromkeys(site_of(e.key) for e in entries))
+    more = f" and {len(sites) - _SHOWN} more" if len(sites) > _SHOWN else ""
+    return ", ".join(sites[:_SHOWN]) + more

@@ -1,0 +1,170 @@
+"""What one call of a module is executed again from: plain tensors on the host, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddpprobe.packs import ITEM_SIZES
+from ddpprobe.replay.run import RunError
+from ddpprobe.replay.tensors import Capsule, CapturedTensor
+
+Tensors = Mapping[str, Tensor]
+AUTOCAST = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One call of one module on one rank, as the run recorded it.
+
+    Attributes:
+        module: its FQN; "" is the whole model.
+        kind: name of its class, a text of the store's; nothing is looked up by it.
+        training: its train flag.
+        args, kwargs: structure of the arguments, in which `{"tensor": leaf}` stands for an input.
+        inputs, outputs, grad_outputs: tensors by leaf, "" for a bare one.
+        parameters, buffers: whole ones, by FQN.
+        gradients: of parameters, by FQN: those that a single backward of this call can give.
+        rng: state of the generator before the call by kind of device, uint8 [n].
+        autocast: kind of device -> name of the dtype, where autocast was on.
+        notes: what is not as one would wish, in words.
+    """
+
+    module: str
+    kind: str
+    training: bool
+    args: Any
+    kwargs: Any
+    inputs: Tensors
+    outputs: Tensors
+    parameters: Tensors
+    buffers: Tensors = field(default_factory=dict)
+    grad_outputs: Tensors = field(default_factory=dict)
+    gradients: Tensors = field(default_factory=dict)
+    rng: Tensors = field(default_factory=dict)
+    autocast: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def noting(self, *notes: str) -> Self:
+        """Return the same scene with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+
+def scene_of(capsule: Capsule) -> Scene:
+    """Return what was recorded of a call, with whole parameters.
+
+    Raises:
+        RunError: the capsule does not say how the module was called.
+        TensorError: a part of a parameter is missing.
+        StoreError, PackError: something is damaged.
+    """
+    calls = _calls(capsule)
+    at = (capsule.micro, capsule.call)
+    told = next((c for c in calls if (c.get("micro"), c.get("call")) == at), None)
+    if told is None or told.get("args") is None:
+        hint = "" if capsule.module else "; of the whole model they are not kept: name a part of it"
+        raise RunError(f"the arguments of {capsule.module or 'the model'} were not kept{hint}")
+    autocast = told.get("autocast")
+    autocast = autocast if isinstance(autocast, dict) else {}
+    if not all(isinstance(v, str) and v in AUTOCAST for v in autocast.values()):
+        raise RunError("the capsule tells of an autocast type that this ddpprobe does not know", 3)
+    alone = capsule.header.get("world_size") == 1 and len(calls) == 1
+    buffers, inputs = _state(capsule, "buffer"), _by_leaf(capsule, "input")
+    cast = _cast_by_fsdp(capsule, inputs) if not autocast else None
+    parameters = {n: p.to(cast) if cast else p for n, p in _state(capsule, "param").items()}
+    notes = [*_notes(told, alone=alone, has_buffers=bool(buffers))]
+    if cast is not None:
+        notes.append(f"parameters were cast to {cast}, as FSDP's mixed precision does")
+    return Scene(
+        module=capsule.module,
+        kind=str(capsule.about.get("class", "")),
+        training=bool(capsule.about.get("training", True)),
+        args=told["args"],
+        kwargs=told.get("kwargs", {"dict": {}}),
+        inputs=inputs,
+        outputs=_by_leaf(capsule, "output"),
+        grad_outputs=_by_leaf(capsule, "grad_output"),
+        parameters=parameters,
+        buffers=buffers,
+        gradients=_state(capsule, "grad") if alone else {},
+        rng=_by_leaf(capsule, "rng") if told.get("rng") == "before" else {},
+        autocast=autocast,
+        notes=tuple(notes),
+    )
+
+
+def _by_leaf(capsule: Capsule, kind: str) -> dict[str, Tensor]:
+    return {leaf: _whole(t) for (k, _, leaf), t in capsule.tensors.items() if k == kind}
+
+
+def _state(capsule: Capsule, kind: str) -> dict[str, Tensor]:
+    """Return parameters, gradients or buffers by the FQN of their place in the module.
+
+    One that has several places (tied, or in several captured modules) was kept once, under the
+    name that the capsule's `state` gives for each place.
+    """
+    places = capsule.about.get("state")
+    prefix = f"{capsule.module}." if capsule.module else ""
+    found = {}
+    for place, kept in places.items() if isinstance(places, dict) else ():
+        part = capsule.tensors.get((kind, str(kept), ""))
+        if part is not None:
+            found[prefix + place] = _whole(part)
+    return found
+
+
+def _cast_by_fsdp(capsule: Capsule, inputs: Tensors) -> torch.dtype | None:
+    """Return the type in which FSDP hands parameters to the module; None: as they are kept.
+
+    A capture keeps the shards of the optimizer. With mixed precision FSDP casts what it gathers,
+    and the module's inputs, to one shorter type, of which only the inputs tell.
+    """
+    kept = [t for (kind, _, _), t in capsule.tensors.items() if kind == "param"]
+    spread = any(t.layout.get("kind") in ("dtensor", "flat") for t in kept)
+    given = {t.dtype for t in inputs.values() if t.is_floating_point()}
+    if not spread or {t.dtype for t in kept} != {"float32"} or len(given) != 1:
+        return None
+    (cast,) = given
+    return cast if cast in (torch.float16, torch.bfloat16) else None
+
+
+def _notes(told: Mapping[str, Any], *, alone: bool, has_buffers: bool) -> Iterator[str]:
+    if not alone:
+        yield "parameter gradients are sums over calls or ranks: not compared"
+    if has_buffers:
+        yield "buffers are as they were after the backward"
+    if told.get("inputs_changed") is None:
+        yield "inputs are as they were after the call, which may have changed them in place"
+
+
+def _whole(part: CapturedTensor) -> Tensor:
+    """Return what one device needs: the whole of what is spread, this rank's own of the rest.
+
+    What lies as a DTensor or in a flat parameter was one tensor to the model, whose parts worked
+    together; a part of a batch is a rank's own business.
+    """
+    whole = part.whole
+    spread = part.layout.get("kind") in ("dtensor", "flat") and whole.shape != part.shape
+    return tensor_of(whole[...] if spread else part.read(), part.dtype)
+
+
+def tensor_of(array: NDArray[Any], dtype: str) -> Tensor:
+    """Return a captured array as a tensor of torch's type of that name, bit for bit."""
+    if dtype not in ITEM_SIZES:
+        raise RunError(f"a captured tensor is of type {dtype!r}, which this ddpprobe does not know")
+    kind = getattr(torch, dtype)
+    if kind is torch.complex32:  # which NumPy has not: complex64 here
+        return torch.from_numpy(np.array(array, np.complex64)).to(kind)
+    raw = np.array(array, order="C").reshape(-1).view(np.uint8)
+    return torch.from_numpy(raw).view(kind).reshape(array.shape)
+
+
+def _calls(capsule: Capsule) -> list[dict[str, Any]]:
+    told = capsule.about.get("calls")
+    return [c for c in told if isinstance(c, dict)] if isinstance(told, list) else []

@@ -1,0 +1,112 @@
+"""The captures' part of `verify`: every file against its manifest, every part somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from ddpprobe import layout
+from ddpprobe.packs import PackError
+from ddpprobe.replay.captured_steps import CapturedStep
+from ddpprobe.replay.overlay import Overlay
+from ddpprobe.store.capture_event import captures_key, group_key
+from ddpprobe.store.capture_packs import attempts_with_packs, packs_of
+from ddpprobe.store.captures import StoredEvent, expired_steps, stored_steps
+from ddpprobe.store.manifest import Lost, Manifest, StoreError, manifest_path
+
+if TYPE_CHECKING:
+    from ddpprobe.replay.verify import Report
+
+LOOKS = 5  # a daemon folds, or retention takes away, while we look
+
+
+def captured_events(
+    run: layout.RunDir, attempts: list[int], report: Report | None = None
+) -> list[tuple[int, int]]:
+    """Return (attempt, step) of every captured step that has not expired."""
+    found = []
+    for attempt in sorted({*attempts, *attempts_with_packs(run)}):
+        try:
+            expired = expired_steps(run, attempt)
+            steps = {*packs_of(run, attempt), *stored_steps(run, attempt)} - expired
+        except StoreError as error:
+            if report is not None:
+                report.add(Lost(f"run.zarr/{captures_key(attempt)}", None, str(error)))
+            continue
+        found += [(attempt, step) for step in sorted(steps)]
+    return found
+
+
+def check_captures(
+    run: layout.RunDir, attempts: list[int], report: Report, advance: Callable[[int], None]
+) -> None:
+    """Check everything that was captured."""
+    _note_torn([Manifest(manifest_path(run, captures_key(n))) for n in attempts], report)
+    for attempt in sorted({*attempts, *attempts_with_packs(run)}):
+        with contextlib.suppress(StoreError):  # `captured_events` says what is wrong
+            for lost in _gone(run, attempt):
+                report.add(lost)
+    for attempt, step in captured_events(run, attempts, report):
+        for look in range(LOOKS):
+            found = list(_damage(run, attempt, step))
+            if not found or step in expired_steps(run, attempt):
+                break
+            if look == LOOKS - 1 or found == list(_damage(run, attempt, step)):
+                for lost in found:
+                    report.add(lost)
+                break
+        stored = StoredEvent(run, attempt, step)
+        report.files += sum(len(m.state.files) for m in stored.manifests)
+        _note_torn(stored.manifests, report)
+        if stored.event is not None and stored.event.silent:
+            text = f"nothing came from the ranks {stored.event.silent}"
+            report.notes.append(f"run.zarr/{group_key(attempt, step)}: {text}")
+        advance(1)
+
+
+def _gone(run: layout.RunDir, attempt: int) -> Iterator[Lost]:
+    """Yield the packs that a rank says it wrote, and that are neither there nor in the store."""
+    told: dict[int, set[int]] = {}
+    for event in Overlay(run).events(attempt):
+        step, rank = event.what.get("step"), event.source.removeprefix("rank_")
+        if event.what.get("event") == "captured" and isinstance(step, int) and rank.isdecimal():
+            told.setdefault(step, set()).add(int(rank))
+    for step, ranks in sorted(told.items()):
+        files = packs_of(run, attempt).get(step, {})
+        here = CapturedStep(run, attempt, step).event
+        gone = ranks - {*files, *(here.headers if here else ())}
+        if gone and step not in expired_steps(run, attempt):
+            why = f"the packs that ranks {sorted(gone)} wrote are neither here nor in the store"
+            yield Lost(f"captures/{attempt:03d}", (step, step), why)
+
+
+def _note_torn(manifests: list[Manifest], report: Report) -> None:
+    torn = [(m.path.name, m.torn) for m in manifests if m.torn]
+    report.notes += [
+        f"manifest/{name}: {n} bytes of a line that was not finished" for name, n in torn
+    ]
+
+
+def _damage(run: layout.RunDir, attempt: int, step: int) -> Iterator[Lost]:
+    captured = CapturedStep(run, attempt, step)
+    yield from captured.lost
+    stored = StoredEvent(run, attempt, step)
+    for name, why in stored.check():
+        yield Lost(f"run.zarr/{stored.key}/{name}", (step, step), why)
+    for pack in captured.packs:
+        for i in range(len(pack.tensors)):
+            try:
+                pack.raw(i)
+            except FileNotFoundError:
+                break  # folded meanwhile
+            except (PackError, OSError) as error:
+                name = str(pack.path.relative_to(run.path))
+                yield Lost(name, (step, step), str(error))
+    for entry in captured.event.entries if captured.event else ():
+        tensor = captured.tensor(entry)
+        for region in tensor.regions:
+            if region.ranks and not region.delivered and set(region.ranks) <= set(tensor.ranks):
+                where = f"run.zarr/{group_key(attempt, step)}/{entry.name}"
+                why = f"{tensor.site}: the part of ranks {list(region.ranks)} is nowhere"
+                yield Lost(where, (step, step), why)

@@ -1,0 +1,279 @@
+"""Watching a run directory: heartbeats, and the end of what its daemons write down.
+
+Only files are read, nothing is asked of the training process. Of a journal only the last segments
+are read: what is older is in the store, and only verdicts and deaths are wanted from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ddpprobe import codec, heartbeat, inside
+from ddpprobe.detectors.suite import order_of_cause
+from ddpprobe.heartbeat import STEP_PHASES, Heartbeat
+from ddpprobe.journal import JournalTail, segments_of
+from ddpprobe.layout import RunDir
+from ddpprobe.records import Anomaly, Site, StepRecord, derive
+from ddpprobe.replay.now import (
+    Now,
+    RankNow,
+    Rates,
+    SiteNow,
+    is_late,
+    pace,
+    worst_ranks,
+    worst_sites,
+)
+from ddpprobe.replay.overlay import Overlay
+from ddpprobe.replay.run import Run
+from ddpprobe.replay.summary import is_live
+from ddpprobe.site_numbers import global_grad_norm
+from ddpprobe.store import segments
+from ddpprobe.store.manifest import Lost
+
+if TYPE_CHECKING:
+    from ddpprobe.store.reader import StoredGroup
+
+LAST_READINGS = 2  # of a node, which make a rate
+LAST_SEGMENTS = 4  # of a daemon's journal: a thousand steps, more than is not folded yet
+_RANK = re.compile(r"rank_(\d{5,})")
+# What a frame with a right checksum can still do wrong.
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, struct.error)
+NO_DAEMON = "no daemon wrote anything down: losses, modules and anomalies are not known"
+
+
+@final
+class RunWatch:
+    """Looks at a run again and again; holds the journals of its daemons open.
+
+    Args:
+        run: of which the newest attempt is watched.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._directory = run, RunDir(run.path)
+        self._lost: list[Lost] = []
+        self._attempt = -1
+        self._begin(-1)
+
+    @property
+    def lost(self) -> list[Lost]:
+        """What of the store turned out to be damaged."""
+        return self._lost
+
+    def look(self) -> Now:
+        """Return what is known now."""
+        attempts = self._run.attempts()
+        if attempts and attempts[-1] != self._attempt:
+            self._begin(attempts[-1])
+        self._read_daemons()
+        live = is_live(self._directory)
+        found = order_of_cause(list(self._anomalies.values()))
+        beats = dict(self._beats())
+        pages = Counter(a.rank for a in found if a.level == "page")
+        ranks = [self._rank(n, beats.get(n), pages, live=live) for n in self._numbers(beats)]
+        merged = self._merged
+        return Now(
+            name=self._run.name,
+            state="live" if live else "ended",
+            source=str(self._run.path),
+            world_size=self._world_size,
+            ranks=worst_ranks(ranks),
+            sites=worst_sites(self._sites()),
+            anomalies=tuple(map(describe, found)),
+            host=self._host,
+            sampled_step=merged.step if merged else None,
+            grad_norm=global_grad_norm(merged) if merged else None,
+            notes=() if self._tails or merged else (NO_DAEMON,),
+        )
+
+    def close(self) -> None:
+        """Close the journals."""
+        for tail in self._tails.values():
+            tail.close()
+
+    def _begin(self, attempt: int) -> None:
+        """Start anew with another attempt."""
+        if self._attempt >= 0:
+            self.close()
+        self._attempt = attempt
+        self._tails: dict[str, JournalTail] = {}
+        self._anomalies: dict[tuple[object, ...], Anomaly] = {}
+        self._deaths: dict[int, str] = {}
+        self._scalars: dict[int, Mapping[str, float]] = {}
+        self._devices: dict[int, str] = {}
+        self._memory: dict[int, float] = {}
+        self._host: Mapping[str, float] = {}
+        self._merged: StepRecord | None = None
+        self._base: dict[tuple[str, str, str], float] = {}
+        self._steps, self._cpus = Rates(), Rates()
+        self._world_size = 0
+        if attempt >= 0:
+            self._read_store(attempt)
+
+    def _read_store(self, attempt: int) -> None:
+        overlay = Overlay(self._directory)
+        self._world_size = overlay.world_size(attempt)
+        verdicts = overlay.group(attempt, "anomalies")
+        for anomaly in verdicts.anomalies() if verdicts else ():
+            self._take_anomaly(anomaly)
+        for name in overlay.groups(attempt):
+            group = overlay.group(attempt, name) if name.startswith("node_") else None
+            for _, _, event in group.events() if group else ():
+                self._take_event(event)
+            for reading in group.samples()[-LAST_READINGS:] if group else ():
+                self._take_reading(reading)
+            overlay.note(group)
+        self._read_last_record(overlay.group(attempt, "merged"), overlay)
+        overlay.note(verdicts)
+        self._lost = overlay.lost
+
+    def _read_last_record(self, group: StoredGroup | None, overlay: Overlay) -> None:
+        """Take the newest sampled step of the store: of a run that ended there is no journal."""
+        steps = [step for step, sampled in group.steps() if sampled] if group else []
+        for record in group.records(self._attempt, max(steps) - 1) if group and steps else ():
+            self._take_record(record)
+        overlay.note(group)
+
+    def _read_daemons(self) -> None:
+        for source in segments.sources_of(self._directory, self._attempt):
+            key = f"{source.node}/{source.name}"
+            if source.rank is not None:
+                self._devices.setdefault(source.rank, _device(source.directory))
+            elif key not in self._tails:
+                last = segments_of(source.directory)[-LAST_SEGMENTS:]
+                self._tails[key] = JournalTail(source.directory, last[0] if last else 0)
+        for tail in self._tails.values():
+            # What cannot be read now may be readable at the next look; `verify` tells of damage.
+            with contextlib.suppress(OSError):
+                for frame in tail.poll():
+                    with contextlib.suppress(*_MALFORMED):
+                        self._take(frame, tail.tables)
+
+    def _take(self, frame: codec.Frame, tables: codec.Tables) -> None:
+        if frame.type == codec.RECORD:
+            self._take_record(codec.decode_record(frame.payload, tables))
+        elif frame.type == codec.ANOMALY:
+            self._take_anomaly(codec.decode_anomaly(frame.payload))
+        elif frame.type == codec.LIFE:
+            self._take_event(frame.json())
+        elif frame.type == codec.SAMPLE:
+            self._take_reading(frame.json())
+
+    def _take_record(self, record: StepRecord) -> None:
+        self._scalars.update(record.scalars)
+        if record.sampled:
+            self._merged = record
+            self._keep_base(record)
+
+    def _take_anomaly(self, a: Anomaly) -> None:
+        self._anomalies[a.detector, a.step, a.micro, a.rank, a.module, a.kind, a.message] = a
+
+    def _take_event(self, event: Mapping[str, Any]) -> None:
+        if event.get("event") == "death" and isinstance(event.get("rank"), int):
+            self._deaths[event["rank"]] = str(event.get("signal", "unknown"))
+
+    def _take_reading(self, reading: Mapping[str, Any]) -> None:
+        self._host = {k: float(v) for k, v in reading["host"].items()}
+        for rank, numbers in reading["ranks"].items():
+            self._memory[int(rank)] = float(numbers["resident_bytes"])
+            busy = {"cpu": float(numbers["cpu_seconds"])}
+            self._cpus.add(int(rank), reading["time_ns"] / 1e9, busy)
+
+    def _keep_base(self, record: StepRecord) -> None:
+        peaks = derive("abs_max", record.counts, record.values)
+        for site, peak in zip(record.sites, peaks.tolist(), strict=True):
+            if peak > 0:
+                self._base.setdefault(site.key, peak)
+
+    def _beats(self) -> Iterator[tuple[int, Heartbeat]]:
+        root, top = self._run.path, f"heartbeat/{self._attempt:03d}"
+        for node in inside.directories(root, top):
+            for name in inside.names(root, f"{top}/{node}"):
+                number = _RANK.fullmatch(name)
+                beat = heartbeat.read(root / top / node / name) if number else None
+                if number and beat:
+                    yield int(number[1]), beat
+
+    def _numbers(self, beats: Mapping[int, Heartbeat]) -> list[int]:
+        known = beats.keys() | self._deaths.keys() | self._scalars.keys()
+        return sorted(known or range(self._world_size))
+
+    def _rank(
+        self, number: int, beat: Heartbeat | None, pages: Counter[int | None], *, live: bool
+    ) -> RankNow:
+        scalars = self._scalars.get(number, {})
+        seconds, busy = self._cpus.grown(number)
+        known = RankNow(
+            number, "starting",
+            loss=scalars.get("loss"), grad_norm=scalars.get("grad_norm_local"),
+            resident_bytes=self._memory.get(number),
+            cpus=busy["cpu"] / seconds if seconds > 0 else None,
+            device=self._devices.get(number, ""), pages=pages[number],
+        )  # fmt: skip
+        if beat is not None:
+            known = self._with_beat(known, beat)
+        death = self._deaths.get(number)
+        if death is None and not live and known.state not in {"closed", "paused"}:
+            death = "no last word"
+        return known if death is None else replace(known, state="dead", why=death)
+
+    def _with_beat(self, known: RankNow, beat: Heartbeat) -> RankNow:
+        phases = dict(zip(STEP_PHASES, beat.phase_seconds, strict=True))
+        counters = {"steps": float(beat.steps), **phases}
+        self._steps.add(known.rank, time.monotonic(), counters)
+        rate, phase = pace(beat.steps, phases, self._steps.grown(known.rank))
+        seen = max(0.0, (time.time_ns() - beat.time_ns) / 1e9)
+        state = {"start": "starting", "paused": "paused", "closed": "closed"}.get(beat.state, "up")
+        usual = sum(beat.phase_seconds) / beat.steps if beat.steps else None
+        if state == "up" and is_late(seen, usual):
+            state = "late"
+        return replace(
+            known, state=state, why=beat.state if state == "late" else "", step=beat.step,
+            rate=rate, phase=phase, seen=seen,
+        )  # fmt: skip
+
+    def _sites(self) -> Iterator[SiteNow]:
+        record = self._merged
+        if record is None:
+            return
+        columns = [
+            derive(name, record.counts, record.values).tolist()
+            for name in ("abs_max", "rms", "nonfinite", "observed")
+        ]
+        for site, peak, rms, bad, observed in zip(record.sites, *columns, strict=True):
+            if observed:
+                base = self._base.get(site.key)
+                growth = peak / base if base and np.isfinite(peak) else None
+                yield SiteNow(str(site), peak, rms, int(bad), growth)
+
+
+def _device(directory: Path) -> str:
+    """Return the device that a rank's journal names; "" if it does not."""
+    tail = JournalTail(directory)
+    try:
+        first = next(tail.poll(), None)
+        is_meta = first is not None and first.type == codec.META
+        return str(first.json().get("device", "")) if first is not None and is_meta else ""
+    except (OSError, *_MALFORMED):
+        return ""
+    finally:
+        tail.close()
+
+
+def describe(anomaly: Anomaly) -> str:
+    """Say what an anomaly says in one line."""
+    who = "" if anomaly.rank is None else f" rank {anomaly.rank}"
+    where = "" if anomaly.module is None else f" {Site(anomaly.module, anomaly.kind or '')}"
+    text = f"{anomaly.level.upper()} step {anomaly.step}{who}{where.rstrip(':')}"
+    return f"{text} {anomaly.detector}: {anomaly.message}"

@@ -1,0 +1,211 @@
+"""What was captured at one step: the packs of all ranks as tensors, and as Zarr metadata.
+
+One group per step, one group per tensor in it (dimension names hold within a group), one array
+`value`. Its attributes repeat what the ranks said; everything else follows from that, so a reader
+makes the metadata again and compares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from ddpprobe.packs import ITEM_SIZES, KINDS, Pack, PackedTensor
+from ddpprobe.store import dtypes
+from ddpprobe.store import format as fmt
+from ddpprobe.store.capture_places import Held
+from ddpprobe.store.capture_plan import Plan, make_plan
+
+MAX_RANKS = 1 << 20
+# Of an event's metadata: some 600 kB for 40 tensors of 256 ranks. Python makes up to 20 times as
+# much of it. An event that needs more stays packs, which can be read as well.
+MAX_EVENT_BYTES = 24 << 20
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Key:
+    """Which tensor: the fields are those of `PackedTensor`."""
+
+    module: str
+    fqn: str
+    kind: str
+    leaf: str
+    micro: int
+    call: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of an event: its name in the store, which one it is, its parts and its plan."""
+
+    name: str
+    key: Key
+    held: tuple[Held, ...]
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """The captured tensors of one step.
+
+    Attributes:
+        attempt, step, world: of the job.
+        headers: by rank, of the packs that were there.
+        entries: the tensors.
+    """
+
+    attempt: int
+    step: int
+    world: int
+    headers: Mapping[int, Mapping[str, Any]]
+    entries: tuple[Entry, ...]
+
+    @property
+    def silent(self) -> list[int]:
+        """Ranks that delivered nothing."""
+        return [r for r in range(self.world) if r not in self.headers]
+
+
+def key_of(tensor: PackedTensor) -> Key:
+    """Return which tensor that is, the same on every rank."""
+    t = tensor
+    return Key(t.module, t.fqn, t.kind, t.leaf, t.micro, t.call, t.dtype)
+
+
+def event_of(attempt: int, step: int, packs: Mapping[int, Pack]) -> Event:
+    """Put the packs of one step together, by rank."""
+    held: dict[Key, dict[int, Held]] = {}
+    for rank, pack in sorted(packs.items()):
+        for t in pack.tensors:
+            held.setdefault(key_of(t), {})[rank] = Held(rank, t.shape, t.layout, t.crc)
+    world = max([min(int(p.header["world_size"]), MAX_RANKS) for p in packs.values()])
+    headers = {rank: pack.header for rank, pack in sorted(packs.items())}
+    return planned(attempt, step, world, headers, {k: [*h.values()] for k, h in held.items()})
+
+
+def planned(
+    attempt: int,
+    step: int,
+    world: int,
+    headers: Mapping[int, Mapping[str, Any]],
+    held: Mapping[Key, Sequence[Held]],
+) -> Event:
+    """Return the event of parts by tensor."""
+    silent = [r for r in range(world) if r not in headers]
+    entries = [
+        Entry(f"t{i:05d}", key, tuple(parts), make_plan(key.kind, parts, silent, world))
+        for i, (key, parts) in enumerate(sorted(held.items()))
+    ]
+    return Event(attempt, step, world, headers, tuple(entries))
+
+
+def group_key(attempt: int, step: int) -> str:
+    """Return the path of an event's group."""
+    return f"{captures_key(attempt)}/step_{step:010d}"
+
+
+def captures_key(attempt: int) -> str:
+    """Return the path of the group of all events of an attempt."""
+    return f"{fmt.attempt_key(attempt)}/captures"
+
+
+def documents_of(event: Event) -> dict[str, fmt.Document]:
+    """Return the metadata of an event's group and of everything in it, by path below it."""
+    inner: dict[str, fmt.Document] = {}
+    for entry in event.entries:
+        array = _array_document(entry)
+        inner[entry.name] = fmt.group_document({}, {"value": array})
+        inner[f"{entry.name}/value"] = array
+    headers = {str(rank): dict(header) for rank, header in event.headers.items()}
+    attrs = {
+        "ddpprobe": {
+            "format_version": fmt.FORMAT_VERSION, "kind": "capture", "attempt": event.attempt,
+            "step": event.step, "world_size": event.world, "headers": headers,
+        },
+    }  # fmt: skip
+    plain = {k: v if "shape" in v else fmt.group_document({}, {}) for k, v in inner.items()}
+    return {"": fmt.group_document(attrs, plain), **inner}
+
+
+def event_from(document: Mapping[str, Any]) -> Event:
+    """Read an event back from the metadata of its group.
+
+    Raises:
+        ValueError: this format writes no such group.
+    """
+    try:
+        attrs = document["attributes"]["ddpprobe"]
+        arrays = document["consolidated_metadata"]["metadata"]
+        told = [v["attributes"]["ddpprobe"] for k, v in arrays.items() if k.endswith("/value")]
+        held = {_key_from(t): [*map(_held_from, _parts_of(t))] for t in told}
+        headers = {int(rank): header for rank, header in attrs["headers"].items()}
+        world = int(attrs["world_size"])
+        if not 0 <= world <= MAX_RANKS or not all(isinstance(h, dict) for h in headers.values()):
+            raise ValueError(f"a world of {world} ranks")
+        event = planned(int(attrs["attempt"]), int(attrs["step"]), world, headers, held)
+    except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise ValueError(f"no capture of this format: {error!r}") from error
+    # Through JSON, which knows no tuples.
+    if json.loads(json.dumps(documents_of(event)[""])) != document:
+        raise ValueError("no capture of this format: its metadata is not what its parts make")
+    return event
+
+
+def _array_document(entry: Entry) -> fmt.Document:
+    plan, data_type = entry.plan, dtypes.stored_as(entry.key.dtype)
+    layouts: dict[str, int] = {}
+    parts = []
+    for h in entry.held:
+        text = json.dumps(h.layout, sort_keys=True)
+        parts.append([h.rank, list(h.shape), layouts.setdefault(text, len(layouts)), h.crc])
+    key = entry.key
+    said = {
+        **{name: getattr(key, name) for name in key.__slots__},
+        "shape": None if plan.shape is None else list(plan.shape),
+        "why": plan.why,
+        "origin": plan.origin,
+        "missing": [[list(p.ranks), [[list(r) for r in runs] for runs in p.runs or ()]]
+                    for p in plan.missing],
+        "layouts": [json.loads(text) for text in layouts],
+        "parts": parts,
+    }  # fmt: skip
+    size = dtypes.item_bytes(key.dtype)
+    return {
+        "shape": list(plan.array),
+        "data_type": data_type[0],
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(plan.chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": data_type[1],
+        "codecs": [fmt.bytes_codec(size), {"name": "crc32c"}],
+        "attributes": {"ddpprobe": said},
+        "dimension_names": list(plan.dims),
+        "zarr_format": 3,
+        "node_type": "array",
+        "storage_transformers": [],
+    }
+
+
+def _key_from(told: Mapping[str, Any]) -> Key:
+    key = Key(*(told[name] for name in Key.__slots__))
+    texts, numbers = (key.module, key.fqn, key.kind, key.leaf, key.dtype), (key.micro, key.call)
+    if not all(type(t) is str for t in texts) or not all(type(n) is int for n in numbers):
+        raise ValueError(f"no tensor: {astuple(key)}")
+    if key.kind not in KINDS or key.dtype not in ITEM_SIZES:
+        raise ValueError(f"a tensor of kind {key.kind!r} and dtype {key.dtype!r}")
+    return key
+
+
+def _parts_of(told: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    return [
+        (rank, shape, told["layouts"][layout], crc) for rank, shape, layout, crc in told["parts"]
+    ]
+
+
+def _held_from(told: tuple[Any, ...]) -> Held:
+    rank, shape, layout, crc = told
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in (rank, crc, *shape)):
+        raise ValueError(f"no part: {told}")
+    return Held(rank, tuple(shape), dict(layout), crc)

@@ -1,0 +1,237 @@
+"""Retention: a run keeps within `max_bytes` and `max_age`, the oldest whole things going first.
+
+First the captured steps, then blocks of records; what an anomaly is judged by comes last of all,
+and age alone never takes it away. How large a thing is the manifests know; the tree is not walked.
+What went is said: the manifest of a group counts the expired blocks as done with, and the group of
+the captures lists the expired steps, so that a reader says `expired` and `verify` finds no damage.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ddpprobe import layout
+from ddpprobe.store import format as fmt
+from ddpprobe.store.capture_commit import expire_event, turn
+from ddpprobe.store.capture_event import group_key
+from ddpprobe.store.capture_packs import attempts_with_packs, packs_of
+from ddpprobe.store.captures import StoredEvent, expired_steps, stored_steps
+from ddpprobe.store.commit import Files
+from ddpprobe.store.manifest import EXPIRED, Consumed, Manifest
+from ddpprobe.store.reader import StoredGroup, attempts_of, groups_of
+from ddpprobe.store.root import Root
+from ddpprobe.store.verified import GroupArrays
+
+# Steps around a page whose records and captures are its evidence: what led to it, what followed.
+BEFORE, AFTER = 256, 32
+USER = "capture"  # the reason of a capture that the user asked for beforehand
+
+Spans = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a run may keep.
+
+    Attributes:
+        max_bytes: of the store and of packs not folded yet.
+        max_age: seconds since the end of a step.
+    """
+
+    max_bytes: float | None = None
+    max_age: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Thing:
+    """What goes as a whole: a captured step (`order` 0) or a group's block of records (1)."""
+
+    evidence: bool
+    order: int
+    attempt: int
+    step: int
+    name: str
+    size: int
+    time_ns: int
+    remove: Callable[[], None]
+
+    @property
+    def key(self) -> tuple[bool, int, int, int, bool, str]:
+        # Of a block the ranks' own records first: most questions are answered by the merged ones.
+        merged = self.name == "merged"
+        return self.evidence, self.order, self.attempt, self.step, merged, self.name
+
+
+class Retention:
+    """Keeps a run within its limits; one per daemon, which trims its own node's groups.
+
+    Args:
+        run: the run directory.
+        root: the hierarchy's root.
+        limits: what may stay.
+        durable: as for `GroupWriter`.
+    """
+
+    def __init__(self, run: layout.RunDir, root: Root, limits: Limits, *, durable: bool) -> None:
+        self._run, self._root, self._limits, self._durable = run, root, limits, durable
+        self._sizes: dict[Path, tuple[tuple[int, int], int]] = {}
+
+    def apply(self, own: dict[int, set[str]], now_ns: int | None = None) -> int:
+        """Take away what is too much or too old; return how many things went.
+
+        Args:
+            own: attempt -> names of the record groups that this daemon writes.
+            now_ns: the time, ns since 1970.
+
+        Raises:
+            OSError: the disk refused; what went is gone, the rest comes later.
+        """
+        now = time.time_ns() if now_ns is None else now_ns
+        self._finish()
+        total, limits = self._total(), self._limits
+        fits = limits.max_bytes is None or total <= limits.max_bytes
+        if fits and limits.max_age is None:
+            return 0
+        gone = 0
+        for thing in sorted(self._things(own), key=lambda t: t.key):
+            too_much = limits.max_bytes is not None and total > limits.max_bytes
+            age = (now - thing.time_ns) / 1e9
+            too_old = limits.max_age is not None and age > limits.max_age and not thing.evidence
+            if too_much or too_old:
+                thing.remove()
+                total, gone = total - thing.size, gone + 1
+        return gone
+
+    def _things(self, own: dict[int, set[str]]) -> Iterator[_Thing]:
+        for attempt in sorted({*attempts_of(self._run), *attempts_with_packs(self._run)}):
+            pages = evidence_of(self._run, attempt)
+            yield from self._events(attempt, pages)
+            for name in sorted(own.get(attempt, ())):
+                yield from self._blocks(attempt, name, pages)
+
+    def _events(self, attempt: int, pages: Spans) -> Iterator[_Thing]:
+        packs = packs_of(self._run, attempt)
+        stored = sorted({*stored_steps(self._run, attempt)} - expired_steps(self._run, attempt))
+        # A step that is still being packed or folded stays.
+        for step in stored:
+            event = StoredEvent(self._run, attempt, step)
+            if event.event is None:
+                continue
+            headers = event.event.headers.values()
+            times = [t for h in headers if isinstance(t := h.get("wall_time_ns"), int)]
+            asked = all(h.get("reason") == USER for h in headers)
+            sizes = [path.stat().st_size for path in packs.get(step, {}).values()]
+            yield _Thing(
+                not asked or _touches(pages, step, step),
+                0, attempt, step, event.key, event.size + sum(sizes), max(times, default=0),
+                partial(self._expire, attempt, step),
+            )  # fmt: skip
+
+    def _expire(self, attempt: int, step: int) -> None:
+        self._root.prepare(attempt)
+        with turn(self._run):
+            expire_event(self._run, attempt, step, durable=self._durable)
+        self._clear(attempt, step)
+
+    def _clear(self, attempt: int, step: int) -> None:
+        """Delete what is left of an expired step: first what says that it must be there."""
+        stored = StoredEvent(self._run, attempt, step)
+        for path in packs_of(self._run, attempt).get(step, {}).values():
+            path.unlink(missing_ok=True)
+        for manifest in reversed(stored.manifests):
+            manifest.path.unlink(missing_ok=True)
+        directory = self._run.store / group_key(attempt, step)
+        if directory.exists():
+            trash = layout.make_dir(self._run.path / "trash") / f"{attempt}_{step}"
+            directory.rename(trash)
+            shutil.rmtree(trash)
+
+    def _finish(self) -> None:
+        """Go on where a killed daemon stopped."""
+        shutil.rmtree(self._run.path / "trash", ignore_errors=True)
+        for attempt in attempts_of(self._run):
+            left = {p.name for p in (self._run.store / group_key(attempt, 0)).parent.glob("step_*")}
+            for step in expired_steps(self._run, attempt) if left else ():
+                if f"step_{step:010d}" in left:
+                    self._clear(attempt, step)
+
+    def _blocks(self, attempt: int, name: str, pages: Spans) -> Iterator[_Thing]:
+        key = f"{fmt.attempt_key(attempt)}/{name}"
+        arrays = GroupArrays(self._run, key)
+        block = arrays.chunks.get("counts", {}).get("step", 0)
+        if arrays.lost or not block:
+            return  # nothing goes of what cannot be judged
+        files: dict[int, list[str]] = {}
+        for file in arrays.manifest.state.files:
+            column, _, index = file.partition("/c/")
+            if index and _is_of_steps(arrays.columns[column]):
+                files.setdefault(int(index.partition("/")[0]), []).append(file)
+        newest = (arrays.rows - 1) // block
+        for number in sorted(n for n in files if n < newest):
+            start, stop = number * block, (number + 1) * block
+            steps = arrays.attempt("step", None, start, stop)
+            times = arrays.attempt("wall_time", None, start, stop)
+            if steps is None or times is None:
+                return
+            first, last = int(steps.min()), int(steps.max())
+            yield _Thing(
+                _touches(pages, first, last), 1, attempt, first, name,
+                sum(arrays.manifest.state.files[f][0] for f in files[number]), int(times.max()),
+                partial(self._forget, key, number, files[number]),
+            )  # fmt: skip
+
+    def _forget(self, key: str, number: int, files: list[str]) -> None:
+        group = Files(self._run, key, durable=self._durable)
+        consumed = group.manifest.state.consumed
+        before = consumed.get(EXPIRED, Consumed())
+        ahead = {*before.ahead, number}
+        through = before.through
+        while through in ahead:
+            through += 1
+        after = Consumed(through, frozenset(n for n in ahead if n > through))
+        group.remove(sorted(files), {EXPIRED: after})
+
+    def _total(self) -> int:
+        """Return the bytes of the store, by the manifests, and of the packs."""
+        total = 0
+        for path in sorted((self._run.path / "manifest").glob("*.log")):
+            stat = path.stat()
+            stamp = stat.st_mtime_ns, stat.st_size
+            if self._sizes.get(path, ((0, 0), 0))[0] != stamp:
+                files = Manifest(path).state.files.values()
+                self._sizes[path] = stamp, sum(size for size, _ in files)
+            total += self._sizes[path][1]
+        for attempt in attempts_with_packs(self._run):
+            for ranks in packs_of(self._run, attempt).values():
+                total += sum(p.stat().st_size for p in ranks.values() if p.exists())
+        return total
+
+
+def evidence_of(run: layout.RunDir, attempt: int) -> Spans:
+    """Return the spans of steps that are the evidence of an anomaly: pinned, or around a page."""
+    spans: Spans = []
+    for key in groups_of(run, attempt):
+        kind = fmt.kind_of_group(key)
+        if kind == "anomalies":
+            pages = [a.step for a in StoredGroup(run, key).anomalies() if a.level == "page"]
+            spans += [(step - BEFORE, step + AFTER) for step in pages]
+        elif kind == "node":
+            for _, _, event in StoredGroup(run, key).events():
+                first, last = event.get("first"), event.get("last")
+                pinned = event.get("event") == "pinned"
+                if pinned and isinstance(first, int) and isinstance(last, int):
+                    spans.append((first, last))
+    return spans
+
+
+def _touches(spans: Spans, first: int, last: int) -> bool:
+    return any(a <= last and first <= b for a, b in spans)
+
+
+def _is_of_steps(column: fmt.Column) -> bool:
+    return column.dims[0] == "step" and not column.rewritten

@@ -1,0 +1,1 @@
+"""Kills, mutations and hostile stores, as many as one has time for: `python -m tests.faults`."""

@@ -1,0 +1,101 @@
+"""`python -m tests.faults [WHAT...]`: as many kills, mutations and hostile stores as one asks for.
+
+    syscalls    SIGKILL at every system call of the store's writer and of a journal's (--every N)
+    kills       random kills of ranks and of the daemon, of real runs (--kills N)
+    mutations   accidents to the files of a store with captures (--mutations N)
+    hostile     runs as a stranger may send them (--oddities N of each sort)
+
+Without a word all of them run, which takes an hour or two on two cores. Prints a table; exits with
+1 if anything was lost, wrong, or came about without a word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.faults import hostile, mutations, syscalls
+
+HOME = Path(__file__).parent.parent.parent
+TESTS_OF_KILLS = 3  # in tests/distributed/test_kills.py, each with so many draws
+Outcome = tuple[Counter[str], list[str]]
+
+
+def of_kills(scratch: Path, args: argparse.Namespace) -> Outcome:
+    """Run the tests of random kills, with more draws."""
+    draws = -(-args.kills // TESTS_OF_KILLS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o",
+               "faulthandler_timeout=0", "--basetemp", str(scratch / "kills"),
+               "tests/distributed/test_kills.py"]  # fmt: skip
+    env = {**os.environ, "DDPPROBE_TEST_DRAWS": str(draws)}
+    done = subprocess.run(command, cwd=HOME, env=env, check=False)
+    problems = [f"pytest ended with {done.returncode}"] if done.returncode else []
+    return Counter({"ranks and daemons": TESTS_OF_KILLS * draws}), problems
+
+
+def of_hostile(scratch: Path, args: argparse.Namespace) -> Outcome:
+    """Read hostile runs in a process of its own."""
+    command = [sys.executable, str(HOME / "tests/faults/hostile.py"), str(scratch)]
+    command += [str(args.oddities), str(args.seed), str(args.most)]
+    env = {**os.environ, "PYTHONPATH": str(HOME)}
+    said = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+    *failures, total = map(json.loads, said.splitlines())
+    problems = [f"{f['case']}: {'; '.join(f['problems'])}" for f in failures]
+    if total["peak_bytes"] > hostile.MEMORY_BYTES:
+        problems.append(f"took {total['peak_bytes'] >> 20} MiB of memory")
+    return Counter(
+        {f"stores read (peak {total['peak_bytes'] >> 20} MiB)": total["cases"]}
+    ), problems
+
+
+SECTIONS = {
+    "syscalls": lambda scratch, args: syscalls.kill_everywhere(scratch, args.every),
+    "kills": of_kills,
+    "mutations": lambda scratch, args: mutations.mutate(scratch, args.mutations, args.seed),
+    "hostile": of_hostile,
+}
+
+
+def main() -> int:
+    """Run; 1 if anything was not as it must be."""
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python -m tests.faults", description=__doc__, formatter_class=about
+    )
+    parser.add_argument("what", nargs="*", metavar="WHAT", help=", ".join(SECTIONS))
+    parser.add_argument("--every", type=int, default=1, help="kill at every N-th call (default: 1)")
+    parser.add_argument("--kills", type=int, default=300, help="default: %(default)s")
+    parser.add_argument("--mutations", type=int, default=10_000, help="default: %(default)s")
+    parser.add_argument("--oddities", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    parser.add_argument("--most", type=int, default=0, help="hostile runs (default: all)")
+    args = parser.parse_args()
+    if unknown := set(args.what) - SECTIONS.keys():
+        parser.error(f"no {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    rows, failed = [], []
+    for name in args.what or SECTIONS:
+        started = time.monotonic()
+        # In memory where possible: what is killed here are processes, not machines.
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        with tempfile.TemporaryDirectory(prefix="ddpprobe-faults-", dir=memory) as scratch:
+            done, problems = SECTIONS[name](Path(scratch), args)
+        rows += [(name, what, count) for what, count in done.items()]
+        rows.append((name, f"in {time.monotonic() - started:.0f} s", sum(done.values())))
+        failed += [f"{name}: {text}" for text in problems]
+    for name, what, count in rows:
+        print(f"{name:10} {what:40} {count:7}")
+    print(f"{len(failed)} problems")
+    for text in failed:
+        print(f"  {text}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
