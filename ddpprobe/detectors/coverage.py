@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.detectors.desync import ranks_text
+from ddpprobe.detectors.settings import at_least
 from ddpprobe.records import COUNTS, PHASE_OF_KIND, PHASES, Anomaly, Site, StepRecord
 
 _OBSERVED = COUNTS.index("observed")
 MOST_SITES = 1 << 16  # bounds the state: 20 bytes a site, and its key
 FEWEST_ABSENT = 3
+MOST_STEADY = 1 << 13  # bounds the table of how patient to be
 NEVER = 1 << 30
 
 Key = tuple[str, str, str]
@@ -37,12 +39,21 @@ class Coverage:
         odds: how unlikely an absence by chance must be, one in so many.
         least: sampled steps at which a site must have reported.
         steady: sampled steps after which a site that was away is steady again.
+        fewest_absent: absences in a row without which no site is lost.
     """
 
     name = "coverage"
 
-    def __init__(self, *, odds: int = 20_000, least: int = 8, steady: int = 256) -> None:
-        self._needed = np.array([patience(n, odds, least) for n in range(steady + 1)])
+    def __init__(
+        self, *, odds: int = 20_000, least: int = 8, steady: int = 256,
+        fewest_absent: int = FEWEST_ABSENT,
+    ) -> None:  # fmt: skip
+        at_least(1, odds=odds, least=least, steady=steady, fewest_absent=fewest_absent)
+        if steady > MOST_STEADY:
+            raise ValueError(f"steady={steady}: expected a number up to {MOST_STEADY}")
+        self._needed = np.array(
+            [patience(n, odds, least, fewest_absent) for n in range(steady + 1)]
+        )
         self._attempt: int | None = None
         self._seeing: dict[int, int] = {}  # rank -> sites that it reported when it last did
         self._blind: set[int] = set()
@@ -132,15 +143,15 @@ class _History:
         return np.array([self._index.get(site.key, -1) for site in sites], np.int64)
 
 
-def patience(reported: int, odds: int, least: int) -> int:
+def patience(reported: int, odds: int, least: int, fewest_absent: int = FEWEST_ABSENT) -> int:
     """Return how many absences in a row mean that a site is lost, after so many reports.
 
     Whoever has been present n times of n is absent the next k times with a probability of one in
-    C(n + k, k), if nothing else is known (rule of succession). At least `FEWEST_ABSENT`.
+    C(n + k, k), if nothing else is known (rule of succession). At least `fewest_absent`.
     """
     if reported < least:
         return NEVER
-    absent = FEWEST_ABSENT
+    absent = fewest_absent
     while math.comb(reported + absent, absent) <= odds:
         absent += 1
     return absent

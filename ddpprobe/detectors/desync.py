@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ddpprobe.detectors.settings import at_least
 from ddpprobe.merge import disagreements, ranks_of
 from ddpprobe.records import Anomaly, Digests, StepRecord
 
@@ -44,11 +45,15 @@ class Desync:
     Of several parameters the first one in the order of the model is named, with the number of the
     others. A rank that delivered nothing is not compared. Steps that never reached their end are
     not judged: one rank may have taken what another has not.
+
+    Args:
+        quiet_steps: steps in which ranks agreed, after which the same suspects are reported again.
     """
 
     name = "desync"
 
     def __init__(self, *, quiet_steps: int = 100) -> None:
+        at_least(0, quiet_steps=quiet_steps)
         self._quiet = quiet_steps
         self._attempt: int | None = None
         self._last: int | None = None  # latest step at which ranks differed

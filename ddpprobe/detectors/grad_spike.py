@@ -14,11 +14,11 @@ import numpy as np
 
 from ddpprobe.detectors.groups import GroupNorms
 from ddpprobe.detectors.history import LogHistory, Reading
+from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.records import COUNTS, VALUES, Anomaly, StepRecord
 
 _SUM_SQ = VALUES.index("sum_sq")
 _BAD = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
-PEER_RATIO = 2.0  # a rank is named if it grew this much more than any other rank
 
 Source = tuple[str, int | None]  # ("grad" | "grad_norm" | "grad_norm_local" | "loss", rank or None)
 
@@ -53,6 +53,7 @@ class GradSpike:
         repeats, repeat_steps: so many spikes within so many steps are a page.
         quiet_steps: steps without a spike after which one is reported again.
         worse: a spike so many times the reported one is reported at once.
+        peer_ratio: a rank is named if it grew so many times as much as any other.
     """
 
     name = "grad_spike"
@@ -72,13 +73,22 @@ class GradSpike:
         repeat_steps: int = 50,
         quiet_steps: int = 100,
         worse: float = 10.0,
+        peer_ratio: float = 2.0,
     ) -> None:
+        above_zero(
+            z=z, ratio=ratio, loss_z=loss_z, loss_ratio=loss_ratio, floor_dex=floor_dex,
+            worse=worse, peer_ratio=peer_ratio,
+        )  # fmt: skip
+        at_least(1, window=window, least=least, repeats=repeats, repeat_steps=repeat_steps)
+        at_least(0, join_steps=join_steps, quiet_steps=quiet_steps)
+        at_least(least, window=window)
         self._norm_rule = (z, math.log10(ratio))
         self._loss_rule = (loss_z, math.log10(loss_ratio))
         self._memory = (window, least, floor_dex)
         self._join = join_steps
         self._repeats, self._repeat_steps = repeats, repeat_steps
         self._quiet, self._worse = quiet_steps, worse
+        self._peer_dex = math.log10(peer_ratio)
         self._reset(None)
 
     def update(self, record: StepRecord) -> list[Anomaly]:
@@ -124,7 +134,7 @@ class GradSpike:
         }
         if not spikes:
             return None
-        rank = _guilty(spikes, readings)
+        rank = _guilty(spikes, readings, self._peer_dex)
         if rank is None and len(record.ranks + record.missing) == 1:
             rank = record.ranks[0]
         source = max(spikes, key=lambda s: spikes[s].dex)
@@ -217,14 +227,16 @@ def _loss(record: StepRecord) -> float:
     return math.fsum(x / len(finite) for x in finite) if finite else math.nan
 
 
-def _guilty(spikes: dict[Source, Reading], readings: dict[Source, Reading]) -> int | None:
+def _guilty(
+    spikes: dict[Source, Reading], readings: dict[Source, Reading], peer_dex: float
+) -> int | None:
     """Return the one rank whose local norm spiked, if it grew clearly more than its peers'."""
     ranks = [s[1] for s in spikes if _is_local(s)]
     if len(ranks) != 1:
         return None
     own = spikes["grad_norm_local", ranks[0]].dex
     peers = [r.dex for s, r in readings.items() if _is_local(s) and s[1] != ranks[0]]
-    return ranks[0] if own > max(peers, default=-math.inf) + math.log10(PEER_RATIO) else None
+    return ranks[0] if own > max(peers, default=-math.inf) + peer_dex else None
 
 
 def _anomaly(

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.records import Anomaly, FirstBad, StepRecord
 
-HALVED_OFTEN = 2.0**-8  # as far as `streak` skips in a row, however they are spread
+FELL = 256.0  # as far as `streak` skips in a row, however they are spread
 LOWEST = 2.0**-24  # 40 halvings of the default 65536: a gradient of 1e12 would fit
 
 
@@ -24,9 +25,10 @@ class LossScale:
         streak: more skips in a row than this are chronic, after the warm-up.
         warm_up_streak: the same within it.
         quiet_steps: steps without a skip after which it may page again.
+        fell: after the warm-up, a scale below 1 and so many times below the highest is chronic.
+        lowest: below this any scale is.
 
-    After the warm-up a scale below 1 that is also 256 times below the highest since then is
-    chronic, and below 2**-24 any scale is. Every skipped step delivers a record, so steps without
+    Every skipped step delivers a record, so steps without
     one were taken.
     """
 
@@ -34,8 +36,12 @@ class LossScale:
 
     def __init__(
         self, *, warm_up: int = 100, streak: int = 8, warm_up_streak: int = 40,
-        quiet_steps: int = 100,
+        quiet_steps: int = 100, fell: float = FELL, lowest: float = LOWEST,
     ) -> None:  # fmt: skip
+        at_least(0, warm_up=warm_up, quiet_steps=quiet_steps)
+        at_least(1, streak=streak, warm_up_streak=warm_up_streak)
+        above_zero(fell=fell, lowest=lowest)
+        self._fell, self._lowest = fell, lowest
         self._warm_up, self._quiet = warm_up, quiet_steps
         self._most = {True: streak, False: warm_up_streak}
         self._attempt: int | None = None
@@ -72,9 +78,9 @@ class LossScale:
         begin = max(now.begin, now.first + self._warm_up) if settled else now.begin
         if step - begin + 1 > self._most[settled]:
             return f"{step - now.begin + 1} steps in a row were skipped"
-        if now.scale < LOWEST:
+        if now.scale < self._lowest:
             return "no scale is low enough"
-        if now.scale < 1 and now.scale <= now.highest * HALVED_OFTEN:
+        if now.scale < 1 and now.scale <= now.highest / self._fell:
             return f"the loss scale fell from {now.highest:g} since the warm-up"
         return None
 

@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from ddpprobe.detectors.settings import at_least
 from ddpprobe.records import COUNTS, Anomaly, FirstBad, Site, StepRecord
 
 _BAD = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
@@ -24,11 +25,15 @@ class NonFinite:
 
     A step that a GradScaler skipped is the scaler at work (it probes for the largest scale that
     fits): level info, unless a parameter is non-finite, which no scaler mends.
+
+    Args:
+        quiet_steps: steps without a non-finite value after which the next one is reported.
     """
 
     name = "nonfinite"
 
     def __init__(self, *, quiet_steps: int = 100) -> None:
+        at_least(0, quiet_steps=quiet_steps)
         self._quiet = quiet_steps
         self._attempt: int | None = None
         self._last: dict[str, int] = {}  # level -> last step at which it held

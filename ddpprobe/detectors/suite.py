@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from ddpprobe.detectors.coverage import Coverage
 from ddpprobe.detectors.desync import Desync
 from ddpprobe.detectors.grad_spike import GradSpike
 from ddpprobe.detectors.loss_scale import LossScale
 from ddpprobe.detectors.nonfinite import NonFinite
+from ddpprobe.detectors.settings import Settings, parse
 from ddpprobe.records import PHASES, Anomaly, StepRecord
 
 LEVELS = ("page", "warn", "info")
@@ -65,9 +66,40 @@ class Suite:
         return replace(anomaly, first_cause=first)
 
 
-def default_suite() -> Suite:
-    """Return the detectors every run has, in root-cause order, with their default settings."""
-    return Suite((NonFinite(), Desync(), LossScale(), GradSpike(), Coverage()))
+# In root-cause order.
+DETECTORS: tuple[type[Any], ...] = (NonFinite, Desync, LossScale, GradSpike, Coverage)
+
+
+def default_suite(settings: Settings | None = None) -> Suite:
+    """Return the detectors every run has, in root-cause order.
+
+    Args:
+        settings: what is not to be as by default, by detector; see `read_settings`.
+    """
+    wanted = settings or {}
+    return Suite([kind(**wanted.get(kind.name, {})) for kind in DETECTORS])
+
+
+def read_settings(given: Iterable[tuple[str, str | None]]) -> Settings:
+    """Return settings for `default_suite` from (detector, "key=value") as they are typed.
+
+    None instead of an assignment only names a detector.
+
+    Raises:
+        ValueError: there is no such detector or setting, or no such value; says what there is.
+    """
+    known = {kind.name: kind for kind in DETECTORS}
+    texts: dict[str, dict[str, str]] = {}
+    for name, assignment in given:
+        if name not in known:
+            raise ValueError(f"no detector {name!r}: choose one of {', '.join(known)}")
+        if assignment is None:
+            continue
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"{assignment!r}: expected key=value, such as quiet_steps=20")
+        texts.setdefault(name, {})[key] = value
+    return {name: parse(known[name], texts[name]) for name in texts}
 
 
 def follows(anomaly: Anomaly, cause: Anomaly) -> bool:
