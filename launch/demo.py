@@ -88,10 +88,13 @@ def main():
             training.terminate()
         code = training.wait()
     wrong += [f"torchrun ended with {code}"] if code else []
-    for verb in ("anomalies", "info"):
-        subprocess.run(command("ddpprobe", verb, str(run)), check=False)
+    page = str(run / "report.html")
+    for verb in (["anomalies"], ["info"], ["report", "-o", page]):
+        subprocess.run(command("ddpprobe", verb[0], str(run), *verb[1:]), check=False)
     wrong += judge(run)
+    wrong += [] if Path(page).is_file() else ["no report was written"]
     print(f"\nplanted: {FAULT}, found: {'; '.join(wrong) or 'exactly that, live and afterwards'}")
+    print(f"report: {Path(page).resolve().as_uri()}")
     print(f"{time.monotonic() - began:.0f} s")
     sys.exit(bool(wrong))
 

@@ -1,0 +1,141 @@
+"""Everything that the page is made of, gathered in one pass over the merged records."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from ddpprobe.detectors.suite import Episode, episodes
+from ddpprobe.records import Anomaly, StepRecord
+from ddpprobe.replay.readings import Reading
+from ddpprobe.replay.run import Run
+from ddpprobe.replay.tensors import Captured
+from ddpprobe.report.columns import Column, Columns, with_gaps
+from ddpprobe.report.history import History, histories_of
+from ddpprobe.report.numbers import Labels, Numbers
+from ddpprobe.report.rows import Rows, SiteTable
+
+Advance = Callable[[int], None]
+MAP_COLUMNS, LINE_COLUMNS = 80, 250  # of a heat map, of a curve; see `Columns`
+MAP_CELLS, FEWEST_COLUMNS = 240_000, 10  # 88 bytes each
+MOST_CAUSES = 3  # first causes with a close look
+SINGLE_RANKS = 8  # ranks whose own rows of the guilty site are read
+
+
+@final
+@dataclass(slots=True)
+class Story:
+    """What one run has to tell.
+
+    Attributes:
+        info: what `Run.info` says.
+        anomalies: in order of cause.
+        table, maps: the sites, and their rows over the steps.
+        labels, lines: ranks and names of numbers, and their values over the steps.
+        histories: of the guilty sites.
+        readings: of the nodes and the ranks' processes.
+        captures: steps of which full tensors are kept.
+        expired, lost: what retention took away; what is damaged or missing; one line each.
+        records, skipped: how many steps were read, and in how many the optimizer did not step.
+        loss_lost: attempt, step and ranks of the first loss that was not finite.
+    """
+
+    info: dict[str, Any]
+    anomalies: list[Anomaly]
+    table: SiteTable
+    maps: list[Column[Rows]]
+    labels: Labels
+    lines: list[Column[Numbers]]
+    histories: list[History]
+    readings: list[Reading]
+    captures: list[Captured] = field(default_factory=list)
+    expired: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    records: int = 0
+    skipped: int = 0
+    loss_lost: tuple[int, int, list[int]] | None = None
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """The anomalies by first cause."""
+        return episodes(self.anomalies)
+
+    @property
+    def causes(self) -> list[Anomaly]:
+        """The first causes, the first one first."""
+        return [group.cause for group in self.episodes if group.cause]
+
+
+def gather(run: Run, advance: Advance | None = None) -> Story:
+    """Read a run once, in bounded memory.
+
+    Args:
+        run: live, sealed, crashed or damaged.
+        advance: told 1 for each record.
+    """
+    anomalies = run.anomalies()
+    causes = [group.cause for group in episodes(anomalies) if group.cause][:MOST_CAUSES]
+    moments = [(cause.attempt, cause.step) for cause in causes]
+    table, labels = SiteTable(), Labels()
+    maps: Columns[Rows] | None = None
+    lines: Columns[Numbers] = Columns(LINE_COLUMNS, moments)
+    histories = histories_of(causes, MOST_CAUSES)
+    story = Story({}, anomalies, table, [], labels, [], histories, [])
+    for record in run.records():
+        if record.sites:
+            maps = maps or Columns(_columns_for(len(record.sites)), moments)
+            maps.add(record.attempt, record.step, Rows.of(record, table))
+        if record.scalars or record.sites:
+            lines.add(record.attempt, record.step, Numbers.of(record, labels))
+        for history in histories:
+            history.take(record)
+        _count(story, record)
+        if advance:
+            advance(1)
+    for history in histories:
+        _read_ranks(run, history)
+    holes = _holes(run)
+    story.maps = with_gaps(maps or (), [Column(*hole, Rows.none(), steps=0) for hole in holes])
+    story.lines = with_gaps(lines, [Column(*hole, Numbers.none(), steps=0) for hole in holes])
+    story.readings = list(run.readings())
+    story.captures = run.captures()
+    story.expired = [str(gone) for gone in run.expired()]
+    story.info = run.info()
+    story.lost = [str(lost) for lost in run.lost]
+    return story
+
+
+def _columns_for(sites: int) -> int:
+    """Return how many columns a map of so many sites may have for its memory's sake."""
+    return max(FEWEST_COLUMNS, min(MAP_COLUMNS, MAP_CELLS // sites))
+
+
+def _holes(run: Run) -> list[tuple[int, int, int]]:
+    """Return attempt, first and last step of the merged records that turned out to be lost."""
+    found = set()
+    for lost in run.lost:
+        where = re.match(r"run\.zarr/attempt_(\d+)/merged/", lost.where)
+        if where and lost.steps:
+            found.add((int(where[1]), *lost.steps))
+    return sorted(found)
+
+
+def _count(story: Story, record: StepRecord) -> None:
+    story.records += 1
+    story.skipped += record.skipped
+    if story.loss_lost is None:
+        bad = [r for r, s in record.scalars.items() if not math.isfinite(s.get("loss", 0.0))]
+        if bad:
+            story.loss_lost = record.attempt, record.step, sorted(bad)
+
+
+def _read_ranks(run: Run, history: History) -> None:
+    """Read the single ranks' rows: of the guilty one, and of others to compare it with."""
+    cause = history.cause
+    ranks = sorted(run.ranks(cause.attempt), key=lambda r: (r != cause.rank, r))[:SINGLE_RANKS]
+    after = history.steps[0] - 1 if history.steps else -1
+    for rank in sorted(ranks):
+        history.take_rank(rank, run.records(rank, cause.attempt, after=after))

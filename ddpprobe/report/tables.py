@@ -1,0 +1,194 @@
+"""What stands in the page as text: facts of the run, its ranks, its anomalies, its captures."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ddpprobe.commands.output import UNOBSERVED, number, size
+from ddpprobe.report.numbers import table_of
+from ddpprobe.report.ranks import COMPARED, MOST_LISTED, differences, differs, standing_out
+from ddpprobe.report.story import Story
+from ddpprobe.report.verdict import place
+
+MOST_ANOMALIES = 300
+MOST_NAMED = 16
+MOST_CAPTURES = 200
+_OWN = ("node", "hostname", "device", "pid")
+
+
+def facts(story: Story) -> list[tuple[str, str]]:
+    """Return what ran, a name and a text each."""
+    return [(label, text) for label, text in _facts(story.info) if text]
+
+
+def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "run", str(info["name"])
+    yield "state", _state(info)
+    yield "started", when(info["created_ns"])
+    ranks, nodes = info["world_size"], info["nodes"]
+    yield "ranks", "" if ranks is None else f"{ranks} on {nodes} node{'' if nodes == 1 else 's'}"
+    yield "wrapper, backend", ", ".join(str(info[k]) for k in ("wrapper", "backend") if info[k])
+    yield "torch", str(info["torch"] or "")
+    yield "rank 0 on", str(info["hostname"] or "")
+    yield "sampling", _sampling(info)
+    first, last = info["steps"]["first"], info["steps"]["last"]
+    yield "steps", "" if first is None else f"{first:,} to {last:,}"
+    yield "sites", f"{info['sites']:,}"
+    yield "size", size(info["bytes"]["total"])
+    yield "path", str(info["path"])
+
+
+def _state(info: dict[str, Any]) -> str:
+    if info["state"] == "live":
+        return "live"
+    sealed = bool(info["attempts"]) and info["attempts"][-1]["sealed"]
+    return "ended, sealed" if sealed else "ended without a seal"
+
+
+def _sampling(info: dict[str, Any]) -> str:
+    every, pace = info["every"], info["pace"]
+    if every is None:
+        return ""
+    text = "every step" if every == 1 else f"every {every} steps"
+    return f"{text}, now {pace['every']} by budget {pace['budget']}" if pace else text
+
+
+def when(time_ns: object) -> str:
+    """Write a Unix time; "" if it is none."""
+    if not isinstance(time_ns, int) or not 0 < time_ns < 2**62:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_ns / 1e9))
+
+
+def attempts(story: Story) -> list[dict[str, Any]]:
+    """Return a line for each start of the run."""
+    return [
+        {
+            "attempt": a["attempt"],
+            "steps": _span(a["steps"]),
+            "ranks": len(a["ranks"]),
+            "complete": _complete(a["ranks"]),
+            "silent": ", ".join(map(str, a["silent_ranks"][:20])),
+            "torn": size(a["torn_bytes"]) if a["torn_bytes"] else "",
+            "sealed": "yes" if a["sealed"] else "no",
+            "death": f"rank {d['rank']} ({d['signal']})" if (d := a["first_death"]) else "",
+        }
+        for a in story.info["attempts"]
+    ]
+
+
+def ranks(story: Story) -> dict[str, Any]:
+    """Return the ranks of the last attempt: `columns` to compare, `rows`, number of `hidden` ones.
+
+    A value is (median over the run, its ratio to the median over ranks, whether it differs).
+    """
+    columns = [what for what in COMPARED if _medians(story, what)]
+    medians = {what: _medians(story, what) for what in columns}
+    ratio = differences(story)
+    told = story.info["attempts"][-1]["ranks"] if story.info["attempts"] else []
+    blamed = standing_out(story)
+    ordered = sorted(told, key=lambda r: (r["rank"] not in blamed, r["rank"]))[:MOST_LISTED]
+    rows = [
+        {
+            **{key: UNOBSERVED if rank[key] is None else rank[key] for key in _OWN},
+            "rank": rank["rank"],
+            "status": rank["status"],
+            "steps": _span({"first": rank["first_step"], "last": rank["last_step"]}),
+            "complete": _percent(rank["completeness"]),
+            "short": rank["completeness"] is not None and rank["completeness"] < 1,
+            "out": rank["rank"] in blamed,
+            "values": [_compared(medians[w], ratio.get(w, {}), rank["rank"]) for w in columns],
+        }
+        for rank in sorted(ordered, key=lambda r: r["rank"])
+    ]  # fmt: skip
+    titles = [COMPARED[what] for what in columns]
+    return {"columns": titles, "rows": rows, "hidden": len(told) - len(rows)}
+
+
+def anomalies(story: Story) -> dict[str, Any]:
+    """Return the first of the anomalies in order of cause, and how many are `hidden`."""
+    several = len(story.info["attempts"]) > 1
+    rows = [
+        {
+            "anomaly": a,
+            "follows": bool(group.cause) and a is not group.cause,
+            "attempt": a.attempt if several else None,
+            "site": place(a),
+            "values": ", ".join(f"{k} {number(float(v))}" for k, v in a.values.items()),
+        }
+        for group in story.episodes
+        for a in ([group.cause] if group.cause else []) + group.followed
+    ]
+    shown = rows[:MOST_ANOMALIES]
+    return {"rows": shown, "hidden": len(rows) - len(shown), "several": several}
+
+
+def captures(story: Story) -> list[dict[str, Any]]:
+    """Return a line for each of the first steps of which full tensors are kept."""
+    return [
+        {
+            "step": c.step, "attempt": c.attempt, "ranks": len(c.ranks),
+            "modules": list(c.modules), "reason": c.reason,
+            "complete": "yes" if c.complete else "no", "bytes": size(c.bytes),
+            "dropped": size(c.dropped) if c.dropped else "nothing",
+        }
+        for c in story.captures[:MOST_CAPTURES]
+    ]  # fmt: skip
+
+
+def unseen(story: Story) -> list[str]:
+    """Say which modules never reported, and what is not supported, ranks that agree together."""
+    groups: dict[str, list[int]] = {}
+    told = story.info["attempts"][-1]["ranks"] if story.info["attempts"] else []
+    for rank in told:
+        silent = ", ".join(name or "(root)" for name in rank["silent"])
+        kinds = ", ".join(f"{kind} ({n})" for kind, n in rank["unsupported"].items())
+        if silent:
+            groups.setdefault(f"never called: {silent}", []).append(rank["rank"])
+        if kinds:
+            groups.setdefault(f"not supported: {kinds}", []).append(rank["rank"])
+    return [f"{_who(ranks_, len(told))}: {text}" for text, ranks_ in groups.items()]
+
+
+def _who(some: list[int], every: int) -> str:
+    if len(some) == every > 1:
+        return "every rank"
+    more = ", …" if len(some) > MOST_NAMED else ""
+    return f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some[:MOST_NAMED]))}{more}"
+
+
+def _medians(story: Story, what: str) -> dict[int, float]:
+    table = table_of([column.content for column in story.lines], story.labels, what)
+    out = {}
+    for rank, place_ in story.labels.ranks.items():
+        values = table.mean[:, place_]
+        values = values[np.isfinite(values)]
+        if values.size:
+            out[rank] = float(np.median(values))
+    return out
+
+
+def _compared(
+    medians: dict[int, float], ratio: dict[int, float], rank: int
+) -> tuple[str, str, bool]:
+    value, log2 = medians.get(rank, math.nan), ratio.get(rank, math.nan)
+    times = "" if math.isnan(log2) else f"{2**log2:.2f} x"
+    return (f"{value:.4g}" if math.isfinite(value) else UNOBSERVED), times, differs(ratio, rank)
+
+
+def _complete(told: list[dict[str, Any]]) -> str:
+    shares = [rank["completeness"] for rank in told if rank["completeness"] is not None]
+    return _percent(min(shares, default=None))
+
+
+def _percent(share: float | None) -> str:
+    return UNOBSERVED if share is None else f"{math.floor(1000 * share) / 10:g} %"
+
+
+def _span(steps: dict[str, int | None]) -> str:
+    return UNOBSERVED if steps["first"] is None else f"{steps['first']} to {steps['last']}"

@@ -1,0 +1,171 @@
+"""The verdict in words: what went wrong first, and what came of it."""
+
+from __future__ import annotations
+
+import glob
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import final
+
+from ddpprobe.commands.output import plain
+from ddpprobe.records import Anomaly, Site
+from ddpprobe.report.story import Story
+
+MOST_CAUSES = 8
+MOST_FOLLOWED = 6
+TITLES = {
+    "nonfinite": "First non-finite tensor",
+    "grad_spike": "Gradient spike",
+    "desync": "Replicas differ",
+    "loss_scale": "Loss scale",
+    "coverage": "Something fell silent",
+    "rank_lost": "A rank died",
+}
+_KINDS = {
+    "input": "input", "output": "output", "grad_output": "gradient of the output",
+    "grad_input": "gradient of the input", "param": "parameter",
+    "grad_local": "gradient before the reduction", "grad": "gradient after the reduction",
+}  # fmt: skip
+_PHASES = {"forward": "in the forward pass", "backward": "in the backward pass",
+           "step": "in the optimizer's step"}  # fmt: skip
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where it happened; None or empty where it is not known, or nobody is to blame.
+
+    `attempt` is None where there is only one; `phase` is a word, `during` what a sentence says.
+    """
+
+    step: int
+    micro: int
+    rank: int | None
+    attempt: int | None
+    module: str | None
+    kind: str
+    phase: str
+    during: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One first cause: a title, what the detector says, where, and what followed."""
+
+    title: str
+    level: str
+    message: str
+    where: Where
+    commands: list[str] = field(default_factory=list)
+    followed: list[str] = field(default_factory=list)
+    more: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the page says first.
+
+    `tone` is good, warn, or bad; `headline` one sentence; `findings` the first causes; `aftermath`
+    what else came of it, `alone` the first anomalies that belong to no first cause.
+    """
+
+    tone: str
+    headline: str
+    findings: list[Finding]
+    aftermath: list[str]
+    alone: list[str] = field(default_factory=list)
+    hidden: int = 0
+
+
+def judge(story: Story) -> Verdict:
+    """Find the words."""
+    several = len(story.info["attempts"]) > 1
+    groups, path = story.episodes, str(story.info["path"])
+    found = [
+        _finding(path, g.cause, g.followed, several=several) for g in groups if g.cause is not None
+    ]
+    alone = [_line(a) for g in groups if g.cause is None for a in g.followed]
+    tone = "bad" if found else "warn" if alone or story.lost else "good"
+    return Verdict(
+        tone, _headline(story, found, len(alone)), found[:MOST_CAUSES], list(_aftermath(story)),
+        [] if found else alone[:MOST_FOLLOWED], max(0, len(found) - MOST_CAUSES),
+    )  # fmt: skip
+
+
+def place(anomaly: Anomaly) -> str:
+    """Name the site of an anomaly as `ddpprobe anomalies` does; "" where there is none."""
+    if anomaly.module is None:
+        return ""
+    text = str(Site(anomaly.module, anomaly.kind or ""))
+    return text if anomaly.kind else text.removesuffix(":")
+
+
+def _headline(story: Story, found: list[Finding], alone: int) -> str:
+    if not found:
+        steps = f"{story.records:,} recorded step{'' if story.records == 1 else 's'}"
+        if not story.records:
+            return "No step was recorded yet" if not story.lost else "Nothing could be read"
+        weaker = f"No page, {alone} weaker anomal{'y' if alone == 1 else 'ies'}"
+        return f"{weaker if alone else 'No anomalies'} in {steps}"
+    first = found[0].where
+    what = ""
+    if first.module is not None:
+        what = f": {first.kind} of {first.module}" if first.kind else f": {first.module}"
+    rank = "" if first.rank is None else f" on rank {first.rank}"
+    when = f" at step {first.step}, micro-batch {first.micro}, {first.during}"
+    return f"{found[0].title}{what}{rank}{when}"
+
+
+def _finding(path: str, cause: Anomaly, followed: list[Anomaly], *, several: bool) -> Finding:
+    where = Where(
+        cause.step, cause.micro, cause.rank, cause.attempt if several else None,
+        None if cause.module is None else cause.module or "(root)",
+        _KINDS.get(cause.kind or "", cause.kind or ""), cause.phase,
+        _PHASES.get(cause.phase, cause.phase),
+    )  # fmt: skip
+    title = TITLES.get(cause.detector, cause.detector)
+    lines = [_line(a) for a in followed[:MOST_FOLLOWED]]
+    more = len(followed) - len(lines)
+    return Finding(title, cause.level, cause.message, where, _commands(path, cause), lines, more)
+
+
+def _commands(path: str, cause: Anomaly) -> list[str]:
+    """Return what to type to look closer; quoted for a shell, whatever the names hold."""
+    run = shlex.quote(plain(path))
+    if cause.module is None:
+        return [f"ddpprobe anomalies {run}"]
+    site = shlex.quote(plain(glob.escape(f"{cause.module}:{cause.kind}")))
+    rank = "" if cause.rank is None else f" --rank {cause.rank}"
+    steps = f"{max(0, cause.step - 100)}:{cause.step + 20}"
+    return [f"ddpprobe trace {run} --site {site}{rank} --steps {steps}"]
+
+
+def _line(anomaly: Anomaly) -> str:
+    rank = "" if anomaly.rank is None else f", rank {anomaly.rank}"
+    site = place(anomaly)
+    return f"step {anomaly.step}{rank}: {f'{site}: ' if site else ''}{anomaly.message}"
+
+
+def _aftermath(story: Story) -> Iterator[str]:
+    if story.loss_lost:
+        _, step, ranks = story.loss_lost
+        every = len(ranks) == len(story.labels.ranks)
+        who = "every rank" if every else f"rank{'s' if len(ranks) > 1 else ''} " + _some(ranks)
+        yield f"The loss is first not finite at step {step}, on {who}."
+    if story.skipped:
+        yield f"The optimizer skipped {story.skipped} step{'s' if story.skipped > 1 else ''}."
+    death = story.info["first_death"]
+    if death:
+        where = f"in step {death['step']}" if death["step"] >= 0 else "before its first step"
+        yield f"The first rank to die was rank {death['rank']} ({death['signal']}), {where}."
+    last = story.info["steps"]["last"]
+    if last is not None:
+        live = story.info["state"] == "live"
+        yield f"The run {'is under way, at' if live else 'ended at'} step {last}."
+
+
+def _some(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
