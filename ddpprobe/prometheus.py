@@ -128,7 +128,7 @@ class Exposition:
 
     def __init__(self, limit: int = SERIES_LIMIT) -> None:
         self._limit = limit
-        self._dropped = 0
+        self.dropped = 0
         self._last: NodeView | None = None
         self._sites = _Sites()
         self._collector: _ViewCollector
@@ -138,8 +138,8 @@ class Exposition:
         if view is not self._last:  # both formats refuse the same series: they are counted once
             self._last, self._collector = view, _ViewCollector(view, self._limit)
             refused = self._sites.take(view.merged, self._limit - self._collector.series)
-            self._dropped += self._collector.refused + refused
-            self._collector.dropped = self._dropped
+            self.dropped += self._collector.refused + refused
+            self._collector.dropped = self.dropped
         body = _generate(self._collector, openmetrics=openmetrics)
         end = len(body) - len(_EOF) if openmetrics else len(body)
         return body[:end] + self._sites.lines(openmetrics=openmetrics).encode() + body[end:]

@@ -1,0 +1,221 @@
+"""What the daemon of each node could have served at each step, made again from what is stored.
+
+The same `NodeView` that the daemon renders: a rank's records pass through the same `RankFacts` as
+they did in its daemon. What a daemon knows from elsewhere is told from the records:
+
+- `steps_total` counts step numbers from the first record on, and the seconds of each phase are
+  those of the sampled steps, each standing for the steps since the sampled one before it.
+- `overhead_ratio` is the probe's time in a sampled step over all the steps it stands for.
+- The first view of an attempt lies a second before its first record, so that counters start at 0;
+  each death has one, and the last one a second after everything says how the ranks ended. What is
+  of one sampled step (loss, norms, sites) stands in the view of that step only.
+- A blown fuse and lost records have no time: they show from the rank's last record on, and in the
+  last view.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from ddpprobe import layout
+from ddpprobe.records import Anomaly, StepRecord
+from ddpprobe.replay.export.part import Part
+from ddpprobe.replay.export.told_rank import ToldRank, whole
+from ddpprobe.replay.overlay import Overlay
+from ddpprobe.replay.rank_facts import Event
+from ddpprobe.replay.readings import Reading, read_readings
+from ddpprobe.replay.summary import Death, deaths_of
+from ddpprobe.view import FirstFailure, NodeView, RankView
+
+SECOND = 10**9
+
+
+def views(
+    overlay: Overlay,
+    part: Part,
+    anomalies: Sequence[Anomaly],
+    *,
+    live: bool = False,
+    advance: Callable[[int], object] = lambda _: None,
+) -> Iterator[NodeView]:
+    """Yield the views of all nodes, ascending in time as far as the ranks' clocks are.
+
+    Args:
+        overlay: of the run.
+        part: of it; a rank is that rank's series beside those of the whole job.
+        anomalies: what the detectors found.
+        live: the run is under way, so the newest attempt has no last view.
+        advance: told the number of records that were read.
+    """
+    newest = max(overlay.attempts(), default=-1)
+    for attempt in part.attempts(overlay):
+        here = [a for a in anomalies if a.attempt == attempt and a.step > part.after]
+        told = _Attempt(overlay, attempt, part, here, ends=not (live and attempt == newest))
+        yield from told.views(advance)
+
+
+@dataclass(slots=True)
+class _Node:
+    """One node: its ranks, and the readings of its daemon that are still to come.
+
+    `is_head`: its daemon merged all the others'.
+    """
+
+    name: str
+    is_head: bool = False
+    ranks: list[ToldRank] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+    reading: Reading | None = None
+    first_failure: FirstFailure | None = None
+
+    def read(self, until_ns: int) -> None:
+        """Take the readings up to a time; `readings` is kept with the earliest one last."""
+        while self.readings and self.readings[-1].time_ns <= until_ns:
+            self.reading = self.readings.pop()
+
+
+class _Attempt:
+    """The views of one attempt."""
+
+    def __init__(
+        self,
+        overlay: Overlay,
+        attempt: int,
+        part: Part,
+        anomalies: Sequence[Anomaly],
+        *,
+        ends: bool,
+    ) -> None:
+        self._overlay, self._number, self._part = overlay, attempt, part
+        self._ends = ends and part.open_ended
+        events = overlay.events(attempt)
+        self._deaths = self._within(deaths_of(attempt, events))
+        self._anomalies = sorted(anomalies, key=lambda a: a.step, reverse=True)
+        self._died: set[int] = set()
+        self._found: Counter[tuple[str, str]] = Counter()
+        self._blamed: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self._shown = set(part.ranks(overlay, attempt))
+        self._nodes = self._make_nodes(events)
+
+    def views(self, advance: Callable[[int], object]) -> Iterator[NodeView]:
+        """Yield them, those of a moment together."""
+        records = self._part.merged(self._overlay, self._number)
+        first = next(records, None)
+        if first is None:
+            return
+        now = first.wall_time_ns
+        yield from self._look(now - SECOND)
+        for record in chain([first], records):
+            now = max(now, record.wall_time_ns)
+            yield from self._die(record.wall_time_ns)
+            ranks = [rank for node in self._nodes for rank in node.ranks]
+            advance(1 + sum(rank.advance(record.step) for rank in ranks))
+            self._judge(record.step)
+            yield from self._look(record.wall_time_ns, record)
+        if self._ends:
+            now = max([now, *(death.time_ns for death in self._deaths)])
+            yield from self._die(now + 1)
+            self._judge(None)
+            yield from self._look(now + SECOND, over=True)
+
+    def _make_nodes(self, events: Sequence[Event]) -> list[_Node]:
+        overlay, attempt = self._overlay, self._number
+        nodes: dict[str, _Node] = {}
+        for number in overlay.ranks(attempt):
+            said = [e.what for e in events if e.source == layout.rank_name(number)]
+            told = number in self._shown
+            records = self._part.of_rank(overlay, attempt, number) if told else iter(())
+            rank = ToldRank(number, overlay.facts(attempt, number).meta, said, records)
+            node = nodes.setdefault(rank.node, _Node(rank.node))
+            node.ranks.append(rank)
+            node.is_head |= bool(rank.meta.get("head"))
+        if not nodes:  # the ranks' own records are lost, not what was merged of them
+            nodes[layout.node_name(0)] = _Node(layout.node_name(0))
+        if not any(node.is_head for node in nodes.values()):
+            min(nodes.values(), key=lambda n: n.name).is_head = True
+        for reading in read_readings(overlay, attempt):
+            if reading.node in nodes:
+                nodes[reading.node].readings.append(reading)
+        for node in nodes.values():
+            node.readings.reverse()
+        return list(nodes.values())
+
+    def _within(self, deaths: list[Death]) -> list[Death]:
+        """Return those in the part, the last one first."""
+        stop, after = self._part.steps.stop, self._part.after
+        kept = [
+            d
+            for d in deaths
+            if (stop is None or 0 <= d.step < stop) and d.step >= after and 0 < d.time_ns < 2**63
+        ]
+        return sorted(kept, key=lambda d: (d.time_ns, d.rank), reverse=True)
+
+    def _die(self, until_ns: int) -> Iterator[NodeView]:
+        """Yield a view for each death before a time."""
+        while self._deaths and self._deaths[-1].time_ns < until_ns:
+            death = self._deaths.pop()
+            self._died.add(death.rank)
+            for node in self._nodes:
+                if node.first_failure is None and any(r.number == death.rank for r in node.ranks):
+                    node.first_failure = FirstFailure(death.rank, death.signal, death.time_ns)
+            yield from self._look(death.time_ns)
+
+    def _judge(self, step: int | None) -> None:
+        """Count what was found up to a step; None: to the end."""
+        while self._anomalies and (step is None or self._anomalies[-1].step <= step):
+            anomaly = self._anomalies.pop()
+            self._found[anomaly.detector, anomaly.level] += 1
+            if anomaly.rank is not None:
+                self._blamed[anomaly.rank][anomaly.level] += 1
+
+    def _look(
+        self, time_ns: int, record: StepRecord | None = None, *, over: bool = False
+    ) -> Iterator[NodeView]:
+        for node in self._nodes:
+            node.read(time_ns)
+            yield self._view(node, time_ns, record, over=over)
+
+    def _view(
+        self, node: _Node, time_ns: int, record: StepRecord | None, *, over: bool
+    ) -> NodeView:
+        meta = node.ranks[0].meta if node.ranks else {}
+        dropped: Counter[str] = Counter()
+        for rank in node.ranks:
+            dropped += rank.dropped
+        return NodeView(
+            time_ns=time_ns,
+            run=str(meta.get("run_id", "")),
+            node=node.name,
+            world_size=whole(meta.get("world_size"), 0),
+            torch=str(meta.get("torch", "")),
+            backend=str(meta.get("backend", "")),
+            is_head=node.is_head,
+            ranks=tuple(
+                self._rank(rank, node, record, over=over)
+                for rank in node.ranks
+                if rank.number in self._shown
+            ),
+            finished=over and all(r.closed and r.number not in self._died for r in node.ranks),
+            first_failure=node.first_failure,
+            merged=record if record and record.sampled and node.is_head else None,
+            anomalies=dict(self._found),
+            records_dropped=dropped if over else dict.fromkeys(dropped, 0),
+            host=node.reading.host if node.reading else {},
+        )
+
+    def _rank(
+        self, rank: ToldRank, node: _Node, record: StepRecord | None, *, over: bool
+    ) -> RankView:
+        step = record.step if record and record.sampled else -1
+        view = rank.view(step, died=rank.number in self._died, over=over)
+        process = node.reading.ranks.get(rank.number, {}) if node.reading else {}
+        resident = process.get("resident_bytes")
+        return replace(
+            view,
+            anomalies=dict(self._blamed[rank.number]),
+            resident_bytes=None if resident is None else int(resident),
+            cpu_seconds=process.get("cpu_seconds"),
+        )
