@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-fsdp test test-grid check dashboards bench clean system-packages
+.PHONY: demo demo-fsdp test test-grid test-faults check dashboards bench clean system-packages
 
 demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
 	$(BIN)/python launch/demo.py --wrap ddp
@@ -16,6 +16,9 @@ test: .venv/dev.stamp system-packages  # the whole suite: real ranks, a real Pro
 
 test-grid: .venv/dev.stamp       # every wrapper, loop, engine ... against one unsharded process
 	$(BIN)/python -m tests.grid
+
+test-faults: .venv/dev.stamp     # kill every writer at every system call, mutate, feed hostile stores
+	$(BIN)/python -m tests.faults
 
 check: .venv/dev.stamp           # lint, format, types
 	$(BIN)/ruff check .
@@ -56,10 +59,12 @@ $(BIN)/python:
 	done
 	@touch $@
 
-# The tests let a real Prometheus scrape, and promtool check the rules.
+# The tests let a real Prometheus scrape, promtool check the rules, and Chromium draw the report.
 system-packages:
 	@missing=; \
 	command -v prometheus >/dev/null && command -v promtool >/dev/null || missing=prometheus; \
+	command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	  missing="$$missing chromium"; \
 	test -z "$$missing" && exit 0; \
 	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
 	  apt-get update -q && DEBIAN_FRONTEND=noninteractive \

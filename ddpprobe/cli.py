@@ -11,7 +11,20 @@ from types import ModuleType
 
 from ddpprobe.commands.output import complain, plain, say
 
-VERBS = ("info", "anomalies", "trace", "verify", "daemon")
+VERBS = (
+    "info",
+    "anomalies",
+    "trace",
+    "verify",
+    "compare",
+    "top",
+    "replay",
+    "report",
+    "export",
+    "trigger",
+    "daemon",
+    "up",
+)
 
 OK, USAGE, DAMAGED = 0, 2, 3
 INTERRUPTED, PIPE_CLOSED = 130, 141  # as a shell reports SIGINT and SIGPIPE

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpprobe import inside
 from ddpprobe.slate import Slate, whole
 
 STATES = ("start", "data", "forward", "backward", "optimizer", "paused", "closed")
@@ -80,7 +81,7 @@ class HeartbeatWriter:
 def read(path: Path) -> Heartbeat | None:
     """Return the last reading; None if there is none or it is being written just now."""
     try:
-        body = whole(path.read_bytes(), _BODY.size)
+        body = whole(inside.read_regular(path.parent, path.name), _BODY.size)
     except OSError:
         return None
     if body is None:

@@ -73,12 +73,13 @@ def lines(groups: list[Episode]) -> list[str]:
     rows = []
     for group in groups:
         if group.cause:
-            rows.append(_row(group.cause))
-        rows += [_row(a, "  " if group.cause else "") for a in group.followed]
+            rows.append(row(group.cause))
+        rows += [row(a, "  " if group.cause else "") for a in group.followed]
     return table(rows)
 
 
-def _row(anomaly: Anomaly, indent: str = "") -> tuple[str, ...]:
+def row(anomaly: Anomaly, indent: str = "") -> tuple[str, ...]:
+    """Return the columns of one verdict."""
     from ddpprobe.records import Site  # noqa: PLC0415
 
     site = UNOBSERVED

@@ -18,8 +18,10 @@ def plain(text: object) -> str:
     Control (Cc), format (Cf: bidirectional overrides) and lone surrogates (Cs) become `?`; what is
     left of an escape sequence is then harmless text. Line and paragraph separators count as well.
     """
-    bad = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-    return "".join("?" if unicodedata.category(c) in bad else c for c in str(text))
+    said, bad = str(text), {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    if said.isascii() and said.isprintable():  # almost every one
+        return said
+    return "".join("?" if unicodedata.category(c) in bad else c for c in said)
 
 
 def say(text: str) -> None:

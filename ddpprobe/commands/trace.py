@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ddpprobe.replay.run import Run
     from ddpprobe.replay.series import Series
 
+RECENT_STEPS = 1000  # in which a site that is known to the run is looked for
 MOST_LINES = 8  # in one plot: more cannot be told apart
 PLOT_SIZE = (100, 30)  # columns, lines, where the output is no terminal
 
@@ -66,26 +67,23 @@ def run(args: argparse.Namespace) -> int:
         raise _nothing_found(run_, args)
     if args.plot:
         say(plot(series, colour=sys.stdout.isatty()))
+    elif args.json:
+        say_json({"run": run_.name, "format_version": 1, "rank": args.rank, **as_json(series)})
     else:
-        bad = run_.series(args.site, "nonfinite", args.rank, args.steps)
-        if args.json:
-            say_json(
-                {"run": run_.name, "format_version": 1, "rank": args.rank, **as_json(series, bad)}
-            )
-        else:
-            for line in table(rows(series, bad), right=(0, 1, 3, 4)):
-                say(line)
+        say("\n".join(table(rows(series), right=(0, 1, 3, 4))))
     return report_lost(run_.lost)
 
 
-def rows(series: Series, bad: Series) -> list[tuple[object, ...]]:
+def rows(series: Series) -> list[tuple[object, ...]]:
     """One row a step and site: attempt, step, site, the statistic, and how many are non-finite."""
-    count = _lookup(bad)
     out: list[tuple[object, ...]] = [("attempt", "step", "site", series.stat, "nonfinite")]
-    for attempt, step, row in zip(series.attempts, series.steps, series.values, strict=True):
-        for site, value in zip(series.sites, row, strict=True):
-            nonfinite = count.get((int(attempt), int(step), site.key), float("nan"))
-            out.append((attempt, step, label(site), number(float(value)), number(nonfinite)))
+    labels = [label(site) for site in series.sites]
+    for attempt, step, values, bad in zip(
+        series.attempts.tolist(), series.steps.tolist(), series.values.tolist(),
+        series.nonfinite.tolist(), strict=True,
+    ):  # fmt: skip
+        for site, value, count in zip(labels, values, bad, strict=True):
+            out.append((attempt, step, site, number(value), number(count)))
     return out
 
 
@@ -95,21 +93,18 @@ def label(site: Site) -> str:
     return f"{site} ({site.placement}, one rank's)" if alone else str(site)
 
 
-def as_json(series: Series, bad: Series) -> dict[str, Any]:
+def as_json(series: Series) -> dict[str, Any]:
     """Return the series as plain lists; null where nothing was observed."""
-    count = _lookup(bad)
-    places = [(int(a), int(s)) for a, s in zip(series.attempts, series.steps, strict=True)]
-    nan = float("nan")
     return {
         "stat": series.stat,
-        "attempts": [a for a, _ in places],
-        "steps": [s for _, s in places],
+        "attempts": series.attempts.tolist(),
+        "steps": series.steps.tolist(),
         "series": [
             {
                 "site": str(site), "fqn": site.fqn, "kind": site.kind, "leaf": site.leaf,
                 "placement": site.placement, "dtype": site.dtype,
-                "values": [float(x) for x in series.values[:, column]],
-                "nonfinite": [count.get((*at, site.key), nan) for at in places],
+                "values": series.values[:, column].tolist(),
+                "nonfinite": series.nonfinite[:, column].tolist(),
             }
             for column, site in enumerate(series.sites)
         ],
@@ -132,13 +127,27 @@ def plot(series: Series, *, colour: bool) -> str:
         seen = (series.attempts == attempt) & np.isfinite(series.values[:, column])
         name = plain(label(series.sites[column])) + (f" attempt {attempt}" if attempt else "")
         if seen.any():
-            values = series.values[seen, column].tolist()
-            signal = figure.signal(series.steps[seen].tolist(), values)
+            steps, values = thinned(series.steps[seen], series.values[seen, column], 2 * width)
+            signal = figure.signal(steps.tolist(), values.tolist())
             figure.draw(signal.lines().label(name))
     if len(lines) > MOST_LINES:
         complain(f"ddpprobe: {MOST_LINES} of {len(lines)} series plotted: narrow --site")
     text = str(figure.build().string())
     return text if colour else str(plotext.uncolorize(text))
+
+
+def thinned(steps: Any, values: Any, parts: int) -> tuple[Any, Any]:  # noqa: ANN401  (of NumPy)
+    """Return the points that a plot of so many columns can show: each part's lowest and highest."""
+    import numpy as np  # noqa: PLC0415
+
+    if len(steps) <= 2 * parts:
+        return steps, values
+    kept = [
+        at[place]
+        for at in np.array_split(np.arange(len(steps)), parts)
+        for place in sorted({int(values[at].argmin()), int(values[at].argmax())})
+    ]
+    return steps[kept], values[kept]
 
 
 def step_range(text: str) -> slice:
@@ -168,14 +177,6 @@ def nearest(word: str, known: Iterable[str], most: int = 5) -> str:
     return ", ".join(close) + more
 
 
-def _lookup(series: Series) -> dict[tuple[int, int, tuple[str, str, str]], float]:
-    return {
-        (int(attempt), int(step), site.key): float(value)
-        for attempt, step, row in zip(series.attempts, series.steps, series.values, strict=True)
-        for site, value in zip(series.sites, row, strict=True)
-    }
-
-
 def _check(run_: Run, stat: str, rank: int | None) -> None:
     from ddpprobe.records import STATS  # noqa: PLC0415
     from ddpprobe.replay.run import RunError  # noqa: PLC0415
@@ -194,11 +195,14 @@ def _nothing_found(run_: Run, args: argparse.Namespace) -> Exception:
     from ddpprobe.replay.run import RunError  # noqa: PLC0415
     from ddpprobe.replay.series import matches  # noqa: PLC0415
 
-    everything = run_.series("*", "numel", args.rank)
-    if not len(everything.steps):
+    steps = run_.info()["steps"]
+    if steps["last"] is None:
         return RunError(f"{args.run}: no step was sampled yet")
+    # Of the newest steps only: all sites over all steps need not fit into memory.
+    newest = slice(max(0, steps["last"] - RECENT_STEPS), None)
+    everything = run_.series("*", "numel", args.rank, newest)
     if any(matches(site, args.site) for site in everything.sites):
-        first, last = everything.steps.min(), everything.steps.max()
-        return RunError(f"no sampled step in --steps; they reach from {first} to {last}")
+        reach = f"from {steps['first']} to {steps['last']}"
+        return RunError(f"no sampled step in --steps; they reach {reach}")
     names = nearest(args.site, (str(site) for site in everything.sites))
     return RunError(f"no site matches {args.site!r}; nearest: {names}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 
 from ddpprobe.commands.output import plain, report_lost, say, say_json
+from ddpprobe.commands.progress import progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,10 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check everything; 3 if anything is damaged."""
     from ddpprobe.replay.run import open_run  # noqa: PLC0415
-    from ddpprobe.replay.verify import verify  # noqa: PLC0415
+    from ddpprobe.replay.verify import verify, work  # noqa: PLC0415
 
     run_ = open_run(args.run)
-    report = verify(run_)
+    with progress("checking", work(run_), silent=args.json) as bar:
+        report = verify(run_, bar.advance)
     if args.json:
         say_json(
             {

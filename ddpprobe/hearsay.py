@@ -1,0 +1,85 @@
+"""What a stranger's JSON says, as what it must be: of its type, and within its bounds.
+
+Frames are checksummed, which tells of accidents, not of malice. What is wrong raises ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ddpprobe.records import KINDS, PHASES, Anomaly, FirstBad
+
+MAX_RANKS = 1 << 24  # a rank beyond is nonsense, for which no bit mask is allocated
+LEVELS = ("page", "warn", "info")
+_BAD = ("nan", "pos_inf", "neg_inf", "numel")
+
+
+def anomaly(said: Any) -> Anomaly:  # noqa: ANN401  (what JSON made of it)
+    """Return an anomaly from its fields, each of which is what it must be.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        whose, module, kind = said["rank"], said["module"], said["kind"]
+        if said["level"] not in LEVELS:
+            raise ValueError(f"no level {said['level']!r}")
+        return Anomaly(
+            detector=str(said["detector"]),
+            level=str(said["level"]),
+            step=int64(said["step"]),
+            micro=int64(said["micro"]),
+            rank=None if whose is None else rank(whose),
+            module=None if module is None else str(module),
+            kind=None if kind is None else str(kind),
+            phase=str(said["phase"]),
+            first_cause=bool(said["first_cause"]),
+            message=str(said["message"]),
+            values=numbers(said["values"]),
+            sampled=bool(said["sampled"]),
+            attempt=int64(said["attempt"]),
+            wall_time_ns=int64(said["wall_time_ns"]),
+        )
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"not an anomaly: {type(error).__name__}: {error}") from error
+
+
+def first_bad(said: Mapping[str, Any]) -> FirstBad:
+    """Return what a record says was non-finite first; a stranger's words are not taken as given."""
+    found = FirstBad(**said)
+    counts = (getattr(found, name) for name in ("step", "micro", "order", *_BAD))
+    texts = (found.fqn, found.kind)
+    if (
+        any(int64(n) != n for n in counts)
+        or found.phase not in PHASES
+        or found.kind not in {None, *KINDS}
+        or not isinstance(found.leaf, str)
+        or not all(isinstance(text, str | None) for text in texts)
+    ):
+        raise ValueError("a first non-finite tensor that makes no sense")
+    return replace(found, rank=rank(found.rank))
+
+
+def numbers(said: Mapping[str, Any]) -> dict[str, float]:
+    """Return numbers by name, whole ones as they are."""
+    strange = [name for name, value in said.items() if not isinstance(value, int | float)]
+    if strange:
+        raise ValueError(f"{strange[0]!r} is no number")
+    return {str(name): value for name, value in said.items()}
+
+
+def int64(said: Any) -> int:  # noqa: ANN401  (what JSON made of it)
+    """Return a whole number that an array can hold."""
+    number = int(said)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{said} does not fit into 64 bits")
+    return number
+
+
+def rank(said: Any) -> int:  # noqa: ANN401  (what JSON made of it)
+    """Return a rank."""
+    if not isinstance(said, int) or not 0 <= said < MAX_RANKS:
+        raise ValueError(f"rank {said!r}: there are no more than {MAX_RANKS}")
+    return said
