@@ -119,6 +119,19 @@ def test_what_is_gone_is_named(sealed: Path, accident: Callable[[Path], None], s
     assert any(says in lost.why for lost in report.damage)
 
 
+def test_a_lost_zarr_json_is_not_taken_for_a_first_commit_that_was_cut_off(sealed: Path) -> None:
+    lost = sorted((sealed / "run.zarr" / "attempt_000").glob("*/zarr.json"))
+    assert len(lost) == 2  # rank_00000 and node_0000, each committed once
+    for path in lost:
+        data = path.read_bytes()
+        path.unlink()
+        report, _, run = look(sealed)
+        run.anomalies()
+        assert report.damage, path
+        assert run.lost, path
+        path.write_bytes(data)
+
+
 def test_two_chunks_that_changed_places_are_found(sealed: Path) -> None:
     counts = sealed / "run.zarr/attempt_000/rank_00000/counts/c"
     (counts / "0/0/0").rename(counts / "x")

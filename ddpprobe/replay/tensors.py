@@ -160,17 +160,14 @@ class GlobalTensor:
 
     def _flat_box(self, box: Box) -> NDArray[Any]:
         """Read a box of a tensor whose parts are runs of its elements in C order."""
-        shape = self.shape or ()
-        steps = [prod(shape[i + 1 :]) for i in range(len(shape))]
+        whole = self.shape or ()
+        steps = [prod(whole[i + 1 :]) for i in range(len(whole))]
         first = sum(a * s for (a, _), s in zip(box, steps, strict=True))
         last = sum((b - 1) * s for (_, b), s in zip(box, steps, strict=True))
         run = self._box(((first, last + 1),))
-        return np.lib.stride_tricks.as_strided(
-            run,
-            [b - a for a, b in box],
-            [s * run.itemsize for s in steps],
-            writeable=False,
-        ).copy()
+        # Not `as_strided`, which does not know the dtypes of ml_dtypes.
+        shape, strides = [b - a for a, b in box], [s * run.itemsize for s in steps]
+        return np.ndarray(shape, run.dtype, run.view(np.uint8), 0, strides).copy()
 
     def _box(self, box: Box) -> NDArray[Any]:
         pieces = [

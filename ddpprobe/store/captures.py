@@ -171,7 +171,9 @@ class StoredEvent:
             if self._nodes or (self._root / GROUP_JSON).exists():
                 self.lose("", "its manifest is missing")
             return None
-        if not (self._root / GROUP_JSON).exists() and not self._nodes:
+        own = self._own
+        settled = GROUP_JSON in own.state.files and GROUP_JSON not in own.replaced
+        if not settled and not self._nodes and not (self._root / GROUP_JSON).exists():
             return None
         try:
             if max((size for size, _ in self._versions(GROUP_JSON)), default=0) > MAX_EVENT_BYTES:

@@ -88,6 +88,9 @@ class Files:
         for key in rest:
             self.write(key, staged[key])
         self._sync(rest)
+        if GROUP_JSON in changed and GROUP_JSON not in known:
+            # A line more: else to lose the file would look like a first commit that was cut off.
+            self.manifest.append(state, {}, durable=self._durable)
 
     def write(self, key: str, data: bytes) -> None:
         """Replace one file atomically."""
