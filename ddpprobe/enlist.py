@@ -6,7 +6,6 @@ import datetime
 import json
 import logging
 import os
-import secrets
 import socket
 import subprocess
 import tempfile
@@ -177,7 +176,7 @@ class _Head:
         run, identity = self._claim(heard, nodes)
         attempts = run.attempts()
         attempt = attempts[-1] + 1 if attempts else 0
-        token = secrets.token_hex(16) if len(nodes) > 1 else None
+        token = os.urandom(16).hex() if len(nodes) > 1 else None
         plan: dict[str, Any] = {
             "run_dir": str(run.path), "identity": identity, "nodes": nodes,
             "attempt": attempt, "token": token, "head": None,
@@ -200,7 +199,7 @@ class _Head:
         self, heard: list[dict[str, Any]], nodes: list[int]
     ) -> tuple[RunDir, dict[str, Any]]:
         stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-        run_id = f"{stamp}-{secrets.token_hex(3)}"
+        run_id = f"{stamp}-{os.urandom(3).hex()}"
         name = self._wishes.name or run_id
         run = RunDir(Path(self._wishes.run_dir or Path("ddpprobe-runs") / name).absolute())
         if run.path.is_dir() and any(run.path.iterdir()) and not run.run_json.exists():

@@ -20,7 +20,7 @@ from ddpprobe.replay.verify import verify
 from ddpprobe.store.reader import StoredGroup
 
 NODE = layout.node_name(0)
-DRAWS = int(os.environ.get("DDPPROBE_TEST_DRAWS", "4"))  # of each test; more by tests.faults
+DRAWS = int(os.environ.get("DDPPROBE_TEST_DRAWS", "3"))  # of each test; more by tests.faults
 TOGETHER = 3  # launches at a time
 STEPS, EVERY, SLEEP = 60, 2, 0.02
 TINY = ("--steps", STEPS, "--every", EVERY, "--daemon", "auto", "--micros", 1)
