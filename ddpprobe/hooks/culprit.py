@@ -50,7 +50,7 @@ class Culprit:
     ) -> None:  # fmt: skip
         self._topology, self._rows, self._clock, self._bundle = topology, rows, clock, bundle
         self._calls: Counter[str] = Counter()  # in the micro-batch under way
-        self._looked = 0  # rows of this step that were looked at
+        self._began = 0  # rows of this step before the forward under way
         self._bad = self._was_bad = False  # this step, the sampled one before it
         self._inner: str | None = None  # of the bad modules so far the outermost, if bad came in
         self._keeps = False
@@ -59,7 +59,7 @@ class Culprit:
     def begin_forward(self) -> None:
         """Look at what comes from now on."""
         self._calls.clear()
-        self._looked = len(self._rows)
+        self._began = len(self._rows)
 
     def end_step(self, *, scaled: bool) -> None:
         """At the end of a sampled step: what comes behind a bad one is bad because of it.
@@ -76,12 +76,12 @@ class Culprit:
         """Look at the rows of a call that is over."""
         number = self._calls[fqn]
         self._calls[fqn] += 1
-        made, looked = len(self._rows), self._looked
-        self._looked = made
+        if not self._rows.bad:
+            return
         if self._bad:
             if self._inner is None or not (not fqn or self._inner.startswith(f"{fqn}.")):
                 return
-        elif made == looked or not self._rows.bad_from(looked):
+        elif not self._rows.bad_from(self._began):
             return
         if torch_private.in_backward() or self._clock.evaluating:
             return

@@ -38,6 +38,7 @@ class StepRows:
 
     Attributes:
         grad_is_scaled: `.grad` was read before anybody divided it by the loss scale.
+        bad: the host has seen NaN or Inf in a row of this step.
     """
 
     def __init__(self, device: torch.device, rank: int, *, timed: bool = False) -> None:
@@ -57,7 +58,7 @@ class StepRows:
         self._tapped: list[int] = []
         self._confirmed: set[int] = set()
         self._unsupported: Counter[str] = Counter()
-        self.grad_is_scaled = False
+        self.grad_is_scaled = self.bad = False
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None
 
     def __len__(self) -> int:
@@ -80,7 +81,7 @@ class StepRows:
                 self._buffer[index].copy_(self._buffer[last[2]])
             else:
                 try:
-                    stats.reduce_into(tensor, self._buffer, index)
+                    self.bad |= stats.reduce_into(tensor, self._buffer, index)
                 except Unsupported as reason:
                     self._unsupported[str(reason)] += 1
                     return
@@ -153,7 +154,7 @@ class StepRows:
         self._tapped.clear()
         self._confirmed.clear()
         self._unsupported.clear()
-        self.grad_is_scaled = False
+        self.grad_is_scaled = self.bad = False
         self._last = None
 
     def fetch(self) -> PendingRows:

@@ -368,8 +368,10 @@ void measure_patterns(const T* p, Request& q) {
 }  // namespace
 
 #define ENTRIES(dtype, T, measured)                                                               \
-  void row_##dtype(const T* p, int64_t n, int64_t repeats, double* out) {                         \
-    write(reduce(p, n), double(repeats), out);                                                    \
+  bool row_##dtype(const T* p, int64_t n, int64_t repeats, double* out) {                         \
+    const Row row = reduce(p, n);                                                                 \
+    write(row, double(repeats), out);                                                             \
+    return row.nan + row.pos_inf + row.neg_inf > 0;                                               \
   }                                                                                               \
   void wide_##dtype(const T* p, int64_t n, int64_t repeats, int bins, bool fixed, double low,     \
                     double high, double eps, int64_t* counts, double* out) {                      \

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 import shutil
@@ -50,8 +51,8 @@ _WIDE = (
 logger = logging.getLogger("ddpprobe")
 
 # Empty until `prepare` has run. They take addresses; the caller vouches for what lies there.
-# (elements, numel, repeats, row): float64 [9] out, as in `stats.rows`
-row_kernels: dict[torch.dtype, Callable[..., None]] = {}
+# (elements, numel, repeats, row): float64 [9] out, as in `stats.rows`; says if one is not finite
+row_kernels: dict[torch.dtype, Callable[..., bool]] = {}
 # (elements, numel, repeats, bins, fixed, low, high, eps, counts, wide row): `counts` are int64
 # zeros [TABLES * (bins + 3)]; float64 [HEAD + bins] out, as in `stats.histogram`
 wide_kernels: dict[torch.dtype, Callable[..., None]] = {}
@@ -79,6 +80,8 @@ def _load() -> bool:
         )
         return False
     rows = {dtype: _function(library, f"row_{name}", _ROW) for dtype, name in _NAMES.items()}
+    for function in rows.values():
+        cast("Any", function).restype = ctypes.c_bool
     _check(rows[torch.float32])
     row_kernels.update(rows)
     for dtype, name in _NAMES.items():
@@ -103,10 +106,10 @@ def _library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(built if path is None else built.replace(path)))
 
 
-def _function(library: ctypes.CDLL, name: str, signature: tuple[Any, ...]) -> Callable[..., None]:
+def _function(library: ctypes.CDLL, name: str, signature: tuple[Any, ...]) -> Callable[..., Any]:
     function = library[name]
     function.argtypes, function.restype = signature, None
-    return cast("Callable[..., None]", function)
+    return cast("Callable[..., Any]", function)
 
 
 def _build(compiler: str, path: Path) -> Path:
@@ -153,7 +156,7 @@ def _cache_directory() -> Path | None:
     return path if private and os.access(path, os.W_OK) else None
 
 
-def _check(row: Callable[..., None]) -> None:
+def _check(row: Callable[..., bool]) -> None:
     """Refuse a library that cannot count: a compiler or a processor that is not what it says."""
     numbers = [1.0, -2.0, 0.0, 3.0] * 300  # a whole block and a rest
     for last, want in (
@@ -162,6 +165,6 @@ def _check(row: Callable[..., None]) -> None:
     ):
         given = (ctypes.c_float * 1201)(*numbers, last)
         got = (ctypes.c_double * 9)()
-        row(ctypes.addressof(given), len(given), 1, ctypes.addressof(got))
-        if tuple(got) != want:
+        bad = row(ctypes.addressof(given), len(given), 1, ctypes.addressof(got))
+        if tuple(got) != want or bad is not math.isnan(last):
             raise RuntimeError(f"the compiled statistics give {tuple(got)}, expected {want}")

@@ -45,16 +45,18 @@ def reduce(tensor: Tensor, out: Tensor) -> None:
         _reduce_any(tensor, out)
 
 
-def reduce_into(tensor: Tensor, rows: Tensor, index: int) -> None:
+def reduce_into(tensor: Tensor, rows: Tensor, index: int) -> bool:
     """Do as `reduce` does for `rows[index]` of float64 [n, 9], contiguous.
+
+    Returns whether the host can see a NaN or an infinity in it.
 
     On the CPU without making that view, which costs a third of the reduction of a small tensor.
     """
     kernel = row_kernels.get(tensor.dtype)
     if kernel is not None and rows.is_cpu and readable(tensor):
-        kernel(tensor.data_ptr(), tensor.numel(), 1, rows.data_ptr() + index * _ROW_BYTES)
-    else:
-        _reduce_any(tensor, rows[index])
+        return kernel(tensor.data_ptr(), tensor.numel(), 1, rows.data_ptr() + index * _ROW_BYTES)
+    _reduce_any(tensor, rows[index])
+    return rows.is_cpu and bool(rows[index, NONFINITE].any())
 
 
 def _reduce_any(tensor: Tensor, out: Tensor) -> None:
