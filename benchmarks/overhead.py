@@ -24,15 +24,15 @@ _ROOT = Path(__file__).parent.parent
 _PEERS_ON = ("gpt-ddp", "resnet")
 _SIMPLE = ("no-op", "item")  # what everybody writes first: on the other workloads, too
 _TIMEOUT = 900.0
-_HEADER = ("", "step without, ms", "time with / without", "CPU time", "goal", "holds")
+_HEADER = ("", "step without, ms", "time with / without", "fastest", "CPU time", "goal", "holds")
 _TEXT = """
 Two ranks, gloo, CPU, one thread each; every rank observes all modules' outputs and output
 gradients and all parameters' gradients, local and reduced, as `install()` does by default. One
 process switches one variant on and off, block by block, in alternating order; a ratio is that of
 two adjacent blocks, each timed from its first step's start to its last one's end on the slower
-rank. Shown are minimum / **median** / maximum over the pairs of each of two processes, and their
-median ratios of CPU time, which other work on the machine disturbs less. Both medians must reach
-the goal. "No probe, against itself" is what the method makes of no difference at all. ddpprobe is
+rank. Shown are minimum / **median** / maximum over the pairs of each of two processes, the fastest
+block with by the fastest without (what others on the machine take can only add to either), and the
+median ratios of CPU time, which they disturb less. Both medians must reach the goal. "No probe, against itself" is what the method makes of no difference at all. ddpprobe is
 installed before each of its blocks and closed behind it, so that "without" is without. Its daemon
 does not run here and has a section of its own. Other tools look at less or at more than that, each
 as its documents say: wandb on rank 0 only, ActivationStats at modules with parameters only; what
@@ -41,7 +41,7 @@ msprobe leaves hanging in blocks without it is counted as the step's own, to its
 
 
 def measure(workload: str, variant: str, pairs: int, ranks: int = 2) -> dict[str, list[float]]:
-    """Run one process group; return the paired ratios by clock, and the seconds of a bare step.
+    """Run one process group; return the ratios by clock, and the seconds of a bare step.
 
     Raises:
         RuntimeError: a rank failed; the text is what it said last.
@@ -72,6 +72,7 @@ def measure(workload: str, variant: str, pairs: int, ranks: int = 2) -> dict[str
     return {
         "wall": [on[0] / off[0] for on, off in both],
         "cpu": [on[1] / off[1] for on, off in both],
+        "fastest": [min(on[0] for on, _ in both) / min(off[0] for _, off in both)],
         "seconds": [off[0] for off in slower["off"]],
     }
 
@@ -95,14 +96,14 @@ def _row(workload: str, variant: str, pairs: int, *, quick: bool) -> list[str]:
     title = VARIANTS[variant][0]
     package = missing(variant)
     if package is not None:
-        return [title, "", f"{package} is not installed (`make bench` does)", "", "", ""]
+        return [title, "", f"{package} is not installed (`make bench` does)", "", "", "", ""]
     try:
         found = [
             measure(workload, variant, pairs, ranks=1 if quick else 2)
             for _ in range(1 if quick else 2)
         ]
     except (RuntimeError, subprocess.TimeoutExpired) as error:
-        return [title, "", f"failed: {error}", "", "", ""]
+        return [title, "", f"failed: {error}", "", "", "", ""]
     worst = max(statistics.median(f["wall"]) for f in found)
     goals = dict(zip(("sampled", "unsampled"), WORKLOADS[workload].goals, strict=True))
     goal = goals.get(variant)
@@ -110,6 +111,7 @@ def _row(workload: str, variant: str, pairs: int, *, quick: bool) -> list[str]:
         title,
         ", ".join(f"{1e3 * statistics.median(f['seconds']):.3g}" for f in found),
         "; ".join(tables.spread(f["wall"]) for f in found),
+        ", ".join(f"{f['fastest'][0]:.3f}" for f in found),
         ", ".join(f"{statistics.median(f['cpu']):.3f}" for f in found),
         "" if goal is None else f"<= {goal}",
         "" if goal is None else tables.verdict(worst, goal),
