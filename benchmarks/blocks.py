@@ -30,14 +30,18 @@ def _block(training: Training, variant: Variant, steps: int) -> tuple[float, flo
 
 
 def _times(training: Training, variant: Variant, steps: int, pairs: int) -> dict[str, list]:
-    times: dict[str, list] = {"off": [], "on": []}
+    times: dict[str, list] = {"off": [], "on": [], "own": []}
     for pair in range(-_WARM, pairs):
         for kind in ("off", "on") if pair % 2 else ("on", "off"):
             if kind == "on":
                 variant.on()
+                before = variant.own_seconds()
             measured = _block(training, variant, steps)
             if kind == "on":
+                own = (variant.own_seconds() - before) / steps
                 variant.off()
+                if pair >= 0:
+                    times["own"].append(own)
             if pair >= 0:
                 times[kind].append(measured)
     return times

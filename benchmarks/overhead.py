@@ -24,19 +24,24 @@ _ROOT = Path(__file__).parent.parent
 _PEERS_ON = ("gpt-ddp", "resnet")
 _SIMPLE = ("no-op", "item")  # what everybody writes first: on the other workloads, too
 _TIMEOUT = 900.0
-_HEADER = ("", "step without, ms", "time with / without", "fastest", "CPU time", "goal", "holds")
+_HEADER = (
+    "", "step without, ms", "time with / without", "fastest", "own part", "CPU time", "goal",
+    "holds",
+)  # fmt: skip
 _TEXT = """
-Two ranks, gloo, CPU, one thread each; every rank observes all modules' outputs and output
-gradients and all parameters' gradients, local and reduced, as `install()` does by default. One
-process switches one variant on and off, block by block, in alternating order; a ratio is that of
-two adjacent blocks, each timed from its first step's start to its last one's end on the slower
-rank. Shown are minimum / **median** / maximum over the pairs of each of two processes, the fastest
-block with by the fastest without (what others on the machine take can only add to either), and the
-median ratios of CPU time, which they disturb less. Both medians must reach the goal. "No probe, against itself" is what the method makes of no difference at all. ddpprobe is
-installed before each of its blocks and closed behind it, so that "without" is without. Its daemon
-does not run here and has a section of its own. Other tools look at less or at more than that, each
-as its documents say: wandb on rank 0 only, ActivationStats at modules with parameters only; what
-msprobe leaves hanging in blocks without it is counted as the step's own, to its advantage.
+Two ranks, gloo, CPU, one thread each; every rank observes all modules' outputs and output gradients
+and all parameters' gradients, local and reduced, as `install()` does by default. One process
+switches one variant on and off, block by block, in alternating order; a ratio is that of two
+adjacent blocks, each timed from its first step's start to its last one's end on the slower rank.
+Shown are minimum / **median** / maximum over the pairs of each of two processes, the fastest block
+with by the fastest without (what others on the machine take can only add to either), the part of
+the time with that ddpprobe's own stopwatch gives to itself, as its budget counts it, and the median
+ratios of CPU time, which others disturb less. Both medians must reach the goal. "No probe, against
+itself" is what the method makes of no difference at all. ddpprobe is installed before each of its
+blocks and closed behind it, so that "without" is without. Its daemon does not run here and has a
+section of its own. Other tools look at less or at more than that, each as its documents say: wandb
+on rank 0 only, ActivationStats at modules with parameters only; what msprobe leaves hanging in
+blocks without it is counted as the step's own, to its advantage.
 """
 
 
@@ -68,11 +73,13 @@ def measure(workload: str, variant: str, pairs: int, ranks: int = 2) -> dict[str
         ]
         for kind in ("off", "on")
     }
+    owns = zip(*(times["own"] for times in ranks_times), strict=True)
     both = list(zip(slower["on"], slower["off"], strict=True))
     return {
         "wall": [on[0] / off[0] for on, off in both],
         "cpu": [on[1] / off[1] for on, off in both],
         "fastest": [min(on[0] for on, _ in both) / min(off[0] for _, off in both)],
+        "own": [max(own) / on[0] for own, on in zip(owns, slower["on"], strict=True)],
         "seconds": [off[0] for off in slower["off"]],
     }
 
@@ -96,14 +103,14 @@ def _row(workload: str, variant: str, pairs: int, *, quick: bool) -> list[str]:
     title = VARIANTS[variant][0]
     package = missing(variant)
     if package is not None:
-        return [title, "", f"{package} is not installed (`make bench` does)", "", "", "", ""]
+        return [title, "", f"{package} is not installed (`make bench` does)", "", "", "", "", ""]
     try:
         found = [
             measure(workload, variant, pairs, ranks=1 if quick else 2)
             for _ in range(1 if quick else 2)
         ]
     except (RuntimeError, subprocess.TimeoutExpired) as error:
-        return [title, "", f"failed: {error}", "", "", "", ""]
+        return [title, "", f"failed: {error}", "", "", "", "", ""]
     worst = max(statistics.median(f["wall"]) for f in found)
     goals = dict(zip(("sampled", "unsampled"), WORKLOADS[workload].goals, strict=True))
     goal = goals.get(variant)
@@ -112,6 +119,7 @@ def _row(workload: str, variant: str, pairs: int, *, quick: bool) -> list[str]:
         ", ".join(f"{1e3 * statistics.median(f['seconds']):.3g}" for f in found),
         "; ".join(tables.spread(f["wall"]) for f in found),
         ", ".join(f"{f['fastest'][0]:.3f}" for f in found),
+        ", ".join(f"{statistics.median(f['own']):.4f}" for f in found).replace("nan, nan", ""),
         ", ".join(f"{statistics.median(f['cpu']):.3f}" for f in found),
         "" if goal is None else f"<= {goal}",
         "" if goal is None else tables.verdict(worst, goal),
