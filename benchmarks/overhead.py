@@ -42,6 +42,12 @@ blocks and closed behind it, so that "without" is without. Its daemon does not r
 section of its own. Other tools look at less or at more than that, each as its documents say: wandb
 on rank 0 only, ActivationStats at modules with parameters only; what msprobe leaves hanging in
 blocks without it is counted as the step's own, to its advantage.
+
+Two rows are floors, which say what a goal can be on this machine. "Every tensor read once" is the
+statistics' kernel on each tensor that a sampled step observes, hung up by plain hooks, and nothing
+else: no rows, no watch, no file. "The hooks of an unsampled step, returning at once" are ours with
+their insides switched off: what Python and autograd take to call them at all. Where a goal does not
+hold and its floor does not either, it is out of reach of hooks on this machine.
 """
 
 
