@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+
+from ddpprobe.replay.run import open_run
 
 from .faults import __main__ as faults
 from .faults import hostile, mutations, syscalls
@@ -41,6 +44,21 @@ def test_no_accident_to_a_store_with_captures_is_silent(tmp_path: Path) -> None:
     done, problems = mutations.mutate(tmp_path, 10, seed=3)
     assert problems == []
     assert done.total() > 5
+
+
+def test_no_group_loses_its_zarr_json_in_silence(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    mutations.make(path)
+    whole = dict(mutations.values(open_run(path)))
+    groups = [
+        f for f in path.rglob("zarr.json") if json.loads(f.read_text()).get("consolidated_metadata")
+    ]
+    assert {"anomalies", "rank_00000", "merged"} < {f.parent.name for f in groups}
+    for lost in groups:
+        data = lost.read_bytes()
+        lost.unlink()
+        assert mutations.problem(path, whole) == "", lost.relative_to(path)
+        lost.write_bytes(data)
 
 
 def test_what_a_stranger_sends_is_read_without_harm_and_in_bounded_memory(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class Files:
 
     def commit(self, state: State, staged: Mapping[str, bytes]) -> None:
         """Write what changed: new files, the manifest, then replacements, metadata last."""
-        known = self.manifest.state.files
+        known = dict(self.manifest.state.files)  # a copy: the manifest updates its own
         versions = {k: version_of(data) for k, data in staged.items()}
         changed = {k: v for k, v in versions.items() if known.get(k) != v}
         fresh = [k for k in changed if k not in known and not k.endswith(GROUP_JSON)]
@@ -84,7 +84,7 @@ class Files:
             replace_file(self.root / key, made, [staged[key]], durable=False)
         if self._durable:
             sync_files(self.root / key for key in new)
-        rest = sorted(set(changed) - set(fresh) - set(new), key=_metadata_last)
+        rest = sorted(set(changed) - set(fresh) - set(new), key=metadata_last)
         for key in rest:
             self.write(key, staged[key])
         self._sync(rest)
@@ -307,5 +307,6 @@ def _buffer(data: bytes) -> Buffer:
     return default_buffer_prototype().buffer.from_bytes(data)
 
 
-def _metadata_last(key: str) -> tuple[int, int, str]:
+def metadata_last(key: str) -> tuple[int, int, str]:
+    """Order the files of a group: metadata behind all else, the group's own behind the arrays'."""
     return (key.endswith(GROUP_JSON), -key.count("/") if key.endswith(GROUP_JSON) else 0, key)
