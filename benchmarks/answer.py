@@ -9,9 +9,9 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from benchmarks.memory import peak
 from ddpprobe.replay.run import open_run
 from ddpprobe.replay.verify import verify
 from ddpprobe.store import reader  # noqa: F401  (that a process imports it once is no query)
@@ -34,10 +34,7 @@ def main(path: str, what: str) -> None:
     seconds = time.perf_counter() - started
     assert run.lost == [], run.lost
     assert "torch" not in sys.modules
-    # Not getrusage, whose peak is that of whoever forked this process, if that was larger.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    status = dict(line.split(":", 1) for line in lines)
-    print(json.dumps({"s": seconds, "mb": int(status["VmHWM"].split()[0]) / 1024}))
+    print(json.dumps({"s": seconds, "mb": peak()}))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from torch import nn
 
 import ddpprobe
 from benchmarks import command_line, tables
-from benchmarks.memory import anonymous
+from benchmarks.memory import anonymous, peak
 from benchmarks.workloads import MLP, WORKLOADS, Workload
 
 IMPORT_GOAL_MS = 50.0
@@ -113,7 +112,7 @@ def train(workload: Workload, steps: int, run: str | None, looks: Sequence[int])
             found.append(anonymous())
     if probe is not None:
         probe.close()
-    return [*found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
+    return [*found, peak()]
 
 
 def child(name: str, steps: int, looks: Sequence[int], *, probed: bool) -> list[float]:

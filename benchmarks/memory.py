@@ -12,8 +12,20 @@ def anonymous(pid: int | None = None) -> float:
     Resident and unique set sizes count the pages of libtorch differently when another process maps
     them, too.
     """
-    for line in Path(f"/proc/{pid or os.getpid()}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Anonymous:"):
+    return _mib("smaps_rollup", "Anonymous", pid)
+
+
+def peak() -> float:
+    """Return the most resident memory that this process has had so far, in MiB.
+
+    Not getrusage, whose peak is that of whoever forked this process, if that was larger.
+    """
+    return _mib("status", "VmHWM")
+
+
+def _mib(file: str, name: str, pid: int | None = None) -> float:
+    for line in Path(f"/proc/{pid or os.getpid()}/{file}").read_text().splitlines():
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) / 1024
-    msg = "the kernel does not tell anonymous memory in smaps_rollup"
+    msg = f"the kernel does not tell {name} in {file}"
     raise OSError(msg)

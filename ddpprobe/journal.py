@@ -3,7 +3,7 @@
 A directory holds `00000000.wal`, `00000001.wal`, ...; every segment starts with the writer's META
 frame and, before the first record that needs them, the tables, so each can be read alone.
 A frame that reached the page cache survives the death of its writer; a frame torn by the death or
-by a full disk fails its checksum and is dropped and counted.
+by a full disk fails its checksum and is dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,6 @@ class JournalWriter:
     ) -> None:
         self.directory = layout.make_dir(directory)
         self.dropped: Counter[str] = Counter()
-        self.bytes_written = 0
         self._meta = codec.encode_json(meta)
         self._segment_frames = segment_frames
         self._segment = first_segment - 1
@@ -139,29 +137,20 @@ class JournalWriter:
             os.ftruncate(self._fd, self._size)  # or what follows would be unreachable
             raise
         self._size += written
-        self.bytes_written += written
         self._seq += len(frames)
         self._frames += len(frames)
-
-
-@dataclass
-class Damage:
-    """What a reader could not use: torn tails, and damaged frames by file."""
-
-    torn_bytes: int = 0
-    files: dict[str, str] = field(default_factory=dict)
 
 
 class JournalTail:
     """Reads a journal directory from its first segment on, while it is being written.
 
     `poll()` returns the frames that became complete since the last call. A damaged segment is left
-    at the damage (recorded in `damage`) and reading goes on with the next one.
+    at the damage (in words in `damage`, by file) and reading goes on with the next one.
     """
 
     def __init__(self, directory: Path, first_segment: int = 0) -> None:
         self.directory = directory
-        self.damage = Damage()
+        self.damage: dict[str, str] = {}
         self.segment = first_segment
         self.tables = Tables()
         self._fd = -1
@@ -174,17 +163,16 @@ class JournalTail:
             if not self._has_next():
                 return
             # The writer has moved on, so this segment is final: look once more for what was
-            # appended between our read and its rotation, then take the rest for torn.
+            # appended between our read and its rotation; the rest is torn.
             yield from self._read_segment()
-            if self._name not in self.damage.files:
-                self.damage.torn_bytes += self.lag_bytes
-            self._close_segment()
+            self.close()
             self.segment += 1
 
     def close(self) -> None:
-        """Close the open segment and count what is left of it as torn."""
-        self.damage.torn_bytes += self.lag_bytes
-        self._close_segment()
+        """Close the open segment."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     @property
     def lag_bytes(self) -> int:
@@ -205,17 +193,12 @@ class JournalTail:
         self._fd = inside.open_regular(self.directory, self._name)
         return True
 
-    def _close_segment(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
     def _has_next(self) -> bool:
         return any(n > self.segment for n in segments_of(self.directory))
 
     def _read_segment(self) -> Iterator[Frame]:
         size = READ_BYTES
-        while self._name not in self.damage.files:
+        while self._name not in self.damage:
             # Always from the first undecoded byte: the writer takes torn bytes back (full disk).
             data, at = os.pread(self._fd, size, self._offset), 0
             while at < len(data):
@@ -223,7 +206,7 @@ class JournalTail:
                     frame, at = codec.decode_frame(data, at)
                 except FrameError as error:
                     if not error.torn:
-                        self.damage.files[self._name] = str(error)
+                        self.damage[self._name] = str(error)
                     break
                 self.tables.take(frame)
                 yield frame
@@ -233,7 +216,7 @@ class JournalTail:
             if at == 0:
                 size *= 2  # one frame is larger than what was read
                 if size > inside.MAX_FILE_BYTES:
-                    self.damage.files[self._name] = f"no frame in {len(data)} bytes"
+                    self.damage[self._name] = f"no frame in {len(data)} bytes"
 
 
 def segments_of(directory: Path) -> list[int]:

@@ -20,12 +20,13 @@ Directories are 0700 and files 0600: names of modules and hosts are nobody else'
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,36 @@ from typing import Any
 from ddpprobe import inside
 
 RUN_JSON = "run.json"
-FORMAT_VERSION = 1
+OWN_DISK = "own_disk"  # in the run.json of a node that shares no directory with the head: its name
+FORMAT_VERSION = 1  # what is written; when it rises: docs/reference/store-format.md, Versions
 DIR_MODE = 0o700
 FILE_MODE = 0o600
 _PATIENCE = 5  # looks, 20 ms apart, at a lock that somebody may only be looking at
+_VECTORS = 512  # buffers per writev; the kernel takes 1024
+LOCK_SECONDS = 10.0  # for another node's daemon to write what all nodes share
+
+
+def readable(current: int = FORMAT_VERSION) -> range:
+    """Return the format versions that are read: the current one, and the one before it."""
+    return range(max(current - 1, 1), current + 1)
+
+
+def unreadable(version: object) -> str:
+    """Say why what is of a format version cannot be read, and what to do; "" if it can."""
+    known = readable()
+    if type(version) is not int:
+        return f"its format_version is {version!r:.40}, where a whole number was expected"
+    if version in known:
+        return ""
+    reads = " and ".join(map(str, known))
+    if version > known[-1]:
+        word, advice = "a newer", "pip install -U ddpprobe"
+    else:
+        word = "an older"
+        advice = "pip install the last one that reads it, which its CHANGELOG.md names"
+    return (
+        f"written by {word} ddpprobe (format_version {version}, this one reads {reads}); {advice}"
+    )
 
 
 def node_name(index: int) -> str:
@@ -140,6 +167,39 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         raise
 
 
+def replace_file(path: Path, parts: Sequence[memoryview]) -> None:
+    """Write a file of parts, none of them empty, so that a reader sees all of it or none.
+
+    It is not forced to the disk, its directory is made.
+
+    Raises:
+        OSError: the disk refuses; nothing is left behind.
+    """
+    make_dir(path.parent)
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created 0600
+    try:
+        try:
+            _write(fd, list(parts))
+        finally:
+            os.close(fd)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _write(fd: int, parts: list[memoryview]) -> None:
+    """Write all of `parts`; one call of the kernel's may take less than it is given."""
+    at = 0
+    while at < len(parts):
+        written = os.writev(fd, parts[at : at + _VECTORS])
+        while at < len(parts) and written >= parts[at].nbytes:
+            written -= parts[at].nbytes
+            at += 1
+        if written:
+            parts[at] = parts[at][written:]
+
+
 class DirectoryLock:
     """An exclusive `flock` on one file, released by the kernel however its holder dies."""
 
@@ -162,6 +222,25 @@ class DirectoryLock:
                 return True
         os.close(fd)
         return False
+
+    @contextlib.contextmanager
+    def held(self, patience: float) -> Iterator[None]:
+        """Hold the lock for as long as the context lasts.
+
+        Args:
+            patience: seconds to wait for whoever holds it now.
+
+        Raises:
+            TimeoutError: somebody else held it all the time.
+        """
+        deadline = time.monotonic() + patience
+        while not self.acquire():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.path} was held by another process for {patience:.0f} s")
+        try:
+            yield
+        finally:
+            self.release()
 
     def forget(self) -> None:
         """In a forked child: close our copy of the file; the parent keeps the lock."""

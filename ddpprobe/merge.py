@@ -29,21 +29,14 @@ _ADDITIVE = ("local", "sharded")
 _PLANS = 256  # more tables than that, one after the other, are merged without a memory
 
 
-def merge_records(a: StepRecord, b: StepRecord) -> StepRecord:
-    """Merge two records of one step from disjoint ranks (associative, commutative up to order).
-
-    The primaries of `local` and `sharded` rows are merged, and other replicas of them dropped; of
-    `replicated`, `partial` and `unknown` ones the lowest rank's row is kept. Where the ranks do not
-    agree, nothing is added up either: the site is `unknown` if one of them says that or
-    `replicated`, and otherwise `partial`.
-    """
-    return merge_all((a, b))
-
-
 def merge_all(records: Sequence[StepRecord]) -> StepRecord:
     """Merge one step's records of any number of disjoint ranks; one record is itself.
 
-    The same as `merge_records` from the lowest rank up, in time linear in the rows.
+    Associative, and commutative up to the order of the sites; in time linear in the rows. The
+    primaries of `local` and `sharded` rows are merged, and other replicas of them dropped; of
+    `replicated`, `partial` and `unknown` ones the lowest rank's row is kept. Where the ranks do not
+    agree, nothing is added up either: the site is `unknown` if one of them says that or
+    `replicated`, and otherwise `partial`.
 
     Raises:
         ValueError: they are of several steps, or share ranks.

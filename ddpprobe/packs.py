@@ -50,7 +50,6 @@ import json
 import os
 import stat
 import struct
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,9 +60,10 @@ from typing import Any, Final, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe import layout as run_layout
+from ddpprobe import layout
 
 KINDS: Final = ("input", "output", "grad_output", "param", "grad", "buffer", "rng")
+FIRST_BAD: Final = "nonfinite"  # the reason of a pack that a rank kept for its first bad module
 LAYOUTS: Final = ("dtensor", "flat", "batch", "replicated", "local")
 # Bytes per element, by torch's names without "torch.". What is not here is not captured.
 ITEM_SIZES: Final[Mapping[str, int]] = {
@@ -80,7 +80,7 @@ MAX_DIMS = 64  # torch's own limit
 _MAGIC = b"DDPPACK1"
 _FOOTER = struct.Struct("<8sQQII")  # magic, offset and length of the index, its crc32, zero
 _COUNTS = ("attempt", "step", "rank", "world_size")
-_VECTORS = 512  # buffers per writev; the kernel takes 1024
+_READ_BYTES = 8 << 20
 
 Bytes = NDArray[np.uint8]
 
@@ -186,7 +186,7 @@ def write(
         raise PackError(f"the index of {len(placed)} tensors has {len(index)} bytes")
     footer = _FOOTER.pack(_MAGIC, position, len(index), zlib.crc32(index), 0)
     parts += [memoryview(index), memoryview(footer)]
-    _replace(path, [part for part in parts if part.nbytes])
+    layout.replace_file(path, [part for part in parts if part.nbytes])
     return position + len(index) + len(footer)
 
 
@@ -239,46 +239,35 @@ class Pack:
             PackError: they are not what was written.
             OSError: the disk cannot read them.
         """
-        tensor = self.tensors[i]
+        try:
+            found = np.empty(self.tensors[i].bytes, np.uint8)
+        except MemoryError:
+            raise PackError(f"{self.path}: {self.tensors[i].bytes} bytes do not fit") from None
+        self._look(i, found)
+        return found
+
+    def check(self, i: int) -> None:
+        """Look at the bytes of `tensors[i]`, however many, in little memory. Raises as `raw`."""
+        self._look(i, np.empty(min(_READ_BYTES, self.tensors[i].bytes), np.uint8))
+
+    def _look(self, i: int, into: Bytes) -> None:
+        """Read a tensor piece by piece, in a buffer of its size or of one piece."""
+        tensor, crc = self.tensors[i], 0
         fd = _open(self.path)
         try:
             if os.fstat(fd).st_size != self.bytes:
                 raise PackError(f"{self.path}: another file lies there now")
-            found = np.empty(tensor.bytes, np.uint8)
-            _read(fd, found.data, tensor.offset)
+            for at in range(0, tensor.bytes, _READ_BYTES):
+                low = at if into.nbytes == tensor.bytes else 0
+                piece = into[low : low + min(_READ_BYTES, tensor.bytes - at)]
+                _read(fd, piece.data, tensor.offset + at)
+                crc = zlib.crc32(piece.data, crc)
         finally:
             os.close(fd)
-        if zlib.crc32(found.data) != tensor.crc:
+        if crc != tensor.crc:
             raise PackError(
                 f"{self.path}: the {tensor.kind} {tensor.fqn!r} is damaged: its checksum differs"
             )
-        return found
-
-
-def _replace(path: Path, parts: list[memoryview]) -> None:
-    run_layout.make_dir(path.parent)
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created 0600
-    try:
-        try:
-            _write(fd, parts)
-        finally:
-            os.close(fd)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _write(fd: int, parts: list[memoryview]) -> None:
-    """Write all of `parts`; one call of the kernel's may take less than it is given."""
-    at = 0
-    while at < len(parts):
-        written = os.writev(fd, parts[at : at + _VECTORS])
-        while at < len(parts) and written >= parts[at].nbytes:
-            written -= parts[at].nbytes
-            at += 1
-        if written:
-            parts[at] = parts[at][written:]
 
 
 def _open(path: Path) -> int:

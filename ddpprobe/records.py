@@ -44,7 +44,9 @@ COUNTS = ("numel", "nan", "pos_inf", "neg_inf", "zeros", "tapped", "observed")
 VALUES = ("min", "max", "sum", "sum_sq")
 VALUE_IDENTITY = np.array([np.inf, -np.inf, 0.0, 0.0])
 
-_NUMEL, _NAN, _POS_INF, _NEG_INF, _ZEROS, _TAPPED, _OBSERVED = range(len(COUNTS))
+NUMEL, NAN, POS_INF, NEG_INF, ZEROS, TAPPED, OBSERVED = range(len(COUNTS))
+NONFINITE = slice(NAN, NEG_INF + 1)
+SUM_SQ = VALUES.index("sum_sq")
 DERIVED = ("nonfinite", "abs_max", "mean", "std", "rms", "norm", "zero_ratio")
 STATS = COUNTS + VALUES + DERIVED
 
@@ -187,6 +189,14 @@ class Anomaly:
     attempt: int = 0
     wall_time_ns: int = 0
 
+    @property
+    def place(self) -> str:
+        """The site, or the module alone if no kind of tensor is named; "" without a module."""
+        if self.module is None:
+            return ""
+        site = str(Site(self.module, self.kind or ""))
+        return site if self.kind else site.removesuffix(":")
+
 
 def merge_counts(a: Counts, b: Counts) -> Counts:
     """Merge two blocks of counts of equal shape: exact integer addition."""
@@ -201,6 +211,15 @@ def merge_values(a: Values, b: Values) -> Values:
     return out
 
 
+def merge_runs(counts: Counts, values: Values, starts: NDArray[np.intp]) -> tuple[Counts, Values]:
+    """Merge runs of neighbouring rows, of which each begins where `starts` [runs] says."""
+    merged = np.empty((len(starts), len(VALUES)))
+    merged[:, 0] = np.minimum.reduceat(values[:, 0], starts)
+    merged[:, 1] = np.maximum.reduceat(values[:, 1], starts)
+    merged[:, 2:] = np.add.reduceat(values[:, 2:], starts)
+    return np.add.reduceat(counts, starts), merged
+
+
 def empty_rows(n: int) -> tuple[Counts, Values]:
     """Return the identity of the merge for `n` sites."""
     return np.zeros((n, len(COUNTS)), np.int64), np.tile(VALUE_IDENTITY, (n, 1))
@@ -213,8 +232,8 @@ def derive(stat: str, counts: Counts, values: Values) -> NDArray[np.float64]:
     """
     if stat in COUNTS:
         return counts[..., COUNTS.index(stat)].astype(np.float64)
-    numel = counts[..., _NUMEL].astype(np.float64)
-    nonfinite: NDArray[np.float64] = counts[..., _NAN : _NEG_INF + 1].sum(-1).astype(np.float64)
+    numel = counts[..., NUMEL].astype(np.float64)
+    nonfinite: NDArray[np.float64] = counts[..., NONFINITE].sum(-1).astype(np.float64)
     if stat == "nonfinite":
         return nonfinite
     finite = numel - nonfinite
@@ -223,7 +242,7 @@ def derive(stat: str, counts: Counts, values: Values) -> NDArray[np.float64]:
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         match stat:
             case "zero_ratio":
-                return np.where(numel > 0, counts[..., _ZEROS] / numel, np.nan)
+                return np.where(numel > 0, counts[..., ZEROS] / numel, np.nan)
             case "min" | "max" | "sum" | "sum_sq":
                 out = values[..., VALUES.index(stat)]
             case "abs_max":

@@ -8,6 +8,7 @@ done behind it, where an exception reaches the training loop: out of `optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, final
 
 from ddpprobe import codec
@@ -17,7 +18,6 @@ from ddpprobe.records import Anomaly
 
 MAX_REASON = 200  # characters of a reason that are kept
 MAX_ASKED = 1000  # wishes of one rank that are passed on: more are a loop that never looks
-Capture = Callable[[int, int, int, tuple[str, ...], str], object]
 
 
 class AnomalyStop(RuntimeError):
@@ -49,15 +49,16 @@ class Responder:
     Args:
         board: where its node's daemon shows them.
         sample: makes the steps [start, stop) sampled ones.
-        capture: keeps full tensors of modules in the steps [start, stop).
+        capture: keeps full tensors of modules in the steps of an order, which have not begun yet.
         journal: hears of every order, and of what the user asks for.
         on_anomaly: what the user wants, whatever is ordered: "stop", or a function, which is told
             of anomalies and what it raises is the user's; anything else is neither.
     """
 
     def __init__(
-        self, board: OrderReader, sample: Callable[[int, int], object], capture: Capture,
-        journal: JournalWriter, on_anomaly: str | Callable[[Anomaly], object] = "record",
+        self, board: OrderReader, sample: Callable[[int, int], object],
+        capture: Callable[[Order], object], journal: JournalWriter,
+        on_anomaly: str | Callable[[Anomaly], object] = "record",
     ) -> None:  # fmt: skip
         self._board = board
         self._sample = sample
@@ -119,4 +120,4 @@ class Responder:
         start = max(order.start, first)
         if start < order.stop:
             self._sample(start, order.stop)
-            self._capture(order.number, start, order.stop, order.modules, order.reason)
+            self._capture(replace(order, start=start))

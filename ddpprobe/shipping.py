@@ -14,11 +14,8 @@ from typing import Any, final
 from ddpprobe import codec
 from ddpprobe.hooks.pending_rows import PendingRows, StepResult
 from ddpprobe.journal import JournalWriter
-from ddpprobe.records import COUNTS, PHASES, VALUES, FirstBad, StepRecord
+from ddpprobe.records import NONFINITE, OBSERVED, PHASES, SUM_SQ, FirstBad, StepRecord
 
-_OBSERVED = COUNTS.index("observed")
-_NONFINITE = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
-_SUM_SQ = VALUES.index("sum_sq")
 _SILENT_NAMED = 20
 
 logger = logging.getLogger("ddpprobe")
@@ -136,7 +133,7 @@ class Shipper:
     def _report_coverage(self, result: StepResult, ended: EndedStep) -> dict[str, float]:
         """Count sites that should deliver and those that did; say so when it has changed."""
         expected = len(result.sites) + len(ended.silent)
-        observed = int((result.counts[:, _OBSERVED] > 0).sum())
+        observed = int((result.counts[:, OBSERVED] > 0).sum())
         if (expected, observed, ended.silent) != self._coverage:
             self._coverage = (expected, observed, ended.silent)
             self.life(
@@ -167,11 +164,11 @@ class Shipper:
 def _norm(result: StepResult, kind: str) -> float | None:
     """L2 norm over this rank's gradients of a kind; NaN if any is not finite, None without any."""
     rows = [i for i, s in enumerate(result.sites) if s.kind == kind]
-    if not rows or not result.counts[rows, _OBSERVED].any():
+    if not rows or not result.counts[rows, OBSERVED].any():
         return None
-    if result.counts[rows][:, _NONFINITE].any():
+    if result.counts[rows][:, NONFINITE].any():
         return float("nan")
-    return float(result.values[rows, _SUM_SQ].sum() ** 0.5)
+    return float(result.values[rows, SUM_SQ].sum() ** 0.5)
 
 
 def _earlier(rows: FirstBad | None, watched: FirstBad | None) -> FirstBad | None:

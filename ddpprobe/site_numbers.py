@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records import COUNTS, VALUES, Counts, Site, StepRecord, Values, derive
-
-_OBSERVED = COUNTS.index("observed")
+from ddpprobe.records import NONFINITE, OBSERVED, SUM_SQ, Site, StepRecord, derive, merge_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +29,8 @@ class Layout:
         """Return abs_max and rms [names]; NaN where nothing was finite."""
         if not self.names:
             return np.zeros(0), np.zeros(0)
-        counts: Counts = np.add.reduceat(record.counts[self.rows], self.starts)
-        parts = record.values[self.rows]
-        values: Values = np.add.reduceat(parts, self.starts)
-        values[:, 0] = np.minimum.reduceat(parts[:, 0], self.starts)
-        values[:, 1] = np.maximum.reduceat(parts[:, 1], self.starts)
+        rows = self.rows
+        counts, values = merge_runs(record.counts[rows], record.values[rows], self.starts)
         return derive("abs_max", counts, values), derive("rms", counts, values)
 
 
@@ -49,7 +44,7 @@ class Layouts:
 
     def of(self, record: StepRecord) -> Layout:
         """Return the layout of the sites that were observed, and are merged as one tensor."""
-        observed = record.counts[:, _OBSERVED] > 0
+        observed = record.counts[:, OBSERVED] > 0
         code = observed.tobytes()
         if record.sites is not self._sites or code != self._observed:
             self._sites, self._observed = record.sites, code
@@ -86,12 +81,12 @@ def global_grad_norm(merged: StepRecord) -> float | None:
     known = {"sharded", "replicated"}
     if len(merged.ranks + merged.missing) == 1:
         known.add("local")
-    observed = merged.counts[:, _OBSERVED] > 0
+    observed = merged.counts[:, OBSERVED] > 0
     rows = [i for i, s in enumerate(merged.sites) if s.kind == "grad" and observed[i]]
     placements = {merged.sites[i].placement for i in rows}
     if not rows or placements - known or ("sharded" in placements and merged.missing):
         return None
-    nan, *infinite = (merged.counts[rows, COUNTS.index(c)].sum() for c in COUNTS[1:4])
+    nan, *infinite = merged.counts[rows, NONFINITE].sum(axis=0)
     if nan or any(infinite):
         return math.nan if nan else math.inf
-    return math.sqrt(float(merged.values[rows, VALUES.index("sum_sq")].sum()))
+    return math.sqrt(float(merged.values[rows, SUM_SQ].sum()))

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
 from ddpprobe.heartbeat import STATES, HeartbeatWriter
+from ddpprobe.hooks.guest import take_off
 from ddpprobe.hooks.root import RootHooks
 from ddpprobe.topology.describe import Topology
 
@@ -145,9 +146,7 @@ class StepClock:
     def stop(self) -> None:
         """Stop listening; every hook is gone."""
         self._root.unhang(for_good=True)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        take_off(self._handles)
 
     def declare_step(self) -> None:
         """The user says that a step is over (a loop without a torch optimizer)."""

@@ -50,14 +50,18 @@ def test_overhead_tells_paired_ratios_and_why_a_row_has_none(
     def measured(workload: str, variant: str, pairs: int, ranks: int) -> dict[str, list[float]]:
         if variant == "unsampled":
             raise RuntimeError("rank 1 is ill")
-        return {"wall": [1.01, 1.03, 1.02], "cpu": [1.01, 1.01, 1.01], "seconds": [1.0, 1.5, 1.2]}
+        return {
+            "wall": [1.01, 1.03, 1.02], "cpu": [1.01, 1.01, 1.01], "seconds": [1.0, 1.5, 1.2],
+            "fastest": [1.02], "own": [0.015, 0.016, 0.014],
+        }  # fmt: skip
 
     monkeypatch.setattr(overhead, "measure", measured)
     monkeypatch.setattr(overhead, "missing", lambda name: "wandb" if name == "wandb" else None)
     chosen = ["sampled", "unsampled", "wandb"]
     text = overhead.main(["--workloads", "gpt-ddp", "--variants", *chosen])
     one = "1.010 / **1.020** / 1.030"
-    assert f"| 1.2e+03, 1.2e+03 | {one}; {one} | 1.010, 1.010 | <= 1.02 | yes |" in text
+    row = f"1.2e+03, 1.2e+03 | {one}; {one} | 1.020, 1.020 | 0.0150, 0.0150 | 1.010, 1.010"
+    assert f"| {row} | <= 1.02 | yes |" in text
     assert "failed: rank 1 is ill" in text
     assert "wandb is not installed" in text
     assert missing("none") is None

@@ -257,7 +257,6 @@ def test_equal_runs_do_not_part_and_say_how_near_they_came():
 def test_a_batch_over_other_ranks_is_compared_after_the_reduction_and_in_the_forward():
     found = of(Told(steps(range(3))), Told(steps(range(3), ranks=4)))
     assert found.partings == []
-    assert found.resplit
     assert found.sites == 6
     (why,) = found.left_out
     assert {s.kind for s in found.left_out[why]} == {"grad_output", "grad_local"}

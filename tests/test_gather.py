@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpprobe.gather import Gather
-from ddpprobe.merge import merge_records
+from ddpprobe.merge import merge_all
 from ddpprobe.records import FirstBad, Site, StepRecord
 
 from .made_runs import head_merge
@@ -336,9 +336,10 @@ def test_the_disputes_of_ranks_that_went_apart_are_bounded_and_the_first_one_is_
 def test_the_merge_does_not_depend_on_the_grouping(order: list[int]) -> None:
     parts = [full(rank, 0) for rank in range(5)]
     a, b, c, d, e = (parts[i] for i in order)
-    left = merge_records(merge_records(merge_records(merge_records(a, b), c), d), e)
-    right = merge_records(a, merge_records(b, merge_records(c, merge_records(d, e))))
+    left = merge_all((merge_all((merge_all((merge_all((a, b)), c)), d)), e))
+    right = merge_all((a, merge_all((b, merge_all((c, merge_all((d, e))))))))
     assert same(left, right)
+    assert same(merge_all(parts), left)
 
 
 def test_a_backlog_is_merged_in_linear_time() -> None:

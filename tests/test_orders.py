@@ -163,7 +163,7 @@ class Rank:
         self.journal = JournalWriter(tmp_path / "journal", {})
         self.responder = Responder(
             OrderReader(path), lambda *steps: self.did.append(("sample", *steps)),
-            lambda *what: self.did.append(("capture", *what)), self.journal, on_anomaly,
+            lambda order: self.did.append(("capture", order)), self.journal, on_anomaly,
         )  # fmt: skip
 
     def go(self, first: int, last: int) -> None:
@@ -189,8 +189,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 def test_a_capture_heard_in_time_is_made_in_its_steps_which_are_sampled(rank) -> None:
     rank.board.post(CAPTURE)
     rank.go(9, 20)
-    modules = CAPTURE.modules
-    assert rank.did == [("sample", 10, 12), ("capture", 0, 10, 12, modules, "nonfinite")]
+    assert rank.did == [("sample", 10, 12), ("capture", CAPTURE)]
     assert rank.said() == [("order", 0, 10)]
 
 
@@ -199,8 +198,8 @@ def test_a_rank_that_hears_late_says_so_and_joins_from_its_next_step(rank, at, f
     rank.go(9, at - 1)
     rank.board.post(CAPTURE)
     rank.go(at, at + 3)
-    joined = [did[1:] for did in rank.did if did[0] == "sample"]
-    assert joined == ([(first, 12)] if first else [])
+    captured = ("capture", replace(CAPTURE, start=first or 0))
+    assert rank.did == ([("sample", first, 12), captured] if first else [])
     assert rank.said() == [("late_order", 0, at + 1)]
 
 

@@ -1,20 +1,19 @@
-"""The region of a shard is the one torch cut out, uneven, empty and strided ones included."""
+"""What a shard holds is what torch cut out, uneven, empty and strided ones included."""
 
 from __future__ import annotations
 
-import itertools
+import math
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ddpprobe.topology.placement import Region, box, region, within
+from ddpprobe.captured.assemble import region
+from ddpprobe.dealing import Placing
+from ddpprobe.topology import placing
+from ddpprobe.topology.placement import within
 from ddpprobe.torch_private import sharding
-
-
-def numbered(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.arange(torch.Size(shape).numel()).view(shape)
 
 
 def cut(tensor: torch.Tensor, sizes: tuple[int, ...], at: tuple[int, ...],
@@ -42,34 +41,16 @@ def cut(tensor: torch.Tensor, sizes: tuple[int, ...], at: tuple[int, ...],
     ],
     ids=str,
 )
-def test_a_region_is_what_torch_cuts_out_or_none(
+def test_what_a_rank_holds_is_what_torch_cuts_out(
     rows: int, sizes: tuple[int, ...], placements: list[Placement]
 ) -> None:
-    whole = numbered((rows, 4))
-    held = []
-    for at in itertools.product(*(range(size) for size in sizes)):
-        part = cut(whole, sizes, at, placements)
-        found = box((rows, 4), sizes, at, placements)
-        if found is None:
-            assert not is_box(part, whole)
-            continue
-        slices = tuple(slice(o, o + n) for o, n in zip(found.offset, found.shape, strict=True))
-        assert torch.equal(whole[slices], part), at
-        assert found.global_shape == (rows, 4)
-        held += part.flatten().tolist() if at[0] == 0 or not placements[0].is_replicate() else []
-    if all(type(p) is not _StridedShard for p in placements):
-        assert sorted(held) == whole.flatten().tolist()
-
-
-def is_box(part: torch.Tensor, whole: torch.Tensor) -> bool:
-    first, last = part.flatten()[0], part.flatten()[-1]
-    return bool(last - first + 1 == part.numel()) and part.shape[1] == whole.shape[1]
-
-
-def test_a_plain_tensor_is_whole_and_a_partial_sum_has_no_region() -> None:
-    assert region(numbered((2, 3))) == Region((0, 0), (2, 3), (2, 3))
-    assert box((), (2,), (0,), [Replicate()]) == Region((), (), ())
-    assert Partial().is_partial()
+    whole = torch.arange(rows * 4).view(rows, 4)
+    axes = tuple(placing._axis(placement) for placement in placements)
+    laid = Placing(tuple(range(math.prod(sizes))), sizes, (rows, 4), axes)
+    for rank in laid.ranks:
+        at = laid.coordinate(rank)
+        held = whole[torch.meshgrid(*region(laid, at), indexing="ij")]
+        assert torch.equal(held, cut(whole, sizes, at, placements)), at
 
 
 def test_within_a_group_the_first_rank_counts_what_all_hold() -> None:

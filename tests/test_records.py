@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpprobe.merge import disagreements, merge_all, merge_digests, merge_records, ranks_of
+from ddpprobe.merge import disagreements, merge_all, merge_digests, ranks_of
 from ddpprobe.records import (
     COUNTS,
     PLACEMENTS,
@@ -67,7 +67,7 @@ def test_merging_ranks_in_any_order_and_grouping_gives_the_same_record(records, 
     pool = list(records)
     while len(pool) > 1:
         random.shuffle(pool)
-        pool.append(merge_records(pool.pop(), pool.pop()))
+        pool.append(merge_all((pool.pop(), pool.pop())))
     if len(records) > 1:
         assert content(pool[0]) == expected
 
@@ -108,7 +108,7 @@ def test_a_site_whose_placement_the_ranks_dispute_is_labelled_and_not_added_up(
         pool.append(StepRecord(0, 3, (rank,), 0, True, sites, counts, values))
     while len(pool) > 1:
         random.shuffle(pool)
-        pool.append(merge_records(pool.pop(), pool.pop()))
+        pool.append(merge_all((pool.pop(), pool.pop())))
     ((site,), counts, values) = pool[0].sites, pool[0].counts, pool[0].values
     assert site.primary
     assert counts[0, 0] == values[0, 2]
@@ -224,9 +224,9 @@ def test_an_unknown_statistic_names_the_known_ones() -> None:
 
 def test_records_of_different_steps_or_of_the_same_rank_do_not_merge() -> None:
     with pytest.raises(ValueError, match="cannot merge step 0"):
-        merge_records(StepRecord(0, 0, (0,), 0), StepRecord(0, 1, (1,), 0))
+        merge_all((StepRecord(0, 0, (0,), 0), StepRecord(0, 1, (1,), 0)))
     with pytest.raises(ValueError, match="share ranks"):
-        merge_records(StepRecord(0, 0, (0,), 0), StepRecord(0, 0, (0,), 0))
+        merge_all((StepRecord(0, 0, (0,), 0), StepRecord(0, 0, (0,), 0)))
 
 
 def test_the_first_bad_tensor_of_all_ranks_is_the_origin() -> None:

@@ -17,6 +17,7 @@ from ddpprobe.captured.exchange import Exchange
 from ddpprobe.captured.held import Held
 from ddpprobe.captured.series import Meter, TensorStats, align, read
 from ddpprobe.dealing import Placing
+from ddpprobe.stats.dense import dtype_name
 
 Key = tuple[str, str, str]  # name, kind, leaf
 Find = Callable[[], tuple[str, Held, bool] | None]  # leaf, tensor, concluded to be replicated
@@ -155,7 +156,7 @@ class Gathering:
                 )
             mine.append(tensor)
             laid = held.placing.to_json() if held.placing is not None else None
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype = dtype_name(tensor.dtype)
             told = {"leaf": leaf, "shape": list(tensor.shape), "dtype": dtype}
             where = {"placing": laid, "group": list(self._group()), "alike": alike}
             return {"part": {**told, **where}}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.fuse import Fuse
-from ddpprobe.hooks.guest import Guest
+from ddpprobe.hooks.guest import Guest, take_off
 from ddpprobe.hooks.layouts import Layouts
 from ddpprobe.topology.describe import describe
 from ddpprobe.topology.placement import UNKNOWN, Layout
@@ -71,9 +71,7 @@ class Inference:
 
     def close(self) -> None:
         """Take every hook off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        take_off(self._handles)
 
     def _slot(self, key: Key) -> int:
         return self._slots.setdefault(key, len(self._slots))

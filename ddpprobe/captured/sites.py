@@ -14,7 +14,7 @@ from torch import Tensor
 from ddpprobe.captured.held import Held, Holder
 from ddpprobe.captured.series import Meter, Series
 from ddpprobe.dealing import Placing
-from ddpprobe.stats.dense import Unsupported
+from ddpprobe.stats.dense import Unsupported, dtype_name
 from ddpprobe.topology.placement import is_dtensor
 from ddpprobe.topology.placing import of
 
@@ -90,7 +90,7 @@ class Sites:
         """Keep one tensor of a call, or its statistics."""
         key = (kind, leaf)
         laid = of(tensor) if is_dtensor(tensor) else laid
-        site.laid[key] = laid, str(tensor.dtype).removeprefix("torch.")
+        site.laid[key] = laid, dtype_name(tensor.dtype)
         if self._holder is not None:
             call.tensors[key] = self._holder.hold(tensor, laid)
             return

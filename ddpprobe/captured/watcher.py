@@ -23,7 +23,7 @@ from ddpprobe.captured.sites import Call, Site, Sites
 from ddpprobe.captured.targets import Targets
 from ddpprobe.dealing import Placing
 from ddpprobe.fuse import Fuse
-from ddpprobe.hooks.guest import Guest
+from ddpprobe.hooks.guest import Guest, take_off
 from ddpprobe.hooks.handed import Handed, Kept, of_sum
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.topology import placing
@@ -91,9 +91,7 @@ class Watcher:
         """Take every hook off. Gradients that arrive later are ignored."""
         self._detach()
         self._inference.close()
-        for handle in self._sampler:
-            handle.remove()
-        self._sampler.clear()
+        take_off(self._sampler)
         self._running.clear()
         self._handed.forget()
 
@@ -124,9 +122,7 @@ class Watcher:
         return root
 
     def _detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        take_off(self._handles)
 
     def _sample(self, root: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any]) -> None:
         if torch_private.in_backward():

@@ -80,19 +80,13 @@ def lines(groups: list[Episode]) -> list[str]:
 
 def row(anomaly: Anomaly, indent: str = "") -> tuple[str, ...]:
     """Return the columns of one verdict."""
-    from ddpprobe.records import Site  # noqa: PLC0415
-
-    site = UNOBSERVED
-    if anomaly.module is not None:
-        site = str(Site(anomaly.module, anomaly.kind or ""))
-        site = site if anomaly.kind else site.removesuffix(":")
     attempt = f" attempt {anomaly.attempt}" if anomaly.attempt else ""
     cause = " (first cause)" if anomaly.first_cause else ""
     return (
         indent + anomaly.level.upper(),
         f"step {anomaly.step} micro {anomaly.micro}{attempt}",
         f"rank {UNOBSERVED if anomaly.rank is None else anomaly.rank}",
-        site,
+        anomaly.place or UNOBSERVED,
         anomaly.phase,
         f"{anomaly.detector}: {anomaly.message}{cause}",
     )

@@ -12,12 +12,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 READY_SECONDS = 60.0  # to open a database; of a large one the index is read
 STOP_SECONDS = 20.0  # to write down what is in memory
-PORTS_TRIED = 100
 NO_PROMETHEUS = (
     "Prometheus is not on the PATH: install it (Debian: apt-get install prometheus), or start one "
     "elsewhere"
@@ -50,6 +48,7 @@ def free_address(listen: str, tries: int = 1) -> str:
     Raises:
         RunError: all of them are taken.
     """
+    from ddpprobe.daemon.server import join_address  # noqa: PLC0415
     from ddpprobe.replay.run import RunError  # noqa: PLC0415
 
     host, port = address_of(listen)
@@ -60,7 +59,7 @@ def free_address(listen: str, tries: int = 1) -> str:
                 found = free.getsockname()[1]  # port 0 is any
         except OSError:
             continue
-        return f"{f'[{host}]' if ':' in host else host}:{found}"
+        return join_address(host, found)
     raise RunError(f"something listens at {listen} already: choose another with --listen HOST:PORT")
 
 
@@ -109,12 +108,7 @@ class LocalPrometheus:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def wait(self) -> None:

@@ -20,12 +20,12 @@ from ddpprobe.commands.local_prometheus import (
     is_there,
 )
 from ddpprobe.commands.output import plain, say, say_json, table
+from ddpprobe.commands.up import LISTEN
 
 if TYPE_CHECKING:
     from ddpprobe.replay.export.job import Job
 
 Make = Callable[[Path], dict[str, Any]]
-LISTEN = "127.0.0.1:9090"
 PORTS_TRIED = 100
 DASHBOARD = "ddpprobe-overview"
 # As Prometheus's own: how long a sample stands for what comes after it. Where steps are sampled

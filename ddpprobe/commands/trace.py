@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     from ddpprobe.replay.run import open_run  # noqa: PLC0415
 
     run_ = open_run(args.run)
-    _check(run_, args.stat, args.rank)
+    _check_stat(args.stat)
+    check_rank(run_, args.rank)
     series = run_.series(args.site, args.stat, args.rank, args.steps)
     if not len(series.steps):
         if run_.lost:  # it may well have been there
@@ -177,7 +178,16 @@ def nearest(word: str, known: Iterable[str], most: int = 5) -> str:
     return ", ".join(close) + more
 
 
-def _check(run_: Run, stat: str, rank: int | None) -> None:
+def check_rank(run_: Run, rank: int | None) -> None:
+    """Raise RunError for a rank that left no records; None is all of them."""
+    from ddpprobe.replay.run import RunError  # noqa: PLC0415
+
+    ranks = sorted({r for attempt in run_.attempts() for r in run_.ranks(attempt)})
+    if rank is not None and rank not in ranks:
+        raise RunError(f"no rank {rank} in this run; it has {', '.join(map(str, ranks)) or 'none'}")
+
+
+def _check_stat(stat: str) -> None:
     from ddpprobe.records import STATS  # noqa: PLC0415
     from ddpprobe.replay.run import RunError  # noqa: PLC0415
 
@@ -185,9 +195,6 @@ def _check(run_: Run, stat: str, rank: int | None) -> None:
         raise RunError(
             f"no statistic {stat!r}; nearest: {nearest(stat, STATS)}; all: {', '.join(STATS)}"
         )
-    ranks = sorted({r for attempt in run_.attempts() for r in run_.ranks(attempt)})
-    if rank is not None and rank not in ranks:
-        raise RunError(f"no rank {rank} in this run; it has {', '.join(map(str, ranks)) or 'none'}")
 
 
 def _nothing_found(run_: Run, args: argparse.Namespace) -> Exception:

@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ddpprobe.commands.output import complain, plain, say, say_json
+from ddpprobe.commands.output import plain, say, say_json
 
-OK, USAGE = 0, 2
 STEPS = 2
 POLL_SECONDS = 0.05
 
@@ -42,12 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ask, wait, and print the steps; 2 if the run is not live, or the daemon refuses."""
     from ddpprobe import layout  # noqa: PLC0415
-    from ddpprobe.replay.run import open_run  # noqa: PLC0415
+    from ddpprobe.replay.run import RunError, open_run  # noqa: PLC0415
+    from ddpprobe.replay.summary import is_live  # noqa: PLC0415
 
     home = layout.RunDir(open_run(args.run).path)
-    if not layout.is_locked(home.lock):
-        return _refuse(
-            f"{plain(args.run)} is not live here: rank 0 of it does not run on this machine. Only "
+    if not is_live(home):
+        raise RunError(
+            f"{args.run} is not live here: rank 0 of it does not run on this machine. Only "
             "a run that goes on can be captured; type this beside its rank 0"
         )
     request = layout.make_dir(home.requests) / f"{secrets.token_hex(8)}.json"
@@ -59,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
         request.unlink(missing_ok=True)
         request.with_suffix(".answer").unlink(missing_ok=True)
     if answer is None:
-        return _refuse(
+        raise RunError(
             f"no answer within {args.timeout:g} s: the run has no daemon at its rank 0, or it is "
             "far behind. `ddpprobe daemon --dir RUN` starts one"
         )
     if "order" not in answer:
-        return _refuse(plain(answer.get("refused", "the answer makes no sense")))
+        raise RunError(str(answer.get("refused", "the answer makes no sense")))
     _tell(answer["order"], as_json=args.json)
-    return OK
+    return 0
 
 
 def _tell(order: dict[str, Any], *, as_json: bool) -> None:
@@ -87,10 +87,7 @@ def _wait(path: Path, timeout: float) -> dict[str, Any] | None:
         except FileNotFoundError:
             time.sleep(POLL_SECONDS)
             continue
+        except ValueError:
+            return {}
         return answer if isinstance(answer, dict) else {}
     return None
-
-
-def _refuse(why: str) -> int:
-    complain(f"ddpprobe: {why}")
-    return USAGE

@@ -94,11 +94,11 @@ def files(directory: Path, listen: str, targets: list[str]) -> dict[str, str]:
         targets: HOST:PORT of the daemons; [] for those of the package.
     """
     from ddpprobe.commands.local_prometheus import address_of  # noqa: PLC0415
+    from ddpprobe.daemon.server import join_address  # noqa: PLC0415
 
     stack = _stack()
     host, port = address_of(listen)
-    host = EVERYWHERE.get(host, host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = f"http://{join_address(EVERYWHERE.get(host, host), port)}"
     dashboards = directory / "grafana" / "dashboards"
     rules, boards = "rules/ddpprobe.yml", "provisioning/dashboards/ddpprobe.yml"
     sources, found = "provisioning/datasources/ddpprobe.yml", "targets/ddpprobe.json"

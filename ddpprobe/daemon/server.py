@@ -252,7 +252,11 @@ def parse_address(address: str) -> tuple[str, int]:
 
 def format_address(sock: socket.socket) -> str:
     """Return the address a socket is bound to as "host:port" or "[v6]:port"."""
-    host, port = sock.getsockname()[:2]
+    return join_address(*sock.getsockname()[:2])
+
+
+def join_address(host: str, port: int) -> str:
+    """Return "host:port" or "[v6]:port"."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -299,8 +303,7 @@ def wants_openmetrics(accept: str) -> bool:
 
 def _service_discovery(scope: Scope) -> Answer:
     """Return this target for Prometheus's http_sd, at the address by which it was reached."""
-    host, port = scope["server"][:2]
-    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    target = join_address(*scope["server"][:2])
     body = json.dumps([{"targets": [target], "labels": {}}]).encode()
     return Answer(200, body, "application/json")
 

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ddpprobe.records import COUNTS, Anomaly, StepRecord, derive
+from ddpprobe.records import NONFINITE, Anomaly, StepRecord, derive
 
 MAX_SUSPECTS = 4  # modules that one page puts under suspicion
 MAX_MODULES = 256  # in one order, and
 MAX_NAME_BYTES = 32 << 10  # of all their names
-_BAD = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
 _OF_MODULES = ("input", "output", "grad_output", "grad_input")
 
 
@@ -65,7 +64,7 @@ def _owner(anomaly: Anomaly) -> str:
 
 def _of_record(record: StepRecord) -> list[str]:
     rows = [i for i, site in enumerate(record.sites) if site.kind in _OF_MODULES]
-    bad = [i for i in rows if record.counts[i, _BAD].any()]
+    bad = [i for i in rows if record.counts[i, NONFINITE].any()]
     if not bad:
         largest = derive("abs_max", record.counts, record.values)
         bad = sorted((i for i in rows if not np.isnan(largest[i])), key=lambda i: -largest[i])

@@ -14,10 +14,8 @@ import numpy as np
 from ddpprobe import codec
 from ddpprobe.codec import Frame
 from ddpprobe.journal import JournalTail
-from ddpprobe.records import COUNTS, StepRecord
+from ddpprobe.records import NONFINITE, StepRecord
 
-_NAN = COUNTS.index("nan")
-_NEG_INF = COUNTS.index("neg_inf")
 # What a frame with a right checksum can still do wrong: come from another version, or refer to a
 # site table that lies in a damaged part.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, struct.error)
@@ -130,7 +128,7 @@ class RankTail:
     @property
     def damaged(self) -> int:
         """Pieces of the journal that could not be used."""
-        return len(self._tail.damage.files) + self.malformed
+        return len(self._tail.damage) + self.malformed
 
     def close(self) -> None:
         """Close the file."""
@@ -151,7 +149,7 @@ class RankTail:
 def count_nonfinite(record: StepRecord) -> Counter[str]:
     """Return the non-finite elements of a record by Site kind; at least 1 where one was seen."""
     found: Counter[str] = Counter()
-    counts = record.counts[:, _NAN : _NEG_INF + 1]
+    counts = record.counts[:, NONFINITE]
     if counts.any():
         per_row = counts.sum(axis=1)
         for row in np.flatnonzero(per_row):

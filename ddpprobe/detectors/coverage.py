@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.settings import at_least
-from ddpprobe.records import COUNTS, PHASE_OF_KIND, PHASES, Anomaly, Site, StepRecord
+from ddpprobe.records import OBSERVED, PHASE_OF_KIND, PHASES, Anomaly, Site, StepRecord
 
-_OBSERVED = COUNTS.index("observed")
 MOST_SITES = 1 << 16  # bounds the state: 20 bytes a site, and its key
 FEWEST_ABSENT = 3
 MOST_STEADY = 1 << 13  # bounds the table of how patient to be
@@ -111,7 +110,7 @@ class _History:
         if record.sites is not self._table:
             self._table, self._places = record.sites, self._places_of(record.sites)
         here = np.zeros(len(self._sites), bool)
-        here[self._places[(record.counts[:, _OBSERVED] > 0) & (self._places >= 0)]] = True
+        here[self._places[(record.counts[:, OBSERVED] > 0) & (self._places >= 0)]] = True
         self.reporting = int(here.sum())
         self._take(here)
         if not judge:
@@ -164,7 +163,7 @@ def _observed_by(record: StepRecord) -> dict[int, int]:
         for rank, scalars in record.scalars.items()
         if math.isfinite(scalars.get("sites_observed", math.nan))
     }
-    together = int((record.counts[:, _OBSERVED] > 0).sum())
+    together = int((record.counts[:, OBSERVED] > 0).sum())
     return said or dict.fromkeys(record.ranks, together)
 
 

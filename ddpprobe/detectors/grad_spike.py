@@ -15,10 +15,7 @@ import numpy as np
 from ddpprobe.detectors.groups import GroupNorms
 from ddpprobe.detectors.history import LogHistory, Reading
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.records import COUNTS, VALUES, Anomaly, StepRecord
-
-_SUM_SQ = VALUES.index("sum_sq")
-_BAD = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
+from ddpprobe.records import NONFINITE, SUM_SQ, Anomaly, StepRecord
 
 Source = tuple[str, int | None]  # ("grad" | "grad_norm" | "grad_norm_local" | "loss", rank or None)
 
@@ -205,8 +202,8 @@ def _norms(record: StepRecord) -> dict[Source, float]:
     torn = bool(record.missing) and any(record.sites[i].placement == "sharded" for i in rows)
     if rows and not torn:
         with np.errstate(over="ignore", invalid="ignore"):
-            square = float(record.values[rows, _SUM_SQ].sum())
-        bad = bool(record.counts[rows, _BAD].any())
+            square = float(record.values[rows, SUM_SQ].sum())
+        bad = bool(record.counts[rows, NONFINITE].any())
         out["grad", None] = math.inf if bad else math.sqrt(max(square, 0.0))
     elif reported := [float(s["grad_norm"]) for s in record.scalars.values() if "grad_norm" in s]:
         out["grad_norm", None] = max(reported)

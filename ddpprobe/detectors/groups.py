@@ -7,9 +7,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records import VALUES, Site, StepRecord
+from ddpprobe.records import SUM_SQ, Site, StepRecord
 
-_SUM_SQ = VALUES.index("sum_sq")
 MOST_GROUPS = 512  # bounds the state: 64 x 512 float64 are 256 KiB
 STANDS_OUT = 2.0  # x the median group's ratio; below it the whole model grew, and none is to blame
 
@@ -51,7 +50,7 @@ class GroupNorms:
     def _norms(self, record: StepRecord) -> NDArray[np.float64]:
         if record.sites is not self._sites and record.sites != self._sites:
             self._index(record.sites)
-        square = record.values[self._rows, _SUM_SQ]
+        square = record.values[self._rows, SUM_SQ]
         square = np.where(np.isfinite(square) & (square > 0), square, 0.0)
         return np.sqrt(np.bincount(self._group, square, minlength=len(self._names)))
 

@@ -13,10 +13,8 @@ import math
 import numpy as np
 
 from ddpprobe.detectors.settings import at_least
-from ddpprobe.records import COUNTS, Anomaly, FirstBad, Site, StepRecord
+from ddpprobe.records import NONFINITE, NUMEL, Anomaly, FirstBad, Site, StepRecord
 
-_BAD = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
-_NUMEL = COUNTS.index("numel")
 _REDUCED = ("grad", "param")
 
 
@@ -95,16 +93,16 @@ def _bad_loss(record: StepRecord) -> FirstBad | None:
 
 def _bad_reduced(record: StepRecord) -> FirstBad | None:
     """Return the first reduced gradient or parameter with a non-finite element, in row order."""
-    if not record.counts[:, _BAD].any():
+    if not record.counts[:, NONFINITE].any():
         return None
     for kind in _REDUCED:
-        for row in np.flatnonzero(record.counts[:, _BAD].any(axis=1)):
+        for row in np.flatnonzero(record.counts[:, NONFINITE].any(axis=1)):
             site: Site = record.sites[row]
             if site.kind == kind:
-                nan, pos_inf, neg_inf = (int(n) for n in record.counts[row, _BAD])
+                nan, pos_inf, neg_inf = (int(n) for n in record.counts[row, NONFINITE])
                 return FirstBad(
                     record.step, 0, "step", int(row), -1, site.fqn, kind, site.leaf,
-                    nan, pos_inf, neg_inf, int(record.counts[row, _NUMEL]),
+                    nan, pos_inf, neg_inf, int(record.counts[row, NUMEL]),
                 )  # fmt: skip
     return None
 
@@ -112,7 +110,7 @@ def _bad_reduced(record: StepRecord) -> FirstBad | None:
 def _bad_param(record: StepRecord) -> bool:
     if record.first_bad is not None and record.first_bad.kind == "param":
         return True
-    rows = np.flatnonzero(record.counts[:, _BAD].any(axis=1))
+    rows = np.flatnonzero(record.counts[:, NONFINITE].any(axis=1))
     return any(record.sites[row].kind == "param" for row in rows)
 
 

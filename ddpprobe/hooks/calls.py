@@ -22,11 +22,12 @@ from ddpprobe.dealing import REPLICATE, Placing
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.bundle import Bundle, Key
 from ddpprobe.hooks.eager import Clock
-from ddpprobe.hooks.guest import Guest
+from ddpprobe.hooks.guest import Guest, take_off
 from ddpprobe.hooks.handed import Handed, Kept, of_sum
 from ddpprobe.hooks.layouts import Layouts
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.structure import arguments
+from ddpprobe.stats.dense import dtype_name
 from ddpprobe.topology import parts, placing
 from ddpprobe.topology.describe import Topology
 from ddpprobe.topology.parts import OWN, Lies
@@ -107,9 +108,7 @@ class CallHooks:
 
     def detach(self) -> None:
         """Take every hook off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        take_off(self._handles)
         self._running.clear()
         self._layouts.end()
 
@@ -311,7 +310,7 @@ def random_states(device: torch.device) -> list[tuple[str, Tensor]]:
 def autocast() -> dict[str, str]:
     """Return {kind of device: dtype} of the devices that autocast is on for."""
     return {
-        device: str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        device: dtype_name(torch.get_autocast_dtype(device))
         for device in _DEVICES
         if torch.is_autocast_enabled(device)
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor, nn
@@ -22,21 +21,12 @@ from ddpprobe.hooks.culprit import Culprit
 from ddpprobe.hooks.desk import Desk
 from ddpprobe.hooks.eager import Clock
 from ddpprobe.hooks.step_rows import StepRows
+from ddpprobe.orders import Order
+from ddpprobe.packs import FIRST_BAD
 from ddpprobe.topology import parts
 from ddpprobe.topology.describe import Topology
 
 _NAMED = 20
-NONFINITE = "nonfinite"  # the reason of a pack that has the first bad module of its step
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Steps [start, stop) that are captured; `modules` are FQNs or globs, none of them: all."""
-
-    start: int
-    stop: int
-    modules: tuple[str, ...]
-    reason: str
 
 
 @final
@@ -91,14 +81,12 @@ class Capturing:
         """
         self._found, self._clock, self._graphs = found, clock, graphs
         self._calls = CallHooks(found, clock, self.fuse)
-        self._culprit = Culprit(found, rows, clock, self._bundle_for)
+        self._culprit = Culprit(found, rows, clock, self._bundle_for, self.fuse)
         return self.fuse.guard(self._culprit.look)
 
-    def capture(
-        self, order_number: int, start: int, stop: int, modules: Sequence[str], reason: str
-    ) -> None:
-        """Follow an order: capture the steps [start, stop), on every rank the same."""
-        self._orders.append(Order(start, stop, tuple(modules), reason))
+    def capture(self, order: Order) -> None:
+        """Follow an order, on every rank the same; its modules may be globs, none of them: all."""
+        self._orders.append(order)
 
     def _begin(self, step: int, *, sampled: bool) -> None:
         """Decide whether the step that begins is captured."""
@@ -157,6 +145,8 @@ class Capturing:
         """Take every hook off."""
         if self._calls is not None:
             self._calls.detach()
+        if self._culprit is not None:
+            self._culprit.detach()
 
     def drop(self) -> None:
         """Let go of a step that never came to its end."""
@@ -195,8 +185,8 @@ class Capturing:
     def _bundle_for(self, fqn: str) -> Bundle | None:
         """Give the bundle for a module whose output is the first bad one; None: it is kept."""
         if self._bundle is None:
-            self._bundle = Bundle(self._step, NONFINITE, self._desk.room(), whole=True)
-        self._bundle.reason = NONFINITE
+            self._bundle = Bundle(self._step, FIRST_BAD, self._desk.room(), whole=True)
+        self._bundle.reason = FIRST_BAD
         return self._bundle if fqn not in self._chosen else None
 
     def _keep_state(self, bundle: Bundle) -> None:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse, logger
 from ddpprobe.hooks.eager import EagerHooks
-from ddpprobe.hooks.guest import Guest, Visitor
+from ddpprobe.hooks.guest import Guest, Visitor, take_off
 from ddpprobe.hooks.record_op import GRADIENT, TRAINED, Channel, admit_dtensors, trace_outputs
 from ddpprobe.topology.describe import Topology
 from ddpprobe.topology.naming import inner
@@ -166,9 +166,7 @@ class CompiledHooks:
     def close(self) -> None:
         """Take the residents off; torch compiles graphs without them when they are next called."""
         self.mute()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        take_off(self._handles)
         self._places.clear()
         self._regions.clear()
 

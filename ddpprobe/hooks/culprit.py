@@ -11,23 +11,27 @@ number that is born in the backward, when the inputs of the forward are gone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
+from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.bundle import Bundle, Key
 from ddpprobe.hooks.calls import autocast, random_states
 from ddpprobe.hooks.eager import Clock
+from ddpprobe.hooks.guest import Guest
+from ddpprobe.hooks.module_state import Holding, state_of
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.step_rows import StepRows
 from ddpprobe.hooks.structure import arguments
 from ddpprobe.stats.dense import local
 from ddpprobe.topology import parts, placing
 from ddpprobe.topology.describe import Topology
-from ddpprobe.topology.naming import clean
-from ddpprobe.topology.parts import OWN, WHOLE
+from ddpprobe.topology.parts import OWN
 from ddpprobe.topology.placement import is_dtensor
 
 MOST = 8  # modules that one attempt keeps: a run that goes bad again and again tells nothing new
@@ -42,24 +46,32 @@ class Culprit:
         rows: of the step under way.
         clock: tells micro-batch and evaluation.
         bundle: gives the bundle that the module is to be kept in.
+        fuse: contains whatever goes wrong in here.
     """
 
     def __init__(
         self, topology: Topology, rows: StepRows, clock: Clock,
-        bundle: Callable[[str], Bundle | None],
+        bundle: Callable[[str], Bundle | None], fuse: Fuse,
     ) -> None:  # fmt: skip
         self._topology, self._rows, self._clock, self._bundle = topology, rows, clock, bundle
+        self._fuse = fuse
+        self._handles: list[RemovableHandle] = []
+        self._gathered: dict[str, list[Holding]] = {}  # of the call under way, by FQN
         self._calls: Counter[str] = Counter()  # in the micro-batch under way
         self._began = 0  # rows of this step before the forward under way
         self._bad = self._was_bad = False  # this step, the sampled one before it
         self._inner: str | None = None  # of the bad modules so far the outermost, if bad came in
-        self._keeps = False
         self._left = MOST
 
     def begin_forward(self) -> None:
         """Look at what comes from now on."""
         self._calls.clear()
         self._began = len(self._rows)
+        self.detach()
+        if self._topology.device.type == "cpu":
+            for fqn, unit in self._topology.units():
+                guest = Guest(self._fuse.guard(partial(self._keep_gathered, fqn)))
+                self._handles.append(unit.register_forward_hook(guest, prepend=True))
 
     def end_step(self, *, scaled: bool) -> None:
         """At the end of a sampled step: what comes behind a bad one is bad because of it.
@@ -69,35 +81,61 @@ class Culprit:
         self._was_bad = self._bad or not (scaled or self._rows.are_finite())
         self._bad, self._inner = False, None
 
+    def detach(self) -> None:
+        """Take every hook off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._gathered.clear()
+
     def look(
         self, fqn: str, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any],
         output: object,
     ) -> None:  # fmt: skip
         """Look at the rows of a call that is over."""
+        held = self._gathered.pop(fqn, None)
         number = self._calls[fqn]
         self._calls[fqn] += 1
         if not self._rows.bad:
             return
         if self._bad:
-            if self._inner is None or not (not fqn or self._inner.startswith(f"{fqn}.")):
+            if not self._encloses(fqn):
                 return
         elif not self._rows.bad_from(self._began):
             return
         if torch_private.in_backward() or self._clock.evaluating:
             return
-        first, self._bad = not self._bad, True
+        if not self._bad:
+            self._bad = True
+            if self._was_bad or not self._left:
+                return
+            self._left -= 1
         # What was bad when it came in was made so by the code around: in the module that calls it.
         self._inner = fqn if fqn and _are_bad((args, kwargs)) else None
-        if first:
-            self._keeps = bool(self._left) and not self._was_bad
-            self._left -= self._keeps
-        bundle = self._bundle(fqn) if self._keeps else None
+        bundle = self._bundle(fqn)
         if bundle is not None:
-            self._keep(bundle, number, fqn, module, args, kwargs, output)
+            self._keep(bundle, number, fqn, module, args, kwargs, output, held)
+
+    def _encloses(self, fqn: str) -> bool:
+        """Whether a module is around the bad ones so far, which were given what was bad."""
+        return self._inner is not None and (not fqn or self._inner.startswith(f"{fqn}."))
+
+    def _keep_gathered(self, fqn: str, unit: nn.Module, args: object, output: object) -> None:
+        """Copy what an FSDP2 unit has gathered, if it is to be kept: in front of FSDP's own hook.
+
+        That one frees it, before the rows of the unit's outputs are made behind all other hooks.
+        """
+        if torch_private.in_backward() or self._clock.evaluating:
+            return
+        new = bool(self._left) and not self._was_bad
+        if (self._encloses(fqn) if self._bad else new) and _are_bad(output):
+            state = state_of(self._topology, fqn, unit)
+            self._gathered[fqn] = [h._replace(tensor=h.tensor.detach().clone()) for h in state]
 
     def _keep(
         self, bundle: Bundle, number: int, fqn: str, module: nn.Module,
         args: tuple[object, ...], kwargs: Mapping[str, Any], output: object,
+        held: Sequence[Holding] | None,
     ) -> None:  # fmt: skip
         micro = max(self._clock.micro, 0)
         told = {
@@ -113,31 +151,9 @@ class Culprit:
                 laid = placing.of(tensor) if is_dtensor(tensor) else None
                 lies = parts.activation(self._topology, fqn, tensor, laid)
                 bundle.add(Key(fqn, kind, fqn, leaf, micro, number), tensor, lies)
-        for kind, name, tensor in self._state(module):
-            header["state"][name] = held = f"{fqn}.{name}" if fqn else name
-            lies = parts.dtensor(placing.of(tensor)) if is_dtensor(tensor) else WHOLE
-            alone = kind == "param" or self._topology.world_size == 1
-            bundle.add(Key(fqn, kind, held), tensor, lies if alone else OWN)
-
-    def _state(self, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (kind, name, tensor) of what the module holds now, unsharded if it is just so.
-
-        FSDP1 holds views of its flat parameters, as parameters or as plain attributes.
-        """
-        flat = {id(unit.flat) for unit in self._topology.flat}
-        prefixes = {id(inner): clean(name) for name, inner in module.named_modules()}
-        views = set()
-        for part in torch_private.flat_parts(self._topology.outer):
-            held = getattr(part.module, part.name, None)
-            prefix = prefixes.get(id(part.module))
-            if prefix is not None and isinstance(held, Tensor) and held.shape == part.shape:
-                views.add(name := f"{prefix}.{part.name}" if prefix else part.name)
-                yield "param", name, held
-        for name, parameter in module.named_parameters():
-            if id(parameter) not in flat and clean(name) not in views:
-                yield "param", clean(name), parameter
-        for name, buffer in module.named_buffers():
-            yield "buffer", clean(name), buffer
+        for one in held or state_of(self._topology, fqn, module):
+            header["state"][one.place.removeprefix(f"{fqn}.")] = one.fqn
+            bundle.add(Key(fqn, one.kind, one.fqn), one.tensor, one.lies)
 
 
 def _are_bad(values: object) -> bool:

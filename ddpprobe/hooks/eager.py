@@ -20,11 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks import gradients
-from ddpprobe.hooks.guest import Guest
+from ddpprobe.hooks.guest import Guest, take_off
 from ddpprobe.hooks.layouts import Layouts
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.step_rows import StepRows
 from ddpprobe.records import Site
+from ddpprobe.stats.dense import dtype_name
 from ddpprobe.topology.describe import Topology
 from ddpprobe.topology.flat import FlatUnit
 from ddpprobe.topology.placement import UNKNOWN, Layout, is_dtensor, layout_of, within
@@ -116,9 +117,7 @@ class EagerHooks:
     def detach(self) -> None:
         """Take every hook off."""
         self.attached = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        take_off(self._handles)
         for parameter in self.tapped.values():
             leaf_hooks.forget_empty(parameter)
         self.tapped.clear()
@@ -294,7 +293,9 @@ class EagerHooks:
         if slot is None:
             module = fqn.rpartition(".")[0] if kind == "grad_local" else fqn
             placement, primary = layout or self._topology.layout(module, tensor)
-            slot = self._rows.table.slot(Site(fqn, kind, leaf, placement, primary, _dtype(tensor)))
+            slot = self._rows.table.slot(
+                Site(fqn, kind, leaf, placement, primary, dtype_name(tensor.dtype))
+            )
         if tap:
             self._rows.tap(slot)
         return slot
@@ -344,7 +345,3 @@ class _FlatGradient:
 
 def _has_numbers(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -18,10 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.eager import Clock
-from ddpprobe.hooks.guest import Guest
+from ddpprobe.hooks.guest import Guest, take_off
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.step_rows import StepRows
 from ddpprobe.records import Site
+from ddpprobe.stats.dense import dtype_name
 from ddpprobe.topology.describe import Topology
 
 
@@ -85,9 +86,7 @@ class FullHooks:
 
     def detach(self) -> None:
         """Take every hook off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        take_off(self._handles)
         self._seen = None
 
     def _before(self, fqn: str, module: nn.Module, args: object) -> None:
@@ -125,7 +124,7 @@ class FullHooks:
             slot = self._rows.table.find((fqn, "grad_input", leaf))
             if slot is None:
                 placement, primary = self._topology.layout(fqn, gradient)
-                dtype = str(gradient.dtype).removeprefix("torch.")
+                dtype = dtype_name(gradient.dtype)
                 site = Site(fqn, "grad_input", leaf, placement, primary, dtype)
                 slot = self._rows.table.slot(site)
             self._rows.tap(slot)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
 from ddpprobe.torch_private import dynamo
@@ -54,3 +55,10 @@ class Guest(Visitor):
 
 
 dynamo.run_as_python(Guest.__call__.__code__)
+
+
+def take_off(handles: list[RemovableHandle]) -> None:
+    """Take hooks off, and forget their handles."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()

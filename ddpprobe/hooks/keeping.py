@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddpprobe import torch_private
 from ddpprobe.packs import ITEM_SIZES
-from ddpprobe.stats.dense import local
+from ddpprobe.stats.dense import dtype_name, local
 
 # What the copies of one rank may take of the host at any time, those on their way to the disk
 # included: with 8 ranks on a machine 16 GiB. On a GPU the device holds as much for a moment.
@@ -37,7 +37,7 @@ class Kept:
 
     def __init__(self, host: Tensor) -> None:
         self._host = host
-        self.dtype = dtype_name(host)
+        self.dtype = dtype_name(host.dtype)
         self.shape = tuple(host.shape)
 
     @property
@@ -126,9 +126,9 @@ class Keeper:
         return host
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """Name of its dtype without "torch."."""
-    return str(tensor.dtype).removeprefix("torch.")
+def has_memory(tensor: Tensor) -> bool:
+    """Whether its elements are there: FSDP frees them under the tensor."""
+    return not tensor.numel() or bool(tensor.untyped_storage().nbytes())
 
 
 def _unfit(tensor: Tensor) -> str:
@@ -139,11 +139,12 @@ def _unfit(tensor: Tensor) -> str:
         return "on the meta device"
     if tensor.layout != torch.strided or tensor.is_nested:
         return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-    return "" if dtype_name(tensor) in ITEM_SIZES else dtype_name(tensor)
+    name = dtype_name(tensor.dtype)
+    return "" if name in ITEM_SIZES else name
 
 
 def _unreadable(tensor: Tensor) -> str:
-    if tensor.numel() and not tensor.untyped_storage().nbytes():
-        return "without memory"  # FSDP frees it under the tensor
+    if not has_memory(tensor):
+        return "without memory"
     kind = type(tensor)
     return "" if kind in (Tensor, torch.nn.Parameter) else kind.__qualname__

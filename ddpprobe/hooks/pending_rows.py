@@ -12,11 +12,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpprobe.hooks.site_table import SiteTable
-from ddpprobe.records import COUNTS, KINDS, PHASE_OF_KIND, Counts, Digests, FirstBad, Site, Values
+from ddpprobe.records import (
+    KINDS,
+    PHASE_OF_KIND,
+    TAPPED,
+    Counts,
+    Digests,
+    FirstBad,
+    Site,
+    Values,
+)
 from ddpprobe.stats import rows as stats
 
 SCALAR = -1  # the slot of a row that holds one number in its first column
-_TAPPED = COUNTS.index("tapped")
 _GRAD, _GRAD_LOCAL = KINDS.index("grad"), KINDS.index("grad_local")
 _FORWARD = np.array([PHASE_OF_KIND[kind] == "forward" for kind in KINDS])
 
@@ -72,7 +80,7 @@ class PendingRows:
         sites = self.table.sites() if keep.size or self.tapped.size else ()
         counts, values = stats.split_rows(rows[keep], self.slots[keep], len(sites))
         if self.tapped.size:
-            counts[:, _TAPPED] += np.bincount(self.tapped, minlength=len(sites))
+            counts[:, TAPPED] += np.bincount(self.tapped, minlength=len(sites))
         scalars: dict[str, list[float]] = {}
         for index, name in self.names.items():
             scalars.setdefault(name, []).append(float(rows[index, 0]))

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse, logger
-from ddpprobe.hooks.guest import Visitor
+from ddpprobe.hooks.guest import Visitor, take_off
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.record_op import (
     GRADIENT,
@@ -63,7 +63,7 @@ class RootHooks:
         self._begins, self._ended, self._gradient = begins, ended, gradient
         self._guarded_begin, self._act = fuse.guard(self._begin), act
         self._before, self._after = self._begin_and_act, fuse.guard(self._end)
-        self._arrived = fuse.guard(self._arrive)
+        self._arrived = fuse.guard(gradient)
         self._channel = Channel(fuse.guard(self._hear))
         self._handles: list[RemovableHandle] = []
         self.deaf = False
@@ -83,9 +83,7 @@ class RootHooks:
         """Take them off. From inside a graph they would not come back: there they turn deaf."""
         self.deaf = True
         if for_good or not self.in_graph:
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
+            take_off(self._handles)
 
     def _begin_and_act(self, *_: object) -> None:
         self._guarded_begin()
@@ -121,9 +119,6 @@ class RootHooks:
             if not (tensor.is_leaf or torch_private.is_functorch(tensor)):
                 tensor.register_hook(_Arrived(self._arrived))
         self._ended(tensors, trained)
-
-    def _arrive(self) -> None:
-        self._gradient()
 
     def _hear(self, what: str, leaf: str, tensor: Tensor) -> None:
         if self.deaf:

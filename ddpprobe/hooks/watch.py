@@ -26,6 +26,7 @@ from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks import gradients
 from ddpprobe.hooks.eager import Clock
+from ddpprobe.hooks.guest import take_off
 from ddpprobe.hooks.sweep import Sweep, total
 from ddpprobe.records import FirstBad
 from ddpprobe.stats import rows as stats
@@ -99,9 +100,7 @@ class Watch:
 
     def found(self) -> None:
         """At the end of that forward: the model is clean again."""
-        for handle in self._seekers:
-            handle.remove()
-        self._seekers.clear()
+        take_off(self._seekers)
 
     def backward_ends(self, clean: Container[int] = ()) -> None:
         """Before anything is reduced: look at the parameters that have no hook of their own.

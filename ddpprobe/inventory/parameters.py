@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpprobe import torch_private
 from ddpprobe.topology.placement import is_dtensor
 from ddpprobe.topology.replicas import parameters_of
+from ddpprobe.torch_private import sharding
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -56,8 +57,7 @@ def held_parameters(model: nn.Module) -> Mapping[tuple[int, str], Held]:
         flat.add(id(part.flat))
         found[id(part.module), part.name] = _of_flat(part)
     gathered = {
-        (id(module), name): tensor
-        for module, name, tensor in torch_private.sharded_parameters(model)
+        (id(module), name): tensor for module, name, tensor in sharding.sharded_parameters(model)
     }
     replicated = _replicated(model)
     for module in model.modules():

@@ -22,6 +22,7 @@ from ddpprobe import torch_private
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.inventory.parameters import Held, held_tensor
 from ddpprobe.inventory.skeleton import Skeleton, SummaryError
+from ddpprobe.stats.dense import dtype_name
 from ddpprobe.topology.naming import own_class
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -113,11 +114,6 @@ class _Where:
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return "bfloat16" for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _shapes(value: object) -> Shapes:

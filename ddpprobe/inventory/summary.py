@@ -10,9 +10,10 @@ from typing import Any, final
 from torch import nn
 
 from ddpprobe.inventory.parameters import Held, held_parameters, held_tensor
-from ddpprobe.inventory.shapes import Calls, Shapes, dtype_name, run_fake
+from ddpprobe.inventory.shapes import Calls, Shapes, run_fake
 from ddpprobe.inventory.skeleton import unwrapped
 from ddpprobe.inventory.table import render
+from ddpprobe.stats.dense import dtype_name
 from ddpprobe.topology.naming import inner, own_class, walk
 
 

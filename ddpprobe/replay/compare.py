@@ -110,7 +110,6 @@ class _Comparing:
         out.steps += 1
         out.incomplete += bool(a.missing or b.missing)
         resplit = _split(a) != _split(b)
-        out.resplit |= resplit
         pairing = self._pairer.of(a, b, resplit=resplit)
         if pairing is not self._pairing:
             self._pairing = pairing

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ddpprobe.packs import PackError
-from ddpprobe.records import COUNTS, StepRecord
+from ddpprobe.records import NONFINITE, StepRecord
 from ddpprobe.replay.execution_call import Outcome, execute
 from ddpprobe.replay.execution_model import build, fill, find
 from ddpprobe.replay.execution_scene import scene_of, tensor_of
@@ -24,7 +24,6 @@ from ddpprobe.replay.run import Run, RunError
 from ddpprobe.replay.tensors import Capsule, TensorError
 from ddpprobe.store.manifest import StoreError
 
-_BAD = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
 _SHOWN = 8
 DOUBLE_SAYS: Mapping[str, str] = {
     "overflow": "finite there: it left the range of its type (overflow)",
@@ -214,7 +213,7 @@ def _has_bad(
         if site.kind in kinds
         and (site.fqn == itself or (site.fqn != "" and site.fqn.startswith(inside)))
     ]
-    return bool(record.counts[rows, _BAD].any()) if rows else None
+    return bool(record.counts[rows, NONFINITE].any()) if rows else None
 
 
 def _device(name: str) -> torch.device:

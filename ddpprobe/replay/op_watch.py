@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ddpprobe.replay.source_line import Line, LineFinder
+from ddpprobe.stats.dense import dtype_name
 from ddpprobe.torch_private.modes import PlainMode
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -185,7 +186,7 @@ class OpWatch(PlainMode):
 
 def facts(tensor: Tensor) -> Facts:
     """Look at a floating-point or complex tensor; waits for its device."""
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
     if not tensor.numel() or tensor.is_meta:
         return Facts(dtype, shape, 0, 0, math.nan, math.nan)
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records import COUNTS, Site, StepRecord
+from ddpprobe.records import NUMEL, Site, StepRecord
 from ddpprobe.remembered import Remembered
 from ddpprobe.replay.series import matches
 from ddpprobe.replay.tolerance import Limits, Rows, Tolerance
@@ -17,7 +17,6 @@ from ddpprobe.replay.tolerance import Limits, Rows, Tolerance
 Sites = tuple[Site, ...]
 Place = tuple[Site, int]  # a site, and its row, which is its place in the execution order
 _TABLES = 64  # pairs of site tables that are remembered; two runs have a handful
-_NUMEL = COUNTS.index("numel")
 # A loss is a mean over one rank's part of one micro-batch: what comes before the reduction is
 # scaled by how the batch was split. What comes after it is not.
 _BY_SPLIT = ("grad_output", "grad_input", "grad_local")
@@ -159,9 +158,9 @@ def renamed(
     found = []
     left: dict[tuple[str, str, int], list[Place]] = {}
     for site, row in pairing.alone[1]:
-        left.setdefault((site.kind, site.leaf, int(b.counts[row, _NUMEL])), []).append((site, row))
+        left.setdefault((site.kind, site.leaf, int(b.counts[row, NUMEL])), []).append((site, row))
     for site, row in pairing.alone[0]:
-        others = left.get((site.kind, site.leaf, int(a.counts[row, _NUMEL])), [])
+        others = left.get((site.kind, site.leaf, int(a.counts[row, NUMEL])), [])
         if not others:
             continue
         theirs = [j for _, j in others]

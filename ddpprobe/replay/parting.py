@@ -76,7 +76,6 @@ class Comparison:
         renamed: guesses which of these are one tensor under two names.
         recast: sites -> what they are in the other run, where that has another dtype.
         left_out: why sites were at no step compared -> these sites.
-        resplit: the batch was split in another way over ranks and micro-batches.
         incomplete: compared steps at which a rank of either run is missing.
     """
 
@@ -93,5 +92,4 @@ class Comparison:
     renamed: list[tuple[Site, Site]] = field(default_factory=list)
     recast: dict[Site, Site] = field(default_factory=dict)
     left_out: dict[str, list[Site]] = field(default_factory=dict)
-    resplit: bool = False
     incomplete: int = 0

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe import layout
-from ddpprobe.records import COUNTS, Site, StepRecord, derive
+from ddpprobe.records import OBSERVED, Site, StepRecord, derive
 from ddpprobe.replay.overlay import Overlay
 
 Floats = NDArray[np.float64]
-_OBSERVED = COUNTS.index("observed")
 # What these say about a site is said whether a tensor arrived or not.
 _ALWAYS = ("tapped", "observed")
 Key = tuple[str, str, str]
@@ -215,4 +214,4 @@ def _put_record(table: _Table, record: StepRecord, glob: str, stat: str) -> None
 
 def _masked(stat: str, counts: NDArray[np.int64], values: Floats) -> Floats:
     found = derive(stat, counts, values)
-    return found if stat in _ALWAYS else np.where(counts[..., _OBSERVED] > 0, found, np.nan)
+    return found if stat in _ALWAYS else np.where(counts[..., OBSERVED] > 0, found, np.nan)

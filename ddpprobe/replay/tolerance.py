@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records import COUNTS, Counts, Site, Values, derive
+from ddpprobe.records import OBSERVED, Counts, Site, Values, derive
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -126,7 +126,7 @@ class Tolerance:
     def numbers(self, rows: Rows) -> Floats:
         """Return the statistics [sites, len(statistics)]; NaN where there is no finite element."""
         columns = [derive(name, rows.counts, rows.values) for name in self.statistics[1:]]
-        observed = (rows.counts[:, COUNTS.index("observed")] > 0).astype(np.float64)
+        observed = (rows.counts[:, OBSERVED] > 0).astype(np.float64)
         return np.stack((observed, *columns), axis=1)
 
     def allowed(self, a: Rows, b: Rows, limits: Limits) -> Floats:

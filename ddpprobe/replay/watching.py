@@ -23,7 +23,7 @@ from ddpprobe.detectors.suite import order_of_cause
 from ddpprobe.heartbeat import STEP_PHASES, Heartbeat
 from ddpprobe.journal import JournalTail, segments_of
 from ddpprobe.layout import RunDir
-from ddpprobe.records import Anomaly, Site, StepRecord, derive
+from ddpprobe.records import Anomaly, StepRecord, derive
 from ddpprobe.replay.now import (
     Now,
     RankNow,
@@ -274,6 +274,6 @@ def _device(directory: Path) -> str:
 def describe(anomaly: Anomaly) -> str:
     """Say what an anomaly says in one line."""
     who = "" if anomaly.rank is None else f" rank {anomaly.rank}"
-    where = "" if anomaly.module is None else f" {Site(anomaly.module, anomaly.kind or '')}"
-    text = f"{anomaly.level.upper()} step {anomaly.step}{who}{where.rstrip(':')}"
-    return f"{text} {anomaly.detector}: {anomaly.message}"
+    where = f" {anomaly.place}" if anomaly.place else ""
+    what = f"{anomaly.detector}: {anomaly.message}"
+    return f"{anomaly.level.upper()} step {anomaly.step}{who}{where} {what}"

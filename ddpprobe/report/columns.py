@@ -103,14 +103,18 @@ class Columns(Generic[M]):
         yield from self._recent
 
     def _settle(self, column: Column[M]) -> None:
+        if self._put(column) and self._loose > 2 * self._most:
+            self._widen()
+
+    def _put(self, column: Column[M]) -> bool:
+        """Merge it into the last column where the two may join; return whether it is a new one."""
         last = self._settled[-1] if self._settled else None
         if last is not None and self._may_join(last, column):
             last.absorb(column)
-            return
+            return False
         self._settled.append(column)
         self._loose += not column.pinned
-        if self._loose > 2 * self._most:
-            self._widen()
+        return True
 
     def _may_join(self, last: Column[M], column: Column[M]) -> bool:
         fits = last.steps + column.steps <= self._width
@@ -120,9 +124,4 @@ class Columns(Generic[M]):
         self._width *= 2
         columns, self._settled, self._loose = self._settled, [], 0
         for column in columns:
-            last = self._settled[-1] if self._settled else None
-            if last is not None and self._may_join(last, column):
-                last.absorb(column)
-            else:
-                self._settled.append(column)
-                self._loose += not column.pinned
+            self._put(column)

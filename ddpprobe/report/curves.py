@@ -105,12 +105,19 @@ def _round(low: float, high: float) -> list[float]:
     return [n for n in numbers if 10**low <= n <= 10**high]
 
 
-def line(x: ArrayLike, y: ArrayLike, label: str, colour: str, **more: Any) -> Trace:  # noqa: ANN401
+def line(
+    x: ArrayLike,
+    y: ArrayLike,
+    label: str,
+    colour: str,
+    *,
+    width: float = 1.8,
+    **more: Any,  # noqa: ANN401
+) -> Trace:
     """Return a line; where y is NaN there is none."""
-    style = {"color": colour, "width": more.pop("width", 1.8), "dash": more.pop("dash", "solid")}
     return {
         "type": "scatter", "mode": "lines", "x": typed(x), "y": typed(y), "name": label,
-        "line": style, "connectgaps": False,
+        "line": {"color": colour, "width": width}, "connectgaps": False,
         "hovertemplate": f"{label} %{{y:.5g}}<extra></extra>", **more,
     }  # fmt: skip
 
@@ -142,11 +149,11 @@ def band(x: Floats, low: Floats, high: Floats, colour: str, label: str) -> Trace
     }  # fmt: skip
 
 
-def upright(x: float, colour: str = "--bad", dash: str = "dot") -> Trace:
+def upright(x: float) -> Trace:
     """Return a vertical line through all panels."""
     return {
         "type": "line", "xref": "x", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1,
-        "line": {"color": colour, "width": 1.5, "dash": dash},
+        "line": {"color": "--bad", "width": 1.5, "dash": "dot"},
     }  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from numpy.typing import ArrayLike
 from ddpprobe.commands.output import plain
 
 NAME_CHARACTERS = 80
-_TYPES = {"float64": "f8", "float32": "f4", "int32": "i4"}
+NAMED_RANKS = 8
+_TYPES = {"float64": "f8", "float32": "f4"}
 
 
 def typed(values: ArrayLike, dtype: str = "float64") -> dict[str, str]:
@@ -44,6 +45,14 @@ def names(texts: Sequence[object]) -> list[str]:
         seen[label] = seen.get(label, 0) + 1
         out.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
     return out
+
+
+def ranks_named(ranks: Sequence[int], every: int, most: int = NAMED_RANKS) -> str:
+    """Name some of `every` rank of a run; of too many the first `most`."""
+    if len(ranks) == every > 1:
+        return "every rank"
+    shown = ", ".join(map(str, sorted(ranks)[:most]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', …' if len(ranks) > most else ''}"
 
 
 def figure(

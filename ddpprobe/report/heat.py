@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddpprobe.records import Anomaly, Site
 from ddpprobe.report.columns import Column
@@ -26,6 +27,7 @@ KIND_WORDS = {
     "param": "parameters",
 }
 _SIZES = (("rms", "root mean square"), ("abs_max", "largest magnitude"))
+_HOW_MANY = "%{customdata:,.0f} elements not finite"
 _BAD_SCALE = [[0, "--calm"], [0.001, "--bad-soft"], [1, "--bad"]]
 Group = list[int]
 
@@ -77,6 +79,41 @@ def line_name(sites: Sequence[Site], group: Group) -> str:
     return label if len(group) == 1 else f"{label} +{len(group) - 1}"
 
 
+def layout_of(labels: list[str], annotations: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Return the layout of a map of steps, with a line for each label, the first one on top."""
+    return {
+        "annotations": list(annotations),
+        "plot_bgcolor": "--gap",
+        "showlegend": False,
+        "xaxis": {
+            "type": "category", "title": {"text": "step", "standoff": 10},
+            "automargin": True, "tickangle": 0, "showgrid": False, "zeroline": False,
+        },
+        "yaxis": {
+            "type": "category", "autorange": "reversed", "categoryarray": labels,
+            "categoryorder": "array", "automargin": True, "showgrid": False, "zeroline": False,
+            "ticks": "",
+        },
+        "margin": {"t": 30, "r": 8, "b": 44, "l": 8},
+        "meta": {"rows": len(labels)},
+    }  # fmt: skip
+
+
+def bar(title: str) -> dict[str, Any]:
+    """Return the bar beside a map that explains its colours."""
+    side = {"text": title, "side": "right"}
+    return {"title": side, "thickness": 12, "outlinewidth": 0, "x": 1.01, "xpad": 4}
+
+
+def marked(base: dict[str, Any], cells: NDArray[np.bool_], says: str) -> dict[str, Any]:
+    """Return a map over another one, of which only these cells are seen."""
+    return {
+        **base, "z": typed(np.where(cells, 1.0, np.nan), "float32"), "zmin": 0, "zmax": 1,
+        "showscale": False, "colorscale": [[0, "--bad"], [1, "--bad"]],
+        "hovertemplate": f"%{{y}}<br>step %{{x}}<br>{says}<extra></extra>",
+    }  # fmt: skip
+
+
 def _maps_of(story: Story, kind: str, cause: Anomaly | None) -> Iterator[dict[str, Any]]:
     sites = story.table.sites
     places = [i for i, site in enumerate(sites) if site.kind == kind]
@@ -91,11 +128,11 @@ def _maps_of(story: Story, kind: str, cause: Anomaly | None) -> Iterator[dict[st
     words = KIND_WORDS.get(kind, kind)
     for stat, title in _SIZES:
         data = _size_map(stat_of(rows, lines, stat), bad, labels, steps, title)
-        yield figure(f"{words}: {title}", data, _layout(labels, mark), _height(labels))
+        yield figure(f"{words}: {title}", data, layout_of(labels, mark), _height(labels))
     if np.nansum(bad) > 0:
         data = _bad_map(bad, labels, steps)
         title = f"{words}: non-finite elements"
-        yield figure(title, data, _layout(labels, mark), _height(labels))
+        yield figure(title, data, layout_of(labels, mark), _height(labels))
 
 
 def _size_map(
@@ -112,20 +149,13 @@ def _size_map(
     data = [
         {
             **base, "z": typed(z, "float32"), "zmin": float(low), "zmax": float(high),
-            "colorscale": "Cividis", "colorbar": _bar("log₁₀"),
+            "colorscale": "Cividis", "colorbar": bar("log₁₀"),
             "hovertemplate": f"%{{y}}<br>step %{{x}}<br>log₁₀ {title} %{{z:.2f}}<extra></extra>",
         }
     ]  # fmt: skip
     if np.nansum(bad) > 0:
-        data.append(
-            {
-                **base, "z": typed(np.where(bad > 0, 1.0, np.nan), "float32"),
-                "customdata": typed(bad, "float32"), "zmin": 0, "zmax": 1, "showscale": False,
-                "colorscale": [[0, "--bad"], [1, "--bad"]],
-                "hovertemplate": "%{y}<br>step %{x}<br>%{customdata:,.0f} elements not finite"
-                                 "<extra></extra>",
-            }
-        )  # fmt: skip
+        there = marked(base, bad > 0, _HOW_MANY)
+        data.append({**there, "customdata": typed(bad, "float32")})
     return data
 
 
@@ -135,16 +165,10 @@ def _bad_map(bad: Floats, labels: list[str], steps: list[str]) -> list[dict[str,
         {
             "type": "heatmap", "x": steps, "y": labels, "z": typed(z, "float32"),
             "customdata": typed(bad, "float32"), "zmin": 0, "zmax": float(np.nanmax(z)),
-            "colorscale": _BAD_SCALE, "colorbar": _bar("log₁₀(1 + n)"),
-            "hovertemplate": "%{y}<br>step %{x}<br>%{customdata:,.0f} elements not finite"
-                             "<extra></extra>",
+            "colorscale": _BAD_SCALE, "colorbar": bar("log₁₀(1 + n)"),
+            "hovertemplate": f"%{{y}}<br>step %{{x}}<br>{_HOW_MANY}<extra></extra>",
         }
     ]  # fmt: skip
-
-
-def _bar(title: str) -> dict[str, Any]:
-    side = {"text": title, "side": "right"}
-    return {"title": side, "thickness": 12, "outlinewidth": 0, "x": 1.01, "xpad": 4}
 
 
 def _mark(
@@ -172,25 +196,6 @@ def _mark(
             "font": {"color": "--ink", "size": 20},
         },
     ]  # fmt: skip
-
-
-def _layout(labels: list[str], mark: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "annotations": mark,
-        "plot_bgcolor": "--gap",
-        "showlegend": False,
-        "xaxis": {
-            "type": "category", "title": {"text": "step", "standoff": 10},
-            "automargin": True, "tickangle": 0, "showgrid": False, "zeroline": False,
-        },
-        "yaxis": {
-            "type": "category", "autorange": "reversed", "categoryarray": labels,
-            "categoryorder": "array", "automargin": True, "showgrid": False, "zeroline": False,
-            "ticks": "",
-        },
-        "margin": {"t": 30, "r": 8, "b": 44, "l": 8},
-        "meta": {"rows": len(labels)},
-    }  # fmt: skip
 
 
 def _height(labels: list[str]) -> int:

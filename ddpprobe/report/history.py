@@ -9,13 +9,12 @@ from typing import final
 
 import numpy as np
 
-from ddpprobe.records import COUNTS, Anomaly, Counts, Site, StepRecord, Values, derive
+from ddpprobe.records import OBSERVED, Anomaly, Counts, Site, StepRecord, Values, derive
 from ddpprobe.remembered import Remembered
 from ddpprobe.report.rows import Floats
 
 BEFORE, AFTER = 40, 20  # sampled steps that are kept on either side of the first cause
 _TABLES = 64
-_OBSERVED = COUNTS.index("observed")
 Line = tuple[Counts, Values]
 Key = tuple[str, str, str]
 
@@ -87,7 +86,7 @@ class History:
 
 
 def _value(line: Line | None, stat: str) -> float:
-    if line is None or not line[0][_OBSERVED]:
+    if line is None or not line[0][OBSERVED]:
         return float("nan")
     return float(derive(stat, *line))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,6 +127,14 @@ def table_of(columns: Sequence[Numbers], labels: Labels, name: str) -> Table:
         parts = (cells[..., _SUM] / cells[..., _N], cells[..., _MIN], cells[..., _MAX])
     mean, low, high = (np.where(given, part, np.nan) for part in parts)
     return Table(mean, low, high, cells[..., _BAD])
+
+
+def quiet(fold: Any, values: Floats, axis: int = 1) -> Floats:  # noqa: ANN401  (a fold of NumPy)
+    """Fold over an axis, past NaN; NaN where there is nothing else, without a warning about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found: Floats = fold(values, axis=axis)
+    return found
 
 
 def _empty(ranks: int, names: int) -> tuple[Floats, Floats]:

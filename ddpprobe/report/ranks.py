@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.report.encode import figure, typed
-from ddpprobe.report.heat import column_names
-from ddpprobe.report.numbers import table_of
+from ddpprobe.report.heat import bar, column_names, layout_of, marked
+from ddpprobe.report.numbers import quiet
 from ddpprobe.report.rows import Floats
 from ddpprobe.report.story import Story
 
@@ -33,26 +32,21 @@ def ratios(story: Story, what: str) -> tuple[Floats, NDArray[np.bool_]]:
 
     Only where at least two ranks gave a positive number; else NaN.
     """
-    table = table_of([column.content for column in story.lines], story.labels, what)
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore", RuntimeWarning)
-        positive = np.where(table.mean > 0, table.mean, np.nan)
-        enough = np.isfinite(positive).sum(axis=1) > 1
-        middle = np.where(enough, np.nanmedian(positive, axis=1), np.nan)
+    table = story.numbers(what)
+    positive = np.where(table.mean > 0, table.mean, np.nan)
+    enough = np.isfinite(positive).sum(axis=1) > 1
+    middle = np.where(enough, quiet(np.nanmedian, positive), np.nan)
+    with np.errstate(all="ignore"):
         return np.log2(positive / middle[:, None]), table.bad > 0
 
 
-def differences(story: Story) -> dict[str, dict[int, float]]:
-    """Return what -> rank -> median over the run of log2(rank's value / median over ranks)."""
-    out: dict[str, dict[int, float]] = {}
-    for what in COMPARED:
-        found, _ = ratios(story, what)
-        if np.isfinite(found).any():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)
-                medians = np.nanmedian(found, axis=0)
-            out[what] = {r: float(medians[i]) for r, i in story.labels.ranks.items()}
-    return out
+def differences(story: Story, what: str) -> dict[int, float]:
+    """Return rank -> median over the run of log2(rank's value / median over ranks)."""
+    found, _ = ratios(story, what)
+    if not np.isfinite(found).any():
+        return {}
+    medians = quiet(np.nanmedian, found, axis=0)
+    return {rank: float(medians[i]) for rank, i in story.labels.ranks.items()}
 
 
 def differs(medians: Mapping[int, float], rank: int) -> bool:
@@ -64,7 +58,7 @@ def standing_out(story: Story, most: int = 4) -> list[int]:
     """Return the ranks to look at: those that a page blames, then those that differ most."""
     blamed = dict.fromkeys(a.rank for a in story.anomalies if a.level == "page")
     ranks = [r for r in blamed if r is not None and r in story.labels.ranks]
-    medians = differences(story).get("grad_norm_local", {})
+    medians = differences(story, "grad_norm_local")
     differing = [r for r in medians if differs(medians, r)]
     differing.sort(key=lambda r: -abs(medians[r]))
     return list(dict.fromkeys([*ranks, *differing]))[:most]
@@ -97,31 +91,15 @@ def _map(
         {
             **base, "z": typed(found[:, order].T, "float32"), "zmin": -most, "zmax": most,
             "colorscale": _SCALE, "customdata": typed(2 ** found[:, order].T, "float32"),
-            "colorbar": {"title": {"text": "of the median", "side": "right"}, "thickness": 12,
-                         "outlinewidth": 0, "x": 1.01, "xpad": 4, "tickvals": ticks.tolist(),
+            "colorbar": {**bar("of the median"), "tickvals": ticks.tolist(),
                          "ticktext": [f"{2**t:.3g} x" for t in ticks]},
             "hovertemplate": "%{y}<br>step %{x}<br>%{customdata:.3f} of the median<extra></extra>",
         }
     ]  # fmt: skip
     if bad.any():
-        data.append(
-            {
-                **base, "z": typed(np.where(bad[:, order].T, 1.0, np.nan), "float32"),
-                "zmin": 0, "zmax": 1, "showscale": False,
-                "colorscale": [[0, "--bad"], [1, "--bad"]],
-                "hovertemplate": "%{y}<br>step %{x}<br>not finite<extra></extra>",
-            }
-        )  # fmt: skip
-    layout = {
-        "plot_bgcolor": "--gap", "showlegend": False,
-        "xaxis": {"type": "category", "title": {"text": "step", "standoff": 10},
-                  "automargin": True, "tickangle": 0, "showgrid": False, "zeroline": False},
-        "yaxis": {"type": "category", "autorange": "reversed", "automargin": True,
-                  "showgrid": False, "zeroline": False, "ticks": ""},
-        "margin": {"t": 30, "r": 8, "b": 44, "l": 8}, "meta": {"rows": len(labels)},
-    }  # fmt: skip
+        data.append(marked(base, bad[:, order].T, "not finite"))
     height = int(np.clip(100 + 22 * len(labels), 200, 900))
-    return figure(title, data, layout, height)
+    return figure(title, data, layout_of(labels), height)
 
 
 def _shown(story: Story, found: Floats, bad: NDArray[np.bool_]) -> list[int]:

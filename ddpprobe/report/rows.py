@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.records import (
-    COUNTS,
+    OBSERVED,
     Counts,
     Site,
     StepRecord,
@@ -18,12 +18,12 @@ from ddpprobe.records import (
     derive,
     empty_rows,
     merge_counts,
+    merge_runs,
     merge_values,
 )
 from ddpprobe.remembered import Remembered
 
 Floats = NDArray[np.float64]
-_OBSERVED = COUNTS.index("observed")
 _TABLES = 64
 
 
@@ -107,17 +107,7 @@ def stat_of(rows: Sequence[Rows], groups: Sequence[Sequence[int]], stat: str) ->
     out = np.full((len(groups), len(rows)), np.nan)
     for column, row in enumerate(rows if len(order) else ()):
         counts, values = row.padded(most)
-        counts, values = counts[order], values[order]
-        merged = np.add.reduceat(counts, starts)
-        both = np.stack(
-            [
-                np.minimum.reduceat(values[:, 0], starts),
-                np.maximum.reduceat(values[:, 1], starts),
-                np.add.reduceat(values[:, 2], starts),
-                np.add.reduceat(values[:, 3], starts),
-            ],
-            axis=-1,
-        )
-        found = derive(stat, merged, both)
-        out[:, column] = np.where(merged[:, _OBSERVED] > 0, found, np.nan)
+        counts, values = merge_runs(counts[order], values[order], starts)
+        found = derive(stat, counts, values)
+        out[:, column] = np.where(counts[:, OBSERVED] > 0, found, np.nan)
     return out

@@ -15,7 +15,7 @@ from ddpprobe.replay.run import Run
 from ddpprobe.replay.tensors import Captured
 from ddpprobe.report.columns import Column, Columns, with_gaps
 from ddpprobe.report.history import History, histories_of
-from ddpprobe.report.numbers import Labels, Numbers
+from ddpprobe.report.numbers import Labels, Numbers, Table, table_of
 from ddpprobe.report.rows import Rows, SiteTable
 
 Advance = Callable[[int], None]
@@ -67,6 +67,10 @@ class Story:
     def causes(self) -> list[Anomaly]:
         """The first causes, the first one first."""
         return [group.cause for group in self.episodes if group.cause]
+
+    def numbers(self, name: str) -> Table:
+        """Return what each rank said under one name, over the steps."""
+        return table_of([column.content for column in self.lines], self.labels, name)
 
 
 def gather(run: Run, advance: Advance | None = None) -> Story:

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from ddpprobe.commands.output import UNOBSERVED, number, size
-from ddpprobe.report.numbers import table_of
+from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.ranks import COMPARED, MOST_LISTED, differences, differs, standing_out
 from ddpprobe.report.story import Story
-from ddpprobe.report.verdict import place
 
 MOST_ANOMALIES = 300
 MOST_NAMED = 16
@@ -87,9 +86,8 @@ def ranks(story: Story) -> dict[str, Any]:
 
     A value is (median over the run, its ratio to the median over ranks, whether it differs).
     """
-    columns = [what for what in COMPARED if _medians(story, what)]
-    medians = {what: _medians(story, what) for what in columns}
-    ratio = differences(story)
+    medians = {what: found for what in COMPARED if (found := _medians(story, what))}
+    ratio = {what: differences(story, what) for what in medians}
     told = story.info["attempts"][-1]["ranks"] if story.info["attempts"] else []
     blamed = standing_out(story)
     ordered = sorted(told, key=lambda r: (r["rank"] not in blamed, r["rank"]))[:MOST_LISTED]
@@ -102,11 +100,11 @@ def ranks(story: Story) -> dict[str, Any]:
             "complete": _percent(rank["completeness"]),
             "short": rank["completeness"] is not None and rank["completeness"] < 1,
             "out": rank["rank"] in blamed,
-            "values": [_compared(medians[w], ratio.get(w, {}), rank["rank"]) for w in columns],
+            "values": [_compared(medians[w], ratio[w], rank["rank"]) for w in medians],
         }
         for rank in sorted(ordered, key=lambda r: r["rank"])
     ]  # fmt: skip
-    titles = [COMPARED[what] for what in columns]
+    titles = [COMPARED[what] for what in medians]
     return {"columns": titles, "rows": rows, "hidden": len(told) - len(rows)}
 
 
@@ -118,7 +116,7 @@ def anomalies(story: Story) -> dict[str, Any]:
             "anomaly": a,
             "follows": bool(group.cause) and a is not group.cause,
             "attempt": a.attempt if several else None,
-            "site": place(a),
+            "site": a.place,
             "values": ", ".join(f"{k} {number(float(v))}" for k, v in a.values.items()),
         }
         for group in story.episodes
@@ -152,18 +150,11 @@ def unseen(story: Story) -> list[str]:
             groups.setdefault(f"never called: {silent}", []).append(rank["rank"])
         if kinds:
             groups.setdefault(f"not supported: {kinds}", []).append(rank["rank"])
-    return [f"{_who(ranks_, len(told))}: {text}" for text, ranks_ in groups.items()]
-
-
-def _who(some: list[int], every: int) -> str:
-    if len(some) == every > 1:
-        return "every rank"
-    more = ", …" if len(some) > MOST_NAMED else ""
-    return f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some[:MOST_NAMED]))}{more}"
+    return [f"{ranks_named(who, len(told), MOST_NAMED)}: {text}" for text, who in groups.items()]
 
 
 def _medians(story: Story, what: str) -> dict[int, float]:
-    table = table_of([column.content for column in story.lines], story.labels, what)
+    table = story.numbers(what)
     out = {}
     for rank, place_ in story.labels.ranks.items():
         values = table.mean[:, place_]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -25,8 +24,8 @@ from ddpprobe.report.curves import (
     upright,
     where,
 )
-from ddpprobe.report.encode import name
-from ddpprobe.report.numbers import Table, table_of
+from ddpprobe.report.encode import name, ranks_named
+from ddpprobe.report.numbers import Table, quiet
 from ddpprobe.report.ranks import standing_out
 from ddpprobe.report.rows import Floats
 from ddpprobe.report.story import Story
@@ -65,10 +64,10 @@ def _verdicts(anomalies: Sequence[Anomaly]) -> Panel | None:
 
 
 def _loss(story: Story, x: Floats, index: Places) -> Panel | None:
-    table = _table(story, "loss")
+    table = story.numbers("loss")
     if not table.known and not table.bad.any():
         return None
-    mean, low, high = _quiet(np.nanmean, table.mean), _low(table), _high(table)
+    mean, low, high = quiet(np.nanmean, table.mean), _low(table), _high(table)
     traces = [
         band(x, at(low, index), at(high, index), "--c1-soft", "all ranks"),
         line(x, at(mean, index), "mean loss", "--c1"),
@@ -78,15 +77,15 @@ def _loss(story: Story, x: Floats, index: Places) -> Panel | None:
 
 
 def _norms(story: Story, x: Floats, index: Places) -> Panel | None:
-    table = _table(story, "grad_norm_local")
+    table = story.numbers("grad_norm_local")
     if not table.known and not table.bad.any():
         return None
     ranks, values = list(story.labels.ranks), at(table.mean, index)
-    middle = _quiet(np.nanmedian, values)
+    middle = quiet(np.nanmedian, values)
     low, high = at(_low(table), index), at(_high(table), index)
     traces = [band(x, low, high, "--calm", "all ranks")]
     if len(ranks) > FEW_RANKS:
-        lower, upper = (_quiet(partial(np.nanquantile, q=q), values) for q in (0.25, 0.75))
+        lower, upper = (quiet(partial(np.nanquantile, q=q), values) for q in (0.25, 0.75))
         traces.append(band(x, lower, upper, "--c1-soft", "middle half of the ranks"))
     else:
         traces += [
@@ -107,9 +106,9 @@ def _norms(story: Story, x: Floats, index: Places) -> Panel | None:
 def _times(story: Story, x: Floats, index: Places) -> Panel | None:
     traces = []
     for colour, phase in zip(COLOURS, PHASES, strict=False):
-        table = _table(story, f"{phase}_seconds")
+        table = story.numbers(f"{phase}_seconds")
         if table.known:
-            median = _quiet(np.nanmedian, table.mean)
+            median = quiet(np.nanmedian, table.mean)
             traces.append(line(x, at(median, index), phase, colour, width=1.5))
     words = ", ".join(tint(t["name"], t["line"]["color"]) for t in traces)
     axis = {"ticksuffix": " s", "rangemode": "tozero"}
@@ -118,10 +117,10 @@ def _times(story: Story, x: Floats, index: Places) -> Panel | None:
 
 
 def _scale(story: Story, x: Floats, index: Places) -> Panel | None:
-    table = _table(story, "loss_scale")
+    table = story.numbers("loss_scale")
     if not table.known:
         return None
-    trace = line(x, at(_quiet(np.nanmedian, table.mean), index), "loss scale", "--c3")
+    trace = line(x, at(quiet(np.nanmedian, table.mean), index), "loss scale", "--c3")
     return Panel("loss scale (GradScaler)", [trace], {"type": "log"}, 0.7)
 
 
@@ -148,30 +147,13 @@ def _not_finite(x: Floats, near: Floats, bad: Floats, story: Story) -> list[Trac
     heights = near[known[np.maximum(before, 0)]] if len(known) else np.ones(len(rows))
     ranks = list(story.labels.ranks)
     who = ([ranks[i] for i in np.flatnonzero(bad[row] > 0)] for row in rows)
-    text = [f"not finite on {_ranks(each)}" for each in who]
+    text = [f"not finite on {ranks_named(each, len(ranks))}" for each in who]
     return [{**marks(x[rows], heights, text, "--bad", "x"), "cliponaxis": False}]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:8]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', …' if len(ranks) > 8 else ''}"
-
-
-def _table(story: Story, what: str) -> Table:
-    return table_of([column.content for column in story.lines], story.labels, what)
-
-
 def _low(table: Table) -> Floats:
-    return _quiet(np.nanmin, table.low)
+    return quiet(np.nanmin, table.low)
 
 
 def _high(table: Table) -> Floats:
-    return _quiet(np.nanmax, table.high)
-
-
-def _quiet(fold: Any, values: Floats) -> Floats:  # noqa: ANN401  (a nan-aware fold of NumPy)
-    """Fold over the ranks; NaN where no rank has a value, without NumPy's warning about it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        found: Floats = fold(values, axis=1)
-    return found
+    return quiet(np.nanmax, table.high)

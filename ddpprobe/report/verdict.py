@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import final
 
 from ddpprobe.commands.output import plain
-from ddpprobe.records import Anomaly, Site
+from ddpprobe.records import Anomaly
+from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.story import Story
 
 MOST_CAUSES = 8
@@ -95,14 +96,6 @@ def judge(story: Story) -> Verdict:
     )  # fmt: skip
 
 
-def place(anomaly: Anomaly) -> str:
-    """Name the site of an anomaly as `ddpprobe anomalies` does; "" where there is none."""
-    if anomaly.module is None:
-        return ""
-    text = str(Site(anomaly.module, anomaly.kind or ""))
-    return text if anomaly.kind else text.removesuffix(":")
-
-
 def _headline(story: Story, found: list[Finding], alone: int) -> str:
     if not found:
         steps = f"{story.records:,} recorded step{'' if story.records == 1 else 's'}"
@@ -145,15 +138,14 @@ def _commands(path: str, cause: Anomaly) -> list[str]:
 
 def _line(anomaly: Anomaly) -> str:
     rank = "" if anomaly.rank is None else f", rank {anomaly.rank}"
-    site = place(anomaly)
-    return f"step {anomaly.step}{rank}: {f'{site}: ' if site else ''}{anomaly.message}"
+    where = f"{anomaly.place}: " if anomaly.place else ""
+    return f"step {anomaly.step}{rank}: {where}{anomaly.message}"
 
 
 def _aftermath(story: Story) -> Iterator[str]:
     if story.loss_lost:
         _, step, ranks = story.loss_lost
-        every = len(ranks) == len(story.labels.ranks)
-        who = "every rank" if every else f"rank{'s' if len(ranks) > 1 else ''} " + _some(ranks)
+        who = ranks_named(ranks, len(story.labels.ranks))
         yield f"The loss is first not finite at step {step}, on {who}."
     if story.skipped:
         yield f"The optimizer skipped {story.skipped} step{'s' if story.skipped > 1 else ''}."
@@ -165,7 +157,3 @@ def _aftermath(story: Story) -> Iterator[str]:
     if last is not None:
         live = story.info["state"] == "live"
         yield f"The run {'is under way, at' if live else 'ended at'} step {last}."
-
-
-def _some(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")

@@ -31,6 +31,11 @@ class Unsupported(TypeError):
     """A tensor that has no statistics here; the text says which kind it is."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return the plain local tensor behind a DTensor or an unfinished functional collective."""
     if type(tensor) not in _PLAIN:

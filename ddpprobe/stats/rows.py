@@ -14,15 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddpprobe.records import COUNTS, VALUES, Counts, Values, empty_rows
+from ddpprobe.records import COUNTS, NONFINITE, OBSERVED, VALUES, Counts, Values, empty_rows
 from ddpprobe.stats.cpu import reduce_cpu
 from ddpprobe.stats.dense import FLOATS, Unsupported, dense, readable
 from ddpprobe.stats.device import GPU_BLOCK, reduce_device
 from ddpprobe.stats.native import row_kernels
 
-ROW = ("numel", "nan", "pos_inf", "neg_inf", "zeros", "min", "max", "sum", "sum_sq")
+ROW = (*COUNTS[:5], *VALUES)
 WIDTH = len(ROW)
-NONFINITE = slice(1, 4)  # columns nan, pos_inf, neg_inf
 EMPTY = (0.0, 0.0, 0.0, 0.0, 0.0, float("inf"), float("-inf"), 0.0, 0.0)
 _ROW_BYTES = WIDTH * 8
 
@@ -108,7 +107,7 @@ def split_rows(
     numeric = rows[:, :5].astype(np.int64)
     for column in range(5):
         np.add.at(counts[:, column], slots, numeric[:, column])
-    np.add.at(counts[:, COUNTS.index("observed")], slots, 1)
+    np.add.at(counts[:, OBSERVED], slots, 1)
     np.minimum.at(values[:, 0], slots, rows[:, 5])
     np.maximum.at(values[:, 1], slots, rows[:, 6])
     for column in range(2, len(VALUES)):

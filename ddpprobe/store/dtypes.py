@@ -29,13 +29,8 @@ _STORED: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
-def is_known(name: str) -> bool:
-    """Return whether a torch dtype (without `torch.`) can be stored."""
-    return name in _STORED
-
-
 def stored_as(name: str) -> tuple[str, Any]:
-    """Return Zarr's data type and the JSON fill value of a torch dtype."""
+    """Return Zarr's data type and the JSON fill value of a torch dtype (without `torch.`)."""
     return _STORED[name]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from ddpprobe import codec, inside, journal, layout
 from ddpprobe.codec import Frame, Tables
 from ddpprobe.records import StepRecord
+from ddpprobe.store.format import attempt_key
 from ddpprobe.store.manifest import Consumed, next_frame, read_regular
 
 # An alarm and the full record of its step are at most a few records apart; what comes later than
@@ -38,13 +39,13 @@ class Source:
     @property
     def node_group(self) -> str:
         """Group of the readings and events of its node."""
-        return f"attempt_{self.attempt:03d}/{self.node}"
+        return f"{attempt_key(self.attempt)}/{self.node}"
 
     @property
     def record_group(self) -> str:
         """Group of its records."""
         name = "merged" if self.rank is None else layout.rank_name(self.rank)
-        return f"attempt_{self.attempt:03d}/{name}"
+        return f"{attempt_key(self.attempt)}/{name}"
 
 
 def sources_of(run: layout.RunDir, attempt: int, node: str | None = None) -> list[Source]:

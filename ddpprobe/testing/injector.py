@@ -11,7 +11,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from ddpprobe.hooks.guest import take_off
 from ddpprobe.testing.fault import Fault, one_of
 from ddpprobe.topology.describe import describe
 
@@ -53,19 +53,12 @@ class Injection:
     def remove(self) -> None:
         """Take the fault back; harmless if it has fired or was removed before."""
         self._disarm()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        take_off(self._handles)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _on_optimizer_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:

@@ -198,7 +198,7 @@ class Topology:
             return
         gathered: dict[tuple[int, str], Tensor] = {}
         if self._sharded_by_units():
-            for module, name, stored in torch_private.sharded_parameters(self.root):
+            for module, name, stored in sharding.sharded_parameters(self.root):
                 gathered[id(module), name] = stored
         for fqn, module, name, parameter in self.own_parameters():
             stored = gathered.get((id(module), name), parameter)
@@ -298,7 +298,7 @@ def _wrapper(found: Topology) -> str:
         kinds.add("ddp")
     if found.flat:
         kinds.add("fsdp1")
-    for _, _, parameter in torch_private.sharded_parameters(found.root):
+    for _, _, parameter in sharding.sharded_parameters(found.root):
         replicated = is_dtensor(parameter) and parameter.placements[0].is_replicate()
         kinds.add("hsdp" if replicated else "fsdp2")
     if not kinds & {"fsdp2", "hsdp"} and any(True for _ in found.units()):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ddpprobe import torch_private
-from ddpprobe.topology.placement import REPLICATED, Layout, Region
+from ddpprobe.topology.placement import REPLICATED, Layout
 from ddpprobe.torch_private import FlatPart
 
 
@@ -53,12 +53,6 @@ class FlatUnit:
                 shard = f"{part.rank}/{part.ranks}" if part.sharded else ""
                 data = self.flat.detach()[part.local_start : part.local_start + part.numel_local]
                 yield fqn, shard, data
-
-    def regions(self) -> Iterator[tuple[str, Region]]:
-        """Yield (FQN, range of the flattened parameter) held here between the steps."""
-        for fqn, part in self.parts:
-            element = part.element if part.numel_local else 0
-            yield fqn, Region((element,), (part.numel_local,), tuple(part.shape), flat=True)
 
 
 def flat_units(model: nn.Module, names: Mapping[int, str]) -> tuple[FlatUnit, ...]:

@@ -19,7 +19,7 @@ from ddpprobe.topology.describe import Topology
 from ddpprobe.topology.flat import FlatUnit
 from ddpprobe.topology.naming import held
 from ddpprobe.topology.placement import Layout, is_dtensor, ranks_of
-from ddpprobe.torch_private import FlatPart, dictionaries
+from ddpprobe.torch_private import FlatPart, dictionaries, sharding
 
 Lies = Mapping[str, Any]  # a layout, as `packs` describes them
 WHOLE: Lies = {"kind": "replicated"}
@@ -45,14 +45,19 @@ class Part:
 
 def parameters(found: Topology, rank: int) -> Iterator[Part]:
     """Yield the parameters, as the optimizer knows them; a tied one once."""
-    for unit in found.flat:
-        for fqn, part in unit.parts:
-            mine = unit.flat.detach()[part.local_start : part.local_start + part.numel_local]
-            yield Part(fqn, mine, _range(part), part.replica == 0)
+    yield from flat_parameters(found)
     sharded = _gathered(found)
     for fqn, module, name, parameter in found.own_parameters():
         stored = sharded.get((id(module), name), parameter)
         yield _part(found, rank, fqn, stored, managed=found.managed_by_ddp(stored))
+
+
+def flat_parameters(found: Topology) -> Iterator[Part]:
+    """Yield the parameters in FSDP1's flat ones; wrong inside the call of the unit of one."""
+    for unit in found.flat:
+        for fqn, part in unit.parts:
+            mine = unit.flat.detach()[part.local_start : part.local_start + part.numel_local]
+            yield Part(fqn, mine, _range(part), part.replica == 0)
 
 
 def gradients(found: Topology, rank: int, within_group: Callable[[str], Layout]) -> Iterator[Part]:
@@ -151,7 +156,7 @@ def _range(part: FlatPart) -> Lies:
 
 def _gathered(found: Topology) -> dict[tuple[int, str], Tensor]:
     """FSDP2's own shards, by where the model may hold them gathered now."""
-    return {(id(m), name): t for m, name, t in torch_private.sharded_parameters(found.root)}
+    return {(id(m), name): t for m, name, t in sharding.sharded_parameters(found.root)}
 
 
 def _identities(found: Topology) -> Iterator[tuple[str, object]]:

@@ -1,17 +1,14 @@
-"""How a tensor lies over the ranks: its placement, who counts it, and which region is here."""
+"""How a tensor lies over the ranks: its placement, and who counts it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from ddpprobe import torch_private
-from ddpprobe.dealing import deal
-from ddpprobe.torch_private.sharding import split_factor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,22 +22,6 @@ REPLICATED: Layout = ("replicated", True)
 PARTIAL: Layout = ("partial", True)
 UNKNOWN: Layout = ("unknown", True)
 _PLAIN = (Tensor, Parameter)
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """The part of a global tensor that a local one is.
-
-    Attributes:
-        offset, shape: of the part, per dimension; one number each if `flat`.
-        global_shape: of the whole tensor.
-        flat: the part is a range of the flattened tensor (FSDP1), not a box.
-    """
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    flat: bool = False
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -82,46 +63,6 @@ def reduced_layout(tensor: DTensor) -> Layout:
     """Layout of a reduced gradient: `replicated` if every rank of its mesh holds it whole."""
     placement, primary = layout_of(tensor.device_mesh, tensor.placements)
     return REPLICATED if placement == "local" else (placement, primary)
-
-
-def region(tensor: Tensor) -> Region | None:
-    """Region of the local part of `tensor`; a plain tensor is whole. A pure function.
-
-    None where the part is no box: a partial sum, or a strided shard whose rows are not adjacent.
-    Padding is no part of it; an empty shard has a zero in its shape.
-    """
-    if not is_dtensor(tensor):
-        shape = tuple(tensor.shape)
-        return Region((0,) * len(shape), shape, shape)
-    if any(p.is_partial() for p in tensor.placements):
-        return None
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    return box(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements)
-
-
-def box(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    placements: Sequence[Placement],
-) -> Region | None:
-    """Region held at `coordinate` of a mesh by a tensor of `shape` with these `placements`.
-
-    None if it is no box.
-    """
-    rows = {d: [(0, size)] for d, size in enumerate(shape)}  # per dimension: runs [start, stop)
-    for axis, placement in enumerate(placements):
-        dim = getattr(placement, "dim", None)
-        if dim is not None:
-            dealt = mesh_shape[axis], coordinate[axis], split_factor(placement)
-            rows[dim % len(shape)] = deal(rows[dim % len(shape)], *dealt)
-    if any(len(runs) > 1 for runs in rows.values()):
-        return None
-    found = [runs[0] if runs else (shape[d], shape[d]) for d, runs in rows.items()]
-    return Region(tuple(a for a, _ in found), tuple(b - a for a, b in found), shape)
 
 
 def shard_name(tensor: DTensor) -> str | None:

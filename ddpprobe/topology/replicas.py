@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpprobe import torch_private
 from ddpprobe.torch_private import sharding
 
 TURNS = 8  # sampled steps at most until each parameter had its turn
@@ -59,4 +58,4 @@ def reduced_by_ddp(
 
 def sharded_ids(root: nn.Module) -> set[int]:
     """Ids of the parameters that FSDP2 units go back to between their forwards."""
-    return {id(p) for _, _, p in torch_private.sharded_parameters(root)}
+    return {id(p) for _, _, p in sharding.sharded_parameters(root)}

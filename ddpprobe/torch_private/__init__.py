@@ -266,28 +266,6 @@ def _starts(flat: Any) -> list[int]:  # noqa: ANN401
     return starts
 
 
-def sharded_parameters(
-    model: torch.nn.Module,
-) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-    """Yield (module, name, DTensor) of FSDP2's parameters, also while a unit holds them gathered.
-
-    A root unit keeps them gathered from its forward on until its backward.
-
-    Degradation: nothing; gathered parameters are then taken for unsharded ones.
-    """
-    for unit in model.modules():
-        if not is_a(unit, "torch.distributed.fsdp", "FSDPModule"):
-            continue
-        state: Any = getattr(unit, "_get_fsdp_state", lambda: None)()
-        one = getattr(state, "_fsdp_param_group", None)
-        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
-            for held in group.fsdp_params:
-                info = held._module_info  # noqa: SLF001
-                yield info.module, info.param_name, held.sharded_param
-                for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                    yield module, name, held.sharded_param
-
-
 def dictionaries(
     module: torch.nn.Module,
 ) -> tuple[

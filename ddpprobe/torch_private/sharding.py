@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ddpprobe.torch_private import is_a
@@ -29,17 +30,34 @@ def tensor_meshes(model: nn.Module) -> list[DeviceMesh]:
     is only sharded.
     """
     found: list[DeviceMesh] = []
-    for unit in model.modules():
-        state: Any = None
-        if is_a(unit, _FSDP, "FSDPModule"):
-            state = getattr(unit, "_get_fsdp_state", lambda: None)()
-        one = getattr(state, "_fsdp_param_group", None) if state is not None else None
-        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
-            for held in group.fsdp_params:
-                spec = getattr(held, "_unsharded_dtensor_spec", None)
-                if getattr(held, "is_dtensor", False) and spec is not None:
-                    found.append(spec.mesh)
+    for held in _held_by_fsdp2(model):
+        spec = getattr(held, "_unsharded_dtensor_spec", None)
+        if getattr(held, "is_dtensor", False) and spec is not None:
+            found.append(spec.mesh)
     return found
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield (module, name, DTensor) of FSDP2's parameters, also while a unit holds them gathered.
+
+    A root unit keeps them gathered from its forward on until its backward.
+
+    Degradation: nothing; gathered parameters are then taken for unsharded ones.
+    """
+    for held in _held_by_fsdp2(model):
+        info = held._module_info  # noqa: SLF001
+        yield info.module, info.param_name, held.sharded_param
+        for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+            yield module, name, held.sharded_param
+
+
+def _held_by_fsdp2(model: nn.Module) -> Iterator[Any]:
+    for unit in model.modules():
+        if is_a(unit, _FSDP, "FSDPModule"):
+            state: Any = getattr(unit, "_get_fsdp_state", lambda: None)()
+            one = getattr(state, "_fsdp_param_group", None)
+            for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
+                yield from group.fsdp_params
 
 
 def fsdp_wrapper(root: nn.Module) -> nn.Module | None:

@@ -40,9 +40,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
+from ddpprobe.captured.assemble import region
 from ddpprobe.testing import state_hash
+from ddpprobe.topology import placing
 from ddpprobe.topology.describe import clean, describe
-from ddpprobe.topology.placement import region
+from ddpprobe.topology.parts import flat_parameters
 
 MICROS, BLOCKS = 2, 2
 
@@ -301,27 +303,20 @@ def check_regions(wrapped: nn.Module) -> None:
     """Every shard is the region of the whole parameter that ddpprobe says it is."""
     for name, parameter in wrapped.named_parameters():
         if isinstance(parameter, DTensor):
-            here, whole = region(parameter), parameter.full_tensor()
-            assert here is not None, name
-            slices = (slice(a, a + n) for a, n in zip(here.offset, here.shape, strict=True))
-            assert torch.equal(whole[tuple(slices)], parameter.to_local()), name
-    units = describe(wrapped).flat
-    held = [
-        {fqn: unit.flat[p.local_start : p.local_start + p.numel_local].clone()
-         for fqn, p in unit.parts}
-        for unit in units
-    ]  # fmt: skip
-    if not units:
+            laid, whole = placing.of(parameter), parameter.full_tensor()
+            here = region(laid, laid.coordinate(dist.get_rank()))
+            mine = whole[torch.meshgrid(*here, indexing="ij")]
+            assert torch.equal(mine, parameter.to_local()), name
+    held = [(p.fqn, p.tensor.clone(), p.lies) for p in flat_parameters(describe(wrapped))]
+    if not held:
         return
     with FullyShardedDataParallel.summon_full_params(wrapped):
         whole = {clean(n): p.detach().clone() for n, p in wrapped.named_parameters()}
     covered: Counter[str] = Counter()
-    for unit, parts in zip(units, held, strict=True):
-        for fqn, here in unit.regions():
-            first, size = here.offset[0], here.shape[0]
-            assert here.global_shape == whole[fqn].shape
-            assert torch.equal(whole[fqn].flatten()[first : first + size], parts[fqn]), fqn
-            covered[fqn] += size
+    for fqn, part, lies in held:
+        assert lies["shape"] == list(whole[fqn].shape)
+        assert torch.equal(whole[fqn].flatten()[lies["start"] : lies["stop"]], part), fqn
+        covered[fqn] += part.numel()
     assert set(covered) == set(whole)
 
 

@@ -1,7 +1,8 @@
 """The long table as CSV: UTF-8, a header, a line feed after each row; an absent cell is empty.
 
 Floats are written so that they read back exactly, as `nan` and `inf` too. Names are escaped as in
-the store, and besides what a spreadsheet would take for a formula or a new row.
+the store, and besides what a spreadsheet would take for a formula or a new row, or a terminal for
+a command.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from ddpprobe.replay.export.table import TYPES, Block, Cells
 
-_FORMULA = re.compile("^[=+@-]|[\x01-\x1f]")
+_UNSAFE = re.compile("^[=+@-]|[\x01-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def write_csv(blocks: Iterable[Block], out: TextIO) -> int:
@@ -53,4 +54,4 @@ def _column(cells: Cells, type_: str) -> list[Any]:
 
 def _safe(text: str) -> str:
     r"""Escape what is no part of a name as the store does, `\uXXXX`."""
-    return _FORMULA.sub(lambda m: f"\\u{ord(m[0]):04x}", text)
+    return _UNSAFE.sub(lambda m: f"\\u{ord(m[0]):04x}", text)

@@ -13,7 +13,6 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from statistics import median
-from types import TracebackType
 from typing import IO, BinaryIO, Self
 
 from ddpprobe.labels import label_value
@@ -124,12 +123,7 @@ class OpenMetrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for family in self._families.values():
             family.close()
 

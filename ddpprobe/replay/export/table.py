@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records import COUNTS, STATS, Site, StepRecord, derive
+from ddpprobe.records import COUNTS, NONFINITE, NUMEL, OBSERVED, STATS, Site, StepRecord, derive
 from ddpprobe.remembered import Remembered
 from ddpprobe.replay.export.part import Part
 from ddpprobe.replay.overlay import Overlay
@@ -32,8 +32,6 @@ TYPES = {
     **{stat: "int" if stat in INTEGERS else "float" for stat in STATS},
 }  # fmt: skip
 _ALWAYS = ("tapped", "observed")
-_NUMEL, _OBSERVED = COUNTS.index("numel"), COUNTS.index("observed")
-_NONFINITE = slice(COUNTS.index("nan"), COUNTS.index("neg_inf") + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +130,8 @@ def _statistics(records: Sequence[StepRecord], is_site: NDArray[np.bool_]) -> Bl
     counts[is_site] = np.concatenate([r.counts for r in records])
     values = np.zeros((len(is_site), 4))
     values[is_site] = np.concatenate([r.values for r in records])
-    nonfinite, numel = counts[:, _NONFINITE].sum(axis=1), counts[:, _NUMEL]
-    seen = is_site & (counts[:, _OBSERVED] > 0)
+    nonfinite, numel = counts[:, NONFINITE].sum(axis=1), counts[:, NUMEL]
+    seen = is_site & (counts[:, OBSERVED] > 0)
     out: Block = {}
     for stat in STATS:
         if stat in COUNTS:
