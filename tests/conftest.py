@@ -37,6 +37,13 @@ def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
     time is up, every rank prints its Python stacks, all of them are killed, and the test fails
     with that output. Daemons that any run directory below `tmp_path` names are ended afterwards.
     """
+    with torchrun_in(tmp_path) as run:
+        yield run
+
+
+@contextlib.contextmanager
+def torchrun_in(directory: Path) -> Iterator[Torchrun]:
+    """Do the same in another directory than a test's own, for what several tests look at."""
 
     def run(
         args: str | Path | Sequence[str | Path],
@@ -45,16 +52,18 @@ def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
         timeout: float = 120.0,
     ) -> subprocess.CompletedProcess[str]:
         if isinstance(args, str) and "\n" in args:
-            script = tmp_path / "script.py"
+            script = directory / "script.py"
             script.write_text(args)
             args = script
         given = [args] if isinstance(args, str | Path) else list(args)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command = [*launcher, "--nproc-per-node", str(nproc), *map(str, given)]
-        return _run(command, tmp_path, env or {}, timeout)
+        return _run(command, directory, env or {}, timeout)
 
-    yield run
-    end_daemons(tmp_path)
+    try:
+        yield run
+    finally:
+        end_daemons(directory)
 
 
 def _run(
@@ -138,7 +147,7 @@ def records_of() -> Callable[..., list[StepRecord]]:
         frames = [f for f in tail.poll() if f.type == codec.RECORD]
         records = [codec.decode_record(f.payload, tail.tables) for f in frames]
         tail.close()
-        assert tail.damage.files == {}
+        assert tail.damage == {}
         return records
 
     return read

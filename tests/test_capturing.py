@@ -20,6 +20,7 @@ from ddpprobe import codec
 from ddpprobe.hooks import desk, keeping
 from ddpprobe.journal import JournalTail
 from ddpprobe.layout import RunDir
+from ddpprobe.orders import Order
 from ddpprobe.packs import Pack
 from ddpprobe.rendezvous import InstallError
 from ddpprobe.testing import state_hash
@@ -272,7 +273,8 @@ def test_every_dtype_keeps_its_bits(name, tmp_path) -> None:
 def test_orders_capture_steps_that_are_not_sampled_and_end(tmp_path) -> None:
     model = build()
     with install(model, tmp_path, every=100) as probe:
-        probe._recorder.capturing.capture(0, 2, 4, ("part", "no.such.module"), "trigger: why not")
+        order = Order(0, "capture", 2, 4, ("part", "no.such.module"), "trigger: why not")
+        probe._recorder.capturing.capture(order)
         train(model, 6)
         assert hooks_on(model) == 0
     assert steps_of(tmp_path) == [2, 3]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpprobe import codec, packs
-from ddpprobe.layout import RunDir
+from ddpprobe.layout import DirectoryLock, RunDir, make_dir
 from ddpprobe.replay.run import open_run
 from ddpprobe.replay.tensors import TensorError
 from ddpprobe.replay.verify import verify
-from ddpprobe.store import capture_commit, capture_fold, dtypes, manifest
+from ddpprobe.store import capture_commit, capture_event, capture_fold, dtypes, manifest
 from ddpprobe.store.capture_fold import CaptureFold
 from ddpprobe.store.captures import StoredEvent
 from ddpprobe.store.root import Root
@@ -161,13 +162,43 @@ def test_every_chunk_has_one_writer_and_each_node_writes_its_own_ranks(run):
     # What node 0 will write of the replicas is not there yet, so nobody's pack may go.
     assert left == [f"rank_0000{r}" for r in range(4)]
     assert same(open_run(run.path).tensor(SITE, 7)[...], whole)
-    fold(run, "node_0000", "node_0001")
+    fold(run, "node_0000")  # the last to write deletes the packs of both
     assert not list((run.path / "captures").rglob("*.pack"))
     written = [set(m.state.files) for m in StoredEvent(run, 0, 7).manifests[1:]]
     assert [len(w) for w in written] == [3, 2]
     assert not set.intersection(*written)
     assert same(open_run(run.path).tensor(SITE, 7)[...], whole)
     assert verify(open_run(run.path)).ok
+
+
+def test_nodes_that_seal_at_once_leave_no_pack_behind(run):
+    whole = made.whole([10, 4], "float32")
+    copies = {r: (whole, {"kind": "replicated"}) for r in range(4)}
+    for step in (7, 9):
+        named = [(made.KEY, made.sharded(whole, [4], [0])), (OUT, copies)]
+        made.write(run, named, per_node=2, step=step)
+    lock = DirectoryLock(make_dir(run.path / "manifest") / "captures.lock")
+    with lock.held(0.0):  # a third daemon, whose disk is slow
+        nodes = [_sealing(run, f"node_{n:04d}") for n in range(2)]
+        time.sleep(0.5)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in nodes] == [0, 0]
+    assert not list((run.path / "captures").rglob("*.pack"))
+    opened = open_run(run.path)
+    assert all(same(opened.tensor(SITE, step)[...], whole) for step in (7, 9))
+    assert verify(opened).ok
+
+
+def _sealing(run: RunDir, node: str) -> int:
+    """Seal in a child, as a node's daemon does; return its pid."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            StoreWriter(run, node, durable=False).seal()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
 
 
 def test_what_nodes_without_a_common_directory_hold_is_there_and_the_rest_is_said(run):
@@ -191,6 +222,46 @@ def test_what_nodes_without_a_common_directory_hold_is_there_and_the_rest_is_sai
     assert any("nothing came from the ranks [0, 1]" in note for note in report.notes)
     stock = zarr.open_array(run.store, path=f"{GROUP}/t00001/value", mode="r")
     assert np.isnan(stock[:4]).all()
+
+
+@pytest.mark.parametrize(
+    ("reason", "missed"), [("nonfinite", False), ("capture", True), ("trigger: odd", True)]
+)
+def test_ranks_that_kept_nothing_are_missed_only_if_they_were_to(run, reason, missed):
+    named = [(OUT, {2: (made.whole([4, 4], "float32"), {"kind": "local"})})]
+    made.write(run, named, world=4, only=lambda rank: rank == 2, reason=reason)
+    fold(run)
+    opened = open_run(run.path)
+    (captured,) = opened.captures()
+    assert (captured.ranks, captured.complete) == ((2,), not missed)
+    report = verify(opened)
+    assert report.ok
+    said = [f"run.zarr/{GROUP}: nothing came from the ranks [0, 1, 3]"]
+    assert report.notes == (said if missed else [])
+
+
+def test_of_very_many_silent_ranks_the_first_are_named(run):
+    named = [(OUT, {0: (made.whole([4, 4], "float32"), {"kind": "local"})})]
+    made.write(run, named, world=1 << 19, only=lambda rank: rank == 0)
+    fold(run)
+    (note,) = verify(open_run(run.path)).notes
+    assert note.endswith(f"31, 32] and {(1 << 19) - 33} more")
+
+
+def test_an_event_of_too_many_parts_on_too_many_ranks_keeps_its_parts(run, monkeypatch):
+    monkeypatch.setattr(capture_event, "MAX_LOOKS", 2 * (4 * 4 + 4 * 1024))
+    whole = made.whole([8, 4], "float32")
+    keys = [(*made.KEY[:1], f"w{i}", *made.KEY[2:]) for i in range(3)]
+    made.write(run, [(key, made.sharded(whole, [4], [0])) for key in keys])
+    for name in ("packs", "store"):
+        opened = open_run(run.path)
+        assert same(opened.tensor("w1:param", 7)[...], whole), name
+        last = opened.tensor("w2:param", 7)
+        assert last.why == "the event has too many parts on too many ranks"
+        assert same(last.rank(3), whole[6:])
+        if name == "packs":
+            fold(run)
+    assert verify(opened).ok
 
 
 def test_zeros_are_stored_and_read_only_where_they_are_wanted(run, monkeypatch):
@@ -286,7 +357,10 @@ def test_a_fold_waits_for_the_other_ranks_and_keeps_what_comes_too_late(run, mon
         assert same(open_run(run.path).tensor(site, 7)[...], whole)
     (captured,) = open_run(run.path).captures()
     assert captured.complete
-    assert verify(open_run(run.path)).ok
+    report = verify(open_run(run.path))
+    assert report.ok
+    says = "the packs of ranks [1] are not in the store, they are read as they are"
+    assert report.notes == [f"run.zarr/{GROUP}: {says}"]
 
 
 def test_a_fold_killed_at_any_write_is_repeated_to_the_same_bytes(run, tmp_path):
@@ -449,5 +523,4 @@ def test_reading_captures_loads_neither_torch_nor_zarr(run):
 
 
 def test_every_dtype_of_a_pack_can_be_stored():
-    assert all(dtypes.is_known(name) for name in packs.ITEM_SIZES)
     assert all(dtypes.item_bytes(name) == size for name, size in packs.ITEM_SIZES.items())

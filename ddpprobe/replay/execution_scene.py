@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ddpprobe.packs import ITEM_SIZES
 from ddpprobe.replay.run import RunError
-from ddpprobe.replay.tensors import Capsule, CapturedTensor
+from ddpprobe.replay.tensors import Capsule, CapturedTensor, TensorError
 
 Tensors = Mapping[str, Tensor]
+_SHOWN = 4
 AUTOCAST = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -60,16 +61,16 @@ def scene_of(capsule: Capsule) -> Scene:
     """Return what was recorded of a call, with whole parameters.
 
     Raises:
-        RunError: the capsule does not say how the module was called.
-        TensorError: a part of a parameter is missing.
+        RunError: the capsule does not say how the module was called, or some ranks kept no part of
+            a parameter.
+        TensorError: a part of a parameter is lost.
         StoreError, PackError: something is damaged.
     """
     calls = _calls(capsule)
     at = (capsule.micro, capsule.call)
     told = next((c for c in calls if (c.get("micro"), c.get("call")) == at), None)
     if told is None or told.get("args") is None:
-        hint = "" if capsule.module else "; of the whole model they are not kept: name a part of it"
-        raise RunError(f"the arguments of {capsule.module or 'the model'} were not kept{hint}")
+        raise RunError(f"the arguments of {capsule.module or 'the model'} were not kept")
     autocast = told.get("autocast")
     autocast = autocast if isinstance(autocast, dict) else {}
     if not all(isinstance(v, str) and v in AUTOCAST for v in autocast.values()):
@@ -111,12 +112,44 @@ def _state(capsule: Capsule, kind: str) -> dict[str, Tensor]:
     """
     places = capsule.about.get("state")
     prefix = f"{capsule.module}." if capsule.module else ""
-    found = {}
-    for place, kept in places.items() if isinstance(places, dict) else ():
-        part = capsule.tensors.get((kind, str(kept), ""))
-        if part is not None:
-            found[prefix + place] = _whole(part)
+    parts = {
+        prefix + place: part
+        for place, kept in (places.items() if isinstance(places, dict) else ())
+        if (part := capsule.tensors.get((kind, str(kept), "")))
+    }
+    found, partial = {}, {}
+    for name, part in parts.items():
+        try:
+            found[name] = _whole(part)
+        except TensorError:
+            if _is_lost(part):
+                raise
+            partial[name] = part.whole.ranks
+    if partial:
+        raise RunError(_says_partial(capsule, partial))
     return found
+
+
+def _says_partial(capsule: Capsule, partial: Mapping[str, list[int]]) -> str:
+    """Say why what the ranks kept of parameters makes no whole, and what to do about it."""
+    names, ranks = [*partial][:_SHOWN], sorted({r for some in partial.values() for r in some})
+    more = f" and {len(partial) - _SHOWN} more" if len(partial) > _SHOWN else ""
+    module = capsule.module or "''"
+    return (
+        f"of {capsule.header.get('world_size')} ranks only {ranks} kept shards of "
+        f"{', '.join(names)}{more} at this step: FSDP units inside of "
+        f"{capsule.module or 'the model'} hold these, whole during their own calls only. Let all "
+        f"ranks keep their shards: install(..., capture={capsule.module!r}), or, while the run "
+        f"lives, ddpprobe trigger RUN --module {module}"
+    )
+
+
+def _is_lost(part: CapturedTensor) -> bool:
+    """Whether a piece that a rank delivered is not there any more."""
+    whole = part.whole
+    return any(
+        r.ranks and not r.delivered and set(r.ranks) <= set(whole.ranks) for r in whole.regions
+    )
 
 
 def _cast_by_fsdp(capsule: Capsule, inputs: Tensors) -> torch.dtype | None:
@@ -149,9 +182,11 @@ def _whole(part: CapturedTensor) -> Tensor:
     What lies as a DTensor or in a flat parameter was one tensor to the model, whose parts worked
     together; a part of a batch is a rank's own business.
     """
-    whole = part.whole
-    spread = part.layout.get("kind") in ("dtensor", "flat") and whole.shape != part.shape
-    return tensor_of(whole[...] if spread else part.read(), part.dtype)
+    return tensor_of(part.whole[...] if _is_spread(part) else part.read(), part.dtype)
+
+
+def _is_spread(part: CapturedTensor) -> bool:
+    return part.layout.get("kind") in ("dtensor", "flat") and part.whole.shape != part.shape
 
 
 def tensor_of(array: NDArray[Any], dtype: str) -> Tensor:

@@ -97,11 +97,12 @@ def captures_document(attempt: int, expired: list[int]) -> Document:
 
 @contextlib.contextmanager
 def turn(run: layout.RunDir) -> Iterator[None]:
-    """Hold the lock under which events are planned and expire, whichever node does it."""
+    """Hold the lock under which events are planned and expire, whichever node does it.
+
+    Raises:
+        TimeoutError: another node's daemon held it for too long.
+    """
     lock = layout.DirectoryLock(layout.make_dir(run.path / "manifest") / "captures.lock")
-    if not lock.acquire():
-        raise BlockingIOError(f"{lock.path} is held by another node's daemon")
-    try:
+    # Nodes end together: who did not wait here would leave its packs to the run's next start.
+    with lock.held(layout.LOCK_SECONDS):
         yield
-    finally:
-        lock.release()

@@ -3,8 +3,9 @@
 An event is planned once, under a lock, by the first daemon that sees the packs of all ranks, or
 whose patience is over: what the arrays are is a function of all packs, and one commit says it. Then
 each node writes the chunks of its own ranks, and its own manifest line says that they are there.
-A pack is deleted when everything in it is in the store, written by this node or, for replicas, by
-another one. Killed anywhere, the same is done again, to the same bytes.
+A pack is deleted when everything in it is in the store, by whichever node sees it first: replicas
+are written by one node, perhaps after the others have ended. Killed anywhere, the same is done
+again, to the same bytes.
 
 Nodes that share no directory each see their own packs only: each plans for itself, and what the
 others hold is missing there, which a reader is told.
@@ -96,8 +97,11 @@ class CaptureFold:
             raise StoreError("; ".join(str(x) for x in stored.lost))
         packs, lost = open_packs(self._run, attempt, step, mine.items())
         written = self._write(stored.event, packs)
+        # Of all nodes: the last one to write deletes what the others had to leave.
+        there = packs_of(self._run, attempt).get(step, {})
+        packs, _ = open_packs(self._run, attempt, step, there.items())
         covered = self._covered(StoredEvent(self._run, attempt, step), packs)
-        _delete(pack.path for rank, pack in packs.items() if rank in covered)
+        _delete(packs[rank].path for rank in covered)
         left = {p for rank, p in mine.items() if rank not in covered}
         if left and (final or not self._may_come(mine)):
             # Damaged, or too late for the plan: readers take what they can from the packs.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,8 +17,6 @@ from ddpprobe import layout
 from ddpprobe.store import format as fmt
 from ddpprobe.store.commit import Files, encode
 from ddpprobe.store.manifest import GROUP_JSON, State, read_regular
-
-LOCK_SECONDS = 10.0
 
 
 class Root:
@@ -99,16 +96,8 @@ class Root:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Files]:
         lock = layout.DirectoryLock(layout.make_dir(self._run.path / "manifest") / "root.lock")
-        deadline = time.monotonic() + LOCK_SECONDS
-        while not lock.acquire():
-            if time.monotonic() > deadline:
-                msg = f"{lock.path} was held by another node's daemon for {LOCK_SECONDS:.0f} s"
-                raise TimeoutError(msg)
-            time.sleep(0.02)
-        try:
+        with lock.held(layout.LOCK_SECONDS):
             yield Files(self._run, "", durable=self._durable)
-        finally:
-            lock.release()
 
     def _stat(self) -> tuple[int, ...]:
         try:

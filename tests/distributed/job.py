@@ -1,6 +1,8 @@
 """A small training job for real ranks; the tests import its model and data for their reference.
 
 torchrun ... job.py --wrap ddp --out RUN [--bad phase:step:micro:rank:module] [--hash FILE] ...
+
+`--then` between two sets of options trains with one behind the other, in one launch.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import argparse
 import contextlib
 import json
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -61,7 +64,7 @@ def batch(step: int, micro: int, rank: int, *, even: bool = False) -> torch.Tens
     return torch.randint(0, 11, (3 if even else 3 + rank, 5), generator=g)
 
 
-def main() -> None:
+def arguments_of(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--wrap", default="ddp")
     parser.add_argument("--out")
@@ -77,10 +80,25 @@ def main() -> None:
     parser.add_argument("--sleep", type=float, default=0.0)
     parser.add_argument("--hash")
     parser.add_argument("--steps-file")
-    args = parser.parse_args()
+    return parser.parse_args(words)
 
+
+def main() -> None:
+    runs: list[list[str]] = [[]]
+    for word in sys.argv[1:]:
+        if word == "--then":
+            runs.append([])
+        else:
+            runs[-1].append(word)
+    every_run = [arguments_of(words) for words in runs]
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    for args in every_run:
+        train(args, dist.get_rank())
+    dist.destroy_process_group()
+    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right behind a DDP run
+
+
+def train(args: argparse.Namespace, rank: int) -> None:
     model = build(args.dropout)
     fault = inject(model, args.inject) if args.inject and args.before else None
     options = {"run_dir": args.out, "every": args.every, "daemon": args.daemon,
@@ -129,8 +147,6 @@ def main() -> None:
         fault.remove()
     if probe is not None:
         probe.close()
-    dist.destroy_process_group()
-    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right behind a DDP run
 
 
 if __name__ == "__main__":

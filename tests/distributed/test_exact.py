@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddpprobe.merge import merge_all
-from ddpprobe.records import derive
+from ddpprobe.records import StepRecord, derive
 
 from .reference import Reference
 
@@ -25,21 +25,29 @@ MICROS = 2
 
 
 @pytest.mark.parametrize(
-    ("wrap", "nproc"), [("none", 1), ("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("fsdp2", 3)]
+    ("wraps", "nproc"), [(["none"], 1), (["ddp", "fsdp2"], 2), (["ddp", "fsdp2"], 3)]
 )
 def test_merged_statistics_equal_the_unsharded_reference(
-    wrap: str, nproc: int, torchrun, tmp_path: Path, records_of
+    wraps: list[str], nproc: int, torchrun, tmp_path: Path, records_of
 ) -> None:
-    run = tmp_path / "r"
-    done = torchrun(
-        [JOB, "--wrap", wrap, "--out", run, "--steps", "1", "--dropout", "0"], nproc=nproc
-    )
+    words = [["--wrap", w, "--out", tmp_path / w, "--steps", 1, "--dropout", 0] for w in wraps]
+    done = torchrun([JOB, *in_a_row(words)], nproc=nproc)
     assert done.returncode == 0, done.stderr
-    merged = merge_all([records_of(run, rank)[0] for rank in range(nproc)])
     reference = Reference(
         lambda: job.build(dropout=0.0), lambda micro, rank: job.batch(0, micro, rank),
         range(nproc), MICROS,
     )  # fmt: skip
+    for wrap in wraps:
+        records = [records_of(tmp_path / wrap, rank)[0] for rank in range(nproc)]
+        assert_equal(merge_all(records), reference)
+
+
+def in_a_row(runs: list[list[object]]) -> list[object]:
+    """Join the options of several runs of the job, for one launch."""
+    return [word for words in runs for word in ("--then", *words)][1:]
+
+
+def assert_equal(merged: StepRecord, reference: Reference) -> None:
     kinds, unobserved = set(), set()
     for i, site in enumerate(merged.sites):
         if merged.counts[i][6] == 0:
@@ -84,14 +92,16 @@ def test_fifty_steps_are_bit_identical_with_and_without_the_probe(
         "installed before, full hooks": ["--out", tmp_path / "b", "--every", "3", "--before",
                                          "--backward", "full"],
     }  # fmt: skip
-    hashes = {}
-    for name, arguments in variants.items():
-        file = tmp_path / "hash"
-        done = torchrun(
-            [JOB, "--wrap", wrap, "--steps", "50", "--hash", file, *arguments], nproc=nproc
-        )
-        assert done.returncode == 0, done.stderr
-        hashes[name] = [json.loads(Path(f"{file}.{r}").read_text()) for r in range(nproc)]
+    runs = [
+        ["--wrap", wrap, "--steps", 50, "--hash", tmp_path / f"{name}.hash", *arguments]
+        for name, arguments in variants.items()
+    ]
+    done = torchrun([JOB, *in_a_row(runs)], nproc=nproc, timeout=300)
+    assert done.returncode == 0, done.stderr
+    hashes = {
+        name: [json.loads((tmp_path / f"{name}.hash.{r}").read_text()) for r in range(nproc)]
+        for name in variants
+    }
     assert hashes["every step"] == hashes["bare"]
     assert hashes["installed before, full hooks"] == hashes["bare"]
 

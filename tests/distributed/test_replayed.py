@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,28 +15,53 @@ from ddpprobe.cli import main
 from ddpprobe.layout import RunDir
 from ddpprobe.replay.rejudged import rejudge
 from ddpprobe.replay.summary import has_daemon
-from tests.conftest import ROOT, Torchrun
+from tests.conftest import ROOT, torchrun_in
 from tests.distributed import replayed_job
-from tests.distributed.replayed_job import FLIP_RANK, FLIP_STEP, LOG_RANK, LOG_STEP, Mlp
+from tests.distributed.replayed_job import (
+    FLIP_RANK,
+    FLIP_STEP,
+    HEAD_RANK,
+    HEAD_STEP,
+    LOG_RANK,
+    LOG_STEP,
+    LOSS_RANK,
+    LOSS_STEP,
+    Mlp,
+)
 
 JOB = Path(replayed_job.__file__)
 BUILD = ("--build", "tests.distributed.replayed_job:build")
 
 
-def test_what_was_captured_tells_a_fault_of_the_software_from_a_flipped_bit(
-    torchrun: Torchrun, tmp_path: Path, poll, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    path = tmp_path / "run"
-    done = torchrun([JOB, path, "--wrap", "fsdp2"], env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr
-    poll(lambda: not has_daemon(RunDir(path)), 60)
-    assert list(path.rglob("*.pack")) == []  # all of it is in the store
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of all runs of the job."""
+    path = tmp_path_factory.mktemp("replayed")
+    with torchrun_in(path) as torchrun:
+        done = torchrun([JOB, path], env={"PYTHONPATH": str(ROOT), "DDPPROBE_LINGER": "0"})
+        assert done.returncode == 0, done.stderr
+        yield path
+
+
+@pytest.fixture
+def replay_of(runs: Path, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
+    """Type `ddpprobe replay` of a run: exit code, output, errors."""
     monkeypatch.chdir(ROOT)
 
-    def replay(*words: object) -> tuple[int, str, str]:
-        code = main(["replay", str(path), *map(str, words)])
+    def replay(name: str, *words: object) -> tuple[int, str, str]:
+        code = main(["replay", str(runs / name), *map(str, words)])
         return (code, *capsys.readouterr())
+
+    return replay
+
+
+def test_what_was_captured_tells_a_fault_of_the_software_from_a_flipped_bit(
+    runs: Path, replay_of, poll
+) -> None:
+    path = runs / "captured"
+    poll(lambda: not has_daemon(RunDir(path)), 60)
+    assert list(path.rglob("*.pack")) == []  # all of it is in the store
+    replay = partial(replay_of, "captured")
 
     # A log of negative numbers: repeats, and is named with its line.
     code, out, err = replay("--step", LOG_STEP, "--module", "mlp", *BUILD, "--json")
@@ -94,3 +121,36 @@ def test_what_was_captured_tells_a_fault_of_the_software_from_a_flipped_bit(
     chunk.write_bytes(chunk.read_bytes()[:-9] + b"\0" * 9)
     damaged = [replay("--step", LOG_STEP, "--module", "mlp", "--rank", r, *BUILD) for r in (0, 1)]
     assert 3 in {code for code, _, _ in damaged}
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1", "fsdp1-orig"])
+def test_the_rank_where_a_nan_began_keeps_the_whole_module_though_it_is_sharded(
+    name: str, replay_of
+) -> None:
+    words = ("--step", HEAD_STEP, "--module", "head", *BUILD, "--json")
+    code, out, err = replay_of(name, *words)
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert (told["rank"], told["verdict"], told["float64"]) == (HEAD_RANK, "repeats", "bad maths")
+    assert told["first_bad_op"]["line"]["text"].startswith("return torch.log(self.out(x)")
+    assert [c["bitwise"] for c in told["compared"]] == [True]
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1", "fsdp1-orig"])
+def test_of_a_model_around_sharded_units_it_is_said_whose_parts_are_missing(
+    name: str, replay_of
+) -> None:
+    code, out, err = replay_of(name, "--step", LOSS_STEP, "--module", "", *BUILD)
+    assert (code, out) == (2, "")
+    assert f"of 2 ranks only [{LOSS_RANK}] kept shards of " in err
+    assert "mlp.down.weight" in err
+    assert "install(..., capture='')" in err
+
+
+def test_a_model_that_computes_its_loss_is_executed_whole_if_all_ranks_keep_it(replay_of) -> None:
+    code, out, err = replay_of("whole", "--step", LOSS_STEP, "--module", "", *BUILD, "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert (told["rank"], told["module"], told["verdict"]) == (LOSS_RANK, "", "repeats")
+    assert told["first_bad_op"]["line"]["text"] == "return torch.log(y.square().mean() + loss)"
+    assert [c["bitwise"] for c in told["compared"]] == [True]
