@@ -148,6 +148,28 @@ def test_an_index_larger_than_the_bound_is_neither_read_nor_written(tmp_path, mo
     assert not (tmp_path / "two.pack").exists()
 
 
+def test_a_tensor_is_read_and_checked_piece_by_piece(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(packs, "_READ_BYTES", 48)
+    path = tmp_path / "one.pack"
+    whole = write_one(path)
+    assert [raw for _, raw in read_all(path)] == [bytes(range(n)) for n in (100, 0, 64)]
+    pack = Pack.open(path)
+    for i in range(3):
+        pack.check(i)
+    path.write_bytes(whole[:99] + b"\xff" + whole[100:])  # in the last piece of the first
+    for look in (pack.check, pack.raw):
+        with pytest.raises(PackError, match="checksum differs"):
+            look(0)
+    pack.check(2)
+
+
+def test_a_tensor_that_no_memory_holds_is_refused(tmp_path) -> None:
+    size = 1 << 60
+    claim, _ = tensor("t", np.empty(0, np.uint8), shape=(size,), bytes=size)
+    with pytest.raises(PackError, match=f"{size} bytes do not fit"):
+        Pack(tmp_path / "one.pack", HEADER, (claim,), size + 100).raw(0)
+
+
 def test_what_is_no_file_is_refused(tmp_path) -> None:
     write_one(tmp_path / "one.pack")
     (tmp_path / "link").symlink_to(tmp_path / "one.pack")

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from ddpprobe.commands.output import complain, plain, report_lost, say, say_json, size
+from ddpprobe.commands.output import Shown, complain, plain, report_lost, say, say_json, size
 from ddpprobe.commands.progress import progress
-from ddpprobe.commands.trace import step_range
+from ddpprobe.commands.trace import check_rank, step_range
 
 if TYPE_CHECKING:
     from ddpprobe.replay.export.job import Job
@@ -150,7 +150,7 @@ def _opened(target: Path | None) -> Iterator[BinaryIO]:
     import tempfile  # noqa: PLC0415
 
     if target is None:
-        yield sys.stdout.buffer
+        yield cast("BinaryIO", Shown(sys.stdout)) if sys.stdout.isatty() else sys.stdout.buffer
         return
     if target.exists() and not target.is_file():
         with target.open("wb") as out:
@@ -197,10 +197,7 @@ def _part(run_: Run, args: argparse.Namespace) -> Part:
     if args.attempt is not None and args.attempt not in attempts:
         known = ", ".join(map(str, attempts)) or "none"
         raise RunError(f"no attempt {args.attempt} in this run; it has {known}")
-    ranks = sorted({rank for number in attempts for rank in run_.ranks(number)})
-    if args.rank not in (None, EVERY_RANK, *ranks):
-        known = ", ".join(map(str, ranks)) or "none"
-        raise RunError(f"no rank {args.rank} in this run; it has {known}")
+    check_rank(run_, None if args.rank == EVERY_RANK else args.rank)
     return Part(args.rank, args.steps, args.attempt)
 
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from ddpprobe.commands.output import UNOBSERVED, plain, report_lost, say, say_json, size, table
 
+MOST_ORDERS = 20  # lines of an attempt
+OWN = {"install": "install(capture=...)", "first bad module": "the first bad module"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -43,6 +46,7 @@ def lines(info: dict[str, Any]) -> Iterator[str]:
             yield from _unseen(attempt["ranks"])
         if attempt["silent_ranks"]:
             yield f"ranks without a record: {', '.join(map(str, attempt['silent_ranks']))}"
+        yield from _orders(attempt["orders"], info["world_size"])
 
 
 def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -125,6 +129,30 @@ def _unseen(ranks: list[dict[str, Any]]) -> Iterator[str]:
             groups.setdefault(plain(text), []).append(str(rank["rank"]))
     for text, who in groups.items():
         yield f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {text}"
+
+
+def _orders(orders: list[dict[str, Any]], world: object) -> Iterator[str]:
+    """List what was kept in full, or done, on whose word and by how many ranks."""
+    if not orders:
+        return
+    rows = [("", "steps", "ranks", "kept", "modules", "why")]
+    for order in orders[:MOST_ORDERS]:
+        one = order["first"] == order["last"]
+        steps = str(order["first"]) if one else f"{order['first']} to {order['last']}"
+        kept, ranks = UNOBSERVED, order["heard"]
+        if order["action"] == "capture":
+            kept, ranks = (
+                f"{size(order['bytes'])} at {_count(order['steps'], 'step')}",
+                order["ranks"],
+            )
+        late = f", {len(order['late'])} heard too late" if order["late"] else ""
+        modules = "all" if order["modules"] == 0 else _known(order["modules"])
+        why = OWN.get(order["by"]) or f"{order['by']}: {order['reason']}"
+        whose = f"{len(ranks)} of {_known(world)}{late}"
+        rows.append((order["action"], steps, whose, kept, modules, why))
+    yield from ("", *table(rows))
+    if len(orders) > MOST_ORDERS:
+        yield f"{len(orders) - MOST_ORDERS} more: --json lists them"
 
 
 def _count(n: object, what: str) -> str:

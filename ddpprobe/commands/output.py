@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import math
 import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 UNOBSERVED = "-"  # there is no value; never printed as 0
 
@@ -37,6 +39,27 @@ def complain(text: str) -> None:
 def say_json(value: Mapping[str, Any]) -> None:
     """Print one strict JSON object: NaN and infinities, which JSON has not, become null."""
     say(json.dumps(_strict(value), indent=2))
+
+
+class Shown(io.RawIOBase):
+    """UTF-8 text on its way to a terminal, in `plain` lines.
+
+    Args:
+        stream: where they go.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def writable(self) -> bool:
+        """Say that it takes bytes."""
+        return True
+
+    def write(self, data: Any) -> int:  # noqa: ANN401  (any buffer)
+        """Show a piece of the text, which may end within a character."""
+        self._stream.write("\n".join(map(plain, self._decode(bytes(data)).split("\n"))))
+        return len(data)
 
 
 def report_lost(lost: Iterable[object]) -> int:

@@ -142,7 +142,7 @@ class CapturedStep:
             ranks=tuple(event.headers),
             modules=tuple(sorted({str(m) for h in headers for m in h["modules"]})),
             reason=", ".join(filter(None, reasons)),
-            complete=not (event.silent or dropped or self.lost),
+            complete=not (event.missed or dropped or self.lost),
             dropped=dropped,
             bytes=self.size,
             sites=tuple(dict.fromkeys(site_of(e.key) for e in event.entries)),

@@ -41,7 +41,8 @@ class Captured:
         ranks: whose packs there are.
         modules: what was captured, by FQN.
         reason: why: `capture` (the user asked for it), `trigger: ...`, `nonfinite`, ...
-        complete: every rank of the job delivered, and nothing was dropped for lack of memory.
+        complete: every rank delivered that was to (of a `nonfinite` one those that met it), and
+            nothing was dropped for lack of memory.
         dropped: bytes that the ranks did not keep, for that reason.
         bytes: of the tensors, as they lie on the disk.
         sites: what `Run.tensor` takes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ddpprobe import layout
@@ -18,6 +18,7 @@ from ddpprobe.store.manifest import Lost, Manifest, StoreError, manifest_path
 if TYPE_CHECKING:
     from ddpprobe.replay.verify import Report
 
+MOST_RANKS = 32  # named in a note
 LOOKS = 5  # a daemon folds, or retention takes away, while we look
 
 
@@ -59,16 +60,31 @@ def check_captures(
         stored = StoredEvent(run, attempt, step)
         report.files += sum(len(m.state.files) for m in stored.manifests)
         _note_torn(stored.manifests, report)
-        if stored.event is not None and stored.event.silent:
-            text = f"nothing came from the ranks {stored.event.silent}"
-            report.notes.append(f"run.zarr/{group_key(attempt, step)}: {text}")
+        _note_ranks(stored, packs_of(run, attempt).get(step, {}), report)
         advance(1)
+
+
+def _note_ranks(stored: StoredEvent, packs: Iterable[int], report: Report) -> None:
+    """Note which ranks delivered nothing, and whose packs are files beside the store."""
+    known = stored.event.headers if stored.event is not None else {}
+    beside = sorted({*packs} - known.keys())
+    silent = sorted({*stored.event.missed} - {*beside}) if stored.event is not None else []
+    if silent:
+        more = f" and {len(silent) - MOST_RANKS} more" if len(silent) > MOST_RANKS else ""
+        text = f"nothing came from the ranks {silent[:MOST_RANKS]}{more}"
+        report.notes.append(f"run.zarr/{stored.key}: {text}")
+    if beside:
+        text = f"the packs of ranks {beside} are not in the store, they are read as they are"
+        report.notes.append(f"run.zarr/{stored.key}: {text}")
 
 
 def _gone(run: layout.RunDir, attempt: int) -> Iterator[Lost]:
     """Yield the packs that a rank says it wrote, and that are neither there nor in the store."""
     told: dict[int, set[int]] = {}
-    for event in Overlay(run).events(attempt):
+    events = Overlay(run).events(attempt)
+    # A copy from an object store has no journals: what no daemon has folded was never over there.
+    sealed = {e.node for e in events if e.what.get("event") == "sealed"}
+    for event in events if attempt in run.attempts() else (e for e in events if e.node in sealed):
         step, rank = event.what.get("step"), event.source.removeprefix("rank_")
         if event.what.get("event") == "captured" and isinstance(step, int) and rank.isdecimal():
             told.setdefault(step, set()).add(int(rank))
@@ -97,7 +113,7 @@ def _damage(run: layout.RunDir, attempt: int, step: int) -> Iterator[Lost]:
     for pack in captured.packs:
         for i in range(len(pack.tensors)):
             try:
-                pack.raw(i)
+                pack.check(i)
             except FileNotFoundError:
                 break  # folded meanwhile
             except (PackError, OSError) as error:

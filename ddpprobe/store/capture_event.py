@@ -12,16 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from ddpprobe.packs import ITEM_SIZES, KINDS, Pack, PackedTensor
+from ddpprobe import layout
+from ddpprobe.packs import FIRST_BAD, ITEM_SIZES, KINDS, Pack, PackedTensor
 from ddpprobe.store import dtypes
 from ddpprobe.store import format as fmt
 from ddpprobe.store.capture_places import Held
-from ddpprobe.store.capture_plan import Plan, make_plan
+from ddpprobe.store.capture_plan import Plan, make_plan, no_whole
 
 MAX_RANKS = 1 << 20
 # Of an event's metadata: some 600 kB for 40 tensors of 256 ranks. Python makes up to 20 times as
 # much of it. An event that needs more stays packs, which can be read as well.
 MAX_EVENT_BYTES = 24 << 20
+# Looks at a rank of a mesh (10 ns) that the plans of an event may take; to place one takes 1000
+# times as long. It is enough for 40 tensors of 2048 ranks, and what a few bytes say of very many
+# ranks does not keep a reader for hours.
+MAX_LOOKS, LOOKS_OF_A_PLACE = 1 << 28, 1024
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -68,6 +73,12 @@ class Event:
         """Ranks that delivered nothing."""
         return [r for r in range(self.world) if r not in self.headers]
 
+    @property
+    def missed(self) -> list[int]:
+        """Those of them that were to deliver: the first bad module is kept where it is, only."""
+        own = all(header.get("reason") == FIRST_BAD for header in self.headers.values())
+        return [] if own else self.silent
+
 
 def key_of(tensor: PackedTensor) -> Key:
     """Return which tensor that is, the same on every rank."""
@@ -95,11 +106,22 @@ def planned(
 ) -> Event:
     """Return the event of parts by tensor."""
     silent = [r for r in range(world) if r not in headers]
-    entries = [
-        Entry(f"t{i:05d}", key, tuple(parts), make_plan(key.kind, parts, silent, world))
-        for i, (key, parts) in enumerate(sorted(held.items()))
-    ]
+    entries, left = [], MAX_LOOKS
+    for i, (key, parts) in enumerate(sorted(held.items())):
+        left -= _looks(parts)
+        if left >= 0:
+            plan = make_plan(key.kind, parts, silent, world)
+        else:
+            plan = no_whole(parts, "the event has too many parts on too many ranks")
+        entries.append(Entry(f"t{i:05d}", key, tuple(parts), plan))
     return Event(attempt, step, world, headers, tuple(entries))
+
+
+def _looks(parts: Sequence[Held]) -> int:
+    """Return how many looks at ranks the plan of a tensor takes."""
+    told = [h.layout.get("ranks") for h in parts]
+    sizes = [len(ranks) for ranks in told if isinstance(ranks, list | tuple)]
+    return sum(sizes) + LOOKS_OF_A_PLACE * max(sizes, default=0)
 
 
 def group_key(attempt: int, step: int) -> str:
@@ -138,6 +160,8 @@ def event_from(document: Mapping[str, Any]) -> Event:
     """
     try:
         attrs = document["attributes"]["ddpprobe"]
+        if why := layout.unreadable(attrs["format_version"]):
+            raise ValueError(why)
         arrays = document["consolidated_metadata"]["metadata"]
         told = [v["attributes"]["ddpprobe"] for k, v in arrays.items() if k.endswith("/value")]
         held = {_key_from(t): [*map(_held_from, _parts_of(t))] for t in told}

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ddpprobe import layout
+from ddpprobe import inside, layout
 from ddpprobe.packs import Pack, PackError
 from ddpprobe.store.manifest import Lost
 
+_TOP = "captures"
 _PACK = re.compile(r"step_(\d{10,})\.pack")
 _NODE, _RANK = re.compile(r"node_\d{4,}"), re.compile(r"rank_(\d{5,})")
 
@@ -19,22 +20,22 @@ def packs_of(
 ) -> dict[int, dict[int, Path]]:
     """Return the packs of an attempt (of one node) as step -> rank -> file, ascending."""
     found: dict[int, dict[int, Path]] = {}
-    top = run.captures(attempt, "node", 0).parent.parent
-    for directory in _inside(top):
-        if _NODE.fullmatch(directory.name) and node in {None, directory.name}:
-            for inner in _inside(directory):
-                rank = _RANK.fullmatch(inner.name)
-                for path in _inside(inner) if rank else ():
-                    step = _PACK.fullmatch(path.name)
+    top = f"{_TOP}/{run.captures(attempt, 'node', 0).parent.parent.name}"
+    for name in inside.directories(run.path, top):
+        if _NODE.fullmatch(name) and node in {None, name}:
+            for inner in inside.directories(run.path, f"{top}/{name}"):
+                rank = _RANK.fullmatch(inner)
+                for file in inside.names(run.path, f"{top}/{name}/{inner}") if rank else ():
+                    step = _PACK.fullmatch(file)
                     if rank and step:
+                        path = run.path / top / name / inner / file
                         found.setdefault(int(step[1]), {})[int(rank[1])] = path
     return {step: dict(sorted(ranks.items())) for step, ranks in sorted(found.items())}
 
 
 def attempts_with_packs(run: layout.RunDir) -> list[int]:
     """Return the attempts that left packs, ascending."""
-    names = [p.name for p in _inside(run.captures(0, "node", 0).parent.parent.parent)]
-    return sorted(int(n) for n in names if n.isdecimal())
+    return sorted(int(n) for n in inside.directories(run.path, _TOP) if n.isdecimal())
 
 
 def open_packs(
@@ -58,10 +59,3 @@ def open_packs(
         except (PackError, OSError) as error:
             lost.append(Lost(str(path.relative_to(run.path)), (step, step), str(error)))
     return packs, lost
-
-
-def _inside(path: Path) -> list[Path]:
-    try:
-        return sorted(p for p in path.iterdir() if not p.is_symlink())
-    except (FileNotFoundError, NotADirectoryError):
-        return []

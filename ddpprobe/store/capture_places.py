@@ -168,20 +168,27 @@ def _join(shapes: Sequence[tuple[int, ...]], dim: int) -> tuple[tuple[int, ...],
 
 def _place_dtensor(kind: str, held: Sequence[Held], silent: Sequence[int]) -> Placed:
     groups: dict[tuple[int, ...], list[tuple[Held, Placing]]] = {}
-    for h in held:
-        told = Placing.from_json(h.layout)
-        _check_mesh(told, h)
+    told: Placing | None = None
+    for before, h in zip((None, *held), held, strict=False):
+        if told is None or before is None or before.layout != h.layout:  # else as the one before
+            told = Placing.from_json(h.layout)
+            _check_mesh(told)
+        if len(told.shape) != len(h.shape) or h.rank not in told.ranks:
+            raise ValueError(
+                f"rank {h.rank} holds {h.shape} of a mesh that cannot be: {told!s:.200}"
+            )
         groups.setdefault(told.ranks, []).append((h, told))
     laid = {ranks: agree([p for _, p in group]) for ranks, group in sorted(groups.items())}
     for placing in laid.values():
         if placing.label in {PARTIAL, UNKNOWN}:
             raise NoWholeError(f"its layout over the ranks is {placing.label}")
     shapes = [p.shape for p in laid.values()]
-    unknown = sorted(set(silent) - {r for ranks in laid for r in ranks})
+    known = {r for ranks in laid for r in ranks}
     starts = [0] * len(laid)
     if kind in ACTIVATIONS:  # one piece of the batch per mesh
-        if unknown:
-            raise NoWholeError(f"rank {unknown[0]} delivered nothing, its part is not known")
+        unknown = next((r for r in silent if r not in known), None)
+        if unknown is not None:
+            raise NoWholeError(f"rank {unknown} delivered nothing, its part is not known")
         whole, starts = _join(shapes, 0)
     elif len(set(shapes)) > 1:
         raise NoWholeError(f"meshes hold different shapes: {sorted(set(shapes))}")
@@ -193,19 +200,17 @@ def _place_dtensor(kind: str, held: Sequence[Held], silent: Sequence[int]) -> Pl
     return placed
 
 
-def _check_mesh(told: Placing, held: Held) -> None:
+def _check_mesh(told: Placing) -> None:
     ranks, numbers = len(told.ranks), (*told.ranks, *told.mesh, *told.shape)
     if (
         not all(type(n) is int and n >= 0 for n in numbers)
         or prod(told.mesh) != ranks
         or len(told.axes) != len(told.mesh)
-        or len(told.shape) != len(held.shape)
-        or held.rank not in told.ranks
         or not all(0 <= a.dim < max(len(told.shape), 1) for a in told.axes)
         # A strided shard is split by other axes of the mesh.
         or not all(1 <= a.split <= ranks // n for a, n in zip(told.axes, told.mesh, strict=True))
     ):
-        raise ValueError(f"rank {held.rank} holds {held.shape} of a mesh that cannot be: {told}")
+        raise ValueError(f"a mesh that cannot be: {told!s:.200}")
 
 
 def _place_mesh(placed: Placed, placing: Placing, here: Mapping[int, Held], start: int) -> None:

@@ -110,13 +110,18 @@ def make_plan(kind: str, held: Sequence[Held], silent: Sequence[int], world: int
         placed = place(kind, held, silent, world)
         parts = merged(held, placed)
     except NoWholeError as error:
-        return _stack(None, str(error), (), unplaced(held), ())
+        return no_whole(held, str(error))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         # Whoever wrote that: the parts themselves are there, and can be asked for rank by rank.
-        return _stack(None, f"a layout makes no sense: {error!r}", (), unplaced(held), ())
+        return no_whole(held, f"a layout makes no sense: {error!r}")
     here = {part.runs for part in parts}
     missing = tuple(part for part in placed.absent if part.runs not in here)
     return _chunked(placed, parts, missing)
+
+
+def no_whole(held: Sequence[Held], why: str) -> Plan:
+    """Put nothing together: each rank's part is stored as its own."""
+    return _stack(None, why, (), unplaced(held), ())
 
 
 def _chunked(placed: Placed, parts: tuple[Part, ...], missing: tuple[Part, ...]) -> Plan:

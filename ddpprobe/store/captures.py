@@ -158,6 +158,9 @@ class StoredEvent:
             fd = open_regular(self._root, key)
         size = crc = 0
         with os.fdopen(fd, "rb") as file:
+            there = os.fstat(fd).st_size
+            if all(there != size for size, _ in versions):  # it may be endless
+                raise StoreError(f"{key} is damaged: {there} bytes are not what was committed")
             while data := file.read(READ_BYTES):
                 size, crc = size + len(data), zlib.crc32(data, crc)
         _must_be_in(key, (size, crc), versions)
@@ -196,6 +199,8 @@ def _explained(key: str, versions: set[Version]) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise StoreError(f"{key} is missing") from None
+    except MemoryError:
+        raise StoreError(f"{key} does not fit into the memory") from None
     except OSError as error:
         raise StoreError(f"{key} cannot be read ({error.strerror or error})") from error
 
@@ -250,8 +255,10 @@ def expired_steps(run: layout.RunDir, attempt: int) -> set[int]:
         data = b""
     if version_of(data) not in manifest.versions(GROUP_JSON):
         raise StoreError(f"{key}/{GROUP_JSON} is damaged or missing")
-    steps = json.loads(data)["attributes"]["ddpprobe"]["expired"]
-    return {int(s) for s in steps}
+    try:
+        return {int(s) for s in inside.parse(data)["attributes"]["ddpprobe"]["expired"]}
+    except (ValueError, KeyError, TypeError, OverflowError):
+        raise StoreError(f"{key}/{GROUP_JSON} does not say what has expired") from None
 
 
 def _node_manifests(run: layout.RunDir, attempt: int, step: int) -> list[Path]:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.faults import hostile, mutations, syscalls
@@ -40,19 +41,24 @@ def of_kills(scratch: Path, args: argparse.Namespace) -> Outcome:
     return Counter({"ranks and daemons": TESTS_OF_KILLS * draws}), problems
 
 
-def of_hostile(scratch: Path, args: argparse.Namespace) -> Outcome:
-    """Read hostile runs in a process of its own."""
-    command = [sys.executable, str(HOME / "tests/faults/hostile.py"), str(scratch)]
-    command += [str(args.oddities), str(args.seed), str(args.most)]
-    env = {**os.environ, "PYTHONPATH": str(HOME)}
-    said = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
-    *failures, total = map(json.loads, said.splitlines())
-    problems = [f"{f['case']}: {'; '.join(f['problems'])}" for f in failures]
-    if total["peak_bytes"] > hostile.MEMORY_BYTES:
-        problems.append(f"took {total['peak_bytes'] >> 20} MiB of memory")
-    return Counter(
-        {f"stores read (peak {total['peak_bytes'] >> 20} MiB)": total["cases"]}
-    ), problems
+def of_hostile(
+    scratch: Path, args: argparse.Namespace, groups: Sequence[str] = ("more", "torch")
+) -> Outcome:
+    """Read hostile runs in processes of their own, without torch and with it."""
+    env, done, problems = {**os.environ, "PYTHONPATH": str(HOME)}, Counter[str](), []
+    for group in groups:
+        home = scratch / group
+        home.mkdir()
+        command = [sys.executable, str(HOME / "tests/faults/hostile.py"), str(home)]
+        command += [str(args.oddities), str(args.seed), str(args.most), group]
+        ran = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
+        *failures, total = map(json.loads, ran.stdout.splitlines())
+        problems += [f"{f['case']}: {'; '.join(f['problems'])}" for f in failures]
+        peak = total["peak_bytes"]
+        if peak > hostile.MEMORY_BYTES:
+            problems.append(f"{group}: took {peak >> 20} MiB of memory")
+        done[f"stores read, {group} (peak {peak >> 20} MiB)"] = total["cases"]
+    return done, problems
 
 
 SECTIONS = {
