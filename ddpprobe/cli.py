@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from ddpprobe.commands.fetching import fetch
 from ddpprobe.commands.output import complain, plain, say
 
 VERBS = (
@@ -32,7 +33,8 @@ INTERRUPTED, PIPE_CLOSED = 130, 141  # as a shell reports SIGINT and SIGPIPE
 EPILOG = """\
 exit codes: 0 nothing wrong; 1 anomalies at level page were found; 2 wrong use;
 3 the store is damaged (what can be read is shown, what is lost is listed on stderr).
-RUN is a run directory: what install() made, by default ddpprobe-runs/<name>."""
+RUN is a run directory: what install() made, by default ddpprobe-runs/<name>; or the URL of an
+object store that it was uploaded to: s3://BUCKET/PREFIX/RUN, gs://..., az://..."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,6 +95,7 @@ def _run(args: argparse.Namespace) -> int:
     from ddpprobe.store.manifest import StoreError  # noqa: PLC0415
 
     try:
+        fetch(args)
         code = int(_verb(args.verb).run(args))
         sys.stdout.flush()  # a closed pipe shows here, not at the interpreter's exit
     except BrokenPipeError:

@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import distributed as dist
 
-from ddpprobe import layout, rendezvous, spawn
+from ddpprobe import destination, layout, rendezvous, spawn
 from ddpprobe.heartbeat import HeartbeatWriter
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import DirectoryLock, RunDir
@@ -104,6 +104,7 @@ def enlist(
     parts: dict[str, Any] = {}
 
     def introduce() -> dict[str, Any]:
+        destination.wanted(wishes.run_dir)  # an error here is told to all ranks
         facts = {**place.facts(), **check()}
         parts.update(facts.pop("parts"))
         # All names would be much to hear from a thousand ranks: their digest, and them if need be.
@@ -200,8 +201,10 @@ class _Head:
     ) -> tuple[RunDir, dict[str, Any]]:
         stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
         run_id = f"{stamp}-{os.urandom(3).hex()}"
-        name = self._wishes.name or run_id
-        run = RunDir(Path(self._wishes.run_dir or Path("ddpprobe-runs") / name).absolute())
+        url = destination.wanted(self._wishes.run_dir)
+        name = self._wishes.name or (destination.name_of(url) if url else run_id)
+        here = self._wishes.run_dir if url is None else None
+        run = RunDir(Path(here or Path("ddpprobe-runs") / name).absolute())
         if run.path.is_dir() and any(run.path.iterdir()) and not run.run_json.exists():
             raise ValueError(
                 f"{run.path} is not empty and not a ddpprobe run. Give run_dir= a new directory."
@@ -221,12 +224,15 @@ class _Head:
                 "out to get a new one."
             )
         if run.run_json.exists():
-            return run, dict(json.loads(run.run_json.read_text()))
+            identity = dict(json.loads(run.run_json.read_text()))
+            destination.must_be(url, identity.get("destination"), run.path)
+            return run, identity
         identity = {
             "format_version": layout.FORMAT_VERSION, "run_id": run_id, "name": name,
             "world_size": self._world_size, "nodes": len(nodes), "created_ns": time.time_ns(),
             "every": heard[0]["every"], "wrapper": _wrapper(heard), "torch": torch.__version__,
             "backend": backend(), "hostname": self.place.hostname,
+            **({"destination": url} if url else {}),
         }  # fmt: skip
         layout.write_json(run.run_json, identity)
         return run, identity
@@ -263,7 +269,8 @@ def _open(
     is_head = plan["leaders"][str(place.node_index)] == 0
     layout.make_dir(run.path)
     if leads and not run.run_json.exists():  # a node with a disk of its own
-        layout.write_json(run.run_json, identity)
+        own = {layout.OWN_DISK: node} if identity.get("destination") else {}
+        layout.write_json(run.run_json, identity | own)
     meta = {
         "rank": rank, "local_rank": place.local_rank, "world_size": world_size,
         "local_world_size": plan["members"][str(place.node_index)], "node": node,

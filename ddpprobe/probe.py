@@ -151,7 +151,9 @@ def install(
             fully_shard (FSDP2, HSDP), parallelize_module (tensor parallelism) or a mixture; of a
             pipeline, this rank's stage.
         run_dir: directory of this run, created 0700; by default `ddpprobe-runs/<name>` here. A
-            directory that holds a finished run gets a further attempt.
+            directory that holds a finished run gets a further attempt. Or the URL of an object
+            store, `s3://BUCKET/PREFIX/RUN` (gs://, az://): the run is in `ddpprobe-runs/RUN` here
+            and the daemon uploads it while it goes on; needs `pip install 'ddpprobe[cloud]'`.
         every: sample every N-th optimizer step, or a `Schedule`.
         include: globs over module FQNs to observe; each must match something on some rank.
         exclude: globs over module FQNs to leave out; each must match something on some rank.

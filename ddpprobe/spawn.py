@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from ddpprobe import layout
+from ddpprobe import destination, layout
 from ddpprobe.layout import RunDir
 
 TOKEN_VARIABLE = "DDPPROBE_TOKEN"  # noqa: S105  (the name of a variable)
@@ -87,7 +87,7 @@ def start_daemon(
             stdout=out,
             stderr=out,
             cwd="/",  # keeps no directory of the user's busy
-            env=_environment(token),
+            env=_environment(token) | _for_upload(run),
             close_fds=True,
             start_new_session=True,
             check=True,
@@ -132,9 +132,15 @@ def _environment(token: str | None) -> dict[str, str]:
     return env
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _for_upload(run: RunDir) -> dict[str, str]:
+    """Return what the daemon of a run that is uploaded must carry around after all."""
+    url = (_read_json(run.run_json, "run_id") or {}).get("destination")
+    return destination.environment(url) if isinstance(url, str) else {}
+
+
+def _read_json(path: Path, key: str = "pid") -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return value if isinstance(value, dict) and "pid" in value else None
+    return value if isinstance(value, dict) and key in value else None

@@ -22,10 +22,11 @@ DOCUMENT = HOME / "docs" / "explanation" / "architecture.md"
 
 # A room is a file or a folder directly below the package. Imports go to the same layer or down.
 LAYERS = {
-    "codec": 0, "dealing": 0, "fuse": 0, "hearsay": 0, "inside": 0, "layout": 0, "merge": 0,
-    "records": 0, "remembered": 0, "slate": 0, "torch_private": 0, "view": 0,
-    "budget": 1, "detectors": 1, "gather": 1, "heartbeat": 1, "journal": 1, "labels": 1,
-    "orders": 1, "packs": 1, "pacing": 1,
+    "codec": 0, "dealing": 0, "destination": 0, "fuse": 0, "hearsay": 0, "inside": 0,
+    "layout": 0, "merge": 0, "records": 0, "remembered": 0, "slate": 0,
+    "torch_private": 0, "view": 0,
+    "bucket": 1, "budget": 1, "detectors": 1, "gather": 1, "heartbeat": 1, "journal": 1,
+    "labels": 1, "orders": 1, "packs": 1, "pacing": 1,
     "prometheus": 1, "rendezvous": 1, "sampling": 1, "site_numbers": 1,
     "spawn": 1, "stats": 1, "store": 1, "topology": 1,
     "arguments": 2, "enlist": 2, "hooks": 2, "observers": 2, "recorder": 2,
@@ -51,6 +52,7 @@ ONLY_IN = {
     "jinja2": {"report"}, "markupsafe": {"report"}, "plotly": frozenset(),
     "matplotlib": {"captured"},
     "pyarrow": {"replay/export/parquet.py"},
+    "obstore": {"bucket"},
     "triton": {"stats/triton_rows.py"},
     **dict.fromkeys(("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"), frozenset()),
 }  # fmt: skip
@@ -242,8 +244,8 @@ def test_the_architecture_page_names_every_room_and_nothing_that_is_not_there():
     ("module", "not_loaded"),
     [
         ("ddpprobe", "torch zarr numpy"),
-        ("ddpprobe.probe", "zarr prometheus_client hypercorn plotext xarray triton"),
-        ("ddpprobe.daemon.node", "torch"),
+        ("ddpprobe.probe", "zarr prometheus_client hypercorn plotext xarray triton obstore"),
+        ("ddpprobe.daemon.node", "torch obstore"),
         ("ddpprobe.store.reader", "torch prometheus_client"),
         ("ddpprobe.detectors.suite", "torch zarr prometheus_client"),
         ("ddpprobe.cli", "torch zarr rich jinja2 plotly"),

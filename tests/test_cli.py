@@ -225,6 +225,57 @@ def test_info_says_what_each_rank_sees_and_what_it_does_not(call: Call, healthy:
     assert first["silent"] == ["head\x1b", ""]
 
 
+def tell_orders(path: Path) -> None:
+    """Let the head order captures and a stop, and the ranks say what they did."""
+    directory = RunDir(path).daemon_journal(0, "node_0000")
+    head = JournalWriter(directory, {"node": "node_0000", "role": "daemon"})
+    names = ["blocks.0.mlp", "head"]
+    for number, (action, start, stop, modules, reason, cause) in enumerate([
+        ("capture", 31, 34, names, "nonfinite: 3 NaN\x1b[2J", "capture:x"),
+        ("stop", 33, 34, [], "3 NaN", "stop:x"),
+        ("capture", 36, 37, [], "trigger: looks odd", "request/1"),
+        ("capture", 38, 39, names, "trigger: asked for", "trigger/1/0"),
+    ]):  # fmt: skip
+        order = {"number": number, "action": action, "start": start, "stop": stop}
+        said = {**order, "modules": modules, "reason": reason, "cause": cause}
+        head.append_json(codec.LIFE, {"event": "order", **said})
+    head.close()
+    for rank in (0, 1):
+        journal = RunDir(path).rank_journal(0, "node_0000", rank)
+        writer = JournalWriter(journal, {}, first_segment=1, first_seq=10**6)
+        late = {"event": "late_order" if rank else "order", "number": 1, "action": "stop"}
+        writer.append_json(codec.LIFE, {**late, "step": 34, "start": 33, "stop": 34})
+        for step, reason in ((3, "capture"), (7, "capture"), (31, "x"), (32, "x"), (36, "x")):
+            if (rank, step) != (1, 36):
+                kept = {"event": "captured", "step": step, "bytes": 1024, "reason": reason}
+                writer.append_json(codec.LIFE, kept)
+        if rank:
+            own = {"event": "captured", "step": 30, "bytes": 512, "reason": "nonfinite"}
+            writer.append_json(codec.LIFE, own)
+        writer.close()
+
+
+def test_info_says_what_was_captured_and_on_whose_word(call: Call, healthy: Path) -> None:
+    assert "install(capture" not in call("info", healthy)[1]
+    tell_orders(healthy)
+    code, out, err = call("info", healthy)
+    assert (code, err) == (0, "")
+    rows = [" ".join(line.split()) for line in out.splitlines()[-7:]]
+    assert rows == [
+        "steps ranks kept modules why",
+        "capture 31 to 33 2 of 2 4.0 KiB at 2 steps 2 page: nonfinite: 3 NaN?[2J",
+        "stop 33 1 of 2, 1 heard too late - all page: 3 NaN",
+        "capture 36 1 of 2 1.0 KiB at 1 step all user: trigger: looks odd",
+        "capture 38 0 of 2 0 B at 0 steps 2 script: trigger: asked for",
+        "capture 3 to 7 2 of 2 4.0 KiB at 2 steps - install(capture=...)",
+        "capture 30 1 of 2 512 B at 1 step - the first bad module",
+    ]
+    orders = json.loads(call("info", healthy, "--json")[1])["attempts"][0]["orders"]
+    assert [o["by"] for o in orders[::4]] == ["page", "install"]
+    assert orders[0]["ranks"] == [0, 1]
+    assert (orders[1]["heard"], orders[1]["late"]) == ([0], [1])
+
+
 def test_info_of_a_run_that_never_said_what_it_sees_shows_no_number(call: Call, sick: Path) -> None:
     assert cells(call("info", sick)[1])[-1][-4:] == ["100", "%", "-", "closed"]
     rank = json.loads(call("info", sick, "--json")[1])["attempts"][0]["ranks"][0]

@@ -251,9 +251,11 @@ def test_an_array_that_the_format_does_not_know_is_refused(made: Made, change: o
     assert "not an array that format_version 1 allows" in group.lost[0].why
 
 
-def test_a_newer_format_is_refused_with_its_number(made: Made) -> None:
-    with pytest.raises(StoreError, match=r"newer ddpprobe \(format_version 2\)"):
-        forged(made, lambda d: d["attributes"]["ddpprobe"].update(format_version=2))
+@pytest.mark.parametrize(("version", "word"), [(2, "a newer"), (0, "an older"), (-7, "an older")])
+def test_another_format_is_refused_with_its_number(made: Made, version: int, word: str) -> None:
+    says = rf"{word} ddpprobe \(format_version {version}, this one reads 1\); pip install"
+    with pytest.raises(StoreError, match=says):
+        forged(made, lambda d: d["attributes"]["ddpprobe"].update(format_version=version))
 
 
 def test_an_interrupted_first_commit_is_no_group(made: Made) -> None:

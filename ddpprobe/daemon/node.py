@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -19,6 +18,7 @@ from ddpprobe.daemon.inbox import Inbox
 from ddpprobe.daemon.liveness import Watcher
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.snapshot import Readings, view_of
+from ddpprobe.daemon.uploader import Uploader, destination_of, identity_of, stays_packed
 from ddpprobe.fuse import Fuse
 from ddpprobe.journal import segments_of
 from ddpprobe.layout import RunDir
@@ -72,6 +72,7 @@ class NodeDaemon:
         self._server: Server | None = None
         self._exposition: Exposition | None = None
         self._store: StoreWriter | None = None
+        self._uploader: Uploader | None = None
         self._pusher = Pusher(options.head_url, self._token) if options.head_url else None
         self._inbox = Inbox(self._run.daemon_file(self._node, "inbox"))
         self._watcher = Watcher()
@@ -101,6 +102,7 @@ class NodeDaemon:
         tick(started)  # how a rank dies can be seen only once it is watched; the server takes long
         self._fuses["server"].guard(self._start_server)()
         self._fuses["server"].guard(self._announce)()
+        self._fuses["loop"].guard(self._start_uploader)()
         try:
             while not self._stop.is_set() and not self._over(started):
                 errors = self._fuses["loop"].errors
@@ -143,6 +145,17 @@ class NodeDaemon:
         self._ended_at = None
         self._changed = True
         self._open_gather()
+        self._start_uploader()
+
+    def _start_uploader(self) -> None:
+        """Upload what is committed, if the run has a destination; a further attempt goes on."""
+        if self._uploader is not None:
+            self._uploader.go_on()
+            return
+        url = destination_of(identity_of(self._run))
+        if url is not None:
+            self._uploader = Uploader(self._run, self._node, url)
+            self._fuses["upload"] = self._uploader.fuse
 
     def _has_ranks(self, attempt: int) -> bool:
         node = self._run.attempt_dir(attempt) / self._node
@@ -193,8 +206,15 @@ class NodeDaemon:
     def _over(self, started: float) -> bool:
         now = time.monotonic()
         if self._attempt is None:
-            return now - started > self._options.wait
-        return self._linger_is_over(now)
+            return now - started > self._options.wait and self._is_uploaded()
+        return self._linger_is_over(now) and self._is_uploaded()
+
+    def _is_uploaded(self) -> bool:
+        """Whether nothing more is to be waited for; meanwhile another attempt may begin."""
+        if self._uploader is None:
+            return True
+        self._uploader.finish()
+        return self._uploader.done
 
     def _linger_is_over(self, now: float) -> bool:
         if self._attempt is None or not self._attempt.closed or self._ended_at is None:
@@ -224,7 +244,8 @@ class NodeDaemon:
             from ddpprobe.store.writer import StoreWriter  # noqa: PLC0415
 
             limits = Limits(self._options.max_bytes, self._options.max_age)
-            self._store = StoreWriter(self._run, self._node, limits=limits)
+            packed = stays_packed(identity_of(self._run))
+            self._store = StoreWriter(self._run, self._node, limits=limits, captures=not packed)
         return self._store
 
     def _start_server(self) -> None:
@@ -265,10 +286,8 @@ class NodeDaemon:
         layout.write_json(self._run.daemon_file(self._node, "json"), value)
 
     def _run_id(self) -> str:
-        try:
-            return str(json.loads(self._run.run_json.read_bytes())["run_id"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return str(self._attempt.meta.get("run_id", "")) if self._attempt else ""
+        told = self._attempt.meta if self._attempt else {}
+        return str(identity_of(self._run).get("run_id") or told.get("run_id", ""))
 
     def _render(self, now: float) -> None:
         attempt, server, exposition = self._attempt, self._server, self._exposition
@@ -314,6 +333,8 @@ class NodeDaemon:
         if self._sealed:
             # What was said since, and the journals of ranks whose processes lived at the seal.
             self._fuses["store"].guard(self._despite_the_disk)(self._open_store().seal)
+        if self._uploader is not None:
+            self._uploader.close()
         self._run.daemon_file(self._node, "json").unlink(missing_ok=True)
         if self._store is not None:
             self._store.close()

@@ -6,6 +6,7 @@ from ddpprobe import layout
 from ddpprobe.replay.overlay import Overlay
 from ddpprobe.store.capture_event import captures_key
 from ddpprobe.store.captures import expired_steps
+from ddpprobe.store.format import attempt_key
 from ddpprobe.store.manifest import Lost, StoreError
 
 WHY = "expired (max_bytes, max_age)"
@@ -17,7 +18,7 @@ def expired_in(overlay: Overlay) -> list[Lost]:
     for attempt in overlay.attempts():
         for name in overlay.groups(attempt):
             group = overlay.group(attempt, name) if _has_steps(name) else None
-            where = f"run.zarr/attempt_{attempt:03d}/{name}"
+            where = f"run.zarr/{attempt_key(attempt)}/{name}"
             found += [Lost(where, span, WHY) for span in (group.expired() if group else ())]
         found += [
             Lost(f"run.zarr/{captures_key(attempt)}", (step, step), WHY)

@@ -20,6 +20,7 @@ from ddpprobe.gather import Gather
 from ddpprobe.records import Anomaly, StepRecord
 from ddpprobe.replay.rank_facts import Event, RankFacts, Steps
 from ddpprobe.store import segments
+from ddpprobe.store.format import attempt_key
 from ddpprobe.store.manifest import Consumed, Lost, StoreError
 from ddpprobe.store.segments import Segment, Source
 
@@ -237,7 +238,7 @@ class Overlay:
             return None
         from ddpprobe.store.reader import StoredGroup, stamp_of  # noqa: PLC0415
 
-        key = f"attempt_{attempt:03d}/{name}"
+        key = f"{attempt_key(attempt)}/{name}"
         stamp = stamp_of(self.run, key)
         known = self._open.pop(key, None)
         try:

@@ -6,18 +6,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpprobe import inside, layout
+from ddpprobe import destination, inside, layout
 from ddpprobe.detectors.settings import Settings
 from ddpprobe.detectors.suite import default_suite, order_of_cause
-from ddpprobe.layout import FORMAT_VERSION, RunDir
+from ddpprobe.layout import RunDir
 from ddpprobe.records import STATS, Anomaly, StepRecord
+from ddpprobe.replay.cache import CopyError, url_of
 from ddpprobe.replay.captured_steps import (
     CapturedStep,
     captured_attempts,
     captured_step,
     captured_steps,
 )
+from ddpprobe.replay.copies import copy_of, fetch_captured
 from ddpprobe.replay.expired import expired_in
+from ddpprobe.replay.not_a_run import WHERE, what_is_there
 from ddpprobe.replay.overlay import Overlay
 from ddpprobe.replay.rank_losses import rank_losses
 from ddpprobe.replay.readings import Reading, read_readings
@@ -28,8 +31,6 @@ from ddpprobe.store.manifest import Lost
 
 if TYPE_CHECKING:
     import xarray
-
-_LISTED = 5
 
 
 class RunError(Exception):
@@ -86,17 +87,24 @@ class Run:
 
         Keys: `path`, `name`, what run.json says (`run_id`, `world_size`, `nodes`, `wrapper`,
         `backend`, `torch`, `every`, `hostname`, `created_ns`, `format_version`), `state` (live or
-        ended), `steps` {first, last}, `pace` (under a budget: `every` from `step` on, `budget`, and
-        the `ratio` expected then), `sites` (number), `bytes` {store, manifest, journal, total},
+        ended; of a run in an object store that is not sealed: unknown), `steps` {first, last},
+        `pace` (under a budget: `every` from `step` on, `budget`, and the `ratio` expected then),
+        `sites` (number), `bytes` {store, manifest, journal, total},
         `anomalies` {page, warn, info}, `first_death`, `lost` (texts), and `attempts`: for each
-        `attempt`, `steps`, `pace`, `sites`, `first_death`, `sealed`, `torn_bytes`, `silent_ranks`
-        and `ranks`: `rank`, `local_rank`, `node`, `hostname`, `device`, `pid`, `status`,
+        `attempt`, `steps`, `pace`, `sites`, `first_death`, `sealed`, `torn_bytes`, `silent_ranks`,
+        `orders` (`told_orders.orders_of`) and `ranks`: `rank`, `local_rank`, `node`, `hostname`,
+        `device`, `pid`, `status`,
         `first_step`, `last_step`, `sampled`, `expected` (steps that it sampled, or another rank),
         `completeness`, and of its last sampled step `sites_expected`, `sites_observed`,
         `unsupported` {what was skipped: tensors} and `silent` (the first modules that were selected
         and never called).
         """
-        return summarize(self._overlay, self._identity, self.anomalies())
+        told = summarize(self._overlay, self._identity, self.anomalies())
+        url = url_of(self.path)
+        if url is not None:
+            sealed = all(attempt["sealed"] for attempt in told["attempts"][-1:])
+            told |= {"path": url, "state": "ended" if sealed else "unknown"}
+        return told
 
     def records(
         self, rank: int | None = None, attempt: int | None = None, *, after: int = -1
@@ -251,6 +259,7 @@ class Run:
         return captured_attempts(run, self.attempts()) if attempt is None else [attempt]
 
     def _captured_step(self, step: int, attempt: int | None) -> CapturedStep:
+        fetch_captured(self.path, step)
         found = captured_step(self._overlay.run, self._captured(attempt), step)
         self._overlay.lose(*found.lost)
         return found
@@ -282,28 +291,30 @@ class Run:
         return found + suite.finish()
 
 
-def open_run(path: str | Path) -> Run:
-    """Open a run directory for reading: live, sealed or crashed.
+def open_run(path: str | Path, advance: Callable[[int], None] = lambda _: None) -> Run:
+    """Open a run for reading: live, sealed or crashed.
+
+    Args:
+        path: the run directory, or the URL of an object store that it was uploaded to: then what
+            is new there is fetched into a copy in `~/.cache/ddpprobe` first.
+        advance: told 1 for each file that is fetched.
 
     Raises:
-        RunError: it is no run directory, or one of a newer version; the text says what to do.
+        RunError: it is no run directory, or of a version that is not read; the text says what to
+            do.
     """
-    directory = Path(path)
+    try:
+        directory = copy_of(str(path), advance) if destination.is_url(path) else Path(path)
+    except CopyError as error:
+        raise RunError(str(error)) from error
     if not directory.exists():
-        raise RunError(f"{path}: no such directory; give the one install() made, {_WHERE}")
+        raise RunError(f"{path}: no such directory; give the one install() made, {WHERE}")
     if not directory.is_dir():
-        raise RunError(f"{path}: a file; give the run directory that holds it, {_WHERE}")
+        raise RunError(f"{path}: a file; give the run directory that holds it, {WHERE}")
     identity = _identity(directory)
-    version = identity.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise RunError(
-            f"{path}: written by a newer ddpprobe (format_version {version}, this one reads up to "
-            f"{FORMAT_VERSION}); pip install -U ddpprobe"
-        )
+    if identity and (why := layout.unreadable(identity["format_version"])):
+        raise RunError(f"{path}: {why}")
     return Run(directory, identity)
-
-
-_WHERE = "by default ddpprobe-runs/<name>"
 
 
 def _identity(directory: Path) -> dict[str, Any]:
@@ -312,7 +323,7 @@ def _identity(directory: Path) -> dict[str, Any]:
         data = inside.read_regular(directory, layout.RUN_JSON)
     except FileNotFoundError:
         if not run.attempts() and not (run.path / "manifest").is_dir():
-            raise RunError(_no_run(directory)) from None
+            raise RunError(what_is_there(directory)) from None
         return {}  # it was killed while it started, or run.json was lost: the rest is still there
     except OSError as error:
         raise RunError(f"{run.run_json}: cannot be read ({error.strerror})") from error
@@ -320,28 +331,11 @@ def _identity(directory: Path) -> dict[str, Any]:
         found = inside.parse(data)
     except ValueError:
         found = None
-    if not isinstance(found, dict) or not isinstance(found.get("format_version"), int):
+    version = found.get("format_version") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or type(version) is not int:
         raise RunError(
-            f"{run.run_json}: half written or damaged ({len(data)} bytes); move it away to open "
-            "what the journals and the store still hold",
+            f"{run.run_json}: half written or damaged ({len(data)} bytes, format_version "
+            f"{version!r:.40}); move it away to open what the journals and the store still hold",
             exit_code=3,
         )
     return found
-
-
-def _no_run(directory: Path) -> str:
-    names = sorted(p.name for p in directory.iterdir())
-    if not names:
-        return f"{directory}: an empty directory, no run; give the one install() made, {_WHERE}"
-    if directory.name == "run.zarr" or (directory.parent / layout.RUN_JSON).is_file():
-        return f"{directory}: a part of a run; give its directory: {directory.parent}"
-    runs = [n for n in names if (directory / n / layout.RUN_JSON).is_file()]
-    if runs:
-        shown = ", ".join(str(directory / n) for n in runs[:_LISTED])
-        more = f" and {len(runs) - _LISTED} more" if len(runs) > _LISTED else ""
-        return f"{directory}: holds {len(runs)} runs, name one of them: {shown}{more}"
-    shown = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
-    return f"{directory}: not a ddpprobe run (no run.json; it holds {shown}); {_GIVE}"
-
-
-_GIVE = f"give the directory that install() made, {_WHERE}"

@@ -15,6 +15,7 @@ from ddpprobe.heartbeat import Heartbeat
 from ddpprobe.records import Anomaly
 from ddpprobe.replay.overlay import Overlay
 from ddpprobe.replay.rank_facts import Event, RankFacts, Steps
+from ddpprobe.replay.told_orders import orders_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,7 @@ def _attempt(overlay: Overlay, attempt: int, *, live: bool) -> dict[str, Any]:
         "sites": len({key for f in facts for key in f.sites}),
         "ranks": ranks,
         "silent_ranks": silent,
+        "orders": orders_of(events),
         "first_death": asdict(deaths[0]) if deaths else None,
         "sealed": any(e.what.get("event") == "sealed" for e in events),
         "torn_bytes": sum(f.torn for f in facts),

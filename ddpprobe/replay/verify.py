@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ddpprobe import codec, layout
+from ddpprobe.replay.copies import fetch_captured
 from ddpprobe.replay.run import Run
 from ddpprobe.replay.verify_captures import captured_events, check_captures
 from ddpprobe.store import segments
@@ -73,6 +74,7 @@ def verify(run: Run, advance: Advance = _unheard) -> Report:
         advance: told how many more units of `work` are done.
     """
     directory, report = layout.RunDir(run.path), Report()
+    fetch_captured(run.path)
     # Journals first: what is folded while we look is in the store afterwards.
     firsts = list(_check_journals(directory, report, advance))
     keys = list(_groups(directory))

@@ -78,6 +78,10 @@ class State:
 class Manifest:
     """The log of one group, read from disk; `append` adds a commit.
 
+    Args:
+        path: of the log.
+        data: what is in it, where that was read already.
+
     Attributes:
         state: after the last line.
         replaced: what the last line replaced: key -> version, None for files that it added.
@@ -88,7 +92,7 @@ class Manifest:
         torn: bytes at its end that never became a line (its writer died): no damage.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, data: bytes | None = None) -> None:
         self.path = path
         self.state = State()
         self.replaced: dict[str, Version | None] = {}
@@ -99,7 +103,7 @@ class Manifest:
         self._before = State()  # its `files` stay empty: `replaced` has the difference
         self.lines = 0
         self._end = 0
-        self._load()
+        self._load(data)
 
     def versions(self, key: str) -> set[Version]:
         """Return what the file may be: the last version, or the one that it is to replace."""
@@ -112,14 +116,7 @@ class Manifest:
         Raises:
             OSError: the disk refused; the log is as it was, or ends in torn bytes.
         """
-        self._write(
-            {
-                "sizes": state.sizes,
-                "consumed": {k: [c.through, sorted(c.ahead)] for k, c in state.consumed.items()},
-                "files": {k: v and list(v) for k, v in sorted(changed.items())},
-            },
-            durable=durable,
-        )
+        self._write(_line(state, changed), durable=durable)
 
     def undo(self, *, durable: bool) -> None:
         """Log that the last line did not happen; what it left on disk remains acceptable."""
@@ -152,10 +149,11 @@ class Manifest:
         self._end += len(frame)
         self.exists, self.torn = True, 0
 
-    def _load(self) -> None:
+    def _load(self, data: bytes | None) -> None:
         try:
-            key = f"{self.path.parent.name}/{self.path.name}"
-            data = read_regular(self.path.parent.parent, key, MAX_LOG_BYTES)
+            if data is None:
+                key = f"{self.path.parent.name}/{self.path.name}"
+                data = read_regular(self.path.parent.parent, key, MAX_LOG_BYTES)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -213,6 +211,29 @@ class Manifest:
                 state.files.pop(key, None)
         self._before = State(self.state.sizes, self.state.consumed)
         self.state, self.replaced = state, replaced
+
+
+def in_two_lines(before: State, after: State) -> bytes:
+    """Return a log that says what `after` is, and what each file may be until all of it is there.
+
+    To a reader it is the log of a group that was at `before` and is committed to `after`.
+    """
+    changed: dict[str, Version | None] = {
+        k: v for k, v in after.files.items() if before.files.get(k) != v
+    }
+    changed |= dict.fromkeys(before.files.keys() - after.files.keys())
+    lines = [_line(before, before.files)] if before.files else []
+    lines.append(_line(after, changed))
+    payloads = [codec.encode_json(line) for line in lines]
+    return b"".join(codec.encode_frame(codec.META, i, p) for i, p in enumerate(payloads))
+
+
+def _line(state: State, changed: Mapping[str, Version | None]) -> dict[str, Any]:
+    return {
+        "sizes": state.sizes,
+        "consumed": {k: [c.through, sorted(c.ahead)] for k, c in state.consumed.items()},
+        "files": {k: v and list(v) for k, v in sorted(changed.items())},
+    }
 
 
 def is_settled(root: Path, manifest: Manifest) -> bool:

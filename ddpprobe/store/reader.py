@@ -67,11 +67,8 @@ class StoredGroup:
 
     def sites(self) -> list[Site] | None:
         """Return the sites of the group; None if they are lost."""
-        names = ("fqn", "kind", "leaf", "placement", "primary", "dtype")
-        found = {name: self._arrays.attempt(name, None) for name in names}
-        if any(v is None for v in found.values()):
-            return None
-        return decode_sites({k: v.tolist() for k, v in found.items() if v is not None})
+        found = self._labels("fqn", "kind", "leaf", "placement", "primary", "dtype")
+        return None if found is None else decode_sites(found)
 
     def steps(self) -> list[tuple[int, bool]]:
         """Return (step, sampled) of every committed record."""
@@ -268,10 +265,14 @@ class StoredGroup:
     def _digest_axis(self) -> list[tuple[str, str]] | None:
         if "digest_fqn" not in self._arrays.columns:
             return []
-        found = {name: self._arrays.attempt(name) for name in ("digest_fqn", "digest_shard")}
-        if any(v is None for v in found.values()):
-            return None
-        return decode_digest_axis({k: v.tolist() for k, v in found.items() if v is not None})
+        found = self._labels("digest_fqn", "digest_shard")
+        return None if found is None else decode_digest_axis(found)
+
+    def _labels(self, *names: str) -> dict[str, list[Any]] | None:
+        """Read one-dimensional arrays; None if one of them is lost."""
+        found = {name: self._arrays.attempt(name) for name in names}
+        whole = {name: column.tolist() for name, column in found.items() if column is not None}
+        return whole if len(whole) == len(found) else None
 
     def _ranks(self) -> list[int] | None:
         if "delivered" not in self._arrays.columns:

@@ -318,13 +318,13 @@ class GroupArrays:
             document = self._document(GROUP_JSON)
             attrs = dict(document["attributes"]["ddpprobe"])
             arrays = dict(document["consolidated_metadata"]["metadata"])
-            version = int(attrs.get("format_version", 0))
+            version = int(attrs["format_version"])
         except (StoreError, KeyError, TypeError, ValueError, OverflowError) as error:
             why = str(error) if isinstance(error, StoreError) else f"{GROUP_JSON} is no group's"
             self.lose("", None, why)
             return {}
-        if version > fmt.FORMAT_VERSION:
-            raise StoreError(f"written by a newer ddpprobe (format_version {version})")
+        if why := layout.unreadable(version):
+            raise StoreError(why)
         self.attrs = attrs
         return arrays
 

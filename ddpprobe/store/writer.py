@@ -35,6 +35,7 @@ class StoreWriter:
         block: records per block; a group keeps the one that it was created with.
         durable: every commit reaches the disk before its journal segments are deleted.
         limits: what the run may keep; what is too much or too old is taken away.
+        captures: fold captured tensors; False leaves them packs.
 
     Attributes:
         damaged: groups that cannot be written any more, and why; their journals are kept whole.
@@ -48,8 +49,10 @@ class StoreWriter:
         block: int = fmt.BLOCK,
         durable: bool = True,
         limits: Limits | None = None,
+        captures: bool = True,
     ) -> None:
         self.run, self.node = run, node
+        self._folds_captures = captures
         self._block, self._durable = block, durable
         self._root = Root(run, durable=durable)
         self._captures = CaptureFold(run, self._root, node, durable=durable)
@@ -139,6 +142,8 @@ class StoreWriter:
 
     def _fold_captures(self, attempt: int, *, final: bool) -> OSError | None:
         """Fold captures; what the disk refuses of them keeps no records from being folded."""
+        if not self._folds_captures:
+            return None
         try:
             self._captures.fold(attempt, final=final)
         except OSError as error:

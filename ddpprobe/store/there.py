@@ -1,0 +1,72 @@
+"""A run in a bucket: how its groups are named there, and the bucket as a target of `carry`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from ddpprobe import inside
+from ddpprobe.bucket import Bucket
+from ddpprobe.store.manifest import MAX_LOG_BYTES, Version, version_of
+
+MANIFEST = re.compile(
+    r"(attempt_(?:\d{3,}))\.(?:(rank_\d{5,})|(node_\d{4,})|merged|anomalies|captures"
+    r"|captures\.step_(\d{10,})(?:\.(node_\d{4,}))?)"
+)
+ROOT = "root"
+
+
+class BucketTarget:
+    """A bucket as a place that groups are carried to."""
+
+    def __init__(
+        self, bucket: Bucket, advance: Callable[[], None],
+        content: Callable[[str, str, Version], bytes | Path | None], brought: dict[str, Version],
+    ) -> None:  # fmt: skip
+        self._bucket, self._advance, self._content = bucket, advance, content
+        self._brought = brought
+
+    def read_manifest(self, name: str) -> bytes | None:
+        """Return the manifest that is there."""
+        return self._bucket.read(f"manifest/{name}.log", MAX_LOG_BYTES)
+
+    def write_manifest(self, name: str, data: bytes) -> None:
+        """Replace it, all at once."""
+        self._bucket.write(f"manifest/{name}.log", data)
+        self._advance()
+
+    def version(self, group: str, key: str) -> Version | None:
+        """Return what a file there is; None if there is none."""
+        found = self._bucket.read(key_of(group, key), inside.MAX_FILE_BYTES)
+        return None if found is None else version_of(found)
+
+    def copy(self, group: str, files: Sequence[tuple[str, Version]]) -> None:
+        """Bring files there, but for those that were brought before."""
+        left = {key_of(group, key): (key, v) for key, v in files if self._brought.get(key) != v}
+        loads = [(name, partial(self._content, group, *file)) for name, file in left.items()]
+
+        def arrived(name: str) -> None:
+            self._brought.update([left[name]])
+            self._advance()
+
+        self._bucket.write_files(loads, arrived)
+
+    def delete(self, group: str, keys: Sequence[str]) -> None:
+        """Take files away."""
+        self._bucket.delete([key_of(group, key) for key in keys])
+
+
+def key_of(group: str, key: str) -> str:
+    """Return the name of the object that holds a file of a group."""
+    return "/".join(part for part in (inside.STORE, group, key) if part)
+
+
+def group_of(name: str) -> tuple[str, bool]:
+    """Return the group of a manifest, and whether it lists one node's chunks alone."""
+    if name == ROOT:
+        return "", False
+    match = MANIFEST.fullmatch(name)
+    alone = bool(match and match[5])
+    return (name.rpartition(".")[0] if alone else name).replace(".", "/"), alone

@@ -1,0 +1,319 @@
+"""What a node's daemon has committed, brought to an object store: group by group, in one pass.
+
+Each daemon brings what it writes itself: its ranks' groups and its node's, and of captured steps
+the chunks of its own ranks; the head's also what is merged, the verdicts, the root and run.json. So
+nodes that share no directory fill one store, and no two of them write the same object. (What the
+arrays of a captured step are, all nodes of a shared directory bring: the same bytes.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ddpprobe import inside, layout
+from ddpprobe.bucket import Bucket
+from ddpprobe.layout import OWN_DISK
+from ddpprobe.store import format as fmt
+from ddpprobe.store.capture_packs import attempts_with_packs, packs_of
+from ddpprobe.store.captures import expired_steps
+from ddpprobe.store.carry import Moved, carry
+from ddpprobe.store.commit import encode
+from ddpprobe.store.manifest import (
+    GROUP_JSON,
+    Manifest,
+    State,
+    StoreError,
+    Version,
+    is_settled,
+    manifest_path,
+    read_regular,
+    version_of,
+)
+from ddpprobe.store.reader import StoredGroup
+from ddpprobe.store.segments import sources_of
+from ddpprobe.store.there import MANIFEST, ROOT, BucketTarget, group_of
+
+IN_MEMORY = 8 << 20  # a larger file is brought in parts, from the disk
+PATIENCE = 3  # looks at a file that is not what was committed, before it is called damaged
+READ_BYTES = 4 << 20
+
+
+class Conflict(Exception):
+    """Another run lies where this one should go."""
+
+
+class Waiting(Exception):
+    """The head has not made the place yet."""
+
+
+class Upload:
+    """Brings one node's part of a run to a bucket.
+
+    Args:
+        run: the run directory.
+        node: this node's directory name.
+        bucket: where it goes.
+        advance: told of each object that has arrived.
+
+    Attributes:
+        missing: names of manifests whose groups are not over there as they are here.
+        damaged: files that are not what was committed: they are left out, and missed over there.
+    """
+
+    def __init__(
+        self, run: layout.RunDir, node: str, bucket: Bucket, advance: Callable[[], None]
+    ) -> None:
+        self.missing: list[str] = []
+        self.damaged: dict[str, str] = {}
+        self._run, self._node, self._bucket, self._advance = run, node, bucket, advance
+        self._agreed = False
+        self._heads: dict[int, bool] = {}
+        self._there: set[str] = set()  # names of the manifests over there
+        self._packs: set[str] = set()
+        # Of groups that are only half there: a store that fails now and then is still filled.
+        self._brought: dict[str, dict[str, Version]] = {}
+        self._known: dict[str, State] = {}
+        self._stamps: dict[str, tuple[int, ...]] = {}
+        self._tries: Counter[str] = Counter()
+
+    def bring(self) -> None:
+        """Bring what is new since the last time; what changes meanwhile is `missing`.
+
+        Raises:
+            BucketError: the object store refused, or does not answer. Nothing is half there.
+            Conflict: another run lies there.
+            Waiting: the head's daemon has not been there yet.
+            OSError: the disk refused.
+        """
+        identity = self._identity()
+        names = list(self._names())
+        changed = [n for n in names if self._stamps.get(n) != _stamp(self._run, n)]
+        self.missing = changed
+        self._agree(identity)
+        head = any(map(self._is_head, self._run.attempts()[-1:]))
+        whole = self._root_document() if head else None
+        if changed and whole:
+            self._bring_root(whole, consolidated=False)
+        # What is captured before a word of it: a reader may ask where it is.
+        self._bring_packs(everything=OWN_DISK in identity or _is_sealed(self._root_document()))
+        self.missing = [n for n in changed if not self._bring(n)]
+        if head:
+            self._expire()
+        if whole and not self.missing:
+            self._bring_root(whole, consolidated=identity.get("nodes") == 1)
+
+    # ---- what is whose
+
+    def _identity(self) -> dict[str, Any]:
+        found = inside.parse(inside.read_regular(self._run.path, layout.RUN_JSON))
+        return dict(found) if isinstance(found, dict) else {}
+
+    def _names(self) -> Iterator[str]:
+        """Yield the names of the manifests that this node answers for, captured steps first."""
+        found = []
+        heads: dict[str, bool] = {}
+        ranks: dict[str, set[str]] = {}
+        for file in inside.names(self._run.path, "manifest"):
+            name = file.removesuffix(".log")
+            match = MANIFEST.fullmatch(name) if file.endswith(".log") else None
+            if match is None:
+                continue
+            top, rank, node, step, writer = match.groups()
+            if top not in heads:
+                attempt = int(top.removeprefix("attempt_"))
+                heads[top] = self._is_head(attempt)
+                own = sources_of(self._run, attempt, self._node)
+                ranks[top] = {layout.rank_name(s.rank) for s in own if s.rank is not None}
+            event = step is not None
+            mine = (
+                rank in ranks[top] if rank else node == self._node if node
+                else writer in {None, self._node} if event else heads[top]
+            )  # fmt: skip
+            if mine:
+                # What is captured comes before the node's words of it, the verdicts come last.
+                late = name.endswith("anomalies"), bool(node), not event
+                found.append((late, not name.endswith("captures"), name))
+        yield from (name for *_, name in sorted(found))
+
+    def _is_head(self, attempt: int) -> bool:
+        if attempt not in self._heads:
+            meta = StoredGroup(self._run, f"{fmt.attempt_key(attempt)}/{self._node}").meta
+            if "head" not in meta:  # nothing of the node is committed yet
+                return self._node == layout.node_name(0)
+            self._heads[attempt] = bool(meta["head"])
+        return self._heads[attempt]
+
+    def _agree(self, identity: dict[str, Any]) -> None:
+        """Make sure that what lies there is this run; the head makes the place."""
+        if self._agreed:
+            return
+        there = self._bucket.read(layout.RUN_JSON, inside.MAX_JSON_BYTES)
+        if there is None:
+            if not any(map(self._is_head, self._run.attempts()[-1:])) or OWN_DISK in identity:
+                raise Waiting("the head's daemon has not been there yet")
+            public = {k: v for k, v in identity.items() if k != OWN_DISK}
+            self._bucket.write(layout.RUN_JSON, json.dumps(public, indent=1).encode())
+        else:
+            try:
+                other = inside.parse(there)["run_id"]
+            except (ValueError, KeyError, TypeError):
+                other = "unknown"
+            if other != identity.get("run_id"):
+                raise Conflict(f"another run lies there ({str(other)[:60]!r})")
+        self._there = {
+            key.removeprefix("manifest/").removesuffix(".log")
+            for key, _, _ in self._bucket.names("manifest")
+        }
+        packs = self._bucket.names("captures")
+        self._packs = {key for key, size, _ in packs if _size(self._run.path / key) == size}
+        self._agreed = True
+
+    # ---- bringing
+
+    def _bring(self, name: str) -> bool:
+        """Bring one group; False if it has to be looked at again."""
+        stamp = _stamp(self._run, name)
+        try:
+            manifest = Manifest(self._run.path / "manifest" / f"{name}.log")
+            group, alone = group_of(name)
+            root = self._run.store / group
+            if manifest.damage or (not alone and not is_settled(root, manifest)):
+                self.damaged.update((name, why) for why in manifest.damage[:1])
+                return False
+            if manifest.undone:
+                return False
+            patient = self._tries[name] < PATIENCE
+            content = partial(self._content, patient=patient)
+            brought = self._brought.setdefault(name, {})
+            target = BucketTarget(self._bucket, self._advance, content, brought)
+            carry(target, name, group, manifest.state, self._before(name))
+        except (Moved, FileNotFoundError):
+            self._tries[name] += 1
+            return False
+        except StoreError as error:
+            self.damaged[name] = str(error)
+            return False
+        self._known[name], self._stamps[name] = manifest.state, stamp
+        self._tries.pop(name, None)
+        self._brought.pop(name, None)
+        return True
+
+    def _before(self, name: str) -> State | None:
+        """Return what is there of a group that is about to change; None: it has to be asked for."""
+        new = name not in self._there
+        self._there.add(name)
+        return self._known.pop(name, State() if new else None)
+
+    def _content(
+        self, group: str, key: str, version: Version, *, patient: bool
+    ) -> bytes | Path | None:
+        """Return what is to be brought of a file; None if it is damaged and stays what it is.
+
+        Raises:
+            Moved: it is not what was committed, as far as one look can tell.
+        """
+        root = self._run.store / group
+        try:
+            if version[0] <= IN_MEMORY:
+                data = read_regular(root, key, IN_MEMORY)
+                if version_of(data) == version:
+                    return data
+            elif _version(root, key) == version:
+                return root / key
+        except OSError:
+            pass
+        if patient:
+            raise Moved(key)
+        self.damaged[f"{inside.STORE}/{group}/{key}"] = "it is not what was committed"
+        return None
+
+    def _root_document(self) -> dict[str, bytes] | None:
+        """Return the files of the root; None while somebody writes it, or if it is damaged."""
+        manifest = Manifest(manifest_path(self._run, ""))
+        try:
+            if manifest.damage or manifest.undone or not is_settled(self._run.store, manifest):
+                return None
+            files = {k: read_regular(self._run.store, k) for k in manifest.state.files}
+        except (StoreError, OSError):
+            return None
+        same = all(version_of(data) == manifest.state.files[k] for k, data in files.items())
+        return files if same and GROUP_JSON in files else None
+
+    def _bring_root(self, files: dict[str, bytes], *, consolidated: bool) -> None:
+        """Bring the root; consolidated only where everything it lists is there, and all of it."""
+        staged = dict(files)
+        if not consolidated:
+            document = json.loads(staged[GROUP_JSON])
+            if document.pop("consolidated_metadata", None) is not None:
+                staged[GROUP_JSON] = encode(document)
+        state = State(files={k: version_of(data) for k, data in staged.items()})
+        if self._known.get(ROOT) == state:
+            return
+        target = BucketTarget(self._bucket, self._advance, lambda _, key, __: staged[key], {})
+        carry(target, ROOT, "", state, self._before(ROOT))
+        self._known[ROOT] = state
+
+    def _bring_packs(self, *, everything: bool) -> None:
+        """Bring packs that stay what they are: damaged, too late, or of a node on its own disk."""
+        if not everything:
+            return
+        files: list[tuple[str, Callable[[], Path]]] = []
+        for attempt in attempts_with_packs(self._run):
+            gone = expired_steps(self._run, attempt)
+            for step, ranks in packs_of(self._run, attempt, self._node).items():
+                for path in ranks.values() if step not in gone else ():
+                    key = path.relative_to(self._run.path).as_posix()
+                    if key not in self._packs:
+                        files.append((key, partial(Path, path)))
+        self._bucket.write_files(files, lambda _: self._advance())
+        self._packs |= {key for key, _ in files}
+
+    def _expire(self) -> None:
+        """Take away what retention took away here, once the group above the events says so."""
+        for name in sorted(self._there, reverse=True):  # the nodes' manifests before the event's
+            match = MANIFEST.fullmatch(name)
+            if match is None or match[4] is None or name in self.missing:
+                continue
+            attempt = int(match[1].removeprefix("attempt_"))
+            told = f"{match[1]}.captures" not in self.missing
+            if told and int(match[4]) in expired_steps(self._run, attempt):
+                self._bucket.delete([f"manifest/{name}.log"])
+                if match[5] is None:
+                    below = f"{inside.STORE}/{group_of(name)[0]}"
+                    self._bucket.delete([key for key, _, _ in self._bucket.names(below)])
+                self._there.discard(name)
+                self._known.pop(name, None)
+
+
+def _stamp(run: layout.RunDir, name: str) -> tuple[int, ...]:
+    try:
+        found = (run.path / "manifest" / f"{name}.log").lstat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _is_sealed(root: dict[str, bytes] | None) -> bool:
+    return root is not None and "consolidated_metadata" in json.loads(root[GROUP_JSON])
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return -1
+
+
+def _version(root: Path, key: str) -> Version:
+    size = crc = 0
+    with os.fdopen(inside.open_regular(root, key), "rb") as file:
+        while data := file.read(READ_BYTES):
+            size, crc = size + len(data), zlib.crc32(data, crc)
+    return size, crc

@@ -1,0 +1,62 @@
+"""moto's S3 in a process of its own, that can be told to be slow, to refuse, or to break off.
+
+    python object_store_server.py ORDERS
+
+Prints its port. The file ORDERS holds a JSON object: `status` answers every request with it,
+`seconds` delays each, `puts` is the number of objects that are taken before the rest is refused.
+`PUT`s that were taken are appended to ORDERS.puts, one key a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+from moto.s3.models import s3_backends
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+BUCKET = "runs"
+
+
+class Quiet(WSGIRequestHandler):
+    def log(self, *_):
+        """Say nothing."""
+
+
+class Ordered:
+    """The server behind its orders."""
+
+    def __init__(self, orders: Path) -> None:
+        self.orders, self.log = orders, orders.with_suffix(".puts")
+        self.inner = DomainDispatcherApplication(create_backend_app)
+        self.lock = threading.Lock()
+        self.taken = 0
+
+    def __call__(self, environ, start_response):
+        said = json.loads(self.orders.read_text())
+        time.sleep(said.get("seconds", 0))
+        status = said.get("status")
+        if environ["REQUEST_METHOD"] == "PUT" and not status:
+            with self.lock:
+                taken = self.log.read_text().count("\n") if self.log.exists() else 0
+                if taken >= said.get("puts", 1 << 30):
+                    status = 403
+                else:
+                    with self.log.open("a") as log:
+                        log.write(environ["PATH_INFO"] + "\n")
+        if status:
+            start_response(f"{status} No", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>No</Code></Error>"]
+        return self.inner(environ, start_response)
+
+
+if __name__ == "__main__":
+    s3_backends["123456789012"]["aws"].create_bucket(BUCKET, "us-east-1")
+    app = Ordered(Path(sys.argv[1]))
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
+    print(server.server_port, flush=True)
+    server.serve_forever()
