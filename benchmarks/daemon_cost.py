@@ -20,7 +20,8 @@ from ddpprobe.daemon.server import Server
 from ddpprobe.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.journal import SEGMENT_FRAMES, JournalWriter
 from ddpprobe.layout import RunDir, make_dir, node_name, write_json
-from ddpprobe.prometheus import SERIES_LIMIT, Exposition
+from ddpprobe.metrics import SERIES_LIMIT
+from ddpprobe.prometheus import Exposition
 from ddpprobe.view import NodeView, RankView
 
 EVERY, STEP_SECONDS = 10, 0.05

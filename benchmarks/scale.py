@@ -21,7 +21,8 @@ from ddpprobe.detectors.suite import default_suite
 from ddpprobe.gather import Gather
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import RunDir, make_dir, node_name, write_json
-from ddpprobe.prometheus import SERIES_LIMIT, Exposition
+from ddpprobe.metrics import SERIES_LIMIT
+from ddpprobe.prometheus import Exposition
 from ddpprobe.records import StepRecord
 from ddpprobe.store.writer import StoreWriter
 from ddpprobe.view import NodeView, RankView

@@ -35,6 +35,7 @@ from ddpprobe import inside
 
 RUN_JSON = "run.json"
 OWN_DISK = "own_disk"  # in the run.json of a node that shares no directory with the head: its name
+UPLOAD = "upload"  # suffix of what a daemon says of an upload that ended incomplete
 FORMAT_VERSION = 1  # what is written; when it rises: docs/reference/store-format.md, Versions
 DIR_MODE = 0o700
 FILE_MODE = 0o600

@@ -1,9 +1,8 @@
-"""Every metric in one table, and the collector that renders a `NodeView` into an exposition.
+"""The collector that renders a `NodeView` into an exposition of the metrics in `metrics`.
 
 The view is immutable and the families are built anew each time: no stale label sets, no races. What
 is not known is absent. Site names come from strangers, so every label value is made safe here.
 """
-# ruff: noqa: E501  (a row of the table is one line: name, unit, help, labels)
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ import importlib.metadata
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from prometheus_client import exposition
@@ -23,100 +21,13 @@ from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from ddpprobe.labels import ROOT, exemplar_labels, label_value
+from ddpprobe.metrics import DETECTORS, LEVELS, METRICS, SERIES_LIMIT, STEP_PHASES
 from ddpprobe.records import KINDS, Anomaly, StepRecord
 from ddpprobe.site_numbers import Layout, Layouts, global_grad_norm
 from ddpprobe.view import NodeView, RankView
 
-SERIES_LIMIT = 5_000  # at which rendering both formats costs about 10 ms of one core
 TEXT_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-# Counters of these start at 0: increase() never sees a counter that first appears at 512.
-DETECTORS = ("nonfinite", "desync", "loss_scale", "grad_spike", "coverage", "rank_lost")
-LEVELS = ("page", "warn", "info")
-STEP_PHASES = ("data", "forward", "backward", "optimizer")
-_BASE_UNITS = ("seconds", "bytes", "ratio")
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One row of the table.
-
-    Attributes:
-        name: the whole name as it is scraped; counters end in `_total`.
-        kind: "counter" or "gauge".
-        labels: names of its labels, in order.
-        unit: base unit, or what is counted; "" if the number has the tensor's own unit.
-        tier: "A" per rank and per node, "B" per site (head node only), "C" top-k outliers.
-        help: what it is, and what to do about it.
-    """
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    unit: str
-    tier: str
-    help: str
-
-    def family(self) -> CounterMetricFamily | GaugeMetricFamily:
-        """Return an empty family of this metric."""
-        unit = self.unit if self.unit in _BASE_UNITS else ""
-        if self.kind == "counter":
-            base = self.name.removesuffix("_total")
-            return CounterMetricFamily(base, self.help, labels=self.labels, unit=unit)
-        return GaugeMetricFamily(self.name, self.help, labels=self.labels, unit=unit)
-
-
-def _row(name: str, unit: str, text: str, *labels: str, tier: str = "A") -> Metric:
-    kind = "counter" if name.endswith("_total") else "gauge"
-    return Metric(f"ddpprobe_{name}", kind, labels, unit, tier, text)
-
-
-METRICS: tuple[Metric, ...] = (
-    # Identity
-    _row("build_info", "", "Version of ddpprobe; always 1. Mixed versions in one job are a deployment error.", "version"),
-    _row("job_info", "", "The run this node serves; always 1. Join it: * on (job, instance) group_left (run).", "run", "world_size", "torch", "backend"),
-    _row("job_finished", "0 or 1", "1 after a normal end of all local ranks; silences the liveness alerts."),
-    _row("paused", "0 or 1", "1 inside probe.pause(): evaluation or checkpoint, no step is expected."),
-    _row("rank_info", "", "Where a rank runs; always 1. Use pid and device to find the process.", "rank", "local_rank", "pid", "device"),
-    # Liveness
-    _row("rank_up", "0 or 1", "1 while the rank's process lives, 0 after a bad end, absent after a good one; on 0 read first_failure and the rank's own log.", "rank"),
-    _row("rank_last_heartbeat_timestamp_seconds", "seconds", "Unix time of the rank's last sign of life; if it stands still while rank_up is 1, the rank hangs.", "rank"),
-    _row("steps_total", "steps", "Optimizer steps finished since the rank started; the slowest rank holds up all.", "rank"),
-    _row("skipped_steps_total", "steps", "Steps a GradScaler skipped because of inf; many in a row mean that the loss scale cannot recover.", "rank"),
-    _row("first_failure_timestamp_seconds", "seconds", "Unix time at which the first rank of this node died; start the search there, later deaths are torchrun's.", "rank", "signal"),
-    # Time
-    _row("step_phase_seconds_total", "seconds", "Host time in each phase of the step; the straggler has the most own work and the shortest backward.", "rank", "phase"),
-    # Numerics
-    _row("loss", "", "Loss of the rank's last sampled step; NaN here is late, look at nonfinite_elements_total.", "rank"),
-    _row("grad_norm", "", "L2 norm of the rank's local gradients before any reduction; the rank that leaves the others is the guilty one.", "rank"),
-    _row("loss_scale", "", "Loss scale of the rank's GradScaler; absent without one. If it falls and falls, no step is taken any more.", "rank"),
-    _row("global_grad_norm", "", "L2 norm of the reduced gradients of the newest sampled step, over all ranks; compare with the clipping threshold. Absent where a part of it is not known (placement partial or unknown, a missing rank)."),
-    _row("nonfinite_elements_total", "elements", "NaN and infinite elements seen on the rank; on the first increase run: ddpprobe anomalies RUN.", "rank", "kind"),
-    _row("anomalies_total", "anomalies", "Verdicts of the detectors (head node); the exemplar names step, fqn, kind and rank.", "detector", "level"),
-    _row("rank_anomalies_total", "anomalies", "Verdicts that blame this rank (head node); many on one rank point to its data or its hardware.", "rank", "level"),
-    # Sites
-    _row("site_abs_max", "", "Largest finite absolute value at a site, newest sampled step, over all ranks; near the dtype's maximum overflow follows.", "fqn", "kind", tier="B"),
-    _row("site_rms", "", "Root mean square of the finite values at a site, newest sampled step, over all ranks; compare it along the depth.", "fqn", "kind", tier="B"),
-    # Self
-    _row("component_up", "0 or 1", "0 when a component switched itself off (minimum over the local ranks); its first error is in the log.", "component"),
-    _row("sites_observed", "sites", "Sites that delivered data at the rank's last sampled step; below sites_expected something went unseen; a lasting drop is a loss.", "rank"),
-    _row("sites_expected", "sites", "Sites that the rank has ever reported, and selected modules that were never called; ddpprobe info RUN names those.", "rank"),
-    _row("records_dropped_total", "records", "Records lost before they were stored; on an increase look at disk space and the daemon's log.", "reason"),
-    _row("series_dropped_total", "series", f"Series refused by the cap of {SERIES_LIMIT} per target; narrow include=, or read the store for the rest."),
-    _row("probe_seconds_total", "seconds", "Time that ddpprobe itself took inside the training process.", "rank"),
-    _row("overhead_ratio", "ratio", "What ddpprobe adds to a step on average, by the step's own time, measured over the last steps; if it is too much, give budget= or raise every=.", "rank"),
-    _row("sample_interval_steps", "steps", "Steps from one sampled step to the next; above every= the budget has widened it, and ddpprobe_overhead_ratio says why.", "rank"),
-    _row("journal_lag_seconds", "seconds", "Age of the oldest journal frame not read yet; if it grows, the daemon is short of CPU."),
-    _row("last_collect_timestamp_seconds", "seconds", "Unix time of the data shown here; it is rendered once per interval, not per scrape."),
-    # Process and host
-    _row("rank_resident_memory_bytes", "bytes", "Resident memory of the rank's process; steady growth is a leak.", "rank"),
-    _row("rank_cpu_seconds_total", "seconds", "CPU time of the rank's process, user and system.", "rank"),
-    _row("host_cpu_ratio", "ratio", "Busy share of the node's CPUs; near 1 the data loader starves the ranks."),
-    _row("host_load1", "processes", "Load average of one minute; compare it with the number of cores."),
-    _row("host_memory_available_bytes", "bytes", "Memory of the node that can still be had; near 0 the kernel kills a rank (SIGKILL)."),
-    _row("host_memory_total_bytes", "bytes", "Memory of the node; the ranks share it."),
-    _row("host_disk_free_bytes", "bytes", "Free space where the run directory lies; at 0 records are dropped, training goes on."),
-)  # fmt: skip
 _TABLE = {m.name: m for m in METRICS}
 _DROPPED = "ddpprobe_series_dropped_total"
 _EOF = b"# EOF\n"
@@ -277,6 +188,8 @@ def _tier_a(view: NodeView) -> Iterator[Sample]:
     yield _one("paused", view.paused)
     yield _one("last_collect_timestamp_seconds", view.time_ns / 1e9)
     yield _one("journal_lag_seconds", view.journal_lag_seconds)
+    yield _one("upload_lag_seconds", view.upload_lag_seconds)
+    yield _one("upload_failures_total", view.upload_failures)
     if view.first_failure is not None:
         first = view.first_failure
         name = "first_failure_timestamp_seconds"

@@ -75,4 +75,6 @@ class NodeView:
     records_dropped: Mapping[str, int] = field(default_factory=dict)  # by reason
     components: Mapping[str, bool] = field(default_factory=dict)  # the daemon's own; False: blown
     journal_lag_seconds: float = 0.0
+    upload_lag_seconds: float | None = None  # None: the run has no URL to go to
+    upload_failures: int | None = None
     host: Mapping[str, float] = field(default_factory=dict)

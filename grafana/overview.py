@@ -406,13 +406,14 @@ def _self() -> list[Placed]:
         (
             graph_panel(
                 "Lag",
-                "Age of what is shown, backlog of the journal, and scrape time. Growing: the daemon lacks CPU.",
+                "Age of what is shown, backlogs of journal and upload, and scrape time. Growing: the daemon lacks CPU, or the object store does not answer.",
                 "s",
                 [
                     Query(
                         f"max(time() - {_m('last_collect_timestamp_seconds', NODE)})", "data age"
                     ),
                     Query(f"max({_m('journal_lag_seconds', NODE)})", "journal"),
+                    Query(f"max({_m('upload_lag_seconds', NODE)})", "upload"),
                     Query(f"max(scrape_duration_seconds{{{NODE}}})", "scrape"),
                 ],
             ),

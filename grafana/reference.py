@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpprobe.labels import EXEMPLAR_CHARACTERS, LABEL_BYTES
-from ddpprobe.prometheus import (
+from ddpprobe.metrics import (
     DETECTORS,
     LEVELS,
     METRICS,
@@ -13,7 +13,7 @@ from ddpprobe.prometheus import (
 
 _HEAD = f"""# Metrics
 
-*Made by `python -m grafana.build` from the table `METRICS` in `ddpprobe/prometheus.py`; edit that.*
+*Made by `python -m grafana.build` from the table `METRICS` in `ddpprobe/metrics.py`; edit that.*
 
 The daemon of every node answers `GET /metrics` for all its ranks, by default at
 `127.0.0.1:13377` (the next free port up for a further job on the node). The format is Prometheus

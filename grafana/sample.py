@@ -104,6 +104,8 @@ def views(bad_at: int = 8, dead_at: int = 12, until: int = 16) -> Iterator[NodeV
             records_dropped={"disk_full": 0},
             components={"gather": True, "store": True},
             journal_lag_seconds=0.1,
+            upload_lag_seconds=0.0,
+            upload_failures=0,
             host={
                 "cpu_ratio": 0.6 + 0.1 * math.sin(tick),
                 "load1": 3.5,

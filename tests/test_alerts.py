@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ddpprobe.prometheus import METRICS
+from ddpprobe.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
 RULES = ROOT / "grafana/rules/ddpprobe.yml"

@@ -31,7 +31,7 @@ from ddpprobe.daemon.liveness import Watcher
 from ddpprobe.daemon.snapshot import Readings, view_of
 from ddpprobe.labels import label_value
 from ddpprobe.layout import RunDir
-from ddpprobe.prometheus import METRICS, SERIES_LIMIT
+from ddpprobe.metrics import METRICS, SERIES_LIMIT
 from ddpprobe.records import COUNTS, STATS, FirstBad, Site, StepRecord
 from ddpprobe.replay.export import job, openmetrics, table
 from ddpprobe.replay.export.part import EVERY_RANK, Part

@@ -18,7 +18,8 @@ import yaml
 
 from ddpprobe.daemon.server import Server
 from ddpprobe.labels import label_value
-from ddpprobe.prometheus import METRICS, Exposition, render
+from ddpprobe.metrics import METRICS
+from ddpprobe.prometheus import Exposition, render
 from ddpprobe.records import Site
 from ddpprobe.view import NodeView
 

@@ -259,7 +259,7 @@ def test_after_every_object_that_arrives_a_reader_finds_the_store_whole(cloud, u
 
 
 def test_a_store_that_refuses_for_ever_ends_nothing_and_says_how_to_finish(
-    cloud, url, tmp_path, monkeypatch, caplog
+    cloud, url, tmp_path, monkeypatch, caplog, capsys
 ):
     run = made_run(tmp_path / "run", url)
     monkeypatch.setattr(uploader, "GIVE_UP_SECONDS", 0.5)
@@ -275,11 +275,14 @@ def test_a_store_that_refuses_for_ever_ends_nothing_and_says_how_to_finish(
     assert "403" in warnings[-1]
     assert SECRET not in caplog.text
     assert len(list(open_run(run.path).records())) == 40  # all of it is here
-    said = json.loads(uploader.state_file(run, NODE).read_text())
-    assert said["finish"] == f"ddpprobe daemon --dir {run.path}"
+    finish = f"ddpprobe daemon --dir {run.path}"
+    (said,) = open_run(run.path).info()["uploads"]
+    assert said["finish"] == finish
+    assert cli.main(["info", str(run.path)]) == 0
+    assert f"finish with: {finish}" in capsys.readouterr().out
     cloud.be()
     assert serve(run) == 0
-    assert not uploader.state_file(run, NODE).exists()
+    assert open_run(run.path).info()["uploads"] == []
     assert what_it_says(open_run(url)) == what_it_says(open_run(run.path))
 
 
@@ -296,6 +299,25 @@ def test_a_store_that_is_down_for_a_while_is_tried_again_until_all_is_there(
     assert f"{url} answers again" in caplog.text
     assert f"the run is at {url}" in caplog.text
     assert verify(open_run(url)).ok
+
+
+def test_it_tells_how_far_behind_it_is_until_all_is_there(cloud, url, tmp_path, poll):
+    run = made_run(tmp_path / "run", url)
+    writer = StoreWriter(run, NODE, block=8, durable=False)
+    writer.fold()
+    writer.close()
+    cloud.be(status=503)
+    uploading = uploader.Uploader(run, NODE, url)
+    try:
+        poll(lambda: uploading.failures > 0, timeout=30)
+        behind = uploading.lag_seconds()
+        assert behind > 0
+        time.sleep(0.1)
+        assert uploading.lag_seconds() > behind + 0.09
+        cloud.be()
+        poll(lambda: uploading.lag_seconds() == 0, timeout=30)
+    finally:
+        uploading.close()
 
 
 def test_another_run_at_the_same_url_is_left_alone(cloud, url, tmp_path):

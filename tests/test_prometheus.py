@@ -16,15 +16,8 @@ from prometheus_client.samples import Sample
 
 from ddpprobe import heartbeat
 from ddpprobe.labels import EXEMPLAR_CHARACTERS, LABEL_BYTES, label_value
-from ddpprobe.prometheus import (
-    DETECTORS,
-    LEVELS,
-    METRICS,
-    STEP_PHASES,
-    Exposition,
-    exemplar_of,
-    render,
-)
+from ddpprobe.metrics import DETECTORS, LEVELS, METRICS, STEP_PHASES
+from ddpprobe.prometheus import Exposition, exemplar_of, render
 from ddpprobe.records import COUNTS, KINDS, VALUE_IDENTITY, Anomaly, Site, StepRecord
 from ddpprobe.view import FirstFailure, NodeView, RankView
 
@@ -129,6 +122,8 @@ def rich_view() -> NodeView:
         anomalies={("nonfinite", "page"): 1},
         exemplars={("nonfinite", "page"): an_anomaly()},
         records_dropped={"disk_full": 2},
+        upload_lag_seconds=2.5,
+        upload_failures=3,
         host=dict.fromkeys(
             [
                 "cpu_ratio",
@@ -200,6 +195,7 @@ def test_what_is_not_known_is_absent() -> None:
         "loss_scale", "sample_interval_steps",
         "sites_observed", "sites_expected", "rank_resident_memory_bytes", "rank_cpu_seconds_total",
         "global_grad_norm", "site_abs_max", "first_failure_timestamp_seconds", "host_cpu_ratio",
+        "upload_lag_seconds", "upload_failures_total",
     }  # fmt: skip
     assert names & absent == set()
 

@@ -129,7 +129,7 @@ def summary(facts: dict[str, Any]) -> str:
 
 def _noted(facts: dict[str, Any]) -> dict[str, Any]:
     """Say on stderr what is not as it was in the run; return the facts."""
-    from ddpprobe.prometheus import SERIES_LIMIT  # noqa: PLC0415
+    from ddpprobe.metrics import SERIES_LIMIT  # noqa: PLC0415
 
     if facts.get("dropped"):
         complain(

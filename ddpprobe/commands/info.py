@@ -62,6 +62,10 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     parts = [f"{name} {size(n)}" for name, n in info["bytes"].items() if name != "total"]
     yield "size", f"{size(info['bytes']['total'])} ({', '.join(parts)})"
     yield "anomalies", ", ".join(f"{n} {level}" for level, n in info["anomalies"].items())
+    yield "uploaded to", str(info["destination"] or "")
+    for upload in info["uploads"]:
+        why = upload["error"] or "not all groups are there"
+        yield "upload", f"{upload['node']} is not done ({why}); finish with: {upload['finish']}"
     death = info["first_death"]
     if death:
         yield "first death", f"rank {death['rank']}, {death['signal']}, in step {death['step']}"

@@ -30,7 +30,6 @@ LAST_BACK_OFF_SECONDS = 2.0  # longest, once the run is over
 GIVE_UP_SECONDS, MOST_SECONDS = 30.0, 600.0
 LAST_TRY_SECONDS = 2.0  # for one that was given up before
 ERRORS_ALLOWED = 20
-STATE = "upload"  # suffix of the file that says how it stands
 
 logger = logging.getLogger("ddpprobe")
 
@@ -221,4 +220,4 @@ def stays_packed(identity: Mapping[str, Any]) -> bool:
 
 def state_file(run: layout.RunDir, node: str) -> Path:
     """Return the file that is there while an upload has ended incomplete."""
-    return run.daemon_file(node, STATE)
+    return run.daemon_file(node, layout.UPLOAD)

@@ -86,7 +86,8 @@ class Run:
         """Return what ran, as plain values that JSON can hold.
 
         Keys: `path`, `name`, what run.json says (`run_id`, `world_size`, `nodes`, `wrapper`,
-        `backend`, `torch`, `every`, `hostname`, `created_ns`, `format_version`), `state` (live or
+        `backend`, `torch`, `every`, `hostname`, `created_ns`, `destination`, `format_version`),
+        `uploads` (not complete: `node`, `error`, `finish`: what to type), `state` (live or
         ended; of a run in an object store that is not sealed: unknown), `steps` {first, last},
         `pace` (under a budget: `every` from `step` on, `budget`, and the `ratio` expected then),
         `sites` (number), `bytes` {store, manifest, journal, total},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -93,13 +94,27 @@ def summarize(
         "bytes": _sizes(overlay.run),
         "first_death": deaths[0] if deaths else None,
         "anomalies": {level: levels[level] for level in ("page", "warn", "info")},
+        "uploads": _uploads(overlay.run),
         "lost": [str(lost) for lost in overlay.lost],
     }
 
 
+def _uploads(run: layout.RunDir) -> list[dict[str, str]]:
+    """Return what daemons said of uploads that ended incomplete: node, error, finish."""
+    found = []
+    for name in inside.names(run.path, "daemon"):
+        node, _, suffix = name.rpartition(".")
+        if suffix == layout.UPLOAD:
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                said = inside.parse(inside.read_regular(run.path, f"daemon/{name}"))
+                told = {key: str(said[key]) for key in ("error", "finish")}
+                found.append({"node": node, **told})
+    return found
+
+
 _IDENTITY = (
     "run_id", "format_version", "world_size", "nodes", "wrapper", "backend", "torch", "every",
-    "hostname", "created_ns",
+    "hostname", "created_ns", "destination",
 )  # fmt: skip
 
 
