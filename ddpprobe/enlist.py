@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 import os
 import socket
@@ -224,7 +223,7 @@ class _Head:
                 "out to get a new one."
             )
         if run.run_json.exists():
-            identity = dict(json.loads(run.run_json.read_text()))
+            identity = layout.continued(run)
             destination.must_be(url, identity.get("destination"), run.path)
             return run, identity
         identity = {

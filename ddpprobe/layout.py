@@ -67,6 +67,24 @@ def unreadable(version: object) -> str:
     )
 
 
+def continued(run: RunDir) -> dict[str, Any]:
+    """Return what run.json says of a run that another attempt is to continue.
+
+    Raises:
+        ValueError: it is damaged, or of a format version that this ddpprobe does not write.
+    """
+    try:
+        found = dict(json.loads(run.run_json.read_bytes()))
+        version = found["format_version"]
+    except (ValueError, TypeError, KeyError):
+        why = f"its {RUN_JSON} is damaged"
+    else:
+        if version == FORMAT_VERSION:
+            return found
+        why = unreadable(version) or f"its format_version {version} is only read, not written"
+    raise ValueError(f"{run.path} cannot be continued: {why}. Give run_dir= a new directory.")
+
+
 def node_name(index: int) -> str:
     """Return the directory name of a node: its torchrun GROUP_RANK in four digits."""
     return f"node_{index:04d}"

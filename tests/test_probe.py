@@ -85,6 +85,25 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ('{"format_version": 99}', "written by a newer ddpprobe .format_version 99"),
+        ('{"format_version": 0}', "written by an older ddpprobe"),
+        ("[1", "its run.json is damaged"),
+    ],
+)
+def test_a_run_of_another_format_is_not_continued(tmp_path: Path, said: str, why: str) -> None:
+    place = tmp_path / "r"
+    ddpprobe.install(model(), run_dir=place, daemon="none").close()
+    whole = (place / "run.json").read_text()
+    (place / "run.json").write_text(said)
+    with pytest.raises(ValueError, match=f"cannot be continued: {why}.*Give run_dir="):
+        ddpprobe.install(model(), run_dir=place, daemon="none")
+    (place / "run.json").write_text(whole)
+    ddpprobe.install(model(), run_dir=place, daemon="none").close()  # the lock was given back
+
+
 def test_a_finished_run_gets_a_further_attempt(tmp_path: Path, records_of) -> None:
     for _ in range(2):
         with ddpprobe.install(net := model(), run_dir=tmp_path / "r", every=1, daemon="none"):
