@@ -2,7 +2,7 @@
 
 Two ranks of torchrun on the CPU with one thread each. In each process one variant is switched on
 and off in turn, block by block, and a ratio is that of two adjacent blocks, so that whatever drifts
-on the machine hits both. Two repetitions are two processes. All of it takes 25 minutes.
+on the machine hits both. Two repetitions are two processes. All of it takes 35 minutes.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _row(workload: str, variant: str, pairs: int, *, quick: bool) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> str:
     parser = command_line.parser("overhead", __doc__)
-    parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks in a process")
-    parser.add_argument("--peer-pairs", type=int, default=4, help="the same of other tools")
+    parser.add_argument("--pairs", type=int, default=8, help="pairs of blocks in a process")
+    parser.add_argument("--peer-pairs", type=int, default=3, help="the same of other tools")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="by default, what fits")
     arguments = parser.parse_args(argv)

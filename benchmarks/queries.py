@@ -31,6 +31,9 @@ COMMANDS: dict[str, tuple[list[str], float | None]] = {
     "info": (["info", "RUN"], None),
 }
 
+_PROGRAM = "import sys; from ddpprobe.cli import main; sys.exit(main())"  # what pip's script does
+_ANSWERED = (0, 1)  # 1: there are anomalies
+
 
 def _ask(path: Path, what: str) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.answer", str(path), what]
@@ -52,11 +55,12 @@ def _commands(path: Path, repeats: int) -> list[list[str]]:
     for words, goal in COMMANDS.values():
         seconds = []
         for _ in range(repeats):
-            command = [sys.executable, "-m", "ddpprobe.cli", *words]
-            command = [str(path) if word == "RUN" else word for word in command]
+            given = [str(path) if word == "RUN" else word for word in words]
+            command = [sys.executable, "-c", _PROGRAM, *given]
             started = time.perf_counter()
-            subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+            done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
             seconds.append(time.perf_counter() - started)
+            assert done.returncode in _ANSWERED, f"{words} ended with {done.returncode}"
         text = f"`ddpprobe {' '.join(words)}`"
         rows.append([text, tables.spread(seconds), "", *_verdict(min(seconds), goal)])
     return rows
