@@ -178,8 +178,9 @@ def test_names_and_labels_are_those_of_the_live_exposition(exported) -> None:
             assert set(labels) == {*known[name], "job", "instance"}, name
             assert (labels["job"], labels["instance"]) == ("replay:made", made_runs.NODE)
     absent = set(known) - set(exported)
-    # There is nothing of which to tell: no step was lost.
-    assert absent == {"ddpprobe_records_dropped_total"}
+    # There is nothing of which to tell: no step was lost, and the run went to no object store.
+    uploads = {"ddpprobe_upload_lag_seconds", "ddpprobe_upload_failures_total"}
+    assert absent == {"ddpprobe_records_dropped_total"} | uploads
 
 
 def test_there_is_one_sample_a_sampled_step_at_its_own_time(exported, run) -> None:
@@ -480,8 +481,8 @@ def test_every_query_of_the_dashboard_shows_the_past_run(served, prometheus) -> 
     start, end = served["from"], served["to"]
     for title, target in prometheus_harness.QUERIES:
         result = prometheus.panel(target, start, end)
-        if any(name in target["expr"] for name in OWN_OF_PROMETHEUS):
-            assert not result, title  # only a scrape makes these
+        if any(name in target["expr"] for name in (*OWN_OF_PROMETHEUS, "ddpprobe_upload")):
+            assert not result, title  # only a scrape makes these, or a run with a URL
             continue
         assert result, (title, target["expr"])
         for label in prometheus_harness.labels_of(target):
