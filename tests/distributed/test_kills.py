@@ -76,7 +76,9 @@ def assert_first_death(run: Run, ranks: set[int], *, watched: bool) -> None:
     Of two that it finds dead, the one that gave its last sign of life first is named.
     """
     deaths = run.deaths()
-    assert deaths, "no death is named"
+    if not deaths:  # killed while it was starting the daemon: there is none to name anybody
+        assert not layout.RunDir(run.path).daemon_journal(0, NODE).is_dir(), "no death is named"
+        return
     assert deaths[0].first
     seen = deaths[0].signal != "unknown"
     assert seen or not watched, deaths
@@ -131,7 +133,8 @@ def test_the_daemon_is_killed(launch) -> None:
 
     def draw(number: int) -> None:
         rng = random.Random(f"daemon {number}")
-        patient, late = number % 5 == 0, number % 3 == 1
+        late = number % 3 == 1  # nobody is left to start another one
+        patient = number % 5 == 0 and not late
         launched = launch(f"daemon{number}", *TINY, "--sleep", 0.12 if patient else SLEEP)
         first = psutil.Process(launched.until(launched.daemon))
         if late:
