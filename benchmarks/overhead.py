@@ -8,6 +8,7 @@ on the machine hits both. Two repetitions are two processes. All of it takes 35 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -117,6 +118,7 @@ def _row(workload: str, variant: str, pairs: int, *, quick: bool) -> list[str]:
         ]
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         return [title, "", f"failed: {error}", "", "", "", "", ""]
+    own = [statistics.median(f["own"]) for f in found]
     worst = max(statistics.median(f["wall"]) for f in found)
     goals = dict(zip(("sampled", "unsampled"), WORKLOADS[workload].goals, strict=True))
     goal = goals.get(variant)
@@ -125,7 +127,7 @@ def _row(workload: str, variant: str, pairs: int, *, quick: bool) -> list[str]:
         ", ".join(f"{1e3 * statistics.median(f['seconds']):.3g}" for f in found),
         "; ".join(tables.spread(f["wall"]) for f in found),
         ", ".join(f"{f['fastest'][0]:.3f}" for f in found),
-        ", ".join(f"{statistics.median(f['own']):.4f}" for f in found).replace("nan, nan", ""),
+        "" if math.isnan(own[0]) else ", ".join(f"{part:.4f}" for part in own),
         ", ".join(f"{statistics.median(f['cpu']):.3f}" for f in found),
         "" if goal is None else f"<= {goal}",
         "" if goal is None else tables.verdict(worst, goal),

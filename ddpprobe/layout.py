@@ -174,16 +174,10 @@ def make_dir(path: Path) -> Path:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a small JSON file so that a reader sees the old one or the new one, never a part."""
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created 0600
-    try:
-        with os.fdopen(fd, "w") as file:
-            json.dump(value, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with _replacing(path) as fd, open(fd, "w", closefd=False) as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(fd)
 
 
 def replace_file(path: Path, parts: Sequence[memoryview]) -> None:
@@ -195,10 +189,17 @@ def replace_file(path: Path, parts: Sequence[memoryview]) -> None:
         OSError: the disk refuses; nothing is left behind.
     """
     make_dir(path.parent)
+    with _replacing(path) as fd:
+        _write(fd, list(parts))
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[int]:
+    """Give a new file to write to, which then takes the place of `path`, or is gone."""
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created 0600
     try:
         try:
-            _write(fd, list(parts))
+            yield fd
         finally:
             os.close(fd)
         Path(name).replace(path)

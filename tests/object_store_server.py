@@ -3,7 +3,8 @@
     python object_store_server.py ORDERS
 
 Prints its port. The file ORDERS holds a JSON object: `status` answers every request with it,
-`seconds` delays each, `puts` is the number of objects that are taken before the rest is refused.
+`seconds` delays each, `puts` is the number of objects that are taken before the rest is refused,
+`hold` keeps the rest waiting until there are other orders, and refuses it then.
 `PUT`s that were taken are appended to ORDERS.puts, one key a line.
 """
 
@@ -43,11 +44,13 @@ class Ordered:
         if environ["REQUEST_METHOD"] == "PUT" and not status:
             with self.lock:
                 taken = self.log.read_text().count("\n") if self.log.exists() else 0
-                if taken >= said.get("puts", 1 << 30):
+                if taken >= said.get("hold", said.get("puts", 1 << 30)):
                     status = 403
                 else:
                     with self.log.open("a") as log:
                         log.write(environ["PATH_INFO"] + "\n")
+        while status and "hold" in said and said == json.loads(self.orders.read_text()):
+            time.sleep(0.02)
         if status:
             start_response(f"{status} No", [("Content-Type", "application/xml")])
             return [b"<Error><Code>No</Code></Error>"]

@@ -200,11 +200,11 @@ def test_a_daemon_killed_while_it_uploads_leaves_a_whole_store_and_its_successor
     cloud, url, tmp_path, poll
 ):
     run = made_run(tmp_path / "run", url)
-    cloud.be(seconds=0.02)
+    cloud.be(hold=60)
     first = subprocess.Popen(
         [sys.executable, "-P", "-m", "ddpprobe.daemon", "--dir", str(run.path), "--wait", "1"]
     )
-    poll(lambda: len(cloud.puts()) > 60, timeout=20)
+    poll(lambda: len(cloud.puts()) == 60, timeout=60)
     first.send_signal(signal.SIGKILL)
     first.wait()
     cloud.be()

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddpprobe import layout
@@ -309,13 +309,8 @@ class NodeDaemon:
             finished=attempt.closed and not (attempt.ledger and attempt.ledger.deaths),
             dropped=self._losses(),
             components={name: not fuse.blown for name, fuse in self._fuses.items()},
+            uploader=self._uploader,
         )
-        if self._uploader is not None:
-            view = replace(
-                view,
-                upload_lag_seconds=self._uploader.lag_seconds(),
-                upload_failures=self._uploader.failures,
-            )
         text, openmetrics = (exposition.render(view, flag) for flag in (False, True))
         server.publish(text, openmetrics)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ddpprobe.daemon.attempt import Attempt
+from ddpprobe.daemon.uploader import Uploader
 from ddpprobe.heartbeat import STEP_PHASES, Heartbeat
 from ddpprobe.view import NodeView, RankView
 
@@ -29,6 +30,7 @@ def view_of(
     finished: bool,
     dropped: Mapping[str, int],
     components: Mapping[str, bool],
+    uploader: Uploader | None = None,
 ) -> NodeView:
     """Return the view of one attempt now.
 
@@ -39,6 +41,7 @@ def view_of(
         finished: every local rank has ended, none of them badly.
         dropped: losses of the daemon's own, added to the attempt's.
         components: the daemon's own; False where a fuse has blown.
+        uploader: of a run that has a URL.
     """
     ledger, meta = attempt.ledger, attempt.meta
     lag = time.monotonic() - attempt.unread_since if attempt.unread_since is not None else 0.0
@@ -60,6 +63,8 @@ def view_of(
         records_dropped=dict(attempt.losses() + Counter(dropped)),
         components=dict(components),
         journal_lag_seconds=lag,
+        upload_lag_seconds=uploader.lag_seconds() if uploader else None,
+        upload_failures=uploader.failures if uploader else None,
         host=readings.host,
     )
 

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpprobe import destination, layout
@@ -175,7 +174,7 @@ class Uploader:
 
     def _say(self) -> None:
         """Say how it ended, in the log and in a file for `ddpprobe info`."""
-        state = state_file(self._run, self._node)
+        state = self._run.daemon_file(self._node, layout.UPLOAD)
         damaged = sorted(self._upload.damaged) if self._upload is not None else []
         why = self._error or self.fuse.last_error
         for name in damaged[:5]:
@@ -216,8 +215,3 @@ def stays_packed(identity: Mapping[str, Any]) -> bool:
     what the head calls its own.
     """
     return destination_of(identity) is not None and OWN_DISK in identity
-
-
-def state_file(run: layout.RunDir, node: str) -> Path:
-    """Return the file that is there while an upload has ended incomplete."""
-    return run.daemon_file(node, layout.UPLOAD)

@@ -23,7 +23,7 @@ from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.bundle import Bundle, Key
 from ddpprobe.hooks.calls import autocast, random_states
 from ddpprobe.hooks.eager import Clock
-from ddpprobe.hooks.guest import Guest
+from ddpprobe.hooks.guest import Guest, take_off
 from ddpprobe.hooks.module_state import Holding, state_of
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.step_rows import StepRows
@@ -83,9 +83,7 @@ class Culprit:
 
     def detach(self) -> None:
         """Take every hook off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        take_off(self._handles)
         self._gathered.clear()
 
     def look(

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,8 +29,9 @@ from ddpprobe.store.manifest import (
     State,
     Version,
     version_of,
+    version_of_file,
 )
-from ddpprobe.store.there import MANIFEST, ROOT, group_of, key_of
+from ddpprobe.store.there import MANIFEST, ROOT, group_of, key_of, log_of, size_of
 
 LOCK = "mirror.lock"
 TAGS = "mirror.tags"  # in the copy: of which content of each manifest it holds all files
@@ -39,7 +39,6 @@ LOCK_SECONDS = 600.0
 LOOKS = 10  # at a group that its writer changes under our eyes
 SPARE_BYTES = 64 << 20  # that stay free on the disk of the cache
 MOST_NAMES = 1 << 20  # objects that are listed of one run
-READ_BYTES = 4 << 20
 LONGEST_PART, LONGEST_KEY = 200, 1000
 _PACK = re.compile(r"captures/\d{3,9}/node_\d{4,9}/rank_\d{5,9}/step_\d{10,18}\.pack")
 _PART = re.compile(rf"[A-Za-z0-9_](?:[A-Za-z0-9_.]{{0,{LONGEST_PART}}})")
@@ -150,7 +149,7 @@ class _Mirror:
 
     def _manifest(self, name: str) -> bytes | None:
         try:
-            return self._bucket.read(f"manifest/{name}.log", MAX_LOG_BYTES)
+            return self._bucket.read(log_of(name), MAX_LOG_BYTES)
         except TooLargeError:
             return b"\0"  # nothing that a reader would take for a list
 
@@ -181,7 +180,7 @@ class _Mirror:
     def read_manifest(self, name: str) -> bytes | None:
         """Return the manifest in the copy."""
         try:
-            return inside.read_regular(self._run.path, f"manifest/{name}.log", MAX_LOG_BYTES)
+            return inside.read_regular(self._run.path, log_of(name), MAX_LOG_BYTES)
         except OSError:
             return None
 
@@ -191,15 +190,12 @@ class _Mirror:
 
     def version(self, group: str, key: str) -> Version | None:
         """Return what a file in the copy is; None if there is none."""
-        size = crc = 0
         try:
             fd = inside.open_regular(self._run.store / group, key)
         except (OSError, ValueError):
             return None
         with os.fdopen(fd, "rb") as file:
-            while data := file.read(READ_BYTES):
-                size, crc = size + len(data), zlib.crc32(data, crc)
-        return size, crc
+            return version_of_file(file)
 
     def copy(self, group: str, files: Sequence[tuple[str, Version]]) -> None:
         """Fetch files. Raises Moved, when all are fetched, if one is not of its version."""
@@ -229,7 +225,7 @@ class _Mirror:
             if count > MOST_NAMES:
                 raise CopyError(f"{self._bucket.url}: more than {MOST_NAMES} manifests")
             name = key.removeprefix("manifest/").removesuffix(".log")
-            if key == f"manifest/{name}.log" and (name == ROOT or MANIFEST.fullmatch(name)):
+            if key == log_of(name) and (name == ROOT or MANIFEST.fullmatch(name)):
                 yield name, tag
 
     def _forget(self, names: set[str]) -> None:
@@ -244,7 +240,7 @@ class _Mirror:
 
     def _sync_packs(self) -> None:
         there = [(k, n) for k, n, _ in self._bucket.names("captures") if _PACK.fullmatch(k)]
-        wanted = [(k, self._run.path / k, n) for k, n in there if _size(self._run.path / k) != n]
+        wanted = [(k, self._run.path / k, n) for k, n in there if size_of(self._run.path / k) != n]
         self._must_fit(sum(n for _, _, n in wanted))
         self._bucket.fetch(wanted, self._advance)
 
@@ -264,7 +260,7 @@ class _Mirror:
         return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
 
     def _log(self, name: str) -> Path:
-        return self._run.path / "manifest" / f"{name}.log"
+        return self._run.path / log_of(name)
 
     def _write(self, path: Path, data: bytes | None) -> None:
         if data is None:
@@ -278,10 +274,3 @@ def _is_usual(key: str, others: set[str]) -> bool:
     parts = key.split("/")
     above = {"/".join(parts[:n]) for n in range(1, len(parts))}
     return len(key) <= LONGEST_KEY and all(map(_PART.fullmatch, parts)) and not above & others
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return -1

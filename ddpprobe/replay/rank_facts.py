@@ -35,3 +35,9 @@ class Event:
     source: str
     seq: int
     what: dict[str, Any]
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that wrote it; None: a daemon."""
+        number = self.source.removeprefix("rank_")
+        return int(number) if number != self.source and number.isdecimal() else None

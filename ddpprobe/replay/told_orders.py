@@ -57,7 +57,7 @@ _Ranks = dict[tuple[str, int], set[int]]  # how it was heard, number of the orde
 def _kept(events: list[Event]) -> _Packs:
     found: _Packs = defaultdict(dict)
     for event in events:
-        step, rank, what = event.what.get("step"), _rank(event), event.what
+        step, rank, what = event.what.get("step"), event.rank, event.what
         if what.get("event") == "captured" and isinstance(step, int) and rank is not None:
             found[step][rank] = _whole(what.get("bytes")), str(what.get("reason", ""))
     return found
@@ -66,7 +66,7 @@ def _kept(events: list[Event]) -> _Packs:
 def _heard(events: list[Event]) -> _Ranks:
     found: _Ranks = defaultdict(set)
     for event in events:
-        rank, how, number = _rank(event), event.what.get("event"), event.what.get("number")
+        rank, how, number = event.rank, event.what.get("event"), event.what.get("number")
         if how in (_HEARD, _LATE) and rank is not None and isinstance(number, int):
             found[str(how), number].add(rank)
     return found
@@ -95,11 +95,6 @@ def _totals(packs: _Packs) -> dict[str, Any]:
         "steps": len(packs),
         "bytes": sum(size for here in packs.values() for size, _ in here.values()),
     }
-
-
-def _rank(event: Event) -> int | None:
-    number = event.source.removeprefix("rank_")
-    return int(number) if number != event.source and number.isdecimal() else None
 
 
 def _whole(said: object) -> int:

@@ -85,9 +85,9 @@ def _gone(run: layout.RunDir, attempt: int) -> Iterator[Lost]:
     # A copy from an object store has no journals: what no daemon has folded was never over there.
     sealed = {e.node for e in events if e.what.get("event") == "sealed"}
     for event in events if attempt in run.attempts() else (e for e in events if e.node in sealed):
-        step, rank = event.what.get("step"), event.source.removeprefix("rank_")
-        if event.what.get("event") == "captured" and isinstance(step, int) and rank.isdecimal():
-            told.setdefault(step, set()).add(int(rank))
+        step, rank = event.what.get("step"), event.rank
+        if event.what.get("event") == "captured" and isinstance(step, int) and rank is not None:
+            told.setdefault(step, set()).add(rank)
     for step, ranks in sorted(told.items()):
         files = packs_of(run, attempt).get(step, {})
         here = CapturedStep(run, attempt, step).event

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -37,10 +36,10 @@ from ddpprobe.store.manifest import (
     manifest_path,
     read_regular,
     version_of,
+    version_of_file,
 )
 
 CRC_BYTES = 4
-READ_BYTES = 4 << 20
 _MANIFEST = re.compile(r"(attempt_\d{3,})\.captures\.step_(\d{10,})(?:\.(node_\d{4,}))?\.log")
 
 
@@ -156,14 +155,11 @@ class StoredEvent:
         versions = self._versions(key)
         with _explained(key, versions):
             fd = open_regular(self._root, key)
-        size = crc = 0
         with os.fdopen(fd, "rb") as file:
             there = os.fstat(fd).st_size
             if all(there != size for size, _ in versions):  # it may be endless
                 raise StoreError(f"{key} is damaged: {there} bytes are not what was committed")
-            while data := file.read(READ_BYTES):
-                size, crc = size + len(data), zlib.crc32(data, crc)
-        _must_be_in(key, (size, crc), versions)
+            _must_be_in(key, version_of_file(file), versions)
 
     def _versions(self, key: str) -> set[Version]:
         return {v for m in self.manifests for v in m.versions(key)}

@@ -13,13 +13,14 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ddpprobe import codec, layout
 from ddpprobe.inside import read_regular as read_regular  # noqa: PLC0414  (the store's way in)
 
 GROUP_JSON = "zarr.json"
 EXPIRED = ":expired"  # among what is consumed: blocks of steps that retention took away
+READ_BYTES = 4 << 20
 MAX_LOG_BYTES = 32 << 20
 MAX_SEARCH_BYTES = 256 << 20  # checksummed in search of a frame behind damaged bytes
 MAX_FILES = 1 << 20  # of a group, of which a reader keeps the list
@@ -270,6 +271,14 @@ def _version_from(told: Any) -> Version | None:  # noqa: ANN401  (JSON)
 def version_of(data: bytes) -> Version:
     """Return length and checksum of a file's content."""
     return len(data), zlib.crc32(data)
+
+
+def version_of_file(file: BinaryIO) -> Version:
+    """Return them of an open file, piece by piece, however large it is."""
+    size = crc = 0
+    while data := file.read(READ_BYTES):
+        size, crc = size + len(data), zlib.crc32(data, crc)
+    return size, crc
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:

@@ -30,11 +30,11 @@ class BucketTarget:
 
     def read_manifest(self, name: str) -> bytes | None:
         """Return the manifest that is there."""
-        return self._bucket.read(f"manifest/{name}.log", MAX_LOG_BYTES)
+        return self._bucket.read(log_of(name), MAX_LOG_BYTES)
 
     def write_manifest(self, name: str, data: bytes) -> None:
         """Replace it, all at once."""
-        self._bucket.write(f"manifest/{name}.log", data)
+        self._bucket.write(log_of(name), data)
         self._advance()
 
     def version(self, group: str, key: str) -> Version | None:
@@ -58,6 +58,11 @@ class BucketTarget:
         self._bucket.delete([key_of(group, key) for key in keys])
 
 
+def log_of(name: str) -> str:
+    """Return the name of a manifest's object, which is its path in a run, too."""
+    return f"manifest/{name}.log"
+
+
 def key_of(group: str, key: str) -> str:
     """Return the name of the object that holds a file of a group."""
     return "/".join(part for part in (inside.STORE, group, key) if part)
@@ -70,3 +75,11 @@ def group_of(name: str) -> tuple[str, bool]:
     match = MANIFEST.fullmatch(name)
     alone = bool(match and match[5])
     return (name.rpartition(".")[0] if alone else name).replace(".", "/"), alone
+
+
+def size_of(path: Path) -> int:
+    """Return how long a file is; -1 if there is none."""
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return -1

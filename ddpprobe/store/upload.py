@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,14 +34,14 @@ from ddpprobe.store.manifest import (
     manifest_path,
     read_regular,
     version_of,
+    version_of_file,
 )
 from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.segments import sources_of
-from ddpprobe.store.there import MANIFEST, ROOT, BucketTarget, group_of
+from ddpprobe.store.there import MANIFEST, ROOT, BucketTarget, group_of, log_of, size_of
 
 IN_MEMORY = 8 << 20  # a larger file is brought in parts, from the disk
 PATIENCE = 3  # looks at a file that is not what was committed, before it is called damaged
-READ_BYTES = 4 << 20
 
 
 class Conflict(Exception):
@@ -96,13 +95,14 @@ class Upload:
         names = list(self._names())
         changed = [n for n in names if self._stamps.get(n) != _stamp(self._run, n)]
         self.missing = changed
-        self._agree(identity)
         head = any(map(self._is_head, self._run.attempts()[-1:]))
-        whole = self._root_document() if head else None
+        self._agree(identity, head=head)
+        root = self._root_document()
+        whole = root if head else None
         if changed and whole:
             self._bring_root(whole, consolidated=False)
         # What is captured before a word of it: a reader may ask where it is.
-        self._bring_packs(everything=OWN_DISK in identity or _is_sealed(self._root_document()))
+        self._bring_packs(everything=OWN_DISK in identity or _is_sealed(root))
         self.missing = [n for n in changed if not self._bring(n)]
         if head:
             self._expire()
@@ -150,13 +150,13 @@ class Upload:
             self._heads[attempt] = bool(meta["head"])
         return self._heads[attempt]
 
-    def _agree(self, identity: dict[str, Any]) -> None:
+    def _agree(self, identity: dict[str, Any], *, head: bool) -> None:
         """Make sure that what lies there is this run; the head makes the place."""
         if self._agreed:
             return
         there = self._bucket.read(layout.RUN_JSON, inside.MAX_JSON_BYTES)
         if there is None:
-            if not any(map(self._is_head, self._run.attempts()[-1:])) or OWN_DISK in identity:
+            if not head or OWN_DISK in identity:
                 raise Waiting("the head's daemon has not been there yet")
             public = {k: v for k, v in identity.items() if k != OWN_DISK}
             self._bucket.write(layout.RUN_JSON, json.dumps(public, indent=1).encode())
@@ -172,7 +172,7 @@ class Upload:
             for key, _, _ in self._bucket.names("manifest")
         }
         packs = self._bucket.names("captures")
-        self._packs = {key for key, size, _ in packs if _size(self._run.path / key) == size}
+        self._packs = {key for key, size, _ in packs if size_of(self._run.path / key) == size}
         self._agreed = True
 
     # ---- bringing
@@ -181,7 +181,7 @@ class Upload:
         """Bring one group; False if it has to be looked at again."""
         stamp = _stamp(self._run, name)
         try:
-            manifest = Manifest(self._run.path / "manifest" / f"{name}.log")
+            manifest = Manifest(self._run.path / log_of(name))
             group, alone = group_of(name)
             root = self._run.store / group
             if manifest.damage or (not alone and not is_settled(root, manifest)):
@@ -225,8 +225,10 @@ class Upload:
                 data = read_regular(root, key, IN_MEMORY)
                 if version_of(data) == version:
                     return data
-            elif _version(root, key) == version:
-                return root / key
+            else:
+                with os.fdopen(inside.open_regular(root, key), "rb") as file:
+                    if version_of_file(file) == version:
+                        return root / key
         except OSError:
             pass
         if patient:
@@ -284,7 +286,7 @@ class Upload:
             attempt = int(match[1].removeprefix("attempt_"))
             told = f"{match[1]}.captures" not in self.missing
             if told and int(match[4]) in expired_steps(self._run, attempt):
-                self._bucket.delete([f"manifest/{name}.log"])
+                self._bucket.delete([log_of(name)])
                 if match[5] is None:
                     below = f"{inside.STORE}/{group_of(name)[0]}"
                     self._bucket.delete([key for key, _, _ in self._bucket.names(below)])
@@ -294,7 +296,7 @@ class Upload:
 
 def _stamp(run: layout.RunDir, name: str) -> tuple[int, ...]:
     try:
-        found = (run.path / "manifest" / f"{name}.log").lstat()
+        found = (run.path / log_of(name)).lstat()
     except OSError:
         return ()
     return found.st_ino, found.st_size, found.st_mtime_ns
@@ -302,18 +304,3 @@ def _stamp(run: layout.RunDir, name: str) -> tuple[int, ...]:
 
 def _is_sealed(root: dict[str, bytes] | None) -> bool:
     return root is not None and "consolidated_metadata" in json.loads(root[GROUP_JSON])
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return -1
-
-
-def _version(root: Path, key: str) -> Version:
-    size = crc = 0
-    with os.fdopen(inside.open_regular(root, key), "rb") as file:
-        while data := file.read(READ_BYTES):
-            size, crc = size + len(data), zlib.crc32(data, crc)
-    return size, crc
