@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ddpprobe import codec
 from ddpprobe.journal import JournalTail
 from ddpprobe.records import COUNTS, KINDS, PHASES, PLACEMENTS, VALUES, FirstBad, Site, StepRecord
-from ddpprobe.store import manifest
+from ddpprobe.store import commit, manifest
 from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.segments import segments_of, sources_of
 from ddpprobe.store.writer import StoreWriter
@@ -128,8 +128,10 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from ddpprobe.layout import RunDir
+from ddpprobe.store import commit
 from ddpprobe.store.writer import StoreWriter  # imports zarr, but uses it only in the children
 
+commit.LINES = 2  # every log is written anew, too
 EVENTS = {"open", "os.rename", "os.remove", "os.truncate", "os.mkdir"}
 
 def fold(path, kill_at):
@@ -209,7 +211,8 @@ def test_a_disk_that_refuses_at_any_write_costs_nothing(
         real(fd, data)  # type: ignore[operator]
 
     monkeypatch.setattr(manifest, "write_all", write)
-    monkeypatch.setattr("ddpprobe.store.commit.write_all", write)
+    monkeypatch.setattr(commit, "write_all", write)
+    monkeypatch.setattr(commit, "LINES", 2)
     folder, refusals = writer(made), 0
     for step in range(200):
         allowed = 5 + 9 * step
@@ -223,6 +226,29 @@ def test_a_disk_that_refuses_at_any_write_costs_nothing(
     folder.close()
     assert refusals > 5
     assert tree(made.run.store) == tree(whole.run.store)
+
+
+def test_the_log_of_a_long_run_stays_short_and_says_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+    for lines in (4, 10_000):
+        monkeypatch.setattr(commit, "LINES", lines)
+        made = Made(tmp_path / str(lines), ranks=1, segment_frames=4)
+        folder = writer(made)
+        for step in range(80):
+            made.write([record(0, step)])
+            if step % 8 == 7:
+                folder.fold()
+        folder.close()
+        made.close()
+        sealed(made)
+        said.append(manifest.Manifest(manifest.manifest_path(made.run, RANK_0)))
+        assert [key(r) for r in stored(made)] == [key(record(0, step)) for step in range(80)]
+    short, long = said
+    assert short.lines <= 5
+    assert long.lines > 10
+    assert short.state == long.state
 
 
 def test_new_sites_extend_the_axis_and_rewrite_no_block(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def _stored_series(
         return -1
     sites = group.sites() or []
     places = [i for i, site in enumerate(sites) if matches(site, glob)]
-    last = int(max(group.step_numbers()[0], default=-1))
+    last = int(group.step_numbers()[0].max(initial=-1))
     columns = table.columns_of([sites[i] for i in places])
     blocks = group.statistic(stat, places, lambda n: _are_within(n, steps)) if places else ()
     for numbers, here, counts, values in blocks:

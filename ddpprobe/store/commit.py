@@ -28,12 +28,15 @@ from ddpprobe.store.manifest import (
     Manifest,
     State,
     StoreError,
+    in_two_lines,
     is_settled,
     manifest_path,
     read_regular,
     version_of,
     write_all,
 )
+
+LINES = 32  # of a manifest's log, before it is written anew
 
 
 class Files:
@@ -69,6 +72,8 @@ class Files:
 
     def commit(self, state: State, staged: Mapping[str, bytes]) -> None:
         """Write what changed: new files, the manifest, then replacements, metadata last."""
+        if self.manifest.lines >= LINES and not self.manifest.undone:
+            self._shorten()
         known = dict(self.manifest.state.files)  # a copy: the manifest updates its own
         versions = {k: version_of(data) for k, data in staged.items()}
         changed = {k: v for k, v in versions.items() if known.get(k) != v}
@@ -114,6 +119,13 @@ class Files:
         self.manifest.append(after, dict.fromkeys(keys), durable=self._durable)
         for key in keys:
             (self.root / key).unlink(missing_ok=True)
+
+    def _shorten(self) -> None:
+        """Say in two lines what the log says in many, each of which a reader takes apart."""
+        state, path = self.manifest.state, self.manifest.path
+        data = in_two_lines(state, state)
+        replace_file(path, path.with_suffix(".partial"), [data], durable=self._durable)
+        self.manifest = Manifest(path, data)
 
     def _recover(self) -> None:
         """Take up where the last writer ended, undoing a commit that it did not finish.

@@ -195,21 +195,15 @@ class Manifest:
             state = self.rolled_back()
             replaced = {k: self.state.files.get(k) for k in self.replaced}
         else:
-            files = {str(k): _version_from(v) for k, v in line["files"].items()}
-            if len(files) + len(self.state.files) > MAX_FILES:
+            sizes = {k: int(n) for k, n in line["sizes"].items()}
+            consumed = {
+                k: Consumed(int(through), frozenset(map(int, ahead)))
+                for k, (through, ahead) in line["consumed"].items()
+            }
+            if len(line["files"]) + len(self.state.files) > MAX_FILES:
                 raise ValueError(f"more than {MAX_FILES} files")
-            state = State(
-                {str(k): int(n) for k, n in line["sizes"].items()},
-                {
-                    str(k): Consumed(int(t), frozenset(map(int, a)))
-                    for k, (t, a) in line["consumed"].items()
-                },
-                self.state.files,
-            )
-            replaced = {k: self.state.files.get(k) for k in files}
-            state.files.update({k: v for k, v in files.items() if v is not None})
-            for key in [k for k, v in files.items() if v is None]:
-                state.files.pop(key, None)
+            state = State(sizes, consumed, self.state.files)
+            replaced = _take_over(line["files"], self.state.files)
         self._before = State(self.state.sizes, self.state.consumed)
         self.state, self.replaced = state, replaced
 
@@ -261,11 +255,17 @@ def manifest_path(run: layout.RunDir, key: str) -> Path:
     return run.path / "manifest" / f"{key.replace('/', '.') or 'root'}.log"
 
 
-def _version_from(told: Any) -> Version | None:  # noqa: ANN401  (JSON)
-    if told is None:
-        return None
-    size, crc = told
-    return int(size), int(crc)
+def _take_over(told: dict[str, Any], files: dict[str, Version]) -> dict[str, Version | None]:
+    """Change `files` as a line says; return what was there."""
+    replaced = {}
+    for key, version in told.items():
+        if version is None:
+            replaced[key] = files.pop(key, None)
+        else:
+            size, crc = version
+            replaced[key] = files.get(key)
+            files[key] = int(size), int(crc)
+    return replaced
 
 
 def version_of(data: bytes) -> Version:

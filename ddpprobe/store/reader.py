@@ -90,18 +90,20 @@ class StoredGroup:
 
     def records(self, attempt: int, after: int = -1) -> Iterator[StepRecord]:
         """Yield the records of steps above `after`, in the order in which they were committed."""
-        decoder = self._decoder(attempt)
-        if decoder is None:
-            return
         columns_of_steps = (c for c in self._arrays.columns.values() if c.dims[0] == "step")
-        names = [c.name for c in columns_of_steps if c.rewritten]
+        names = [c.name for c in columns_of_steps if c.rewritten and c.name != "step"]
+        decoder = None
         for start, stop in self._spans(fmt.COLUMN_CHUNK):
-            columns = {n: self._arrays.attempt(n, None, start, stop) for n in names}
-            if any(v is None for v in columns.values()):
+            steps = self._arrays.attempt("step", None, start, stop)
+            if steps is None or steps.max() <= after:
                 continue
-            whole = {n: v for n, v in columns.items() if v is not None}
-            if whole["step"].max() > after:
-                yield from self._blocks(decoder, whole, start, stop, after)
+            found = {n: self._arrays.attempt(n, None, start, stop) for n in names}
+            columns = {"step": steps} | {n: v for n, v in found.items() if v is not None}
+            decoder = decoder or self._decoder(attempt)  # many names, for nothing if all is known
+            if decoder is None:
+                return
+            if len(columns) > len(names):
+                yield from self._blocks(decoder, columns, start, stop, after)
 
     def statistic(
         self,
@@ -120,9 +122,8 @@ class StoredGroup:
         needed = {"numel", "observed", *_BAD, *_COUNTS_OF.get(stat, ())}
         of_counts = [i for i, name in enumerate(COUNTS) if name in needed]
         of_values = [VALUES.index(name) for name in _VALUES_OF.get(stat, ())]
-        for start, stop in self._spans(self._rows_of("counts")):
-            steps = self._arrays.attempt("step", None, start, stop)
-            if steps is None or (wanted is not None and not wanted(steps).any()):
+        for steps, start, stop in self._blocks_of("counts"):
+            if wanted is not None and not wanted(steps).any():
                 continue
             span = span_of(steps)
             counts = self._arrays.attempt("counts", span, start, stop, (sites,), of_counts)
@@ -157,10 +158,7 @@ class StoredGroup:
             return
         at: tuple[Any, ...] = (names.index(name),)
         at = (slice(None), *at) if "delivered" in self._arrays.columns else at
-        for start, stop in self._spans(self._rows_of("scalars")):
-            steps = self._arrays.attempt("step", None, start, stop)
-            if steps is None:
-                continue
+        for steps, start, stop in self._blocks_of("scalars"):
             span = span_of(steps)
             values = self._arrays.attempt("scalars", span, start, stop, at)
             given = self._arrays.attempt("scalar_given", span, start, stop, at)
@@ -173,14 +171,22 @@ class StoredGroup:
 
     def expired(self) -> list[tuple[int, int]]:
         """Return the spans of steps, first and last, whose records retention took away."""
-        block = self._rows_of("counts")
-        gone = [n for n in range(-(-self.rows // block)) if self._arrays.has_expired(n)]
-        blocks = [self._arrays.attempt("step", None, n * block, (n + 1) * block) for n in gone]
-        return [span_of(steps) for steps in blocks if steps is not None and steps.size]
+        block, gone = self._rows_of("counts"), self._arrays.has_expired
+        return [span_of(n) for n, start, _ in self._blocks_of("counts") if gone(start // block)]
 
     def _spans(self, rows: int) -> Iterator[tuple[int, int]]:
         for start in range(0, self.rows, rows):
             yield start, min(start + rows, self.rows)
+
+    def _blocks_of(self, array: str) -> Iterator[tuple[NDArray[Any], int, int]]:
+        """Yield steps, first row and row behind the last of what is stored together of an array."""
+        block = self._rows_of(array)
+        for a, b in self._spans(fmt.COLUMN_CHUNK):
+            steps = self._arrays.attempt("step", None, a, b)
+            if steps is not None:
+                for start in range(a, b, block):
+                    stop = min(start + block, b)
+                    yield steps[start - a : stop - a], start, stop
 
     def _rows_of(self, array: str) -> int:
         """Rows of an array that are stored, and so best read, together."""
