@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ddpprobe.records import KINDS, PHASES, Anomaly, FirstBad
+from ddpprobe.records import KINDS, PHASES, SEVERAL, Anomaly, FirstBad
 
 MAX_RANKS = 1 << 24  # a rank beyond is nonsense, for which no bit mask is allocated
 LEVELS = ("page", "warn", "info")
@@ -59,7 +59,7 @@ def first_bad(said: Mapping[str, Any]) -> FirstBad:
         or not all(isinstance(text, str | None) for text in texts)
     ):
         raise ValueError("a first non-finite tensor that makes no sense")
-    return replace(found, rank=rank(found.rank))
+    return found if found.rank == SEVERAL else replace(found, rank=rank(found.rank))
 
 
 def numbers(said: Mapping[str, Any]) -> dict[str, float]:

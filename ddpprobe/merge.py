@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from ddpprobe.records import (
     PLACEMENTS,
+    SEVERAL,
     Counts,
     Digests,
+    FirstBad,
     Site,
     StepRecord,
     Values,
@@ -66,13 +68,30 @@ def merge_all(records: Sequence[StepRecord]) -> StepRecord:
         counts=counts,
         values=values,
         scalars=dict(chain.from_iterable(r.scalars.items() for r in parts)),
-        first_bad=min(
-            (r.first_bad for r in parts if r.first_bad), key=lambda f: f.key, default=None
-        ),
+        first_bad=_first_bad([r.first_bad for r in parts if r.first_bad]),
         skipped=any(r.skipped for r in parts),
         partial=any(r.partial for r in parts),
         missing=tuple(sorted(set(chain.from_iterable(r.missing for r in parts)) - set(ranks))),
         digests=merge_digests(*(r.digests for r in parts)),
+    )
+
+
+def _first_bad(found: Sequence[FirstBad]) -> FirstBad | None:
+    """Return the earliest; where several ranks have theirs, the sum, which blames none of them.
+
+    What was reduced (phase `step`) is the same tensor on all ranks, and no sum.
+    """
+    ordered = sorted(found, key=lambda bad: (bad.place, bad.rank))
+    same = [bad for bad in ordered if bad.place == ordered[0].place]
+    if len(same) < 2 or same[0].phase == "step":
+        return ordered[0] if ordered else None
+    return replace(
+        same[0],
+        rank=SEVERAL,
+        nan=sum(bad.nan for bad in same),
+        pos_inf=sum(bad.pos_inf for bad in same),
+        neg_inf=sum(bad.neg_inf for bad in same),
+        numel=sum(bad.numel for bad in same),
     )
 
 

@@ -87,10 +87,15 @@ class Site:
         return f"{self.fqn or '(root)'}{leaf}:{self.kind}"
 
 
+SEVERAL = -1  # in place of a rank: more than one, and none of them first
+
+
 @dataclass(frozen=True, slots=True)
 class FirstBad:
     """The first non-finite local tensor of a step, on one rank or on all.
 
+    Where several ranks have theirs at the same place, `rank` is `SEVERAL` and the counts are sums:
+    the bits of one rank explain none of the others', but what they have in common may.
     `order` is the position in the rank's execution order within the step, and in a pipeline, whose
     stages run one after the other, the time in Unix ns; `fqn` is None when the step was not sampled
     and only the phase is known. The four counts are elements.
@@ -110,9 +115,10 @@ class FirstBad:
     numel: int = 0
 
     @property
-    def key(self) -> tuple[int, int, int, int, int]:
-        """Order of cause: the smallest key over all ranks is the origin."""
-        return (self.step, self.micro, PHASES.index(self.phase), self.order, self.rank)
+    def place(self) -> tuple[int, int, int, int, str, str, str]:
+        """Order of cause: the smallest one over all ranks is the origin."""
+        when = (self.step, self.micro, PHASES.index(self.phase), self.order)
+        return (*when, self.fqn or "", self.kind or "", self.leaf)
 
 
 @dataclass(frozen=True, slots=True)

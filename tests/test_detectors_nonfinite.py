@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ddpprobe.detectors.nonfinite import NonFinite
-from ddpprobe.records import COUNTS, VALUES, Anomaly, FirstBad, Site, StepRecord
+from ddpprobe.records import COUNTS, SEVERAL, VALUES, Anomaly, FirstBad, Site, StepRecord
 
 WITNESS = FirstBad(412, 1, "backward", 7, 5, "layers.17.attn.wo", "grad_output", "", 3, 0, 0, 4096)
 
@@ -48,6 +48,16 @@ def test_an_unsampled_step_pages_without_a_module() -> None:
     assert (page.rank, page.module, page.kind, page.phase) == (2, None, None, "forward")
     assert not page.sampled
     assert "not sampled" in page.message
+
+
+def test_what_several_ranks_have_at_the_same_place_blames_none_of_them() -> None:
+    several = replace(WITNESS, rank=SEVERAL)
+    (page,) = run(record(412, several))
+    assert (page.rank, page.module) == (None, "layers.17.attn.wo")
+    assert page.message == "3 NaN of 4096 elements; on several ranks at once, none of them first"
+    losses = {rank: {"loss": math.nan} for rank in range(8)}
+    (page,) = run(record(412, several, scalars=losses))
+    assert (page.rank, page.micro, page.phase) == (None, 1, "forward")
 
 
 def test_a_witness_shipped_with_a_later_record_keeps_its_own_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from ddpprobe.merge import disagreements, merge_all, merge_digests, ranks_of
 from ddpprobe.records import (
     COUNTS,
+    PHASES,
     PLACEMENTS,
+    SEVERAL,
     VALUES,
     FirstBad,
     Site,
@@ -41,7 +44,8 @@ def rank_records(draw: st.DrawFn, rank: int) -> StepRecord:
         [[draw(st.integers(0, 2**40)) for _ in COUNTS] for _ in range(n)], np.int64
     ).reshape(n, len(COUNTS))
     values = np.array([[draw(exact) for _ in VALUES] for _ in range(n)], np.float64)
-    bad = FirstBad(3, draw(st.integers(0, 2)), "forward", draw(st.integers(0, 9)), rank)
+    at = draw(st.integers(0, 2)), draw(st.sampled_from(PHASES)), draw(st.integers(0, 2))
+    bad = FirstBad(3, *at, rank, draw(st.sampled_from([None, "a", "b"])), nan=rank + 1, numel=9)
     return StepRecord(
         attempt=0, step=3, ranks=(rank,), wall_time_ns=draw(st.integers(1, 9)), sites=sites,
         counts=counts, values=values.reshape(n, len(VALUES)), scalars={rank: {"loss": float(rank)}},
@@ -236,3 +240,14 @@ def test_the_first_bad_tensor_of_all_ranks_is_the_origin() -> None:
         StepRecord(0, 5, (2,), 0, first_bad=FirstBad(5, 0, "step", 1, 2)),
     ]
     assert merge_all(records).first_bad == records[1].first_bad
+
+
+def test_no_rank_is_the_origin_of_what_several_have_at_the_same_place() -> None:
+    bad = [FirstBad(5, 0, "forward", 3, rank, "fc", "output", nan=2, numel=8) for rank in (0, 2)]
+    other = FirstBad(5, 0, "forward", 3, 1, "head", "output", nan=1, numel=8)  # a stage's own
+    records = [StepRecord(0, 5, (b.rank,), 0, first_bad=b) for b in (*bad, other)]
+    merged = merge_all(records).first_bad
+    assert merged == replace(bad[0], rank=SEVERAL, nan=4, numel=16)
+    reduced = [replace(b, phase="step", kind="grad") for b in bad]
+    records = [StepRecord(0, 5, (b.rank,), 0, first_bad=b) for b in reduced]
+    assert merge_all(records).first_bad == reduced[0]

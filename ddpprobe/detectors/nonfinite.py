@@ -1,9 +1,9 @@
 """`nonfinite`: the first NaN or Inf of the run, and the rank and module it came from.
 
 Pages at once, on one element. The origin is the record's `first_bad`, the smallest (step, micro,
-phase, order, rank) over all ranks' *local* tensors; what was reduced over the ranks is as bad as
-the worst of them and names no rank. What follows from an origin (later steps, other ranks) is not
-reported again.
+phase, order) over all ranks' *local* tensors. No rank is named where several have theirs at that
+place, nor for what was reduced over the ranks, which is as bad as the worst of them. What follows
+from an origin (later steps, other ranks) is not reported again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from ddpprobe.detectors.settings import at_least
-from ddpprobe.records import NONFINITE, NUMEL, Anomaly, FirstBad, Site, StepRecord
+from ddpprobe.records import NONFINITE, NUMEL, SEVERAL, Anomaly, FirstBad, Site, StepRecord
 
 _REDUCED = ("grad", "param")
 
@@ -73,10 +73,11 @@ def _bad_loss(record: StepRecord) -> FirstBad | None:
     if not bad:
         return None
     witness = record.first_bad
-    at = witness if witness and witness.phase == "backward" and witness.rank in bad else None
+    at = witness if witness and witness.phase == "backward" else None
+    at = at if at and (at.rank in bad or (at.rank == SEVERAL and len(bad) > 1)) else None
     # Without a local witness a loss that is bad on several ranks (they may have averaged it) blames
-    # none of them; -1 stands for that until the anomaly is made.
-    rank = at.rank if at else min(bad) if len(bad) == 1 else -1
+    # none of them.
+    rank = at.rank if at else min(bad) if len(bad) == 1 else SEVERAL
     loss = bad[rank] if rank in bad else next(iter(bad.values()))
     return FirstBad(
         step=at.step if at else record.step,
@@ -101,7 +102,7 @@ def _bad_reduced(record: StepRecord) -> FirstBad | None:
             if site.kind == kind:
                 nan, pos_inf, neg_inf = (int(n) for n in record.counts[row, NONFINITE])
                 return FirstBad(
-                    record.step, 0, "step", int(row), -1, site.fqn, kind, site.leaf,
+                    record.step, 0, "step", int(row), SEVERAL, site.fqn, kind, site.leaf,
                     nan, pos_inf, neg_inf, int(record.counts[row, NUMEL]),
                 )  # fmt: skip
     return None
@@ -117,7 +118,7 @@ def _bad_param(record: StepRecord) -> bool:
 def _anomaly(record: StepRecord, origin: FirstBad, level: str) -> Anomaly:
     reduced = origin.phase == "step" or origin.kind in _REDUCED
     world = record.ranks + record.missing
-    nobody = reduced or origin.rank < 0
+    nobody = reduced or origin.rank == SEVERAL
     return Anomaly(
         detector=NonFinite.name,
         level=level,
@@ -153,6 +154,8 @@ def _message(record: StepRecord, origin: FirstBad, level: str) -> str:
         text = "non-finite local tensor; which one is not known, as this step was not sampled"
     else:
         text = f"{found} of {origin.numel} elements" if found else "non-finite elements"
+    if origin.rank == SEVERAL and origin.kind not in _REDUCED and origin is record.first_bad:
+        text += "; on several ranks at once, none of them first"
     if level == "info":
         text += "; the GradScaler skipped this step"
     return text
