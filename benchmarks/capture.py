@@ -22,6 +22,8 @@ from ddpprobe import packs
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import RunDir, make_dir, node_name, write_json
 from ddpprobe.packs import PackedTensor
+from ddpprobe.stats import native
+from ddpprobe.stats.crc32 import crc32
 from ddpprobe.store.capture_fold import CaptureFold
 from ddpprobe.store.root import Root
 from ddpprobe.store.writer import StoreWriter
@@ -82,6 +84,7 @@ def sync(path: Path) -> None:
 
 def rank_process(run: RunDir, rank: int, size: int) -> None:
     """Be one rank: do on each line of the standard input what it says, and answer the seconds."""
+    native.prepare()  # as `install` does
     tensors = parts(size)
     raw = run.path / f"raw_{rank}"
     for line in sys.stdin:
@@ -92,7 +95,7 @@ def rank_process(run: RunDir, rank: int, size: int) -> None:
             write_raw(raw, [data for _, data in tensors])
         else:
             path = run.pack(0, NODE, rank, int(step))
-            packs.write(path, header(rank, int(step)), tensors)
+            packs.write(path, header(rank, int(step)), tensors, crc32)
         if durable == "True":
             sync(path)
         print(time.perf_counter() - start, flush=True)

@@ -51,7 +51,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -152,7 +152,10 @@ class PackedTensor:
 
 
 def write(
-    path: Path, header: Mapping[str, Any], tensors: Sequence[tuple[PackedTensor, Bytes]]
+    path: Path,
+    header: Mapping[str, Any],
+    tensors: Sequence[tuple[PackedTensor, Bytes]],
+    crc32: Callable[[memoryview], int] = zlib.crc32,
 ) -> int:
     """Write a pack; return its size in bytes. The bytes are neither joined nor copied on the way.
 
@@ -162,6 +165,8 @@ def write(
         path: its directory is made. What is there is replaced.
         header: JSON: attempt, step, rank, world_size, and what else the reader may know.
         tensors: each with its bytes, uint8 [n], contiguous; offset, bytes and crc are filled in.
+        crc32: gives what zlib's gives, perhaps sooner: ranks have `stats.crc32`, which is not for
+            processes without torch.
 
     Raises:
         OSError: the disk refuses; nothing is left behind.
@@ -171,7 +176,7 @@ def write(
     for tensor, raw in tensors:
         if raw.nbytes != prod(tensor.shape) * ITEM_SIZES.get(tensor.dtype, -1):
             raise PackError(f"{tensor.fqn}: {raw.nbytes} bytes for {tensor.dtype} {tensor.shape}")
-        placed.append(replace(tensor, offset=position, bytes=raw.nbytes, crc=zlib.crc32(raw.data)))
+        placed.append(replace(tensor, offset=position, bytes=raw.nbytes, crc=crc32(raw.data)))
         padding = bytes(-raw.nbytes % ALIGNMENT)
         parts += [raw.data, memoryview(padding)]
         position += raw.nbytes + len(padding)

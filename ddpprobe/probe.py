@@ -214,8 +214,7 @@ def install(
         wanted.select, enlisted.journal, enlisted.heartbeat, full_backward=backward == "full",
         first_step=first_step, after_step=enlisted.keep_daemon,
     )  # fmt: skip
-    if wanted.found.device.type == "cpu":
-        native.prepare()  # here, where waiting is allowed: no step ever compiles anything
+    native.prepare()  # here, where waiting is allowed: no step ever compiles anything
     recorder.start()
     probe = Probe(recorder, enlisted, responder)
     _probed[wanted.found.root] = probe

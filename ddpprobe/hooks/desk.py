@@ -17,6 +17,7 @@ from ddpprobe import codec, packs
 from ddpprobe.hooks.bundle import Bundle
 from ddpprobe.hooks.keeping import MAX_BYTES
 from ddpprobe.journal import BACK_OFF_SECONDS, JournalWriter
+from ddpprobe.stats.crc32 import crc32
 
 
 @final
@@ -58,7 +59,7 @@ class Desk:
     def _write(self, bundle: Bundle) -> None:
         header = {**self._who, **bundle.header()}
         try:
-            size = packs.write(self._path(bundle.step), header, bundle.tensors())
+            size = packs.write(self._path(bundle.step), header, bundle.tensors(), crc32)
         except (OSError, packs.PackError) as error:
             self._retry_at = time.monotonic() + BACK_OFF_SECONDS
             why = errno.errorcode.get(getattr(error, "errno", None) or 0, "too large")
