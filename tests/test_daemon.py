@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from ddpprobe import codec, layout
+from ddpprobe import cli, codec, layout
+from ddpprobe.daemon import folding
 from ddpprobe.daemon.__main__ import main
 from ddpprobe.daemon.ledger import Ledger
+from ddpprobe.daemon.node import NodeDaemon, Options
 from ddpprobe.journal import JournalTail
+from ddpprobe.replay.run import open_run
+from ddpprobe.replay.verify import verify
+from ddpprobe.store.reader import StoredGroup
+from ddpprobe.store.writer import StoreWriter
 
 from .distributed import daemon_harness
+from .made_runs import NODE, Made
 
 wait, kill = daemon_harness.wait, daemon_harness.kill
+MERGED = "attempt_000/merged"
 
 
 @pytest.fixture
@@ -253,7 +262,7 @@ def test_a_dead_run_is_sealed_by_hand_and_then_the_daemon_ends(job) -> None:
         rank.wait(30)
     assert job.daemon(0, linger=60.0).wait(30) == 0
     assert job.merged_steps() == list(range(300))
-    assert [(a.step, a.rank) for a in job.anomalies()] == [(250, 0)]
+    assert [(a.step, a.rank) for a in job.anomalies()] == [(250, None)]  # both ranks have it
     assert [(d["signal"], d["first"]) for d in job.life("death")] == [
         ("unknown", True), ("unknown", False),
     ]  # fmt: skip
@@ -354,6 +363,59 @@ def test_a_full_disk_delays_the_store_and_ends_nothing(small_disk, job) -> None:
     wait(job.merged_steps)
     assert job.merged_steps()[:20] == list(range(20))
     assert daemon.poll() is None
+
+
+@pytest.fixture
+def over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], layout.RunDir]:
+    """A run that is over and nobody has sealed; the disk refuses as many seals as one says."""
+    run = Made(tmp_path / "run").whole(10, told=False).close()
+    layout.make_dir(run.path / "daemon")
+    seal = StoreWriter.seal
+
+    def served(refusals: int) -> layout.RunDir:
+        left = iter(range(refusals))
+
+        def refusing(store: StoreWriter) -> int:
+            if next(left, None) is not None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return seal(store)
+
+        monkeypatch.setattr(StoreWriter, "seal", refusing)
+        NodeDaemon(Options(run, NODE, "127.0.0.1:0", linger=0.0, wait=1.0)).serve()
+        return run
+
+    monkeypatch.setattr(folding, "PAUSE_SECONDS", 0.0)
+    return served
+
+
+def test_a_seal_that_the_disk_refuses_for_a_moment_at_the_end_is_tried_again(over, caplog) -> None:
+    run = open_run(over(folding.LAST_TRIES).path)
+    assert "the store cannot be written, retrying" in caplog.text
+    assert "finish it with" not in caplog.text
+    assert run.info()["unsealed"] == []
+    assert run.info()["attempts"][0]["sealed"]
+    assert list(run.path.rglob("rank_*/*.wal")) == []
+
+
+def test_a_seal_that_the_disk_refuses_to_the_last_is_said_and_a_later_daemon_makes_it(
+    over, caplog, capsys
+) -> None:
+    path = over(100).path
+    command = f"ddpprobe daemon --dir {path} --node {NODE}"
+    assert f"finish it with: {command}" in caplog.text
+    found = open_run(path).info()
+    assert found["unsealed"] == [{"node": NODE, "finish": command}]
+    assert (found["attempts"][0]["sealed"], found["attempts"][0]["unsealed"]) == (False, [NODE])
+    assert cli.main(["info", str(path)]) == 0
+    assert f"{NODE} is not all in the store; finish with: {command}" in capsys.readouterr().out
+    assert verify(open_run(path)).ok
+    assert [r.step for r in open_run(path).records(0)] == list(range(10))  # from the journal
+
+    over(0)
+    later = open_run(path)
+    assert (later.info()["unsealed"], later.info()["attempts"][0]["sealed"]) == ([], True)
+    assert verify(later).ok
+    assert [step for step, _ in StoredGroup(layout.RunDir(path), MERGED).steps()] == [*range(10)]
 
 
 def test_a_damaged_store_is_said_and_the_ranks_rows_stay_in_the_journal(job) -> None:

@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from ddpprobe.packs import ITEM_SIZES
 from ddpprobe.records import COUNTS, VALUES, FirstBad, Site, StepRecord
 from ddpprobe.replay import execution_verdict as verdicts
-from ddpprobe.replay.execution import evidence
+from ddpprobe.replay.execution import Which, choose, evidence
 from ddpprobe.replay.execution_call import Outcome, arguments, execute
 from ddpprobe.replay.execution_model import build, fill, find
 from ddpprobe.replay.execution_scene import Scene, scene_of, tensor_of
 from ddpprobe.replay.execution_verdict import Verdict, judge
 from ddpprobe.replay.run import RunError
-from ddpprobe.replay.tensors import Capsule
+from ddpprobe.replay.tensors import Capsule, Captured
 from ddpprobe.store import dtypes
 
 CPU = torch.device("cpu")
@@ -497,6 +497,33 @@ def capsule_of(x: Part, w: Part, state: dict[str, str], **call: object) -> Capsu
     about = {"class": "tests.Net", "training": True, "state": state, "calls": [told]}
     tensors = {("input", "mlp", "0"): x, ("param", "embed.weight", ""): w}
     return Capsule(0, 7, 0, "mlp", about, {"world_size": 1}, 0, 0, tensors)
+
+
+class OneStep:
+    """A run that captured some modules at step 7, and none of those that are asked for."""
+
+    def __init__(self, *modules: str) -> None:
+        self._captured = Captured(0, 7, (0,), modules, "nonfinite", True, 0, 0, ())
+
+    def capsules(self, step: int, module: str, attempt: int | None) -> list[Capsule]:
+        return []
+
+    def captures(self, attempt: int | None) -> list[Captured]:
+        return [self._captured]
+
+
+@pytest.mark.parametrize(
+    ("modules", "says"),
+    [
+        (("", "mlp"), "; '' (the whole model), mlp were"),
+        (("",), "; '' (the whole model) was"),  # --module '' is what can be typed
+        (("mlp",), "; mlp was"),
+    ],
+)
+def test_what_was_captured_is_listed_as_one_types_it(modules: tuple[str, ...], says: str) -> None:
+    with pytest.raises(RunError) as caught:
+        choose(OneStep(*modules), Which(7, "head"))
+    assert str(caught.value) == f"module 'head' was not captured at step 7{says}"
 
 
 ONES = np.ones((4, 2), np.float32)

@@ -188,6 +188,33 @@ def test_nodes_that_seal_at_once_leave_no_pack_behind(run):
     assert verify(opened).ok
 
 
+@pytest.mark.parametrize("refusal", [OSError(28, "No space left on device"), TimeoutError("held")])
+def test_a_step_that_the_disk_refuses_keeps_no_other_from_the_store(run, monkeypatch, refusal):
+    whole = made.whole([4, 4], "float32")
+    for step in (7, 9, 11):
+        made.write(run, [(made.KEY, made.sharded(whole, [2], [0]))], step=step)
+    commit, asked = capture_fold.commit_event, []
+
+    def refusing(to: RunDir, event: capture_event.Event, *, durable: bool) -> None:
+        asked.append(event.step)
+        if event.step == 7:
+            raise refusal
+        commit(to, event, durable=durable)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(capture_fold, "commit_event", refusing)
+        with pytest.raises(type(refusal), match=str(refusal.args[-1])):
+            fold(run)
+    waits = isinstance(refusal, TimeoutError)  # for a lock that all steps need
+    assert asked == ([7] if waits else [7, 9, 11])
+    left = {p.stem for p in (run.path / "captures").rglob("*.pack")}
+    assert len(left) == (3 if waits else 1)
+    fold(run)
+    assert not list((run.path / "captures").rglob("*.pack"))
+    opened = open_run(run.path)
+    assert all(same(opened.tensor(SITE, step)[...], whole) for step in (7, 9, 11))
+
+
 def _sealing(run: RunDir, node: str) -> int:
     """Seal in a child, as a node's daemon does; return its pid."""
     child = os.fork()

@@ -21,7 +21,9 @@ from ddpprobe import codec
 from ddpprobe.journal import JournalTail
 from ddpprobe.records import COUNTS, KINDS, PHASES, PLACEMENTS, VALUES, FirstBad, Site, StepRecord
 from ddpprobe.store import commit, manifest
+from ddpprobe.store.capture_fold import CaptureFold
 from ddpprobe.store.reader import StoredGroup
+from ddpprobe.store.root import Root
 from ddpprobe.store.segments import segments_of, sources_of
 from ddpprobe.store.writer import StoreWriter
 
@@ -249,6 +251,46 @@ def test_the_log_of_a_long_run_stays_short_and_says_the_same(
     assert short.lines <= 5
     assert long.lines > 10
     assert short.state == long.state
+
+
+def test_what_a_disk_refuses_of_one_attempt_keeps_no_other_from_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for attempt in (0, 1):
+        made = Made(tmp_path, ranks=1, attempt=attempt).whole(10)
+        made.close()
+    run, refused, prepare = made.run, {"captures", "records"}, Root.prepare
+
+    def captures(_: object, attempt: int, *, final: bool) -> None:
+        if attempt == 0 and "captures" in refused:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def prepared(root: Root, attempt: int) -> None:
+        if attempt == 0 and "records" in refused:
+            raise OSError(errno.EIO, "Input/output error")
+        prepare(root, attempt)
+
+    monkeypatch.setattr(CaptureFold, "fold", captures)
+    monkeypatch.setattr(Root, "prepare", prepared)
+    folder = writer(made)
+    with pytest.raises(OSError, match="Input/output error"):
+        folder.seal()
+    assert [key(r) for r in stored(made, "attempt_001/rank_00000")] == [
+        key(record(0, step, attempt=1)) for step in range(10)
+    ]
+    assert {s.rank for s in sources_of(run, 0) if segments_of(s)} == {None, 0}
+    refused.remove("records")
+    with pytest.raises(OSError, match="No space left"):
+        folder.seal()
+    assert len(list(StoredGroup(run, RANK_0).records(0))) == 10
+    # A later daemon sees by them that there is something to seal.
+    assert {s.rank for s in sources_of(run, 0) if segments_of(s)} == {None, 0}
+    refused.clear()
+    folder.seal()
+    folder.close()
+    assert not [s for n in (0, 1) for s in sources_of(run, n) if segments_of(s)]
+    group = StoredGroup(run, RANK_0)
+    assert [key(r) for r in group.records(0)] == [key(record(0, step)) for step in range(10)]
 
 
 def test_new_sites_extend_the_axis_and_rewrite_no_block(tmp_path: Path) -> None:

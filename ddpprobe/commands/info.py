@@ -66,6 +66,8 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for upload in info["uploads"]:
         why = upload["error"] or "not all groups are there"
         yield "upload", f"{upload['node']} is not done ({why}); finish with: {upload['finish']}"
+    for left in info["unsealed"]:
+        yield "unsealed", f"{left['node']} is not all in the store; finish with: {left['finish']}"
     death = info["first_death"]
     if death:
         yield "first death", f"rank {death['rank']}, {death['signal']}, in step {death['step']}"

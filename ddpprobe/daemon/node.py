@@ -7,18 +7,18 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddpprobe import layout
 from ddpprobe.daemon import host
 from ddpprobe.daemon.attempt import Attempt
+from ddpprobe.daemon.folding import LAST_TRIES, Folding
 from ddpprobe.daemon.inbox import Inbox
 from ddpprobe.daemon.liveness import Watcher
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.snapshot import Readings, view_of
-from ddpprobe.daemon.uploader import Uploader, destination_of, identity_of, stays_packed
+from ddpprobe.daemon.uploader import Uploader, destination_of, identity_of
 from ddpprobe.fuse import Fuse
 from ddpprobe.journal import segments_of
 from ddpprobe.layout import RunDir
@@ -26,7 +26,6 @@ from ddpprobe.layout import RunDir
 if TYPE_CHECKING:
     from ddpprobe.daemon.server import Server
     from ddpprobe.prometheus import Exposition
-    from ddpprobe.store.writer import StoreWriter
 
 TICK_SECONDS = 0.15
 RENDER_SECONDS = (1.0, 5.0)  # when something changed, and when nothing did
@@ -71,23 +70,20 @@ class NodeDaemon:
         self._attempt: Attempt | None = None
         self._server: Server | None = None
         self._exposition: Exposition | None = None
-        self._store: StoreWriter | None = None
         self._uploader: Uploader | None = None
         self._pusher = Pusher(options.head_url, self._token) if options.head_url else None
         self._inbox = Inbox(self._run.daemon_file(self._node, "inbox"))
         self._watcher = Watcher()
         self._readings = Readings()
-        self._fuses = {
-            name: Fuse(name, ERRORS_ALLOWED) for name in ("loop", "server", "sampler", "store")
-        }
+        self._folding = Folding(self._run, self._node, options.max_bytes, options.max_age)
+        self._fuses = {name: Fuse(name, ERRORS_ALLOWED) for name in ("loop", "server", "sampler")}
+        self._fuses["store"] = self._folding.fuse
         self._fuses["liveness"] = self._watcher.fuse
         if self._pusher is not None:
             self._fuses["push"] = self._pusher.fuse
         self._due = dict.fromkeys(("sample", "render", "render_idle"), 0.0)
         self._due["fold"] = time.monotonic() + FOLD_SECONDS
         self._changed = True
-        self._disk_errors = 0
-        self._damaged: dict[str, str] = {}
         self._ended_at: float | None = None
         self._seen_alive = self._busy = self._sealed = False
 
@@ -178,30 +174,11 @@ class NodeDaemon:
         self._changed = True
         self._due["render"] = 0.0
 
-    def _seal(self) -> None:
+    def _seal(self, tries: int = 1) -> None:
         """Put everything that is left into the store; what a full disk refuses, later again."""
-        self._sealed = False
-
-        def seal() -> None:
-            self._open_store().seal()
-            self._sealed = True
-            if self._attempt is not None and self._attempt.ledger is not None:
-                self._attempt.ledger.say({"event": "sealed"})
-
-        self._fuses["store"].guard(self._despite_the_disk)(seal)
-
-    def _despite_the_disk(self, write: Callable[[], object]) -> None:
-        """Write to the store; a full or failing disk is no fault of ours, and may recover."""
-        try:
-            write()
-        except OSError as error:
-            if not self._disk_errors:
-                logger.warning("ddpprobe: the store cannot be written, retrying: %s", error)
-            self._disk_errors += 1
-        for group, why in self._open_store().damaged.items():
-            if self._damaged.get(group) != why:
-                logger.warning("ddpprobe: %s is damaged: %s", group or "the store's root", why)
-                self._damaged[group] = why
+        self._sealed = self._folding.seal(tries)
+        if self._sealed and self._attempt is not None and self._attempt.ledger is not None:
+            self._attempt.ledger.say({"event": "sealed"})
 
     def _over(self, started: float) -> bool:
         now = time.monotonic()
@@ -226,8 +203,7 @@ class NodeDaemon:
         if self._is_due("sample", now, host.INTERVAL_SECONDS):
             self._fuses["sampler"].guard(self._sample)(attempt)
         if attempt.may_fold and self._is_due("fold", now, FOLD_SECONDS):
-            fold = self._open_store().fold
-            self._fuses["store"].guard(self._despite_the_disk)(fold)
+            self._folding.fold()
 
     def _sample(self, attempt: Attempt) -> None:
         alive = {n: r.tail.facts.meta for n, r in attempt.ranks.items() if r.up}
@@ -236,17 +212,6 @@ class NodeDaemon:
         if attempt.ledger is not None:
             attempt.ledger.sample(self._readings.host, self._readings.ranks)
         self._changed = True
-
-    def _open_store(self) -> StoreWriter:
-        if self._store is None:
-            # Not at the top: zarr takes half a second, which the first reading should not wait for.
-            from ddpprobe.store.retention import Limits  # noqa: PLC0415
-            from ddpprobe.store.writer import StoreWriter  # noqa: PLC0415
-
-            limits = Limits(self._options.max_bytes, self._options.max_age)
-            packed = stays_packed(identity_of(self._run))
-            self._store = StoreWriter(self._run, self._node, limits=limits, captures=not packed)
-        return self._store
 
     def _start_server(self) -> None:
         from ddpprobe.daemon.server import Server  # noqa: PLC0415
@@ -315,7 +280,7 @@ class NodeDaemon:
         server.publish(text, openmetrics)
 
     def _losses(self) -> Counter[str]:
-        lost = Counter({"inbox": self._inbox.dropped, "store_damaged": len(self._damaged)})
+        lost = Counter({"inbox": self._inbox.dropped, "store_damaged": len(self._folding.damaged)})
         return lost + (self._pusher.dropped if self._pusher else Counter())
 
     def _is_due(self, what: str, now: float, interval: float) -> bool:
@@ -329,17 +294,27 @@ class NodeDaemon:
             self._pusher.close(FLUSH_SECONDS)
             if self._attempt is not None:
                 self._attempt.note_acknowledged()
-        if self._attempt is not None and self._attempt.ledger is not None:
-            self._attempt.ledger.close()
-        if self._sealed:
-            # What was said since, and the journals of ranks whose processes lived at the seal.
-            self._fuses["store"].guard(self._despite_the_disk)(self._open_store().seal)
+        if self._attempt is not None:
+            self._seal_for_good(self._attempt)
         if self._uploader is not None:
             self._uploader.close()
         self._run.daemon_file(self._node, "json").unlink(missing_ok=True)
-        if self._store is not None:
-            self._store.close()
+        self._folding.close()
         if self._server is not None:
             self._server.stop()
         self._inbox.close()
         self._watcher.close()
+
+    def _seal_for_good(self, attempt: Attempt) -> None:
+        """Seal if that failed so far, and with what was said since; or say what finishes it."""
+        if attempt.closed and not self._sealed:
+            self._seal(LAST_TRIES)
+        if attempt.ledger is not None:
+            attempt.ledger.close()
+        # The journals of ranks whose processes lived at the seal go as well.
+        if attempt.closed and not (self._sealed and self._folding.seal(LAST_TRIES)):
+            logger.error(
+                "ddpprobe: the disk refuses a part of the store; it is in journals and captures, "
+                "and read from there; finish it with: ddpprobe daemon --dir %s --node %s",
+                self._run.path, self._node,
+            )  # fmt: skip

@@ -3,9 +3,11 @@
 There the row that a module's output has just become lies in host memory. The first bad one of a
 step is noticed at once, and what the module was called with is copied there and then: a moment
 later the inputs may be gone. If they were bad already, the code between the modules is to blame,
-and the module around them is kept as well, once its call is over. A GPU would have to be waited
-for, so there only modules that are captured anyway have their inputs kept; and so it is with a bad
-number that is born in the backward, when the inputs of the forward are gone.
+and the module around them is kept as well, once its call is over. Of what FSDP units inside of it
+hold the rank has only its shards by then; the backward gathers every unit again, and what it
+gathers takes the place of the shards. A GPU would have to be waited for, so there only modules that
+are captured anyway have their inputs kept; and so it is with a bad number that is born in the
+backward, when the inputs of the forward are gone.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from ddpprobe.hooks.structure import arguments
 from ddpprobe.stats.dense import local
 from ddpprobe.topology import parts, placing
 from ddpprobe.topology.describe import Topology
-from ddpprobe.topology.parts import OWN
+from ddpprobe.topology.parts import OWN, WHOLE
 from ddpprobe.topology.placement import is_dtensor
 
 MOST = 8  # modules that one attempt keeps: a run that goes bad again and again tells nothing new
@@ -57,6 +59,7 @@ class Culprit:
         self._fuse = fuse
         self._handles: list[RemovableHandle] = []
         self._gathered: dict[str, list[Holding]] = {}  # of the call under way, by FQN
+        self._shards: dict[str, list[tuple[Bundle, Key]]] = {}  # kept of the step, by their place
         self._calls: Counter[str] = Counter()  # in the micro-batch under way
         self._began = 0  # rows of this step before the forward under way
         self._bad = self._was_bad = False  # this step, the sampled one before it
@@ -72,6 +75,10 @@ class Culprit:
             for fqn, unit in self._topology.units():
                 guest = Guest(self._fuse.guard(partial(self._keep_gathered, fqn)))
                 self._handles.append(unit.register_forward_hook(guest, prepend=True))
+                self._await_gathering(fqn, unit)
+            for fqn, unit in self._topology.walk() if self._topology.flat else ():
+                if torch_private.is_a(unit, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+                    self._await_gathering(fqn, unit)
 
     def end_step(self, *, scaled: bool) -> None:
         """At the end of a sampled step: what comes behind a bad one is bad because of it.
@@ -80,6 +87,7 @@ class Culprit:
         """
         self._was_bad = self._bad or not (scaled or self._rows.are_finite())
         self._bad, self._inner = False, None
+        self._shards.clear()
 
     def detach(self) -> None:
         """Take every hook off."""
@@ -130,6 +138,33 @@ class Culprit:
             state = state_of(self._topology, fqn, unit)
             self._gathered[fqn] = [h._replace(tensor=h.tensor.detach().clone()) for h in state]
 
+    def _await_gathering(self, fqn: str, unit: nn.Module) -> None:
+        """Hang a hook on a unit for what may have to be kept when it is gathered the next time.
+
+        That is in its backward, behind FSDP's hooks on its outputs, in its recomputation, or in the
+        forward of another micro-batch: until the optimizer's step the parameters are the same.
+        """
+        complete = Guest(self._fuse.guard(partial(self._complete, fqn, unit)))
+
+        def follow(_unit: object, _args: object, output: object) -> None:
+            if self._clock.evaluating:
+                return
+            complete()
+            for _, tensor in leaves(output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(complete)
+
+        guest = Guest(self._fuse.guard(follow))
+        self._handles.append(unit.register_forward_hook(guest, prepend=True))
+
+    def _complete(self, fqn: str, unit: nn.Module, *_: object) -> None:
+        """Put in the place of shards what a unit has gathered now."""
+        if not self._shards:
+            return
+        for one in state_of(self._topology, fqn, unit):
+            for bundle, key in self._shards.pop(one.place, ()) if one.lies is WHOLE else ():
+                bundle.add(key, one.tensor, WHOLE)
+
     def _keep(
         self, bundle: Bundle, number: int, fqn: str, module: nn.Module,
         args: tuple[object, ...], kwargs: Mapping[str, Any], output: object,
@@ -150,8 +185,11 @@ class Culprit:
                 lies = parts.activation(self._topology, fqn, tensor, laid)
                 bundle.add(Key(fqn, kind, fqn, leaf, micro, number), tensor, lies)
         for one in held or state_of(self._topology, fqn, module):
+            key = Key(fqn, one.kind, one.fqn)
             header["state"][one.place.removeprefix(f"{fqn}.")] = one.fqn
-            bundle.add(Key(fqn, one.kind, one.fqn), one.tensor, one.lies)
+            bundle.add(key, one.tensor, one.lies)
+            if one.lies["kind"] in ("dtensor", "flat"):
+                self._shards.setdefault(one.place, []).append((bundle, key))
 
 
 def _are_bad(values: object) -> bool:

@@ -153,9 +153,10 @@ def choose(run: Run, which: Which) -> Capsule:
     if not found:
         there = sorted({m for c in run.captures(which.attempt) if c.step == which.step
                         for m in c.modules})  # fmt: skip
+        names = _listed([name or "'' (the whole model)" for name in there])
         raise RunError(
             f"module {which.module!r} was not captured at step {which.step}; "
-            f"{_listed(there) or 'none'} {'was' if len(there) == 1 else 'were'}"
+            f"{names or 'none'} {'was' if len(there) == 1 else 'were'}"
         )
     wanted = {"rank": which.rank, "micro": which.micro, "call": which.call}
     named = {name: value for name, value in wanted.items() if value is not None}

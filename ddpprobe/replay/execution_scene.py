@@ -138,9 +138,10 @@ def _says_partial(capsule: Capsule, partial: Mapping[str, list[int]]) -> str:
     return (
         f"of {capsule.header.get('world_size')} ranks only {ranks} kept shards of "
         f"{', '.join(names)}{more} at this step: FSDP units inside of "
-        f"{capsule.module or 'the model'} hold these, whole during their own calls only. Let all "
-        f"ranks keep their shards: install(..., capture={capsule.module!r}), or, while the run "
-        f"lives, ddpprobe trigger RUN --module {module}"
+        f"{capsule.module or 'the model'} hold these, whole during their own calls and backwards "
+        f"only, and no backward came by. Let all ranks keep their shards: "
+        f"install(..., capture={capsule.module!r}), or, while the run lives, "
+        f"ddpprobe trigger RUN --module {module}"
     )
 
 

@@ -88,13 +88,15 @@ class Run:
         Keys: `path`, `name`, what run.json says (`run_id`, `world_size`, `nodes`, `wrapper`,
         `backend`, `torch`, `every`, `hostname`, `created_ns`, `destination`, `format_version`),
         `uploads` (not complete: `node`, `error`, `finish`: what to type), `state` (live or
-        ended; of a run in an object store that is not sealed: unknown), `steps` {first, last},
+        ended; of a run in an object store that is not sealed: unknown), `unsealed` (the nodes that
+        an ended run's store lacks something of, without a daemon: `node`, `finish`: what to type),
+        `steps` {first, last},
         `pace` (under a budget: `every` from `step` on, `budget`, and the `ratio` expected then),
         `sites` (number), `bytes` {store, manifest, journal, total},
         `anomalies` {page, warn, info}, `first_death`, `lost` (texts), and `attempts`: for each
-        `attempt`, `steps`, `pace`, `sites`, `first_death`, `sealed`, `torn_bytes`, `silent_ranks`,
-        `orders` (`told_orders.orders_of`) and `ranks`: `rank`, `local_rank`, `node`, `hostname`,
-        `device`, `pid`, `status`,
+        `attempt`, `steps`, `pace`, `sites`, `first_death`, `sealed`, `unsealed` (nodes),
+        `torn_bytes`, `silent_ranks`, `orders` (`told_orders.orders_of`) and `ranks`: `rank`,
+        `local_rank`, `node`, `hostname`, `device`, `pid`, `status`,
         `first_step`, `last_step`, `sampled`, `expected` (steps that it sampled, or another rank),
         `completeness`, and of its last sampled step `sites_expected`, `sites_observed`,
         `unsupported` {what was skipped: tensors} and `silent` (the first modules that were selected

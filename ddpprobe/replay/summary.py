@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,6 +96,7 @@ def summarize(
         "first_death": deaths[0] if deaths else None,
         "anomalies": {level: levels[level] for level in ("page", "warn", "info")},
         "uploads": _uploads(overlay.run),
+        "unsealed": [] if live else _unsealed(overlay.run, attempts[-1:]),
         "lost": [str(lost) for lost in overlay.lost],
     }
 
@@ -112,6 +114,16 @@ def _uploads(run: layout.RunDir) -> list[dict[str, str]]:
     return found
 
 
+def _unsealed(run: layout.RunDir, attempts: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return the nodes of an ended run that nobody is going to seal: node, finish."""
+    # A copy from an object store has no journals, so there is nothing to be sealed here.
+    nodes = [node for told in attempts for node in told["unsealed"] if run.attempts()]
+    if not nodes or has_daemon(run):
+        return []
+    command = f"ddpprobe daemon --dir {shlex.quote(str(run.path))} --node"
+    return [{"node": node, "finish": f"{command} {shlex.quote(node)}"} for node in nodes]
+
+
 _IDENTITY = (
     "run_id", "format_version", "world_size", "nodes", "wrapper", "backend", "torch", "every",
     "hostname", "created_ns", "destination",
@@ -126,6 +138,7 @@ def _attempt(overlay: Overlay, attempt: int, *, live: bool) -> dict[str, Any]:
     expected = len(_union([f.steps[f.sampled] for f in facts]))
     steps = [int(step) for f in facts for step in (*f.steps[:1], *f.steps[-1:])]
     silent = sorted(set(range(overlay.world_size(attempt))) - {f.rank for f in facts})
+    sealed = {e.node for e in events if e.what.get("event") == "sealed"}
     ranks = []
     for each in facts:
         beat = _last_beat(overlay.run, attempt, each.rank)
@@ -143,7 +156,8 @@ def _attempt(overlay: Overlay, attempt: int, *, live: bool) -> dict[str, Any]:
         "silent_ranks": silent,
         "orders": orders_of(events),
         "first_death": asdict(deaths[0]) if deaths else None,
-        "sealed": any(e.what.get("event") == "sealed" for e in events),
+        "sealed": bool(sealed),
+        "unsealed": sorted({str(f.meta["node"]) for f in facts if "node" in f.meta} - sealed),
         "torn_bytes": sum(f.torn for f in facts),
     }
 

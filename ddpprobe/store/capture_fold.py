@@ -70,18 +70,25 @@ class CaptureFold:
         """Fold what is complete, or with `final` everything; return the number of tensors.
 
         Raises:
-            OSError: the disk is full or failing; nothing is lost, call again later.
+            OSError: the disk is full or failing; what it would take is folded, nothing is lost,
+                call again later.
         """
         mine = packs_of(self._run, attempt, self._node)
         done = 0
+        refused: list[OSError] = []
         for step, paths in mine.items():
             if self._kept.get((attempt, step)) == set(paths.values()):
                 continue
             try:
-                done += self._fold_step(attempt, step, paths, final=final)
+                with remembering(refused):
+                    done += self._fold_step(attempt, step, paths, final=final)
             except StoreError as error:
                 self.damaged[group_key(attempt, step)] = str(error)
                 self._kept[attempt, step] = set(paths.values())
+            if refused and isinstance(refused[-1], TimeoutError):
+                break  # whoever holds the lock would be waited for at every step
+        if refused:
+            raise refused[0]
         return done
 
     def _fold_step(self, attempt: int, step: int, mine: dict[int, Path], *, final: bool) -> int:
@@ -180,6 +187,15 @@ class CaptureFold:
                 for i, t in enumerate(pack.tensors)
             )
         }
+
+
+@contextlib.contextmanager
+def remembering(refused: list[OSError]) -> Iterator[None]:
+    """Go on with other things when the disk refuses this one; the caller raises it at the end."""
+    try:
+        yield
+    except OSError as error:
+        refused.append(error)
 
 
 def _chunks(

@@ -77,11 +77,8 @@ class StoredGroup:
 
     def step_numbers(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return step and sampled of every committed record [rows], but for those that are lost."""
-        parts = [
-            (self._arrays.attempt("step", None, a, b), self._arrays.attempt("sampled", None, a, b))
-            for a, b in self._spans(fmt.COLUMN_CHUNK)
-        ]
-        whole = [(steps, sampled) for steps, sampled in parts if steps is not None]
+        attempt = self._arrays.attempt
+        whole = [(steps, attempt("sampled", None, a, b)) for steps, a, b in self._columns()]
         flags = [np.ones(len(n), bool) if x is None else x != 0 for n, x in whole]
         return (
             np.concatenate([np.empty(0, np.int64), *(steps for steps, _ in whole)]),
@@ -93,9 +90,8 @@ class StoredGroup:
         columns_of_steps = (c for c in self._arrays.columns.values() if c.dims[0] == "step")
         names = [c.name for c in columns_of_steps if c.rewritten and c.name != "step"]
         decoder = None
-        for start, stop in self._spans(fmt.COLUMN_CHUNK):
-            steps = self._arrays.attempt("step", None, start, stop)
-            if steps is None or steps.max() <= after:
+        for steps, start, stop in self._columns():
+            if steps.max() <= after:
                 continue
             found = {n: self._arrays.attempt(n, None, start, stop) for n in names}
             columns = {"step": steps} | {n: v for n, v in found.items() if v is not None}
@@ -174,19 +170,21 @@ class StoredGroup:
         block, gone = self._rows_of("counts"), self._arrays.has_expired
         return [span_of(n) for n, start, _ in self._blocks_of("counts") if gone(start // block)]
 
-    def _spans(self, rows: int) -> Iterator[tuple[int, int]]:
-        for start in range(0, self.rows, rows):
-            yield start, min(start + rows, self.rows)
+    def _columns(self) -> Iterator[tuple[NDArray[Any], int, int]]:
+        """Yield steps, first row and row behind the last of a chunk of columns, but lost ones."""
+        for start in range(0, self.rows, fmt.COLUMN_CHUNK):
+            stop = min(start + fmt.COLUMN_CHUNK, self.rows)
+            steps = self._arrays.attempt("step", None, start, stop)
+            if steps is not None:
+                yield steps, start, stop
 
     def _blocks_of(self, array: str) -> Iterator[tuple[NDArray[Any], int, int]]:
         """Yield steps, first row and row behind the last of what is stored together of an array."""
         block = self._rows_of(array)
-        for a, b in self._spans(fmt.COLUMN_CHUNK):
-            steps = self._arrays.attempt("step", None, a, b)
-            if steps is not None:
-                for start in range(a, b, block):
-                    stop = min(start + block, b)
-                    yield steps[start - a : stop - a], start, stop
+        for steps, a, b in self._columns():
+            for start in range(a, b, block):
+                stop = min(start + block, b)
+                yield steps[start - a : stop - a], start, stop
 
     def _rows_of(self, array: str) -> int:
         """Rows of an array that are stored, and so best read, together."""

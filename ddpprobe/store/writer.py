@@ -13,7 +13,7 @@ import psutil
 
 from ddpprobe import layout
 from ddpprobe.store import format as fmt
-from ddpprobe.store.capture_fold import CaptureFold
+from ddpprobe.store.capture_fold import CaptureFold, remembering
 from ddpprobe.store.event_fold import EventFold
 from ddpprobe.store.manifest import StoreError
 from ddpprobe.store.reader import StoredGroup
@@ -73,7 +73,8 @@ class StoreWriter:
         Cheap when there is nothing new: a few directory listings.
 
         Raises:
-            OSError: the disk is full or failing; nothing is lost, call again later.
+            OSError: the disk is full or failing; what it would take is folded, nothing is lost,
+                call again later.
         """
         rows = self._fold(final=False)
         if time.monotonic() - self._trimmed > TRIM_SECONDS:
@@ -121,42 +122,45 @@ class StoreWriter:
         return {layout.rank_name(r) for r in ranks} | ({"merged"} if head else set())
 
     def _fold(self, *, final: bool) -> int:
+        """Fold all attempts; what the disk refuses of one keeps no other from being folded."""
         rows, attempts = 0, self.run.attempts()
+        refused: list[OSError] = []
         for attempt in attempts:
-            if attempt in self._ended and not final:
-                continue
-            sources = sources_of(self.run, attempt, self.node)
-            # An attempt that was followed by another is over: its short tail may go in as well.
-            superseded = attempt < attempts[-1] and not any(map(is_alive, sources))
-            refused = self._fold_captures(attempt, final=final or superseded)
-            # The daemon's journal first: as long as a rank's is left, the successor of a killed
-            # daemon knows that there is something to seal.
-            for source in sorted(sources, key=lambda s: s.rank is not None):
-                rows += self._fold_source(source, final=final or superseded)
-            if refused is not None:
-                raise refused
-            if final or superseded:
-                self._delete_finished(attempt)
-                self._ended.add(attempt)
+            if attempt not in self._ended or final:
+                with remembering(refused):
+                    rows += self._fold_attempt(attempt, attempts[-1], final=final)
+        if refused:
+            raise refused[0]
         return rows
 
-    def _fold_captures(self, attempt: int, *, final: bool) -> OSError | None:
-        """Fold captures; what the disk refuses of them keeps no records from being folded."""
-        if not self._folds_captures:
-            return None
-        try:
-            self._captures.fold(attempt, final=final)
-        except OSError as error:
-            return error
-        return None
+    def _fold_attempt(self, attempt: int, newest: int, *, final: bool) -> int:
+        """Fold an attempt; what the disk refuses of captures keeps no records from being folded."""
+        rows, sources = 0, sources_of(self.run, attempt, self.node)
+        # An attempt that was followed by another is over: its short tail may go in as well.
+        over = final or (attempt < newest and not any(map(is_alive, sources)))
+        refused: list[OSError] = []
+        if self._folds_captures:
+            with remembering(refused):
+                self._captures.fold(attempt, final=over)
+        # The daemon's journal first: as long as a rank's is left, a later daemon knows that there
+        # is something to seal, captures too.
+        for source in sorted(sources, key=lambda s: s.rank is not None):
+            rows += self._fold_source(source, final=over, keep=bool(refused))
+        if refused:
+            raise refused[0]
+        if over:
+            self._delete_finished(attempt)
+            self._ended.add(attempt)
+        return rows
 
-    def _fold_source(self, source: Source, *, final: bool) -> int:
+    def _fold_source(self, source: Source, *, final: bool, keep: bool) -> int:
+        """Fold a journal, with `final` its newest segment too, which `keep` does not delete."""
         numbers = segments_of(source)
         moved = final or self._seen.get(source) != numbers
         if not moved and source.rank is not None:
             return 0
         try:
-            rows = self._fold_moved(source, numbers, final=final) if moved else 0
+            rows = self._fold_moved(source, numbers, final=final, keep=keep) if moved else 0
             events = self._events_of(source.attempt)
             if source.rank is None:
                 events.poll(source)
@@ -169,7 +173,7 @@ class StoreWriter:
             self._seen[source] = left
         return rows
 
-    def _fold_moved(self, source: Source, numbers: list[int], *, final: bool) -> int:
+    def _fold_moved(self, source: Source, numbers: list[int], *, final: bool, keep: bool) -> int:
         # Segments that are in the store but had to stay (a daemon's) are not read again.
         first = self._first.get(source, -1)
         closed = [n for n in (numbers if final else numbers[:-1]) if n >= first]
@@ -191,12 +195,14 @@ class StoreWriter:
         self._whole[source] = closed == folded
         if source.rank is not None:
             whole = [n for n in folded if not done.segments[n].damage]
-            self._delete(source, whole, newest=numbers[-1])
+            self._delete(source, whole, numbers[-1], keep=keep)
         return rows
 
-    def _delete(self, source: Source, numbers: list[int], newest: int) -> None:
+    def _delete(
+        self, source: Source, numbers: list[int], newest: int, *, keep: bool = False
+    ) -> None:
         for number in numbers:
-            if number != newest or not is_alive(source):
+            if number != newest or not (keep or is_alive(source)):
                 segment_path(source.directory, number).unlink(missing_ok=True)
 
     def _delete_finished(self, attempt: int) -> None:
@@ -214,7 +220,7 @@ class StoreWriter:
             ready = [n for n in numbers if n < first or (n == first and self._whole[source])]
             whole = [read_segment(source.directory, n) for n in ready]
             gone = [s.number for s in whole if not s.damage and events.is_committed(source, s.end)]
-            self._delete(source, gone, newest=numbers[-1] if numbers else -1)
+            self._delete(source, gone, numbers[-1] if numbers else -1)
 
     def _events_of(self, attempt: int) -> EventFold:
         if attempt not in self._events:

@@ -107,9 +107,12 @@ def captured(out: Path) -> None:
     probe.close()
 
 
-def origins(out: Path, wrap: str, capture: tuple[str, ...] = ()) -> None:
+def origins(out: Path, wrap: str, capture: tuple[str, ...] = (), *, frozen: bool = False) -> None:
     """The head, and later the loss, take a logarithm of what is negative."""
-    rank, outer = dist.get_rank(), wrapped(build(), wrap)
+    rank, model = dist.get_rank(), build()
+    for part in (model.embed, model.mlp):
+        part.requires_grad_(not frozen)
+    outer = wrapped(model, wrap)
     probe = ddpprobe.install(outer, run_dir=out, every=1, capture=capture, daemon="none")
     optimizer = torch.optim.SGD(outer.parameters(), 1e-3)
     for step in range(LOSS_STEP + 1):
@@ -131,6 +134,7 @@ def main() -> None:
     for wrap in ("fsdp2", "fsdp1", "fsdp1-orig"):
         origins(out / wrap, wrap)
     origins(out / "whole", "fsdp2", capture=("",))
+    origins(out / "frozen", "fsdp2", frozen=True)
     dist.destroy_process_group()
     time.sleep(0.5)  # torch with gloo aborts now and then when it exits right behind a run
 

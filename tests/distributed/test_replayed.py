@@ -136,21 +136,22 @@ def test_the_rank_where_a_nan_began_keeps_the_whole_module_though_it_is_sharded(
     assert [c["bitwise"] for c in told["compared"]] == [True]
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp1", "fsdp1-orig"])
-def test_of_a_model_around_sharded_units_it_is_said_whose_parts_are_missing(
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1", "fsdp1-orig", "whole"])
+def test_a_model_around_sharded_units_that_computes_its_loss_is_executed_whole(
     name: str, replay_of
 ) -> None:
-    code, out, err = replay_of(name, "--step", LOSS_STEP, "--module", "", *BUILD)
-    assert (code, out) == (2, "")
-    assert f"of 2 ranks only [{LOSS_RANK}] kept shards of " in err
-    assert "mlp.down.weight" in err
-    assert "install(..., capture='')" in err
-
-
-def test_a_model_that_computes_its_loss_is_executed_whole_if_all_ranks_keep_it(replay_of) -> None:
-    code, out, err = replay_of("whole", "--step", LOSS_STEP, "--module", "", *BUILD, "--json")
+    """In `whole` all ranks were asked to keep it; else its rank keeps what the backward gathers."""
+    code, out, err = replay_of(name, "--step", LOSS_STEP, "--module", "", *BUILD, "--json")
     assert (code, err) == (0, "")
     told = json.loads(out)
     assert (told["rank"], told["module"], told["verdict"]) == (LOSS_RANK, "", "repeats")
     assert told["first_bad_op"]["line"]["text"] == "return torch.log(y.square().mean() + loss)"
     assert [c["bitwise"] for c in told["compared"]] == [True]
+
+
+def test_what_the_backward_does_not_gather_is_said_with_whose_parts_are_missing(replay_of) -> None:
+    code, out, err = replay_of("frozen", "--step", LOSS_STEP, "--module", "", *BUILD)
+    assert (code, out) == (2, "")
+    assert f"of 2 ranks only [{LOSS_RANK}] kept shards of mlp." in err
+    assert "head." not in err  # that one is trained
+    assert "install(..., capture='')" in err
