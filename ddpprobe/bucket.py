@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import obstore
-from obstore.exceptions import BaseError, NotFoundError
+from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError, NotFoundError
 from obstore.store import from_url
 
 from ddpprobe import destination, layout
@@ -32,6 +32,8 @@ ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_S
              "AZURE_ENDPOINT")  # fmt: skip
 R = TypeVar("R")
 _QUERY, _LONG = re.compile(r"\?\S*"), 120
+# In what obstore says of a name that it cannot parse.
+_NAME = re.compile(r'Path "(.*?)"(?::| contained)', re.DOTALL)
 
 
 class BucketError(Exception):
@@ -117,7 +119,7 @@ class Bucket:
             advance(1)
             return found
 
-        return self._together([partial(one, *file) for file in files])
+        return self.together([partial(one, *file) for file in files])
 
     def _fetch(self, key: str, path: Path, most: int) -> tuple[int, int] | None:
         layout.make_dir(path.parent)
@@ -146,6 +148,32 @@ class Bucket:
         with _explained(key):
             obstore.put(self._store, key, data)
 
+    def create(self, key: str, data: bytes, most: int) -> bytes:
+        """Put an object if there is none, and return what lies there then: of several, the first.
+
+        A store that knows no conditional requests takes the last of those that come at once.
+
+        Args:
+            key: of the object.
+            data: its content.
+            most: bytes that are taken of another's.
+
+        Raises:
+            BucketError: it was refused, or what is there could not be had.
+        """
+        there = self.read(key, most)
+        if there is None:
+            with _explained(key):
+                try:
+                    obstore.put(self._store, key, data, mode="create", use_multipart=False)
+                except AlreadyExistsError:  # or our own, whose answer was lost on its way
+                    there = self.read(key, most)
+                except (BaseError, NotImplementedError) as error:
+                    if not _is_unknown(error):
+                        raise
+                    obstore.put(self._store, key, data)
+        return data if there is None else there
+
     def write_files(
         self,
         files: Sequence[tuple[str, Callable[[], bytes | Path | None]]],
@@ -169,15 +197,15 @@ class Bucket:
                 obstore.put(self._store, key, data, chunk_size=PART_BYTES, max_concurrency=2)
             arrived(key)
 
-        self._together([partial(one, *file) for file in files])
+        self.together([partial(one, *file) for file in files])
 
     def stop(self) -> None:
         """Begin nothing any more: what is under way ends within the time of a request."""
         self._stopped = True
 
-    def _together(self, jobs: Sequence[Callable[[], R]]) -> list[R]:
+    def together(self, jobs: Sequence[Callable[[], R]], at_once: int = AT_ONCE) -> list[R]:
         """Run jobs, a few at a time; the first one that fails ends all, and is raised."""
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(at_once) as pool:
             futures = [pool.submit(self._unless_stopped, job) for job in jobs]
             wait(futures, return_when=FIRST_EXCEPTION)
             pool.shutdown(wait=True, cancel_futures=True)
@@ -211,10 +239,22 @@ class Bucket:
                     yield str(found["path"]), int(found["size"]), str(found["e_tag"] or "")
 
 
+def _is_unknown(error: Exception) -> bool:
+    """Whether a request failed because the object store knows no such request."""
+    return isinstance(error, NotImplementedError) or "501 Not Implemented" in str(error)
+
+
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
     try:
         yield
+    except InvalidPathError as error:  # of a listing, which ends with it
+        match = _NAME.search(str(error))
+        name = f"{match[1]!a:.{2 * _LONG}}" if match else "nobody says which"
+        raise BucketError(
+            f"{what}: an object there has a name that cannot be read ({name}). ddpprobe makes no "
+            "such names: delete it"
+        ) from None
     except (BaseError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of our own disk

@@ -10,6 +10,8 @@ import importlib.util
 import os
 import re
 import urllib.parse
+from collections.abc import Mapping
+from typing import Any
 
 LIBRARY = "obstore"
 INSTALL = "pip install 'ddpprobe[cloud]'"
@@ -79,9 +81,21 @@ def wanted(place: str | os.PathLike[str] | None) -> str | None:
     return url
 
 
-def must_be(url: str | None, there: object, run: os.PathLike[str]) -> None:
-    """Raise ValueError if a run that is to be continued goes elsewhere than to `url`."""
-    if url is not None and url != there:
+def beside(url: str, run_id: str) -> str:
+    """Return where a run goes if another one lies at its URL."""
+    return parse(f"{url}.{run_id}")
+
+
+def must_be(url: str | None, identity: Mapping[str, Any], run: os.PathLike[str]) -> None:
+    """Raise ValueError if a run that is to be continued goes elsewhere than to `url`.
+
+    Args:
+        url: that `install()` was given; None: it was a directory.
+        identity: what run.json says.
+        run: the directory, for the message.
+    """
+    there = identity.get("destination")
+    if url is not None and there not in {url, f"{url}.{identity.get('run_id')}"}:
         raise ValueError(
             f"{os.fspath(run)} is a run that goes to {there or 'no object store'}, not to {url}. "
             "Give name= a name of its own."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
 import socket
@@ -18,7 +17,8 @@ import psutil
 import torch
 from torch import distributed as dist
 
-from ddpprobe import destination, layout, rendezvous, spawn
+from ddpprobe import attempts, destination, layout, rendezvous, spawn
+from ddpprobe.attempts import Claimed
 from ddpprobe.heartbeat import HeartbeatWriter
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import DirectoryLock, RunDir
@@ -173,21 +173,18 @@ class _Head:
         nodes = sorted({part["node_index"] for part in heard})
         leaders = {n: min(r for r, p in enumerate(heard) if p["node_index"] == n) for n in nodes}
         members = {n: sum(p["node_index"] == n for p in heard) for n in nodes}
-        run, identity = self._claim(heard, nodes)
-        attempts = run.attempts()
-        attempt = attempts[-1] + 1 if attempts else 0
+        claimed = self._claim(heard, nodes)
         token = os.urandom(16).hex() if len(nodes) > 1 else None
         plan: dict[str, Any] = {
-            "run_dir": str(run.path), "identity": identity, "nodes": nodes,
-            "attempt": attempt, "token": token, "head": None,
+            "run_dir": str(claimed.run.path), "identity": claimed.identity, "nodes": nodes,
+            "attempt": claimed.attempt, "claim": claimed.token, "token": token, "head": None,
             "leaders": {str(n): r for n, r in leaders.items()},
             "members": {str(n): m for n, m in members.items()},
             "relays": _relays(heard),
             "apart": any(part["model"] != heard[0]["model"] for part in heard),
         }  # fmt: skip
-        layout.make_dir(run.attempt_dir(attempt))
         if token is not None and self._wishes.start_daemon:
-            plan["head"] = self._start_head(run, token)
+            plan["head"] = self._start_head(claimed.run, token)
         return plan
 
     def lock_release(self) -> None:
@@ -195,46 +192,16 @@ class _Head:
         if self.lock is not None:
             self.lock.release()
 
-    def _claim(
-        self, heard: list[dict[str, Any]], nodes: list[int]
-    ) -> tuple[RunDir, dict[str, Any]]:
-        stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-        run_id = f"{stamp}-{os.urandom(3).hex()}"
-        url = destination.wanted(self._wishes.run_dir)
-        name = self._wishes.name or (destination.name_of(url) if url else run_id)
-        here = self._wishes.run_dir if url is None else None
-        run = RunDir(Path(here or Path("ddpprobe-runs") / name).absolute())
-        if run.path.is_dir() and any(run.path.iterdir()) and not run.run_json.exists():
-            raise ValueError(
-                f"{run.path} is not empty and not a ddpprobe run. Give run_dir= a new directory."
-            )
-        try:
-            layout.make_dir(run.path)
-            self.lock = DirectoryLock(run.lock)
-            held = not self.lock.acquire()
-        except OSError as error:
-            raise ValueError(
-                f"cannot write to the run directory {run.path}: {error.strerror}. "
-                "Give run_dir= (or DDPPROBE_DIR) a directory this user can write to."
-            ) from error
-        if held:
-            raise ValueError(
-                f"{run.path} is held by a live run. Give run_dir= another directory, or leave it "
-                "out to get a new one."
-            )
-        if run.run_json.exists():
-            identity = layout.continued(run)
-            destination.must_be(url, identity.get("destination"), run.path)
-            return run, identity
-        identity = {
-            "format_version": layout.FORMAT_VERSION, "run_id": run_id, "name": name,
-            "world_size": self._world_size, "nodes": len(nodes), "created_ns": time.time_ns(),
-            "every": heard[0]["every"], "wrapper": _wrapper(heard), "torch": torch.__version__,
-            "backend": backend(), "hostname": self.place.hostname,
-            **({"destination": url} if url else {}),
+    def _claim(self, heard: list[dict[str, Any]], nodes: list[int]) -> Claimed:
+        facts = {
+            "format_version": layout.FORMAT_VERSION, "world_size": self._world_size,
+            "nodes": len(nodes), "created_ns": time.time_ns(), "every": heard[0]["every"],
+            "wrapper": _wrapper(heard), "torch": torch.__version__, "backend": backend(),
+            "hostname": self.place.hostname,
         }  # fmt: skip
-        layout.write_json(run.run_json, identity)
-        return run, identity
+        claimed = attempts.claim(self._wishes.run_dir, self._wishes.name, facts)
+        self.lock = claimed.lock
+        return claimed
 
     def _start_head(self, run: RunDir, token: str) -> str:
         host = socket.gethostbyname(os.environ.get("MASTER_ADDR") or socket.gethostname())
@@ -267,9 +234,8 @@ def _open(
     leads = plan["leaders"][str(place.node_index)] == rank
     is_head = plan["leaders"][str(place.node_index)] == 0
     layout.make_dir(run.path)
-    if leads and not run.run_json.exists():  # a node with a disk of its own
-        own = {layout.OWN_DISK: node} if identity.get("destination") else {}
-        layout.write_json(run.run_json, identity | own)
+    if leads:
+        attempts.arrive(run, node, identity, attempt, plan["claim"])
     meta = {
         "rank": rank, "local_rank": place.local_rank, "world_size": world_size,
         "local_world_size": plan["members"][str(place.node_index)], "node": node,

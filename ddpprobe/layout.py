@@ -7,6 +7,7 @@
       run.lock                              flock, held by rank 0 of the live attempt
       journal/000/node_0000/rank_00003/     frames of one rank of one attempt
       journal/000/node_0000/daemon/         frames of that node's daemon (merged steps, anomalies)
+      journal/000/claim.json                whose this attempt is, in the object store too
       heartbeat/000/node_0000/rank_00003    where the rank is now (fixed size, overwritten)
       heartbeat/000/node_0000/pace          how far apart sampled steps are now, under a budget
       heartbeat/000/node_0000/orders        what all ranks are to do at which steps
@@ -67,22 +68,27 @@ def unreadable(version: object) -> str:
     )
 
 
-def continued(run: RunDir) -> dict[str, Any]:
-    """Return what run.json says of a run that another attempt is to continue.
+def continued(data: bytes, where: object, instead: str = "a new directory") -> dict[str, Any]:
+    """Return what the run.json of a run says that another attempt is to continue.
+
+    Args:
+        data: content of it.
+        where: the run lies, for the message.
+        instead: what to give `run_dir=`, for the message.
 
     Raises:
         ValueError: it is damaged, or of a format version that this ddpprobe does not write.
     """
     try:
-        found = dict(json.loads(run.run_json.read_bytes()))
+        found = dict(json.loads(data))
         version = found["format_version"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         why = f"its {RUN_JSON} is damaged"
     else:
         if version == FORMAT_VERSION:
             return found
         why = unreadable(version) or f"its format_version {version} is only read, not written"
-    raise ValueError(f"{run.path} cannot be continued: {why}. Give run_dir= a new directory.")
+    raise ValueError(f"{where} cannot be continued: {why}. Give run_dir= {instead}.")
 
 
 def node_name(index: int) -> str:
@@ -135,6 +141,10 @@ class RunDir:
     def pace(self, attempt: int, node: str) -> Path:
         """File in which rank 0 tells the ranks of a node which steps are sampled."""
         return self.path / "heartbeat" / f"{attempt:03d}" / node / "pace"
+
+    def claim(self, attempt: int) -> Path:
+        """File that says, if the run goes to an object store, whose this attempt is."""
+        return self.attempt_dir(attempt) / "claim.json"
 
     def orders(self, attempt: int, node: str) -> Path:
         """Board on which a node's daemon tells its ranks what to do at which steps."""

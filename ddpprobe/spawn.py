@@ -13,6 +13,7 @@ import site
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ddpprobe.layout import RunDir
 TOKEN_VARIABLE = "DDPPROBE_TOKEN"  # noqa: S105  (the name of a variable)
 POLL_SECONDS = 0.02
 START_SECONDS = 10.0
+ASK_SECONDS = 10.0  # for an object store to say what it holds; training waits for it, once
 WAIT_SECONDS = 120.0  # for the first journal: ranks write it right after they started us
 # What a Python process needs to start and to find its files. Everything else (cloud keys, tracking
 # tokens) stays where it is: a daemon that outlives the job must not carry it around.
@@ -95,6 +97,40 @@ def start_daemon(
         )
     finally:
         os.close(out)
+
+
+def ask_store(url: str, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask an object store, in a process of its own, which attempt of which run this job is.
+
+    Args:
+        url: of the run.
+        question: arguments of `ddpprobe.store.claims.claim_next`, as JSON can hold them.
+
+    Returns:
+        What it returns; or `refused`: why what lies there cannot be continued; or `unknown`: why
+        there is no answer, at the latest after ten seconds.
+    """
+    command = [sys.executable, "-P", "-m", "ddpprobe.store.claims", url]
+    try:
+        done = subprocess.run(  # noqa: S603  (our own interpreter and module)
+            command,
+            input=json.dumps(question),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            cwd="/",
+            env=_environment(None) | destination.environment(url),
+            check=False,
+            timeout=ASK_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return {"unknown": f"no answer within {ASK_SECONDS:.0f} s"}
+    except OSError as error:
+        return {"unknown": str(error)}
+    try:
+        return dict(json.loads(done.stdout))
+    except ValueError:
+        return {"unknown": (done.stderr.strip().splitlines() or ["no answer"])[-1]}
 
 
 def daemon_alive(run: RunDir, node: str) -> bool:

@@ -4,8 +4,10 @@
 
 Prints its port. The file ORDERS holds a JSON object: `status` answers every request with it,
 `seconds` delays each, `puts` is the number of objects that are taken before the rest is refused,
-`hold` keeps the rest waiting until there are other orders, and refuses it then.
-`PUT`s that were taken are appended to ORDERS.puts, one key a line.
+`hold` keeps the rest waiting until there are other orders, and refuses it then. With `silent` no
+request is answered until there are other orders; with `plain` no conditional one is understood.
+`PUT`s that were taken are appended to ORDERS.puts, one key a line; with `watch` also `GET`s to
+ORDERS.gets, each with the number of requests under way.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import time
 from pathlib import Path
 
 from moto.s3.models import s3_backends
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.server import create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 BUCKET = "runs"
@@ -33,14 +35,31 @@ class Ordered:
 
     def __init__(self, orders: Path) -> None:
         self.orders, self.log = orders, orders.with_suffix(".puts")
-        self.inner = DomainDispatcherApplication(create_backend_app)
+        self.inner = create_backend_app("s3")
         self.lock = threading.Lock()
-        self.taken = 0
+        self.under_way = 0
 
     def __call__(self, environ, start_response):
+        with self.lock:
+            self.under_way += 1
+        try:
+            return self.answer(environ, start_response)
+        finally:
+            with self.lock:
+                self.under_way -= 1
+
+    def answer(self, environ, start_response):
         said = json.loads(self.orders.read_text())
-        time.sleep(said.get("seconds", 0))
+        while "silent" in said and said == json.loads(self.orders.read_text()):
+            time.sleep(0.02)
+        if "watch" in said and environ["REQUEST_METHOD"] == "GET":
+            with self.lock, self.orders.with_suffix(".gets").open("a") as log:
+                log.write(f"{self.under_way} {environ['PATH_INFO']}\n")
+        if "seconds" in said:
+            time.sleep(said["seconds"])
         status = said.get("status")
+        if "plain" in said and "HTTP_IF_NONE_MATCH" in environ:
+            status = 501
         if environ["REQUEST_METHOD"] == "PUT" and not status:
             with self.lock:
                 taken = self.log.read_text().count("\n") if self.log.exists() else 0

@@ -29,7 +29,7 @@ LAYERS = {
     "labels": 1, "metrics": 1, "orders": 1, "packs": 1, "pacing": 1,
     "prometheus": 1, "rendezvous": 1, "sampling": 1, "site_numbers": 1,
     "spawn": 1, "stats": 1, "store": 1, "topology": 1,
-    "arguments": 2, "enlist": 2, "hooks": 2, "observers": 2, "recorder": 2,
+    "arguments": 2, "attempts": 2, "enlist": 2, "hooks": 2, "observers": 2, "recorder": 2,
     "responder": 2, "shipping": 2, "steps": 2,
     "captured": 3, "daemon": 3, "inventory": 3, "probe": 3, "replay": 3,
     "cli": 4, "commands": 4, "report": 4, "testing": 4,

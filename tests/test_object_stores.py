@@ -8,15 +8,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +28,6 @@ import pytest
 import ddpprobe
 from ddpprobe import cli, codec, destination, layout
 from ddpprobe.bucket import Bucket, BucketError
-from ddpprobe.daemon import __main__ as daemon
 from ddpprobe.daemon import uploader
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import RunDir
@@ -35,97 +37,41 @@ from ddpprobe.replay.verify import verify
 from ddpprobe.store.manifest import State, in_two_lines, version_of
 from ddpprobe.store.retention import Limits, Retention
 from ddpprobe.store.root import Root
-from ddpprobe.store.upload import Conflict, Upload
+from ddpprobe.store.upload import Conflict
 from ddpprobe.store.writer import StoreWriter
 
 from . import made_packs
+from .clouds import (
+    SECRET,
+    SITE,
+    Cloud,
+    made_run,
+    sealed_at,
+    sealed_run,
+    serve,
+    serving,
+    upload,
+    url_of,
+    what_it_says,
+)
 from .made_runs import NODE, Made, key, record, tree
-
-SECRET = "a-key-that-nobody-writes-down"
-SITE = "layers.0.mlp.weight:param"
-SERVER = Path(__file__).with_name("object_store_server.py")
-
-
-@dataclass
-class Cloud:
-    """The server: what it is told, and what it took."""
-
-    endpoint: str
-    orders: Path
-
-    def be(self, **said: float) -> None:
-        made = self.orders.with_suffix(".new")
-        made.write_text(json.dumps(said))
-        made.replace(self.orders)
-
-    def puts(self) -> list[str]:
-        log = self.orders.with_suffix(".puts")
-        return log.read_text().split() if log.exists() else []
-
-    def put_raw(self, path: str, data: bytes) -> None:
-        """Put an object under a name that no library would send."""
-        request = urllib.request.Request(f"{self.endpoint}/runs/{path}", data, method="PUT")
-        urllib.request.urlopen(request, timeout=10).close()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Cloud]:
-    orders = tmp_path_factory.mktemp("cloud") / "orders"
-    orders.write_text("{}")
-    with subprocess.Popen(
-        [sys.executable, str(SERVER), str(orders)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        port = process.stdout.readline().strip()
-        yield Cloud(f"http://127.0.0.1:{port}", orders)
-        process.kill()
+    with serving(tmp_path_factory.mktemp("cloud")) as cloud:
+        yield cloud
 
 
 @pytest.fixture
 def cloud(server: Cloud, tmp_path: Path, monkeypatch) -> Iterator[Cloud]:
-    for name, value in {
-        "AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "me",
-        "AWS_SECRET_ACCESS_KEY": SECRET, "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "DDPPROBE_LINGER": "0",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    server.orders.with_suffix(".puts").unlink(missing_ok=True)
-    server.be()
-    yield server
-    server.be()
+    with server.given(tmp_path, monkeypatch):
+        yield server
 
 
 @pytest.fixture
 def url(request) -> str:
-    return f"s3://runs/team/{request.node.name.replace('[', '-').rstrip(']')}"
-
-
-def made_run(path: Path, url: str, steps: int = 40) -> RunDir:
-    """Return an ended run with a destination; its journals wait for a daemon."""
-    writing = Made(path, segment_frames=64)
-    identity = json.loads(writing.run.run_json.read_text())
-    layout.write_json(writing.run.run_json, {**identity, "destination": url})
-    run = writing.whole(steps).close()
-    for step in (3, 9):
-        whole = made_packs.whole([64, 32], "float32", step)
-        parts = made_packs.sharded(whole, [2], [0])
-        made_packs.write(run, [(made_packs.KEY, parts)], step=step)
-    return run
-
-
-def serve(run: RunDir, wait: float = 0.2) -> int:
-    return daemon.main(["--dir", str(run.path), "--linger", "0", "--wait", str(wait),
-                        "--listen", "127.0.0.1:0"])  # fmt: skip
-
-
-def what_it_says(run: Run) -> tuple[object, ...]:
-    """Return all that a reader can ask of a made run."""
-    records = [key(r) for rank in (None, *run.ranks()) for r in run.records(rank)]
-    tensors = [run.tensor(SITE, c.step)[...].tobytes() for c in run.captures()]
-    return records, run.anomalies(), tensors, [(r.node, r.time_ns) for r in run.readings()]
-
-
-def upload(run: RunDir, url: str, node: str = NODE) -> Upload:
-    return Upload(run, node, Bucket(url), lambda: None)
+    return url_of(request)
 
 
 TRAIN = """
@@ -301,6 +247,59 @@ def test_a_store_that_is_down_for_a_while_is_tried_again_until_all_is_there(
     assert verify(open_run(url)).ok
 
 
+HASTY = """
+import sys
+from ddpprobe import bucket
+from ddpprobe.daemon import __main__, uploader
+
+bucket.REQUEST_SECONDS = bucket.RETRY_SECONDS = uploader.GIVE_UP_SECONDS = 1
+uploader.LAST_TRY_SECONDS = 0.2
+sys.exit(__main__.main(sys.argv[1:]))
+"""
+
+
+def lag_by(page: str) -> float:
+    """Return what a live daemon says of its upload, which it does at once; 0 before it begins."""
+    began = time.monotonic()
+    try:
+        with urllib.request.urlopen(page, timeout=5) as answer:
+            text = answer.read().decode()
+    except urllib.error.HTTPError:  # 503: nothing is known yet
+        text = ""
+    assert time.monotonic() - began < 2
+    found = re.search(r"^ddpprobe_upload_lag_seconds (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def test_a_store_that_never_answers_delays_neither_the_metrics_nor_the_end(
+    cloud, url, tmp_path, poll, capsys
+):
+    writing = Made(tmp_path / "run", pid=os.getpid(), segment_frames=8)
+    identity = json.loads(writing.run.run_json.read_text())
+    layout.write_json(writing.run.run_json, {**identity, "destination": url})
+    run = writing.whole(40, told=False).run
+    cloud.be(silent=True)
+    words = ["--dir", str(run.path), "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen([sys.executable, "-P", "-c", HASTY, *words])
+    try:
+        said = run.daemon_file(NODE, "json")
+        poll(lambda: said.exists() and json.loads(said.read_text())["listen"], timeout=30)
+        page = f"http://{json.loads(said.read_text())['listen']}/metrics"
+        poll(lambda: lag_by(page) > 1, timeout=30)
+        process.send_signal(signal.SIGTERM)  # in the middle of a request
+        began = time.monotonic()
+        assert process.wait(timeout=30) == 0
+        # Until it gives up, a last try, and the request that was under way with its two retries.
+        assert time.monotonic() - began < 15
+    finally:
+        process.kill()
+        process.wait()
+    writing.close()
+    assert cli.main(["info", str(run.path)]) == 0
+    assert f"finish with: ddpprobe daemon --dir {run.path}" in capsys.readouterr().out
+    assert cloud.puts() == []
+
+
 def test_it_tells_how_far_behind_it_is_until_all_is_there(cloud, url, tmp_path, poll):
     run = made_run(tmp_path / "run", url)
     writer = StoreWriter(run, NODE, block=8, durable=False)
@@ -320,10 +319,8 @@ def test_it_tells_how_far_behind_it_is_until_all_is_there(cloud, url, tmp_path, 
         uploading.close()
 
 
-def test_another_run_at_the_same_url_is_left_alone(cloud, url, tmp_path):
-    first = made_run(tmp_path / "first", url)
-    StoreWriter(first, NODE, durable=False).seal()
-    upload(first, url).bring()
+def test_another_run_at_the_same_url_is_left_alone(cloud, tmp_path):
+    url = sealed_at(cloud.endpoint)
     second = made_run(tmp_path / "second", url)
     identity = json.loads(second.run_json.read_text())
     layout.write_json(second.run_json, {**identity, "run_id": "other"})
@@ -387,14 +384,33 @@ def test_nodes_that_share_no_directory_fill_one_store(cloud, url, tmp_path):
     assert layout.OWN_DISK not in there._identity
 
 
+def test_a_first_fetch_asks_side_by_side_and_for_what_speaks_of_others_first(cloud, url, tmp_path):
+    run = sealed_run(tmp_path / "run", url)
+    upload(run, url).bring()
+    cloud.be(seconds=0.02, watch=True)
+    there = open_run(url)
+    cloud.be()
+    assert what_it_says(there) == what_it_says(open_run(run.path))
+    asked = [line.split() for line in cloud.gets()]
+    assert max(int(under_way) for under_way, _ in asked) > 4  # more than one group's
+    logs = [Path(path).name for _, path in asked if path.endswith(".log")]
+    first = {name: logs.index(f"attempt_000.{name}.log") for name in (
+        "anomalies", "node_0000", "merged", "rank_00000", "rank_00001", "captures",
+        "captures.step_0000000003", "captures.step_0000000003.node_0000",
+    )}  # fmt: skip
+    turns = [{"anomalies"}, {"node_0000"}, {"merged", "rank_00000", "rank_00001"}, {"captures"},
+             {"captures.step_0000000003"}, {"captures.step_0000000003.node_0000"}]  # fmt: skip
+    for before, after in pairwise(turns):
+        assert max(first[n] for n in before) < min(first[n] for n in after)
+
+
 # ---- a stranger's store
 
 
 def test_names_and_sizes_of_a_strangers_store_lead_nowhere_and_are_listed(
     cloud, url, tmp_path, capsys
 ):
-    run = made_run(tmp_path / "run", url)
-    StoreWriter(run, NODE, durable=False).seal()
+    run = sealed_run(tmp_path / "run", url)
     upload(run, url).bring()
     base = url.removeprefix("s3://runs/")
     evil = b"#!/bin/sh"
@@ -418,15 +434,16 @@ def test_names_and_sizes_of_a_strangers_store_lead_nowhere_and_are_listed(
     assert len(list(open_run(url).records(0))) == 40
     cloud.put_raw(f"{base}/manifest/%2e%2e/%2e%2e/evil.log", evil)  # no library takes such a list
     assert cli.main(["info", url]) == 2
-    assert "invalid path" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"'{base}/manifest/../../evil.log'" in said  # which object it is, and what to do
+    assert "delete it" in said
     assert not list(tmp_path.rglob("*evil*"))
 
 
 def test_a_damaged_object_and_a_missing_one_are_lost_and_come_back_when_they_do(
     cloud, url, tmp_path
 ):
-    run = made_run(tmp_path / "run", url)
-    StoreWriter(run, NODE, durable=False).seal()
+    run = sealed_run(tmp_path / "run", url)
     upload(run, url).bring()
     bucket = Bucket(url)
     name = "run.zarr/attempt_000/rank_00000/counts/c/0/0/0"
@@ -442,11 +459,8 @@ def test_a_damaged_object_and_a_missing_one_are_lost_and_come_back_when_they_do(
     assert verify(open_run(url)).ok
 
 
-def test_captured_arrays_are_fetched_when_they_are_asked_for(cloud, url, tmp_path):
-    run = made_run(tmp_path / "run", url)
-    StoreWriter(run, NODE, durable=False).seal()
-    upload(run, url).bring()
-    there = open_run(url)
+def test_captured_arrays_are_fetched_when_they_are_asked_for(cloud):
+    there = open_run(sealed_at(cloud.endpoint))
 
     def chunks() -> set[str]:
         top = there.path / "run.zarr/attempt_000/captures"

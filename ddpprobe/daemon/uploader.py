@@ -135,17 +135,20 @@ class Uploader:
             self._refused = True
             self._note(f"{error.name} is missing, {destination.INSTALL}", again=False)
             return False
-        from ddpprobe.store.upload import Conflict, Upload, Waiting  # noqa: PLC0415
+        from ddpprobe.store.upload import AnotherRun, Conflict, Upload, Waiting  # noqa: PLC0415
 
         asked = self._asked
+        self._behind_since = self._behind_since or time.monotonic()  # for as long as this takes
         try:
             if self._upload is None:
                 self._bucket = Bucket(self._url)
                 self._upload = Upload(self._run, self._node, self._bucket, self._advance)
             self._upload.bring()
+        except AnotherRun as error:
+            return self._go_beside(str(error))
         except Conflict as error:
             self._refused = True
-            self._note(f"{error}; give run_dir= another URL", again=False)
+            self._note(str(error), again=False)
         except (Waiting, BucketError) as error:
             self.failures += isinstance(error, BucketError)
             self._note(str(error), again=True)
@@ -157,10 +160,25 @@ class Uploader:
             self._error = ""
         self._missing = [] if self._upload is None else self._upload.missing
         behind = bool(self._error or self._missing)
-        self._behind_since = (self._behind_since or time.monotonic()) if behind else None
+        if not behind:
+            self._behind_since = None
         with self._changed:
             self._complete = self._closing and not behind and asked == self._asked
         return not self._error
+
+    def _go_beside(self, why: str) -> bool:
+        """Go to a place of our own, and say so: what lies where this run should go stays."""
+        identity = identity_of(self._run)
+        run_id = str(identity.get("run_id"))
+        if self._url.endswith(run_id):
+            self._refused = True
+            self._note(why, again=False)
+            return False
+        url = destination.beside(self._url, run_id)
+        logger.warning("ddpprobe: %s: %s; this run goes to %s", self._url, why, url)
+        layout.write_json(self._run.run_json, {**identity, "destination": url})
+        self._url, self._upload = url, None
+        return self._step()
 
     def _note(self, text: str, *, again: bool) -> None:
         if not self._error:

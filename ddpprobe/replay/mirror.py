@@ -1,10 +1,12 @@
 """A run in an object store, read through a copy of it in a private cache directory.
 
 What was fetched once stays: only manifests are fetched each time, and files that are new or changed
-by them. The copy is always what the store over there was at one moment, as far as it is whole over
-there. Names and sizes that come from there are data: only names that this format makes are used,
-no file is taken beyond the length that its manifest states, and nothing is written outside of the
-cache. Captured arrays, the bulk of a run, are fetched step by step when they are asked for.
+by them. Each group of the copy is what it was over there at one moment, as far as it is whole over
+there. Groups that know nothing of each other are fetched side by side; what speaks of others comes
+before them, as it was brought after them: what it speaks of is there by then. Names and sizes that
+come from there are data: only names that this format makes are used, no file is taken beyond the
+length that its manifest states, and nothing is written outside of the cache. Captured arrays, the
+bulk of a run, are fetched step by step when they are asked for.
 """
 
 from __future__ import annotations
@@ -13,35 +15,23 @@ import hashlib
 import os
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 
 from ddpprobe import destination, inside, layout
-from ddpprobe.bucket import Bucket, BucketError, TooLargeError
+from ddpprobe.bucket import Bucket, BucketError
 from ddpprobe.replay.cache import MARKER, CopyError, cache_home
-from ddpprobe.store.carry import Moved, carry
-from ddpprobe.store.manifest import (
-    GROUP_JSON,
-    MAX_LOG_BYTES,
-    Manifest,
-    State,
-    Version,
-    version_of,
-    version_of_file,
-)
-from ddpprobe.store.there import MANIFEST, ROOT, group_of, key_of, log_of, size_of
+from ddpprobe.replay.mirrored_group import GroupCopy, must_fit, put
+from ddpprobe.store.there import MANIFEST, ROOT, group_of, log_of, size_of
 
 LOCK = "mirror.lock"
 TAGS = "mirror.tags"  # in the copy: of which content of each manifest it holds all files
 LOCK_SECONDS = 600.0
-LOOKS = 10  # at a group that its writer changes under our eyes
-SPARE_BYTES = 64 << 20  # that stay free on the disk of the cache
+GROUPS_AT_ONCE = 8
 MOST_NAMES = 1 << 20  # objects that are listed of one run
-LONGEST_PART, LONGEST_KEY = 200, 1000
 _PACK = re.compile(r"captures/\d{3,9}/node_\d{4,9}/rank_\d{5,9}/step_\d{10,18}\.pack")
-_PART = re.compile(rf"[A-Za-z0-9_](?:[A-Za-z0-9_.]{{0,{LONGEST_PART}}})")
 
 
 def mirror(url: str, advance: Callable[[int], None]) -> Path:
@@ -80,11 +70,10 @@ def _turn(path: Path, url: str) -> Iterator[Bucket]:
 
 
 class _Mirror:
-    """One bucket and its copy, as a place that groups are carried to."""
+    """One bucket and its copy."""
 
     def __init__(self, bucket: Bucket, path: Path, advance: Callable[[int], None]) -> None:
         self._bucket, self._run, self._advance = bucket, layout.RunDir(path), advance
-        self._strict = True  # what is not of its version is being changed, and not damaged
         self._tags = self._read_tags()
 
     def sync(self) -> None:
@@ -95,11 +84,17 @@ class _Mirror:
             raise CopyError(
                 f"{self._bucket.url}: no run lies there; give the URL that install() was given"
             )
-        self._write(self._run.run_json, run_json)
+        if run_json is None:
+            self._run.run_json.unlink(missing_ok=True)
+        else:
+            put(self._run.run_json, run_json)
         whole = {name: tag for name, tag in names.items() if tag and self._tags.get(name) == tag}
-        for name in sorted(names.keys() - whole.keys()):
-            if self._sync_group(name):
-                whole[name] = names[name]
+        changed = sorted(names.keys() - whole.keys(), key=_turn_of)
+        for _, equals in groupby(changed, _turn_of):
+            side_by_side = list(equals)
+            jobs = [self._group(name).sync for name in side_by_side]
+            found = self._bucket.together(jobs, GROUPS_AT_ONCE)
+            whole |= {n: names[n] for n, ok in zip(side_by_side, found, strict=True) if ok}
         layout.write_json(self._run.path / TAGS, whole)
         self._forget(set(names))
         self._sync_packs()
@@ -111,114 +106,14 @@ class _Mirror:
 
     def fetch_captured(self, step: int | None) -> None:
         """Fetch the chunks that the nodes' manifests name, of one captured step or of all."""
-        self._strict = False
         for file in inside.names(self._run.path, "manifest"):
             name = file.removesuffix(".log")
             match = MANIFEST.fullmatch(name)
             if match and match[5] and step in {None, int(match[4])}:
-                files = Manifest(self._log(name)).state.files
-                self.copy(group_of(name)[0], list(files.items()))
+                self._group(name).fetch_listed()
 
-    # ---- one group
-
-    def _sync_group(self, name: str) -> bool:
-        """Bring one group up to date; whether it is whole, so that only a commit can change it."""
-        group, alone = group_of(name)
-        self._strict = True
-        before: bytes | None = None
-        for look in range(LOOKS):
-            data = self._manifest(name)
-            if data is None:
-                return False
-            manifest = Manifest(Path(f"{name}.log"), data)
-            if alone or manifest.damage:
-                # Chunks come when they are asked for; of a damaged list, nothing can be.
-                self.write_manifest(name, data)
-                return not manifest.damage
-            # Twice the same list, and yet not what it lists: that is damage, and for the reader.
-            self._strict = data != before and look < LOOKS - 1
-            before = data
-            state = self._state(manifest, group)
-            try:
-                carry(self, name, group, state, self._here(name, group))
-            except Moved:
-                time.sleep(0.1 * look)
-            else:
-                return self._strict and state is manifest.state
-        return False
-
-    def _manifest(self, name: str) -> bytes | None:
-        try:
-            return self._bucket.read(log_of(name), MAX_LOG_BYTES)
-        except TooLargeError:
-            return b"\0"  # nothing that a reader would take for a list
-
-    def _state(self, manifest: Manifest, group: str) -> State:
-        """Return what a group is over there, as its zarr.json, written last, tells."""
-        versions = manifest.versions(GROUP_JSON)
-        most = max((size for size, _ in versions), default=0)
-        try:
-            data = self._bucket.read(key_of(group, GROUP_JSON), min(most, inside.MAX_FILE_BYTES))
-        except TooLargeError:
-            data = b""
-        found = None if data is None else version_of(data)
-        before = manifest.replaced.get(GROUP_JSON, manifest.state.files.get(GROUP_JSON))
-        new = found == manifest.state.files.get(GROUP_JSON) or found != before
-        return manifest.state if new else manifest.rolled_back()
-
-    def _here(self, name: str, group: str) -> State:
-        """Return what the copy holds of a group: files that are what its manifest says."""
-        known = Manifest(self._log(name))
-        if known.damage:
-            return State()
-        state = known.state
-        files = {k: v for k, v in state.files.items() if self.version(group, k) == v}
-        return State(state.sizes, state.consumed, files)
-
-    # ---- the copy as a target of `carry`
-
-    def read_manifest(self, name: str) -> bytes | None:
-        """Return the manifest in the copy."""
-        try:
-            return inside.read_regular(self._run.path, log_of(name), MAX_LOG_BYTES)
-        except OSError:
-            return None
-
-    def write_manifest(self, name: str, data: bytes) -> None:
-        """Replace the manifest in the copy."""
-        self._write(self._log(name), data)
-
-    def version(self, group: str, key: str) -> Version | None:
-        """Return what a file in the copy is; None if there is none."""
-        try:
-            fd = inside.open_regular(self._run.store / group, key)
-        except (OSError, ValueError):
-            return None
-        with os.fdopen(fd, "rb") as file:
-            return version_of_file(file)
-
-    def copy(self, group: str, files: Sequence[tuple[str, Version]]) -> None:
-        """Fetch files. Raises Moved, when all are fetched, if one is not of its version."""
-        known = {k for k, _ in files}
-        # A chunk of records that claims more is read by nobody.
-        most = 1 << 50 if "/captures/" in group else inside.MAX_FILE_BYTES
-        usual = [(k, v) for k, v in files if _is_usual(k, known) and 0 <= v[0] <= most]
-        wanted = [(k, v) for k, v in usual if self.version(group, k) != v]
-        self._must_fit(sum(size for _, (size, _) in wanted))
-        # One byte more than it should have, so that a reader sees what is too long.
-        asked = [(key_of(group, k), self._run.path / key_of(group, k), v[0] + 1) for k, v in wanted]
-        found = self._bucket.fetch(asked, self._advance)
-        moved = [k for (k, v), got in zip(wanted, found, strict=True) if got != v]
-        if moved and self._strict:
-            raise Moved(moved[0])
-
-    def delete(self, group: str, keys: Sequence[str]) -> None:
-        """Take files out of the copy."""
-        for key in keys:
-            if _is_usual(key, set()):
-                (self._run.store / group / key).unlink(missing_ok=True)
-
-    # ---- the rest
+    def _group(self, name: str) -> GroupCopy:
+        return GroupCopy(self._bucket, self._run, name, self._advance)
 
     def _manifests(self) -> Iterator[tuple[str, str]]:
         for count, (key, _, tag) in enumerate(self._bucket.names("manifest")):
@@ -241,16 +136,8 @@ class _Mirror:
     def _sync_packs(self) -> None:
         there = [(k, n) for k, n, _ in self._bucket.names("captures") if _PACK.fullmatch(k)]
         wanted = [(k, self._run.path / k, n) for k, n in there if size_of(self._run.path / k) != n]
-        self._must_fit(sum(n for _, _, n in wanted))
+        must_fit(self._bucket, self._run, sum(n for _, _, n in wanted))
         self._bucket.fetch(wanted, self._advance)
-
-    def _must_fit(self, size: int) -> None:
-        free = shutil.disk_usage(self._run.path).free
-        if size > free - SPARE_BYTES:
-            raise CopyError(
-                f"{self._bucket.url}: {size} bytes are to be fetched, {free} are free in "
-                f"{cache_home()}; set XDG_CACHE_HOME to a larger disk"
-            )
 
     def _read_tags(self) -> dict[str, str]:
         try:
@@ -262,15 +149,15 @@ class _Mirror:
     def _log(self, name: str) -> Path:
         return self._run.path / log_of(name)
 
-    def _write(self, path: Path, data: bytes | None) -> None:
-        if data is None:
-            path.unlink(missing_ok=True)
-        else:
-            layout.replace_file(path, [memoryview(data)] if data else [])
 
-
-def _is_usual(key: str, others: set[str]) -> bool:
-    """Whether this format makes such a name: no way out of the copy, no file where others lie."""
-    parts = key.split("/")
-    above = {"/".join(parts[:n]) for n in range(1, len(parts))}
-    return len(key) <= LONGEST_KEY and all(map(_PART.fullmatch, parts)) and not above & others
+def _turn_of(name: str) -> int:
+    """Return when a group is fetched: the later it is brought, the earlier."""
+    match = MANIFEST.fullmatch(name)
+    if match is None:
+        return 6  # the root
+    node, step, chunks = match.group(3, 4, 5)
+    if step:
+        return 5 if chunks else 4
+    if node:
+        return 1
+    return {"anomalies": 0, "captures": 3}.get(name.rpartition(".")[2], 2)  # 2: records

@@ -105,7 +105,7 @@ class Run:
         told = summarize(self._overlay, self._identity, self.anomalies())
         url = url_of(self.path)
         if url is not None:
-            sealed = all(attempt["sealed"] for attempt in told["attempts"][-1:])
+            sealed = any(attempt["sealed"] for attempt in told["attempts"][-1:])
             told |= {"path": url, "state": "ended" if sealed else "unknown"}
         return told
 

@@ -14,24 +14,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ddpprobe import inside, layout
 from ddpprobe.bucket import Bucket
 from ddpprobe.layout import OWN_DISK
+from ddpprobe.store import claims
 from ddpprobe.store import format as fmt
 from ddpprobe.store.capture_packs import attempts_with_packs, packs_of
 from ddpprobe.store.captures import expired_steps
 from ddpprobe.store.carry import Moved, carry
-from ddpprobe.store.commit import encode
 from ddpprobe.store.manifest import (
-    GROUP_JSON,
     Manifest,
     State,
     StoreError,
     Version,
     is_settled,
-    manifest_path,
     read_regular,
     version_of,
     version_of_file,
@@ -39,13 +37,18 @@ from ddpprobe.store.manifest import (
 from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.segments import sources_of
 from ddpprobe.store.there import MANIFEST, ROOT, BucketTarget, group_of, log_of, size_of
+from ddpprobe.store.upload_root import RootUpload, is_sealed
 
 IN_MEMORY = 8 << 20  # a larger file is brought in parts, from the disk
 PATIENCE = 3  # looks at a file that is not what was committed, before it is called damaged
 
 
 class Conflict(Exception):
-    """Another run lies where this one should go."""
+    """Another job's is what lies where this one's should go."""
+
+
+class AnotherRun(Conflict):
+    """Another run lies where this one should go, and all of it."""
 
 
 class Waiting(Exception):
@@ -73,6 +76,8 @@ class Upload:
         self.damaged: dict[str, str] = {}
         self._run, self._node, self._bucket, self._advance = run, node, bucket, advance
         self._agreed = False
+        self._ours: set[int] = set()  # attempts
+        self._root = RootUpload(run, bucket, advance)
         self._heads: dict[int, bool] = {}
         self._there: set[str] = set()  # names of the manifests over there
         self._packs: set[str] = set()
@@ -87,7 +92,7 @@ class Upload:
 
         Raises:
             BucketError: the object store refused, or does not answer. Nothing is half there.
-            Conflict: another run lies there.
+            Conflict: another run lies there, or another job's attempt of this one.
             Waiting: the head's daemon has not been there yet.
             OSError: the disk refused.
         """
@@ -97,12 +102,12 @@ class Upload:
         self.missing = changed
         head = any(map(self._is_head, self._run.attempts()[-1:]))
         self._agree(identity, head=head)
-        root = self._root_document()
+        root = self._root.document()
         whole = root if head else None
         if changed and whole:
             self._bring_root(whole, consolidated=False)
         # What is captured before a word of it: a reader may ask where it is.
-        self._bring_packs(everything=OWN_DISK in identity or _is_sealed(root))
+        self._bring_packs(everything=OWN_DISK in identity or is_sealed(root))
         self.missing = [n for n in changed if not self._bring(n)]
         if head:
             self._expire()
@@ -151,29 +156,46 @@ class Upload:
         return self._heads[attempt]
 
     def _agree(self, identity: dict[str, Any], *, head: bool) -> None:
-        """Make sure that what lies there is this run; the head makes the place."""
-        if self._agreed:
-            return
-        there = self._bucket.read(layout.RUN_JSON, inside.MAX_JSON_BYTES)
-        if there is None:
-            if not head or OWN_DISK in identity:
-                raise Waiting("the head's daemon has not been there yet")
-            public = {k: v for k, v in identity.items() if k != OWN_DISK}
-            self._bucket.write(layout.RUN_JSON, json.dumps(public, indent=1).encode())
+        """Make sure that what lies there is this run, and that its attempts are this job's."""
+        if not self._agreed:
+            self._agree_on_run(identity, head=head)
+            self._look_around()
+            self._agreed = True
+        for attempt in self._run.attempts():
+            token = "" if attempt in self._ours else claims.token_of(self._run, attempt)
+            if token and not self._is_ours(attempt, token, head=head):
+                raise Conflict(f"attempt {attempt} there is another job's")
+            if token:
+                self._ours.add(attempt)
+
+    def _agree_on_run(self, identity: dict[str, Any], *, head: bool) -> None:
+        public = {k: v for k, v in identity.items() if k != OWN_DISK}
+        own, most = json.dumps(public, indent=1).encode(), inside.MAX_JSON_BYTES
+        if head:
+            there = self._bucket.create(layout.RUN_JSON, own, most)
         else:
-            try:
-                other = inside.parse(there)["run_id"]
-            except (ValueError, KeyError, TypeError):
-                other = "unknown"
-            if other != identity.get("run_id"):
-                raise Conflict(f"another run lies there ({str(other)[:60]!r})")
+            found = self._bucket.read(layout.RUN_JSON, most)
+            there = _not_yet() if found is None else found
+        try:
+            other = inside.parse(there)["run_id"]
+        except (ValueError, KeyError, TypeError):
+            other = "unknown"
+        if other != identity.get("run_id"):
+            raise AnotherRun(f"another run lies there ({str(other)[:60]!r})")
+
+    def _is_ours(self, attempt: int, token: str, *, head: bool) -> bool:
+        if head:
+            return claims.claim(self._bucket, attempt, token)
+        found = claims.is_claimed(self._bucket, attempt, token)
+        return _not_yet() if found is None else found
+
+    def _look_around(self) -> None:
         self._there = {
             key.removeprefix("manifest/").removesuffix(".log")
             for key, _, _ in self._bucket.names("manifest")
         }
         packs = self._bucket.names("captures")
         self._packs = {key for key, size, _ in packs if size_of(self._run.path / key) == size}
-        self._agreed = True
 
     # ---- bringing
 
@@ -236,31 +258,12 @@ class Upload:
         self.damaged[f"{inside.STORE}/{group}/{key}"] = "it is not what was committed"
         return None
 
-    def _root_document(self) -> dict[str, bytes] | None:
-        """Return the files of the root; None while somebody writes it, or if it is damaged."""
-        manifest = Manifest(manifest_path(self._run, ""))
-        try:
-            if manifest.damage or manifest.undone or not is_settled(self._run.store, manifest):
-                return None
-            files = {k: read_regular(self._run.store, k) for k in manifest.state.files}
-        except (StoreError, OSError):
-            return None
-        same = all(version_of(data) == manifest.state.files[k] for k, data in files.items())
-        return files if same and GROUP_JSON in files else None
-
     def _bring_root(self, files: dict[str, bytes], *, consolidated: bool) -> None:
-        """Bring the root; consolidated only where everything it lists is there, and all of it."""
-        staged = dict(files)
-        if not consolidated:
-            document = json.loads(staged[GROUP_JSON])
-            if document.pop("consolidated_metadata", None) is not None:
-                staged[GROUP_JSON] = encode(document)
-        state = State(files={k: version_of(data) for k, data in staged.items()})
-        if self._known.get(ROOT) == state:
-            return
-        target = BucketTarget(self._bucket, self._advance, lambda _, key, __: staged[key], {})
-        carry(target, ROOT, "", state, self._before(ROOT))
-        self._known[ROOT] = state
+        try:
+            self._root.bring(files, consolidated=consolidated)
+        except StoreError as error:
+            self.damaged[ROOT] = str(error)
+            self.missing = [*self.missing, ROOT]
 
     def _bring_packs(self, *, everything: bool) -> None:
         """Bring packs that stay what they are: damaged, too late, or of a node on its own disk."""
@@ -302,5 +305,5 @@ def _stamp(run: layout.RunDir, name: str) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _is_sealed(root: dict[str, bytes] | None) -> bool:
-    return root is not None and "consolidated_metadata" in json.loads(root[GROUP_JSON])
+def _not_yet() -> NoReturn:
+    raise Waiting("the head's daemon has not been there yet")
