@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddpprobe.replay.run import open_run
+from ddpprobe.replay.verify import verify
 
 from .faults import __main__ as faults
 from .faults import hostile, mutations, syscalls
@@ -71,3 +72,13 @@ def test_what_a_stranger_sends_is_read_without_harm_and_in_bounded_memory(tmp_pa
 def test_every_hostile_case_has_a_name_of_its_own() -> None:
     names = [name for name, _ in hostile.cases(2)]
     assert len(names) == len(set(names)) > 100
+
+
+def test_no_byte_of_the_list_of_captures_changes_unseen(tmp_path: Path) -> None:
+    mutations.make(tmp_path / "run")
+    log = tmp_path / "run/manifest/attempt_000.captures.log"
+    data = log.read_bytes()
+    for at in range(3, len(data), 11):
+        log.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        report = verify(open_run(tmp_path / "run"))
+        assert report.damage or report.notes, at

@@ -43,7 +43,10 @@ def check_captures(
     run: layout.RunDir, attempts: list[int], report: Report, advance: Callable[[int], None]
 ) -> None:
     """Check everything that was captured."""
-    _note_torn([Manifest(manifest_path(run, captures_key(n))) for n in attempts], report)
+    for log in [Manifest(manifest_path(run, captures_key(n))) for n in attempts]:
+        for text in log.damage:  # it says what was taken away by retention
+            report.add(Lost(f"manifest/{log.path.name}", None, text))
+        _note_torn([log], report)
     for attempt in sorted({*attempts, *attempts_with_packs(run)}):
         with contextlib.suppress(StoreError):  # `captured_events` says what is wrong
             for lost in _gone(run, attempt):
