@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,8 @@ from ddpprobe.journal import JournalTail
 from ddpprobe.layout import RunDir
 from ddpprobe.records import StepRecord
 
+from .launcher import Launcher
+
 # Before anything imports torch. Four ranks on two cores must not start eight threads each.
 os.environ["DDPPROBE_STRICT"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -30,12 +31,14 @@ Torchrun = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
-    """Run a script on real ranks: `torchrun(args, nproc=2, env=None, timeout=120)`.
+    """Run a script on real ranks: `torchrun(args, nproc=2, env=None, timeout=120, fresh=False)`.
 
     `args` is the source of a script (a string with a newline), or a path, or a path and arguments.
-    Returns the completed process with its output as text; the exit code is torchrun's. When the
-    time is up, every rank prints its Python stacks, all of them are killed, and the test fails
-    with that output. Daemons that any run directory below `tmp_path` names are ended afterwards.
+    The ranks are forked from a process that has imported torch, unless they are to be `fresh`:
+    `launcher` says what is different. Returns the completed process with its output as text;
+    the exit code is torchrun's. When the time is up, every rank prints its Python stacks, all of
+    them are killed, and the test fails with that output. Daemons that any run directory below
+    `tmp_path` names are ended afterwards.
     """
     with torchrun_in(tmp_path) as run:
         yield run
@@ -50,15 +53,20 @@ def torchrun_in(directory: Path) -> Iterator[Torchrun]:
         nproc: int = 2,
         env: Mapping[str, str] | None = None,
         timeout: float = 120.0,
+        *,
+        fresh: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         if isinstance(args, str) and "\n" in args:
             script = directory / "script.py"
             script.write_text(args)
             args = script
-        given = [args] if isinstance(args, str | Path) else list(args)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command = [*launcher, "--nproc-per-node", str(nproc), *map(str, given)]
-        return _run(command, directory, env or {}, timeout)
+        script = [args] if isinstance(args, str | Path) else list(args)
+        environ = {**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})}
+        # Not pipes: a daemon that inherited one would keep it open behind its ranks.
+        out, err = directory / "torchrun.out", directory / "torchrun.err"
+        options = ["--nproc-per-node", nproc]
+        where = {"cwd": directory, "env": environ, "out": out, "err": err}
+        return _finished(Launcher(options, script, **where, fresh=fresh), timeout, out, err)
 
     try:
         yield run
@@ -66,36 +74,23 @@ def torchrun_in(directory: Path) -> Iterator[Torchrun]:
         end_daemons(directory)
 
 
-def _run(
-    command: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float
+def _finished(
+    launcher: Launcher, timeout: float, out: Path, err: Path
 ) -> subprocess.CompletedProcess[str]:
-    # The output goes to files: a daemon that inherited a pipe would keep it open behind its ranks.
-    with (cwd / "torchrun.out").open("w+") as out, (cwd / "torchrun.err").open("w+") as err:
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1", **env},
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-        try:
-            process.wait(timeout)
-            late = False
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            end_tree(process)
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read())
+    try:
+        launcher.wait(timeout)
+        late = False
+    except subprocess.TimeoutExpired:
+        late = True
+    finally:
+        end_tree(launcher)
+    texts = [file.read_text() for file in (out, err)]
     if late:
         pytest.fail(f"ranks still ran after {timeout:.0f} s; their stacks:\n" + "\n".join(texts))
-    return subprocess.CompletedProcess(list(command), process.returncode, *texts)
+    return subprocess.CompletedProcess([], launcher.wait(), *texts)
 
 
-def end_tree(process: subprocess.Popen[bytes]) -> None:
+def end_tree(process: Launcher) -> None:
     """End a launcher that still runs and its ranks; each of them prints its stacks first."""
     if process.poll() is not None:
         return

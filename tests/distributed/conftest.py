@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +15,8 @@ import pytest
 
 from ddpprobe import layout
 from ddpprobe.layout import RunDir
+
+from ..launcher import Launcher
 
 JOB = Path(__file__).with_name("job.py")
 NODE = layout.node_name(0)
@@ -32,19 +31,15 @@ class Launch:
     """
 
     def __init__(
-        self, directory: Path, path: Path, script: Sequence[object], env: Mapping[str, str]
-    ) -> None:
+        self, directory: Path, path: Path, script: Sequence[object], env: Mapping[str, str], *,
+        fresh: bool,
+    ) -> None:  # fmt: skip
         self.directory, self.path = layout.make_dir(directory), path
         self.run = RunDir(path)
         self.seconds = 0.0
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", *map(str, script)]
-        with (directory / "log").open("w") as log:
-            # Not a pipe: a rank that outlives a killed launcher would keep it open.
-            self.process = subprocess.Popen(
-                command, cwd=directory, env=dict(env), stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+        log = directory / "log"
+        where = {"cwd": directory, "env": env, "out": log, "err": log}
+        self.process = Launcher(["--nproc-per-node", 2], script, **where, fresh=fresh)
         self.started = time.monotonic()
 
     def wait(self, timeout: float = 60.0) -> int:
@@ -79,14 +74,9 @@ class Launch:
         files = [self.directory / f"hash.{rank}" for rank in (0, 1)]
         return [json.loads(file.read_text()) for file in files]
 
-    def ranks(self) -> dict[int, psutil.Process]:
-        """Return the living ranks."""
-        found = {}
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error, KeyError):
-                    found[int(child.environ()["RANK"])] = child
-        return found
+    def rank(self, rank: int) -> psutil.Process:
+        """Return the process of a rank that trains."""
+        return psutil.Process(int((self.directory / f"steps.pid.{rank}").read_text()))
 
     def daemon(self) -> int | None:
         """Return the process id of the daemon that serves, None before it says so."""
@@ -107,7 +97,7 @@ class Launch:
                 for rank in psutil.Process(self.process.pid).children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         rank.kill()
-            self.process.send_signal(signal.SIGKILL)
+            self.process.kill()
         self.process.wait()
 
 
@@ -127,6 +117,7 @@ def launch(torchrun: object, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
         run_dir: Path | None = Path("run"),
         env: Mapping[str, str] | None = None,
         script: Sequence[object] = (JOB,),
+        fresh: bool = True,
     ) -> Launch:
         directory = tmp_path / name
         path = directory / (run_dir or "run")
@@ -134,7 +125,7 @@ def launch(torchrun: object, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
         given += ["--out", path] if run_dir else []
         quiet = {k: v for k, v in os.environ.items() if k != "DDPPROBE_STRICT"}
         quiet |= {"DDPPROBE_LISTEN": "127.0.0.1:0", "DDPPROBE_LINGER": "0", **(env or {})}
-        started.append(Launch(directory, path, [*script, *given], quiet))
+        started.append(Launch(directory, path, [*script, *given], quiet, fresh=fresh))
         return started[-1]
 
     yield start

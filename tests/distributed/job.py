@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import sys
 import time
@@ -22,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
+from ddpprobe.layout import RunDir, node_name
 from ddpprobe.testing import inject, state_hash
 
 
@@ -79,7 +81,9 @@ def arguments_of(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--inject")
     parser.add_argument("--sleep", type=float, default=0.0)
     parser.add_argument("--hash")
-    parser.add_argument("--steps-file")
+    parser.add_argument("--steps-file", help="report finished steps and, beside them, the process")
+    parser.add_argument("--behind-daemon", action="store_true", help="train once the daemon serves")
+    parser.add_argument("--hold", type=int, help="at this step, wait for STEPS_FILE.go")
     return parser.parse_args(words)
 
 
@@ -98,7 +102,14 @@ def main() -> None:
     time.sleep(0.5)  # torch with gloo aborts now and then when it exits right behind a DDP run
 
 
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
 def train(args: argparse.Namespace, rank: int) -> None:
+    if args.steps_file:
+        Path(f"{args.steps_file}.pid.{rank}").write_text(str(os.getpid()))
     model = build(args.dropout)
     fault = inject(model, args.inject) if args.inject and args.before else None
     options = {"run_dir": args.out, "every": args.every, "daemon": args.daemon,
@@ -120,7 +131,11 @@ def train(args: argparse.Namespace, rank: int) -> None:
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=args.lr)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(100 + rank)
+    if args.behind_daemon:
+        wait_for(RunDir(Path(args.out)).daemon_file(node_name(0), "json"))
     for step in range(args.steps):
+        if step == args.hold:
+            wait_for(Path(f"{args.steps_file}.go"))
         for micro in range(args.micros):
             last = micro == args.micros - 1
             quiet = contextlib.nullcontext()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -12,6 +14,10 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from ..launcher import Launcher
 
 
 def ddpprobe_says(*words: str | Path) -> tuple[int, str]:
@@ -23,17 +29,14 @@ def ddpprobe_says(*words: str | Path) -> tuple[int, str]:
 
 
 def start(
-    script: Sequence[object], folder: Path, nproc: int, env: Mapping[str, str], *more: str
-) -> subprocess.Popen[bytes]:
+    script: Sequence[object], folder: Path, nproc: int, env: Mapping[str, str], *more: str,
+    fresh: bool,
+) -> Launcher:  # fmt: skip
     """Start a job under torchrun, its output in `folder`/torchrun.out."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *more]
-    command += ["--nproc-per-node", str(nproc), *map(str, script)]
     folder.mkdir(exist_ok=True)
-    with (folder / "torchrun.out").open("wb") as out:
-        return subprocess.Popen(
-            command, cwd=folder, env={**os.environ, **env}, stdin=subprocess.DEVNULL,
-            stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+    log = folder / "torchrun.out"
+    where = {"cwd": folder, "env": {**os.environ, **env}, "out": log, "err": log}
+    return Launcher([*more, "--nproc-per-node", nproc], script, **where, fresh=fresh)
 
 
 def said(run: Path) -> dict[str, Any]:
@@ -53,3 +56,15 @@ def scrape(listen: str) -> str:
     except urllib.error.HTTPError as error:
         error.close()
         return ""
+
+
+def free_port() -> int:
+    """Return a port that is free now, below the ones that systems hand out by themselves."""
+    for candidate in random.SystemRandom().sample(range(20000, 30000), 50):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", candidate))
+            except OSError:
+                continue
+            return candidate
+    pytest.fail("no free port")

@@ -23,7 +23,10 @@ NODE = layout.node_name(0)
 DRAWS = int(os.environ.get("DDPPROBE_TEST_DRAWS", "3"))  # of each test; more by tests.faults
 TOGETHER = 3  # launches at a time
 STEPS, EVERY, SLEEP = 60, 2, 0.02
-TINY = ("--steps", STEPS, "--every", EVERY, "--daemon", "auto", "--micros", 1)
+# Ranks that need not import torch would have trained before there is a daemon.
+TINY = (
+    "--steps", STEPS, "--every", EVERY, "--daemon", "auto", "--behind-daemon", "--micros", 1,
+)  # fmt: skip
 
 
 def in_draws(draw: Callable[[int], None]) -> None:
@@ -98,11 +101,11 @@ def is_watched(launched) -> bool:
 def test_one_rank_is_killed(launch) -> None:
     def draw(number: int) -> None:
         rng = random.Random(f"one {number}")
-        launched = launch(f"one{number}", *TINY, "--sleep", SLEEP)
+        launched = launch(f"one{number}", *TINY, "--sleep", SLEEP, fresh=False)
         sleep_into(launched, rng, STEPS - 10)
         watched = is_watched(launched)
         victim = rng.randrange(2)
-        launched.ranks()[victim].kill()
+        launched.rank(victim).kill()
         assert launched.wait() == 1, launched.log
         launched.wait_for_the_daemon_to_end()
         run = assert_nothing_acknowledged_is_lost(launched)
@@ -114,11 +117,11 @@ def test_one_rank_is_killed(launch) -> None:
 def test_all_ranks_are_killed(launch) -> None:
     def draw(number: int) -> None:
         rng = random.Random(f"all {number}")
-        launched = launch(f"all{number}", *TINY, "--sleep", SLEEP)
+        launched = launch(f"all{number}", *TINY, "--sleep", SLEEP, fresh=False)
         sleep_into(launched, rng, STEPS - 10)
         watched = is_watched(launched)
-        for rank in launched.ranks().values():
-            rank.kill()
+        for rank in (0, 1):
+            launched.rank(rank).kill()
         assert launched.wait() == 1, launched.log
         launched.wait_for_the_daemon_to_end()
         run = assert_nothing_acknowledged_is_lost(launched)
@@ -135,7 +138,8 @@ def test_the_daemon_is_killed(launch) -> None:
         rng = random.Random(f"daemon {number}")
         late = number % 3 == 1  # nobody is left to start another one
         patient = number % 5 == 0 and not late
-        launched = launch(f"daemon{number}", *TINY, "--sleep", 0.12 if patient else SLEEP)
+        sleep = 0.12 if patient else SLEEP
+        launched = launch(f"daemon{number}", *TINY, "--sleep", sleep, fresh=False)
         first = psutil.Process(launched.until(launched.daemon))
         if late:
             launched.until(lambda: len(launched.finished(1)) == STEPS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,10 +28,11 @@ from ddpprobe.orders import OrderReader
 from ddpprobe.records import Anomaly, StepRecord, derive
 
 from .. import conftest, prometheus_harness
+from ..launcher import Launcher
 from . import real_job
 
 ROOT = Path(__file__).parent.parent.parent
-STEPS, FAULT_STEP, FAULT_RANK, EVERY = 800, 400, 2, 2
+STEPS, FAULT_STEP, FAULT_RANK, EVERY = 600, 300, 2, 2
 MODULE = "blocks.1.mlp"
 VERDICT = {
     "detector": "nonfinite", "level": "page", "step": FAULT_STEP, "micro": 0, "rank": FAULT_RANK,
@@ -74,7 +74,7 @@ class Live:
     memory: int = 0
 
 
-def watch(live: Live, training: subprocess.Popen[bytes]) -> None:
+def watch(live: Live, training: Launcher) -> None:
     """Ask everything that is to be known while the ranks run."""
     prometheus = live.prometheus
     page = 'ddpprobe_anomalies_total{detector="nonfinite",level="page"}'
@@ -102,34 +102,43 @@ def watch(live: Live, training: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """The run, from its start to the exit of its daemon."""
+    """The run, from its start to the end of its ranks; its daemon lingers."""
     folder = tmp_path_factory.mktemp("live")
     run = folder / "run"
     script = [
         ROOT / "launch/train_gpt.py", "--wrap=ddp", "--layers=2", "--dim=32", "--length=32",
-        "--batch=2", f"--steps={STEPS}", "--eval-every=250", f"--every={EVERY}",
+        "--batch=2", f"--steps={STEPS}", "--eval-every=200", f"--every={EVERY}",
         f"--run-dir={run}", f"--inject=nan:step={FAULT_STEP},rank={FAULT_RANK},module={MODULE}",
     ]  # fmt: skip
-    env = {"DDPPROBE_LINGER": str(LINGER), "DDPPROBE_LISTEN": "127.0.0.1:0"}
-    training = start(script, folder, 4, env)
-    prometheus = None
+    # Prometheus takes some seconds until it knows a target: it starts first.
+    listen = f"127.0.0.1:{real_job.free_port()}"
+    env = {"DDPPROBE_LINGER": str(LINGER), "DDPPROBE_LISTEN": listen}
+    prometheus = prometheus_harness.Prometheus(folder, ddpprobe=listen)
+    training = start(script, folder, 4, env, fresh=True)
     try:
         assert until(lambda: bool(said(run))), (folder / "torchrun.out").read_text()
-        prometheus = prometheus_harness.Prometheus(folder, ddpprobe=said(run)["listen"])
+        assert said(run)["listen"] == listen
         seen = Live(run, prometheus, psutil.Process(said(run)["pid"]))
         watch(seen, training)
-        gone = time.monotonic() + LINGER + 20
-        while seen.daemon.is_running() and time.monotonic() < gone:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                seen.memory = max(seen.memory, seen.daemon.memory_info().rss)
-            time.sleep(0.2)
-        seen.over = time.time()
         yield seen
     finally:
         conftest.end_tree(training)
         conftest.end_daemons(folder)
-        if prometheus is not None:
-            prometheus.close()
+        prometheus.close()
+
+
+@pytest.fixture(scope="module")
+def ended(live: Live) -> None:
+    """Wait for the exit of the daemon; what needs not wait is asked before."""
+    gone = time.monotonic() + LINGER + 20
+    while live.daemon.is_running() and time.monotonic() < gone:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            live.memory = max(live.memory, live.daemon.memory_info().rss)
+        time.sleep(0.2)
+    live.over = time.time()
+
+
+behind_its_end = pytest.mark.usefixtures("ended")
 
 
 def test_training_ends_as_without_the_probe(live: Live) -> None:
@@ -205,6 +214,7 @@ def test_annotations_and_variables_find_the_run(live: Live) -> None:
     assert values["rank"] == ["0", "1", "2", "3"]
 
 
+@behind_its_end
 def test_the_alerts_name_the_nan_and_no_death(live: Live) -> None:
     series = live.prometheus.between('ALERTS{alertstate="firing"}', live.first, live.over)
     firing = {(s["metric"]["alertname"], s["metric"].get("rank")) for s in series}
@@ -216,6 +226,7 @@ def test_the_alerts_name_the_nan_and_no_death(live: Live) -> None:
     assert len(finished[0]["values"]) > 15
 
 
+@behind_its_end
 def test_the_daemon_seals_lingers_and_leaves_nothing(live: Live) -> None:
     assert live.over - live.trained > LINGER - 8  # it ended by itself, and not before
     assert not live.daemon.is_running()
@@ -228,6 +239,7 @@ def test_the_daemon_seals_lingers_and_leaves_nothing(live: Live) -> None:
     assert "ERROR" not in (live.run / "daemon/node_0000.log").read_text()
 
 
+@behind_its_end
 def test_the_daemon_is_small_and_knows_no_torch(live: Live) -> None:
     assert "libtorch" not in live.maps
     assert live.threads <= THREADS
@@ -249,6 +261,7 @@ def sampled_steps(live: Live) -> list[int]:
     return sorted({*range(0, STEPS, EVERY), *range(order.start, order.stop)})
 
 
+@behind_its_end
 @pytest.mark.parametrize("rank", [None, FAULT_RANK])
 def test_plain_xarray_reads_the_statistics_that_the_records_hold(
     live: Live, rank: int | None
@@ -271,6 +284,7 @@ def test_plain_xarray_reads_the_statistics_that_the_records_hold(
         np.testing.assert_array_equal(values[row, at], record.values)
 
 
+@behind_its_end
 def test_the_store_keeps_what_the_live_run_said(live: Live) -> None:
     after = {r.step: r for r in ddpprobe.open(live.run).records()}
     assert len(live.records) > FAULT_STEP // EVERY
@@ -282,6 +296,7 @@ def test_the_store_keeps_what_the_live_run_said(live: Live) -> None:
         np.testing.assert_array_equal(then.values, now.values)
 
 
+@behind_its_end
 def test_the_merged_row_is_the_sum_of_the_ranks_rows(live: Live) -> None:
     run = ddpprobe.open(live.run)
     nan = [run.series(MODULE, "nan", rank).values.sum(axis=1) for rank in (None, 0, 1, 2, 3)]
@@ -289,6 +304,7 @@ def test_the_merged_row_is_the_sum_of_the_ranks_rows(live: Live) -> None:
     assert nan[3][FAULT_STEP // EVERY] > 0
 
 
+@behind_its_end
 def test_anomalies_are_the_same_live_stored_and_replayed(live: Live) -> None:
     run = ddpprobe.open(live.run)
     stored = run.anomalies()
@@ -307,6 +323,7 @@ def test_anomalies_are_the_same_live_stored_and_replayed(live: Live) -> None:
     assert [row for row in rows if row["level"] == "page"] == [VERDICT]
 
 
+@behind_its_end
 def test_the_verbs_read_the_ended_run(live: Live) -> None:
     code, text = real_job.ddpprobe_says("info", live.run, "--json")
     info = json.loads(text)

@@ -22,6 +22,7 @@ start, said, scrape = real_job.start, real_job.said, real_job.scrape
 FINISHED = "ddpprobe_job_finished 1.0"
 SMALL = """
 import os, sys, time
+from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -40,6 +41,8 @@ torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
 ddpprobe.install(model, run_dir=run, every=1)
 optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+while not list(Path(run).glob("daemon/*.json")):  # it is to see what happens
+    time.sleep(0.01)
 for step in range(20):
     if (attempt, rank, step) == ("0", 1, 10):
         if fate == "exits":
@@ -66,7 +69,8 @@ def small(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("fate", ["exits", "raises"])
 def test_an_elastic_restart_is_a_second_attempt_of_the_same_daemon(small: Path, fate: str) -> None:
     run, env = small / "run", {"DDPPROBE_LINGER": "30", "DDPPROBE_LISTEN": "127.0.0.1:0"}
-    job = start([small / "small.py", run, fate], small, 2, env, "--max-restarts=1")
+    script = [small / "small.py", run, fate]
+    job = start(script, small, 2, env, "--max-restarts=1", fresh=False)
     try:
         assert until(lambda: bool(said(run)))
         daemon = psutil.Process(said(run)["pid"])
@@ -95,7 +99,7 @@ def test_an_elastic_restart_is_a_second_attempt_of_the_same_daemon(small: Path, 
 def test_two_jobs_on_one_node_take_two_ports_and_clean_runs_raise_nothing(small: Path) -> None:
     runs = [small / "first", small / "second"]
     env = {"DDPPROBE_LINGER": "0", "DDPPROBE_LISTEN": "127.0.0.1:21377"}
-    jobs = [start([small / "small.py", r, "waits"], small, 1, env) for r in runs]
+    jobs = [start([small / "small.py", r, "waits"], small, 1, env, fresh=False) for r in runs]
     try:
         assert until(lambda: all(map(said, runs)))
         listen = [said(run)["listen"] for run in runs]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -18,7 +17,7 @@ import pytest
 import ddpprobe
 from ddpprobe.detectors.suite import default_suite
 
-from . import daemon_harness
+from . import daemon_harness, real_job
 
 wait, kill = daemon_harness.wait, daemon_harness.kill
 Harness = daemon_harness.Harness
@@ -35,15 +34,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Harness]]:
 
 @pytest.fixture
 def port() -> int:
-    """Return a port that is free now, below the ones that systems hand out by themselves."""
-    for candidate in random.SystemRandom().sample(range(20000, 30000), 50):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", candidate))
-            except OSError:
-                continue
-            return candidate
-    pytest.fail("no free port")
+    return real_job.free_port()
 
 
 def start_ranks(nodes: list[Harness], **spec: object) -> list[subprocess.Popen[bytes]]:
@@ -288,7 +279,7 @@ def test_a_torch_job_over_two_hosts_has_one_verdict_and_complete_statistics(
     job, launched = Path(__file__).with_name("job.py"), []
     for index, host in enumerate(namespaces):
         command = [
-            "ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run",
+            "ip", "netns", "exec", host, sys.executable, "-m", "tests.launcher",
             "--nnodes", "2", "--node-rank", str(index), "--nproc-per-node", "2",
             "--master-addr", "10.213.7.1", "--master-port", "29500", str(job), "--wrap", "ddp",
             "--steps", "16", "--every", "2", "--out", str(tmp_path / "run"), "--daemon", "auto",

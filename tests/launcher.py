@@ -1,0 +1,119 @@
+"""torchrun in a process forked from one that has imported torch, and with it, mostly, its ranks.
+
+Importing torch, and what an optimizer and FSDP import behind it, is most of what a short job on
+real ranks takes: three seconds of every rank, two of the launcher. Here one process of each test
+worker does it once. All else is torchrun's own: its agent and its store, the environment of a
+rank, the exit code. A forked rank has no environment of its own in /proc, and its interpreter is
+not taken down at its end: what is about that, or about how a process starts, asks for fresh ones.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# All that the jobs of this suite import from torch. ddpprobe is not among it: it is what is tested.
+_IMPORTED = (
+    "torch.distributed.run",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+)
+FORKED = ("--run-path", "--start-method=fork")  # torchrun's own words for it
+_ENDS = Path(__file__).with_name("forked_rank.py")
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload([*_IMPORTED, __name__])
+# Two threads that ask for one exit code would take it from each other, and so would one that starts
+# a process from one that waits.
+_alone = threading.Lock()
+
+
+class Launcher:
+    """One launch, with what `subprocess.Popen` has of it as far as the tests ask.
+
+    Args:
+        options: torchrun's own.
+        script: the path of the script, and its arguments.
+        cwd, env: where it runs, and its whole environment.
+        out, err: files for what it and its ranks print; they may be one.
+        fresh: whether each rank is an interpreter of its own.
+    """
+
+    def __init__(
+        self, options: Sequence[object], script: Sequence[object], *, cwd: Path,
+        env: Mapping[str, str], out: Path, err: Path, fresh: bool,
+    ) -> None:  # fmt: skip
+        forked = [] if fresh else FORKED
+        ends = [] if fresh else [_ENDS]
+        self._words = [*map(str, ["--standalone", *forked, *options, *ends, *script])]
+        for file in (out, err):
+            file.write_bytes(b"")
+        given = (self._words, str(cwd), dict(env), str(out), str(err))
+        self._process = _server.Process(target=_torchrun, args=given)
+        with _alone:
+            self._process.start()
+        self.pid = int(self._process.pid or 0)
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs."""
+        with _alone:
+            return self._process.exitcode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        """Return the exit code; raises `subprocess.TimeoutExpired`."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self._words, timeout)
+            time.sleep(0.01)
+        return code
+
+    def kill(self) -> None:
+        """End it, and not its ranks."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _torchrun(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) -> None:
+    """Be torchrun, in the forked process."""
+    from torch.distributed import run
+
+    # A thread of the parent is none here, and would leave its locks as they were.
+    assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread"
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for path, number in ((out, 1), (err, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    faulthandler.enable()
+    gc.freeze()  # what is collected and searched in a rank is what it has made
+    run.main(words)
+
+
+def main(words: Sequence[str]) -> None:
+    """Be torchrun with forked ranks in a process of its own, for one that is started elsewhere."""
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    from torch.distributed import run
+
+    run.main([*FORKED, *words])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
