@@ -89,12 +89,12 @@ def rank_process(run: RunDir, rank: int, size: int) -> None:
     raw = run.path / f"raw_{rank}"
     for line in sys.stdin:
         what, durable, step = line.split()
+        path = raw if what == "raw" else run.pack(0, NODE, rank, int(step))
+        path.unlink(missing_ok=True)  # a run replaces nothing, and to free pages takes time, too
         start = time.perf_counter()
         if what == "raw":
-            path = raw
             write_raw(raw, [data for _, data in tensors])
         else:
-            path = run.pack(0, NODE, rank, int(step))
             packs.write(path, header(rank, int(step)), tensors, crc32)
         if durable == "True":
             sync(path)

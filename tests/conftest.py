@@ -24,6 +24,8 @@ from .launcher import Launcher
 # Before anything imports torch. Four ranks on two cores must not start eight threads each.
 os.environ["DDPPROBE_STRICT"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
+# A job that a shell starts in the background ignores Ctrl-C, and so would every command tested.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 Torchrun = Callable[..., "subprocess.CompletedProcess[str]"]
