@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from ddpprobe.commands.fetching import fetch
-from ddpprobe.commands.output import complain, plain, say
+from ddpprobe.commands.output import DAMAGED, OK, USAGE, complain, plain, say
 
 VERBS = (
     "info",
@@ -27,12 +27,12 @@ VERBS = (
     "up",
 )
 
-OK, USAGE, DAMAGED = 0, 2, 3
 INTERRUPTED, PIPE_CLOSED = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 EPILOG = """\
 exit codes: 0 nothing wrong; 1 anomalies at level page were found; 2 wrong use;
-3 the store is damaged (what can be read is shown, what is lost is listed on stderr).
+3 the store is damaged (what can be read is shown, what is lost is listed on stderr);
+4 only a part of the run is held, or its end is not known (listed on stderr).
 RUN is a run directory: what install() made, by default ddpprobe-runs/<name>; or the URL of an
 object store that it was uploaded to: s3://BUCKET/PREFIX/RUN, gs://..., az://..."""
 

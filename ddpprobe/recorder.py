@@ -125,7 +125,7 @@ class Recorder:
             self._parts.watch.poll(wait=True)
             self._shipper.ship(wait=True)
             self._parts.close()
-        self._shipper.life("closed", status=status)
+        self._shipper.life("closed", status=status, sampled=self._clock.sampled)
         self._clock.beat(STATES.index("closed"))
         for file in self._files:
             file.close()

@@ -65,7 +65,7 @@ def make_run(path: Path, bad: FirstBad | None = None, ranks: int = 2, steps: int
         writer = JournalWriter(run.rank_journal(0, "node_0000", rank), meta)
         for step in range(steps):
             writer.append_record(record(rank, step, bad if bad and step == bad.step else None))
-        writer.append_json(codec.LIFE, {"event": "closed", "status": "ok"})
+        writer.append_json(codec.LIFE, {"event": "closed", "status": "ok", "sampled": steps})
         writer.close()
     return path
 
@@ -111,7 +111,9 @@ def test_the_verdict_is_one_line_and_a_page_exits_with_1(call: Call, sick: Path)
 def test_anomalies_as_json_are_exactly_the_contract(call: Call, sick: Path) -> None:
     code, out, _ = call("anomalies", sick, "--json")
     assert code == 1
-    assert json.loads(out) == {
+    found = json.loads(out)
+    assert found.pop("judged")["complete"]
+    assert found == {
         "run": "tiny",
         "format_version": 1,
         "anomalies": [
@@ -165,6 +167,7 @@ def test_the_new_kinds_of_verdict_are_one_line_each(call: Call, tmp_path: Path) 
             torn = {("fc.weight", ""): {int(step >= 150 and rank == 1): 1 << rank}}
             scaled = {rank: {"loss_scale": 2.0 ** min(0, 200 - step)}}
             writer.append_record(replace(made, digests=torn, scalars=scaled, skipped=step > 200))
+        writer.append_json(codec.LIFE, {"event": "closed", "status": "ok"})
         writer.close()
     code, out, err = call("anomalies", run.path)
     assert (code, err) == (1, "")
@@ -183,6 +186,7 @@ def test_level_hides_what_is_below_and_does_not_change_the_exit_code(
     writer = JournalWriter(RunDir(path).rank_journal(0, "node_0000", 2), {"world_size": 3})
     skipped = StepRecord(0, 33, (2,), 0, first_bad=FirstBad(33, 0, "backward", 0, 2), skipped=True)
     writer.append_record(skipped)
+    writer.append_json(codec.LIFE, {"event": "closed", "status": "ok", "sampled": 1})
     writer.close()
     assert call("anomalies", path)[1].startswith("INFO")
     code, out, _ = call("anomalies", path, "--level", "page")
@@ -458,7 +462,9 @@ def test_a_torn_tail_is_no_damage(call: Call, healthy: Path) -> None:
     segment = next(healthy.glob("journal/000/node_0000/rank_00001/*.wal"))
     segment.write_bytes(segment.read_bytes()[:-7])
     for verb in ("info", "anomalies", "verify"):
-        assert call(verb, healthy)[0] == 0
+        code, _, err = call(verb, healthy)
+        assert (code, "lost" in err) == (4, False)
+        assert "rank 1: how it ended is not known" in err  # the frame was its last word
 
 
 def test_verify_says_that_all_is_well(call: Call, healthy: Path) -> None:

@@ -1,7 +1,8 @@
 """Say what went wrong in a run, first cause first, then what followed from it.
 
 One line a verdict: level, step and micro-batch, rank (- where no single rank is to blame), site,
-phase, detector and its numbers. Exits with 1 if there is a page among them, whatever --level shows.
+phase, detector and its numbers. Exits with 1 if there is a page among them, whatever --level shows,
+and with 4 if there is none, but only a part of the run is held: then it may have been elsewhere.
 """
 
 from __future__ import annotations
@@ -9,11 +10,20 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ddpprobe.commands.output import UNOBSERVED, report_lost, say, say_json, table
+from ddpprobe.commands.output import (
+    DAMAGED,
+    PAGED,
+    UNOBSERVED,
+    report_gaps,
+    say,
+    say_json,
+    table,
+)
 
 if TYPE_CHECKING:
     from ddpprobe.detectors.suite import Episode
     from ddpprobe.records import Anomaly
+    from ddpprobe.replay.completeness import Completeness
 
 LEVELS = ("page", "warn", "info")
 FIELDS = (
@@ -35,35 +45,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the verdicts; 1 if one of them is a page, 3 if the store is damaged."""
+    """Print the verdicts; 3 if the store is damaged, else 1 at a page, else 4 if part is held."""
     from ddpprobe.detectors.suite import episodes  # noqa: PLC0415
     from ddpprobe.replay.run import open_run  # noqa: PLC0415
 
     run_ = open_run(args.run)
     found = run_.anomalies()
     shown = [a for a in found if LEVELS.index(a.level) <= LEVELS.index(args.level)]
+    held = run_.completeness()
     if args.json:
-        say_json(as_json(run_.name, shown))
+        say_json(as_json(run_.name, shown, held))
     elif shown:
         for line in lines(episodes(shown)):
             say(line)
     else:
-        say(nothing(run_.info(), len(found), args.level))
-    return report_lost(run_.lost) or int(any(a.level == "page" for a in found))
+        say(nothing(held, bool(run_.lost), len(found), args.level))
+    gaps, paged = report_gaps(run_.lost, held.unknown()), any(a.level == "page" for a in found)
+    return PAGED if paged and gaps != DAMAGED else gaps
 
 
-def nothing(info: dict[str, Any], hidden: int, level: str) -> str:
-    """Say that nothing was found, and in how much."""
-    steps = sum(max((r["expected"] for r in a["ranks"]), default=0) for a in info["attempts"])
+def nothing(held: Completeness, damaged: bool, hidden: int, level: str) -> str:  # noqa: FBT001
+    """Say that nothing was found, and in how much; of what nobody saw nothing is said."""
     below = f" at level {level} or above ({hidden} below)" if hidden else ""
-    return f"no anomalies{below} in {steps} sampled step{'' if steps == 1 else 's'}"
+    steps = f"{held.sampled} sampled step{'' if held.sampled == 1 else 's'}"
+    if held.complete and not damaged:
+        return f"no anomalies{below}{' so far' if held.live else ''} in {steps}"
+    if not held.held:
+        return f"nothing found{below} in what is held: no sampled step of all ranks"
+    return f"nothing found{below} in what is held: {held.held} of {steps} of all ranks"
 
 
-def as_json(name: str, ordered: list[Anomaly]) -> dict[str, Any]:
+def as_json(name: str, ordered: list[Anomaly], held: Completeness) -> dict[str, Any]:
     """Return the object that `--json` prints; its fields are a contract (docs/reference/cli.md)."""
     return {
         "run": name,
         "format_version": 1,
+        "judged": held.to_json(),
         "anomalies": [{field: getattr(a, field) for field in FIELDS} for a in ordered],
     }
 

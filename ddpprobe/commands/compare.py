@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ddpprobe.commands.output import UNOBSERVED, number, plain, report_lost, say, say_json, table
+from ddpprobe.commands.output import UNOBSERVED, number, plain, report_gaps, say, say_json, table
 from ddpprobe.commands.progress import progress
 from ddpprobe.commands.trace import nearest
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     lost = [f"{r.path}: {thing}" for r in runs for thing in r.lost]
     if not found.steps or not (found.sites or found.left_out or any(found.alone)):
         if lost:  # it may well have been there
-            return report_lost(lost)
+            return report_gaps(lost)
         raise _nothing_found(runs, found, args)
     with progress("comparing checksums", total, silent=args.json) as bar:
         bits = first_bits(*runs, bar.advance)
@@ -73,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         for line in lines(answer, exact=args.exact):
             say(plain(line))
-    return report_lost(dict.fromkeys(f"{r.path}: {thing}" for r in runs for thing in r.lost))
+    unknown = [f"{r.path}: {text}" for r in runs for text in r.completeness().unknown()]
+    lost = [f"{r.path}: {thing}" for r in runs for thing in r.lost]
+    return report_gaps(dict.fromkeys(lost), dict.fromkeys(unknown))
 
 
 def tolerance(text: str) -> float:

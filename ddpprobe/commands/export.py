@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from ddpprobe.commands.output import Shown, complain, plain, report_lost, say, say_json, size
+from ddpprobe.commands.output import Shown, complain, plain, report_gaps, say, say_json, size
 from ddpprobe.commands.progress import progress
 from ddpprobe.commands.trace import check_rank, step_range
 
@@ -84,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
 
         keep = None if path is None else Path(path)
         serve(job, make, keep, args.listen, as_json=args.json)
-        return report_lost(job.lost)
+        return report_gaps(job.lost, run_.completeness().unknown())
     if path is None and args.format not in TEXTS:
         path = f"{run_.path.resolve().name}{SUFFIXES[args.format]}"
     target = None if path in (None, STDOUT) else Path(path)
@@ -95,7 +95,7 @@ def _run(args: argparse.Namespace) -> int:
     elif target is not None:
         say(f"{plain(target)}: {summary(facts)}")
     _noted(facts)
-    return report_lost(job.lost)
+    return report_gaps(job.lost, run_.completeness().unknown())
 
 
 def write(job: Job, format_: str, target: Path | None, *, silent: bool) -> dict[str, Any]:

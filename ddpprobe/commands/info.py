@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ddpprobe.commands.output import UNOBSERVED, plain, report_lost, say, say_json, size, table
+from ddpprobe.commands.output import UNOBSERVED, plain, report_gaps, say, say_json, size, table
 
 MOST_ORDERS = 20  # lines of an attempt
 OWN = {"install": "install(capture=...)", "first bad module": "the first bad module"}
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         for line in lines(info):
             say(line)
-    return report_lost(run_.lost)
+    return report_gaps(run_.lost, info["unknown"])
 
 
 def lines(info: dict[str, Any]) -> Iterator[str]:

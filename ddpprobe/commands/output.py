@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+OK, PAGED, USAGE, DAMAGED, INCOMPLETE = 0, 1, 2, 3, 4  # exit codes
 UNOBSERVED = "-"  # there is no value; never printed as 0
 
 
@@ -62,12 +63,25 @@ class Shown(io.RawIOBase):
         return len(data)
 
 
-def report_lost(lost: Iterable[object]) -> int:
-    """List on stderr what is lost of a run; return the exit code: 3 if anything is, else 0."""
-    texts = [plain(thing) for thing in lost]
+def report_gaps(lost: Iterable[object], unknown: Iterable[str] = ()) -> int:
+    """List on stderr what is lost of a run, and what of it is not known.
+
+    Args:
+        lost: what is damaged or missing.
+        unknown: `Completeness.unknown`: what is not held.
+
+    Returns:
+        The exit code: 3 if anything is lost, else 4 if anything is not known, else 0.
+    """
+    damaged, incomplete = _complain_of("lost", lost), _complain_of("not known", unknown)
+    return DAMAGED if damaged else INCOMPLETE if incomplete else OK
+
+
+def _complain_of(what: str, things: Iterable[object]) -> bool:
+    texts = [plain(thing) for thing in things]
     for text in texts:
-        complain(f"ddpprobe: lost: {text}")
-    return 3 if texts else 0
+        complain(f"ddpprobe: {what}: {text}")
+    return bool(texts)
 
 
 def number(value: float) -> str:

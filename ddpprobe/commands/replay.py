@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddpprobe.commands.output import plain, report_lost, say, say_json, table
+from ddpprobe.commands.output import plain, report_gaps, say, say_json, table
 from ddpprobe.commands.progress import progress
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _detectors(args: argparse.Namespace) -> int:
     else:
         for line in _rejudged_lines(found, settings):
             say(line)
-    return report_lost(run_.lost)
+    return report_gaps(run_.lost, run_.completeness().unknown())
 
 
 def _rejudged_json(found: Rejudged, settings: Settings) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _module(args: argparse.Namespace) -> int:
     else:
         for line in _execution_lines(found):
             say(plain(line))
-    return report_lost(run_.lost)
+    return report_gaps(run_.lost, run_.completeness().unknown())
 
 
 def _execution_lines(found: Execution) -> list[str]:

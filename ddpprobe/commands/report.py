@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ddpprobe.commands.output import plain, report_lost, say, say_json, size
+from ddpprobe.commands.output import plain, report_gaps, say, say_json, size
 from ddpprobe.commands.progress import progress
 
 
@@ -47,4 +47,4 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
     else:
         say(f"{plain(path)}: {size(len(page))}; open it in a browser")
-    return report_lost(run_.lost)
+    return report_gaps(run_.lost, run_.completeness().unknown())

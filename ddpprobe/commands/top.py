@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpprobe.commands.output import report_lost, say, say_json
+from ddpprobe.commands.output import report_gaps, say, say_json
 from ddpprobe.commands.top_frame import STYLES, Line, frame
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             _print(frame(_once(watch), *shutil.get_terminal_size(SIZE)))
         else:
             _live(watch.look)
-        return report_lost(watch.lost)
+        return report_gaps(watch.lost)
     finally:
         watch.close()
 

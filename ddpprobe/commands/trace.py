@@ -2,7 +2,8 @@
 
 --site takes a glob over `FQN:kind`, as `ddpprobe anomalies` prints them: `blocks.2.mlp:output`,
 `blocks.*.mlp:grad_output`, `*:grad`. Without a kind it matches every kind. A site that was not
-observed at a step is shown as `-`, which is not 0.
+observed at a step is shown as `-`, which is not 0. A merged step that lacks ranks is marked with
+how many of them are not in its numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ddpprobe.commands.output import (
     complain,
     number,
     plain,
-    report_lost,
+    report_gaps,
     say,
     say_json,
     table,
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     series = run_.series(args.site, args.stat, args.rank, args.steps)
     if not len(series.steps):
         if run_.lost:  # it may well have been there
-            return report_lost(run_.lost)
+            return report_gaps(run_.lost)
         raise _nothing_found(run_, args)
     if args.plot:
         say(plot(series, colour=sys.stdout.isatty()))
@@ -72,19 +73,26 @@ def run(args: argparse.Namespace) -> int:
         say_json({"run": run_.name, "format_version": 1, "rank": args.rank, **as_json(series)})
     else:
         say("\n".join(table(rows(series), right=(0, 1, 3, 4))))
-    return report_lost(run_.lost)
+    return report_gaps(run_.lost, run_.completeness().unknown())
 
 
 def rows(series: Series) -> list[tuple[object, ...]]:
-    """One row a step and site: attempt, step, site, the statistic, and how many are non-finite."""
-    out: list[tuple[object, ...]] = [("attempt", "step", "site", series.stat, "nonfinite")]
+    """One row a step and site: attempt, step, site, the statistic, and how many are non-finite.
+
+    A further column says how many ranks a step lacks, if any step does.
+    """
+    lacking = bool(series.absent.any())
+    head = ("attempt", "step", "site", series.stat, "nonfinite")
+    out: list[tuple[object, ...]] = [(*head, "without")] if lacking else [head]
     labels = [label(site) for site in series.sites]
-    for attempt, step, values, bad in zip(
+    for attempt, step, values, bad, absent in zip(
         series.attempts.tolist(), series.steps.tolist(), series.values.tolist(),
-        series.nonfinite.tolist(), strict=True,
+        series.nonfinite.tolist(), series.absent.tolist(), strict=True,
     ):  # fmt: skip
+        mark = f"{absent} rank{'' if absent == 1 else 's'}" if absent else ""
         for site, value, count in zip(labels, values, bad, strict=True):
-            out.append((attempt, step, site, number(value), number(count)))
+            row = (attempt, step, site, number(value), number(count))
+            out.append((*row, mark) if lacking else row)
     return out
 
 
@@ -100,6 +108,7 @@ def as_json(series: Series) -> dict[str, Any]:
         "stat": series.stat,
         "attempts": series.attempts.tolist(),
         "steps": series.steps.tolist(),
+        "absent": series.absent.tolist(),
         "series": [
             {
                 "site": str(site), "fqn": site.fqn, "kind": site.kind, "leaf": site.leaf,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from ddpprobe.commands.output import plain, report_lost, say, say_json
+from ddpprobe.commands.output import plain, report_gaps, say, say_json
 from ddpprobe.commands.progress import progress
 
 
@@ -43,4 +43,4 @@ def run(args: argparse.Namespace) -> int:
         found = f"{len(report.damage)} damaged or missing" if report.damage else "all intact"
         checked = f"{report.files} files of the store and {report.frames} journal frames"
         say(f"{found}: {checked} checked")
-    return report_lost(report.damage)
+    return report_gaps(report.damage, run_.completeness().unknown())

@@ -148,6 +148,7 @@ class Attempt:
         self._close_orders()
         if not ended:
             return
+        self.ledger.last_beats({n: r.beat for n, r in self.ranks.items() if r.beat is not None})
         if self.is_head:
             self._inbox.discard(self.number)
         elif self._pusher is not None:

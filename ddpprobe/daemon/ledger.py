@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from ddpprobe import codec
 from ddpprobe.codec import Frame
 from ddpprobe.daemon.tail import MALFORMED
+from ddpprobe.heartbeat import Heartbeat
 from ddpprobe.journal import BACK_OFF_SECONDS, JournalTail, JournalWriter, segments_of
 from ddpprobe.records import Anomaly, StepRecord
 from ddpprobe.view import FirstFailure
@@ -97,6 +98,16 @@ class Ledger:
         event = {"event": "death", "rank": rank, "signal": signal, "time_ns": time_ns}
         self.say({**event, "step": step, "first": first})
         self._remember_death({**event, "first": first})
+
+    def last_beats(self, beats: Mapping[int, Heartbeat]) -> None:
+        """Write down how far the ranks came by their heartbeats: a journal may end before that.
+
+        The store has it then as well, of which a copy elsewhere holds no heartbeats.
+        """
+        if beats and not self.finished:
+            names = ("step", "steps", "sampled", "state")
+            told = {str(rank): {n: getattr(b, n) for n in names} for rank, b in beats.items()}
+            self.say({"event": "last_beats", "ranks": told})
 
     def acknowledged(self, step: int) -> None:
         """Write down that the head holds every step up to `step`."""

@@ -104,11 +104,35 @@ class Overlay:
         """Return the steps above `after` that ranks wrote down, and no daemon merged."""
         told, untold = self._told_steps(attempt), set[int]()
         for rank in self.ranks(attempt):
-            listing = self._listing(attempt, rank)
-            written, _ = self._steps(attempt, layout.rank_name(rank), listing)
+            written, _ = self.rank_steps(attempt, rank)
             if not np.array_equal(written, told):
                 untold.update(np.setdiff1d(written, told).tolist())
         return {s for s in untold if s > after}
+
+    def has_head(self, attempt: int) -> bool:
+        """Return whether anything that the head's daemon merged is here."""
+        return bool(len(self._told_steps(attempt)))
+
+    def rank_steps(self, attempt: int, rank: int) -> tuple[Steps, NDArray[np.bool_]]:
+        """Return the steps of a rank's own records, ascending, and which of them are sampled."""
+        return self._steps(attempt, layout.rank_name(rank), self._listing(attempt, rank))
+
+    def delivered_steps(self, attempt: int, ranks: Iterable[int]) -> dict[int, Steps]:
+        """Return for each of these ranks the sampled steps that the head merged it into."""
+        found: dict[int, list[Steps]] = {rank: [] for rank in ranks}
+        if not found:
+            return {}
+        for record in self._written(self._daemons(attempt)):
+            for rank in found.keys() & set(record.ranks) if record.sampled else ():
+                found[rank].append(np.array([record.step], np.int64))
+        group = self.group(attempt, "merged")
+        for steps, held, flags in group.delivered() if group else ():
+            for column, rank in enumerate(held):
+                if rank in found:
+                    found[rank].append(steps[flags[:, column]])
+        self.note(group)
+        none = np.empty(0, np.int64)
+        return {rank: np.unique(np.concatenate([none, *of])) for rank, of in found.items()}
 
     def _told_steps(self, attempt: int) -> Steps:
         listing = self._daemons(attempt)
@@ -182,9 +206,9 @@ class Overlay:
 
     def facts(self, attempt: int, rank: int) -> RankFacts:
         """Read through one rank's records and say what there is."""
-        name, listing = layout.rank_name(rank), self._listing(attempt, rank)
-        facts, group = RankFacts(rank), self.group(attempt, name)
-        facts.steps, facts.sampled = self._steps(attempt, name, listing)
+        listing, facts = self._listing(attempt, rank), RankFacts(rank)
+        facts.steps, facts.sampled = self.rank_steps(attempt, rank)
+        group = self.group(attempt, layout.rank_name(rank))
         if group is not None:
             facts.meta, facts.sites = group.meta, {site.key for site in group.sites() or []}
             self.note(group)

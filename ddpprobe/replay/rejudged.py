@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ddpprobe import codec
 from ddpprobe.detectors.settings import Settings
 from ddpprobe.records import Anomaly
 from ddpprobe.replay.run import Run
+from ddpprobe.replay.verdicts import Key, event_of
 
 SAME, NEW, GONE = "same", "new", "gone"
 
@@ -79,8 +79,5 @@ def _code(a: Anomaly) -> bytes:
     return codec.encode_anomaly(replace(a, values={k: float(v) for k, v in a.values.items()}))
 
 
-def _event(a: Anomaly) -> tuple[Any, ...]:
-    return (
-        a.detector, a.level, a.attempt, a.step, a.micro, a.rank, a.module, a.kind, a.phase,
-        a.first_cause,
-    )  # fmt: skip
+def _event(a: Anomaly) -> Key:
+    return (*event_of(a), a.first_cause)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpprobe import destination, inside, layout
 from ddpprobe.detectors.settings import Settings
-from ddpprobe.detectors.suite import default_suite, order_of_cause
+from ddpprobe.detectors.suite import order_of_cause
 from ddpprobe.layout import RunDir
 from ddpprobe.records import STATS, Anomaly, StepRecord
 from ddpprobe.replay.cache import CopyError, url_of
@@ -18,15 +18,16 @@ from ddpprobe.replay.captured_steps import (
     captured_step,
     captured_steps,
 )
+from ddpprobe.replay.completeness import Completeness, completeness
 from ddpprobe.replay.copies import copy_of, fetch_captured
 from ddpprobe.replay.expired import expired_in
 from ddpprobe.replay.not_a_run import WHERE, what_is_there
 from ddpprobe.replay.overlay import Overlay
-from ddpprobe.replay.rank_losses import rank_losses
 from ddpprobe.replay.readings import Reading, read_readings
 from ddpprobe.replay.series import Scalars, Series, read_scalars, read_series
-from ddpprobe.replay.summary import Death, deaths_of, has_daemon, is_live, summarize
+from ddpprobe.replay.summary import Death, deaths_of, is_under_way, summarize
 from ddpprobe.replay.tensors import Capsule, Captured, GlobalTensor
+from ddpprobe.replay.verdicts import judged, losses, verdicts
 from ddpprobe.store.manifest import Lost
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ class Run:
         ended; of a run in an object store that is not sealed: unknown), `unsealed` (the nodes that
         an ended run's store lacks something of, without a daemon: `node`, `finish`: what to type),
         `steps` {first, last},
-        `pace` (under a budget: `every` from `step` on, `budget`, and the `ratio` expected then),
+        `complete` (every sampled step of every rank is held, and every end is known) and `unknown`
+        (else: texts), `pace` (under a budget: `every` from `step` on, `budget`, and the `ratio`
+        expected then),
         `sites` (number), `bytes` {store, manifest, journal, total},
         `anomalies` {page, warn, info}, `first_death`, `lost` (texts), and `attempts`: for each
         `attempt`, `steps`, `pace`, `sites`, `first_death`, `sealed`, `unsealed` (nodes),
@@ -102,7 +105,7 @@ class Run:
         `unsupported` {what was skipped: tensors} and `silent` (the first modules that were selected
         and never called).
         """
-        told = summarize(self._overlay, self._identity, self.anomalies())
+        told = summarize(self._overlay, self._identity, self.anomalies(), self.completeness())
         url = url_of(self.path)
         if url is not None:
             sealed = any(attempt["sealed"] for attempt in told["attempts"][-1:])
@@ -133,15 +136,18 @@ class Run:
     def anomalies(self) -> list[Anomaly]:
         """Return what went wrong in order of cause, each first cause before what followed from it.
 
-        What the daemon found is taken as it was recorded, if the daemon saw all there is; else the
-        detectors go over the records again, which comes to the same. Dead ranks are added.
+        What the daemon found is always among it, as it was recorded; if the daemon did not see all
+        there is, so is what the detectors make of the records that are held. Dead ranks are added.
+        Nothing is called a first cause where other nodes' ranks are missing: see `completeness`.
         """
-        found: list[Anomaly] = []
-        for attempt in self._overlay.attempts():
-            told = self._overlay.told_anomalies(attempt)
-            here = told if self._is_told(attempt) else self._replayed(attempt)
-            found += here + rank_losses(self._overlay, attempt, here)
-        return order_of_cause(found)
+        overlay = self._overlay
+        return order_of_cause([a for n in overlay.attempts() for a in verdicts(overlay, n)])
+
+    def completeness(self) -> Completeness:
+        """Return how much of the run is held: what `anomalies` and all else here is about."""
+        host = str(self._identity.get("hostname") or "")
+        overlay = self._overlay
+        return completeness(overlay, live=is_under_way(overlay), host=host)
 
     def replayed(
         self, settings: Settings | None = None, advance: Callable[[int], None] = lambda _: None
@@ -154,8 +160,8 @@ class Run:
         """
         found: list[Anomaly] = []
         for attempt in self._overlay.attempts():
-            here = self._replayed(attempt, settings, advance)
-            found += here + rank_losses(self._overlay, attempt, here)
+            here = judged(self._overlay, attempt, settings, advance)
+            found += here + losses(self._overlay, attempt, here)
         return order_of_cause(found)
 
     def deaths(self) -> list[Death]:
@@ -269,29 +275,6 @@ class Run:
 
     def _attempts(self, attempt: int | None) -> list[int]:
         return self._overlay.attempts() if attempt is None else [attempt]
-
-    def _is_told(self, attempt: int) -> bool:
-        """Return whether the head's daemon has seen all that the ranks wrote, or still is at it."""
-        overlay = self._overlay
-        newest = attempt == overlay.attempts()[-1]
-        if newest and is_live(overlay.run) and has_daemon(overlay.run):
-            return True
-        if not any(e.what.get("event") == "finished" for e in overlay.events(attempt)):
-            return False
-        lost = any("anomalies" in x.where or "daemon" in x.where for x in overlay.lost)
-        return not lost and not overlay.untold_steps(attempt)
-
-    def _replayed(
-        self,
-        attempt: int,
-        settings: Settings | None = None,
-        advance: Callable[[int], None] = lambda _: None,
-    ) -> list[Anomaly]:
-        suite, found = default_suite(settings), []
-        for record in self._overlay.merged_records(attempt):
-            found += suite.update(record)
-            advance(1)
-        return found + suite.finish()
 
 
 def open_run(path: str | Path, advance: Callable[[int], None] = lambda _: None) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 from ddpprobe import layout
 from ddpprobe.records import OBSERVED, Site, StepRecord, derive
 from ddpprobe.replay.overlay import Overlay
+
+if TYPE_CHECKING:
+    from ddpprobe.store.reader import StoredGroup
 
 Floats = NDArray[np.float64]
 # What these say about a site is said whether a tensor arrived or not.
@@ -30,6 +34,7 @@ class Series:
         steps: int64 [rows]; a restarted run may pass a step twice, in different attempts.
         values: float64 [rows, sites]; NaN where nothing was observed, which is not 0.
         nonfinite: the statistic of that name at the same places.
+        absent: int64 [rows]; how many ranks were expected at the step and are not merged in.
     """
 
     stat: str
@@ -38,6 +43,7 @@ class Series:
     steps: NDArray[np.int64]
     values: Floats
     nonfinite: Floats
+    absent: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +97,11 @@ class _Table:
     def put(self, block: _Block) -> None:
         self._blocks.append(block)
 
-    def dense(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats, Floats]:
-        """Return attempts, steps [rows], the statistic and the non-finite counts [rows, sites]."""
+    def dense(self, stat: str) -> Series:
+        """Return what was put, in the order of the steps."""
         attempts = _joined([np.full(len(b.steps), b.attempt, np.int64) for b in self._blocks])
         steps = _joined([b.steps for b in self._blocks])
+        absent = _joined([b.absent for b in self._blocks])
         last = _last_of_each(attempts, steps)
         out = np.full((2, len(steps), len(self.sites)), np.nan)
         start = 0
@@ -110,18 +117,24 @@ class _Table:
                     there = ~np.isnan(found[:, place])
                     table[rows, column][there] = found[there, place]
             start = stop
-        return attempts[last], steps[last], out[0, last], out[1, last]
+        sites = tuple(self.sites)
+        values, nonfinite = out[:, last]
+        return Series(stat, sites, attempts[last], steps[last], values, nonfinite, absent[last])
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Rows of one attempt: `steps` [rows], which `columns` [sites] of the table, values of both."""
+    """Rows of one attempt: `steps` [rows], which `columns` [sites] of the table, values of both.
+
+    `absent` [rows]: ranks that are not merged in.
+    """
 
     attempt: int
     steps: NDArray[np.int64]
     columns: NDArray[np.int64]
     values: Floats
     nonfinite: Floats
+    absent: NDArray[np.int64]
 
 
 def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -146,8 +159,7 @@ def read_series(
         for record in _rest(overlay, attempt, rank, last):
             if record.sampled and is_within(record.step, steps):
                 _put_record(table, record, glob, stat)
-    at, numbers, values, nonfinite = table.dense()
-    return Series(stat, tuple(table.sites), at, numbers, values, nonfinite)
+    return table.dense(stat)
 
 
 def read_scalars(
@@ -194,13 +206,24 @@ def _stored_series(
     last = int(group.step_numbers()[0].max(initial=-1))
     columns = table.columns_of([sites[i] for i in places])
     blocks = group.statistic(stat, places, lambda n: _are_within(n, steps)) if places else ()
+    absent = _absent(group) if places and rank is None else {}
     for numbers, here, counts, values in blocks:
         rows = here.any(axis=1) & _are_within(numbers, steps)
         found = np.where(here, _masked(stat, counts, values), np.nan)
         bad = np.where(here, _masked("nonfinite", counts, values), np.nan)
-        table.put(_Block(attempt, numbers[rows], columns, found[rows], bad[rows]))
+        lacking = np.array([absent.get(n, 0) for n in numbers[rows].tolist()], np.int64)
+        table.put(_Block(attempt, numbers[rows], columns, found[rows], bad[rows], lacking))
     overlay.note(group)
     return last
+
+
+def _absent(group: StoredGroup) -> dict[int, int]:
+    """Return how many ranks a merged step lacks, of those that lack any."""
+    found: dict[int, int] = {}
+    for steps, absent in group.absent():
+        lacking = absent > 0
+        found.update(zip(steps[lacking].tolist(), absent[lacking].tolist(), strict=True))
+    return found
 
 
 def _put_record(table: _Table, record: StepRecord, glob: str, stat: str) -> None:
@@ -209,7 +232,8 @@ def _put_record(table: _Table, record: StepRecord, glob: str, stat: str) -> None
         columns = table.columns_of([record.sites[i] for i in rows])
         counts, values = record.counts[None, rows], record.values[None, rows]
         found, bad = _masked(stat, counts, values), _masked("nonfinite", counts, values)
-        table.put(_Block(record.attempt, np.array([record.step]), columns, found, bad))
+        steps, absent = np.array([record.step]), np.array([len(record.missing)])
+        table.put(_Block(record.attempt, steps, columns, found, bad, absent))
 
 
 def _masked(stat: str, counts: NDArray[np.int64], values: Floats) -> Floats:

@@ -10,13 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ddpprobe import heartbeat, inside, layout
-from ddpprobe.heartbeat import Heartbeat
+from ddpprobe import inside, layout
 from ddpprobe.records import Anomaly
+from ddpprobe.replay.completeness import UNKNOWN, Completeness, RankShare
 from ddpprobe.replay.overlay import Overlay
-from ddpprobe.replay.rank_facts import Event, RankFacts, Steps
+from ddpprobe.replay.rank_facts import Event, RankFacts
 from ddpprobe.replay.told_orders import orders_of
 
 
@@ -73,12 +71,26 @@ def has_daemon(run: layout.RunDir) -> bool:
     return any(layout.is_locked(run.path / "daemon" / n) for n in names if n.endswith(".lock"))
 
 
+def is_under_way(overlay: Overlay) -> bool:
+    """Return whether the newest attempt trains, as far as can be told on this machine.
+
+    Rank 0 holds the lock; or the daemon of a node, whose directory has no such lock if its disk is
+    its own, still follows its ranks.
+    """
+    if is_live(overlay.run):
+        return True
+    attempts = overlay.attempts()
+    if not attempts or not has_daemon(overlay.run):
+        return False
+    return not any(e.what.get("event") == "finished" for e in overlay.events(attempts[-1]))
+
+
 def summarize(
-    overlay: Overlay, identity: dict[str, Any], anomalies: list[Anomaly]
+    overlay: Overlay, identity: dict[str, Any], anomalies: list[Anomaly], held: Completeness
 ) -> dict[str, Any]:
     """Return what `Run.info` documents."""
-    live = is_live(overlay.run)
-    attempts = [_attempt(overlay, n, live=live) for n in overlay.attempts()]
+    live = held.live
+    attempts = [_attempt(overlay, n, held) for n in overlay.attempts()]
     first = [s["steps"]["first"] for s in attempts if s["steps"]["first"] is not None]
     last = [s["steps"]["last"] for s in attempts if s["steps"]["last"] is not None]
     deaths = [s["first_death"] for s in attempts if s["first_death"]]
@@ -88,6 +100,8 @@ def summarize(
         "name": str(identity.get("name") or overlay.run.path.name),
         **{key: identity.get(key) for key in _IDENTITY},
         "state": "live" if live else "ended",
+        "complete": held.complete,
+        "unknown": held.unknown(),
         "attempts": attempts,
         "steps": {"first": min(first, default=None), "last": max(last, default=None)},
         "pace": attempts[-1]["pace"] if attempts else None,
@@ -130,22 +144,18 @@ _IDENTITY = (
 )  # fmt: skip
 
 
-def _attempt(overlay: Overlay, attempt: int, *, live: bool) -> dict[str, Any]:
+def _attempt(overlay: Overlay, attempt: int, held: Completeness) -> dict[str, Any]:
     facts = [overlay.facts(attempt, rank) for rank in overlay.ranks(attempt)]
     events = overlay.events(attempt)
     deaths = deaths_of(attempt, events)
-    newest = attempt == max(overlay.attempts())
-    expected = len(_union([f.steps[f.sampled] for f in facts]))
+    shares = {s.rank: s for s in held.shares if s.attempt == attempt}
     steps = [int(step) for f in facts for step in (*f.steps[:1], *f.steps[-1:])]
     silent = sorted(set(range(overlay.world_size(attempt))) - {f.rank for f in facts})
     sealed = {e.node for e in events if e.what.get("event") == "sealed"}
     ranks = []
     for each in facts:
-        beat = _last_beat(overlay.run, attempt, each.rank)
-        status = _status(each, events, deaths, live=live and newest)
-        if status == "no last word" and beat is not None and beat.state == "closed":
-            status = "closed"  # the journal could not be written any more
-        told = _rank(each, expected, beat.sampled if beat else 0, status)
+        share = shares[each.rank]
+        told = _rank(each, share, _status(each, events, deaths, share.end))
         ranks.append({**told, **_coverage(each, events)})
     return {
         "attempt": attempt,
@@ -169,34 +179,17 @@ def _pace(events: list[Event]) -> dict[str, Any] | None:
     return last and {key: last.get(key) for key in ("step", "every", "budget", "ratio")}
 
 
-def _last_beat(run: layout.RunDir, attempt: int, rank: int) -> Heartbeat | None:
-    """Return what a rank last said of itself: a full disk takes its heartbeat, not its records."""
-    nodes = inside.directories(run.path, f"heartbeat/{attempt:03d}")
-    found = (heartbeat.read(run.heartbeat(attempt, node, rank)) for node in nodes)
-    return next(filter(None, found), None)
-
-
-def _union(parts: list[Steps]) -> Steps:
-    """Return all steps that are in any of these ascending arrays."""
-    whole = parts[0] if parts else np.empty(0, np.int64)
-    for part in parts[1:]:
-        if not np.array_equal(part, whole):
-            whole = np.union1d(whole, part)
-    return whole
-
-
-def _rank(facts: RankFacts, written: int, finished: int, status: str) -> dict[str, Any]:
-    """Describe a rank; `written` steps are of any rank, `finished` of this one, on disk or not."""
-    meta, expected, sampled = facts.meta, max(written, finished), int(facts.sampled.sum())
+def _rank(facts: RankFacts, share: RankShare, status: str) -> dict[str, Any]:
+    meta = facts.meta
     return {
         "rank": facts.rank,
         **{key: meta.get(key) for key in ("local_rank", "node", "hostname", "device", "pid")},
         "status": status,
         "first_step": int(facts.steps[0]) if len(facts.steps) else None,
         "last_step": int(facts.steps[-1]) if len(facts.steps) else None,
-        "sampled": sampled,
-        "expected": expected,
-        "completeness": sampled / expected if expected else None,
+        "sampled": share.held,
+        "expected": share.sampled,
+        "completeness": share.held / share.sampled if share.sampled else None,
     }
 
 
@@ -214,7 +207,7 @@ def _coverage(facts: RankFacts, events: list[Event]) -> dict[str, Any]:
     }
 
 
-def _status(facts: RankFacts, events: list[Event], deaths: list[Death], *, live: bool) -> str:
+def _status(facts: RankFacts, events: list[Event], deaths: list[Death], end: str) -> str:
     own = layout.rank_name(facts.rank)
     said = [e.what for e in events if e.source == own]
     death = next((d for d in deaths if d.rank == facts.rank), None)
@@ -225,9 +218,7 @@ def _status(facts: RankFacts, events: list[Event], deaths: list[Death], *, live:
         return f"died ({death.signal})"
     if closed:
         return "closed by an exception"
-    if live:
-        return "running"
-    return "no last word"
+    return "no last word" if end == UNKNOWN else end
 
 
 def _sizes(run: layout.RunDir) -> dict[str, int]:

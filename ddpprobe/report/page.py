@@ -49,6 +49,8 @@ def render(story: Story) -> str:
         looks=[(h, numbers_around(h)) for h in story.histories],
         tables=tables,
         lost=story.lost[:MOST_LOST],
+        unknown=story.held.unknown(),
+        most=MOST_LOST,
         version=version("ddpprobe"),
         now=tables.when(time.time_ns()),
     )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any, final
 
 from ddpprobe.detectors.suite import Episode, episodes
 from ddpprobe.records import Anomaly, StepRecord
+from ddpprobe.replay.completeness import Completeness
 from ddpprobe.replay.readings import Reading
 from ddpprobe.replay.run import Run
 from ddpprobe.replay.tensors import Captured
@@ -39,6 +40,7 @@ class Story:
         readings: of the nodes and the ranks' processes.
         captures: steps of which full tensors are kept.
         expired, lost: what retention took away; what is damaged or missing; one line each.
+        held: how much of the run all this is about.
         records, skipped: how many steps were read, and in how many the optimizer did not step.
         loss_lost: attempt, step and ranks of the first loss that was not finite.
     """
@@ -54,6 +56,7 @@ class Story:
     captures: list[Captured] = field(default_factory=list)
     expired: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    held: Completeness = field(default_factory=lambda: Completeness((), {}, live=False))
     records: int = 0
     skipped: int = 0
     loss_lost: tuple[int, int, list[int]] | None = None
@@ -108,6 +111,7 @@ def gather(run: Run, advance: Advance | None = None) -> Story:
     story.captures = run.captures()
     story.expired = [str(gone) for gone in run.expired()]
     story.info = run.info()
+    story.held = run.completeness()
     story.lost = [str(lost) for lost in run.lost]
     return story
 

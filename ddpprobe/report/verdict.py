@@ -88,21 +88,18 @@ def judge(story: Story) -> Verdict:
     found = [
         _finding(path, g.cause, g.followed, several=several) for g in groups if g.cause is not None
     ]
-    alone = [_line(a) for g in groups if g.cause is None for a in g.followed]
-    tone = "bad" if found else "warn" if alone or story.lost else "good"
+    others = [a for g in groups if g.cause is None for a in g.followed]
+    alone = [_line(a) for a in others]
+    tone = "bad" if found else "warn" if alone or story.lost or not story.held.complete else "good"
     return Verdict(
-        tone, _headline(story, found, len(alone)), found[:MOST_CAUSES], list(_aftermath(story)),
+        tone, _headline(story, found, others), found[:MOST_CAUSES], list(_aftermath(story)),
         [] if found else alone[:MOST_FOLLOWED], max(0, len(found) - MOST_CAUSES),
     )  # fmt: skip
 
 
-def _headline(story: Story, found: list[Finding], alone: int) -> str:
+def _headline(story: Story, found: list[Finding], others: list[Anomaly]) -> str:
     if not found:
-        steps = f"{story.records:,} recorded step{'' if story.records == 1 else 's'}"
-        if not story.records:
-            return "No step was recorded yet" if not story.lost else "Nothing could be read"
-        weaker = f"No page, {alone} weaker anomal{'y' if alone == 1 else 'ies'}"
-        return f"{weaker if alone else 'No anomalies'} in {steps}"
+        return _without_cause(story, others)
     first = found[0].where
     what = ""
     if first.module is not None:
@@ -110,6 +107,29 @@ def _headline(story: Story, found: list[Finding], alone: int) -> str:
     rank = "" if first.rank is None else f" on rank {first.rank}"
     when = f" at step {first.step}, micro-batch {first.micro}, {first.during}"
     return f"{found[0].title}{what}{rank}{when}"
+
+
+def _without_cause(story: Story, others: list[Anomaly]) -> str:
+    """Say what is known where there is no first cause: of what nobody saw, nothing."""
+    steps = f"{story.records:,} recorded step{'' if story.records == 1 else 's'}"
+    if not story.records:
+        if story.lost:
+            return "Nothing could be read"
+        return "No step was recorded yet" if story.held.live else "No step was recorded"
+    pages = sum(a.level == "page" for a in others)
+    weaker = len(others) - pages
+    parts = [f"{pages} page{'s' * (pages > 1)} of which none is known to be the first"] * (
+        pages > 0
+    )
+    parts += [f"{weaker} weaker anomal{'y' if weaker == 1 else 'ies'}"] * (weaker > 0)
+    if pages:
+        return f"{', '.join(parts)}, in {steps}"
+    if story.held.complete:
+        nothing = "No anomalies" if not story.lost else "Nothing found"
+        return f"{', '.join(['No page', *parts]) if parts else nothing} in {steps}"
+    share = f"{story.held.held:,} of {story.held.sampled:,} sampled steps of all ranks"
+    nothing = ", ".join(["No page", *parts]) if parts else "Nothing found"
+    return f"{nothing} in what is held: {share}"
 
 
 def _finding(path: str, cause: Anomaly, followed: list[Anomaly], *, several: bool) -> Finding:

@@ -165,6 +165,32 @@ class StoredGroup:
             for step, row, here in cells:
                 yield int(step), {ranks[i]: float(row[i]) for i in np.flatnonzero(here)}
 
+    def delivered(self) -> Iterator[tuple[NDArray[Any], list[int], NDArray[np.bool_]]]:
+        """Yield blocks of (sampled steps [rows], ranks, whether each is merged in [rows, ranks]).
+
+        Of what retention took away all ranks count as merged in: the head judged it before.
+        """
+        ranks, block = self._ranks(), self._rows_of("delivered")
+        if ranks is None or "delivered" not in self._arrays.columns:
+            return
+        for steps, start, stop in self._blocks_of("delivered"):
+            sampled = self._arrays.attempt("sampled", None, start, stop)
+            chosen = np.ones(len(steps), bool) if sampled is None else sampled != 0
+            flags: NDArray[Any] | None = np.ones((len(steps), len(ranks)), bool)
+            if not self._arrays.has_expired(start // block):
+                flags = self._arrays.attempt("delivered", span_of(steps), start, stop)
+            if flags is not None:
+                yield steps[chosen], ranks, flags[chosen] != 0
+
+    def absent(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
+        """Yield blocks of (steps [rows], how many ranks were expected there and not merged in)."""
+        if "missing" not in self._arrays.columns:
+            return
+        for steps, start, stop in self._blocks_of("missing"):
+            missing = self._arrays.attempt("missing", span_of(steps), start, stop)
+            if missing is not None:
+                yield steps, (missing != 0).sum(axis=1)
+
     def expired(self) -> list[tuple[int, int]]:
         """Return the spans of steps, first and last, whose records retention took away."""
         block, gone = self._rows_of("counts"), self._arrays.has_expired

@@ -1,0 +1,94 @@
+"""What went wrong in an attempt: what the daemon wrote down, united with what the records show."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from ddpprobe.detectors.settings import Settings
+from ddpprobe.detectors.suite import default_suite
+from ddpprobe.records import Anomaly
+from ddpprobe.replay.completeness import is_partial
+from ddpprobe.replay.overlay import Overlay
+from ddpprobe.replay.rank_losses import rank_losses
+from ddpprobe.replay.summary import has_daemon, is_live
+
+Key = tuple[object, ...]
+
+
+def verdicts(overlay: Overlay, attempt: int) -> list[Anomaly]:
+    """Return the anomalies of an attempt, and its dead ranks.
+
+    If the daemon saw all there is, what it wrote down is the verdict. Otherwise the detectors go
+    over what is held as well: the daemon may have died before the end, and what it saw may be gone.
+    """
+    told = overlay.told_anomalies(attempt)
+    found = told
+    if not _is_told(overlay, attempt):
+        found = united(told, judged(overlay, attempt))
+    return found + losses(overlay, attempt, found)
+
+
+def judged(
+    overlay: Overlay,
+    attempt: int,
+    settings: Settings | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[Anomaly]:
+    """Return what the detectors make of the records that are held.
+
+    Where ranks are missing whose records nobody merged, none of it is called a first cause.
+    """
+    suite, found = default_suite(settings), []
+    for record in overlay.merged_records(attempt):
+        found += suite.update(record)
+        advance(1)
+    return _humble(overlay, attempt, found + suite.finish())
+
+
+def losses(overlay: Overlay, attempt: int, found: list[Anomaly]) -> list[Anomaly]:
+    """Return the dead ranks as anomalies, beside what was `found`; humble as `judged` is."""
+    return _humble(overlay, attempt, rank_losses(overlay, attempt, found))
+
+
+def united(told: list[Anomaly], replayed: list[Anomaly]) -> list[Anomaly]:
+    """Return everything that was told, and of what was replayed that which was not.
+
+    If all that was told came out again, the records show at least what the daemon saw. Otherwise
+    some of that is gone, and what comes out behind it is not known to be the first of anything.
+    """
+    left = Counter(event_of(a) for a in replayed)
+    known = Counter(event_of(a) for a in told)
+    gone = [a.step for a in told if a.level == "page" and not left[event_of(a)]]
+    found = list(told)
+    for anomaly in replayed:
+        key = event_of(anomaly)
+        if known[key]:
+            known[key] -= 1
+            continue
+        first = anomaly.first_cause and (not gone or anomaly.step < min(gone))
+        found.append(replace(anomaly, first_cause=first))
+    return found
+
+
+def event_of(a: Anomaly) -> Key:
+    """Return what two anomalies share that tell of the same thing, whatever their numbers are."""
+    return (a.detector, a.level, a.attempt, a.step, a.micro, a.rank, a.module, a.kind, a.phase)
+
+
+def _humble(overlay: Overlay, attempt: int, found: list[Anomaly]) -> list[Anomaly]:
+    if not any(a.first_cause for a in found) or not is_partial(overlay, attempt):
+        return found
+    return [replace(a, first_cause=False) for a in found]
+
+
+def _is_told(overlay: Overlay, attempt: int) -> bool:
+    """Return whether the head's daemon has seen all that the ranks wrote, or still is at it."""
+    newest = attempt == overlay.attempts()[-1]
+    if newest and is_live(overlay.run) and has_daemon(overlay.run):
+        return True
+    if not any(e.what.get("event") == "finished" for e in overlay.events(attempt)):
+        return False
+    lost = any("anomalies" in x.where or "daemon" in x.where for x in overlay.lost)
+    return not lost and not overlay.untold_steps(attempt)
