@@ -23,6 +23,7 @@ from ddpprobe.store import format as fmt
 CRC_BYTES = 4
 SMALL_BYTES, REMEMBERED = 4096, 32  # a chunk that compresses so well, and how many of those
 _BLOSC = struct.Struct("<BBBBIII")  # versions, flags, item size, then bytes: raw, of a block, here
+NEVER = (1 << 64) - 1  # offset and length, in a shard's index, of what was not written
 _LZ4, _COPIED = 1, 2  # which compressor (the three upper bits of the flags); stored as it is
 _ZSTD_MAGIC = 0xFD2FB528
 
@@ -101,15 +102,17 @@ def index_bytes(parts: int) -> int:
 def index(data: bytes, parts: int, size: int) -> NDArray[np.uint64]:
     """Return (offset, length) [parts, 2] of every inner chunk of a shard that is `size` bytes long.
 
+    Both are `NEVER` for one that was not written: it lay beyond the array's shape then.
+
     Raises:
-        ValueError: it is damaged, leads out of the shard, or says that one was never written.
+        ValueError: it is damaged, or leads out of the shard.
     """
     table = np.frombuffer(checked(data), "<u8").reshape(-1, 2)
     if len(table) != parts or size < len(data):
         raise ValueError(f"not an index of {parts} inner chunks")
-    # Also without those that were never written, whose offset and length are beyond any file.
-    if (table > size).any() or (table.sum(axis=1) > size - len(data)).any():
-        raise ValueError("an inner chunk is missing, or out of the shard")
+    written = table[(table != NEVER).any(axis=1)]
+    if (written > size).any() or (written.sum(axis=1) > size - len(data)).any():
+        raise ValueError("an inner chunk out of the shard")
     return table
 
 

@@ -346,4 +346,4 @@ def escape(text: str) -> str:
 
 def unescape(text: str) -> str:
     """Undo `escape`."""
-    return _ESCAPED.sub(lambda m: chr(int(m[1], 16)), text)
+    return _ESCAPED.sub(lambda m: chr(int(m[1], 16)), text) if "\\" in text else text

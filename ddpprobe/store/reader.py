@@ -10,23 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe import hearsay, inside, layout
-from ddpprobe.records import COUNTS, VALUES, Anomaly, Site, StepRecord
+from ddpprobe.records import Anomaly, Site, StepRecord
 from ddpprobe.store import format as fmt
+from ddpprobe.store import regions
 from ddpprobe.store.columns import Arrays, BlockDecoder, decode_digest_axis, decode_sites
 from ddpprobe.store.manifest import GROUP_JSON, Consumed, Lost, manifest_path
+from ddpprobe.store.statistic_reader import StatisticReader
 from ddpprobe.store.verified import GroupArrays, span_of
 
 R = TypeVar("R")
 T = TypeVar("T")
 Stamp = tuple[tuple[int, ...], ...]
-_BAD = ("nan", "pos_inf", "neg_inf")
-# What a statistic is derived from; of the counts, beside those that say whether there is a value.
-_COUNTS_OF = {name: (name,) for name in COUNTS} | {"zero_ratio": ("zeros",)}
-_VALUES_OF = {
-    "min": ("min",), "max": ("max",), "abs_max": ("min", "max"), "sum": ("sum",),
-    "mean": ("sum",), "sum_sq": ("sum_sq",), "rms": ("sum_sq",), "norm": ("sum_sq",),
-    "std": ("sum", "sum_sq"),
-}  # fmt: skip
 
 
 class StoredGroup:
@@ -107,44 +101,18 @@ class StoredGroup:
         places: Sequence[int],
         wanted: Callable[[NDArray[Any]], NDArray[np.bool_]] | None = None,
     ) -> Iterator[tuple[NDArray[Any], NDArray[np.bool_], NDArray[Any], NDArray[Any]]]:
-        """Yield blocks of (step, whether there is a row, counts, values) at these places of sites.
+        """Yield blocks of (step, whether there is a row, counts, values) at ascending places.
 
         Of `counts` and `values` only the columns are read that tell of the non-finite elements, of
         whether anything was observed, and those that `stat` needs; the others hold 0 and NaN.
         Blocks in which `wanted` takes none of the steps are left alone.
         """
-        low, high = min(places), max(places) + 1
-        pick, sites = np.asarray(places) - low, slice(low, high)
-        needed = {"numel", "observed", *_BAD, *_COUNTS_OF.get(stat, ())}
-        of_counts = [i for i, name in enumerate(COUNTS) if name in needed]
-        of_values = [VALUES.index(name) for name in _VALUES_OF.get(stat, ())]
-        for steps, start, stop in self._blocks_of("counts"):
-            if wanted is not None and not wanted(steps).any():
-                continue
-            span = span_of(steps)
-            counts = self._arrays.attempt("counts", span, start, stop, (sites,), of_counts)
-            values = (
-                self._arrays.attempt("values", span, start, stop, (sites,), of_values)
-                if of_values
-                else np.full((stop - start, high - low, len(VALUES)), np.nan)
-            )
-            if counts is None or values is None:
-                continue
-            counts, values = counts[:, pick], values[:, pick]
-            here = self._is_there(counts, span, start, stop, sites, pick)
-            if here is not None:
-                yield steps, here, counts, values
-
-    def _is_there(
-        self, counts: NDArray[Any], span: tuple[int, int], start: int, stop: int, sites: slice,
-        pick: NDArray[Any],
-    ) -> NDArray[np.bool_] | None:  # fmt: skip
-        """Say which records have a row of which site; without looking where a count tells."""
-        here = np.asarray(counts.any(axis=-1))
-        if here.all():
-            return here
-        order = self._arrays.attempt("order", span, start, stop, (sites,))
-        return None if order is None else order[:, pick] >= 0
+        reader = StatisticReader(self._arrays, stat, places)
+        for steps, start, stop in self._blocks_of("counts", reader.widest):
+            if wanted is None or wanted(steps).any():
+                found = reader.read(span_of(steps), start, stop)
+                if found is not None:
+                    yield steps, *found
 
     def scalar(self, name: str) -> Iterator[tuple[int, dict[int, float]]]:
         """Yield (step, rank -> value) of one scalar, for the ranks that gave it."""
@@ -204,12 +172,13 @@ class StoredGroup:
             if steps is not None:
                 yield steps, start, stop
 
-    def _blocks_of(self, array: str) -> Iterator[tuple[NDArray[Any], int, int]]:
-        """Yield steps, first row and row behind the last of what is stored together of an array."""
-        block = self._rows_of(array)
+    def _blocks_of(self, array: str, sites: int = 0) -> Iterator[tuple[NDArray[Any], int, int]]:
+        """Yield steps, first row and row behind the last of what is stored together of an array.
+
+        Or of a part of it, where so many sites of it are more than one read can hold.
+        """
         for steps, a, b in self._columns():
-            for start in range(a, b, block):
-                stop = min(start + block, b)
+            for start, stop in regions.cuts(a, b, self._rows_of(array), sites):
                 yield steps[start - a : stop - a], start, stop
 
     def _rows_of(self, array: str) -> int:
@@ -247,8 +216,7 @@ class StoredGroup:
         self, decoder: BlockDecoder, columns: Arrays, start: int, stop: int, after: int
     ) -> Iterator[StepRecord]:
         block = self._rows_of("counts")
-        for a in range(start, stop, block):
-            b = min(a + block, stop)
+        for a, b in regions.cuts(start, stop, block, self._arrays.sizes["site"]):
             here = {n: v[a - start : b - start] for n, v in columns.items()}
             if here["step"].max() <= after or self._arrays.has_expired(a // block):
                 continue

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe.records import COUNTS, VALUES
 from ddpprobe.store import decoding
 from ddpprobe.store import format as fmt
+from ddpprobe.store.manifest import StoreError
+
+MAX_READ_BYTES = 256 << 20  # of one array at a time: a reader of more takes it in pieces
+_SITE_BYTES = 8 * max(len(COUNTS), len(VALUES))  # of a row, in the larger of the two arrays
 
 Index = int | slice
+
+
+class Part(NamedTuple):
+    """One inner chunk: its number in its shard, and where in the array it begins."""
+
+    number: int
+    origin: tuple[int, ...]
 
 
 class Shard:
@@ -28,14 +42,19 @@ class Shard:
             self._close()
             raise
 
-    def __enter__(self) -> None:
-        """Nothing: it is open."""
+    def __enter__(self) -> Self:
+        """Return itself: it is open."""
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._close()
 
+    def has(self, number: int) -> bool:
+        """Return whether an inner chunk was written."""
+        return bool((self._index[number] != decoding.NEVER).any())
+
     def part(self, number: int) -> bytes:
-        """Return one inner chunk as it is stored."""
+        """Return one inner chunk, which was written, as it is stored."""
         offset, length = self._index[number].tolist()
         return self._read(offset, length)
 
@@ -49,11 +68,96 @@ class Shard:
             os.close(self._source)
 
 
+def empty(column: fmt.Column, shape: Sequence[int]) -> NDArray[Any]:
+    """Return a region of nothing but fill values.
+
+    Raises:
+        StoreError: it is more than is read at once.
+    """
+    if prod(shape) * fmt.ITEM_BYTES[column.dtype] > MAX_READ_BYTES:
+        raise StoreError(f"{shape} elements are more than is read at once")
+    fill = np.nan if column.fill == "NaN" else column.fill
+    return np.full(shape, fill, fmt.NUMPY.get(column.dtype, object))
+
+
+def cuts(start: int, stop: int, block: int, sites: int) -> Iterator[tuple[int, int]]:
+    """Cut rows [start, stop) into blocks, and these where so many sites are too much at once."""
+    rows = block
+    while rows > 1 and rows * sites * _SITE_BYTES > MAX_READ_BYTES:
+        rows = -(-rows // 2)
+    for a in range(start, stop, block):
+        for b in range(a, min(a + block, stop), rows):
+            yield b, min(b + rows, a + block, stop)
+
+
+def widths(
+    column: fmt.Column, sizes: Mapping[str, int], chunks: Mapping[str, int]
+) -> list[tuple[slice, ...]]:
+    """Cut the second dimension, at chunks, into what one read of a block of rows can hold.
+
+    Args:
+        column: which array; one of one dimension is not cut.
+        sizes: length of every dimension.
+        chunks: chunk of every dimension of the array.
+    """
+    if len(column.dims) < 2:
+        return [()]
+    rows, second, *rest = column.dims
+    one = chunks[rows] * fmt.ITEM_BYTES[column.dtype] * prod(sizes[d] for d in rest)
+    width = max(MAX_READ_BYTES // max(one * chunks[second], 1), 1) * chunks[second]
+    return [(slice(a, a + width),) for a in range(0, sizes.get(second, 0), width)]
+
+
 def decode(column: fmt.Column, data: bytes, grid: Sequence[int]) -> NDArray[Any]:
     """Return the content of a file that is one chunk."""
     if column.dtype == "string":
         return decoding.strings(data, prod(grid)).reshape(grid)
     return decoding.numbers(data, column.dtype, grid)
+
+
+def parts_within(
+    grid: Sequence[int], origin: Sequence[int], where: Sequence[tuple[int, int]],
+    only: Sequence[int] | None,
+) -> list[Part]:  # fmt: skip
+    """Return the inner chunks of a shard that begins at `origin` that the region `where` touches.
+
+    Args:
+        grid: shape of the shard (step, site, statistic).
+        origin: where in the array it begins.
+        where: the region [first, end) of each dimension.
+        only: of the last dimension, these; None: those of the region.
+    """
+    shape = fmt.part_of(grid)
+    parts = [n // m for n, m in zip(grid, shape, strict=True)]
+    spans: list[Sequence[int]] = [
+        range(max(a - o, 0) // m, -(-min(b - o, n) // m))
+        for (a, b), o, m, n in zip(where, origin, shape, grid, strict=True)
+    ]
+    if only is not None:
+        spans[-1] = only
+    return [
+        Part(
+            (at[0] * parts[1] + at[1]) * parts[2] + at[2],
+            tuple(o + i * m for o, i, m in zip(origin, at, shape, strict=True)),
+        )
+        for at in product(*spans)
+    ]
+
+
+def covers(
+    where: Sequence[tuple[int, int]], origin: Sequence[int], grid: Sequence[int],
+    shape: Sequence[int],
+) -> bool:  # fmt: skip
+    """Return whether a region has all that a file, beginning at `origin`, has of each of its rows.
+
+    Args:
+        where: the region [first, end) of each dimension.
+        origin: where in the array the file begins.
+        grid: shape of the file.
+        shape: of the array, beyond which the file holds nothing.
+    """
+    beyond = zip(where[1:], origin[1:], grid[1:], shape[1:], strict=True)
+    return all(a <= o and b >= min(o + n, size) for (a, b), o, n, size in beyond)
 
 
 def span(at: Index, size: int) -> tuple[int, int]:

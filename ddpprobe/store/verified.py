@@ -15,7 +15,6 @@ from itertools import product
 from math import prod
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe import inside, layout
@@ -39,7 +38,6 @@ from ddpprobe.store.regions import Index, Shard
 
 RETRIES = 50
 RETRY_SECONDS = 0.02
-MAX_READ_BYTES = 256 << 20  # of one array at a time: a reader of more rows takes fewer of them
 # Entries along an axis: more than anybody has, and few enough to be held in memory.
 MAX_ROWS, MAX_LABELS = 1 << 22, 1 << 17
 MOST = {"step": MAX_ROWS, "sample": 1 << 20}
@@ -108,17 +106,16 @@ class GroupArrays:
         shape = [self.sizes[d] for d in column.dims]
         asked = (slice(start, stop), *inner, *[slice(None)] * (len(shape) - 1 - len(inner)))
         where = [regions.span(at, n) for at, n in zip(asked, shape, strict=True)]
-        out = self._empty(column, [b - a for a, b in where])
+        out = regions.empty(column, [b - a for a, b in where])
         grid = [fmt.COLUMN_CHUNK] if column.rewritten else [chunks[d] for d in column.dims]
         touched = [range(a // n, -(-b // n)) for (a, b), n in zip(where, grid, strict=True)]
-        whole = only is None and where[1:] == [(0, n) for n in shape[1:]]
         text = 0
         for place in product(*touched) if out.size else ():
             key = "/".join((name, "c", *map(str, place)))
             origin = [i * n for i, n in zip(place, grid, strict=True)]
             try:
                 if column.split:
-                    self._copy_parts(column, key, grid, origin, where, out, only, whole=whole)
+                    self._copy_parts(column, key, grid, origin, where, out, only)
                 elif (data := self._load(key)) is not None:
                     part = regions.decode(column, data, grid)
                     regions.place(out, where, origin, part)
@@ -131,36 +128,39 @@ class GroupArrays:
 
     def _copy_parts(
         self, column: fmt.Column, key: str, grid: Sequence[int], origin: Sequence[int],
-        where: Sequence[tuple[int, int]], out: NDArray[Any], only: Sequence[int] | None, *,
-        whole: bool,
+        where: Sequence[tuple[int, int]], out: NDArray[Any], only: Sequence[int] | None,
     ) -> None:  # fmt: skip
         """Copy the inner chunks of one file into the region `where`."""
-        shape = fmt.part_of(grid)
-        parts = [n // m for n, m in zip(grid, shape, strict=True)]
-        shard = self._shard(key, prod(parts), whole=whole)
-        if shard is None:
-            return
-        spans = [
-            range(max(a - o, 0) // m, -(-min(b - o, n) // m))
-            for (a, b), o, m, n in zip(where, origin, shape, grid, strict=True)
-        ]
-        with shard:
-            for at in product(*spans[:-1], spans[-1] if only is None else only):
-                number = (at[0] * parts[1] + at[1]) * parts[2] + at[2]
-                part = decoding.numbers(shard.part(number), column.dtype, shape)
-                here = [o + i * m for o, i, m in zip(origin, at, shape, strict=True)]
-                regions.place(out, where, here, part)
-
-    def _shard(self, key: str, parts: int, *, whole: bool) -> Shard | None:
-        """Return a shard to read from: checked as a whole, or opened, its length checked."""
+        shape = [self.sizes[d] for d in column.dims]
+        whole = only is None and regions.covers(where, origin, grid, shape)
         source = self._load(key) if whole else self._opened(key)
-        return None if source is None else Shard(source, parts)
+        if source is None:
+            return
+        part = fmt.part_of(grid)
+        with Shard(source, prod(grid) // prod(part)) as shard:
+            wanted = regions.parts_within(grid, origin, where, only)
+            self._must_be_fill([p.origin for p in wanted if not shard.has(p.number)], part)
+            for number, at in wanted:
+                if shard.has(number):
+                    data = decoding.numbers(shard.part(number), column.dtype, part)
+                    regions.place(out, where, at, data)
 
-    def _empty(self, column: fmt.Column, shape: Sequence[int]) -> NDArray[Any]:
-        if prod(shape) * fmt.ITEM_BYTES[column.dtype] > MAX_READ_BYTES:
-            raise StoreError(f"{shape} elements are more than is read at once")
-        fill = np.nan if column.fill == "NaN" else column.fill
-        return np.full(shape, fill, fmt.NUMPY.get(column.dtype, object))
+    def _must_be_fill(self, origins: Sequence[Sequence[int]], part: Sequence[int]) -> None:
+        """Refuse inner chunks that were not written, if they belong to sites that had rows.
+
+        Zarr writes none beyond an array's shape, and a block of steps is not written again when the
+        shape grows. Sites that came later have no rows in it, and `order` says so.
+
+        Raises:
+            ValueError: one of them is missing.
+            StoreError: `order` is lost, so that nobody can tell.
+        """
+        if origins:
+            steps, sites, _ = zip(*origins, strict=True)
+            beyond = slice(min(sites), max(sites) + part[1])
+            order = self.read("order", steps[0], steps[0] + part[0], (beyond,))
+            if (order >= 0).any():
+                raise ValueError("an inner chunk is missing")
 
     def labels(self, name: str) -> list[Any]:
         """Read a one-dimensional array as a list; [] (and listed as lost) if it is damaged."""
@@ -173,8 +173,8 @@ class GroupArrays:
         Args:
             advance: told 1 after each of the `pieces`.
         """
-        for column, start, stop in self._pieces():
-            self.attempt(column.name, self._steps_at(column, start), start, stop)
+        for column, start, stop, inner in self._pieces():
+            self.attempt(column.name, self._steps_at(column, start), start, stop, inner)
             if advance:
                 advance(1)
 
@@ -183,12 +183,13 @@ class GroupArrays:
         """Number of reads that `check` makes."""
         return sum(1 for _ in self._pieces())
 
-    def _pieces(self) -> Iterator[tuple[fmt.Column, int, int]]:
+    def _pieces(self) -> Iterator[tuple[fmt.Column, int, int, tuple[slice, ...]]]:
         for name, chunks in self.chunks.items():
             column = self.columns[name]
+            widths = regions.widths(column, self.sizes, chunks)
             size, chunk = self.sizes.get(column.dims[0], 0), chunks[column.dims[0]]
-            for start in range(0, size, chunk):
-                yield column, start, min(start + chunk, size)
+            for start, inner in product(range(0, size, chunk), widths):
+                yield column, start, min(start + chunk, size), inner
 
     def _steps_at(self, column: fmt.Column, start: int) -> tuple[int, int] | None:
         if column.dims[0] != "step" or column.rewritten:
