@@ -20,8 +20,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import permutations
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +37,7 @@ from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import DirectoryLock
 from ddpprobe.merge import merge_all
 from ddpprobe.prometheus import OPENMETRICS_CONTENT_TYPE, TEXT_CONTENT_TYPE, render
+from ddpprobe.records import Site, StepRecord
 from ddpprobe.replay.now import Now, RankNow, SiteNow, worst_ranks, worst_sites
 from ddpprobe.replay.run import open_run
 from ddpprobe.replay.scraping import NoMetricsError, UrlWatch, fetch, target
@@ -96,6 +99,51 @@ def test_worst_sites_are_nonfinite_then_growing_then_large():
     known = {"calm": (9.0, 1.0, 0, 1.0), "grows": (1.0, 1.0, 0, 50.0), "bad": (nan, nan, 7, None)}
     sites = [SiteNow(name, *numbers) for name, numbers in (known | {"new": (99.0, 1.0, 0)}).items()]
     assert [s.site for s in worst_sites(sites)] == ["bad", "grows", "calm", "new"]
+
+
+def transformer(step: int, grown: str, sick: float) -> StepRecord:
+    """A step of a transformer of 12 blocks, in which `grown` is `sick` times as large as usual.
+
+    A bias of the keys moves all scores of a query alike, which softmax takes back: its gradient is
+    what rounding leaves, and may be 100 times that at the next step.
+    """
+    peaks: dict[Site, float] = {}
+    for i in range(12):
+        for name, usual in (("attn.q", 3e-3), ("attn.k", 3e-3), ("mlp.up", 2e-2), ("norm", 8e-4)):
+            module = f"blocks.{i}.{name}"
+            peaks[Site(f"{module}.weight", "grad", placement="replicated")] = usual * (1 + i / 12)
+            noise = 1e-12 * 100.0**step if name == "attn.k" else usual / 10
+            peaks[Site(f"{module}.bias", "grad", placement="replicated")] = noise
+            peaks[Site(module, "output")] = 4.0 + i
+    peaks[next(s for s in peaks if str(s) == grown)] *= sick
+    made = record(0, step, len(peaks), sites=tuple(peaks))
+    peak = np.array([*peaks.values()])
+    made.values[:] = np.stack([-peak, peak, 0 * peak, peak**2], axis=1)
+    return made
+
+
+@pytest.mark.parametrize(
+    "grown", ["blocks.7.mlp.up.weight:grad", "blocks.3.norm.bias:grad", "blocks.5.attn.q:output"]
+)
+def test_of_a_transformer_the_layer_that_grew_is_worst_and_no_bias_of_keys(tmp_path, grown):
+    made = Made(tmp_path / "run", ranks=1)
+    for step in (0, 1):
+        made.tell(codec.RECORD, merge_all([transformer(step, grown, 1.0 + 4 * step)]))
+    watch = RunWatch(open_run(made.close().path))
+    worst, *rest = watch.look().sites
+    watch.close()
+    assert (worst.site, worst.growth) == (grown, pytest.approx(5))
+    noise = {s.site: s.growth for s in rest if s.site.endswith("attn.k.bias:grad")}
+    assert noise == pytest.approx(dict.fromkeys(noise, 100.0))  # told as it is
+    assert {s.site for s in rest[-12:]} == set(noise)
+
+
+def test_of_sites_a_daemon_calls_not_finite_the_order_is_the_same_however_they_come():
+    nan = math.nan
+    sites = [SiteNow("a:grad", nan, nan, None, nan), SiteNow("b:grad", 1.0, 1.0, None, 2.0),
+             SiteNow("c:grad", 2.0, 1.0, None, 1.0)]  # fmt: skip
+    for order in permutations(sites):
+        assert [s.site for s in worst_sites(order)] == ["a:grad", "b:grad", "c:grad"]
 
 
 def test_ages_are_short():

@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 LOOKS = 30  # over so many looks a rate is taken
 LATE_SECONDS = 10.0  # a rank that was silent for longer, and for that many steps, is late
 LATE_STEPS = 10
+# Of what is usual among sites of a kind; growth below it is noise. The gradient of a bias that the
+# model takes back (of attention's keys, of a layer before a norm) is what rounding leaves: 1e-3 or
+# less of its neighbours' in bfloat16, and a hundred times as much at the next step.
+NEGLIGIBLE = 0.01
 UNREACHABLE = "unreachable"  # the beginning of what `Now.state` says of a daemon that is away
 # Of a rank, the worst first.
 STATES = ("dead", "late", "starting", "up", "paused", "closed")
@@ -104,8 +108,43 @@ def worst_ranks(ranks: Iterable[RankNow]) -> tuple[RankNow, ...]:
 
 
 def worst_sites(sites: Iterable[SiteNow]) -> tuple[SiteNow, ...]:
-    """Order sites: by non-finite elements, by how abs_max grew, by abs_max."""
-    return tuple(sorted(sites, key=lambda s: (-(s.nonfinite or 0), -(s.growth or 0), -s.abs_max)))
+    """Order sites: by non-finite elements, by how abs_max grew above what is noise, by abs_max.
+
+    What is less than `NEGLIGIBLE` of the median among the sites of its kind, at the first look,
+    counts as that much, before and after: a site has to become one that matters to count.
+    """
+    known = list(sites)
+    least = _least_that_matters(known)
+
+    def key(s: SiteNow) -> tuple[float, ...]:
+        nothing_finite = math.isnan(s.abs_max)
+        peak = 0.0 if nothing_finite else s.abs_max
+        base = _base(s)
+        floor = least.get(_kind(s), 0.0)
+        growth = max(peak, floor) / max(base, floor) if base else 0.0
+        return -(s.nonfinite or nothing_finite), -growth, -peak
+
+    return tuple(sorted(known, key=key))
+
+
+def _least_that_matters(sites: Iterable[SiteNow]) -> dict[str, float]:
+    """Return, by kind, the magnitude below which growth is noise."""
+    bases = defaultdict(list)
+    for site in sites:
+        base = _base(site)
+        if base:
+            bases[_kind(site)].append(base)
+    return {kind: NEGLIGIBLE * sorted(found)[len(found) // 2] for kind, found in bases.items()}
+
+
+def _kind(site: SiteNow) -> str:
+    return site.site.rpartition(":")[2]
+
+
+def _base(site: SiteNow) -> float | None:
+    """Return what abs_max was at the first look; None: not known."""
+    known = site.growth is not None and 0 < site.growth < math.inf and site.abs_max < math.inf
+    return site.abs_max / site.growth if known and site.growth else None
 
 
 def is_late(seen: float, step_seconds: float | None) -> bool:
