@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ddpprobe.commands.names import shortened
 from ddpprobe.commands.output import UNOBSERVED, number, plain, report_gaps, say, say_json, table
 from ddpprobe.commands.progress import progress
 from ddpprobe.commands.trace import nearest
@@ -137,8 +138,10 @@ def place(parting: Parting) -> str:
 
 def _earliest(partings: list[Parting]) -> Iterator[str]:
     rows = [("step", "where", "statistic", "A", "B", "times allowed")]
+    names = shortened(plain(place(p)) for p in partings[:MOST])
     rows += [
-        (str(p.step), place(p), p.stat, *_both(p.a, p.b), _times(p.excess)) for p in partings[:MOST]
+        (str(p.step), name, p.stat, *_both(p.a, p.b), _times(p.excess))
+        for p, name in zip(partings, names, strict=False)
     ]
     yield from ("", "where they part first")
     yield from table(rows, right=(0, 3, 4, 5))
@@ -150,13 +153,11 @@ def _grown(growth: list[Growth]) -> Iterator[str]:
     if not growth:
         return
     rows = [("step", "sites apart", "loss A", "loss B", "times allowed", "at")]
+    names = shortened(plain(g.worst or UNOBSERVED) for g in growth)
     rows += [
-        (
-            str(g.step), f"{g.apart} of {g.compared}", *_both(g.a, g.b),
-            _times(g.excess), str(g.worst or UNOBSERVED),
-        )
-        for g in growth
-    ]  # fmt: skip
+        (str(g.step), f"{g.apart} of {g.compared}", *_both(g.a, g.b), _times(g.excess), name)
+        for g, name in zip(growth, names, strict=True)
+    ]
     yield from ("", "how far apart they are from then on")
     yield from table(rows, right=(0, 1, 2, 3, 4))
 

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ddpprobe.commands.names import shortened
 from ddpprobe.commands.output import UNOBSERVED, number, plain, size, table
 from ddpprobe.replay.now import Now, RankNow, SiteNow
 
 Line = tuple[str, str]  # what the line is about, one of `STYLES`, and its text
 STYLES = {"": "", "title": "bold", "head": "dim", "bad": "red", "odd": "yellow", "note": "cyan"}
 _OF_STATE = {"dead": "bad", "late": "bad", "starting": "note", "paused": "note", "closed": "head"}
+_LEAST_NAME = 24  # characters of a module's name, whatever the width
 _LEAST_ROWS = 3  # of each table, whatever the height
 
 
@@ -53,7 +55,7 @@ def frame(now: Now, width: int, height: int) -> list[Line]:
     deep = min(len(now.ranks) or 1, max(_LEAST_ROWS, left - tall - wide))
     wide = max(wide, min(len(now.sites), left - tall - deep))  # what the ranks do not need
     lines: list[Line] = [*head, *notes, ("", ""), *_ranks(now.ranks, deep, width)]
-    lines += [("", ""), *_sites(now, wide), ("", ""), *_anomalies(now.anomalies, tall)]
+    lines += [("", ""), *_sites(now, wide, width), ("", ""), *_anomalies(now.anomalies, tall)]
     return [(style, cut(plain(text), width)) for style, text in lines[:height]]
 
 
@@ -126,22 +128,25 @@ def _summary(ranks: Sequence[RankNow]) -> str:
     return f"and {len(ranks)} more: {', '.join(parts)}"
 
 
-def _sites(now: Now, most: int) -> Iterator[Line]:
+def _sites(now: Now, most: int, width: int) -> Iterator[Line]:
     if not now.sites:
         yield "note", "no sampled step yet"
         return
     shown = now.sites[:most]
-    rows = [("nonfinite", "abs max", "growth", "rms", "worst modules"), *map(_site, shown)]
-    lines = table(rows, right=(0, 1, 2, 3))
+    rows = [("nonfinite", "abs max", "growth", "rms"), *map(_numbers, shown)]
+    numbers = [f"{line}  " for line in table(rows, right=(0, 1, 2, 3))]
+    left = max(width - len(numbers[0]), _LEAST_NAME)
+    names = ("worst modules", *shortened((plain(s.site) for s in shown), left))
+    lines = [a + b for a, b in zip(numbers, names, strict=True)]
     yield "head", lines[0]
     for site, line in zip(shown, lines[1:], strict=True):
         yield "bad" if site.nonfinite else "", line
 
 
-def _site(s: SiteNow) -> tuple[str, ...]:
+def _numbers(s: SiteNow) -> tuple[str, ...]:
     growth = UNOBSERVED if s.growth is None else f"x{s.growth:.3g}"
     peak, rms = (None if math.isnan(x) else x for x in (s.abs_max, s.rms))  # nothing was finite
-    return (_known(s.nonfinite), _number(peak), growth, _number(rms), s.site)
+    return (_known(s.nonfinite), _number(peak), growth, _number(rms))
 
 
 def _anomalies(texts: Sequence[str], most: int) -> Iterator[Line]:

@@ -3,7 +3,7 @@
 --site takes a glob over `FQN:kind`, as `ddpprobe anomalies` prints them: `blocks.2.mlp:output`,
 `blocks.*.mlp:grad_output`, `*:grad`. Without a kind it matches every kind. A site that was not
 observed at a step is shown as `-`, which is not 0. A merged step that lacks ranks is marked with
-how many of them are not in its numbers.
+how many of them are not in its numbers. Long names lose their beginning; --json has them whole.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import argparse
 import difflib
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ddpprobe.commands.names import MOST, shortened
 from ddpprobe.commands.output import (
     complain,
     number,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 RECENT_STEPS = 1000  # in which a site that is known to the run is looked for
 MOST_LINES = 8  # in one plot: more cannot be told apart
+_ALONE = ("partial", "unknown")  # placements of which a row is one rank's
 PLOT_SIZE = (100, 30)  # columns, lines, where the output is no terminal
 
 
@@ -84,22 +86,25 @@ def rows(series: Series) -> list[tuple[object, ...]]:
     lacking = bool(series.absent.any())
     head = ("attempt", "step", "site", series.stat, "nonfinite")
     out: list[tuple[object, ...]] = [(*head, "without")] if lacking else [head]
-    labels = [label(site) for site in series.sites]
+    names = labels(series.sites)
     for attempt, step, values, bad, absent in zip(
         series.attempts.tolist(), series.steps.tolist(), series.values.tolist(),
         series.nonfinite.tolist(), series.absent.tolist(), strict=True,
     ):  # fmt: skip
         mark = f"{absent} rank{'' if absent == 1 else 's'}" if absent else ""
-        for site, value, count in zip(labels, values, bad, strict=True):
+        for site, value, count in zip(names, values, bad, strict=True):
             row = (attempt, step, site, number(value), number(count))
             out.append((*row, mark) if lacking else row)
     return out
 
 
-def label(site: Site) -> str:
-    """Name a site; one whose rows are one rank's and not the whole tensor's says so."""
-    alone = site.placement in ("partial", "unknown")
-    return f"{site} ({site.placement}, one rank's)" if alone else str(site)
+def labels(sites: Sequence[Site], most: int = MOST) -> list[str]:
+    """Name sites in so many characters; where the rows are one rank's, not the tensor's, say so."""
+    names = shortened((plain(site) for site in sites), most)
+    return [
+        f"{name} ({site.placement}, one rank's)" if site.placement in _ALONE else name
+        for name, site in zip(names, sites, strict=True)
+    ]
 
 
 def as_json(series: Series) -> dict[str, Any]:
@@ -132,10 +137,11 @@ def plot(series: Series, *, colour: bool) -> str:
     figure.plot_size(width, max(10, height - 2))
     figure.title(series.stat)
     figure.label("step")
+    names = labels(series.sites, width // 2)
     lines = [(c, a) for c in range(len(series.sites)) for a in np.unique(series.attempts)]
     for column, attempt in lines[:MOST_LINES]:
         seen = (series.attempts == attempt) & np.isfinite(series.values[:, column])
-        name = plain(label(series.sites[column])) + (f" attempt {attempt}" if attempt else "")
+        name = names[column] + (f" attempt {attempt}" if attempt else "")
         if seen.any():
             steps, values = thinned(series.steps[seen], series.values[seen, column], 2 * width)
             signal = figure.signal(steps.tolist(), values.tolist())
