@@ -94,15 +94,17 @@ def one_step(model: Model, world: int, directory: Path) -> Figures:
     """Gather one sampled step of so many ranks, from what they write to what the head makes."""
     found, nodes = Figures(world), -(-world // PER_NODE)
     inbox, gather = Inbox(directory), Gather(range(world))
+    inbox.open(0, world, ())
+    inbox.horizon(1)
     gc.collect()
     before = anonymous()
     for node in range(nodes):
         block = node_step(model, node, world, found)
         found.head_bytes += len(block)
         start = time.process_time()
-        inbox.take(block)
+        inbox.take(node_name(node), block)
         taken = time.process_time()
-        for delivery in inbox.collect(0):
+        for delivery in inbox.collect():
             assert isinstance(delivery, StepRecord)
             gather.add(delivery, 0.0, final=True)
         if node < nodes - 1:  # the daemon looks again and again
@@ -119,8 +121,7 @@ def one_step(model: Model, world: int, directory: Path) -> Figures:
     found.judge_seconds = time.process_time() - start
     found.node_seconds /= nodes
     found.series = series_of(merged)
-    inbox.discard(0)
-    inbox.close()
+    inbox.discard()
     return found
 
 

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import psutil
 import torch
 from torch import distributed as dist
 
-from ddpprobe import attempts, destination, layout, rendezvous, spawn
+from ddpprobe import attempts, destination, layout, rendezvous, roster, spawn
 from ddpprobe.attempts import Claimed
 from ddpprobe.heartbeat import HeartbeatWriter
 from ddpprobe.journal import JournalWriter
@@ -25,6 +24,7 @@ from ddpprobe.layout import DirectoryLock, RunDir
 from ddpprobe.orders import OrderReader
 from ddpprobe.pacing import Channel, Notice
 from ddpprobe.rendezvous import Store
+from ddpprobe.roster import Roster
 from ddpprobe.topology import stages
 
 DAEMON_SECONDS = 30.0  # for the head's daemon to open its port, when other nodes must know it
@@ -136,6 +136,7 @@ class _Place:
     node_index: int
     local_rank: int
     hostname: str
+    secret: str
 
     @classmethod
     def here(cls, rank: int) -> _Place:
@@ -143,11 +144,12 @@ class _Place:
         env = os.environ
         return cls(
             rank, int(env.get("GROUP_RANK", "0")), int(env.get("LOCAL_RANK", rank)),
-            socket.gethostname(),
+            socket.gethostname(), roster.new_secret(),
         )  # fmt: skip
 
     def facts(self) -> dict[str, Any]:
-        return {"node_index": self.node_index, "hostname": self.hostname}
+        said = {"node_index": self.node_index, "hostname": self.hostname}
+        return {**said, "digest": roster.digest(self.secret)}  # the secret is nobody else's
 
 
 class _Head:
@@ -156,6 +158,7 @@ class _Head:
     def __init__(self, place: _Place, wishes: Wishes, world_size: int) -> None:
         self.place = place
         self.lock: DirectoryLock | None = None
+        self.roster: Roster | None = None
         self._wishes = wishes
         self._world_size = world_size
 
@@ -174,17 +177,18 @@ class _Head:
         leaders = {n: min(r for r, p in enumerate(heard) if p["node_index"] == n) for n in nodes}
         members = {n: sum(p["node_index"] == n for p in heard) for n in nodes}
         claimed = self._claim(heard, nodes)
-        token = os.urandom(16).hex() if len(nodes) > 1 else None
+        if len(nodes) > 1:
+            self.roster = _roster(heard, leaders, claimed.attempt)
         plan: dict[str, Any] = {
             "run_dir": str(claimed.run.path), "identity": claimed.identity, "nodes": nodes,
-            "attempt": claimed.attempt, "claim": claimed.token, "token": token, "head": None,
+            "attempt": claimed.attempt, "claim": claimed.token, "head": None,
             "leaders": {str(n): r for n, r in leaders.items()},
             "members": {str(n): m for n, m in members.items()},
             "relays": _relays(heard),
             "apart": any(part["model"] != heard[0]["model"] for part in heard),
         }  # fmt: skip
-        if token is not None and self._wishes.start_daemon:
-            plan["head"] = self._start_head(claimed.run, token)
+        if self.roster is not None and self._wishes.start_daemon:
+            plan["head"] = self._start_head(claimed.run, self.roster)
         return plan
 
     def lock_release(self) -> None:
@@ -203,10 +207,10 @@ class _Head:
         self.lock = claimed.lock
         return claimed
 
-    def _start_head(self, run: RunDir, token: str) -> str:
+    def _start_head(self, run: RunDir, others: Roster) -> str:
         host = socket.gethostbyname(os.environ.get("MASTER_ADDR") or socket.gethostname())
         node = layout.node_name(self.place.node_index)
-        write_token(run, token)
+        others.write(_daemon_file(run, node, roster.ROSTER))
         spawn.start_daemon(
             run,
             node,
@@ -254,8 +258,10 @@ def _open(
     gather = plan["head"].removeprefix("http://") if is_head and plan["head"] else None
 
     def start() -> None:
-        if plan["token"] is not None:
-            write_token(run, plan["token"])
+        if head.roster is not None:
+            head.roster.write(_daemon_file(run, node, roster.ROSTER))
+        elif len(plan["nodes"]) > 1:
+            roster.keep_secret(_daemon_file(run, node, roster.SECRET), place.secret)
         spawn.start_daemon(
             run, node, head_url=None if is_head else plan["head"], listen=wishes.listen,
             gather_listen=gather, linger=None,
@@ -296,13 +302,24 @@ def _wrapper(heard: list[dict[str, Any]]) -> str:
     return str(heard[0]["wrapper"]) if len({part["wrapper"] for part in heard}) == 1 else "mixed"
 
 
-def write_token(run: RunDir, token: str) -> None:
-    """Put the gather's token where only this user's daemon can read it."""
-    path = layout.make_dir(run.path / "daemon") / "token"
-    fd, name = tempfile.mkstemp(dir=path.parent)  # created 0600
-    with os.fdopen(fd, "w") as file:
-        file.write(token)
-    Path(name).replace(path)
+def _roster(heard: list[dict[str, Any]], leaders: Mapping[int, int], attempt: int) -> Roster:
+    """Return who may push to the head: all nodes but the one of rank 0."""
+    others = [n for n, leader in leaders.items() if leader]
+    name = layout.node_name
+    return Roster(
+        attempt,
+        {
+            name(n): frozenset(r for r, part in enumerate(heard) if part["node_index"] == n)
+            for n in others
+        },
+        {name(n): str(heard[leaders[n]]["digest"]) for n in others},
+    )
+
+
+def _daemon_file(run: RunDir, node: str, suffix: str) -> Path:
+    path = run.daemon_file(node, suffix)
+    layout.make_dir(path.parent)
+    return path
 
 
 def backend() -> str:

@@ -7,6 +7,7 @@ whose parts are also other nodes' merged blocks: a part is a set of ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,8 @@ REORDER_SECONDS = 1.0
 OPEN_SECONDS = 60.0
 # Ranks that went apart stay apart: from then on every parameter differs in every record.
 MOST_CHECKSUMS = 4096
+
+logger = logging.getLogger("ddpprobe")
 
 
 @dataclass(slots=True)
@@ -89,7 +92,8 @@ class Gather:
     to `open_seconds` while the rank lives: only the end of the step tells whether a GradScaler gave
     it up, and a step may take long. A record of an unsampled step has no fuller
     successor: it comes out after `reorder_seconds`, so that a slower rank's alarm of an earlier
-    step still comes first. A part that cannot be merged any more is dropped and counted in `late`.
+    step still comes first. A part that cannot be merged any more is dropped and counted in
+    `late`, one that cannot be merged at all in `set_aside`.
 
     Args:
         expected: the ranks that deliver.
@@ -112,7 +116,7 @@ class Gather:
         after: int = -1,
     ) -> None:
         self.expected = tuple(sorted(expected))
-        self.late = 0
+        self.late = self.set_aside = 0
         self.last_step = after
         self._floor = after
         self._grace = grace_seconds
@@ -141,6 +145,9 @@ class Gather:
             now: seconds on a clock of the caller's that never goes back.
             final: the ranks in `record.ranks` and `record.missing` say no more about this step.
         """
+        if len(set(record.ranks)) < len(record.ranks):
+            self._put_aside(record.step, f"a rank stands twice in {record.ranks}")
+            return
         part = _Part(record, final)
         if part.complete:
             for rank in (*record.ranks, *(record.missing if final else ())):
@@ -163,12 +170,12 @@ class Gather:
         for number in sorted(self._steps):
             if not self._is_ready(number, self._steps[number], now):
                 break
-            out.append(self._emit(number))
+            out += self._emit(number)
         return out
 
     def drain(self) -> list[StepRecord]:
         """Return everything that is left, merged, ascending."""
-        return [self._emit(number) for number in sorted(self._steps)]
+        return [record for number in sorted(self._steps) for record in self._emit(number)]
 
     def _is_ready(self, number: int, step: _Step, now: float) -> bool:
         waited = now - step.first_seen
@@ -185,14 +192,38 @@ class Gather:
         # A rank that was heard on a step that nobody samples says no more of it.
         return all(self._reached[r] >= number or r in step.of for r in self._alive)
 
-    def _emit(self, number: int) -> StepRecord:
+    def _emit(self, number: int) -> list[StepRecord]:
+        """Return a step merged; nothing if none of its parts can be."""
         step = self._steps.pop(number)
         self.last_step = number
-        merged = merge_all([part.record for part in step.parts.values()])
+        merged = self._merge(number, list(step.parts.values()))
+        if merged is None:
+            return []
         # Nobody is expected to speak on a step that is not sampled: silence there is health.
         missing = _absent(self.expected, merged.ranks) if merged.sampled else ()
         digests = _disputed(merged.digests) if self._judges else merged.digests
-        return replace(merged, missing=missing, digests=digests)
+        return [replace(merged, missing=missing, digests=digests)]
+
+    def _merge(self, number: int, parts: list[_Part]) -> StepRecord | None:
+        """Merge a step; a part that cannot be merged is set aside, not the others."""
+        try:
+            return merge_all([part.record for part in parts])
+        except ValueError:
+            merged: StepRecord | None = None
+        for part in sorted(parts, key=lambda p: p.final):  # what was pushed comes last
+            try:
+                merged = part.record if merged is None else merge_all([merged, part.record])
+            except ValueError as error:
+                self._put_aside(number, str(error))
+        return merged
+
+    def _put_aside(self, step: int, why: str) -> None:
+        if not self.set_aside:
+            logger.warning(
+                "ddpprobe: a part of step %d cannot be merged and is set aside (%s); said once, "
+                "then only counted", step, why,
+            )  # fmt: skip
+        self.set_aside += 1
 
 
 def _absent(expected: Iterable[int], present: Iterable[int]) -> tuple[int, ...]:

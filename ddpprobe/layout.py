@@ -13,6 +13,8 @@
       heartbeat/000/node_0000/orders        what all ranks are to do at which steps
       captures/000/node_0000/rank_00003/    packs: full tensors of one rank, one file per step
       daemon/node_0000.{lock,json,log}      who serves this node
+      daemon/node_0001.secret               by which this node's pushes are known to the head
+      daemon/node_0000.roster               the head's: which node speaks for which ranks
       daemon/requests/                      what `ddpprobe trigger` asks of the head's daemon
       run.zarr/                             the store
 

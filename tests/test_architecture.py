@@ -27,7 +27,7 @@ LAYERS = {
     "torch_private": 0, "view": 0,
     "bucket": 1, "budget": 1, "detectors": 1, "gather": 1, "heartbeat": 1, "journal": 1,
     "labels": 1, "metrics": 1, "orders": 1, "packs": 1, "pacing": 1,
-    "prometheus": 1, "rendezvous": 1, "sampling": 1, "site_numbers": 1,
+    "prometheus": 1, "rendezvous": 1, "roster": 1, "sampling": 1, "site_numbers": 1,
     "spawn": 1, "stats": 1, "store": 1, "topology": 1,
     "arguments": 2, "attempts": 2, "enlist": 2, "hooks": 2, "observers": 2, "recorder": 2,
     "responder": 2, "shipping": 2, "steps": 2,

@@ -35,6 +35,7 @@ from ddpprobe.layout import RunDir
 from ddpprobe.orders import MAX_STEPS, Order, OrderBoard
 from ddpprobe.records import COUNTS, Anomaly, Site, StepRecord
 
+from .made_nodes import block
 from .made_runs import ANOMALY, record
 
 NAN = replace(ANOMALY, values={"nan": 3.0})
@@ -437,26 +438,20 @@ def test_a_run_without_a_record_has_nothing_to_capture(head) -> None:
 # ---- over nodes
 
 
-def block(*events: dict[str, Any]) -> bytes:
-    frames = (codec.encode_frame(codec.LIFE, i, codec.encode_json(e)) for i, e in enumerate(events))
-    return b"".join(frames)
-
-
 def test_another_node_gets_the_orders_it_does_not_have_and_passes_wishes_on(tmp_path) -> None:
     inbox = Inbox(tmp_path / "inbox")
+    inbox.open(1, 8, (0,))
+    inbox.horizon(5)
     given = [Order(n, "capture", 10, 12, ("a",)) for n in range(3)]
-    inbox.announce(1, given[:2])
-    inbox.announce(1, given[2:])
+    inbox.announce(given[:2])
+    inbox.announce(given[2:])
     wish = Request(1, "trigger/7/0", "trigger: look", step=3)
     ask = {"event": "orders", "attempt": 1, "last": 0}
-    assert orders.decode_all(inbox.take(block(ask, wish.event()))) == given[1:]
-    assert inbox.take(block({**ask, "last": 2})) == b""
-    assert inbox.take(block({**ask, "attempt": 0})) == b""
-    assert inbox.take(block(wish.event())) == b""
-    assert inbox.collect(1) == [wish, wish]
-    inbox.close()
+    assert orders.decode_all(inbox.take("node_0001", block(ask, wish.event()))) == given[1:]
+    assert inbox.take("node_0001", block({**ask, "last": 2})) == b""
+    assert inbox.take("node_0001", block({**ask, "attempt": 0})) == b""
+    assert inbox.take("node_0001", block(wish.event())) == b""
+    assert inbox.collect() == [wish]
     again = Inbox(tmp_path / "inbox")  # its daemon was killed before it followed the wish
-    assert again.collect(1) == [wish, wish]
-    again.close()
-    with pytest.raises(ValueError, match="makes no sense"):
-        inbox.take(block({"event": "orders", "attempt": "x", "last": 0}))
+    again.open(1, 8, (0,))
+    assert again.collect() == [wish]

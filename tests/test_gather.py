@@ -362,9 +362,11 @@ def test_many_ranks_are_merged_in_linear_time_however_often_one_looks() -> None:
     assert time.perf_counter() - start < 10.0
 
 
-def test_records_of_another_attempt_cannot_be_merged() -> None:
+def test_a_record_of_another_attempt_is_set_aside() -> None:
     gather = Gather((0, 1))
     gather.add(full(0, 1), 0.0)
     gather.add(replace(full(1, 1), attempt=1), 0.0)
+    (merged,) = gather.drain()
+    assert (merged.ranks, merged.missing, gather.set_aside) == ((0,), (1,), 1)
     with pytest.raises(ValueError, match="attempt"):
-        gather.drain()
+        merge_all([full(0, 1), replace(full(1, 1), attempt=1)])

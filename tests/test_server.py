@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ddpprobe.daemon import connections, server
+from ddpprobe.daemon.blocks import Refusal
 from ddpprobe.daemon.server import Server, parse_address, wants_openmetrics
+from ddpprobe.roster import Roster, Shared, digest
 
 TEXT, OPENMETRICS = b"ddpprobe_paused 0.0\n", b"ddpprobe_paused 0.0\n# EOF\n"
 PROMETHEUS_ACCEPT = (
@@ -23,6 +25,9 @@ PROMETHEUS_ACCEPT = (
     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 )
 TOKEN = "s3cret"
+DOOR = Shared(TOKEN)
+NODE = "node_0001"
+RIGHT = {"Authorization": f"Bearer {TOKEN}", "Ddpprobe-Node": NODE}
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
@@ -173,37 +178,44 @@ def test_what_is_not_offered_is_refused(
 
 def test_a_push_needs_the_token_and_arrives_whole(running: tuple[Server, str]) -> None:
     made, address = running
-    got: list[bytes] = []
-    made.set_gather_handler(got.append, TOKEN)
+    got: list[tuple[str, bytes]] = []
+    made.set_gather_handler(lambda *push: got.append(push), DOOR)
     block = os.urandom(3 * 2**20)
-    right = {"Authorization": f"Bearer {TOKEN}"}
-    assert ask(address, "/gather", "POST", right, block)[0].status == 204
-    assert got == [block]
-    for wrong in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "Bearer \xfc"}):
-        assert ask(address, "/gather", "POST", wrong, b"x")[0].status == 401
-    assert ask(address, "/gather", "GET", right)[0].status == 405
-    assert got == [block]
+    assert ask(address, "/gather", "POST", RIGHT, block)[0].status == 204
+    assert got == [(NODE, block)]
+    wrong = [{}, *({"Authorization": f"Bearer {w}"} for w in ("s3cre", "\xfc", TOKEN))]
+    for headers in (*wrong, {"Ddpprobe-Node": NODE}, {**RIGHT, "Authorization": TOKEN}):
+        assert ask(address, "/gather", "POST", headers, b"x")[0].status == 401
+    assert ask(address, "/gather", "GET", RIGHT)[0].status == 405
+    assert got == [(NODE, block)]
 
 
-def test_an_empty_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs a token"):
-        Server("127.0.0.1:0").set_gather_handler(lambda _: None, "")
+def test_a_node_with_a_secret_of_its_own_pushes_as_itself_only(
+    running: tuple[Server, str],
+) -> None:
+    made, address = running
+    got: list[str] = []
+    roster = Roster(0, {NODE: frozenset({1})}, {NODE: digest("mine"), "node_0002": digest("other")})
+    made.set_gather_handler(lambda node, _: got.append(node), roster)
+    for secret, node, status in (("mine", NODE, 204), ("mine", "node_0002", 401), ("mine", "", 401),
+                                 ("other", NODE, 401), (digest("mine"), NODE, 401)):  # fmt: skip
+        headers = {"Authorization": f"Bearer {secret}", "Ddpprobe-Node": node}
+        assert ask(address, "/gather", "POST", headers, b"x")[0].status == status
+    assert got == [NODE]
 
 
-def test_a_push_that_makes_no_sense_is_400_and_the_server_lives(
-    running: tuple[Server, str], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("status", [400, 409, 413, 503])
+def test_a_refusal_is_answered_with_its_status_and_reason_and_the_server_lives(
+    running: tuple[Server, str], status: int
 ) -> None:
     made, address = running
 
-    def refuse(body: bytes) -> None:
-        raise ValueError(len(body))
+    def refuse(node: str, body: bytes) -> None:
+        raise Refusal(status, f"{len(body)} bytes of {node}")
 
-    made.set_gather_handler(refuse, TOKEN)
-    response, answer = ask(
-        address, "/gather", "POST", {"Authorization": f"Bearer {TOKEN}"}, b"junk"
-    )
-    assert (response.status, answer) == (400, b"not a gather block\n")
-    assert "a push was refused" in caplog.text
+    made.set_gather_handler(refuse, DOOR)
+    response, answer = ask(address, "/gather", "POST", RIGHT, b"junk")
+    assert (response.status, answer) == (status, b"4 bytes of node_0001\n")
     assert ask(address, "/healthz")[0].status == 200
 
 
@@ -212,9 +224,10 @@ def test_a_body_above_the_cap_is_413_announced_or_not(
 ) -> None:
     made, address = running
     got: list[bytes] = []
-    made.set_gather_handler(got.append, TOKEN)
+    made.set_gather_handler(lambda _, body: got.append(body), DOOR)
     monkeypatch.setattr(server, "MAX_BODY", 1000)
-    auth = f"POST /gather HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    right = "".join(f"{name}: {value}\r\n" for name, value in RIGHT.items())
+    auth = f"POST /gather HTTP/1.1\r\nHost: x\r\n{right}"
     announced = f"{auth}Content-Length: 1001\r\n\r\n".encode()
     chunked = f"{auth}Transfer-Encoding: chunked\r\n\r\n".encode() + b"3e9\r\n" + b"x" * 1001
     for request in (announced, chunked):
@@ -226,7 +239,7 @@ def test_a_body_above_the_cap_is_413_announced_or_not(
 
 def test_a_refused_large_body_leaves_no_task_behind(running: tuple[Server, str]) -> None:
     made, address = running
-    made.set_gather_handler(lambda _: None, TOKEN)
+    made.set_gather_handler(lambda *_: None, DOOR)
     with dial(address) as sock:
         head = b"POST /gather HTTP/1.1\r\nHost: x\r\nContent-Length: 50000000\r\n\r\n"
         sock.sendall(head)
@@ -240,8 +253,8 @@ def test_a_refused_large_body_leaves_no_task_behind(running: tuple[Server, str])
 def test_the_gather_listener_answers_only_the_gather() -> None:
     with serving(gather_listen="127.0.0.1:0") as (made, address):
         got: list[bytes] = []
-        made.set_gather_handler(got.append, TOKEN)
-        right = {"Authorization": f"Bearer {TOKEN}"}
+        made.set_gather_handler(lambda _, body: got.append(body), DOOR)
+        right = RIGHT
         assert made.gather_address is not None
         assert made.gather_address != address
         assert ask(made.gather_address, "/gather", "POST", right, b"x")[0].status == 204

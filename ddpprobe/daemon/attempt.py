@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -13,7 +14,8 @@ import psutil
 
 from ddpprobe import heartbeat
 from ddpprobe.daemon.blackbox import BlackBox
-from ddpprobe.daemon.inbox import Ended, Inbox
+from ddpprobe.daemon.blocks import Ended
+from ddpprobe.daemon.inbox import Inbox
 from ddpprobe.daemon.ledger import Ledger
 from ddpprobe.daemon.liveness import Watcher
 from ddpprobe.daemon.local_rank import LocalRank
@@ -21,8 +23,8 @@ from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.requests import Desk, Request
 from ddpprobe.daemon.tail import RankTail
 from ddpprobe.detectors.suite import default_suite
+from ddpprobe.fuse import Fuse
 from ddpprobe.gather import Gather
-from ddpprobe.heartbeat import Heartbeat
 from ddpprobe.journal import segments_of
 from ddpprobe.layout import RunDir
 from ddpprobe.orders import OrderBoard
@@ -33,7 +35,6 @@ NODE_GRACE_SECONDS = 3.0
 HEAD_GRACE_SECONDS = 5.0
 # A rank that torchrun started wrote its META when the others did, or never will.
 ABSENT_SECONDS = 10.0
-FOREIGN_SECONDS = 60.0
 # A backlog (a daemon that starts late, a run opened afterwards) is merged while it is read.
 RECORDS_PER_LOOK = 64
 MAX_PENDING = 512
@@ -72,6 +73,7 @@ class Attempt:
         self._desk = Desk(run.requests)
         self._watcher, self._inbox, self._pusher = watcher, inbox, pusher
         self._changed_at = time.monotonic()
+        self._judging = Fuse("judging", sys.maxsize)
 
     @property
     def is_head(self) -> bool:
@@ -108,7 +110,7 @@ class Attempt:
             self._judge_deaths()
         if self.gather is None:
             return read, more
-        read += self._collect(self.gather, now)
+        read += self._collect(self.gather, now, self._upto(more=more))
         for number, rank in self.ranks.items():
             if rank.ended:
                 self.gather.mark_dead(number)
@@ -143,14 +145,15 @@ class Attempt:
             rank.tail.close()
         if self.gather is None or self.ledger is None:
             return
-        self._collect(self.gather, now)
+        # What is ahead of this node's ranks is a later daemon's, if there is one.
+        self._collect(self.gather, now, math.inf if ended else self._upto(more=False))
         self._emit(self.gather.drain())
         self._close_orders()
         if not ended:
             return
         self.ledger.last_beats({n: r.beat for n, r in self.ranks.items() if r.beat is not None})
         if self.is_head:
-            self._inbox.discard(self.number)
+            self._inbox.discard()
         elif self._pusher is not None:
             event = {"event": "ended", "attempt": self.number, "ranks": self.local_ranks}
             self._pusher.say(event)
@@ -183,6 +186,7 @@ class Attempt:
             lost["damaged"] += rank.tail.damaged
         if self.gather is not None:
             lost["late"] += self.gather.late
+            lost["set_aside"] += self.gather.set_aside + self._judging.errors
         if self.ledger is not None:
             lost += self.ledger.losses()
         return +lost
@@ -224,20 +228,37 @@ class Attempt:
             nodes = -(-self.world_size // max(len(self.local_ranks), 1))
             asked = str(meta.get("on_anomaly", "record"))
             self._blackbox = BlackBox(self._board, self.ledger, self._desk, asked, nodes)
-            self._inbox.announce(self.number, self._board.orders.values())
+            last = self.ledger.last_step
+            self._inbox.open(self.number, self.world_size, self.local_ranks, last)
+            self._inbox.announce(self._board.orders.values())
             everybody = range(self.world_size)
-            self.gather = Gather(everybody, HEAD_GRACE_SECONDS, after=self.ledger.last_step)
+            self.gather = Gather(everybody, HEAD_GRACE_SECONDS, after=last)
         else:
             if self._pusher is not None and meta.get("head_url"):
                 self._pusher.redirect(str(meta["head_url"]))  # a restarted job has a new head
             after = self.ledger.pushed
             self.gather = Gather(self.local_ranks, NODE_GRACE_SECONDS, judges=False, after=after)
 
-    def _collect(self, gather: Gather, now: float) -> int:
-        """Take over what other nodes pushed."""
+    def _upto(self, *, more: bool) -> float:
+        """Return the step up to which other nodes are heard now.
+
+        A step of which nobody here knows must not come out of the gather: what the others say of
+        those before it would be late. So they are heard up to where this node's ranks are; while
+        there is more to read of these, up to what was read; and without end once these have ended.
+        """
+        ranks = self.ranks.values()
+        read = max((rank.tail.facts.last_step for rank in ranks), default=-1)
+        beats = [rank.beat.step for rank in ranks if rank.beat is not None]
+        horizon = self._inbox.horizon(max([read, *beats])) if self.is_head else -1
+        if more or (self.gather is not None and self.gather.pending >= MAX_PENDING):
+            return read
+        return math.inf if all(rank.ended for rank in ranks) else horizon
+
+    def _collect(self, gather: Gather, now: float, upto: float) -> int:
+        """Take over what other nodes pushed, of steps up to `upto`."""
         if not self.is_head:
             return 0
-        deliveries = self._inbox.collect(self.number)
+        deliveries = self._inbox.collect(upto)
         for delivery in deliveries:
             if isinstance(delivery, Ended):
                 for rank in delivery.ranks:
@@ -251,13 +272,18 @@ class Attempt:
     def _emit(self, merged: list[StepRecord]) -> None:
         if not merged or self.ledger is None:
             return
+        judge = self._judging.guard(self._take)
         for record in merged:
             if self.is_head:
-                self._judge(self.ledger.take(record))
+                judge(self.ledger, record)
             elif self._pusher is not None:
                 self._pusher.push(record)
         if self.is_head:
-            self._inbox.prune(self.number, self.ledger.last_step)
+            self._inbox.prune(self.ledger.last_step)
+
+    def _take(self, ledger: Ledger, record: StepRecord) -> None:
+        """Write a merged record down and judge it; what fails for one step is no other's."""
+        self._judge(ledger.take(record))
 
     def _carry_orders(self) -> None:
         """Take wishes to the head and its orders to the ranks."""
@@ -270,9 +296,9 @@ class Attempt:
         if self._blackbox is not None:
             for request in self._desk.collect(self.number):
                 self._ask(request)
-            live = [rank for rank in self.ranks.values() if rank.up or _is_elsewhere(rank)]
+            live = [rank for rank in self.ranks.values() if rank.up or rank.elsewhere]
             beats = [rank.beat for rank in live if rank.beat is not None and not rank.ended]
-            self._inbox.announce(self.number, self._blackbox.act(beats))
+            self._inbox.announce(self._blackbox.act(beats))
         elif self._pusher is not None:
             for order in self._pusher.ask(self.number, self._board.last):
                 self._board.post(order)
@@ -296,7 +322,7 @@ class Attempt:
     def _watch_processes(self) -> None:
         for number, rank in self.ranks.items():
             meta = rank.tail.facts.meta
-            if meta is not None and not rank.watched and not _is_elsewhere(rank):
+            if meta is not None and not rank.watched and not rank.elsewhere:
                 rank.watched = True
                 key = (self.number, number)
                 rank.seen_alive = self._watcher.watch(key, int(meta["pid"]), meta["pid_start"])
@@ -319,15 +345,3 @@ class Attempt:
             if rank.failed and number not in self.ledger.deaths:
                 step = rank.beat.step if rank.beat else rank.tail.facts.last_step
                 self.ledger.death(number, rank.how, rank.died_at or time.time_ns(), step)
-
-
-def _is_elsewhere(rank: LocalRank) -> bool:
-    meta = rank.tail.facts.meta
-    return meta is not None and _elsewhere(meta, rank.beat)
-
-
-def _elsewhere(meta: Mapping[str, Any], beat: Heartbeat | None) -> bool:
-    """Whether the rank seems to live on another machine, whose processes we cannot see."""
-    if meta["hostname"] == socket.gethostname() or beat is None:
-        return False
-    return time.time_ns() - beat.time_ns < FOREIGN_SECONDS * 1e9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from dataclasses import dataclass
 
 from ddpprobe.daemon.liveness import RAISED, STOPPED, UNKNOWN, Exit
@@ -14,6 +16,7 @@ EXIT_SECONDS = 5.0
 # behind the death of a peer, which is noticed only when the kernel has torn that process down, and
 # 0.6 s (measured) ahead of its own process's end, which others follow: between the two.
 GOODBYE_NS = 200_000_000
+FOREIGN_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -59,6 +62,14 @@ class LocalRank:
         """
         how, facts = self.exit.how if self.exit else UNKNOWN, self.tail.facts
         return RAISED if how == STOPPED and facts.closed and facts.raised else how
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it seems to live on another machine, whose processes we cannot see."""
+        meta, beat = self.tail.facts.meta, self.beat
+        if meta is None or meta["hostname"] == socket.gethostname() or beat is None:
+            return False
+        return time.time_ns() - beat.time_ns < FOREIGN_SECONDS * 1e9
 
     @property
     def left(self) -> bool:

@@ -22,6 +22,7 @@ from ddpprobe.daemon.uploader import Uploader, destination_of, identity_of
 from ddpprobe.fuse import Fuse
 from ddpprobe.journal import segments_of
 from ddpprobe.layout import RunDir
+from ddpprobe.roster import ROSTER, SECRET, Roster, Shared, secret_at
 
 if TYPE_CHECKING:
     from ddpprobe.daemon.server import Server
@@ -42,7 +43,7 @@ logger = logging.getLogger("ddpprobe")
 class Options:
     """What the command line says; `wait`, `linger` and `max_age` in seconds.
 
-    `token` is the gather's secret; without one it is read from `daemon/token` in the run directory.
+    `token` is a secret that all nodes share; without one each has its own (see `roster`).
     """
 
     run: RunDir
@@ -71,7 +72,8 @@ class NodeDaemon:
         self._server: Server | None = None
         self._exposition: Exposition | None = None
         self._uploader: Uploader | None = None
-        self._pusher = Pusher(options.head_url, self._token) if options.head_url else None
+        url = options.head_url
+        self._pusher = Pusher(url, self._secret, options.node) if url else None
         self._inbox = Inbox(self._run.daemon_file(self._node, "inbox"))
         self._watcher = Watcher()
         self._readings = Readings()
@@ -224,19 +226,19 @@ class NodeDaemon:
         self._open_gather()
 
     def _open_gather(self) -> None:
-        """Take other nodes' blocks, if this may be the head and the job has agreed on a token."""
-        token = self._token()
-        if self._server is not None and self._pusher is None and token:
-            self._server.set_gather_handler(self._inbox.take, token)
+        """Take other nodes' blocks, if this may be the head and the job has agreed on secrets."""
+        if self._pusher is not None:
+            return
+        token = self._options.token
+        listed = Roster.read(self._run.daemon_file(self._node, ROSTER))
+        self._inbox.roster = listed
+        door = Shared(token) if token else listed
+        if self._server is not None and door is not None:
+            self._server.set_gather_handler(self._inbox.take, door)
 
-    def _token(self) -> str:
-        """Return the secret of the gather as it is now; it never stands on a command line."""
-        if self._options.token:
-            return self._options.token
-        try:
-            return (self._run.path / "daemon" / "token").read_text().strip()
-        except OSError:
-            return ""
+    def _secret(self) -> str:
+        """Return what proves to the head who this is; it never stands on a command line."""
+        return self._options.token or secret_at(self._run.daemon_file(self._node, SECRET))
 
     def _announce(self) -> None:
         """Say where this daemon serves; atomic, so that nobody reads half of it."""
@@ -280,8 +282,8 @@ class NodeDaemon:
         server.publish(text, openmetrics)
 
     def _losses(self) -> Counter[str]:
-        lost = Counter({"inbox": self._inbox.dropped, "store_damaged": len(self._folding.damaged)})
-        return lost + (self._pusher.dropped if self._pusher else Counter())
+        lost = Counter({"store_damaged": len(self._folding.damaged)})
+        return lost + self._inbox.refused + (self._pusher.dropped if self._pusher else Counter())
 
     def _is_due(self, what: str, now: float, interval: float) -> bool:
         if now < self._due[what]:
@@ -302,7 +304,6 @@ class NodeDaemon:
         self._folding.close()
         if self._server is not None:
             self._server.stop()
-        self._inbox.close()
         self._watcher.close()
 
     def _seal_for_good(self, attempt: Attempt) -> None:

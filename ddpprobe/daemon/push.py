@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
+import sys
 import threading
 import time
 import urllib.parse
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpprobe import codec
+from ddpprobe import codec, inside
 from ddpprobe.codec import Table
 from ddpprobe.fuse import Fuse
 from ddpprobe.orders import Order, decode_all
@@ -26,8 +28,12 @@ ASK_SECONDS = 1.0  # between two questions for orders, if there is nothing to pu
 # First, longest. A head that comes back waits 5 s for a step's records: ours must be there by then.
 BACK_OFF_SECONDS = (0.2, 1.0)
 ACCEPTED = (200, 202, 204)
-# The head understands the request and does not want it: sending it again changes nothing.
-HOPELESS = (400, 413)
+# The head understands the request and does not want it, or (409) a part of it: sending it again
+# changes nothing.
+HOPELESS = (400, 409, 413)
+PARTLY = 409
+SENT = 4096  # items at once
+MAX_REASON = 200  # characters of the head's reason that go into the log
 
 logger = logging.getLogger("ddpprobe")
 
@@ -50,18 +56,21 @@ class Pusher:
 
     Args:
         url: `http://host:port` of the head's daemon.
-        token: returns the shared secret, sent as a bearer token; asked for each connection, since
-            a restarted job agrees on a new one.
+        token: returns the secret that proves who this is, sent as a bearer token; asked for each
+            connection, since a restarted job agrees on new ones.
+        node: name of this node.
 
     Raises:
         ValueError: the URL is none.
     """
 
-    def __init__(self, url: str, token: Callable[[], str]) -> None:
+    def __init__(self, url: str, token: Callable[[], str], node: str) -> None:
         self._host, self._port = _parse(url)
         self.dropped: Counter[str] = Counter()
         self.acknowledged = (-1, -1)
         self._token, self._bearer = token, ""
+        self._node = node
+        self._refusals: set[int] = set()  # statuses of which the log knows
         self._queue: deque[_Item] = deque()
         self._bytes = 0
         self._sending: list[_Item] = []
@@ -139,8 +148,8 @@ class Pusher:
     def _run(self) -> None:
         pause = BACK_OFF_SECONDS[0]
         while self._next_batch():
-            status = self._post(b"".join(_frames([*self._sending, *self._question()])))
-            if self._settle(status):
+            status, refused = self._post(b"".join(_frames([*self._sending, *self._question()])))
+            if self._settle(status, refused):
                 pause = BACK_OFF_SECONDS[0]
             elif not self._rest(pause):
                 break
@@ -155,7 +164,7 @@ class Pusher:
                 if not self._changed.wait(ASK_SECONDS) and self._asks is not None:
                     return True
             size = 0
-            while self._queue and (not self._sending or size < BODY_BYTES):
+            while self._queue and size < BODY_BYTES and len(self._sending) < SENT:
                 item = self._queue.popleft()
                 size += len(item.payload)
                 self._sending.append(item)
@@ -168,12 +177,17 @@ class Pusher:
         event = dict(zip(("attempt", "last"), self._asks, strict=True))
         return [_Item(codec.LIFE, codec.encode_json({"event": "orders", **event}), (-1, -1))]
 
-    def _settle(self, status: int) -> bool:
-        """Account for what was sent, or put it back; whether the head has answered for it."""
+    def _settle(self, status: int, refused: int) -> bool:
+        """Account for what was sent, or put it back; whether the head has answered for it.
+
+        Args:
+            status: 0 without an answer.
+            refused: items that the head will never take.
+        """
         with self._changed:
             batch, self._sending = self._sending, []
             if status in HOPELESS:
-                self.dropped["push_refused"] += len(batch)
+                self.dropped["push_refused"] += min(refused, len(batch))
             elif status not in ACCEPTED:
                 self._queue.extendleft(reversed(batch))
                 self._bytes += sum(len(item.payload) for item in batch)
@@ -192,13 +206,14 @@ class Pusher:
                 self._changed.wait_for(lambda: self._closing, seconds)
             return time.monotonic() < self._deadline
 
-    def _post(self, body: bytes) -> int:
-        """Return the HTTP status; 0 if there was no answer."""
+    def _post(self, body: bytes) -> tuple[int, int]:
+        """Return the HTTP status, 0 without an answer, and how many items were refused for good."""
         if self._connection is None:
             self._bearer = self._token()
         headers = {
             "Authorization": f"Bearer {self._bearer}",
             "Content-Type": "application/octet-stream",
+            "Ddpprobe-Node": self._node,
         }
         try:
             if self._connection is None:
@@ -211,14 +226,34 @@ class Pusher:
         except (OSError, http.client.HTTPException) as error:
             self._disconnect()
             self._warn(0, f"does not answer ({type(error).__name__}: {error})")
-            return 0
+            return 0, 0
+        if answer.status in HOPELESS:
+            return answer.status, self._refused(answer.status, told)
         if answer.status not in ACCEPTED:
             self._disconnect()
             self._warn(answer.status, f"answers {answer.status} {answer.reason}")
         else:
             with self._changed:
                 self._heard.extend(decode_all(told))
-        return answer.status
+        return answer.status, 0
+
+    def _refused(self, status: int, told: bytes) -> int:
+        """Return how many items the head refuses, all if it does not say; log why, once."""
+        count, reason = sys.maxsize, told.decode(errors="replace").strip()
+        if status == PARTLY:
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+                said = inside.parse(told)
+                count, reason = max(int(said["refused"]), 0), str(said["reason"])
+        else:
+            self._disconnect()  # it may not have read all of it
+        if status not in self._refusals:
+            self._refusals.add(status)
+            logger.warning(
+                "ddpprobe: the head at %s:%s refuses what this node pushes (%d: %s); it is dropped "
+                "and counted, this is said once", self._host, self._port, status,
+                reason.encode("unicode_escape").decode()[:MAX_REASON],
+            )  # fmt: skip
+        return count
 
     def _disconnect(self) -> None:
         if self._connection is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ CAPTURE_STEPS = 2  # that a capture takes unless somebody says more
 MAX_BYTES = 64 << 10  # of one request
 MAX_GLOBS = 64
 SCRIPT = "trigger/"  # how the cause of a script's wish begins
+MAX_REASON = 1000  # characters of what another node passes on; a rank keeps 200
+_OF_RANK = re.compile(rf"{SCRIPT}(0|[1-9]\d{{0,8}})/(0|[1-9]\d{{0,8}})", re.ASCII)
 _MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
@@ -49,6 +52,12 @@ class Request:
         """Whether a training script asks, and not somebody at a terminal."""
         return self.cause.startswith(SCRIPT)
 
+    @property
+    def rank(self) -> int:
+        """The rank whose script asks, -1 for somebody at a terminal."""
+        found = _OF_RANK.fullmatch(self.cause)
+        return int(found[1]) if found else -1
+
     @classmethod
     def of_rank(cls, attempt: int, rank: int, event: Mapping[str, Any]) -> Request:
         """Return what a rank's journal says that its user asked for."""
@@ -64,7 +73,11 @@ class Request:
             KeyError, TypeError, ValueError: it makes no sense.
         """
         attempt, step = int(event["attempt"]), int(event["step"])
-        return cls(attempt, str(event["cause"]), str(event["reason"]), step=step)
+        cause, reason = str(event["cause"]), str(event["reason"])
+        # Only a script's: the answer to another one would go to a file of that name.
+        if _OF_RANK.fullmatch(cause) is None or len(reason) > MAX_REASON:
+            raise ValueError(f"a wish of nobody's: {cause!r:.100}")
+        return cls(attempt, cause, reason, step=step)
 
     def event(self) -> dict[str, Any]:
         """Return what `of_node` takes."""

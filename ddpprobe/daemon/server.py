@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 import gzip
-import hmac
 import json
 import logging
 import socket
@@ -22,13 +21,16 @@ from typing import Any
 import hypercorn.asyncio
 import hypercorn.config
 
+from ddpprobe.daemon.blocks import Refusal
 from ddpprobe.daemon.connections import GuardedLoop
 from ddpprobe.prometheus import OPENMETRICS_CONTENT_TYPE, TEXT_CONTENT_TYPE
+from ddpprobe.roster import Door
 
 PORT_TRIES = 101  # the port itself and the next hundred: one job each
 MAX_BODY = 64 * 2**20  # of one push; a sampled step of 70 B parameters on 8 ranks is about 1 MiB
 KEEP_ALIVE_SECONDS = 5  # also closes a connection that never completes its request
 BODY_SECONDS = 30.0  # for one push to arrive whole
+NODE_HEADER = "ddpprobe-node"  # who pushes
 SHUTDOWN_SECONDS = 1.0  # for answers under way when the server stops
 
 Scope = Mapping[str, Any]
@@ -80,8 +82,8 @@ class Server:
         self._gather_listen = parse_address(gather_listen) if gather_listen else None
         self._gather_port: int | None = None
         self._pages: dict[bool, _Body] = {}  # by whether it is OpenMetrics
-        self._handler: Callable[[bytes], bytes] | None = None
-        self._token = b""
+        self._handler: Callable[[str, bytes], bytes] | None = None
+        self._door: Door | None = None
         self._loop: GuardedLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
@@ -119,16 +121,15 @@ class Server:
         """Replace what `/metrics` answers; from any thread, in one step."""
         self._pages = {False: _Body(text), True: _Body(openmetrics)}
 
-    def set_gather_handler(self, handler: Callable[[bytes], bytes], token: str) -> None:
-        """Answer every `POST /gather` that carries the token by what `handler` makes of its body.
+    def set_gather_handler(self, handler: Callable[[str, bytes], bytes], door: Door) -> None:
+        """Answer every `POST /gather` that the door admits by what `handler` makes of it.
 
-        It runs on the server's thread, so it only takes the bytes over; ValueError means that they
-        make no sense (400 to the sender).
+        Args:
+            handler: is given the node's name and the body, on the server's thread; `Refusal` says
+                what to answer to the sender.
+            door: admits a node that proves who it is.
         """
-        if not token:
-            msg = "the gather needs a token: an empty one would let anybody push"
-            raise ValueError(msg)
-        self._token = token.encode()
+        self._door = door
         self._handler = handler
 
     @property
@@ -217,8 +218,9 @@ class Server:
         assert self._handler is not None
         if method != "POST":
             return Answer(405, b"only POST\n", headers=((b"allow", b"POST"),))
-        given = headers.get("authorization", "").encode("latin-1", "replace")
-        if not hmac.compare_digest(given, b"Bearer " + self._token):
+        scheme, _, secret = headers.get("authorization", "").partition(" ")
+        node = headers.get(NODE_HEADER, "")
+        if scheme != "Bearer" or self._door is None or not self._door.admits(node, secret):
             return _refusal(401, b"wrong or no token\n", (b"www-authenticate", b"Bearer"))
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > MAX_BODY:
@@ -231,10 +233,9 @@ class Server:
         if body is None:
             return _refusal(413, b"body above 64 MiB\n")
         try:
-            told = self._handler(body)
-        except ValueError:
-            logger.warning("ddpprobe: a push was refused", exc_info=True)
-            return Answer(400, b"not a gather block\n")
+            told = self._handler(node, body)
+        except Refusal as refusal:
+            return Answer(refusal.status, refusal.reason.encode(errors="replace") + b"\n")
         return Answer(200, told, "application/octet-stream") if told else Answer(204, b"")
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import ddpprobe
+from ddpprobe import roster
 from ddpprobe.detectors.suite import default_suite
 
-from . import daemon_harness, real_job
+from .. import made_nodes
+from . import daemon_harness, rank_process, real_job
 
 wait, kill = daemon_harness.wait, daemon_harness.kill
 Harness = daemon_harness.Harness
@@ -45,6 +49,17 @@ def start_ranks(nodes: list[Harness], **spec: object) -> list[subprocess.Popen[b
         given = {"node": rank // 2, "local_world_size": 2, "bad": bad, **spec}
         started.append(nodes[rank // 2].rank(rank, world=4, **given))
     return started
+
+
+def agree(nodes: list[Harness], attempt: int, **others: Iterable[int]) -> dict[str, str]:
+    """Do what `install()` does at the start of an attempt; return the secrets by node."""
+    ranks = {"node_0001": frozenset({2, 3})} | {n: frozenset(r) for n, r in others.items()}
+    secrets = {name: roster.new_secret() for name in ranks}
+    listed = roster.Roster(attempt, ranks, {n: roster.digest(s) for n, s in secrets.items()})
+    listed.write(nodes[0].run.daemon_file("node_0000", roster.ROSTER))
+    path = nodes[1].run.daemon_file("node_0001", roster.SECRET)
+    roster.keep_secret(path, secrets["node_0001"])
+    return secrets
 
 
 def assert_all_merged(head: Harness, steps: int) -> None:
@@ -143,14 +158,14 @@ def test_a_node_that_falls_silent_is_missing_and_holds_nobody_up(nodes, port) ->
     head, other = nodes
     leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
     daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
-    ranks = start_ranks(nodes, steps=60, delay=0.02, hang=True)
+    ranks = start_ranks(nodes, steps=250, delay=0.02, hang=True)
     wait(lambda: [1 for t, p in head.frames() if t == 3 and p.ranks == (0, 1, 2, 3)])
     kill(daemon)
     for rank in ranks:
-        wait(lambda: all(len(nodes[n // 2].acked(n)) == 60 for n in range(4)))
+        wait(lambda: all(len(nodes[n // 2].acked(n)) == 250 for n in range(4)))
         kill(rank)
     assert leader.wait(40) == 0
-    assert head.merged_steps() == list(range(60))
+    assert head.merged_steps() == list(range(250))
     last = list(daemon_harness.StoredGroup(head.run, "attempt_000/merged").records(0))[-1]
     assert (last.ranks, last.missing) == ((0, 1), (2, 3))
 
@@ -169,23 +184,19 @@ def test_a_wrong_token_is_refused_and_hurts_nobody(nodes, port) -> None:
     assert {(r.ranks, r.missing) for r in records} == {((0, 1), (2, 3))}
 
 
-def test_a_restarted_job_with_a_new_head_and_a_new_token_gathers(nodes, port) -> None:
+def test_a_restarted_job_with_a_new_head_and_new_secrets_gathers(nodes, port) -> None:
     """The other node's daemon lingers through the restart and is told in the ranks' journals."""
     head, other = nodes
-
-    def agree(token: str) -> None:
-        for node in nodes:
-            (node.run.path / "daemon" / "token").write_text(token)
 
     def start(attempt: int, url: str) -> list[subprocess.Popen[bytes]]:
         return start_ranks(nodes, steps=40, attempt=attempt, head_url=url)
 
-    agree("first")
+    agree(nodes, 0)
     daemon = other.daemon(1, "--head", "http://127.0.0.1:1", token=None, linger=60.0)
     leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}", token=None)
     assert [r.wait(30) for r in start(0, f"http://127.0.0.1:{port}")] == [0] * 4
     assert leader.wait(40) == 0
-    agree("second")
+    agree(nodes, 1)
     leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port + 1}", token=None)
     said = wait(head.said)
     assert [r.wait(30) for r in start(1, f"http://{said['gather']}")] == [0] * 4
@@ -198,19 +209,59 @@ def test_a_restarted_job_with_a_new_head_and_a_new_token_gathers(nodes, port) ->
         assert merged == [(step, (0, 1, 2, 3)) for step in range(40)]
 
 
-def test_what_is_no_block_is_refused(nodes, port) -> None:
-    head, _ = nodes
-    head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
-    said = wait(head.said)
-    for body in (b"rubbish", b"dpp1" * 20):
-        post = urllib.request.Request(
-            f"http://{said['gather']}/gather",
-            body,
-            {"Authorization": f"Bearer {daemon_harness.TOKEN}"},
-        )
-        with pytest.raises(urllib.error.HTTPError, match="400") as refused:
-            urllib.request.urlopen(post)
-        refused.value.close()
+def test_a_hostile_node_with_its_own_secret_changes_nothing_and_metrics_stay_alive(nodes) -> None:
+    """Node 2, of rank 4, which never trains, pushes all sorts of things while the others do."""
+    head, other = nodes
+    secrets = agree(nodes, 0, node_0002={4})
+    leader = head.daemon(0, "--gather-listen", "127.0.0.1:0", token=None)
+    url = f"http://{wait(head.said)['gather']}"
+    daemon = other.daemon(1, "--head", url, token=None)
+    ranks = [nodes[r // 2].rank(r, world=5, node=r // 2, local_world_size=2, steps=150,
+                                bad=30 if r == 2 else None) for r in range(4)]  # fmt: skip
+
+    def push(body: bytes, node: str = "node_0002", secret: str = "node_0002") -> int:
+        headers = {"Authorization": f"Bearer {secrets[secret]}", "Ddpprobe-Node": node}
+        post = urllib.request.Request(f"{url}/gather", body, headers)
+        try:
+            with urllib.request.urlopen(post) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as refused:
+            with refused:
+                return refused.code
+
+    wait(lambda: push(made_nodes.block({"event": "ended", "attempt": 0, "ranks": [4]})) == 204)
+    assert push(b"x", node="node_0001") == 401
+    assert push(b"x", node="node_0000") == 401
+    rng, seen = random.Random(9), set()
+    step = 0
+    while any(rank.poll() is None for rank in ranks):
+        for made in (
+            rank_process.record(0, step, bad=True),  # the head's rank, and a false page of it
+            rank_process.record(3, step, bad=True),
+            replace(rank_process.record(4, step), ranks=(4, 4)),
+            replace(rank_process.record(4, step), step=2**62),
+            replace(rank_process.record(4, step), ranks=tuple(range(200_000))),
+            replace(rank_process.record(4, step), attempt=step + 1),
+        ):
+            seen.add(push(made_nodes.block(made)))
+        seen.add(push(rng.randbytes(100)))
+        seen.add(push(made_nodes.block(made_nodes.wish(4, cause="request/../../evil"))))
+        assert "ddpprobe_build_info" in head.metrics() or step == 0
+        step += 1
+    assert [r.wait(30) for r in ranks] == [0] * 4
+    assert [d.wait(40) for d in (leader, daemon)] == [0, 0]
+    assert seen == {400, 409}
+    records = list(daemon_harness.StoredGroup(head.run, "attempt_000/merged").records(0))
+    assert [r.step for r in records] == list(range(150))
+    assert {(r.ranks, r.missing) for r in records} == {((0, 1, 2, 3), (4,))}
+    assert all(r.counts[:, 0].tolist() == [406, 406] for r in records)
+    pages = [(a.step, a.rank) for a in head.anomalies() if a.level == "page"]
+    assert pages == [(30, 2)]
+    assert not list(head.run.path.rglob("*.answer"))
+    log = head.log()
+    assert 3 <= log.count("node_0002: what it pushes is refused") <= 6
+    assert "node_0001" not in log
+    assert not set(secrets.values()) & set(re.findall(r"[0-9a-f]{64}", log + other.log(1)))
 
 
 def test_the_token_stands_on_no_command_line(nodes, port) -> None:
