@@ -21,7 +21,11 @@ from ddpprobe.codec import Frame, FrameError, Tables
 from ddpprobe.records import StepRecord
 
 SEGMENT_FRAMES = 256
-SEGMENT_BYTES = 64 << 20  # a reader takes a segment into memory as a whole
+# A segment goes once it is closed and in the store, so an open one should be small. Each repeats
+# its head, META and tables, which takes as much as two thirds of a record: of that there is more
+# than a few times in it.
+SEGMENT_BYTES, SEGMENT_HEADS = 4 << 20, 16
+MAX_SEGMENT_BYTES = 64 << 20  # a reader takes a segment into memory as a whole
 BACK_OFF_SECONDS = 1.0
 READ_BYTES = 4 << 20
 
@@ -55,7 +59,7 @@ class JournalWriter:
         self._segment = first_segment - 1
         self._frames = 0
         self._seq = first_seq
-        self._size = 0
+        self._size = self._head = 0  # bytes of the segment; of those META and tables
         self._fd = -1
         self._tables: set[tuple[int, int]] = set()  # type and id of those in this segment
         self._retry_at = 0.0
@@ -83,6 +87,7 @@ class JournalWriter:
         written = self._write([*frames, (codec.RECORD, codec.encode_record(record))])
         if written:
             self._tables.update((table.type, table.id) for table in tables)
+            self._head += sum(len(table.payload) for table in tables)
         return written
 
     def close(self) -> None:
@@ -93,7 +98,8 @@ class JournalWriter:
 
     @property
     def _is_full(self) -> bool:
-        return self._frames >= self._segment_frames or self._size >= SEGMENT_BYTES
+        most = min(max(SEGMENT_BYTES, SEGMENT_HEADS * self._head), MAX_SEGMENT_BYTES)
+        return self._frames >= self._segment_frames or self._size >= most
 
     def _write(self, frames: list[tuple[int, bytes]]) -> bool:
         if time.monotonic() < self._retry_at:
@@ -116,6 +122,7 @@ class JournalWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = os.open(path, flags, layout.FILE_MODE)
         self._frames = self._size = 0
+        self._head = len(self._meta)
         self._tables.clear()
         try:
             self._put([(codec.META, self._meta)])

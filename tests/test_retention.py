@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 import xarray
 
-from ddpprobe import codec
+from ddpprobe import codec, journal
 from ddpprobe.daemon import __main__ as daemon
+from ddpprobe.daemon.ledger import Ledger
+from ddpprobe.detectors.suite import default_suite
+from ddpprobe.journal import segments_of
 from ddpprobe.layout import RunDir
 from ddpprobe.replay.run import open_run
 from ddpprobe.replay.tensors import TensorError
@@ -25,7 +29,7 @@ from ddpprobe.store.root import Root
 from ddpprobe.store.writer import StoreWriter
 
 from . import made_packs as made
-from .made_runs import ANOMALY, Made, tree
+from .made_runs import ANOMALY, Made, bad, head_merge, record, tree
 
 SITE = "layers.0.mlp.weight:param"
 STEPS, BLOCK = 40, 8
@@ -61,9 +65,10 @@ def apply(run: RunDir, *, now_ns: int | None = None, **limits: float) -> int:
 
 
 def size(run: RunDir) -> int:
-    """Return what the manifests say, after a look at what is really there."""
+    """Return what counts, after a look at what is really there."""
     said = Retention(run, Root(run, durable=False), Limits(), durable=False)._total()
-    assert said == sum(len(data) for data in tree(run.store).values())
+    counted = ("run.zarr/", "manifest/", "journal/", "captures/")
+    assert said == sum(len(d) for k, d in tree(run.path).items() if k.startswith(counted))
     return said
 
 
@@ -194,3 +199,97 @@ def test_a_limit_that_makes_no_sense_is_refused_with_an_example(text, monkeypatc
     arguments = daemon.parser().parse_args(["--dir", str(tmp_path)])
     with pytest.raises(daemon.WrongUseError, match="write a number and one of kb, .*, as in 20GB"):
         daemon._options(arguments, RunDir(tmp_path), "node_0000")
+
+
+WIDE, PER_LOOK = 400, 4  # sites; steps between two looks of the daemon
+MAX_BYTES = 2e6
+# Of a record with 400 sites, uncompressed, and of its site table.
+RECORD, TABLE = 37_000, 23_000
+
+
+def disk(run: RunDir) -> int:
+    return sum(len(data) for data in tree(run.path).values())
+
+
+def test_a_wide_run_stays_within_its_bound_at_every_moment(tmp_path, monkeypatch):
+    """`max_bytes`, an open segment of each journal, what comes between two looks, and a block."""
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 128 << 10)
+    segment = max(128 << 10, journal.SEGMENT_HEADS * TABLE) + RECORD + TABLE
+    journals = groups = 3  # of two ranks and the head's daemon
+    block = retention_block(groups) * RECORD
+    most = MAX_BYTES + journals * (segment + PER_LOOK * RECORD) + groups * block
+    made = Made(tmp_path / "run", pid=os.getpid(), segment_frames=256)
+    clock = [0.0]
+    folding = StoreWriter(
+        made.run, "node_0000", durable=False, limits=Limits(MAX_BYTES), clock=lambda: clock[0]
+    )
+    highest = written = 0
+    for step in range(100):
+        parts = [record(rank, step, WIDE) for rank in range(2)]
+        made.write(parts)
+        made.tell(codec.RECORD, head_merge(parts))
+        highest, written = max(highest, disk(made.run)), written + 3 * RECORD
+        if step % PER_LOOK == PER_LOOK - 1:
+            clock[0] += 5
+            folding.fold()
+            highest = max(highest, disk(made.run))
+        assert highest <= most, step
+    assert written > 1.5 * most  # it had to give something up
+    opened = open_run(made.path)
+    kept = {rank: [r.step for r in opened.records(rank)] for rank in (None, 0, 1)}
+    assert all(steps and steps[-1] == 99 and steps[0] > 0 for steps in kept.values()), kept
+    assert verify(opened).ok
+    assert not opened.lost
+    made.close()
+
+
+def retention_block(groups: int) -> int:
+    """Return the records of a block: an eighth of `max_bytes` for all groups, but 8 at least."""
+    return max(8, int(MAX_BYTES / 8 / groups / RECORD))
+
+
+def test_a_daemon_goes_on_from_the_store_where_retention_took_its_journal_away(tmp_path):
+    made = Made(tmp_path / "run", pid=os.getpid(), segment_frames=8)
+    folding = StoreWriter(made.run, "node_0000", block=8, durable=False, limits=Limits(1))
+    directory = made.run.daemon_journal(0, "node_0000")
+    # One verdict that nobody finds in what is left, and one that the daemon did not live to write.
+    suite, told = default_suite(), [replace(ANOMALY, step=9, values={"nan": 3})]
+    for step in range(60):
+        parts = [record(r, step, first_bad=bad(1, 59) if (r, step) == (1, 59) else None)
+                 for r in range(2)]  # fmt: skip
+        made.write(parts)
+        merged = head_merge(parts)
+        made.tell(codec.RECORD, merged)
+        told += suite.update(merged)
+        if step == 9:
+            made.tell(codec.ANOMALY, told[0])
+        if step == 20:
+            made.tell(codec.LIFE, {"event": "order", "cause": "capture:it"})
+        if step % 8 == 7:
+            folding.fold()
+    folding.seal()
+    left = segments_of(directory)
+    assert left[0] > 3
+    assert verify(open_run(made.path)).ok
+    made.daemon.close()
+    again = Ledger(directory, {"role": "daemon"}, default_suite())
+    assert again.last_step == 59
+    assert again.settled == {"capture:it"}
+    assert again.recovered == told
+    assert len(told) == 2
+    again.take(head_merge([record(0, 60), record(1, 60)]))
+    again.close()
+    opened = open_run(made.path)
+    assert opened._overlay.told_anomalies(0) == told
+    assert verify(opened).ok
+    made.close()
+
+
+def test_a_group_of_which_most_has_expired_is_read_as_what_is_left_of_it(tmp_path):
+    """Its sizes are no claim without files: the manifest counts the blocks that went."""
+    made = Made(tmp_path / "run", ranks=1, segment_frames=512).whole(200, told=False)
+    StoreWriter(made.close(), "node_0000", block=2, durable=False, limits=Limits(1)).seal()
+    opened = open_run(made.path)
+    assert [r.step for r in opened.records(0)] == [198, 199]
+    assert not opened.lost
+    assert verify(opened).ok

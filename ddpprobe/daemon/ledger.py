@@ -7,6 +7,7 @@ behind the last merged step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter, defaultdict, deque
@@ -16,10 +17,12 @@ from typing import Any, Protocol
 
 from ddpprobe import codec
 from ddpprobe.codec import Frame
+from ddpprobe.daemon.past import Past, past_of
 from ddpprobe.daemon.tail import MALFORMED
 from ddpprobe.heartbeat import Heartbeat
 from ddpprobe.journal import BACK_OFF_SECONDS, JournalTail, JournalWriter, segments_of
 from ddpprobe.records import Anomaly, StepRecord
+from ddpprobe.store.manifest import Consumed
 from ddpprobe.view import FirstFailure
 
 WINDOW_STEPS = 64  # sampled steps before an anomaly that are evidence
@@ -136,16 +139,30 @@ class Ledger:
             self._writer.close()
 
     def _recover(self) -> None:
-        written: Counter[bytes] = Counter()
+        first = min(segments_of(self.directory), default=0)
+        past = past_of(self.directory) if first > 0 else None
+        told, stored = past.anomalies() if past is not None else ([], Consumed())
+        written = Counter(codec.encode_anomaly(anomaly) for anomaly in told)
         found: list[Anomaly] = []
+        latest = self._read_past(past)
         tail = JournalTail(self.directory)
         for frame in tail.poll():
             self._next_seq = frame.seq + 1
+            if frame.type == codec.ANOMALY and stored.has(frame.seq):
+                continue
             try:
-                found += self._read_back(frame, tail, written)
+                new = self._read_back(frame, tail, written)
             except MALFORMED:
                 self.dropped["malformed"] += 1
+                continue
+            found += new
+            latest = new if frame.type == codec.RECORD else latest
         tail.close()
+        if past is not None:
+            # Without the steps that expired the detectors may see what nobody saw, and not see
+            # what was seen. What was written holds; only the last verdict may not have been.
+            both = (*map(codec.decode_anomaly, written), *latest)
+            found = list({codec.encode_anomaly(a): a for a in both}.values())
         self.recovered = found
         for anomaly in found:
             code = codec.encode_anomaly(anomaly)
@@ -154,6 +171,31 @@ class Ledger:
                 self._count(anomaly)
             else:  # its finder was killed between the record and the verdict
                 self._write_anomaly(anomaly)
+
+    def _read_past(self, past: Past | None) -> list[Anomaly]:
+        """Take in what only the store holds of the journal; return the newest verdicts on it."""
+        if past is None:
+            return []
+        for event in past.events():
+            with contextlib.suppress(*MALFORMED):
+                self._take_event(event)
+        found: list[Anomaly] = []
+        for record in past.records(self._first_step()):
+            self._remember_record(record)
+            found = self._detectors.update(record)
+        return found
+
+    def _first_step(self) -> int | None:
+        """Return the first merged step that the journal itself holds."""
+        tail = JournalTail(self.directory)
+        try:
+            for frame in tail.poll():
+                with contextlib.suppress(*MALFORMED):
+                    if frame.type == codec.RECORD:
+                        return codec.decode_record(frame.payload, tail.tables).step
+        finally:
+            tail.close()
+        return None
 
     def _read_back(self, frame: Frame, tail: JournalTail, written: Counter[bytes]) -> list[Anomaly]:
         """Take in one frame of the predecessor's; return what the detectors make of it."""
@@ -164,17 +206,21 @@ class Ledger:
         if frame.type == codec.ANOMALY:
             written[frame.payload] += 1
         if frame.type == codec.LIFE:
-            event = frame.json()
-            self._settle(event)
-            match event.get("event"):
-                case "death":
-                    self._remember_death(event)
-                case "pushed":
-                    self.pushed = int(event["step"])
-                case "finished":
-                    self.finished = True
-                    return self._detectors.finish()
+            was_finished = self.finished
+            self._take_event(frame.json())
+            if self.finished and not was_finished:
+                return self._detectors.finish()
         return []
+
+    def _take_event(self, event: Mapping[str, Any]) -> None:
+        self._settle(event)
+        match event.get("event"):
+            case "death":
+                self._remember_death(event)
+            case "pushed":
+                self.pushed = int(event["step"])
+            case "finished":
+                self.finished = True
 
     def _note(self, record: StepRecord) -> list[Anomaly]:
         self._remember_record(record)

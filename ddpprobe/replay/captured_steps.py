@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe import layout
-from ddpprobe.packs import Pack
+from ddpprobe.packs import Pack, PackError
 from ddpprobe.replay.tensors import (
     Capsule,
     Captured,
@@ -39,6 +39,7 @@ _SITE = re.compile(r"(?P<fqn>.*):(?P<kind>[a-z_]+)(?:\[(?P<leaf>.*)\])?", re.DOT
 # Of the module's state, not of a call.
 STATE = ("param", "grad", "buffer")
 _SHOWN = 8
+LOOKS = 5  # a daemon folds, or retention takes away, while we look
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +64,42 @@ class _InPack:
         return part
 
 
+@dataclass(frozen=True, slots=True)
+class _Lasting:
+    """A part that is found again where it went meanwhile: from its pack into the store."""
+
+    step: CapturedStep
+    key: Key
+    ranks: Sequence[int]
+    source: Source
+
+    def read(self, inner: Box) -> NDArray[Any]:
+        source: Source = self.source
+        for _ in range(LOOKS):
+            try:
+                return source.read(inner)
+            except (StoreError, PackError, OSError):
+                before, now = source, settled_step(self.step.run, *self.step.when)
+                if now is None:
+                    raise TensorError(_expired_text(self.step.when[1])) from None
+                found = now.source(self.key, self.ranks)
+                if found is None or type(found) is type(before):
+                    raise
+                source = found
+        return source.read(inner)
+
+
 class CapturedStep:
     """The captured tensors of one step.
 
     Attributes:
+        run, when: where and which: (attempt, step).
         event: what there is; None if nothing can be read.
         lost: what is damaged.
     """
 
     def __init__(self, run: layout.RunDir, attempt: int, step: int) -> None:
+        self.run, self.when = run, (attempt, step)
         paths = packs_of(run, attempt).get(step, {})
         self._packs, self.lost = open_packs(run, attempt, step, paths.items())
         self._stored = StoredEvent(run, attempt, step)
@@ -101,7 +129,10 @@ class CapturedStep:
 
     def tensor(self, entry: Entry) -> GlobalTensor:
         """Return a tensor of the event."""
-        sources = [self._source(entry.key, part.ranks) for part in entry.plan.parts]
+        sources: list[Source | None] = []
+        for part in entry.plan.parts:
+            found = self.source(entry.key, part.ranks)
+            sources.append(found and _Lasting(self, entry.key, part.ranks, found))
         return GlobalTensor(entry.key, entry.held, entry.plan, sources)
 
     def find(self, site: str, micro: int, call: int) -> Entry:
@@ -195,7 +226,7 @@ class CapturedStep:
         headers = dict(sorted({**stored.headers, **more.headers}.items()))
         return planned(attempt, step, max(stored.world, more.world), headers, held)
 
-    def _source(self, key: Key, ranks: Sequence[int]) -> Source | None:
+    def source(self, key: Key, ranks: Sequence[int]) -> Source | None:
         """Return where a part is that all of `ranks` hold."""
         for rank in ranks:
             entry, part = self._kept.get((rank, key), (None, 0))
@@ -215,7 +246,26 @@ def captured_attempts(run: layout.RunDir, attempts: Sequence[int]) -> list[int]:
 def captured_steps(run: layout.RunDir, attempt: int) -> Iterator[CapturedStep]:
     """Yield what was captured in an attempt, ascending."""
     for step in sorted(_steps(run, attempt) - _expired(run, attempt)):
-        yield CapturedStep(run, attempt, step)
+        found = settled_step(run, attempt, step)
+        if found is not None:
+            yield found
+
+
+def settled_step(run: layout.RunDir, attempt: int, step: int) -> CapturedStep | None:
+    """Return what was captured at a step; None if it has expired, maybe while we looked.
+
+    What a fold or retention moved away under our eyes is not damaged: it is looked at again.
+    """
+    found = CapturedStep(run, attempt, step)
+    for _ in range(LOOKS):
+        if step in _expired(run, attempt):
+            return None
+        if not found.lost:
+            break
+        before, found = found.lost, CapturedStep(run, attempt, step)
+        if found.lost == before:
+            break
+    return found
 
 
 def captured_step(run: layout.RunDir, attempts: Sequence[int], step: int) -> CapturedStep:
@@ -227,10 +277,12 @@ def captured_step(run: layout.RunDir, attempts: Sequence[int], step: int) -> Cap
     there: dict[int, set[int]] = {}
     for attempt in sorted(attempts, reverse=True):
         if step in _expired(run, attempt):
-            raise TensorError(f"what was captured at step {step} has expired (max_bytes, max_age)")
+            raise TensorError(_expired_text(step))
         there[attempt] = _steps(run, attempt) - _expired(run, attempt)
         if step in there[attempt]:
-            found = CapturedStep(run, attempt, step)
+            found = settled_step(run, attempt, step)
+            if found is None:
+                raise TensorError(_expired_text(step))
             if found.event is not None:
                 return found
             if found.lost:
@@ -238,6 +290,10 @@ def captured_step(run: layout.RunDir, attempts: Sequence[int], step: int) -> Cap
     steps = sorted({s for found in there.values() for s in found})
     others = f"these steps were: {steps[:_SHOWN]}" if steps else "no step was"
     raise TensorError(f"step {step} was not captured; {others}")
+
+
+def _expired_text(step: int) -> str:
+    return f"what was captured at step {step} has expired (max_bytes, max_age)"
 
 
 def _state_of(event: Event | None, module: str) -> set[str]:

@@ -106,11 +106,18 @@ class _Mirror:
 
     def fetch_captured(self, step: int | None) -> None:
         """Fetch the chunks that the nodes' manifests name, of one captured step or of all."""
+        if not self._fetch_captured(step):
+            self.sync()  # some are not there any more: what has expired is said over there
+            self._fetch_captured(step)
+
+    def _fetch_captured(self, step: int | None) -> bool:
+        whole = True
         for file in inside.names(self._run.path, "manifest"):
             name = file.removesuffix(".log")
             match = MANIFEST.fullmatch(name)
             if match and match[5] and step in {None, int(match[4])}:
-                self._group(name).fetch_listed()
+                whole &= self._group(name).fetch_listed()
+        return whole
 
     def _group(self, name: str) -> GroupCopy:
         return GroupCopy(self._bucket, self._run, name, self._advance)

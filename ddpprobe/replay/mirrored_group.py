@@ -78,11 +78,14 @@ class GroupCopy:
                 return self._strict and state is manifest.state
         return False
 
-    def fetch_listed(self) -> None:
-        """Fetch what the manifest in the copy lists. Raises as `sync`."""
-        self._strict = False
+    def fetch_listed(self) -> bool:
+        """Fetch what the manifest in the copy lists; whether it was all there. Raises as `sync`."""
         files = Manifest(self._log(self._name)).state.files
-        self.copy(group_of(self._name)[0], list(files.items()))
+        try:
+            self.copy(group_of(self._name)[0], list(files.items()))
+        except Moved:
+            return False
+        return True
 
     def _manifest(self) -> bytes | None:
         try:

@@ -206,12 +206,8 @@ class Overlay:
 
     def facts(self, attempt: int, rank: int) -> RankFacts:
         """Read through one rank's records and say what there is."""
-        listing, facts = self._listing(attempt, rank), RankFacts(rank)
-        facts.steps, facts.sampled = self.rank_steps(attempt, rank)
-        group = self.group(attempt, layout.rank_name(rank))
-        if group is not None:
-            facts.meta, facts.sites = group.meta, {site.key for site in group.sites() or []}
-            self.note(group)
+        name, listing = layout.rank_name(rank), self._listing(attempt, rank)
+        facts = RankFacts(rank)
         for source, numbers in listing:
             tables = codec.Tables()
             for number in numbers:
@@ -221,11 +217,23 @@ class Overlay:
                 for _ in segments.records_of(segment, tables, Consumed()):
                     pass  # fills the tables
             facts.sites |= {site.key for site in tables.sites()}
+        facts.steps, facts.sampled = self._steps(attempt, name, listing)
+        group = self.group(attempt, name)  # after the journals, as `_steps` does
+        if group is not None:
+            facts.meta = group.meta or facts.meta
+            facts.sites |= {site.key for site in group.sites() or []}
+            self.note(group)
         return facts
 
     def events(self, attempt: int) -> list[Event]:
         """Return all LIFE frames of an attempt, of daemons and ranks, each once."""
-        listing = self._listing(attempt)
+        # The journals first: what is folded and deleted meanwhile is in the store afterwards.
+        written: dict[tuple[str, str, int], Event] = {}
+        for source, frame in self._frames(self._listing(attempt), codec.LIFE):
+            event = segments.json_of(frame)
+            if event is not None:
+                key = (source.node, source.name, frame.seq)
+                written[key] = Event(*key, dict(event))
         found: dict[tuple[str, str, int], Event] = {}
         for name in self.groups(attempt):
             group = self.group(attempt, name) if name.startswith("node_") else None
@@ -233,22 +241,18 @@ class Overlay:
                 found[name, journal, seq] = Event(name, journal, seq, what)
             if group:
                 self.note(group)
-        for source, frame in self._frames(listing, codec.LIFE):
-            event = segments.json_of(frame)
-            if event is not None:
-                key = (source.node, source.name, frame.seq)
-                found[key] = Event(*key, dict(event))
-        return list(found.values())
+        return list({**found, **written}.values())
 
     def told_anomalies(self, attempt: int) -> list[Anomaly]:
         """Return the anomalies that the head daemon wrote down, in its order."""
-        listing = [(s, n) for s, n in self._listing(attempt) if s.rank is None]
+        listing = self._daemons(attempt)
+        frames = list(self._frames(listing, codec.ANOMALY))  # before the store, as above
         group = self.group(attempt, "anomalies")
         found = group.anomalies() if group else []
         consumed = group.consumed if group else {}
         if group:
             self.note(group)
-        for source, frame in self._frames(listing, codec.ANOMALY):
+        for source, frame in frames:
             if not consumed.get(source.name, Consumed()).has(frame.seq):
                 try:
                     found.append(codec.decode_anomaly(frame.payload))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +33,7 @@ from ddpprobe.store.manifest import (
 
 Advance = Callable[[int], None]
 MOST_DAMAGE = 10_000  # places listed
-LOOKS = 5  # a live run changes under our eyes: a file is damaged if it stays so
+LOOKS = 50  # a live run changes under our eyes: a file is damaged if it stays so
 
 
 def _unheard(_: int) -> None:
@@ -118,9 +118,9 @@ def _groups(run: layout.RunDir) -> Iterator[str]:
 def _check_files(run: layout.RunDir, key: str, report: Report) -> None:
     """Compare the files of one group with its manifest."""
     root = run.store / key if key else run.store
-    manifest = Manifest(manifest_path(run, key))
     where = "/".join(p for p in ("run.zarr", key) if p)
-    here = set(_walk(root, deep=bool(key)))
+    here = set(_walk(root, deep=bool(key)))  # first: what is committed stands in the manifest then
+    manifest = Manifest(manifest_path(run, key))
     if not manifest.exists:
         if GROUP_JSON in here:
             report.add(Lost(where, None, "its manifest is missing"))
@@ -132,22 +132,38 @@ def _check_files(run: layout.RunDir, key: str, report: Report) -> None:
         report.add(Lost(name, None, text))
     if manifest.torn:
         report.notes.append(f"{name}: {manifest.torn} bytes of a line that was not finished")
-    wrong = _wrong_files(root, manifest)
+    first, wrong = manifest, _wrong_files(root, manifest)
     for _ in range(LOOKS):
         again = Manifest(manifest.path)
-        if not wrong or again.lines == manifest.lines:
+        if not wrong or _says_the_same(again, manifest):
             break
-        manifest, wrong = again, _wrong_files(root, again)
+        # Only these: a look at everything would take longer than the writer's next commit.
+        manifest, wrong = again, _wrong_files(root, again, wrong.keys())
     for file, why in wrong.items():
         report.add(Lost(f"{where}/{file}", None, why))
-    report.files += len(manifest.state.files)
-    extra = here - set(manifest.state.files) - set(manifest.replaced)
+    report.files += len(first.state.files)
+    extra = here - set(first.state.files) - set(first.replaced)
+    extra = _still_unknown(root, manifest.path, extra) if extra else extra
     if extra and not manifest.damage:
         report.notes.append(f"{where}: {len(extra)} files that were never committed")
 
 
-def _wrong_files(root: Path, manifest: Manifest) -> dict[str, str]:
-    """Return what is wrong with the files that must be there, by name."""
+def _still_unknown(root: Path, path: Path, extra: set[str]) -> set[str]:
+    """Return those files that were not committed, or taken away, since they were listed."""
+    again = Manifest(path)
+    return {f for f in extra - {*again.state.files, *again.replaced} if (root / f).exists()}
+
+
+def _says_the_same(one: Manifest, other: Manifest) -> bool:
+    return (one.lines, one.undone, one.state.files) == (
+        other.lines, other.undone, other.state.files,
+    )  # fmt: skip
+
+
+def _wrong_files(
+    root: Path, manifest: Manifest, only: Collection[str] | None = None
+) -> dict[str, str]:
+    """Return what is wrong with the files that must be there (or `only` of these), by name."""
     wrong: dict[str, str] = {}
     try:
         settled = is_settled(root, manifest)
@@ -157,6 +173,8 @@ def _wrong_files(root: Path, manifest: Manifest) -> dict[str, str]:
     state = manifest.state if settled else manifest.rolled_back()
     exact = settled and not manifest.undone
     for key, version in state.files.items():
+        if only is not None and key not in only:
+            continue
         try:
             found = version_of(read_regular(root, key))
         except FileNotFoundError:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ddpprobe.store.reader import StoredGroup
 
 LAST_READINGS = 2  # of a node, which make a rate
-LAST_SEGMENTS = 4  # of a daemon's journal: a thousand steps, more than is not folded yet
+LAST_SEGMENTS = 4  # of a daemon's journal: what came before is in the store, or outdated by these
 _RANK = re.compile(r"rank_(\d{5,})")
 # What a frame with a right checksum can still do wrong.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, struct.error)

@@ -27,6 +27,7 @@ from ddpprobe.store.capture_event import (
     group_key,
 )
 from ddpprobe.store.capture_places import Box
+from ddpprobe.store.committed import LOOKS
 from ddpprobe.store.manifest import (
     GROUP_JSON,
     Lost,
@@ -236,8 +237,22 @@ def stored_steps(run: layout.RunDir, attempt: int) -> list[int]:
 
 def expired_steps(run: layout.RunDir, attempt: int) -> set[int]:
     """Steps whose events retention took away. Raises StoreError if what says so is damaged."""
+    before: set[Version] | None = None
+    for _ in range(LOOKS):
+        manifest = Manifest(manifest_path(run, captures_key(attempt)))
+        try:
+            return _expired_steps(run, attempt, manifest)
+        except StoreError:
+            # One more may have expired between the looks at the manifest and at what it lists.
+            said = manifest.versions(GROUP_JSON)
+            if said == before:
+                raise
+            before = said
+    raise StoreError(f"{captures_key(attempt)}/{GROUP_JSON} changes all the time")
+
+
+def _expired_steps(run: layout.RunDir, attempt: int, manifest: Manifest) -> set[int]:
     key = captures_key(attempt)
-    manifest = Manifest(manifest_path(run, key))
     if not manifest.exists:
         if GROUP_JSON in inside.names(run.path, f"{inside.STORE}/{key}"):
             raise StoreError(f"{key}: its manifest is missing")

@@ -144,9 +144,9 @@ class StoredGroup:
         for steps, start, stop in self._blocks_of("delivered"):
             sampled = self._arrays.attempt("sampled", None, start, stop)
             chosen = np.ones(len(steps), bool) if sampled is None else sampled != 0
-            flags: NDArray[Any] | None = np.ones((len(steps), len(ranks)), bool)
-            if not self._arrays.has_expired(start // block):
-                flags = self._arrays.attempt("delivered", span_of(steps), start, stop)
+            flags = self._arrays.attempt("delivered", span_of(steps), start, stop)
+            if self._arrays.has_expired(start // block):
+                flags = np.ones((len(steps), len(ranks)), bool)
             if flags is not None:
                 yield steps[chosen], ranks, flags[chosen] != 0
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from ddpprobe import codec, layout
 from ddpprobe.codec import Frame, Tables
-from ddpprobe.records import StepRecord
+from ddpprobe.records import COUNTS, VALUES, StepRecord
 from ddpprobe.store import format as fmt
 from ddpprobe.store.columns import (
     Axis,
@@ -35,15 +35,19 @@ from ddpprobe.store.segments import (
     settle,
 )
 
+MIN_BLOCK = 8  # records: of a smaller block most would be what each file costs
+ROW_BYTES = 8 * (len(COUNTS) + len(VALUES)) + 4  # of one site in one record, before compression
+
 
 @dataclass(slots=True)
 class Pass:
     """One reading of a journal's segments: what was met on the way.
 
     `seqs` are the records by segment, `events` its LIFE frames, `refused` those that belong to
-    somebody else.
+    somebody else. `growing` is the segment that its writer may still write to.
     """
 
+    growing: int | None = None
     segments: dict[int, Segment] = field(default_factory=dict)
     seqs: dict[int, list[int]] = field(default_factory=dict)
     events: list[Frame] = field(default_factory=list)
@@ -69,20 +73,26 @@ class Pass:
                 self.seen.add(seq)
                 self.end = seq + 1
                 yield seq, record
-            self.end = max(self.end, segment.end)
+            self.end = max(
+                self.end, segment.end if number != self.growing else settled_end(segment)
+            )
             # Only what deletion must know is kept: the frames of a segment can be 30 MB.
             last = segment.frames[-1:]
             segment.frames = segment.frames[:1] + (last if len(segment.frames) > 1 else [])
 
 
 class RecordFold:
-    """Folds one source; nothing of it outlives the call, so an error leaves no half state."""
+    """Folds one source; nothing of it outlives the call, so an error leaves no half state.
+
+    A new group's blocks take `block_bytes` at most, but for the least that makes a block.
+    """
 
     def __init__(
-        self, run: layout.RunDir, root: Root, source: Source, *, block: int, durable: bool
-    ) -> None:
+        self, run: layout.RunDir, root: Root, source: Source, *, block: int, durable: bool,
+        block_bytes: float | None = None,
+    ) -> None:  # fmt: skip
         self._root, self._source = root, source
-        self._block = block
+        self._block, self._block_bytes = block, block_bytes
         self._group = GroupWriter(run, source.record_group, durable=durable)
         self._sites, self._scalars, self._ranks = SiteAxis(), Axis[str](), Axis[int]()
         self._digests = Axis[tuple[str, str]]()
@@ -90,17 +100,32 @@ class RecordFold:
             self._block = self._group.chunks["step"]
             self._read_axes()
 
-    def fold(self, numbers: list[int], *, final: bool) -> tuple[int, Pass]:
-        """Fold the segments `numbers`; whole blocks only, unless `final`."""
+    def fold(
+        self, numbers: list[int], *, final: bool, growing: int | None = None
+    ) -> tuple[int, Pass]:
+        """Fold the segments `numbers`.
+
+        Args:
+            numbers: of the segments, ascending.
+            final: nothing follows: what does not fill a block goes in as well.
+            growing: that one may still grow; what does not fill a block goes in nevertheless, and
+                what follows is added to it. None: whole blocks only, unless `final`.
+        """
         group, name = self._group, self._source.name
         before = group.consumed.get(name, Consumed())
-        done, rows, taken = Pass(), 0, set[int]()
-        stream = settle(done.items(self._source, numbers, before), final=final)
+        done, rows, taken = Pass(growing), 0, set[int]()
+        everything = final or growing is not None
+        stream = settle(done.items(self._source, numbers, before), final=everything)
         while True:
             room = self._block - group.sizes.get("step", 0) % self._block
             batch = list(islice(stream, room))
-            if not batch or (len(batch) < room and not final):
+            if batch and not group.exists:
+                room = self._block = self._fitting(batch)
+                batch, stream = batch[:room], chain(batch[room:], stream)
+            if not batch or (len(batch) < room and not everything):
                 break
+            if not (final or group.exists or len(batch) == room or _has_sites(batch)):
+                break  # the chunks are chosen by the number of sites, once for all: wait for some
             taken.update(seq for _, seqs in batch for seq in seqs)
             self._append([record for record, _ in batch], done)
             self._commit(before.advanced(taken, done.seen - taken, done.end))
@@ -111,6 +136,13 @@ class RecordFold:
         if group.exists and progress != group.consumed.get(name):
             self._commit(progress)
         return rows, done
+
+    def _fitting(self, batch: list[tuple[StepRecord, tuple[int, ...]]]) -> int:
+        """Return how many records like these a block of a new group holds."""
+        if self._block_bytes is None:
+            return self._block
+        row = ROW_BYTES * max(len(record.sites) for record, _ in batch)
+        return min(self._block, max(MIN_BLOCK, int(self._block_bytes // max(row, 1))))
 
     def has(self, seq: int) -> bool:
         """Return whether a record is committed."""
@@ -165,3 +197,17 @@ class RecordFold:
         if own:
             labels = {name: group.labels(name) for name in ("digest_fqn", "digest_shard")}
             self._digests = Axis(decode_digest_axis(labels))
+
+
+def settled_end(segment: Segment) -> int:
+    """Return the sequence number behind what the writer of a growing segment will not take back.
+
+    A table stands before the record that needs it, in one write. If the disk refuses the rest of
+    it the table goes again, and its number with it.
+    """
+    ends = (f.seq + 1 for f in reversed(segment.frames) if f.type in {codec.RECORD, codec.LIFE})
+    return next(ends, 0)
+
+
+def _has_sites(batch: list[tuple[StepRecord, tuple[int, ...]]]) -> bool:
+    return any(record.sites for record, _ in batch)

@@ -1,7 +1,8 @@
 """Retention: a run keeps within `max_bytes` and `max_age`, the oldest whole things going first.
 
-First the captured steps, then blocks of records; what an anomaly is judged by comes last of all,
-and age alone never takes it away. How large a thing is the manifests know; the tree is not walked.
+First what of the daemon's journal is in the store as well, then the captured steps, then blocks of
+records; what an anomaly is judged by comes last of all, and age alone never takes it away. How
+large a thing is the manifests know; the tree is not walked.
 What went is said: the manifest of a group counts the expired blocks as done with, and the group of
 the captures lists the expired steps, so that a reader says `expired` and `verify` finds no damage.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ class Limits:
     """What a run may keep.
 
     Attributes:
-        max_bytes: of the store and of packs not folded yet.
+        max_bytes: of the store, its manifests, the journals, and packs not folded yet.
         max_age: seconds since the end of a step.
     """
 
@@ -81,12 +82,16 @@ class Retention:
         self._run, self._root, self._limits, self._durable = run, root, limits, durable
         self._sizes: dict[Path, tuple[tuple[int, int], int]] = {}
 
-    def apply(self, own: dict[int, set[str]], now_ns: int | None = None) -> int:
+    def apply(
+        self, own: dict[int, set[str]], now_ns: int | None = None,
+        spare: Callable[[], Iterable[Path]] = tuple,
+    ) -> int:  # fmt: skip
         """Take away what is too much or too old; return how many things went.
 
         Args:
             own: attempt -> names of the record groups that this daemon writes.
             now_ns: the time, ns since 1970.
+            spare: returns journal segments of which everything is in the store, oldest first.
 
         Raises:
             OSError: the disk refused; what went is gone, the rest comes later.
@@ -94,15 +99,19 @@ class Retention:
         now = time.time_ns() if now_ns is None else now_ns
         self._finish()
         total, limits = self._total(), self._limits
-        fits = limits.max_bytes is None or total <= limits.max_bytes
-        if fits and limits.max_age is None:
-            return 0
+        most = float("inf") if limits.max_bytes is None else limits.max_bytes
         gone = 0
+        for path in spare() if total > most else ():  # one by one: to look at them takes a while
+            if total <= most:
+                break
+            total, gone = total - _size(path), gone + 1
+            path.unlink(missing_ok=True)
+        if total <= most and limits.max_age is None:
+            return gone
         for thing in sorted(self._things(own), key=lambda t: t.key):
-            too_much = limits.max_bytes is not None and total > limits.max_bytes
             age = (now - thing.time_ns) / 1e9
             too_old = limits.max_age is not None and age > limits.max_age and not thing.evidence
-            if too_much or too_old:
+            if total > most or too_old:
                 thing.remove()
                 total, gone = total - thing.size, gone + 1
         return gone
@@ -197,19 +206,26 @@ class Retention:
         group.remove(sorted(files), {EXPIRED: after})
 
     def _total(self) -> int:
-        """Return the bytes of the store, by the manifests, and of the packs."""
-        total = 0
+        """Return the bytes of the store, by the manifests, of these, of journals and packs."""
+        total = sum(_size(path) for path in self._run.path.glob("journal/*/*/*/*.wal"))
         for path in sorted((self._run.path / "manifest").glob("*.log")):
             stat = path.stat()
             stamp = stat.st_mtime_ns, stat.st_size
             if self._sizes.get(path, ((0, 0), 0))[0] != stamp:
                 files = Manifest(path).state.files.values()
-                self._sizes[path] = stamp, sum(size for size, _ in files)
+                self._sizes[path] = stamp, stat.st_size + sum(size for size, _ in files)
             total += self._sizes[path][1]
         for attempt in attempts_with_packs(self._run):
             for ranks in packs_of(self._run, attempt).values():
-                total += sum(p.stat().st_size for p in ranks.values() if p.exists())
+                total += sum(map(_size, ranks.values()))
         return total
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0  # folded meanwhile
 
 
 def evidence_of(run: layout.RunDir, attempt: int) -> Spans:

@@ -8,7 +8,6 @@ every inner chunk are held against their own checksums.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from ddpprobe import inside, layout
 from ddpprobe.store import decoding, regions
 from ddpprobe.store import format as fmt
+from ddpprobe.store.committed import CommittedFiles, ExpiredError
 from ddpprobe.store.manifest import (
     EXPIRED,
     GROUP_JSON,
@@ -28,11 +28,8 @@ from ddpprobe.store.manifest import (
     Manifest,
     State,
     StoreError,
-    Version,
     is_settled,
     manifest_path,
-    read_regular,
-    version_of,
 )
 from ddpprobe.store.regions import Index, Shard
 
@@ -68,6 +65,7 @@ class GroupArrays:
         self.columns = {c.name: c for c in fmt.SCHEMAS[fmt.kind_of_group(key) or "rank"]}
         self.chunks: dict[str, dict[str, int]] = {}
         self.manifest, settled = self._settle()
+        self._files = CommittedFiles(self._root, self.manifest)
         state = self.manifest.state if settled else self.manifest.rolled_back()
         self.consumed: dict[str, Consumed] = state.consumed
         self.sizes = dict(state.sizes)
@@ -77,7 +75,7 @@ class GroupArrays:
 
     def has_expired(self, block: int) -> bool:
         """Return whether retention took a block of steps away."""
-        return self.consumed.get(EXPIRED, Consumed()).has(block)
+        return self._files.has_expired(block)
 
     @property
     def rows(self) -> int:
@@ -116,7 +114,7 @@ class GroupArrays:
             try:
                 if column.split:
                     self._copy_parts(column, key, grid, origin, where, out, only)
-                elif (data := self._load(key)) is not None:
+                elif (data := self._files.load(key)) is not None:
                     part = regions.decode(column, data, grid)
                     regions.place(out, where, origin, part)
                     text += sum(map(len, part.flat)) if column.dtype == "string" else 0
@@ -133,7 +131,7 @@ class GroupArrays:
         """Copy the inner chunks of one file into the region `where`."""
         shape = [self.sizes[d] for d in column.dims]
         whole = only is None and regions.covers(where, origin, grid, shape)
-        source = self._load(key) if whole else self._opened(key)
+        source = self._files.load(key) if whole else self._files.open(key)
         if source is None:
             return
         part = fmt.part_of(grid)
@@ -207,9 +205,14 @@ class GroupArrays:
         inner: tuple[Index, ...] = (),
         only: Sequence[int] | None = None,
     ) -> NDArray[Any] | None:
-        """Read as `read` does; None, and listed as lost with its steps, if it is damaged."""
+        """Read as `read` does; None, and listed as lost with its steps, if it is damaged.
+
+        None, too, of what retention took away meanwhile: that is not lost.
+        """
         try:
             return self.read(name, start, stop, inner, only)
+        except ExpiredError:
+            return None
         except StoreError as error:
             self.lose(name, steps, str(error))
             return None
@@ -220,50 +223,6 @@ class GroupArrays:
         lost = Lost(where, steps, why)
         if len(self.lost) < MOST_LOST and lost not in self.lost:
             self.lost.append(lost)
-
-    def _load(self, key: str) -> bytes | None:
-        """Return a verified file; None for a chunk that never was (its sites came later)."""
-        try:
-            data = read_regular(self._root, key)
-        except FileNotFoundError:
-            self._must_be_absent(key)
-            return None
-        except OSError as error:
-            raise StoreError(f"{key} is no regular file ({error.strerror or error})") from error
-        self._must_be(key, version_of(data))
-        return data
-
-    def _opened(self, key: str) -> int | None:
-        """Open a file of which only parts will be read: it has the length it must have."""
-        try:
-            fd = inside.open_regular(self._root, key)
-        except FileNotFoundError:
-            self._must_be_absent(key)
-            return None
-        except OSError as error:
-            raise StoreError(f"{key} is no regular file ({error.strerror or error})") from error
-        try:
-            self._must_be(key, (os.fstat(fd).st_size, None))
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
-
-    def _must_be_absent(self, key: str) -> None:
-        if self.manifest.state.files.get(key) or self.manifest.damage:
-            raise StoreError(f"{key} is missing")
-        if not self.manifest.exists:
-            raise StoreError(f"{key} is missing, and so is the manifest")
-
-    def _must_be(self, key: str, found: tuple[int, int | None]) -> None:
-        """Compare length and checksum (None: not looked at) with what was committed."""
-        if not self.manifest.exists or _is_one_of(found, self.manifest.versions(key)):
-            return
-        # The writer may have replaced it since the manifest was read.
-        now = Manifest(manifest_path(self._run, self.key))
-        listed = self.manifest.versions(key) | now.versions(key)
-        if not _is_one_of(found, now.versions(key)) and (listed or not now.damage):
-            raise StoreError(f"{key} is damaged: it is not what was committed")
 
     def _settle(self) -> tuple[Manifest, bool]:
         """Return a manifest that fits the metadata on disk: a live writer may be in between."""
@@ -309,7 +268,9 @@ class GroupArrays:
         most = {d: min(MOST.get(d, MAX_LABELS), fmt.COLUMN_CHUNK * files) for d in dims}
         absurd = [f"{d} {n}" for d, n in self.sizes.items() if not 0 <= n <= most.get(d, 0)]
         block = min((c.get("step", MAX_ROWS) for c in self.chunks.values()), default=MAX_ROWS)
-        if absurd or self.sizes.keys() != dims or self.rows > block * files:
+        gone = state.consumed.get(EXPIRED, Consumed())  # blocks that left no file
+        blocks = files + gone.through + len(gone.ahead)
+        if absurd or self.sizes.keys() != dims or self.rows > block * blocks:
             told = ", ".join(absurd) or f"{len(self.sizes)} of {len(dims)}, {self.rows} rows"
             self.lose("", None, f"sizes that make no sense ({told})")
             self.sizes, self.chunks = dict.fromkeys(dims, 0), {}
@@ -331,7 +292,7 @@ class GroupArrays:
 
     def _document(self, key: str) -> dict[str, Any]:
         try:
-            data = self._load(key)
+            data = self._files.load(key)
             found = inside.parse(data or b"null")
         except ValueError as error:
             raise StoreError(f"{key} is not JSON") from error
@@ -343,8 +304,3 @@ class GroupArrays:
 def span_of(steps: NDArray[Any]) -> tuple[int, int]:
     """Return the first and the last step of a non-empty array."""
     return int(steps.min()), int(steps.max())
-
-
-def _is_one_of(found: tuple[int, int | None], versions: set[Version]) -> bool:
-    size, crc = found
-    return found in versions if crc is not None else any(size == n for n, _ in versions)

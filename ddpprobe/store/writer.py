@@ -7,7 +7,10 @@ SIGKILL or a full disk, is repeated by the next one from the journals, which mak
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 
@@ -23,7 +26,16 @@ from ddpprobe.store.root import Root
 from ddpprobe.store.segments import Source, read_segment, segment_path, segments_of, sources_of
 
 SAME_START_SECONDS = 1.0
-TRIM_SECONDS = 30.0  # between two looks at what the run may keep
+TRIM_SECONDS = 30.0  # between two looks at what the run may keep, if nothing is committed
+# Closed segments of one journal that wait for the rest of a block: with more it is not waited for.
+JOURNAL_BYTES = 32 << 20
+SHARES = 8  # of `max_bytes` no one sort of thing, open journals or newest blocks, should take more
+# A record waits no longer for the rest of its block: who loses the machine has lost a minute.
+REST_SECONDS = 60.0
+# A block that is not full is written again with what is added to it. So that a wide model's blocks
+# neither hold the daemon's loop up nor keep a core busy, one is written at a time, and as many as
+# take this share of the time.
+HOLD_SECONDS, SHARE = 0.25, 0.05
 
 
 class StoreWriter:
@@ -36,6 +48,7 @@ class StoreWriter:
         durable: every commit reaches the disk before its journal segments are deleted.
         limits: what the run may keep; what is too much or too old is taken away.
         captures: fold captured tensors; False leaves them packs.
+        clock: seconds, monotonic.
 
     Attributes:
         damaged: groups that cannot be written any more, and why; their journals are kept whole.
@@ -50,6 +63,7 @@ class StoreWriter:
         durable: bool = True,
         limits: Limits | None = None,
         captures: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run, self.node = run, node
         self._folds_captures = captures
@@ -60,7 +74,11 @@ class StoreWriter:
         self._retention: Retention | None = None
         if limits is not None and limits != Limits():
             self._retention = Retention(run, self._root, limits, durable=durable)
-        self._trimmed = 0.0
+        self._max_bytes = None if limits is None else limits.max_bytes
+        self._clock = clock
+        self._trimmed = -TRIM_SECONDS
+        self._rested: dict[Source, float] = {}
+        self._rest_at = 0.0
         self._events: dict[int, EventFold] = {}
         self._seen: dict[Source, list[int]] = {}
         self._first: dict[Source, int] = {}
@@ -76,8 +94,8 @@ class StoreWriter:
             OSError: the disk is full or failing; what it would take is folded, nothing is lost,
                 call again later.
         """
-        rows = self._fold(final=False)
-        if time.monotonic() - self._trimmed > TRIM_SECONDS:
+        rows = self._fold(final=False) + self._fold_rest()
+        if rows or self._clock() - self._trimmed > TRIM_SECONDS:
             self._trim()
         return rows
 
@@ -106,12 +124,24 @@ class StoreWriter:
     def _trim(self) -> None:
         if self._retention is None:
             return
-        self._trimmed = time.monotonic()
+        self._trimmed = self._clock()
         own = {n: self._own_groups(n) for n in self.run.attempts()}
         try:
-            self._retention.apply(own)
+            self._retention.apply(own, spare=self._spare)
         except StoreError as error:
             self.damaged["retention"] = str(error)
+
+    def _spare(self) -> Iterator[Path]:
+        """Yield the segments of this daemon's journals that are in the store, oldest first."""
+        for attempt in self.run.attempts():
+            events = self._events_of(attempt)
+            for source in sources_of(self.run, attempt, self.node):
+                numbers = segments_of(source) if source.rank is None else []
+                for number in (n for n in numbers[:-1] if n < self._first.get(source, -1)):
+                    segment = read_segment(source.directory, number)
+                    if segment.damage or not events.is_committed(source, segment.end):
+                        break  # what is left of a journal has no gap
+                    yield segment_path(source.directory, number)
 
     def _own_groups(self, attempt: int) -> set[str]:
         """Names of the record groups that this daemon writes: its ranks', the head's `merged`."""
@@ -153,14 +183,61 @@ class StoreWriter:
             self._ended.add(attempt)
         return rows
 
-    def _fold_source(self, source: Source, *, final: bool, keep: bool) -> int:
-        """Fold a journal, with `final` its newest segment too, which `keep` does not delete."""
+    def _fold_rest(self) -> int:
+        """Fold also what fills no block, of the journals for which this is due.
+
+        It is after a minute, or when too much waits. What their newest segments hold is taken from
+        them as well: a rank that hangs closes none.
+        """
+        rows, began = 0, self._clock()
+        due = []
+        attempts = (n for n in self.run.attempts() if n not in self._ended)
+        sources = [s for n in attempts for s in sources_of(self.run, n, self.node)]
+        for number, source in enumerate(sources):
+            since = self._rested.setdefault(source, began)
+            if self._waiting_bytes(source) > self._share_of(len(sources), JOURNAL_BYTES):
+                self._rested[source] = began
+                rows += self._fold_source(source, final=False, keep=True, rest=True)
+            elif began - since >= REST_SECONDS:
+                due.append((since, number, source))
+        began = self._clock()
+        for _, _, source in sorted(due) if began >= self._rest_at else ():
+            self._rested[source] = began
+            rows += self._fold_source(source, final=False, keep=True, rest=True)
+            spent = self._clock() - began
+            if spent > HOLD_SECONDS:
+                self._rest_at = began + spent / SHARE
+                break
+        return rows
+
+    def _waiting_bytes(self, source: Source) -> int:
+        """Return the bytes of closed segments that are not in the store."""
+        first, total = self._first.get(source, -1), 0
+        for number in segments_of(source)[:-1]:
+            if number >= first:
+                with contextlib.suppress(FileNotFoundError):
+                    total += segment_path(source.directory, number).stat().st_size
+        return total
+
+    def _share_of(self, sources: int, most: float) -> float:
+        """Return what one of so many journals, or the newest block of its group, may take."""
+        if self._max_bytes is None:
+            return most
+        return min(most, self._max_bytes / SHARES / max(sources, 1))
+
+    def _fold_source(self, source: Source, *, final: bool, keep: bool, rest: bool = False) -> int:
+        """Fold a journal, with `final` its newest segment too, which `keep` does not delete.
+
+        With `rest` what fills no block goes in as well.
+        """
         numbers = segments_of(source)
-        moved = final or self._seen.get(source) != numbers
+        moved = final or rest or self._seen.get(source) != numbers
         if not moved and source.rank is not None:
             return 0
         try:
-            rows = self._fold_moved(source, numbers, final=final, keep=keep) if moved else 0
+            rows = 0
+            if moved:
+                rows = self._fold_moved(source, numbers, final=final, keep=keep, rest=rest)
             events = self._events_of(source.attempt)
             if source.rank is None:
                 events.poll(source)
@@ -173,14 +250,22 @@ class StoreWriter:
             self._seen[source] = left
         return rows
 
-    def _fold_moved(self, source: Source, numbers: list[int], *, final: bool, keep: bool) -> int:
+    def _fold_moved(
+        self, source: Source, numbers: list[int], *, final: bool, keep: bool, rest: bool
+    ) -> int:
         # Segments that are in the store but had to stay (a daemon's) are not read again.
         first = self._first.get(source, -1)
-        closed = [n for n in (numbers if final else numbers[:-1]) if n >= first]
+        closed = [n for n in (numbers if final or rest else numbers[:-1]) if n >= first]
         if not closed:
             return 0
-        fold = RecordFold(self.run, self._root, source, block=self._block, durable=self._durable)
-        rows, done = fold.fold(closed, final=final)
+        growing = numbers[-1] if rest and not final else None
+        many = len(sources_of(self.run, source.attempt, self.node))
+        block_bytes = None if self._max_bytes is None else self._share_of(many, JOURNAL_BYTES)
+        fold = RecordFold(
+            self.run, self._root, source, block=self._block, durable=self._durable,
+            block_bytes=block_bytes,
+        )  # fmt: skip
+        rows, done = fold.fold(closed, final=final, growing=growing)
         if done.refused:
             self.damaged[source.record_group] = f"{len(done.refused)} records belong elsewhere"
         events = self._events_of(source.attempt)
@@ -189,7 +274,7 @@ class StoreWriter:
         else:
             events.take_life(source, done.events, done.end)
         rows += events.flush(everything=True)
-        folded = [n for n in closed if all(map(fold.has, done.seqs[n]))]
+        folded = [n for n in closed if n != growing and all(map(fold.has, done.seqs[n]))]
         # The newest one may still grow, also behind a seal.
         self._first[source] = next((n for n in closed if n not in folded), numbers[-1])
         self._whole[source] = closed == folded

@@ -1,0 +1,245 @@
+"""What goes on purpose while one reads, by retention or by a fold, is never called lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ddpprobe import codec, inside, packs
+from ddpprobe.cli import main
+from ddpprobe.layout import RunDir
+from ddpprobe.replay.run import open_run
+from ddpprobe.replay.tensors import TensorError
+from ddpprobe.replay.verify import verify
+from ddpprobe.store import retention
+from ddpprobe.store.retention import Limits, Retention
+from ddpprobe.store.root import Root
+from ddpprobe.store.writer import StoreWriter
+
+from . import made_packs as made
+from .made_runs import ANOMALY, Made
+
+SITE = "layers.0.mlp.weight:param"
+STEPS, BLOCK = 30, 8
+ROUNDS = 8  # of the writer beside which others read
+HOME = Path(__file__).parent.parent
+FOLDED, PACKED = 12, 20  # captured steps: one in the store, one whose packs lie beside it
+POSITIONS = int(os.environ.get("DDPPROBE_TEST_DRAWS", "3"))  # at which each reader is struck
+
+Act = Callable[[RunDir], object]
+
+
+def fold(run: RunDir) -> None:
+    StoreWriter(run, "node_0000", block=BLOCK, durable=False).seal()
+
+
+def trim(run: RunDir) -> None:
+    own = {0: {"rank_00000", "rank_00001", "merged"}}
+    Retention(run, Root(run, durable=False), Limits(max_bytes=1), durable=False).apply(own)
+
+
+ACTS: dict[str, Act] = {"a fold": fold, "retention": trim}
+VERBS = {
+    "info": ["info"],
+    "anomalies": ["anomalies"],
+    "verify": ["verify"],
+    "trace": ["trace", "--site", "blocks.0.mlp"],
+    "trace of a rank": ["trace", "--site", "blocks.*", "--rank", "1", "--stat", "sum"],
+    "compare": ["compare"],
+    "export": ["export", "--format", "csv", "-o"],
+    "report": ["report", "-o"],
+}
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory) -> RunDir:
+    """A run in the middle: blocks in the store and more in the journals, captures in both."""
+    writing = Made(tmp_path_factory.mktemp("half") / "run", segment_frames=8).whole(STEPS)
+    writing.tell(codec.ANOMALY, replace(ANOMALY, step=20))
+    run = writing.run
+    for step in (FOLDED, PACKED):
+        whole = made.whole([64, 32], "float32", step)
+        made.write(run, [(made.KEY, made.sharded(whole, [2], [0]))], step=step)
+        if step == FOLDED:
+            StoreWriter(run, "node_0000", block=BLOCK, durable=False).fold()
+    return writing.close()
+
+
+@pytest.fixture
+def run(half: RunDir, tmp_path: Path, monkeypatch) -> RunDir:
+    monkeypatch.setattr(retention, "BEFORE", 4)
+    monkeypatch.setattr(retention, "AFTER", 2)
+    return fresh(half, tmp_path)
+
+
+def fresh(half: RunDir, where: Path) -> RunDir:
+    shutil.rmtree(where / "run", ignore_errors=True)
+    shutil.copytree(half.path, where / "run")
+    return RunDir(where / "run")
+
+
+@contextmanager
+def striking(act: Callable[[], object], number: int) -> Iterator[list[int]]:
+    """Act right before the `number`-th file or directory is opened; yields how many were."""
+    opened, busy = [0], [False]
+    descend, open_pack = inside._descend, packs._open
+
+    def strike() -> None:
+        if not busy[0]:
+            if opened[0] == number:
+                busy[0] = True
+                act()
+                busy[0] = False
+            opened[0] += 1
+
+    def descended(root: Path, key: str) -> tuple[str, int]:
+        strike()
+        return descend(root, key)
+
+    def opened_pack(path: Path) -> int:
+        strike()
+        return open_pack(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inside, "_descend", descended)
+        patch.setattr(packs, "_open", opened_pack)
+        yield opened
+
+
+def positions(total: int) -> list[int]:
+    return sorted(set(np.linspace(0, total - 1, POSITIONS).astype(int).tolist()))
+
+
+def words(verb: str, run: RunDir, tmp_path: Path) -> list[str]:
+    first, *rest = VERBS[verb]
+    more = {"compare": [str(run.path)], "report": [str(tmp_path / "page.html")],
+            "export": [str(tmp_path / "table")]}  # fmt: skip
+    return [first, str(run.path), *([*rest, *more.get(verb, [])])]
+
+
+@pytest.mark.parametrize(
+    ("what", "verb"),
+    [("retention", verb) for verb in VERBS] + [("a fold", verb) for verb in ("info", "verify")],
+)
+def test_no_verb_calls_lost_what_goes_on_purpose_while_it_reads(
+    half, run, tmp_path, what, verb, capsys
+):
+    command = words(verb, run, tmp_path)
+    with striking(lambda: None, -1) as opened:
+        usual = main(command)
+    assert usual in {0, 1}, capsys.readouterr()
+    assert opened[0] > 10
+    for number in positions(opened[0]):
+        shutil.rmtree(tmp_path / "table", ignore_errors=True)
+        run = fresh(half, tmp_path)
+        capsys.readouterr()
+        with striking(partial(ACTS[what], run), number):
+            code = main(command)
+        said = capsys.readouterr().err
+        assert (code, "run.zarr" in said) == (usual, False), f"before read {number}: {said}"
+
+
+def numbers(run: RunDir) -> dict[str, object]:
+    """Read what no retention takes away, and whatever of the rest is still there."""
+    opened = open_run(run.path)
+    found = {
+        "ranks": opened.ranks(),
+        "steps": {n: opened._overlay.facts(0, n).steps.tolist() for n in opened.ranks()},
+        "told": [a.step for a in opened._overlay.told_anomalies(0)],
+        "events": sorted(str(e.what) for e in opened._overlay.events(0)),
+    }
+    for rank in (None, 1):
+        records = [r.step for r in opened.records(rank)]
+        assert records == sorted(set(records))
+    assert not opened.lost
+    return found
+
+
+@pytest.mark.parametrize("what", ACTS)
+def test_nothing_is_missed_that_is_folded_while_one_reads(half, run, tmp_path, what):
+    with striking(lambda: None, -1) as opened:
+        usual = numbers(run)
+    for number in positions(opened[0]):
+        run = fresh(half, tmp_path)
+        with striking(partial(ACTS[what], run), number):
+            found = numbers(run)
+        assert found == usual, number
+
+
+@pytest.mark.parametrize("what", ACTS)
+@pytest.mark.parametrize("step", [FOLDED, PACKED])
+def test_a_captured_tensor_is_read_whole_or_has_expired(half, run, tmp_path, step, what):
+    whole = made.whole([64, 32], "float32", step)
+
+    def read() -> None:
+        opened = open_run(run.path)
+        try:
+            found = opened.tensor(SITE, step)[...]
+        except TensorError as error:
+            found, why = None, str(error)
+        if found is None:
+            assert "has expired" in why
+        else:
+            assert found.tobytes() == whole.tobytes()
+        assert [c.step for c in opened.captures() if not c.complete] == []
+        assert not opened.lost
+
+    with striking(lambda: None, -1) as opened:
+        read()
+    for number in positions(opened[0]):
+        run = fresh(half, tmp_path)
+        with striking(partial(ACTS[what], run), number):
+            read()
+
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from ddpprobe import codec
+from ddpprobe.store.retention import Limits
+from ddpprobe.store.writer import StoreWriter
+from tests.made_runs import Made, head_merge, record
+
+ROUNDS = int(sys.argv[2])
+made = Made(Path(sys.argv[1]), pid=os.getpid(), segment_frames=8)
+folding = StoreWriter(made.run, "node_0000", block=8, durable=False, limits=Limits(120_000))
+for step in range(8 * ROUNDS):
+    parts = [record(rank, step) for rank in range(2)]
+    made.write(parts)
+    made.tell(codec.RECORD, head_merge(parts))
+    if step % 8 == 7:
+        folding.fold()
+        print(step, flush=True)
+folding.seal()
+"""
+
+
+def test_readers_beside_a_writer_with_retention_find_nothing_lost(tmp_path, capsys):
+    path = tmp_path / "run"
+    command = [sys.executable, "-c", WRITER, str(path), str(ROUNDS)]
+    rounds = 0
+    with subprocess.Popen(command, cwd=HOME, stdout=subprocess.PIPE, text=True) as writing:
+        assert writing.stdout
+        assert writing.stdout.readline().strip() == "7"
+        verbs = cycle(("verify", "trace of a rank", "anomalies", "trace", "info"))
+        while writing.poll() is None:
+            verb = next(verbs)
+            code = main(words(verb, RunDir(path), tmp_path))
+            assert code == 0, (verb, rounds, capsys.readouterr().err)
+            rounds += 1
+    assert writing.returncode == 0
+    assert rounds
+    opened = open_run(path)
+    assert opened.expired()
+    assert verify(opened).ok
