@@ -250,6 +250,7 @@ def _rank(rank: RankView, *, head: bool) -> Iterator[Sample]:
     yield _one("probe_seconds_total", rank.probe_seconds, n)
     yield _one("overhead_ratio", rank.overhead_ratio, n)
     yield _one("sample_interval_steps", rank.sample_interval, n)
+    yield _one("unrecorded_steps", rank.unrecorded_steps, n)
     yield _one("rank_resident_memory_bytes", rank.resident_bytes, n)
     yield _one("rank_cpu_seconds_total", rank.cpu_seconds, n)
 

@@ -18,6 +18,7 @@ class RankView:
     elements by Site kind; `anomalies` counts by level those that name this rank; `probe_seconds`
     is the time our code took inside the training process, `overhead_ratio` what it adds to a step
     by the step's own time, and `sample_interval` how far apart sampled steps are now.
+    `unrecorded_steps` are sampled steps that the rank took and whose records did not arrive.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class RankView:
     probe_seconds: float = 0.0
     overhead_ratio: float | None = None
     sample_interval: int | None = None
+    unrecorded_steps: int | None = None
     loss: float | None = None
     grad_norm: float | None = None
     loss_scale: float | None = None

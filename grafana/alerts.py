@@ -19,6 +19,11 @@ WARN_WINDOW = "10m"
 # Coverage is judged best against best: what comes and goes (LayerDrop, experts) is in both windows.
 COVERAGE_WINDOWS = ("10m", "1h")
 COVERAGE_KEPT = 0.9
+# Records may be on their way from a GPU: so many are no loss yet, nor is what comes within a while.
+ON_THEIR_WAY = 4
+LOST_WINDOWS = ("2m", "1h")
+# What a disk answers, and what is not tried for a second behind that.
+DISK = "E[A-Z0-9]+|io|back_off|journal"
 SILENT_SECONDS = 30  # without a heartbeat, of a rank whose process nobody has seen
 RUNBOOKS = "docs/runbooks"
 
@@ -82,6 +87,23 @@ or
         "Sites that used to report do not any more{{ with $labels.rank }}, on rank {{ . }}{{ end }}: "
         "a NaN there would go unnoticed. Which, and what may be the cause: ddpprobe anomalies RUN and "
         "ddpprobe info RUN.",
+    ),
+    Alert(
+        "RecordsLost",
+        "warning",
+        # Growing, not grown: a disk that is written again ends it. A disk that refuses heartbeats
+        # as well refuses the daemon's own journal.
+        f"""(
+  min_over_time(ddpprobe_unrecorded_steps[{LOST_WINDOWS[0]}]) > {ON_THEIR_WAY}
+  and
+  min_over_time(ddpprobe_unrecorded_steps[{LOST_WINDOWS[0]}]) > min_over_time(ddpprobe_unrecorded_steps[{LOST_WINDOWS[1]}])
+)
+or
+sum by (job, instance) (increase(ddpprobe_records_dropped_total{{reason=~"{DISK}"}}[{WARN_WINDOW}])) > 0""",
+        "Records of {{ $labels.job }} are lost at {{ $labels.instance }}",
+        "Training goes on, but what it does is not recorded{{ with $labels.rank }} on rank {{ . }}"
+        "{{ end }}: a NaN there would go unnoticed. Make room on the disk of the run directory; "
+        "which steps are missing: ddpprobe info RUN.",
     ),
     Alert(
         "FirstFailure",

@@ -64,6 +64,7 @@ def _rank(rank: int, tick: int, bad_at: int, dead_at: int) -> RankView:
         probe_seconds=0.004 * steps,
         overhead_ratio=0.008,
         sample_interval=10,
+        unrecorded_steps=3 * max(0, tick - bad_at),
         loss=math.nan if bad else loss,
         grad_norm=math.nan if bad else loss * (0.5 + 0.1 * rank),
         loss_scale=65536.0 / 2 ** min(tick // 4, 2),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 RULES = ROOT / "grafana/rules/ddpprobe.yml"
 UNIT_TESTS = ROOT / "grafana/rules/ddpprobe_test.yml"
 NAMES = (
-    "NonFinite", "LossNotFinite", "AnomalyPage", "CoverageLost", "FirstFailure", "RankDead",
+    "NonFinite", "LossNotFinite", "AnomalyPage", "CoverageLost", "RecordsLost", "FirstFailure", "RankDead",
 )  # fmt: skip
 
 # What is replaced in an alert's expression (once, or everywhere), and must be noticed.
@@ -52,6 +52,18 @@ MUTANTS = [
     ("CoverageLost", "< 0.9", "< 1"),
     ("CoverageLost", "unless on (job) max", "unless on () max"),
     ("CoverageLost", "  unless on (job) max by (job) (ddpprobe_job_finished) == 1\n", ""),
+    ("RecordsLost", "> 4", "> 1000"),
+    ("RecordsLost", "> 4", "> 0"),
+    ("RecordsLost", "min_over_time(ddpprobe_unrecorded_steps[2m])", "ddpprobe_unrecorded_steps"),
+    ("RecordsLost", "unrecorded_steps[1h]", "unrecorded_steps[4m]"),
+    ("RecordsLost", "> min_over_time", ">= min_over_time"),
+    ("RecordsLost", "  and\n", "  or\n"),
+    ("RecordsLost", "or\nsum", "unless\nsum"),
+    ("RecordsLost", 'reason=~', 'reason!~'),
+    ("RecordsLost", 'E[A-Z0-9]+|', ''),
+    ("RecordsLost", '|back_off', ''),
+    ("RecordsLost", "[10m])) > 0", "[10m])) > 1000"),
+    ("RecordsLost", "[10m])) > 0", "[10m])) >= 0"),
     ("FirstFailure", "min by", "max by"),
     ("FirstFailure", "on (job)", "on ()"),
     ("FirstFailure", "by (job)", ""),

@@ -39,6 +39,7 @@ def a_rank(rank: int = 0, **changes: object) -> RankView:
         probe_seconds=0.4,
         overhead_ratio=0.05,
         sample_interval=20,
+        unrecorded_steps=4,
         loss=2.5,
         grad_norm=0.75,
         loss_scale=1024.0,
@@ -182,6 +183,7 @@ def test_values_of_a_rank() -> None:
     assert value(view, "step_phase_seconds_total", rank="0", phase="backward") == 4
     assert value(view, "overhead_ratio", rank="0") == pytest.approx(0.05)
     assert value(view, "sample_interval_steps", rank="0") == 20
+    assert value(view, "unrecorded_steps", rank="1") == 4
     assert value(view, "loss_scale", rank="1") == 1024
     assert value(view, "rank_anomalies_total", rank="1", level="page") == 1
     assert value(view, "last_collect_timestamp_seconds") == 61

@@ -202,6 +202,7 @@ class Attempt:
 
     def _read(self, rank: LocalRank, now: float) -> int:
         over = rank.exit is not None  # asked first: what is read now includes its last words
+        beat = heartbeat.read(self.run.heartbeat(self.number, self.node, rank.tail.rank))
         records = rank.tail.read(RECORDS_PER_LOOK)
         if self.gather is None and rank.tail.facts.meta is not None:
             self._begin(rank.tail.facts.meta)
@@ -211,8 +212,9 @@ class Attempt:
         rank.spent = over and len(records) < RECORDS_PER_LOOK
         if rank.tail.facts.closed and rank.closed_at is None:
             rank.closed_at = now
-        beat = heartbeat.read(self.run.heartbeat(self.number, self.node, rank.tail.rank))
         rank.beat = beat or rank.beat
+        if beat is not None and len(records) < RECORDS_PER_LOOK:
+            rank.compare(beat)
         return len(records)
 
     def _begin(self, meta: Mapping[str, Any]) -> None:

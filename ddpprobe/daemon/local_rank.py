@@ -23,7 +23,8 @@ FOREIGN_SECONDS = 60.0
 class LocalRank:
     """One rank of this node: its journal, its heartbeat, and how its process ended.
 
-    `spent`: its process has ended and its journal was read to the end after that.
+    `spent`: its process has ended and its journal was read to the end after that. `unrecorded`:
+    sampled steps that it took and whose records are not in its journal; None before it is known.
     """
 
     tail: RankTail
@@ -34,6 +35,23 @@ class LocalRank:
     spent: bool = False
     judged: bool = False
     beat: Heartbeat | None = None
+    unrecorded: int | None = None
+    _not_ours: int | None = None  # sampled steps whose records were deleted before this daemon
+
+    def compare(self, beat: Heartbeat) -> None:
+        """Compare what a heartbeat counts with the records, once the journal was read to its end.
+
+        The heartbeat must have been read first: it is written behind the record that it counts, and
+        can be written where the journal cannot (it is overwritten in place). What a GPU has not
+        delivered yet is counted until it comes.
+
+        A daemon that follows another one finds journals whose first segments are in the store. It
+        counts what is lost from then on.
+        """
+        missing = max(0, beat.sampled - self.tail.facts.recorded)
+        if self._not_ours is None:
+            self._not_ours = missing if self.tail.first_segment > 0 else 0
+        self.unrecorded = max(0, missing - self._not_ours)
 
     @property
     def ended(self) -> bool:

@@ -93,6 +93,7 @@ def _rank_view(attempt: Attempt, number: int, readings: Readings) -> RankView:
         resident_bytes=None if resident is None else int(resident),
         cpu_seconds=sample.get("cpu_seconds"),
         components=dict(facts.components),
+        unrecorded_steps=rank.unrecorded,
     )
     return view if rank.beat is None else _with_heartbeat(view, rank.beat, left=rank.left)
 

@@ -29,6 +29,7 @@ class RankFacts:
 
     `nonfinite` counts elements by Site kind (of unsampled steps those of the first bad tensor).
     `triggers` are the captures its user asked for and that nobody has taken up yet.
+    `recorded` are the sampled steps of which the whole record came.
     `closed`: it said that nothing more will come; `raised`: and that an exception was the reason.
     """
 
@@ -45,12 +46,14 @@ class RankFacts:
     closed: bool = False
     raised: bool = False
     last_step: int = -1
+    recorded: int = 0
     triggers: list[Mapping[str, Any]] = field(default_factory=list)
     _alarm: tuple[int, Counter[str]] = (-1, Counter())
 
     def take_record(self, record: StepRecord) -> None:
         """Account for one record; the full record of a step replaces its alarm."""
         self.last_step = max(self.last_step, record.step)
+        self.recorded += record.sampled and not record.partial
         for scalars in record.scalars.values():
             self.loss = scalars.get("loss", self.loss)
             self.grad_norm = scalars.get("grad_norm_local", self.grad_norm)
@@ -88,14 +91,16 @@ class RankTail:
     """One rank's journal of one attempt.
 
     `facts` is what it said so far, `malformed` counts frames that are whole but make no sense,
-    `closed_top` is the highest step in the segments that the rank will not write to any more.
+    `closed_top` is the highest step in the segments that the rank will not write to any more,
+    `first_segment` the number of the segment that was read first (-1: none yet): above 0 those
+    before it were folded and deleted.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.rank = rank
         self.facts = RankFacts()
         self.malformed = 0
-        self.closed_top = -1
+        self.closed_top = self.first_segment = -1
         self._segment = -1
         self._tail = JournalTail(directory)
         self._frames = self._tail.poll()
@@ -109,6 +114,8 @@ class RankTail:
         while len(out) < limit and (frame := next(self._frames, None)) is not None:
             if self._tail.segment != self._segment:
                 self._segment, self.closed_top = self._tail.segment, self.facts.last_step
+                if self.first_segment < 0:
+                    self.first_segment = self._segment
             try:
                 record = self._take(frame)
             except MALFORMED:
