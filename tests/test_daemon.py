@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import importlib.util
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,11 @@ from ddpprobe import cli, codec, layout
 from ddpprobe.daemon import folding
 from ddpprobe.daemon.__main__ import main
 from ddpprobe.daemon.ledger import Ledger
+from ddpprobe.daemon.local_rank import LocalRank
 from ddpprobe.daemon.node import NodeDaemon, Options
-from ddpprobe.journal import JournalTail
+from ddpprobe.daemon.tail import RankTail
+from ddpprobe.heartbeat import Heartbeat
+from ddpprobe.journal import JournalTail, JournalWriter
 from ddpprobe.replay.run import open_run
 from ddpprobe.replay.verify import verify
 from ddpprobe.store.reader import StoredGroup
@@ -27,6 +32,7 @@ from ddpprobe.store.writer import StoreWriter
 
 from .distributed import daemon_harness
 from .made_runs import NODE, Made
+from .made_runs import record as made_record
 
 wait, kill = daemon_harness.wait, daemon_harness.kill
 MERGED = "attempt_000/merged"
@@ -219,6 +225,51 @@ def test_a_full_disk_under_its_journal_costs_frames_and_nothing_else(job) -> Non
     (inside / "filler").unlink()
     wait(lambda: any(path.stat().st_size > 4096 for path in inside.glob("*.wal")))
     assert rank.poll() is None
+
+
+def unrecorded(job: daemon_harness.Harness) -> dict[str, float]:
+    found = re.findall(r'unrecorded_steps\{rank="(\d)"\} (\S+)', job.metrics())
+    return {rank: float(count) for rank, count in found}
+
+
+def test_steps_that_never_reach_the_journal_are_counted_per_rank_while_it_happens(job) -> None:
+    first = job.daemon()
+    # A file may not grow any more (EFBIG); a heartbeat is overwritten in place. A refusal may be
+    # a matter of a moment only, so what the rank has in its journal is asked, not assumed.
+    job.rank(0, steps=30, limited=10, hang=True)
+    job.rank(1, steps=30, hang=True)
+    wait(lambda: unrecorded(job) == {"0": 20.0, "1": 0.0})
+    assert (job.acked(0), job.acked(1)) == (list(range(10)), list(range(30)))
+    kill(first)
+    wait(lambda: unrecorded(job) == {})
+    job.daemon()  # the journals are whole from their first segment on: it knows as much
+    wait(lambda: unrecorded(job) == {"0": 20.0, "1": 0.0})
+
+
+def test_a_daemon_without_the_first_records_counts_what_is_lost_from_its_start_on(tmp_path) -> None:
+    directory = tmp_path / "rank"
+    writer = JournalWriter(directory, {"rank": 0}, segment_frames=4)
+    for step in range(9):
+        writer.append_record(made_record(0, step))
+    beat = Heartbeat(1, 9, 0, "data", 9, 0, 9, (0.0, 0.0, 0.0, 0.0), 0.0)
+    fresh = LocalRank(RankTail(directory, 0))
+    assert len(fresh.tail.read(100)) == 9
+    fresh.compare(beat)
+    assert fresh.unrecorded == 0
+    (directory / "00000000.wal").unlink()  # folded
+    later = LocalRank(RankTail(directory, 0))
+    assert 0 < len(later.tail.read(100)) < 9
+    later.compare(beat)
+    assert later.unrecorded == 0
+    later.compare(replace(beat, sampled=12))
+    assert later.unrecorded == 3
+    writer.append_record(made_record(0, 9))  # that one was on its way
+    later.tail.read(100)
+    later.compare(replace(beat, sampled=12))
+    assert later.unrecorded == 2
+    for rank in (fresh, later):
+        rank.tail.close()
+    writer.close()
 
 
 def test_the_second_daemon_of_a_node_leaves_at_once_and_says_so(job) -> None:

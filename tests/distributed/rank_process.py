@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -65,8 +66,11 @@ def main(spec: dict[str, object]) -> int:
     beat = HeartbeatWriter(run.heartbeat(attempt, node_name(node), rank))
     journal.append_json(codec.LIFE, {"event": "sites", "expected": 2, "observed": 2, "step": 0})
     for step in range(first, first + steps):
+        if step == spec.get("limited"):  # no file may grow beyond this: the journal does
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
         beat.beat(
-            step=step, micro=0, state=STATES.index("forward"), steps=step, skipped=0, sampled=step,
+            step=step, micro=0, state=STATES.index("forward"), steps=step, skipped=0,
+            sampled=step - first,
             phase_seconds=(0.0, 0.1 * step, 0.2 * step, 0.0), probe_seconds=0.01 * step,
         )  # fmt: skip
         parted = spec.get("parted") is not None and step >= int(spec["parted"])
@@ -74,6 +78,10 @@ def main(spec: dict[str, object]) -> int:
         if journal.append_record(made):
             print(step, flush=True)
         time.sleep(delay)
+    beat.beat(
+        step=first + steps, micro=0, state=STATES.index("data"), steps=first + steps, skipped=0,
+        sampled=steps, phase_seconds=(0.0, 0.0, 0.0, 0.0), probe_seconds=0.0,
+    )  # fmt: skip
     if spec.get("hang"):
         time.sleep(600)
     if spec.get("closed", True):

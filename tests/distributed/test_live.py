@@ -186,6 +186,7 @@ def test_metrics_are_those_of_the_run(live: Live) -> None:
     assert of("rank_up") == [1] * 4
     assert set(of("component_up")) == {1}
     assert of("records_dropped_total") == []
+    assert of("unrecorded_steps") == [0] * 4
     # `position` is never called, only its weight is used: expected, and said to be silent.
     assert [observed + 1 for observed in of("sites_observed")] == of("sites_expected")
     assert min(of("sites_expected")) > 50

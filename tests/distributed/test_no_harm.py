@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,10 +45,20 @@ def test_an_exception_anywhere_in_the_probe_reaches_nobody(wrap: str, torchrun, 
         assert len(raised) > 70  # all of hooks, steps, rows, watch, journal, heartbeat
 
 
-def both(launch, how: str, *arguments: object, **options: object) -> tuple[object, object]:
-    """Run the broken job and, at the same time, the one without a probe; compare how they end."""
+def both(
+    launch,
+    how: str,
+    *arguments: object,
+    look: Callable[[Any], None] = lambda _: None,
+    **options: object,
+) -> tuple[Any, Any]:
+    """Run the broken job and, at the same time, the one without a probe; compare how they end.
+
+    `look` is given the broken one while it runs.
+    """
     broken = launch("broken", *TINY, *arguments, script=(SABOTAGE, how), fresh=False, **options)
     bare = launch("bare", *TINY, run_dir=None, fresh=False)
+    look(broken)
     assert bare.wait() == 0, bare.log
     assert broken.wait() == 0, broken.log
     assert broken.hashes() == bare.hashes()
@@ -91,7 +102,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_costs_records_and_nothing_else(launch, small_disk: Path) -> None:
     (small_disk / "other").write_bytes(bytes(SPARE_KIB * 1024))
-    broken, _ = both(launch, "nothing", "--daemon", "auto", run_dir=small_disk / "run")
+    seen: list[dict[int, int]] = []
+    held = STEPS - 10
+
+    def look(broken: Any) -> None:
+        """Read the metrics while the ranks wait in the middle of it."""
+        broken.until(lambda: broken.finished(0)[-1:] == broken.finished(1)[-1:] == [held - 1])
+        # The beat of the next step counts the last one.
+        broken.until(lambda: unrecorded(broken) and all(unrecorded(broken).values()))
+        seen.append(broken.until(lambda: unrecorded(broken)))
+        (broken.directory / "steps.go").touch()
+
+    broken, _ = both(
+        launch, "nothing", "--daemon", "auto", "--behind-daemon", "--hold", held, look=look,
+        run_dir=small_disk / "run",
+    )  # fmt: skip
     broken.wait_for_the_daemon_to_end()
     run = ddpprobe.open(broken.path)
     kept = [record.step for record in run.records()]
@@ -103,6 +128,8 @@ def test_a_full_disk_costs_records_and_nothing_else(launch, small_disk: Path) ->
         assert f"rank {rank['rank']} cannot write" in broken.log
         assert (rank["status"], rank["expected"]) == ("closed", STEPS // 2)
         assert rank["sampled"] in {len(kept), len(kept) - 1}
+        lost = held // 2 - rank["sampled"]
+        assert seen[0][rank["rank"]] == lost > 0
 
 
 def test_a_disk_with_room_again_is_written_again(launch, small_disk: Path) -> None:
@@ -128,6 +155,12 @@ def test_a_disk_with_room_again_is_written_again(launch, small_disk: Path) -> No
     (attempt,) = run.info()["attempts"]
     assert attempt["sealed"]
     assert [rank["expected"] for rank in attempt["ranks"]] == [STEPS, STEPS]
+
+
+def unrecorded(launched) -> dict[int, int]:
+    """Return the sampled steps that never arrived, by rank, as /metrics has them."""
+    found = re.findall(r'unrecorded_steps\{rank="(\d)"\} (\d+)', scrape(launched))
+    return {int(rank): int(count) for rank, count in found}
 
 
 def scrape(launched) -> str:
