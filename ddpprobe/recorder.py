@@ -31,6 +31,7 @@ from ddpprobe.topology.replicas import in_turn
 from ddpprobe.torch_private import dynamo
 
 _GRAPH_TOO_EARLY = "the model is inside a compiled function, whose graph was chosen before the step"
+_TOO_FAR_BEHIND = "watch: the device is too far behind"
 
 
 @final
@@ -123,6 +124,7 @@ class Recorder:
             elif self._bad is not None:
                 self._alarm(partial=True, skipped=False)
             self._parts.watch.poll(wait=True)
+            self._shipper.lose(_TOO_FAR_BEHIND, self._parts.watch.lost)
             self._shipper.ship(wait=True)
             self._parts.close()
         self._shipper.life("closed", status=status, sampled=self._clock.sampled)
@@ -144,6 +146,7 @@ class Recorder:
         started = time.perf_counter()
         parts = self._prepare()
         parts.watch.poll()
+        self._shipper.lose(_TOO_FAR_BEHIND, parts.watch.lost)
         self._shipper.ship()
         self.capturing.write()
         if self._clock.micro == 0:

@@ -101,6 +101,12 @@ class Shipper:
         """Write that something happened to this rank."""
         self._journal.append_json(codec.LIFE, {"event": event, **facts})
 
+    def lose(self, reason: str, count: int) -> None:
+        """Write how often something was lost, `count` times so far, unless that was written."""
+        new = {"event": "dropped", "reason": reason, "count": count - self._reported[reason]}
+        if new["count"] and self._journal.append_json(codec.LIFE, new):
+            self._reported[reason] = count
+
     def lost(self, step: int, fqns: list[str]) -> None:
         """Say loudly that compiled modules ran and were not heard."""
         self.life("blind", step=step, modules=fqns[:_SILENT_NAMED], count=len(fqns))
@@ -156,9 +162,7 @@ class Shipper:
     def _report_losses(self) -> None:
         """Write what the disk refused since the last time; what it refuses again waits."""
         for reason, count in list(self._journal.dropped.items()):
-            new = {"event": "dropped", "reason": reason, "count": count - self._reported[reason]}
-            if new["count"] and self._journal.append_json(codec.LIFE, new):
-                self._reported[reason] = count
+            self.lose(reason, count)
 
 
 def _norm(result: StepResult, kind: str) -> float | None:

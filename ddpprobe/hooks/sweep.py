@@ -25,10 +25,15 @@ class Sweep:
     """Plain, dense parameters of floating dtype on one device, whose gradients are looked at.
 
     Args:
-        parameters: none of them empty.
+        parameters: at least one, none of them empty.
+
+    Attributes:
+        parameters: the same.
+        device: where they are.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters, self.device = parameters, parameters[0].device
         self._large: list[Tensor] = []
         self._together: list[list[Tensor]] = []
         self._dtypes: dict[torch.dtype, list[Tensor]] = {}
@@ -57,7 +62,7 @@ class Sweep:
         return all(g is not None and math.isfinite(total(g)) for g in gradients(self._large))
 
     def peak(self) -> Tensor | None:
-        """Return the largest magnitude, float32 [] on the device; NaN wins. Nothing waits for it.
+        """Return the largest magnitude, float64 [] on the device; NaN wins. Nothing waits for it.
 
         None if a parameter has no gradient.
         """
@@ -68,7 +73,7 @@ class Sweep:
             ]
         except TypeError:
             return None
-        return torch.stack([peak.float() for peak in peaks]).amax()
+        return torch.stack([peak.double() for peak in peaks]).amax()
 
 
 def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Container
 from typing import final
 
@@ -24,13 +23,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
-from ddpprobe.hooks import gradients
+from ddpprobe.hooks import gradients, lanes
 from ddpprobe.hooks.eager import Clock
 from ddpprobe.hooks.guest import take_off
+from ddpprobe.hooks.peaks import Peaks
 from ddpprobe.hooks.sweep import Sweep, total
 from ddpprobe.records import FirstBad
 from ddpprobe.stats import rows as stats
-from ddpprobe.stats.dense import local
+from ddpprobe.stats.dense import FLOATS, Unsupported, dense, local
 from ddpprobe.topology.describe import Topology
 from ddpprobe.topology.flat import FlatUnit
 from ddpprobe.torch_private import leaf_hooks
@@ -53,8 +53,9 @@ class Watch:
         rank: this rank.
         fuse: contains whatever goes wrong in here.
         on_bad: hears of a bad value.
-        was_read: whether the gradient that has just arrived at the parameter of this FQN was found
-            to be finite already, by the hooks of a sampled step.
+        was_read: whether the gradient that has just arrived at the parameter of this FQN was read
+            by the hooks of a sampled step: where the host can see it, and found it finite.
+        flat_was_read: the same of a flat one on a device, whose rows tell what is bad.
     """
 
     def __init__(
@@ -65,13 +66,14 @@ class Watch:
         fuse: Fuse,
         on_bad: Callable[[FirstBad], None],
         was_read: Callable[[str], bool] = lambda _: False,
+        flat_was_read: Callable[[FlatUnit], bool] = lambda _: False,
     ) -> None:
         self._topology = topology
         self._clock = clock
         self._rank = rank
         self._fuse = fuse
         self._on_bad = on_bad
-        self._was_read = was_read
+        self._was_read, self._flat_was_read = was_read, flat_was_read
         self._check_gradient = fuse.guard(self._gradient)
         self._check_arriving = fuse.guard(self._arriving)
         self._check_flat = fuse.guard(self._flat_gradient)
@@ -79,22 +81,25 @@ class Watch:
         self._handles: dict[int, RemovableHandle] = {}  # by the id of what is hooked
         self._early: dict[int, RemovableHandle] = {}  # of those whose `.grad` is not for us to see
         self._swept: list[tuple[str, Tensor]] = []  # parameters without a hook of their own
-        self._sweep: Sweep | None = None
+        self._sweeps: list[Sweep] = []  # one for each device
         self._frozen: list[tuple[str, Tensor]] = []  # they left the sweep, and take no hook now
         # Of the first backward, by parameter: FQN, parameter, its gradient's id and version.
         self._first: dict[int, tuple[str, Tensor, int, int]] | None = {}
         self._came = False  # the end of a backward, in this step
         self._looks = 0  # in this step
-        self._device = topology.device.type
-        self._peaks = torch.zeros(2, dtype=torch.float32, device=topology.device)
-        self._pending: deque[tuple[int, Tensor, torch.cuda.Event]] = deque(maxlen=8)
+        self._peaks = Peaks(self._bad_peak)
+
+    @property
+    def lost(self) -> int:
+        """Steps of which nobody knows, as the device was too far behind to tell of them."""
+        return self._peaks.lost
 
     def seek(self) -> None:
         """At a training forward: watch the parameters, as the forward sees them, if not yet so."""
         if self._frozen:
             frozen, self._frozen = self._frozen, []
             self._hook(frozen)
-        if not (self._handles or self._early or self._sweep or self._seekers):
+        if not (self._handles or self._early or self._sweeps or self._seekers):
             seek = gradients.seek
             self._seekers = seek(self._topology, self._fuse, self._watch, self._watch_flat)
 
@@ -102,23 +107,31 @@ class Watch:
         """At the end of that forward: the model is clean again."""
         take_off(self._seekers)
 
-    def backward_ends(self, clean: Container[int] = ()) -> None:
+    def backward_ends(self, clean: Container[int] = (), told: Container[int] = ()) -> None:
         """Before anything is reduced: look at the parameters that have no hook of their own.
 
-        `clean`: ids of parameters whose gradients a sampled step has read, all of them finite.
+        Args:
+            clean: ids of parameters whose gradients a sampled step has read, all of them finite.
+            told: ids of those that it has read; of what is not near its rows will tell.
         """
         self._came = True
-        if self._sweep is None:
-            self._settle()
-        elif self._device != "cpu":
-            with torch.no_grad():
-                peak = self._sweep.peak()
-            if peak is not None:
-                self._keep(_BACKWARD, peak)
-            else:
-                self._look_closer()
-        elif not (all(id(p) in clean for _, p in self._swept) or self._sweep.is_clean()):
-            self._look_closer()
+        if not self._sweeps:
+            self._settle()  # in this backward all had hooks
+            return
+        for sweep in self._sweeps:
+            near = lanes.is_near(sweep.device)
+            read = clean if near else told
+            if all(id(p) in read for p in sweep.parameters):
+                continue
+            if not (sweep.is_clean() if near else self._keep_peak(sweep)):
+                self._look_closer(sweep)
+
+    def _keep_peak(self, sweep: Sweep) -> bool:
+        with torch.no_grad():
+            peak = sweep.peak()
+        if peak is not None:
+            self._peaks.keep(_BACKWARD, peak)
+        return peak is not None
 
     def output(self, trained: list[Tensor]) -> None:
         """Look at what the root returned: its 0-d tensors (losses) if any, else all of it."""
@@ -130,32 +143,15 @@ class Watch:
     def end_step(self, step: int) -> None:
         """Send this step's peaks to the host (GPU), and start the next step's."""
         self._looks = 0
-        if self._sweep is not None and not self._came:  # losses are made of something else now
+        if self._sweeps and not self._came:  # losses are made of something else now
             self._hook(self._swept)
-            self._swept, self._sweep = [], None
+            self._swept, self._sweeps = [], []
         self._came = False
-        if self._device != "cuda":
-            return
-        host = torch.empty(2, dtype=torch.float32, device="cpu", pin_memory=True)
-        host.copy_(self._peaks, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._peaks.zero_()
-        self._pending.append((step, host, event))
+        self._peaks.end_step(step)
 
     def poll(self, *, wait: bool = False) -> None:
         """Report what has arrived from the device; waits only at the end of a run."""
-        while self._pending:
-            step, host, event = self._pending[0]
-            if wait:
-                event.synchronize()
-            elif not event.query():
-                return
-            self._pending.popleft()
-            for phase, peak in enumerate(host.tolist()):
-                if not math.isfinite(peak):
-                    self._report(phase, None, step, micro=0, counts=(0, 0, 0, 0))
-                    break
+        self._peaks.poll(wait=wait)
 
     def close(self) -> None:
         """Take every hook off."""
@@ -164,7 +160,7 @@ class Watch:
             handle.remove()
         self._handles.clear()
         self._early.clear()
-        self._swept, self._sweep, self._frozen, self._first = [], None, [], None
+        self._swept, self._sweeps, self._frozen, self._first = [], [], [], None
 
     def _watch(self, fqn: str, parameter: Tensor) -> None:
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._handles:
@@ -192,7 +188,7 @@ class Watch:
             if (g := parameter.grad) is not None
             and (id(g), g._version) == (known, version)  # noqa: SLF001  (public by documentation)
             and _is_plain(g)
-            and g.device == self._peaks.device
+            and g.device == parameter.device
         ]
         for _, parameter in self._swept:
             self._handles.pop(id(parameter)).remove()
@@ -200,16 +196,21 @@ class Watch:
         self._renew()
 
     def _renew(self) -> None:
-        self._sweep = Sweep([parameter for _, parameter in self._swept]) if self._swept else None
+        devices: dict[torch.device, list[Tensor]] = {}
+        for _, parameter in self._swept:
+            devices.setdefault(parameter.device, []).append(parameter)
+        self._sweeps = [Sweep(parameters) for parameters in devices.values()]
 
-    def _look_closer(self) -> None:
-        """Look at each swept gradient; a parameter that has none, or no more, gets a hook.
+    def _look_closer(self, sweep: Sweep) -> None:
+        """Look at each gradient of a sweep; a parameter that has none, or no more, gets a hook.
 
         A NaN goes on to what lies before its origin: the last parameter is the nearest to it.
         """
+        mine = {id(parameter) for parameter in sweep.parameters}
         for fqn, parameter in reversed(self._swept):
-            self._gradient(fqn, parameter)
-        kept = [(fqn, p) for fqn, p in self._swept if p.grad is not None]
+            if id(parameter) in mine:
+                self._gradient(fqn, parameter)
+        kept = [(fqn, p) for fqn, p in self._swept if p.grad is not None or id(p) not in mine]
         if len(kept) < len(self._swept):
             self._swept = kept
             self._renew()
@@ -222,8 +223,9 @@ class Watch:
 
     def _flat_gradient(self, unit: FlatUnit, gradient: Tensor) -> None:
         """Look at the gradient of a whole unit; on the CPU, name the parameter if it is bad."""
-        if gradient.device.type != "cpu":
-            self._look(gradient, _BACKWARD, None)
+        if not lanes.is_near(gradient.device):
+            if not self._flat_was_read(unit):
+                self._look(gradient, _BACKWARD, None)
         elif not math.isfinite(total(gradient.detach())):
             # It comes for the whole unit at once, and a NaN goes on to what lies before its origin:
             # the last parameter in forward order is the nearest to it.
@@ -247,16 +249,32 @@ class Watch:
 
     def _look(self, tensor: Tensor, phase: int, fqn: str | None) -> None:
         self._looks += 1
-        if _is_plain(tensor) and tensor.device.type == "cpu":
+        near = lanes.is_near(tensor.device)
+        if near and _is_plain(tensor):
             if math.isfinite(total(tensor.detach() if tensor.requires_grad else tensor)):
                 return
         elif torch_private.is_functorch(tensor):
             return  # inside vmap or grad there is no number to read
         with torch.no_grad():
-            self._count(tensor, phase, fqn)
+            if near:
+                self._count(tensor, phase, fqn)
+            else:
+                self._weigh(tensor, phase)
+
+    def _weigh(self, tensor: Tensor, phase: int) -> None:
+        """Keep the largest magnitude of a tensor of any kind, on a device."""
+        tensor = local(tensor)
+        if tensor.layout == torch.sparse_coo:
+            tensor = tensor._values()  # noqa: SLF001  (values() needs a coalesced tensor)
+        try:
+            flat, _ = dense(tensor)
+        except Unsupported:
+            return  # sampled steps count these
+        if flat.numel():
+            self._peaks.keep(phase, torch.linalg.vector_norm(flat, torch.inf))
 
     def _count(self, tensor: Tensor, phase: int, fqn: str | None) -> None:
-        """Look at a tensor of any kind; on the CPU, count what is bad in it."""
+        """Count what is bad in a tensor of any kind, if the host can read it at once."""
         tensor = local(tensor)
         if tensor.layout == torch.sparse_coo:
             tensor = tensor._values()  # noqa: SLF001  (values() needs a coalesced tensor)
@@ -264,19 +282,19 @@ class Watch:
             tensor = torch.view_as_real(tensor.resolve_conj())
         if tensor.numel() == 0:
             return
-        if tensor.device.type != "cpu":
-            self._keep(phase, torch.linalg.vector_norm(tensor, torch.inf, dtype=torch.float32))
-            return
-        if math.isfinite(total(tensor)):
-            return
         row = torch.empty(stats.WIDTH, dtype=torch.float64, device="cpu")
-        stats.reduce(tensor, row)
+        try:
+            if math.isfinite(total(tensor)):
+                return
+            stats.reduce(tensor, row)
+        except (Unsupported, NotImplementedError):
+            return  # sampled steps count these
         numel, nan, pos_inf, neg_inf = (int(v) for v in row[:4].tolist())
         if nan or pos_inf or neg_inf:
             self._report(phase, fqn, None, self._clock.micro, (nan, pos_inf, neg_inf, numel))
 
-    def _keep(self, phase: int, peak: Tensor) -> None:
-        torch.maximum(self._peaks[phase], peak, out=self._peaks[phase])  # NaN wins
+    def _bad_peak(self, step: int, phase: int) -> None:
+        self._report(phase, None, step, micro=0, counts=(0, 0, 0, 0))
 
     def _report(
         self,
@@ -324,7 +342,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
-        and tensor.is_floating_point()
+        and tensor.dtype in FLOATS
         and tensor.numel() > 0
         and not torch_private.is_functorch(tensor)
     )

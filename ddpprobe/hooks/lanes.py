@@ -1,0 +1,105 @@
+"""The way of a tensor from its device to the host, beside what the training does there.
+
+Nothing in here makes the host wait, but `Arrival.synchronize` and the lane of a device of a kind
+that this file does not know how to leave without waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+
+class Arrival(Protocol):
+    """A copy on its way, as `torch.cuda.Event` tells of it."""
+
+    def query(self) -> bool:
+        """Whether it is there; never waits."""
+
+    def synchronize(self) -> None:
+        """Wait for it: only at the end of a run."""
+
+
+class Lane(Protocol):
+    """The way from one device to the host."""
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return host memory that `post` and `send` can reach without waiting."""
+
+    def post(self, source: Tensor, host: Tensor) -> Arrival | None:
+        """Copy among the work of the current stream: what it is given next may overwrite `source`.
+
+        The device is busy with it, so this is for a few bytes. None: it is there.
+        """
+
+    def send(self, source: Tensor, host: Tensor) -> Arrival | None:
+        """Copy beside the current stream, what it has computed so far: it must not change.
+
+        None: it is there.
+        """
+
+    def follow(self, arrival: Arrival) -> None:
+        """Let the device, not the host, wait with what the current stream is given from now on."""
+
+
+@final
+class CudaLane:
+    """Copies into pinned memory, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Lane`."""
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+
+    def post(self, source: Tensor, host: Tensor) -> Arrival:
+        """See `Lane`."""
+        host.copy_(source, non_blocking=True)
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def send(self, source: Tensor, host: Tensor) -> Arrival:
+        """See `Lane`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(source, non_blocking=True)
+        source.record_stream(self._stream)
+        return self._stream.record_event()
+
+    def follow(self, arrival: Arrival) -> None:
+        """See `Lane`."""
+        if isinstance(arrival, torch.cuda.Event):
+            torch.cuda.current_stream(self._device).wait_event(arrival)
+
+
+@final
+class WaitingLane:
+    """For every other device: the host waits for the copy."""
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Lane`."""
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+    def post(self, source: Tensor, host: Tensor) -> None:
+        """See `Lane`."""
+        host.copy_(source)
+
+    def send(self, source: Tensor, host: Tensor) -> None:
+        """See `Lane`."""
+        host.copy_(source)
+
+    def follow(self, arrival: Arrival) -> None:
+        """See `Lane`."""
+
+
+def is_near(device: torch.device) -> bool:
+    """Whether the host can read a tensor of this device as soon as it is there."""
+    return device.type == "cpu"
+
+
+def lane_of(device: torch.device) -> Lane:
+    """Return a new lane from a device that is not near."""
+    return CudaLane(device) if device.type == "cuda" else WaitingLane()
