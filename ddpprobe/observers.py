@@ -7,6 +7,7 @@ from typing import final
 
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
+from ddpprobe.hooks import lanes
 from ddpprobe.hooks.capturing import Capturing
 from ddpprobe.hooks.compiled import CompiledHooks
 from ddpprobe.hooks.eager import EagerHooks
@@ -15,9 +16,11 @@ from ddpprobe.hooks.loss_scale import LossScale
 from ddpprobe.hooks.step_rows import StepRows
 from ddpprobe.hooks.watch import Watch
 from ddpprobe.records import FirstBad
+from ddpprobe.stats import checksum
 from ddpprobe.steps import StepClock
 from ddpprobe.topology.describe import Topology
-from ddpprobe.torch_private import dynamo
+from ddpprobe.topology.flat import FlatUnit
+from ddpprobe.torch_private import dynamo, functorch
 
 
 @final
@@ -49,13 +52,18 @@ class Observers:
         self.compiled = CompiledHooks(select, fuse, lost)
         self.eager = EagerHooks(found, select, self.rows, clock, fuse, self.compiled)
         self.full = FullHooks(found, select, self.rows, clock, fuse, self.compiled)
-        self.watch = Watch(found, clock, rank, fuse, on_bad, self._was_read)
+        self._select = select
+        told = self._was_read, self._flat_was_read
+        self.watch = Watch(found, clock, rank, fuse, on_bad, *told)
         self.loss_scale = LossScale()
         self.gradients_read = False
         self.capturing = capturing
         behind = capturing.meet(found, clock, self.compiled, self.rows)
-        if found.device.type == "cpu":
+        if lanes.is_near(found.device):
             self.eager.behind = behind
+        elif found.world_size > 1:
+            with functorch.outside():
+                checksum.prepare(found.device)
         self._clock = clock
         self._use_full = full_backward
         self._warm = True  # the next step makes the graphs that observe
@@ -86,15 +94,24 @@ class Observers:
         self.rows.grad_is_scaled = scaled
 
     def _was_read(self, fqn: str) -> bool:
-        """Whether the row made last says that this parameter's local gradient is finite."""
+        """Whether the row made last tells of this parameter's local gradient if it is bad.
+
+        On the CPU it has told already that it is finite.
+        """
         slot = self.rows.table.find((fqn, "grad_local", ""))
         first = self._clock.micro == 0  # of later ones `.grad` is the sum
-        return self.eager.attached and first and slot is not None and self.rows.end_finite(slot)
+        return self.eager.attached and first and slot is not None and self.rows.end_told(slot)
+
+    def _flat_was_read(self, unit: FlatUnit) -> bool:
+        """Whether rows tell of all local gradients in a flat one of FSDP1."""
+        return id(unit.flat) in self.eager.tapped and all(
+            self._select(fqn.rpartition(".")[0]) for fqn, _ in unit.parts
+        )
 
     def backward_computed(self, *, sampled: bool) -> None:
         """Let the watch look at the gradients that the rows of this step do not tell of."""
-        clean = self.eager.tapped if sampled and self.rows.are_finite() else ()
-        self.watch.backward_ends(clean)
+        told = self.eager.tapped if sampled else ()
+        self.watch.backward_ends(told if sampled and self.rows.are_finite() else (), told)
 
     def end_step(self) -> None:
         """Judge whether compiled modules were heard; between steps is the time to renew graphs."""

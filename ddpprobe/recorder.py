@@ -200,7 +200,8 @@ class Recorder:
         if not parts.eager.gradients:  # no rows that tell it
             norm = gradients.norm(parts.topology)
             if norm is not None:
-                parts.rows.add_scalar("grad_norm", norm if scale is None else norm / scale)
+                norm = norm if scale is None else gradients.divided(norm, scale)
+                parts.rows.add_scalar("grad_norm", norm)
         self._clock.probe_seconds += time.perf_counter() - started
 
     def given_up(self, *, vanished: bool) -> bool:

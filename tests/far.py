@@ -2,8 +2,8 @@
 
 Tensors stay on the CPU. The probe is told that they are not near, and gets lanes whose copies take
 their time. So every line runs that runs for a GPU, but for the calls of `torch.cuda` in
-`lanes.CudaLane`, and on real numbers. `NoWaiting` raises at operators that would make the host wait.
-It cannot see a copy from the device to the host, which here is none: those are the lanes' alone.
+`lanes.CudaLane`, and on real numbers. `NoWaiting` raises at operators that make the host wait. It
+cannot see a copy from the device to the host, which here is none: those are the lanes' alone.
 """
 
 from __future__ import annotations
@@ -85,6 +85,9 @@ class SlowLane:
 
     def post(self, source: Tensor, host: Tensor) -> Arrival:
         return Arrival(source, host, self.polls)
+
+    def fence(self) -> None:
+        pass
 
     def send(self, source: Tensor, host: Tensor) -> Arrival:
         return Arrival(source, host, self.polls)

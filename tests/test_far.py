@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import ddpprobe
 from ddpprobe.fuse import Fuse
-from ddpprobe.hooks import lanes, peaks
+from ddpprobe.hooks import gradients, lanes, peaks
+from ddpprobe.hooks.row_buffer import RowBuffer
+from ddpprobe.hooks.step_rows import StepRows
 from ddpprobe.hooks.watch import Watch
+from ddpprobe.records import Site
+from ddpprobe.stats.checksum import checksum
+from ddpprobe.stats.rows import WIDTH, reduce, reduce_far
+from ddpprobe.testing import state_hash
 from ddpprobe.topology.describe import describe
+from ddpprobe.topology.devices import device_of
 
 from . import far
 from .test_capturing import life_of
@@ -171,21 +182,161 @@ def test_a_device_that_is_too_far_behind_costs_readings_and_they_are_counted(mon
     assert seen == [0, 5]  # a NaN that was not told does not come back under another number
 
 
+# ---- rows
+
+
+def test_rows_of_two_devices_are_joined_in_their_order(monkeypatch) -> None:
+    """`meta` stands in for the GPU of the model: whoever looks at a number there fails."""
+    gpu, lane = torch.device("meta"), far.SlowLane(polls=1)
+
+    def send(source: torch.Tensor, host: torch.Tensor) -> far.Arrival:
+        assert source.is_meta
+        made = torch.arange(float(source.numel()), dtype=torch.float64).view_as(source)
+        return far.Arrival(made, host, 1)
+
+    monkeypatch.setattr(lane, "send", send)
+    monkeypatch.setattr(lanes, "lane_of", lambda _: lane)
+    rows = StepRows(gpu, 0)
+    slot = rows.table.slot(Site("buffer", "output", "", "local", True, "float32"))
+    word = torch.tensor([-1], dtype=torch.int64)  # as a float64 it is a NaN
+    for step in range(2):
+        rows.begin()
+        rows.add_scalar("loss", torch.empty((), device=gpu))
+        rows.add(slot, 0, torch.tensor([1.0, math.nan]))  # a buffer that stayed on the CPU
+        rows.add_scalar("told", 0.5)
+        rows.add(slot, 0, torch.empty(3, device=gpu))  # has no numbers: no row
+        rows.add_checksum("weight", "", word)
+        rows.add_scalar("late", torch.empty((), device=gpu))
+        assert rows.bad
+        assert not rows.are_finite()
+        pending = rows.fetch()
+        assert not pending.ready()
+        assert pending.ready()
+        result = pending.result(step, partial=True)
+        assert result.scalars == {"loss": 0.0, "told": 0.5, "late": 4.0 * WIDTH}
+        assert result.counts[0][:2].tolist() == [2, 1]
+        assert result.unsupported == {"a meta tensor has no values": 1}
+        want = torch.zeros((), dtype=torch.int64)
+        checksum(word, want)
+        assert result.digests == {("weight", ""): {int(want): 1}}
+
+
+def test_a_buffer_grows_on_the_device_that_needs_it(monkeypatch) -> None:
+    monkeypatch.setattr(lanes, "lane_of", lambda _: far.SlowLane(polls=0))
+    rows = StepRows(torch.device("meta"), 0)
+    slot = rows.table.slot(Site("b", "output", "", "local", True, "float32"))
+    rows.begin()
+    for i in range(3000):
+        rows.add(slot, i, torch.tensor([float(i)]))
+    result = rows.fetch().result(0, partial=True)
+    assert result.counts[0][0] == 3000
+    assert result.values[0][1] == 2999
+
+
+def test_an_earlier_step_leaves_nothing_where_a_row_is_elsewhere(monkeypatch) -> None:
+    rows = StepRows(torch.device("cpu"), 0)
+    slot = rows.table.slot(Site("b", "output", "", "local", True, "float32"))
+    rows.begin()
+    rows.add(slot, 0, torch.tensor([math.nan]))
+    rows.begin()
+    monkeypatch.setattr(lanes, "is_near", lambda _: False)
+    monkeypatch.setattr(lanes, "lane_of", lambda _: far.SlowLane())
+    rows._note(slot, 0, RowBuffer(torch.device("meta")))
+    assert rows.are_finite()
+    assert not rows.bad_from(0)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64, torch.int64], ids=str)
+@pytest.mark.parametrize("dense", [(), (3,)])
+def test_the_row_of_a_sparse_gradient_is_that_of_its_sums(
+    dtype: torch.dtype, dense: tuple[int, ...]
+) -> None:
+    torch.manual_seed(4)
+    indices = torch.randint(0, 5, (2, 40))
+    for kind in ("plain", "bad", "positive", "none"):
+        values = torch.randint(-3, 4, (40, *dense)).to(dtype)
+        if kind == "positive":
+            values = values * 0 + 2
+        if kind == "bad" and dtype.is_floating_point:
+            values.view(-1)[3], values.view(-1)[9] = math.nan, math.inf
+        given = (indices, values) if kind != "none" else (indices[:, :0], values[:0])
+        tensor = torch.sparse_coo_tensor(*given, (5, 5, *dense), check_invariants=True)
+        want, got = torch.empty(WIDTH).double(), torch.empty(WIDTH).double()
+        reduce(tensor.coalesce(), want)
+        with far.no_waiting():
+            reduce_far(tensor, got)
+        assert got.tolist() == pytest.approx(want.tolist(), rel=1e-6)
+
+
+# ---- where a model computes
+
+
+class Net(nn.Module):
+    def __init__(self, *parameters: torch.Tensor) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(parameters)
+
+
+def test_a_model_computes_on_the_first_device_that_is_none_to_wait_on() -> None:
+    cpu, meta = torch.empty(2), torch.empty(2, device="meta")
+    with FakeTensorMode():
+        gpus = [torch.empty(2, device=f"cuda:{i}") for i in (1, 0)]
+    assert describe(Net(cpu)).device == torch.device("cpu")
+    assert describe(Net(meta, cpu)).device == torch.device("cpu")
+    spread = Net(meta, cpu, *gpus)
+    assert device_of(spread, spread) == torch.device("cuda", 1)
+
+
+def test_fsdp1_that_offloads_computes_where_it_says() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = FullyShardedDataParallel(
+            nn.Linear(2, 2),
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            device_id=torch.device("cpu"),
+        )
+        assert wrapped.compute_device == torch.device("cpu")  # the name is still there
+        assert describe(wrapped).device == torch.device("cpu")
+        wrapped.compute_device = torch.device("cuda", 3)
+        assert describe(wrapped).device == torch.device("cuda", 3)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_norm_over_devices_is_taken_where_nobody_waits() -> None:
+    model = Net(torch.tensor([3.0]), torch.tensor([1e100], dtype=torch.float64))
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    assert gradients.norm(describe(model)) == 1e100  # no infinity by way of float32
+    gpu = nn.Parameter(torch.empty(2, device="meta"))
+    gpu.grad = torch.empty(2, device="meta")
+    model.held.append(gpu)
+    norm = gradients.norm(describe(model))
+    assert norm.is_meta
+    scale = torch.tensor(2.0)
+    assert gradients.divided(norm, scale).is_meta
+    assert gradients.divided(scale, norm).is_meta
+    assert gradients.divided(scale, scale) == 1
+
+
 # ---- a run
 
 
-def train(model: nn.Module, run, steps: int, step, every: int = 100, **options) -> None:
-    """Train with `step(i) -> loss`, in which nothing may wait; 0 is the first step."""
+def train(
+    model: nn.Module, run, steps: int, step, every: int = 100, **options
+) -> torch.optim.Optimizer:
+    """Train with `step(i) -> loss`, in which nothing may wait for a far device."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     probe = ddpprobe.install(model, run_dir=run, every=every, daemon="none", **options)
-    with far.no_waiting() as mode:
+    near = lanes.is_near(torch.device("cpu"))
+    with contextlib.nullcontext() if near else far.no_waiting() as mode:
         for i in range(steps):
             step(i).backward()
             optimizer.step()
             optimizer.zero_grad()
-            before = mode.seen
-        assert before
+    assert near or mode.seen
     probe.close()
+    return optimizer
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -213,6 +364,68 @@ def test_steps_the_watch_could_not_tell_of_are_told(tmp_path, monkeypatch) -> No
     told = [e for e in life_of(tmp_path / "r") if e["event"] == "dropped"]
     assert {e["reason"] for e in told} == {"watch: the device is too far behind"}
     assert sum(e["count"] for e in told) == 5
+
+
+class Words(nn.Module):
+    """Sparse and dense gradients, a change in place, a structured output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4, sparse=True)
+        self.up, self.act, self.norm = nn.Linear(4, 6), nn.ReLU(inplace=True), nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.act(self.up(self.table(x))))).square().mean()
+
+
+def words(run, **options) -> str:
+    torch.manual_seed(5)
+    model = Words()
+    data = [torch.randint(0, 7, (9,)) for _ in range(6)]
+    return state_hash(model, train(model, run, 6, lambda i: model(data[i]), every=2, **options))
+
+
+def test_a_sampled_step_tells_the_same_and_nobody_waits(tmp_path, records_of, monkeypatch) -> None:
+    near = words(tmp_path / "near")
+    with monkeypatch.context() as patch:
+        far.pretend(patch)
+        assert words(tmp_path / "far") == near
+    both = [[r for r in records_of(tmp_path / run) if r.sampled] for run in ("near", "far")]
+    assert [[r.step for r in records] for records in both] == [[0, 2, 4]] * 2
+    for a, b in zip(*both, strict=True):
+        assert a.sites == b.sites
+        assert a.counts.tolist() == b.counts.tolist()
+        assert b.values == pytest.approx(a.values, rel=1e-6, abs=1e-9)
+        names = {"loss", "grad_norm", "grad_norm_local"}
+        assert {n: b.scalars[0][n] for n in names} == pytest.approx(
+            {n: a.scalars[0][n] for n in names}, rel=1e-6
+        )
+
+
+def test_what_a_sampled_step_has_read_the_watch_does_not_read_again(tmp_path, monkeypatch) -> None:
+    far.pretend(monkeypatch)
+    kept: dict[int, list[int]] = {}
+    original = peaks.Peaks.keep
+
+    def keep(self: peaks.Peaks, phase: int, peak: torch.Tensor) -> None:
+        kept.setdefault(now[0], []).append(phase)
+        original(self, phase, peak)
+
+    monkeypatch.setattr(peaks.Peaks, "keep", keep)
+    model, now = net(), [0]
+
+    def step(i: int) -> torch.Tensor:
+        now[0] = i
+        return model(torch.ones(2, 4)).sum()
+
+    train(model, tmp_path / "all", 4, step, every=2)
+    assert kept[1] == kept[3] == [0, 1]  # the output, all gradients together
+    assert kept[2] == [0]
+    kept.clear()
+    model = net()
+    train(model, tmp_path / "some", 4, step, every=2, exclude=["2"])
+    assert kept[2] == [0, 1]  # no row tells of the last one's
 
 
 def test_an_operator_that_waits_is_caught_here() -> None:

@@ -124,12 +124,13 @@ def _unseen(ranks: list[dict[str, Any]]) -> Iterator[str]:
     """Name what is not observed, ranks that say the same together."""
     groups: dict[str, list[str]] = {}
     for rank in ranks:
-        silent, unsupported = rank["silent"], rank["unsupported"]
+        silent, unsupported, dropped = rank["silent"], rank["unsupported"], rank["dropped"]
         texts = [
             f"never called: {', '.join(name or '(root)' for name in silent)}" if silent else "",
             f"not supported: {', '.join(f'{k} ({n})' for k, n in unsupported.items())}"
             if unsupported
             else "",
+            f"lost: {'; '.join(f'{why} ({n})' for why, n in dropped.items())}" if dropped else "",
         ]
         for text in filter(None, texts):
             groups.setdefault(plain(text), []).append(str(rank["rank"]))

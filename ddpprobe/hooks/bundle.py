@@ -36,16 +36,16 @@ class Bundle:
     Args:
         step: the optimizer step.
         reason: why it is kept.
-        room: how many bytes it may take.
+        keeper: takes the copies.
 
     Attributes:
-        keeper: takes the copies.
+        keeper: the same.
         whole: keep also what another rank keeps, which may not be doing so.
     """
 
-    def __init__(self, step: int, reason: str, room: int, *, whole: bool = False) -> None:
+    def __init__(self, step: int, reason: str, keeper: Keeper, *, whole: bool = False) -> None:
         self.step, self.reason, self.whole = step, reason, whole
-        self.keeper = Keeper(room)
+        self.keeper = keeper
         self._modules: dict[str, dict[str, Any]] = {}
         self._held: dict[Key, tuple[Kept, Lies]] = {}
         self._scale: Kept | None = None

@@ -263,7 +263,7 @@ class CallHooks:
             return {}
         told = {"micro": call.micro, "call": call.number, "rng": "before", "autocast": autocast()}
         bundle.module(fqn, module)["calls"].append(told)
-        for device, state in random_states(self._topology.device):
+        for device, state in random_states(module, self._topology.device):
             bundle.add(Key(fqn, "rng", "", device, call.micro, call.number), state, OWN)
         return told
 
@@ -299,12 +299,18 @@ class _Gradient:
             hooks.gradient(self._step, self._key, self._laid, gradient)
 
 
-def random_states(device: torch.device) -> list[tuple[str, Tensor]]:
-    """State of the random numbers, by kind of device: the host's own copies."""
+def random_states(module: nn.Module, device: torch.device) -> list[tuple[str, Tensor]]:
+    """State of the random numbers, by kind of device: the host's own copies.
+
+    Args:
+        module: the one that is called; of several GPUs that of its parameters counts.
+        device: where most of the model computes.
+    """
     states = [("cpu", torch.get_rng_state())]
-    return (
-        [*states, ("cuda", torch.cuda.get_rng_state(device))] if device.type == "cuda" else states
-    )
+    if device.type != "cuda":
+        return states
+    there = (p.device for p in module.parameters() if p.is_cuda)
+    return [*states, ("cuda", torch.cuda.get_rng_state(next(there, device)))]
 
 
 def autocast() -> dict[str, str]:

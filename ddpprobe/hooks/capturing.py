@@ -98,7 +98,7 @@ class Capturing:
         globs += self._globs if sampled else ()
         if not globs or self._calls is None:
             return
-        self._bundle = Bundle(step, orders[0].reason if orders else "capture", self._desk.room())
+        self._bundle = self._desk.bundle(step, orders[0].reason if orders else "capture")
         self._chosen = self._choose(globs)
         self._calls.begin(self._bundle)
 
@@ -111,6 +111,7 @@ class Capturing:
 
     def _backward_ended(self, scale: Tensor | None) -> None:
         """Keep the gradients, where the optimizer may never see them: a scaler skips its step."""
+        self._desk.pump()
         self._scaled = scale is not None
         if self._bundle is not None and (self._scaled or not self._optimizes):
             self._bundle.log_scale(scale)
@@ -185,7 +186,7 @@ class Capturing:
     def _bundle_for(self, fqn: str) -> Bundle | None:
         """Give the bundle for a module whose output is the first bad one; None: it is kept."""
         if self._bundle is None:
-            self._bundle = Bundle(self._step, FIRST_BAD, self._desk.room(), whole=True)
+            self._bundle = self._desk.bundle(self._step, FIRST_BAD, whole=True)
         self._bundle.reason = FIRST_BAD
         return self._bundle if fqn not in self._chosen else None
 

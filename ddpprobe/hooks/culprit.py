@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
+from ddpprobe.hooks import lanes
 from ddpprobe.hooks.bundle import Bundle, Key
 from ddpprobe.hooks.calls import autocast, random_states
 from ddpprobe.hooks.eager import Clock
@@ -71,7 +72,7 @@ class Culprit:
         self._calls.clear()
         self._began = len(self._rows)
         self.detach()
-        if self._topology.device.type == "cpu":
+        if lanes.is_near(self._topology.device):
             for fqn, unit in self._topology.units():
                 guest = Guest(self._fuse.guard(partial(self._keep_gathered, fqn)))
                 self._handles.append(unit.register_forward_hook(guest, prepend=True))
@@ -177,7 +178,7 @@ class Culprit:
         }  # fmt: skip
         header = bundle.module(fqn, module)
         header["calls"].append(told)
-        for device, state in random_states(self._topology.device):
+        for device, state in random_states(module, self._topology.device):
             bundle.add(Key(fqn, "rng", "", device, micro, number), state, OWN)
         for kind, value in (("input", args), ("input", kwargs), ("output", output)):
             for leaf, tensor in leaves(value):
@@ -195,5 +196,6 @@ class Culprit:
 def _are_bad(values: object) -> bool:
     """Whether a floating tensor in them has a NaN or an infinity; read only where one came out."""
     return any(
-        t.is_floating_point() and not bool(local(t).isfinite().all()) for _, t in leaves(values)
+        t.is_cpu and t.is_floating_point() and not bool(local(t).isfinite().all())
+        for _, t in leaves(values)
     )

@@ -15,7 +15,9 @@ from typing import Any, final
 
 from ddpprobe import codec, packs
 from ddpprobe.hooks.bundle import Bundle
-from ddpprobe.hooks.keeping import MAX_BYTES
+from ddpprobe.hooks.headroom import Headroom
+from ddpprobe.hooks.keeping import MAX_BYTES, Keeper
+from ddpprobe.hooks.staging import Staging
 from ddpprobe.journal import BACK_OFF_SECONDS, JournalWriter
 from ddpprobe.stats.crc32 import crc32
 
@@ -36,6 +38,13 @@ class Desk:
         self._path, self._who, self._journal = path, who, journal
         self._waiting: deque[Bundle] = deque()
         self._retry_at = 0.0
+        self._staging, self._headroom = Staging(), Headroom()
+
+    def bundle(self, step: int, reason: str, *, whole: bool = False) -> Bundle:
+        """Return an empty bundle for the step under way."""
+        self._headroom.begin()
+        keeper = Keeper(self.room(), self._staging, self._headroom)
+        return Bundle(step, reason, keeper, whole=whole)
 
     def room(self) -> int:
         """Bytes that the next bundle may take; 0 for a moment after the disk has refused one."""
@@ -45,7 +54,6 @@ class Desk:
 
     def push(self, bundle: Bundle) -> None:
         """Take a bundle that is complete; `write` writes it when its copies are there."""
-        bundle.keeper.end()
         self._waiting.append(bundle)
 
     def write(self, *, wait: bool = False) -> None:
@@ -55,6 +63,8 @@ class Desk:
             if wait:
                 bundle.keeper.wait()
             self._write(bundle)
+        if wait:
+            self._staging.release()
 
     def _write(self, bundle: Bundle) -> None:
         header = {**self._who, **bundle.header()}
@@ -66,8 +76,15 @@ class Desk:
             self.tell("dropped", reason=f"capture: {why}", count=len(bundle))
             return
         self.tell("captured", step=bundle.step, bytes=size, reason=bundle.reason)
-        if bundle.keeper.dropped:
+        if bundle.keeper.starved:
+            why = "capture: no device memory"
+            self.tell("dropped", reason=why, count=bundle.keeper.starved)
+        if bundle.keeper.refused:
             self.tell("dropped", reason="capture: no room", count=bundle.keeper.refused)
+
+    def pump(self) -> None:
+        """Move on what has arrived of the copies, so that more of them can cross."""
+        self._staging.pump()
 
     def tell(self, event: str, **facts: Any) -> None:  # noqa: ANN401  (JSON)
         """Write that something happened to this rank."""

@@ -76,15 +76,40 @@ def stay_local(topology: Topology) -> bool:
 
 
 def norm(topology: Topology) -> Tensor | None:
-    """L2 norm of this rank's gradients as they are now, float32 [] on their device."""
+    """L2 norm of this rank's gradients as they are now, float64 [] on the device of the last."""
     found = [
         g if type(g) is Tensor else local(g)
         for _, p in topology.named_parameters()
         if (g := p.grad) is not None
     ]
-    dense = [g for g in found if g.layout == torch.strided and g.numel()]
-    if not dense:
+    devices: dict[torch.device, list[Tensor]] = {}
+    for gradient in found:
+        if gradient.layout == torch.strided and gradient.numel():
+            devices.setdefault(gradient.device, []).append(gradient)
+    # What the host can see goes to a device: the other way it would have to wait.
+    parts = [_norm(dense) for _, dense in sorted(devices.items(), key=lambda d: d[0].type != "cpu")]
+    if not parts:
         return None
-    norms = torch._foreach_norm(dense)  # noqa: SLF001  (what clip_grad_norm_ itself uses)
-    whole: Tensor = torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = torch.hypot(_moved(whole, part), part)
     return whole
+
+
+def _norm(dense: list[Tensor]) -> Tensor:
+    norms = torch._foreach_norm(dense)  # noqa: SLF001  (what clip_grad_norm_ itself uses)
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([n.double() for n in norms]))
+    return whole
+
+
+def divided(norm: Tensor, scale: Tensor) -> Tensor:
+    """Return a norm [] divided by a loss scale [], which may be on another device."""
+    together = scale.is_cpu or scale.device == norm.device
+    return (norm if together else _moved(norm, scale)) / scale
+
+
+def _moved(number: Tensor, there: Tensor) -> Tensor:
+    """Return a number [] on the device of another one, which is not the CPU; nobody waits."""
+    if number.is_cpu:
+        return torch.full((), number.item(), dtype=number.dtype, device=there.device)
+    return number.to(there.device, non_blocking=True)

@@ -1,8 +1,8 @@
 """Full copies of tensors on the host, taken without waiting for anything.
 
 On the CPU a tensor is copied at once: it may be changed in place a moment later. On a GPU it is
-copied on the device first, in the training's own order, and from there into pinned memory on a
-stream of its own, so that the training's never waits for the bus.
+copied on the device first, in the training's own order and as far as there is memory for it, and
+from there on a stream of its own, so that the training's never waits for the bus.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpprobe import torch_private
+from ddpprobe.hooks import lanes
+from ddpprobe.hooks.headroom import Headroom
+from ddpprobe.hooks.staging import Staging, Trip
 from ddpprobe.packs import ITEM_SIZES
 from ddpprobe.stats.dense import dtype_name, local
 
 # What the copies of one rank may take of the host at any time, those on their way to the disk
-# included: with 8 ranks on a machine 16 GiB. On a GPU the device holds as much for a moment.
+# included: with 8 ranks on a machine 16 GiB. On a GPU the device holds as much for a moment, if it
+# has the memory (`headroom`).
 MAX_BYTES = 2 << 30
 
 
@@ -62,19 +66,22 @@ class Keeper:
 
     Args:
         room: how many bytes they may take.
+        staging: the way from a device.
+        headroom: how many of them a device has memory for.
 
     Attributes:
         taken: bytes of the copies so far.
-        dropped, refused: bytes and number of tensors for which there was no room.
+        dropped, refused: bytes of all tensors that were not kept for want of memory, and number of
+            those for which there was no `room`.
+        starved: number of those for which their device had no memory.
         left_out: tensors that have no plain bytes, by what they are.
     """
 
-    def __init__(self, room: int) -> None:
-        self.taken = self.dropped = self.refused = 0
+    def __init__(self, room: int, staging: Staging, headroom: Headroom) -> None:
+        self.taken = self.dropped = self.refused = self.starved = 0
         self.left_out: Counter[str] = Counter()
-        self._room = room
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._events: list[torch.cuda.Event] = []
+        self._room, self._staging, self._headroom = room, staging, headroom
+        self._trips: list[Trip] = []
 
     def take(self, tensor: Tensor) -> Kept | None:
         """Copy this rank's part of `tensor`; None if it is left out or dropped."""
@@ -90,40 +97,48 @@ class Keeper:
             self.dropped += size
             self.refused += 1
             return None
-        self.taken += size
-        return Kept(self._copied(mine))
+        kept = self._kept(mine, size)
+        if kept is None:
+            self.dropped += size
+            self.starved += 1
+        else:
+            self.taken += size
+        return kept
 
     def give_back(self, kept: Kept) -> None:
         """Account for a copy that was replaced by a later one."""
         self.taken -= kept.nbytes
 
-    def end(self) -> None:
-        """All is taken: from now on `ready` says when it has arrived."""
-        self._events = [stream.record_event() for stream in self._streams.values()]
-
     def ready(self) -> bool:
         """Whether all copies are on the host; never waits."""
-        return all(event.query() for event in self._events)
+        self._staging.pump()
+        return not any(trip.missing for trip in self._trips)
 
     def wait(self) -> None:
         """Wait for the copies: only at the end of a run."""
-        for event in self._events:
-            event.synchronize()
+        self._staging.pump(wait=True)
 
-    def _copied(self, tensor: Tensor) -> Tensor:
-        with torch.no_grad():
-            own = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-        if own.device.type != "cuda":
-            return own if own.device.type == "cpu" else own.to("cpu")
-        stream = self._streams.get(own.device)
-        if stream is None:
-            stream = self._streams[own.device] = torch.cuda.Stream(own.device)
-        host = torch.empty(own.shape, dtype=own.dtype, device="cpu", pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(own.device))
-        with torch.cuda.stream(stream):
-            host.copy_(own, non_blocking=True)
-        own.record_stream(stream)
-        return host
+    def _kept(self, tensor: Tensor, size: int) -> Kept | None:
+        """Copy plain bytes; None: the device has no memory for it."""
+        device = tensor.device
+        if lanes.is_near(device):
+            return Kept(_own(tensor))
+        if not self._headroom.take(device, size):
+            return None
+        try:
+            own = _own(tensor)
+        except torch.OutOfMemoryError:
+            self._headroom.refused(device)
+            return None
+        trip = self._staging.put(own)
+        self._trips.append(trip)
+        return Kept(trip.host.view(own.dtype).reshape(own.shape))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return a copy in C order, on the same device."""
+    with torch.no_grad():
+        return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -35,8 +35,11 @@ class Lane(Protocol):
         The device is busy with it, so this is for a few bytes. None: it is there.
         """
 
+    def fence(self) -> None:
+        """Let what is sent from now on come behind what the current stream has been given."""
+
     def send(self, source: Tensor, host: Tensor) -> Arrival | None:
-        """Copy beside the current stream, what it has computed so far: it must not change.
+        """Copy beside the current stream what was there at a `fence` and will not change.
 
         None: it is there.
         """
@@ -61,9 +64,12 @@ class CudaLane:
         host.copy_(source, non_blocking=True)
         return torch.cuda.current_stream(self._device).record_event()
 
-    def send(self, source: Tensor, host: Tensor) -> Arrival:
+    def fence(self) -> None:
         """See `Lane`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def send(self, source: Tensor, host: Tensor) -> Arrival:
+        """See `Lane`."""
         with torch.cuda.stream(self._stream):
             host.copy_(source, non_blocking=True)
         source.record_stream(self._stream)
@@ -86,6 +92,9 @@ class WaitingLane:
     def post(self, source: Tensor, host: Tensor) -> None:
         """See `Lane`."""
         host.copy_(source)
+
+    def fence(self) -> None:
+        """See `Lane`."""
 
     def send(self, source: Tensor, host: Tensor) -> None:
         """See `Lane`."""

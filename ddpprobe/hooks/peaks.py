@@ -52,6 +52,8 @@ class Peaks:
 
     def end_step(self, step: int) -> None:
         """Send what was kept on its way, and start the next step's."""
+        if not self._cells:
+            return
         used = [cell for cell in self._cells.values() if cell.used]
         if used and len(self._under_way) == AHEAD:
             self.lost += 1

@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddpprobe.hooks.lanes import Arrival
 from ddpprobe.hooks.site_table import SiteTable
 from ddpprobe.records import (
     KINDS,
@@ -47,10 +47,14 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class PendingRows:
-    """Rows on their way to the host; `ready()` before `result()` keeps the host from waiting."""
+    """Rows on their way to the host; `ready()` before `result()` keeps the host from waiting.
+
+    `parts` are (indices, rows up to the last of them) of other devices, to be put among `rows`.
+    """
 
     rows: Tensor
-    event: torch.cuda.Event | None
+    parts: tuple[tuple[NDArray[np.int64], Tensor], ...]
+    arrivals: tuple[Arrival, ...]
     slots: NDArray[np.int64]
     micros: NDArray[np.int64]
     times: NDArray[np.int64] | None
@@ -65,16 +69,16 @@ class PendingRows:
 
     def ready(self) -> bool:
         """Whether the copy is over; never waits."""
-        return self.event is None or bool(self.event.query())
+        return all(arrival.query() for arrival in self.arrivals)
 
     def wait(self) -> None:
         """Wait for the copy: only at the end of a run."""
-        if self.event is not None:
-            self.event.synchronize()
+        for arrival in self.arrivals:
+            arrival.synchronize()
 
     def result(self, step: int, *, partial: bool) -> StepResult:
         """Merge the rows per site. `partial` keeps forwards whose backward never came."""
-        rows = self.rows.numpy()
+        rows = self._joined()
         keep = self._kept(partial=partial)
         self._label_parts(keep)
         sites = self.table.sites() if keep.size or self.tapped.size else ()
@@ -95,6 +99,12 @@ class PendingRows:
             self.unsupported,
             self._checksums(rows),
         )
+
+    def _joined(self) -> NDArray[np.float64]:
+        rows: NDArray[np.float64] = self.rows.numpy()
+        for indices, part in self.parts:  # as bits: a checksum is no number
+            rows.view(np.int64)[indices] = part.numpy().view(np.int64)[indices]
+        return rows
 
     def _label_parts(self, keep: NDArray[np.intp]) -> None:
         """Label parameters whose local gradient arrived in parts, of which only the sum is it.

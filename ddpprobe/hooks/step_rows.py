@@ -3,6 +3,9 @@
 Every hook call appends one row to a preallocated device buffer; the host remembers only which site
 and micro-batch it belongs to. The position in the buffer is the execution order, so the first bad
 row *is* the first bad tensor, and nothing has to be compared on the device.
+
+A row is made where its tensor is, whatever other devices the model is spread over: to bring it to
+another would make one of the two wait. So each device has a buffer, and the host joins them.
 """
 
 from __future__ import annotations
@@ -14,24 +17,27 @@ from collections import Counter
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ddpprobe.hooks.lanes import Arrival
 from ddpprobe.hooks.loss_scale import SCALED_KINDS
 from ddpprobe.hooks.pending_rows import SCALAR, PendingRows
+from ddpprobe.hooks.row_buffer import RowBuffer
 from ddpprobe.hooks.site_table import SiteTable
 from ddpprobe.stats import rows as stats
 from ddpprobe.stats.checksum import checksum
 from ddpprobe.stats.rows import Unsupported
-from ddpprobe.torch_private import functorch
 
-_FIRST_CAPACITY = 1024
+_HOST = torch.device("cpu")
+_FAKE = "FakeTensor"
 
 
 class StepRows:
     """The rows of the step under way. Backward hooks may come from autograd's own threads.
 
     Args:
-        device: of the model.
+        device: where the model computes, or most of it.
         rank: this rank.
         timed: order the first bad tensor by the clock rather than by its place in this rank's
             execution: the stages of a pipeline run one after the other, not side by side.
@@ -45,11 +51,9 @@ class StepRows:
         self.table = SiteTable()
         self._rank = rank
         self._times: list[int] | None = [] if timed else None
-        shape = _FIRST_CAPACITY, stats.WIDTH
-        with functorch.outside():  # where the first forward may be
-            self._buffer = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copied: torch.cuda.Event | None = None
+        self._main = RowBuffer(device)
+        self._others: dict[torch.device, RowBuffer] = {}
+        self._elsewhere: dict[int, RowBuffer] = {}  # the rows that are not in the main one
         self._lock = threading.Lock()
         self._slots: list[int] = []
         self._micros: list[int] = []
@@ -70,7 +74,7 @@ class StepRows:
         `reused`: it is a buffer of a compiled graph, written in place without a new version.
         """
         with self._lock:
-            index, last = self._next(), self._last
+            index, last = len(self._slots), self._last
             # A container often returns its last child's very tensor: same object, same version.
             if (
                 last is not None
@@ -78,17 +82,22 @@ class StepRows:
                 and last[1] == tensor._version  # noqa: SLF001  (public by documentation)
                 and not reused
             ):
-                self._buffer[index].copy_(self._buffer[last[2]])
+                buffer = self._elsewhere.get(last[2], self._main)
+                buffer.reach(index)
+                buffer.rows[index].copy_(buffer.rows[last[2]])
             else:
                 try:
-                    self.bad |= stats.reduce_into(tensor, self._buffer, index)
+                    buffer = self._main
+                    if not (buffer.near and tensor.is_cpu and index < buffer.capacity):
+                        buffer = self._buffer_of(tensor, index)
+                    self.bad |= buffer.reduce(tensor, index)
                 except Unsupported as reason:
                     self._unsupported[str(reason)] += 1
                     return
                 self._last = None
                 if not (reused or tensor.is_inference()):
                     self._last = weakref.ref(tensor), tensor._version, index  # noqa: SLF001
-            self._note(slot, micro)
+            self._note(slot, micro, buffer)
 
     def tap(self, slot: int) -> None:
         """Note that a hook was placed for `slot`; if nothing arrives it is unobserved."""
@@ -101,21 +110,24 @@ class StepRows:
     def add_scalar(self, name: str, value: Tensor | float) -> None:
         """Keep one number of this step; several under one name are averaged."""
         with self._lock:
-            index = self._next()
+            index = len(self._slots)
             if isinstance(value, Tensor):
-                self._buffer[index, 0].copy_(value.detach(), non_blocking=True)
-            else:
-                self._buffer[index, 0].fill_(value)
+                buffer = self._buffer_of(value, index)
+                buffer.rows[index, 0].copy_(value.detach(), non_blocking=True)
+            else:  # to a device this would be a launch
+                buffer = self._buffer_on(_HOST, index)
+                buffer.rows[index, 0].fill_(value)
             self._names[index] = name
-            self._note(SCALAR, -1)
+            self._note(SCALAR, -1, buffer)
 
     def add_checksum(self, fqn: str, shard: str, tensor: Tensor) -> None:
         """Take the checksum of a parameter, or shard of one, that other ranks hold as well."""
         with self._lock:
-            index = self._next()
-            checksum(tensor, self._buffer.view(torch.int64)[index, 0])
+            index = len(self._slots)
+            buffer = self._buffer_of(tensor, index)
+            checksum(tensor, buffer.rows.view(torch.int64)[index, 0])
             self._digests[index] = (fqn, shard)
-            self._note(SCALAR, -1)
+            self._note(SCALAR, -1, buffer)
 
     def forget(self, kind: str) -> None:
         """Leave out the rows of `kind` so far: what is read anew contains them."""
@@ -124,28 +136,32 @@ class StepRows:
                 self._micros[index] = -1
 
     def are_finite(self) -> bool:
-        """Whether nothing that was read so far is NaN or infinite; False: perhaps (a GPU knows)."""
-        rows = self._buffer[: len(self._slots), stats.NONFINITE]
-        return rows.device.type == "cpu" and not rows.any()
+        """Whether nothing that was read so far on the host is NaN or infinite."""
+        if self._main.near:
+            count = len(self._slots)
+            return not self._main.rows[:count, stats.NONFINITE].any()
+        return not self.bad
 
     def bad_from(self, index: int) -> bool:
         """Whether the host can see NaN or Inf in a row from `index` on."""
-        if not self._buffer.is_cpu:
+        if not self._main.near:
             return False
-        return bool(self._buffer.numpy()[index : len(self._slots), stats.NONFINITE].any())
+        return bool(self._main.rows.numpy()[index : len(self._slots), stats.NONFINITE].any())
 
-    def end_finite(self, slot: int) -> bool:
-        """Whether the row made last is of `slot` and, as the host can see, has no NaN or Inf."""
+    def end_told(self, slot: int) -> bool:
+        """Whether the row made last is of `slot`, and has no NaN or Inf or will tell it itself."""
         last = len(self._slots) - 1
-        if last < 0 or self._slots[last] != slot or not self._buffer.is_cpu:
+        if last < 0 or self._slots[last] != slot:
             return False
-        return not self._buffer.numpy()[last, stats.NONFINITE].any()
+        buffer = self._elsewhere.get(last, self._main)
+        return not buffer.near or not buffer.rows.numpy()[last, stats.NONFINITE].any()
 
     def begin(self) -> None:
-        """Forget the last step; the buffer and the site table stay."""
-        if self._copied is not None:  # the device waits, not the host, and by now for nothing
-            torch.cuda.current_stream(self._buffer.device).wait_event(self._copied)
-            self._copied = None
+        """Forget the last step; the buffers and the site table stay."""
+        self._main.begin()
+        for buffer in self._others.values():
+            buffer.begin()
+        self._elsewhere.clear()
         self._slots, self._micros = [], []
         if self._times is not None:
             self._times.clear()
@@ -158,10 +174,13 @@ class StepRows:
         self._last = None
 
     def fetch(self) -> PendingRows:
-        """Start the one device-to-host copy of this step and return what waits for it."""
+        """Start the copy of this step from each device and return what waits for it."""
+        rows, arrival = self._main.to_host(len(self._slots))
+        parts = self._parts()
         return PendingRows(
-            rows=self._to_host(self._buffer[: len(self._slots)]),
-            event=self._copied,
+            rows=rows,
+            parts=tuple((indices, host) for indices, host, _ in parts),
+            arrivals=tuple(a for a in (arrival, *(a for _, _, a in parts)) if a is not None),
             slots=np.array(self._slots, np.int64),
             micros=np.array(self._micros, np.int64),
             times=np.array(self._times, np.int64) if self._times is not None else None,
@@ -175,27 +194,39 @@ class StepRows:
             rank=self._rank,
         )
 
-    def _note(self, slot: int, micro: int) -> None:
+    def _note(self, slot: int, micro: int, buffer: RowBuffer) -> None:
+        if buffer is not self._main:
+            index = len(self._slots)
+            self._elsewhere[index] = buffer
+            self._main.reach(index)
+            if self._main.near:  # or what is left there of an earlier step would be read
+                self._main.rows[index].zero_()
         self._slots.append(slot)
         self._micros.append(micro)
         if self._times is not None:
             self._times.append(time.time_ns())
 
-    def _next(self) -> int:
-        index = len(self._slots)
-        if index == self._buffer.shape[0]:
-            with functorch.outside():
-                self._buffer = torch.cat((self._buffer, torch.zeros_like(self._buffer)))
-        return index
+    def _buffer_of(self, tensor: Tensor, index: int) -> RowBuffer:
+        """Return the buffer in which the row of a tensor is made, with room for it."""
+        device = tensor.device
+        if device != self._main.device and (tensor.is_meta or type(tensor).__name__ == _FAKE):
+            device = self._main.device  # it only claims to be there: nothing will be made of it
+        return self._buffer_on(device, index)
 
-    def _to_host(self, rows: Tensor) -> Tensor:
-        """Copy on a stream of its own: the training's goes on meanwhile."""
-        if self._copies is None:
-            return rows.to("cpu", copy=True)
-        host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
-        self._copies.wait_stream(torch.cuda.current_stream(rows.device))
-        with torch.cuda.stream(self._copies):
-            host.copy_(rows, non_blocking=True)
-            self._copied = self._copies.record_event()
-        rows.record_stream(self._copies)
-        return host
+    def _buffer_on(self, device: torch.device, index: int) -> RowBuffer:
+        buffer = self._main
+        if device != buffer.device:
+            other = self._others.get(device)
+            buffer = self._others[device] = other if other is not None else RowBuffer(device)
+        buffer.reach(index)
+        return buffer
+
+    def _parts(self) -> list[tuple[NDArray[np.int64], Tensor, Arrival | None]]:
+        """Start the copies of the rows that are not in the main buffer: with their indices."""
+        found = []
+        for buffer in self._others.values():
+            mine = [index for index, home in self._elsewhere.items() if home is buffer]
+            if mine:
+                host, arrival = buffer.to_host(mine[-1] + 1)
+                found.append((np.array(mine, np.int64), host, arrival))
+        return found

@@ -156,7 +156,7 @@ def _attempt(overlay: Overlay, attempt: int, held: Completeness) -> dict[str, An
     for each in facts:
         share = shares[each.rank]
         told = _rank(each, share, _status(each, events, deaths, share.end))
-        ranks.append({**told, **_coverage(each, events)})
+        ranks.append({**told, **_coverage(each, events), "dropped": _dropped(each, events)})
     return {
         "attempt": attempt,
         "steps": {"first": min(steps, default=None), "last": max(steps, default=None)},
@@ -205,6 +205,16 @@ def _coverage(facts: RankFacts, events: list[Event]) -> dict[str, Any]:
         "unsupported": unsupported if isinstance(unsupported, dict) else {},
         "silent": [str(name) for name in silent] if isinstance(silent, list) else [],
     }
+
+
+def _dropped(facts: RankFacts, events: list[Event]) -> dict[str, int]:
+    """Return what a rank said it has lost, {reason: how many}."""
+    lost: Counter[str] = Counter()
+    own = layout.rank_name(facts.rank)
+    for what in (e.what for e in events if e.source == own):
+        if what.get("event") == "dropped":
+            lost[str(what.get("reason"))] += _whole(what.get("count"), 0)
+    return dict(sorted(lost.items()))
 
 
 def _status(facts: RankFacts, events: list[Event], deaths: list[Death], end: str) -> str:

@@ -46,6 +46,11 @@ def checksum(tensor: Tensor, out: Tensor) -> None:
                 out += (rest * within[: rest.numel()]).sum() * factor
 
 
+def prepare(device: torch.device) -> None:
+    """Bring the factors to a device, so that no sampled step has to."""
+    _tables(device)
+
+
 def _words(tensor: Tensor) -> Tensor:
     """Return the bits as int64 [n]; a view of them where their place in memory allows it."""
     if tensor.layout != torch.strided:
@@ -75,5 +80,8 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     draw = torch.randint(
         bounds.min, bounds.max, (2, _ROW), generator=generator, device="cpu", dtype=torch.int64
     )
-    within, between = (draw | 1).to(device, non_blocking=True)
+    factors = draw | 1
+    if device.type == "cuda":  # or the host would wait for its copy
+        factors = factors.pin_memory()
+    within, between = factors.to(device, non_blocking=True)
     return within, between

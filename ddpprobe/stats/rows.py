@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ddpprobe.records import COUNTS, NONFINITE, OBSERVED, VALUES, Counts, Values, empty_rows
 from ddpprobe.stats.cpu import reduce_cpu
-from ddpprobe.stats.dense import FLOATS, Unsupported, dense, readable
+from ddpprobe.stats.dense import FLOATS, Unsupported, dense, local, readable
 from ddpprobe.stats.device import GPU_BLOCK, reduce_device
 from ddpprobe.stats.native import row_kernels
+from ddpprobe.stats.sparse import reduce_coalesced
 
 ROW = (*COUNTS[:5], *VALUES)
 WIDTH = len(ROW)
@@ -27,7 +28,7 @@ _ROW_BYTES = WIDTH * 8
 
 __all__ = [
     "EMPTY", "GPU_BLOCK", "NONFINITE", "ROW", "WIDTH",
-    "Unsupported", "reduce", "reduce_into", "split_rows",
+    "Unsupported", "reduce", "reduce_far", "reduce_into", "split_rows",
 ]  # fmt: skip
 
 
@@ -56,6 +57,22 @@ def reduce_into(tensor: Tensor, rows: Tensor, index: int) -> bool:
         return kernel(tensor.data_ptr(), tensor.numel(), 1, rows.data_ptr() + index * _ROW_BYTES)
     _reduce_any(tensor, rows[index])
     return rows.is_cpu and bool(rows[index, NONFINITE].any())
+
+
+def reduce_far(tensor: Tensor, out: Tensor) -> None:
+    """Do as `reduce` does where both are on one device that the host does not look into.
+
+    Raises:
+        Unsupported: this kind of tensor has no statistics.
+    """
+    with torch.no_grad():
+        repeated = tensor.layout == torch.sparse_coo and not tensor.is_coalesced()
+        flat, repeats = (tensor, 1) if repeated else dense(tensor)
+        with _full_precision(out.device.type):
+            if repeated:
+                reduce_coalesced(local(tensor), out)
+            else:
+                reduce_device(flat, repeats, out)
 
 
 def _reduce_any(tensor: Tensor, out: Tensor) -> None:

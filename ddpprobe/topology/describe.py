@@ -12,6 +12,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpprobe import torch_private
+from ddpprobe.topology.devices import device_of
 from ddpprobe.topology.flat import FlatUnit, flat_units
 from ddpprobe.topology.naming import clean, held, inner, walk
 from ddpprobe.topology.placement import (
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _FSDP = "torch.distributed.fsdp"
+_WAITING = (
+    "cpu",
+    "meta",
+)  # kinds of device where parameters may be that are computed with elsewhere
 
 
 @dataclass(eq=False)
@@ -45,7 +50,7 @@ class Topology:
         root: the user's own module.
         wrapper: none, ddp, fsdp1, fsdp2, hsdp, tp, one of these + tp, pipeline or mixed.
         world_size: number of ranks of the job.
-        device: where it computes.
+        device: where it computes, or most of it, if that is on several.
         outer: the outermost wrapper that is known around `root`, or `root`.
         ddps: every DistributedDataParallel in it, (FQN, wrapper).
         flat: FSDP1's flat parameters.
@@ -260,7 +265,7 @@ def describe(
     names = {id(m): fqn for fqn, m in walked if inner(m) is None}
     found = Topology(
         root, "", dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
-        _device(root), model,
+        device_of(root, model), model,
         tuple((f, m) for f, m in walked if isinstance(m, DistributedDataParallel)),
         flat_units(model, names), _tensor_meshes(root),
     )  # fmt: skip
@@ -318,16 +323,6 @@ def _tensor_meshes(root: nn.Module) -> tuple[DeviceMesh, ...]:
         return ()
     gathered = {ranks_of(m): m for m in meshes}
     return tuple(gathered.values())
-
-
-def _device(root: nn.Module) -> torch.device:
-    """Where the model computes; its parameters may wait elsewhere (CPU offload)."""
-    parameter = next(root.parameters())
-    if is_dtensor(parameter):
-        kind = parameter.device_mesh.device_type
-        if kind != parameter.device.type:
-            return torch.device(kind, torch.get_device_module(kind).current_device())
-    return parameter.device
 
 
 def _is_fsdp1(module: nn.Module) -> bool:

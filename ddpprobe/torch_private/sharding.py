@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ddpprobe.torch_private import is_a
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -165,6 +166,19 @@ def rehearses() -> bool:
         if frame.f_code.co_name == "_forward_metadata_inference":
             return True
     return False
+
+
+def compute_device(unit: nn.Module) -> torch.device | None:
+    """Return where an FSDP1 unit computes, while its parameters may wait on the CPU (offload).
+
+    None for every other module.
+
+    Degradation: None; the model is then taken for one that computes where its parameters wait.
+    """
+    if not is_a(unit, _FSDP, "FullyShardedDataParallel"):
+        return None
+    found = getattr(unit, "compute_device", None)
+    return found if type(found).__name__ == "device" else None
 
 
 def split_factor(placement: Placement) -> int:
