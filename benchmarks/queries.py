@@ -14,6 +14,7 @@ from benchmarks import command_line, large_store, tables
 from benchmarks.answer import SITE
 
 FULL, QUICK = (100_000, 1500, 8), (2_000, 300, 2)  # sampled steps, sites, ranks
+WIDE, QUICK_WIDE = (512, 10_000, 8), (8, 3_000, 2)
 VERIFIED = (2_000, 1500, 1)  # `verify` reads every byte: its figure is a rate
 MEMORY_GOAL_MB, REPEATS = 500, 5
 # Name, what is asked, seconds at most (None: no goal).
@@ -78,6 +79,15 @@ def _verified(scratch: Path, shape: tuple[int, int, int]) -> str:
     return f"`ddpprobe verify` reads and decodes {size / seconds / 1e6:.0f} MB/s of files."
 
 
+def _wide(scratch: Path, shape: tuple[int, int, int]) -> str:
+    """Say what the width of a model costs, in a sentence."""
+    steps, sites, ranks = shape
+    run = large_store.make(scratch / "wide", steps=steps, sites=sites, ranks=ranks)
+    found = {name: _ask(run.path, name) for name in ("anomalies", "series", "info")}
+    told = ", ".join(f"{name} {f['s']:.2f} s and {f['mb']:.0f} MB" for name, f in found.items())
+    return f"Of a run of {steps:,} steps x {sites:,} sites x {ranks} ranks: {told}."
+
+
 def main(argv: Sequence[str] | None = None) -> str:
     """Print and return the section."""
     arguments = command_line.parser("queries", __doc__).parse_args(argv)
@@ -87,13 +97,14 @@ def main(argv: Sequence[str] | None = None) -> str:
         run = large_store.make(Path(scratch) / "run", steps=steps, sites=sites, ranks=ranks)
         rows = _queries(run.path, repeats) + _commands(run.path, repeats)
         rate = _verified(Path(scratch), QUICK if arguments.quick else VERIFIED)
+        wide = _wide(Path(scratch), QUICK_WIDE if arguments.quick else WIDE)
     text = (
         f"A sealed run of {steps:,} sampled steps x {sites:,} sites x {ranks} ranks, its files in "
         f"the page cache; each question is put by a\nfresh process (minimum / **median** / maximum "
         f"of {repeats}; the minimum is held against the goal). A query counts from\n"
         "`ddpprobe.open` on, with the modules imported; a command from its start to its end. MB is "
         "the process's peak. Blocks\nof statistics repeat (hard links), so a cold disk is not "
-        f"measured. {rate}"
+        f"measured. {rate}\n{wide}"
     )
     header = ("question", "s", "MB", "goal", "holds")
     section = tables.section("The speed of the answer", "queries", text, tables.table(header, rows))

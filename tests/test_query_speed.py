@@ -67,6 +67,19 @@ def test_a_series_reads_the_columns_it_is_made_of_and_the_sites_beside_it(
     assert read["counts"] == read["values"] == read["order"] == 0
 
 
+def test_of_sites_far_apart_nothing_between_them_is_read(path: Path, read: Counter[str]) -> None:
+    run = open_run(path)
+    # blocks 13 to 19 and 53 to 59: the first and the third part of the sites.
+    series = run.series("blocks.[15][3-9].mlp:output", "zeros")
+    assert read["parts"] == 2 * 6 * -(-STEPS // fmt.BLOCK)
+    assert read["counts"] == read["values"] == read["order"] == 0
+    record = next(run.records())
+    wanted = [i for i, site in enumerate(record.sites) if site in series.sites]
+    assert len(wanted) == 14
+    expected = derive("zeros", record.counts[wanted], record.values[wanted])
+    assert np.array_equal(series.values[0], expected)
+
+
 def test_steps_that_are_not_asked_for_are_not_read(path: Path, read: Counter[str]) -> None:
     late = slice(large_store.EVERY * (STEPS - 5), None)
     assert open_run(path).series(SITE, "rms", steps=late).values.shape == (5, 1)
