@@ -16,6 +16,7 @@ from benchmarks.answer import SITE
 FULL, QUICK = (100_000, 1500, 8), (2_000, 300, 2)  # sampled steps, sites, ranks
 WIDE, QUICK_WIDE = (512, 10_000, 8), (8, 3_000, 2)
 VERIFIED = (2_000, 1500, 1)  # `verify` reads every byte: its figure is a rate
+TRACED = 1000  # the last sampled steps, of which `trace` is asked
 MEMORY_GOAL_MB, REPEATS = 500, 5
 # Name, what is asked, seconds at most (None: no goal).
 QUERIES: dict[str, tuple[str, float | None]] = {
@@ -28,7 +29,7 @@ QUERIES: dict[str, tuple[str, float | None]] = {
 COMMANDS: dict[str, tuple[list[str], float | None]] = {
     "help": (["--help"], 0.3),
     "anomalies": (["anomalies", "RUN"], 1.0),
-    "trace": (["trace", "RUN", "--site", SITE, "--steps", "990000:"], None),
+    "trace": (["trace", "RUN", "--site", SITE, "--steps", "LAST"], None),
     "info": (["info", "RUN"], None),
 }
 
@@ -51,10 +52,11 @@ def _queries(path: Path, repeats: int) -> list[list[str]]:
     return rows
 
 
-def _commands(path: Path, repeats: int) -> list[list[str]]:
+def _commands(path: Path, repeats: int, steps: int) -> list[list[str]]:
     rows = []
-    for words, goal in COMMANDS.values():
-        seconds = []
+    last = f"{large_store.EVERY * (steps - TRACED)}:"
+    for asked, goal in COMMANDS.values():
+        seconds, words = [], [last if word == "LAST" else word for word in asked]
         for _ in range(repeats):
             given = [str(path) if word == "RUN" else word for word in words]
             command = [sys.executable, "-c", _PROGRAM, *given]
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     steps, sites, ranks = shape
     with tempfile.TemporaryDirectory(prefix="ddpprobe-queries-") as scratch:
         run = large_store.make(Path(scratch) / "run", steps=steps, sites=sites, ranks=ranks)
-        rows = _queries(run.path, repeats) + _commands(run.path, repeats)
+        rows = _queries(run.path, repeats) + _commands(run.path, repeats, steps)
         rate = _verified(Path(scratch), QUICK if arguments.quick else VERIFIED)
         wide = _wide(Path(scratch), QUICK_WIDE if arguments.quick else WIDE)
     text = (
