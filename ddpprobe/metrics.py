@@ -79,7 +79,7 @@ METRICS: tuple[Metric, ...] = (
     _row("component_up", "0 or 1", "0 when a component switched itself off (minimum over the local ranks); its first error is in the log.", "component"),
     _row("sites_observed", "sites", "Sites that delivered data at the rank's last sampled step; below sites_expected something went unseen; a lasting drop is a loss.", "rank"),
     _row("sites_expected", "sites", "Sites that the rank has ever reported, and selected modules that were never called; ddpprobe info RUN names those.", "rank"),
-    _row("records_dropped_total", "records", "Records lost before they were stored; on an increase look at disk space and the daemon's log.", "reason"),
+    _row("records_dropped_total", "records", "Records lost before they were stored, refused_* on the head: pushed by a node that may not say so; on an increase look at disk space and the daemon's log.", "reason"),
     _row("unrecorded_steps", "steps", "Sampled steps that the rank took and whose records are not in its journal; one or two may be on their way, but if it grows, the disk refuses them: look at host_disk_free_bytes and the rank's log.", "rank"),
     _row("series_dropped_total", "series", f"Series refused by the cap of {SERIES_LIMIT} per target; narrow include=, or read the store for the rest."),
     _row("probe_seconds_total", "seconds", "Time that ddpprobe itself took inside the training process.", "rank"),

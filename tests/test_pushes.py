@@ -79,7 +79,6 @@ FORGED: dict[str, Any] = {
     "elements that cannot be": {"first_bad": replace(bad(2, 1), nan=2**62)},
     "another's loss": {"scalars": {0: {"loss": math.nan}}},
     "another's checksum": {"digests": {("a.weight", ""): {7: 0b1}}},
-    "another's absence": {"missing": (0,)},
     "its own absence": {"missing": (2,)},
     "a step of another age": {"step": 2**62},
     "a step that is just too far": {"step": admission.AHEAD_STEPS + 1},
@@ -107,6 +106,16 @@ def test_a_forged_record_is_refused_and_changes_nothing(job, change, caplog) -> 
     assert_whole(job, 6)
     assert job.inbox.refused.total() == 1
     assert "node_0001: what it pushes is refused" in caplog.text
+
+
+def test_what_a_node_says_of_the_absence_of_others_is_not_heard(job) -> None:
+    job.train(1)
+    assert job.push(1, replace(job.said(1, 1), missing=(0, 4, 5, 2**20))) == 204
+    job.look(0.1)
+    assert len(job.merged()) == 1  # node 2 is still waited for
+    assert job.push(2, job.said(2, 1)) == 204
+    job.look(0.1)
+    assert_whole(job, 2)
 
 
 def test_refusals_are_told_once_and_counted(job, caplog) -> None:

@@ -32,7 +32,7 @@ class Claims:
 
     Args:
         world_size: of the job.
-        own: the head's own ranks, which are nobody else's.
+        own: the head's own ranks, which are nobody else's; no roster names them.
         roster: ranks by node; None: there is none.
     """
 
@@ -41,7 +41,7 @@ class Claims:
     ) -> None:
         self.world_size = world_size
         self.rostered = roster is not None
-        self._own = frozenset(own)
+        self._own = frozenset() if self.rostered else frozenset(own)
         listed = (roster or {}).items()
         self._owner = {rank: node for node, ranks in listed for rank in ranks}
 
@@ -88,7 +88,7 @@ def fault_of_ranks(delivery: StepRecord | Ended | Request, node: str, claims: Cl
     elif isinstance(delivery, Ended):
         ranks = delivery.ranks
     else:
-        ranks = (*delivery.ranks, *delivery.missing)
+        ranks = delivery.ranks
     if not claims.hold(node, ranks):
         return f"it speaks for ranks that are not its own: {_few(ranks)}"
     if not ranks or len(set(ranks)) < len(ranks):

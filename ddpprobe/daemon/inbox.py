@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddpprobe import inside, layout
@@ -258,6 +258,10 @@ class Inbox:
             elif isinstance(delivery, StepRecord):
                 peer.newest = max(peer.newest, delivery.step)
                 self._claims.note(peer.name, delivery.ranks)
+                # Who else delivers nothing is not for this node to say.
+                own = tuple(r for r in delivery.missing if self._claims.hold(peer.name, [r]))
+                good.append(replace(delivery, missing=own))
+                continue
             good.append(delivery)
         return good, faults
 

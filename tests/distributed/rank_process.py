@@ -65,6 +65,8 @@ def main(spec: dict[str, object]) -> int:
     journal = JournalWriter(run.rank_journal(attempt, node_name(node), rank), meta)
     beat = HeartbeatWriter(run.heartbeat(attempt, node_name(node), rank))
     journal.append_json(codec.LIFE, {"event": "sites", "expected": 2, "observed": 2, "step": 0})
+    while spec.get("gate") and not Path(str(spec["gate"])).exists():  # all ranks begin together
+        time.sleep(0.01)
     for step in range(first, first + steps):
         if step == spec.get("limited"):  # no file may grow beyond this: the journal does
             resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
