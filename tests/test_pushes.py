@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpprobe import codec, orders
+from ddpprobe import codec, enlist, orders
 from ddpprobe.daemon import admission, blocks, inbox
 from ddpprobe.daemon.blocks import Refusal
 from ddpprobe.daemon.push import Pusher
@@ -676,3 +676,22 @@ def test_an_answer_in_part_says_how_much_was_refused(job) -> None:
     told = json.loads(refused.value.reason)
     assert told["refused"] == 2
     assert "not its own: 4, 5" in told["reason"]
+
+
+def test_the_rendezvous_hears_digests_and_the_roster_leaves_the_head_s_node_out(
+    monkeypatch,
+) -> None:
+    places = []
+    for rank, node in enumerate((0, 0, 1, 1, 1, 2)):
+        monkeypatch.setenv("GROUP_RANK", str(node))
+        places.append(enlist._Place.here(rank))
+    heard = [place.facts() for place in places]
+    assert not any(place.secret in json.dumps(heard) for place in places)
+    made = enlist._roster(heard, {0: 0, 1: 2, 2: 5}, 4)
+    assert made.ranks == {"node_0001": frozenset({2, 3, 4}), "node_0002": frozenset({5})}
+    assert made.attempt == 4
+    for rank, place in enumerate(places):
+        for node in ("node_0000", "node_0001", "node_0002"):
+            assert made.admits(node, place.secret) == ((rank, node) in {
+                (2, "node_0001"), (5, "node_0002"),
+            })  # fmt: skip

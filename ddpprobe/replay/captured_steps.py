@@ -287,6 +287,8 @@ def captured_step(run: layout.RunDir, attempts: Sequence[int], step: int) -> Cap
                 return found
             if found.lost:
                 raise TensorError(f"step {step}: {'; '.join(map(str, found.lost))}")
+    if any(step in _expired(run, attempt) for attempt in attempts):
+        raise TensorError(_expired_text(step))  # while we looked
     steps = sorted({s for found in there.values() for s in found})
     others = f"these steps were: {steps[:_SHOWN]}" if steps else "no step was"
     raise TensorError(f"step {step} was not captured; {others}")

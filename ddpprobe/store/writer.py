@@ -1,4 +1,4 @@
-"""The fold: closed journal segments become blocks of the store, and are deleted when they are in.
+"""The fold: journal segments become blocks of the store, and are deleted when closed and in it.
 
 One node's daemon folds its own ranks; where its own journal holds merged records and anomalies (the
 head's does) it folds those as well. So every group has one writer. A fold interrupted anywhere, by

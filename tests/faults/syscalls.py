@@ -22,7 +22,7 @@ from ddpprobe.layout import RunDir
 from ddpprobe.replay.run import open_run
 from ddpprobe.replay.verify import verify
 from ddpprobe.store import commit
-from ddpprobe.store.writer import StoreWriter
+from ddpprobe.store.writer import REST_SECONDS, StoreWriter
 from tests.made_runs import NODE, Made, key, record
 
 STEPS = 20
@@ -63,9 +63,12 @@ def killed(act: Act, run: Path, call: str, number: int) -> bool:
 
 def fold(run: Path, *, durable: bool = True) -> None:
     """Do what the daemon does with the journals, to the end."""
+    now = [0.0]
     with mock.patch.object(commit, "LINES", 2):  # every manifest is written anew, too
-        folder = StoreWriter(RunDir(run), NODE, block=8, durable=durable)
+        folder = StoreWriter(RunDir(run), NODE, block=8, durable=durable, clock=lambda: now[0])
         folder.fold()
+        now[0] += REST_SECONDS
+        folder.fold()  # what fills no block, from the open segments too
         folder.seal()
         folder.close()
 
