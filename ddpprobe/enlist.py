@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import distributed as dist
 
-from ddpprobe import attempts, destination, layout, rendezvous, roster, spawn
+from ddpprobe import attempts, destination, layout, processes, rendezvous, roster, spawn
 from ddpprobe.attempts import Claimed
 from ddpprobe.heartbeat import HeartbeatWriter
 from ddpprobe.journal import JournalWriter
@@ -53,7 +51,8 @@ class Wishes:
 class Enlisted:
     """One rank's place in a run. `lock` is held by rank 0 for as long as the attempt lives.
 
-    `cut` and `differ` are the modules of which the ranks hold other parts (see `stages`).
+    `cut` and `differ` are the modules of which the ranks hold other parts (see `stages`);
+    `refused` says why this node's daemon could not be started.
     """
 
     run: RunDir
@@ -68,6 +67,8 @@ class Enlisted:
     board: OrderReader
     cut: frozenset[str] = frozenset()
     differ: frozenset[str] = frozenset()
+    refused: str = ""
+    _told: bool = False
     _next_check: float = field(default_factory=lambda: time.monotonic() + CHECK_SECONDS)
 
     def keep_daemon(self) -> None:
@@ -77,12 +78,15 @@ class Enlisted:
             return
         self._next_check = now + CHECK_SECONDS
         if spawn.daemon_alive(self.run, self.node):
+            self._told = False
             return
         try:
             self.restart()
-        except (OSError, subprocess.SubprocessError) as error:
+        except spawn.START_ERRORS as error:
             # No process to be had, or a full disk: the journals hold it all, and later may do.
-            logger.warning("ddpprobe: the node daemon cannot be started anew: %s", error)
+            if not self._told and not self.refused:
+                logger.warning("ddpprobe: the node daemon cannot be started anew: %s", error)
+            self._told = True
 
 
 def enlist(
@@ -118,16 +122,34 @@ def enlist(
         def open_files() -> dict[str, Any]:
             channel = _channel(plan, place, store, f"{name}/pace") if wishes.agree else Channel()
             opened.append(_open(plan, place, world_size, head, wishes, channel))
-            return parts if plan["apart"] else {}
+            told = {"parts": parts if plan["apart"] else {}, "node": opened[0].node}
+            return {**told, "refused": opened[0].refused}
 
-        held = rendezvous.round_trip(
-            store, f"{name}/open", rank, world_size, open_files, stages.compare
-        )
+        held = rendezvous.round_trip(store, f"{name}/open", rank, world_size, open_files, _compare)
     except BaseException:
         head.lock_release()
         raise
     opened[0].cut, opened[0].differ = frozenset(held["cut"]), frozenset(held["differ"])
+    _tell_refused(opened[0].run, held["refused"])
     return opened[0]
+
+
+def _compare(heard: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what `stages.compare` does, and why daemons could not be started, by node."""
+    refused = {part["node"]: part["refused"] for part in heard if part["refused"]}
+    return {**stages.compare([part["parts"] for part in heard]), "refused": refused}
+
+
+def _tell_refused(run: RunDir, refused: Mapping[str, str]) -> None:
+    """Say on every rank, in one line, which nodes have no daemon and what to do about it."""
+    if refused:
+        node, why = next(iter(refused.items()))
+        logger.warning(
+            "ddpprobe: the daemon of %s cannot be started (%s): training goes on without it, the "
+            "journals keep the records, and `ddpprobe daemon --dir %s --node %s` reads them, now "
+            "or when the run is over",
+            ", ".join(refused), why, run.path, node,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +207,14 @@ class _Head:
             "leaders": {str(n): r for n, r in leaders.items()},
             "members": {str(n): m for n, m in members.items()},
             "relays": _relays(heard),
-            "apart": any(part["model"] != heard[0]["model"] for part in heard),
+            "apart": any(part["model"] != heard[0]["model"] for part in heard), "refused": "",
         }  # fmt: skip
         if self.roster is not None and self._wishes.start_daemon:
-            plan["head"] = self._start_head(claimed.run, self.roster)
+            try:
+                plan["head"] = self._start_head(claimed.run, self.roster)
+            except (ValueError, *spawn.START_ERRORS) as error:
+                # Without a head the other nodes' daemons would have nobody to push to.
+                plan["refused"] = str(error) or type(error).__name__
         return plan
 
     def lock_release(self) -> None:
@@ -244,7 +270,7 @@ def _open(
         "rank": rank, "local_rank": place.local_rank, "world_size": world_size,
         "local_world_size": plan["members"][str(place.node_index)], "node": node,
         "node_index": place.node_index, "attempt": attempt, "pid": os.getpid(),
-        "pid_start": psutil.Process().create_time(), "hostname": place.hostname,
+        "pid_start": processes.own_start(), "hostname": place.hostname,
         "device": _device(), "wrapper": identity["wrapper"],
         "backend": backend(), "torch": torch.__version__, "run_id": identity["run_id"],
         "name": identity["name"], "every": identity["every"], "started_ns": time.time_ns(),
@@ -267,12 +293,16 @@ def _open(
             gather_listen=gather, linger=None,
         )  # fmt: skip
 
-    starter = start if leads and wishes.start_daemon else None
+    refused = plan["refused"]
+    starter = start if leads and wishes.start_daemon and not refused else None
     if starter is not None and not spawn.daemon_alive(run, node):
-        starter()
+        try:
+            starter()
+        except spawn.START_ERRORS as error:  # tried again while training goes on
+            refused = str(error) or type(error).__name__
     return Enlisted(
         run, identity["run_id"], attempt, journal, heartbeat, head.lock, starter, node, channel,
-        board,
+        board, refused=refused,
     )  # fmt: skip
 
 

@@ -172,7 +172,8 @@ def install(
         backward: "output" (gradients at module outputs, safe everywhere) or "full" (also
             `grad_input`, by full backward hooks on modules proven safe).
         name: of the run, for people; by default the date and time.
-        daemon: "auto" starts the node daemon; "none" leaves it to you (`ddpprobe daemon`).
+        daemon: "auto" starts the node daemon, and trains without one if it cannot be started;
+            "none" leaves it to you (`ddpprobe daemon`).
         first_step: number of the first optimizer step, for a resumed run.
 
     Environment (each overrides the argument): `DDPPROBE_DIR`, `DDPPROBE_EVERY`, `DDPPROBE_BUDGET`,

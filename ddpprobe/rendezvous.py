@@ -9,9 +9,10 @@ While training goes on nothing may wait for a store: a `Line` is for words that 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, final
 
 from ddpprobe.fuse import logger
@@ -69,16 +70,29 @@ def round_trip(
     Raises:
         InstallError: some rank refused or did not come.
     """
-    said = _attempt(mine)
+    with _told(store, f"{name}/{rank}", *([f"{name}/answer"] if rank == 0 else [])):
+        said = _attempt(mine)
     store.set(f"{name}/{rank}", json.dumps(said))
     if rank == 0:
-        answered = _answer(store, name, world_size, decide, timeout, call)
+        with _told(store, f"{name}/answer"):
+            answered = _answer(store, name, world_size, decide, timeout, call)
         store.set(f"{name}/answer", json.dumps(answered))
     _wait(store, f"{name}/answer", timeout * 1.5, "rank 0 did not answer")
     answer: dict[str, Any] = json.loads(store.get(f"{name}/answer"))
     if "error" in answer:
         raise InstallError(answer["error"])
     return answer
+
+
+@contextlib.contextmanager
+def _told(store: Store, *keys: str) -> Iterator[None]:
+    """Let what is raised go on, and the others know: they would wait for it in vain."""
+    try:
+        yield
+    except BaseException as error:
+        for key in keys:
+            store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        raise
 
 
 def _answer(

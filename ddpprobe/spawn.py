@@ -17,9 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from ddpprobe import destination, layout
+from ddpprobe import destination, inside, layout, processes
 from ddpprobe.layout import RunDir
 
 TOKEN_VARIABLE = "DDPPROBE_TOKEN"  # noqa: S105  (the name of a variable)
@@ -27,6 +25,8 @@ POLL_SECONDS = 0.02
 START_SECONDS = 10.0
 ASK_SECONDS = 10.0  # for an object store to say what it holds; training waits for it, once
 WAIT_SECONDS = 120.0  # for the first journal: ranks write it right after they started us
+# What starting a process can fail with: no process, descriptor or memory to be had, no shell.
+START_ERRORS = (OSError, MemoryError, subprocess.SubprocessError)
 # What a Python process needs to start and to find its files. Everything else (cloud keys, tracking
 # tokens) stays where it is: a daemon that outlives the job must not carry it around.
 _INHERITED = (
@@ -144,7 +144,7 @@ def wait_for_daemon(run: RunDir, node: str, timeout: float) -> dict[str, Any] | 
     while True:
         said = _read_json(run.daemon_file(node, "json"))
         # A daemon killed with -9 leaves its file behind; the next one replaces it.
-        if said is not None and psutil.pid_exists(int(said["pid"])) and daemon_alive(run, node):
+        if said is not None and processes.exists(said["pid"]) and daemon_alive(run, node):
             return said
         if time.monotonic() >= deadline:
             return None
@@ -176,7 +176,7 @@ def _for_upload(run: RunDir) -> dict[str, str]:
 
 def _read_json(path: Path, key: str = "pid") -> dict[str, Any] | None:
     try:
-        value = json.loads(path.read_bytes())
+        value = inside.parse(path.read_bytes())
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) and key in value else None

@@ -23,7 +23,7 @@ DOCUMENT = HOME / "docs" / "explanation" / "architecture.md"
 # A room is a file or a folder directly below the package. Imports go to the same layer or down.
 LAYERS = {
     "codec": 0, "dealing": 0, "destination": 0, "fuse": 0, "hearsay": 0, "inside": 0,
-    "layout": 0, "merge": 0, "records": 0, "remembered": 0, "slate": 0,
+    "layout": 0, "merge": 0, "processes": 0, "records": 0, "remembered": 0, "slate": 0,
     "torch_private": 0, "view": 0,
     "bucket": 1, "budget": 1, "detectors": 1, "gather": 1, "heartbeat": 1, "journal": 1,
     "labels": 1, "metrics": 1, "orders": 1, "packs": 1, "pacing": 1,

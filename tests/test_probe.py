@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,6 +13,12 @@ import torch
 from torch import nn
 
 import ddpprobe
+from ddpprobe import enlist, spawn
+from ddpprobe.daemon import local_rank
+from ddpprobe.daemon.__main__ import main as daemon_main
+from ddpprobe.replay.verify import verify
+
+LOCAL = "127.0.0.1:0"
 
 
 def model() -> nn.Module:
@@ -261,3 +268,91 @@ def test_the_training_process_imports_only_torch_numpy_and_psutil() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['ddpprobe']"
+
+
+NO_DAEMON = "the daemon of node_0000 cannot be started"
+REFUSALS = {
+    "no process": BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+    "no memory": OSError(errno.ENOMEM, "Cannot allocate memory"),
+    "no memory in Python": MemoryError(),
+    "no descriptor": OSError(errno.EMFILE, "Too many open files"),
+    "the shell hangs": subprocess.TimeoutExpired("sh", 10),
+    "the shell fails": subprocess.CalledProcessError(2, "sh"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSALS)
+def test_without_a_process_for_the_daemon_it_trains_and_says_so_once(
+    why: str, tmp_path: Path, monkeypatch, caplog, records_of
+) -> None:
+    asked: list[object] = []
+
+    def refuse(command: list[str], **options: object) -> None:
+        asked.append(command)
+        raise REFUSALS[why]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(spawn.subprocess, "run", refuse)
+        patched.setattr(enlist, "CHECK_SECONDS", 0.0)  # asked for a daemon at every sampled step
+        net = model()
+        probe = ddpprobe.install(net, run_dir=tmp_path / "r", every=1)
+        train(net, 5)
+        probe.close()
+    assert len(asked) > 3
+    (said,) = [r.getMessage() for r in caplog.records if "daemon" in r.getMessage()]
+    assert NO_DAEMON in said
+    assert f"`ddpprobe daemon --dir {tmp_path / 'r'} --node node_0000`" in said
+    assert [r.step for r in records_of(tmp_path / "r")] == list(range(5))
+
+
+def test_a_run_that_trained_without_a_daemon_is_folded_by_hand(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_: object, **options: object) -> None:
+        raise REFUSALS["no process"]
+
+    net = model()
+    with monkeypatch.context() as patched:
+        patched.setattr(spawn.subprocess, "run", refuse)
+        probe = ddpprobe.install(net, run_dir=tmp_path / "r", every=1)
+    train(net, 5)
+    probe.close()
+    monkeypatch.setattr(local_rank, "EXIT_SECONDS", 0.0)  # this process, the rank's, lives on
+    words = ["--dir", str(tmp_path / "r"), "--node", "node_0000", "--listen", LOCAL]
+    assert daemon_main([*words, "--linger", "0"]) == 0
+    run = ddpprobe.open(tmp_path / "r")
+    assert run.info()["attempts"][0]["sealed"]
+    assert [r.step for r in run.records()] == list(range(5))
+    assert verify(run).ok
+
+
+WITHOUT_PROC = """
+import sys, torch
+import ddpprobe
+net = torch.nn.Linear(3, 1)
+probe = ddpprobe.install(net, run_dir=sys.argv[1], every=1, daemon=sys.argv[2])
+optimizer = torch.optim.SGD(net.parameters())
+for _ in range(4):
+    net(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+probe.close()
+print("trained")
+"""
+
+
+def test_without_proc_it_trains_and_its_records_can_be_folded(tmp_path: Path) -> None:
+    shell = f"""mount -t tmpfs none /proc || exit 99
+{sys.executable} -c "$1" "$2" none || exit 1
+{sys.executable} -m ddpprobe.daemon --dir "$2" --node node_0000 --listen {LOCAL}"""
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", shell, "sh", WITHOUT_PROC, str(tmp_path / "r")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode == 99 or "unshare failed" in done.stderr:
+        pytest.skip(f"a mount namespace needs root: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert "trained" in done.stdout
+    assert "Traceback" not in done.stderr
+    run = ddpprobe.open(tmp_path / "r")
+    assert [r.step for r in run.records()] == list(range(4))
+    assert list((tmp_path / "r").rglob("rank_*/*.wal")) == []
+    assert verify(run).ok

@@ -26,6 +26,8 @@ def all_ranks(world: int, mine: Callable[[int], dict], decide=len, timeout=5.0, 
             )
         except InstallError as error:
             results[rank] = str(error)
+        except LookupError as error:
+            results[rank] = error
 
     threads = [threading.Thread(target=run, args=(r,)) for r in range(world) if r not in absent]
     for thread in threads:
@@ -55,6 +57,28 @@ def test_the_head_may_refuse_for_all() -> None:
         raise OSError("disk is gone")
 
     assert set(all_ranks(2, lambda r: {}, decide).values()) == {"disk is gone"}
+
+
+@pytest.mark.parametrize("broken", [0, 2])
+def test_what_no_one_expected_on_one_rank_reaches_all_at_once(broken: int) -> None:
+    def mine(rank: int) -> dict:
+        if rank == broken:
+            raise LookupError("no such process")
+        return {}
+
+    got = all_ranks(3, mine)
+    assert isinstance(got[broken], LookupError)
+    # Without a word from it they would say that it did not come, after all of the time.
+    (said,) = {got[rank] for rank in range(3) if rank != broken}
+    assert said == f"rank {broken}: LookupError: no such process".removeprefix("rank 0: ")
+
+
+def test_what_no_one_expected_of_the_head_reaches_all() -> None:
+    def decide(heard) -> dict:
+        raise LookupError("no such process")
+
+    got = all_ranks(3, lambda r: {}, decide)
+    assert {got[rank] for rank in (1, 2)} == {"LookupError: no such process"}
 
 
 def test_a_rank_that_does_not_call_is_named() -> None:

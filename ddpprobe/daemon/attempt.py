@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
-
 from ddpprobe import heartbeat
 from ddpprobe.daemon.blackbox import BlackBox
 from ddpprobe.daemon.blocks import Ended
@@ -28,6 +26,7 @@ from ddpprobe.gather import Gather
 from ddpprobe.journal import segments_of
 from ddpprobe.layout import RunDir
 from ddpprobe.orders import OrderBoard
+from ddpprobe.processes import own_start
 from ddpprobe.records import Anomaly, StepRecord
 
 # A node gives up on a slow rank before the head gives up on the node.
@@ -223,7 +222,7 @@ class Attempt:
         own = {k: meta[k] for k in ("node", "node_index", "attempt", "hostname", "head")}
         own |= {"world_size": meta["world_size"], "run_id": meta["run_id"], "role": "daemon"}
         directory = self.run.daemon_journal(self.number, self.node)
-        own |= {"pid": os.getpid(), "pid_start": psutil.Process().create_time()}
+        own |= {"pid": os.getpid(), "pid_start": own_start()}
         self.ledger = Ledger(directory, own, default_suite())
         self._board = OrderBoard(self.run.orders(self.number, self.node))
         if self.is_head:

@@ -18,9 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from ddpprobe.fuse import Fuse
+from ddpprobe.processes import is_process
 
 Key = tuple[int, int]  # attempt, rank
 
@@ -28,9 +27,6 @@ UNKNOWN = "unknown"
 CLEAN = "exit:0"
 STOPPED = "SIGTERM"  # what a launcher sends to the ranks that are left
 RAISED = "exit:1"  # with which Python ends after an uncaught exception
-# psutil derives the start from the boot time, which a stepped clock moves: two readings in two
-# processes may differ a little, while a reused pid starts much later.
-SAME_START_SECONDS = 2.0
 SLOW_POLL_SECONDS = 1.0
 # struct pidfd_info, first version: mask and cgroupid u64, eleven ids u32, exit_code s32.
 _INFO = struct.Struct("<QQ11Ii")
@@ -68,7 +64,7 @@ class Watcher:
         self._lock = threading.Lock()
         self._exits: list[Exit] = []
         self._watched: dict[int, tuple[Key, int]] = {}  # pidfd -> key, pid
-        self._slow: dict[Key, tuple[int, float]] = {}
+        self._slow: dict[Key, tuple[int, float | None]] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopped = False
         self.fuse = Fuse("liveness")
@@ -76,8 +72,8 @@ class Watcher:
         self._thread = threading.Thread(target=run, name="ddpprobe-liveness", daemon=True)
         self._thread.start()
 
-    def watch(self, key: Key, pid: int, started: float) -> bool:
-        """Report the end of process `pid`, started at Unix time `started`, under `key`.
+    def watch(self, key: Key, pid: int, started: float | None) -> bool:
+        """Report the end of process `pid`, started at Unix time `started` (None: not known).
 
         Returns False for a process that is gone already; it is reported with time 0.
         """
@@ -141,15 +137,6 @@ class Watcher:
                 del self._watched[fd]
                 os.close(fd)
             self._exits += ended
-
-
-def is_process(pid: int, started: float) -> bool:
-    """Return whether `pid` is (or was, as a zombie) the process started at Unix time `started`."""
-    try:
-        created = psutil.Process(pid).create_time()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return False
-    return abs(created - started) <= SAME_START_SECONDS
 
 
 def describe(status: int | None) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from ddpprobe import layout
+from ddpprobe import layout, processes
 from ddpprobe.store import format as fmt
 from ddpprobe.store.capture_fold import CaptureFold, remembering
 from ddpprobe.store.event_fold import EventFold
@@ -298,9 +298,12 @@ class StoreWriter:
         sources = sources_of(self.run, attempt, self.node)
         if any(segments_of(s) for s in sources if s.rank is not None):
             return
+        try:
+            events = self._events_of(attempt)
+        except StoreError:  # `damaged` says so: the journal is kept whole
+            return
         for source in sources:
             numbers = segments_of(source)
-            events = self._events_of(attempt)
             first = self._first.get(source, -1)
             ready = [n for n in numbers if n < first or (n == first and self._whole[source])]
             whole = [read_segment(source.directory, n) for n in ready]
@@ -330,9 +333,9 @@ def is_alive(source: Source) -> bool:
     try:
         process = psutil.Process(pid)
         began, zombie = process.create_time(), process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
     except psutil.AccessDenied:
         return True
+    except (psutil.Error, OSError):
+        return processes.is_process(pid, None)  # it is gone, or there is no /proc that tells
     same = not isinstance(start, int | float) or abs(began - start) < SAME_START_SECONDS
     return same and not zombie
