@@ -153,7 +153,7 @@ class Tables:
         read = _read_sites if frame.type == SITES else _read_parameters
         try:
             self._seen[frame.type][zlib.crc32(frame.payload)] = read(frame.payload)
-        except TypeError as error:
+        except hearsay.WRONG as error:
             raise ValueError(f"not a table: {error}") from error
         return True
 
@@ -219,7 +219,7 @@ def decode_record(payload: bytes, tables: Tables) -> StepRecord:
     """
     try:
         return _decode_record(payload, tables)
-    except (struct.error, OverflowError, AttributeError, KeyError, TypeError) as error:
+    except hearsay.WRONG as error:
         raise ValueError(f"not a record: {type(error).__name__}: {error}") from error
 
 

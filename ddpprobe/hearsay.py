@@ -5,6 +5,7 @@ Frames are checksummed, which tells of accidents, not of malice. What is wrong r
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,10 @@ from ddpprobe.records import KINDS, PHASES, SEVERAL, Anomaly, FirstBad
 
 MAX_RANKS = 1 << 24  # a rank beyond is nonsense, for which no bit mask is allocated
 LEVELS = ("page", "warn", "info")
+# What taking a value apart raises if it is not what it should be, besides ValueError. An infinity
+# or 10**400 where a number is needed is an ArithmeticError.
+WRONG = (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error)
+MALFORMED = (ValueError, *WRONG)
 _BAD = ("nan", "pos_inf", "neg_inf", "numel")
 
 
@@ -42,7 +47,7 @@ def anomaly(said: Any) -> Anomaly:  # noqa: ANN401  (what JSON made of it)
             attempt=int64(said["attempt"]),
             wall_time_ns=int64(said["wall_time_ns"]),
         )
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+    except WRONG as error:
         raise ValueError(f"not an anomaly: {type(error).__name__}: {error}") from error
 
 
@@ -63,19 +68,36 @@ def first_bad(said: Mapping[str, Any]) -> FirstBad:
 
 
 def numbers(said: Mapping[str, Any]) -> dict[str, float]:
-    """Return numbers by name, whole ones as they are."""
-    strange = [name for name, value in said.items() if not isinstance(value, int | float)]
-    if strange:
-        raise ValueError(f"{strange[0]!r} is no number")
+    """Return numbers by name, whole ones as they are; each fits into a float."""
+    for name, value in said.items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"{name!r} is no number")  # noqa: TRY004  (bad data)
+        float(value)  # OverflowError
     return {str(name): value for name, value in said.items()}
 
 
 def int64(said: Any) -> int:  # noqa: ANN401  (what JSON made of it)
-    """Return a whole number that an array can hold."""
-    number = int(said)
+    """Return a whole number that an array can hold.
+
+    Raises:
+        ValueError: it is none, be it an infinity.
+        TypeError: it is no number at all.
+    """
+    try:
+        number = int(said)
+    except OverflowError as error:
+        raise ValueError(f"{said} is no whole number") from error
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"{said} does not fit into 64 bits")
     return number
+
+
+def count(said: Any, otherwise: int) -> int:  # noqa: ANN401  (a number of a record)
+    """Return a number as a whole one; `otherwise` if it is none, such as NaN or an infinity."""
+    try:
+        return int64(said)
+    except MALFORMED:
+        return otherwise
 
 
 def rank(said: Any) -> int:  # noqa: ANN401  (what JSON made of it)

@@ -8,6 +8,7 @@ by a full disk fails its checksum and is dropped.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -215,7 +216,10 @@ class JournalTail:
                     if not error.torn:
                         self.damage[self._name] = str(error)
                     break
-                self.tables.take(frame)
+                # Records that refer to a table of no sense are refused one by one, as are those
+                # whose table is missing.
+                with contextlib.suppress(ValueError):
+                    self.tables.take(frame)
                 yield frame
             self._offset += at
             if len(data) < size:

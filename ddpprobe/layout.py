@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpprobe import inside
+from ddpprobe.hearsay import MALFORMED
 
 RUN_JSON = "run.json"
 OWN_DISK = "own_disk"  # in the run.json of a node that shares no directory with the head: its name
@@ -82,9 +83,9 @@ def continued(data: bytes, where: object, instead: str = "a new directory") -> d
         ValueError: it is damaged, or of a format version that this ddpprobe does not write.
     """
     try:
-        found = dict(json.loads(data))
+        found = dict(inside.parse(data))
         version = found["format_version"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except MALFORMED:
         why = f"its {RUN_JSON} is damaged"
     else:
         if version == FORMAT_VERSION:

@@ -15,16 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
 
-from ddpprobe import codec, layout
+from ddpprobe import codec, hearsay, layout
 from ddpprobe.codec import Frame, FrameError
+from ddpprobe.hearsay import MALFORMED, int64
 from ddpprobe.records import Anomaly
 
 ACTIONS = ("capture", "stop", "tell")
 MAX_BYTES = 64 << 10  # of one order: the names of some hundred modules
 MAX_STEPS = 1000  # that one order may span: more is a mistake that fills a disk
 _CHUNK = codec.HEADER.size + MAX_BYTES
-# What decoding an order of another version, or of nobody's making, can raise.
-_MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 @final
@@ -207,9 +206,10 @@ def _order(frame: Frame) -> Order | None:
         value = frame.json()
         anomaly = value["anomaly"]
         return Order(
-            int(value["number"]), str(value["action"]), int(value["start"]), int(value["stop"]),
+            int64(value["number"]), str(value["action"]), int64(value["start"]),
+            int64(value["stop"]),
             tuple(str(name) for name in value["modules"]), str(value["reason"]),
-            None if anomaly is None else Anomaly(**anomaly), str(value["cause"]),
+            None if anomaly is None else hearsay.anomaly(anomaly), str(value["cause"]),
         )  # fmt: skip
-    except _MALFORMED:
+    except MALFORMED:  # of another version, or of nobody's making
         return None

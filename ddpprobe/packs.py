@@ -60,7 +60,7 @@ from typing import Any, Final, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe import layout
+from ddpprobe import inside, layout
 
 KINDS: Final = ("input", "output", "grad_output", "param", "grad", "buffer", "rng")
 FIRST_BAD: Final = "nonfinite"  # the reason of a pack that a rank kept for its first bad module
@@ -80,6 +80,7 @@ MAX_DIMS = 64  # torch's own limit
 _MAGIC = b"DDPPACK1"
 _FOOTER = struct.Struct("<8sQQII")  # magic, offset and length of the index, its crc32, zero
 _COUNTS = ("attempt", "step", "rank", "world_size")
+_MORE_COUNTS = ("dropped", "wall_time_ns")  # which need not be there
 _READ_BYTES = 8 << 20
 
 Bytes = NDArray[np.uint8]
@@ -315,8 +316,8 @@ def _read(fd: int, into: memoryview, offset: int) -> None:
 
 def _parsed(index: bytearray) -> tuple[dict[str, Any], tuple[PackedTensor, ...]]:
     try:
-        told = json.loads(index, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        told = inside.parse(bytes(index), MAX_INDEX, finite=True)
+    except ValueError as error:
         raise PackError(f"the index is no JSON of ours: {error}") from error
     if not isinstance(told, dict):
         raise PackError("the index is no mapping")
@@ -325,19 +326,22 @@ def _parsed(index: bytearray) -> tuple[dict[str, Any], tuple[PackedTensor, ...]]
         raise PackError("the index has no tensors, or no layouts")
     if not all(isinstance(one, dict) and one.get("kind") in LAYOUTS for one in layouts):
         raise PackError("the index has a layout of no known kind")
-    if not isinstance(header, dict) or not all(_is_count(header.get(name)) for name in _COUNTS):
+    return header_of(header), tuple(PackedTensor.from_json(one, layouts) for one in tensors)
+
+
+def header_of(told: object) -> dict[str, Any]:
+    """Return the header of a pack, also from the store. Raises PackError if it is none."""
+    if not isinstance(told, dict) or not all(_is_count(told.get(name)) for name in _COUNTS):
         raise PackError(f"the header does not tell {', '.join(_COUNTS)}")
-    if not isinstance(header.setdefault("modules", {}), dict):
+    if not all(_is_count(told.get(name, 0)) for name in _MORE_COUNTS):
+        raise PackError(f"the header's {' or '.join(_MORE_COUNTS)} is no count")
+    if not isinstance(told.setdefault("modules", {}), dict):
         raise PackError("the header's modules are no mapping")
-    return header, tuple(PackedTensor.from_json(one, layouts) for one in tensors)
+    return told
 
 
 def _dumps(value: object) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
-
-
-def _no_constant(name: str) -> object:
-    raise PackError(f"{name} in the index")
 
 
 def _is_count(value: object) -> bool:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Protocol, final
 
 from ddpprobe import layout
+from ddpprobe.hearsay import MALFORMED
 
 SECRET, ROSTER = "secret", "roster"  # suffixes of a daemon's files, see `RunDir.daemon_file`
 MAX_BYTES = 64 << 20
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 logger = logging.getLogger("ddpprobe")
 
@@ -66,7 +66,7 @@ class Roster:
             )
         except FileNotFoundError:
             return None
-        except (OSError, *_MALFORMED) as error:
+        except (OSError, *MALFORMED) as error:
             logger.error(  # noqa: TRY400  (the reason is in it)
                 "ddpprobe: %s cannot be read (%s), so that no other node can push: restart the job",
                 path, error,
@@ -113,5 +113,5 @@ def secret_at(path: Path) -> str:
     """Return the secret that is kept there, "" without one."""
     try:
         return str(json.loads(path.read_bytes())["secret"])
-    except (OSError, *_MALFORMED):
+    except (OSError, *MALFORMED):
         return ""

@@ -7,12 +7,12 @@ waits until the steps are announced. Without --module the modules under suspicio
 from __future__ import annotations
 
 import argparse
-import json
 import secrets
 import time
 from pathlib import Path
 from typing import Any
 
+from ddpprobe import inside
 from ddpprobe.commands.output import plain, say, say_json
 
 STEPS = 2
@@ -83,7 +83,7 @@ def _wait(path: Path, timeout: float) -> dict[str, Any] | None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
-            answer = json.loads(path.read_bytes())
+            answer = inside.parse(path.read_bytes())
         except FileNotFoundError:
             time.sleep(POLL_SECONDS)
             continue

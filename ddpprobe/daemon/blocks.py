@@ -10,11 +10,11 @@ from typing import Any
 from ddpprobe import codec
 from ddpprobe.codec import Frame, Tables
 from ddpprobe.daemon.requests import Request
+from ddpprobe.hearsay import MALFORMED
 from ddpprobe.records import StepRecord
 
 MAX_FRAMES = 1 << 14  # four times what a pusher sends at once, with two tables for each record
 MAX_EVENT_BYTES = 1 << 20  # the ranks of the largest job
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 
 
 class Refusal(ValueError):
@@ -58,7 +58,7 @@ def decode(block: bytes) -> list[Delivery | Asking]:
     try:
         frames = list(islice(codec.iter_frames(block), MAX_FRAMES + 1))
         out = [_decode(frame, tables) for frame in frames if not tables.take(frame)]
-    except _MALFORMED as error:
+    except MALFORMED as error:
         msg = f"a frame of the block makes no sense: {type(error).__name__}: {error!s:.200}"
         raise Refusal(400, msg) from error
     if len(frames) > MAX_FRAMES:

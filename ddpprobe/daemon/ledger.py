@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddpprobe import codec
+from ddpprobe import codec, hearsay
 from ddpprobe.codec import Frame
 from ddpprobe.daemon.past import Past, past_of
-from ddpprobe.daemon.tail import MALFORMED
+from ddpprobe.hearsay import MALFORMED, int64
 from ddpprobe.heartbeat import Heartbeat
 from ddpprobe.journal import BACK_OFF_SECONDS, JournalTail, JournalWriter, segments_of
 from ddpprobe.records import Anomaly, StepRecord
@@ -218,7 +218,7 @@ class Ledger:
             case "death":
                 self._remember_death(event)
             case "pushed":
-                self.pushed = int(event["step"])
+                self.pushed = int64(event["step"])
             case "finished":
                 self.finished = True
 
@@ -240,10 +240,10 @@ class Ledger:
             self.settled.add(str(event["cause"]))
 
     def _remember_death(self, event: Mapping[str, Any]) -> None:
-        rank = int(event["rank"])
+        rank = hearsay.rank(event["rank"])
         self.deaths.add(rank)
         if event["first"]:
-            self.first_failure = FirstFailure(rank, str(event["signal"]), int(event["time_ns"]))
+            self.first_failure = FirstFailure(rank, str(event["signal"]), int64(event["time_ns"]))
 
     def _write_anomaly(self, anomaly: Anomaly) -> None:
         self._append(codec.ANOMALY, codec.encode_anomaly(anomaly))

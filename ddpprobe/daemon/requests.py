@@ -7,7 +7,6 @@ beside it. Both survive the daemon, whose successor finds them, and whom it has 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -15,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from ddpprobe import layout
+from ddpprobe import inside, layout
+from ddpprobe.hearsay import MALFORMED, int64
 
 CAPTURE_STEPS = 2  # that a capture takes unless somebody says more
 MAX_BYTES = 64 << 10  # of one request
@@ -23,7 +23,6 @@ MAX_GLOBS = 64
 SCRIPT = "trigger/"  # how the cause of a script's wish begins
 MAX_REASON = 1000  # characters of what another node passes on; a rank keeps 200
 _OF_RANK = re.compile(rf"{SCRIPT}(0|[1-9]\d{{0,8}})/(0|[1-9]\d{{0,8}})", re.ASCII)
-_MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 @final
@@ -61,8 +60,8 @@ class Request:
     @classmethod
     def of_rank(cls, attempt: int, rank: int, event: Mapping[str, Any]) -> Request:
         """Return what a rank's journal says that its user asked for."""
-        cause = f"{SCRIPT}{rank}/{int(event['number'])}"
-        step = int(event["step"])
+        cause = f"{SCRIPT}{rank}/{int64(event['number'])}"
+        step = int64(event["step"])
         return cls(attempt, cause, f"trigger: {event['reason']}", step=step)
 
     @classmethod
@@ -72,7 +71,7 @@ class Request:
         Raises:
             KeyError, TypeError, ValueError: it makes no sense.
         """
-        attempt, step = int(event["attempt"]), int(event["step"])
+        attempt, step = int64(event["attempt"]), int64(event["step"])
         cause, reason = str(event["cause"]), str(event["reason"])
         # Only a script's: the answer to another one would go to a file of that name.
         if _OF_RANK.fullmatch(cause) is None or len(reason) > MAX_REASON:
@@ -120,11 +119,11 @@ class Desk:
         try:
             fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             with os.fdopen(fd, "rb") as file:
-                value = json.loads(file.read(MAX_BYTES))
+                value = inside.parse(file.read(MAX_BYTES))
             globs = tuple(str(glob) for glob in value["modules"])[:MAX_GLOBS]
             return Request(
-                attempt, cause, f"trigger: {value['reason']}", globs, int(value["steps"])
+                attempt, cause, f"trigger: {value['reason']}", globs, int64(value["steps"])
             )
-        except (OSError, *_MALFORMED):
+        except (OSError, *MALFORMED):
             self.answer(cause, {"refused": "the request cannot be read"})
             return None

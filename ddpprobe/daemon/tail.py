@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +12,10 @@ import numpy as np
 
 from ddpprobe import codec
 from ddpprobe.codec import Frame
+from ddpprobe.hearsay import MALFORMED, count, int64
 from ddpprobe.journal import JournalTail
 from ddpprobe.records import NONFINITE, StepRecord
 
-# What a frame with a right checksum can still do wrong: come from another version, or refer to a
-# site table that lies in a damaged part.
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, struct.error)
 # The every-step watch knows the phase, not always the site: where its witness is looked for.
 _WATCHED_KIND = {"forward": "output", "backward": "grad_local", "step": "grad"}
 
@@ -58,8 +55,8 @@ class RankFacts:
             self.loss = scalars.get("loss", self.loss)
             self.grad_norm = scalars.get("grad_norm_local", self.grad_norm)
             self.loss_scale = scalars.get("loss_scale", self.loss_scale)
-            self.sites_expected = int(scalars.get("sites_expected", self.sites_expected))
-            self.sites_observed = int(scalars.get("sites_observed", self.sites_observed))
+            self.sites_expected = count(scalars.get("sites_expected"), self.sites_expected)
+            self.sites_observed = count(scalars.get("sites_observed"), self.sites_observed)
         found = count_nonfinite(record)
         step, counted = self._alarm
         self.nonfinite += found - counted if step == record.step else found
@@ -74,17 +71,17 @@ class RankFacts:
             case "fuse":
                 self.components[str(event["component"])] = False
             case "dropped":
-                self.dropped[str(event["reason"])] += int(event["count"])
+                self.dropped[str(event["reason"])] += int64(event["count"])
             case "trigger":
-                numbers = {name: int(event[name]) for name in ("number", "step")}
+                numbers = {name: int64(event[name]) for name in ("number", "step")}
                 self.triggers.append({**numbers, "reason": str(event["reason"])})
             case "paused":
                 self.paused = True
             case "resumed":
                 self.paused = False
             case "sites":
-                self.sites_expected = int(event["expected"])
-                self.sites_observed = int(event["observed"])
+                self.sites_expected = int64(event["expected"])
+                self.sites_observed = int64(event["observed"])
 
 
 class RankTail:
@@ -118,6 +115,7 @@ class RankTail:
                     self.first_segment = self._segment
             try:
                 record = self._take(frame)
+            # Of another version, or it refers to a site table that lies in a damaged part.
             except MALFORMED:
                 self.malformed += 1
                 continue

@@ -7,14 +7,13 @@ the run the daemon waits for a stated time at most, and says what is missing ove
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ddpprobe import destination, layout
+from ddpprobe import destination, inside, layout
 from ddpprobe.fuse import Fuse
 from ddpprobe.layout import OWN_DISK
 
@@ -214,7 +213,7 @@ class Uploader:
 def identity_of(run: layout.RunDir) -> dict[str, Any]:
     """Return what run.json says; {} if there is none to be read."""
     try:
-        found = json.loads(run.run_json.read_bytes())
+        found = inside.parse(run.run_json.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

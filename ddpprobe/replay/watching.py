@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import struct
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ import numpy as np
 
 from ddpprobe import codec, heartbeat, inside
 from ddpprobe.detectors.suite import order_of_cause
+from ddpprobe.hearsay import MALFORMED
 from ddpprobe.heartbeat import STEP_PHASES, Heartbeat
 from ddpprobe.journal import JournalTail, segments_of
 from ddpprobe.layout import RunDir
@@ -48,7 +48,6 @@ LAST_READINGS = 2  # of a node, which make a rate
 LAST_SEGMENTS = 4  # of a daemon's journal: what came before is in the store, or outdated by these
 _RANK = re.compile(r"rank_(\d{5,})")
 # What a frame with a right checksum can still do wrong.
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, struct.error)
 NO_DAEMON = "no daemon wrote anything down: losses, modules and anomalies are not known"
 
 
@@ -157,7 +156,7 @@ class RunWatch:
             # What cannot be read now may be readable at the next look; `verify` tells of damage.
             with contextlib.suppress(OSError):
                 for frame in tail.poll():
-                    with contextlib.suppress(*_MALFORMED):
+                    with contextlib.suppress(*MALFORMED):
                         self._take(frame, tail.tables)
 
     def _take(self, frame: codec.Frame, tables: codec.Tables) -> None:
@@ -265,7 +264,7 @@ def _device(directory: Path) -> str:
         first = next(tail.poll(), None)
         is_meta = first is not None and first.type == codec.META
         return str(first.json().get("device", "")) if first is not None and is_meta else ""
-    except (OSError, *_MALFORMED):
+    except (OSError, *MALFORMED):
         return ""
     finally:
         tail.close()

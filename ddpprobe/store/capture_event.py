@@ -13,7 +13,8 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from ddpprobe import layout
-from ddpprobe.packs import FIRST_BAD, ITEM_SIZES, KINDS, Pack, PackedTensor
+from ddpprobe.hearsay import WRONG, int64
+from ddpprobe.packs import FIRST_BAD, ITEM_SIZES, KINDS, Pack, PackedTensor, header_of
 from ddpprobe.store import dtypes
 from ddpprobe.store import format as fmt
 from ddpprobe.store.capture_places import Held
@@ -165,12 +166,12 @@ def event_from(document: Mapping[str, Any]) -> Event:
         arrays = document["consolidated_metadata"]["metadata"]
         told = [v["attributes"]["ddpprobe"] for k, v in arrays.items() if k.endswith("/value")]
         held = {_key_from(t): [*map(_held_from, _parts_of(t))] for t in told}
-        headers = {int(rank): header for rank, header in attrs["headers"].items()}
-        world = int(attrs["world_size"])
-        if not 0 <= world <= MAX_RANKS or not all(isinstance(h, dict) for h in headers.values()):
+        headers = {int(rank): header_of(header) for rank, header in attrs["headers"].items()}
+        world = int64(attrs["world_size"])
+        if not 0 <= world <= MAX_RANKS:
             raise ValueError(f"a world of {world} ranks")
-        event = planned(int(attrs["attempt"]), int(attrs["step"]), world, headers, held)
-    except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        event = planned(int64(attrs["attempt"]), int64(attrs["step"]), world, headers, held)
+    except WRONG as error:
         raise ValueError(f"no capture of this format: {error!r}") from error
     # Through JSON, which knows no tuples.
     if json.loads(json.dumps(documents_of(event)[""])) != document:

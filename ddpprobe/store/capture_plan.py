@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import ceil, gcd, prod
 
+from ddpprobe.hearsay import MALFORMED
 from ddpprobe.store.capture_places import (
     Box,
     Held,
@@ -111,7 +112,7 @@ def make_plan(kind: str, held: Sequence[Held], silent: Sequence[int], world: int
         parts = merged(held, placed)
     except NoWholeError as error:
         return no_whole(held, str(error))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+    except MALFORMED as error:
         # Whoever wrote that: the parts themselves are there, and can be asked for rank by rank.
         return no_whole(held, f"a layout makes no sense: {error!r}")
     here = {part.runs for part in parts}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe import inside, layout
+from ddpprobe.hearsay import MALFORMED
 from ddpprobe.inside import open_regular
 from ddpprobe.store import dtypes
 from ddpprobe.store import format as fmt
@@ -178,8 +178,9 @@ class StoredEvent:
         try:
             if max((size for size, _ in self._versions(GROUP_JSON)), default=0) > MAX_EVENT_BYTES:
                 raise StoreError(f"{GROUP_JSON} is larger than {MAX_EVENT_BYTES} bytes")  # noqa: TRY301
-            event = event_from(json.loads(self._load(GROUP_JSON)))
-        except (StoreError, ValueError, RecursionError) as error:
+            document = inside.parse(self._load(GROUP_JSON), MAX_EVENT_BYTES, finite=True)
+            event = event_from(document)
+        except (StoreError, ValueError) as error:
             self.lose("", str(error))
             return None
         if group_key(event.attempt, event.step) != self.key:
@@ -268,7 +269,7 @@ def _expired_steps(run: layout.RunDir, attempt: int, manifest: Manifest) -> set[
         raise StoreError(f"{key}/{GROUP_JSON} is damaged or missing")
     try:
         return {int(s) for s in inside.parse(data)["attributes"]["ddpprobe"]["expired"]}
-    except (ValueError, KeyError, TypeError, OverflowError):
+    except MALFORMED:
         raise StoreError(f"{key}/{GROUP_JSON} does not say what has expired") from None
 
 

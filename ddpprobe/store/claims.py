@@ -16,6 +16,7 @@ from typing import Any
 
 from ddpprobe import destination, inside, layout
 from ddpprobe.bucket import Bucket, BucketError
+from ddpprobe.hearsay import MALFORMED
 
 FOLDER = "attempts"
 MOST_BYTES = 4096
@@ -72,8 +73,8 @@ def is_claimed(bucket: Bucket, attempt: int, token: str) -> bool | None:
 def token_of(run: layout.RunDir, attempt: int) -> str:
     """Return what was claimed for an attempt of a run directory; "" if nothing was."""
     try:
-        return str(json.loads(run.claim(attempt).read_bytes())["claim"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(inside.parse(run.claim(attempt).read_bytes())["claim"])
+    except (OSError, *MALFORMED):
         return ""
 
 

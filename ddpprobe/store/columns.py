@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe import inside
 from ddpprobe.records import COUNTS, KINDS, PHASES, VALUES, Digests, FirstBad, Site, StepRecord
 from ddpprobe.remembered import Remembered
 from ddpprobe.store.format import escape, unescape
@@ -238,7 +239,7 @@ class BlockDecoder:
 
     def _digests(self, row: int, block: Arrays) -> Digests:
         if "desync_json" in block:
-            return read_digests(json.loads(block["desync_json"][row] or "[]"))
+            return read_digests(inside.parse(str(block["desync_json"][row]) or "[]"))
         own, checksums = 1 << self._ranks[0], block["checksum"][row]
         given = np.flatnonzero(block["checksum_given"][row])
         return {self._digest_axis[i]: {int(checksums[i]): own} for i in given}

@@ -40,6 +40,7 @@ class EventFold:
         self._meta: dict[str, Any] = {}
         self._pending = _Pending()
         self._ends: dict[str, int] = {}
+        self._refused: dict[str, set[int]] = {}  # frames that are whole and make no sense
         self._done = dict(self._open(self._node_key).consumed)
         self._told = dict(self._open(self._anomaly_key).consumed)
 
@@ -67,7 +68,10 @@ class EventFold:
 
     def is_committed(self, source: Source, end: int) -> bool:
         """Return whether everything below `end` of a daemon's journal is in."""
-        return self._done.get(source.name, Consumed()).through >= end
+        return (
+            source.name not in self._refused
+            and self._done.get(source.name, Consumed()).through >= end
+        )
 
     def close(self) -> None:
         """Close the journals."""
@@ -77,7 +81,7 @@ class EventFold:
     def _take(self, name: str, frame: Frame) -> None:
         if frame.type == codec.ANOMALY:
             if not self._told.get(name, Consumed()).has(frame.seq):
-                self._pending.anomalies.append(codec.decode_anomaly(frame.payload))
+                self._take_anomaly(name, frame)
             return
         value = json_of(frame) if frame.type in {codec.META, codec.LIFE, codec.SAMPLE} else None
         if value is None:
@@ -90,8 +94,22 @@ class EventFold:
         elif frame.type == codec.LIFE:
             if (name, frame.seq, text) not in self._pending.events:
                 self._pending.events.append((name, frame.seq, text))
-        elif isinstance(value.get("time_ns"), int):
-            self._pending.samples.append((int(value["time_ns"]), text))
+        elif type(value.get("time_ns")) is int and abs(value["time_ns"]) < 1 << 63:
+            self._pending.samples.append((value["time_ns"], text))
+
+    def _take_anomaly(self, name: str, frame: Frame) -> None:
+        try:
+            self._pending.anomalies.append(codec.decode_anomaly(frame.payload))
+        except ValueError:  # readers say so, as long as its journal is there and not consumed
+            self._refused.setdefault(name, set()).add(frame.seq)
+
+    def _told_of(self, name: str) -> Consumed:
+        """Return which frames of a journal need not be looked at for anomalies any more."""
+        end, refused = self._ends[name], self._refused.get(name)
+        if not refused:
+            return Consumed(end)
+        first = min(refused)
+        return Consumed(first, frozenset(range(first, end)) - refused)
 
     def _flush_anomalies(self) -> int:
         group = self._open(self._anomaly_key)
@@ -99,7 +117,7 @@ class EventFold:
             group.define({"kind": "anomalies", "attempt": self._attempt}, {})
         found = self._pending.anomalies
         group.append("anomaly", anomaly_columns(found))
-        told = {name: Consumed(self._ends[name]) for name in self._tails if name in self._ends}
+        told = {name: self._told_of(name) for name in self._tails if name in self._ends}
         self._root.prepare(self._attempt)
         group.commit(told)
         self._told |= told

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any
 
 from ddpprobe import layout
+from ddpprobe.hearsay import MALFORMED
 from ddpprobe.records import COUNTS, KINDS, PHASES, PLACEMENTS, VALUES
 
 FORMAT_VERSION = layout.FORMAT_VERSION
@@ -292,7 +293,7 @@ def check_document(column: Column, document: object) -> tuple[dict[str, int], di
     try:
         shape = [int(n) for n in document["shape"]]  # type: ignore[index]
         grid = [int(n) for n in document["chunk_grid"]["configuration"]["chunk_shape"]]  # type: ignore[index]
-    except (TypeError, KeyError, ValueError, OverflowError):
+    except MALFORMED:
         shape = grid = []
     sizes, chunks = (
         dict(zip(column.dims, shape, strict=False)),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddpprobe import codec, layout
+from ddpprobe.hearsay import MALFORMED
 from ddpprobe.inside import read_regular as read_regular  # noqa: PLC0414  (the store's way in)
 
 GROUP_JSON = "zarr.json"
@@ -175,7 +176,7 @@ class Manifest:
                     break
                 self.damage.append(f"bytes {at} to {following} are damaged")
                 at = following
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            except MALFORMED as error:
                 self.damage.append(f"a line before byte {at} makes no sense: {error}")
         self._end = len(data) - self.torn
 

@@ -209,7 +209,7 @@ class StoredGroup:
         for number, row in enumerate(rows):
             try:
                 yield read(row)
-            except (ValueError, TypeError, AttributeError) as error:
+            except hearsay.MALFORMED as error:
                 self._arrays.lose(name, None, f"entry {number} makes no sense: {error}")
 
     def _blocks(
@@ -226,7 +226,7 @@ class StoredGroup:
             for row in np.flatnonzero(here["step"] > after):
                 try:
                     record = decoder.record(int(row), rows)
-                except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+                except hearsay.MALFORMED as error:
                     step = int(here["step"][row])
                     self._arrays.lose("", (step, step), f"a record makes no sense: {error}")
                 else:

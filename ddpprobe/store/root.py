@@ -8,15 +8,15 @@ whoever commits next takes it away first.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
 
-from ddpprobe import layout
+from ddpprobe import inside, layout
+from ddpprobe.hearsay import MALFORMED
 from ddpprobe.store import format as fmt
 from ddpprobe.store.commit import Files, encode
-from ddpprobe.store.manifest import GROUP_JSON, State, read_regular
+from ddpprobe.store.manifest import GROUP_JSON, State, StoreError, read_regular
 
 
 class Root:
@@ -86,12 +86,16 @@ class Root:
     def _group(self, key: str) -> dict[str, fmt.Document]:
         """Return the metadata of a group and what is in it, by path."""
         try:
-            document = json.loads(read_regular(self._run.store, f"{key}/{GROUP_JSON}"))
+            data = read_regular(self._run.store, f"{key}/{GROUP_JSON}")
         except FileNotFoundError:  # its first commit is under way
             return {}
-        out = {key: fmt.group_document(document["attributes"], {})}
-        inside = document.get("consolidated_metadata", {}).get("metadata", {})
-        return out | {f"{key}/{path}": inner for path, inner in inside.items()}
+        try:
+            document = inside.parse(data)
+            out = {key: fmt.group_document(document["attributes"], {})}
+            arrays = document.get("consolidated_metadata", {}).get("metadata", {})
+            return out | {f"{key}/{path}": inner for path, inner in arrays.items()}
+        except MALFORMED as error:
+            raise StoreError(f"{key}/{GROUP_JSON} is no group's: {error!r}") from error
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Files]:
@@ -110,13 +114,16 @@ class Root:
 def _attempts_of(files: Files) -> list[int]:
     if GROUP_JSON not in files.manifest.state.files:
         return []
-    found = json.loads(files.read(GROUP_JSON))["attributes"]["ddpprobe"]["attempts"]
-    return [int(n) for n in found]
+    try:
+        found = inside.parse(files.read(GROUP_JSON))["attributes"]["ddpprobe"]["attempts"]
+        return [int(n) for n in found]
+    except MALFORMED as error:
+        raise StoreError(f"{GROUP_JSON} of the store's root makes no sense: {error!r}") from error
 
 
 def _identity(run: layout.RunDir) -> dict[str, Any]:
     try:
-        found = json.loads(run.run_json.read_bytes())
+        found = inside.parse(run.run_json.read_bytes())
     except (OSError, ValueError):
         return {}  # the reader says so; folding must not wait for it
     return dict(found) if isinstance(found, dict) else {}

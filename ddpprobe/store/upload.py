@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from ddpprobe import inside, layout
 from ddpprobe.bucket import Bucket
+from ddpprobe.hearsay import MALFORMED
 from ddpprobe.layout import OWN_DISK
 from ddpprobe.store import claims
 from ddpprobe.store import format as fmt
@@ -178,7 +179,7 @@ class Upload:
             there = _not_yet() if found is None else found
         try:
             other = inside.parse(there)["run_id"]
-        except (ValueError, KeyError, TypeError):
+        except MALFORMED:
             other = "unknown"
         if other != identity.get("run_id"):
             raise AnotherRun(f"another run lies there ({str(other)[:60]!r})")

@@ -17,6 +17,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ddpprobe import inside, layout
+from ddpprobe.hearsay import MALFORMED
 from ddpprobe.store import decoding, regions
 from ddpprobe.store import format as fmt
 from ddpprobe.store.committed import CommittedFiles, ExpiredError
@@ -281,7 +282,7 @@ class GroupArrays:
             attrs = dict(document["attributes"]["ddpprobe"])
             arrays = dict(document["consolidated_metadata"]["metadata"])
             version = int(attrs["format_version"])
-        except (StoreError, KeyError, TypeError, ValueError, OverflowError) as error:
+        except (StoreError, *MALFORMED) as error:
             why = str(error) if isinstance(error, StoreError) else f"{GROUP_JSON} is no group's"
             self.lose("", None, why)
             return {}

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpprobe import layout
-from ddpprobe.daemon.tail import MALFORMED, RankFacts
+from ddpprobe.daemon.tail import RankFacts
+from ddpprobe.hearsay import MALFORMED
 from ddpprobe.heartbeat import STEP_PHASES
 from ddpprobe.records import StepRecord
 from ddpprobe.view import RankView
