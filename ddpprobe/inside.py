@@ -13,6 +13,7 @@ import math
 import os
 import re
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ STORE = "run.zarr"
 MAX_FILE_BYTES = 128 << 20
 MAX_JSON_BYTES = 8 << 20  # Python makes up to 20 times as much of it
 MAX_DIGITS = 20  # and the sign, of a whole number of 64 bits
+SETTLED_NS = 2 * 10**9
+MAX_LISTINGS = 64
+_listings: dict[tuple[int, int], tuple[int, list[tuple[str, bool]]]] = {}
 _MANY_DIGITS = re.compile(f"[0-9]{{{MAX_DIGITS}}}")
 
 
@@ -115,10 +119,31 @@ def _entries(root: Path, key: str) -> list[tuple[str, bool]]:
     except OSError:
         return []
     try:
-        with os.scandir(fd) as entries:
-            return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        return _listed(fd)
     finally:
         os.close(fd)
+
+
+def _listed(fd: int) -> list[tuple[str, bool]]:
+    """Return what is in an open directory, and whether it is a directory.
+
+    A verb asks for the same few directories many times, and a stranger may fill them: one that has
+    not changed for a while is listed once. Within that while its time may not tell of a change. It
+    is the time of the inode's change, which nobody sets: a copy has the other one of its original.
+    """
+    before = os.fstat(fd)
+    place, changed = (before.st_dev, before.st_ino), before.st_ctime_ns
+    known = _listings.get(place)
+    if known is not None and known[0] == changed:
+        return known[1]
+    with os.scandir(fd) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    _listings.pop(place, None)
+    if time.time_ns() - changed > SETTLED_NS:
+        _listings[place] = changed, found
+        if len(_listings) > MAX_LISTINGS:
+            del _listings[next(iter(_listings))]
+    return found
 
 
 def _descend(root: Path, key: str) -> tuple[str, int]:

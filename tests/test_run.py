@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 
-from ddpprobe import codec, heartbeat, layout
+from ddpprobe import codec, heartbeat, inside, layout
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.records import StepRecord, derive
 from ddpprobe.replay.run import RunError, open_run
@@ -410,3 +412,69 @@ def test_reading_needs_neither_torch_nor_for_journals_zarr(tmp_path: Path) -> No
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["3", "False", "False"]
+
+
+class Counted:
+    """What `os.scandir` returns, counting what is taken from it."""
+
+    def __init__(self, entries: Any, taken: list[str]) -> None:
+        self._entries, self._taken = entries, taken
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        self._entries.close()
+
+    def __iter__(self) -> Iterator[os.DirEntry[str]]:
+        """Count each entry."""
+        for entry in self._entries:
+            self._taken.append(entry.name)
+            yield entry
+
+
+# How often a directory that a stranger has filled may be listed: by whoever looks for what has a
+# name of ours in it, and by whoever adds up the bytes.
+LISTED = {
+    "": 0, "foreign/deep": 0, "manifest": 2, "run.zarr": 2, "run.zarr/attempt_000": 2,
+    "journal": 2, "captures": 2, "heartbeat": 1, "daemon": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", LISTED)
+def test_what_strangers_put_into_a_run_is_listed_once_at_most(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Made(tmp_path, ranks=1).whole(4)
+    bring(made, "sealed")
+    filled = tmp_path / place
+    filled.mkdir(parents=True, exist_ok=True)
+    for number in range(50):
+        (filled / f"foreign_{number}").touch()
+    taken: list[str] = []
+    scandir, listdir = os.scandir, os.listdir
+
+    def listed(*args: Any) -> list[str]:
+        found = listdir(*args)
+        taken.extend(found)
+        return found
+
+    monkeypatch.setattr(inside, "SETTLED_NS", -1)  # as if the files had been there for a while
+    monkeypatch.setattr(os, "scandir", lambda *args: Counted(scandir(*args), taken))
+    monkeypatch.setattr(os, "listdir", listed)
+    info = open_run(tmp_path).info()
+    assert info["lost"] == []
+    assert taken.count("foreign_7") <= LISTED[place]
+    assert len(taken) > 10  # it is counted
+
+
+def test_a_directory_is_listed_anew_once_something_has_changed(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    for name in ("b", "a"):
+        (tmp_path / "d" / name).touch()
+        expected = ["b"] if name == "b" else ["a", "b"]
+        assert inside.names(tmp_path, "d") == inside.names(tmp_path, "d") == expected
+    (tmp_path / "d/b").unlink()
+    assert inside.names(tmp_path, "d") == ["a"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -231,15 +232,29 @@ def _status(facts: RankFacts, events: list[Event], deaths: list[Death], end: str
     return "no last word" if end == UNKNOWN else end
 
 
+# What a run directory holds, and by which names: what else lies there is not looked at.
+_PARTS = {
+    inside.STORE: r"zarr\.json|attempt_\d{3,}", "manifest": r".*\.(log|lock)",
+    "journal": r"\d{3,}", "heartbeat": r"\d{3,}", "captures": r"\d{3,}",
+    "daemon": r"node_\d{4,}\..*|requests|token",
+}  # fmt: skip
+
+
 def _sizes(run: layout.RunDir) -> dict[str, int]:
-    sizes = dict.fromkeys(("store", "manifest", "journal", "total"), 0)
-    part_of = {run.store.name: "store", "manifest": "manifest", "journal": "journal"}
-    for entry in _entries(run.path):
-        size = _size(entry)
-        sizes["total"] += size
-        if entry.name in part_of:
-            sizes[part_of[entry.name]] += size
-    return sizes
+    """Return the bytes of the parts of a run, and of all of them."""
+    found = {part: _size_of(run.path / part, re.compile(names)) for part, names in _PARTS.items()}
+    for file in (run.run_json, run.lock):
+        with contextlib.suppress(OSError):
+            found[file.name] = file.lstat().st_size
+    told = {"store": found[inside.STORE], **{p: found[p] for p in ("manifest", "journal")}}
+    return {**told, "total": sum(found.values())}
+
+
+def _size_of(part: Path, names: re.Pattern[str]) -> int:
+    """Return the bytes of what lies in a part of the run under such names; 0 of a link."""
+    if part.is_symlink():
+        return 0
+    return sum(_size(entry) for entry in _entries(part) if names.fullmatch(entry.name))
 
 
 def _size(entry: os.DirEntry[str]) -> int:
