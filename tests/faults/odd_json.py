@@ -57,10 +57,12 @@ def make_all(path: Path) -> RunDir:
     ):  # fmt: skip
         frames = [(codec.LIFE, event) for event in said]
         frames += [(codec.SAMPLE, SAMPLE)] if said is OF_DAEMON else []
+        before = [path.read_bytes() for path in sorted(directory.glob("*.wal"))]
+        due = 1 + max(frame.seq for data in before for frame in codec.iter_frames(data))
         # The last segment: nothing that was written before is read in another way.
         block = b"".join(
             codec.encode_frame(type_, seq, codec.encode_json(value))
-            for seq, (type_, value) in enumerate([(codec.META, second._meta(0)), *frames], 500)
+            for seq, (type_, value) in enumerate([(codec.META, second._meta(0)), *frames], due)
         )
         (directory / "00000090.wal").write_bytes(block)
     run.daemon_file(NODE, "json").parent.mkdir(exist_ok=True)
