@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from ddpprobe.store.writer import StoreWriter
 
 from .faults import hostile_asked as asked
 from .faults import hostile_captures, hostile_cases, odd_json
-from .made_runs import ANOMALY, NODE
+from .made_runs import ANOMALY, NODE, Made
 
 DRAWS = int(os.environ.get("DDPPROBE_TEST_DRAWS", "0"))
 QUIET = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow)
@@ -286,3 +287,23 @@ def test_no_verb_and_no_daemon_raises_over_it(model: RunDir, here: Path, seed: i
         assert code in {0, 1, 2, 3}, (line, what)
     asked_of_a_daemon(run)
     shutil.rmtree(path)
+
+
+def test_a_verdict_of_no_sense_is_kept_as_damage_and_keeps_no_other_out(tmp_path: Path) -> None:
+    made = Made(tmp_path, ranks=1).whole(6)  # with one verdict
+    said = json.loads(codec.encode_anomaly(replace(ANOMALY, step=5)))
+    made.tell(codec.ANOMALY, replace(ANOMALY, step=4))
+    for step in (float("inf"), 10**400):
+        made.daemon.append(codec.ANOMALY, codec.encode_json({**said, "step": step}))
+    made.tell(codec.ANOMALY, replace(ANOMALY, step=5))
+    made.close()
+    for _ in range(2):  # a second daemon finds it so, too
+        folder = StoreWriter(made.run, NODE, durable=False)
+        folder.seal()
+        folder.close()
+        run = open_run(tmp_path)
+        assert sorted(a.step for a in run._overlay.told_anomalies(0)) == sorted(
+            [ANOMALY.step, 4, 5]
+        )
+        assert [lost.why for lost in run.lost if "sense" in lost.why]
+        assert list(made.run.daemon_journal(0, NODE).glob("*.wal"))
