@@ -79,7 +79,9 @@ class Pusher:
         self._heard: deque[Order] = deque()
         self._closing = False
         self._deadline = float("inf")
-        self._warned: set[int] = set()
+        self._warned: set[int] = set()  # what was said of the outage that lasts
+        self._refused: set[int] = set()
+        self._before = 0  # dropped when the head took something last
         self._connection: http.client.HTTPConnection | None = None
         self.fuse = Fuse("push")
         run = self.fuse.guard(self._run)
@@ -233,6 +235,7 @@ class Pusher:
             self._disconnect()
             self._warn(answer.status, f"answers {answer.status} {answer.reason}")
         else:
+            self._note_recovery()
             with self._changed:
                 self._heard.extend(decode_all(told))
         return answer.status, 0
@@ -261,10 +264,26 @@ class Pusher:
             self._connection = None
 
     def _warn(self, status: int, what: str) -> None:
-        if status not in self._warned:
-            self._warned.add(status)
-            where = f"{self._host}:{self._port}"
-            logger.warning("ddpprobe: the head at %s %s; records are kept and resent", where, what)
+        """Say once an outage what is wrong, and once for good what the head will not have."""
+        hopeless = status in HOPELESS
+        said = self._refused if hopeless else self._warned
+        if status in said:
+            return
+        said.add(status)
+        then = "what it refuses is dropped" if hopeless else "records are kept and resent"
+        where = f"{self._host}:{self._port}"
+        logger.warning("ddpprobe: the head at %s %s; %s", where, what, then)
+
+    def _note_recovery(self) -> None:
+        """Say once that an outage is over, and what it took."""
+        total = self.dropped.total()
+        lost, self._before = total - self._before, total
+        if not self._warned:
+            return
+        self._warned.clear()
+        took = f"{lost} records were dropped meanwhile" if lost else "nothing was dropped"
+        where = f"{self._host}:{self._port}"
+        logger.warning("ddpprobe: the head at %s answers again; %s", where, took)
 
 
 def _parse(url: str) -> tuple[str, int]:
