@@ -224,6 +224,64 @@ def test_a_live_run_shows_its_ranks_sites_anomalies_and_host(lively):
     watch.close()
 
 
+def test_ranks_of_a_node_with_its_own_disk_are_told_by_the_merged_steps(tmp_path):
+    """Their heartbeats and journals are on another disk: the head merges what their node pushes."""
+    made = Made(tmp_path / "run", ranks=4)
+    lock = DirectoryLock(made.run.lock)
+    assert lock.acquire()
+
+    def merge(step: int, ranks: tuple[int, ...], ago: float = 0.0) -> None:
+        now = time.time_ns() - int(ago * 1e9)
+        parts = [record(r, step, wall_time_ns=now) for r in ranks]
+        missing = tuple(sorted({0, 1, 2} - set(ranks)))
+        made.tell(codec.RECORD, replace(merge_all(parts), missing=missing))
+
+    for rank in (0, 1):
+        made.write([record(rank, 0)])
+        beat(made, rank, 6)
+    watch = RunWatch(open_run(made.path))
+    merge(0, (0, 1, 2))
+    merge(1, (0, 1, 2))
+    now = watch.look()
+    told = {r.rank: (r.state, r.why, r.step) for r in now.ranks}
+    assert told[0] == ("up", "", 6)
+    assert told[2] == ("up", "", 1)
+    assert told[3] == ("unknown", "on another node", None)
+    assert now.notes == (
+        "on another node, and known by the steps that were merged here: ranks 2, 3",
+    )
+    merge(2, (0, 1))
+    told = {r.rank: (r.state, r.why, r.step) for r in watch.look().ranks}
+    assert told[2] == ("late", "missing in the last merged step", 1)
+    watch.close()
+    # Once it has ended nobody here knows how: its node's directory does.
+    lock.release()
+    watch = RunWatch(open_run(made.path))
+    ended = {r.rank: (r.state, r.step) for r in watch.look().ranks}
+    assert ended == {0: ("dead", 6), 1: ("dead", 6), 2: ("unknown", 1), 3: ("unknown", None)}
+    watch.close()
+    made.close()
+
+
+def test_a_node_of_which_no_step_was_merged_for_long_is_late(tmp_path):
+    made = Made(tmp_path / "run", ranks=2)
+    made.write([record(0, 0)])
+    for step, seconds in ((0, 62.0), (1, 60.0)):
+        now = time.time_ns() - int(seconds * 1e9)
+        parts = [record(r, step, wall_time_ns=now) for r in (0, 1)]
+        made.tell(codec.RECORD, merge_all(parts))
+    beat(made, 0, 6)
+    lock = DirectoryLock(made.run.lock)
+    assert lock.acquire()
+    watch = RunWatch(open_run(made.path))
+    (late,) = [r for r in watch.look().ranks if r.rank == 1]
+    assert (late.state, late.why, late.step) == ("late", "no step merged", 1)
+    assert 60 <= late.seen < 90
+    watch.close()
+    lock.release()
+    made.close()
+
+
 def test_a_restart_is_followed_and_the_end_is_seen(lively):
     beat(lively, 0, 6)
     watch = RunWatch(open_run(lively.path))

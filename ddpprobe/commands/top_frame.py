@@ -12,7 +12,14 @@ from ddpprobe.replay.now import Now, RankNow, SiteNow
 
 Line = tuple[str, str]  # what the line is about, one of `STYLES`, and its text
 STYLES = {"": "", "title": "bold", "head": "dim", "bad": "red", "odd": "yellow", "note": "cyan"}
-_OF_STATE = {"dead": "bad", "late": "bad", "starting": "note", "paused": "note", "closed": "head"}
+_OF_STATE = {
+    "dead": "bad",
+    "late": "bad",
+    "starting": "note",
+    "unknown": "note",
+    "paused": "note",
+    "closed": "head",
+}
 _LEAST_NAME = 24  # characters of a module's name, whatever the width
 _LEAST_ROWS = 3  # of each table, whatever the height
 

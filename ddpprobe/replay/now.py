@@ -16,7 +16,7 @@ LATE_STEPS = 10
 NEGLIGIBLE = 0.01
 UNREACHABLE = "unreachable"  # the beginning of what `Now.state` says of a daemon that is away
 # Of a rank, the worst first.
-STATES = ("dead", "late", "starting", "up", "paused", "closed")
+STATES = ("dead", "late", "starting", "unknown", "up", "paused", "closed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,10 @@ class RankNow:
 
     Attributes:
         rank: its number.
-        state: one of `STATES`; `why` says more of it ("SIGKILL").
-        step: optimizer step under way (of a daemon's metrics: steps finished).
+        state: one of `STATES`; `why` says more of it ("SIGKILL"). "unknown": a rank of a node that
+            shares no directory with this one, of which nothing has come, or that nobody follows.
+        step: optimizer step under way (of a daemon's metrics: steps finished; of a rank whose
+            heartbeat is on another disk: the newest step of it that was merged).
         rate: steps per second, over the last looks.
         phase: where most of the time goes, and which share of 1 that is.
         loss, grad_norm: of the last sampled step; the norm is local, before the reduction.

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 LAST_READINGS = 2  # of a node, which make a rate
 LAST_SEGMENTS = 4  # of a daemon's journal: what came before is in the store, or outdated by these
 _RANK = re.compile(r"rank_(\d{5,})")
-# What a frame with a right checksum can still do wrong.
+ELSEWHERE = "on another node"
+MOST_RANKS = 16  # named in a note
 NO_DAEMON = "no daemon wrote anything down: losses, modules and anomalies are not known"
 
 
@@ -93,7 +94,7 @@ class RunWatch:
             host=self._host,
             sampled_step=merged.step if merged else None,
             grad_norm=global_grad_norm(merged) if merged else None,
-            notes=() if self._tails or merged else (NO_DAEMON,),
+            notes=(*(() if self._tails or merged else (NO_DAEMON,)), *self._others(beats)),
         )
 
     def close(self) -> None:
@@ -114,6 +115,10 @@ class RunWatch:
         self._memory: dict[int, float] = {}
         self._host: Mapping[str, float] = {}
         self._merged: StepRecord | None = None
+        self._here: set[int] = set()  # ranks that write to this directory
+        self._told: dict[int, StepRecord] = {}  # rank -> the newest merged record that has it
+        self._last: StepRecord | None = None
+        self._gap = 0.0  # seconds between the newest two merged records
         self._base: dict[tuple[str, str, str], float] = {}
         self._steps, self._cpus = Rates(), Rates()
         self._world_size = 0
@@ -123,6 +128,7 @@ class RunWatch:
     def _read_store(self, attempt: int) -> None:
         overlay = Overlay(self._directory)
         self._world_size = overlay.world_size(attempt)
+        self._here = set(overlay.ranks(attempt))
         verdicts = overlay.group(attempt, "anomalies")
         for anomaly in verdicts.anomalies() if verdicts else ():
             self._take_anomaly(anomaly)
@@ -148,6 +154,7 @@ class RunWatch:
         for source in segments.sources_of(self._directory, self._attempt):
             key = f"{source.node}/{source.name}"
             if source.rank is not None:
+                self._here.add(source.rank)
                 self._devices.setdefault(source.rank, _device(source.directory))
             elif key not in self._tails:
                 last = segments_of(source.directory)[-LAST_SEGMENTS:]
@@ -171,6 +178,10 @@ class RunWatch:
 
     def _take_record(self, record: StepRecord) -> None:
         self._scalars.update(record.scalars)
+        self._told |= dict.fromkeys(record.ranks, record)
+        if self._last is not None and record.step > self._last.step:
+            self._gap = (record.wall_time_ns - self._last.wall_time_ns) / 1e9
+        self._last = record
         if record.sampled:
             self._merged = record
             self._keep_base(record)
@@ -206,7 +217,19 @@ class RunWatch:
 
     def _numbers(self, beats: Mapping[int, Heartbeat]) -> list[int]:
         known = beats.keys() | self._deaths.keys() | self._scalars.keys()
-        return sorted(known or range(self._world_size))
+        whole = {*range(self._world_size)}
+        return sorted(known | whole if whole - self._here else known or whole)
+
+    def _others(self, beats: Mapping[int, Heartbeat]) -> Iterator[str]:
+        """Say which ranks write to another disk than this."""
+        numbers = [n for n in self._numbers(beats) if self._is_elsewhere(n, beats.get(n))]
+        if numbers:
+            more = ", ..." if numbers[MOST_RANKS:] else ""
+            named = ", ".join(map(str, numbers[:MOST_RANKS])) + more
+            yield f"{ELSEWHERE}, and known by the steps that were merged here: ranks {named}"
+
+    def _is_elsewhere(self, number: int, beat: Heartbeat | None) -> bool:
+        return beat is None and number not in self._here and bool(self._here)
 
     def _rank(
         self, number: int, beat: Heartbeat | None, pages: Counter[int | None], *, live: bool
@@ -222,10 +245,25 @@ class RunWatch:
         )  # fmt: skip
         if beat is not None:
             known = self._with_beat(known, beat)
+        elif self._is_elsewhere(number, beat) and number not in self._deaths:
+            return self._of_another_node(known, live=live)
         death = self._deaths.get(number)
         if death is None and not live and known.state not in {"closed", "paused"}:
             death = "no last word"
         return known if death is None else replace(known, state="dead", why=death)
+
+    def _of_another_node(self, known: RankNow, *, live: bool) -> RankNow:
+        """Say what the merged steps tell of a rank whose heartbeat nobody sees here."""
+        told, last = self._told.get(known.rank), self._last
+        if told is None or last is None:
+            return replace(known, state="unknown", why=ELSEWHERE)
+        seen = max(0.0, time.time() - told.wall_time_ns / 1e9)
+        state, why = ("up", "") if live else ("unknown", ELSEWHERE)
+        if live and known.rank in last.missing:
+            state, why = "late", "missing in the last merged step"
+        elif live and is_late(seen, self._gap):
+            state, why = "late", "no step merged"
+        return replace(known, state=state, why=why, step=told.step, seen=seen)
 
     def _with_beat(self, known: RankNow, beat: Heartbeat) -> RankNow:
         phases = dict(zip(STEP_PHASES, beat.phase_seconds, strict=True))
