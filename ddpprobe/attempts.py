@@ -8,15 +8,19 @@ seconds at most. If nobody answers, the job begins all the same: its daemon sett
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpprobe import destination, layout, spawn
+from ddpprobe import destination, inside, layout, spawn
 from ddpprobe.layout import DirectoryLock, RunDir
+
+DISK = "daemon/disk"  # in the head's directory, new at each start: see `is_shared`
+MOST_NODES = 8  # named in a line
 
 logger = logging.getLogger("ddpprobe")
 
@@ -102,6 +106,48 @@ def arrive(run: RunDir, node: str, identity: Mapping[str, Any], attempt: int, to
         # What was the head's disk may be another node's now.
         own = {layout.OWN_DISK: node} if token else {}
         layout.write_json(run.run_json, {**told, **own})
+
+
+def mark_disk(run: RunDir) -> str:
+    """Leave a new mark in the head's directory, by which other nodes know it; return the mark."""
+    mark = os.urandom(8).hex()
+    path = run.path / DISK
+    layout.make_dir(path.parent)
+    layout.write_json(path, {"mark": mark})
+    return mark
+
+
+def is_shared(run: RunDir, mark: str) -> bool:
+    """Return whether a node sees the directory that the head has just marked."""
+    inside.names(run.path, "daemon")  # to open a directory makes NFS look at it anew
+    try:
+        return bool(json.loads((run.path / DISK).read_bytes())["mark"] == mark)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def say_where(claimed: Claimed, own: Sequence[int], *, moved: bool) -> None:
+    """Say in one line where the nodes write, if that is not what each of them may take it for.
+
+    Args:
+        claimed: the attempt.
+        own: indices of the nodes on whose own disk the directory is.
+        moved: some rank was started in another working directory, and the path is relative.
+    """
+    path, url = claimed.run.path, claimed.identity.get("destination")
+    taken = "; a relative run_dir is taken from rank 0's working directory" if moved else ""
+    if not own:
+        if moved:
+            logger.warning("ddpprobe: all nodes write to %s%s", path, taken)
+        return
+    more = f", ... ({len(own)})" if own[MOST_NODES:] else ""
+    named = ("node " if len(own) == 1 else "nodes ") + ", ".join(map(str, own[:MOST_NODES])) + more
+    where = f"not on rank 0's disk: {named}. Every node writes its own ranks to {path}{taken}"
+    if url:
+        logger.info("ddpprobe: %s; all of it goes to %s", where, url)
+    else:
+        then = "when the job has ended, merge them: ddpprobe collect DEST DIR..."
+        logger.warning("ddpprobe: %s; %s", where, then)
 
 
 def _keep(run: RunDir, attempt: int, token: str) -> None:

@@ -120,12 +120,17 @@ def enlist(
         opened: list[Enlisted] = []
 
         def open_files() -> dict[str, Any]:
+            own = _has_own_disk(plan, place)
             channel = _channel(plan, place, store, f"{name}/pace") if wishes.agree else Channel()
             opened.append(_open(plan, place, world_size, head, wishes, channel))
-            told = {"parts": parts if plan["apart"] else {}, "node": opened[0].node}
+            told = {"parts": parts if plan["apart"] else {}, "node": opened[0].node, "own": own}
             return {**told, "refused": opened[0].refused}
 
-        held = rendezvous.round_trip(store, f"{name}/open", rank, world_size, open_files, _compare)
+        def compare(heard: list[dict[str, Any]]) -> dict[str, Any]:
+            head.say_where([i for i, part in enumerate(heard) if part["own"]])
+            return _compare(heard)
+
+        held = rendezvous.round_trip(store, f"{name}/open", rank, world_size, open_files, compare)
     except BaseException:
         head.lock_release()
         raise
@@ -170,7 +175,11 @@ class _Place:
         )  # fmt: skip
 
     def facts(self) -> dict[str, Any]:
-        said = {"node_index": self.node_index, "hostname": self.hostname}
+        try:
+            directory = str(Path.cwd())
+        except OSError:  # it was deleted
+            directory = ""
+        said = {"node_index": self.node_index, "hostname": self.hostname, "cwd": directory}
         return {**said, "digest": roster.digest(self.secret)}  # the secret is nobody else's
 
 
@@ -182,6 +191,8 @@ class _Head:
         self.lock: DirectoryLock | None = None
         self.roster: Roster | None = None
         self._wishes = wishes
+        self._claimed: Claimed | None = None
+        self._heard: list[dict[str, Any]] = []
         self._world_size = world_size
 
     def decide(self, heard: list[dict[str, Any]]) -> dict[str, Any]:
@@ -199,6 +210,7 @@ class _Head:
         leaders = {n: min(r for r, p in enumerate(heard) if p["node_index"] == n) for n in nodes}
         members = {n: sum(p["node_index"] == n for p in heard) for n in nodes}
         claimed = self._claim(heard, nodes)
+        self._claimed, self._heard = claimed, heard
         if len(nodes) > 1:
             self.roster = _roster(heard, leaders, claimed.attempt)
         plan: dict[str, Any] = {
@@ -208,6 +220,7 @@ class _Head:
             "members": {str(n): m for n, m in members.items()},
             "relays": _relays(heard),
             "apart": any(part["model"] != heard[0]["model"] for part in heard), "refused": "",
+            "disk": attempts.mark_disk(claimed.run) if len(nodes) > 1 else "",
         }  # fmt: skip
         if self.roster is not None and self._wishes.start_daemon:
             try:
@@ -216,6 +229,15 @@ class _Head:
                 # Without a head the other nodes' daemons would have nobody to push to.
                 plan["refused"] = str(error) or type(error).__name__
         return plan
+
+    def say_where(self, leaders: list[int]) -> None:
+        """Say where the nodes write, whose `leaders` see another disk than rank 0's."""
+        given = self._wishes.run_dir
+        relative = given is None or destination.is_url(given) or not Path(given).is_absolute()
+        moved = relative and any(part["cwd"] != self._heard[0]["cwd"] for part in self._heard)
+        if self._claimed is not None:
+            own = [int(self._heard[rank]["node_index"]) for rank in leaders]
+            attempts.say_where(self._claimed, own, moved=moved)
 
     def lock_release(self) -> None:
         """Give the directory back."""
@@ -304,6 +326,13 @@ def _open(
         run, identity["run_id"], attempt, journal, heartbeat, head.lock, starter, node, channel,
         board, refused=refused,
     )  # fmt: skip
+
+
+def _has_own_disk(plan: dict[str, Any], place: _Place) -> bool:
+    """Whether this rank's node, which it leads, does not see the head's directory."""
+    leads = plan["leaders"][str(place.node_index)] == place.rank
+    run = RunDir(Path(plan["run_dir"]))
+    return leads and bool(plan["disk"]) and not attempts.is_shared(run, plan["disk"])
 
 
 def _channel(plan: dict[str, Any], place: _Place, store: Store, name: str) -> Channel:

@@ -15,6 +15,7 @@
       daemon/node_0000.{lock,json,log}      who serves this node
       daemon/node_0001.secret               by which this node's pushes are known to the head
       daemon/node_0000.roster               the head's: which node speaks for which ranks
+      daemon/disk                           by which other nodes tell whether they see it
       daemon/requests/                      what `ddpprobe trigger` asks of the head's daemon
       run.zarr/                             the store
 

@@ -249,3 +249,40 @@ def test_a_node_knows_whether_the_heads_directory_is_its_own(tmp_path):
     # A directory of quite another run stays what it is.
     attempts.arrive(head, "node_0001", {**identity, "run_id": "new"}, 2, "c")
     assert json.loads(head.run_json.read_text())["run_id"] == "id"
+
+
+# ---- where several nodes write
+
+
+def test_another_node_knows_the_heads_directory_by_its_mark(tmp_path):
+    head, other = RunDir(layout.make_dir(tmp_path / "head")), RunDir(tmp_path / "other")
+    before = attempts.mark_disk(head)
+    assert attempts.is_shared(head, before)
+    assert not attempts.is_shared(other, before)
+    shutil.copytree(head.path, other.path)
+    mark = attempts.mark_disk(head)  # the job starts again: the copy is of the last time
+    assert attempts.is_shared(head, mark)
+    assert not attempts.is_shared(other, mark)
+    (other.path / attempts.DISK).write_text("[]")
+    assert not attempts.is_shared(other, mark)
+
+
+@pytest.mark.parametrize(
+    ("own", "url", "moved", "level", "said"),
+    [
+        ([], None, False, None, ""),
+        ([], None, True, "WARNING", "all nodes write to /run; a relative run_dir is taken from"),
+        ([1], None, False, "WARNING", "node 1. Every node writes its own ranks to /run; when the"),
+        ([1, 2], "s3://b/r", False, "INFO", "nodes 1, 2. Every node writes its own ranks to /run;"),
+        (range(1, 20), None, True, "WARNING", "nodes 1, 2, 3, 4, 5, 6, 7, 8, ... (19). Every"),
+    ],
+)  # fmt: skip
+def test_where_the_nodes_write_is_said_in_one_line(caplog, own, url, moved, level, said):
+    caplog.set_level("INFO", "ddpprobe")
+    identity = {"destination": url} if url else {}
+    claimed = attempts.Claimed(RunDir(Path("/run")), identity, 0, "", layout.DirectoryLock(Path()))
+    attempts.say_where(claimed, own, moved=moved)
+    assert [r.levelname for r in caplog.records] == ([level] if level else [])
+    assert said in caplog.text
+    if own and not url:
+        assert "ddpprobe collect DEST DIR..." in caplog.text
