@@ -17,6 +17,7 @@ VERBS = (
     "anomalies",
     "trace",
     "verify",
+    "collect",
     "compare",
     "top",
     "replay",

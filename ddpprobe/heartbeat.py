@@ -81,9 +81,14 @@ class HeartbeatWriter:
 def read(path: Path) -> Heartbeat | None:
     """Return the last reading; None if there is none or it is being written just now."""
     try:
-        body = whole(inside.read_regular(path.parent, path.name), _BODY.size)
+        return read_bytes(inside.read_regular(path.parent, path.name))
     except OSError:
         return None
+
+
+def read_bytes(data: bytes) -> Heartbeat | None:
+    """Return the last reading in the content of a heartbeat file; None as `read`."""
+    body = whole(data, _BODY.size)
     if body is None:
         return None
     time_ns, step, micro, state, steps, skipped, sampled, *rest = _BODY.unpack(body)

@@ -1,166 +1,123 @@
-"""A head with ranks of its own, and other nodes that push to it, all in this process."""
+"""A run of several nodes made without training: on one disk, or each node on a disk of its own."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpprobe import codec
-from ddpprobe.daemon.attempt import Attempt
-from ddpprobe.daemon.blocks import Refusal
-from ddpprobe.daemon.inbox import Inbox
-from ddpprobe.daemon.liveness import Watcher
+import numpy as np
+
+from ddpprobe import codec, layout
 from ddpprobe.heartbeat import STATES, HeartbeatWriter
-from ddpprobe.journal import JournalTail
-from ddpprobe.layout import node_name
-from ddpprobe.merge import merge_all
-from ddpprobe.records import Anomaly, StepRecord
-from ddpprobe.roster import Roster
+from ddpprobe.journal import JournalWriter
+from ddpprobe.layout import RunDir, node_name
+from ddpprobe.store.writer import StoreWriter
 
-from .made_runs import NODE, Made, record
+from . import made_packs
+from .made_runs import ANOMALY, DEAD_PID, head_merge, record
 
-Item = StepRecord | Mapping[str, Any] | tuple[int, bytes]
-
-
-def block(*items: Item) -> bytes:
-    """Return what a node would push of these: records with their tables, events, raw payloads."""
-    frames: list[tuple[int, bytes]] = []
-    for item in items:
-        if isinstance(item, StepRecord):
-            frames += [(table.type, table.payload) for table in codec.tables_of(item)]
-            frames.append((codec.RECORD, codec.encode_record(item)))
-        elif isinstance(item, tuple):
-            frames.append(item)
-        else:
-            frames.append((codec.LIFE, codec.encode_json(item)))
-    return b"".join(codec.encode_frame(t, seq, data) for seq, (t, data) in enumerate(frames))
+STEPS, CAPTURED = 12, (3, 9)
+# A sharded parameter, an FSDP1 one (flat), parts of a batch that fit no grid, and replicas: each
+# alone on a node's disk makes other arrays than with the other nodes' parts.
+SITES = ("a.weight:param", "b.weight:param", "c:output", "d.weight:param")
 
 
-def wish(rank: int, number: int = 0, step: int = 0, **changes: Any) -> dict[str, Any]:
-    told = {"event": "trigger", "attempt": 0, "cause": f"trigger/{rank}/{number}"}
-    return {**told, "reason": "trigger: look", "step": step, **changes}
+def make(
+    where: Sequence[Path],
+    per_node: int = 2,
+    *,
+    seal: bool = True,
+    captured: Sequence[int] = CAPTURED,
+    told: int = STEPS,
+) -> list[RunDir]:
+    """Write the run; node `n` writes to `where[n]`, which may all be one directory.
+
+    The head's daemon merges the first `told` steps, and is killed if these are not all.
+    """
+    runs = [RunDir(layout.make_dir(path)) for path in where]
+    world = per_node * len(runs)
+    for run in runs:
+        layout.write_json(run.run_json, _identity(world, len(runs)))
+    for step in captured:
+        for node, run in enumerate(runs):
+            mine = range(node * per_node, (node + 1) * per_node)
+            made_packs.write(
+                run, _tensors(world, step), step=step, only=lambda r, mine=mine: r in mine,
+                per_node=per_node,
+            )  # fmt: skip
+    for node, run in enumerate(runs):
+        _write_node(run, node, per_node, world, captured, told)
+    for node, run in enumerate(runs) if seal else ():
+        writer = StoreWriter(run, node_name(node), block=8, durable=False)
+        writer.seal()
+        writer.close()
+    return runs
 
 
-@dataclass
-class Cluster(Made):
-    """A head's daemon without its loop. `ranks` are those of one node; the head's come first."""
-
-    nodes: int = 2
-    pid: int = field(default_factory=os.getpid)
-    rostered: bool = True
-    beats: dict[int, HeartbeatWriter] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.watcher = Watcher()
-        self.now = 0.0
-        self.start()
-
-    def start(self) -> None:
-        """Start the head's daemon, anew if there was one."""
-        self.inbox = Inbox(self.path / "inbox")
-        if self.rostered:
-            others = {node_name(n): frozenset(self.of(n)) for n in range(1, self.nodes)}
-            self.inbox.roster = Roster(self.attempt, others, dict.fromkeys(others, "digest"))
-        self.head = Attempt(self.run, NODE, self.attempt, self.watcher, self.inbox, None)
-
-    def of(self, node: int) -> range:
-        """Ranks of a node."""
-        return range(node * self.ranks, (node + 1) * self.ranks)
-
-    def train(self, step: int, **changes: Any) -> None:
-        """Let the head's ranks take a step."""
-        for rank in self.of(0):
-            self.write([record(rank, step, attempt=self.attempt, **changes)])
-            self.beat(rank, step)
-
-    def beat(self, rank: int, step: int) -> None:
-        if rank not in self.beats:
-            path = self.run.heartbeat(self.attempt, NODE, rank)
-            self.beats[rank] = HeartbeatWriter(path)
-        self.beats[rank].beat(
-            step=step, micro=0, state=STATES.index("forward"), steps=step, skipped=0, sampled=step,
-            phase_seconds=(0.0, 0.1, 0.1, 0.0), probe_seconds=0.0,
-        )  # fmt: skip
-
-    def said(self, node: int, step: int, **changes: Any) -> StepRecord:
-        """Return what an honest node pushes of a step."""
-        parts = [record(rank, step, attempt=self.attempt, **changes) for rank in self.of(node)]
-        return merge_all(parts)
-
-    def push(self, node: int, *items: Item) -> int:
-        """Push as a node; return the status of the answer."""
-        return self.push_block(node, block(*items))
-
-    def push_block(self, node: int, data: bytes) -> int:
-        try:
-            return 200 if self.inbox.take(node_name(node), data) else 204
-        except Refusal as refusal:
-            return refusal.status
-
-    def look(self, seconds: float = 0.0) -> None:
-        """Let time pass, and the daemon look."""
-        self.now += seconds
-        self.head.poll(self.now)
-
-    def merged(self) -> list[StepRecord]:
-        """Return what came out, in its order."""
-        tail = JournalTail(self.run.daemon_journal(self.attempt, NODE))
-        frames = [f for f in tail.poll() if f.type == codec.RECORD]
-        found = [codec.decode_record(f.payload, tail.tables) for f in frames]
-        tail.close()
-        return found
-
-    def anomalies(self) -> list[Anomaly]:
-        tail = JournalTail(self.run.daemon_journal(self.attempt, NODE))
-        found = [codec.decode_anomaly(f.payload) for f in tail.poll() if f.type == codec.ANOMALY]
-        tail.close()
-        return found
-
-    def files(self) -> int:
-        """Return how many files there are in the run directory."""
-        return sum(path.is_file() for path in self.path.rglob("*"))
-
-    def kill(self) -> None:
-        """Let the head's daemon die: nothing is said or merged any more, files are closed."""
-        self.head.closed = True
-        self.head._close_orders()
-        for rank in self.head.ranks.values():
-            rank.tail.close()
-        if self.head.ledger is not None:
-            self.head.ledger.close()
-
-    def stop(self) -> None:
-        self.head.close(ended=False)
-        if self.head.ledger is not None:
-            self.head.ledger.close()
-
-    def end(self) -> None:
-        self.stop()
-        for beat in self.beats.values():
-            beat.close()
-        self.close(cleanly=False)
-        self.watcher.close()
-
-    def _meta(self, rank: int) -> dict[str, Any]:
-        meta = {**super()._meta(rank), "world_size": self.nodes * self.ranks}
-        return {**meta, "hostname": os.uname().nodename}
+def whole(site: str, world: int, step: int) -> np.ndarray:
+    """Return what a captured site is over all ranks."""
+    shapes = {SITES[0]: [16, 8], SITES[1]: [7, 11], SITES[2]: [5 * world + 3, 4], SITES[3]: [6, 3]}
+    return made_packs.whole(shapes[site], "float32", seed=step + SITES.index(site))
 
 
-@contextlib.contextmanager
-def cluster(path: Path, **options: Any) -> Iterator[Cluster]:
-    """Return a head that has begun: step 0 is merged."""
-    made = Cluster(path / "run", **options)
-    try:
-        made.train(0)
-        made.look()
-        for node in range(1, made.nodes):
-            assert made.push(node, made.said(node, 0)) == 204
-        made.look()
-        yield made
-    finally:
-        made.end()
+def _tensors(world: int, step: int) -> list[tuple[tuple[str, str, str, str], made_packs.Parts]]:
+    values = [whole(site, world, step) for site in SITES]
+    lengths = [5] * (world - 1) + [8]
+    replicas = {r: (values[3], {"kind": "replicated"}) for r in range(world)}
+    return [
+        (("a", "a.weight", "param", ""), made_packs.sharded(values[0], [world], [0])),
+        (("b", "b.weight", "param", ""), made_packs.flat(values[1], world, 3, 2)),
+        (("c", "c", "output", ""), made_packs.batch(values[2], lengths)),
+        (("d", "d.weight", "param", ""), replicas),
+    ]
+
+
+def _identity(world: int, nodes: int) -> dict[str, Any]:
+    return {
+        "format_version": 1, "run_id": "id", "name": "made", "world_size": world, "nodes": nodes,
+        "created_ns": 1, "every": 1, "wrapper": "ddp", "torch": "2", "backend": "gloo",
+        "hostname": "host0",
+    }  # fmt: skip
+
+
+def _write_node(
+    run: RunDir, node: int, per_node: int, world: int, captured: Sequence[int], told: int
+) -> None:
+    name = node_name(node)
+    meta = {
+        **_identity(world, 2), "node": name, "node_index": node, "head": node == 0, "attempt": 0,
+        "hostname": f"host{node}", "local_world_size": per_node, "device": "cpu",
+        "pid": DEAD_PID, "pid_start": 0.0,
+    }  # fmt: skip
+    for local in range(per_node):
+        rank = node * per_node + local
+        own = {**meta, "rank": rank, "local_rank": local}
+        journal = JournalWriter(run.rank_journal(0, name, rank), own, 8)
+        for step in range(STEPS):
+            journal.append_record(record(rank, step))
+        for step in captured:
+            journal.append_json(codec.LIFE, {"event": "captured", "step": step})
+        journal.append_json(codec.LIFE, {"event": "closed", "status": "ok"})
+        journal.close()
+        _beat(run.heartbeat(0, name, rank))
+    daemon = JournalWriter(run.daemon_journal(0, name), {**meta, "role": "daemon"}, 8)
+    daemon.append_json(codec.SAMPLE, {"time_ns": 5 + node, "host": {"cpu": 0.5}, "ranks": {}})
+    if node == 0:
+        for step in range(told):
+            daemon.append_record(head_merge([record(r, step) for r in range(world)]))
+        daemon.append(codec.ANOMALY, codec.encode_anomaly(ANOMALY))
+    if told == STEPS:
+        for event in ("finished", "sealed") if node == 0 else ("sealed",):
+            daemon.append_json(codec.LIFE, {"event": event})
+    daemon.close()
+
+
+def _beat(path: Path) -> None:
+    layout.make_dir(path.parent)
+    beating = HeartbeatWriter(path)
+    beating.beat(
+        step=STEPS, micro=0, state=STATES.index("closed"), steps=STEPS, skipped=0, sampled=STEPS,
+        phase_seconds=(0.0, 1.0, 1.0, 1.0), probe_seconds=0.1,
+    )  # fmt: skip
+    beating.close()

@@ -35,7 +35,7 @@ from ddpprobe.layout import RunDir
 from ddpprobe.orders import MAX_STEPS, Order, OrderBoard
 from ddpprobe.records import COUNTS, Anomaly, Site, StepRecord
 
-from .made_nodes import block
+from .made_cluster import block
 from .made_runs import ANOMALY, record
 
 NAN = replace(ANOMALY, values={"nan": 3.0})

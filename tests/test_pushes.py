@@ -27,7 +27,7 @@ from ddpprobe.gather import Gather
 from ddpprobe.records import Site, StepRecord
 from ddpprobe.roster import Roster, Shared, digest, new_secret
 
-from .made_nodes import Cluster, block, cluster, wish
+from .made_cluster import Cluster, block, cluster, wish
 from .made_runs import bad, head_merge, key, record
 
 

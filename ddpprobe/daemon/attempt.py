@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ddpprobe import heartbeat
+from ddpprobe import heartbeat, layout
 from ddpprobe.daemon.blackbox import BlackBox
 from ddpprobe.daemon.blocks import Ended
 from ddpprobe.daemon.inbox import Inbox
@@ -275,6 +275,8 @@ class Attempt:
             return
         judge = self._judging.guard(self._take)
         for record in merged:
+            if self.is_head and self._is_for_readers(record):
+                continue
             if self.is_head:
                 judge(self.ledger, record)
             elif self._pusher is not None:
@@ -285,6 +287,18 @@ class Attempt:
     def _take(self, ledger: Ledger, record: StepRecord) -> None:
         """Write a merged record down and judge it; what fails for one step is no other's."""
         self._judge(ledger.take(record))
+
+    def _is_for_readers(self, record: StepRecord) -> bool:
+        """Whether to leave a step unmerged: nobody will push what lies here of the other nodes.
+
+        A daemon that comes when all is over (to finish what a killed one left) would say for good
+        that those ranks were missing. Readers merge what no daemon has, from all ranks.
+        """
+        if not record.missing or any(rank.seen_alive for rank in self.ranks.values()):
+            return False
+        top = self.run.attempt_dir(self.number)
+        others = set(record.missing) - set(self.local_ranks)
+        return any(list(top.glob(f"node_*/{layout.rank_name(rank)}")) for rank in others)
 
     def _carry_orders(self) -> None:
         """Take wishes to the head and its orders to the ranks."""

@@ -127,6 +127,21 @@ class CapturedStep:
         """Bytes on the disk."""
         return self._stored.size + sum(pack.bytes for pack in self._packs.values())
 
+    def bytes_of(self, key: Key, held: Held) -> NDArray[np.uint8] | None:
+        """Return what a rank kept of a tensor, uint8 [bytes]; None if it is not here.
+
+        Raises:
+            StoreError, PackError, OSError: it is damaged.
+        """
+        entry, part = self._kept.get((held.rank, key), (None, 0))
+        if entry is not None and self._stored.has(entry, part):
+            # As numbers of the same size: what a reader takes for complex32 is not its bits.
+            bits = replace(entry, key=replace(key, dtype=dtypes.bits_of(key.dtype)))
+            whole = self._stored.read(bits, part, tuple((0, n) for n in held.shape))
+            return np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
+        at = self._at.get((held.rank, key))
+        return None if at is None else self._packs[held.rank].raw(at)
+
     def tensor(self, entry: Entry) -> GlobalTensor:
         """Return a tensor of the event."""
         sources: list[Source | None] = []

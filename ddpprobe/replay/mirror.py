@@ -24,7 +24,8 @@ from ddpprobe import destination, inside, layout
 from ddpprobe.bucket import Bucket, BucketError
 from ddpprobe.replay.cache import MARKER, CopyError, cache_home
 from ddpprobe.replay.mirrored_group import GroupCopy, must_fit, put
-from ddpprobe.store.there import MANIFEST, ROOT, group_of, log_of, size_of
+from ddpprobe.store.group_names import MANIFEST, ROOT, group_of, log_of
+from ddpprobe.store.there import size_of
 
 LOCK = "mirror.lock"
 TAGS = "mirror.tags"  # in the copy: of which content of each manifest it holds all files

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +10,9 @@ from pathlib import Path
 from ddpprobe import inside, layout
 from ddpprobe.bucket import Bucket, TooLargeError
 from ddpprobe.replay.cache import CopyError, cache_home
+from ddpprobe.replay.local_group import LocalGroup, is_usual
 from ddpprobe.store.carry import Moved, carry
+from ddpprobe.store.group_names import group_of, key_of, log_of
 from ddpprobe.store.manifest import (
     GROUP_JSON,
     MAX_LOG_BYTES,
@@ -20,17 +20,13 @@ from ddpprobe.store.manifest import (
     State,
     Version,
     version_of,
-    version_of_file,
 )
-from ddpprobe.store.there import group_of, key_of, log_of
 
 LOOKS = 10  # at a group that its writer changes under our eyes
 SPARE_BYTES = 64 << 20  # that stay free on the disk of the cache
-LONGEST_PART, LONGEST_KEY = 200, 1000
-_PART = re.compile(rf"[A-Za-z0-9_](?:[A-Za-z0-9_.]{{0,{LONGEST_PART}}})")
 
 
-class GroupCopy:
+class GroupCopy(LocalGroup):
     """A group of the copy, as a place that it is carried to.
 
     Args:
@@ -43,7 +39,8 @@ class GroupCopy:
     def __init__(
         self, bucket: Bucket, run: layout.RunDir, name: str, advance: Callable[[int], None]
     ) -> None:
-        self._bucket, self._run, self._name, self._advance = bucket, run, name, advance
+        super().__init__(run)
+        self._bucket, self._name, self._advance = bucket, name, advance
         self._strict = True  # what is not of its version is being changed, and not damaged
 
     def sync(self) -> bool:
@@ -71,7 +68,7 @@ class GroupCopy:
             before = data
             state = self._state(manifest, group)
             try:
-                carry(self, name, group, state, self._here(name, group))
+                carry(self, name, group, state, self.here(name, group))
             except Moved:
                 time.sleep(0.1 * look)
             else:
@@ -106,60 +103,25 @@ class GroupCopy:
         new = found == manifest.state.files.get(GROUP_JSON) or found != before
         return manifest.state if new else manifest.rolled_back()
 
-    def _here(self, name: str, group: str) -> State:
-        """Return what the copy holds of a group: files that are what its manifest says."""
-        known = Manifest(self._log(name))
-        if known.damage:
-            return State()
-        state = known.state
-        files = {k: v for k, v in state.files.items() if self.version(group, k) == v}
-        return State(state.sizes, state.consumed, files)
-
     # ---- the copy as a target of `carry`
-
-    def read_manifest(self, name: str) -> bytes | None:
-        """Return the manifest in the copy."""
-        try:
-            return inside.read_regular(self._run.path, log_of(name), MAX_LOG_BYTES)
-        except OSError:
-            return None
-
-    def write_manifest(self, name: str, data: bytes) -> None:
-        """Replace the manifest in the copy."""
-        put(self._log(name), data)
-
-    def version(self, group: str, key: str) -> Version | None:
-        """Return what a file in the copy is; None if there is none."""
-        try:
-            fd = inside.open_regular(self._run.store / group, key)
-        except (OSError, ValueError):
-            return None
-        with os.fdopen(fd, "rb") as file:
-            return version_of_file(file)
 
     def copy(self, group: str, files: Sequence[tuple[str, Version]]) -> None:
         """Fetch files. Raises Moved, when all are fetched, if one is not of its version."""
         known = {k for k, _ in files}
         # A chunk of records that claims more is read by nobody.
         most = 1 << 50 if "/captures/" in group else inside.MAX_FILE_BYTES
-        usual = [(k, v) for k, v in files if _is_usual(k, known) and 0 <= v[0] <= most]
+        usual = [(k, v) for k, v in files if is_usual(k, known) and 0 <= v[0] <= most]
         wanted = [(k, v) for k, v in usual if self.version(group, k) != v]
-        must_fit(self._bucket, self._run, sum(size for _, (size, _) in wanted))
+        must_fit(self._bucket, self.run, sum(size for _, (size, _) in wanted))
         # One byte more than it should have, so that a reader sees what is too long.
-        asked = [(key_of(group, k), self._run.path / key_of(group, k), v[0] + 1) for k, v in wanted]
+        asked = [(key_of(group, k), self.run.path / key_of(group, k), v[0] + 1) for k, v in wanted]
         found = self._bucket.fetch(asked, self._advance)
         moved = [k for (k, v), got in zip(wanted, found, strict=True) if got != v]
         if moved and self._strict:
             raise Moved(moved[0])
 
-    def delete(self, group: str, keys: Sequence[str]) -> None:
-        """Take files out of the copy."""
-        for key in keys:
-            if _is_usual(key, set()):
-                (self._run.store / group / key).unlink(missing_ok=True)
-
     def _log(self, name: str) -> Path:
-        return self._run.path / log_of(name)
+        return self.run.path / log_of(name)
 
 
 def put(path: Path, data: bytes) -> None:
@@ -175,10 +137,3 @@ def must_fit(bucket: Bucket, run: layout.RunDir, size: int) -> None:
             f"{bucket.url}: {size} bytes are to be fetched, {free} are free in "
             f"{cache_home()}; set XDG_CACHE_HOME to a larger disk"
         )
-
-
-def _is_usual(key: str, others: set[str]) -> bool:
-    """Whether this format makes such a name: no way out of the copy, no file where others lie."""
-    parts = key.split("/")
-    above = {"/".join(parts[:n]) for n in range(1, len(parts))}
-    return len(key) <= LONGEST_KEY and all(map(_PART.fullmatch, parts)) and not above & others

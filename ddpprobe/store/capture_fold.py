@@ -162,7 +162,7 @@ class CaptureFold:
                     self.damaged[group_key(event.attempt, event.step)] = str(error)
                     continue
                 crc = pack.tensors[at].crc
-                for index, data, crc32 in _chunks(entry, number, raw, crc):
+                for index, data, crc32 in chunks_of_part(entry, number, raw, crc):
                     chunks.put(chunk_key(entry, index), data, crc32)
                 tensors += 1
         chunks.commit(durable=self._durable)
@@ -198,7 +198,7 @@ def remembering(refused: list[OSError]) -> Iterator[None]:
         refused.append(error)
 
 
-def _chunks(
+def chunks_of_part(
     entry: Entry, part: int, raw: NDArray[np.uint8], crc: int
 ) -> Iterator[tuple[tuple[int, ...], NDArray[np.uint8], int]]:
     """Yield (index, bytes, their crc32) of the chunks of a part; what no rank holds is zero."""

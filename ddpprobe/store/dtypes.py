@@ -39,6 +39,12 @@ def item_bytes(name: str) -> int:
     return np.dtype(_STORED[name][0]).itemsize
 
 
+def bits_of(name: str) -> str:
+    """Return a type that NumPy and torch share, with elements of the same size."""
+    size = item_bytes(name)
+    return "complex128" if size == 16 else f"uint{8 * size}"
+
+
 def dtype_of(name: str) -> np.dtype[Any]:
     """Return what the elements are to a reader; complex32, which NumPy lacks, is complex64."""
     if name == "complex32":

@@ -53,8 +53,14 @@ class Root:
             with self._locked() as files:
                 self._write(files, _attempts_of(files), consolidated=True)
 
-    def _write(self, files: Files, attempts: list[int], *, consolidated: bool) -> None:
-        staged = {
+    def files(self, attempts: list[int], *, consolidated: bool) -> dict[str, bytes]:
+        """Return the files of the root.
+
+        Args:
+            attempts: that it lists.
+            consolidated: with the metadata of all that is committed, as while a run is sealed.
+        """
+        found = {
             f"{fmt.attempt_key(n)}/{GROUP_JSON}": encode(fmt.group_document({}, None))
             for n in attempts
         }
@@ -65,8 +71,11 @@ class Root:
             },
         }  # fmt: skip
         arrays = self._collect(attempts) if consolidated else None
-        staged[GROUP_JSON] = encode(fmt.group_document(attrs, arrays))
-        files.commit(State(), staged)
+        found[GROUP_JSON] = encode(fmt.group_document(attrs, arrays))
+        return found
+
+    def _write(self, files: Files, attempts: list[int], *, consolidated: bool) -> None:
+        files.commit(State(), self.files(attempts, consolidated=consolidated))
 
     def _collect(self, attempts: list[int]) -> dict[str, fmt.Document]:
         out: dict[str, fmt.Document] = {}

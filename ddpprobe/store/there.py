@@ -1,21 +1,15 @@
-"""A run in a bucket: how its groups are named there, and the bucket as a target of `carry`."""
+"""A bucket as a target of `carry`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from ddpprobe import inside
 from ddpprobe.bucket import Bucket
+from ddpprobe.store.group_names import key_of, log_of
 from ddpprobe.store.manifest import MAX_LOG_BYTES, Version, version_of
-
-MANIFEST = re.compile(
-    r"(attempt_(?:\d{3,}))\.(?:(rank_\d{5,})|(node_\d{4,})|merged|anomalies|captures"
-    r"|captures\.step_(\d{10,})(?:\.(node_\d{4,}))?)"
-)
-ROOT = "root"
 
 
 class BucketTarget:
@@ -56,25 +50,6 @@ class BucketTarget:
     def delete(self, group: str, keys: Sequence[str]) -> None:
         """Take files away."""
         self._bucket.delete([key_of(group, key) for key in keys])
-
-
-def log_of(name: str) -> str:
-    """Return the name of a manifest's object, which is its path in a run, too."""
-    return f"manifest/{name}.log"
-
-
-def key_of(group: str, key: str) -> str:
-    """Return the name of the object that holds a file of a group."""
-    return "/".join(part for part in (inside.STORE, group, key) if part)
-
-
-def group_of(name: str) -> tuple[str, bool]:
-    """Return the group of a manifest, and whether it lists one node's chunks alone."""
-    if name == ROOT:
-        return "", False
-    match = MANIFEST.fullmatch(name)
-    alone = bool(match and match[5])
-    return (name.rpartition(".")[0] if alone else name).replace(".", "/"), alone
 
 
 def size_of(path: Path) -> int:

@@ -25,6 +25,7 @@ from ddpprobe.store import format as fmt
 from ddpprobe.store.capture_packs import attempts_with_packs, packs_of
 from ddpprobe.store.captures import expired_steps
 from ddpprobe.store.carry import Moved, carry
+from ddpprobe.store.group_names import MANIFEST, ROOT, group_of, log_of
 from ddpprobe.store.manifest import (
     Manifest,
     State,
@@ -37,7 +38,7 @@ from ddpprobe.store.manifest import (
 )
 from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.segments import sources_of
-from ddpprobe.store.there import MANIFEST, ROOT, BucketTarget, group_of, log_of, size_of
+from ddpprobe.store.there import BucketTarget, size_of
 from ddpprobe.store.upload_root import RootUpload, is_sealed
 
 IN_MEMORY = 8 << 20  # a larger file is brought in parts, from the disk

@@ -10,6 +10,7 @@ from ddpprobe import layout
 from ddpprobe.bucket import Bucket
 from ddpprobe.store.carry import carry, state_there
 from ddpprobe.store.commit import encode
+from ddpprobe.store.group_names import ROOT
 from ddpprobe.store.manifest import (
     GROUP_JSON,
     Manifest,
@@ -20,7 +21,7 @@ from ddpprobe.store.manifest import (
     read_regular,
     version_of,
 )
-from ddpprobe.store.there import ROOT, BucketTarget
+from ddpprobe.store.there import BucketTarget
 
 _ATTEMPT = re.compile(rf"attempt_(\d{{3,}})/{re.escape(GROUP_JSON)}")
 

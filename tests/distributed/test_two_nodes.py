@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 
 import ddpprobe
-from ddpprobe import roster
+from ddpprobe import cli, roster
 from ddpprobe.detectors.suite import default_suite
+from ddpprobe.layout import make_dir
+from ddpprobe.replay.verify import verify
 
-from .. import made_nodes
+from .. import made_cluster
 from . import daemon_harness, rank_process, real_job
 
 wait, kill = daemon_harness.wait, daemon_harness.kill
@@ -237,7 +239,7 @@ def test_a_hostile_node_with_its_own_secret_changes_nothing_and_metrics_stay_ali
             with refused:
                 return refused.code
 
-    wait(lambda: push(made_nodes.block({"event": "ended", "attempt": 0, "ranks": [4]})) == 204)
+    wait(lambda: push(made_cluster.block({"event": "ended", "attempt": 0, "ranks": [4]})) == 204)
     wait(head.metrics)
     assert push(b"x", node="node_0001") == 401
     assert push(b"x", node="node_0000") == 401
@@ -252,9 +254,9 @@ def test_a_hostile_node_with_its_own_secret_changes_nothing_and_metrics_stay_ali
             replace(rank_process.record(4, step), ranks=tuple(range(200_000))),
             replace(rank_process.record(4, step), attempt=step + 1),
         ):
-            seen.add(push(made_nodes.block(made)))
+            seen.add(push(made_cluster.block(made)))
         seen.add(push(rng.randbytes(100)))
-        seen.add(push(made_nodes.block(made_nodes.wish(4, cause="request/../../evil"))))
+        seen.add(push(made_cluster.block(made_cluster.wish(4, cause="request/../../evil"))))
         assert "ddpprobe_build_info" in head.metrics()
         step += 1
     wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step == 149], 40)
@@ -353,7 +355,9 @@ def test_a_torch_job_over_two_hosts_has_one_verdict_and_complete_statistics(
                 subprocess.Popen(command, env={**os.environ, **env}, stdout=log, stderr=log)
             )
     codes = [process.wait(120) for process in launched]
-    assert codes == [0, 0], "\n".join(p.read_text() for p in tmp_path.glob("*.log"))
+    told = "\n".join(p.read_text() for p in tmp_path.glob("*.log"))
+    assert codes == [0, 0], told
+    assert "rank 0's disk" not in told  # one directory for both
     poll(lambda: not list(tmp_path.rglob("daemon/*.json")), 40)  # both have sealed and gone
     run = ddpprobe.open(tmp_path / "run")
     (page,) = [a for a in run.anomalies() if a.level == "page"]
@@ -363,3 +367,60 @@ def test_a_torch_job_over_two_hosts_has_one_verdict_and_complete_statistics(
     assert all(r.ranks == (0, 1, 2, 3) and r.missing == () for r in merged)
     for rank in range(4):
         assert [r.step for r in run.records(rank=rank)] == list(range(0, 16, 2))
+
+
+def test_a_torch_job_on_two_disks_says_so_and_is_collected_into_one(
+    namespaces, tmp_path: Path, poll
+) -> None:
+    """Each host has its own directory under the one path that rank 0's relative one stands for."""
+    job, launched = Path(__file__).with_name("job.py"), []
+    disks = [make_dir(tmp_path / f"disk{n}") for n in range(2)]
+    home, root = make_dir(tmp_path / "home"), Path(__file__).parents[2]
+    for index, host in enumerate(namespaces):
+        mounted = 'mount --bind "$1" "$2" && cd "$3" && shift 3 && exec "$@"'
+        command = [
+            "ip", "netns", "exec", host, "unshare", "--mount", "sh", "-c", mounted, "sh",
+            disks[index], home, tmp_path if index else home, sys.executable, "-m", "tests.launcher",
+            "--nnodes", "2", "--node-rank", str(index), "--nproc-per-node", "2",
+            "--master-addr", "10.213.7.1", "--master-port", "29500", str(job), "--wrap", "ddp",
+            "--steps", "12", "--every", "2", "--out", "run", "--daemon", "auto",
+            "--capture", "blocks.1", "--inject", "nan:step=8,rank=3,module=blocks.1.down",
+        ]  # fmt: skip
+        env = {"GLOO_SOCKET_IFNAME": f"ddpp{index}", "DDPPROBE_LINGER": "1",
+               "PYTHONPATH": str(root)}  # fmt: skip
+        with (tmp_path / f"{index}.log").open("w") as log:
+            launched.append(
+                subprocess.Popen(command, env={**os.environ, **env}, stdout=log, stderr=log)
+            )
+    codes = [process.wait(120) for process in launched]
+    logs = [p.read_text() for p in sorted(tmp_path.glob("*.log"))]
+    assert codes == [0, 0], "\n".join(logs)
+    said = [line for text in logs for line in text.splitlines() if "ddpprobe: " in line]
+    (line,) = [line.partition("ddpprobe: ")[2] for line in said if "rank 0's disk" in line]
+    assert line == (
+        f"not on rank 0's disk: node 1. Every node writes its own ranks to {home / 'run'}; "
+        "a relative run_dir is taken from rank 0's working directory; "
+        "when the job has ended, merge them: ddpprobe collect DEST DIR..."
+    )
+    sources = [disk / "run" for disk in disks]
+    poll(lambda: not list(tmp_path.rglob("daemon/*.json")), 40)  # both have sealed and gone
+    parts = [ddpprobe.open(path) for path in sources]
+    assert [part.ranks() for part in parts] == [[0, 1], [2, 3]]
+    assert cli.main(["collect", str(tmp_path / "all"), *map(str, sources)]) == 0
+    run = ddpprobe.open(tmp_path / "all")
+    assert verify(run).ok
+    (page,) = [a for a in run.anomalies() if a.level == "page"]
+    assert (page.step, page.rank, page.module, page.phase) == (8, 3, "blocks.1.down", "forward")
+    for rank in range(4):
+        own = parts[rank // 2]
+        assert list(map(str, run.records(rank=rank))) == list(map(str, own.records(rank=rank)))
+    assert [r.ranks for r in run.records()] == [(0, 1, 2, 3)] * 6
+    captured = [c for c in run.captures() if c.reason == "capture"]
+    assert [(c.step, c.ranks, c.complete) for c in captured][:3] == [
+        (step, (0, 1, 2, 3), True) for step in (0, 2, 4)
+    ]
+    for rank in range(4):
+        of_all = run.tensor("blocks.1:output", 2)
+        of_node = parts[rank // 2].tensor("blocks.1:output", 2)
+        assert of_all.rank(rank).tobytes() == of_node.rank(rank).tobytes()
+    assert of_all.shape[0] == sum(of_all.rank(r).shape[0] for r in range(4))

@@ -1,0 +1,32 @@
+"""How the groups of a run are named: their manifests, and their files, in a run or in a bucket."""
+
+from __future__ import annotations
+
+import re
+
+from ddpprobe import inside
+
+MANIFEST = re.compile(
+    r"(attempt_(?:\d{3,}))\.(?:(rank_\d{5,})|(node_\d{4,})|merged|anomalies|captures"
+    r"|captures\.step_(\d{10,})(?:\.(node_\d{4,}))?)"
+)
+ROOT = "root"
+
+
+def log_of(name: str) -> str:
+    """Return the name of a manifest's object, which is its path in a run, too."""
+    return f"manifest/{name}.log"
+
+
+def key_of(group: str, key: str) -> str:
+    """Return the name of the object that holds a file of a group."""
+    return "/".join(part for part in (inside.STORE, group, key) if part)
+
+
+def group_of(name: str) -> tuple[str, bool]:
+    """Return the group of a manifest, and whether it lists one node's chunks alone."""
+    if name == ROOT:
+        return "", False
+    match = MANIFEST.fullmatch(name)
+    alone = bool(match and match[5])
+    return (name.rpartition(".")[0] if alone else name).replace(".", "/"), alone
