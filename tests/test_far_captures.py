@@ -10,7 +10,7 @@ import torch
 
 import ddpprobe
 from ddpprobe.commands.info import lines
-from ddpprobe.hooks import desk, lanes, staging
+from ddpprobe.hooks import desk, headroom, lanes, staging
 from ddpprobe.hooks.headroom import Headroom, Memory
 from ddpprobe.hooks.keeping import Keeper
 from ddpprobe.hooks.staging import Staging
@@ -89,6 +89,22 @@ def test_a_device_that_tells_nothing_is_not_held_back() -> None:
     assert room.take(torch.device("xpu", 0), 1 << 40)
 
 
+def test_the_driver_and_the_allocator_are_asked_together(monkeypatch) -> None:
+    told = {
+        "allocated_bytes.all.current": 30, "allocated_bytes.all.peak": 70,
+        "reserved_bytes.all.current": 100,
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (200, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: told)
+    assert headroom.memory_of(GPU) == Memory(total=1000, free=270, used=30, peak=70)
+
+    def unknown(_: torch.device) -> dict[str, int]:
+        raise RuntimeError("the allocator does not yet support getDeviceStats")
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", unknown)
+    assert headroom.memory_of(GPU) == Memory(total=1000, free=200, used=0, peak=0)
+
+
 def keeper(monkeypatch, free: int, polls: int = 3) -> Keeper:
     far.pretend(monkeypatch, polls)
     room = Headroom(lambda _: Memory(0, 4 * free, 0, 0))
@@ -117,6 +133,59 @@ def test_an_allocator_that_refuses_costs_the_tensor_and_ends_the_step(monkeypatc
 
 
 # ---- the way to the host
+
+
+class Stream:
+    """Stands in for `torch.cuda.Stream`: notes what it is told."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+    def wait_stream(self, other: Stream) -> None:
+        self.notes.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.notes.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.notes.append(f"event on {self.name}")
+        return f"event of {self.name}"
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that can be told which streams use it."""
+
+    def record_stream(self, stream: Stream) -> None:
+        stream.notes.append(f"{stream.name} uses it")
+
+
+def test_the_lane_of_cuda_copies_little_in_the_stream_and_much_beside_it(monkeypatch) -> None:
+    notes: list[str] = []
+    own, now = Stream("own", notes), Stream("current", notes)
+
+    @contextlib.contextmanager
+    def within(stream: Stream):
+        notes.append(f"in {stream.name}")
+        yield
+        notes.append(f"out of {stream.name}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: own)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "Event", str)
+    lane, source, host = lanes.lane_of(GPU), torch.ones(2).as_subclass(OnGpu), torch.zeros(2)
+    assert lane.post(source, host) == "event of current"
+    assert notes == ["event on current"]
+    assert host.tolist() == [1, 1]
+    notes.clear()
+    lane.fence()
+    arrival = lane.send(source, host.zero_())
+    lane.follow(arrival)
+    assert host.tolist() == [1, 1]
+    assert notes == [
+        "own waits for current", "in own", "out of own", "own uses it", "event on own",
+        "current waits for event of own",
+    ]  # fmt: skip
 
 
 def tensors() -> list[torch.Tensor]:

@@ -37,7 +37,10 @@ def memory_of(device: torch.device) -> Memory:
     if device.type != "cuda":  # nobody tells
         return Memory(0, sys.maxsize, 0, 0)
     free, total = torch.cuda.mem_get_info(device)
-    told = torch.cuda.memory_stats(device)
+    try:
+        told = torch.cuda.memory_stats(device)
+    except RuntimeError:  # an allocator of the user's, which keeps no count
+        told = {}
     used = told.get("allocated_bytes.all.current", 0)
     kept = told.get("reserved_bytes.all.current", 0) - used
     return Memory(total, free + max(kept, 0), used, told.get("allocated_bytes.all.peak", 0))

@@ -62,7 +62,8 @@ class CudaLane:
     def post(self, source: Tensor, host: Tensor) -> Arrival:
         """See `Lane`."""
         host.copy_(source, non_blocking=True)
-        return torch.cuda.current_stream(self._device).record_event()
+        arrival: Arrival = torch.cuda.current_stream(self._device).record_event()
+        return arrival
 
     def fence(self) -> None:
         """See `Lane`."""
@@ -73,7 +74,8 @@ class CudaLane:
         with torch.cuda.stream(self._stream):
             host.copy_(source, non_blocking=True)
         source.record_stream(self._stream)
-        return self._stream.record_event()
+        arrival: Arrival = self._stream.record_event()
+        return arrival
 
     def follow(self, arrival: Arrival) -> None:
         """See `Lane`."""
