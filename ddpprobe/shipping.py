@@ -103,8 +103,9 @@ class Shipper:
 
     def lose(self, reason: str, count: int) -> None:
         """Write how often something was lost, `count` times so far, unless that was written."""
-        new = {"event": "dropped", "reason": reason, "count": count - self._reported[reason]}
-        if new["count"] and self._journal.append_json(codec.LIFE, new):
+        new = count - self._reported[reason]
+        told = {"event": "dropped", "reason": reason, "count": new}
+        if new and self._journal.append_json(codec.LIFE, told):
             self._reported[reason] = count
 
     def lost(self, step: int, fqns: list[str]) -> None:

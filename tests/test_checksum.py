@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpprobe.stats import checksum as module
 from ddpprobe.stats import native
 from ddpprobe.stats.checksum import checksum
 
@@ -66,6 +67,22 @@ def test_ranks_with_and_without_the_compiled_kernel_agree(
     compiled = of(a)
     monkeypatch.setattr("ddpprobe.stats.checksum.word_kernels", {})
     assert of(a) == compiled
+
+
+def test_the_factors_reach_a_gpu_from_pinned_memory_and_once(monkeypatch) -> None:
+    notes: list[object] = []
+
+    def to(self: torch.Tensor, *where: object, **how: object) -> torch.Tensor:
+        notes.append((*where, how))
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: notes.append("pinned") or self)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    device = torch.device("cuda", 7)
+    for _ in range(2):
+        module.prepare(device)
+    module._tables.cache_clear()
+    assert notes == ["pinned", (device, {"non_blocking": True})]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -36,9 +36,10 @@ job = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(job)
 
 # Where the training process can be inside ddpprobe after install() has returned.
-ROOMS = ("enlist", "heartbeat", "hooks.eager", "hooks.full", "hooks.loss_scale", "hooks.root",
-         "hooks.step_rows", "hooks.watch", "journal", "observers", "orders", "recorder",
-         "responder", "shipping", "steps", "topology.describe")  # fmt: skip
+ROOMS = ("enlist", "heartbeat", "hooks.eager", "hooks.full", "hooks.loss_scale", "hooks.peaks",
+         "hooks.root", "hooks.row_buffer", "hooks.step_rows", "hooks.watch", "journal",
+         "observers", "orders", "recorder", "responder", "shipping", "steps",
+         "topology.describe")  # fmt: skip
 # One line each, that enters the fuse: the outside of the containment.
 DOORS = (
     "ddpprobe.hooks.eager._Gradient.__call__", "ddpprobe.hooks.watch._Watched.__call__",
