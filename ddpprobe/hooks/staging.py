@@ -130,11 +130,11 @@ class Staging:
             block.unload()
             self._empty.append(block)
         while self._waiting:
-            block = self._open()
-            if block is None:
+            opened = self._open()
+            if opened is None:
                 return
             trip = self._waiting[0]
-            block.load(trip)
+            opened.load(trip)
             if trip.source is None:
                 self._waiting.popleft()
 
