@@ -268,6 +268,15 @@ def test_the_row_of_a_sparse_gradient_is_that_of_its_sums(
         assert got.tolist() == pytest.approx(want.tolist(), rel=1e-6)
 
 
+def test_a_sparse_tensor_without_sparse_dimensions_has_a_row() -> None:
+    tensor = torch.sparse_coo_tensor(
+        torch.empty(0, 3, dtype=torch.int64), torch.ones(3, 2), (2,), check_invariants=True
+    )
+    got = torch.empty(WIDTH).double()
+    reduce_far(tensor, got)
+    assert got.tolist() == [2, 0, 0, 0, 0, 3, 3, 6, 18]
+
+
 # ---- where a model computes
 
 
@@ -426,6 +435,18 @@ def test_what_a_sampled_step_has_read_the_watch_does_not_read_again(tmp_path, mo
     model = net()
     train(model, tmp_path / "some", 4, step, every=2, exclude=["2"])
     assert kept[2] == [0, 1]  # no row tells of the last one's
+
+
+def test_a_rehearsal_without_any_numbers_is_no_failure(tmp_path, records_of) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to("meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ddpprobe.install(model, run_dir=tmp_path, every=2, daemon="none"):
+        for _ in range(4):
+            model(torch.ones(2, 4, device="meta")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [r.step for r in records_of(tmp_path) if r.sampled] == [0, 2]
+    assert not [e for e in life_of(tmp_path) if e["event"] in ("fuse", "dropped")]
 
 
 def test_an_operator_that_waits_is_caught_here() -> None:

@@ -189,6 +189,7 @@ class Watch:
             and (id(g), g._version) == (known, version)  # noqa: SLF001  (public by documentation)
             and _is_plain(g)
             and g.device == parameter.device
+            and not g.is_meta
         ]
         for _, parameter in self._swept:
             self._handles.pop(id(parameter)).remove()

@@ -50,7 +50,7 @@ def _sums(indices: Tensor, values: Tensor, shape: torch.Size) -> tuple[Tensor, T
     Returns:
         The sums [n, ...], zeros behind the last of them, and how many of these there are, [].
     """
-    places = torch.zeros_like(indices[0])
+    places = indices.new_zeros(indices.shape[1])
     for dim, index in enumerate(indices):
         places = places * shape[dim] + index
     ordered, order = torch.sort(places)
