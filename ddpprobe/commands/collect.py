@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpprobe import destination
-from ddpprobe.commands.output import complain, plain, report_lost, say, say_json, size
+from ddpprobe.commands.output import complain, plain, report_gaps, say, say_json, size
 from ddpprobe.commands.progress import progress
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         _say(done, args.dest)
     for text in done.mended:
         complain(f"ddpprobe: damaged, taken from another source: {plain(text)}")
-    return report_lost(done.damage)
+    return report_gaps(done.damage)
 
 
 def _directory(source: str, *, silent: bool) -> Path:

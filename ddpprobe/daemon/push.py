@@ -17,6 +17,7 @@ from typing import Any
 from ddpprobe import codec, inside
 from ddpprobe.codec import Table
 from ddpprobe.fuse import Fuse
+from ddpprobe.hearsay import MALFORMED
 from ddpprobe.orders import Order, decode_all
 from ddpprobe.records import StepRecord
 
@@ -80,7 +81,6 @@ class Pusher:
         self._closing = False
         self._deadline = float("inf")
         self._warned: set[int] = set()  # what was said of the outage that lasts
-        self._refused: set[int] = set()
         self._before = 0  # dropped when the head took something last
         self._connection: http.client.HTTPConnection | None = None
         self.fuse = Fuse("push")
@@ -244,7 +244,7 @@ class Pusher:
         """Return how many items the head refuses, all if it does not say; log why, once."""
         count, reason = sys.maxsize, told.decode(errors="replace").strip()
         if status == PARTLY:
-            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+            with contextlib.suppress(*MALFORMED):
                 said = inside.parse(told)
                 count, reason = max(int(said["refused"]), 0), str(said["reason"])
         else:
@@ -264,15 +264,11 @@ class Pusher:
             self._connection = None
 
     def _warn(self, status: int, what: str) -> None:
-        """Say once an outage what is wrong, and once for good what the head will not have."""
-        hopeless = status in HOPELESS
-        said = self._refused if hopeless else self._warned
-        if status in said:
-            return
-        said.add(status)
-        then = "what it refuses is dropped" if hopeless else "records are kept and resent"
-        where = f"{self._host}:{self._port}"
-        logger.warning("ddpprobe: the head at %s %s; %s", where, what, then)
+        """Say once an outage what is wrong."""
+        if status not in self._warned:
+            self._warned.add(status)
+            where = f"{self._host}:{self._port}"
+            logger.warning("ddpprobe: the head at %s %s; records are kept and resent", where, what)
 
     def _note_recovery(self) -> None:
         """Say once that an outage is over, and what it took."""
