@@ -24,6 +24,7 @@ MAX_SITES = 1 << 16  # that one node may name in an attempt beyond those that ar
 MAX_NAME = 4096  # characters, of a module, a parameter or a number
 MAX_NUMBERS = 1 << 14  # of one rank and step
 MAX_WISH_STEPS = 32  # half of the captures that scripts can have in one attempt
+_TABLES = 64  # as many as the decoder keeps
 MAX_WISHES = 4096  # the ranks of a node ask for the same steps
 
 
@@ -72,7 +73,7 @@ class Sites:
         """Account for a table; False if the node has named too many."""
         if self._last.get(node) is sites:
             return True
-        new = {site.key for site in sites} - self._known
+        new = _keys_of(sites) - self._known
         added = self._added.get(node, 0) + len(new)
         if added > MAX_SITES:
             return False
@@ -155,8 +156,8 @@ def _fault_of_digests(record: StepRecord) -> str:
     held = chain.from_iterable(held.values() for held in record.digests.values())
     if any(mask & ~own for mask in held):
         return "checksums of ranks that it does not name"
-    names = chain.from_iterable(record.digests)
-    if len(record.digests) > MAX_SITES or any(len(name) > MAX_NAME for name in names):
+    longest = max(map(len, chain.from_iterable(record.digests)), default=0)
+    if len(record.digests) > MAX_SITES or longest > MAX_NAME:
         return "too many parameters, or a name that is too long"
     return ""
 
@@ -172,7 +173,12 @@ def _make_fault_of_table(sites: tuple[Site, ...]) -> str:
     return ""
 
 
-_fault_of_table = Remembered(_make_fault_of_table, 64)
+def _make_keys_of(sites: tuple[Site, ...]) -> frozenset[tuple[str, str, str]]:
+    return frozenset(site.key for site in sites)
+
+
+_fault_of_table = Remembered(_make_fault_of_table, _TABLES)
+_keys_of = Remembered(_make_keys_of, _TABLES)
 
 
 def _few(ranks: tuple[int, ...]) -> str:
