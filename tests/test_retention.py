@@ -208,7 +208,7 @@ RECORD, TABLE = 37_000, 23_000
 
 
 def disk(run: RunDir) -> int:
-    return sum(len(data) for data in tree(run.path).values())
+    return sum(p.stat().st_size for p in run.path.rglob("*") if p.is_file())
 
 
 def test_a_wide_run_stays_within_its_bound_at_every_moment(tmp_path, monkeypatch):
@@ -224,7 +224,7 @@ def test_a_wide_run_stays_within_its_bound_at_every_moment(tmp_path, monkeypatch
         made.run, "node_0000", durable=False, limits=Limits(MAX_BYTES), clock=lambda: clock[0]
     )
     highest = written = 0
-    for step in range(100):
+    for step in range(72):
         parts = [record(rank, step, WIDE) for rank in range(2)]
         made.write(parts)
         made.tell(codec.RECORD, head_merge(parts))
@@ -237,7 +237,7 @@ def test_a_wide_run_stays_within_its_bound_at_every_moment(tmp_path, monkeypatch
     assert written > 1.5 * most  # it had to give something up
     opened = open_run(made.path)
     kept = {rank: [r.step for r in opened.records(rank)] for rank in (None, 0, 1)}
-    assert all(steps and steps[-1] == 99 and steps[0] > 0 for steps in kept.values()), kept
+    assert all(steps and steps[-1] == 71 and steps[0] > 0 for steps in kept.values()), kept
     assert verify(opened).ok
     assert not opened.lost
     made.close()

@@ -392,7 +392,7 @@ def test_a_torch_job_on_two_disks_says_so_and_is_collected_into_one(
             launched.append(
                 subprocess.Popen(command, env={**os.environ, **env}, stdout=log, stderr=log)
             )
-    codes = [process.wait(120) for process in launched]
+    codes = [process.wait(240) for process in launched]
     logs = [p.read_text() for p in sorted(tmp_path.glob("*.log"))]
     assert codes == [0, 0], "\n".join(logs)
     said = [line for text in logs for line in text.splitlines() if "ddpprobe: " in line]
