@@ -27,6 +27,7 @@ from ddpprobe.responder import Responder
 from ddpprobe.sampling import Schedule
 from ddpprobe.shipping import Identity
 from ddpprobe.stats import native
+from ddpprobe.stats.warm_up import warm_up
 
 _live: set[Probe] = set()  # held here, since a script may drop what install() returned
 _probed: weakref.WeakKeyDictionary[nn.Module, Probe] = weakref.WeakKeyDictionary()
@@ -215,7 +216,13 @@ def install(
         wanted.select, enlisted.journal, enlisted.heartbeat, full_backward=backward == "full",
         first_step=first_step, after_step=enlisted.keep_daemon,
     )  # fmt: skip
-    native.prepare()  # here, where waiting is allowed: no step ever compiles anything
+    # Here, where waiting is allowed: no step ever compiles anything.
+    native.prepare()
+    parameters = list(wanted.found.root.parameters())
+    Fuse("compiling the Triton kernels").guard(warm_up)(
+        dict.fromkeys((wanted.found.device, *(p.device for p in parameters))),
+        {p.dtype for p in parameters},
+    )
     recorder.start()
     probe = Probe(recorder, enlisted, responder)
     _probed[wanted.found.root] = probe

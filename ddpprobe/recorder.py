@@ -218,8 +218,7 @@ class Recorder:
             self._clock.sampled += 1
             if parts.gradients_read:  # without a reduction replicas may part (local SGD)
                 turn = self._pacer.turn(self._clock.step)
-                for replica in in_turn(parts.topology.replicated_parameters(), turn):
-                    parts.rows.add_checksum(*replica)
+                parts.rows.add_checksums(in_turn(parts.topology.replicated_parameters(), turn))
             self._finish_sampled(skipped=skipped, partial=False)
             self._shipper.ship()
             self._after_step()

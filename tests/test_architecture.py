@@ -53,7 +53,7 @@ ONLY_IN = {
     "matplotlib": {"captured"},
     "pyarrow": {"replay/export/parquet.py"},
     "obstore": {"bucket"},
-    "triton": {"stats/triton_rows.py"},
+    "triton": {"stats/triton_rows.py", "stats/triton_words.py"},
     **dict.fromkeys(("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"), frozenset()),
 }  # fmt: skip
 DANGEROUS = {"eval", "exec", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load"}

@@ -10,13 +10,16 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpprobe.fuse import Fuse
-from ddpprobe.stats import device, rows
+from ddpprobe.stats import device, histogram, rows
 from ddpprobe.stats.rows import ROW
 
 from .test_stats import CLASSES, FLOATS, reference
@@ -72,6 +75,51 @@ def test_the_row_of_an_empty_tensor_is_the_identity_of_the_merge():
     out = torch.full((rows.WIDTH,), torch.nan, dtype=torch.float64)
     device.reduce_device(torch.empty(0), 1, out)
     assert tuple(out.tolist()) == rows.EMPTY
+
+
+class Dispatches(TorchDispatchMode):
+    """Counts the operators that are called."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Bytes that were allocated at a time at most, inside of operators too."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        work()
+    live = peak = 0
+    events = run.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_operators_are_few_and_their_scratch_stays_below_128_mib(dtype, monkeypatch):
+    part = 16  # the bound is tested on a part of it
+    monkeypatch.setattr(device, "GPU_BLOCK", device.GPU_BLOCK // part)
+    tensor, out = torch.randn(1 << 20).to(dtype), torch.empty(9, dtype=torch.float64)
+    for blocks, most in ((1, 24), (2, 60)):
+        flat = tensor[: blocks * device.GPU_BLOCK]
+        with torch.no_grad(), Dispatches() as mode:
+            device.reduce_by_operators(flat, 1, out)
+        assert mode.count <= most
+    peak = peak_of(lambda: device.reduce_by_operators(tensor, 1, out))
+    assert device.GPU_BLOCK * 8 <= peak <= (128 << 20) // part
+
+
+@pytest.mark.parametrize("limits", [None, (-1.0, 1.0)])
+def test_the_scratch_of_a_histogram_away_from_the_cpu_stays_below_128_mib(limits):
+    block = torch.randn(histogram.GPU_BLOCK // 16)
+    wide, times = torch.zeros(histogram.HEAD + 64).double(), torch.full((), 3)
+    peak = peak_of(lambda: histogram._count(block.double(), times, wide, limits, 0.1))
+    assert peak <= (128 << 20) // 16
 
 
 # ---- which of the two does the work
@@ -135,7 +183,9 @@ COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ddpprobe.stats.triton_rows import _REGISTERS, _WARPS, _merge, _reduce
+from ddpprobe.stats.triton_rows import _DTYPES, _REGISTERS, _WARPS, _merge, _merge_many, _reduce
+from ddpprobe.stats.triton_rows import _reduce_many
+from ddpprobe.stats.triton_words import _add, _total
 
 for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4), ("fp64", 8)):
     numbers = {"n": "i64", "repeats": "i64", "programs": "i32", "each": "constexpr"}
@@ -147,6 +197,28 @@ source = ASTSource(_merge, {"rows": "*fp64", "out": "*fp64", "programs": "i32",
                             "block": "constexpr"}, {(3,): 1024})
 options = {"enable_fp_fusion": True}
 assert compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+
+# Of many tensors: 16 bytes are read at once where all addresses allow it, as with one tensor.
+table = {"table": "*i64", "owners": "*i32"}
+options = {"num_warps": _WARPS, "maxnreg": _REGISTERS, "enable_fp_fusion": True}
+for dtype, kind in [*_DTYPES.items()][::3]:
+    for aligned in (True, False):
+        signature = {**table, "rows": "*fp64", "scratch": "*fp64"}
+        signature |= dict.fromkeys(("kind", "aligned", "each"), "constexpr")
+        constants = {(4,): kind, (5,): aligned, (6,): 16 // dtype.itemsize}
+        source = ASTSource(_reduce_many, signature, constants)
+        made = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+        wide = "v2.b64" if dtype.itemsize == 8 else "v4.b32"
+        assert made["cubin"] and (f"ld.global.{wide}" in made["ptx"]) is aligned, (dtype, aligned)
+block, factors = "constexpr", {"within": "*i64", "between": "*i64"}
+for kernel, signature, constants in (
+    (_merge_many, {"table": "*i64", "scratch": "*fp64", "rows": "*fp64", "block": block}, 1024),
+    (_add, {**table, **factors, "scratch": "*i64", "aligned": block}, True),
+    (_add, {**table, **factors, "scratch": "*i64", "aligned": block}, False),
+    (_total, {"table": "*i64", "scratch": "*i64", "out": "*i64", "block": block}, 1024),
+):
+    source = ASTSource(kernel, signature, {(len(signature) - 1,): constants})
+    assert compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 """
 
 

@@ -64,6 +64,20 @@ def partitioned() -> nn.Module:
     return model
 
 
+class OnXpu(nn.Parameter):
+    """Says that it lies where ddpprobe has never run."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("xpu", 0)
+
+
+def elsewhere() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = OnXpu(torch.ones(2, 2))
+    return model
+
+
 def engine() -> nn.Module:
     return type("Engine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})(2, 2)
 
@@ -77,12 +91,17 @@ def engine() -> nn.Module:
         (lambda: nn.Sequential(nn.LazyLinear(2)), r"'0.weight' is not initialized yet. Run one"),
         (partitioned, r"'1.weight' is partitioned by DeepSpeed ZeRO-3.*exclude='1\*'"),
         (subclassed, r"'1.weight' is a .*Packed, a tensor subclass.*exclude='1\*'"),
+        (elsewhere, r"'1.weight' is on 'xpu'.*CPU and on CUDA.*DDPPROBE_DISABLE=1"),
         (engine, r"the model is a Engine of deepspeed, which keeps gradients"),
     ],
 )
 def test_what_cannot_be_observed_is_refused(make, message: str) -> None:
     with pytest.raises(Refused, match=message):
         describe(make())
+
+
+def test_a_model_whose_memory_is_still_to_come_may_be_installed() -> None:
+    assert describe(nn.Linear(2, 2, device="meta")).device.type == "meta"
 
 
 def test_what_cannot_be_observed_may_be_left_out() -> None:

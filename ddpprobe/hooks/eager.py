@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import Protocol, final
 
 import torch
@@ -242,7 +242,9 @@ class EagerHooks:
         """Reduce what is in `.grad` of every chosen parameter: the reduced gradient or shard."""
         if self.gradients:
             self._rows.forget("grad")
-            self.gradients = 0
+        self.gradients = self._rows.add_all(self._clock.micro, self._reduced())
+
+    def _reduced(self) -> Iterator[tuple[int, Tensor]]:
         for fqn, gradient, lies in self._topology.reduced_gradients():
             owner = fqn.rpartition(".")[0]
             if not self._select(owner):
@@ -250,8 +252,7 @@ class EagerHooks:
             layout = self._reduced_layout(fqn, owner, gradient, lies)
             slot = self._slot(fqn, "grad", "", gradient, tap=True, layout=layout)
             self._rows.table.amend(slot, layout)
-            self._rows.add(slot, self._clock.micro, gradient)
-            self.gradients += 1
+            yield slot, gradient
 
     def _reduced_layout(self, fqn: str, owner: str, gradient: Tensor, lies: Layout) -> Layout:
         if self._topology.is_apart(owner):

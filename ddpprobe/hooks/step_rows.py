@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from ddpprobe.hooks.row_buffer import RowBuffer
 from ddpprobe.hooks.site_table import SiteTable
 from ddpprobe.stats import rows as stats
 from ddpprobe.stats.checksum import checksum
+from ddpprobe.stats.dense import FLOATS, dense, is_copy, lies_on, local
+from ddpprobe.stats.many import Table, checksum_many
 from ddpprobe.stats.rows import Unsupported
 
 _HOST = torch.device("cpu")
@@ -64,6 +67,8 @@ class StepRows:
         self._unsupported: Counter[str] = Counter()
         self.grad_is_scaled = self.bad = False
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None
+        self._together = _take_together(device)
+        self._gradients, self._checksums = Table(), Table()  # what kernels know of many tensors
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -99,6 +104,39 @@ class StepRows:
                     self._last = weakref.ref(tensor), tensor._version, index  # noqa: SLF001
             self._note(slot, micro, buffer)
 
+    def add_all(self, micro: int, found: Iterable[tuple[int, Tensor]]) -> int:
+        """Do as `add` does for each (slot, tensor) of `found`, and return how many there were.
+
+        Away from the CPU all together, as a launch for each would cost the host more than the
+        numbers are worth: so none of them may change, or go, before this returns.
+        """
+        count = 0
+        if not self._together:
+            for slot, tensor in found:
+                self.add(slot, micro, tensor)
+                count += 1
+            return count
+        tensors = list(found)
+        with self._lock, torch.no_grad():
+            first, together = len(self._slots), []
+            for slot, tensor in tensors:
+                index = len(self._slots)
+                try:
+                    buffer = self._buffer_of(tensor, index)
+                    one = self._one_of_many(tensor) if buffer is self._main else None
+                    if one is not None:
+                        together.append((*one, index - first))
+                    else:
+                        buffer.reduce(tensor, index)
+                except Unsupported as reason:
+                    self._unsupported[str(reason)] += 1
+                    continue
+                self._note(slot, micro, buffer)
+            if together:
+                stats.reduce_all(together, self._main.rows[first:], self._gradients)
+            self._last = None
+        return len(tensors)
+
     def tap(self, slot: int) -> None:
         """Note that a hook was placed for `slot`; if nothing arrives it is unobserved."""
         self._tapped.append(slot)
@@ -128,6 +166,37 @@ class StepRows:
             checksum(tensor, buffer.rows.view(torch.int64)[index, 0])
             self._digests[index] = (fqn, shard)
             self._note(SCALAR, -1, buffer)
+
+    def add_checksums(self, held: Iterable[tuple[str, str, Tensor]]) -> None:
+        """Take the checksums of all (FQN, shard, tensor), away from the CPU together."""
+        if not self._together:
+            for fqn, shard, tensor in held:
+                self.add_checksum(fqn, shard, tensor)
+            return
+        with self._lock, torch.no_grad():
+            first, together = len(self._slots), []
+            for fqn, shard, tensor in held:
+                index, part = len(self._slots), local(tensor)
+                buffer = self._buffer_of(part, index)
+                if buffer is self._main and lies_on(part, buffer.device):
+                    together.append((part, index - first))
+                else:
+                    checksum(part, buffer.rows.view(torch.int64)[index, 0])
+                self._digests[index] = (fqn, shard)
+                self._note(SCALAR, -1, buffer)
+            words = self._main.rows.view(torch.int64)[first:]
+            if together and not checksum_many(together, words, self._checksums):
+                for part, index in together:
+                    checksum(part, words[index, 0])
+
+    def _one_of_many(self, tensor: Tensor) -> tuple[Tensor, int] | None:
+        """Return what `reduce_all` takes of a tensor; None: it is better taken alone."""
+        if tensor.layout != torch.strided:
+            return None
+        flat, repeats = dense(tensor)
+        # A copy that `dense` had to make is not kept until all are there.
+        alone = flat.dtype not in FLOATS or is_copy(flat, tensor)
+        return None if alone or not lies_on(flat, self._main.device) else (flat, repeats)
 
     def forget(self, kind: str) -> None:
         """Leave out the rows of `kind` so far: what is read anew contains them."""
@@ -230,3 +299,8 @@ class StepRows:
                 host, arrival = buffer.to_host(mine[-1] + 1)
                 found.append((np.array(mine, np.int64), host, arrival))
         return found
+
+
+def _take_together(device: torch.device) -> bool:
+    """Whether reading tensors one by one costs the host more than what it reads them with."""
+    return device.type != "cpu"

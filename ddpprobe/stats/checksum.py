@@ -25,7 +25,7 @@ def checksum(tensor: Tensor, out: Tensor) -> None:
     """Write the checksum of `tensor`'s local part (any shape and dtype) to `out`, int64 []."""
     with torch.no_grad():
         words = _words(local(tensor))
-        within, between = _tables(words.device)
+        within, between = factors(words.device)
         out.fill_(tensor.numel())
         add = word_kernels.get(words.dtype)
         if add is not None and words.is_cpu and out.is_cpu:
@@ -73,7 +73,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+def factors(device: torch.device) -> tuple[Tensor, Tensor]:
     """Odd factors of the words within a row, and of the rows: int64 [65536] each."""
     generator = torch.Generator("cpu").manual_seed(_TABLES_SEED)
     bounds = torch.iinfo(torch.int64)

@@ -64,6 +64,19 @@ def readable(tensor: Tensor) -> bool:
     )
 
 
+def lies_on(tensor: Tensor, device: torch.device) -> bool:
+    """Whether `tensor` is plain, and its elements lie on `device` one after the other."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.device == device
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+        and not (tensor.numel() and tensor.untyped_storage().nbytes() == 0)
+    )
+
+
 def dense(tensor: Tensor) -> tuple[Tensor, int]:
     """Return (elements, repeats): a 1-D tensor, and how often each element stands in `tensor`.
 
@@ -96,6 +109,16 @@ def dense(tensor: Tensor) -> tuple[Tensor, int]:
             raise Unsupported(f"dtype {tensor.dtype}") from error
     flat, repeats = _flatten(tensor)
     return _in_memory(flat), repeats
+
+
+def is_copy(flat: Tensor, tensor: Tensor) -> bool:
+    """Whether `dense` had to copy the elements of `tensor` to give `flat`."""
+    tensor = local(tensor)
+    return (
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or flat.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+    )
 
 
 def _in_memory(flat: Tensor) -> Tensor:

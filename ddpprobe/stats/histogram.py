@@ -21,6 +21,7 @@ NEAR_ZERO, BELOW, ABOVE, EXPONENT = range(rows.WIDTH, rows.WIDTH + 4)
 HEAD = rows.WIDTH + 4
 LOWEST = -1000.0  # exponent of a tensor that holds nothing but zeros
 BLOCK = 1 << 15  # elements converted to float64 at a time on the CPU
+GPU_BLOCK = 1 << 21  # the same elsewhere: 68 MiB of scratch (34 bytes each)
 FEW = 1 << 16  # from this many 16-bit elements on, counting their patterns is faster
 PATTERN_BLOCK = 1 << 20  # elements counted at a time, in 4 MiB as int32
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -53,7 +54,7 @@ def measure(tensor: Tensor, bins: int, limits: tuple[float, float] | None, eps: 
             rows.reduce(tensor, wide[: rows.WIDTH])
             _fit(wide)
             times = torch.full((), repeats, device=flat.device)
-            for block in flat.split(BLOCK if flat.is_cpu else rows.GPU_BLOCK):
+            for block in flat.split(BLOCK if flat.is_cpu else GPU_BLOCK):
                 if block.numel():
                     _count(block.double(), times, wide, limits, eps)
         return wide

@@ -8,6 +8,7 @@ the rows leave the device.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from ddpprobe.records import COUNTS, NONFINITE, OBSERVED, VALUES, Counts, Values, empty_rows
 from ddpprobe.stats.cpu import reduce_cpu
 from ddpprobe.stats.dense import FLOATS, Unsupported, dense, local, readable
-from ddpprobe.stats.device import GPU_BLOCK, reduce_device
+from ddpprobe.stats.device import reduce_device
+from ddpprobe.stats.many import Table, reduce_many
 from ddpprobe.stats.native import row_kernels
 from ddpprobe.stats.sparse import reduce_coalesced
 
@@ -27,8 +29,8 @@ EMPTY = (0.0, 0.0, 0.0, 0.0, 0.0, float("inf"), float("-inf"), 0.0, 0.0)
 _ROW_BYTES = WIDTH * 8
 
 __all__ = [
-    "EMPTY", "GPU_BLOCK", "NONFINITE", "ROW", "WIDTH",
-    "Unsupported", "reduce", "reduce_far", "reduce_into", "split_rows",
+    "EMPTY", "NONFINITE", "ROW", "WIDTH",
+    "Table", "Unsupported", "reduce", "reduce_all", "reduce_far", "reduce_into", "split_rows",
 ]  # fmt: skip
 
 
@@ -73,6 +75,18 @@ def reduce_far(tensor: Tensor, out: Tensor) -> None:
                 reduce_coalesced(local(tensor), out)
             else:
                 reduce_device(flat, repeats, out)
+def reduce_all(tensors: Sequence[tuple[Tensor, int, int]], rows: Tensor, table: Table) -> None:
+    """Write the rows of many tensors of one device that is not the CPU, by few launches if it can.
+
+    Args:
+        tensors: what `dense` gives, and the index of the row; all on the device of `rows`.
+        rows: float64 [any, 9], contiguous.
+        table: remembers what a kernel was told.
+    """
+    with torch.no_grad(), _full_precision(rows.device.type):
+        if not reduce_many(tensors, rows, table):
+            for flat, repeats, index in tensors:
+                reduce_device(flat, repeats, rows[index])
 
 
 def _reduce_any(tensor: Tensor, out: Tensor) -> None:

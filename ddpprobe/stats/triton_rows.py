@@ -6,11 +6,15 @@ is not finite (it holds NaN or infinity, or overflowed) or may have underflowed 
 float64. What a program has found is a row, and the second kernel merges the rows in their order.
 So one kind of GPU gives a tensor the same bits every time, and the host waits for nothing.
 
-Only imported where Triton is, when the first tensor on a GPU is reduced.
+Many tensors take two launches together: every program looks its tensor up in a table, and does for
+it what it would do if the tensor were alone, to the bit.
+
+Only imported where Triton is, when a model on a GPU is installed or its first tensor is reduced.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,6 +28,19 @@ _CHUNK = tl.constexpr(8)  # tiles added up in float32: error < 1e-6 of sum|x|
 _LOW = tl.constexpr(1e-15)  # squares of smaller numbers than this underflow in float32
 _WIDTH = tl.constexpr(9)  # of a row (see `stats.rows`)
 _ALONE = 4  # tiles that one program takes, up to 64 KiB: nothing to merge, one launch less
+_COLUMNS = tl.constexpr(6)  # of a table: address, size, factor, programs, first item, row
+_DTYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+def programs_of(numel: int, size: int, most: int) -> int:
+    """Return how many programs share a tensor of `numel` elements of `size` bytes, 1 to `most`."""
+    tiles = -(-numel // (_LOAD // size * _THREADS.value * _DEPTH.value))
+    return 1 if tiles <= _ALONE else min(tiles, most)
 
 
 def reduce_rows(flat: Tensor, repeats: int, out: Tensor, scratch: Tensor) -> None:
@@ -36,13 +53,11 @@ def reduce_rows(flat: Tensor, repeats: int, out: Tensor, scratch: Tensor) -> Non
         scratch: float64 [programs, 9], contiguous: as many programs as the device runs at a time.
             Nobody else's until the kernels have run.
     """
-    each = _LOAD // flat.element_size()
-    tiles = -(-flat.numel() // (each * _THREADS.value * _DEPTH.value))
-    programs = 1 if tiles <= _ALONE else min(tiles, len(scratch))
+    programs = programs_of(flat.numel(), flat.element_size(), len(scratch))
     rows = out if programs == 1 else scratch
     # Triton 3.9 warns where nobody says whether products and sums may be fused.
     _reduce[(programs,)](
-        flat, rows, flat.numel(), repeats, programs, each=each,
+        flat, rows, flat.numel(), repeats, programs, each=_LOAD // flat.element_size(),
         num_warps=_WARPS, maxnreg=_REGISTERS, enable_fp_fusion=True,
     )  # fmt: skip
     if programs > 1:
@@ -50,11 +65,61 @@ def reduce_rows(flat: Tensor, repeats: int, out: Tensor, scratch: Tensor) -> Non
         _merge[(1,)](rows, out, programs, block=block, enable_fp_fusion=True)
 
 
+def reduce_many(
+    table: Tensor, owners: Tensor, rows: Tensor, scratch: Tensor, dtype: torch.dtype, *,
+    aligned: bool, most: int, merges: bool,
+) -> None:  # fmt: skip
+    """Write the rows of many tensors of one dtype that are on the current CUDA device.
+
+    Args:
+        table: int64 [tensors, 6], contiguous: address, elements, repeats, programs, number of the
+            first of them, and row of each tensor.
+        owners: int32 [programs], contiguous: which tensor each program is for.
+        rows: float64 [any, 9], contiguous.
+        scratch: float64 [programs, 9], contiguous. Nobody else's until the kernels have run.
+        dtype: of the tensors.
+        aligned: all addresses are multiples of 16, as `reduce_rows` sees by itself.
+        most: programs of one tensor, the same for all tensors of a device.
+        merges: some tensor has several programs; else the second launch is left out.
+    """
+    _reduce_many[(len(owners),)](
+        table, owners, rows, scratch,
+        kind=_DTYPES[dtype], aligned=aligned, each=_LOAD // dtype.itemsize,
+        num_warps=_WARPS, maxnreg=_REGISTERS, enable_fp_fusion=True,
+    )  # fmt: skip
+    if merges:
+        block = triton.next_power_of_2(most)
+        _merge_many[(len(table),)](table, scratch, rows, block=block, enable_fp_fusion=True)
+
+
 @triton.jit(do_not_specialize=["rows", "n", "repeats", "programs"])
 def _reduce(x, rows, n: tl.int64, repeats: tl.int64, programs, each: tl.constexpr):
     """Write a row for each program, of its share of x [n]."""
-    size: tl.constexpr = each * _THREADS * _DEPTH
     program = tl.program_id(0)
+    _share(x, rows + program * _WIDTH, n, repeats, program, programs, each)
+
+
+@triton.jit(do_not_specialize=["table", "owners", "rows", "scratch"])
+def _reduce_many(
+    table, owners, rows, scratch, kind: tl.constexpr, aligned: tl.constexpr, each: tl.constexpr
+):
+    """Write a row for each program, of its share of the tensor it is for."""
+    item = tl.program_id(0)
+    entry = table + tl.load(owners + item) * _COLUMNS
+    x = tl.load(entry).to(tl.pointer_type(kind))
+    if aligned:
+        x = tl.multiple_of(x, 16)
+    programs = tl.load(entry + 3).to(tl.int32)
+    program = item - tl.load(entry + 4).to(tl.int32)
+    alone = rows + tl.load(entry + 5) * _WIDTH
+    row = tl.where(programs == 1, alone, scratch + tl.cast(item, tl.int64) * _WIDTH)
+    _share(x, row, tl.load(entry + 1), tl.load(entry + 2), program, programs, each)
+
+
+@triton.jit
+def _share(x, row, n, repeats, program, programs, each: tl.constexpr):
+    """Write the row of one program's share of x [n]."""
+    size: tl.constexpr = each * _THREADS * _DEPTH
     whole = (n // size).to(tl.int32)
     tiles = ((n + size - 1) // size).to(tl.int32)
     nan = tl.full([], 0.0, tl.float64)
@@ -75,7 +140,6 @@ def _reduce(x, rows, n: tl.int64, repeats: tl.int64, programs, each: tl.constexp
             nan, pos, neg, zeros = nan + a, pos + b, neg + c, zeros + z
             low, high = tl.minimum(low, lo), tl.maximum(high, hi)
             total, square = total + s, square + q
-    row = rows + program * _WIDTH
     times = repeats.to(tl.float64)
     tl.store(row, tl.where(program == 0, n, 0).to(tl.float64) * times)
     tl.store(row + 1, nan * times)
@@ -158,6 +222,21 @@ def _careful(x, n, first, behind, step, each: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "out", "programs"])
 def _merge(rows, out, programs, block: tl.constexpr):
     """Merge rows [programs, 9] into out [9]."""
+    _join(rows, out, programs, block)
+
+
+@triton.jit(do_not_specialize=["table", "scratch", "rows"])
+def _merge_many(table, scratch, rows, block: tl.constexpr):
+    """Merge, for each tensor in the table, what its programs have left in scratch."""
+    entry = table + tl.program_id(0) * _COLUMNS
+    programs = tl.load(entry + 3).to(tl.int32)
+    if programs > 1:
+        parts = scratch + tl.load(entry + 4) * _WIDTH
+        _join(parts, rows + tl.load(entry + 5) * _WIDTH, programs, block)
+
+
+@triton.jit
+def _join(rows, out, programs, block: tl.constexpr):
     at = tl.arange(0, block)
     for column in tl.static_range(_WIDTH):
         parts = rows + at * _WIDTH + column

@@ -14,6 +14,9 @@ from ddpprobe.torch_private import sharding
 
 # Engines that keep parameters or gradients where torch's own names do not show them.
 _ENGINES = ("apex", "colossalai", "deepspeed", "fairscale", "horovod", "megatron", "oslo", "smp")
+# Where tensors can be read, and the host hears of it without waiting; ROCm calls itself cuda.
+# What is on meta has no memory yet, and gets it by `to_empty`.
+_DEVICES = ("cpu", "cuda", "meta")
 _PLAIN_DISPATCH = Tensor.__torch_dispatch__
 
 
@@ -54,6 +57,7 @@ def refuse_parameter(owner: str, name: str, parameter: Tensor) -> None:
         Refused: with its name and its type.
     """
     fqn = f"{owner}.{name}" if owner else name
+    _refuse_device(fqn, parameter)
     if is_dtensor(parameter):
         return
     if nn.parameter.is_lazy(parameter):
@@ -71,6 +75,16 @@ def refuse_parameter(owner: str, name: str, parameter: Tensor) -> None:
         raise Refused(
             f"parameter {fqn!r} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass "
             f"whose elements ddpprobe cannot read. Convert it to a plain tensor{_leave_out(owner)}."
+        )
+
+
+def _refuse_device(fqn: str, parameter: Tensor) -> None:
+    device = parameter.device_mesh.device_type if is_dtensor(parameter) else parameter.device.type
+    if device not in _DEVICES:
+        raise Refused(
+            f"parameter {fqn!r} is on {device!r}. ddpprobe observes models on the CPU and on CUDA "
+            "devices (NVIDIA, and AMD through ROCm). On others it has never run: a NaN might pass "
+            "without a word. Set DDPPROBE_DISABLE=1 to train there without it."
         )
 
 
