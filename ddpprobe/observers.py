@@ -14,6 +14,7 @@ from ddpprobe.hooks.eager import EagerHooks
 from ddpprobe.hooks.full import FullHooks
 from ddpprobe.hooks.loss_scale import LossScale
 from ddpprobe.hooks.step_rows import StepRows
+from ddpprobe.hooks.stream_capture import outside_capture
 from ddpprobe.hooks.watch import Watch
 from ddpprobe.records import FirstBad
 from ddpprobe.stats import checksum
@@ -35,6 +36,7 @@ class Observers:
         fuse: contains whatever goes wrong in hooks.
         on_bad: called when the every-step watch sees a bad local value.
         lost: called with the FQNs of compiled modules that cannot be heard.
+        captured: called when a hook does nothing because a CUDA graph is captured.
         capturing: keeps full tensors; told of everything that the hooks are told of.
         full_backward: also `grad_input`, by full backward hooks where proven safe.
 
@@ -45,9 +47,10 @@ class Observers:
     def __init__(
         self, found: Topology, select: Callable[[str], bool], clock: StepClock, rank: int,
         fuse: Fuse, on_bad: Callable[[FirstBad], None], lost: Callable[[list[str]], None],
-        capturing: Capturing, *, full_backward: bool,
+        captured: Callable[[], None], capturing: Capturing, *, full_backward: bool,
     ) -> None:  # fmt: skip
         self.topology = found
+        fuse = outside_capture(fuse, captured)
         self.rows = StepRows(found.device, rank, timed=bool(found.cut))
         self.compiled = CompiledHooks(select, fuse, lost)
         self.eager = EagerHooks(found, select, self.rows, clock, fuse, self.compiled)

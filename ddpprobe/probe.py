@@ -20,6 +20,7 @@ from ddpprobe.enlist import Enlisted, Wishes, enlist
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.capturing import Capturing
 from ddpprobe.hooks.desk import Desk
+from ddpprobe.hooks.stream_capture import is_captured
 from ddpprobe.pacing import Pacer
 from ddpprobe.recorder import Recorder
 from ddpprobe.records import Anomaly
@@ -69,7 +70,7 @@ class Probe:
                 with the tensors of a captured step, so that a bad batch can be found again.
             values: numbers by name.
         """
-        if self._recorder is not None:
+        if self._recorder is not None and not is_captured():
             if indices is not None:
                 self._recorder.capturing.log_samples(indices)
             self._fuse.guard(self._recorder.log)(values)

@@ -263,8 +263,8 @@ class Recorder:
             found.differ = self._found.differ
             self._parts = Observers(
                 found, self._select, self._clock, self._who.rank, self.fuse, self.on_bad,
-                lambda fqns: self._shipper.lost(self._clock.step, fqns), self.capturing,
-                full_backward=self._full_backward,
+                lambda fqns: self._shipper.lost(self._clock.step, fqns), self._captured,
+                self.capturing, full_backward=self._full_backward,
             )  # fmt: skip
             wrapper = "pipeline" if found.cut else found.wrapper
             self._shipper.life("topology", wrapper=wrapper, device=str(found.device))
@@ -278,6 +278,9 @@ class Recorder:
             self._logged.clear()
         elif wanted:
             self._shipper.life("unsampled", step=self._clock.step, reason=_GRAPH_TOO_EARLY)
+
+    def _captured(self) -> None:
+        self._shipper.captured(self._clock.step, sampled=self._sampling)
 
     def on_bad(self, bad: FirstBad) -> None:
         """Hear the watch: a local value of this step (or, from a GPU, of an earlier one) is bad."""

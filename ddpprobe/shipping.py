@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from ddpprobe import codec
+from ddpprobe.hooks import stream_capture
 from ddpprobe.hooks.pending_rows import PendingRows, StepResult
 from ddpprobe.journal import JournalWriter
 from ddpprobe.records import NONFINITE, OBSERVED, PHASES, SUM_SQ, FirstBad, StepRecord
@@ -62,6 +63,7 @@ class Shipper:
         self._coverage: tuple[int, int, tuple[str, ...]] | None = None
         self._reported: Counter[str] = Counter()  # losses that stand in the journal
         self._warned = False
+        self._captured = -1  # the last step in which a CUDA graph was captured
 
     def push(self, ended: EndedStep) -> None:
         """Take a step; `ship` writes it when its rows are there."""
@@ -117,6 +119,15 @@ class Shipper:
             "compiled model.",
             len(fqns), ", ".join(fqns[:3]),
         )  # fmt: skip
+
+    def captured(self, step: int, *, sampled: bool) -> None:
+        """Say, once per step, that hooks did nothing because a CUDA graph was captured."""
+        if step != self._captured:
+            self._captured = step
+            stream_capture.warn("a part of the model is")
+            if sampled:
+                reason = "a part of the model is captured in a CUDA graph: it has no rows"
+                self.life("unsampled", step=step, reason=reason)
 
     def _record(self, ended: EndedStep) -> StepRecord:
         result = ended.pending.result(ended.step, partial=ended.partial)

@@ -26,6 +26,7 @@ from ddpprobe.fuse import Fuse
 from ddpprobe.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.hooks.guest import take_off
 from ddpprobe.hooks.root import RootHooks
+from ddpprobe.hooks.stream_capture import is_captured
 from ddpprobe.topology.describe import Topology
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
@@ -216,7 +217,9 @@ class StepClock:
         self._events.forward_ended(tensors, trained)
 
     def _output_gradient(self) -> None:
-        if not self._queued:  # any of the outputs may be the one the loss came from
+        if not (
+            self._queued or is_captured()
+        ):  # any of the outputs may be the one the loss came from
             self._queued = True
             torch_private.after_backward(self._computed, self._over)
 
@@ -228,7 +231,7 @@ class StepClock:
         self._events.backward_ended()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        if self._manual or not self._parameters_of(optimizer):
+        if self._manual or is_captured() or not self._parameters_of(optimizer):
             return
         if id(optimizer) in self._running:  # its last step() raised and never ended
             del self._running[self._running.index(id(optimizer)) :]
@@ -242,7 +245,7 @@ class StepClock:
         self._act()
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        if id(optimizer) not in self._running:
+        if id(optimizer) not in self._running or is_captured():
             return
         del self._running[self._running.index(id(optimizer)) :]
         if self._running or self._ended:  # in a pause, optimizers step on

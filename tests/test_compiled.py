@@ -24,6 +24,7 @@ from ddpprobe import codec
 from ddpprobe.hooks import compiled as compiled_hooks
 from ddpprobe.hooks import guest, root
 from ddpprobe.hooks.eager import EagerHooks
+from ddpprobe.hooks.record_op import keep_out_of_cuda_graphs
 from ddpprobe.journal import JournalTail
 from ddpprobe.layout import RunDir
 from ddpprobe.records import StepRecord
@@ -547,7 +548,23 @@ def test_an_export_amid_a_sampled_step_has_nothing_of_ours(tmp_path: Path) -> No
 @pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler"
 )
-def test_inductor_keeps_every_record_and_reads_no_buffer_too_late(tmp_path: Path) -> None:
+def test_inductor_keeps_every_record_reads_no_buffer_too_late_and_splits_cuda_graphs_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config, scheduler
+
+    asked, said = scheduler.Scheduler.should_partition, []
+
+    def should_partition(self: object, node: object) -> object:
+        said.append((str(getattr(node.node, "op_overload", None)), asked(self, node)))
+        return said[-1][1]
+
+    monkeypatch.setattr(scheduler.Scheduler, "should_partition", should_partition)
+    monkeypatch.setattr(config, "graph_partition", True)
+    monkeypatch.setattr(config, "custom_should_partition_ops", ["theirs::op"])
+    for _ in range(2):
+        keep_out_of_cuda_graphs()
+    assert config.custom_should_partition_ops == ["theirs::op", "ddpprobe::record"]
     found = []
     for engine in (eager, whole):
         torch.manual_seed(0)
@@ -559,6 +576,9 @@ def test_inductor_keeps_every_record_and_reads_no_buffer_too_late(tmp_path: Path
     assert len(backend.graphs) == 2
     assert breaks() == 0
     assert_equal(found[1], found[0])
+    records = [str(reason) for operator, reason in said if operator == "ddpprobe.record.default"]
+    assert records
+    assert all("custom partition op" in reason for reason in records)
 
 
 def test_the_first_bad_tensor_inside_a_graph_is_named(tmp_path: Path) -> None:

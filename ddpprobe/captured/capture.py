@@ -19,6 +19,7 @@ from ddpprobe.captured.sites import Sites
 from ddpprobe.captured.targets import Selector, choose
 from ddpprobe.captured.watcher import Watcher
 from ddpprobe.fuse import Fuse
+from ddpprobe.hooks.stream_capture import outside_capture, warn
 from ddpprobe.stats import native
 
 TIMEOUT_SECONDS = 60.0
@@ -104,7 +105,8 @@ def capture(
     sites = Sites(targets.modules, None if statistics else holder, meter, calls, HISTORY)
     fuse = Fuse("capture")
     inference = Inference(model, fuse)
-    watcher = Watcher(targets, sites, fuse, inference, inputs=input, grad=grad, every=every)
+    outside = outside_capture(fuse, partial(warn, "a part of the model is"))
+    watcher = Watcher(targets, sites, outside, inference, inputs=input, grad=grad, every=every)
     kinds = ("output", *(["input"] * input), *(["grad"] * grad))
     shelf = Shelf(
         sites, meter, kinds, statistics, lambda: fuse.last_error, watcher.groups, inference

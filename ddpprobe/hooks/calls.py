@@ -20,12 +20,14 @@ from torch.utils.hooks import RemovableHandle
 from ddpprobe import torch_private
 from ddpprobe.dealing import REPLICATE, Placing
 from ddpprobe.fuse import Fuse
+from ddpprobe.hooks import stream_capture
 from ddpprobe.hooks.bundle import Bundle, Key
 from ddpprobe.hooks.eager import Clock
 from ddpprobe.hooks.guest import Guest, take_off
 from ddpprobe.hooks.handed import Handed, Kept, of_sum
 from ddpprobe.hooks.layouts import Layouts
 from ddpprobe.hooks.outputs import leaves
+from ddpprobe.hooks.stream_capture import outside_capture
 from ddpprobe.hooks.structure import arguments
 from ddpprobe.stats.dense import dtype_name
 from ddpprobe.topology import parts, placing
@@ -69,6 +71,7 @@ class CallHooks:
     """
 
     def __init__(self, topology: Topology, clock: Clock, fuse: Fuse) -> None:
+        fuse = outside_capture(fuse, partial(stream_capture.warn, "a part of the model is"))
         self._topology, self._clock, self._fuse = topology, clock, fuse
         self._bundle: Bundle | None = None
         self._chosen: Mapping[str, nn.Module] = {}

@@ -23,7 +23,14 @@ from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse, logger
 from ddpprobe.hooks.eager import EagerHooks
 from ddpprobe.hooks.guest import Guest, Visitor, take_off
-from ddpprobe.hooks.record_op import GRADIENT, TRAINED, Channel, admit_dtensors, trace_outputs
+from ddpprobe.hooks.record_op import (
+    GRADIENT,
+    TRAINED,
+    Channel,
+    admit_dtensors,
+    keep_out_of_cuda_graphs,
+    trace_outputs,
+)
 from ddpprobe.topology.describe import Topology
 from ddpprobe.topology.naming import inner
 from ddpprobe.torch_private import dynamo
@@ -128,6 +135,8 @@ class CompiledHooks:
     def find(self, topology: Topology, *, root_is_in_one: bool) -> bool:
         """Give residents to the modules of compiled regions; whether any region has old graphs."""
         admit_dtensors()
+        if topology.device.type != "cpu":
+            keep_out_of_cuda_graphs()
         stale = False
         for region, chain in _regions(topology, root_is_in_one=root_is_in_one):
             new = self._settle(topology, region, chain[-1])

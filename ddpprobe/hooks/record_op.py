@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -45,7 +45,13 @@ class Channel:
         _channels[number] = self
 
 
-@torch.library.custom_op("ddpprobe::record", mutates_args=())
+# Its body is Python, which a replay of a CUDA graph would not run. Inductor (2.13) does not look
+# for the tag of an operator that has an effect, so it is told in another way below, too.
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+_OPTIONS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}
+
+
+@torch.library.custom_op("ddpprobe::record", mutates_args=(), **_OPTIONS)
 def _record(x: Tensor, slot: Tensor, what: str, leaf: str) -> None:
     channel = _channels.get(int(slot))
     if channel is not None:
@@ -69,6 +75,11 @@ def admit_dtensors() -> None:
     kind = dynamo.unwrap_dtensors(torch.ops.ddpprobe.record.default)
     if kind is not None and kind not in _kinds:
         _kinds = (*_kinds, kind)
+
+
+def keep_out_of_cuda_graphs() -> None:
+    """Before a graph is traced: let `mode="reduce-overhead"` run the operator as it is."""
+    dynamo.keep_out_of_cuda_graphs("ddpprobe::record")
 
 
 def trace_event(slot: Tensor, what: str) -> None:

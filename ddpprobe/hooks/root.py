@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
-from ddpprobe.fuse import Fuse, logger
+from ddpprobe.fuse import Fuse
+from ddpprobe.hooks import stream_capture
 from ddpprobe.hooks.guest import Visitor, take_off
 from ddpprobe.hooks.outputs import leaves
 from ddpprobe.hooks.record_op import (
@@ -58,7 +59,7 @@ class RootHooks:
         ended: Callable[[list[Tensor], list[Tensor]], None], gradient: Callable[[], None],
         act: Callable[[], object],
     ) -> None:  # fmt: skip
-        self.in_graph = self._trains = self._warned = False
+        self.in_graph = self._trains = False
         self._topology = topology
         self._begins, self._ended, self._gradient = begins, ended, gradient
         self._guarded_begin, self._act = fuse.guard(self._begin), act
@@ -101,14 +102,9 @@ class RootHooks:
 
         Merely to ask whether an event is over would break the user's capture off.
         """
-        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if not stream_capture.is_captured():
             return False
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "ddpprobe: the model is captured in a CUDA graph, whose replays call no hooks: the "
-                "steps in it are not observed. Train some steps without the graph to see them."
-            )
+        stream_capture.warn("the model is")
         return True
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
@@ -121,7 +117,7 @@ class RootHooks:
         self._ended(tensors, trained)
 
     def _hear(self, what: str, leaf: str, tensor: Tensor) -> None:
-        if self.deaf:
+        if self.deaf or self._captured():
             return
         self.in_graph = True
         if what == GRADIENT:
