@@ -20,7 +20,8 @@ _BLOCKS = 4  # of a program at least
 
 def programs_of(size: int, most: int) -> int:
     """Return how many programs share a tensor of `size` bytes, 1 to `most`."""
-    return max(1, min(-(-size // (8 * _BLOCK.value * _BLOCKS)), most))
+    shares: int = -(-size // (8 * _BLOCK.value * _BLOCKS))
+    return max(1, min(shares, most))
 
 
 def add_many(

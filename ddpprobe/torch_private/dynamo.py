@@ -60,8 +60,8 @@ def keep_out_of_cuda_graphs(operator: str) -> bool:
     The tag `cudagraph_unsafe` says the same, but a call of an operator with an effect stands in a
     graph as `with_effects`, which has none (measured, 2.13).
 
-    Degradation: False; then torch makes no CUDA graph at all of a graph that has an input on the
-    CPU, as a torch that cannot split one does.
+    Degradation: False; a torch that cannot split a graph makes no CUDA graph at all of one that has
+    an input on the CPU, as ours have, and a call that is captured all the same does nothing.
     """
     try:
         from torch._inductor import config  # noqa: PLC0415
