@@ -48,7 +48,7 @@ def checksum(tensor: Tensor, out: Tensor) -> None:
 
 def prepare(device: torch.device) -> None:
     """Bring the factors to a device, so that no sampled step has to."""
-    _tables(device)
+    factors(device)
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -75,6 +75,8 @@ def reduce_far(tensor: Tensor, out: Tensor) -> None:
                 reduce_coalesced(local(tensor), out)
             else:
                 reduce_device(flat, repeats, out)
+
+
 def reduce_all(tensors: Sequence[tuple[Tensor, int, int]], rows: Tensor, table: Table) -> None:
     """Write the rows of many tensors of one device that is not the CPU, by few launches if it can.
 
