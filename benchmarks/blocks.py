@@ -21,15 +21,18 @@ _WARM = 2  # blocks of either kind before the first that counts
 def _block(training: Training, variant: Variant, steps: int) -> tuple[float, float]:
     """Return seconds a step: on the wall, and of this process on the CPU."""
     dist.barrier()
+    training.wait()
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
         variant.begin()
         loss = training.step()
         variant.end(loss)
+    training.wait()
     return (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
 
 
-def _times(training: Training, variant: Variant, steps: int, pairs: int) -> dict[str, list]:
+def times_of(training: Training, variant: Variant, steps: int, pairs: int) -> dict[str, list]:
+    """Return seconds a step, block by block: `off` and `on` as (wall, CPU), `own` as it says."""
     times: dict[str, list] = {"off": [], "on": [], "own": []}
     for pair in range(-_WARM, pairs):
         for kind in ("off", "on") if pair % 2 else ("on", "off"):
@@ -53,7 +56,7 @@ def main(workload: str, name: str, pairs: int, scratch: Path) -> None:
     training = Training(WORKLOADS[workload], rank)
     training.step()
     variant = VARIANTS[name][1](training, scratch)
-    times = _times(training, variant, WORKLOADS[workload].steps, pairs)
+    times = times_of(training, variant, WORKLOADS[workload].steps, pairs)
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, times)
     if rank == 0:

@@ -145,7 +145,7 @@ class ReadOnce(_Hooks):
     def on(self) -> None:
         super().on()
         native.prepare()
-        self._row = torch.empty(rows.WIDTH, dtype=torch.float64)
+        self._row = torch.empty(rows.WIDTH, dtype=torch.float64, device=self._training.device)
         optimizer = self._training.optimizer
         self._handles.append(optimizer.register_step_pre_hook(self._reduced))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -84,6 +86,7 @@ class Workload:
         wrapper: "ddp" or "fsdp2".
         steps: in a block.
         goals: largest ratio of a sampled and of an unsampled step; None: none is set.
+        autocast: of the forward; None: as the model is.
     """
 
     title: str
@@ -92,6 +95,7 @@ class Workload:
     wrapper: str
     steps: int
     goals: tuple[float | None, float | None]
+    autocast: torch.dtype | None = None
 
 
 def _text(batch: int, length: int) -> tuple[Tensor, Tensor]:
@@ -126,23 +130,49 @@ WORKLOADS = {
 }  # fmt: skip
 
 
+# Steps as a GPU sees them: enough work for one to be busy with.
+ON_GPU = {
+    name: Workload(
+        f"GPT of {count} parameters ({layers} layers of {dim}), {batch} x {length}, bf16, DDP",
+        partial(GPT, layers, dim, heads, length), partial(_text, batch, length), "ddp", steps,
+        (1.02, 1.002), torch.bfloat16,
+    )
+    for name, count, layers, dim, heads, batch, length, steps in (
+        ("gpt-10m", "10.9 M", 6, 384, 6, 32, 256, 20),
+        ("gpt-125m", "128 M", 18, 768, 12, 8, 1024, 10),
+        ("gpt-1b", "1.0 B", 20, 2048, 16, 8, 1024, 4),
+    )
+}  # fmt: skip
+
+
 class Training:
     """A workload under way on this rank: `step()` is what a loop does between two batches."""
 
-    def __init__(self, workload: Workload, rank: int) -> None:
+    def __init__(self, workload: Workload, rank: int, device: str = "cpu") -> None:
         torch.manual_seed(0)
-        self.model = wrap(workload.build(), workload.wrapper, torch.device("cpu"))
+        self.device = torch.device(device)
+        with self.device:
+            model = workload.build()
+        self.model = wrap(model, workload.wrapper, self.device)
         # A model that learnt its one batch by heart would end among subnormal numbers, which are
         # many times slower: at lr=0 every step does the same work on the same numbers.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
         torch.manual_seed(1 + rank)
-        self._batch = workload.batch()
+        self._batch = [tensor.to(self.device) for tensor in workload.batch()]
+        self._low = workload.autocast
 
     def step(self) -> Tensor:
         """Train on the batch; return the loss."""
-        loss: Tensor = self.model(*self._batch)[1]
+        low = self._low
+        with torch.autocast(self.device.type, low) if low else contextlib.nullcontext():
+            loss: Tensor = self.model(*self._batch)[1]
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
+
+    def wait(self) -> None:
+        """Wait until the device has done what it was told."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

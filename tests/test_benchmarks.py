@@ -40,7 +40,7 @@ def test_blocks_without_a_variant_are_bare(one_rank: None, tmp_path: Path) -> No
         assert (_hooks(training.model) > 0) == (name not in {"none", "anomaly"}), name
         variant.off()
         assert _hooks(training.model) == 0, name
-        times = blocks._times(training, variant, 1, pairs=1)
+        times = blocks.times_of(training, variant, 1, pairs=1)
         assert [len(times[kind][0]) for kind in ("off", "on")] == [2, 2]
 
 
