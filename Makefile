@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-fsdp test test-grid test-faults check dashboards bench clean system-packages
+.PHONY: demo demo-fsdp test test-grid test-faults test-gpu check dashboards bench clean system-packages
 
 demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
 	$(BIN)/python launch/demo.py --wrap ddp
@@ -19,6 +19,11 @@ test-grid: .venv/dev.stamp       # every wrapper, loop, engine ... against one u
 
 test-faults: .venv/dev.stamp     # kill every writer at every system call, mutate, feed hostile stores
 	$(BIN)/python -m tests.faults
+
+# Not in .venv: the Python that already has a CUDA build of torch, which nothing here replaces.
+test-gpu:                        # on a GPU, or DEVICE=cpu as a dry run; [PART=name] [WHEELS=folder]
+	$(PYTHON) tests/gpu/__main__.py $(PART) $(if $(DEVICE),--device $(DEVICE)) \
+	  $(if $(WHEELS),--wheels $(WHEELS))
 
 check: .venv/dev.stamp           # lint, format, types
 	$(BIN)/ruff check .
