@@ -81,7 +81,7 @@ def test_the_factors_reach_a_gpu_from_pinned_memory_and_once(monkeypatch) -> Non
     device = torch.device("cuda", 7)
     for _ in range(2):
         module.prepare(device)
-    module._tables.cache_clear()
+    module.factors.cache_clear()
     assert notes == ["pinned", (device, {"non_blocking": True})]
 
 
