@@ -332,3 +332,34 @@ def test_no_run_json_leaves_out_where_rank_0_ran(tmp_path: Path, call: Call) -> 
     path = other_node(tmp_path)
     write_json(path / "run.json", {"format_version": 1})
     assert "on their own nodes;" in call("anomalies", path)[2]
+
+
+@pytest.mark.parametrize("store", [False, True], ids=["journals", "folded"])
+def test_a_rank_that_the_head_merged_too_early_is_heard_afterwards(
+    tmp_path: Path, store: bool
+) -> None:
+    """Its node's daemon was dead: the head saw the reduced gradient, and the origin only later."""
+    made = Made(tmp_path)
+    for step in range(STEPS):
+        parts = [record(r, step) for r in range(2)]
+        if step == 30:
+            parts[1] = replace(parts[1], first_bad=bad(1, step))
+        made.write(parts)
+        late = step >= 28
+        merged = head_merge(parts[:1] if late else parts)
+        made.tell(codec.RECORD, replace(merged, missing=(1,) if late else ()))
+        if step == 30:
+            reduced = {"rank": None, "module": "0.weight", "kind": "grad", "phase": "step"}
+            made.tell(codec.ANOMALY, replace(ANOMALY, step=30, micro=0, **reduced))
+    made.tell(codec.LIFE, {"event": "finished"})
+    made.close()
+    if store:
+        folded(made)
+    run = open_run(tmp_path)
+    first, second = run.anomalies()
+    assert (first.step, first.rank, first.phase, first.first_cause) == (30, 1, "forward", True)
+    assert (second.module, second.kind, second.first_cause) == ("0.weight", "grad", False)
+    assert all(not r.missing and r.ranks == (0, 1) for r in run.records())
+    series = run.series("blocks.0.mlp:output", "numel")
+    assert not series.absent.any()
+    assert len(series.steps) == STEPS

@@ -179,7 +179,7 @@ def _with_version(run: Path, copy: Path, text: str) -> Path:
     ("text", "code", "says"),
     [
         (str(FORMAT_VERSION + 1), 2, "a newer ddpprobe"),
-        (str(1 << 80), 2, "pip install -U ddpprobe"),
+        (str(1 << 62), 2, "pip install -U ddpprobe"),
         (str(layout.readable()[0] - 1), 2, "an older ddpprobe"),
         ("-3", 2, "(format_version -3, this one reads 1)"),
         ('"one"', 3, "format_version 'one'); move it away"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from itertools import chain, count
+from itertools import chain, count, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,25 +88,33 @@ class Overlay:
     ) -> Iterator[StepRecord]:
         """Yield the whole merged stream of steps above `after`, ascending.
 
-        What the daemon told, and, of the steps that it did not (it was dead, or its disk full),
-        what is merged here from the ranks. Gaps are looked for above `gaps_after` (default:
-        `after`).
+        What the daemon told, and, of the steps that it did not (it was dead, or its disk full) or
+        told without a rank whose record is here, what is merged here from the ranks. Gaps are
+        looked for above `gaps_after` (default: `after`).
         """
         gaps = self.untold_steps(attempt, after if gaps_after is None else gaps_after)
         rest = self._merge_ranks(attempt, gaps) if gaps else ()
-        last = None
-        for record in heapq.merge(self.told_records(attempt, after), rest, key=_step_of):
-            if record.step != last:  # else: told in the meantime
-                last = record.step
-                yield record
+        both = heapq.merge(self.told_records(attempt, after), rest, key=_step_of)
+        for _, same in groupby(both, key=_step_of):  # two if it was told in the meantime as well
+            yield max(same, key=lambda record: len(record.ranks))
 
     def untold_steps(self, attempt: int, after: int = -1) -> set[int]:
-        """Return the steps above `after` that ranks wrote down, and no daemon merged."""
+        """Return the steps above `after` that ranks wrote down, and no daemon merged as a whole.
+
+        A node whose daemon died, or that was slow, is missing in what the head merged. Its records
+        come later: folded on a shared disk, or collected.
+        """
         told, untold = self._told_steps(attempt), set[int]()
-        for rank in self.ranks(attempt):
-            written, _ = self.rank_steps(attempt, rank)
+        ranks = self.ranks(attempt)
+        # Where other nodes' records are missing here, what the head has merged is more.
+        whole = len(ranks) >= self.world_size(attempt)
+        lacking = self._lacking_steps(attempt) if whole and len(told) else {}
+        for rank in ranks:
+            written, sampled = self.rank_steps(attempt, rank)
             if not np.array_equal(written, told):
                 untold.update(np.setdiff1d(written, told).tolist())
+            if rank in lacking:
+                untold.update(lacking[rank].intersection(written[sampled].tolist()))
         return {s for s in untold if s > after}
 
     def has_head(self, attempt: int) -> bool:
@@ -133,6 +141,20 @@ class Overlay:
         self.note(group)
         none = np.empty(0, np.int64)
         return {rank: np.unique(np.concatenate([none, *of])) for rank, of in found.items()}
+
+    def _lacking_steps(self, attempt: int) -> dict[int, set[int]]:
+        """Return for each rank that was missing in a merged step those steps."""
+        found: dict[int, set[int]] = {}
+        for record in self._written(self._daemons(attempt)):
+            for rank in record.missing:
+                found.setdefault(rank, set()).add(record.step)
+        group = self.group(attempt, "merged")
+        for steps, ranks, missing in group.missing() if group else ():
+            for column in np.flatnonzero(missing.any(axis=0)).tolist():
+                lacking = found.setdefault(ranks[column], set())
+                lacking.update(steps[missing[:, column]].tolist())
+        self.note(group)
+        return found
 
     def _told_steps(self, attempt: int) -> Steps:
         listing = self._daemons(attempt)

@@ -220,7 +220,8 @@ def _stored_series(
 def _absent(group: StoredGroup) -> dict[int, int]:
     """Return how many ranks a merged step lacks, of those that lack any."""
     found: dict[int, int] = {}
-    for steps, absent in group.absent():
+    for steps, _, missing in group.missing():
+        absent = missing.sum(axis=1)
         lacking = absent > 0
         found.update(zip(steps[lacking].tolist(), absent[lacking].tolist(), strict=True))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ddpprobe.detectors.settings import Settings
@@ -26,7 +26,8 @@ def verdicts(overlay: Overlay, attempt: int) -> list[Anomaly]:
     told = overlay.told_anomalies(attempt)
     found = told
     if not _is_told(overlay, attempt):
-        found = united(told, judged(overlay, attempt))
+        seen: set[int] = set()
+        found = united(told, judged(overlay, attempt, look=seen.add), seen)
     return found + losses(overlay, attempt, found)
 
 
@@ -35,14 +36,16 @@ def judged(
     attempt: int,
     settings: Settings | None = None,
     advance: Callable[[int], None] = lambda _: None,
+    look: Callable[[int], None] = lambda _: None,
 ) -> list[Anomaly]:
-    """Return what the detectors make of the records that are held.
+    """Return what the detectors make of the records that are held; `look` is told their steps.
 
     Where ranks are missing whose records nobody merged, none of it is called a first cause.
     """
     suite, found = default_suite(settings), []
     for record in overlay.merged_records(attempt):
         found += suite.update(record)
+        look(record.step)
         advance(1)
     return _humble(overlay, attempt, found + suite.finish())
 
@@ -52,16 +55,29 @@ def losses(overlay: Overlay, attempt: int, found: list[Anomaly]) -> list[Anomaly
     return _humble(overlay, attempt, rank_losses(overlay, attempt, found))
 
 
-def united(told: list[Anomaly], replayed: list[Anomaly]) -> list[Anomaly]:
+def united(told: list[Anomaly], replayed: list[Anomaly], seen: Collection[int]) -> list[Anomaly]:
     """Return everything that was told, and of what was replayed that which was not.
 
-    If all that was told came out again, the records show at least what the daemon saw. Otherwise
-    some of that is gone, and what comes out behind it is not known to be the first of anything.
+    Where a told page does not come out again, either its record is gone: what comes out behind it
+    is not known to be the first of anything. Or its record is here and says more than the daemon
+    knew: then what comes out, at its step or before, comes first.
+
+    Args:
+        told: what the daemon wrote down.
+        replayed: what the records show that are held.
+        seen: the steps of these records.
     """
     left = Counter(event_of(a) for a in replayed)
     known = Counter(event_of(a) for a in told)
-    gone = [a.step for a in told if a.level == "page" and not left[event_of(a)]]
-    found = list(told)
+    changed = [a for a in told if a.level == "page" and not left[event_of(a)]]
+    gone = [a.step for a in changed if a.step not in seen]
+    causes = [a.step for a in replayed if a.first_cause]
+    found = [
+        replace(a, first_cause=False)
+        if a in changed and a.step in seen and min(causes, default=a.step + 1) <= a.step
+        else a
+        for a in told
+    ]
     for anomaly in replayed:
         key = event_of(anomaly)
         if known[key]:

@@ -150,14 +150,15 @@ class StoredGroup:
             if flags is not None:
                 yield steps[chosen], ranks, flags[chosen] != 0
 
-    def absent(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
-        """Yield blocks of (steps [rows], how many ranks were expected there and not merged in)."""
-        if "missing" not in self._arrays.columns:
+    def missing(self) -> Iterator[tuple[NDArray[Any], list[int], NDArray[np.bool_]]]:
+        """Yield blocks of (steps [rows], ranks, who was waited for in vain [rows, ranks])."""
+        ranks = self._ranks()
+        if ranks is None or "missing" not in self._arrays.columns:
             return
         for steps, start, stop in self._blocks_of("missing"):
             missing = self._arrays.attempt("missing", span_of(steps), start, stop)
             if missing is not None:
-                yield steps, (missing != 0).sum(axis=1)
+                yield steps, ranks, missing != 0
 
     def expired(self) -> list[tuple[int, int]]:
         """Return the spans of steps, first and last, whose records retention took away."""
