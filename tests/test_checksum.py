@@ -85,6 +85,7 @@ def test_the_factors_reach_a_gpu_from_pinned_memory_and_once(monkeypatch) -> Non
     assert notes == ["pinned", (device, {"non_blocking": True})]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_gpu_agrees_with_the_cpu() -> None:
     a = torch.randn(65536 * 70 + 5)
