@@ -81,6 +81,7 @@ class Made:
     attempt: int = 0
     segment_frames: int = 8
     pid: int = DEAD_PID
+    node: str = NODE
     daemon: JournalWriter | None = None
     writers: dict[int, JournalWriter] = field(default_factory=dict)
 
@@ -97,15 +98,15 @@ class Made:
 
     def writer(self, rank: int) -> JournalWriter:
         if rank not in self.writers:
-            directory = self.run.rank_journal(self.attempt, NODE, rank)
+            directory = self.run.rank_journal(self.attempt, self.node, rank)
             self.writers[rank] = JournalWriter(directory, self._meta(rank), self.segment_frames)
         return self.writers[rank]
 
     def tell(self, type_: int, value: Mapping[str, Any] | StepRecord | Anomaly) -> None:
         """Write a frame as the daemon does."""
         if self.daemon is None:
-            directory = self.run.daemon_journal(self.attempt, NODE)
-            meta = {**self._identity(), "node": NODE, "pid": self.pid, "role": "daemon"}
+            directory = self.run.daemon_journal(self.attempt, self.node)
+            meta = {**self._identity(), "node": self.node, "pid": self.pid, "role": "daemon"}
             self.daemon = JournalWriter(directory, meta, self.segment_frames)
         if isinstance(value, StepRecord):
             self.daemon.append_record(value)
@@ -151,9 +152,11 @@ class Made:
     def _meta(self, rank: int) -> dict[str, Any]:
         began = 0.0 if self.pid == DEAD_PID else psutil.Process(self.pid).create_time()
         return {
-            **self._identity(), "rank": rank, "local_rank": rank, "node": NODE, "node_index": 0,
+            **self._identity(), "rank": rank, "local_rank": rank, "node": self.node,
+            "node_index": int(self.node[5:]),
             "pid": self.pid, "pid_start": began,
-            "local_world_size": self.ranks, "attempt": self.attempt, "device": "cpu", "head": True,
+            "local_world_size": self.ranks, "attempt": self.attempt, "device": "cpu",
+            "head": self.node == NODE,
         }  # fmt: skip
 
 

@@ -17,6 +17,9 @@ from ddpprobe import codec, heartbeat
 from ddpprobe.cli import main
 from ddpprobe.layout import DirectoryLock
 from ddpprobe.records import StepRecord
+from ddpprobe.replay.collect.job import collect
+from ddpprobe.store.retention import Limits, Retention
+from ddpprobe.store.root import Root
 from ddpprobe.store.writer import StoreWriter
 
 from .made_runs import ANOMALY, NODE, Made, bad, head_merge, record
@@ -24,7 +27,7 @@ from .made_runs import ANOMALY, NODE, Made, bad, head_merge, record
 STEPS, FAULT = 40, 30
 PAGE = replace(ANOMALY, step=FAULT, rank=1, values={"nan": 3.0}, message="3 NaN of 8 elements")
 CLEAR = ("no anomalies", "No anomalies", "No page", "no page")
-VERBS = ("anomalies", "info", "trace", "replay", "report", "compare", "export", "verify")
+VERBS = ("anomalies", "info", "trace", "replay", "report", "compare", "export", "verify", "top")
 OK, PAGED, DAMAGED, INCOMPLETE = 0, 1, 3, 4
 State = Callable[[Path], Path]
 
@@ -38,10 +41,10 @@ def parts_of(step: int, ranks: int) -> list[StepRecord]:
 
 def write(
     path: Path, *, ranks: int = 2, told: int = STEPS, held: int = STEPS, closed: bool = True,
-    beats: bool = True, head: bool = True, of: tuple[int, ...] | None = None,
+    beats: bool = True, head: bool = True, of: tuple[int, ...] | None = None, node: str = NODE,
 ) -> Made:  # fmt: skip
     """Write a run of ranks `of`: `told` steps are merged, the journal of rank 1 takes `held`."""
-    made = Made(path, ranks=ranks)
+    made = Made(path, ranks=ranks, node=node)
     mine = range(ranks) if of is None else of
     for step in range(STEPS):
         parts = parts_of(step, ranks)
@@ -66,7 +69,7 @@ def write(
 
 
 def beat(made: Made, rank: int, *, closed: bool) -> None:
-    writer = heartbeat.HeartbeatWriter(made.run.heartbeat(0, NODE, rank))
+    writer = heartbeat.HeartbeatWriter(made.run.heartbeat(0, made.node, rank))
     writer.beat(
         step=STEPS - 1, micro=0, state=heartbeat.STATES.index("closed" if closed else "forward"),
         steps=STEPS, skipped=0, sampled=STEPS, phase_seconds=(0, 0, 0, 0), probe_seconds=0,
@@ -75,10 +78,29 @@ def beat(made: Made, rank: int, *, closed: bool) -> None:
 
 
 def sealed(made: Made) -> Path:
-    writer = StoreWriter(made.run, NODE, block=8, durable=False)
+    writer = StoreWriter(made.run, made.node, block=8, durable=False)
     writer.seal()
     writer.close()
     return made.path
+
+
+def trimmed(made: Made) -> Path:
+    """Let retention take what it may of a sealed run."""
+    sealed(made)
+    own = {0: {"rank_00000", "rank_00001", "merged"}}
+    limits = Limits(max_bytes=1)
+    Retention(made.run, Root(made.run, durable=False), limits, durable=False).apply(own)
+    return made.path
+
+
+def collected(path: Path, *, both: bool) -> Path:
+    """Put the directories of two nodes together, or take only the second one's."""
+    parts = [write(path / "0", ranks=4, of=(0, 1)), write(
+        path / "1", ranks=4, of=(2, 3), head=False, node="node_0001"
+    )]  # fmt: skip
+    sources = [sealed(made) for made in parts]
+    collect(path / "all", sources if both else sources[1:])
+    return path / "all"
 
 
 def folded(made: Made) -> Path:
@@ -114,6 +136,9 @@ STATES: dict[str, State] = {
     "uploaded: the verdict only": lambda path: elsewhere(sealed(write(path)), "anomalies"),
     "uploaded: one rank only": lambda path: elsewhere(sealed(write(path)), "rank_00000"),
     "uploaded: what was merged only": lambda path: elsewhere(sealed(write(path)), "merged"),
+    "retention took what it may": lambda path: trimmed(write(path)),
+    "nodes collected": lambda path: collected(path, both=True),
+    "one node collected": lambda path: collected(path, both=False),
     "the head's node only": lambda path: write(path, ranks=4, of=(0, 1)).path,
     "another node only": lambda path: write(path, ranks=4, of=(2, 3), head=False).path,
     **{
@@ -134,7 +159,7 @@ def test_every_verb_is_right_or_says_what_is_not_known(
     path = STATES[state](tmp_path / "run")
     page = tmp_path / "page.html"
     more = {"trace": ["--site", "*"], "report": ["-o", str(page)], "compare": [str(path)],
-            "export": ["--format", "csv"]}  # fmt: skip
+            "export": ["--format", "csv"], "top": ["--once"]}  # fmt: skip
     said = {}
     for verb in VERBS:
         code = main([verb, str(path), *more.get(verb, [])])

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             _print(frame(_once(watch), *shutil.get_terminal_size(SIZE)))
         else:
             _live(watch.look)
-        return report_gaps(watch.lost)
+        return report_gaps(watch.lost, watch.unknown())
     finally:
         watch.close()
 

@@ -96,6 +96,10 @@ class UrlWatch:
         self._last = Now("", UNREACHABLE, self._url)
         self.lost: tuple[str, ...] = ()  # of a store nothing is read here
 
+    def unknown(self) -> list[str]:
+        """Return nothing: what a daemon does not know, it does not say."""
+        return []
+
     def look(self) -> Now:
         """Return what the daemon says now; while it does not answer, what it said last."""
         try:

@@ -71,6 +71,10 @@ class RunWatch:
         """What of the store turned out to be damaged."""
         return self._lost
 
+    def unknown(self) -> list[str]:
+        """Return what is not held of the run, and so not shown; reads through it once."""
+        return self._run.completeness().unknown()
+
     def look(self) -> Now:
         """Return what is known now."""
         attempts = self._run.attempts()
