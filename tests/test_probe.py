@@ -257,7 +257,7 @@ def test_at_exit_the_journal_is_closed_and_the_exit_code_is_the_users(
     assert done.returncode == code, done.stderr
     assert "ddpprobe" not in done.stderr.replace("ddpprobe.install", "")
     wal = next((tmp_path / "r").rglob("rank_00000/*.wal")).read_bytes()
-    assert f'{{"event":"closed","status":"{status}"}}'.encode() in wal
+    assert f'{{"event":"closed","status":"{status}","sampled":0}}'.encode() in wal
 
 
 def test_the_training_process_imports_only_torch_numpy_and_psutil() -> None:

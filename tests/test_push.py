@@ -56,7 +56,7 @@ def head() -> Iterator[Head]:
 @pytest.fixture
 def pusher(head, caplog) -> Iterator[Pusher]:
     caplog.set_level(logging.INFO, "ddpprobe")
-    made = Pusher(head.url, lambda: "token")
+    made = Pusher(head.url, lambda: "token", "node_0001")
     yield made
     made.close(5.0)
 
@@ -101,5 +101,5 @@ def test_what_the_head_refuses_is_said_to_be_dropped_and_is_no_outage(
     head.status = 200
     pusher.push(record(0, 3))
     poll(lambda: pusher.acknowledged == (0, 3))
-    assert "what it refuses is dropped" in caplog.text
+    assert "refuses what this node pushes (400" in caplog.text
     assert caplog.text.count("the head at") == 1

@@ -16,6 +16,7 @@ from ddpprobe.records import derive
 from ddpprobe.replay.run import Run, open_run
 from ddpprobe.store import format as fmt
 from ddpprobe.store import verified
+from ddpprobe.store.committed import CommittedFiles
 
 STEPS, SITES = 600, 300  # three blocks of steps, three parts of sites
 SITE = "blocks.3.mlp:output"
@@ -31,7 +32,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the bytes that are read of the chunks, by array."""
     found = Counter[str]()
-    shard, load = verified.Shard, verified.GroupArrays._load
+    shard, load = verified.Shard, CommittedFiles.load
 
     def part(self: object, number: int, real: object = shard.part) -> bytes:
         data = real(self, number)  # type: ignore[operator]
@@ -39,13 +40,13 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found["bytes of parts"] += len(data)
         return data
 
-    def whole(self: verified.GroupArrays, key: str) -> bytes | None:
+    def whole(self: CommittedFiles, key: str) -> bytes | None:
         data = load(self, key)
         found[key.partition("/")[0]] += len(data or b"") if "/c/" in key else 0
         return data
 
     monkeypatch.setattr(shard, "part", part)
-    monkeypatch.setattr(verified.GroupArrays, "_load", whole)
+    monkeypatch.setattr(CommittedFiles, "load", whole)
     return found
 
 

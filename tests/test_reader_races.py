@@ -219,12 +219,14 @@ WRITER = """
 import os, sys
 from pathlib import Path
 from ddpprobe import codec
+from ddpprobe.layout import DirectoryLock
 from ddpprobe.store.retention import Limits
 from ddpprobe.store.writer import StoreWriter
 from tests.made_runs import Made, head_merge, record
 
 ROUNDS = int(sys.argv[2])
 made = Made(Path(sys.argv[1]), pid=os.getpid(), segment_frames=8)
+assert DirectoryLock(made.run.lock).acquire()  # held to the end: the run is under way
 folding = StoreWriter(made.run, "node_0000", block=8, durable=False, limits=Limits(120_000))
 for step in range(8 * ROUNDS):
     parts = [record(rank, step) for rank in range(2)]
@@ -233,6 +235,9 @@ for step in range(8 * ROUNDS):
     if step % 8 == 7:
         folding.fold()
         print(step, flush=True)
+for rank in range(2):
+    last = {"event": "closed", "status": "ok", "sampled": 8 * ROUNDS}
+    made.writer(rank).append_json(codec.LIFE, last)
 folding.seal()
 """
 

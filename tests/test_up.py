@@ -152,7 +152,7 @@ def test_prometheus_knows_the_daemon_and_the_rules_until_it_is_interrupted(tmp_p
         assert until(lambda: bool(prometheus.get("targets")["activeTargets"]), 60)
         (target,) = prometheus.get("targets")["activeTargets"]
         assert target["labels"] == {"instance": "127.0.0.1:13399", "job": "ddpprobe"}
-        assert len(prometheus.get("rules")["groups"][0]["rules"]) == 6
+        assert len(prometheus.get("rules")["groups"][0]["rules"]) == 7
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         assert not prometheus.ready()

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     import xarray
 
 
+LOOKS = 3  # at a run that seems to be incomplete, until two of them agree
+
+
 class RunError(Exception):
     """A path that cannot be opened as a run; the text is one line and says what to do.
 
@@ -147,7 +150,15 @@ class Run:
         """Return how much of the run is held: what `anomalies` and all else here is about."""
         host = str(self._identity.get("hostname") or "")
         overlay = self._overlay
-        return completeness(overlay, live=is_under_way(overlay), host=host)
+        found = completeness(overlay, live=is_under_way(overlay), host=host)
+        for _ in range(LOOKS if not found.complete else 0):
+            # Under our eyes a record may go from a journal to the store, and a rank may say goodbye.
+            anew = Overlay(overlay.run)
+            again = completeness(anew, live=is_under_way(anew), host=host)
+            if again == found:
+                break
+            found = again
+        return found
 
     def replayed(
         self, settings: Settings | None = None, advance: Callable[[int], None] = lambda _: None

@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _FSDP = "torch.distributed.fsdp"
-_WAITING = (
-    "cpu",
-    "meta",
-)  # kinds of device where parameters may be that are computed with elsewhere
 
 
 @dataclass(eq=False)

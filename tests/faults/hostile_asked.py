@@ -156,11 +156,13 @@ def _wrong_words(code: int, text: str, complaints: str) -> Iterator[str]:
     bad = {c for c in {*text, *complaints} - {"\n"} if unicodedata.category(c) in CONTROL}
     if bad:
         yield f"lets control characters through: {sorted(map(hex, map(ord, bad)))}"
-    if code not in {-1, 0, 1, 2, 3}:
+    if code not in {-1, 0, 1, 2, 3, 4}:
         yield f"exits with {code}"
     lost = "ddpprobe: lost: " in complaints
     if (code == 3) != lost and not (code == 3 and complaints):
         yield f"exits with {code}, and {'lists' if lost else 'does not list'} what is lost"
+    if code == 4 and "ddpprobe: not known: " not in complaints:
+        yield "exits with 4, and does not list what is not known"
     if code == 2 and not complaints.startswith(("ddpprobe: ", "usage: ")):
         yield f"exits with 2 and says {complaints[:200]!r}"
 
