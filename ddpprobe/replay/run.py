@@ -152,7 +152,7 @@ class Run:
         overlay = self._overlay
         found = completeness(overlay, live=is_under_way(overlay), host=host)
         for _ in range(LOOKS if not found.complete else 0):
-            # Under our eyes a record may go from a journal to the store, and a rank may say goodbye.
+            # A record may be on its way from a journal to the store, and a rank may say goodbye.
             anew = Overlay(overlay.run)
             again = completeness(anew, live=is_under_way(anew), host=host)
             if again == found:
