@@ -121,6 +121,18 @@ def end_daemons(directory: Path, timeout: float = 10.0) -> None:
 
 
 @pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`call(*words)`: (exit code, stdout, stderr) of one command line."""
+    from ddpprobe.cli import main
+
+    def run(*words: object) -> tuple[int, str, str]:
+        code = main([str(word) for word in words])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
 def poll() -> Callable[..., object]:
     """Wait until `poll(condition, timeout=10)` holds: returns its value, or fails the test."""
 

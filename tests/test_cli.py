@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from ddpprobe import codec
-from ddpprobe.cli import main
 from ddpprobe.commands import output
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import RunDir, make_dir, write_json
@@ -68,17 +67,6 @@ def make_run(path: Path, bad: FirstBad | None = None, ranks: int = 2, steps: int
         writer.append_json(codec.LIFE, {"event": "closed", "status": "ok", "sampled": steps})
         writer.close()
     return path
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """`call(*words)`: (exit code, stdout, stderr) of one command line."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        code = main([str(word) for word in words])
-        return (code, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ddpprobe import codec, heartbeat
-from ddpprobe.cli import main
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import write_json
 from ddpprobe.replay.completeness import CLOSED, DIED, RUNNING, UNKNOWN
@@ -23,17 +22,6 @@ from .made_runs import ANOMALY, NODE, Made, bad, head_merge, record, tree
 
 Call = Callable[..., tuple[int, str, str]]
 STEPS, HELD = 40, 16
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """`call(*words)`: (exit code, stdout, stderr) of one command line."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        code = main([str(word) for word in words])
-        return (code, *capsys.readouterr())
-
-    return run
 
 
 def beat(made: Made, rank: int, step: int, sampled: int, state: str = "forward") -> None:

@@ -47,4 +47,4 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
     else:
         say(f"{plain(path)}: {size(len(page))}; open it in a browser")
-    return report_gaps(run_.lost, run_.completeness().unknown())
+    return report_gaps(run_.lost, story.held.unknown())
