@@ -19,6 +19,7 @@ from ddpprobe.journal import JournalTail
 from ddpprobe.layout import RunDir
 from ddpprobe.records import StepRecord
 
+from . import slowest
 from .launcher import Launcher
 
 # Before anything imports torch. Four ranks on two cores must not start eight threads each.
@@ -29,6 +30,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 Torchrun = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Add the table of the slowest files to the end of the output."""
+    slowest.listen(config)
 
 
 @pytest.fixture
