@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from tests.grid.axes import Cell
+from tests.launcher import Launcher
 
 WORKER = Path(__file__).with_name("worker.py")
 PATIENCE = 240.0  # seconds for one cell: many times what the slowest takes
@@ -45,18 +45,18 @@ def _launch(
     lines, wanted = directory / "results.jsonl", directory / "cells"
     lines.write_text("")
     wanted.write_text("\n".join(names))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               "--nproc-per-node", str(world), str(WORKER), str(lines), str(wanted)]  # fmt: skip
+    options = ["--nproc-per-node", world]
     env = {**os.environ, "GRID_SCRATCH": str(directory), "DDPPROBE_STRICT": "1",
            "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}  # fmt: skip
-    with (directory / "log").open("w") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-        try:
-            _follow(process, lines, said)
-        finally:
-            if process.poll() is None:
-                process.terminate()  # torchrun ends its ranks
-                process.wait(60)
+    log = directory / "log"
+    where = {"cwd": Path.cwd(), "env": env, "out": log, "err": log}
+    process = Launcher(options, [WORKER, lines, wanted], **where, fresh=False)
+    try:
+        _follow(process, lines, said)
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGTERM)  # torchrun ends its ranks
+            process.wait(60)
     found: Results = {}
     for line in lines.read_text().splitlines():
         outcome = json.loads(line)
@@ -64,7 +64,7 @@ def _launch(
     return found
 
 
-def _follow(process: subprocess.Popen[bytes], lines: Path, said: Callable[[str], object]) -> None:
+def _follow(process: Launcher, lines: Path, said: Callable[[str], object]) -> None:
     seen, quiet = 0, time.monotonic()
     while process.poll() is None and time.monotonic() - quiet < PATIENCE:
         text = lines.read_text().splitlines()
