@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ddpprobe import codec
 from ddpprobe.journal import JournalTail
@@ -21,10 +22,16 @@ from ddpprobe.records import StepRecord
 
 from . import slowest
 from .launcher import Launcher
+from .waiting import deadline
 
 # Before anything imports torch. Four ranks on two cores must not start eight threads each.
 os.environ["DDPPROBE_STRICT"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
+# How long an example takes, or its making, says nothing on a busy machine.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 # A job that a shell starts in the background ignores Ctrl-C, and so would every command tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -43,10 +50,11 @@ def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
 
     `args` is the source of a script (a string with a newline), or a path, or a path and arguments.
     The ranks are forked from a process that has imported torch, unless they are to be `fresh`:
-    `launcher` says what is different. Returns the completed process with its output as text;
-    the exit code is torchrun's. When the time is up, every rank prints its Python stacks, all of
-    them are killed, and the test fails with that output. Daemons that any run directory below
-    `tmp_path` names are ended afterwards.
+    `launcher` says what is different. Without ranks (`nproc=0`) it is `python SCRIPT ...`, forked
+    as well. Returns the completed process with its output as text;
+    the exit code is torchrun's. When the time is up (`waiting`), every rank prints its Python
+    stacks, all of them are killed, and the test fails with that output. Daemons that any run
+    directory below `tmp_path` names are ended afterwards.
     """
     with torchrun_in(tmp_path) as run:
         yield run
@@ -72,7 +80,7 @@ def torchrun_in(directory: Path) -> Iterator[Torchrun]:
         environ = {**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})}
         # Not pipes: a daemon that inherited one would keep it open behind its ranks.
         out, err = directory / "torchrun.out", directory / "torchrun.err"
-        options = ["--nproc-per-node", nproc]
+        options = ["--nproc-per-node", nproc] if nproc else None
         where = {"cwd": directory, "env": environ, "out": out, "err": err}
         return _finished(Launcher(options, script, **where, fresh=fresh), timeout, out, err)
 
@@ -143,9 +151,9 @@ def poll() -> Callable[..., object]:
     """Wait until `poll(condition, timeout=10)` holds: returns its value, or fails the test."""
 
     def wait(condition: Callable[[], object], timeout: float = 10.0) -> object:
-        deadline = time.monotonic() + timeout
+        late = deadline(timeout)
         while not (value := condition()):
-            if time.monotonic() > deadline:
+            if time.monotonic() > late:
                 pytest.fail(f"not within {timeout:.0f} s: {condition}")
             time.sleep(0.02)
         return value

@@ -15,6 +15,7 @@ import importlib
 import math
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,6 +23,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from .waiting import deadline
 
 # All that the jobs of this suite import from torch. ddpprobe is not among it: it is what is tested.
 _IMPORTED = (
@@ -45,7 +49,7 @@ class Launcher:
     """One launch, with what `subprocess.Popen` has of it as far as the tests ask.
 
     Args:
-        options: torchrun's own.
+        options: torchrun's own; None is the script alone, in one process without torchrun.
         script: the path of the script, and its arguments.
         cwd, env: where it runs, and its whole environment.
         out, err: files for what it and its ranks print; they may be one.
@@ -53,16 +57,19 @@ class Launcher:
     """
 
     def __init__(
-        self, options: Sequence[object], script: Sequence[object], *, cwd: Path,
+        self, options: Sequence[object] | None, script: Sequence[object], *, cwd: Path,
         env: Mapping[str, str], out: Path, err: Path, fresh: bool,
     ) -> None:  # fmt: skip
-        forked = [] if fresh else FORKED
         ends = [] if fresh else [_ENDS]
-        self._words = [*map(str, ["--standalone", *forked, *options, *ends, *script])]
+        words = [*ends, *script]
+        if options is not None:
+            words = ["--standalone", *([] if fresh else FORKED), *options, *words]
+        self._words = [*map(str, words)]
         for file in (out, err):
             file.write_bytes(b"")
         given = (self._words, str(cwd), dict(env), str(out), str(err))
-        self._process = _server.Process(target=_torchrun, args=given)
+        begun = _torchrun if options is not None else _script
+        self._process = _server.Process(target=begun, args=given)
         with _alone:
             self._process.start()
         self.pid = int(self._process.pid or 0)
@@ -73,10 +80,10 @@ class Launcher:
             return self._process.exitcode
 
     def wait(self, timeout: float = math.inf) -> int:
-        """Return the exit code; raises `subprocess.TimeoutExpired`."""
-        deadline = time.monotonic() + timeout
+        """Return the exit code; raises `subprocess.TimeoutExpired`, on a busy machine later."""
+        late = deadline(timeout)
         while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
+            if time.monotonic() > late:
                 raise subprocess.TimeoutExpired(self._words, timeout)
             time.sleep(0.01)
         return code
@@ -87,10 +94,23 @@ class Launcher:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _torchrun(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) -> None:
+def _torchrun(words: list[str], *where: Any) -> None:
     """Be torchrun, in the forked process."""
     from torch.distributed import run
 
+    _move(*where)
+    run.main(words)
+
+
+def _script(words: list[str], *where: Any) -> None:
+    """Be `python SCRIPT ...`, in the forked process: the first word is `forked_rank`."""
+    _move(*where)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _move(cwd: str, env: dict[str, str], out: str, err: str) -> None:
+    """Take on the directory, the environment and the output of a launch."""
     # A thread of the parent is none here, and would leave its locks as they were.
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread"
     os.setsid()
@@ -103,7 +123,6 @@ def _torchrun(words: list[str], cwd: str, env: dict[str, str], out: str, err: st
         os.close(file)
     faulthandler.enable()
     gc.freeze()  # what is collected and searched in a rank is what it has made
-    run.main(words)
 
 
 def main(words: Sequence[str]) -> None:

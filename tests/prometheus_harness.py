@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from .waiting import deadline
+
 ROOT = Path(__file__).parent.parent
 DASHBOARD = ROOT / "grafana/dashboards/ddpprobe-overview.json"
 TREE: dict[str, Any] = json.loads(DASHBOARD.read_text())
@@ -33,10 +35,10 @@ JOB = "ddpprobe"
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Wait until it holds; False if it does not within `seconds`."""
-    deadline = time.monotonic() + seconds
+    """Wait until it holds; False if it does not before the time is up."""
+    late = deadline(seconds)
     while not condition():
-        if time.monotonic() > deadline:
+        if time.monotonic() > late:
             return False
         time.sleep(0.1)
     return True

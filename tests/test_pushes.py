@@ -29,6 +29,7 @@ from ddpprobe.roster import Roster, Shared, digest, new_secret
 
 from .made_cluster import Cluster, block, cluster, wish
 from .made_runs import bad, head_merge, key, record
+from .waiting import deadline
 
 
 @pytest.fixture
@@ -472,9 +473,9 @@ def pushing(answers: Callable[[str, bytes], bytes], tmp_path: Path) -> Iterator[
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    late = deadline(20)
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < late
         time.sleep(0.01)
 
 

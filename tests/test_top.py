@@ -47,6 +47,7 @@ from ddpprobe.view import FirstFailure, NodeView, RankView
 
 from .distributed.daemon_harness import harness, wait
 from .made_runs import ANOMALY, NODE, Made, record
+from .waiting import PATIENCE, deadline
 
 EVIL = "a\x1b[31m\n\u202e\u6f22\u5b57" * 9
 
@@ -484,9 +485,9 @@ class Terminal:
 
     def until(self, says: str, seconds: float = 30.0) -> None:
         """Read until what is drawn from now on holds a text."""
-        start, deadline = len(self.seen), time.monotonic() + seconds
+        start, late = len(self.seen), deadline(seconds)
         while says not in self.seen[start:]:
-            assert time.monotonic() < deadline, f"no {says!r} in {self.seen[start:]}"
+            assert time.monotonic() < late, f"no {says!r} in {self.seen[start:]}"
             self.read(0.2)
 
     def read(self, seconds: float) -> bool:
@@ -504,7 +505,7 @@ class Terminal:
         """Read what is left, and return the exit code."""
         while self.process.poll() is None or self.read(0.0):
             self.read(0.1)
-        return self.process.wait(20)
+        return self.process.wait(20 * PATIENCE)
 
     def close(self) -> None:
         self.process.kill()
@@ -527,9 +528,9 @@ def test_a_run_is_watched_to_its_end_from_its_directory_and_from_its_daemon(tmp_
             top.until("2 ranks")
             top.until("nonfinite")
         assert tops[0].seen.startswith("\x1b[?1049h")  # a screen of its own
-        assert [rank.wait(30) for rank in ranks] == [0, 0]
+        assert [rank.wait(30 * PATIENCE) for rank in ranks] == [0, 0]
         lock.release()
-        daemon.wait(30)
+        daemon.wait(30 * PATIENCE)
         tops[0].until("ended")
         tops[1].until("unreachable")
         tops[0].press(b"q")

@@ -17,6 +17,7 @@ from ddpprobe import layout
 from ddpprobe.layout import RunDir
 
 from ..launcher import Launcher
+from ..waiting import deadline
 
 JOB = Path(__file__).with_name("job.py")
 NODE = layout.node_name(0)
@@ -55,9 +56,9 @@ class Launch:
 
     def until(self, condition: Callable[[], Any], timeout: float = 60.0) -> Any:
         """Return the first true value of `condition`; fail when the time is up."""
-        deadline = time.monotonic() + timeout
+        late = deadline(timeout)
         while not (value := condition()):
-            assert time.monotonic() < deadline, f"not within {timeout:.0f} s:\n{self.log}"
+            assert time.monotonic() < late, f"not within {timeout:.0f} s:\n{self.log}"
             time.sleep(0.005)
         return value
 

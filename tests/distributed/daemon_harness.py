@@ -21,12 +21,21 @@ from ddpprobe.layout import RunDir, make_dir, node_name, write_json
 from ddpprobe.records import Anomaly
 from ddpprobe.store.reader import StoredGroup
 
+from ..waiting import deadline
+
 RANK = Path(__file__).parent / "rank_process.py"
+PATIENT = RANK.with_name("patient_daemon.py")
 TOKEN = "a-secret-of-this-run"
 
 
 class Harness:
-    """One run directory with its processes; every one of them is ended by `close`."""
+    """One run directory with its processes; every one of them is ended by `close`.
+
+    Attributes:
+        patient: its daemons wait for slow ranks and nodes as long as it takes.
+    """
+
+    patient = False
 
     def __init__(self, directory: Path) -> None:
         self.run = RunDir(make_dir(directory / "run"))
@@ -56,7 +65,8 @@ class Harness:
         run: RunDir | None = None,
     ) -> subprocess.Popen[Any]:
         """Start a daemon in the foreground of this test."""
-        command = [*prefix, sys.executable, "-m", "ddpprobe.daemon"]
+        which = ["-P", str(PATIENT)] if self.patient else ["-m", "ddpprobe.daemon"]
+        command = [*prefix, sys.executable, *which]
         command += ["--dir", str((run or self.run).path), "--node", node_name(node)]
         command += ["--linger", str(linger), *extra]
         if "--listen" not in extra:
@@ -142,10 +152,10 @@ class Harness:
 
 
 def wait(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
-    """Return the first true value of `condition`; AssertionError after `timeout` s."""
-    deadline = time.monotonic() + timeout
+    """Return the first true value of `condition`; AssertionError when the time is up."""
+    late = deadline(timeout)
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout:.0f} s"
+        assert time.monotonic() < late, f"not within {timeout:.0f} s"
         time.sleep(0.02)
     return value
 

@@ -48,6 +48,11 @@ def record(
     )  # fmt: skip
 
 
+def is_behind(end: Path, step: int) -> bool:
+    """Whether a file says, by now, how many steps there are to be, and this is one too many."""
+    return end.exists() and step >= int(end.read_text())
+
+
 def main(spec: dict[str, object]) -> int:
     """Write `steps` records, `delay` seconds apart, then end as told."""
     run, rank, node = RunDir(Path(str(spec["run"]))), int(spec["rank"]), int(spec.get("node", 0))
@@ -68,6 +73,8 @@ def main(spec: dict[str, object]) -> int:
     while spec.get("gate") and not Path(str(spec["gate"])).exists():  # all ranks begin together
         time.sleep(0.01)
     for step in range(first, first + steps):
+        if spec.get("end") and is_behind(Path(str(spec["end"])), step):
+            break
         if step == spec.get("limited"):  # no file may grow beyond this: the journal does
             resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
         beat.beat(

@@ -18,6 +18,7 @@ from ddpprobe.layout import DirectoryLock, RunDir, node_name, write_json
 from ddpprobe.orders import Order, OrderReader
 from ddpprobe.store.reader import StoredGroup
 
+from ..waiting import PATIENCE
 from . import daemon_harness
 from .daemon_harness import Harness, kill, wait
 
@@ -138,7 +139,7 @@ def test_the_command_line_asks_a_live_run_and_killed_daemons_announce_nothing_tw
     lock.release()
     for rank in ranks:
         kill(rank)
-    assert daemon.wait(40) == 0
+    assert daemon.wait(40 * PATIENCE) == 0
     orders = posted(head.run)
     assert [o.number for o in orders] == [0, 1, 2]
     assert orders[:2] == [page, order]

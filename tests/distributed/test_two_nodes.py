@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -14,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 import ddpprobe
@@ -23,6 +26,7 @@ from ddpprobe.layout import make_dir
 from ddpprobe.replay.verify import verify
 
 from .. import made_cluster
+from ..waiting import PATIENCE
 from . import daemon_harness, rank_process, real_job
 
 wait, kill = daemon_harness.wait, daemon_harness.kill
@@ -33,6 +37,8 @@ Harness = daemon_harness.Harness
 def nodes(tmp_path: Path) -> Iterator[list[Harness]]:
     """Two nodes that share nothing but the network: each has its own disk."""
     made = [Harness(tmp_path / f"node{n}") for n in range(2)]
+    for node in made:
+        node.patient = True
     yield made
     for node in made:
         node.close()
@@ -57,6 +63,17 @@ def start_ranks(nodes: list[Harness], **spec: object) -> list[subprocess.Popen[b
     wait(lambda: all(nodes[r // 2].journal_of(r, r // 2, attempt) for r in range(4)), 60)
     gate.touch()
     return started
+
+
+@contextlib.contextmanager
+def stopped(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Hold processes where they are."""
+    for rank in ranks:
+        rank.send_signal(signal.SIGSTOP)
+    wait(lambda: {psutil.Process(r.pid).status() for r in ranks} == {psutil.STATUS_STOPPED})
+    yield
+    for rank in ranks:
+        rank.send_signal(signal.SIGCONT)
 
 
 def agree(nodes: list[Harness], attempt: int, **others: Iterable[int]) -> dict[str, str]:
@@ -89,8 +106,8 @@ def test_the_head_names_the_guilty_rank_of_another_node(nodes, port) -> None:
         other.daemon(1, "--head", f"http://127.0.0.1:{port}"),
     ]
     ranks = start_ranks(nodes, steps=60)
-    assert [r.wait(30) for r in ranks] == [0] * 4
-    assert [d.wait(30) for d in daemons] == [0, 0]
+    assert [r.wait(30 * PATIENCE) for r in ranks] == [0] * 4
+    assert [d.wait(30 * PATIENCE) for d in daemons] == [0, 0]
     assert_all_merged(head, 60)
     # The other node keeps its own ranks' rows, and merges nothing itself.
     for rank in (2, 3):
@@ -113,8 +130,8 @@ def test_the_head_names_a_rank_of_another_node_that_went_apart(nodes, port) -> N
         )
         for rank in range(4)
     ]  # fmt: skip
-    assert [r.wait(30) for r in ranks] == [0] * 4
-    assert [d.wait(30) for d in daemons] == [0, 0]
+    assert [r.wait(30 * PATIENCE) for r in ranks] == [0] * 4
+    assert [d.wait(30 * PATIENCE) for d in daemons] == [0, 0]
     (live,) = head.anomalies()
     assert (live.detector, live.step, live.rank, live.module) == ("desync", 25, 3, "v")
     group = daemon_harness.StoredGroup(head.run, "attempt_000/merged")
@@ -136,8 +153,8 @@ def test_a_killed_head_is_followed_without_loss_or_duplicate(nodes, port, draw) 
             leader.wait(rng.uniform(0.4, 2.0))
         except subprocess.TimeoutExpired:
             kill(leader)
-    assert head.daemon(0, "--gather-listen", f"127.0.0.1:{port}").wait(40) == 0
-    assert daemon.wait(40) == 0
+    assert head.daemon(0, "--gather-listen", f"127.0.0.1:{port}").wait(40 * PATIENCE) == 0
+    assert daemon.wait(40 * PATIENCE) == 0
     assert_all_merged(head, 500)
 
 
@@ -158,33 +175,43 @@ def test_a_killed_node_daemon_is_followed_without_loss_or_duplicate(nodes, port,
     assert len(merged) == 1
     for rank in ranks:
         kill(rank)
-    assert [leader.wait(40), daemon.wait(40)] == [0, 0]
+    assert [leader.wait(40 * PATIENCE), daemon.wait(40 * PATIENCE)] == [0, 0]
     assert head.merged_steps() == list(range(500))
 
 
 def test_a_node_that_falls_silent_is_missing_and_holds_nobody_up(nodes, port) -> None:
+    """It is killed, and so is the patient head that waited for it: the next one does not."""
     head, other = nodes
     leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
     daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
-    ranks = start_ranks(nodes, steps=250, delay=0.02, hang=True)
+    end = head.run.path / "end"
+    ranks = start_ranks(nodes, steps=1_000_000, delay=0.02, hang=True, end=str(end))
     wait(lambda: [1 for t, p in head.frames() if t == 3 and p.ranks == (0, 1, 2, 3)])
     kill(daemon)
+    kill(leader)
+    with stopped(ranks):  # what they do from now on, nobody tells the head
+        steps = 20 + max(len(nodes[n // 2].acked(n)) for n in range(4))
+        end.write_text(str(steps))
+    wait(lambda: all(len(nodes[n // 2].acked(n)) == steps for n in range(4)))
+    head.patient = False
+    leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
+    wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step == steps - 1])
     for rank in ranks:
-        wait(lambda: all(len(nodes[n // 2].acked(n)) == 250 for n in range(4)))
         kill(rank)
-    assert leader.wait(40) == 0
-    assert head.merged_steps() == list(range(250))
+    assert leader.wait(40 * PATIENCE) == 0
+    assert head.merged_steps() == list(range(steps))
     last = list(daemon_harness.StoredGroup(head.run, "attempt_000/merged").records(0))[-1]
     assert (last.ranks, last.missing) == ((0, 1), (2, 3))
 
 
 def test_a_wrong_token_is_refused_and_hurts_nobody(nodes, port) -> None:
     head, other = nodes
+    head.patient = False
     leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
     daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}", token="guessed")
     ranks = start_ranks(nodes, steps=20)
-    assert [r.wait(30) for r in ranks] == [0] * 4
-    assert [leader.wait(40), daemon.wait(40)] == [0, 0]
+    assert [r.wait(30 * PATIENCE) for r in ranks] == [0] * 4
+    assert [leader.wait(40 * PATIENCE), daemon.wait(40 * PATIENCE)] == [0, 0]
     assert "answers 401" in other.log(1)
     assert "guessed" not in other.log(1) + head.log(0)
     records = list(daemon_harness.StoredGroup(head.run, "attempt_000/merged").records(0))
@@ -203,16 +230,16 @@ def test_a_restarted_job_with_a_new_head_and_new_secrets_gathers(nodes, port) ->
     daemon = other.daemon(1, "--head", "http://127.0.0.1:1", token=None, linger=60.0)
     leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}", token=None)
     assert all(wait(lambda n=n: nodes[n].said(n)) for n in (0, 1))
-    assert [r.wait(30) for r in start(0, f"http://127.0.0.1:{port}")] == [0] * 4
-    assert leader.wait(40) == 0
+    assert [r.wait(30 * PATIENCE) for r in start(0, f"http://127.0.0.1:{port}")] == [0] * 4
+    assert leader.wait(40 * PATIENCE) == 0
     agree(nodes, 1)
     gather = ["--gather-listen", f"127.0.0.1:{port + 1}"]
     leader = head.daemon(0, *gather, "--wait", "60", token=None)
     said = wait(head.said)
-    assert [r.wait(30) for r in start(1, f"http://{said['gather']}")] == [0] * 4
-    assert leader.wait(40) == 0
+    assert [r.wait(30 * PATIENCE) for r in start(1, f"http://{said['gather']}")] == [0] * 4
+    assert leader.wait(40 * PATIENCE) == 0
     daemon.terminate()
-    assert daemon.wait(20) == 0
+    assert daemon.wait(20 * PATIENCE) == 0
     for attempt in (0, 1):
         group = daemon_harness.StoredGroup(head.run, f"attempt_{attempt:03d}/merged")
         merged = [(r.step, r.ranks) for r in group.records(attempt)]
@@ -262,7 +289,7 @@ def test_a_hostile_node_with_its_own_secret_changes_nothing_and_metrics_stay_ali
     wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step == 149], 40)
     for rank in ranks:
         kill(rank)
-    assert [d.wait(40) for d in (leader, daemon)] == [0, 0]
+    assert [d.wait(40 * PATIENCE) for d in (leader, daemon)] == [0, 0]
     assert seen == {400, 409}
     records = list(daemon_harness.StoredGroup(head.run, "attempt_000/merged").records(0))
     assert [r.step for r in records] == list(range(150))
@@ -332,8 +359,8 @@ def test_two_hosts_on_a_network_gather_and_a_cut_cable_is_survived(nodes, namesp
     at = len(head.acked(0))
     wait(lambda: len(head.acked(0)) > min(at + 60, 190))
     ip("-n", namespaces[1], "link", "set", "ddpp1", "up")
-    assert [r.wait(40) for r in ranks] == [0] * 4
-    assert [leader.wait(40), daemon.wait(40)] == [0, 0]
+    assert [r.wait(40 * PATIENCE) for r in ranks] == [0] * 4
+    assert [leader.wait(40 * PATIENCE), daemon.wait(40 * PATIENCE)] == [0, 0]
     assert_all_merged(head, 200)
 
 
@@ -354,7 +381,7 @@ def test_a_torch_job_over_two_hosts_has_one_verdict_and_complete_statistics(
             launched.append(
                 subprocess.Popen(command, env={**os.environ, **env}, stdout=log, stderr=log)
             )
-    codes = [process.wait(120) for process in launched]
+    codes = [process.wait(120 * PATIENCE) for process in launched]
     told = "\n".join(p.read_text() for p in tmp_path.glob("*.log"))
     assert codes == [0, 0], told
     assert "rank 0's disk" not in told  # one directory for both
@@ -392,7 +419,7 @@ def test_a_torch_job_on_two_disks_says_so_and_is_collected_into_one(
             launched.append(
                 subprocess.Popen(command, env={**os.environ, **env}, stdout=log, stderr=log)
             )
-    codes = [process.wait(240) for process in launched]
+    codes = [process.wait(240 * PATIENCE) for process in launched]
     logs = [p.read_text() for p in sorted(tmp_path.glob("*.log"))]
     assert codes == [0, 0], "\n".join(logs)
     said = [line for text in logs for line in text.splitlines() if "ddpprobe: " in line]

@@ -1,0 +1,11 @@
+"""The daemon, but it waits minutes for slow ranks and nodes instead of seconds.
+
+For tests in which all of them deliver in the end: what a busy machine only delays is not missing.
+"""
+
+import sys
+
+from ddpprobe.daemon import __main__, attempt, node
+
+attempt.HEAD_GRACE_SECONDS = attempt.NODE_GRACE_SECONDS = node.OTHERS_SECONDS = 180.0
+sys.exit(__main__.main())

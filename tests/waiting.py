@@ -1,0 +1,17 @@
+"""How long a test waits before it calls something hung.
+
+The seconds in tests are many times what a quiet machine needs. One that is busy, or slow, needs
+more for the same, and nothing is wrong with it: all of them are multiplied here. They bound
+failures only. No test takes longer by it, and none may pass by it.
+"""
+
+from __future__ import annotations
+
+import time
+
+PATIENCE = 6.0
+
+
+def deadline(seconds: float) -> float:
+    """Return the monotonic time at which to give up what takes `seconds` at most when quiet."""
+    return time.monotonic() + PATIENCE * seconds
