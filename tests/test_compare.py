@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +30,7 @@ from ddpprobe.replay.timeline import timeline
 from ddpprobe.replay.tolerance import Rows, Tolerance, rounding
 from ddpprobe.store.writer import StoreWriter
 
+from .conftest import torchrun_in
 from .made_runs import NODE, Made
 from .made_runs import record as made_record
 
@@ -519,7 +518,11 @@ train(root + "/half_fault", half=True, fault=2)
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("real")
-    subprocess.run([sys.executable, "-c", TRAIN, root], check=True, timeout=120)
+    script = root / "train.py"
+    script.write_text(TRAIN)
+    with torchrun_in(root) as torchrun:
+        done = torchrun([script, root], nproc=0)
+    assert done.returncode == 0, done.stderr
     return root
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,15 +30,8 @@ def train(torchrun, tmp_path):
     """Run the script with a wrapper: two ranks, or one process for `none`."""
 
     def run(wrap: str, *args: object, ok: bool = True) -> subprocess.CompletedProcess[str]:
-        words = [str(a) for a in (*SMALL, "--wrap", wrap, *args)]
-        if wrap == "none":
-            done = subprocess.run(
-                [sys.executable, SCRIPT, *words],
-                cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-                env={**os.environ, "DDPPROBE_LINGER": "0"},
-            )  # fmt: skip
-        else:
-            done = torchrun([SCRIPT, *words], nproc=2)
+        words = [*SMALL, "--wrap", wrap, *args]
+        done = torchrun([SCRIPT, *words], 0 if wrap == "none" else 2, {"DDPPROBE_LINGER": "0"})
         assert (done.returncode == 0) == ok, done.stdout + done.stderr
         return done
 
@@ -144,9 +135,8 @@ def test_an_injected_fault_strikes_at_the_step_it_says_also_when_resumed(train, 
         ),
     ],
 )
-def test_wrong_use_is_said_before_training_starts(tmp_path, wrap, args, says):
-    command = [sys.executable, SCRIPT, *SMALL, "--wrap", wrap, *args]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_wrong_use_is_said_before_training_starts(torchrun, wrap, args, says):
+    done = torchrun([SCRIPT, *SMALL, "--wrap", wrap, *args], nproc=0)
     assert done.returncode != 0
     assert says in done.stderr
     assert "step" not in done.stdout
