@@ -1,7 +1,8 @@
 """The whole flow on four real ranks under a real Prometheus, while they run and after they ended.
 
-One run serves most tests here: `launch/train_gpt.py` under DDP, a NaN planted half-way into one
-rank's activation, scraped every second. The fixture gathers what must be seen while it lives.
+One run serves most tests here: `launch/train_gpt.py` under DDP, a NaN planted into one rank's
+activation, scraped every second. The fixture gathers what must be seen while it lives; its ranks
+wait for that shortly before the fault and shortly behind it.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 import ddpprobe
 from ddpprobe.detectors.suite import default_suite, order_of_cause
 from ddpprobe.layout import RunDir
-from ddpprobe.orders import OrderReader
+from ddpprobe.orders import Order, OrderReader
 from ddpprobe.records import Anomaly, StepRecord, derive
 
 from .. import conftest, prometheus_harness
 from ..launcher import Launcher
 from . import real_job
 
-ROOT = Path(__file__).parent.parent.parent
-STEPS, FAULT_STEP, FAULT_RANK, EVERY = 600, 300, 2, 2
+HELD_GPT = Path(__file__).with_name("held_gpt.py")
+STEPS, FAULT_STEP, FAULT_RANK, EVERY = 240, 80, 2, 2
+HELD = (FAULT_STEP - 2, FAULT_STEP + 4)
 MODULE = "blocks.1.mlp"
 VERDICT = {
     "detector": "nonfinite", "level": "page", "step": FAULT_STEP, "micro": 0, "rank": FAULT_RANK,
@@ -86,7 +88,9 @@ def watch(live: Live, training: Launcher) -> None:
     assert until(prometheus.ready)
     assert until(lambda: bool(prometheus.now("ddpprobe_steps_total")))
     live.first = time.time()
+    let_go(live.run, HELD[0])
     assert until(paged, 60)
+    assert until(lambda: bool(orders(live.run)))
     live.exemplars = prometheus.exemplars(page, live.first, time.time() + 5)
     live.verdict = real_job.ddpprobe_says("anomalies", live.run, "--json")
     run = ddpprobe.open(live.run)
@@ -94,10 +98,22 @@ def watch(live: Live, training: Launcher) -> None:
     live.records = list(run.records())
     live.metrics = scrape(said(live.run)["listen"])
     live.verdict_was_live = training.poll() is None
+    let_go(live.run, HELD[1])
     live.exit_code = training.wait(60)
     live.trained = time.time()
     live.maps = Path(f"/proc/{live.daemon.pid}/maps").read_text()
     live.threads = live.daemon.num_threads()
+
+
+def let_go(run: Path, step: int) -> None:
+    """Let the ranks begin a step before which they wait (`held_gpt`)."""
+    (run.parent / f"go.{step}").touch()
+
+
+def orders(run: Path) -> list[Order]:
+    """Return what was ordered of the ranks so far."""
+    with contextlib.closing(OrderReader(RunDir(run).orders(0, "node_0000"))) as board:
+        return list(iter(board.look, None))
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +122,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("live")
     run = folder / "run"
     script = [
-        ROOT / "launch/train_gpt.py", "--wrap=ddp", "--layers=2", "--dim=32", "--length=32",
-        "--batch=2", f"--steps={STEPS}", "--eval-every=200", f"--every={EVERY}",
+        HELD_GPT, folder, ",".join(map(str, HELD)), "--wrap=ddp", "--layers=2", "--dim=32",
+        "--length=32", "--batch=2", f"--steps={STEPS}", "--eval-every=80", f"--every={EVERY}",
         f"--run-dir={run}", f"--inject=nan:step={FAULT_STEP},rank={FAULT_RANK},module={MODULE}",
     ]  # fmt: skip
     # Prometheus takes some seconds until it knows a target: it starts first.
@@ -255,9 +271,7 @@ def _store(live: Live, group: str) -> zarr.Group:
 
 def sampled_steps(live: Live) -> list[int]:
     """Return the steps of the interval, and those that the black box captured at the page."""
-    board = OrderReader(RunDir(live.run).orders(0, "node_0000"))
-    (order,) = iter(board.look, None)
-    board.close()
+    (order,) = orders(live.run)
     assert FAULT_STEP < order.start < STEPS
     return sorted({*range(0, STEPS, EVERY), *range(order.start, order.stop)})
 
