@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 
 import numpy as np
@@ -17,13 +17,16 @@ from ddpprobe.records import (
     PHASES,
     PLACEMENTS,
     SEVERAL,
+    STATS,
     VALUES,
+    Anomaly,
     FirstBad,
     Site,
     StepRecord,
     derive,
     empty_rows,
     merge_counts,
+    merge_runs,
     merge_values,
 )
 
@@ -251,3 +254,159 @@ def test_no_rank_is_the_origin_of_what_several_have_at_the_same_place() -> None:
     reduced = [replace(b, phase="step", kind="grad") for b in bad]
     records = [StepRecord(0, 5, (b.rank,), 0, first_bad=b) for b in reduced]
     assert merge_all(records).first_bad == reduced[0]
+
+
+# Finite and other elements of four tensors, as two blocks of two rows.
+ELEMENTS = (
+    ((1.0, 0.0, -4.0, np.nan, np.inf, np.inf, -np.inf, 3.0), (2.0, 2.5, -0.0)),
+    ((np.nan, np.nan), ()),
+)
+
+
+def rows_of(elements: tuple[tuple[float, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as the statistics' kernels make them."""
+    counts, values = empty_rows(len(elements))
+    for row, cells in enumerate(elements):
+        x = np.array(cells)
+        fine = x[np.isfinite(x)]
+        counts[row, :5] = (
+            x.size, np.isnan(x).sum(), (x == np.inf).sum(), (x == -np.inf).sum(), (x == 0).sum(),
+        )  # fmt: skip
+        if fine.size:
+            with np.errstate(over="ignore"):
+                values[row] = (fine.min(), fine.max(), fine.sum(), (fine * fine).sum())
+    return counts, values
+
+
+def test_statistics_of_rows_with_nan_are_those_of_their_finite_elements() -> None:
+    blocks = [rows_of(block) for block in ELEMENTS]
+    counts, values = (np.stack(part) for part in zip(*blocks, strict=True))
+    nan = np.nan
+    finite = [np.array(x)[np.isfinite(x)] for block in ELEMENTS for x in block]
+    some = [x if x.size else np.array([nan]) for x in finite]  # of nothing every number is NaN
+    with np.errstate(invalid="ignore"):
+        expected = {
+            "numel": [8, 3, 2, 0], "nan": [1, 0, 2, 0], "pos_inf": [2, 0, 0, 0],
+            "neg_inf": [1, 0, 0, 0], "zeros": [1, 1, 0, 0], "nonfinite": [4, 0, 2, 0],
+            "zero_ratio": [1 / 8, 1 / 3, 0, nan],  # the only one over all elements
+            "min": [x.min() for x in some], "max": [x.max() for x in some],
+            "sum": [x.sum() for x in some], "sum_sq": [(x**2).sum() for x in some],
+            "mean": [x.mean() for x in some], "std": [x.std() for x in some],
+            "rms": [np.sqrt((x**2).mean()) for x in some],
+            "norm": [np.linalg.norm(x) for x in some], "abs_max": [np.abs(x).max() for x in some],
+        }  # fmt: skip
+    assert set(expected) | {"tapped", "observed"} == set(STATS)
+    for stat, want in expected.items():
+        got = derive(stat, counts, values)
+        assert (got.shape, got.dtype) == ((2, 2), np.float64), stat
+        np.testing.assert_allclose(got.ravel(), want, rtol=1e-12, err_msg=stat)
+
+
+def test_the_spread_of_a_constant_that_is_not_exact_is_zero_and_not_nan() -> None:
+    counts, values = rows_of(((0.1,) * 3,))
+    mean = values[0, 2] / 3
+    assert values[0, 3] / 3 < mean * mean  # rounding made the variance negative
+    assert derive("std", counts, values)[0] == 0.0
+
+
+def test_numbers_beyond_all_measure_give_no_warning() -> None:
+    counts, values = rows_of(((1e200, 1e200), ()))
+    values[1] = (1.0, 1.0, 1.0, 1.0)  # sums of no elements: a damaged row, whatever made it
+    for stat in ("std", "mean", "rms", "norm", "zero_ratio"):
+        assert np.isnan(derive(stat, counts, values)[1]), stat
+
+
+def test_runs_of_neighbouring_rows_merge_as_one_by_one() -> None:
+    counts, values = rows_of(((5.0, 1.0), (-7.0,), (2.0, np.nan), (0.0, 9.0)))
+    merged = merge_runs(counts, values, np.array([0, 3]))
+    first = functools.reduce(merge_counts, counts[:3]), functools.reduce(merge_values, values[:3])
+    assert merged[0].tolist() == [first[0].tolist(), counts[3].tolist()]
+    assert merged[1].tolist() == [first[1].tolist(), values[3].tolist()]
+
+
+def test_a_site_is_written_as_module_leaf_and_kind() -> None:
+    assert str(Site("a.b", "output")) == "a.b:output"
+    assert str(Site("", "grad_output", "0.hidden")) == "(root)[0.hidden]:grad_output"
+
+
+def test_a_record_whose_rows_are_not_one_per_site_is_refused() -> None:
+    site = (Site("a", "output"),)
+    one, two = empty_rows(1), empty_rows(2)
+    for counts, values in ((two[0], one[1]), (one[0], two[1]), (one[0].T, one[1])):
+        with pytest.raises(ValueError, match=r"1 sites need .* shapes \(1, 7\) and \(1, 4\), got"):
+            StepRecord(0, 0, (0,), 0, True, site, counts, values)
+
+
+# Two ranks whose records differ in one field each: (of rank 0, of rank 1, of both).
+FIELDS = {
+    "wall_time_ns": (7, 5, 7),
+    "sampled": (False, True, True),
+    "skipped": (True, False, True),
+    "partial": (False, True, True),
+    "missing": ((3, 1), (2, 0), (2, 3)),
+    "scalars": ({0: {"loss": 1.0}}, {1: {"loss": 2.0}}, {0: {"loss": 1.0}, 1: {"loss": 2.0}}),
+    "digests": ({("w", ""): {9: 1}}, {("w", ""): {9: 2}}, {("w", ""): {9: 3}}),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_of_two_records_is_merged_by_its_own_law(name: str) -> None:
+    mine, others, both = FIELDS[name]
+    plain = {"wall_time_ns": 0, "sampled": False}
+    one = replace(StepRecord(2, 3, (0,), **plain), **{name: mine})
+    two = replace(StepRecord(2, 3, (1,), **plain), **{name: others})
+    wanted = replace(StepRecord(2, 3, (0, 1), **plain), **{name: both})
+    for parts in ((one, two), (two, one)):
+        merged = merge_all(parts)
+        for field in fields(StepRecord):
+            if field.name not in ("counts", "values"):
+                assert getattr(merged, field.name) == getattr(wanted, field.name), field.name
+
+
+def test_a_merge_of_records_without_the_flags_sets_none() -> None:
+    merged = merge_all([StepRecord(0, 1, (r,), 0, sampled=False) for r in (1, 0)])
+    assert (merged.sampled, merged.skipped, merged.partial) == (False, False, False)
+    assert (merged.missing, merged.first_bad, merged.digests) == ((), None, {})
+
+
+def test_infinities_of_both_signs_of_several_ranks_add_up() -> None:
+    bad = [FirstBad(5, 0, "backward", 3, r, "a", "grad_output", "", r, 10, 200, 9) for r in (1, 2)]
+    merged = merge_all([StepRecord(0, 5, (b.rank,), 0, first_bad=b) for b in bad]).first_bad
+    assert merged == FirstBad(5, 0, "backward", 3, SEVERAL, "a", "grad_output", "", 3, 20, 400, 18)
+
+
+def test_of_ranks_that_are_bad_at_several_places_the_earliest_place_is_the_origin() -> None:
+    """Out of order, and however equal the rest is: micro-batch, phase, order, site."""
+    late = FirstBad(5, 1, "backward", 3, 0, "b", "output", "1", nan=1)
+    earlier = [
+        replace(late, micro=0, phase="step"), replace(late, phase="forward", order=9),
+        replace(late, order=2, fqn="c"), replace(late, fqn="a", kind="x"),
+        replace(late, kind="input", leaf="2"), replace(late, leaf="0"),
+    ]  # fmt: skip
+    for first in earlier:
+        for ranks in ((0, 1), (1, 0)):
+            found = [replace(late, rank=ranks[0]), replace(first, rank=ranks[1])]
+            parts = [StepRecord(0, 5, (b.rank,), 0, first_bad=b) for b in found]
+            assert merge_all(parts).first_bad == found[1]
+
+
+def test_the_ranks_in_a_mask_are_its_bits() -> None:
+    assert ranks_of(0) == ()
+    assert ranks_of(0b1001_0110) == (1, 2, 4, 7)
+    assert ranks_of(1 << 70) == (70,)
+
+
+def test_ranks_dispute_a_checksum_only_if_they_hold_several() -> None:
+    digests = {("a", ""): {1: 3}, ("b", "0"): {1: 1, 2: 2}, ("c", ""): {}}
+    assert disagreements(digests) == {("b", "0"): {1: 1, 2: 2}}
+
+
+def test_the_place_of_an_anomaly_is_its_site_or_the_module_alone() -> None:
+    def place(module: str | None, kind: str | None) -> str:
+        where = (0, 0, None, module, kind, "forward")
+        return Anomaly("nonfinite", "page", *where, True, "", {}, sampled=True).place  # noqa: FBT003
+
+    assert place("a.b", "output") == "a.b:output"
+    assert place("a.b", None) == "a.b"
+    assert place("", None) == "(root)"
+    assert place(None, "output") == ""
