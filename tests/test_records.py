@@ -404,7 +404,7 @@ def test_ranks_dispute_a_checksum_only_if_they_hold_several() -> None:
 def test_the_place_of_an_anomaly_is_its_site_or_the_module_alone() -> None:
     def place(module: str | None, kind: str | None) -> str:
         where = (0, 0, None, module, kind, "forward")
-        return Anomaly("nonfinite", "page", *where, True, "", {}, sampled=True).place  # noqa: FBT003
+        return Anomaly("nonfinite", "page", *where, True, "", {}, sampled=True).place
 
     assert place("a.b", "output") == "a.b:output"
     assert place("a.b", None) == "a.b"
