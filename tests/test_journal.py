@@ -211,3 +211,25 @@ def test_no_acknowledged_record_is_lost_to_kill_9(tmp_path: Path, draw: int) -> 
     assert steps == list(range(len(steps)))
     assert len(steps) > max(acknowledged, default=0)
     assert tail.damage == {}
+
+
+def test_a_long_frame_torn_by_a_full_disk_leaves_nothing_behind_a_shorter_one(
+    tmp_path, monkeypatch
+) -> None:
+    """What is written next is shorter: bytes of the torn frame behind it would be damage."""
+    writer = JournalWriter(tmp_path / "j", {})
+    assert writer.append_json(codec.SAMPLE, {"step": 0})
+    disk = FullDisk(4000)
+    monkeypatch.setattr(journal.os, "pwrite", disk)
+    monkeypatch.setattr(journal, "BACK_OFF_SECONDS", 0.0)
+    assert not writer.append(codec.SAMPLE, b"x" * 5000)
+    disk.room = 1 << 20
+    assert writer.append_json(codec.SAMPLE, {"step": 1})
+    assert writer.append_record(record(2, SITES))
+    writer.close()
+    tail = JournalTail(tmp_path / "j")
+    frames = list(tail.poll())
+    tail.close()
+    assert tail.damage == {}
+    assert [f.seq for f in frames] == [0, 1, 2, 3, 4]
+    assert [f.payload for f in frames[1:3]] == [b'{"step":0}', b'{"step":1}']

@@ -431,3 +431,15 @@ def test_names_that_become_equal_are_shown_once_and_counted() -> None:
     view = a_view(merged=record([Site(f"{i}{tail}", "output") for i in range(3)]))
     assert len([s for s in samples(view) if s.name == "ddpprobe_site_rms"]) == 1
     assert value(view, "series_dropped_total") == 4
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_a_component_that_is_off_on_one_rank_is_off_whatever_rank_comes_behind(
+    order: tuple[int, ...],
+) -> None:
+    ranks = tuple(a_rank(n, components={"hooks": n != 1, "journal": True}) for n in order)
+    view = a_view(ranks=ranks, components={"hooks": True, "store": False})
+    said = {
+        name: value(view, "component_up", component=name) for name in ("hooks", "journal", "store")
+    }
+    assert said == {"hooks": 0, "journal": 1, "store": 0}

@@ -169,3 +169,14 @@ def test_on_a_gpu_rows_are_the_same_and_nothing_synchronises(kind, dtype) -> Non
         assert got[name] == want[name], name
     assert got["sum"] == pytest.approx(want["sum"], rel=1e-6, abs=1e-6 * max(1, want["sum_sq"]))
     assert got["sum_sq"] == pytest.approx(want["sum_sq"], rel=1e-6, abs=0.0)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 5), (1, 3, 5), (4, 3, 1), (4, 1, 5), (4, 3, 0)], ids=str)
+def test_a_tensor_expanded_in_two_dimensions_counts_each_element_as_often_as_it_stands(
+    engine: str, shape: tuple[int, ...]
+) -> None:
+    base = torch.tensor([[[2.0], [0.0], [torch.nan]]])[:, : shape[1]]
+    expanded = base.expand(shape)
+    assert row(expanded) == pytest.approx(row(expanded.contiguous()), nan_ok=True)
+    moved = expanded.transpose(0, 1).unsqueeze(1).expand(-1, 7, -1, -1)
+    assert row(moved) == pytest.approx(row(moved.contiguous()), nan_ok=True)
