@@ -6,7 +6,7 @@ Frames are checksummed, which tells of accidents, not of malice. What is wrong r
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -105,3 +105,97 @@ def rank(said: Any) -> int:  # noqa: ANN401  (what JSON made of it)
     if not isinstance(said, int) or not 0 <= said < MAX_RANKS:
         raise ValueError(f"rank {said!r}: there are no more than {MAX_RANKS}")
     return said
+
+
+def fault_of_life(event: Mapping[str, Any]) -> str:
+    """Say what in an event no writer of ours would say; "" if every reader can take it.
+
+    Only what is there is looked at, besides what no reader can do without. An event, or a field,
+    that is not known is a newer version's.
+    """
+    name = event.get("event")
+    fields = _FIELDS.get(name, {}) if isinstance(name, str) else {}
+    if not isinstance(name, str):
+        return f"no event is called {name!r:.40}"
+    for field, read in fields.items():
+        if field not in event and field not in _NEEDED.get(name, ()):
+            continue
+        try:
+            read(event.get(field))
+        except MALFORMED:
+            return f"{field!r} of {name!r} is {event.get(field)!r:.40}"
+    return ""
+
+
+def _text(said: Any) -> str:  # noqa: ANN401  (what JSON made of it)
+    if not isinstance(said, str):
+        raise TypeError(f"{said!r:.40} is no text")
+    return said
+
+
+def _flag(said: Any) -> bool:  # noqa: ANN401  (what JSON made of it)
+    if not isinstance(said, bool):
+        raise TypeError(f"{said!r:.40} is neither true nor false")
+    return said
+
+
+def _whole(said: Any) -> int:  # noqa: ANN401  (what JSON made of it)
+    if not isinstance(said, int):
+        raise TypeError(f"{said!r:.40} is no whole number")
+    return int64(said)
+
+
+def _texts(said: Any) -> list[str]:  # noqa: ANN401  (what JSON made of it)
+    if not isinstance(said, list):
+        raise TypeError(f"{said!r:.40} is no list")
+    return [_text(one) for one in said]
+
+
+def _counts(said: Any) -> dict[str, int]:  # noqa: ANN401  (what JSON made of it)
+    return {str(name): _whole(value) for name, value in said.items()}
+
+
+def _beats(said: Any) -> None:  # noqa: ANN401  (what JSON made of it)
+    for number, beat in said.items():
+        rank(int(number))
+        _whole(beat["step"])
+        _whole(beat["sampled"])
+        _text(beat["state"])
+
+
+_ORDER: dict[str, Callable[[Any], object]] = {
+    "number": _whole, "action": _text, "start": _whole, "stop": _whole, "cause": _text,
+    "reason": _text, "modules": _texts,
+}  # fmt: skip
+# What a journal says happened, and how each field of it is read.
+_FIELDS: Mapping[str, Mapping[str, Callable[[Any], object]]] = {
+    "blind": {"step": _whole, "modules": _texts, "count": _whole},
+    "budget": {"step": _whole, "every": _whole},
+    "captured": {"step": _whole, "bytes": _whole, "reason": _text},
+    "closed": {"status": _text, "sampled": _whole},
+    "death": {
+        "rank": rank, "signal": _text, "time_ns": _whole, "step": _whole, "first": _flag,
+    },
+    "dropped": {"reason": _text, "count": _whole},
+    "fuse": {"component": _text, "error": _text},
+    "last_beats": {"ranks": _beats},
+    "late_order": _ORDER,
+    "order": _ORDER,
+    "order_dropped": {"cause": _text, "reason": _text},
+    "paused": {"reason": _text, "time_ns": _whole},
+    "pinned": {"first": _whole, "last": _whole, "cause": _text, "reason": _text},
+    "pushed": {"step": _whole},
+    "resumed": {"time_ns": _whole},
+    "sites": {
+        "expected": _whole, "observed": _whole, "step": _whole, "unsupported": _counts,
+        "silent": _texts,
+    },
+    "topology": {"wrapper": _text, "device": _text},
+    "trigger": {"number": _whole, "step": _whole, "reason": _text},
+    "unsampled": {"step": _whole, "reason": _text},
+}  # fmt: skip
+_NEEDED = {
+    "death": ("rank",), "dropped": ("reason", "count"), "fuse": ("component",),
+    "last_beats": ("ranks",), "pushed": ("step",), "sites": ("expected", "observed"),
+    "trigger": ("number", "step", "reason"),
+}  # fmt: skip

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ddpprobe import codec
 from ddpprobe.cli import main
 from ddpprobe.records import Anomaly, FirstBad, Site, StepRecord
 from ddpprobe.replay.run import open_run
+from ddpprobe.report import page
 from ddpprobe.report.columns import NEAR, Columns
 from ddpprobe.report.heat import grouped
 from ddpprobe.report.numbers import Labels, Numbers, table_of
@@ -269,6 +271,18 @@ def values(array: dict[str, str]) -> np.ndarray:
 
     found = np.frombuffer(base64.b64decode(array["bdata"]), f"<{array['dtype']}")
     return found.reshape([int(n) for n in array["shape"].split(",")])
+
+
+def test_a_tree_that_is_not_installed_writes_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(page, "version", version)
+    Made(tmp_path / "run", ranks=1).whole(2).close()
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "page.html")]) == 0
+    assert "unknown" in (tmp_path / "page.html").read_text()
 
 
 def test_the_map_holds_a_gap_where_nothing_was_observed_and_a_mark_where_a_nan_was(

@@ -26,11 +26,19 @@ from ddpprobe.replay.tensors import (
     site_of,
 )
 from ddpprobe.store import dtypes
-from ddpprobe.store.capture_event import Entry, Event, Key, event_of, key_of, planned
+from ddpprobe.store.capture_event import (
+    Entry,
+    Event,
+    Key,
+    captures_key,
+    event_of,
+    key_of,
+    planned,
+)
 from ddpprobe.store.capture_packs import attempts_with_packs, open_packs, packs_of
 from ddpprobe.store.capture_places import Box, Held
 from ddpprobe.store.captures import StoredEvent, expired_steps, stored_steps
-from ddpprobe.store.manifest import StoreError
+from ddpprobe.store.manifest import Lost, Manifest, StoreError, manifest_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -258,6 +266,22 @@ def captured_attempts(run: layout.RunDir, attempts: Sequence[int]) -> list[int]:
     return sorted({*attempts, *attempts_with_packs(run)})
 
 
+def damage_of_expiry(run: layout.RunDir, attempt: int) -> list[Lost]:
+    """Return what is wrong with the list of captures that have expired: it is not believed then.
+
+    What has expired may be listed as damaged, and what is there as captured, until it is mended.
+    """
+    key = captures_key(attempt)
+    path = manifest_path(run, key)
+    where = path.relative_to(run.path).as_posix()
+    found = [Lost(where, None, why) for why in Manifest(path).damage]
+    try:
+        expired_steps(run, attempt)
+    except StoreError as error:
+        found.append(Lost(f"run.zarr/{key}", None, str(error)))
+    return found
+
+
 def captured_steps(run: layout.RunDir, attempt: int) -> Iterator[CapturedStep]:
     """Yield what was captured in an attempt, ascending."""
     for step in sorted(_steps(run, attempt) - _expired(run, attempt)):
@@ -328,7 +352,7 @@ def _expired(run: layout.RunDir, attempt: int) -> set[int]:
     try:
         return expired_steps(run, attempt)
     except StoreError:
-        return set()  # `verify` says what is wrong with it
+        return set()  # `damage_of_expiry` says what is wrong with it
 
 
 def _of_call(

@@ -17,6 +17,7 @@ from ddpprobe.replay.captured_steps import (
     captured_attempts,
     captured_step,
     captured_steps,
+    damage_of_expiry,
 )
 from ddpprobe.replay.completeness import Completeness, completeness
 from ddpprobe.replay.copies import copy_of, fetch_captured
@@ -239,6 +240,7 @@ class Run:
 
     def captures(self, attempt: int | None = None) -> list[Captured]:
         """Return the steps of which full tensors were kept (of all attempts), ascending."""
+        self._lose_expiry(attempt)
         steps = [s for n in self._captured(attempt) for s in captured_steps(self._overlay.run, n)]
         self._overlay.lose(*(lost for step in steps for lost in step.lost))
         return [step.describe() for step in steps if step.event is not None]
@@ -272,7 +274,13 @@ class Run:
 
     def expired(self) -> list[Lost]:
         """Return what retention took away (`max_bytes`, `max_age`): it is gone, not damaged."""
+        self._lose_expiry(None)
         return expired_in(self._overlay)
+
+    def _lose_expiry(self, attempt: int | None) -> None:
+        run = self._overlay.run
+        for number in self._captured(attempt):
+            self._overlay.lose(*damage_of_expiry(run, number))
 
     def _captured(self, attempt: int | None) -> list[int]:
         run = self._overlay.run
@@ -280,6 +288,7 @@ class Run:
 
     def _captured_step(self, step: int, attempt: int | None) -> CapturedStep:
         fetch_captured(self.path, step)
+        self._lose_expiry(attempt)
         found = captured_step(self._overlay.run, self._captured(attempt), step)
         self._overlay.lose(*found.lost)
         return found

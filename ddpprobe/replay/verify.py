@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from ddpprobe import codec, layout
+from ddpprobe import codec, hearsay, layout
 from ddpprobe.replay.copies import fetch_captured
 from ddpprobe.replay.run import Run
 from ddpprobe.replay.verify_captures import captured_events, check_captures
@@ -75,6 +75,9 @@ def verify(run: Run, advance: Advance = _unheard) -> Report:
     """
     directory, report = layout.RunDir(run.path), Report()
     fetch_captured(run.path)
+    if not directory.run_json.exists():  # it is written before the first journal
+        why = "missing: name, id and size of the run are told by the journals and the store alone"
+        report.add(Lost(layout.RUN_JSON, None, why))
     # Journals first: what is folded while we look is in the store afterwards.
     firsts = list(_check_journals(directory, report, advance))
     keys = list(_groups(directory))
@@ -83,6 +86,8 @@ def verify(run: Run, advance: Advance = _unheard) -> Report:
     for key in keys:
         _check_files(directory, key, report)
         _check_chunks(directory, key, report, advance)
+        if key.rpartition("/")[2].startswith("node_"):
+            _check_events(directory, key, report)
     check_captures(directory, run.attempts(), report, advance)
     report.notes += [str(gone) for gone in run.expired()]
     for source, first in firsts:
@@ -238,6 +243,7 @@ def _check_journal(
             pass  # decoding is the check
         seqs = [frame.seq for frame in segment.frames]
         report.frames += len(seqs)
+        _check_sense(segment, name, report)
         if segment.damage:
             report.add(Lost(name, None, segment.damage))
         if segment.torn:
@@ -251,6 +257,48 @@ def _check_journal(
             first = seqs[0]
         due = None if segment.damage else segment.end if seqs else due
     return first
+
+
+def _check_sense(segment: segments.Segment, name: str, report: Report) -> None:
+    for frame in segment.frames:
+        if fault := fault_of_frame(frame):
+            report.add(Lost(name, None, f"frame {frame.seq} makes no sense: {fault}"))
+
+
+def fault_of_frame(frame: codec.Frame) -> str:
+    """Say what an intact frame, other than a record or a table, holds that makes no sense."""
+    if frame.type == codec.ANOMALY:
+        return _fault(lambda: codec.decode_anomaly(frame.payload))
+    if frame.type not in {codec.META, codec.LIFE, codec.SAMPLE}:
+        return ""
+    if fault := _fault(frame.json):
+        return fault
+    said = frame.json()
+    if frame.type == codec.LIFE:
+        return hearsay.fault_of_life(said)
+    if frame.type == codec.SAMPLE and type(said.get("time_ns")) is not int:
+        return f"'time_ns' of a reading is {said.get('time_ns')!r:.40}"
+    return ""
+
+
+def _fault(read: Callable[[], object]) -> str:
+    try:
+        read()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _check_events(run: layout.RunDir, key: str, report: Report) -> None:
+    """List the events in the store that make no sense: they were folded as they were written."""
+    from ddpprobe.store.reader import StoredGroup  # noqa: PLC0415
+
+    with contextlib.suppress(StoreError):  # what is wrong with the group is said already
+        group = StoredGroup(run, key)
+        for source, seq, event in group.events() if group.exists else ():
+            if fault := hearsay.fault_of_life(event):
+                why = f"frame {seq} of {source} makes no sense: {fault}"
+                report.add(Lost(f"run.zarr/{key}", None, why))
 
 
 def _check_overlap(run: layout.RunDir, source: segments.Source, first: int, report: Report) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any
 
@@ -51,7 +51,7 @@ def render(story: Story) -> str:
         lost=story.lost[:MOST_LOST],
         unknown=story.held.unknown(),
         most=MOST_LOST,
-        version=version("ddpprobe"),
+        version=_version(),
         now=tables.when(time.time_ns()),
     )  # fmt: skip
 
@@ -99,6 +99,13 @@ def _policy(*scripts: str) -> str:
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
+
+
+def _version() -> str:
+    try:
+        return version("ddpprobe")
+    except PackageNotFoundError:  # it runs from a bare source tree
+        return "unknown"
 
 
 def _asset(package: str, path: str) -> str:

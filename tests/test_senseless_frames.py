@@ -1,0 +1,171 @@
+"""Intact frames that make no sense: nobody fails over them, and `verify` lists each of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpprobe import codec, hearsay
+from ddpprobe.cli import main
+from ddpprobe.daemon.ledger import Ledger
+from ddpprobe.daemon.tail import RankFacts, RankTail
+from ddpprobe.detectors.suite import default_suite
+from ddpprobe.replay.run import open_run
+from ddpprobe.replay.verify import verify
+from ddpprobe.store.writer import StoreWriter
+
+from .faults import hostile_captures, odd_json
+from .made_runs import NODE, Made
+
+INFINITE = {"event": "dropped", "reason": "ENOSPC", "count": float("inf")}
+MORE: tuple[dict[str, Any], ...] = (
+    {"event": "last_beats", "ranks": {"0": {"step": 4, "sampled": 2, "state": "closed"}}},
+    {"event": "budget", "step": 4, "every": 20, "budget": 0.01, "ratio": 0.02},
+    {"event": "late_order", "number": 0, "action": "stop", "start": 7, "stop": 8},
+    {"event": "order_dropped", "cause": "page/1", "reason": "too many"},
+    {"event": "pinned", "step": 4, "cause": "page/1"},
+)
+SAID = (*odd_json.OF_RANK, *odd_json.OF_DAEMON, *MORE)
+
+
+def hostile() -> list[bytes]:
+    """Return each kind of event with each hostile value in each of its places."""
+    return [
+        odd_json.changed(event, place, odd)
+        for event in SAID
+        for place in odd_json.places(event)
+        for odd in odd_json.ODD
+    ]
+
+
+def journal(directory: Path, payloads: list[bytes]) -> Path:
+    """Put frames behind what a journal holds."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "00000000.wal"
+    data = path.read_bytes() if path.exists() else b""
+    due = len(list(codec.iter_frames(data)))
+    frames = (codec.encode_frame(codec.LIFE, due + i, text) for i, text in enumerate(payloads))
+    path.write_bytes(data + b"".join(frames))
+    return path
+
+
+def test_every_reader_goes_on_behind_every_event_that_makes_no_sense(tmp_path: Path) -> None:
+    told, last = hostile(), codec.encode_json({"event": "closed", "status": "ok"})
+    assert len(told) > 1000
+    journal(tmp_path / "rank_00000", [*told, last])
+    tail = RankTail(tmp_path / "rank_00000", 0)
+    tail.read(1)
+    tail.close()
+    assert tail.facts.closed
+    assert tail.malformed > 100
+    finished = codec.encode_json({"event": "finished"})
+    journal(tmp_path / "daemon", [*told, finished])
+    ledger = Ledger(tmp_path / "daemon", {}, default_suite())
+    ledger.close()
+    assert ledger.finished
+
+
+@pytest.fixture
+def infinite(tmp_path: Path) -> Made:
+    made = Made(tmp_path / "run", ranks=1, segment_frames=64).whole(6)
+    made.writer(0).append_json(codec.LIFE, INFINITE)
+    return made
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_an_infinite_count_is_listed_by_verify_and_ends_nothing(
+    infinite: Made, folded: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = infinite.close()
+    if folded:
+        folder = StoreWriter(run, NODE, block=2, durable=False)
+        folder.seal()
+        folder.close()
+    out = str(tmp_path / "out")
+    assert main(["export", str(run.path), "--format", "openmetrics", "-o", out]) == 0
+    (found,) = verify(open_run(run.path)).damage
+    assert "makes no sense" in found.why
+    assert "'count'" in found.why
+    assert main(["verify", str(run.path)]) == 3
+
+
+@pytest.mark.parametrize(
+    ("type_", "payload"),
+    [
+        (codec.LIFE, b'["closed"]'),
+        (codec.LIFE, b'{"event":"death","rank":-7}'),
+        (codec.LIFE, b'{"event":"sites","expected":"x","observed":1}'),
+        (codec.LIFE, b"{"),
+        (codec.SAMPLE, b'{"time_ns":1e999}'),
+        (codec.ANOMALY, b'{"detector":"nonfinite"}'),
+        (codec.META, b"7"),
+    ],
+)
+def test_verify_lists_every_frame_that_it_cannot_take(
+    infinite: Made, type_: int, payload: bytes
+) -> None:
+    infinite.writer(0).append(type_, payload)
+    run = open_run(infinite.close().path)
+    found = [lost.why for lost in verify(run).damage]
+    assert len(found) == 2  # the infinite one, and this
+
+
+def test_what_ranks_and_daemons_say_makes_sense(tmp_path: Path) -> None:
+    assert [hearsay.fault_of_life(event) for event in SAID] == [""] * len(SAID)
+    assert hearsay.fault_of_life({"event": "of a newer version", "count": "x"}) == ""
+    run = odd_json.make_all(tmp_path / "run")
+    assert verify(open_run(run.path)).damage == []
+
+
+# ---- what is lost besides frames
+
+
+def test_verify_says_that_the_run_json_is_lost(infinite: Made) -> None:
+    run = Made(infinite.path.parent / "whole", ranks=1).whole(4).close()
+    assert verify(open_run(run.path)).damage == []
+    run.run_json.unlink()
+    (lost,) = verify(open_run(run.path)).damage
+    assert lost.where == "run.json"
+    assert main(["verify", str(run.path)]) == 3
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("captured") / "run"
+    hostile_captures.make(path)
+    return path
+
+
+@pytest.mark.parametrize("what", ["bytes", "gone"])
+def test_captures_say_which_manifest_is_damaged(captured: Path, tmp_path: Path, what: str) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(captured, path)
+    run = open_run(path)
+    assert run.captures()
+    assert run.expired() == []
+    assert run.lost == []
+    (log,) = (path / "manifest").glob("attempt_000.captures.log")
+    if what == "gone":
+        log.unlink()
+    else:
+        log.write_bytes(log.read_bytes()[:-4] + b"oops")
+    for ask in (lambda r: r.captures(), lambda r: r.expired(), lambda r: r.capsules(7, "x")):
+        run = open_run(path)
+        ask(run)
+        assert [lost for lost in run.lost if "captures" in lost.where]
+    assert not verify(open_run(path)).ok
+
+
+def test_what_verify_finds_no_fault_with_every_reader_takes() -> None:
+    faults = 0
+    for text in hostile():
+        event = json.loads(text) if b"[[[[" not in text else {}
+        if isinstance(event, dict) and hearsay.fault_of_life(event) == "":
+            RankFacts().take_life(event)
+        else:
+            faults += 1
+    assert faults > 500
