@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 
 from ddpprobe.records import Anomaly
 
 LABEL_BYTES = 200
 EXEMPLAR_CHARACTERS = 128  # names and values together, a rule of OpenMetrics 1.0
+# Control, format (bidirectional overrides), lone surrogates, line and paragraph separators.
+_UNSHOWN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 ROOT = "(root)"  # to Prometheus an empty label is no label; `Site` writes it the same way
 
 
 def label_value(value: object) -> str:
-    """Return a label value as valid UTF-8 of at most `LABEL_BYTES` bytes, cut from the left.
+    r"""Return a label value as valid UTF-8 of at most `LABEL_BYTES` bytes, cut from the left.
 
-    One lone surrogate or NUL in one label would make Prometheus refuse the whole scrape; they are
-    written out. The end of a name tells sites apart, so the beginning goes.
+    One lone surrogate or NUL in one label would make Prometheus refuse the whole scrape, and a
+    control character would reach the terminals and pages that show it: they are written out, as
+    `\x1b`. The end of a name tells sites apart, so the beginning goes.
     """
-    data = str(value).replace("\0", "\\0").encode("utf-8", "backslashreplace")
+    text = str(value)
+    if not text.isprintable():  # almost every one is
+        text = "".join(_written_out(c) if unicodedata.category(c) in _UNSHOWN else c for c in text)
+    data = text.encode()
     if len(data) > LABEL_BYTES:
         mark = "…"
         data = mark.encode() + data[len(data) - LABEL_BYTES + len(mark.encode()) :]
     return data.decode("utf-8", "ignore")
+
+
+def _written_out(character: str) -> str:
+    return "\\0" if character == "\0" else character.encode("unicode_escape").decode()
 
 
 def exemplar_labels(anomaly: Anomaly) -> dict[str, str]:

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     with progress("reading", None, silent=args.json) as bar:
         story = gather(run_, bar.advance)
-    page = render(story).encode()
+    page = render(story).encode(errors="backslashreplace")  # a module may be named "\ud800"
     path.write_bytes(page)
     if args.json:
         say_json(
