@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ddpprobe import layout
 from ddpprobe.daemon.node import NodeDaemon, Options
+from ddpprobe.daemon.quiet import Quiet
 from ddpprobe.layout import DirectoryLock, RunDir
 from ddpprobe.spawn import TOKEN_VARIABLE
 
@@ -58,13 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG_USE
     node = arguments.node or _first_node(run)
     lock = DirectoryLock(run.daemon_file(node, "lock"))
-    layout.make_dir(lock.path.parent)
-    if not _acquire(lock):
+    try:
+        layout.make_dir(lock.path.parent)
+        acquired = _acquire(lock)
+    except OSError as error:  # somebody else's, or a full disk
+        print(f"ddpprobe daemon: {error}", file=sys.stderr)
+        return WRONG_USE
+    if not acquired:
         print(f"ddpprobe daemon: one serves {node} of {run.path} already", file=sys.stderr)
         return OK
     try:
         run.daemon_file(node, "json").unlink(missing_ok=True)  # a killed predecessor's
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(Quiet())
         return _serve(_options(arguments, run, node))
     except WrongUseError as error:
         print(f"ddpprobe daemon: {error}", file=sys.stderr)

@@ -1,19 +1,26 @@
 """An event loop that protects its servers from clients that hold on to connections.
 
 The HTTP library closes a connection that is idle or never completes a request. It neither counts
-connections nor gives up on a client that does not read its answer; this loop does, one layer
-below, for whatever server runs on it.
+connections nor gives up on a client that does not read its answer, and it answers whatever else a
+client has sent behind its request, in whichever protocol that asks for. This loop sees to that, one
+layer below: a connection is for one request of HTTP/1.1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 MAX_CONNECTIONS = 128
+HEAD_BYTES = 16 << 10  # of a request; the library refuses what is longer
+BEHIND_BYTES = 1 << 20  # that a client may send behind a request, unread
+_END = re.compile(rb"\n\r?\n")
+# A client that offers another protocol (some do by default) is answered in the one it speaks.
+_OFFERS = re.compile(rb"\n(?:upgrade|http2-settings):[^\n]*(?=\n)", re.IGNORECASE)
 STALL_SECONDS = 10.0  # Prometheus's own scrape timeout
 
 
@@ -70,6 +77,7 @@ class _Watched(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._check: asyncio.TimerHandle | None = None
         self._unsent = False
+        self._request = OneRequest()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -102,7 +110,11 @@ class _Watched(asyncio.Protocol):
         self._inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._inner.data_received(data)
+        passed = self._request.take(data)
+        if passed is None:
+            self.abort()
+        elif passed:
+            self._inner.data_received(passed)
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received()
@@ -112,6 +124,37 @@ class _Watched(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._inner.resume_writing()
+
+
+class OneRequest:
+    """Lets the bytes of one request through, and nothing that a client sends behind it."""
+
+    def __init__(self) -> None:
+        self._head: bytearray | None = bytearray()  # None: it has been passed on
+        self._has_body = False
+        self._behind = 0
+
+    def take(self, data: bytes) -> bytes | None:
+        """Return what of it to pass on; None: the client is to be dropped."""
+        if self._head is None:
+            if self._has_body:
+                return data
+            self._behind += len(data)
+            return b"" if self._behind <= BEHIND_BYTES else None
+        # Looked at once more: the three bytes before may be the beginning of the end.
+        start = max(len(self._head) - 3, 0)
+        self._head += data
+        end = _END.search(self._head, start)
+        if end is None and len(self._head) <= HEAD_BYTES:
+            return b""
+        head, self._head = bytes(self._head), None
+        if head.startswith(b"PRI "):
+            return None
+        if end is None:
+            return head
+        first, rest = head[: end.end()], head[end.end() :]
+        self._has_body = first.startswith(b"POST ")
+        return _OFFERS.sub(b"", first) + (rest if self._has_body else b"")
 
 
 def is_loopback(address: str) -> bool:

@@ -229,10 +229,10 @@ class Pusher:
             self._disconnect()
             self._warn(0, f"does not answer ({type(error).__name__}: {error})")
             return 0, 0
+        self._disconnect()  # the head does so as well: a connection that idles is nobody's to trust
         if answer.status in HOPELESS:
             return answer.status, self._refused(answer.status, told)
         if answer.status not in ACCEPTED:
-            self._disconnect()
             self._warn(answer.status, f"answers {answer.status} {answer.reason}")
         else:
             self._note_recovery()
@@ -247,8 +247,6 @@ class Pusher:
             with contextlib.suppress(*MALFORMED):
                 said = inside.parse(told)
                 count, reason = max(int(said["refused"]), 0), str(said["reason"])
-        else:
-            self._disconnect()  # it may not have read all of it
         if status not in self._refusals:
             self._refusals.add(status)
             logger.warning(

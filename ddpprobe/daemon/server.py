@@ -31,6 +31,8 @@ MAX_BODY = 64 * 2**20  # of one push; a sampled step of 70 B parameters on 8 ran
 KEEP_ALIVE_SECONDS = 5  # also closes a connection that never completes its request
 BODY_SECONDS = 30.0  # for one push to arrive whole
 NODE_HEADER = "ddpprobe-node"  # who pushes
+# Bytes of an answer that are handed on at once: so much waits for a client that does not read.
+PIECE = 1 << 16
 SHUTDOWN_SECONDS = 1.0  # for answers under way when the server stops
 
 Scope = Mapping[str, Any]
@@ -161,6 +163,7 @@ class Server:
         config = hypercorn.config.Config()
         config.bind = binds
         config.keep_alive_timeout = KEEP_ALIVE_SECONDS
+        config.keep_alive_max_requests = 0  # an answer closes its connection
         config.include_server_header = False
         config.errorlog = logger
         config.loglevel = "WARNING"
@@ -179,7 +182,7 @@ class Server:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close"})
         else:
-            await _respond(send, await self._answer(scope, receive))
+            await _respond(receive, send, await self._answer(scope, receive))
 
     async def _answer(self, scope: Scope, receive: Receive) -> Answer:
         path, method = scope["path"], scope["method"]
@@ -310,8 +313,8 @@ def _service_discovery(scope: Scope) -> Answer:
 
 
 def _refusal(status: int, body: bytes, *headers: tuple[bytes, bytes]) -> Answer:
-    """Return an answer after which the connection is closed, its body unread."""
-    return Answer(status, body, headers=(*headers, (b"connection", b"close")))
+    """Return an answer to a request whose body is not read."""
+    return Answer(status, body, headers=headers)
 
 
 async def _read_body(receive: Receive) -> bytes | None:
@@ -328,7 +331,8 @@ async def _read_body(receive: Receive) -> bytes | None:
             return bytes(body)
 
 
-async def _respond(send: Send, answer: Answer) -> None:
+async def _respond(receive: Receive, send: Send, answer: Answer) -> None:
+    """Send an answer piece by piece, as fast as it is read, to a client that is there."""
     headers = [
         (b"content-type", answer.content_type.encode()),
         (b"x-content-type-options", b"nosniff"),
@@ -337,7 +341,21 @@ async def _respond(send: Send, answer: Answer) -> None:
     if answer.status != 204:
         headers.append((b"content-length", str(len(answer.body)).encode()))
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": answer.body})
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        for at in range(0, max(len(answer.body), 1), PIECE):
+            if gone.done():
+                return
+            piece, more = answer.body[at : at + PIECE], at + PIECE < len(answer.body)
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
+    finally:
+        gone.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
