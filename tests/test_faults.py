@@ -1,8 +1,9 @@
-"""A small sample of `python -m tests.faults`: kills at system calls, accidents, hostile runs."""
+"""A small sample of `python -m tests.faults`: kills, accidents, hostile runs, deaths, origins."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,18 @@ from ddpprobe.replay.run import open_run
 from ddpprobe.replay.verify import verify
 
 from .faults import __main__ as faults
-from .faults import hostile, mutations, syscalls
+from .faults import (
+    campaign,
+    death_plans,
+    death_verdict,
+    deaths,
+    hostile,
+    mutations,
+    origin_plans,
+    origin_verdict,
+    origins,
+    syscalls,
+)
 from .made_runs import Made
 
 
@@ -82,3 +94,171 @@ def test_no_byte_of_the_list_of_captures_changes_unseen(tmp_path: Path) -> None:
         log.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         report = verify(open_run(tmp_path / "run"))
         assert report.damage or report.notes, at
+
+
+DEATH = death_plans.Plan(
+    number=0, world=2, fault="signal", how="SIGSEGV", rank=1, step=3, phase="forward",
+    daemon="alive", launcher="torchrun",
+)  # fmt: skip
+TRUE_END = {"state": "crashed", "ranks": [1], "how": "SIGSEGV", "step": 3, "phase": "forward"}
+UNSEEN = {"state": "vanished", "ranks": [], "how": ""}
+STOP = {"fault": "stop", "how": "SIGTERM", "rank": -1, "phase": ""}
+
+
+@pytest.mark.parametrize(
+    ("planned", "said", "verdict"),
+    [
+        ({}, {}, "right"),
+        ({}, {"step": None, "phase": None}, "right"),
+        ({}, {"how": "unknown"}, "undecided"),
+        ({}, {"ranks": [0, 1]}, "undecided"),
+        ({}, {"state": "unknown", "ranks": [0, 1]}, "undecided"),
+        ({}, {"state": "unknown", "ranks": []}, "undecided"),
+        ({}, {"ranks": [0]}, "wrong"),
+        ({}, {"ranks": []}, "wrong"),
+        ({}, {"ranks": None}, "wrong"),
+        ({}, {"state": "unknown", "ranks": [0]}, "wrong"),
+        ({}, {"how": "SIGKILL"}, "wrong"),
+        ({}, {"how": "exit:1"}, "wrong"),
+        ({}, {"step": 2}, "wrong"),
+        ({}, {"phase": "backward"}, "wrong"),
+        ({}, {"state": "ended", "ranks": []}, "wrong"),
+        ({}, {"state": "running", "ranks": []}, "wrong"),
+        ({}, {"state": "hung"}, "wrong"),
+        ({}, UNSEEN, "wrong"),
+        ({"daemon": "dead"}, UNSEEN, "undecided"),
+        ({"daemon": "late"}, {"state": "vanished", "ranks": [0]}, "wrong"),
+        ({"daemon": "late"}, {"state": "ended", "ranks": []}, "wrong"),
+        ({"phase": "between"}, {"step": 4, "phase": "data"}, "right"),
+        ({"phase": "between"}, {"step": 2, "phase": "data"}, "wrong"),
+        ({"fault": "exception", "how": "KeyError"}, {"how": "KeyError"}, "right"),
+        ({"fault": "exception", "how": "KeyError"}, {"how": "exit:1"}, "undecided"),
+        ({"fault": "exception", "how": "KeyError"}, {"how": "RuntimeError"}, "wrong"),
+        ({"fault": "exception", "how": "KeyError", "wrapped": True}, {"how": "exit:1"}, "right"),
+        ({"fault": "exit", "how": "os._exit:5"}, {"how": "exit:5"}, "right"),
+        ({"fault": "exit", "how": "os._exit:5"}, {"how": "exit:1"}, "wrong"),
+        ({"fault": "hang", "how": "SIGSTOP"}, {"state": "hung", "how": "SIGKILL"}, "right"),
+        ({"fault": "hang", "how": "SIGSTOP"}, {"how": "SIGKILL"}, "wrong"),
+        (STOP, {"state": "stopped", "ranks": [], "how": "SIGTERM"}, "right"),
+        (STOP, {"state": "stopped", "ranks": [0], "how": "SIGTERM"}, "wrong"),
+        (STOP, {"state": "crashed", "ranks": [0], "how": "SIGTERM"}, "wrong"),
+        (STOP, {"state": "unknown", "ranks": [1]}, "wrong"),
+        ({**STOP, "fault": "node"}, UNSEEN, "right"),
+        ({**STOP, "fault": "node"}, {"state": "ended", "ranks": []}, "wrong"),
+        ({**STOP, "fault": "orderly"}, {"state": "ended", "ranks": []}, "right"),
+        ({**STOP, "fault": "orderly"}, {"state": "crashed", "ranks": [0]}, "wrong"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_death_is_judged(
+    planned: dict[str, object], said: dict[str, object], verdict: str
+) -> None:
+    plan = dataclasses.replace(DEATH, **planned)  # type: ignore[arg-type]
+    assert death_verdict.judge(plan, {**TRUE_END, **said})[0] == verdict
+
+
+def test_a_campaign_of_deaths_fails_at_one_wrong_verdict_and_at_too_many_undecided_ones() -> None:
+    def line(verdict: str, **planned: object) -> dict[str, object]:
+        plan = dataclasses.replace(DEATH, **planned)  # type: ignore[arg-type]
+        return {"plan": plan.as_json(), "verdict": verdict, "why": "said so"}
+
+    killed = {"how": "SIGKILL"}  # from outside
+    right = [line("right", **killed)] * 9
+    assert deaths.problems(right) == []
+    assert deaths.problems([*right, line("undecided", **killed)]) == []
+    assert len(deaths.problems([*right, *[line("undecided", **killed)] * 2])) == 1
+    assert deaths.problems([*right, *[line("undecided", daemon="dead", **killed)] * 5]) == []
+    assert len(deaths.problems([*right, line("undecided")])) == 1  # it died of its own
+    assert len(deaths.problems([*right, line("wrong", daemon="late", **killed)])) == 1
+    assert len(deaths.problems([*right, line("void", **killed)])) == 1
+
+
+def test_deaths_are_drawn_by_their_seed_and_of_every_sort() -> None:
+    drawn = [death_plans.draw(1, number) for number in range(200)]
+    assert drawn == [death_plans.draw(1, number) for number in range(200)]
+    assert drawn != [death_plans.draw(2, number) for number in range(200)]
+    assert {(p.fault, p.daemon) for p in drawn} >= {
+        (fault, daemon)
+        for fault in ("signal", "exception", "exit", "stop")
+        for daemon in death_plans.DAEMONS
+    }
+    assert {p.fault for p in drawn} == set(death_plans.FAULTS)
+
+
+PAGE = {
+    "detector": "nonfinite", "level": "page", "step": 8, "micro": 0, "rank": 1,
+    "module": "blocks.1.up", "kind": "output", "phase": "forward", "first_cause": True,
+    "message": "6 NaN of 256 elements",
+}  # fmt: skip
+UP = origin_plans.Origin("forward", "blocks.1.up")
+
+
+@pytest.mark.parametrize(
+    ("origin", "sampled", "said", "verdict"),
+    [
+        (UP, True, {}, "right"),
+        (UP, True, {"module": None}, "wrong"),
+        (UP, True, {"rank": None}, "wrong"),
+        (UP, True, {"module": "blocks.1.act"}, "wrong"),
+        (UP, True, {"rank": 0}, "wrong"),
+        (UP, True, {"step": 9}, "wrong"),
+        (UP, True, {"micro": 1}, "wrong"),
+        (UP, True, {"phase": "backward"}, "wrong"),
+        (UP, True, {"first_cause": False}, "wrong"),
+        (UP, True, {"level": "warn"}, "wrong"),
+        (UP, True, {"detector": "grad_spike"}, "wrong"),
+        (UP, False, {"step": 6}, "right"),
+        (UP, False, {"step": 6, "module": None}, "undecided"),
+        (UP, False, {"step": 6, "module": "head"}, "wrong"),
+        (UP, False, {"step": 7, "module": None}, "wrong"),
+        (origin_plans.Origin("functional", "blocks.1"), True, {"module": None}, "right"),
+        (origin_plans.Origin("functional", "blocks.1"), True, {}, "wrong"),
+        (
+            origin_plans.Origin("functional", "blocks.1"), True,
+            {"message": "6 NaN; born in it or between it and blocks.1.norm"}, "right",
+        ),
+        (origin_plans.Origin("grad", "blocks.1.up"), True, {"phase": "backward"}, "right"),
+        (origin_plans.Origin("grad", "blocks.1.up"), True, {}, "wrong"),
+        (
+            origin_plans.Origin("exp_avg", "blocks.1.up"), True,
+            {"phase": "step", "module": "blocks.1.up.weight", "kind": "param"}, "right",
+        ),
+        (origin_plans.Origin("exp_avg", "blocks.1.up"), True, {"step": 9}, "wrong"),
+        (origin_plans.Origin("nothing"), True, {}, "wrong"),
+        (origin_plans.Origin("overflow", "blocks.1.up"), True, {"level": "info"}, "right"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_an_origin_is_judged(
+    origin: origin_plans.Origin, sampled: bool, said: dict[str, object], verdict: str
+) -> None:
+    plan = origin_plans.Plan(0, origin, "ddp", sampled)
+    assert origin_verdict.judge(plan, [{**PAGE, **said}])[0] == verdict
+
+
+def test_every_origin_is_there_on_sampled_steps_and_others_in_three_wrappers() -> None:
+    plans = list(origin_plans.plans())
+    names = [(p.origin.name, p.wrap, p.sampled) for p in plans]
+    assert len(set(names)) == len(names)
+    assert len({p.number for p in plans}) == len(plans)
+    assert len(origin_plans.ORIGINS) >= 60
+    assert origin_plans.UNSAMPLED_STEP % origin_plans.EVERY
+    assert origin_plans.SAMPLED_STEP % origin_plans.EVERY == 0
+
+
+def test_a_death_and_an_origin_are_carried_out_on_real_ranks_and_kept_as_lines(
+    tmp_path: Path,
+) -> None:
+    results = tmp_path / "results.jsonl"
+    origin = next(p for p in origin_plans.plans() if p.origin == UP and p.wrap == "one")
+    (line,) = campaign.carry_out([DEATH.as_json()], deaths.carry, tmp_path, results, 1)
+    assert line["told"]["statuses"] == {"0": "SIGTERM", "1": "SIGSEGV"}
+    assert (line["verdict"], line["exit"]) == ("right", 1), line
+    (line,) = campaign.carry_out([origin.as_json()], origins.carry, tmp_path, results, 1)
+    assert (line["verdict"], line["exit"]) == ("right", 1), line
+    # What was interrupted is not run again.
+    plans = [DEATH.as_json()]
+    (line,) = campaign.carry_out(plans, _not_to_be_called, tmp_path, results, 1)
+    assert deaths.table([line]) == {"signal, daemon alive: right": 1}
+
+
+def _not_to_be_called(*_: object) -> dict[str, object]:
+    raise AssertionError("it was carried out again")

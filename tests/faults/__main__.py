@@ -4,6 +4,8 @@
     kills       random kills of ranks and of the daemon, of real runs (--kills N)
     mutations   accidents to the files of a store with captures (--mutations N)
     hostile     runs as a stranger may send them (--oddities N of each sort)
+    deaths      random deaths of real ranks, and what is said of each (--runs N)
+    origins     where a NaN began, on sampled steps and others (--runs N)
 
 Without a word all of them run, which takes an hour or two on two cores. Prints a table; exits with
 1 if anything was lost, wrong, or came about without a word.
@@ -22,7 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.faults import hostile, mutations, syscalls
+from tests.faults import deaths, hostile, mutations, origins, syscalls
 
 HOME = Path(__file__).parent.parent.parent
 TESTS_OF_KILLS = 3  # in tests/distributed/test_kills.py, each with so many draws
@@ -66,6 +68,8 @@ SECTIONS = {
     "kills": of_kills,
     "mutations": lambda scratch, args: mutations.mutate(scratch, args.mutations, args.seed),
     "hostile": of_hostile,
+    "deaths": deaths.of_deaths,
+    "origins": origins.of_origins,
 }
 
 
@@ -80,6 +84,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=300, help="default: %(default)s")
     parser.add_argument("--mutations", type=int, default=10_000, help="default: %(default)s")
     parser.add_argument("--oddities", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--runs", type=int, default=0, help="deaths (200), origins (all)")
+    parser.add_argument("--only", type=int, help="this death or origin alone, once more")
+    parser.add_argument("--results", type=Path, help="lines; what is there is not run again")
+    parser.add_argument("--jobs", type=int, default=2, help="deaths, origins at a time")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     parser.add_argument("--most", type=int, default=0, help="hostile runs (default: all)")
     args = parser.parse_args()

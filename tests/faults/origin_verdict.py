@@ -1,0 +1,120 @@
+"""Whether what ddpprobe says of where a NaN began is right, undecided or wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.faults.origin_plans import BETWEEN, Plan
+
+RIGHT, UNDECIDED, WRONG = "right", "undecided", "wrong"
+_SHARED = ("lr_inf", "eps_zero")  # the same happens on all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What may be said: the exact ranks and modules, and whether None may stand for them."""
+
+    ranks: tuple[int | None, ...]
+    modules: tuple[str, ...]
+    phases: tuple[str, ...]
+    may_be_unknown: bool
+
+
+def truth(plan: Plan) -> Truth:
+    """Return what is true of a plan; modules may also be named by one of their parameters."""
+    origin = plan.origin
+    modules: tuple[str, ...] = (origin.module,)
+    ranks: tuple[int | None, ...] = (plan.rank,)
+    phases: tuple[str, ...] = ("forward",)
+    outside = origin.kind in BETWEEN
+    match origin.kind:
+        case "grad" | "autograd":
+            phases = ("backward",)
+        case "lr_inf" | "reduction":
+            phases, outside = ("step",), True  # of all parameters
+            modules = _ALL
+        case "eps_zero" | "exp_avg":
+            phases = ("step",)
+        case "param":
+            # Between two steps: behind the one, or in the next one's forward.
+            phases = ("forward", "step")
+        case "buffer":
+            # DDP gives rank 0's buffers to all of them.
+            ranks = (0, None) if plan.wrap == "ddp" else ranks
+    if origin.kind in _SHARED and plan.world > 1:
+        ranks = (*range(plan.world), None)
+    if origin.kind == "param" and plan.wrap == "fsdp2":
+        # It comes to all ranks by the gather: the one can be told only by its own part.
+        ranks = (plan.rank, None)
+    return Truth(ranks, modules, phases, outside or not plan.sampled)
+
+
+_BLOCKS = tuple(f"blocks.{i}.{leaf}" for i in range(3) for leaf in ("norm", "up", "down"))
+_ALL = ("embed", *_BLOCKS, "wrap.child", "head")
+
+
+def judge(plan: Plan, anomalies: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return right, undecided or wrong, and why.
+
+    Args:
+        plan: what was done.
+        anomalies: of `ddpprobe anomalies RUN --json`, in their order.
+    """
+    pages = [a for a in anomalies if a["level"] == "page"]
+    if plan.origin.kind in {"nothing", "overflow"}:
+        return (WRONG, f"a page: {_told(pages[0])}") if pages else (RIGHT, "")
+    if not pages:
+        return WRONG, "no page"
+    first = pages[0]
+    if first["detector"] != "nonfinite":
+        return WRONG, f"first is {first['detector']}: {first['message']}"
+    return _judge_first(plan, first)
+
+
+def _judge_first(plan: Plan, first: Mapping[str, Any]) -> tuple[str, str]:
+    true, said = truth(plan), _told(first)
+    if not first["first_cause"]:
+        return WRONG, f"no first cause: {said}"
+    steps = (plan.step,)
+    if plan.origin.kind == "param" and first["phase"] == "step":
+        steps = (plan.step - 1, plan.step)
+    if first["step"] not in steps or first["phase"] not in true.phases:
+        return WRONG, said
+    timed = first["phase"] != "step" and plan.origin.kind != "param"
+    if timed and first["micro"] != plan.origin.micro:
+        return WRONG, f"micro-batch {first['micro']}: {said}"
+    unknown = []
+    if first["rank"] not in true.ranks:
+        if first["rank"] is not None:
+            return WRONG, said
+        unknown.append("rank")
+    if not _names(plan, true, first):
+        if first["module"] is not None:
+            return WRONG, said
+        unknown.append("module")
+    if not unknown or (unknown == ["module"] and plan.origin.kind in BETWEEN):
+        return RIGHT, ""
+    return (UNDECIDED if true.may_be_unknown else WRONG), f"{', '.join(unknown)} unknown: {said}"
+
+
+def _names(plan: Plan, true: Truth, said: Mapping[str, Any]) -> bool:
+    module, message = said["module"], str(said["message"])
+    if module is None:
+        return False
+    owners = {module, module.rpartition(".")[0]} if said["kind"] in _OF_PARAMETERS else {module}
+    if owners & set(true.modules):
+        return True
+    # The next module may be named for what came before it, if that is said.
+    return plan.origin.kind in BETWEEN and ("between" in message or said["kind"] == "input")
+
+
+_OF_PARAMETERS = ("param", "grad", "grad_local", "buffer", "state")
+
+
+def _told(anomaly: Mapping[str, Any]) -> str:
+    words = [
+        f"{key} {anomaly[key]}" for key in ("step", "micro", "rank", "module", "kind", "phase")
+    ]
+    return f"{', '.join(words)}: {anomaly['message']}"
