@@ -22,13 +22,14 @@ from ddpprobe.cli import main as ddpprobe
 from tests.faults.zygote import Zygote
 
 Line = dict[str, Any]
-_printing = threading.Lock()
+VOID = "void"  # the harness could not bring it about; done again by the next campaign
+_writing = threading.Lock()  # the lines, and what is caught of stdout
 
 
 def asked(*words: object) -> tuple[int, dict[str, Any]]:
     """Return the exit code and the JSON object of a command line of ddpprobe, in this process."""
     out = io.StringIO()
-    with _printing, contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+    with _writing, contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
         code = ddpprobe([*map(str, words), "--json"])
     return code, json.loads(out.getvalue() or "{}")
 
@@ -62,21 +63,24 @@ def carry_out(
         zygote = zygotes.get()
         try:
             line = {"plan": plan, **carry(zygote, plan, directory)}
+        except RuntimeError as error:  # it is gone
+            zygote.close()
+            zygote = held.enter_context(Zygote())
+            line = {"plan": plan, "verdict": VOID, "why": str(error)}
         finally:
             zygotes.put(zygote)
         if line["verdict"] == "right":
             shutil.rmtree(directory, ignore_errors=True)
+        with _writing, results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        _say(line)
         return line
 
-    with contextlib.ExitStack() as held, results.open("a") as file:
+    with contextlib.ExitStack() as held:
         for _ in range(min(jobs, len(left))):
             zygotes.put(held.enter_context(Zygote()))
         with ThreadPoolExecutor(jobs) as pool:
-            for line in pool.map(one, left):
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                _say(line)
-                yield line
+            yield from pool.map(one, left)
 
 
 def _say(line: Line) -> None:
@@ -90,4 +94,6 @@ def _read(results: Path) -> Iterator[Line]:
         return
     for text in results.read_text().splitlines():
         with contextlib.suppress(ValueError):  # torn, when it was interrupted
-            yield json.loads(text)
+            line = json.loads(text)
+            if line["verdict"] != VOID:
+                yield line

@@ -43,6 +43,8 @@ def judge(plan: Plan, end: Mapping[str, Any]) -> tuple[str, str]:
             if covered and (true or not ranks):
                 return UNDECIDED, f"{state}, ranks {ranks}"
             return WRONG, f"{state}, but ranks {ranks}"
+        if plan.fault == "hang" and plan.daemon != "alive" and (state, ranks) == ("stopped", []):
+            return UNDECIDED, "stopped: that it hung before is not known"  # nobody looked
         return WRONG, f"{state}, ranks {ranks}, {how}"
     if ranks != true:
         several = bool(true) and set(true) < set(ranks)
@@ -54,10 +56,13 @@ def _of_detail(plan: Plan, end: Mapping[str, Any]) -> tuple[str, str]:
     how, step, phase = (end.get(key) for key in ("how", "step", "phase"))
     allowed = _ways(plan)
     if how in (None, "", "unknown"):
-        if allowed and plan.fault != "stop":
+        if allowed:
             return UNDECIDED, "how is not known"
     elif how == "exit:1" and plan.fault == "exception" and not plan.wrapped:
         return UNDECIDED, "the exception is not named"
+    elif plan.fault == "stop":
+        if how not in _ways_of_stopping(plan) and how.startswith(("SIG", "exit:")):
+            return WRONG, f"how is {how!r}"
     elif allowed and how not in allowed:
         return WRONG, f"how is {how!r}"
     if plan.rank < 0:
@@ -82,7 +87,9 @@ def _ways(plan: Plan) -> set[str]:
             return {f"exit:{plan.how.partition(':')[2]}"}
         case "signal":
             return {plan.how}
-        case "stop":
-            own = {plan.how, "KeyboardInterrupt"} if plan.how == "SIGINT" else {plan.how}
-            return own | {f"exit:{plan.handler.partition(':')[2]}"}
     return set()
+
+
+def _ways_of_stopping(plan: Plan) -> set[str]:
+    """Return the signal, and the code with which a handler of it exits."""
+    return {plan.how, f"exit:{plan.handler.partition(':')[2]}"}

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.faults.campaign import Line, asked, carry_out
+from tests.faults.campaign import VOID, Line, asked, carry_out
 from tests.faults.death_plans import Plan, draw
 from tests.faults.death_verdict import RIGHT, UNDECIDED, WRONG, judge
 from tests.faults.zygote import Zygote
 
 RUNS = 200  # by default
 UNDECIDED_SHARE = 0.10  # of the deaths that a daemon lived through, at most
-VOID = "void"  # the harness could not bring it about
 
 
 def carry(zygote: Zygote, plan_json: Mapping[str, Any], directory: Path) -> Line:

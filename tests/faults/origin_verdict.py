@@ -20,6 +20,7 @@ class Truth:
     modules: tuple[str, ...]
     phases: tuple[str, ...]
     may_be_unknown: bool
+    nearest: tuple[str, ...] = ()  # whose parameters are as near as an unsampled step can tell
 
 
 def truth(plan: Plan) -> Truth:
@@ -48,9 +49,11 @@ def truth(plan: Plan) -> Truth:
     if origin.kind == "param" and plan.wrap == "fsdp2":
         # It comes to all ranks by the gather: the one can be told only by its own part.
         ranks = (plan.rank, None)
-    return Truth(ranks, modules, phases, outside or not plan.sampled)
+    near = () if plan.sampled or phases != ("backward",) else _NEAREST.get(origin.module, ())
+    return Truth(ranks, modules, phases, outside or not plan.sampled, near)
 
 
+_NEAREST = {"blocks.1": ("blocks.1.down",)}
 _BLOCKS = tuple(f"blocks.{i}.{leaf}" for i in range(3) for leaf in ("norm", "up", "down"))
 _ALL = ("embed", *_BLOCKS, "wrap.child", "head")
 
@@ -91,7 +94,7 @@ def _judge_first(plan: Plan, first: Mapping[str, Any]) -> tuple[str, str]:
             return WRONG, said
         unknown.append("rank")
     if not _names(plan, true, first):
-        if first["module"] is not None:
+        if first["module"] is not None and not _owners(first) & set(true.nearest):
             return WRONG, said
         unknown.append("module")
     if not unknown or (unknown == ["module"] and plan.origin.kind in BETWEEN):
@@ -100,14 +103,19 @@ def _judge_first(plan: Plan, first: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _names(plan: Plan, true: Truth, said: Mapping[str, Any]) -> bool:
-    module, message = said["module"], str(said["message"])
-    if module is None:
-        return False
-    owners = {module, module.rpartition(".")[0]} if said["kind"] in _OF_PARAMETERS else {module}
-    if owners & set(true.modules):
-        return True
+    if said["module"] is None or _owners(said) & set(true.modules):
+        return said["module"] is not None
     # The next module may be named for what came before it, if that is said.
-    return plan.origin.kind in BETWEEN and ("between" in message or said["kind"] == "input")
+    told = "between" in str(said["message"]) or said["kind"] == "input"
+    return plan.origin.kind in BETWEEN and told
+
+
+def _owners(said: Mapping[str, Any]) -> set[str]:
+    """Return the module that is named, and of a parameter its owner."""
+    module = said["module"]
+    if module is None:
+        return set()
+    return {module, module.rpartition(".")[0]} if said["kind"] in _OF_PARAMETERS else {module}
 
 
 _OF_PARAMETERS = ("param", "grad", "grad_local", "buffer", "state")

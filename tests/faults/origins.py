@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.faults.campaign import Line, asked, carry_out
+from tests.faults.campaign import VOID, Line, asked, carry_out
 from tests.faults.origin_plans import Plan, plans
 from tests.faults.origin_verdict import RIGHT, UNDECIDED, judge
 from tests.faults.zygote import Zygote
-
-VOID = "void"  # the harness could not bring it about
 
 
 def carry(zygote: Zygote, plan_json: Mapping[str, Any], directory: Path) -> Line:
