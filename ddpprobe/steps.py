@@ -28,6 +28,7 @@ from ddpprobe.hooks.guest import take_off
 from ddpprobe.hooks.root import RootHooks
 from ddpprobe.hooks.stream_capture import is_captured
 from ddpprobe.topology.describe import Topology
+from ddpprobe.torch_private import graph
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
 _STATE = tuple(STATES.index(s) for s in ("data", "forward", "backward", "optimizer"))
@@ -82,6 +83,7 @@ class StepClock:
         step: the optimizer step under way, from `first_step`.
         micro: index of the training forward within the step, -1 before the first.
         evaluating: a root forward without grad is running.
+        entered: nodes of autograd's graph at which the backward under way came into the model.
         phase_seconds: cumulative host seconds in data, forward, backward, optimizer.
     """
 
@@ -92,6 +94,7 @@ class StepClock:
         self.step = first_step
         self.micro = -1
         self.evaluating = False
+        self.entered: list[object] = []
         self.steps = self.skipped = self.sampled = 0
         self.phase_seconds = [0.0, 0.0, 0.0, 0.0]
         self.probe_seconds = 0.0
@@ -214,9 +217,11 @@ class StepClock:
             return
         self._enter(BACKWARD)
         self._queued = False
+        self.entered.clear()  # a backward may have raised
         self._events.forward_ended(tensors, trained)
 
     def _output_gradient(self) -> None:
+        self.entered.append(graph.current_node())
         if not (
             self._queued or is_captured()
         ):  # any of the outputs may be the one the loss came from
@@ -225,6 +230,7 @@ class StepClock:
 
     def _backward_over(self) -> None:
         self._queued = False
+        self.entered.clear()
         self._drop_anchor()
         if not (self._anchor_had_grad or self._vanished()):
             self._anchor_had_grad = True

@@ -39,6 +39,7 @@ COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
 
 class Clock:
     micro, evaluating, probe_seconds = 0, False, 0.0
+    entered = ()
 
 
 def watch_of(model: nn.Module) -> tuple[Watch, list[tuple[int, str]]]:

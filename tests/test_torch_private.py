@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ddpprobe import torch_private
-from ddpprobe.torch_private import anomaly, functorch, modes, tcp_store
+from ddpprobe.torch_private import anomaly, functorch, graph, modes, tcp_store
 
 
 def test_every_private_name_passes_its_self_test() -> None:
@@ -13,6 +13,7 @@ def test_every_private_name_passes_its_self_test() -> None:
     assert tcp_store.self_test() == {"bounded_store": True}
     assert functorch.self_test() == {"outside_functorch": True}
     assert anomaly.self_test() == {"traceback_of": True}
+    assert graph.self_test() == {"current_node": True, "uses_of_leaves": True}
     assert modes.self_test() == {"plain_mode": True}
 
 

@@ -35,11 +35,13 @@ from ddpprobe.torch_private import leaf_hooks
 class Clock(Protocol):
     """What hooks ask the step clock: the micro-batch under way, and whether this is evaluation.
 
-    They tell it their own part of the host's time.
+    They tell it their own part of the host's time. `entered` are the nodes of the graph at which
+    the backward under way came into the model.
     """
 
     micro: int
     evaluating: bool
+    entered: list[object]
     probe_seconds: float
 
 
@@ -123,9 +125,12 @@ class EagerHooks:
         self.tapped.clear()
         self._layouts.end()
 
-    def forward(self, fqn: str, output: object, *, at_a_graph: bool = False) -> None:
+    def forward(
+        self, fqn: str, output: object, *, at_a_graph: bool = False, relayed: bool = False
+    ) -> None:
         """Handle one module's output.
 
+        `relayed`: it is its last child's, and no code of anybody's ran in between.
         `at_a_graph`: it may come from a graph of torch.compile. If one of its tensors is made of
         another in there, the gradient that arrives out here is not the whole one of the other. So
         with several tensors none is taken, and they count as unobserved.
@@ -143,7 +148,7 @@ class EagerHooks:
             output_slot = gradient_slot = None
             if not recomputed and _has_numbers(tensor):
                 output_slot = self._slot(fqn, "output", leaf, tensor, tap=True)
-                self._rows.add(output_slot, micro, tensor)
+                self._rows.add(output_slot, micro, tensor, again=not relayed)
             # In reentrant checkpointing only the recomputation has a graph; in the other kind only
             # the first forward's hooks fire. Registering on both is right for either. A leaf would
             # keep the hook for ever.
@@ -309,9 +314,9 @@ class _Forward:
     def __init__(self, hooks: EagerHooks, fqn: str) -> None:
         self._hooks, self._fqn = hooks, fqn
 
-    def __call__(self, *call: object) -> None:
-        self._hooks.forward(self._fqn, call[-1])
-        self._hooks.behind(self._fqn, *call)
+    def __call__(self, module: nn.Module, *call: object) -> None:
+        self._hooks.forward(self._fqn, call[-1], relayed=_relays(module))
+        self._hooks.behind(self._fqn, module, *call)
 
 
 @final
@@ -342,6 +347,15 @@ class _FlatGradient:
         for fqn, part in self._unit.split(gradient):
             if fqn in self._slots:
                 self._hooks.on_gradient(self._slots[fqn], -1, part, None)
+
+
+def _relays(module: nn.Module) -> bool:
+    """Whether a module hands its last child's output on, with nothing but our hooks in between.
+
+    Any other code may write into it past autograd's version counter: by `.data`, NumPy, a kernel.
+    """
+    hooks = module._forward_hooks.values()  # noqa: SLF001  (torch has no public list of them)
+    return type(module).forward is nn.Sequential.forward and all(type(h) is Guest for h in hooks)
 
 
 def _has_numbers(tensor: Tensor) -> bool:

@@ -73,10 +73,13 @@ class StepRows:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def add(self, slot: int, micro: int, tensor: Tensor, *, reused: bool = False) -> None:
+    def add(
+        self, slot: int, micro: int, tensor: Tensor, *, reused: bool = False, again: bool = False
+    ) -> None:
         """Reduce `tensor` into the next row. A tensor seen just before is not read again.
 
         `reused`: it is a buffer of a compiled graph, written in place without a new version.
+        `again`: read it even so, as code that may write without a new version ran meanwhile.
         """
         with self._lock:
             index, last = len(self._slots), self._last
@@ -85,7 +88,7 @@ class StepRows:
                 last is not None
                 and last[0]() is tensor
                 and last[1] == tensor._version  # noqa: SLF001  (public by documentation)
-                and not reused
+                and not (reused or again)
             ):
                 buffer = self._elsewhere.get(last[2], self._main)
                 buffer.reach(index)

@@ -26,6 +26,7 @@ from ddpprobe.fuse import Fuse
 from ddpprobe.hooks import gradients, lanes
 from ddpprobe.hooks.eager import Clock
 from ddpprobe.hooks.guest import take_off
+from ddpprobe.hooks.nearness import Nearness
 from ddpprobe.hooks.peaks import Peaks
 from ddpprobe.hooks.sweep import Sweep, total
 from ddpprobe.records import FirstBad
@@ -37,6 +38,8 @@ from ddpprobe.torch_private import leaf_hooks
 
 _FORWARD, _BACKWARD = 0, 1
 _PHASES = ("forward", "backward")
+Counts = tuple[int, int, int, int]  # NaN, +Inf, -Inf, elements
+_NOT_COUNTED: Counts = (0, 0, 0, 0)
 
 
 @final
@@ -87,6 +90,8 @@ class Watch:
         self._first: dict[int, tuple[str, Tensor, int, int]] | None = {}
         self._came = False  # the end of a backward, in this step
         self._looks = 0  # in this step
+        self._names: dict[int, str] = {}  # FQNs of what is watched, by id
+        self._told = False  # this step is bad, and so reported
         self._peaks = Peaks(self._bad_peak)
 
     @property
@@ -142,7 +147,7 @@ class Watch:
 
     def end_step(self, step: int) -> None:
         """Send this step's peaks to the host (GPU), and start the next step's."""
-        self._looks = 0
+        self._looks, self._told = 0, False
         if self._sweeps and not self._came:  # losses are made of something else now
             self._hook(self._swept)
             self._swept, self._sweeps = [], []
@@ -167,6 +172,7 @@ class Watch:
             hook = _Watched(self._check_gradient, fqn)
             handle = parameter.register_post_accumulate_grad_hook(hook)
             self._handles[id(parameter)] = handle
+            self._names[id(parameter)] = fqn
 
     def _hook(self, parameters: list[tuple[str, Tensor]]) -> None:
         """Look at gradients when they arrive: before anybody else can take them out of `.grad`."""
@@ -203,18 +209,35 @@ class Watch:
         self._sweeps = [Sweep(parameters) for parameters in devices.values()]
 
     def _look_closer(self, sweep: Sweep) -> None:
-        """Look at each gradient of a sweep; a parameter that has none, or no more, gets a hook.
-
-        A NaN goes on to what lies before its origin: the last parameter is the nearest to it.
-        """
+        """Look at each gradient of a sweep; a parameter that has none, or no more, gets a hook."""
         mine = {id(parameter) for parameter in sweep.parameters}
-        for fqn, parameter in reversed(self._swept):
-            if id(parameter) in mine:
-                self._gradient(fqn, parameter)
+        bad: list[tuple[str, Tensor]] = []
+        for fqn, parameter in self._swept:
+            gradient = parameter.grad
+            if id(parameter) not in mine:
+                continue
+            if gradient is None:
+                self._hook([(fqn, parameter)])
+            elif not lanes.is_near(sweep.device):
+                self._look(gradient, _BACKWARD, fqn)
+            elif self._counts(gradient) is not None:
+                bad.append((fqn, parameter))
+        if bad:
+            self._looks += 1
+            self._report_nearest(bad)
         kept = [(fqn, p) for fqn, p in self._swept if p.grad is not None or id(p) not in mine]
         if len(kept) < len(self._swept):
             self._swept = kept
             self._renew()
+
+    def _report_nearest(self, bad: list[tuple[str, Tensor]]) -> None:
+        """Report a backward by the nearest of its bad gradients, in order of arrival, if known."""
+        if self._told:
+            return
+        named = Nearness(self._clock.entered, self._names).nearest(bad)
+        gradient = next((p.grad for fqn, p in bad if fqn == named), None)
+        counts = None if gradient is None else self._counts(gradient)
+        self._report(_BACKWARD, named, None, self._clock.micro, counts or _NOT_COUNTED)
 
     def _watch_flat(self, unit: FlatUnit) -> None:
         flat = unit.flat
@@ -228,10 +251,14 @@ class Watch:
             if not self._flat_was_read(unit):
                 self._look(gradient, _BACKWARD, None)
         elif not math.isfinite(total(gradient.detach())):
-            # It comes for the whole unit at once, and a NaN goes on to what lies before its origin:
-            # the last parameter in forward order is the nearest to it.
-            for fqn, part in reversed(tuple(unit.split(gradient))):
-                self._look(part, _BACKWARD, fqn)
+            # It comes for the whole unit at once: which of several modules is the nearest to the
+            # origin is not known.
+            bad = [(f, part) for f, part in unit.split(gradient) if self._counts(part) is not None]
+            if len({fqn.rpartition(".")[0] for fqn, _ in bad}) == 1:
+                self._look(bad[0][1], _BACKWARD, bad[0][0])
+            elif bad:
+                self._looks += 1
+                self._report(_BACKWARD, None, None, self._clock.micro, _NOT_COUNTED)
 
     def _gradient(self, fqn: str, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -243,12 +270,14 @@ class Watch:
             self._first[id(parameter)] = known
         elif self._was_read(fqn):
             return
-        self._look(gradient, _BACKWARD, fqn)
+        self._look(gradient, _BACKWARD, fqn, parameter)
 
     def _arriving(self, fqn: str, gradient: Tensor) -> None:
         self._look(gradient, _BACKWARD, fqn)
 
-    def _look(self, tensor: Tensor, phase: int, fqn: str | None) -> None:
+    def _look(
+        self, tensor: Tensor, phase: int, fqn: str | None, parameter: Tensor | None = None
+    ) -> None:
         self._looks += 1
         near = lanes.is_near(tensor.device)
         if near and _is_plain(tensor):
@@ -256,11 +285,14 @@ class Watch:
                 return
         elif torch_private.is_functorch(tensor):
             return  # inside vmap or grad there is no number to read
-        with torch.no_grad():
-            if near:
-                self._count(tensor, phase, fqn)
-            else:
+        if not near:
+            with torch.no_grad():
                 self._weigh(tensor, phase)
+        elif (counts := self._counts(tensor)) is not None:
+            if parameter is not None and not self._told:
+                nearness = Nearness(self._clock.entered, self._names)
+                fqn = fqn if nearness.is_nearest(parameter) else None
+            self._report(phase, fqn, None, self._clock.micro, counts)
 
     def _weigh(self, tensor: Tensor, phase: int) -> None:
         """Keep the largest magnitude of a tensor of any kind, on a device."""
@@ -274,28 +306,31 @@ class Watch:
         if flat.numel():
             self._peaks.keep(phase, torch.linalg.vector_norm(flat, torch.inf))
 
-    def _count(self, tensor: Tensor, phase: int, fqn: str | None) -> None:
-        """Count what is bad in a tensor of any kind, if the host can read it at once."""
+    @torch.no_grad()
+    def _counts(self, tensor: Tensor) -> Counts | None:
+        """Count NaN, +Inf, -Inf and elements of a tensor of any kind, on the host; None: finite.
+
+        None too where it cannot be read at once.
+        """
         tensor = local(tensor)
         if tensor.layout == torch.sparse_coo:
             tensor = tensor._values()  # noqa: SLF001  (values() needs a coalesced tensor)
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj())
         if tensor.numel() == 0:
-            return
+            return None
         row = torch.empty(stats.WIDTH, dtype=torch.float64, device="cpu")
         try:
             if math.isfinite(total(tensor)):
-                return
+                return None
             stats.reduce(tensor, row)
         except (Unsupported, NotImplementedError):
-            return  # sampled steps count these
+            return None  # sampled steps count these
         numel, nan, pos_inf, neg_inf = (int(v) for v in row[:4].tolist())
-        if nan or pos_inf or neg_inf:
-            self._report(phase, fqn, None, self._clock.micro, (nan, pos_inf, neg_inf, numel))
+        return (nan, pos_inf, neg_inf, numel) if nan or pos_inf or neg_inf else None
 
     def _bad_peak(self, step: int, phase: int) -> None:
-        self._report(phase, None, step, micro=0, counts=(0, 0, 0, 0))
+        self._report(phase, None, step, micro=0, counts=_NOT_COUNTED)
 
     def _report(
         self,
@@ -303,8 +338,9 @@ class Watch:
         parameter: str | None,
         step: int | None,
         micro: int,
-        counts: tuple[int, int, int, int],
+        counts: Counts,
     ) -> None:
+        self._told |= step is None
         nan, pos_inf, neg_inf, numel = counts
         self._on_bad(
             FirstBad(
