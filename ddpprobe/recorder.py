@@ -78,6 +78,7 @@ class Recorder:
         self._parts: Observers | None = None
         self._sampling = False
         self._logged: set[str] = set()
+        self._told_scale = False  # ever, by the user
         self._renewed = False
         self._bad: FirstBad | None = None
         self._base = self._readings()
@@ -91,6 +92,7 @@ class Recorder:
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Keep named numbers with the step, if it is sampled; tensors stay on their device."""
+        self._told_scale |= "loss_scale" in values
         if self._sampling and self._parts is not None:
             for name, value in values.items():
                 self._parts.rows.add_scalar(name, value)
@@ -117,6 +119,7 @@ class Recorder:
         if not self._open:
             return
         self._open = False
+        self._clock.settle()
         self._clock.stop()
         if self._parts is not None:
             if self._sampling:
@@ -205,9 +208,9 @@ class Recorder:
         self._clock.probe_seconds += time.perf_counter() - started
 
     def given_up(self, *, vanished: bool) -> bool:
-        """Ask the scaler; without one, believe it of a bad gradient (a scaler we do not know)."""
-        scale = self._prepare().loss_scale
-        return scale.updated() or (vanished and (scale.last is not None or self._bad is not None))
+        """Ask the scalers; if the user told the scale of one that is not torch's, the gradients."""
+        gave_up = self._prepare().loss_scale.gave_up(self._clock.optimizers_of_others)
+        return gave_up or (vanished and self._told_scale and self._bad is not None)
 
     def step_ended(self, *, skipped: bool) -> None:
         """Ship the step and leave the model clean."""

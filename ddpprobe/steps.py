@@ -122,7 +122,8 @@ class StepClock:
             topology, fuse, self._begin_forward, self._end_forward, self._output_gradient, act
         )
         self._guards = {
-            name: fuse.guard(getattr(self, f"_{name}")) for name in ("before_step", "after_step")
+            name: fuse.guard(getattr(self, f"_{name}"))
+            for name in ("before_step", "after_step", "settle")
         }
         self._computed = _void(fuse.guard(events.backward_computed))
         self._over = _void(fuse.guard(self._backward_over))
@@ -147,6 +148,13 @@ class StepClock:
         """Take them off: for `pause()`, in which the model must be all the user's."""
         self._root.unhang(for_good=False)
 
+    def settle(self) -> None:
+        """At the end of the run: end a step that is over, which only the next forward would tell.
+
+        An optimizer of some of the parameters took it, or a scaler gave it up.
+        """
+        self._guards["settle"]()
+
     def stop(self) -> None:
         """Stop listening; every hook is gone."""
         self._root.unhang(for_good=True)
@@ -156,6 +164,10 @@ class StepClock:
         """The user says that a step is over (a loop without a torch optimizer)."""
         self._manual = True
         self._end_step(skipped=False)
+
+    def optimizers_of_others(self) -> frozenset[int]:
+        """Return the ids of those living optimizers that stepped and own nothing of this model."""
+        return frozenset(id(o) for o, (_, mine) in self._owned.items() if not mine)
 
     def beat(self, state: int | None = None) -> None:
         """Write the heartbeat."""
@@ -202,6 +214,14 @@ class StepClock:
         self.micro += 1
         self._enter(FORWARD)
         self._events.forward_begins()
+
+    def _settle(self) -> None:
+        if self._ended or self._running:
+            return
+        if self._stepped:
+            self._end_step(skipped=False)
+        elif self._anchor_had_grad and self._events.given_up(vanished=self._vanished()):
+            self._end_step(skipped=True)
 
     def _begin_step(self) -> None:
         self.step += 1

@@ -134,3 +134,54 @@ def test_a_scaler_lives_no_longer_because_of_the_probe(tmp_path: Path) -> None:
     train(tmp_path / "r", scaler, steps=2)
     del scaler
     assert torch_private.loss_scalers() == []
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_last_step_that_the_scaler_skipped_is_a_skipped_step_and_no_page(
+    tmp_path: Path, records_of, every: int
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=10_000)
+    train(tmp_path / "r", scaler, steps=2, every=every, late_zero=True)
+    last = records_of(tmp_path / "r")[-1]
+    assert (last.step, last.skipped, last.partial) == (1, True, False)
+    told = ddpprobe.open(tmp_path / "r").anomalies()
+    assert [(a.detector, a.level) for a in told if a.level == "page"] == []
+
+
+def adversaries(run: Path, scaler, *, steps: int, bad: int = -1, every: int = 1) -> None:
+    """Train a critic that is observed, and through it a maker whose gradients it gets as well."""
+    gc.collect()
+    torch.manual_seed(0)
+    critic, maker = Net(), nn.Linear(4, 4)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=1e-3) for m in (critic, maker))
+    with ddpprobe.install(critic, run_dir=run, every=every, daemon="none"):
+        for step in range(steps):
+            for optimizer, x in ((ours, torch.randn(5, 4)), (theirs, maker(torch.randn(5, 4)))):
+                ours.zero_grad()
+                theirs.zero_grad()
+                loss = critic(x)
+                if optimizer is theirs and step == bad:
+                    loss = loss + torch.sqrt(critic.a.weight.sum() * 0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+            scaler.update()
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_nothing_is_said_of_a_scaler_where_there_is_none(
+    tmp_path: Path, records_of, every: int
+) -> None:
+    adversaries(
+        tmp_path / "r", torch.amp.GradScaler("cpu", enabled=False), steps=4, bad=2, every=every
+    )
+    assert not any(r.skipped for r in records_of(tmp_path / "r"))
+    told = ddpprobe.open(tmp_path / "r").anomalies()
+    assert {(a.level, a.phase) for a in told if a.detector == "nonfinite"} == {("page", "backward")}
+    assert not any("GradScaler" in a.message for a in told)
+
+
+def test_a_step_that_another_models_optimizer_took_is_not_one_that_the_scaler_skipped(
+    tmp_path: Path, records_of
+) -> None:
+    adversaries(tmp_path / "r", torch.amp.GradScaler("cpu", init_scale=4.0), steps=4)
+    assert [r.skipped for r in records_of(tmp_path / "r")] == [False] * 8

@@ -8,6 +8,7 @@ Two enabled scalers in one process cannot be told apart: then none is taken, and
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -32,8 +33,10 @@ class LossScale:
         self._warned = False
         self.last: Tensor | None = None
         self._looked = False
-        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
-        self._round: object = None
+        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None  # if it is the only one
+        self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
+        # Of each: what it notes of optimizers until its next update(), and those stepped by now.
+        self._rounds: list[tuple[object, frozenset[int]]] = []
 
     def remember(self, *, told: bool) -> None:
         """At the end of a backward: keep its scale, which a skipped step lowers.
@@ -46,16 +49,19 @@ class LossScale:
         scaler = self._living()
         scale = torch_private.scale_of(scaler) if scaler is not None else None
         self.last = scale.clone() if scale is not None else None
-        self._round = torch_private.round_of(scaler) if scaler is not None else None
+        rounds = [torch_private.round_of(s) for ref in self._scalers if (s := ref()) is not None]
+        self._rounds = [(round_, torch_private.stepped_in(round_)) for round_ in rounds]
 
-    def updated(self) -> bool:
-        """Whether the scaler was updated since the last backward, so that its step is over."""
-        scaler = self._living()
-        return (
-            scaler is not None
-            and self._round is not None
-            and torch_private.round_of(scaler) is not self._round
-        )
+    def gave_up(self, others: Callable[[], frozenset[int]]) -> bool:
+        """Whether a scaler was told to step an optimizer since the last backward.
+
+        If that optimizer did not step, the scaler skipped it. The host knows without the device.
+
+        Args:
+            others: ids of the optimizers that have nothing of this model.
+        """
+        new = [torch_private.stepped_in(round_) - before for round_, before in self._rounds]
+        return any(new) and any(ids - others() for ids in new)
 
     def look_again(self) -> None:
         """Search once more at the next backward, if no scaler is known."""
@@ -66,7 +72,8 @@ class LossScale:
 
     def _look(self, *, told: bool) -> None:
         used = [s for s in torch_private.loss_scalers() if torch_private.scale_of(s) is not None]
-        self._scaler = weakref.ref(used[0]) if len(used) == 1 else None
+        self._scalers = [weakref.ref(scaler) for scaler in used]
+        self._scaler = self._scalers[0] if len(used) == 1 else None
         if len(used) > 1 and not (told or self._warned):
             self._warned = True
             logger.warning(

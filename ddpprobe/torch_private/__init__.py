@@ -137,11 +137,25 @@ def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
 def round_of(scaler: torch.amp.GradScaler) -> object:
     """Return an object that the scaler keeps from one `update()` to the next, which makes another.
 
-    So the host knows that a step is over, taken or skipped, without asking the device.
-
-    Degradation: None; a skipped step is then known by its vanished gradients only.
+    Degradation: None; no step is then known to be skipped, and its bad gradients are a page.
     """
     return getattr(scaler, "_per_optimizer_states", None)
+
+
+def stepped_in(round_: object) -> frozenset[int]:
+    """Return the ids of the optimizers that a scaler was told to step in a round of `round_of`.
+
+    It steps those whose gradients are finite, and skips the others: which, only the device knows.
+
+    Degradation: an empty set, as above.
+    """
+    if not isinstance(round_, dict):
+        return frozenset()
+    states = list(round_.items())
+    return frozenset(
+        number for number, state in states
+        if isinstance(state, dict) and getattr(state.get("stage"), "name", "") == "STEPPED"
+    )  # fmt: skip
 
 
 def is_functorch(tensor: torch.Tensor) -> bool:
@@ -315,6 +329,12 @@ def self_test() -> dict[str, bool]:
 
     y.register_hook(hook)
     y.sum().backward()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer = torch.optim.SGD([x], lr=0.0)
+    scaler.scale((x * torch.inf).sum()).backward()
+    rounds, before = round_of(scaler), stepped_in(round_of(scaler))
+    scaler.step(optimizer)
+    scaler.update()
     return {
         "in_backward": "in:True" in seen and not in_backward(),
         "after_backward": seen[-2:] == ["done", "True"],
@@ -322,6 +342,7 @@ def self_test() -> dict[str, bool]:
         "is_functorch": _is_functorch is not None,
         "in_functorch": _functorch_level is not None and not in_functorch(),
         "outside_modes": _depth_of_modes is not None and _without_modes is not None,
+        "stepped_in": not before and stepped_in(rounds) == {id(optimizer)},
         "active_ddp": _active_ddp is not None,
         "fake_tensors": _lookup("torch._subclasses.fake_tensor", "FakeTensorMode") is not None,
     }
