@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from torch import distributed as dist
 
 from ddpprobe import rendezvous, torch_private
 from ddpprobe.arguments import Arguments
+from ddpprobe.ends import last_words
 from ddpprobe.enlist import Enlisted, Wishes, enlist
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks.capturing import Capturing
@@ -107,8 +107,8 @@ class Probe:
         recorder, self._recorder, self._responder = self._recorder, None, None
         if recorder is None:
             return
-        status = "exception" if hasattr(sys, "last_type") else "ok"
-        Fuse("close").guard(recorder.close)(status)
+        words = Fuse("last words").guard(last_words.goodbye)()
+        Fuse("close").guard(recorder.close)(words)
         if self._enlisted is not None and self._enlisted.lock is not None:
             self._enlisted.lock.release()
         _live.discard(self)

@@ -114,11 +114,16 @@ class Recorder:
         self._clock.beat()
         self._shipper.life("resumed", time_ns=time.time_ns())
 
-    def close(self, status: str = "ok") -> None:
-        """Write what is left, take every hook off, close every file. Idempotent."""
+    def close(self, words: Mapping[str, object] | None = None) -> None:
+        """Write what is left, take every hook off, close every file. Idempotent.
+
+        Args:
+            words: of the goodbye, see `ends.last_words`.
+        """
         if not self._open:
             return
         self._open = False
+        place = self._clock.place()
         self._clock.settle()
         self._clock.stop()
         if self._parts is not None:
@@ -130,7 +135,8 @@ class Recorder:
             self._shipper.lose(_TOO_FAR_BEHIND, self._parts.watch.lost)
             self._shipper.ship(wait=True)
             self._parts.close()
-        self._shipper.life("closed", status=status, sampled=self._clock.sampled)
+        told = {"status": "ok", **(words or {}), **place}
+        self._shipper.life("closed", sampled=self._clock.sampled, **told)
         self._clock.beat(STATES.index("closed"))
         for file in self._files:
             file.close()

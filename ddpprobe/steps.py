@@ -180,6 +180,12 @@ class StepClock:
             probe_seconds=self.probe_seconds,
         )  # fmt: skip
 
+    def place(self) -> dict[str, int | str]:
+        """Return where the loop is, as a heartbeat says it: `step`, `steps`, `micro`, `state`."""
+        state = STATES[_STATE[self._phase]]
+        micro = max(self.micro, 0)
+        return {"step": self.step, "steps": self.steps, "micro": micro, "state": state}
+
     def reading(self) -> tuple[int, float, float]:
         """Return the step, and the host seconds up to now: of all phases, and of them ours."""
         seconds = sum(self.phase_seconds) + time.perf_counter() - self._mark

@@ -26,7 +26,7 @@ LAYERS = {
     "codec": 0, "dealing": 0, "destination": 0, "fuse": 0, "hearsay": 0, "inside": 0,
     "layout": 0, "merge": 0, "processes": 0, "records": 0, "remembered": 0, "slate": 0,
     "torch_private": 0, "view": 0,
-    "bucket": 1, "budget": 1, "detectors": 1, "gather": 1, "heartbeat": 1, "journal": 1,
+    "bucket": 1, "budget": 1, "detectors": 1, "ends": 1, "gather": 1, "heartbeat": 1, "journal": 1,
     "labels": 1, "metrics": 1, "orders": 1, "packs": 1, "pacing": 1,
     "prometheus": 1, "rendezvous": 1, "roster": 1, "sampling": 1, "site_numbers": 1,
     "spawn": 1, "stats": 1, "store": 1, "topology": 1,

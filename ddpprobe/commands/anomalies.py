@@ -19,11 +19,14 @@ from ddpprobe.commands.output import (
     say_json,
     table,
 )
+from ddpprobe.ends.judge import ENDED, RUNNING
 
 if TYPE_CHECKING:
     from ddpprobe.detectors.suite import Episode
     from ddpprobe.records import Anomaly
     from ddpprobe.replay.completeness import Completeness
+    from ddpprobe.replay.endings import Ending
+    from ddpprobe.replay.run import Run
 
 LEVELS = ("page", "warn", "info")
 FIELDS = (
@@ -53,15 +56,31 @@ def run(args: argparse.Namespace) -> int:
     found = run_.anomalies()
     shown = [a for a in found if LEVELS.index(a.level) <= LEVELS.index(args.level)]
     held = run_.completeness()
+    endings = run_.endings()
     if args.json:
-        say_json(as_json(run_.name, shown, held))
-    elif shown:
+        end = endings[-1].end.to_json() if endings else None
+        say_json({**as_json(run_.name, shown, held), "end": end})
+        return _exit_code(run_, found, held)
+    for line in told_ends(endings):
+        say(line)
+    if shown:
         for line in lines(episodes(shown)):
             say(line)
     else:
         say(nothing(held, bool(run_.lost), len(found), args.level))
+    return _exit_code(run_, found, held)
+
+
+def _exit_code(run_: Run, found: list[Anomaly], held: Completeness) -> int:
     gaps, paged = report_gaps(run_.lost, held.unknown()), any(a.level == "page" for a in found)
     return PAGED if paged and gaps != DAMAGED else gaps
+
+
+def told_ends(endings: list[Ending]) -> list[str]:
+    """Say how the attempts ended that did not come to their end, newest last."""
+    told = [e for e in endings if e.end.state not in {RUNNING, ENDED}]
+    which = {e.attempt: f" (attempt {e.attempt})" if len(endings) > 1 else "" for e in told}
+    return [f"{e.end.state}{which[e.attempt]}: {e.end.message}" for e in told]
 
 
 def nothing(held: Completeness, damaged: bool, hidden: int, level: str) -> str:  # noqa: FBT001

@@ -68,9 +68,9 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "upload", f"{upload['node']} is not done ({why}); finish with: {upload['finish']}"
     for left in info["unsealed"]:
         yield "unsealed", f"{left['node']} is not all in the store; finish with: {left['finish']}"
-    death = info["first_death"]
-    if death:
-        yield "first death", f"rank {death['rank']}, {death['signal']}, in step {death['step']}"
+    end = info["end"]
+    if end and end["state"] not in {"running", "ended"}:
+        yield "end", end["message"]
 
 
 def _sampling(info: dict[str, Any]) -> str:

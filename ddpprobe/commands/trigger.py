@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Ask, wait, and print the steps; 2 if the run is not live, or the daemon refuses."""
     from ddpprobe import layout  # noqa: PLC0415
     from ddpprobe.replay.run import RunError, open_run  # noqa: PLC0415
-    from ddpprobe.replay.summary import is_live  # noqa: PLC0415
+    from ddpprobe.replay.under_way import is_live  # noqa: PLC0415
 
     home = layout.RunDir(open_run(args.run).path)
     if not is_live(home):

@@ -13,6 +13,7 @@ from typing import Any
 from ddpprobe import heartbeat, layout
 from ddpprobe.daemon.blackbox import BlackBox
 from ddpprobe.daemon.blocks import Ended
+from ddpprobe.daemon.ends import Ends
 from ddpprobe.daemon.inbox import Inbox
 from ddpprobe.daemon.ledger import Ledger
 from ddpprobe.daemon.liveness import Watcher
@@ -64,6 +65,7 @@ class Attempt:
         self.ranks: dict[int, LocalRank] = {}
         self.meta: Mapping[str, Any] = {}
         self.ledger: Ledger | None = None
+        self.ends: Ends | None = None
         self.gather: Gather | None = None
         self.unread_since: float | None = None
         self.closed = False
@@ -104,9 +106,7 @@ class Attempt:
                 count = self._read(rank, now)
                 read, more = read + count, more or count == RECORDS_PER_LOOK
         self._watch_processes()
-        # One that has said goodbye may prove to be the cause of what befell the others.
-        if not any(rank.up and rank.closed_at and not rank.is_over(now) for rank in everybody):
-            self._judge_deaths()
+        self._look_at_ends(over=False)
         if self.gather is None:
             return read, more
         read += self._collect(self.gather, now, self._upto(more=more))
@@ -139,7 +139,7 @@ class Attempt:
         self._collect_exits()
         while sum(self._read(rank, now) for rank in self.ranks.values()):
             self._emit(self.gather.ready(now) if self.gather is not None else [])
-        self._judge_deaths()
+        self._look_at_ends(over=ended)
         for rank in self.ranks.values():
             rank.tail.close()
         if self.gather is None or self.ledger is None:
@@ -169,6 +169,13 @@ class Attempt:
             return False
         done = self.ledger.last_step if self.is_head else self.ledger.pushed
         return all(rank.tail.closed_top <= done for rank in self.ranks.values())
+
+    def note_late_exits(self) -> None:
+        """Write down how ranks ended that lived on behind the end of the attempt."""
+        self._collect_exits()
+        for rank in self.ranks.values():
+            rank.spent |= rank.exit is not None
+        self._look_at_ends(over=True)
 
     def note_acknowledged(self) -> None:
         """Write down how far the head has taken over this node's records."""
@@ -224,6 +231,7 @@ class Attempt:
         directory = self.run.daemon_journal(self.number, self.node)
         own |= {"pid": os.getpid(), "pid_start": own_start()}
         self.ledger = Ledger(directory, own, default_suite())
+        self.ends = Ends(self.number, self.node, self.world_size, self.ledger)
         self._board = OrderBoard(self.run.orders(self.number, self.node))
         if self.is_head:
             nodes = -(-self.world_size // max(len(self.local_ranks), 1))
@@ -349,14 +357,6 @@ class Attempt:
             if attempt == self.number:
                 self.ranks[number].exit = gone
 
-    def _judge_deaths(self) -> None:
-        """Write down who failed, first death first, once everything they wrote is known."""
-        gone = [r for r in self.ranks.values() if r.exit is not None and not r.judged]
-        if self.ledger is None or not all(rank.spent for rank in gone):
-            return
-        for rank in sorted(gone, key=lambda r: r.died_at):
-            rank.judged = True
-            number = rank.tail.rank
-            if rank.failed and number not in self.ledger.deaths:
-                step = rank.beat.step if rank.beat else rank.tail.facts.last_step
-                self.ledger.death(number, rank.how, rank.died_at or time.time_ns(), step)
+    def _look_at_ends(self, *, over: bool) -> None:
+        if self.ends is not None:
+            self.ends.look(self.ranks, over=over)

@@ -18,12 +18,14 @@ from typing import Any, Protocol
 from ddpprobe import codec, hearsay
 from ddpprobe.codec import Frame
 from ddpprobe.daemon.past import Past, past_of
+from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.evidence import Evidence
+from ddpprobe.ends.judge import End
 from ddpprobe.hearsay import MALFORMED, int64
 from ddpprobe.heartbeat import Heartbeat
 from ddpprobe.journal import BACK_OFF_SECONDS, JournalTail, JournalWriter, segments_of
 from ddpprobe.records import Anomaly, StepRecord
 from ddpprobe.store.manifest import Consumed
-from ddpprobe.view import FirstFailure
 
 WINDOW_STEPS = 64  # sampled steps before an anomaly that are evidence
 
@@ -50,7 +52,9 @@ class Ledger:
         window: the last merged sampled steps, oldest first.
         recovered: what a predecessor had found.
         settled: causes that an event names: of orders, pinned windows, and what was refused.
-        deaths: ranks whose death is written down.
+        evidence: of how the ranks of this node ended.
+        deaths: ranks that ended badly, as is written down.
+        lost: what was written down of the end so far, as anomalies.
         finished: the attempt came to its end and everything of it was merged.
         anomalies, exemplars: number and latest anomaly by (detector, level).
         blamed: number of anomalies by rank and level.
@@ -64,7 +68,9 @@ class Ledger:
         self.recovered: list[Anomaly] = []
         self.settled: set[str] = set()
         self.deaths: set[int] = set()
-        self.first_failure: FirstFailure | None = None
+        self.evidence = Evidence()
+        self.lost: list[Anomaly] = []
+        self.causes: list[Anomaly] = []
         self.finished = False
         self.anomalies: Counter[tuple[str, str]] = Counter()
         self.exemplars: dict[tuple[str, str], Anomaly] = {}
@@ -96,11 +102,17 @@ class Ledger:
         return found
 
     def death(self, rank: int, signal: str, time_ns: int, step: int) -> None:
-        """Write down that a rank failed; the first one is the one to look at."""
-        first = not self.deaths
+        """Write down that a rank ended badly; which one is the cause is `lose`'s to say."""
+        self.deaths.add(rank)
         event = {"event": "death", "rank": rank, "signal": signal, "time_ns": time_ns}
-        self.say({**event, "step": step, "first": first})
-        self._remember_death({**event, "first": first})
+        self.say({**event, "step": step})
+
+    def lose(self, end: End, found: list[Anomaly]) -> None:
+        """Write down how the attempt ended, as far as is known now; each anomaly once."""
+        self.say({"event": "end", **end.to_json()})
+        for anomaly in found:
+            if anomaly not in self.lost:
+                self._write_anomaly(anomaly)
 
     def last_beats(self, beats: Mapping[int, Heartbeat]) -> None:
         """Write down how far the ranks came by their heartbeats: a journal may end before that.
@@ -108,7 +120,7 @@ class Ledger:
         The store has it then as well, of which a copy elsewhere holds no heartbeats.
         """
         if beats and not self.finished:
-            names = ("step", "steps", "sampled", "state")
+            names = ("step", "steps", "micro", "sampled", "state")
             told = {str(rank): {n: getattr(b, n) for n in names} for rank, b in beats.items()}
             self.say({"event": "last_beats", "ranks": told})
 
@@ -121,6 +133,7 @@ class Ledger:
     def say(self, event: Mapping[str, Any]) -> None:
         """Append a LIFE frame."""
         self._settle(event)
+        self.evidence.take_event(event, None, str(self._meta.get("node", "")))
         self._append(codec.LIFE, codec.encode_json(event))
 
     def sample(self, host: Mapping[str, float], ranks: Mapping[int, Mapping[str, float]]) -> None:
@@ -204,7 +217,11 @@ class Ledger:
             self._remember_record(record)
             return self._detectors.update(record)
         if frame.type == codec.ANOMALY:
-            written[frame.payload] += 1
+            anomaly = codec.decode_anomaly(frame.payload)
+            if anomaly.detector == RANK_LOST:  # no detector finds that again
+                self._count(anomaly)
+            else:
+                written[frame.payload] += 1
         if frame.type == codec.LIFE:
             was_finished = self.finished
             self._take_event(frame.json())
@@ -214,9 +231,10 @@ class Ledger:
 
     def _take_event(self, event: Mapping[str, Any]) -> None:
         self._settle(event)
+        self.evidence.take_event(event, None, str(self._meta.get("node", "")))
         match event.get("event"):
             case "death":
-                self._remember_death(event)
+                self.deaths.add(hearsay.rank(event["rank"]))
             case "pushed":
                 self.pushed = int64(event["step"])
             case "finished":
@@ -239,12 +257,6 @@ class Ledger:
         if "cause" in event:
             self.settled.add(str(event["cause"]))
 
-    def _remember_death(self, event: Mapping[str, Any]) -> None:
-        rank = hearsay.rank(event["rank"])
-        self.deaths.add(rank)
-        if event["first"]:
-            self.first_failure = FirstFailure(rank, str(event["signal"]), int64(event["time_ns"]))
-
     def _write_anomaly(self, anomaly: Anomaly) -> None:
         self._append(codec.ANOMALY, codec.encode_anomaly(anomaly))
         self._count(anomaly)
@@ -255,6 +267,10 @@ class Ledger:
         self.exemplars[key] = anomaly
         if anomaly.rank is not None:
             self.blamed[anomaly.rank][anomaly.level] += 1
+        if anomaly.detector == RANK_LOST:
+            self.lost.append(anomaly)
+        elif anomaly.first_cause:
+            self.causes.append(anomaly)
 
     def _append(self, type_: int, payload: bytes) -> None:
         writer = self._open()

@@ -25,8 +25,6 @@ Key = tuple[int, int]  # attempt, rank
 
 UNKNOWN = "unknown"
 CLEAN = "exit:0"
-STOPPED = "SIGTERM"  # what a launcher sends to the ranks that are left
-RAISED = "exit:1"  # with which Python ends after an uncaught exception
 SLOW_POLL_SECONDS = 1.0
 # struct pidfd_info, first version: mask and cgroupid u64, eleven ids u32, exit_code s32.
 _INFO = struct.Struct("<QQ11Ii")
@@ -39,22 +37,14 @@ _EXIT_CODE_FIELD = 52  # of /proc/<pid>/stat, counted from 1 (proc(5)); a wait s
 class Exit:
     """One process that ended. `how` is "SIGKILL", "exit:1" or "unknown".
 
-    `time_ns` is Unix time in ns, 0 if the process was gone before it was watched.
+    `time_ns` is Unix time in ns, 0 if the process was gone before it was watched. Every process
+    with a greater `order` was seen alive after this one's death; -1: nothing is known of that.
     """
 
     key: Key
     how: str
     time_ns: int
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended otherwise than by exit code 0."""
-        return self.how != CLEAN
-
-    @property
-    def chosen(self) -> bool:
-        """Whether the process itself said how it ended, by an exit code."""
-        return self.how.startswith("exit:")
+    order: int = -1
 
 
 class Watcher:
@@ -67,6 +57,7 @@ class Watcher:
         self._slow: dict[Key, tuple[int, float | None]] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopped = False
+        self._batches = 0
         self.fuse = Fuse("liveness")
         run = self.fuse.guard(self._run)
         self._thread = threading.Thread(target=run, name="ddpprobe-liveness", daemon=True)
@@ -115,19 +106,19 @@ class Watcher:
                 for fd in self._watched:
                     poll.register(fd, select.POLLIN)
                 slow = bool(self._slow)
-            ready = [fd for fd, _ in poll.poll(SLOW_POLL_SECONDS * 1000 if slow else None)]
+            ready = {fd for fd, _ in poll.poll(SLOW_POLL_SECONDS * 1000 if slow else None)}
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            self._collect([fd for fd in ready if fd != self._wake])
+            self._collect(_closure(poll, ready) - {self._wake})
 
-    def _collect(self, fds: list[int]) -> None:
+    def _collect(self, fds: set[int]) -> None:
+        """Take the ends of these; all others were alive after the last of them had died."""
         now = time.time_ns()
         ended = []
-        for fd in fds:
+        for fd in sorted(fds):
             key, pid = self._watched[fd]
-            ended.append(Exit(key, describe(_wait_status(pid, fd)), now))
-        # Who got SIGTERM was most likely told to stop because of the others that died just now.
-        ended.sort(key=lambda e: e.how == STOPPED)
+            ended.append(Exit(key, describe(_wait_status(pid, fd)), now, self._batches))
+        self._batches += bool(fds)
         with self._lock:
             for key, (pid, started) in list(self._slow.items()):
                 if not is_process(pid, started):
@@ -137,6 +128,19 @@ class Watcher:
                 del self._watched[fd]
                 os.close(fd)
             self._exits += ended
+
+
+def _closure(poll: select.poll, ready: set[int]) -> set[int]:
+    """Return which processes are dead when those that are not are looked at once more.
+
+    One look goes from process to process: of those that it found alive one may have died before
+    another that it found dead.
+    """
+    while True:
+        again = {fd for fd, _ in poll.poll(0)}
+        if again <= ready:
+            return ready
+        ready |= again
 
 
 def describe(status: int | None) -> str:

@@ -19,6 +19,7 @@ from ddpprobe.daemon.liveness import Watcher
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.snapshot import Readings, view_of
 from ddpprobe.daemon.uploader import Uploader, destination_of, identity_of
+from ddpprobe.ends.judge import ENDED
 from ddpprobe.fuse import Fuse
 from ddpprobe.journal import segments_of
 from ddpprobe.layout import RunDir
@@ -125,7 +126,14 @@ class NodeDaemon:
             self._housekeeping(attempt, now)
             if attempt.local_end(now) and self._others_are_done(attempt, now):
                 self._finish()
-        elif attempt is not None and not self._sealed and self._is_due("fold", now, FOLD_SECONDS):
+        elif attempt is not None:
+            attempt.note_late_exits()
+        if (
+            attempt is not None
+            and attempt.closed
+            and not self._sealed
+            and self._is_due("fold", now, FOLD_SECONDS)
+        ):
             self._seal()
         self._render(now)
 
@@ -273,7 +281,7 @@ class NodeDaemon:
             attempt,
             self._readings,
             run_id=self._run_id(),
-            finished=attempt.closed and not (attempt.ledger and attempt.ledger.deaths),
+            finished=attempt.closed and (attempt.ends is None or attempt.ends.end.state == ENDED),
             dropped=self._losses(),
             components={name: not fuse.blown for name, fuse in self._fuses.items()},
             uploader=self._uploader,

@@ -56,7 +56,7 @@ def view_of(
         ranks=tuple(_rank_view(attempt, n, readings) for n in sorted(attempt.ranks)),
         paused=any(rank.tail.facts.paused for rank in attempt.ranks.values()),
         finished=finished,
-        first_failure=ledger.first_failure if ledger else None,
+        first_failure=attempt.ends.first_failure if attempt.ends else None,
         merged=ledger.merged if ledger and attempt.is_head else None,
         anomalies=dict(ledger.anomalies) if ledger else {},
         exemplars=dict(ledger.exemplars) if ledger else {},
@@ -76,7 +76,9 @@ def _rank_view(attempt: Attempt, number: int, readings: Readings) -> RankView:
     resident = sample.get("resident_bytes")
     # A rank that left as it should is neither up nor down, whatever the others still do; one whose
     # last words are still being read is not dead yet.
-    up = None if rank.left or not rank.seen_alive else rank.exit is None or not rank.judged
+    failed = attempt.ledger is not None and number in attempt.ledger.deaths
+    left = rank.judged and not failed
+    up = None if left or not rank.seen_alive else rank.exit is None or not rank.judged
     view = RankView(
         rank=number,
         local_rank=int(meta.get("local_rank", -1)),
@@ -95,7 +97,7 @@ def _rank_view(attempt: Attempt, number: int, readings: Readings) -> RankView:
         components=dict(facts.components),
         unrecorded_steps=rank.unrecorded,
     )
-    return view if rank.beat is None else _with_heartbeat(view, rank.beat, left=rank.left)
+    return view if rank.beat is None else _with_heartbeat(view, rank.beat, left=left)
 
 
 def _with_heartbeat(view: RankView, beat: Heartbeat, *, left: bool) -> RankView:

@@ -28,6 +28,7 @@ class RankFacts:
     `triggers` are the captures its user asked for and that nobody has taken up yet.
     `recorded` are the sampled steps of which the whole record came.
     `closed`: it said that nothing more will come; `raised`: and that an exception was the reason.
+    `words` are the events that its end is judged by and that nobody has taken up yet.
     """
 
     meta: Mapping[str, Any] | None = None
@@ -45,6 +46,7 @@ class RankFacts:
     last_step: int = -1
     recorded: int = 0
     triggers: list[Mapping[str, Any]] = field(default_factory=list)
+    words: list[Mapping[str, Any]] = field(default_factory=list)
     _alarm: tuple[int, Counter[str]] = (-1, Counter())
 
     def take_record(self, record: StepRecord) -> None:
@@ -64,6 +66,8 @@ class RankFacts:
 
     def take_life(self, event: Mapping[str, Any]) -> None:
         """Account for one LIFE frame; unknown events are a newer version's and mean nothing."""
+        if event.get("event") in {"closed", "paused", "resumed", "job"}:
+            self.words.append(event)
         match event.get("event"):
             case "closed":
                 self.closed = True

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 LOOKS = 30  # over so many looks a rate is taken
-LATE_SECONDS = 10.0  # a rank that was silent for longer, and for that many steps, is late
-LATE_STEPS = 10
 # Of what is usual among sites of a kind; growth below it is noise. The gradient of a bias that the
 # model takes back (of attention's keys, of a layer before a norm) is what rounding leaves: 1e-3 or
 # less of its neighbours' in bfloat16, and a hundred times as much at the next step.
@@ -147,11 +145,6 @@ def _base(site: SiteNow) -> float | None:
     """Return what abs_max was at the first look; None: not known."""
     known = site.growth is not None and 0 < site.growth < math.inf and site.abs_max < math.inf
     return site.abs_max / site.growth if known and site.growth else None
-
-
-def is_late(seen: float, step_seconds: float | None) -> bool:
-    """Return whether a rank was silent for too long, by the time that a step takes it."""
-    return seen > max(LATE_SECONDS, LATE_STEPS * (step_seconds or 0.0))
 
 
 class Rates:

@@ -21,13 +21,15 @@ from ddpprobe.replay.captured_steps import (
 )
 from ddpprobe.replay.completeness import Completeness, completeness
 from ddpprobe.replay.copies import copy_of, fetch_captured
+from ddpprobe.replay.endings import Death, Ending, deaths_of, ending_of
 from ddpprobe.replay.expired import expired_in
 from ddpprobe.replay.not_a_run import WHERE, what_is_there
 from ddpprobe.replay.overlay import Overlay
 from ddpprobe.replay.readings import Reading, read_readings
 from ddpprobe.replay.series import Scalars, Series, read_scalars, read_series
-from ddpprobe.replay.summary import Death, deaths_of, is_under_way, summarize
+from ddpprobe.replay.summary import summarize
 from ddpprobe.replay.tensors import Capsule, Captured, GlobalTensor
+from ddpprobe.replay.under_way import is_under_way
 from ddpprobe.replay.verdicts import judged, losses, verdicts
 from ddpprobe.store.manifest import Lost
 
@@ -92,8 +94,9 @@ class Run:
 
         Keys: `path`, `name`, what run.json says (`run_id`, `world_size`, `nodes`, `wrapper`,
         `backend`, `torch`, `every`, `hostname`, `created_ns`, `destination`, `format_version`),
-        `uploads` (not complete: `node`, `error`, `finish`: what to type), `state` (live or
-        ended; of a run in an object store that is not sealed: unknown), `unsealed` (the nodes that
+        `uploads` (not complete: `node`, `error`, `finish`: what to type), `state` of the newest
+        attempt (running, ended, stopped, crashed, hung, vanished or unknown) and `end` (how it came
+        to that: `ends.judge.End` as values; `attempts` have theirs), `unsealed` (the nodes that
         an ended run's store lacks something of, without a daemon: `node`, `finish`: what to type),
         `steps` {first, last},
         `complete` (every sampled step of every rank is held, and every end is known) and `unknown`
@@ -109,12 +112,11 @@ class Run:
         `unsupported` {what was skipped: tensors} and `silent` (the first modules that were selected
         and never called); `dropped` {reason: how often} is what it said it lost.
         """
-        told = summarize(self._overlay, self._identity, self.anomalies(), self.completeness())
+        told = summarize(
+            self._overlay, self._identity, self.anomalies(), self.completeness(), self.endings()
+        )
         url = url_of(self.path)
-        if url is not None:
-            sealed = any(attempt["sealed"] for attempt in told["attempts"][-1:])
-            told |= {"path": url, "state": "ended" if sealed else "unknown"}
-        return told
+        return told if url is None else {**told, "path": url}
 
     def records(
         self, rank: int | None = None, attempt: int | None = None, *, after: int = -1
@@ -177,9 +179,12 @@ class Run:
         return order_of_cause(found)
 
     def deaths(self) -> list[Death]:
-        """Return the ranks that ended badly, by attempt, the first death first."""
-        overlay = self._overlay
-        return [d for n in overlay.attempts() for d in deaths_of(n, overlay.events(n))]
+        """Return the ranks that ended badly, by attempt, the cause first where it is known."""
+        return [death for ending in self.endings() for death in deaths_of(ending)]
+
+    def endings(self) -> list[Ending]:
+        """Return how each attempt ended, ascending; `end.state` is what `info` calls its state."""
+        return [ending_of(self._overlay, attempt) for attempt in self._overlay.attempts()]
 
     def series(
         self,

@@ -17,6 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from ddpprobe.ends.stalls import is_late
 from ddpprobe.heartbeat import STEP_PHASES
 from ddpprobe.replay.now import (
     UNREACHABLE,
@@ -24,7 +25,6 @@ from ddpprobe.replay.now import (
     RankNow,
     Rates,
     SiteNow,
-    is_late,
     pace,
     worst_ranks,
     worst_sites,

@@ -7,53 +7,18 @@ import os
 import re
 import shlex
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ddpprobe import inside, layout
 from ddpprobe.records import Anomaly
 from ddpprobe.replay.completeness import UNKNOWN, Completeness, RankShare
+from ddpprobe.replay.endings import Death, Ending, deaths_of
 from ddpprobe.replay.overlay import Overlay
 from ddpprobe.replay.rank_facts import Event, RankFacts
 from ddpprobe.replay.told_orders import orders_of
-
-
-@dataclass(frozen=True, slots=True)
-class Death:
-    """A rank that ended badly; `step` is the one it was in (-1: unknown), `time_ns` Unix ns.
-
-    `signal` is "SIGKILL", "exit:1" or "unknown"; `first` marks the first one of its attempt.
-    """
-
-    attempt: int
-    rank: int
-    signal: str
-    time_ns: int
-    step: int
-    first: bool
-    node: str = ""
-
-
-def deaths_of(attempt: int, events: list[Event]) -> list[Death]:
-    """Return the deaths among the events of an attempt, first one first.
-
-    Each node knows its own first death only; the earliest of those is the run's.
-    """
-    found: dict[int, Death] = {}
-    for event in events:
-        what = event.what
-        if what.get("event") == "death" and isinstance(what.get("rank"), int):
-            found[what["rank"]] = Death(
-                attempt, what["rank"], str(what.get("signal", "unknown")),
-                _whole(what.get("time_ns"), 0), _whole(what.get("step"), -1),
-                bool(what.get("first")), event.node,
-            )  # fmt: skip
-    ordered = sorted(found.values(), key=lambda d: (not d.first, d.time_ns, d.rank))
-    return [
-        Death(d.attempt, d.rank, d.signal, d.time_ns, d.step, i == 0, d.node)
-        for i, d in enumerate(ordered)
-    ]
+from ddpprobe.replay.under_way import has_daemon
 
 
 def _whole(said: object, default: int) -> int:
@@ -61,37 +26,13 @@ def _whole(said: object, default: int) -> int:
     return said if isinstance(said, int) and abs(said) < 2**63 else default
 
 
-def is_live(run: layout.RunDir) -> bool:
-    """Return whether the run is under way: rank 0 holds its lock."""
-    return layout.is_locked(run.lock)
-
-
-def has_daemon(run: layout.RunDir) -> bool:
-    """Return whether a daemon of the run is at work on this machine."""
-    names = [n for n in inside.names(run.path, "daemon") if n.startswith("node_")]
-    return any(layout.is_locked(run.path / "daemon" / n) for n in names if n.endswith(".lock"))
-
-
-def is_under_way(overlay: Overlay) -> bool:
-    """Return whether the newest attempt trains, as far as can be told on this machine.
-
-    Rank 0 holds the lock; or the daemon of a node, whose directory has no such lock if its disk is
-    its own, still follows its ranks.
-    """
-    if is_live(overlay.run):
-        return True
-    attempts = overlay.attempts()
-    if not attempts or not has_daemon(overlay.run):
-        return False
-    return not any(e.what.get("event") == "finished" for e in overlay.events(attempts[-1]))
-
-
 def summarize(
-    overlay: Overlay, identity: dict[str, Any], anomalies: list[Anomaly], held: Completeness
-) -> dict[str, Any]:
+    overlay: Overlay, identity: dict[str, Any], anomalies: list[Anomaly], held: Completeness,
+    endings: list[Ending],
+) -> dict[str, Any]:  # fmt: skip
     """Return what `Run.info` documents."""
     live = held.live
-    attempts = [_attempt(overlay, n, held) for n in overlay.attempts()]
+    attempts = [_attempt(overlay, ending, held) for ending in endings]
     first = [s["steps"]["first"] for s in attempts if s["steps"]["first"] is not None]
     last = [s["steps"]["last"] for s in attempts if s["steps"]["last"] is not None]
     deaths = [s["first_death"] for s in attempts if s["first_death"]]
@@ -100,7 +41,8 @@ def summarize(
         "path": str(overlay.run.path),
         "name": str(identity.get("name") or overlay.run.path.name),
         **{key: identity.get(key) for key in _IDENTITY},
-        "state": "live" if live else "ended",
+        "state": endings[-1].end.state if endings else UNKNOWN,
+        "end": endings[-1].end.to_json() if endings else None,
         "complete": held.complete,
         "unknown": held.unknown(),
         "attempts": attempts,
@@ -145,10 +87,11 @@ _IDENTITY = (
 )  # fmt: skip
 
 
-def _attempt(overlay: Overlay, attempt: int, held: Completeness) -> dict[str, Any]:
+def _attempt(overlay: Overlay, ending: Ending, held: Completeness) -> dict[str, Any]:
+    attempt = ending.attempt
     facts = [overlay.facts(attempt, rank) for rank in overlay.ranks(attempt)]
     events = overlay.events(attempt)
-    deaths = deaths_of(attempt, events)
+    deaths = deaths_of(ending)
     shares = {s.rank: s for s in held.shares if s.attempt == attempt}
     steps = [int(step) for f in facts for step in (*f.steps[:1], *f.steps[-1:])]
     silent = sorted(set(range(overlay.world_size(attempt))) - {f.rank for f in facts})
@@ -166,7 +109,8 @@ def _attempt(overlay: Overlay, attempt: int, held: Completeness) -> dict[str, An
         "ranks": ranks,
         "silent_ranks": silent,
         "orders": orders_of(events),
-        "first_death": asdict(deaths[0]) if deaths else None,
+        "end": ending.end.to_json(),
+        "first_death": asdict(deaths[0]) if deaths and deaths[0].first else None,
         "sealed": bool(sealed),
         "unsealed": sorted({str(f.meta["node"]) for f in facts if "node" in f.meta} - sealed),
         "torn_bytes": sum(f.torn for f in facts),

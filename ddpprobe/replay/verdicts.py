@@ -8,11 +8,13 @@ from dataclasses import replace
 
 from ddpprobe.detectors.settings import Settings
 from ddpprobe.detectors.suite import default_suite
+from ddpprobe.ends.anomalies import RANK_LOST
 from ddpprobe.records import Anomaly
 from ddpprobe.replay.completeness import is_partial
+from ddpprobe.replay.endings import ending_of
 from ddpprobe.replay.overlay import Overlay
 from ddpprobe.replay.rank_losses import rank_losses
-from ddpprobe.replay.summary import has_daemon, is_live
+from ddpprobe.replay.under_way import has_daemon, is_live
 
 Key = tuple[object, ...]
 
@@ -23,7 +25,8 @@ def verdicts(overlay: Overlay, attempt: int) -> list[Anomaly]:
     If the daemon saw all there is, what it wrote down is the verdict. Otherwise the detectors go
     over what is held as well: the daemon may have died before the end, and what it saw may be gone.
     """
-    told = overlay.told_anomalies(attempt)
+    # How it ended is judged anew: of several nodes' daemons each has seen its own ranks only.
+    told = [a for a in overlay.told_anomalies(attempt) if a.detector != RANK_LOST]
     found = told
     if not _is_told(overlay, attempt):
         seen: set[int] = set()
@@ -51,8 +54,8 @@ def judged(
 
 
 def losses(overlay: Overlay, attempt: int, found: list[Anomaly]) -> list[Anomaly]:
-    """Return the dead ranks as anomalies, beside what was `found`; humble as `judged` is."""
-    return _humble(overlay, attempt, rank_losses(overlay, attempt, found))
+    """Return the end as anomalies, beside what was `found`; humble as `judged` is."""
+    return _humble(overlay, attempt, rank_losses(ending_of(overlay, attempt), found))
 
 
 def united(told: list[Anomaly], replayed: list[Anomaly], seen: Collection[int]) -> list[Anomaly]:

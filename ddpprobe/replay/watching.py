@@ -19,6 +19,7 @@ import numpy as np
 
 from ddpprobe import codec, heartbeat, inside
 from ddpprobe.detectors.suite import order_of_cause
+from ddpprobe.ends.stalls import is_late
 from ddpprobe.hearsay import MALFORMED
 from ddpprobe.heartbeat import STEP_PHASES, Heartbeat
 from ddpprobe.journal import JournalTail, segments_of
@@ -29,14 +30,13 @@ from ddpprobe.replay.now import (
     RankNow,
     Rates,
     SiteNow,
-    is_late,
     pace,
     worst_ranks,
     worst_sites,
 )
 from ddpprobe.replay.overlay import Overlay
 from ddpprobe.replay.run import Run
-from ddpprobe.replay.summary import is_live
+from ddpprobe.replay.under_way import is_live
 from ddpprobe.site_numbers import global_grad_norm
 from ddpprobe.store import segments
 from ddpprobe.store.manifest import Lost

@@ -43,10 +43,9 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _state(info: dict[str, Any]) -> str:
-    if info["state"] == "live":
-        return "live"
     sealed = bool(info["attempts"]) and info["attempts"][-1]["sealed"]
-    return "ended, sealed" if sealed else "ended without a seal"
+    open_ended = "" if info["state"] == "running" else ", without a seal"
+    return f"{info['state']}, sealed" if sealed else f"{info['state']}{open_ended}"
 
 
 def _sampling(info: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ TITLES = {
     "desync": "Replicas differ",
     "loss_scale": "Loss scale",
     "coverage": "Something fell silent",
-    "rank_lost": "A rank died",
+    "rank_lost": "The job was lost",
 }
 _KINDS = {
     "input": "input", "output": "output", "grad_output": "gradient of the output",
@@ -169,11 +169,13 @@ def _aftermath(story: Story) -> Iterator[str]:
         yield f"The loss is first not finite at step {step}, on {who}."
     if story.skipped:
         yield f"The optimizer skipped {story.skipped} step{'s' if story.skipped > 1 else ''}."
-    death = story.info["first_death"]
-    if death:
-        where = f"in step {death['step']}" if death["step"] >= 0 else "before its first step"
-        yield f"The first rank to die was rank {death['rank']} ({death['signal']}), {where}."
+    for attempt in story.info["attempts"]:
+        end = attempt["end"]
+        if end["state"] not in {"running", "ended"}:
+            which = f"Attempt {attempt['attempt']}: " if len(story.info["attempts"]) > 1 else ""
+            yield f"{which}{end['state']}: {end['message']}."
     last = story.info["steps"]["last"]
     if last is not None:
-        live = story.info["state"] == "live"
-        yield f"The run {'is under way, at' if live else 'ended at'} step {last}."
+        under_way = story.info["state"] == "running"
+        word = "The run is under way, at" if under_way else "The last recorded step is"
+        yield f"{word} step {last}." if under_way else f"{word} {last}."

@@ -14,7 +14,7 @@ import ddpprobe
 from ddpprobe.cli import main
 from ddpprobe.layout import RunDir
 from ddpprobe.replay.rejudged import rejudge
-from ddpprobe.replay.summary import has_daemon
+from ddpprobe.replay.under_way import has_daemon
 from tests.conftest import ROOT, torchrun_in
 from tests.distributed import replayed_job
 from tests.distributed.replayed_job import (

@@ -11,7 +11,7 @@ from pathlib import Path
 from ddpprobe import codec, inside, layout
 from ddpprobe.layout import RunDir
 from ddpprobe.replay.run import RunError
-from ddpprobe.replay.summary import has_daemon, is_live
+from ddpprobe.replay.under_way import has_daemon, is_live
 from ddpprobe.store import segments
 from ddpprobe.store.commit import replace_file
 from ddpprobe.store.manifest import GROUP_JSON

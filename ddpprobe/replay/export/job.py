@@ -17,7 +17,7 @@ from ddpprobe.replay.export.part import Part
 from ddpprobe.replay.export.retold import views
 from ddpprobe.replay.overlay import Overlay
 from ddpprobe.replay.run import Run, RunError
-from ddpprobe.replay.summary import is_live
+from ddpprobe.replay.under_way import is_live
 from ddpprobe.store.manifest import Lost
 from ddpprobe.view import NodeView
 

@@ -22,12 +22,12 @@ from itertools import chain
 
 from ddpprobe import layout
 from ddpprobe.records import Anomaly, StepRecord
+from ddpprobe.replay.endings import Death, deaths_of, ending_of
 from ddpprobe.replay.export.part import Part
 from ddpprobe.replay.export.told_rank import ToldRank, whole
 from ddpprobe.replay.overlay import Overlay
 from ddpprobe.replay.rank_facts import Event
 from ddpprobe.replay.readings import Reading, read_readings
-from ddpprobe.replay.summary import Death, deaths_of
 from ddpprobe.view import FirstFailure, NodeView, RankView
 
 SECOND = 10**9
@@ -92,7 +92,7 @@ class _Attempt:
         self._overlay, self._number, self._part = overlay, attempt, part
         self._ends = ends and part.open_ended
         events = overlay.events(attempt)
-        self._deaths = self._within(deaths_of(attempt, events))
+        self._deaths = self._within(deaths_of(ending_of(overlay, attempt)))
         self._anomalies = sorted(anomalies, key=lambda a: a.step, reverse=True)
         self._died: set[int] = set()
         self._found: Counter[tuple[str, str]] = Counter()

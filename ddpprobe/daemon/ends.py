@@ -1,0 +1,141 @@
+"""How the ranks of an attempt end, as the daemon of their node sees it and writes it down."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddpprobe.daemon.ledger import Ledger
+from ddpprobe.daemon.local_rank import LocalRank
+from ddpprobe.ends.anomalies import anomalies_of
+from ddpprobe.ends.evidence import Case, exit_event
+from ddpprobe.ends.judge import CRASHED, HUNG, RUNNING, End, how_of, is_failed, judge
+from ddpprobe.ends.stalls import is_still
+from ddpprobe.heartbeat import Heartbeat
+from ddpprobe.processes import own_start
+from ddpprobe.view import FirstFailure
+
+# What is said of an end while ranks still live may change with what they say; when it has not for
+# so long, it is written down. It decides when something is said, never what.
+SETTLED_SECONDS = 5.0
+
+
+class Ends:
+    """Gathers what a node's ranks end by, and writes down what comes of it.
+
+    Args:
+        attempt: its number.
+        node: this node.
+        world_size: ranks of the job.
+        ledger: where it is written down.
+
+    Attributes:
+        end: what is known now.
+    """
+
+    def __init__(self, attempt: int, node: str, world_size: int, ledger: Ledger) -> None:
+        self.end = End(RUNNING)
+        self._attempt, self._node, self._world = attempt, node, world_size
+        self._ledger = ledger
+        self._witness = f"{node}/{os.getpid()}/{own_start()}"
+        self._case = Case(())
+        self._since = time.monotonic()
+        self._told = End(RUNNING)
+        self._beats: dict[int, Heartbeat] = {}
+
+    def look(self, ranks: Mapping[int, LocalRank], *, over: bool) -> None:
+        """Take what is new of the ranks, judge it, and write down what has settled.
+
+        Args:
+            ranks: of this node.
+            over: nothing more is to come of them.
+        """
+        evidence = self._ledger.evidence
+        for number, rank in ranks.items():
+            evidence.take_rank(number, self._node)
+            facts = rank.tail.facts
+            words, facts.words = facts.words, []
+            for word in words:
+                evidence.take_event(word, number, self._node)
+            if rank.beat is not None:
+                evidence.take_beat(number, self._node, rank.beat)
+        self._look_at_processes(ranks)
+        gone = {n: r for n, r in ranks.items() if r.exit is not None and not r.judged}
+        if all(rank.spent for rank in gone.values()):
+            self._note(gone)
+        live = any(rank.exit is None for rank in ranks.values()) and not over
+        self._case = evidence.case(
+            self._world, live=live, partial=len(ranks) < self._world,
+        )  # fmt: skip
+        self._say(judge(self._case), settled=over)
+
+    @property
+    def first_failure(self) -> FirstFailure | None:
+        """The rank of this node that is known to have failed first, if it is known."""
+        if self.end.state not in {CRASHED, HUNG} or len(self.end.ranks) != 1:
+            return None
+        fate = next(f for f in self._case.fates if f.rank == self.end.ranks[0])
+        return FirstFailure(fate.rank, self.end.how, fate.time_ns) if fate.time_ns else None
+
+    def is_stuck(self, number: int) -> bool:
+        """Whether a rank is one that the others wait for."""
+        return self.end.state == HUNG and number in self.end.ranks
+
+    def _note(self, gone: Mapping[int, LocalRank]) -> None:
+        """Write down which processes ended, once everything they wrote is known."""
+        for number, rank in sorted(gone.items()):
+            rank.judged = True
+            exit_ = rank.exit
+            if exit_ is None:
+                continue
+            when = exit_.time_ns or (rank.beat.time_ns if rank.beat else time.time_ns())
+            told = exit_event(number, exit_.how, exit_.order, self._witness, when, rank.beat)
+            self._ledger.say(told)
+        case = self._ledger.evidence.case(self._world, live=True)
+        fates = {fate.rank: fate for fate in case.fates}
+        for number in sorted(gone):
+            fate = fates[number]
+            if number not in self._ledger.deaths and is_failed(fate, case):
+                step = fate.clock.step if fate.clock else -1
+                self._ledger.death(number, how_of(fate), fate.time_ns, step)
+
+    def _say(self, end: End, *, settled: bool) -> None:
+        if end != self.end:
+            self.end, self._since = end, time.monotonic()
+        settled |= time.monotonic() - self._since > SETTLED_SECONDS
+        if settled and end != self._told and end.state != RUNNING:
+            self._told = end
+            found = anomalies_of(end, self._case, self._attempt, self._ledger.causes)
+            self._ledger.lose(end, found)
+
+    def _look_at_processes(self, ranks: Mapping[int, LocalRank]) -> None:
+        """Write down who is suspended, and that nobody moves although everybody lives."""
+        evidence, now = self._ledger.evidence, time.time_ns()
+        living = {n: r for n, r in ranks.items() if r.up and not r.ended}
+        for number, rank in living.items():
+            moved = rank.beat != self._beats.get(number)
+            if rank.beat is not None:
+                self._beats[number] = rank.beat
+            stopped = not moved and _is_suspended(rank)
+            if stopped != evidence.is_suspended(number):
+                word = "suspended" if stopped else "continued"
+                self._ledger.say({"event": word, "rank": number, "time_ns": now})
+        if not ranks or len(living) < len(ranks):
+            return  # who waits for one that is gone does not wait for these
+        beats = [rank.beat for rank in ranks.values() if rank.beat is not None]
+        still = len(beats) == len(ranks) and is_still(beats, now)
+        if still != evidence.is_stalled(self._node):
+            word = "stalled" if still else "moving"
+            self._ledger.say({"event": word, "time_ns": now})
+
+
+def _is_suspended(rank: LocalRank) -> bool:
+    """Whether a process is stopped by a signal (T), not by a debugger (t)."""
+    pid = int((rank.tail.facts.meta or {}).get("pid", 0))
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat[stat.rfind(")") + 2 :][:1] == "T"

@@ -1,0 +1,91 @@
+"""The end of an attempt as anomalies: the cause, and who was taken along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ddpprobe.detectors.suite import follows
+from ddpprobe.ends.evidence import Case, Fate
+from ddpprobe.ends.judge import (
+    BAD,
+    CRASHED,
+    HUNG,
+    STOPPED,
+    UNDECIDED,
+    UNKNOWN,
+    End,
+    describe,
+    is_failed,
+)
+from ddpprobe.records import PHASES, Anomaly
+
+RANK_LOST = "rank_lost"
+
+
+def anomalies_of(
+    end: End, case: Case, attempt: int, causes: Iterable[Anomaly] = ()
+) -> list[Anomaly]:
+    """Return what an end is worth telling: a page for a bad one, and the ranks that it took along.
+
+    Args:
+        end: what `judge` made of the case.
+        case: of one attempt.
+        attempt: its number.
+        causes: first causes that the detectors found in it: what follows from one is none itself.
+    """
+    known = list(causes)
+    return [
+        replace(a, first_cause=a.level == "page" and not any(follows(a, c) for c in known))
+        for a in _found(end, case, attempt)
+    ]
+
+
+def _found(end: End, case: Case, attempt: int) -> list[Anomaly]:
+    fates = {f.rank: f for f in case.fates}
+    if end.state in BAD:
+        found = [_of_end(end, fates, attempt, "page")]
+    elif end.state == STOPPED:
+        return [_of_end(end, fates, attempt, "info")]
+    elif end.state == UNDECIDED and end.how not in {"", UNKNOWN}:
+        return [_of_end(end, fates, attempt, "warn")]
+    else:
+        return []
+    if end.state in {CRASHED, HUNG} and end.ranks:
+        others = [f for f in case.fates if f.rank not in end.ranks and _is_gone(f, case)]
+        found += [_taken_along(f, end, attempt) for f in others]
+    return found
+
+
+def _is_gone(fate: Fate, case: Case) -> bool:
+    return bool(fate.how or fate.raised) and is_failed(fate, case)
+
+
+def _of_end(end: End, fates: dict[int, Fate], attempt: int, level: str) -> Anomaly:
+    whom = [fates[rank] for rank in end.ranks if rank in fates] or list(fates.values())
+    return _anomaly(
+        level, end.message, attempt, end.ranks[0] if len(end.ranks) == 1 else None,
+        end.step, end.phase, whom,
+    )  # fmt: skip
+
+
+def _taken_along(fate: Fate, end: End, attempt: int) -> Anomaly:
+    who = f"rank {end.ranks[0]}" if len(end.ranks) == 1 else "others"
+    text = f"{describe(fate)}, after {who}"
+    step, phase = (fate.clock.step, fate.clock.phase) if fate.clock else (None, None)
+    return _anomaly("info", text, attempt, fate.rank, step, phase, [fate])
+
+
+def _anomaly(
+    level: str, message: str, attempt: int, rank: int | None, step: int | None,
+    phase: str | None, whom: list[Fate],
+) -> Anomaly:  # fmt: skip
+    clocks = [f.clock for f in whom if f.clock]
+    if step is None:
+        step = max((clock.step for clock in clocks), default=0)
+    micro = clocks[0].micro if len(clocks) == 1 else 0
+    return Anomaly(
+        detector=RANK_LOST, level=level, step=step, micro=micro, rank=rank, module=None, kind=None,
+        phase=phase if phase in PHASES else "step", first_cause=False, message=message, values={},
+        sampled=False, attempt=attempt, wall_time_ns=max((f.time_ns for f in whom), default=0),
+    )  # fmt: skip

@@ -1,0 +1,30 @@
+"""When ranks stand still: none of them moved, for much longer than a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpprobe.heartbeat import STEP_PHASES, Heartbeat
+
+LATE_SECONDS = 10.0  # a rank that was silent for longer, and for that many steps, is late
+LATE_STEPS = 10
+
+
+def is_late(seen: float, step_seconds: float | None) -> bool:
+    """Return whether a rank was silent for too long (`seen` seconds), by what a step takes it."""
+    return seen > max(LATE_SECONDS, LATE_STEPS * (step_seconds or 0.0))
+
+
+def is_still(beats: Sequence[Heartbeat], now_ns: int) -> bool:
+    """Return whether none of these living ranks moves although they train.
+
+    A job in which one rank says that it is paused, or has come to its end, waits for that.
+    """
+    if not beats or any(beat.state not in STEP_PHASES for beat in beats):
+        return False
+    steps = min(beat.steps for beat in beats)
+    if steps <= 0:  # how long a step takes is not known: the first one may compile
+        return False
+    usual = max(sum(beat.phase_seconds) / beat.steps for beat in beats)
+    newest = max(beat.time_ns for beat in beats)
+    return is_late((now_ns - newest) / 1e9, usual)

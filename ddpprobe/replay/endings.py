@@ -1,0 +1,94 @@
+"""How each attempt of a run ended, judged from what lies in its directory."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ddpprobe import heartbeat, inside
+from ddpprobe.ends.evidence import Case, Evidence
+from ddpprobe.ends.judge import CRASHED, End, how_of, is_failed, judge
+from ddpprobe.ends.stalls import is_still
+from ddpprobe.heartbeat import Heartbeat
+from ddpprobe.replay.cache import url_of
+from ddpprobe.replay.overlay import Overlay
+from ddpprobe.replay.under_way import is_under_way
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """An attempt, what is known of its end, and what follows from that."""
+
+    attempt: int
+    case: Case
+    end: End
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A rank that ended badly; `step` is the one it was in (-1: unknown), `time_ns` Unix ns.
+
+    `signal` is "SIGKILL", "exit:3", "ValueError" or "unknown"; `first` marks the one that is known
+    to be the cause of its attempt's end: none if that is not decided.
+    """
+
+    attempt: int
+    rank: int
+    signal: str
+    time_ns: int
+    step: int
+    first: bool
+    node: str = ""
+
+
+def ending_of(overlay: Overlay, attempt: int) -> Ending:
+    """Judge the end of one attempt."""
+    newest = attempt == overlay.attempts()[-1]
+    case = _case(overlay, attempt, live=newest and is_under_way(overlay))
+    return Ending(attempt, case, judge(case))
+
+
+def deaths_of(ending: Ending) -> list[Death]:
+    """Return the ranks that ended badly, the cause first, then in the order of being noticed."""
+    case, cause = ending.case, ending.end.ranks if ending.end.state == CRASHED else ()
+    found = [
+        Death(
+            ending.attempt, f.rank, how_of(f), f.time_ns, f.clock.step if f.clock else -1,
+            cause == (f.rank,), f.node,
+        )
+        for f in case.fates
+        if (f.how or f.raised) and is_failed(f, case)
+    ]  # fmt: skip
+    return sorted(found, key=lambda d: (not d.first, d.rank not in cause, d.time_ns, d.rank))
+
+
+def _case(overlay: Overlay, attempt: int, *, live: bool) -> Case:
+    evidence, beats = Evidence(), _beats(overlay, attempt)
+    ranks = overlay.ranks(attempt)
+    for rank in ranks:
+        evidence.take_rank(rank)
+    events = overlay.events(attempt)
+    for event in events:
+        evidence.take_event(event.what, event.rank, event.node)
+    for rank, (node, beat) in beats.items():
+        evidence.take_beat(rank, node, beat)
+    world = overlay.world_size(attempt)
+    ended = {e.what.get("rank") for e in events if e.what.get("event") == "exit"}
+    present = [beat for rank, (_, beat) in beats.items() if rank not in ended]
+    # A copy of what was uploaded tells of no process: what is not sealed may go on.
+    open_ended = not any(e.what.get("event") == "sealed" for e in events)
+    copied = open_ended and url_of(overlay.run.path) is not None
+    partial = bool(set(range(world)) - set(ranks)) or copied
+    still = live and bool(present) and is_still(present, time.time_ns())
+    return evidence.case(world, live=live, stalled=still, partial=partial)
+
+
+def _beats(overlay: Overlay, attempt: int) -> dict[int, tuple[str, Heartbeat]]:
+    """Return what each rank last said of itself, and on which node."""
+    found: dict[int, tuple[str, Heartbeat]] = {}
+    for node in inside.directories(overlay.run.path, f"heartbeat/{attempt:03d}"):
+        for rank in overlay.ranks(attempt):
+            beat = heartbeat.read(overlay.run.heartbeat(attempt, node, rank))
+            if beat is not None:
+                found[rank] = node, beat
+    return found
