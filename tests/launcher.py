@@ -9,6 +9,7 @@ not taken down at its end: what is about that, or about how a process starts, as
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ _IMPORTED = (
     "torch._dynamo",
 )
 FORKED = ("--run-path", "--start-method=fork")  # torchrun's own words for it
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _ENDS = Path(__file__).with_name("forked_rank.py")
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload([*_IMPORTED, __name__])
@@ -113,6 +116,10 @@ def _move(cwd: str, env: dict[str, str], out: str, err: str) -> None:
     """Take on the directory, the environment and the output of a launch."""
     # A thread of the parent is none here, and would leave its locks as they were.
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread"
+    # The server ends when nobody holds this any more: with the tests, however they end. The launch
+    # ends with the server, and torchrun, which is told by SIGTERM, ends its ranks.
+    os.close(forkserver._forkserver._forkserver_alive_fd)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()
