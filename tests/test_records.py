@@ -410,3 +410,55 @@ def test_the_place_of_an_anomaly_is_its_site_or_the_module_alone() -> None:
     assert place("a.b", None) == "a.b"
     assert place("", None) == "(root)"
     assert place(None, "output") == ""
+
+
+def one_site(
+    rank: int, placement: str, number: int, *, behind: int = 0, **site: bool
+) -> StepRecord:
+    """A record with one site of that placement, behind others that only this rank has."""
+    others = tuple(Site(f"only{rank}.{n}", "output") for n in range(behind))
+    counts, values = empty_rows(behind + 1)
+    counts[-1, 0] = values[-1, 2] = number
+    sites = (*others, Site("r", "output", "", placement, **site))
+    return StepRecord(0, 3, (rank,), 0, True, sites, counts, values)
+
+
+@pytest.mark.parametrize(
+    ("said", "placement", "kept"),
+    [
+        (("local", "partial"), "partial", 20),
+        (("partial", "sharded"), "partial", 10),
+        (("replicated", "partial"), "unknown", 20),
+        (("local", "replicated"), "unknown", 20),
+        (("unknown", "local"), "unknown", 10),
+        (("replicated", "replicated"), "replicated", 10),
+        (("partial", "partial"), "partial", 10),
+        (("local", "sharded"), "local", 30),
+    ],
+)
+@pytest.mark.parametrize("behind", [0, 2])
+def test_what_two_ranks_say_of_one_site_is_labelled_and_kept_by_the_later_word(
+    said: tuple[str, str], placement: str, kept: int, behind: int
+) -> None:
+    """Wherever the site stands in their tables; of the same word the lowest rank's row."""
+    parts = one_site(0, said[0], 10), one_site(1, said[1], 20, behind=behind)
+    merged = merge_all(parts)
+    row = next(i for i, site in enumerate(merged.sites) if site.fqn == "r")
+    assert merged.sites[row].placement == placement
+    assert (merged.counts[row, 0], merged.values[row, 2]) == (kept, kept)
+    assert len(merged.sites) == len(merged.counts) == len(merged.values) == 1 + behind
+
+
+def test_the_one_row_that_is_left_of_a_replica_is_the_one_that_counts() -> None:
+    parts = [one_site(rank, "replicated", 5, primary=False) for rank in range(2)]
+    ((site,), counts) = merge_all(parts).sites, merge_all(parts).counts
+    assert (site.primary, counts[0, 0]) == (True, 5)
+
+
+def test_a_refused_merge_says_whose_records_they_were() -> None:
+    with pytest.raises(
+        ValueError, match=r"^cannot merge records that share ranks: \(0,\) and \(0, 1\)$"
+    ):
+        merge_all((StepRecord(0, 0, (0,), 0), StepRecord(0, 0, (0, 1), 0)))
+    with pytest.raises(ValueError, match=r"^cannot merge step 4 \(attempt 0\) with 4 \(1\)$"):
+        merge_all((StepRecord(0, 4, (0,), 0), StepRecord(1, 4, (1,), 0)))

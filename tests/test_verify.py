@@ -14,6 +14,7 @@ from ddpprobe import codec
 from ddpprobe.replay.run import Run, open_run
 from ddpprobe.replay.verify import Report, verify
 from ddpprobe.store.commit import Files, GroupWriter
+from ddpprobe.store.manifest import Manifest
 from ddpprobe.store.writer import StoreWriter
 
 from .made_runs import NODE, Made, key, record
@@ -227,3 +228,75 @@ def test_a_commit_that_was_interrupted_is_no_damage_and_hides_nothing(
             GroupWriter(journals.run, "attempt_000/rank_00000", durable=False)
         else:
             fold(journals)
+
+
+def test_files_from_before_the_last_commit_are_damage_in_a_settled_store(
+    journals: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were committed, and are whole: only their versions tell that others came behind.
+
+    The group's own zarr.json stays: it is written last, and by it the commit has happened.
+    """
+    group = journals.path / "run.zarr/attempt_000/rank_00000"
+    before: dict[Path, bytes] = {}
+    real = Manifest.append
+
+    def append(manifest: Manifest, *args: object, **options: bool) -> None:
+        if "rank" in manifest.path.name:
+            before.update({p: p.read_bytes() for p in group.rglob("*") if p.is_file()})
+        real(manifest, *args, **options)
+
+    monkeypatch.setattr(Manifest, "append", append)
+    fold(journals)
+    monkeypatch.undo()
+    del before[group / "zarr.json"]
+    older = {p: data for p, data in before.items() if p.read_bytes() != data}
+    assert {p.name for p in older} > {"zarr.json"}  # chunks too
+    assert look(journals.path)[0].ok
+    for path, data in older.items():
+        path.write_bytes(data)
+    report, records, _ = look(journals.path)
+    assert {str(p.relative_to(journals.path)) for p in older} <= {x.where for x in report.damage}
+    assert {p.name for p in older} > {"zarr.json"}  # chunks too
+    assert set(records) <= {key(record(0, step)) for step in range(60)}
+
+
+def test_a_chunk_that_was_damaged_before_an_append_stays_damage_behind_it(journals: Made) -> None:
+    fold(journals, seal=False)
+    chunks = journals.path / "run.zarr/attempt_000/rank_00000"
+    flipped = [*(chunks / "counts").rglob("c/*/*/*"), *(chunks / "step").rglob("c/*")]
+    for path in flipped:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+    fold(journals)
+    report, records, run = look(journals.path)
+    assert run.lost
+    assert any("rank_00000" in lost.where for lost in report.damage)
+    assert set(records) <= {key(record(0, step)) for step in range(60)}
+
+
+def test_a_frame_that_was_cut_out_of_the_middle_of_a_journal_is_damage(journals: Made) -> None:
+    path = segments(journals)[2]
+    data, ends = path.read_bytes(), [0]
+    while ends[-1] < len(data):
+        ends.append(codec.decode_frame(data, ends[-1])[1])
+    cut = codec.decode_frame(data, ends[4])[0]
+    path.write_bytes(data[: ends[4]] + data[ends[5] :])
+    (lost,) = verify(open_run(journals.path)).damage
+    assert lost.where.endswith(path.name)
+    assert lost.why == f"frames before {cut.seq + 1} are missing"
+
+
+def test_the_first_frame_of_a_segment_is_due_and_its_last_one_is_missed_in_the_next(
+    journals: Made,
+) -> None:
+    for end in ("first", "last"):
+        path = segments(journals)[2 if end == "first" else 1]
+        data, ends = path.read_bytes(), [0]
+        while ends[-1] < len(data):
+            ends.append(codec.decode_frame(data, ends[-1])[1])
+        path.write_bytes(data[ends[1] :] if end == "first" else data[: ends[-2]])
+        (lost,) = verify(open_run(journals.path)).damage
+        assert (lost.where.endswith("00000002.wal"), "was due" in lost.why) == (True, True)
+        path.write_bytes(data)
