@@ -9,6 +9,7 @@ user's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -18,7 +19,35 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-logger = logging.getLogger("ddpprobe")
+
+def harmless(log: logging.Logger) -> logging.Logger:
+    """Make a logger contain what the handlers and filters of a user raise; return it.
+
+    `logging` lets it through to whoever logs, which here is the training. What they do not take
+    goes to stderr. `DDPPROBE_STRICT=1` lets it through, too.
+    """
+    handle = log.handle
+
+    @functools.wraps(handle)
+    def contained(record: logging.LogRecord) -> None:
+        try:
+            handle(record)
+        except Exception:
+            if _is_strict():
+                raise
+            with contextlib.suppress(Exception):
+                if logging.lastResort is not None:
+                    logging.lastResort.handle(record)
+
+    log.handle = contained  # type: ignore[method-assign]
+    return log
+
+
+def _is_strict() -> bool:
+    return os.environ.get("DDPPROBE_STRICT") == "1"
+
+
+logger = harmless(logging.getLogger("ddpprobe"))
 
 
 class Fuse:
@@ -39,7 +68,8 @@ class Fuse:
         self.last_error = ""
         self._allowed = allowed
         self._on_blow = on_blow
-        self._strict = os.environ.get("DDPPROBE_STRICT") == "1"
+        self._unsaid: Exception | None = None  # it blew where the stack was too deep to say so
+        self._strict = _is_strict()
 
     def guard(self, fn: Callable[P, R]) -> Callable[P, R | None]:
         """Wrap an entry point: it returns None once the fuse has blown, and never raises."""
@@ -47,16 +77,31 @@ class Fuse:
         @functools.wraps(fn)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
             if self.blown:
+                if self._unsaid is not None:
+                    self._say_late()
                 return None
             try:
                 return fn(*args, **kwargs)
             except Exception as error:
                 if self._strict:
                     raise
-                self._contain(error)
+                try:
+                    self._contain(error)
+                except RecursionError:
+                    # No frame is left even to say so: the next call that comes here has more room.
+                    self.blown, self._unsaid = True, error
                 return None
 
         return guarded
+
+    def _say_late(self) -> None:
+        error, self._unsaid = self._unsaid, None
+        if error is not None:
+            try:
+                self.blown, self.errors = False, 0
+                self._contain(error)
+            except RecursionError:
+                self.blown, self._unsaid = True, error
 
     def _contain(self, error: Exception) -> None:
         self.errors += 1

@@ -18,6 +18,7 @@ from ddpprobe.heartbeat import STATES, STEP_PHASES, HeartbeatWriter
 from ddpprobe.hooks import gradients, loss_scale
 from ddpprobe.hooks.capturing import Capturing
 from ddpprobe.hooks.compiled import renew_graphs
+from ddpprobe.hooks.depth import Room
 from ddpprobe.journal import JournalWriter
 from ddpprobe.observers import Observers
 from ddpprobe.pacing import Pacer
@@ -83,9 +84,11 @@ class Recorder:
         self._bad: FirstBad | None = None
         self._base = self._readings()
         self._open = True
+        self._room: Room | None = None
 
     def start(self) -> None:
         """Begin to listen to the model and its optimizers."""
+        self._room = Room(self._found.root)
         self._clock.start()
 
     # -- the user's face --------------------------------------------------------------------------
@@ -140,6 +143,8 @@ class Recorder:
         self._clock.beat(STATES.index("closed"))
         for file in self._files:
             file.close()
+        if self._room is not None:
+            self._room.give_back()
 
     def abandon(self) -> None:
         """In a forked child: let go of everything without a trace in the parent's files."""
