@@ -125,9 +125,11 @@ class Bucket:
         layout.make_dir(path.parent)
         made = path.with_name(f".{path.name}.{os.getpid()}.partial")
         size = crc = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            with os.fdopen(os.open(made, flags, layout.FILE_MODE), "wb") as file, _explained(key):
+            with (
+                os.fdopen(layout.open_own(made, os.O_WRONLY | os.O_TRUNC), "wb") as file,
+                _explained(key),
+            ):
                 try:
                     pieces = obstore.get(self._store, key).stream(PART_BYTES)
                 except (NotFoundError, FileNotFoundError):

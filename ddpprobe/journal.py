@@ -120,8 +120,7 @@ class JournalWriter:
         self.close()
         self._segment += 1
         path = self.directory / f"{self._segment:08d}.wal"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._fd = os.open(path, flags, layout.FILE_MODE)
+        self._fd = layout.open_own(path, os.O_WRONLY | os.O_EXCL)
         self._frames = self._size = 0
         self._head = len(self._meta)
         self._tables.clear()

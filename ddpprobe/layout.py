@@ -25,10 +25,12 @@ Directories are 0700 and files 0600: names of modules and hosts are nobody else'
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
-import tempfile
+import re
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +48,12 @@ DIR_MODE = 0o700
 FILE_MODE = 0o600
 _PATIENCE = 5  # looks, 20 ms apart, at a lock that somebody may only be looking at
 _VECTORS = 512  # buffers per writev; the kernel takes 1024
+# The directories of a run below its own: somebody else's links in there are not followed.
+_INNER = re.compile(
+    r"(.*?)/((?:journal|heartbeat|captures)/\d{3,}(?:/node_\d{4,}(?:/[^/]+)?)?"
+    r"|daemon(?:/requests|/[^/]+\.inbox/\d+/[^/]+)?|manifest|run\.zarr(?:/.+)?)",
+    re.DOTALL,
+)
 LOCK_SECONDS = 10.0  # for another node's daemon to write what all nodes share
 
 
@@ -186,6 +194,123 @@ def make_dir(path: Path) -> Path:
     return path
 
 
+def make_inner(path: Path) -> Path:
+    """Create a directory inside a run as `make_dir`, but never the run's own: it was deleted.
+
+    Raises:
+        FileNotFoundError: the run's own directory is gone.
+    """
+    match = _INNER.fullmatch(str(path))
+    if match and not Path(match[1] or "/").exists():
+        raise FileNotFoundError(errno.ENOENT, "the run directory is gone", match[1])
+    return make_dir(path)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file of a run to write to it, or make it with mode 0600; return its descriptor.
+
+    A run may lie in a directory of somebody else, who could have us write to what they point at.
+    So no link is followed, neither in place of the file nor of a directory inside the run, and a
+    file that is there must be a regular one of this user's.
+
+    Args:
+        path: of the file; its directory is there.
+        flags: of `os.open`; O_CREAT goes without saying.
+
+    Raises:
+        OSError: it is a link, or no regular file, or the disk refuses.
+        PermissionError: it belongs to another user.
+    """
+    directory = _inner_directory(path.parent)
+    try:
+        return _open_in(directory, path, flags)
+    finally:
+        os.close(directory)
+
+
+def move(made: Path, path: Path) -> None:
+    """Rename a file to `path`, which it replaces; through no link, as `open_own`."""
+    one = _inner_directory(made.parent)
+    try:
+        other = _inner_directory(path.parent)
+        try:
+            os.replace(made.name, path.name, src_dir_fd=one, dst_dir_fd=other)
+        finally:
+            os.close(other)
+    finally:
+        os.close(one)
+
+
+def _inner_directory(directory: Path) -> int:
+    """Open a directory by its path; links are followed on the way to the run, and not in it."""
+    match = _INNER.fullmatch(str(directory))
+    root, parts = (match[1] or "/", match[2].split("/")) if match else (str(directory), [])
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+    fd = os.open(root, flags)
+    for number, part in enumerate(parts, 1):
+        try:
+            inner = os.open(part, flags | os.O_NOFOLLOW, dir_fd=fd)
+        except OSError as error:
+            _explain(error, "/".join((root, *parts[:number])))
+            raise
+        finally:
+            os.close(fd)
+        fd = inner
+    return fd
+
+
+def _open_in(directory: int, path: Path, flags: int) -> int:
+    shorten = flags & os.O_TRUNC
+    flags = (flags & ~os.O_TRUNC) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    new = flags | os.O_CREAT | os.O_EXCL
+    try:
+        try:
+            return os.open(path.name, new, FILE_MODE, dir_fd=directory)
+        except FileExistsError:
+            if flags & os.O_EXCL:
+                raise
+        fd = os.open(path.name, flags, dir_fd=directory)
+    except OSError as error:
+        _explain(error, str(path))
+        raise
+    try:
+        _refuse_foreign(fd, directory, path)
+        if shorten:
+            os.ftruncate(fd, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _explain(error: OSError, path: str) -> None:
+    """Say of which file an error is, and what ELOOP and its like mean here."""
+    error.filename = path
+    if Path(path).is_symlink():
+        error.strerror = "a symbolic link, which is not followed inside a run"
+
+
+def _refuse_foreign(fd: int, directory: int, path: Path) -> None:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    # Where a file system gives all files to one user (root_squash), ours are that user's.
+    if found.st_uid != os.geteuid() and found.st_uid != _owner_of_new(directory):
+        why = f"it belongs to user {found.st_uid}, not to {os.geteuid()}"
+        raise PermissionError(errno.EPERM, why, str(path))
+
+
+def _owner_of_new(directory: int) -> int:
+    """Return whose a file is that this process makes."""
+    name = f".{os.urandom(8).hex()}.owner"
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0, dir_fd=directory)
+    try:
+        return os.fstat(fd).st_uid
+    finally:
+        os.close(fd)
+        os.unlink(name, dir_fd=directory)
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a small JSON file so that a reader sees the old one or the new one, never a part."""
     with _replacing(path) as fd, open(fd, "w", closefd=False) as file:
@@ -202,7 +327,7 @@ def replace_file(path: Path, parts: Sequence[memoryview]) -> None:
     Raises:
         OSError: the disk refuses; nothing is left behind.
     """
-    make_dir(path.parent)
+    make_inner(path.parent)
     with _replacing(path) as fd:
         _write(fd, list(parts))
 
@@ -210,16 +335,22 @@ def replace_file(path: Path, parts: Sequence[memoryview]) -> None:
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[int]:
     """Give a new file to write to, which then takes the place of `path`, or is gone."""
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created 0600
+    directory = _inner_directory(path.parent)
+    made = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
+        fd = _open_in(directory, made, os.O_WRONLY | os.O_EXCL)
         try:
-            yield fd
-        finally:
-            os.close(fd)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+            try:
+                yield fd
+            finally:
+                os.close(fd)
+            os.replace(made.name, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(made.name, dir_fd=directory)
+            raise
+    finally:
+        os.close(directory)
 
 
 def _write(fd: int, parts: list[memoryview]) -> None:
@@ -245,7 +376,7 @@ class DirectoryLock:
         """Take the lock; False if somebody else holds it, and not just to look (`is_locked`)."""
         if self._fd is not None:
             return True
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        fd = open_own(self.path, os.O_RDWR)
         for _ in range(_PATIENCE):
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

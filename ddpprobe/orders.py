@@ -182,8 +182,7 @@ class OrderReader:
 
 def _open(path: Path) -> int:
     layout.make_dir(path.parent)
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    return os.open(path, flags, layout.FILE_MODE)
+    return layout.open_own(path, os.O_RDWR)
 
 
 def _orders(data: bytes) -> Iterator[tuple[Order, int]]:

@@ -31,8 +31,7 @@ class Slate:
 
     def __init__(self, path: Path, size: int, *, clean: bool) -> None:
         layout.make_dir(path.parent)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if clean else 0)
-        self._fd = os.open(path, flags, layout.FILE_MODE)
+        self._fd = layout.open_own(path, os.O_RDWR | (os.O_TRUNC if clean else 0))
         self._size = size
         os.posix_fallocate(self._fd, 0, size + _CHECK)
 

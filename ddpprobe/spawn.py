@@ -53,7 +53,7 @@ def start_daemon(
     """Start the daemon of `node` and return at once; harmless if one is running already.
 
     Args:
-        run: the run directory; `run.path/daemon` is created if missing.
+        run: the run directory; `run.path/daemon` is created if missing, `run.path` is there.
         node: the node's name, see `layout.node_name`.
         head_url: where the head's daemon takes merged blocks; None on the head.
         listen: `ADDRESS:PORT` of `/metrics`; None for the default.
@@ -62,11 +62,11 @@ def start_daemon(
         token: what a node shows to the head; handed over in the environment, never as an argument.
 
     Raises:
-        OSError: the log file cannot be created, or `/bin/sh` cannot be run.
+        OSError: the log file cannot be created, or is not this user's, or `/bin/sh` cannot be run.
         subprocess.SubprocessError: the shell failed or took longer than 10 s.
     """
     log = run.daemon_file(node, "log")
-    layout.make_dir(log.parent)
+    layout.make_inner(log.parent)
     options = {
         "--dir": run.path.absolute(),
         "--node": node,
@@ -79,8 +79,7 @@ def start_daemon(
     # -P: a file `queue.py` in the user's working directory is not our standard library.
     command = [sys.executable, "-P", "-m", "ddpprobe.daemon"]
     command += [str(x) for pair in options.items() if pair[1] is not None for x in pair]
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    out = os.open(log, flags, layout.FILE_MODE)
+    out = layout.open_own(log, os.O_WRONLY | os.O_APPEND)
     try:
         subprocess.run(  # noqa: S603  (our own interpreter and module)
             # The shell puts the daemon into the background and ends: init adopts and reaps it.

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddpprobe import packs
-from ddpprobe.layout import RunDir
+from ddpprobe.layout import RunDir, make_dir
 from ddpprobe.packs import ITEM_SIZES, Pack, PackedTensor, PackError
 
 HEADER = {"attempt": 0, "step": 412, "rank": 3, "world_size": 4, "modules": {}}
@@ -223,7 +223,7 @@ def test_a_tensor_that_is_not_what_it_says_is_not_written(tmp_path) -> None:
 
 
 def test_packs_are_the_owners_business_only(tmp_path) -> None:
-    path = RunDir(tmp_path / "run").pack(0, "node_0000", 3, 412)
+    path = RunDir(make_dir(tmp_path / "run")).pack(0, "node_0000", 3, 412)
     write_one(path)
     assert path == tmp_path / "run/captures/000/node_0000/rank_00003/step_0000000412.pack"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -325,6 +325,24 @@ def test_one_node_fills_its_own_queue_only_and_the_disk_is_bounded(job, monkeypa
     assert job.push(1, job.said(1, 1 + taken)) == 204
 
 
+@pytest.mark.parametrize("bound", ["ALL_BYTES", "ALL_FILES"])
+def test_who_holds_all_secrets_fills_no_disk_and_stops_no_honest_node(
+    job, monkeypatch, bound
+) -> None:
+    monkeypatch.setattr(inbox, bound, 50_000 if bound == "ALL_BYTES" else 20)
+    statuses = [job.push(1, job.said(1, step)) for step in range(1, 500)]
+    assert statuses == sorted(statuses)
+    files = list(job.inbox.directory.rglob("*.block"))
+    most = max(path.stat().st_size for path in files)
+    assert sum(path.stat().st_size for path in files) < 50_000 + most
+    assert len(files) == statuses.count(204)
+    assert len(files) <= 20 or bound == "ALL_BYTES"
+    taken = statuses.count(204)
+    go_on(job, 1, 1 + taken, honest=(2,))  # who has nothing waiting is let in
+    assert_whole(job, 1 + taken)
+    assert job.push(1, job.said(1, 1 + taken)) == 204
+
+
 def test_old_steps_over_and_over_take_no_disk(job) -> None:
     go_on(job, 1, 4)
     for _ in range(100):

@@ -25,6 +25,8 @@ from ddpprobe.roster import Roster
 
 # Of one node, not merged yet. Beyond it the node is told to come again: its own queue is as large.
 WAITING_BYTES, WAITING = 64 << 20, 4096
+# Of all nodes together: who holds the secret of all of them fills no disk.
+ALL_BYTES, ALL_FILES = 4 << 30, 1 << 16
 # Seconds of the server's thread for one node: at once, and then per second. /metrics needs it, too.
 CREDIT_SECONDS, CREDIT_RATE = 4.0, 0.25
 _NODE = re.compile(r"node_\d{4,9}", re.ASCII)
@@ -53,9 +55,13 @@ class _Peer:
     since: float = field(default_factory=time.monotonic)
 
     @property
+    def held(self) -> int:
+        """Bytes of its files."""
+        return sum(size for _, size in self.files.values())
+
+    @property
     def full(self) -> bool:
-        held = sum(size for _, size in self.files.values())
-        return held >= WAITING_BYTES or max(len(self.waiting), len(self.files)) >= WAITING
+        return self.held >= WAITING_BYTES or max(len(self.waiting), len(self.files)) >= WAITING
 
     def keep(self, block: bytes, top: int) -> None:
         """Write a block down; a disk that refuses leaves it in memory alone."""
@@ -215,10 +221,18 @@ class Inbox:
         peer = self._peer(node)
         if peer.full:
             raise Refusal(503, "more of this node waits to be merged than it may")
+        if peer.files and self._is_full():
+            raise Refusal(503, "more waits to be merged than all nodes together may have")
         peer.charge(0.0)
         if peer.spent > CREDIT_SECONDS:
             raise Refusal(503, "this node pushes more than the head can look at")
         return peer
+
+    def _is_full(self) -> bool:
+        peers = self._peers.values()
+        if sum(len(peer.files) for peer in peers) >= ALL_FILES:
+            return True
+        return sum(peer.held for peer in peers) >= ALL_BYTES
 
     def _take(self, peer: _Peer, block: bytes, said: list[Delivery | Asking]) -> bytes:
         coming = self._attempt + _LATER if self.roster is None else self.roster.attempt

@@ -270,10 +270,9 @@ def replace_file(
     path: Path, made: Path, pieces: Iterable[bytes | memoryview], *, durable: bool
 ) -> None:
     """Write a file under the name `made` and rename it to `path`; both directories are made."""
-    layout.make_dir(path.parent)
-    layout.make_dir(made.parent)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(made, flags, layout.FILE_MODE)
+    layout.make_inner(path.parent)
+    layout.make_inner(made.parent)
+    fd = layout.open_own(made, os.O_WRONLY | os.O_TRUNC)
     try:
         for data in pieces:
             write_all(fd, data)
@@ -281,7 +280,7 @@ def replace_file(
             os.fdatasync(fd)
     finally:
         os.close(fd)
-    made.replace(path)
+    layout.move(made, path)
 
 
 def sync_files(paths: Iterable[Path]) -> None:

@@ -134,11 +134,10 @@ class Manifest:
         return State(dict(self._before.sizes), dict(self._before.consumed), files)
 
     def _write(self, line: Mapping[str, Any], *, durable: bool) -> None:
-        layout.make_dir(self.path.parent)
+        layout.make_inner(self.path.parent)
         payload = codec.encode_json(line)
         frame = codec.encode_frame(codec.META, self.lines, payload)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self.path, flags, layout.FILE_MODE)
+        fd = layout.open_own(self.path, os.O_WRONLY)
         try:
             os.ftruncate(fd, self._end)
             os.lseek(fd, self._end, os.SEEK_SET)
