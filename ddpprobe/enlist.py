@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from ddpprobe.orders import OrderReader
 from ddpprobe.pacing import Channel, Notice
 from ddpprobe.rendezvous import Store
 from ddpprobe.roster import Roster
+from ddpprobe.spawn import Keeper
 from ddpprobe.topology import stages
 
 DAEMON_SECONDS = 30.0  # for the head's daemon to open its port, when other nodes must know it
-CHECK_SECONDS = 5.0
 
 logger = logging.getLogger("ddpprobe")
 
@@ -68,25 +68,16 @@ class Enlisted:
     cut: frozenset[str] = frozenset()
     differ: frozenset[str] = frozenset()
     refused: str = ""
-    _told: bool = False
-    _next_check: float = field(default_factory=lambda: time.monotonic() + CHECK_SECONDS)
+    _keeper: Keeper | None = None
 
     def keep_daemon(self) -> None:
         """Start this node's daemon anew if it died; looks at most every five seconds."""
-        now = time.monotonic()
-        if self.restart is None or now < self._next_check:
+        if self.restart is None:
             return
-        self._next_check = now + CHECK_SECONDS
-        if spawn.daemon_alive(self.run, self.node):
-            self._told = False
-            return
-        try:
-            self.restart()
-        except spawn.START_ERRORS as error:
-            # No process to be had, or a full disk: the journals hold it all, and later may do.
-            if not self._told and not self.refused:
-                logger.warning("ddpprobe: the node daemon cannot be started anew: %s", error)
-            self._told = True
+        if self._keeper is None:
+            told = bool(self.refused)
+            self._keeper = Keeper(self.run, self.node, self.restart, told=told)
+        self._keeper.look()
 
 
 def enlist(
@@ -154,6 +145,16 @@ def _tell_refused(run: RunDir, refused: Mapping[str, str]) -> None:
             "journals keep the records, and `ddpprobe daemon --dir %s --node %s` reads them, now "
             "or when the run is over",
             ", ".join(refused), why, run.path, node,
+        )  # fmt: skip
+
+
+def _tell_trouble(run: RunDir, node: str) -> None:
+    """Say what may end the daemon of this node before its work is done."""
+    if trouble := processes.namespace_trouble():
+        logger.warning(
+            "ddpprobe: the node daemon runs beside the training, but %s. What it has not stored "
+            "then stays in the journals: `ddpprobe daemon --dir %s --node %s` finishes it",
+            trouble, run.path, node,
         )  # fmt: skip
 
 
@@ -322,6 +323,7 @@ def _open(
             starter()
         except spawn.START_ERRORS as error:  # tried again while training goes on
             refused = str(error) or type(error).__name__
+        _tell_trouble(run, node)
     return Enlisted(
         run, identity["run_id"], attempt, journal, heartbeat, head.lock, starter, node, channel,
         board, refused=refused,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,8 @@ MAX_PID = 1 << 22  # of Linux, see proc(5)
 # processes may differ a little, while a reused pid starts much later.
 SAME_START_SECONDS = 2.0
 _PROC = Path("/proc/self")
+_NAMESPACE = Path("/proc/self/ns/pid")
+_INITIAL_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of the kernel: no container's
 
 
 def own_start() -> float | None:
@@ -45,3 +48,40 @@ def is_process(pid: int, started: float | None) -> bool:
     except (psutil.Error, OSError):
         return exists(pid) and not _PROC.exists()
     return started is None or abs(created - started) <= SAME_START_SECONDS
+
+
+def memory_limit() -> str:
+    """Say in parentheses how much memory a process may address here, "" if that is not limited."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f" (RLIMIT_AS, `ulimit -v`, is {limit / 2**20:.0f} MiB here)"
+
+
+def namespace_trouble() -> str:
+    """Say what this process's PID namespace means for one that is to outlive it; "" if nothing.
+
+    In the namespace of a container all processes are killed when the first one ends.
+    """
+    try:
+        if str(_PROC.readlink()) != str(os.getpid()):
+            return (
+                "/proc is of another PID namespace than this process (mount it anew: unshare "
+                "--mount-proc), so that it may take other processes for the ranks"
+            )
+        if _NAMESPACE.readlink().name == _INITIAL_NAMESPACE or not _is_of_job(1):
+            return ""
+    except OSError:  # no /proc, or it hides others' processes
+        return ""
+    return (
+        "process 1 of this PID namespace (a container?) is of the job, and takes all others with "
+        "it when it ends"
+    )
+
+
+def _is_of_job(pid: int) -> bool:
+    """Return whether a process is this one, or runs the same interpreter."""
+    return (
+        pid == os.getpid()
+        or Path(f"/proc/{pid}/exe").readlink() == Path("/proc/self/exe").readlink()
+    )

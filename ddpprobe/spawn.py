@@ -8,14 +8,15 @@ parent, so that it leaves no zombie, and inherits no file descriptor.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import site
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from ddpprobe import destination, inside, layout, processes
 from ddpprobe.layout import RunDir
@@ -27,6 +28,11 @@ ASK_SECONDS = 10.0  # for an object store to say what it holds; training waits f
 WAIT_SECONDS = 120.0  # for the first journal: ranks write it right after they started us
 # What starting a process can fail with: no process, descriptor or memory to be had, no shell.
 START_ERRORS = (OSError, MemoryError, subprocess.SubprocessError)
+CHECK_SECONDS = 5.0  # between looks at whether the daemon lives
+STEADY_SECONDS = 60.0  # one that dies sooner after its start would die at the next start as well
+MOST_CHECK_SECONDS = 600.0
+QUICK_DEATHS = 3  # after which it is said that the daemon cannot stay
+LOG_BYTES = 4096  # of the end of its log: why it died
 # What a Python process needs to start and to find its files. Everything else (cloud keys, tracking
 # tokens) stays where it is: a daemon that outlives the job must not carry it around.
 _INHERITED = (
@@ -38,6 +44,104 @@ _OURS = (
     "DDPPROBE_STRICT", "DDPPROBE_LINGER", "DDPPROBE_LISTEN", "DDPPROBE_MAX_BYTES",
     "DDPPROBE_MAX_AGE",
 )  # fmt: skip
+_GONE = "ddpprobe: the run directory %s is gone: nothing is recorded any more, training goes on"
+_SELDOM = "it is started anew, ever more seldom, and the journals keep the records meanwhile"
+_MEMORY = f"ddpprobe: the node daemon ran out of memory%s; {_SELDOM} (%s)"
+_QUICK = (
+    f"ddpprobe: the node daemon ends soon after each start; {_SELDOM}. Its log %s ends with: %s"
+)
+
+logger = logging.getLogger("ddpprobe")
+
+
+@final
+class Keeper:
+    """Starts the daemon of a node anew if it died, ever more seldom if it dies at its start.
+
+    What is wrong is said once in the log of the training. `look` is for one thread at a time.
+
+    Args:
+        run: the run directory; if that is deleted, nothing is started any more.
+        node: the node's name.
+        restart: starts the daemon.
+        told: it is known already that the daemon cannot be started.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        node: str,
+        restart: Callable[[], None],
+        *,
+        told: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._node, self._restart, self._clock = run, node, restart, clock
+        self._told = {"start"} if told else set[str]()
+        self._quick = 0  # deaths soon after a start, in a row
+        self._started = clock()
+        self._next = self._started + CHECK_SECONDS
+        self._over = False
+
+    def look(self) -> None:
+        """Start the daemon if it died and it is time; raises nothing that a start can fail with."""
+        now = self._clock()
+        if self._over or now < self._next:
+            return
+        self._next = now + CHECK_SECONDS
+        if daemon_alive(self._run, self._node):
+            self._told.discard("start")
+            if now - self._started > STEADY_SECONDS:
+                self._quick = 0
+        elif not self._run.path.is_dir():
+            self._over = True
+            self._say("gone", _GONE, self._run.path)
+        else:
+            self._start_anew(now)
+
+    def _start_anew(self, now: float) -> None:
+        self._quick = self._quick + 1 if now - self._started <= STEADY_SECONDS else 1
+        pause = min(CHECK_SECONDS * 2 ** (self._quick - 1), MOST_CHECK_SECONDS)
+        self._next = now + pause
+        self._say_why()
+        try:
+            self._restart()
+        except START_ERRORS as error:
+            # No process to be had, or a full disk: the journals hold it all, and later may do.
+            self._say("start", "ddpprobe: the node daemon cannot be started anew: %s", error)
+        # What counts is how long it lives, and not how long it was waited for.
+        self._started = self._next - CHECK_SECONDS
+
+    def _say_why(self) -> None:
+        log = self._run.daemon_file(self._node, "log")
+        last = last_words(log)
+        if "MemoryError" in last or "Cannot allocate memory" in last:
+            self._say("memory", _MEMORY, processes.memory_limit(), last)
+        elif self._quick >= QUICK_DEATHS:
+            self._say("quick", _QUICK, log, last)
+
+    def _say(self, what: str, text: str, *facts: object) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning(text, *facts)
+
+
+def last_words(log: Path) -> str:
+    """Return the last line of a daemon's log, "nothing" without one; control characters are out."""
+    try:
+        fd = inside.open_regular(log.parent, log.name)
+    except OSError:
+        return "nothing"
+    try:
+        size = os.fstat(fd).st_size
+        data = os.pread(fd, LOG_BYTES, max(0, size - LOG_BYTES))
+    except OSError:
+        return "nothing"
+    finally:
+        os.close(fd)
+    lines = data.decode(errors="replace").strip().splitlines() or ["nothing"]
+    return "".join(c if c.isprintable() else "?" for c in lines[-1])[:400]
 
 
 def start_daemon(

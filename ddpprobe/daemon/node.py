@@ -192,6 +192,9 @@ class NodeDaemon:
 
     def _over(self, started: float) -> bool:
         now = time.monotonic()
+        if not self._run.path.is_dir():
+            logger.error("ddpprobe: %s is gone: there is nothing left to do", self._run.path)
+            return True
         if self._attempt is None:
             return now - started > self._options.wait and self._is_uploaded()
         return self._linger_is_over(now) and self._is_uploaded()
