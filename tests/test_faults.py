@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
@@ -26,6 +28,7 @@ from .faults import (
     origins,
     syscalls,
 )
+from .faults import zygote as zygotes
 from .made_runs import Made
 
 
@@ -139,7 +142,12 @@ STOP = {"fault": "stop", "how": "SIGTERM", "rank": -1, "phase": ""}
         ({"fault": "exit", "how": "os._exit:5"}, {"how": "exit:1"}, "wrong"),
         ({"fault": "hang", "how": "SIGSTOP"}, {"state": "hung", "how": "SIGKILL"}, "right"),
         ({"fault": "hang", "how": "SIGSTOP"}, {"how": "SIGKILL"}, "wrong"),
+        ({"fault": "hang"}, {"state": "stopped", "ranks": []}, "wrong"),
+        ({"fault": "hang", "daemon": "late"}, {"state": "stopped", "ranks": []}, "undecided"),
         (STOP, {"state": "stopped", "ranks": [], "how": "SIGTERM"}, "right"),
+        (STOP, {"state": "stopped", "ranks": [], "how": "a handler of a signal"}, "right"),
+        (STOP, {"state": "stopped", "ranks": [], "how": "SIGINT"}, "wrong"),
+        (STOP, {"state": "stopped", "ranks": [], "how": "exit:3"}, "wrong"),
         (STOP, {"state": "stopped", "ranks": [0], "how": "SIGTERM"}, "wrong"),
         (STOP, {"state": "crashed", "ranks": [0], "how": "SIGTERM"}, "wrong"),
         (STOP, {"state": "unknown", "ranks": [1]}, "wrong"),
@@ -247,18 +255,50 @@ def test_every_origin_is_there_on_sampled_steps_and_others_in_three_wrappers() -
 def test_a_death_and_an_origin_are_carried_out_on_real_ranks_and_kept_as_lines(
     tmp_path: Path,
 ) -> None:
+    def carry(zygote: zygotes.Zygote, plan: Mapping[str, Any], home: Path) -> campaign.Line:
+        return (origins if "origin" in plan else deaths).carry(zygote, plan, home)
+
     results = tmp_path / "results.jsonl"
     origin = next(p for p in origin_plans.plans() if p.origin == UP and p.wrap == "one")
-    (line,) = campaign.carry_out([DEATH.as_json()], deaths.carry, tmp_path, results, 1)
-    assert line["told"]["statuses"] == {"0": "SIGTERM", "1": "SIGSEGV"}
-    assert (line["verdict"], line["exit"]) == ("right", 1), line
-    (line,) = campaign.carry_out([origin.as_json()], origins.carry, tmp_path, results, 1)
-    assert (line["verdict"], line["exit"]) == ("right", 1), line
-    # What was interrupted is not run again.
-    plans = [DEATH.as_json()]
-    (line,) = campaign.carry_out(plans, _not_to_be_called, tmp_path, results, 1)
-    assert deaths.table([line]) == {"signal, daemon alive: right": 1}
+    plans = [DEATH.as_json(), origin.as_json()]
+    death, found = campaign.carry_out(plans, carry, tmp_path, results, 1)
+    assert death["told"]["statuses"] == {"0": "SIGTERM", "1": "SIGSEGV"}
+    assert (death["verdict"], death["exit"]) == ("right", 1), death
+    assert (found["verdict"], found["exit"]) == ("right", 1), found
+    # What was interrupted goes on: what is there is not run again.
+    assert list(campaign.carry_out(plans, _not_to_be_called, tmp_path, results, 1)) == [
+        death,
+        found,
+    ]
+    assert deaths.table([death]) == {"signal, daemon alive: right": 1}
+    assert origins.table([found]) == {"one, sampled: right": 1}
 
 
-def _not_to_be_called(*_: object) -> dict[str, object]:
+def test_a_run_that_did_not_come_about_is_told_as_such_and_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> campaign.Line:
+        raise RuntimeError("the zygote gave no answer")
+
+    class Idle:
+        """In place of a zygote, of which nobody wants anything here."""
+
+        def close(self) -> None: ...
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(campaign, "Zygote", Idle)
+    results, plans = tmp_path / "results.jsonl", [DEATH.as_json()]
+    (void,) = campaign.carry_out(plans, gone, tmp_path, results, 1)
+    assert void["verdict"] == "void"
+    assert len(deaths.problems([void])) == 1
+    right = {"verdict": "right", "why": ""}
+    (line,) = campaign.carry_out(plans, lambda *_: right, tmp_path, results, 1)
+    assert line["verdict"] == "right"
+
+
+def _not_to_be_called(*_: object) -> campaign.Line:
     raise AssertionError("it was carried out again")
