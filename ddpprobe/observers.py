@@ -52,6 +52,7 @@ class Observers:
         self.topology = found
         fuse = outside_capture(fuse, captured)
         self.rows = StepRows(found.device, rank, timed=bool(found.cut))
+        self.rows.on_bad = on_bad
         self.compiled = CompiledHooks(select, fuse, lost)
         self.eager = EagerHooks(found, select, self.rows, clock, fuse, self.compiled)
         self.full = FullHooks(found, select, self.rows, clock, fuse, self.compiled)

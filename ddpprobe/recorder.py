@@ -134,6 +134,8 @@ class Recorder:
                 self._finish_sampled(skipped=False, partial=True)
             elif self._bad is not None:
                 self._alarm(partial=True, skipped=False)
+            if self._clock.is_inside_a_step:  # what a device has seen of it is not sent yet
+                self._parts.watch.end_step(self._clock.step)
             self._parts.watch.poll(wait=True)
             self._shipper.lose(_TOO_FAR_BEHIND, self._parts.watch.lost)
             self._shipper.ship(wait=True)
@@ -181,6 +183,13 @@ class Recorder:
             if len(losses) == 1 and "loss" not in self._logged:
                 parts.rows.add_scalar("loss", losses[0])
         self._clock.probe_seconds += time.perf_counter() - started
+
+    def forward_raised(self, error: BaseException) -> None:
+        """Look for a NaN in what the code that raised had at hand."""
+        parts = self._prepare()
+        parts.watch.found()
+        if self._bad is None:
+            parts.watch.look_at_hand(error)
 
     def backward_computed(self) -> None:
         """Look at the gradients before any of them is reduced."""
@@ -297,13 +306,16 @@ class Recorder:
         self._shipper.captured(self._clock.step, sampled=self._sampling)
 
     def on_bad(self, bad: FirstBad) -> None:
-        """Hear the watch: a local value of this step (or, from a GPU, of an earlier one) is bad."""
+        """Hear that a local value of this step (or, from a GPU, of an earlier one) is bad."""
         late = bad.step >= 0
         if late and self._pacer.sampled(bad.step):
             return  # its rows say it better
         if late:
             self._shipper.alarm(bad, partial=False, skipped=False, sampled=False)
-        elif self._bad is None:
+            return
+        if self._sampling and self._parts is not None and bad.fqn is None:
+            bad = self._parts.rows.first_fault() or bad
+        if self._bad is None or _names(bad, self._bad):
             self._bad = replace(bad, step=self._clock.step)
             self._alarm(partial=True, skipped=False)
 
@@ -362,3 +374,9 @@ class Recorder:
         # torch may be inside its loop over the global optimizer hooks, which taking ours off now
         # would end with an error in the user's step(): they stay, dead, until `close`.
         Fuse("steps").guard(self._clock.unhang)()
+
+
+def _names(bad: FirstBad, known: FirstBad) -> bool:
+    """Whether a witness names the module of one that could not: the root's row is made last."""
+    same = (bad.micro, bad.phase) == (known.micro, known.phase)
+    return same and known.fqn is None and bad.fqn is not None

@@ -14,10 +14,12 @@ from typing import Any, final
 from ddpprobe import codec
 from ddpprobe.hooks import stream_capture
 from ddpprobe.hooks.pending_rows import PendingRows, StepResult
+from ddpprobe.hooks.steady import MINUS, PLUS
 from ddpprobe.journal import JournalWriter
 from ddpprobe.records import NONFINITE, OBSERVED, PHASES, SUM_SQ, FirstBad, StepRecord
 
 _SILENT_NAMED = 20
+_SIGNS = ((PLUS, "+Inf"), (MINUS, "-Inf"))
 
 logger = logging.getLogger("ddpprobe")
 
@@ -59,7 +61,8 @@ class Shipper:
         self._journal = journal
         self._who = who
         self._ended: deque[EndedStep] = deque()
-        self._last_bad: tuple[int, bool] | None = None  # (step, skipped) of the last one shipped
+        # Of the last one shipped: step, skipped, FQN.
+        self._last_bad: tuple[int, bool, str | None] | None = None
         self._coverage: tuple[int, int, tuple[str, ...]] | None = None
         self._reported: Counter[str] = Counter()  # losses that stand in the journal
         self._warned = False
@@ -80,14 +83,15 @@ class Shipper:
     def alarm(self, bad: FirstBad, *, partial: bool, skipped: bool, sampled: bool) -> None:
         """Write that a step went bad. `partial`: it is not over, but the process may be soon.
 
-        Once the weights are NaN every step is bad: this is said when it begins, and when a step
-        that a GradScaler gave up is followed by one that was taken.
+        Once the weights are NaN every step is bad: this is said when it begins, when another module
+        is named, and when a step that a GradScaler gave up is followed by one that was taken.
         """
         if self._last_bad is not None:
-            step, was_skipped = self._last_bad
-            if bad.step - step == 1 and not (was_skipped and not skipped and not partial):
+            step, was_skipped, fqn = self._last_bad
+            same = bad.fqn is None or bad.fqn == fqn
+            if bad.step - step == 1 and same and not (was_skipped and not skipped and not partial):
                 if not partial:
-                    self._last_bad = (bad.step, skipped)
+                    self._last_bad = (bad.step, skipped, fqn)
                 return
         self._append(
             StepRecord(
@@ -97,7 +101,7 @@ class Shipper:
             )
         )  # fmt: skip
         if not partial:
-            self._last_bad = (bad.step, skipped)
+            self._last_bad = (bad.step, skipped, bad.fqn)
 
     def life(self, event: str, **facts: Any) -> None:  # noqa: ANN401  (JSON)
         """Write that something happened to this rank."""
@@ -130,10 +134,11 @@ class Shipper:
                 self.life("unsampled", step=step, reason=reason)
 
     def _record(self, ended: EndedStep) -> StepRecord:
-        result = ended.pending.result(ended.step, partial=ended.partial)
+        result = ended.pending.result(ended.step, partial=ended.partial, skipped=ended.skipped)
+        self._report_learned(ended.step, result)
         bad = _earlier(result.first_bad, ended.watched)
         if bad is not None:
-            self._last_bad = (ended.step, ended.skipped)
+            self._last_bad = (ended.step, ended.skipped, bad.fqn)
         scalars = {**ended.facts, **result.scalars}
         if ended.sampled:
             scalars |= self._report_coverage(result, ended)
@@ -147,6 +152,13 @@ class Shipper:
             counts=result.counts, values=result.values, scalars={self._who.rank: scalars},
             first_bad=bad, skipped=ended.skipped, partial=ended.partial, digests=result.digests,
         )  # fmt: skip
+
+    def _report_learned(self, step: int, result: StepResult) -> None:
+        """Say at which sites an infinity is known to do no harm from now on."""
+        for one in result.learned:
+            signs = [name for sign, name in _SIGNS if one.signs & sign]
+            site = {"fqn": one.site.fqn, "kind": one.site.kind, "leaf": one.site.leaf}
+            self.life("steady", step=step, **site, values=signs, told=one.told)
 
     def _report_coverage(self, result: StepResult, ended: EndedStep) -> dict[str, float]:
         """Count sites that should deliver and those that did; say so when it has changed."""

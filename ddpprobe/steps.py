@@ -45,6 +45,9 @@ class Events(Protocol):
     def forward_ended(self, outputs: list[Tensor], trained: list[Tensor]) -> None:
         """It returned these tensors; `trained` are those of them with a gradient to come."""
 
+    def forward_raised(self, error: BaseException) -> None:
+        """A training forward ended in an exception."""
+
     def backward_computed(self) -> None:
         """All gradients of this micro-batch are there, still local."""
 
@@ -119,8 +122,9 @@ class StepClock:
         self._handles: list[RemovableHandle] = []
         self._act = act
         self._root = RootHooks(
-            topology, fuse, self._begin_forward, self._end_forward, self._output_gradient, act
-        )
+            topology, fuse, self._begin_forward, self._end_forward, self._output_gradient, act,
+            events.forward_raised,
+        )  # fmt: skip
         self._guards = {
             name: fuse.guard(getattr(self, f"_{name}"))
             for name in ("before_step", "after_step", "settle")
@@ -132,6 +136,11 @@ class StepClock:
     def in_graph(self) -> bool:
         """Whether the root's last event came from a graph of torch.compile, chosen before it."""
         return self._root.in_graph
+
+    @property
+    def is_inside_a_step(self) -> bool:
+        """Whether a step has begun and is not known to have ended."""
+        return self.micro >= 0 and not self._ended
 
     def start(self) -> None:
         """Begin to listen."""

@@ -50,6 +50,10 @@ def watch_of(model: nn.Module) -> tuple[Watch, list[tuple[int, str]]]:
     return found, seen
 
 
+def bad_in(peaks: list[float]) -> list[int]:
+    return [phase for phase, peak in enumerate(peaks) if not math.isfinite(peak)]
+
+
 def seen_of(*tensors: torch.Tensor) -> list[tuple[int, str]]:
     """What a watch says of root outputs, of which each is a step's."""
     watch, seen = watch_of(nn.Linear(1, 1))
@@ -146,7 +150,7 @@ def test_the_peaks_of_devices_meet_on_the_host(monkeypatch) -> None:
     monkeypatch.setattr(lane, "post", post)
     monkeypatch.setattr(lanes, "lane_of", lambda _: lane)
     seen: list[tuple[int, int]] = []
-    found = peaks.Peaks(lambda step, phase: seen.append((step, phase)))
+    found = peaks.Peaks(lambda step, found: seen.extend((step, i) for i in bad_in(found)))
     for step in range(3):
         found.keep(1, torch.tensor(2.0, dtype=torch.float16))
         if step < 2:
@@ -169,7 +173,7 @@ def test_a_step_that_ends_with_nothing_kept_sends_nothing(monkeypatch) -> None:
 def test_a_device_that_is_too_far_behind_costs_readings_and_they_are_counted(monkeypatch) -> None:
     far.pretend(monkeypatch, polls=10**9)
     seen: list[int] = []
-    found = peaks.Peaks(lambda step, _: seen.append(step))
+    found = peaks.Peaks(lambda step, found: seen.extend([step] * bool(bad_in(found))))
     for step in range(peaks.AHEAD + 3):
         found.keep(0, torch.tensor(math.nan if step in (0, 5, peaks.AHEAD + 1) else 1.0))
         found.end_step(step)

@@ -131,6 +131,11 @@ def _unseen(ranks: list[dict[str, Any]]) -> Iterator[str]:
             if unsupported
             else "",
             f"lost: {'; '.join(f'{why} ({n})' for why, n in dropped.items())}" if dropped else "",
+            *(
+                f"infinite without harm since step {_known(one['step'])}: {one['site']} "
+                f"({', '.join(one['values'])})"
+                for one in rank["steady"]
+            ),
         ]
         for text in filter(None, texts):
             groups.setdefault(plain(text), []).append(str(rank["rank"]))

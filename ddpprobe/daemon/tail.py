@@ -14,7 +14,7 @@ from ddpprobe import codec
 from ddpprobe.codec import Frame
 from ddpprobe.hearsay import MALFORMED, count, int64
 from ddpprobe.journal import JournalTail
-from ddpprobe.records import NONFINITE, StepRecord
+from ddpprobe.records import NAN, NONFINITE, PHASE_OF_KIND, StepRecord
 
 # The every-step watch knows the phase, not always the site: where its witness is looked for.
 _WATCHED_KIND = {"forward": "output", "backward": "grad_local", "step": "grad"}
@@ -156,14 +156,19 @@ class RankTail:
 
 
 def count_nonfinite(record: StepRecord) -> Counter[str]:
-    """Return the non-finite elements of a record by Site kind; at least 1 where one was seen."""
+    """Return the non-finite elements of a record by Site kind; at least 1 where one was seen.
+
+    Infinities that the rank knows to do no harm (a mask) do not count: in its forward, where it
+    calls nothing bad.
+    """
     found: Counter[str] = Counter()
-    counts = record.counts[:, NONFINITE]
+    counts, bad = record.counts[:, NONFINITE], record.first_bad
     if counts.any():
         per_row = counts.sum(axis=1)
         for row in np.flatnonzero(per_row):
-            found[record.sites[row].kind] += int(per_row[row])
-    bad = record.first_bad
+            kind = record.sites[row].kind
+            if bad is not None or PHASE_OF_KIND[kind] != "forward" or record.counts[row, NAN]:
+                found[kind] += int(per_row[row])
     if bad is not None and not found:
         kind = bad.kind or _WATCHED_KIND.get(bad.phase, "grad")
         found[kind] = max(1, bad.nan + bad.pos_inf + bad.neg_inf)

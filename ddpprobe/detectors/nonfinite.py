@@ -3,7 +3,7 @@
 Pages at once, on one element. The origin is the record's `first_bad`, the smallest (step, micro,
 phase, order) over all ranks' *local* tensors. No rank is named where several have theirs at that
 place, nor for what was reduced over the ranks, which is as bad as the worst of them. What follows
-from an origin (later steps, other ranks) is not reported again.
+from an origin (later steps, other ranks) is not reported again; what does not is an origin itself.
 """
 
 from __future__ import annotations
@@ -13,13 +13,29 @@ import math
 import numpy as np
 
 from ddpprobe.detectors.settings import at_least
-from ddpprobe.records import NONFINITE, NUMEL, SEVERAL, Anomaly, FirstBad, Site, StepRecord
+from ddpprobe.records import (
+    NAN,
+    NONFINITE,
+    NUMEL,
+    OBSERVED,
+    PHASE_OF_KIND,
+    SEVERAL,
+    Anomaly,
+    FirstBad,
+    Site,
+    StepRecord,
+)
 
 _REDUCED = ("grad", "param")
+MOST_SITES = 1024  # bounds the state: of more, those that were bad longest ago are forgotten
 
 
 class NonFinite:
-    """Fires on the first non-finite value, and again only after `quiet_steps` without any.
+    """Fires on the first non-finite value, and again on each that is a new origin.
+
+    What comes behind an origin is its descendant (the weights are bad) until a sampled step is
+    clean. An origin that did no harm (an infinity, with a finite loss and finite gradients in the
+    same sampled step) has none. The same site is told again after `quiet_steps` steps without it.
 
     A step that a GradScaler skipped is the scaler at work (it probes for the largest scale that
     fits): level info, unless a parameter is non-finite, which no scaler mends.
@@ -34,21 +50,32 @@ class NonFinite:
         at_least(0, quiet_steps=quiet_steps)
         self._quiet = quiet_steps
         self._attempt: int | None = None
-        self._last: dict[str, int] = {}  # level -> last step at which it held
+        self._spread: dict[str, int] = {}  # level -> last step of which the next may be bad
+        self._sites: dict[tuple[str, str, str | None, str | None, str], int] = {}  # level, site
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
         if record.attempt != self._attempt:
-            self._attempt, self._last = record.attempt, {}
+            self._attempt, self._spread, self._sites = record.attempt, {}, {}
         origin = _origin(record)
         if origin is None:
+            if record.sampled and record.sites and not record.partial:
+                self._spread.clear()  # it began with good weights
             return []
         level = "info" if record.skipped and not _bad_param(record) else "page"
-        last = self._last.get(level)
-        self._last[level] = max(origin.step, -1 if last is None else last)
-        if last is not None and origin.step - last <= self._quiet:
+        site = (level, origin.phase, origin.fqn, origin.kind, origin.leaf)
+        before = max(self._sites.get(site, -1), self._spread.get(level, -1))
+        self._remember(site, origin.step)
+        if not _did_no_harm(record, origin):
+            self._spread[level] = max(origin.step, self._spread.get(level, -1))
+        if before >= 0 and origin.step - before <= self._quiet:
             return []
         return [_anomaly(record, origin, level)]
+
+    def _remember(self, site: tuple[str, str, str | None, str | None, str], step: int) -> None:
+        if site not in self._sites and len(self._sites) >= MOST_SITES:
+            del self._sites[min(self._sites, key=self._sites.__getitem__)]
+        self._sites[site] = max(step, self._sites.get(site, -1))
 
     def finish(self) -> list[Anomaly]:
         """Nothing is held back until the end."""
@@ -61,6 +88,17 @@ def _origin(record: StepRecord) -> FirstBad | None:
     if witness is not None and witness.phase == "forward":
         return witness
     return _bad_loss(record) or witness or _bad_reduced(record)
+
+
+def _did_no_harm(record: StepRecord, origin: FirstBad) -> bool:
+    """Whether an infinity of the forward got no further: the loss and all gradients are finite."""
+    known = record.sampled and not record.partial and origin.step == record.step
+    if not known or origin is not record.first_bad or origin.nan or origin.phase != "forward":
+        return False
+    later = [i for i, site in enumerate(record.sites) if PHASE_OF_KIND[site.kind] != "forward"]
+    if _bad_loss(record) is not None or not record.counts[later][:, OBSERVED].any():
+        return False
+    return not (record.counts[:, NAN].any() or record.counts[later][:, NONFINITE].any())
 
 
 def _bad_loss(record: StepRecord) -> FirstBad | None:
@@ -151,7 +189,9 @@ def _message(record: StepRecord, origin: FirstBad, level: str) -> str:
             bad = record.first_bad
             text += f"; then {Site(bad.fqn or '', bad.kind or '', bad.leaf)} in {bad.phase}"
     elif origin.fqn is None:
-        text = "non-finite local tensor; which one is not known, as this step was not sampled"
+        text = "non-finite local tensor; which one is not known"
+        if not (record.sampled and origin.step == record.step):
+            text += ", as this step was not sampled"
     else:
         text = f"{found} of {origin.numel} elements" if found else "non-finite elements"
     if origin.rank == SEVERAL and origin.kind not in _REDUCED and origin is record.first_bad:

@@ -28,15 +28,16 @@ class Peaks:
     """The peaks of the step under way, and those of ended steps that have not arrived.
 
     Args:
-        bad: called with the step and the phase (0 or 1) in which a peak is not finite.
+        judge: called with each step that has arrived, and its largest magnitude by phase: 0 where
+            nothing was kept.
 
     Attributes:
         lost: steps whose peaks were not sent, because too many are on their way.
     """
 
-    def __init__(self, bad: Callable[[int, int], None]) -> None:
+    def __init__(self, judge: Callable[[int, list[float]], None]) -> None:
         self.lost = 0
-        self._bad = bad
+        self._judge = judge
         self._cells: dict[torch.device, _Cell] = {}
         self._sent = 0
         self._under_way: deque[tuple[int, int, list[tuple[_Cell, Arrival | None]]]] = deque()
@@ -77,10 +78,7 @@ class Peaks:
                     return
             self._under_way.popleft()
             found = [cell.host[place].tolist() for cell, _ in copies]
-            for phase in range(PHASES):
-                if not all(math.isfinite(peaks[phase]) for peaks in found):
-                    self._bad(step, phase)
-                    break
+            self._judge(step, [_largest(peaks) for peaks in zip(*found, strict=True)])
 
 
 @final
@@ -105,3 +103,8 @@ class _Cell:
     def forget(self) -> None:
         self._peaks.zero_()
         self.used = False
+
+
+def _largest(peaks: tuple[float, ...]) -> float:
+    """Return the largest; NaN wins, which max() does not let it."""
+    return math.nan if any(math.isnan(peak) for peak in peaks) else max(peaks)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddpprobe.hooks.lanes import Arrival
 from ddpprobe.hooks.site_table import SiteTable
+from ddpprobe.hooks.steady import Learned, Steady
 from ddpprobe.records import (
     KINDS,
     PHASE_OF_KIND,
@@ -33,7 +34,8 @@ _FORWARD = np.array([PHASE_OF_KIND[kind] == "forward" for kind in KINDS])
 class StepResult:
     """A sampled step on the host: rows per site, scalars, first bad tensor, what was left out.
 
-    Gradients are unscaled: divided by the scalar `loss_scale`, if it is there.
+    `learned` are sites whose infinities are known to do no harm since this step. Gradients are
+    unscaled: divided by the scalar `loss_scale`, if it is there.
     """
 
     sites: tuple[Site, ...]
@@ -43,6 +45,7 @@ class StepResult:
     first_bad: FirstBad | None
     unsupported: Counter[str]
     digests: Digests
+    learned: list[Learned]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class PendingRows:
     confirmed: frozenset[int]
     unsupported: Counter[str]
     table: SiteTable
+    steady: Steady
     rank: int
 
     def ready(self) -> bool:
@@ -76,8 +80,11 @@ class PendingRows:
         for arrival in self.arrivals:
             arrival.synchronize()
 
-    def result(self, step: int, *, partial: bool) -> StepResult:
-        """Merge the rows per site. `partial` keeps forwards whose backward never came."""
+    def result(self, step: int, *, partial: bool, skipped: bool = False) -> StepResult:
+        """Merge the rows per site. `partial` keeps forwards whose backward never came.
+
+        Of the steps of a rank each is asked once, in their order.
+        """
         rows = self._joined()
         keep = self._kept(partial=partial)
         self._label_parts(keep)
@@ -90,14 +97,19 @@ class PendingRows:
             scalars.setdefault(name, []).append(float(rows[index, 0]))
         means = {name: sum(v) / len(v) for name, v in scalars.items()}
         self._unscale(sites, values, means.get("loss_scale", 1.0))
+        bad, learned = self.steady.judge(
+            self.table, rows, self.slots, self._bad(rows),
+            finite=math.isfinite(means.get("loss", 0.0)), ended=not (partial or skipped),
+        )  # fmt: skip
         return StepResult(
             sites,
             counts,
             values,
             means,
-            self._first_bad(rows, keep, step),
+            self._first(rows, bad, step),
             self.unsupported,
             self._checksums(rows),
+            learned,
         )
 
     def _joined(self) -> NDArray[np.float64]:
@@ -145,22 +157,37 @@ class PendingRows:
         found: NDArray[np.intp] = of_sites[kept]
         return found
 
-    def _first_bad(
-        self, rows: NDArray[np.float64], keep: NDArray[np.intp], step: int
-    ) -> FirstBad | None:
-        bad = keep[rows[keep, stats.NONFINITE].any(axis=1)].tolist()
+    def _bad(self, rows: NDArray[np.float64]) -> list[int]:
+        """Indices of what is not finite, also in forwards that got no gradient: why they did not.
+
+        A loop that leaves out the batches whose loss is NaN ends there.
+        """
+        of_sites = self.slots != SCALAR
+        found = np.flatnonzero(of_sites & rows[:, stats.NONFINITE].any(axis=1))
+        kinds = self.table.kinds()[self.slots[found]]
+        bad: list[int] = found[(kinds != _GRAD) | (self.micros[found] >= 0)].tolist()
+        return bad
+
+    def _first(self, rows: NDArray[np.float64], bad: list[int], step: int) -> FirstBad | None:
         if not bad:
             return None
         # A reduced gradient is bad on all ranks at once: it counts only without a local witness.
         first = min(bad, key=lambda i: (self._phase(i) == "step", i))
-        site = self.table.site(int(self.slots[first]))
-        numel, nan, pos_inf, neg_inf = (int(v) for v in rows[first, :4])
         order = first if self.times is None else int(self.times[first])
-        return FirstBad(
-            step=step, micro=int(self.micros[first]), phase=self._phase(first), order=order,
-            rank=self.rank, fqn=site.fqn, kind=site.kind, leaf=site.leaf,
-            nan=nan, pos_inf=pos_inf, neg_inf=neg_inf, numel=numel,
-        )  # fmt: skip
+        site, micro = self.table.site(int(self.slots[first])), int(self.micros[first])
+        return witness(site, rows[first], step=step, micro=micro, order=order, rank=self.rank)
 
     def _phase(self, index: int) -> str:
         return PHASE_OF_KIND[self.table.site(int(self.slots[index])).kind]
+
+
+def witness(
+    site: Site, row: NDArray[np.float64], *, step: int, micro: int, order: int, rank: int
+) -> FirstBad:
+    """Return what a row [9] tells as the first bad tensor of a step."""
+    numel, nan, pos_inf, neg_inf = (int(v) for v in row[:4])
+    return FirstBad(
+        step=step, micro=micro, phase=PHASE_OF_KIND[site.kind], order=order, rank=rank,
+        fqn=site.fqn, kind=site.kind, leaf=site.leaf,
+        nan=nan, pos_inf=pos_inf, neg_inf=neg_inf, numel=numel,
+    )  # fmt: skip

@@ -7,6 +7,7 @@ graph runs, after it was chosen.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import final
 
@@ -48,6 +49,7 @@ class RootHooks:
             come.
         gradient: called when the gradient of one of these arrives, inside the backward.
         act: called behind `begins` outside of the fuse, and not from inside a graph.
+        raised: called with the exception that ends a training forward.
 
     Attributes:
         in_graph: the last event came from inside a graph.
@@ -57,11 +59,12 @@ class RootHooks:
     def __init__(
         self, topology: Topology, fuse: Fuse, begins: Callable[[bool], None],
         ended: Callable[[list[Tensor], list[Tensor]], None], gradient: Callable[[], None],
-        act: Callable[[], object],
+        act: Callable[[], object], raised: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.in_graph = self._trains = False
         self._topology = topology
         self._begins, self._ended, self._gradient = begins, ended, gradient
+        self._raised = raised
         self._guarded_begin, self._act = fuse.guard(self._begin), act
         self._before, self._after = self._begin_and_act, fuse.guard(self._end)
         self._arrived = fuse.guard(gradient)
@@ -77,7 +80,8 @@ class RootHooks:
             called, slot = _called(self._topology), self._channel.slot
             self._handles = [
                 called.register_forward_pre_hook(_Before(self._before, slot)),
-                called.register_forward_hook(_After(self._after, slot)),
+                # Also if the forward raises: a NaN is a common reason, and nobody else sees it.
+                called.register_forward_hook(_After(self._after, slot), always_call=True),
             ]
 
     def unhang(self, *, for_good: bool) -> None:
@@ -108,6 +112,11 @@ class RootHooks:
         return True
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
+        error = sys.exception() if output is None else None
+        if error is not None and _comes_from(module, error):
+            if self._trains:
+                self._raised(error)
+            return
         tensors = [tensor for _, tensor in leaves(output)] if self._trains else []
         trained = [tensor for tensor in tensors if tensor.requires_grad]
         for tensor in trained:
@@ -188,6 +197,12 @@ class _Arrived:
 
     def __call__(self, _: Tensor | None) -> None:
         self._tell()
+
+
+def _comes_from(module: nn.Module, error: BaseException) -> bool:
+    """Whether an exception is on its way out of a module's call, which torch holds up for us."""
+    raised = error.__traceback__
+    return raised is not None and raised.tb_frame.f_locals.get("self") is module
 
 
 def _called(topology: Topology) -> nn.Module:

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -23,9 +23,11 @@ from torch import Tensor
 
 from ddpprobe.hooks.lanes import Arrival
 from ddpprobe.hooks.loss_scale import SCALED_KINDS
-from ddpprobe.hooks.pending_rows import SCALAR, PendingRows
+from ddpprobe.hooks.pending_rows import SCALAR, PendingRows, witness
 from ddpprobe.hooks.row_buffer import RowBuffer
 from ddpprobe.hooks.site_table import SiteTable
+from ddpprobe.hooks.steady import Steady
+from ddpprobe.records import PHASE_OF_KIND, FirstBad
 from ddpprobe.stats import rows as stats
 from ddpprobe.stats.checksum import checksum
 from ddpprobe.stats.dense import FLOATS, dense, is_copy, lies_on, local
@@ -48,10 +50,13 @@ class StepRows:
     Attributes:
         grad_is_scaled: `.grad` was read before anybody divided it by the loss scale.
         bad: the host has seen NaN or Inf in a row of this step.
+        on_bad: called with the first fault of a step at once, where the host sees it.
     """
 
     def __init__(self, device: torch.device, rank: int, *, timed: bool = False) -> None:
-        self.table = SiteTable()
+        self.table, self._steady = SiteTable(), Steady()
+        self.on_bad: Callable[[FirstBad], object] = lambda _: None
+        self._told = False  # the first fault of this step
         self._rank = rank
         self._times: list[int] | None = [] if timed else None
         self._main = RowBuffer(device)
@@ -81,6 +86,7 @@ class StepRows:
         `reused`: it is a buffer of a compiled graph, written in place without a new version.
         `again`: read it even so, as code that may write without a new version ran meanwhile.
         """
+        bad = False
         with self._lock:
             index, last = len(self._slots), self._last
             # A container often returns its last child's very tensor: same object, same version.
@@ -98,7 +104,7 @@ class StepRows:
                     buffer = self._main
                     if not (buffer.near and tensor.is_cpu and index < buffer.capacity):
                         buffer = self._buffer_of(tensor, index)
-                    self.bad |= buffer.reduce(tensor, index)
+                    bad = buffer.reduce(tensor, index)
                 except Unsupported as reason:
                     self._unsupported[str(reason)] += 1
                     return
@@ -106,6 +112,10 @@ class StepRows:
                 if not (reused or tensor.is_inference()):
                     self._last = weakref.ref(tensor), tensor._version, index  # noqa: SLF001
             self._note(slot, micro, buffer)
+        if bad:
+            self.bad = True
+            if not self._told:
+                self._tell(index, buffer)
 
     def add_all(self, micro: int, found: Iterable[tuple[int, Tensor]]) -> int:
         """Do as `add` does for each (slot, tensor) of `found`, and return how many there were.
@@ -220,6 +230,37 @@ class StepRows:
             return False
         return bool(self._main.rows.numpy()[index : len(self._slots), stats.NONFINITE].any())
 
+    def first_fault(self) -> FirstBad | None:
+        """Return the first bad tensor of the forward that the host can see; its step is not set.
+
+        An infinity of which only the end of the step tells whether it does harm counts as one: ask
+        where there is harm.
+        """
+        if not (self.bad and self._main.near):
+            return None
+        rows = self._main.rows.numpy()
+        for index in np.flatnonzero(rows[: len(self._slots), stats.NONFINITE].any(axis=1)).tolist():
+            slot = self._slots[index]
+            if slot != SCALAR and not self._steady.excuses(slot, rows[index]):
+                found = self._witness(index, rows[index])
+                return found if found.phase == "forward" else None
+        return None
+
+    def _tell(self, index: int, buffer: RowBuffer) -> None:
+        """Tell of a bad row at once, unless it is known or may prove to be of no harm."""
+        slot, row = self._slots[index], buffer.rows[index].numpy()
+        if PHASE_OF_KIND[self.table.site(slot).kind] == "step":
+            return  # bad on all ranks at once
+        if self._steady.excuses(slot, row) or self._steady.may_excuse(self.table, slot, row):
+            return
+        self._told = True
+        self.on_bad(self._witness(index, row))
+
+    def _witness(self, index: int, row: NDArray[np.float64]) -> FirstBad:
+        site, micro = self.table.site(self._slots[index]), self._micros[index]
+        order = index if self._times is None else self._times[index]
+        return witness(site, row, step=-1, micro=micro, order=order, rank=self._rank)
+
     def end_told(self, slot: int) -> bool:
         """Whether the row made last is of `slot`, and has no NaN or Inf or will tell it itself."""
         last = len(self._slots) - 1
@@ -242,7 +283,7 @@ class StepRows:
         self._tapped.clear()
         self._confirmed.clear()
         self._unsupported.clear()
-        self.grad_is_scaled = self.bad = False
+        self.grad_is_scaled = self.bad = self._told = False
         self._last = None
 
     def fetch(self) -> PendingRows:
@@ -263,6 +304,7 @@ class StepRows:
             confirmed=frozenset(self._confirmed),
             unsupported=Counter(self._unsupported),
             table=self.table,
+            steady=self._steady,
             rank=self._rank,
         )
 

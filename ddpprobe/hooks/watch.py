@@ -28,6 +28,8 @@ from ddpprobe.hooks.eager import Clock
 from ddpprobe.hooks.guest import take_off
 from ddpprobe.hooks.nearness import Nearness
 from ddpprobe.hooks.peaks import Peaks
+from ddpprobe.hooks.raised import tensors_at_hand
+from ddpprobe.hooks.steady import SteadyOutput
 from ddpprobe.hooks.sweep import Sweep, total
 from ddpprobe.records import FirstBad
 from ddpprobe.stats import rows as stats
@@ -92,7 +94,11 @@ class Watch:
         self._looks = 0  # in this step
         self._names: dict[int, str] = {}  # FQNs of what is watched, by id
         self._told = False  # this step is bad, and so reported
-        self._peaks = Peaks(self._bad_peak)
+        self._backward_is_bad = False
+        self._output = SteadyOutput()  # what the root returns, if that is no loss
+        self._far_output = SteadyOutput()
+        self._returns_losses = True
+        self._peaks = Peaks(self._judge_peaks)
 
     @property
     def lost(self) -> int:
@@ -142,12 +148,52 @@ class Watch:
         """Look at what the root returned: its 0-d tensors (losses) if any, else all of it."""
         tensors = [t for t in trained if t.is_floating_point()]
         losses = [t for t in tensors if t.dim() == 0]
-        for tensor in losses or tensors:
+        self._returns_losses = bool(losses)
+        for tensor in losses:
             self._look(tensor, _FORWARD, None)
+        for tensor in () if losses else tensors:
+            self._look_at_output(tensor)
+
+    def _look_at_output(self, tensor: Tensor) -> None:
+        """Look at what is no loss: an infinity in it may belong to the model (masked logits)."""
+        if not lanes.is_near(tensor.device):
+            self._look(tensor, _FORWARD, None)
+            return
+        self._looks += 1
+        if not _is_plain(tensor) and torch_private.is_functorch(tensor):
+            return
+        counts = self._counts(tensor.detach())
+        if counts is None:
+            self._output.clean()
+        elif self._output.is_fault(counts):
+            self._report(_FORWARD, None, None, self._clock.micro, counts)
+
+    def look_at_hand(self, error: BaseException) -> None:
+        """The forward raised: look for a NaN in what the code that did had at hand.
+
+        On a step that is not sampled nobody looked before. An infinity may be a mask.
+        """
+        for tensor in tensors_at_hand(error):
+            if torch_private.is_functorch(tensor) or tensor.is_meta:
+                continue
+            if not lanes.is_near(tensor.device):
+                self._weigh_nan(tensor)
+            elif (counts := self._counts(tensor.detach())) is not None and counts[0]:
+                self._report(_FORWARD, None, None, self._clock.micro, counts)
+                return
+
+    @torch.no_grad()
+    def _weigh_nan(self, tensor: Tensor) -> None:
+        tensor = local(tensor)
+        if tensor.layout == torch.strided:
+            bad = tensor.isnan().any()
+            self._peaks.keep(_FORWARD, torch.zeros_like(bad, dtype=torch.float64).masked_fill_(
+                bad, math.nan))  # fmt: skip
 
     def end_step(self, step: int) -> None:
         """Send this step's peaks to the host (GPU), and start the next step's."""
-        self._looks, self._told = 0, False
+        self._output.end_step(harmless=self._came and not self._backward_is_bad)
+        self._looks, self._told, self._backward_is_bad = 0, False, False
         if self._sweeps and not self._came:  # losses are made of something else now
             self._hook(self._swept)
             self._swept, self._sweeps = [], []
@@ -329,8 +375,20 @@ class Watch:
         numel, nan, pos_inf, neg_inf = (int(v) for v in row[:4].tolist())
         return (nan, pos_inf, neg_inf, numel) if nan or pos_inf or neg_inf else None
 
-    def _bad_peak(self, step: int, phase: int) -> None:
-        self._report(phase, None, step, micro=0, counts=_NOT_COUNTED)
+    def _judge_peaks(self, step: int, peaks: list[float]) -> None:
+        """Judge the largest magnitudes of a step, forward and backward; an infinity has no sign."""
+        forward, backward = peaks
+        bad, fault = not math.isfinite(backward), False
+        if not math.isfinite(forward):
+            counts = (int(math.isnan(forward)), 1, 1, 0)
+            fault = self._returns_losses or self._far_output.is_fault(counts)
+            fault |= bad and self._far_output.held is not None
+        elif forward > 0:
+            self._far_output.clean()
+        self._far_output.end_step(harmless=backward > 0 and not bad)
+        if fault or bad:
+            phase = _FORWARD if fault else _BACKWARD
+            self._report(phase, None, step, micro=0, counts=_NOT_COUNTED)
 
     def _report(
         self,
@@ -340,7 +398,13 @@ class Watch:
         micro: int,
         counts: Counts,
     ) -> None:
-        self._told |= step is None
+        if step is None:
+            self._told = True
+            if phase == _BACKWARD:
+                self._backward_is_bad = True
+                held, self._output.held = self._output.held, None
+                if held is not None:  # it did harm
+                    self._report(_FORWARD, None, None, micro, held)
         nan, pos_inf, neg_inf, numel = counts
         self._on_bad(
             FirstBad(

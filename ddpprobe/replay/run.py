@@ -110,7 +110,8 @@ class Run:
         `first_step`, `last_step`, `sampled`, `expected` (steps that it sampled, or another rank),
         `completeness`, and of its last sampled step `sites_expected`, `sites_observed`,
         `unsupported` {what was skipped: tensors} and `silent` (the first modules that were selected
-        and never called); `dropped` {reason: how often} is what it said it lost.
+        and never called); `dropped` {reason: how often} is what it said it lost, `steady` the sites
+        whose infinities it knows to do no harm: `site`, `values` ("+Inf", "-Inf"), `step`.
         """
         told = summarize(
             self._overlay, self._identity, self.anomalies(), self.completeness(), self.endings()

@@ -7,12 +7,13 @@ import os
 import re
 import shlex
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ddpprobe import inside, layout
-from ddpprobe.records import Anomaly
+from ddpprobe.records import Anomaly, Site
 from ddpprobe.replay.completeness import UNKNOWN, Completeness, RankShare
 from ddpprobe.replay.endings import Death, Ending, deaths_of
 from ddpprobe.replay.overlay import Overlay
@@ -149,7 +150,20 @@ def _coverage(facts: RankFacts, events: list[Event]) -> dict[str, Any]:
         "sites_observed": last.get("observed"),
         "unsupported": unsupported if isinstance(unsupported, dict) else {},
         "silent": [str(name) for name in silent] if isinstance(silent, list) else [],
+        "steady": _steady(e.what for e in sorted(events, key=lambda e: e.seq) if e.source == own),
     }
+
+
+def _steady(said: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the sites whose infinities a rank knows to do no harm, as it last said."""
+    found: dict[str, dict[str, Any]] = {}
+    for what in said:
+        if what.get("event") == "steady" and isinstance(what.get("values"), list):
+            names = (str(what.get(key) or "") for key in ("fqn", "kind", "leaf"))
+            site = str(Site(*names))
+            values = [str(value) for value in what["values"]]
+            found[site] = {"site": site, "values": values, "step": what.get("step")}
+    return list(found.values())
 
 
 def _dropped(facts: RankFacts, events: list[Event]) -> dict[str, int]:
