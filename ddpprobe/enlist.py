@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from ddpprobe import attempts, destination, layout, processes, rendezvous, roster, spawn
+from ddpprobe import attempts, codec, destination, layout, processes, rendezvous, roster, spawn
 from ddpprobe.attempts import Claimed
+from ddpprobe.ends.scheduler import scheduler
 from ddpprobe.heartbeat import HeartbeatWriter
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import DirectoryLock, RunDir
@@ -301,6 +302,8 @@ def _open(
         "on_anomaly": wishes.on_anomaly,
     }  # fmt: skip
     journal = JournalWriter(run.rank_journal(attempt, node, rank), meta)
+    if job := scheduler(os.environ):
+        journal.append_json(codec.LIFE, {"event": "job", "scheduler": job})
     heartbeat = HeartbeatWriter(run.heartbeat(attempt, node, rank))
     board = OrderReader(run.orders(attempt, node))
 

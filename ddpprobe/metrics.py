@@ -54,14 +54,16 @@ METRICS: tuple[Metric, ...] = (
     _row("build_info", "", "Version of ddpprobe; always 1. Mixed versions in one job are a deployment error.", "version"),
     _row("job_info", "", "The run this node serves; always 1. Join it: * on (job, instance) group_left (run).", "run", "world_size", "torch", "backend"),
     _row("job_finished", "0 or 1", "1 after a normal end of all local ranks; silences the liveness alerts."),
+    _row("job_state", "", "1 for the state of the job as this node sees it: running, ended, stopped (from outside), crashed, hung, vanished or unknown; ddpprobe anomalies RUN says more.", "state"),
     _row("paused", "0 or 1", "1 inside probe.pause(): evaluation or checkpoint, no step is expected."),
     _row("rank_info", "", "Where a rank runs; always 1. Use pid and device to find the process.", "rank", "local_rank", "pid", "device"),
     # Liveness
     _row("rank_up", "0 or 1", "1 while the rank's process lives, 0 after a bad end, absent after a good one; on 0 read first_failure and the rank's own log.", "rank"),
     _row("rank_last_heartbeat_timestamp_seconds", "seconds", "Unix time of the rank's last sign of life; if it stands still while rank_up is 1, the rank hangs.", "rank"),
+    _row("rank_stuck", "", "1 for a rank that the others wait for, or that is suspended, and the phase it is in; absent while ranks move. Look at its stack (py-spy dump) before it is killed.", "rank", "phase"),
     _row("steps_total", "steps", "Optimizer steps finished since the rank started; the slowest rank holds up all.", "rank"),
     _row("skipped_steps_total", "steps", "Steps a GradScaler skipped because of inf; many in a row mean that the loss scale cannot recover.", "rank"),
-    _row("first_failure_timestamp_seconds", "seconds", "Unix time at which the first rank of this node died; start the search there, later deaths are torchrun's.", "rank", "signal"),
+    _row("first_failure_timestamp_seconds", "seconds", "Unix time of the end of the rank of this node that is known to be the cause; start the search there. Absent where that is not decided: job_state and ddpprobe anomalies RUN name the candidates.", "rank", "signal"),
     # Time
     _row("step_phase_seconds_total", "seconds", "Host time in each phase of the step; the straggler has the most own work and the shortest backward.", "rank", "phase"),
     # Numerics
@@ -70,7 +72,7 @@ METRICS: tuple[Metric, ...] = (
     _row("loss_scale", "", "Loss scale of the rank's GradScaler; absent without one. If it falls and falls, no step is taken any more.", "rank"),
     _row("global_grad_norm", "", "L2 norm of the reduced gradients of the newest sampled step, over all ranks; compare with the clipping threshold. Absent where a part of it is not known (placement partial or unknown, a missing rank)."),
     _row("nonfinite_elements_total", "elements", "NaN and infinite elements seen on the rank; on the first increase run: ddpprobe anomalies RUN.", "rank", "kind"),
-    _row("anomalies_total", "anomalies", "Verdicts of the detectors (head node); the exemplar names step, fqn, kind and rank.", "detector", "level"),
+    _row("anomalies_total", "anomalies", "Verdicts of the detectors (head node), and rank_lost; the exemplar names step, fqn, kind and rank.", "detector", "level"),
     _row("rank_anomalies_total", "anomalies", "Verdicts that blame this rank (head node); many on one rank point to its data or its hardware.", "rank", "level"),
     # Sites
     _row("site_abs_max", "", "Largest finite absolute value at a site, newest sampled step, over all ranks; near the dtype's maximum overflow follows.", "fqn", "kind", tier="B"),

@@ -185,7 +185,10 @@ def _tier_a(view: NodeView) -> Iterator[Sample]:
     yield _one("build_info", 1, version())
     yield _one("job_info", 1, view.run, view.world_size, view.torch, view.backend)
     yield _one("job_finished", view.finished)
+    yield _one("job_state", 1, view.state)
     yield _one("paused", view.paused)
+    for rank, phase in sorted(view.stuck.items()):
+        yield _one("rank_stuck", 1, rank, phase)
     yield _one("last_collect_timestamp_seconds", view.time_ns / 1e9)
     yield _one("journal_lag_seconds", view.journal_lag_seconds)
     yield _one("upload_lag_seconds", view.upload_lag_seconds)

@@ -49,7 +49,7 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class FirstFailure:
-    """The first rank of this node that died; `signal` is "SIGKILL", "exit:1" or "unknown"."""
+    """The rank of this node that is known to be the cause; `signal` as `ends.judge.End.how`."""
 
     rank: int
     signal: str
@@ -58,7 +58,11 @@ class FirstFailure:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """The whole node. `merged` is the newest sampled step over all ranks (head node only)."""
+    """The whole node. `merged` is the newest sampled step over all ranks (head node only).
+
+    `state` is one of `ends.judge.STATES`; `stuck` are the ranks that the others wait for, and in
+    which phase they are.
+    """
 
     time_ns: int
     run: str
@@ -70,6 +74,8 @@ class NodeView:
     ranks: tuple[RankView, ...] = ()
     paused: bool = False
     finished: bool = False
+    state: str = "running"
+    stuck: Mapping[int, str] = field(default_factory=dict)
     first_failure: FirstFailure | None = None
     merged: StepRecord | None = None
     anomalies: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (detector, level)

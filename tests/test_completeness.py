@@ -160,9 +160,8 @@ def test_nothing_is_said_of_a_run_that_recorded_nothing(tmp_path: Path, call: Ca
     made.writer(1)
     made.close(cleanly=False)
     code, out, _ = call("anomalies", tmp_path)
-    assert (code, out) == (
-        4, "nothing found in what is held: no sampled step of all ranks\n",
-    )  # fmt: skip
+    assert code == 4
+    assert out.endswith("nothing found in what is held: no sampled step of all ranks\n")
 
 
 def test_damage_and_pages_go_before_what_is_not_known(tmp_path: Path, call: Call) -> None:

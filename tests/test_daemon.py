@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +35,8 @@ from .made_runs import record as made_record
 
 wait, kill = daemon_harness.wait, daemon_harness.kill
 MERGED = "attempt_000/merged"
+OWN = {"type": "ValueError", "message": "bad batch", "where": "train.py:4 in main"}
+GONE = {"type": "RuntimeError", "message": "Connection closed by peer", "collective": True}
 
 
 @pytest.fixture
@@ -80,7 +81,8 @@ def test_a_nan_is_named_while_the_ranks_still_run(job) -> None:
 
 def test_the_first_dead_rank_is_named_with_its_signal_and_nothing_of_it_is_lost(job) -> None:
     daemon = job.daemon(0, linger=20.0)
-    first, second = job.rank(0, steps=100), job.rank(1, steps=100, hang=True)
+    first, second = (job.rank(n, steps=100, hang=True) for n in range(2))
+    wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 2)  # it watches them
     wait(lambda: len(job.acked(0)) > 20)
     kill(first)
     wait(lambda: "ddpprobe_first_failure_timestamp_seconds" in job.metrics())
@@ -90,10 +92,8 @@ def test_the_first_dead_rank_is_named_with_its_signal_and_nothing_of_it_is_lost(
     wait(lambda: job.life("finished"))
     daemon.terminate()
     assert daemon.wait(20) == 0
-    deaths = job.life("death")
-    assert [(d["rank"], d["signal"], d["first"]) for d in deaths] == [
-        (0, "SIGKILL", True), (1, "SIGTERM", False),
-    ]  # fmt: skip
+    assert [(d["rank"], d["signal"]) for d in job.life("death")] == [(0, "SIGKILL"), (1, "SIGTERM")]
+    assert [(e["state"], e["ranks"]) for e in job.life("end")][-1] == ("crashed", [0])
     assert job.merged_steps() == list(range(100))
     last = job.acked(0)[-1]
     group = daemon_harness.StoredGroup(job.run, "attempt_000/merged")
@@ -112,7 +112,7 @@ def test_the_first_dead_rank_is_named_with_its_signal_and_nothing_of_it_is_lost(
         ({"exit": 3}, ["exit:3"]),
         ({"status": "exception", "exit": 1}, ["exit:1"]),
         ({"status": "exception", "signal": signal.SIGABRT}, ["SIGABRT"]),
-        ({"status": "exception", "signal": signal.SIGTERM}, ["exit:1"]),  # stopped while it fell
+        ({"status": "exception", "error": OWN, "signal": signal.SIGTERM}, ["ValueError"]),
     ],
 )
 def test_the_exit_of_a_rank_that_said_goodbye_tells_whether_it_failed(job, end, how) -> None:
@@ -124,18 +124,86 @@ def test_the_exit_of_a_rank_that_said_goodbye_tells_whether_it_failed(job, end, 
     assert list((job.run.path / "journal").rglob("rank_*/*.wal")) == []
 
 
-def test_the_one_that_raised_died_before_those_it_took_along(job) -> None:
+def end_of(job) -> tuple[str, list[int], str]:
+    """Return how the run ended as a reader says it, once its daemon has: both say the same."""
+    (ending,) = open_run(job.run.path).endings()
+    assert job.life("end")[-1] == {"event": "end", **ending.end.to_json()}
+    told = [a for a in job.anomalies() if a.detector == "rank_lost"]
+    read = [a for a in open_run(job.run.path).anomalies() if a.detector == "rank_lost"]
+    assert sorted(map(codec.encode_anomaly, told)) == sorted(map(codec.encode_anomaly, read))
+    return ending.end.state, list(ending.end.ranks), ending.end.how
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["daemon stopped", "daemon at work"])
+def test_who_died_of_its_own_is_named_whenever_the_deaths_are_noticed(job, held) -> None:
+    """The victims end first, or all of them while the daemon is stopped and sees no order."""
     daemon = job.daemon()
-    victim = job.rank(0, hang=True)
-    job.rank(1, steps=100, status="exception", exit=1, teardown=2.0)
-    wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 2)
-    wait(lambda: b'"exception"' in job.journal_of(1))
-    goodbye = time.monotonic()
-    wait(lambda: time.monotonic() - goodbye > 0.4)  # what a peer takes to notice, and to fall
-    kill(victim)
+    gates = [job.run.path / f"gate_{n}" for n in range(3)]
+    fails = {"world": 3, "steps": 10, "status": "exception"}
+    told = job.rank(0, world=3, steps=10, hang=True)
+    victim = job.rank(1, go_on=str(gates[1]), error=GONE, exit=1, **fails)
+    cause = job.rank(2, go_on=str(gates[2]), error=OWN, teardown=600, **fails)
+    wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 3)
+    if held:
+        daemon.send_signal(signal.SIGSTOP)
+    gates[1].touch()
+    victim.wait(20)
+    told.terminate()
+    told.wait(20)
+    gates[2].touch()
+    wait(lambda: b'"exception"' in job.journal_of(2))
+    if not held:  # raised means failed, however slowly it exits
+        wait(lambda: 'ddpprobe_job_state{state="crashed"} 1.0' in job.metrics())
+        assert open_run(job.run.path).endings()[0].end.ranks == (2,)
+    cause.terminate()  # the launcher's patience is over
+    cause.wait(20)
+    if held:
+        daemon.send_signal(signal.SIGCONT)
     assert daemon.wait(30) == 0
-    found = [(d["rank"], d["signal"], d["first"]) for d in job.life("death")]
-    assert found == [(1, "exit:1", True), (0, "SIGKILL", False)]
+    assert end_of(job) == ("crashed", [2], "ValueError")
+
+
+def test_a_killed_rank_is_named_although_its_victims_end_was_noticed_with_it(job) -> None:
+    daemon = job.daemon()
+    ranks = [job.rank(n, world=3, steps=10, hang=True) for n in range(3)]
+    wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 3)
+    daemon.send_signal(signal.SIGSTOP)
+    ranks[1].kill()
+    ranks[1].wait(20)
+    for rank in (ranks[0], ranks[2]):
+        rank.terminate()
+        rank.wait(20)
+    daemon.send_signal(signal.SIGCONT)
+    assert daemon.wait(30) == 0
+    assert end_of(job) == ("crashed", [1], "SIGKILL")
+    assert [a.level for a in job.anomalies()] == ["page", "info", "info"]
+
+
+def test_a_suspended_rank_is_named_while_it_lasts_and_when_its_launcher_has_killed_it(job) -> None:
+    daemon = job.daemon()
+    waiting, stopped = job.rank(0, steps=10, hang=True), job.rank(1, steps=10, hang=True)
+    wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 2)
+    wait(lambda: len(job.acked(1)) == 10)
+    stopped.send_signal(signal.SIGSTOP)
+    wait(lambda: 'ddpprobe_job_state{state="hung"} 1.0' in job.metrics())
+    assert re.search(r'ddpprobe_rank_stuck\{phase="data",rank="1"\} 1\.0', job.metrics())
+    waiting.terminate()
+    waiting.wait(20)
+    stopped.kill()
+    assert daemon.wait(30) == 0
+    assert end_of(job) == ("hung", [1], "SIGSTOP")
+
+
+def test_a_job_that_is_told_to_stop_blames_nobody(job) -> None:
+    daemon = job.daemon()
+    ranks = [job.rank(n, steps=10, hang=True) for n in range(2)]
+    wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 2)
+    for rank in ranks:
+        rank.terminate()
+        rank.wait(20)
+    assert daemon.wait(30) == 0
+    assert end_of(job) == ("stopped", [], "SIGTERM")
+    assert [(a.level, a.rank) for a in job.anomalies()] == [("info", None)]
 
 
 def test_all_ranks_killed_at_once_leave_a_sealed_run(job) -> None:
@@ -151,7 +219,8 @@ def test_all_ranks_killed_at_once_leave_a_sealed_run(job) -> None:
     assert steps == list(range(len(steps)))
     assert max(job.acked(n)[-1] for n in range(3)) <= steps[-1]
     assert [d["signal"] for d in deaths] == ["SIGKILL"] * 3
-    assert [d["first"] for d in deaths] == [True, False, False]
+    assert job.life("end")[-1]["state"] == "crashed"
+    assert set(job.life("end")[-1]["ranks"]) <= {0, 1, 2}
 
 
 @pytest.mark.parametrize("draw", range(3))
@@ -198,8 +267,7 @@ def test_verdicts_that_the_killed_daemon_could_not_write_are_written_once(tmp_pa
         again = Ledger(tmp_path, meta, default_suite())
         assert again.last_step == 4
         assert again.anomalies == {("nonfinite", "page"): 1}
-        assert again.first_failure is not None
-        assert (again.first_failure.signal, again.first_failure.time_ns) == ("SIGKILL", 17)
+        assert again.deaths == {0}
         again.close()
     tail = JournalTail(tmp_path)
     frames = list(tail.poll())
@@ -313,10 +381,10 @@ def test_a_dead_run_is_sealed_by_hand_and_then_the_daemon_ends(job) -> None:
         rank.wait(30)
     assert job.daemon(0, linger=60.0).wait(30) == 0
     assert job.merged_steps() == list(range(300))
-    assert [(a.step, a.rank) for a in job.anomalies()] == [(250, None)]  # both ranks have it
-    assert [(d["signal"], d["first"]) for d in job.life("death")] == [
-        ("unknown", True), ("unknown", False),
-    ]  # fmt: skip
+    told = [(a.detector, a.step, a.rank) for a in job.anomalies()]
+    assert told == [("nonfinite", 250, None), ("rank_lost", 300, None)]  # both ranks have it
+    assert [d["signal"] for d in job.life("death")] == ["unknown", "unknown"]
+    assert (job.life("end")[-1]["state"], job.life("end")[-1]["ranks"]) == ("vanished", [])
     assert job.daemon(0, "--wait", "0.5").wait(30) == 0  # and once more: nothing is left to do
     assert job.merged_steps() == list(range(300))
     assert len(job.life("death")) == 2

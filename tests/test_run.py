@@ -184,18 +184,23 @@ def test_ranks_that_went_apart_are_found_in_every_state_of_a_run(
         assert (page.module, page.level, page.first_cause) == ("b.weight", "page", True)
 
 
-def death(rank: int, *, first: bool, step: int = 12, time_ns: int = 5) -> dict[str, Any]:
-    return {
-        "event": "death", "rank": rank, "signal": "SIGKILL", "time_ns": time_ns, "step": step,
-        "first": first,
-    }  # fmt: skip
+def death(rank: int, step: int = 12, time_ns: int = 5) -> dict[str, Any]:
+    how = {"signal": "SIGKILL", "time_ns": time_ns, "step": step}
+    return {"event": "death", "rank": rank, **how}
+
+
+def gone(rank: int, order: int) -> dict[str, Any]:
+    """Say that a process was killed, proven to be before or behind others by `order`."""
+    how = {"how": "SIGKILL", "order": order, "witness": "w"}
+    return {"event": "exit", "rank": rank, **how, "step": 12, "micro": 0, "state": "backward"}
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_the_first_death_is_a_page_that_names_rank_and_signal(tmp_path: Path, state: str) -> None:
+def test_the_cause_is_a_page_that_names_rank_and_signal(tmp_path: Path, state: str) -> None:
     made = Made(tmp_path).whole(12, told=False)
-    made.tell(codec.LIFE, death(1, first=True))
-    made.tell(codec.LIFE, death(0, first=False, time_ns=9))
+    for n, order in ((0, 1), (1, 0)):  # which of them was noticed first does not matter
+        made.tell(codec.LIFE, {**gone(n, order), "time_ns": order})
+        made.tell(codec.LIFE, death(n))
     beat = heartbeat.HeartbeatWriter(made.run.heartbeat(0, NODE, 1))
     beat.beat(
         step=12, micro=1, state=heartbeat.STATES.index("backward"), steps=12, skipped=0, sampled=12,
@@ -217,7 +222,7 @@ def test_the_first_death_is_a_page_that_names_rank_and_signal(tmp_path: Path, st
 def test_a_death_soon_after_a_nan_follows_from_it(tmp_path: Path) -> None:
     made = Made(tmp_path)
     nan_run(made, told=False)
-    made.tell(codec.LIFE, death(0, first=True, step=42))
+    made.tell(codec.LIFE, death(0, step=42))
     made.close(cleanly=False)
     found = open_run(tmp_path).anomalies()
     assert [(a.detector, a.first_cause) for a in found] == [

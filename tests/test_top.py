@@ -199,7 +199,7 @@ def test_a_live_run_shows_its_ranks_sites_anomalies_and_host(lively):
         )
     watch = RunWatch(open_run(lively.path))
     now = watch.look()
-    assert (now.name, now.state, now.world_size, now.sampled_step) == ("made", "live", 2, 5)
+    assert (now.name, now.state, now.world_size, now.sampled_step) == ("made", "running", 2, 5)
     late, up = now.ranks
     assert (late.rank, late.state, late.why, late.step) == (1, "late", "backward", 5)
     assert 60 <= late.seen < 70
@@ -371,7 +371,7 @@ def served(view: NodeView, *, openmetrics: bool = True) -> tuple[bytes, str]:
 @pytest.mark.parametrize("openmetrics", [True, False])
 def test_a_daemon_says_the_same_as_its_run(openmetrics):
     now = UrlWatch(URL, lambda _: served(VIEW, openmetrics=openmetrics)).look()
-    assert (now.name, now.state, now.world_size) == ("gpt", "live", 4)
+    assert (now.name, now.state, now.world_size) == ("gpt", "running", 4)
     assert now.notes == ("2 of 4 ranks: those of this node",)
     dead, up = now.ranks
     assert (dead.rank, dead.state, dead.why, dead.seen) == (1, "dead", "SIGKILL", 9.0)

@@ -19,7 +19,6 @@ from ddpprobe.commands.output import (
     say_json,
     table,
 )
-from ddpprobe.ends.judge import ENDED, RUNNING
 
 if TYPE_CHECKING:
     from ddpprobe.detectors.suite import Episode
@@ -78,7 +77,7 @@ def _exit_code(run_: Run, found: list[Anomaly], held: Completeness) -> int:
 
 def told_ends(endings: list[Ending]) -> list[str]:
     """Say how the attempts ended that did not come to their end, newest last."""
-    told = [e for e in endings if e.end.state not in {RUNNING, ENDED}]
+    told = [e for e in endings if e.end.is_telling]
     which = {e.attempt: f" (attempt {e.attempt})" if len(endings) > 1 else "" for e in told}
     return [f"{e.end.state}{which[e.attempt]}: {e.end.message}" for e in told]
 

@@ -69,7 +69,7 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for left in info["unsealed"]:
         yield "unsealed", f"{left['node']} is not all in the store; finish with: {left['finish']}"
     end = info["end"]
-    if end and end["state"] not in {"running", "ended"}:
+    if end and end["state"] not in {"running", "ended", "unknown"}:
         yield "end", end["message"]
 
 

@@ -79,9 +79,13 @@ class Ends:
         fate = next(f for f in self._case.fates if f.rank == self.end.ranks[0])
         return FirstFailure(fate.rank, self.end.how, fate.time_ns) if fate.time_ns else None
 
-    def is_stuck(self, number: int) -> bool:
-        """Whether a rank is one that the others wait for."""
-        return self.end.state == HUNG and number in self.end.ranks
+    @property
+    def stuck(self) -> dict[int, str]:
+        """The ranks that the others wait for, while it lasts, and in which phase they are."""
+        if self.end.state != HUNG or not self._case.live:
+            return {}
+        named = [f for f in self._case.fates if f.rank in self.end.ranks]
+        return {f.rank: f.clock.phase if f.clock else "" for f in named}
 
     def _note(self, gone: Mapping[int, LocalRank]) -> None:
         """Write down which processes ended, once everything they wrote is known."""
@@ -118,9 +122,10 @@ class Ends:
             moved = rank.beat != self._beats.get(number)
             if rank.beat is not None:
                 self._beats[number] = rank.beat
-            stopped = not moved and _is_suspended(rank)
-            if stopped != evidence.is_suspended(number):
-                word = "suspended" if stopped else "continued"
+            # One that is killed runs once more before it is dead: only a beat says that it goes on.
+            known = evidence.is_suspended(number)
+            if known != (not moved and (known or _is_suspended(rank))):
+                word = "continued" if known else "suspended"
                 self._ledger.say({"event": word, "rank": number, "time_ns": now})
         if not ranks or len(living) < len(ranks):
             return  # who waits for one that is gone does not wait for these
@@ -132,7 +137,7 @@ class Ends:
 
 
 def _is_suspended(rank: LocalRank) -> bool:
-    """Whether a process is stopped by a signal (T), not by a debugger (t)."""
+    """Whether a process is stopped by a signal (T in proc(5)), not by a debugger (t)."""
     pid = int((rank.tail.facts.meta or {}).get("pid", 0))
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ddpprobe.daemon.attempt import Attempt
 from ddpprobe.daemon.uploader import Uploader
+from ddpprobe.ends.judge import RUNNING
 from ddpprobe.heartbeat import STEP_PHASES, Heartbeat
 from ddpprobe.view import NodeView, RankView
 
@@ -56,6 +57,8 @@ def view_of(
         ranks=tuple(_rank_view(attempt, n, readings) for n in sorted(attempt.ranks)),
         paused=any(rank.tail.facts.paused for rank in attempt.ranks.values()),
         finished=finished,
+        state=attempt.ends.end.state if attempt.ends else RUNNING,
+        stuck=attempt.ends.stuck if attempt.ends else {},
         first_failure=attempt.ends.first_failure if attempt.ends else None,
         merged=ledger.merged if ledger and attempt.is_head else None,
         anomalies=dict(ledger.anomalies) if ledger else {},

@@ -13,7 +13,6 @@ from ddpprobe.ends.judge import (
     HUNG,
     STOPPED,
     UNDECIDED,
-    UNKNOWN,
     End,
     describe,
     is_failed,
@@ -47,7 +46,7 @@ def _found(end: End, case: Case, attempt: int) -> list[Anomaly]:
         found = [_of_end(end, fates, attempt, "page")]
     elif end.state == STOPPED:
         return [_of_end(end, fates, attempt, "info")]
-    elif end.state == UNDECIDED and end.how not in {"", UNKNOWN}:
+    elif end.state == UNDECIDED and end.is_telling:
         return [_of_end(end, fates, attempt, "warn")]
     else:
         return []

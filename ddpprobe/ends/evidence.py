@@ -82,6 +82,7 @@ class Fate:
         suspended: it was stopped (SIGSTOP) when last looked at.
         stalled: all ranks of its node lived and stood still for much longer than a step takes.
         heard: anything was heard of it at all.
+        dead: a daemon wrote it down as a death.
         paused: it had said that it does something else than training.
     """
 
@@ -99,6 +100,7 @@ class Fate:
     suspended: bool = False
     stalled: bool = False
     heard: bool = False
+    dead: bool = False
     paused: bool = False
 
     def died_before(self, other: Fate) -> bool:
@@ -220,8 +222,9 @@ class Evidence:
         self._beaten(rank, node, event)
 
     def _death(self, node: str, event: Mapping[str, Any]) -> None:
-        """Take a death as it was written before there were exits: without an order."""
+        """Take a death; of a version that wrote down no exits that is all there is, unordered."""
         rank = rank_of(event["rank"])
+        self._set(rank, node, dead=True)
         if not self._fates.get(rank, Fate(rank)).how:
             how, when = str(event.get("signal", UNKNOWN)), int64(event.get("time_ns", 0))
             self._set(rank, node, how=how, time_ns=when)

@@ -10,7 +10,7 @@ more than one, all of them are named.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpprobe.ends.evidence import UNKNOWN, Case, Fate, named
@@ -50,6 +50,11 @@ class End:
     phase: str | None = None
     message: str = ""
 
+    @property
+    def is_telling(self) -> bool:
+        """Whether there is more to say than that it goes on, is over, or not known."""
+        return self.state not in {RUNNING, ENDED} and (self.state in BAD or self.how != UNKNOWN)
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""
         return {
@@ -86,7 +91,7 @@ class _Parts:
     """Each rank's end on its own."""
 
     def __init__(self, case: Case) -> None:
-        self.case = case
+        self.case = case = replace(case, fates=tuple(sorted(case.fates, key=lambda f: f.rank)))
         told = [f for f in case.fates if _signal_asked(f)]
         self._of = {f.rank: _part(f, case, told) for f in case.fates}
 
@@ -107,7 +112,7 @@ def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
     how = fate.how
     if fate.raised or (fate.error is not None and how not in {"", CLEAN, UNKNOWN}):
         return _of_error(fate)
-    if fate.closed and not (how.startswith("exit:") and how != CLEAN):
+    if fate.closed and not fate.dead and not (how.startswith("exit:") and how != CLEAN):
         return _LEFT  # torch's threads abort now and then when the interpreter ends
     if how in {"", UNKNOWN, CLEAN}:
         alive = not how and case.live
@@ -235,12 +240,13 @@ def _hung(parts: _Parts, stuck: list[Fate]) -> End:
     step, phase = _step(stuck), _phase(stuck)
     ranks = tuple(f.rank for f in stuck)
     if parts.case.partial or parts.has(_ABSENT):
-        text = f"no rank that is seen here moved on; {_where(stuck)} is behind, or one elsewhere"
+        text = f"no rank that is seen here moved on ({_where(stuck)} is behind), and the one that "
+        text += "was first may be elsewhere"
         return End(HUNG, (), "hang", step, phase, text)
     if len(stuck) == 1 and stuck[0].suspended:
-        text, how = f"{_where(stuck)} was suspended (SIGSTOP) and did not go on", "SIGSTOP"
+        text, how = f"{_where(stuck)}, was suspended (SIGSTOP) and did not go on", "SIGSTOP"
     elif len(stuck) == 1:
-        text, how = f"{_where(stuck)} did not move on", "hang"
+        text, how = f"{_where(stuck)}, did not move on", "hang"
     else:
         text, how = f"no rank moved on: {_where(stuck)}, and nothing says which was first", "hang"
     waiting = [f for f in parts.case.fates if f not in stuck and f.clock]
@@ -282,7 +288,7 @@ def _stopped(parts: _Parts, said: str = "") -> End:
     told = parts.all(_TOLD)
     if not told and not said:
         return _without_word(parts)
-    hows = sorted({_asked_by(f) for f in told})
+    hows = sorted({_asked_by(f) for f in told}, key=lambda how: (how == "SIGKILL", how))
     text = said or f"{_many(told)} ended because of {' and '.join(hows)}"
     by = f"; {case.scheduler}" if case.scheduler else ""
     fates = told or case.fates
@@ -313,10 +319,9 @@ def _without_word(parts: _Parts) -> End:
         return End(ENDED, step=step, message="every rank came to its end")
     lost, step = parts.all(_LOST), _last_step(case.fates)
     where = "" if step is None else f"; the last step begun is {step}"
-    if parts.only(_LOST) and not case.partial:
-        seen = any(f.how for f in lost)
-        word = "nobody saw how the processes ended" if seen else "no process is there any more"
-        text = f"vanished: no rank left a last word, and {word}{where}"
+    # Without a heartbeat this is a copy of records, which tells of no process.
+    if parts.only(_LOST) and step is not None and not case.partial:
+        text = f"no rank left a last word, and nobody saw how they ended{where}"
         return End(VANISHED, (), UNKNOWN, step, None, text)
     who = _many(lost or parts.all(_ABSENT) or case.fates) if case.fates else "no rank"
     hows = sorted({f.how for f in case.fates if f.how not in {"", CLEAN, UNKNOWN}})
@@ -347,7 +352,7 @@ def _where(fates: list[Fate]) -> str:
     if len(clocks) != 1:
         return who
     phase, step = next(iter(clocks))
-    return f"{who}, in {phase} of step {step},"
+    return f"{who}, in {phase} of step {step}"
 
 
 def _many(fates: Iterable[Fate]) -> str:

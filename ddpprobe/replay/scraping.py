@@ -7,7 +7,7 @@ import math
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import final
 from urllib.parse import urlsplit
@@ -17,6 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from ddpprobe.ends.judge import ENDED, RUNNING
 from ddpprobe.ends.stalls import is_late
 from ddpprobe.heartbeat import STEP_PHASES
 from ddpprobe.replay.now import (
@@ -123,7 +124,7 @@ class UrlWatch:
         here = f"{len(ranks)} of {world} ranks: those of this node"
         return Now(
             name=job.labels["run"] if job else "",
-            state="ended" if found.value("job_finished") else "live",
+            state=_state_of(found),
             source=self._url,
             world_size=world,
             ranks=worst_ranks(ranks),
@@ -135,7 +136,7 @@ class UrlWatch:
                 if name.startswith(_HOST)
             },
             grad_norm=found.value("global_grad_norm"),
-            notes=(here,) if len(ranks) != world else (),
+            notes=(*_stuck(found), *((here,) if len(ranks) != world else ())),
         )
 
     def _rank(self, number: int, found: _Samples) -> RankNow:
@@ -253,3 +254,16 @@ def _parse(body: bytes, kind: str) -> Iterable[Metric]:
         return list(text_string_to_metric_families(text))
     except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
         raise NoMetricsError(f"this is no exposition ({error})") from error
+
+
+def _state_of(found: _Samples) -> str:
+    told = found.first("job_state")
+    running = told.labels.get("state", RUNNING) if told else RUNNING
+    return ENDED if found.value("job_finished") else running
+
+
+def _stuck(found: _Samples) -> Iterator[str]:
+    """Say which ranks the others wait for."""
+    for sample in found.all("rank_stuck"):
+        rank, phase = (sample.labels.get(name, "") for name in ("rank", "phase"))
+        yield f"hung: rank {rank} is behind the others, or suspended, in {phase}"

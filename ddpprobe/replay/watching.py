@@ -19,7 +19,9 @@ import numpy as np
 
 from ddpprobe import codec, heartbeat, inside
 from ddpprobe.detectors.suite import order_of_cause
-from ddpprobe.ends.stalls import is_late
+from ddpprobe.ends.evidence import Evidence
+from ddpprobe.ends.judge import HUNG, RUNNING, UNDECIDED, judge
+from ddpprobe.ends.stalls import is_late, is_still
 from ddpprobe.hearsay import MALFORMED
 from ddpprobe.heartbeat import STEP_PHASES, Heartbeat
 from ddpprobe.journal import JournalTail, segments_of
@@ -89,7 +91,7 @@ class RunWatch:
         merged = self._merged
         return Now(
             name=self._run.name,
-            state="live" if live else "ended",
+            state=RUNNING if live else self._last_state(),
             source=str(self._run.path),
             world_size=self._world_size,
             ranks=worst_ranks(ranks),
@@ -98,8 +100,29 @@ class RunWatch:
             host=self._host,
             sampled_step=merged.step if merged else None,
             grad_norm=global_grad_norm(merged) if merged else None,
-            notes=(*(() if self._tails or merged else (NO_DAEMON,)), *self._others(beats)),
+            notes=(
+                *self._stuck(beats, live=live),
+                *(() if self._tails or merged else (NO_DAEMON,)),
+                *self._others(beats),
+            ),
         )
+
+    def _last_state(self) -> str:
+        """Return how the newest attempt ended; it is judged once, as nothing of it changes."""
+        if self._state is None:
+            endings = self._run.endings()
+            self._state = endings[-1].end.state if endings else UNDECIDED
+        return self._state
+
+    def _stuck(self, beats: Mapping[int, Heartbeat], *, live: bool) -> Iterator[str]:
+        """Say whom the others wait for, while it lasts."""
+        for rank, beat in beats.items():
+            self._evidence.take_beat(rank, "", beat)
+        whole = live and not self._deaths and len(beats) == self._world_size
+        still = whole and is_still(list(beats.values()), time.time_ns())
+        end = judge(self._evidence.case(self._world_size, live=live, stalled=still))
+        if live and end.state == HUNG:
+            yield f"{HUNG}: {end.message}"
 
     def close(self) -> None:
         """Close the journals."""
@@ -126,6 +149,8 @@ class RunWatch:
         self._base: dict[tuple[str, str, str], float] = {}
         self._steps, self._cpus = Rates(), Rates()
         self._world_size = 0
+        self._evidence = Evidence()
+        self._state: str | None = None
         if attempt >= 0:
             self._read_store(attempt)
 
@@ -194,6 +219,7 @@ class RunWatch:
         self._anomalies[a.detector, a.step, a.micro, a.rank, a.module, a.kind, a.message] = a
 
     def _take_event(self, event: Mapping[str, Any]) -> None:
+        self._evidence.take_event(event, None)
         if event.get("event") == "death" and isinstance(event.get("rank"), int):
             self._deaths[event["rank"]] = str(event.get("signal", "unknown"))
 

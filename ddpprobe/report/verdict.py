@@ -171,7 +171,7 @@ def _aftermath(story: Story) -> Iterator[str]:
         yield f"The optimizer skipped {story.skipped} step{'s' if story.skipped > 1 else ''}."
     for attempt in story.info["attempts"]:
         end = attempt["end"]
-        if end["state"] not in {"running", "ended"}:
+        if end["state"] not in {"running", "ended", "unknown"}:
             which = f"Attempt {attempt['attempt']}: " if len(story.info["attempts"]) > 1 else ""
             yield f"{which}{end['state']}: {end['message']}."
     last = story.info["steps"]["last"]

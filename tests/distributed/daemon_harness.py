@@ -39,7 +39,7 @@ class Harness:
 
     def __init__(self, directory: Path) -> None:
         self.run = RunDir(make_dir(directory / "run"))
-        write_json(self.run.run_json, {"run_id": "test-run", "name": "test"})
+        write_json(self.run.run_json, {"run_id": "test-run", "name": "test", "format_version": 1})
         make_dir(self.run.path / "daemon")
         self.processes: list[subprocess.Popen[Any]] = []
         self.acks: dict[tuple[int, int], Path] = {}

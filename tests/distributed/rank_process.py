@@ -93,9 +93,12 @@ def main(spec: dict[str, object]) -> int:
     )  # fmt: skip
     if spec.get("hang"):
         time.sleep(600)
+    while spec.get("go_on") and not Path(str(spec["go_on"])).exists():
+        time.sleep(0.01)
     if spec.get("closed", True):
         status = str(spec.get("status", "ok"))
-        journal.append_json(codec.LIFE, {"event": "closed", "status": status})
+        words = {"status": status, **({"error": spec["error"]} if spec.get("error") else {})}
+        journal.append_json(codec.LIFE, {"event": "closed", **words})
     time.sleep(float(spec.get("teardown", 0.0)))
     if spec.get("signal"):
         os.kill(os.getpid(), int(spec["signal"]))

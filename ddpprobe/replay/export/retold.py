@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from ddpprobe import layout
+from ddpprobe.ends.judge import RUNNING
 from ddpprobe.records import Anomaly, StepRecord
 from ddpprobe.replay.endings import Death, deaths_of, ending_of
 from ddpprobe.replay.export.part import Part
@@ -92,7 +93,9 @@ class _Attempt:
         self._overlay, self._number, self._part = overlay, attempt, part
         self._ends = ends and part.open_ended
         events = overlay.events(attempt)
-        self._deaths = self._within(deaths_of(ending_of(overlay, attempt)))
+        ending = ending_of(overlay, attempt)
+        self._end = ending.end
+        self._deaths = self._within(deaths_of(ending))
         self._anomalies = sorted(anomalies, key=lambda a: a.step, reverse=True)
         self._died: set[int] = set()
         self._found: Counter[tuple[str, str]] = Counter()
@@ -159,7 +162,7 @@ class _Attempt:
             death = self._deaths.pop()
             self._died.add(death.rank)
             for node in self._nodes:
-                if node.first_failure is None and any(r.number == death.rank for r in node.ranks):
+                if death.first and any(r.number == death.rank for r in node.ranks):
                     node.first_failure = FirstFailure(death.rank, death.signal, death.time_ns)
             yield from self._look(death.time_ns)
 
@@ -198,6 +201,7 @@ class _Attempt:
                 for rank in node.ranks
                 if rank.number in self._shown
             ),
+            state=self._end.state if over else RUNNING,
             finished=over and all(r.closed and r.number not in self._died for r in node.ranks),
             first_failure=node.first_failure,
             merged=record if record and record.sampled and node.is_head else None,
