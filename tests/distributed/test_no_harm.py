@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import ddpprobe
@@ -25,6 +26,7 @@ SABOTAGE = Path(__file__).with_name("sabotage.py")
 STEPS = 60
 TINY = ("--steps", STEPS, "--every", 2, "--micros", 1, "--sleep", 0.02)
 DISK_KIB, SPARE_KIB = 900, 350
+OURS = "ddpprobe-test-"
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
@@ -58,12 +60,14 @@ def both(
     """
     broken = launch("broken", *TINY, *arguments, script=(SABOTAGE, how), fresh=False, **options)
     bare = launch("bare", *TINY, run_dir=None, fresh=False)
+    began = time.monotonic()
     look(broken)
+    looked = time.monotonic() - began  # while which it may wait
     assert bare.wait() == 0, bare.log
     assert broken.wait() == 0, broken.log
     assert broken.hashes() == bare.hashes()
     assert broken.finished(0) == broken.finished(1) == list(range(STEPS))
-    assert broken.seconds <= 1.5 * bare.seconds + 4.0
+    assert broken.seconds <= 3 * bare.seconds + looked  # some 3 s each; a busy machine slows both
     return broken, bare
 
 
@@ -87,12 +91,21 @@ def test_without_any_daemon_the_journals_hold_it_all(how: str, launch) -> None:
     assert run.anomalies() == []
 
 
+def unmount_what_was_left() -> None:
+    """Unmount the disks of tests that were killed: each is named by the process that made it."""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        name, disk, *_ = line.split()
+        if name.startswith(OURS) and not psutil.pid_exists(int(name.removeprefix(OURS))):
+            subprocess.run(["umount", "--lazy", disk], check=True)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 900 KiB, which the ranks fill after the daemon has come up."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_KIB}k", "ddpprobe-test", str(disk)]
+    unmount_what_was_left()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_KIB}k", f"{OURS}{os.getpid()}", str(disk)]
     mounted = subprocess.run(command, check=False, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"mounting a small tmpfs needs root: {mounted.stderr.strip()}")
