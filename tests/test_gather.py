@@ -345,21 +345,21 @@ def test_the_merge_does_not_depend_on_the_grouping(order: list[int]) -> None:
 def test_a_backlog_is_merged_in_linear_time() -> None:
     """A guard against a quadratic gather, not a measurement."""
     records = [full(rank, step) for step in range(300) for rank in range(8)]
-    gather, start = Gather(range(8)), time.perf_counter()
+    gather, start = Gather(range(8)), time.process_time()
     for record in records:
         gather.add(record, 0.0)
     assert len(gather.ready(0.0)) == 300
-    assert time.perf_counter() - start < 5.0
+    assert time.process_time() - start < 5.0
 
 
 def test_many_ranks_are_merged_in_linear_time_however_often_one_looks() -> None:
     """A guard against a quadratic gather, not a measurement."""
     ranks = 8_000
-    gather, start = Gather(range(ranks)), time.perf_counter()
+    gather, start = Gather(range(ranks)), time.process_time()
     for rank in range(ranks):
         gather.add(StepRecord(0, 1, (rank,), 0, scalars={rank: {"loss": 1.0}}), 0.0)
         assert bool(gather.ready(0.0)) == (rank == ranks - 1)
-    assert time.perf_counter() - start < 10.0
+    assert time.process_time() - start < 10.0
 
 
 def test_a_record_of_another_attempt_is_set_aside() -> None:
