@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-fsdp test test-grid test-faults test-gpu check dashboards bench clean system-packages
+.PHONY: demo demo-fsdp test test-grid test-faults test-mutants test-gpu check dashboards bench clean system-packages
 
 demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
 	$(BIN)/python launch/demo.py --wrap ddp
@@ -19,6 +19,10 @@ test-grid: .venv/dev.stamp       # every wrapper, loop, engine ... against one u
 
 test-faults: .venv/dev.stamp     # kill every writer at every system call, mutate, feed hostile stores
 	$(BIN)/python -m tests.faults
+
+test-mutants: .venv/mutants.stamp  # change the code a little, again and again: do the tests notice?
+	$(BIN)/python -m tests.mutants $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE)) \
+	  $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(JOBS),--jobs $(JOBS))
 
 # Not in .venv: the Python that already has a CUDA build of torch, which nothing here replaces.
 test-gpu:                        # on a GPU, or DEVICE=cpu as a dry run; [PART=name] [WHEELS=folder]
@@ -37,7 +41,7 @@ bench: .venv-peers/run.stamp     # what all of it costs, beside its peers: docs/
 	.venv-peers/bin/python -m benchmarks
 
 clean:                           # remove what make and the demo have made
-	rm -rf .venv .venv-peers ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
@@ -52,6 +56,11 @@ $(BIN)/python:
 # constraints.txt lists the whole development environment, so it serves as the list to install.
 .venv/dev.stamp: .venv/run.stamp
 	$(BIN)/python -m pip install -q -r constraints.txt
+	@touch $@
+
+# The tool brings ten packages that nothing else here needs, so only this command installs them.
+.venv/mutants.stamp: .venv/dev.stamp tests/mutants/requirements.txt
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -r tests/mutants/requirements.txt
 	@touch $@
 
 # The peers bring a hundred packages, so they have an environment of their own; one that cannot be

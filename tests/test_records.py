@@ -225,7 +225,9 @@ def test_checksums_merge_as_sets_of_ranks(
 
 
 def test_an_unknown_statistic_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown statistic 'median': choose one of numel"):
+    with pytest.raises(
+        ValueError, match="unknown statistic 'median': choose one of numel, nan, pos"
+    ):
         derive("median", *empty_rows(1))
 
 
@@ -462,3 +464,9 @@ def test_a_refused_merge_says_whose_records_they_were() -> None:
         merge_all((StepRecord(0, 0, (0,), 0), StepRecord(0, 0, (0, 1), 0)))
     with pytest.raises(ValueError, match=r"^cannot merge step 4 \(attempt 0\) with 4 \(1\)$"):
         merge_all((StepRecord(0, 4, (0,), 0), StepRecord(1, 4, (1,), 0)))
+
+
+def test_empty_rows_count_in_integers() -> None:
+    counts, values = empty_rows(2)
+    assert (counts.dtype, values.dtype) == (np.int64, np.float64)
+    assert (counts.shape, values.shape) == ((2, len(COUNTS)), (2, len(VALUES)))
