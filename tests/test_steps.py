@@ -296,3 +296,25 @@ def test_a_step_cut_off_by_an_exception_is_kept_as_partial(tmp_path: Path, recor
     last = records_of(tmp_path / "r")[-1]
     assert last.partial
     assert (last.first_bad.fqn, last.first_bad.kind) == ("1", "output")
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_backward_behind_a_later_forward_belongs_to_its_own_micro_batch(
+    bad: int, tmp_path: Path, records_of
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        o = adam(model)
+        outputs = [model(X) for _ in range(2)]
+        for micro, output in enumerate(outputs):
+            output.sum().backward(torch.tensor(torch.nan if micro == bad else 1.0))
+        o.step()
+    record = records_of(tmp_path / "r")[-1]
+    assert record.scalars[0]["micro_batches"] == 2
+    first = record.first_bad
+    assert (first.micro, first.phase, first.fqn, first.kind) == (
+        bad,
+        "backward",
+        "1",
+        "grad_output",
+    )
