@@ -10,32 +10,30 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from ddpprobe.commands.fetching import fetch
-from ddpprobe.commands.output import DAMAGED, OK, USAGE, complain, plain, say
-
-VERBS = (
-    "info",
-    "anomalies",
-    "trace",
-    "verify",
-    "collect",
-    "compare",
-    "top",
-    "replay",
-    "report",
-    "export",
-    "trigger",
-    "daemon",
-    "up",
+from ddpprobe.commands.output import (
+    DAMAGED,
+    INTERRUPTED,
+    OK,
+    PIPE_CLOSED,
+    RETURNS,
+    USAGE,
+    complain,
+    exits,
+    plain,
+    say,
 )
 
-INTERRUPTED, PIPE_CLOSED = 130, 141  # as a shell reports SIGINT and SIGPIPE
+VERBS = tuple(RETURNS)
 
-EPILOG = """\
-exit codes: 0 nothing wrong; 1 anomalies at level page were found; 2 wrong use;
-3 the store is damaged (what can be read is shown, what is lost is listed on stderr);
-4 only a part of the run is held, or its end is not known (listed on stderr).
+RUN = """\
 RUN is a run directory: what install() made, by default ddpprobe-runs/<name>; or the URL of an
 object store that it was uploaded to: s3://BUCKET/PREFIX/RUN, gs://..., az://..."""
+
+
+def epilog(verb: str | None = None) -> str:
+    """Return the end of the help: exit codes, of the whole command line or of one verb."""
+    lines = [f"  {code}  {meaning}" for code, meaning in exits(verb)]
+    return "\n".join(["exit codes (3 goes before 1, and 1 before 4):", *lines, "", RUN])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ddpprobe",
         description="Names the first bad tensor of a distributed PyTorch run.",
-        epilog=EPILOG,
+        epilog=epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
@@ -72,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=text.partition("\n")[0].rstrip("."),
             description=text,
-            epilog=EPILOG,
+            epilog=epilog(name),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             add_help=name != "daemon",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddpprobe import codec
+from ddpprobe import cli, codec
 from ddpprobe.commands import output
+from ddpprobe.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import RunDir, make_dir, write_json
 from ddpprobe.records import COUNTS, FirstBad, Site, StepRecord
@@ -94,6 +96,7 @@ def test_the_verdict_is_one_line_and_a_page_exits_with_1(call: Call, sick: Path)
         "backward",
         "nonfinite: 3 NaN of 64 elements (first cause)",
     ]
+    assert out.split("\n")[-2] == "judged: 40 sampled steps"
 
 
 def test_anomalies_as_json_are_exactly_the_contract(call: Call, sick: Path) -> None:
@@ -137,7 +140,7 @@ def test_what_followed_is_indented_below_its_cause(call: Call, tmp_path: Path) -
     code, out, _ = call("anomalies", path)
     lines = out.splitlines()
     assert code == 1
-    assert [line[:6] for line in lines] == ["PAGE  ", "  PAGE", "  INFO"]
+    assert [line[:6] for line in lines] == ["PAGE  ", "  PAGE", "  INFO", "judged"]
     assert "rank_lost: rank 1 died (SIGKILL) in step 39" in lines[1]
     assert "first cause" not in lines[1]
 
@@ -159,7 +162,8 @@ def test_the_new_kinds_of_verdict_are_one_line_each(call: Call, tmp_path: Path) 
         writer.close()
     code, out, err = call("anomalies", run.path)
     assert (code, err) == (1, "")
-    lines = [" ".join(line.split()) for line in out.splitlines()]
+    *lines, judged = [" ".join(line.split()) for line in out.splitlines()]
+    assert judged == "judged: 300 sampled steps"
     assert [line.partition(": ")[0] for line in lines] == [
         "PAGE step 150 micro 0 rank 1 fc.weight:param step desync",
         "PAGE step 208 micro 0 rank - - backward loss_scale",
@@ -536,3 +540,40 @@ def test_numbers_are_short_and_no_data_is_never_zero(value: float, text: str) ->
 def test_json_is_strict() -> None:
     value: dict[str, Any] = {"a": [float("nan"), float("inf"), 1.5], "b": {"c": -float("inf")}}
     assert output._strict(value) == {"a": [None, None, 1.5], "b": {"c": None}}
+
+
+# ---- exit codes, which stand in one table
+
+
+def test_the_help_of_every_verb_says_how_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(output.RETURNS) == set(cli.VERBS)
+    for verb in (None, *(v for v in cli.VERBS if v != "daemon")):
+        assert cli.main(["--help"] if verb is None else [verb, "--help"]) == 0
+        said = capsys.readouterr().out
+        codes = re.findall(r"^  (\d)  ", said.partition("exit codes")[2], re.MULTILINE)
+        assert [int(code) for code in codes] == [code for code, _ in output.exits(verb)]
+    assert cli.main(["daemon", "--help"]) == 0
+    assert "exit codes: 0 nothing wrong; 2 wrong use" in capsys.readouterr().out
+    assert [v for v in cli.VERBS if output.PAGED in output.RETURNS[v]] == ["anomalies"]
+
+
+def test_the_documents_say_the_same() -> None:
+    page = (Path(__file__).parents[1] / "docs/reference/cli.md").read_text()
+    for code, meaning in output.exits():
+        assert f"| {code} | {meaning} |" in page
+    found = dict[str, tuple[int, ...]]()
+    for verbs, codes in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([\d, ]+) \|$", page, re.MULTILINE):
+        found |= dict.fromkeys(re.findall(r"\w+", verbs), tuple(map(int, codes.split(", "))))
+    assert found == output.RETURNS
+
+
+def test_the_report_says_the_last_step_and_not_the_last_sampled_one(
+    call: Call, tmp_path: Path
+) -> None:
+    path = make_run(tmp_path / "run", ranks=1)  # steps 0 to 39
+    beat = HeartbeatWriter(RunDir(path).heartbeat(0, "node_0000", 0))
+    beat.beat(step=49, micro=0, state=STATES.index("closed"), steps=50, skipped=0, sampled=40,
+              phase_seconds=(1.0, 1.0, 1.0, 1.0), probe_seconds=0.0)  # fmt: skip
+    beat.close()
+    assert call("report", path, "-o", tmp_path / "page.html")[0] == 0
+    assert "The last step is 49." in (tmp_path / "page.html").read_text()

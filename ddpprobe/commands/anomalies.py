@@ -1,8 +1,9 @@
 """Say what went wrong in a run, first cause first, then what followed from it.
 
 One line a verdict: level, step and micro-batch, rank (- where no single rank is to blame), site,
-phase, detector and its numbers. Exits with 1 if there is a page among them, whatever --level shows,
-and with 4 if there is none, but only a part of the run is held: then it may have been elsewhere.
+phase, detector and its numbers; then how much of the run was judged. Exits with 1 if there is a
+page among them, whatever --level shows, and with 4 if there is none, but only a part of the run is
+held: then it may have been elsewhere.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if shown:
         for line in lines(episodes(shown)):
             say(line)
+        say(judged(held, bool(run_.lost)))
     else:
         say(nothing(held, bool(run_.lost), len(found), args.level))
     return _exit_code(run_, found, held)
@@ -82,10 +84,22 @@ def told_ends(endings: list[Ending]) -> list[str]:
     return [f"{e.end.state}{which[e.attempt]}: {e.end.message}" for e in told]
 
 
+def judged(held: Completeness, damaged: bool) -> str:  # noqa: FBT001
+    """Say how much of the run the verdicts are about."""
+    steps = _steps(held.sampled)
+    if held.complete and not damaged:
+        return f"judged: {steps}{' so far' if held.live else ''}"
+    return f"judged: what is held, {held.held} of {steps} of all ranks"
+
+
+def _steps(number: int) -> str:
+    return f"{number} sampled step{'' if number == 1 else 's'}"
+
+
 def nothing(held: Completeness, damaged: bool, hidden: int, level: str) -> str:  # noqa: FBT001
     """Say that nothing was found, and in how much; of what nobody saw nothing is said."""
     below = f" at level {level} or above ({hidden} below)" if hidden else ""
-    steps = f"{held.sampled} sampled step{'' if held.sampled == 1 else 's'}"
+    steps = _steps(held.sampled)
     if held.complete and not damaged:
         return f"no anomalies{below}{' so far' if held.live else ''} in {steps}"
     if not held.held:

@@ -12,7 +12,46 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 OK, PAGED, USAGE, DAMAGED, INCOMPLETE = 0, 1, 2, 3, 4  # exit codes
+INTERRUPTED, PIPE_CLOSED = 130, 141  # as a shell reports SIGINT and SIGPIPE
+# What the exit codes mean; the help of each verb and docs/reference/cli.md are made of these.
+MEANINGS = {
+    OK: "nothing wrong",
+    PAGED: "a page was found, whatever --level shows",
+    USAGE: "wrong use: an unknown option, site, statistic or rank; a missing, empty or foreign "
+    "directory",
+    DAMAGED: "damaged: what can be read is shown, each thing that is lost is a line on stderr",
+    INCOMPLETE: "only a part of the run is held, or how it ended is not known; each gap is a line "
+    "on stderr",
+}
+_READS = (OK, USAGE, DAMAGED, INCOMPLETE)
+RETURNS: dict[str, tuple[int, ...]] = {
+    "info": _READS,
+    "anomalies": (OK, PAGED, USAGE, DAMAGED, INCOMPLETE),
+    "trace": _READS,
+    "verify": _READS,
+    "collect": (OK, USAGE, DAMAGED),
+    "compare": _READS,
+    "top": _READS,
+    "replay": _READS,
+    "report": _READS,
+    "export": _READS,
+    "trigger": (OK, USAGE, DAMAGED),
+    "daemon": (OK, USAGE),
+    "up": (OK, USAGE),
+}
 UNOBSERVED = "-"  # there is no value; never printed as 0
+
+
+def exits(verb: str | None = None) -> list[tuple[int, str]]:
+    """Return the exit codes that a verb can end with (None: any), and what each means."""
+    codes = MEANINGS if verb is None else RETURNS[verb]
+    return [(code, MEANINGS[code] + _only(code, verb)) for code in codes]
+
+
+def _only(code: int, verb: str | None) -> str:
+    """Name the verbs that a code is of, where it is not of all that have to do with a run."""
+    who = [name for name, codes in RETURNS.items() if code in codes]
+    return f" (only {', '.join(who)})" if verb is None and len(who) == 1 else ""
 
 
 def plain(text: object) -> str:

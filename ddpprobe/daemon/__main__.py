@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
         prog="ddpprobe daemon",
         description="Watch the ranks of one node: merge, detect, store, serve /metrics. On a run "
         "that is over: do what is left of it, and end.",
+        epilog=f"exit codes: {OK} nothing wrong; {WRONG_USE} wrong use",
     )
     new.add_argument("--dir", required=True, type=Path, metavar="RUN", help="run directory")
     new.add_argument("--node", metavar="NAME", help="this node (default: the only or first one)")

@@ -176,6 +176,9 @@ def _aftermath(story: Story) -> Iterator[str]:
             yield f"{which}{end['state']}: {end['message']}."
     last = story.info["steps"]["last"]
     if last is not None:
+        # What was sampled last is rarely the last step.
+        attempt = story.info["attempts"][-1]["attempt"]
+        reached = (s.reached for s in story.held.shares if s.attempt == attempt)
+        last = max([last, *filter(None, reached)])
         under_way = story.info["state"] == "running"
-        word = "The run is under way, at" if under_way else "The last recorded step is"
-        yield f"{word} step {last}." if under_way else f"{word} {last}."
+        yield f"The run is under way, at step {last}." if under_way else f"The last step is {last}."
