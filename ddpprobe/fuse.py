@@ -9,7 +9,6 @@ user's.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -28,16 +27,13 @@ def harmless(log: logging.Logger) -> logging.Logger:
     """
     handle = log.handle
 
-    @functools.wraps(handle)
+    def taken(record: logging.LogRecord) -> bool:
+        handle(record)
+        return True
+
     def contained(record: logging.LogRecord) -> None:
-        try:
-            handle(record)
-        except Exception:
-            if _is_strict():
-                raise
-            with contextlib.suppress(Exception):
-                if logging.lastResort is not None:
-                    logging.lastResort.handle(record)
+        if not _Silent("log").guard(taken)(record) and logging.lastResort is not None:
+            _Silent("log").guard(logging.lastResort.handle)(record)
 
     log.handle = contained  # type: ignore[method-assign]
     return log
@@ -45,9 +41,6 @@ def harmless(log: logging.Logger) -> logging.Logger:
 
 def _is_strict() -> bool:
     return os.environ.get("DDPPROBE_STRICT") == "1"
-
-
-logger = harmless(logging.getLogger("ddpprobe"))
 
 
 class Fuse:
@@ -119,3 +112,13 @@ class Fuse:
             if self._on_blow is not None:
                 # What broke the component may break its cleaning up as well.
                 Fuse(f"switching {self.component} off").guard(self._on_blow)()
+
+
+class _Silent(Fuse):
+    """Contains what goes wrong in saying what has gone wrong: nobody is left to be told."""
+
+    def _contain(self, error: Exception) -> None:
+        self.last_error = f"{type(error).__name__}: {error}"
+
+
+logger = harmless(logging.getLogger("ddpprobe"))
