@@ -1,7 +1,8 @@
 """One planned death, carried out: ranks that train under DDP, and the launcher that looks on.
 
-`launch` runs in a process forked for it. It forks the ranks, holds each of them before the step of
-the fault until the daemon is as the plan wants it, lets them go, and does what a launcher does.
+`launch` runs in a process forked for it. It forks the ranks, holds them until the daemon watches,
+and once more before the step of the fault until all are there and the daemon is as the plan wants
+it, lets them go, and does what a launcher does.
 Everything happens in the order of events; only a hang has a duration.
 """
 
@@ -37,7 +38,7 @@ HANG_SECONDS = 15.0  # until somebody loses patience; ten are late
 GRACE_SECONDS = 3.0  # from SIGTERM to SIGKILL
 WAIT_SECONDS = 60.0  # for anything that is to come by itself
 LAST_STEP = 8  # of an orderly end
-AT_GATE, BY_ITSELF, IN_COLLECTIVE = b"g", b"s", b"w"
+INSTALLED, AT_GATE, BY_ITSELF, IN_COLLECTIVE = b"i", b"g", b"s", b"w"
 NODE = node_name(0)
 
 
@@ -112,6 +113,9 @@ class _Rank:
         model[0].weight.register_hook(self.before_reduction)
         auto = "none" if self.plan.daemon == "late" else "auto"
         probe = ddpprobe.install(wrapped, run_dir=self.run, every=self.plan.every, daemon=auto)
+        # Not in a step: ranks that are held in one are a hang.
+        self.line.send(INSTALLED)
+        self.line.recv(1)
         for self.step in range(10**6):
             if self.plan.fault == "orderly" and self.step == LAST_STEP:
                 break
@@ -216,7 +220,7 @@ class _Launcher:
             assert said == what, f"rank {rank} said {said!r} for {what!r}"
 
     def let_go(self) -> None:
-        """Let the ranks into the step of the fault."""
+        """Let the ranks go on."""
         for line in self.lines:
             with contextlib.suppress(OSError):
                 line.send(b"!")
@@ -276,8 +280,10 @@ def launch(plan_json: dict[str, Any], directory: str, *, linger: float = 0.0) ->
     os.chdir(place)
     launcher = _Launcher(plan, place)
     launcher.start()
-    launcher.hear(AT_GATE, range(plan.world))
+    launcher.hear(INSTALLED, range(plan.world))
     daemon = None if plan.daemon == "late" else _daemon_that_watches(launcher)
+    launcher.let_go()
+    launcher.hear(AT_GATE, range(plan.world))
     _prepare(plan, daemon)
     _CARRIED[plan.fault if plan.phase != WAITING else WAITING](launcher, daemon)
     launcher.reap()

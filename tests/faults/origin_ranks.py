@@ -144,7 +144,7 @@ class _Net(nn.Module):
         self.wrap = _Passing()
         if mask:
             self.mask = _Mask()
-        self.head = _Linear(WIDTH, 1)
+        self.head = _Linear(WIDTH, 2)  # a row for each of two ranks
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
