@@ -219,8 +219,9 @@ def test_all_ranks_killed_at_once_leave_a_sealed_run(job) -> None:
     assert steps == list(range(len(steps)))
     assert max(job.acked(n)[-1] for n in range(3)) <= steps[-1]
     assert [d["signal"] for d in deaths] == ["SIGKILL"] * 3
-    assert job.life("end")[-1]["state"] == "crashed"
-    assert set(job.life("end")[-1]["ranks"]) <= {0, 1, 2}
+    end = job.life("end")[-1]  # together, or proven to be one after the other
+    assert (end["state"], end["how"]) in {("unknown", "SIGKILL"), ("crashed", "SIGKILL")}
+    assert any(a.level == "page" for a in job.anomalies())
 
 
 @pytest.mark.parametrize("draw", range(3))

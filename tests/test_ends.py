@@ -79,12 +79,25 @@ VERDICTS = {
     "two killed, one proven to be the first": (
         [fate(1, "SIGKILL", order=1), fate(3, "SIGKILL", order=0)], "crashed", [3], "SIGKILL"),
     "seen by different daemons, which proves nothing": (
-        [fate(1, "SIGKILL", order=1), fate(3, "SIGKILL", order=0, witness="other")],
-        "crashed", [1, 3], "SIGKILL"),
+        [fate(0, "SIGTERM"), fate(1, "SIGKILL", order=1),
+         fate(3, "SIGKILL", order=0, witness="other")], "crashed", [1, 3], "SIGKILL"),
     "one killed in the middle of a step, another one by its own exception": (
         [fate(0, "SIGKILL", order=0), raised(1, OWN, order=1)], "crashed", [0, 1], "SIGKILL"),
     "everybody killed in the middle of a step": (
-        [fate(0, "SIGKILL"), fate(1, "SIGKILL", at(12, "backward"))], "crashed", [0, 1], "SIGKILL"),
+        [fate(0, "SIGKILL"), fate(1, "SIGKILL", at(12, "backward"))], "unknown", [], "SIGKILL"),
+    "everybody killed, without a proof that means anything": (
+        [fate(1, "SIGKILL", order=1), fate(3, "SIGKILL", order=0, witness="other")],
+        "unknown", [], "SIGKILL"),
+    "aborted while another one was behind: a watchdog's work or its own": (
+        [fate(0, "SIGABRT", at(12, "backward")), fate(1, "SIGTERM")], "unknown", [0, 1], "SIGABRT"),
+    "killed behind a time in which all stood still, proven to be the first": (
+        [fate(0, "SIGTERM", order=1, stalled=True), fate(1, "SIGKILL", order=0, stalled=True)],
+        "crashed", [1], "SIGKILL"),
+    "one that left in mid-training, and its peers by broken connections": (
+        [fate(1, "unknown", at(4, "data"), closed=True), raised(0, GONE), raised(2, GONE)],
+        "crashed", [1], "unknown"),
+    "closed in the middle of a step, and nobody knows its exit code": (
+        [fate(n, closed=True, clock=at(4, "backward")) for n in (0, 1)], "unknown", [], "unknown"),
     "everybody raised": ([raised(0, OWN), raised(1, OWN)], "crashed", [0, 1], "ValueError"),
     "everybody chose, without a handler of signals": (
         [fate(n, "exit:3", closed=True) for n in (0, 1)], "crashed", [0, 1], "exit:3"),
@@ -125,17 +138,19 @@ VERDICTS = {
         [fate(n, "SIGTERM", at(12, "backward"), stalled=True) for n in (0, 1)], "hung", [0, 1],
         "hang"),
     # Nothing to blame anybody for.
-    "all closed": ([fate(n, "exit:0", closed=True) for n in (0, 1)], "ended", [], ""),
+    "all closed": (
+        [fate(n, "exit:0", at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),
     "closed, and aborted by a thread of torch behind it": (
         [fate(0, "SIGABRT", closed=True), fate(1, "exit:0", closed=True)], "ended", [], ""),
-    "closed without a daemon": ([fate(n, closed=True) for n in (0, 1)], "ended", [], ""),
+    "closed without a daemon": (
+        [fate(n, clock=at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),
     "caught behind close()": ([fate(0, "exit:0", closed=True, error=OWN)], "ended", [], ""),
     "everybody gone without a word or a witness": (
         [fate(0), fate(1, "unknown")], "vanished", [], "unknown"),
     "a copy of records without a heartbeat": (
         [replace(fate(n), clock=None) for n in (0, 1)], "unknown", [], "unknown"),
     "one of whom nothing is known": (
-        [fate(0, closed=True), fate(1)], "unknown", [], "unknown"),
+        [fate(0, clock=at(40, "data"), closed=True), fate(1)], "unknown", [], "unknown"),
     "workers that are ended by their code when all is done": (
         [fate(n, "exit:1", at(40, "data")) for n in (0, 1)], "unknown", [], "exit:1"),
     "workers that are killed when all is done": (
@@ -160,13 +175,14 @@ def test_a_bad_end_is_a_page_and_blames_whom_it_names_and_nobody_else(name: str)
     case = Case(tuple(fates))
     found = anomalies_of(judge(case), case, 0)
     pages = [a for a in found if a.level == "page"]
-    assert len(pages) == (state in {"crashed", "hung", "vanished"})
+    grave = judge(case).grave and state == "unknown"
+    assert len(pages) == (grave or state in {"crashed", "hung", "vanished"})
     for page in pages:
         assert page.first_cause
         assert page.rank == (ranks[0] if len(ranks) == 1 else None)
     if state == "stopped":
         assert [(a.level, a.rank) for a in found] == [("info", None)]
-    assert all(a.level != "page" for a in found if state in {"unknown", "ended", "running"})
+    assert all(a.level != "page" for a in found if not grave and state in {"unknown", "ended"})
     assert not {a.rank for a in found if a.level == "info"} & set(ranks)
 
 
@@ -238,7 +254,7 @@ def test_the_order_in_which_it_is_noticed_never_matters(draw: int) -> None:
     case, end = found[0]
     named = {f.rank for f in case.fates}
     assert set(end.ranks) <= named
-    assert bool(end.ranks) <= (end.state in {"crashed", "hung"})
+    assert bool(end.ranks) <= (end.grave or end.state in {"crashed", "hung"})
     assert end.message
 
 

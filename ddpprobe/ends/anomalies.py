@@ -47,7 +47,7 @@ def _found(end: End, case: Case, attempt: int) -> list[Anomaly]:
     elif end.state == STOPPED:
         return [_of_end(end, fates, attempt, "info")]
     elif end.state == UNDECIDED and end.is_telling:
-        return [_of_end(end, fates, attempt, "warn")]
+        return [_of_end(end, fates, attempt, "page" if end.grave else "warn")]
     else:
         return []
     if end.state in {CRASHED, HUNG} and end.ranks:

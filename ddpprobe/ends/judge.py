@@ -41,6 +41,7 @@ class End:
         step: the optimizer step it happened in; None: not known, or not the same for all.
         phase: in which phase of it, as `heartbeat.STEP_PHASES`; None as `step`.
         message: one sentence.
+        grave: it is a page, although its state is `unknown`.
     """
 
     state: str
@@ -49,6 +50,7 @@ class End:
     step: int | None = None
     phase: str | None = None
     message: str = ""
+    grave: bool = False
 
     @property
     def is_telling(self) -> bool:
@@ -67,7 +69,8 @@ def judge(case: Case) -> End:
     """Return how an attempt ended, or that it is under way."""
     parts = _Parts(case)
     if parts.has(_CAUSE, _CHOSE, _ABORTED):
-        return _same_choice(parts) or _crashed(_suspects(parts))
+        pool = _suspects(parts)
+        return _same_choice(parts) or _all_killed(parts) or _watched(parts, pool) or _crashed(pool)
     if parts.has(_SILENT) and not parts.has(_VICTIM):
         return _quiet(parts)
     stuck = _stuck(parts)
@@ -113,7 +116,10 @@ def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
     if fate.raised or (fate.error is not None and how not in {"", CLEAN, UNKNOWN}):
         return _of_error(fate)
     if fate.closed and not fate.dead and not (how.startswith("exit:") and how != CLEAN):
-        return _LEFT  # torch's threads abort now and then when the interpreter ends
+        # A signal behind that is torch's threads, which abort now and then in its last moments.
+        # Without an exit code nobody knows why one closed in the middle of a step.
+        midway = fate.clock is not None and fate.clock.phase != "data" and how in {"", UNKNOWN}
+        return _LEFT if not midway else _ALIVE if case.live and not how else _LOST
     if how in {"", UNKNOWN, CLEAN}:
         alive = not how and case.live
         return _SILENT if how == CLEAN else _ALIVE if alive else _LOST if fate.heard else _ABSENT
@@ -131,7 +137,9 @@ def _of_error(fate: Fate) -> str:
 
 def _of_signal(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
     stuck = fate.stalled or any(f.suspended for f in case.fates)
-    if fate.how == "SIGKILL" and (stuck or any(t.died_before(fate) for t in told)):
+    asked = list(told)
+    first = any(fate.died_before(t) for t in asked)
+    if fate.how == "SIGKILL" and not first and (stuck or any(t.died_before(fate) for t in asked)):
         return _TOLD  # by a launcher that got no answer
     if fate.how == "SIGABRT" and len(case.fates) > 1:
         return _VICTIM if stuck else _ABORTED
@@ -181,6 +189,36 @@ def _same_choice(parts: _Parts) -> End | None:
         why = "by the script's handler of a signal, or by its own choice"
         return End(UNDECIDED, (), next(iter(hows)), _step(case.fates), None, f"{said}: {why}")
     return _quiet(parts) if _is_between_steps(parts) else None
+
+
+def _all_killed(parts: _Parts) -> End | None:
+    """Every rank was killed: no rank's end makes others die like that, but somebody outside can."""
+    fates = parts.case.fates
+    if len(fates) < 2 or not parts.only(_CAUSE) or {f.how for f in fates} != {"SIGKILL"}:
+        return None
+    if any(f.error or d.died_before(f) for f in fates for d in fates):
+        return None
+    text = f"{_many(fates)} were all killed (SIGKILL), and nothing says by whom or which was first"
+    return End(UNDECIDED, (), "SIGKILL", _step(fates), _phase(fates), text, grave=True)
+
+
+def _watched(parts: _Parts, pool: list[Fate]) -> End | None:
+    """Who aborted was further on than one that was told to stop: it may have waited for that one.
+
+    NCCL's watchdog aborts those who wait; one that aborts on its own leaves others behind as well.
+    """
+    if any(parts.part(f) != _ABORTED or f.clock is None for f in pool):
+        return None
+    least = min(f.clock.key for f in pool if f.clock)
+    behind = [f for f in parts.all(_TOLD, _LOST) if f.clock and f.clock.key < least]
+    if not behind:
+        return None
+    both = sorted([*pool, *behind], key=lambda f: f.rank)
+    text = (
+        f"{describe(pool[0])} while {_where(behind)}, was behind: it failed, or had waited for it"
+    )
+    ranks = tuple(f.rank for f in both)
+    return End(UNDECIDED, ranks, "SIGABRT", _step(both), None, text, grave=True)
 
 
 def _is_between_steps(parts: _Parts) -> bool:
@@ -261,7 +299,7 @@ def _hung(parts: _Parts, stuck: list[Fate]) -> End:
 def _broken(parts: _Parts) -> End:
     """Communication broke: the one who is gone without a word did it, if there is one."""
     victims = parts.all(_VICTIM)
-    gone = parts.all(_LOST) or parts.all(_SILENT)
+    gone = parts.all(_LOST) or parts.all(_SILENT) or parts.all(_LEFT)
     said = f"{_many(victims)} lost the connection ({_message(victims[0])})"
     if not gone and parts.has(_ABSENT):
         text = f"{said}, and the cause is not among the ranks that are known here"
@@ -320,7 +358,8 @@ def _without_word(parts: _Parts) -> End:
     lost, step = parts.all(_LOST), _last_step(case.fates)
     where = "" if step is None else f"; the last step begun is {step}"
     # Without a heartbeat this is a copy of records, which tells of no process.
-    if parts.only(_LOST) and step is not None and not case.partial:
+    quiet = parts.only(_LOST) and not any(f.closed for f in lost)
+    if quiet and step is not None and not case.partial:
         text = f"no rank left a last word, and nobody saw how they ended{where}"
         return End(VANISHED, (), UNKNOWN, step, None, text)
     who = _many(lost or parts.all(_ABSENT) or case.fates) if case.fates else "no rank"
