@@ -249,9 +249,9 @@ def clock_of(steps: int, micro: int, state: str, step: int) -> Clock | None:
 
 def read_error(said: Mapping[str, Any]) -> Error:
     """Return the exception in a goodbye."""
-    texts = {name: str(said.get(name, "")) for name in ("type", "message", "where")}
-    flags = {name: bool(said.get(name)) for name in ("collective", "asked")}
-    return Error(**texts, **flags)
+    kind, message, where = (str(said.get(name, "")) for name in ("type", "message", "where"))
+    collective, asked = (bool(said.get(name)) for name in ("collective", "asked"))
+    return Error(kind, message, where, collective, asked)
 
 
 def exit_event(

@@ -109,7 +109,7 @@ class RunWatch:
 
     def _last_state(self) -> str:
         """Return how the newest attempt ended; it is judged once, as nothing of it changes."""
-        if self._state is None:
+        if not self._state:
             endings = self._run.endings()
             self._state = endings[-1].end.state if endings else UNDECIDED
         return self._state
@@ -150,7 +150,7 @@ class RunWatch:
         self._steps, self._cpus = Rates(), Rates()
         self._world_size = 0
         self._evidence = Evidence()
-        self._state: str | None = None
+        self._state = ""
         if attempt >= 0:
             self._read_store(attempt)
 
