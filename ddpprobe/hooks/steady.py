@@ -8,7 +8,7 @@ site and the sign: the other one is a fault, and so is a NaN, always.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
@@ -52,12 +52,12 @@ class Steady:
         self._known: dict[int, int] = {}  # slot -> signs
         self._seen = np.zeros(0, bool)  # slot -> in a step before this one
 
-    def excuses(self, slot: int, row: Sequence[float]) -> bool:
+    def excuses(self, slot: int, row: NDArray[np.float64]) -> bool:
         """Whether what is not finite in a row is known to do no harm."""
         found = signs(row[_PLUS], row[_MINUS])
         return not row[_NAN] and found == found & self._known.get(slot, 0)
 
-    def may_excuse(self, table: SiteTable, slot: int, row: Sequence[float]) -> bool:
+    def may_excuse(self, table: SiteTable, slot: int, row: NDArray[np.float64]) -> bool:
         """Whether the end of the step may show so: an infinity where nothing was seen before."""
         forward = PHASE_OF_KIND[table.site(slot).kind] == "forward"
         return forward and not row[_NAN] and not self._was_seen(slot)

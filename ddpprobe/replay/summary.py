@@ -159,8 +159,8 @@ def _steady(said: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for what in said:
         if what.get("event") == "steady" and isinstance(what.get("values"), list):
-            names = (str(what.get(key) or "") for key in ("fqn", "kind", "leaf"))
-            site = str(Site(*names))
+            fqn, kind, leaf = (str(what.get(key) or "") for key in ("fqn", "kind", "leaf"))
+            site = str(Site(fqn, kind, leaf))
             values = [str(value) for value in what["values"]]
             found[site] = {"site": site, "values": values, "step": what.get("step")}
     return list(found.values())
