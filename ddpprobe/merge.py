@@ -79,9 +79,13 @@ def merge_all(records: Sequence[StepRecord]) -> StepRecord:
 def _first_bad(found: Sequence[FirstBad]) -> FirstBad | None:
     """Return the earliest; where several ranks have theirs, the sum, which blames none of them.
 
-    What was reduced (phase `step`) is the same tensor on all ranks, and no sum.
+    What was reduced (phase `step`) is the same tensor on all ranks, and no sum. Of what a step left
+    behind, any other rank with something bad takes the blame from the first; the counts are then
+    the most of any rank, as it may be replicas or parts.
     """
     ordered = sorted(found, key=lambda bad: (bad.place, bad.rank))
+    if ordered and ordered[0].is_state:
+        return _first_of_state(ordered)
     same = [bad for bad in ordered if bad.place == ordered[0].place]
     if len(same) < 2 or same[0].phase == "step":
         return ordered[0] if ordered else None
@@ -92,6 +96,22 @@ def _first_bad(found: Sequence[FirstBad]) -> FirstBad | None:
         pos_inf=sum(bad.pos_inf for bad in same),
         neg_inf=sum(bad.neg_inf for bad in same),
         numel=sum(bad.numel for bad in same),
+    )
+
+
+def _first_of_state(ordered: Sequence[FirstBad]) -> FirstBad:
+    first = ordered[0]
+    of_step = [bad for bad in ordered if bad.is_state and bad.step == first.step]
+    if len(of_step) < 2:
+        return first
+    same = [bad for bad in of_step if bad.place == first.place]
+    return replace(
+        first,
+        rank=SEVERAL,
+        nan=max(bad.nan for bad in same),
+        pos_inf=max(bad.pos_inf for bad in same),
+        neg_inf=max(bad.neg_inf for bad in same),
+        numel=max(bad.numel for bad in same),
     )
 
 

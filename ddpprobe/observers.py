@@ -8,11 +8,13 @@ from typing import final
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks import lanes
+from ddpprobe.hooks.came_in import CameIn
 from ddpprobe.hooks.capturing import Capturing
 from ddpprobe.hooks.compiled import CompiledHooks
 from ddpprobe.hooks.eager import EagerHooks
 from ddpprobe.hooks.full import FullHooks
 from ddpprobe.hooks.loss_scale import LossScale
+from ddpprobe.hooks.state_check import StateCheck
 from ddpprobe.hooks.step_rows import StepRows
 from ddpprobe.hooks.stream_capture import outside_capture
 from ddpprobe.hooks.watch import Watch
@@ -60,11 +62,12 @@ class Observers:
         told = self._was_read, self._flat_was_read
         self.watch = Watch(found, clock, rank, fuse, on_bad, *told)
         self.loss_scale = LossScale()
+        self.state = StateCheck(found, clock.optimizers, rank)
         self.gradients_read = False
         self.capturing = capturing
         behind = capturing.meet(found, clock, self.compiled, self.rows)
         if lanes.is_near(found.device):
-            self.eager.behind = behind
+            self.eager.behind = CameIn(self.rows, clock, behind)
         elif found.world_size > 1:
             with functorch.outside():
                 checksum.prepare(found.device)

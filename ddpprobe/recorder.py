@@ -19,6 +19,7 @@ from ddpprobe.hooks import gradients, loss_scale
 from ddpprobe.hooks.capturing import Capturing
 from ddpprobe.hooks.compiled import renew_graphs
 from ddpprobe.hooks.depth import Room
+from ddpprobe.hooks.state_check import CHECKED, Looks
 from ddpprobe.journal import JournalWriter
 from ddpprobe.observers import Observers
 from ddpprobe.pacing import Pacer
@@ -178,6 +179,8 @@ class Recorder:
         parts.watch.found()
         parts.watch.output(trained)
         if self._sampling:
+            if self._bad is None and parts.rows.bad:  # and the root's output does not show it
+                self._bad = parts.state.explain(self._clock.step)
             parts.full.probed()
             losses = [t for t in outputs if t.dim() == 0 and t.is_floating_point()]
             if len(losses) == 1 and "loss" not in self._logged:
@@ -245,10 +248,8 @@ class Recorder:
             self._finish_sampled(skipped=skipped, partial=False)
             self._shipper.ship()
             self._after_step()
-        elif skipped:
-            self._tell_skipped(parts)
-        elif self._bad is not None:
-            self._alarm(partial=False, skipped=skipped)
+        else:
+            self._end_unsampled(parts, skipped=skipped)
         parts.end_step()
         self._bad = None
         self._clock.probe_seconds += time.perf_counter() - started
@@ -296,6 +297,7 @@ class Recorder:
     def _begin_step(self, parts: Observers) -> None:
         wanted = self._pacer.sampled(self._clock.step)
         self._sampling = parts.begin_step(sampled=wanted)
+        parts.state.begin(sampled=self._sampling)
         self._bad = None
         if self._sampling:
             self._logged.clear()
@@ -311,22 +313,32 @@ class Recorder:
         if late and self._pacer.sampled(bad.step):
             return  # its rows say it better
         if late:
-            self._shipper.alarm(bad, partial=False, skipped=False, sampled=False)
+            self._shipper.alarm(bad, bad.step, partial=False, skipped=False, sampled=False)
             return
         if self._sampling and self._parts is not None and bad.fqn is None:
             bad = self._parts.rows.first_fault() or bad
         if self._bad is None or _names(bad, self._bad):
-            self._bad = replace(bad, step=self._clock.step)
+            now = self._clock.step
+            born = self._prepare().state.explain(now) if bad.phase == "forward" else None
+            self._bad = born or replace(bad, step=now)
             self._alarm(partial=True, skipped=False)
 
     def _alarm(self, *, partial: bool, skipped: bool) -> None:
         """Journal the bad step at once: the process may not live to its end."""
         if self._bad is not None:
-            self._shipper.alarm(self._bad, partial=partial, skipped=skipped, sampled=self._sampling)
+            told = {"partial": partial, "skipped": skipped, "sampled": self._sampling}
+            self._shipper.alarm(self._bad, self._clock.step, **told)
 
     def _add_loss_scale(self, parts: Observers) -> None:
         if "loss_scale" not in self._logged and parts.loss_scale.last is not None:
             parts.rows.add_scalar("loss_scale", parts.loss_scale.last)
+
+    def _end_unsampled(self, parts: Observers, *, skipped: bool) -> None:
+        parts.state.end(self._clock.step, self._clock.micro, self._bad)
+        if skipped:
+            self._tell_skipped(parts)
+        elif self._bad is not None:
+            self._alarm(partial=False, skipped=skipped)
 
     def _tell_skipped(self, parts: Observers) -> None:
         """Write that the optimizer skipped an unsampled step: an event, no anomaly by itself."""
@@ -344,16 +356,20 @@ class Recorder:
         spent = zip(self._readings(), self._base, strict=True)
         facts = {name: now - then for name, (now, then) in zip(names, spent, strict=True)}
         facts["micro_batches"] = float(self._clock.micro + 1)
-        self._push(skipped=skipped, partial=partial, sampled=True, facts=facts)
+        looks = parts.state.look(self._clock.step, self._clock.micro, over=not partial)
+        if looks.after is not None:
+            facts[CHECKED] = float(looks.after.count)
+        self._push(skipped=skipped, partial=partial, sampled=True, facts=facts, state=looks)
 
     def _push(
-        self, *, skipped: bool, partial: bool, sampled: bool, facts: dict[str, float]
-    ) -> None:
+        self, *, skipped: bool, partial: bool, sampled: bool, facts: dict[str, float],
+        state: Looks | None = None,
+    ) -> None:  # fmt: skip
         parts = self._prepare()
         self._shipper.push(
             EndedStep(
                 parts.rows.fetch(), self._clock.step, sampled, skipped, partial, time.time_ns(),
-                facts, self._bad, parts.eager.silent() if sampled else (),
+                facts, self._bad, parts.eager.silent() if sampled else (), state,
             )
         )  # fmt: skip
 

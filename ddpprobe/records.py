@@ -17,7 +17,12 @@ Counts = NDArray[np.int64]  # [sites, len(COUNTS)]
 Values = NDArray[np.float64]  # [sites, len(VALUES)]
 Digests = Mapping[tuple[str, str], Mapping[int, int]]
 
-KINDS = ("input", "output", "grad_output", "grad_input", "param", "grad_local", "grad")
+KINDS = (
+    "input", "output", "grad_output", "grad_input", "param", "grad_local", "grad",
+    "buffer", "optim_state",
+)  # fmt: skip
+# What outlives a step. Only whether it is finite is looked at, so none of it has rows.
+STATE_KINDS = ("param", "buffer", "optim_state")
 PLACEMENTS = ("local", "sharded", "replicated", "partial", "unknown")
 PHASES = ("forward", "backward", "step")
 PHASE_OF_KIND = MappingProxyType(
@@ -31,6 +36,8 @@ PHASE_OF_KIND = MappingProxyType(
         # rank is as bad as the worst one, so these never outrank a local witness.
         "grad": "step",
         "param": "step",
+        "buffer": "step",
+        "optim_state": "step",
     }
 )
 
@@ -98,7 +105,8 @@ class FirstBad:
     the bits of one rank explain none of the others', but what they have in common may.
     `order` is the position in the rank's execution order within the step, and in a pipeline, whose
     stages run one after the other, the time in Unix ns; `fqn` is None when the step was not sampled
-    and only the phase is known. The four counts are elements.
+    and only the phase is known. The four counts are elements. `step` is smaller than the record's
+    where a parameter was bad before the forward began: it was born in an earlier step.
     """
 
     step: int
@@ -115,10 +123,15 @@ class FirstBad:
     numel: int = 0
 
     @property
-    def place(self) -> tuple[int, int, int, int, str, str, str]:
+    def place(self) -> tuple[int, int, int, bool, int, str, str, str]:
         """Order of cause: the smallest one over all ranks is the origin."""
-        when = (self.step, self.micro, PHASES.index(self.phase), self.order)
+        when = (self.step, self.micro, PHASES.index(self.phase), self.is_state, self.order)
         return (*when, self.fqn or "", self.kind or "", self.leaf)
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it was found in what the step left behind: after the gradients it came from."""
+        return self.phase == "step" and self.kind in STATE_KINDS
 
 
 @dataclass(frozen=True, slots=True)

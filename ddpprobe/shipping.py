@@ -14,6 +14,7 @@ from typing import Any, final
 from ddpprobe import codec
 from ddpprobe.hooks import stream_capture
 from ddpprobe.hooks.pending_rows import PendingRows, StepResult
+from ddpprobe.hooks.state_check import Looks
 from ddpprobe.hooks.steady import MINUS, PLUS
 from ddpprobe.journal import JournalWriter
 from ddpprobe.records import NONFINITE, OBSERVED, PHASES, SUM_SQ, FirstBad, StepRecord
@@ -38,7 +39,8 @@ class EndedStep:
     """A finished step whose rows may still be on their way to the host.
 
     `facts` are the scalars known on the host; `watched` what the every-step watch saw in it;
-    `silent` the FQNs of chosen modules that were never called. A step that is not `sampled` has
+    `silent` the FQNs of chosen modules that were never called; `state` the looks at what the step
+    left behind. A step that is not `sampled` has
     scalars at most: the optimizer skipped it, and this is worth a record.
     """
 
@@ -51,6 +53,17 @@ class EndedStep:
     facts: dict[str, float]
     watched: FirstBad | None
     silent: tuple[str, ...] = ()
+    state: Looks | None = None
+
+    def ready(self) -> bool:
+        """Whether everything of it has reached the host; never waits."""
+        return self.pending.ready() and (self.state is None or self.state.ready())
+
+    def wait(self) -> None:
+        """Wait for it: only at the end of a run."""
+        self.pending.wait()
+        if self.state is not None:
+            self.state.wait()
 
 
 @final
@@ -74,14 +87,14 @@ class Shipper:
 
     def ship(self, *, wait: bool = False) -> None:
         """Write the steps whose rows have arrived; waits for the others only at the end."""
-        while self._ended and (wait or self._ended[0].pending.ready()):
+        while self._ended and (wait or self._ended[0].ready()):
             ended = self._ended.popleft()
             if wait:
-                ended.pending.wait()
+                ended.wait()
             self._append(self._record(ended))
 
-    def alarm(self, bad: FirstBad, *, partial: bool, skipped: bool, sampled: bool) -> None:
-        """Write that a step went bad. `partial`: it is not over, but the process may be soon.
+    def alarm(self, bad: FirstBad, at: int, *, partial: bool, skipped: bool, sampled: bool) -> None:
+        """Write that step `at` went bad. `partial`: it is not over, but the process may be soon.
 
         Once the weights are NaN every step is bad: this is said when it begins, when another module
         is named, and when a step that a GradScaler gave up is followed by one that was taken.
@@ -89,19 +102,19 @@ class Shipper:
         if self._last_bad is not None:
             step, was_skipped, fqn = self._last_bad
             same = bad.fqn is None or bad.fqn == fqn
-            if bad.step - step == 1 and same and not (was_skipped and not skipped and not partial):
+            if at - step == 1 and same and not (was_skipped and not skipped and not partial):
                 if not partial:
-                    self._last_bad = (bad.step, skipped, fqn)
+                    self._last_bad = (at, skipped, fqn)
                 return
         self._append(
             StepRecord(
-                attempt=self._who.attempt, step=bad.step, ranks=(self._who.rank,),
+                attempt=self._who.attempt, step=at, ranks=(self._who.rank,),
                 wall_time_ns=time.time_ns(), sampled=sampled, first_bad=bad,
                 partial=partial, skipped=skipped,
             )
         )  # fmt: skip
         if not partial:
-            self._last_bad = (bad.step, skipped, bad.fqn)
+            self._last_bad = (at, skipped, bad.fqn)
 
     def life(self, event: str, **facts: Any) -> None:  # noqa: ANN401  (JSON)
         """Write that something happened to this rank."""
@@ -137,6 +150,8 @@ class Shipper:
         result = ended.pending.result(ended.step, partial=ended.partial, skipped=ended.skipped)
         self._report_learned(ended.step, result)
         bad = _earlier(result.first_bad, ended.watched)
+        if ended.state is not None:
+            bad = ended.state.origin(bad)
         if bad is not None:
             self._last_bad = (ended.step, ended.skipped, bad.fqn)
         scalars = {**ended.facts, **result.scalars}
@@ -203,4 +218,4 @@ def _earlier(rows: FirstBad | None, watched: FirstBad | None) -> FirstBad | None
     """Of two witnesses of one step, the earlier in (micro, phase); the rows know the module."""
     if rows is None or watched is None:
         return rows or watched
-    return min(rows, watched, key=lambda b: (b.micro, PHASES.index(b.phase)))
+    return min(rows, watched, key=lambda b: (b.step, b.micro, PHASES.index(b.phase)))

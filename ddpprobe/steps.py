@@ -142,6 +142,10 @@ class StepClock:
         """Whether a step has begun and is not known to have ended."""
         return self.micro >= 0 and not self._ended
 
+    def optimizers(self) -> list[Optimizer]:
+        """Return those that were seen to step and own parameters of this model."""
+        return [optimizer for optimizer, (_, ids) in self._owned.items() if ids]
+
     def start(self) -> None:
         """Begin to listen."""
         self.hang()

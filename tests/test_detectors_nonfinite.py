@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from ddpprobe.detectors.nonfinite import NonFinite
-from ddpprobe.records import COUNTS, SEVERAL, VALUES, Anomaly, FirstBad, Site, StepRecord
+from ddpprobe.records import (
+    COUNTS,
+    SEVERAL,
+    STATE_KINDS,
+    VALUES,
+    Anomaly,
+    FirstBad,
+    Site,
+    StepRecord,
+)
 
 WITNESS = FirstBad(412, 1, "backward", 7, 5, "layers.17.attn.wo", "grad_output", "", 3, 0, 0, 4096)
 
@@ -92,10 +101,14 @@ def test_a_step_the_scaler_skipped_is_information_and_opens_no_episode() -> None
     assert (second.level, second.step, second.first_cause) == ("page", 4, True)
 
 
-def test_a_forward_fault_in_a_skipped_step_is_information_too() -> None:
+def test_a_forward_fault_in_a_skipped_step_is_a_page_at_once() -> None:
+    # The scale is not in the forward, so no scaler mends it.
     bad = replace(WITNESS, step=3, phase="forward", kind="output")
-    (info,) = run(record(3, bad, skipped=True))
-    assert info.level == "info"
+    (page,) = run(record(3, bad, skipped=True))
+    assert (page.level, page.step) == ("page", 3)
+    assert "skipped" not in page.message
+    (page,) = run(record(3, skipped=True, scalars={0: {"loss": math.nan}}))
+    assert page.level == "page"
 
 
 def test_a_skipped_step_with_a_bad_parameter_is_a_page() -> None:
@@ -113,11 +126,11 @@ def rows(nan: int) -> tuple[np.ndarray, np.ndarray]:
     return counts, values
 
 
-@pytest.mark.parametrize("kind", ["grad", "param"])
 @pytest.mark.parametrize(("ranks", "blamed"), [((0, 1), None), ((0,), 0)])
 def test_what_was_reduced_names_no_rank_unless_there_is_one(
-    kind: str, ranks: tuple[int, ...], blamed: int | None
+    ranks: tuple[int, ...], blamed: int | None
 ) -> None:
+    kind = "grad"
     witness = FirstBad(5, 0, "step", 9, 0, "fc.weight", kind, "", 1, 0, 0, 10)
     (told,) = run(record(5, witness, ranks=ranks))
     counts, values = rows(nan=1)
@@ -130,6 +143,86 @@ def test_what_was_reduced_names_no_rank_unless_there_is_one(
             kind,
             "step",
         )
+
+
+def norms(reduced: dict[int, float], local: float = 1.0) -> dict[int, dict[str, float]]:
+    return {rank: {"grad_norm_local": local, "grad_norm": norm} for rank, norm in reduced.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "blamed"),
+    [
+        ({}, 2),
+        ({"missing": (3,)}, None),  # nobody knows of that one
+        ({"partial": True}, None),
+        ({"scalars": norms({0: 1.0, 1: math.nan, 2: math.nan})}, None),
+        ({"scalars": norms({0: 1.0, 1: 1.0, 2: math.nan}, local=math.nan)}, None),
+        ({"scalars": {**norms({0: 1.0, 2: math.nan}), 1: {}}}, None),
+        ({"scalars": norms({0: 1.0, 1: math.nan, 2: 1.0})}, None),  # not the one of the witness
+    ],
+)
+def test_a_reduction_that_goes_bad_on_one_rank_alone_names_it(
+    changes: dict[str, object], blamed: int | None
+) -> None:
+    witness = FirstBad(5, 0, "step", 9, 2, "fc.weight", "grad", "", 1, 0, 0, 10)
+    base = {"ranks": (0, 1, 2), "scalars": norms({0: 1.0, 1: 1.0, 2: math.nan})}
+    (page,) = run(record(5, witness, **(base | changes)))
+    assert (page.rank, page.module, page.phase) == (blamed, "fc.weight", "step")
+    said = "every local gradient was finite before the reduction, on rank 2 alone"
+    assert (said in page.message) == (changes in ({}, {"missing": (3,)}, {"partial": True}))
+
+
+def state(step: int, kind: str = "param", rank: int = 1) -> FirstBad:
+    leaf = "exp_avg" if kind == "optim_state" else ""
+    return FirstBad(step, 0, "step", 0, rank, "fc.weight", kind, leaf, 1, 0, 0, 10)
+
+
+def looked(step: int, bad: FirstBad | None = None, **changes: object) -> StepRecord:
+    scalars = {rank: {"state_tensors": 3.0} for rank in (0, 1)}
+    return replace(record(step, bad, ranks=(0, 1), scalars=scalars), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_what_a_step_left_behind_is_told_with_its_rank_and_since_when(kind: str) -> None:
+    (page,) = run(looked(4), looked(5, state(5, kind)))
+    assert (page.level, page.step, page.rank, page.kind) == ("page", 5, 1, kind)
+    assert "at the end of the step, and was finite at the end of step 4" in page.message
+    assert ("born in the optimizer's step" in page.message) == (kind != "buffer")
+    (page,) = run(looked(1), looked(5, state(5, kind)))
+    assert "finite at the end of step 1" in page.message
+    assert "born" not in page.message  # in one of four steps
+    (page,) = run(looked(5, state(5, kind, rank=SEVERAL)))
+    assert page.rank is None
+    assert "on several ranks" in page.message
+    (page,) = run(looked(5, state(5, kind), missing=(2,)))
+    assert page.rank is None
+    (page,) = run(looked(5, state(5, kind), skipped=True))  # which no scaler mends
+    assert page.level == "page"
+
+
+def test_a_parameter_that_was_bad_before_the_forward_is_of_the_step_before() -> None:
+    (page,) = run(looked(5), record(8, state(7), ranks=(0, 1), sampled=False))
+    assert (page.step, page.rank, page.kind, page.phase) == (7, 1, "param", "step")
+    assert "before the forward of step 8 began" in page.message
+    assert "behind the backward of step 7" in page.message
+    assert "finite at the end of step 5" in page.message
+    (page,) = run(looked(7), record(8, state(7), ranks=(0, 1)))
+    assert "finite at the end of step 7: born between the two" in page.message
+    loss = {0: {"loss": math.nan}}  # it follows
+    (page,) = run(record(8, state(7), ranks=(0, 1), scalars=loss))
+    assert page.step == 7
+
+
+def test_a_parameter_that_came_bad_is_said_to_have_come_so() -> None:
+    (page,) = run(record(0, replace(state(0), phase="forward", order=-1), ranks=(0, 1)))
+    assert (page.rank, page.phase) == (1, "forward")
+    assert "before the first step" in page.message
+
+
+def test_an_input_that_no_module_put_out_is_between_two_modules() -> None:
+    (page,) = run(record(5, replace(WITNESS, phase="forward", kind="input", step=5)))
+    assert page.module == "layers.17.attn.wo"
+    assert "between it and the module before" in page.message
 
 
 def test_rows_of_local_tensors_alone_are_no_witness() -> None:

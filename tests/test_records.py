@@ -48,7 +48,9 @@ def rank_records(draw: st.DrawFn, rank: int) -> StepRecord:
     ).reshape(n, len(COUNTS))
     values = np.array([[draw(exact) for _ in VALUES] for _ in range(n)], np.float64)
     at = draw(st.integers(0, 2)), draw(st.sampled_from(PHASES)), draw(st.integers(0, 2))
-    bad = FirstBad(3, *at, rank, draw(st.sampled_from([None, "a", "b"])), nan=rank + 1, numel=9)
+    fqn = draw(st.sampled_from([None, "a", "b"]))
+    kind = draw(st.sampled_from([None, "grad", "param"]))
+    bad = FirstBad(3, *at, rank, fqn, kind, nan=rank + 1, numel=9)
     return StepRecord(
         attempt=0, step=3, ranks=(rank,), wall_time_ns=draw(st.integers(1, 9)), sites=sites,
         counts=counts, values=values.reshape(n, len(VALUES)), scalars={rank: {"loss": float(rank)}},
@@ -470,3 +472,14 @@ def test_empty_rows_count_in_integers() -> None:
     counts, values = empty_rows(2)
     assert (counts.dtype, values.dtype) == (np.int64, np.float64)
     assert (counts.shape, values.shape) == ((2, len(COUNTS)), (2, len(VALUES)))
+
+
+def test_what_a_step_left_behind_blames_a_rank_only_if_it_is_the_only_one() -> None:
+    born = FirstBad(5, 0, "step", 0, 1, "fc", "param", nan=2, numel=8)
+    alone = [StepRecord(0, 5, (0,), 0), StepRecord(0, 5, (1,), 0, first_bad=born)]
+    assert merge_all(alone).first_bad == born
+    for other in (born, replace(born, order=3, fqn="head")):  # of another place as well
+        third = StepRecord(0, 5, (2,), 0, first_bad=replace(other, rank=2, nan=1))
+        assert merge_all([*alone, third]).first_bad == replace(born, rank=SEVERAL)
+    grad = StepRecord(0, 5, (3,), 0, first_bad=FirstBad(5, 0, "step", 90, 3, "fc", "grad"))
+    assert merge_all([*alone, grad]).first_bad == grad.first_bad

@@ -2,7 +2,7 @@
 
 Pages at once, on one element. The origin is the record's `first_bad`, the smallest (step, micro,
 phase, order) over all ranks' *local* tensors. No rank is named where several have theirs at that
-place, nor for what was reduced over the ranks, which is as bad as the worst of them. What follows
+place, nor for what was reduced over the ranks, unless it is bad on one of them alone. What follows
 from an origin (later steps, other ranks) is not reported again; what does not is an origin itself.
 """
 
@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from ddpprobe.detectors import origins
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.records import (
     NAN,
@@ -20,6 +21,7 @@ from ddpprobe.records import (
     OBSERVED,
     PHASE_OF_KIND,
     SEVERAL,
+    STATE_KINDS,
     Anomaly,
     FirstBad,
     Site,
@@ -37,8 +39,9 @@ class NonFinite:
     clean. An origin that did no harm (an infinity, with a finite loss and finite gradients in the
     same sampled step) has none. The same site is told again after `quiet_steps` steps without it.
 
-    A step that a GradScaler skipped is the scaler at work (it probes for the largest scale that
-    fits): level info, unless a parameter is non-finite, which no scaler mends.
+    Gradients of a step that a GradScaler skipped are the scaler at work (it probes for the largest
+    scale that fits): level info. No scaler mends a forward that is not finite, as the scale is not
+    in it, nor a parameter: these are pages.
 
     Args:
         quiet_steps: steps without a non-finite value after which the next one is reported.
@@ -52,17 +55,21 @@ class NonFinite:
         self._attempt: int | None = None
         self._spread: dict[str, int] = {}  # level -> last step of which the next may be bad
         self._sites: dict[tuple[str, str, str | None, str | None, str], int] = {}  # level, site
+        self._checked: int | None = None  # last step behind which all was looked at and finite
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
         if record.attempt != self._attempt:
             self._attempt, self._spread, self._sites = record.attempt, {}, {}
-        origin = _origin(record)
+            self._checked = None
+        origin, checked = _origin(record), self._checked
+        if origins.was_checked(record):
+            self._checked = record.step
         if origin is None:
             if record.sampled and record.sites and not record.partial:
                 self._spread.clear()  # it began with good weights
             return []
-        level = "info" if record.skipped and not _bad_param(record) else "page"
+        level = "info" if record.skipped and _is_scaled(record, origin) else "page"
         site = (level, origin.phase, origin.fqn, origin.kind, origin.leaf)
         before = max(self._sites.get(site, -1), self._spread.get(level, -1))
         self._remember(site, origin.step)
@@ -70,7 +77,7 @@ class NonFinite:
             self._spread[level] = max(origin.step, self._spread.get(level, -1))
         if before >= 0 and origin.step - before <= self._quiet:
             return []
-        return [_anomaly(record, origin, level)]
+        return [_anomaly(record, origin, level, checked)]
 
     def _remember(self, site: tuple[str, str, str | None, str | None, str], step: int) -> None:
         if site not in self._sites and len(self._sites) >= MOST_SITES:
@@ -85,7 +92,7 @@ class NonFinite:
 def _origin(record: StepRecord) -> FirstBad | None:
     """Return the earliest evidence: forward, loss, backward, reduced gradient, parameter."""
     witness = record.first_bad
-    if witness is not None and witness.phase == "forward":
+    if witness is not None and (witness.phase == "forward" or witness.step < record.step):
         return witness
     return _bad_loss(record) or witness or _bad_reduced(record)
 
@@ -146,28 +153,26 @@ def _bad_reduced(record: StepRecord) -> FirstBad | None:
     return None
 
 
-def _bad_param(record: StepRecord) -> bool:
-    if record.first_bad is not None and record.first_bad.kind == "param":
-        return True
+def _is_scaled(record: StepRecord, origin: FirstBad) -> bool:
+    """Whether a loss scale that is too high explains it: gradients alone are bad."""
+    if origin.phase == "forward" or origin.kind in STATE_KINDS:
+        return False
     rows = np.flatnonzero(record.counts[:, NONFINITE].any(axis=1))
-    return any(record.sites[row].kind == "param" for row in rows)
+    return all(record.sites[row].kind not in STATE_KINDS for row in rows)
 
 
-def _anomaly(record: StepRecord, origin: FirstBad, level: str) -> Anomaly:
-    reduced = origin.phase == "step" or origin.kind in _REDUCED
-    world = record.ranks + record.missing
-    nobody = reduced or origin.rank == SEVERAL
+def _anomaly(record: StepRecord, origin: FirstBad, level: str, checked: int | None) -> Anomaly:
     return Anomaly(
         detector=NonFinite.name,
         level=level,
         step=origin.step,
         micro=origin.micro,
-        rank=(world[0] if len(world) == 1 else None) if nobody else origin.rank,
+        rank=origins.rank_of(record, origin),
         module=origin.fqn,
         kind=origin.kind,
         phase=origin.phase,
         first_cause=level == "page",
-        message=_message(record, origin, level),
+        message=_message(record, origin, level, checked),
         values={
             "nan": origin.nan,
             "pos_inf": origin.pos_inf,
@@ -180,7 +185,7 @@ def _anomaly(record: StepRecord, origin: FirstBad, level: str) -> Anomaly:
     )
 
 
-def _message(record: StepRecord, origin: FirstBad, level: str) -> str:
+def _message(record: StepRecord, origin: FirstBad, level: str, checked: int | None) -> str:
     counts = {"NaN": origin.nan, "+Inf": origin.pos_inf, "-Inf": origin.neg_inf}
     found = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
     if origin.kind is None and origin is not record.first_bad:
@@ -192,9 +197,17 @@ def _message(record: StepRecord, origin: FirstBad, level: str) -> str:
         text = "non-finite local tensor; which one is not known"
         if not (record.sampled and origin.step == record.step):
             text += ", as this step was not sampled"
+        if origin.phase == "forward" and not origin.numel:  # of a device, where nobody could look
+            text += ", nor whether a parameter was so before it"
     else:
         text = f"{found} of {origin.numel} elements" if found else "non-finite elements"
-    if origin.rank == SEVERAL and origin.kind not in _REDUCED and origin is record.first_bad:
+    if origin is record.first_bad and origin.kind in STATE_KINDS:
+        text += f"; {origins.born(record, origin, checked)}"
+    elif origin.kind == "input":
+        text += f" {origins.between(origin)}"
+    elif origin.kind == "grad":
+        text += origins.reduction(record)
+    if origin.rank == SEVERAL and origin.kind != "grad" and origin is record.first_bad:
         text += "; on several ranks at once, none of them first"
     if level == "info":
         text += "; the GradScaler skipped this step"

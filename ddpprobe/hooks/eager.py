@@ -125,6 +125,13 @@ class EagerHooks:
         self.tapped.clear()
         self._layouts.end()
 
+    def call(self, fqn: str, module: nn.Module, *call: Any) -> None:
+        """Handle one call of a module: args, kwargs, output."""
+        self._rows.hold()
+        self.forward(fqn, call[-1], relayed=_relays(module))
+        self.behind(fqn, module, *call)
+        self._rows.tell()
+
     def forward(
         self, fqn: str, output: object, *, at_a_graph: bool = False, relayed: bool = False
     ) -> None:
@@ -315,8 +322,7 @@ class _Forward:
         self._hooks, self._fqn = hooks, fqn
 
     def __call__(self, module: nn.Module, *call: object) -> None:
-        self._hooks.forward(self._fqn, call[-1], relayed=_relays(module))
-        self._hooks.behind(self._fqn, module, *call)
+        self._hooks.call(self._fqn, module, *call)
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,7 @@ class PendingRows:
     scaled_kinds: tuple[str, ...]
     tapped: NDArray[np.int64]
     confirmed: frozenset[int]
+    came_in: dict[int, tuple[str, tuple[int, int, int, int]]]
     unsupported: Counter[str]
     table: SiteTable
     steady: Steady
@@ -175,7 +176,8 @@ class PendingRows:
         first = min(bad, key=lambda i: (self._phase(i) == "step", i))
         order = first if self.times is None else int(self.times[first])
         site, micro = self.table.site(int(self.slots[first])), int(self.micros[first])
-        return witness(site, rows[first], step=step, micro=micro, order=order, rank=self.rank)
+        found = witness(site, rows[first], step=step, micro=micro, order=order, rank=self.rank)
+        return as_input(found, self.came_in.get(first))
 
     def _phase(self, index: int) -> str:
         return PHASE_OF_KIND[self.table.site(int(self.slots[index])).kind]
@@ -191,3 +193,18 @@ def witness(
         fqn=site.fqn, kind=site.kind, leaf=site.leaf,
         nan=nan, pos_inf=pos_inf, neg_inf=neg_inf, numel=numel,
     )  # fmt: skip
+
+
+def as_input(found: FirstBad, came_in: tuple[str, tuple[int, int, int, int]] | None) -> FirstBad:
+    """Return the witness, or the module's input in its stead, which was bad before its output.
+
+    Args:
+        found: of an output.
+        came_in: the input's place, and its NaN, +Inf, -Inf and elements.
+    """
+    if came_in is None:
+        return found
+    leaf, (nan, pos_inf, neg_inf, numel) = came_in
+    return replace(
+        found, kind="input", leaf=leaf, nan=nan, pos_inf=pos_inf, neg_inf=neg_inf, numel=numel
+    )

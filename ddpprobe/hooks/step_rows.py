@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ddpprobe.hooks.lanes import Arrival
 from ddpprobe.hooks.loss_scale import SCALED_KINDS
-from ddpprobe.hooks.pending_rows import SCALAR, PendingRows, witness
+from ddpprobe.hooks.pending_rows import SCALAR, PendingRows, as_input, witness
 from ddpprobe.hooks.row_buffer import RowBuffer
 from ddpprobe.hooks.site_table import SiteTable
 from ddpprobe.hooks.steady import Steady
@@ -51,12 +51,16 @@ class StepRows:
         grad_is_scaled: `.grad` was read before anybody divided it by the loss scale.
         bad: the host has seen NaN or Inf in a row of this step.
         on_bad: called with the first fault of a step at once, where the host sees it.
+        came_in: of bad rows of outputs, by index: what the module had been given was bad as well;
+            its place, and its NaN, +Inf, -Inf and elements.
     """
 
     def __init__(self, device: torch.device, rank: int, *, timed: bool = False) -> None:
         self.table, self._steady = SiteTable(), Steady()
         self.on_bad: Callable[[FirstBad], object] = lambda _: None
         self._told = False  # the first fault of this step
+        self._held = False  # a call whose input may prove to be bad as well is being read
+        self._untold: tuple[int, RowBuffer] | None = None
         self._rank = rank
         self._times: list[int] | None = [] if timed else None
         self._main = RowBuffer(device)
@@ -69,6 +73,7 @@ class StepRows:
         self._digests: dict[int, tuple[str, str]] = {}
         self._tapped: list[int] = []
         self._confirmed: set[int] = set()
+        self.came_in: dict[int, tuple[str, tuple[int, int, int, int]]] = {}
         self._unsupported: Counter[str] = Counter()
         self.grad_is_scaled = self.bad = False
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None
@@ -114,7 +119,9 @@ class StepRows:
             self._note(slot, micro, buffer)
         if bad:
             self.bad = True
-            if not self._told:
+            if self._held and self._untold is None:
+                self._untold = index, buffer
+            elif not (self._held or self._told):
                 self._tell(index, buffer)
 
     def add_all(self, micro: int, found: Iterable[tuple[int, Tensor]]) -> int:
@@ -246,6 +253,16 @@ class StepRows:
                 return found if found.phase == "forward" else None
         return None
 
+    def hold(self) -> None:
+        """Wait with telling of a fault until the call that is read now has been looked at whole."""
+        self._held, self._untold = True, None
+
+    def tell(self) -> None:
+        """Tell of the first fault since `hold`, if this step has told of none."""
+        untold, self._held, self._untold = self._untold, False, None
+        if untold is not None and not self._told:
+            self._tell(*untold)
+
     def _tell(self, index: int, buffer: RowBuffer) -> None:
         """Tell of a bad row at once, unless it is known or may prove to be of no harm."""
         slot, row = self._slots[index], buffer.rows[index].numpy()
@@ -259,7 +276,15 @@ class StepRows:
     def _witness(self, index: int, row: NDArray[np.float64]) -> FirstBad:
         site, micro = self.table.site(self._slots[index]), self._micros[index]
         order = index if self._times is None else self._times[index]
-        return witness(site, row, step=-1, micro=micro, order=order, rank=self._rank)
+        found = witness(site, row, step=-1, micro=micro, order=order, rank=self._rank)
+        return as_input(found, self.came_in.get(index))
+
+    def bad_ones_from(self, index: int) -> list[int]:
+        """Return the rows from `index` on in which the host can see NaN or Inf."""
+        if not self._main.near:
+            return []
+        rows = self._main.rows.numpy()[index : len(self._slots), stats.NONFINITE]
+        return [index + int(i) for i in np.flatnonzero(rows.any(axis=1))]
 
     def end_told(self, slot: int) -> bool:
         """Whether the row made last is of `slot`, and has no NaN or Inf or will tell it itself."""
@@ -282,6 +307,7 @@ class StepRows:
         self._digests.clear()
         self._tapped.clear()
         self._confirmed.clear()
+        self.came_in.clear()
         self._unsupported.clear()
         self.grad_is_scaled = self.bad = self._told = False
         self._last = None
@@ -302,6 +328,7 @@ class StepRows:
             scaled_kinds=(*SCALED_KINDS, "grad") if self.grad_is_scaled else SCALED_KINDS,
             tapped=np.array(self._tapped, np.int64),
             confirmed=frozenset(self._confirmed),
+            came_in=dict(self.came_in),
             unsupported=Counter(self._unsupported),
             table=self.table,
             steady=self._steady,

@@ -194,6 +194,8 @@ def evidence(run: Run, capsule: Capsule) -> dict[str, bool | None]:
         return {FORWARD: None, BACKWARD: None}
     inside = f"{capsule.module}." if capsule.module else ""
     first = record.first_bad
+    if first is not None and first.step < record.step:
+        first = None  # a parameter was bad before all micro-batches
     if first is not None and first.micro > capsule.micro:
         return {FORWARD: False, BACKWARD: False}  # the rows are sums over micro-batches
     if first is not None and first.micro < capsule.micro:

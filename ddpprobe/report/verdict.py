@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from ddpprobe.commands.output import plain
-from ddpprobe.records import Anomaly
+from ddpprobe.records import STATE_KINDS, Anomaly
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.story import Story
 
@@ -27,7 +27,9 @@ _KINDS = {
     "input": "input", "output": "output", "grad_output": "gradient of the output",
     "grad_input": "gradient of the input", "param": "parameter",
     "grad_local": "gradient before the reduction", "grad": "gradient after the reduction",
+    "buffer": "buffer", "optim_state": "state of the optimizer",
 }  # fmt: skip
+_WITHOUT_ROWS = ("input", *STATE_KINDS)
 _PHASES = {"forward": "in the forward pass", "backward": "in the backward pass",
            "step": "in the optimizer's step"}  # fmt: skip
 
@@ -150,7 +152,11 @@ def _commands(path: str, cause: Anomaly) -> list[str]:
     run = shlex.quote(plain(path))
     if cause.module is None:
         return [f"ddpprobe anomalies {run}"]
-    site = shlex.quote(plain(glob.escape(f"{cause.module}:{cause.kind}")))
+    if cause.kind in _WITHOUT_ROWS:  # what is around it has
+        owner = cause.module.rpartition(".")[0] if cause.kind in STATE_KINDS else cause.module
+        site = shlex.quote(plain(glob.escape(owner) + "*"))
+    else:
+        site = shlex.quote(plain(glob.escape(f"{cause.module}:{cause.kind}")))
     rank = "" if cause.rank is None else f" --rank {cause.rank}"
     steps = f"{max(0, cause.step - 100)}:{cause.step + 20}"
     return [f"ddpprobe trace {run} --site {site}{rank} --steps {steps}"]

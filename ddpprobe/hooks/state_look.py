@@ -1,0 +1,188 @@
+"""One look at many tensors together: is any of them non-finite, and which?
+
+Where the host can read them, small ones of one row shape are put behind each other and added up at
+once, as in `Sweep`; a closer look follows only where a sum is not finite. On a device the largest
+magnitude of each is taken by one pass over all, and sent to the host beside the training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ddpprobe import torch_private
+from ddpprobe.hooks import lanes
+from ddpprobe.hooks.lanes import Arrival, Lane
+from ddpprobe.hooks.sweep import SMALL, TOGETHER, total
+from ddpprobe.stats import rows as stats
+from ddpprobe.stats.dense import FLOATS
+from ddpprobe.topology.outliving import Held
+
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A tensor that is not finite: its key, and counts of elements, all 0 where not known.
+
+    `infinite`: it has infinities and no NaN.
+    """
+
+    key: Key
+    infinite: bool
+    counts: tuple[int, int, int, int] = (0, 0, 0, 0)  # nan, pos_inf, neg_inf, numel
+
+
+@dataclass(slots=True)
+class Look:
+    """What was looked at, and what of it is bad once it is `ready`.
+
+    `keys` are of all that was given, `count` says how many of them could be looked at.
+    """
+
+    keys: tuple[Key, ...]
+    count: int = 0
+    near: list[Bad] = field(default_factory=list)
+    far: list[tuple[list[int], Tensor, Arrival | None]] = field(default_factory=list)
+
+    def ready(self) -> bool:
+        """Whether all has arrived; never waits."""
+        return all(arrival is None or arrival.query() for _, _, arrival in self.far)
+
+    def wait(self) -> None:
+        """Wait for it: only at the end of a run."""
+        for _, _, arrival in self.far:
+            if arrival is not None:
+                arrival.synchronize()
+
+    def bad(self) -> list[Bad]:
+        """Return what is not finite, in the order in which it was looked at."""
+        found = {bad.key: bad for bad in self.near}
+        for places, host, _ in self.far:
+            for place, peak in zip(places, host.tolist(), strict=True):
+                if not math.isfinite(peak):
+                    key = self.keys[place]
+                    found[key] = Bad(key, infinite=not math.isnan(peak))
+        return [found[key] for key in self.keys if key in found]
+
+
+@dataclass(slots=True)
+class _Plan:
+    """How to look at tensors by their places in a list; holds none of them."""
+
+    together: list[list[int]] = field(default_factory=list)
+    count: int = 0
+    numbers: dict[torch.dtype, list[int]] = field(default_factory=dict)
+    alone: list[int] = field(default_factory=list)
+    far: dict[tuple[torch.device, torch.dtype], list[int]] = field(default_factory=dict)
+
+
+@final
+class Looker:
+    """Looks, and remembers how: mostly the next look is at the same tensors."""
+
+    def __init__(self) -> None:
+        self._ids: tuple[int, ...] = ()
+        self._keys: tuple[Key, ...] = ()
+        self._plan = _Plan()
+        self._lanes: dict[torch.device, Lane] = {}
+
+    def look(self, held: Sequence[Held]) -> Look:
+        """Look at floating, dense tensors; leaves out whatever is of another kind."""
+        tensors = [one.tensor for one in held]
+        # A tensor cut out of a flat one, or out of a DTensor, is a new object each time.
+        ids = tuple([one.owner for one in held])
+        with torch.no_grad():
+            if ids != self._ids or len(self._keys) != len(held):
+                self._lay(ids, held)
+            try:
+                return self._look(tensors)
+            except (RuntimeError, IndexError):  # others have taken the places of some
+                self._lay(ids, held)
+                return self._look(tensors)
+
+    def _lay(self, ids: tuple[int, ...], held: Sequence[Held]) -> None:
+        self._ids, self._keys, self._plan = ids, tuple(one.key for one in held), _Plan()
+        rooms: dict[object, int] = {}
+        groups: dict[object, list[int]] = {}
+        plan = self._plan
+        for place, one in enumerate(held):
+            tensor = one.tensor
+            if not _is_plain(tensor):
+                continue
+            plan.count += 1
+            if not lanes.is_near(tensor.device):
+                plan.far.setdefault((tensor.device, tensor.dtype), []).append(place)
+                continue
+            size, key = tensor.numel(), (tensor.dtype, tensor.shape[1:])
+            if tensor.dim() == 0:
+                plan.numbers.setdefault(tensor.dtype, []).append(place)
+            elif size > SMALL:
+                plan.alone.append(place)
+            else:
+                if rooms.get(key, 0) < size:
+                    groups[key], rooms[key] = [], TOGETHER
+                    plan.together.append(groups[key])
+                groups[key].append(place)
+                rooms[key] -= size
+
+    def _look(self, tensors: list[Tensor]) -> Look:
+        plan = self._plan
+        found = Look(self._keys, plan.count)
+        suspects: list[int] = []
+        for group in plan.together:
+            if not math.isfinite(total(torch.cat([tensors[i] for i in group]))):
+                suspects += group
+        for group in plan.numbers.values():
+            if not math.isfinite(total(torch.stack([tensors[i] for i in group]))):
+                suspects += group
+        suspects += [i for i in plan.alone if not math.isfinite(total(tensors[i]))]
+        for place in sorted(suspects):
+            counts = counts_of(tensors[place])
+            if any(counts[:3]):
+                found.near.append(Bad(self._keys[place], infinite=not counts[0], counts=counts))
+        self._send(tensors, found)
+        return found
+
+    def _send(self, tensors: list[Tensor], found: Look) -> None:
+        for (device, _), places in self._plan.far.items():
+            norms = torch._foreach_norm([tensors[i] for i in places], torch.inf)  # noqa: SLF001
+            peaks = torch.stack(norms).double()
+            lane = self._lanes.get(device)
+            if lane is None:
+                lane = self._lanes[device] = lanes.lane_of(device)
+            host = lane.room(peaks.shape, peaks.dtype)
+            lane.fence()
+            found.far.append((places, host, lane.send(peaks, host)))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor that the host can read has no NaN or infinity."""
+    return not _is_plain(tensor) or math.isfinite(total(tensor)) or not any(counts_of(tensor)[:3])
+
+
+def counts_of(tensor: Tensor) -> tuple[int, int, int, int]:
+    """Return NaN, +Inf, -Inf and elements of a plain tensor on the host; zeros for any other."""
+    if not _is_plain(tensor):
+        return 0, 0, 0, 0
+    row = torch.empty(stats.WIDTH, dtype=torch.float64, device="cpu")
+    stats.reduce(tensor, row)
+    numel, nan, pos_inf, neg_inf = (int(v) for v in row[:4].tolist())
+    return nan, pos_inf, neg_inf, numel
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.dtype in FLOATS
+        and tensor.numel() > 0
+        and not tensor.is_meta
+        and not torch_private.is_functorch(tensor)
+        and tensor.untyped_storage().nbytes() > 0
+    )

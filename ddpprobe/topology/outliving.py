@@ -1,0 +1,111 @@
+"""What outlives a step on this rank: buffers, optimizer state, parameters, as they lie here.
+
+Of what is sharded it is this rank's shard. Nothing is gathered and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddpprobe.stats.dense import local
+from ddpprobe.topology.flat import FlatUnit
+from ddpprobe.torch_private import dictionaries, sharding
+
+if TYPE_CHECKING:
+    from ddpprobe.topology.describe import Topology
+
+
+class Held(NamedTuple):
+    """One tensor: where it is told of, itself, and the id of what its state is kept under.
+
+    `kind` is one of `records.STATE_KINDS`; `fqn` that of the buffer or the parameter; `leaf` the
+    key in an optimizer's state.
+    """
+
+    kind: str
+    fqn: str
+    leaf: str
+    tensor: Tensor
+    owner: int
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Identity over the steps."""
+        return (self.kind, self.fqn, self.leaf)
+
+
+def parameters_of(topology: Topology) -> Iterator[Held]:
+    """Yield the parameters, tied ones once; a DTensor or a flat one by this rank's part.
+
+    Both of these iterators are for a place where grad is off.
+    """
+    for unit in topology.flat:
+        yield from _parts(unit)
+    stored = {}
+    if any(True for _ in topology.units()):
+        for module, name, parameter in sharding.sharded_parameters(topology.root):
+            stored[id(module), name] = parameter
+    for fqn, module, name, parameter in topology.own_parameters():
+        here = stored.get((id(module), name), parameter) if stored else parameter
+        yield Held("param", fqn, "", _here(here), id(here))
+
+
+def outliving(topology: Topology, optimizers: Iterable[Optimizer]) -> Iterator[Held]:
+    """Yield all of it in the order in which one spoils the next, as far as there is one."""
+    for path, module in topology.walk():
+        for name, buffer in dictionaries(module)[1].items():
+            if isinstance(buffer, Tensor):
+                fqn = f"{path}.{name}" if path else name
+                yield Held("buffer", fqn, "", _here(buffer), id(buffer))
+    parameters = list(parameters_of(topology))
+    names: dict[int, str] = {}
+    for held in parameters:
+        names.setdefault(held.owner, held.fqn)
+    flat = {id(unit.flat): unit for unit in topology.flat}
+    for optimizer in optimizers:
+        for owner, state in optimizer.state.items():
+            if id(owner) in names and isinstance(state, dict):
+                yield from _state_of(names[id(owner)], state, flat.get(id(owner)))
+    yield from parameters
+
+
+def _state_of(fqn: str, state: dict[str, object], unit: FlatUnit | None) -> Iterable[Held]:
+    tensors = [(key, value) for key, value in state.items() if isinstance(value, Tensor)]
+    if unit is None:
+        return [
+            Held("optim_state", fqn, key, v if type(v) is Tensor else local(v), id(v))
+            for key, v in tensors
+        ]
+    whole = unit.flat.numel()
+    parts = [_parts(unit, key, v) for key, v in tensors if v.numel() == whole]
+    rest = [
+        Held("optim_state", fqn, key, local(v), id(v)) for key, v in tensors if v.numel() != whole
+    ]
+    return [*chain.from_iterable(parts), *rest]
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """Return what lies on this rank; grad is off, so of a DTensor this is its very part."""
+    return tensor if type(tensor) in (Tensor, nn.Parameter) else local(tensor)
+
+
+def _parts(unit: FlatUnit, leaf: str = "", value: Tensor | None = None) -> Iterator[Held]:
+    """Yield the parts of a flat parameter, or of what an optimizer keeps for it.
+
+    FSDP1 keeps the root unit's gathered from its forward until its backward.
+    """
+    flat = unit.flat.detach()
+    whole = max(part.start + part.shape.numel() for _, part in unit.parts)
+    for fqn, part in unit.parts:
+        gathered = part.sharded and flat.numel() >= whole
+        start = part.start if gathered else part.local_start
+        size = part.shape.numel() if gathered else part.numel_local
+        owner = part.parameter if part.parameter is not None else unit.flat
+        kind = "param" if value is None else "optim_state"
+        source = flat if value is None else value.detach().view(-1)
+        yield Held(kind, fqn, leaf, source[start : start + size], id(owner))
