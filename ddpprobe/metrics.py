@@ -71,6 +71,7 @@ METRICS: tuple[Metric, ...] = (
     _row("grad_norm", "", "L2 norm of the rank's local gradients before any reduction; the rank that leaves the others is the guilty one.", "rank"),
     _row("loss_scale", "", "Loss scale of the rank's GradScaler; absent without one. If it falls and falls, no step is taken any more.", "rank"),
     _row("global_grad_norm", "", "L2 norm of the reduced gradients of the newest sampled step, over all ranks; compare with the clipping threshold. Absent where a part of it is not known (placement partial or unknown, a missing rank)."),
+    _row("missing_ranks", "ranks", "Ranks that are not in the newest merged step (head node): above 0, site_abs_max and site_rms lack them; look at rank_up and at the other nodes."),
     _row("nonfinite_elements_total", "elements", "NaN and infinite elements seen on the rank; on the first increase run: ddpprobe anomalies RUN.", "rank", "kind"),
     _row("anomalies_total", "anomalies", "Verdicts of the detectors (head node), and rank_lost; the exemplar names step, fqn, kind and rank.", "detector", "level"),
     _row("rank_anomalies_total", "anomalies", "Verdicts that blame this rank (head node); many on one rank point to its data or its hardware.", "rank", "level"),

@@ -201,6 +201,7 @@ def _tier_a(view: NodeView) -> Iterator[Sample]:
         yield from _anomalies(view)
     if view.merged is not None:
         yield _one("global_grad_norm", global_grad_norm(view.merged))
+        yield _one("missing_ranks", len(view.merged.missing))
     yield from _components(view)
     for reason, count in sorted(view.records_dropped.items()):
         yield _one("records_dropped_total", count, reason)

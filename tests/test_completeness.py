@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import write_json
 from ddpprobe.replay.completeness import CLOSED, DIED, RUNNING, UNKNOWN
 from ddpprobe.replay.run import open_run
+from ddpprobe.report.heat import column_names
+from ddpprobe.report.story import gather
 from ddpprobe.store.writer import StoreWriter
 
 from .made_runs import ANOMALY, NODE, Made, bad, head_merge, record, tree
@@ -288,6 +291,29 @@ def test_trace_marks_merged_steps_that_lack_a_rank(tmp_path: Path, call: Call, s
     assert [line.endswith("1 rank") for line in out[1:]] == [False, False, True, True]
     assert json.loads(call(*words, "--json")[1])["absent"] == [0, 0, 1, 1]
     assert call(*words, "--rank", 0)[1].count("rank") == 0
+    plotted = call(*words, "--plot")[1]
+    assert "(2 of 4 steps without 1 rank)" in plotted
+    assert "without" not in call(*words, "--rank", 0, "--plot")[1]
+
+
+def test_a_table_and_a_report_mark_what_is_merged_without_a_rank(
+    tmp_path: Path, call: Call
+) -> None:
+    made = dead_journal(tmp_path / "r")
+    out = tmp_path / "out.csv"
+    assert call("export", made.path, "--format", "csv", "-o", out)[0] == 4  # it is not whole
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    sites = [row for row in rows if row["kind"] == "output"]
+    merged = {int(row["step"]): row["absent"] for row in sites if not row["rank"]}
+    assert {merged[step] for step in range(16)} == {"0"}
+    assert {merged[step] for step in merged if step >= 16} == {"1"}
+    # A scalar is one rank's.
+    assert {row["absent"] for row in rows if row["kind"] == "scalar"} <= {""}
+    story = gather(open_run(made.path))
+    names = column_names(story.maps)
+    marked = [name for name in names if name.endswith(", without 1 rank")]
+    assert 0 < len(marked) < len(names)
+    assert names[-len(marked) :] == marked
 
 
 def test_reading_changes_nothing(tmp_path: Path, call: Call) -> None:

@@ -375,7 +375,7 @@ def test_the_table_reads_back_as_what_the_run_says(
         which = [] if rank is None else ["--rank", rank]
         code, said, _ = call(run.path, "--format", format_, "-o", out, *which)
         assert code == 0
-        assert "rows of 28 columns" in said
+        assert "rows of 29 columns" in said
         rows = read(out)
         assert_sites_equal(run, rows, rank)
         assert_scalars_equal(run, rows, rank)

@@ -295,6 +295,14 @@ def test_sites_come_from_the_merged_step() -> None:
     assert value(view, "site_rms", fqn="m", kind="output") == pytest.approx(math.sqrt(20 / 8))
 
 
+def test_the_ranks_that_site_values_lack_are_counted_beside_them() -> None:
+    merged = record([Site("m", "output")])
+    assert value(a_view(merged=merged), "missing_ranks") == 0
+    lacking = replace(merged, missing=(5, 6))
+    assert value(a_view(merged=lacking), "missing_ranks") == 2
+    assert not [s for s in samples(a_view()) if s.name == "ddpprobe_missing_ranks"]
+
+
 def test_the_cap_keeps_ranks_then_sites_in_execution_order_and_counts_the_rest() -> None:
     view = a_view(merged=record([Site(f"m{i:04d}", "output") for i in range(4000)]))
     exposition = Exposition()

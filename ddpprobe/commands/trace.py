@@ -135,7 +135,7 @@ def plot(series: Series, *, colour: bool) -> str:
     figure.clear()
     width, height = shutil.get_terminal_size(PLOT_SIZE)
     figure.plot_size(width, max(10, height - 2))
-    figure.title(series.stat)
+    figure.title(f"{series.stat}{_lacking(series)}")
     figure.label("step")
     names = labels(series.sites, width // 2)
     lines = [(c, a) for c in range(len(series.sites)) for a in np.unique(series.attempts)]
@@ -150,6 +150,14 @@ def plot(series: Series, *, colour: bool) -> str:
         complain(f"ddpprobe: {MOST_LINES} of {len(lines)} series plotted: narrow --site")
     text = str(figure.build().string())
     return text if colour else str(plotext.uncolorize(text))
+
+
+def _lacking(series: Series) -> str:
+    """Say at how many of the steps ranks are not in the numbers."""
+    steps = int((series.absent > 0).sum())
+    most = int(series.absent.max(initial=0))
+    ranks = f"{'up to ' if most > 1 else ''}{most} rank{'' if most == 1 else 's'}"
+    return f" ({steps} of {len(series.steps)} steps without {ranks})" if steps else ""
 
 
 def thinned(steps: Any, values: Any, parts: int) -> tuple[Any, Any]:  # noqa: ANN401  (of NumPy)

@@ -11,7 +11,7 @@ from ddpprobe.commands.output import number
 from ddpprobe.records import Site
 from ddpprobe.report.curves import Panel, Trace, band, line, log_axis, stacked, tint, upright
 from ddpprobe.report.encode import typed
-from ddpprobe.report.heat import KIND_WORDS
+from ddpprobe.report.heat import KIND_WORDS, without
 from ddpprobe.report.history import History
 from ddpprobe.report.rows import Floats
 
@@ -41,7 +41,7 @@ def numbers_around(history: History) -> dict[str, Any] | None:
     places = [steps.index(step) for step in (*before, *after)]
     rows = [
         {
-            "step": steps[i],
+            "step": f"{steps[i]}{without(history.absent.get(steps[i], 0))}",
             "guilty": steps[i] == history.cause.step,
             "values": [number(float(series[stat][i])) for stat in TABLE],
         }
@@ -61,10 +61,18 @@ def _figure(history: History, site: Site) -> dict[str, Any]:
     words = KIND_WORDS.get(site.kind, site.kind)
     leaf = f" [{site.leaf}]" if site.leaf else ""
     height = 70 + int(130 * sum(panel.share for panel in shown))
+    title = f"{words}{leaf}{_lacking(history)}"
     return stacked(
-        f"{words}{leaf}", shown, height=height, xaxis={"title": {"text": "step"}},
+        title, shown, height=height, xaxis={"title": {"text": "step"}},
         lines=[upright(float(history.cause.step))],
     )  # fmt: skip
+
+
+def _lacking(history: History) -> str:
+    if not history.absent:
+        return ""
+    most = max(history.absent.values())
+    return f" ({len(history.absent)} of {len(history.steps)} steps{without(most)[1:]} or fewer)"
 
 
 def _dots(x: Floats, y: Floats, label: str, colour: str, **more: Any) -> Trace:  # noqa: ANN401

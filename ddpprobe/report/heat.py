@@ -41,14 +41,23 @@ def heat_maps(story: Story) -> list[dict[str, Any]]:
     return [each for kind in ordered[:MOST_KINDS] for each in _maps_of(story, kind, cause)]
 
 
+def without(ranks: int) -> str:
+    """Mark what is merged without so many ranks; "" if it lacks none."""
+    return f", without {ranks} rank{'' if ranks == 1 else 's'}" if ranks else ""
+
+
 def column_names(columns: Sequence[Column[Any]]) -> list[str]:
-    """Name columns by their steps, and by the attempt where there are several."""
+    """Name columns by their steps, and by the attempt where there are several.
+
+    Those whose numbers lack ranks are marked.
+    """
     several = len({column.attempt for column in columns}) > 1
     return names(
         [
             (f"attempt {c.attempt}: " if several else "")
             + (str(c.first) if c.first == c.last else f"{c.first} to {c.last}")
             + (" lost" if not c.steps else "")
+            + without(getattr(c.content, "absent", 0))
             for c in columns
         ]
     )

@@ -29,6 +29,7 @@ class History:
         sites: those of its module, in the order in which they ran; grows as steps come.
         steps: sampled steps, ascending.
         lines: per step, the rows of the sites that it observed.
+        absent: of the steps that lack ranks, how many.
         ranks: the same of single ranks: rank -> step -> rows.
     """
 
@@ -37,6 +38,7 @@ class History:
     steps: deque[int] = field(default_factory=deque)
     lines: dict[int, dict[Key, Line]] = field(default_factory=dict)
     ranks: dict[int, dict[int, dict[Key, Line]]] = field(default_factory=dict)
+    absent: dict[int, int] = field(default_factory=dict)
     _after: int = 0
 
     def __post_init__(self) -> None:
@@ -49,8 +51,12 @@ class History:
         self._after += record.step > self.cause.step
         self.lines[record.step] = self._rows(record, remember=True)
         self.steps.append(record.step)
+        if record.missing:
+            self.absent[record.step] = len(record.missing)
         if record.step < self.cause.step and len(self.steps) > BEFORE:
-            del self.lines[self.steps.popleft()]
+            oldest = self.steps.popleft()
+            del self.lines[oldest]
+            self.absent.pop(oldest, None)
 
     def take_rank(self, rank: int, records: Iterator[StepRecord]) -> None:
         """Take one rank's records of the steps that are kept; reads no further than these."""

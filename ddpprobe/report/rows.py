@@ -54,10 +54,12 @@ class Rows:
     """Statistics of the first n sites of a table: counts int64 [n, 7], values float64 [n, 4].
 
     A site that a step said nothing of has the merge's identity: `numel` and `observed` are 0.
+    `absent` is the most ranks that one of the steps lacks.
     """
 
     counts: Counts
     values: Values
+    absent: int = 0
 
     @classmethod
     def none(cls) -> Rows:
@@ -68,7 +70,7 @@ class Rows:
     def of(cls, record: StepRecord, table: SiteTable) -> Rows:
         """Return a record's rows at their places of the table, which may grow."""
         places = table.places(record.sites)
-        rows = cls(*empty_rows(len(table.sites)))
+        rows = cls(*empty_rows(len(table.sites)), absent=len(record.missing))
         if len(set(places.tolist())) == len(places):
             rows.counts[places], rows.values[places] = record.counts, record.values
             return rows
@@ -83,6 +85,7 @@ class Rows:
         mine = self.padded(len(counts))
         self.counts = merge_counts(mine[0], counts)
         self.values = merge_values(mine[1], values)
+        self.absent = max(self.absent, later.absent)
 
     def padded(self, n: int) -> tuple[Counts, Values]:
         """Return the rows of at least n sites; those that were not known yet are empty."""

@@ -30,6 +30,7 @@ TYPES = {
     "attempt": "int", "step": "int", "wall_time": "time", "rank": "int",
     **dict.fromkeys(TEXTS, "text"), "value": "float",
     **{stat: "int" if stat in INTEGERS else "float" for stat in STATS},
+    "absent": "int",
 }  # fmt: skip
 _ALWAYS = ("tapped", "observed")
 
@@ -108,6 +109,8 @@ def _block(records: Sequence[tuple[int | None, StepRecord]]) -> Block:
         "value": Cells(values, ~is_site),
         **_names([r for _, r in records], scalars),
         **_statistics([r for _, r in records], is_site),
+        # How many ranks a merged row lacks; a row of one rank lacks none, nor does a scalar.
+        "absent": Cells(np.repeat([len(r.missing) for _, r in records], sizes), whose < 0),
     }
     return {name: out[name] for name in TYPES}
 
