@@ -23,7 +23,7 @@ from ddpprobe.hooks.state_check import CHECKED, Looks
 from ddpprobe.journal import JournalWriter
 from ddpprobe.observers import Observers
 from ddpprobe.pacing import Pacer
-from ddpprobe.records import FirstBad
+from ddpprobe.records import UNREDUCED, FirstBad
 from ddpprobe.responder import Responder
 from ddpprobe.shipping import EndedStep, Identity, Shipper
 from ddpprobe.steps import StepClock
@@ -242,9 +242,10 @@ class Recorder:
         parts.watch.end_step(self._clock.step)
         if sampled:
             self._clock.sampled += 1
-            if parts.gradients_read:  # without a reduction replicas may part (local SGD)
-                turn = self._pacer.turn(self._clock.step)
-                parts.rows.add_checksums(in_turn(parts.topology.replicated_parameters(), turn))
+            turn = self._pacer.turn(self._clock.step)
+            parts.rows.add_checksums(in_turn(parts.topology.replicated_parameters(), turn))
+            if not parts.gradients_read and parts.topology.world_size > 1:
+                parts.rows.add_scalar(UNREDUCED, 1.0)  # so replicas may part: local SGD
             self._finish_sampled(skipped=skipped, partial=False)
             self._shipper.ship()
             self._after_step()

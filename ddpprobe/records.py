@@ -94,6 +94,7 @@ class Site:
         return f"{self.fqn or '(root)'}{leaf}:{self.kind}"
 
 
+UNREDUCED = "unreduced"  # scalar, 1 on a sampled step whose gradients stayed each rank's own
 SEVERAL = -1  # in place of a rank: more than one, and none of them first
 
 

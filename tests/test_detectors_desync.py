@@ -89,6 +89,18 @@ def test_it_fires_once_an_episode_and_again_for_a_new_suspect() -> None:
     assert [p.step for p in pages] == [10, 20]
 
 
+def test_replicas_that_part_without_a_reduction_warn_and_page_if_it_lasts() -> None:
+    alone = {rank: {"unreduced": 1.0} for rank in range(4)}
+    apart = [replace(split(step, (0, 1), (2, 3)), scalars=alone) for step in (10, 11, 12)]
+    (warning,) = run(*apart)
+    assert (warning.level, warning.first_cause, warning.step) == ("warn", False, 10)
+    assert "not reduced" in warning.message
+    _, page = run(*apart, split(13, (0, 1), (2, 3)), split(14, (0, 1), (2, 3)))
+    assert (page.level, page.step) == ("page", 13)
+    (page,) = run(split(9, (0, 1), (2, 3)), *apart)  # known, and worse
+    assert (page.level, page.step) == ("page", 9)
+
+
 def test_it_fires_again_after_a_hundred_quiet_steps_and_after_a_restart() -> None:
     torn = split(10, (0, 1, 3), (2,))
     assert len(run(torn, replace(torn, step=110))) == 1

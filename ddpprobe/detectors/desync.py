@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.merge import disagreements, ranks_of
-from ddpprobe.records import Anomaly, Digests, StepRecord
+from ddpprobe.records import UNREDUCED, Anomaly, Digests, StepRecord
 
 MOST_NAMED = 8  # ranges of ranks in a message
 
@@ -42,6 +42,9 @@ class _Split:
 class Desync:
     """Pages when ranks of one replica group differ; again after `quiet_steps`, or for new suspects.
 
+    Behind a step whose gradients nobody reduced it only warns: local SGD is meant to part there. It
+    pages if they still differ behind a step with a reduction, which does not bring them together.
+
     Of several parameters the first one in the order of the model is named, with the number of the
     others. A rank that delivered nothing is not compared. Steps that never reached their end are
     not judged: one rank may have taken what another has not.
@@ -57,7 +60,7 @@ class Desync:
         self._quiet = quiet_steps
         self._attempt: int | None = None
         self._last: int | None = None  # latest step at which ranks differed
-        self._told: set[int] = set()  # suspects of this episode
+        self._told: dict[str, set[int]] = {}  # level -> suspects of this episode
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
@@ -67,13 +70,16 @@ class Desync:
         if not splits:
             return []
         if self._last is None or record.step - self._last > self._quiet:
-            self._told = set()
+            self._told = {}
         self._last = record.step
         found = {rank for split in splits for rank in split.suspects}
-        if found <= self._told:
+        apart = any(UNREDUCED in scalars for scalars in record.scalars.values())
+        level = "warn" if apart else "page"
+        known = self._told.get("page", set()) | self._told.get(level, set())
+        if found <= known:
             return []
-        self._told |= found
-        return [_anomaly(record, splits)]
+        self._told[level] = known | found
+        return [_anomaly(record, splits, level)]
 
     def finish(self) -> list[Anomaly]:
         """Nothing is held back until the end."""
@@ -88,21 +94,21 @@ def _splits(digests: Digests) -> list[_Split]:
     return out
 
 
-def _anomaly(record: StepRecord, splits: list[_Split]) -> Anomaly:
+def _anomaly(record: StepRecord, splits: list[_Split], level: str) -> Anomaly:
     first = splits[0]
     suspects = first.suspects
     alone = first.decided and len(suspects) == 1
     return Anomaly(
         detector=Desync.name,
-        level="page",
+        level=level,
         step=record.step,
         micro=0,
         rank=suspects[0] if alone else None,
         module=first.fqn,
         kind="param",
         phase="step",
-        first_cause=True,
-        message=_message(splits),
+        first_cause=level == "page",
+        message=_message(splits, level),
         values={
             "parameters": len(splits),
             "versions": len(first.sides),
@@ -115,7 +121,7 @@ def _anomaly(record: StepRecord, splits: list[_Split]) -> Anomaly:
     )
 
 
-def _message(splits: list[_Split]) -> str:
+def _message(splits: list[_Split], level: str) -> str:
     first = splits[0]
     shard = f" (shard {first.shard})" if first.shard else ""
     more = f" and of {len(splits) - 1} more" if len(splits) > 1 else ""
@@ -127,6 +133,11 @@ def _message(splits: list[_Split]) -> str:
         sides = " / ".join(ranks_text(side) for side in first.sides[:MOST_NAMED])
         etc = " / ..." if len(first.sides) > MOST_NAMED else ""
         text = f"{sides}{etc} each hold {what}; no majority, any may be wrong"
+    if level == "warn":
+        return (
+            f"{text}: the gradients of this step were not reduced (no_sync up to the optimizer), "
+            "so replicas part until something averages them; if this is no local SGD, it is a fault"
+        )
     cure = "resume from a checkpoint; look for what only one rank does"
     return f"{text}: the replicas train apart from here on; {cure}"
 
