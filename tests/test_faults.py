@@ -230,7 +230,13 @@ UP = origin_plans.Origin("forward", "blocks.1.up")
             origin_plans.Origin("exp_avg", "blocks.1.up"), True,
             {"phase": "step", "module": "blocks.1.up.weight", "kind": "param"}, "right",
         ),
+        (
+            origin_plans.Origin("exp_avg", "blocks.1.up"), True,
+            {"phase": "step", "module": "blocks.1.up.weight", "kind": "optim_state"}, "right",
+        ),
         (origin_plans.Origin("exp_avg", "blocks.1.up"), True, {"step": 9}, "wrong"),
+        (origin_plans.Origin("logged_loss"), False, {"level": "info"}, "right"),
+        (origin_plans.Origin("logged_loss"), True, {"level": "info"}, "wrong"),
         (origin_plans.Origin("nothing"), True, {}, "wrong"),
         (origin_plans.Origin("overflow", "blocks.1.up"), True, {"level": "info"}, "right"),
     ],

@@ -92,6 +92,10 @@ ORIGINS = (
 )  # fmt: skip
 
 
+# FSDP2 calls no hook of the weight that is trained: its gradients cannot be kept at zero.
+_WHERE = {"reduction": ("ddp",), "eps_zero": ("one", "ddp")}
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """An origin, a wrapper, and whether its step is sampled; `number` counts them."""
@@ -136,6 +140,6 @@ def plans() -> Iterator[Plan]:
     for origin in ORIGINS:
         for wrap in WRAPS:
             for sampled in (True, False):
-                if origin.kind != "reduction" or wrap == "ddp":
+                if wrap in _WHERE.get(origin.kind, WRAPS):
                     yield Plan(number, origin, wrap, sampled)
                 number += 1

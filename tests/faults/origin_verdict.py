@@ -66,7 +66,7 @@ def judge(plan: Plan, anomalies: Sequence[Mapping[str, Any]]) -> tuple[str, str]
         anomalies: of `ddpprobe anomalies RUN --json`, in their order.
     """
     pages = [a for a in anomalies if a["level"] == "page"]
-    if plan.origin.kind in {"nothing", "overflow"}:
+    if _is_harmless(plan):
         return (WRONG, f"a page: {_told(pages[0])}") if pages else (RIGHT, "")
     if not pages:
         return WRONG, "no page"
@@ -74,6 +74,13 @@ def judge(plan: Plan, anomalies: Sequence[Mapping[str, Any]]) -> tuple[str, str]
     if first["detector"] != "nonfinite":
         return WRONG, f"first is {first['detector']}: {first['message']}"
     return _judge_first(plan, first)
+
+
+def _is_harmless(plan: Plan) -> bool:
+    """Whether there is nothing to page: a scaler skips it, or what is logged is not kept."""
+    kind, scaler = plan.origin.kind, plan.origin.scaler
+    skipped = kind == "overflow" or (kind == "grad" and scaler)
+    return kind == "nothing" or skipped or (kind == "logged_loss" and not plan.sampled)
 
 
 def _judge_first(plan: Plan, first: Mapping[str, Any]) -> tuple[str, str]:
@@ -118,7 +125,7 @@ def _owners(said: Mapping[str, Any]) -> set[str]:
     return {module, module.rpartition(".")[0]} if said["kind"] in _OF_PARAMETERS else {module}
 
 
-_OF_PARAMETERS = ("param", "grad", "grad_local", "buffer", "state")
+_OF_PARAMETERS = ("param", "grad", "grad_local", "buffer", "optim_state")
 
 
 def _told(anomaly: Mapping[str, Any]) -> str:
