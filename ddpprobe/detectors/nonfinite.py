@@ -194,11 +194,7 @@ def _message(record: StepRecord, origin: FirstBad, level: str, checked: int | No
             bad = record.first_bad
             text += f"; then {Site(bad.fqn or '', bad.kind or '', bad.leaf)} in {bad.phase}"
     elif origin.fqn is None:
-        text = "non-finite local tensor; which one is not known"
-        if not (record.sampled and origin.step == record.step):
-            text += ", as this step was not sampled"
-        if origin.phase == "forward" and not origin.numel:  # of a device, where nobody could look
-            text += ", nor whether a parameter was so before it"
+        text = _nameless(record, origin)
     else:
         text = f"{found} of {origin.numel} elements" if found else "non-finite elements"
     if origin is record.first_bad and origin.kind in STATE_KINDS:
@@ -211,4 +207,13 @@ def _message(record: StepRecord, origin: FirstBad, level: str, checked: int | No
         text += "; on several ranks at once, none of them first"
     if level == "info":
         text += "; the GradScaler skipped this step"
+    return text
+
+
+def _nameless(record: StepRecord, origin: FirstBad) -> str:
+    text = "non-finite local tensor; which one is not known"
+    if not (record.sampled and origin.step == record.step):
+        text += ", as this step was not sampled"
+    if origin.phase == "forward" and not origin.numel:  # of a device, where nobody could look
+        text += ", nor whether a parameter was so before it"
     return text

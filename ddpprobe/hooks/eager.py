@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
