@@ -26,7 +26,7 @@ def carry(zygote: Zygote, plan_json: Mapping[str, Any], directory: Path) -> Line
         return {"verdict": VOID, "why": f"the launcher ended with {code}"}
     told = json.loads((directory / "told.json").read_text())
     status, said = asked("anomalies", directory / "run")
-    end = said.get("end") or _by_anomalies(said)
+    end = said.get("end", {})
     return _judged({"plan": plan.as_json(), "end": end, "exit": status, "told": told})
 
 
@@ -38,16 +38,6 @@ def _judged(line: Line) -> Line:
     if not line["told"]["daemon_ended"]:
         verdict, why = WRONG, "the daemon did not end"
     return {**line, "verdict": verdict, "why": why}
-
-
-def _by_anomalies(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the anomalies say of the end, where nothing else does."""
-    pages = [a for a in said.get("anomalies", ()) if a["level"] == "page"]
-    lost = [a for a in pages if a["detector"] == "rank_lost"]
-    if not lost:
-        return {"state": "ended", "ranks": []}
-    how = lost[0]["message"].partition("(")[2].partition(")")[0]
-    return {"state": "crashed", "ranks": [lost[0]["rank"]], "how": how, "step": lost[0]["step"]}
 
 
 def run(
