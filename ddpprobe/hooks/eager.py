@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +125,7 @@ class EagerHooks:
         self.tapped.clear()
         self._layouts.end()
 
-    def call(self, fqn: str, module: nn.Module, *call: Any) -> None:
+    def call(self, fqn: str, module: nn.Module, *call: object) -> None:
         """Handle one call of a module: args, kwargs, output."""
         self._rows.hold()
         self.forward(fqn, call[-1], relayed=_relays(module))
