@@ -209,8 +209,8 @@ def _tier_a(view: NodeView) -> Iterator[Sample]:
         key = metric.name.removeprefix("ddpprobe_host_")
         if key != metric.name:
             yield metric.name, (), view.host.get(key), None
-    for rank in sorted(view.ranks, key=lambda r: r.rank):
-        yield from _rank(rank, head=view.is_head)
+    for each in sorted(view.ranks, key=lambda r: r.rank):
+        yield from _rank(each, head=view.is_head)
 
 
 def _anomalies(view: NodeView) -> Iterator[Sample]:

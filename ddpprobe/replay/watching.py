@@ -150,7 +150,7 @@ class RunWatch:
         self._steps, self._cpus = Rates(), Rates()
         self._world_size = 0
         self._evidence = Evidence()
-        self._state = ""
+        self._state: str = ""
         if attempt >= 0:
             self._read_store(attempt)
 
