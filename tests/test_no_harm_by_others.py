@@ -158,3 +158,31 @@ def test_a_fuse_that_blows_where_no_frame_is_left_raises_nothing_and_stays_blown
     assert escaped == []
     assert fuse.blown
     assert blown == [1]
+
+
+# ---- hooks that are taken off while torch calls them
+
+
+@pytest.mark.parametrize("way", ["forward", "pre"])
+def test_a_probe_that_is_closed_inside_a_hook_of_a_captured_step_is_not_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """torch asks before each hook whether it takes kwargs: one that is gone is called without."""
+    monkeypatch.setenv("DDPPROBE_STRICT", "1")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    probe = ddpprobe.install(model, run_dir=tmp_path / "run", every=1, daemon="none", capture="*")
+    steps = iter(range(100))
+
+    def close(*_: object) -> None:
+        if next(steps) == 2:
+            probe.close()
+
+    if way == "forward":
+        model[0].register_forward_hook(close, prepend=True)
+    else:
+        model[0].register_forward_pre_hook(close, prepend=True)
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert "contained" not in caplog.text

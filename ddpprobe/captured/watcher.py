@@ -82,7 +82,7 @@ class Watcher:
             if self._every == 1:
                 self._attach()
             if self._every > 1 or self._inference.active:
-                hook = self._guest(self._sample)
+                hook = self._guest(self._sample, 3)
                 register = self._targets.root.register_forward_pre_hook
                 self._sampler.append(register(hook, with_kwargs=True, prepend=True))
             undo.pop_all()
@@ -95,8 +95,8 @@ class Watcher:
         self._running.clear()
         self._handed.forget()
 
-    def _guest(self, target: Callable[..., object]) -> Guest:
-        return Guest(self._fuse.guard(target))
+    def _guest(self, target: Callable[..., object], takes: int = 0) -> Guest:
+        return Guest(self._fuse.guard(target), takes)
 
     def _attach(self) -> bool:
         """Hang the hooks on the modules as they are now; return whether the root has some."""
@@ -112,7 +112,7 @@ class Watcher:
             if module is self._targets.root:
                 root = True
             if module is not self._targets.root or self._every == 1:
-                begin = self._guest(partial(self._begin, site))
+                begin = self._guest(partial(self._begin, site), 3)
                 add(module.register_forward_pre_hook(begin, with_kwargs=True))
             first = self._guest(partial(self._first, site))
             add(module.register_forward_hook(first, prepend=True))

@@ -130,17 +130,17 @@ class CallHooks:
         return self._layouts.of_parameter(fqn)
 
     def _hang(self, fqn: str, module: nn.Module) -> None:
-        def guest(hook: Any) -> Guest:  # noqa: ANN401  (a bound method of ours)
-            return Guest(self._fuse.guard(partial(hook, fqn)))
+        def guest(hook: Any, takes: int = 0) -> Guest:  # noqa: ANN401  (a bound method of ours)
+            return Guest(self._fuse.guard(partial(hook, fqn)), takes)
 
         if fqn:  # the root is past its pre-hooks
-            before = guest(self._begins)
+            before = guest(self._begins, 3)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if self._layouts.active:
             computed = guest(self._computed)
             self._handles.append(module.register_forward_hook(computed, prepend=True))
         # always_call: a forward that raises must not leave a call under way for ever.
-        after, add = guest(self._ends), module.register_forward_hook
+        after, add = guest(self._ends, 4), module.register_forward_hook
         self._handles.append(add(after, with_kwargs=True, always_call=True))
 
     def _begins(

@@ -110,7 +110,7 @@ class EagerHooks:
             if self._select(fqn) and module not in self._resident:
                 guest = self._guests.get(fqn)
                 if guest is None:
-                    guest = self._guests[fqn] = Guest(self._fuse.guard(_Forward(self, fqn)))
+                    guest = self._guests[fqn] = Guest(self._fuse.guard(_Forward(self, fqn)), 4)
                 self._handles.append(module.register_forward_hook(guest, with_kwargs=True))
         self._handles += gradients.seek(
             self._topology, self._fuse, self._tap_parameter, self._tap_flat

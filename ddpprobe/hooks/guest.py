@@ -43,12 +43,26 @@ class Visitor:
 
 @final
 class Guest(Visitor):
-    """Calls `target(*args)` and returns None, whatever `target` returns: a hook must not answer."""
+    """Calls `target(*args)` and returns None, whatever `target` returns: a hook must not answer.
 
-    __slots__ = ()
+    Args:
+        target: as for `Visitor`.
+        takes: number of arguments that a hook with kwargs is given. torch goes over the hooks that
+            there were when the call began, and asks before each whether it takes kwargs: one that
+            was taken off meanwhile, by another hook or another thread, is called without them, and
+            is not to be heard. 0: any number.
+    """
+
+    __slots__ = ("_takes",)
+
+    def __init__(self, target: Callable[..., object], takes: int = 0) -> None:
+        super().__init__(target)
+        self._takes = takes
 
     def __call__(self, *args: object) -> None:
         """Pass a hook's arguments on."""
+        if self._takes and len(args) != self._takes:
+            return
         if not torch.compiler.is_compiling():
             with torch_private.outside_modes():  # selective checkpointing counts operations
                 self._target(*args)

@@ -88,7 +88,8 @@ class Layouts:
         handles = []
         for fqn, module in self._topology.named_modules():
             if fqn:  # the root is past its pre-hooks
-                before, after = self._guest(self._enters, fqn), self._guest(self._converted, fqn)
+                before = self._guest(self._enters, fqn, 3)
+                after = self._guest(self._converted, fqn, 3)
                 add = module.register_forward_pre_hook
                 handles += [add(before, prepend=True, with_kwargs=True),
                             add(after, with_kwargs=True)]  # fmt: skip
@@ -97,8 +98,8 @@ class Layouts:
             handles.append(module.register_forward_hook(out))
         return handles
 
-    def _guest(self, target: Callable[..., None], fqn: str) -> Guest:
-        return Guest(self._fuse.guard(partial(target, fqn)))
+    def _guest(self, target: Callable[..., None], fqn: str, takes: int = 0) -> Guest:
+        return Guest(self._fuse.guard(partial(target, fqn)), takes)
 
     def end(self) -> None:
         """At the end of the forward: what nothing was learned of is unknown."""
