@@ -101,7 +101,8 @@ class Shipper:
         """
         if self._last_bad is not None:
             step, was_skipped, fqn = self._last_bad
-            same = bad.fqn is None or bad.fqn == fqn
+            # What was bad before this step began follows from the step before.
+            same = bad.fqn is None or bad.fqn == fqn or bad.step < at
             if at - step == 1 and same and not (was_skipped and not skipped and not partial):
                 if not partial:
                     self._last_bad = (at, skipped, fqn)

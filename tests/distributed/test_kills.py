@@ -76,11 +76,17 @@ def assert_nothing_acknowledged_is_lost(launched) -> Run:
 def assert_first_death(run: Run, ranks: set[int], *, watched: bool) -> None:
     """Somebody of `ranks` is named first, and how it died, if the daemon was there to see it.
 
-    Of two that it finds dead, the one that gave its last sign of life first is named.
+    Of several that were killed at once either the one that is proven to be first is named, or nobody.
     """
     deaths = run.deaths()
     if not deaths:  # killed while it was starting the daemon: there is none to name anybody
         assert not layout.RunDir(run.path).daemon_journal(0, NODE).is_dir(), "no death is named"
+        return
+    if len(ranks) > 1 and not deaths[0].first:  # all at once: nothing proves an order
+        end = run.info()["attempts"][0]["end"]
+        assert (end["state"], end["ranks"], end["how"]) == ("unknown", [], "SIGKILL"), end
+        (page,) = (a for a in run.anomalies() if a.level == "page")
+        assert (page.detector, page.rank, "SIGKILL" in page.message) == ("rank_lost", None, True)
         return
     assert deaths[0].first
     seen = deaths[0].signal != "unknown"
