@@ -17,6 +17,7 @@ import pytest
 from ddpprobe import cli, codec
 from ddpprobe.commands import output
 from ddpprobe.heartbeat import STATES, HeartbeatWriter
+from ddpprobe.ends.evidence import exit_event
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import RunDir, make_dir, write_json
 from ddpprobe.records import COUNTS, FirstBad, Site, StepRecord
@@ -48,7 +49,9 @@ def record(rank: int, step: int, bad: FirstBad | None) -> StepRecord:
     )  # fmt: skip
 
 
-def make_run(path: Path, bad: FirstBad | None = None, ranks: int = 2, steps: int = 40) -> Path:
+def make_run(
+    path: Path, bad: FirstBad | None = None, ranks: int = 2, steps: int = 40, *, closed: bool = True
+) -> Path:
     """A run that only its ranks wrote down: journals, no daemon, no store."""
     run = RunDir(make_dir(path))
     write_json(
@@ -66,7 +69,8 @@ def make_run(path: Path, bad: FirstBad | None = None, ranks: int = 2, steps: int
         writer = JournalWriter(run.rank_journal(0, "node_0000", rank), meta)
         for step in range(steps):
             writer.append_record(record(rank, step, bad if bad and step == bad.step else None))
-        writer.append_json(codec.LIFE, {"event": "closed", "status": "ok", "sampled": steps})
+        if closed:
+            writer.append_json(codec.LIFE, {"event": "closed", "status": "ok", "sampled": steps})
         writer.close()
     return path
 
@@ -104,6 +108,10 @@ def test_anomalies_as_json_are_exactly_the_contract(call: Call, sick: Path) -> N
     assert code == 1
     found = json.loads(out)
     assert found.pop("judged")["complete"]
+    assert found.pop("end") == {
+        "state": "ended", "ranks": [], "how": "", "step": None, "phase": None,
+        "message": "every rank came to its end",
+    }  # fmt: skip
     assert found == {
         "run": "tiny",
         "format_version": 1,
@@ -124,23 +132,18 @@ def test_a_healthy_run_as_json_is_an_empty_list(call: Call, healthy: Path) -> No
 
 
 def test_what_followed_is_indented_below_its_cause(call: Call, tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run", BAD)
+    path = make_run(tmp_path / "run", BAD, closed=False)
     run = RunDir(path)
     writer = JournalWriter(run.daemon_journal(0, "node_0000"), {"role": "daemon", "world_size": 2})
-    for rank in (1, 0):
-        death = {
-            "event": "death",
-            "rank": rank,
-            "signal": "SIGKILL",
-            "step": 39,
-            "first": rank == 1,
-        }
-        writer.append_json(codec.LIFE, {**death, "time_ns": 10**18 - rank})
+    for order, rank in enumerate((1, 0)):  # the order was seen: rank 1 was dead before rank 0
+        how = "SIGKILL" if order else "SIGSEGV"
+        ended = exit_event(rank, how, order, "daemon", 10**18 + order, None)
+        writer.append_json(codec.LIFE, {**ended, "step": 39})
     writer.close()
     code, out, _ = call("anomalies", path)
     lines = out.splitlines()
     assert code == 1
-    assert [line[:6] for line in lines] == ["PAGE  ", "  PAGE", "  INFO", "judged"]
+    assert [line[:6] for line in lines] == ["crashe", "PAGE  ", "  PAGE", "  INFO", "judged"]
     assert "rank_lost: rank 1 died (SIGKILL) in step 39" in lines[1]
     assert "first cause" not in lines[1]
 

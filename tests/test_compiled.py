@@ -590,12 +590,13 @@ def test_the_first_bad_tensor_inside_a_graph_is_named(tmp_path: Path) -> None:
         for step in range(3):
             if step == 2:
                 with torch.no_grad():
-                    model.blocks[1].up.bias[3] = torch.inf
+                    model.blocks[1].up.weight.fill_(torch.finfo(torch.float32).max)
             call(batch(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
     bad = read(tmp_path / "r")[0][-1].first_bad
-    assert (bad.fqn, bad.kind, bad.phase, bad.pos_inf) == ("blocks.1.up", "output", "forward", 3)
+    assert (bad.fqn, bad.kind, bad.phase) == ("blocks.1.up", "output", "forward")
+    assert bad.nan + bad.pos_inf + bad.neg_inf > 0
 
 
 def test_a_gradient_in_a_graph_is_of_the_micro_batch_whose_backward_runs(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from ddpprobe.ends.anomalies import anomalies_of
 from ddpprobe.ends.evidence import Case, exit_event
 from ddpprobe.ends.judge import CRASHED, HUNG, RUNNING, End, how_of, is_failed, judge
 from ddpprobe.ends.stalls import is_still
-from ddpprobe.heartbeat import Heartbeat
 from ddpprobe.processes import own_start
 from ddpprobe.view import FirstFailure
 
@@ -43,7 +42,7 @@ class Ends:
         self._case = Case(())
         self._since = time.monotonic()
         self._told = End(RUNNING)
-        self._beats: dict[int, Heartbeat] = {}
+        self._beaten: dict[int, int] = {}  # when each rank gave its last sign of life
 
     def look(self, ranks: Mapping[int, LocalRank], *, over: bool) -> None:
         """Take what is new of the ranks, judge it, and write down what has settled.
@@ -119,9 +118,9 @@ class Ends:
         evidence, now = self._ledger.evidence, time.time_ns()
         living = {n: r for n, r in ranks.items() if r.up and not r.ended}
         for number, rank in living.items():
-            moved = rank.beat != self._beats.get(number)
-            if rank.beat is not None:
-                self._beats[number] = rank.beat
+            beaten = rank.beat.time_ns if rank.beat else 0
+            moved = beaten != self._beaten.get(number, 0)
+            self._beaten[number] = beaten
             # One that is killed runs once more before it is dead: only a beat says that it goes on.
             known = evidence.is_suspended(number)
             if known != (not moved and (known or _is_suspended(rank))):

@@ -76,7 +76,7 @@ def assert_nothing_acknowledged_is_lost(launched) -> Run:
 def assert_first_death(run: Run, ranks: set[int], *, watched: bool) -> None:
     """Somebody of `ranks` is named first, and how it died, if the daemon was there to see it.
 
-    Of several that were killed at once either the one that is proven to be first is named, or nobody.
+    Of several that were killed at once the one that is proven to be the first is named, or nobody.
     """
     deaths = run.deaths()
     if not deaths:  # killed while it was starting the daemon: there is none to name anybody
