@@ -144,8 +144,8 @@ def test_what_followed_is_indented_below_its_cause(call: Call, tmp_path: Path) -
     lines = out.splitlines()
     assert code == 1
     assert [line[:6] for line in lines] == ["crashe", "PAGE  ", "  PAGE", "  INFO", "judged"]
-    assert "rank_lost: rank 1 died (SIGKILL) in step 39" in lines[1]
-    assert "first cause" not in lines[1]
+    assert "rank_lost: rank 1 died (SIGSEGV) in step 39" in lines[2]
+    assert "first cause" not in lines[2]
 
 
 def test_the_new_kinds_of_verdict_are_one_line_each(call: Call, tmp_path: Path) -> None:
