@@ -16,8 +16,8 @@ import pytest
 
 from ddpprobe import cli, codec
 from ddpprobe.commands import output
-from ddpprobe.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.ends.evidence import exit_event
+from ddpprobe.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import RunDir, make_dir, write_json
 from ddpprobe.records import COUNTS, FirstBad, Site, StepRecord
