@@ -191,7 +191,7 @@ def test_a_crashed_run_without_a_daemon_has_the_same_verdict(
     page = report(made.close(cleanly=False).path)
     assert "output of b.c on rank 1 at step 31" in page.text
     assert "no last word" in page.text
-    assert "ended without a seal" in page.text
+    assert "unknown, without a seal" in page.text
     assert 'data-plot="host"' not in page.html  # nothing was read: no empty plot of it
 
 
