@@ -89,7 +89,8 @@ def test_an_elastic_restart_is_a_second_attempt_of_the_same_daemon(small: Path, 
     assert [r.ranks for r in found.records(attempt=1)] == [(0, 1)] * 20
     deaths = found.deaths()
     assert {d.attempt for d in deaths} == {0}
-    assert (deaths[0].rank, deaths[0].signal, deaths[0].first) == (1, "exit:1", True)
+    how = {"exits": "exit:1", "raises": "RuntimeError"}[fate]  # an exception is told by its name
+    assert (deaths[0].rank, deaths[0].signal, deaths[0].first) == (1, how, True)
     [page] = [a for a in found.anomalies() if a.level == "page"]
     assert (page.attempt, page.detector, page.rank) == (0, "rank_lost", 1)
     assert [a["sealed"] for a in found.info()["attempts"]] == [True, True]
