@@ -205,6 +205,38 @@ def test_where_ranks_are_missing_nobody_here_is_taken_for_them() -> None:
     assert verdict(fate(0, "SIGSEGV"), raised(1, GONE), absent, partial=True).ranks == (0,)
 
 
+def test_a_kill_of_all_that_are_seen_is_as_open_where_other_nodes_are_not_seen() -> None:
+    absent = Fate(2), Fate(3)
+    between = [fate(n, "SIGKILL", at(40, "data"), order=n) for n in (0, 1)]
+    end = verdict(*between, *absent, partial=True)
+    assert (end.state, end.ranks, end.grave) == ("unknown", (), False), end.message
+    assert end.message == (
+        "ranks 0 and 1 ended (SIGKILL) behind step 40 without a last word: nothing says whether "
+        "training was over; of ranks 2 and 3 nothing is known here"
+    )
+    end = verdict(*(fate(n, "SIGKILL") for n in (0, 1)), *absent, partial=True)
+    assert (end.state, end.ranks, end.grave) == ("unknown", (), True), end.message
+    ordered = [fate(n, "SIGKILL", order=n) for n in (0, 1)]
+    assert verdict(*ordered, *absent, partial=True).ranks == (0,)
+    for alone in (fate(0, "SIGKILL", at(40, "data")), fate(0, "exit:1", at(40, "data"))):
+        assert verdict(alone, *absent, partial=True).ranks == (0,)
+
+
+def test_who_answered_a_signal_by_a_code_may_have_been_told_to_because_of_another_node() -> None:
+    here = [fate(n, "exit:5", at(12), closed=True, handles=True) for n in (0, 1)]
+    assert verdict(*here).state == "stopped"
+    end = verdict(*here, Fate(2), partial=True)
+    assert (end.state, end.ranks, end.how) == ("unknown", (), "exit:5"), end.message
+
+
+def test_a_broken_connection_is_no_rank_s_doing_while_another_node_is_not_seen() -> None:
+    for here in (fate(0, "unknown"), fate(0, "exit:0", at(12, "data"), closed=True)):
+        assert verdict(here, raised(1, GONE)).ranks == (0,)
+        end = verdict(here, raised(1, GONE), Fate(2), partial=True)
+        assert (end.state, end.ranks) == ("crashed", ()), end.message
+        assert "rank 0" not in end.message
+
+
 def test_the_logical_clock_orders_micro_batches_and_phases_within_a_step() -> None:
     places = [
         at(3, "data", micro=1), at(3), at(3, "backward"), at(3, micro=1),

@@ -110,6 +110,16 @@ class _Parts:
     def only(self, *parts: str) -> bool:
         return all(part in parts for part in self._of.values())
 
+    @property
+    def seen(self) -> tuple[Fate, ...]:
+        """The ranks that a rule of all ranks speaks of.
+
+        Those of other nodes, of which nothing is known here, neither keep such a rule nor break it.
+        One alone is not all.
+        """
+        seen = tuple(f for f in self.case.fates if self._of[f.rank] != _ABSENT)
+        return seen if self.case.partial and len(seen) > 1 else self.case.fates
+
 
 def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
     how = fate.how
@@ -177,28 +187,33 @@ def _same_choice(parts: _Parts) -> End | None:
     A script's handler of a signal exits with whatever code it likes; and workers that nobody lets
     come to the end of their interpreter are ended by an exit code, or killed, when all is done.
     """
-    case = parts.case
-    if not parts.only(_CHOSE, _SILENT, _CAUSE, _TOLD) or any(f.error for f in case.fates):
+    fates = parts.seen
+    quiet = all(parts.part(f) in {_CHOSE, _SILENT, _CAUSE, _TOLD} for f in fates)
+    if not quiet or any(f.error for f in fates):
         return None
-    hows = {f.how for f in case.fates}
-    if not parts.has(_CAUSE) and len(hows) == 1 and any(f.handles for f in case.fates):
-        inside = any(f.clock and f.clock.phase in {"forward", "optimizer"} for f in case.fates)
+    hows = {f.how for f in fates}
+    if not parts.has(_CAUSE) and len(hows) == 1 and any(f.handles for f in fates):
+        inside = any(f.clock and f.clock.phase in {"forward", "optimizer"} for f in fates)
         said = f"every rank ended with exit code {next(iter(hows))[5:]}"
-        if inside:  # where no script calls sys.exit(), and a signal's handler may
+        # Where no script calls sys.exit(), and a signal's handler may. Of several nodes the
+        # launcher sends the signal because of the other one, too.
+        if inside and not parts.has(_ABSENT):
             return _stopped(parts, f"{said} out of a handler of SIGTERM or SIGINT")
         why = "by the script's handler of a signal, or by its own choice"
-        return End(UNDECIDED, (), next(iter(hows)), _step(case.fates), None, f"{said}: {why}")
+        text = f"{said}: {why}{_unseen(parts)}"
+        return End(UNDECIDED, (), next(iter(hows)), _step(fates), None, text)
     return _quiet(parts) if _is_between_steps(parts) else None
 
 
 def _all_killed(parts: _Parts) -> End | None:
     """Every rank was killed: no rank's end makes others die like that, but somebody outside can."""
-    fates = parts.case.fates
-    if len(fates) < 2 or not parts.only(_CAUSE) or {f.how for f in fates} != {"SIGKILL"}:
+    fates, causes = parts.seen, parts.all(_CAUSE)
+    if len(fates) < 2 or len(causes) < len(fates) or {f.how for f in fates} != {"SIGKILL"}:
         return None
     if any(f.error or d.died_before(f) for f in fates for d in fates):
         return None
     text = f"{_many(fates)} were all killed (SIGKILL), and nothing says by whom or which was first"
+    text += _unseen(parts)
     return End(UNDECIDED, (), "SIGKILL", _step(fates), _phase(fates), text, grave=True)
 
 
@@ -223,7 +238,7 @@ def _watched(parts: _Parts, pool: list[Fate]) -> End | None:
 
 def _is_between_steps(parts: _Parts) -> bool:
     """Whether all ranks ended without a word in the same place, behind a whole step."""
-    fates = parts.case.fates
+    fates = parts.seen
     places = {f.clock.key for f in fates if f.clock}
     quiet = all(not f.closed and f.clock and f.clock.phase == "data" for f in fates)
     harmless = {"exit:0", "exit:1", "SIGKILL"} if len(fates) > 1 else {"exit:0", "exit:1"}
@@ -236,7 +251,7 @@ def _quiet(parts: _Parts) -> End:
     step = _step(fates)
     where = "" if step is None else f" behind step {step}"
     said = f"{_many(fates)} ended ({', '.join(hows)}){where} without a last word"
-    text = f"{said}: nothing says whether training was over"
+    text = f"{said}: nothing says whether training was over{_unseen(parts)}"
     return End(UNDECIDED, (), hows[0], step, None, text)
 
 
@@ -301,8 +316,9 @@ def _broken(parts: _Parts) -> End:
     victims = parts.all(_VICTIM)
     gone = parts.all(_LOST) or parts.all(_SILENT) or parts.all(_LEFT)
     said = f"{_many(victims)} lost the connection ({_message(victims[0])})"
-    if not gone and parts.has(_ABSENT):
-        text = f"{said}, and the cause is not among the ranks that are known here"
+    if parts.has(_ABSENT):  # who left, or ended unseen, is no better a candidate than those
+        among = "may not be" if gone else "is not"
+        text = f"{said}, and the cause {among} among the ranks that are known here"
         return End(CRASHED, (), how_of(victims[0]), _step(victims), _phase(victims), text)
     if len(gone) == 1:
         text = f"{describe(gone[0])}; {said}"
@@ -367,6 +383,11 @@ def _without_word(parts: _Parts) -> End:
     others = f"; of the others: {', '.join(hows)}" if hows else ""
     text = f"how {who} ended is not known{where}{others}"
     return End(UNDECIDED, (), UNKNOWN, step, None, text)
+
+
+def _unseen(parts: _Parts) -> str:
+    absent = parts.all(_ABSENT)
+    return f"; of {_many(absent)} nothing is known here" if absent else ""
 
 
 def describe(fate: Fate) -> str:
