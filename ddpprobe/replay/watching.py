@@ -62,6 +62,8 @@ class RunWatch:
         run: of which the newest attempt is watched.
     """
 
+    _state: str  # how the newest attempt ended; "": not judged yet
+
     def __init__(self, run: Run) -> None:
         self._run, self._directory = run, RunDir(run.path)
         self._lost: list[Lost] = []
@@ -150,7 +152,7 @@ class RunWatch:
         self._steps, self._cpus = Rates(), Rates()
         self._world_size = 0
         self._evidence = Evidence()
-        self._state: str = ""
+        self._state = ""
         if attempt >= 0:
             self._read_store(attempt)
 
