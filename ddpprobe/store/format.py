@@ -82,6 +82,8 @@ def _flags(meanings: Sequence[str]) -> dict[str, Any]:
     return {"flag_values": list(range(len(meanings))), "flag_meanings": " ".join(meanings)}
 
 
+# Kinds that came later are numbers beyond these, so that the array is what it was in version 1.
+_NAMED_KINDS = KINDS[: KINDS.index("grad") + 1]
 _TIME = {"units": "nanoseconds since 1970-01-01T00:00:00", "calendar": "proleptic_gregorian"}
 _ON_SITES = {"coordinates": "wall_time fqn kind leaf placement primary dtype"}
 _FIRST_BAD = tuple(
@@ -122,7 +124,13 @@ _RECORDS = (
     _column("partial", "step", "uint8", "1: the step never reached its end"),
     *_FIRST_BAD,
     _column("first_bad_phase", "step", "int8", "phase of it; -1: none", **_flags(PHASES)),
-    _column("first_bad_kind", "step", "int8", "kind of its site; -1: unknown", **_flags(KINDS)),
+    _column(
+        "first_bad_kind",
+        "step",
+        "int8",
+        "kind of its site; -1: unknown",
+        **_flags(_NAMED_KINDS),
+    ),
     _column("first_bad_named", "step", "uint8", "1: first_bad_fqn is known"),
     _column("first_bad_fqn", "step", "string", "module or parameter path"),
     _column("first_bad_leaf", "step", "string", "path inside a structured output"),
