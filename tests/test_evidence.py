@@ -165,7 +165,8 @@ def test_every_verb_is_right_or_says_what_is_not_known(
         code = main([verb, str(path), *more.get(verb, [])])
         out, err = capsys.readouterr()
         said[verb] = code, out, err
-    known = f"PAGE  step {FAULT} micro 1  rank 1" in said["anomalies"][1]
+    columns = " ".join(said["anomalies"][1].split())  # how wide they are depends on the other rows
+    known = f"PAGE step {FAULT} micro 1 rank 1" in columns
     assert known or said["anomalies"][0] in (DAMAGED, INCOMPLETE), said["anomalies"]
     assert not known or said["anomalies"][0] in (PAGED, DAMAGED)
     assert known or not any(text in said["anomalies"][1] for text in CLEAR)
