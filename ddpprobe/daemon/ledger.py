@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ddpprobe import codec, hearsay
 from ddpprobe.codec import Frame
 from ddpprobe.daemon.past import Past, past_of
-from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.anomalies import RANK_LOST, retells
 from ddpprobe.ends.evidence import Evidence
 from ddpprobe.ends.judge import End
 from ddpprobe.hearsay import MALFORMED, int64
@@ -108,7 +108,10 @@ class Ledger:
         self.say({**event, "step": step})
 
     def lose(self, end: End, found: list[Anomaly]) -> None:
-        """Write down how the attempt ended, as far as is known now; each anomaly once."""
+        """Write down how the attempt ended, as far as is known now; each anomaly once.
+
+        What is told again with more words, such as a hang that has been ended, counts as one.
+        """
         self.say({"event": "end", **end.to_json()})
         for anomaly in found:
             if anomaly not in self.lost:
@@ -263,10 +266,11 @@ class Ledger:
 
     def _count(self, anomaly: Anomaly) -> None:
         key = (anomaly.detector, anomaly.level)
-        self.anomalies[key] += 1
         self.exemplars[key] = anomaly
-        if anomaly.rank is not None:
-            self.blamed[anomaly.rank][anomaly.level] += 1
+        if not any(retells(anomaly, known) for known in self.lost):
+            self.anomalies[key] += 1
+            if anomaly.rank is not None:
+                self.blamed[anomaly.rank][anomaly.level] += 1
         if anomaly.detector == RANK_LOST:
             self.lost.append(anomaly)
         elif anomaly.first_cause:

@@ -40,6 +40,15 @@ def anomalies_of(
     ]
 
 
+def retells(anomaly: Anomaly, known: Anomaly) -> bool:
+    """Whether an anomaly says of the same end what is known by now: the one told last counts."""
+    return _event(anomaly) == _event(known)
+
+
+def _event(a: Anomaly) -> tuple[object, ...]:
+    return a.detector, a.level, a.attempt, a.step, a.micro, a.rank, a.phase
+
+
 def _found(end: End, case: Case, attempt: int) -> list[Anomaly]:
     fates = {f.rank: f for f in case.fates}
     if end.state in BAD:
