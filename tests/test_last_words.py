@@ -98,6 +98,16 @@ def test_a_text_that_cannot_be_made_costs_the_text_only() -> None:
     assert (told["type"], told["message"]) == ("Odd", "")
 
 
+@pytest.fixture(autouse=True)
+def python_s_own_handlers() -> Iterator[None]:
+    """A process of Python's own handlers, whatever was tested in this one before."""
+    own = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def on_term() -> Iterator[Callable[..., None]]:
     def handler(*_: object) -> None:
