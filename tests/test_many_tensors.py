@@ -23,7 +23,7 @@ from ddpprobe import stats
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks import step_rows
 from ddpprobe.hooks.step_rows import StepRows
-from ddpprobe.records import StepRecord
+from ddpprobe.records import Site, StepRecord
 from ddpprobe.stats import many, rows, warm_up
 from ddpprobe.stats.checksum import checksum
 
@@ -110,6 +110,7 @@ def test_rows_taken_together_are_those_taken_one_by_one(launches) -> None:
     found = tensors()
     assert together.add_all(0, enumerate(found)) == len(found)
     for slot, tensor in enumerate(found):
+        assert alone.table.slot(Site(str(slot), "grad")) == slot  # asked for where one is bad
         alone.add(slot, 0, tensor)
     np.testing.assert_equal(table_of(together, len(found)), table_of(alone, len(found)))
     assert {dtype for dtype, _, _ in launches.reduced} == set(rows.FLOATS)

@@ -220,8 +220,7 @@ def test_logits_that_are_masked_in_what_the_model_returns_are_no_fault(
     run = tmp_path / "r"
     with ddpprobe.install(model, run_dir=run, every=4, first_step=first, daemon="none"):
         for i in range(first, 10):
-            if i == 7:
-                nn.init.constant_(model[0].bias, NAN)
+            poisoned_at(model[0], i, 7)
             model(BATCH).softmax(-1).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
