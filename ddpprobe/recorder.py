@@ -180,7 +180,7 @@ class Recorder:
         parts.watch.output(trained)
         if self._sampling:
             if self._bad is None and parts.rows.bad:  # and the root's output does not show it
-                self._bad = parts.state.explain(self._clock.step)
+                self._bad = self._explain(parts)
             parts.full.probed()
             losses = [t for t in outputs if t.dim() == 0 and t.is_floating_point()]
             if len(losses) == 1 and "loss" not in self._logged:
@@ -320,9 +320,13 @@ class Recorder:
             bad = self._parts.rows.first_fault() or bad
         if self._bad is None or _names(bad, self._bad):
             now = self._clock.step
-            born = self._prepare().state.explain(now) if bad.phase == "forward" else None
+            born = self._explain(self._prepare()) if bad.phase == "forward" else None
             self._bad = born or replace(bad, step=now)
             self._alarm(partial=True, skipped=False)
+
+    def _explain(self, parts: Observers) -> FirstBad | None:
+        """Return the parameter that made this forward bad, if one was bad before it."""
+        return parts.state.explain(self._clock.step, self._clock.micro if self._bad is None else 0)
 
     def _alarm(self, *, partial: bool, skipped: bool) -> None:
         """Journal the bad step at once: the process may not live to its end."""

@@ -107,7 +107,7 @@ class FirstBad:
     `order` is the position in the rank's execution order within the step, and in a pipeline, whose
     stages run one after the other, the time in Unix ns; `fqn` is None when the step was not sampled
     and only the phase is known. The four counts are elements. `step` is smaller than the record's
-    where a parameter was bad before the forward began: it was born in an earlier step.
+    where a parameter was bad before the step's forwards began: it was born in an earlier step.
     """
 
     step: int

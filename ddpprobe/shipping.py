@@ -17,7 +17,7 @@ from ddpprobe.hooks.pending_rows import PendingRows, StepResult
 from ddpprobe.hooks.state_check import Looks
 from ddpprobe.hooks.steady import MINUS, PLUS
 from ddpprobe.journal import JournalWriter
-from ddpprobe.records import NONFINITE, OBSERVED, PHASES, SUM_SQ, FirstBad, StepRecord
+from ddpprobe.records import NONFINITE, OBSERVED, PHASES, STATE_KINDS, SUM_SQ, FirstBad, StepRecord
 
 _SILENT_NAMED = 20
 _SIGNS = ((PLUS, "+Inf"), (MINUS, "-Inf"))
@@ -216,7 +216,11 @@ def _norm(result: StepResult, kind: str) -> float | None:
 
 
 def _earlier(rows: FirstBad | None, watched: FirstBad | None) -> FirstBad | None:
-    """Of two witnesses of one step, the earlier in (micro, phase); the rows know the module."""
+    """Of two witnesses of one step, the earlier in (micro, phase).
+
+    In the same one the rows know the module, and a parameter was bad before all of its outputs.
+    """
     if rows is None or watched is None:
         return rows or watched
-    return min(rows, watched, key=lambda b: (b.step, b.micro, PHASES.index(b.phase)))
+    both = (watched, rows) if watched.kind in STATE_KINDS else (rows, watched)
+    return min(both, key=lambda b: (b.step, b.micro, PHASES.index(b.phase)))

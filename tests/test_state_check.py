@@ -79,6 +79,22 @@ def test_a_fault_of_the_optimizer_in_an_unsampled_step_is_no_fault_of_the_next_f
     assert place(records[first].first_bad) == (step, "step", "param", FIRST, "", 0)
 
 
+@pytest.mark.parametrize("step", [EVERY, EVERY + 1], ids=["sampled", "not sampled"])
+def test_a_parameter_that_is_written_between_the_forwards_of_a_step_is_told_in_the_later_one(
+    step: int, tmp_path: Path, records_of
+) -> None:
+    def between(now: int, model: nn.Module, _optimizer) -> None:
+        if now == step:
+            nn.init.constant_(model.b.bias, math.nan)
+            model(torch.randn(2, 4)).backward()
+
+    records = train(tmp_path, records_of, between, steps=step + 2)
+    bad = records[step].first_bad
+    assert (*place(bad), bad.micro) == (step, "forward", "param", "b.bias", "", 0, 1)
+    (page,) = [a for a in ddpprobe.open(tmp_path / "r").anomalies() if a.level == "page"]
+    assert "the parameter b.bias was so before the forward of micro-batch 1 began" in page.message
+
+
 def test_division_by_an_epsilon_of_zero_is_told_as_the_optimizers(
     tmp_path: Path, records_of
 ) -> None:

@@ -63,6 +63,9 @@ def born(record: StepRecord, origin: FirstBad, checked: int | None) -> str:
     """
     what = f"{_FOUND[origin.kind or '']} {Site(origin.fqn or '', origin.kind or '', origin.leaf)}"
     what = what.rpartition(":")[0]
+    if origin.phase == "forward" and origin.micro > 0:
+        text = f"{what} was so before the forward of micro-batch {origin.micro} began"
+        return f"{text}: written since the one before, or earlier if that made no use of it"
     if origin.phase == "forward":
         return f"{what} was so before the first step: look at what was loaded"
     if checked is not None and checked < record.step:

@@ -109,8 +109,11 @@ class StateCheck:
         last, self._last, self._checked = self._last, (step, micro), over
         return Looks(self, step, micro, last, self._before, after)
 
-    def explain(self, step: int) -> FirstBad | None:
-        """When a forward went bad: was a parameter so before it? None: no, or nobody can say."""
+    def explain(self, step: int, micro: int) -> FirstBad | None:
+        """When a forward went bad: was a parameter so before it? None: no, or nobody can say.
+
+        `micro`: its micro-batch if those before it in the step were fine, else 0.
+        """
         if torch_private.in_functorch() or not lanes.is_near(self._topology.device):
             return None
         held = self._held_parameters()
@@ -121,7 +124,7 @@ class StateCheck:
             and any(one.key == guilty and not is_finite(one.tensor) for one in held)
         ):
             return self._told[guilty]
-        found = self._blame(self._parameters.look(held).bad(), step, self._last)
+        found = self._blame(self._parameters.look(held).bad(), step, self._last, micro)
         self._guilty = ("param", found.fqn or "", "") if found is not None else None
         return found
 
@@ -159,17 +162,24 @@ class StateCheck:
             self._told[one.key] = self._witness(one, looks.step, micro, phase, order)
         return min((self._told[one.key] for one in new), key=lambda b: b.place, default=None)
 
-    def _blame(self, bad: Sequence[Bad], step: int, before: tuple[int, int]) -> FirstBad | None:
-        """Return the parameter that was bad before the forward of `step`, as of its own step."""
+    def _blame(
+        self, bad: Sequence[Bad], step: int, before: tuple[int, int], micro: int = 0
+    ) -> FirstBad | None:
+        """Return the parameter that was bad before a forward of `step`, as of its own step.
+
+        That is `step` itself where the forwards before `micro` were fine.
+        """
         self._settle()
-        last, micro = before
+        last, last_micro = before
         guilty = []
         for place, one in enumerate(bad):
             if self._is_meant(one) or one.key in self._harmless:
                 continue
             if one.key not in self._told:
-                came = last < 0 or one.key in self._came
-                told = (step, 0, "forward", -1) if came else (last, micro, "step", place)
+                came = one.key in self._came
+                here = came or micro > 0 or last < 0
+                now = (step, 0 if came else micro, "forward", -1)
+                told = now if here else (last, last_micro, "step", place)
                 self._told[one.key] = self._witness(one, *told)
             guilty.append(self._told[one.key])
         return min(guilty, key=lambda found: found.place, default=None)
