@@ -38,7 +38,7 @@ from .made_runs import Made
     [
         (syscalls.train, "pwrite64", 9),
         (syscalls.train, "openat", 4),
-        (syscalls.fold, "rename", 30),
+        (syscalls.fold, "renameat", 30),
         (syscalls.fold, "unlink", 2),
     ],
 )

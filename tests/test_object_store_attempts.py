@@ -40,7 +40,7 @@ def server(tmp_path_factory) -> Iterator[Cloud]:
 def cloud(server: Cloud, tmp_path: Path, monkeypatch) -> Iterator[Cloud]:
     monkeypatch.chdir(tmp_path)
     # The jobs are this process, which lives on: how it ends need not be waited for.
-    monkeypatch.setattr(local_rank, "EXIT_SECONDS", 0.2)
+    monkeypatch.setattr(local_rank, "PATIENCE_SECONDS", 0.2)
     with server.given(tmp_path, monkeypatch):
         yield server
 

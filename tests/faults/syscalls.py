@@ -27,7 +27,7 @@ from tests.made_runs import NODE, Made, key, record
 
 STEPS = 20
 # What changes a file or a directory, and openat, between which anything may have been read.
-OF_STORE = ("openat", "write", "rename", "fdatasync", "fsync", "mkdir", "chmod", "ftruncate",
+OF_STORE = ("openat", "write", "renameat", "fdatasync", "fsync", "mkdir", "chmod", "ftruncate",
             "unlink", "close", "flock")  # fmt: skip
 OF_JOURNAL = ("openat", "write", "pwrite64", "mkdir", "close")
 MOST = 20_000  # calls of one sort, more than any of these children makes
