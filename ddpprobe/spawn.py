@@ -79,7 +79,8 @@ class Keeper:
     ) -> None:
         self._run, self._node, self._restart, self._clock = run, node, restart, clock
         self._told = {"start"} if told else set[str]()
-        self._quick = 0  # deaths soon after a start, in a row
+        self._quick = 0  # deaths soon after a start, in a row; refused starts are some
+        self._ran = not told  # the last start was none that was refused: it left last words
         self._started = clock()
         self._next = self._started + CHECK_SECONDS
         self._over = False
@@ -104,11 +105,14 @@ class Keeper:
         self._quick = self._quick + 1 if now - self._started <= STEADY_SECONDS else 1
         pause = min(CHECK_SECONDS * 2 ** (self._quick - 1), MOST_CHECK_SECONDS)
         self._next = now + pause
-        self._say_why()
+        if self._ran:
+            self._say_why()
         try:
             self._restart()
+            self._ran = True
         except START_ERRORS as error:
             # No process to be had, or a full disk: the journals hold it all, and later may do.
+            self._ran = False
             self._say("start", "ddpprobe: the node daemon cannot be started anew: %s", error)
         # What counts is how long it lives, and not how long it was waited for.
         self._started = self._next - CHECK_SECONDS

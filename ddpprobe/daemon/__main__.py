@@ -71,9 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     try:
         run.daemon_file(node, "json").unlink(missing_ok=True)  # a killed predecessor's
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
-        for handler in logging.getLogger().handlers:
-            handler.addFilter(Quiet())
+        said = logging.StreamHandler()
+        said.addFilter(Quiet())  # on ours alone: who serves within a process has handlers there
+        form = "%(asctime)s %(levelname)s %(message)s"
+        logging.basicConfig(format=form, level=logging.INFO, handlers=[said])
         return _serve(_options(arguments, run, node))
     except WrongUseError as error:
         print(f"ddpprobe daemon: {error}", file=sys.stderr)

@@ -187,7 +187,7 @@ def no_shell() -> None:
         start(*args, **kwargs)
 
     spawn.start_daemon = start_once
-    importlib.import_module("ddpprobe.enlist").CHECK_SECONDS = 0.1
+    importlib.import_module("ddpprobe.spawn").CHECK_SECONDS = 0.1
 
 
 def misbehave(act: Callable[[], Any], bad_step: int) -> None:
