@@ -67,7 +67,6 @@ class RunWatch:
     def __init__(self, run: Run) -> None:
         self._run, self._directory = run, RunDir(run.path)
         self._lost: list[Lost] = []
-        self._state = ""
         self._attempt = -1
         self._begin(-1)
 
