@@ -85,8 +85,10 @@ def assert_first_death(run: Run, ranks: set[int], *, watched: bool) -> None:
     if len(ranks) > 1 and not deaths[0].first:  # all at once: nothing proves an order
         end = run.info()["attempts"][0]["end"]
         assert (end["state"], end["ranks"], end["how"]) == ("unknown", [], "SIGKILL"), end
-        (page,) = (a for a in run.anomalies() if a.level == "page")
-        assert (page.detector, page.rank, "SIGKILL" in page.message) == ("rank_lost", None, True)
+        # Between two steps it may as well be how a script ends its workers: a warning then.
+        (lost,) = run.anomalies()
+        assert (lost.detector, lost.rank, "SIGKILL" in lost.message) == ("rank_lost", None, True)
+        assert lost.level in {"page", "warn"}
         return
     assert deaths[0].first
     seen = deaths[0].signal != "unknown"
