@@ -295,7 +295,7 @@ def test_a_step_cut_off_by_an_exception_is_kept_as_partial(tmp_path: Path, recor
             raise FloatingPointError
     last = records_of(tmp_path / "r")[-1]
     assert last.partial
-    assert (last.first_bad.fqn, last.first_bad.kind) == ("1", "output")
+    assert (last.first_bad.fqn, last.first_bad.kind) == ("1.weight", "param")
 
 
 @pytest.mark.parametrize("bad", [0, 1])
