@@ -155,6 +155,24 @@ def _counts(said: Any) -> dict[str, int]:  # noqa: ANN401  (what JSON made of it
     return {str(name): _whole(value) for name, value in said.items()}
 
 
+def _error(said: Any) -> None:  # noqa: ANN401  (what JSON made of it)
+    for name in ("type", "message", "where"):
+        _text(said.get(name, ""))
+    for name in ("collective", "asked"):
+        _flag(said.get(name, False))
+
+
+def _ranks(said: Any) -> list[int]:  # noqa: ANN401  (what JSON made of it)
+    if not isinstance(said, list):
+        raise TypeError(f"{said!r:.40} is no list")
+    return [rank(one) for one in said]
+
+
+def _if_any(read: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Return what reads a value that may be null."""
+    return lambda said: None if said is None else read(said)
+
+
 def _beats(said: Any) -> None:  # noqa: ANN401  (what JSON made of it)
     for number, beat in said.items():
         rank(int(number))
@@ -167,19 +185,34 @@ _ORDER: dict[str, Callable[[Any], object]] = {
     "number": _whole, "action": _text, "start": _whole, "stop": _whole, "cause": _text,
     "reason": _text, "modules": _texts,
 }  # fmt: skip
+# How far a rank had come, as `ends.evidence.beat_facts` says it.
+_PLACE = {"step": _whole, "steps": _whole, "micro": _whole, "state": _text}
+_LOOKED_AT = {"rank": rank, "time_ns": _whole}
 # What a journal says happened, and how each field of it is read.
 _FIELDS: Mapping[str, Mapping[str, Callable[[Any], object]]] = {
     "blind": {"step": _whole, "modules": _texts, "count": _whole},
     "budget": {"step": _whole, "every": _whole},
     "captured": {"step": _whole, "bytes": _whole, "reason": _text},
-    "closed": {"status": _text, "sampled": _whole},
+    "closed": {
+        "status": _text, "sampled": _whole, "error": _error, "handles": _flag, **_PLACE,
+    },
+    "continued": _LOOKED_AT,
     "death": {
         "rank": rank, "signal": _text, "time_ns": _whole, "step": _whole, "first": _flag,
     },
     "dropped": {"reason": _text, "count": _whole},
+    "end": {
+        "state": _text, "ranks": _ranks, "how": _text, "step": _if_any(_whole),
+        "phase": _if_any(_text), "message": _text,
+    },
+    "exit": {
+        "rank": rank, "how": _text, "order": _whole, "witness": _text, "time_ns": _whole, **_PLACE,
+    },
     "fuse": {"component": _text, "error": _text},
+    "job": {"scheduler": _text},
     "last_beats": {"ranks": _beats},
     "late_order": _ORDER,
+    "moving": {"time_ns": _whole},
     "order": _ORDER,
     "order_dropped": {"cause": _text, "reason": _text},
     "paused": {"reason": _text, "time_ns": _whole},
@@ -190,12 +223,16 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], object]]] = {
         "expected": _whole, "observed": _whole, "step": _whole, "unsupported": _counts,
         "silent": _texts,
     },
+    "stalled": {"time_ns": _whole},
+    "suspended": _LOOKED_AT,
     "topology": {"wrapper": _text, "device": _text},
     "trigger": {"number": _whole, "step": _whole, "reason": _text},
     "unsampled": {"step": _whole, "reason": _text},
 }  # fmt: skip
 _NEEDED = {
-    "death": ("rank",), "dropped": ("reason", "count"), "fuse": ("component",),
-    "last_beats": ("ranks",), "pushed": ("step",), "sites": ("expected", "observed"),
+    "continued": ("rank", "time_ns"), "death": ("rank",), "dropped": ("reason", "count"),
+    "exit": ("rank", "how", "order", "witness", "time_ns"), "fuse": ("component",),
+    "job": ("scheduler",), "last_beats": ("ranks",), "moving": ("time_ns",), "pushed": ("step",),
+    "sites": ("expected", "observed"), "stalled": ("time_ns",), "suspended": ("rank", "time_ns"),
     "trigger": ("number", "step", "reason"),
 }  # fmt: skip

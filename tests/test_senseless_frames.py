@@ -29,7 +29,25 @@ MORE: tuple[dict[str, Any], ...] = (
     {"event": "order_dropped", "cause": "page/1", "reason": "too many"},
     {"event": "pinned", "step": 4, "cause": "page/1"},
 )
-SAID = (*odd_json.OF_RANK, *odd_json.OF_DAEMON, *MORE)
+PLACE = {"step": 3, "steps": 4, "micro": 0, "state": "forward"}
+# What an end is judged by.
+OF_ENDS: tuple[dict[str, Any], ...] = (
+    {"event": "closed", "status": "exception", "sampled": 2, "handles": True, **PLACE,
+     "error": {"type": "ValueError", "message": "bad", "where": "train.py:4 in main",
+               "collective": False, "asked": False}},
+    {"event": "exit", "rank": 1, "how": "SIGKILL", "order": 0, "witness": "node_0000/7/1.5",
+     "time_ns": 5, **PLACE},
+    {"event": "end", "state": "crashed", "ranks": [1], "how": "SIGKILL", "step": 3,
+     "phase": "forward", "message": "rank 1 died (SIGKILL) in step 3"},
+    {"event": "end", "state": "vanished", "ranks": [], "how": "unknown", "step": None,
+     "phase": None, "message": "no rank left a last word"},
+    {"event": "stalled", "time_ns": 5},
+    {"event": "moving", "time_ns": 6},
+    {"event": "suspended", "rank": 1, "time_ns": 5},
+    {"event": "continued", "rank": 1, "time_ns": 6},
+    {"event": "job", "scheduler": "Slurm job 17"},
+)  # fmt: skip
+SAID = (*odd_json.OF_RANK, *odd_json.OF_DAEMON, *MORE, *OF_ENDS)
 
 
 def hostile() -> list[bytes]:
@@ -119,6 +137,18 @@ def test_what_ranks_and_daemons_say_makes_sense(tmp_path: Path) -> None:
     assert hearsay.fault_of_life({"event": "of a newer version", "count": "x"}) == ""
     run = odd_json.make_all(tmp_path / "run")
     assert verify(open_run(run.path)).damage == []
+
+
+@pytest.mark.parametrize(
+    ("event", "field"),
+    [(event, field) for event in OF_ENDS for field in event if field != "event"],
+    ids=lambda value: value["event"] if isinstance(value, dict) else value,
+)
+def test_a_word_about_an_end_that_makes_no_sense_is_found_out(
+    event: dict[str, Any], field: str
+) -> None:
+    for odd in (["x"], float("inf"), {"type": 3}):
+        assert hearsay.fault_of_life({**event, field: odd}).startswith(repr(field))
 
 
 # ---- what is lost besides frames
