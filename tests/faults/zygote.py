@@ -3,8 +3,8 @@
 A `Zygote` imports once. Each `call` forks a child in a session of its own, which may fork ranks in
 turn by `start_rank`. A child has the environment of the zygote, and no thread but its own.
 
-Run as a module it is the zygote itself: one JSON line `[function, arguments]` on stdin, one line
-with the exit code on stdout.
+Run as a module it is the zygote itself: it says when it is ready; then one JSON line `[function,
+arguments]` on stdin, one line with the exit code on stdout.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from typing import Any, Self
 
 HOME = Path(__file__).parent.parent.parent
 LIMIT_SECONDS = 240  # for any forked process: nothing here may stay behind
+READY_SECONDS = 300  # for what it imports, on a machine that does much else
+READY = "ready"
 _IMPORTED = ("torch.distributed.fsdp", "torch.nn.parallel", "torch._dynamo")
 
 
@@ -44,6 +46,7 @@ class Zygote:
             [sys.executable, "-m", "tests.faults.zygote"], cwd=HOME, env=env, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
+        self._is_ready = False
 
     def call(self, function: str, *arguments: object) -> int:
         """Call `module:name` with arguments that JSON can hold, in a child; return its exit code.
@@ -52,14 +55,20 @@ class Zygote:
             RuntimeError: the zygote is gone or does not answer.
         """
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        if not self._is_ready:  # its imports take none of a call's time
+            self._answer(READY_SECONDS, "did not become ready")
+            self._is_ready = True
         self._process.stdin.write(json.dumps([function, arguments]) + "\n")
         self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], LIMIT_SECONDS + 60)
+        return int(self._answer(LIMIT_SECONDS + 60, f"gave no answer to {function}{arguments}"))
+
+    def _answer(self, seconds: float, otherwise: str) -> str:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
         line = self._process.stdout.readline() if ready else ""
         if not line:
-            raise RuntimeError(f"the zygote gave no answer to {function}{arguments}")
-        return int(line)
+            raise RuntimeError(f"the zygote {otherwise}")
+        return line
 
     def close(self) -> None:
         """End it; children that still run end by their own limit."""
@@ -103,10 +112,14 @@ def _end_as_python(body: Callable[[], object], teardown: float) -> None:
     except BaseException as error:  # noqa: BLE001  (whatever it is, Python prints it)
         sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
         sys.last_exc = error  # type: ignore[attr-defined]  # since Python 3.12
-        sys.excepthook(*sys.exc_info())
         code, interrupted = 1, isinstance(error, KeyboardInterrupt)
-    _defer_handlers()
+        try:
+            sys.excepthook(*sys.exc_info())
+        except SystemExit as end:  # of a handler, to a signal that came before this
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    # These call the handlers of signals still, and find them as the script has left them.
     atexit._run_exitfuncs()
+    _defer_handlers()
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
@@ -142,6 +155,7 @@ def main() -> None:
     importlib.import_module("ddpprobe.probe")
     native.prepare()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(READY, flush=True)
     for line in sys.stdin:
         print(_forked(*json.loads(line)), flush=True)
     os._exit(0)  # not the zygote's are the functions that atexit holds
