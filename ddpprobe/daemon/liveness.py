@@ -24,7 +24,6 @@ from ddpprobe.processes import is_process
 Key = tuple[int, int]  # attempt, rank
 
 UNKNOWN = "unknown"
-CLEAN = "exit:0"
 SLOW_POLL_SECONDS = 1.0
 # struct pidfd_info, first version: mask and cgroupid u64, eleven ids u32, exit_code s32.
 _INFO = struct.Struct("<QQ11Ii")
