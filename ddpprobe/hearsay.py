@@ -194,7 +194,8 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], object]]] = {
     "budget": {"step": _whole, "every": _whole},
     "captured": {"step": _whole, "bytes": _whole, "reason": _text},
     "closed": {
-        "status": _text, "sampled": _whole, "error": _error, "handles": _flag, **_PLACE,
+        "status": _text, "sampled": _whole, "error": _error, "handles": _flag,
+        "at_exit": _flag, "asked": _flag, **_PLACE,
     },
     "continued": _LOOKED_AT,
     "death": {

@@ -104,10 +104,13 @@ class Probe:
 
     def close(self) -> None:
         """Write what is left and take every hook, file handle and lock away. Idempotent."""
+        self._close(at_exit=False)
+
+    def _close(self, *, at_exit: bool) -> None:
         recorder, self._recorder, self._responder = self._recorder, None, None
         if recorder is None:
             return
-        words = Fuse("last words").guard(last_words.goodbye)()
+        words = Fuse("last words").guard(last_words.goodbye)(at_exit=at_exit)
         Fuse("close").guard(recorder.close)(words)
         if self._enlisted is not None and self._enlisted.lock is not None:
             self._enlisted.lock.release()
@@ -262,7 +265,7 @@ def _round_name() -> str:
 
 def _close_all() -> None:
     for probe in list(_live):
-        probe.close()
+        probe._close(at_exit=True)  # noqa: SLF001  (same module)
 
 
 def _abandon_all() -> None:

@@ -11,13 +11,14 @@ import pytest
 
 from ddpprobe.ends.anomalies import anomalies_of
 from ddpprobe.ends.evidence import Case, Clock, Error, Evidence, Fate
-from ddpprobe.ends.judge import End, judge
+from ddpprobe.ends.judge import End, is_well, judge
 from ddpprobe.ends.stalls import is_still
 from ddpprobe.heartbeat import Heartbeat
 
 GONE = Error("RuntimeError", "[gloo] Connection closed by peer", "train.py:9 in main", True)
 TIMED_OUT = Error("RuntimeError", "[gloo] Timed out waiting 1800000ms", "train.py:9", True)
 OWN = Error("ValueError", "bad batch", "train.py:40 in step")
+REFUSED = Error("ConnectionResetError", "by peer", "train.py:40 in fetch")
 PREEMPTED = Error("Preempted", "", "train.py:7 in on_term", asked=True)
 
 
@@ -32,6 +33,12 @@ def fate(rank: int, how: str = "", clock: Clock | None = None, **more: Any) -> F
 
 def raised(rank: int, error: Error, how: str = "exit:1", **more: Any) -> Fate:
     return fate(rank, how, closed=True, raised=True, error=error, **more)
+
+
+def left(rank: int, clock: Clock, **more: Any) -> Fate:
+    """Return a rank of a script with a handler of SIGTERM that closed at its interpreter's end."""
+    more = {"closed": True, "handles": True, "at_exit": True, **more}
+    return fate(rank, "exit:0", clock, **more)
 
 
 def verdict(*fates: Fate, **case: Any) -> End:
@@ -155,6 +162,65 @@ VERDICTS = {
         [fate(n, "exit:1", at(40, "data")) for n in (0, 1)], "unknown", [], "exit:1"),
     "workers that are killed when all is done": (
         [fate(n, "SIGKILL", at(40, "data")) for n in (0, 1)], "unknown", [], "SIGKILL"),
+    # Handlers of signals that exit with 0.
+    "a handler that exits with 0 out of the middle of a forward": (
+        [left(0, at(7)), left(1, at(7, "data"))], "stopped", [], "exit:0"),
+    "the same, of a rank whose last word was an error": (
+        [left(0, at(7)), raised(1, GONE, clock=at(7, "backward"))], "stopped", [], "exit:0"),
+    "ranks that left in different places, one of them behind its forward": (
+        [left(0, at(7, "backward")), left(1, at(7, "data"))], "stopped", [], "exit:0"),
+    "who left by sys.exit() out of a handler, as its close() saw": (
+        [fate(n, "exit:0", at(7, "data"), closed=True, asked=True) for n in (0, 1)], "stopped",
+        [], "exit:0"),
+    "all behind the same forward, by a handler or not": (
+        [left(n, at(7, "backward")) for n in (0, 1)], "unknown", [], "unknown"),
+    "all between two steps, by a handler or not": (
+        [left(n, at(7, "data")) for n in (0, 1)], "unknown", [], "unknown"),
+    "one between two steps, by a handler or not, and its peer by a broken connection": (
+        [left(0, at(7, "data")), raised(1, GONE)], "unknown", [], "exit:0"),
+    "the same, and a third one was told to stop": (
+        [left(0, at(7, "data")), raised(1, GONE), fate(2, "SIGTERM")], "stopped", [], "SIGTERM"),
+    "all in one place behind close(), whatever handlers there are": (
+        [left(n, at(7, "data"), at_exit=False) for n in (0, 1)], "ended", [], ""),
+    "all in one place, without a handler": (
+        [left(n, at(7, "data"), handles=False) for n in (0, 1)], "ended", [], ""),
+    "one in the middle of a forward, without a handler": (
+        [left(0, at(7), handles=False), raised(1, GONE)], "crashed", [0], "exit:0"),
+    # What a launcher's SIGKILL may have followed from.
+    "an exception, and all others killed, seen together": (
+        [fate(0, "SIGKILL", order=0), raised(1, OWN, order=0), fate(2, "SIGKILL", order=0)],
+        "crashed", [1], "ValueError"),
+    "the same of a connection of the script's own": (
+        [fate(0, "SIGKILL", order=0), raised(1, REFUSED, order=0)], "crashed", [0, 1], "SIGKILL"),
+    "the same, by different daemons, which proves nothing": (
+        [fate(0, "SIGKILL", order=0), raised(1, OWN, order=0, witness="other")], "crashed", [0, 1],
+        "SIGKILL"),
+    "a signal that nobody sends, and another one killed, seen together": (
+        [fate(0, "SIGKILL", order=0), fate(1, "SIGSEGV", order=0)], "crashed", [1], "SIGSEGV"),
+    "killed first, and then a signal that nobody sends": (
+        [fate(0, "SIGKILL", order=0), fate(1, "SIGSEGV", order=1)], "crashed", [0], "SIGKILL"),
+    "an exit code, behind the others, who were killed": (
+        [fate(0, "SIGKILL", at(6, "backward"), order=0), fate(1, "exit:17", at(5), order=0)],
+        "crashed", [1], "exit:17"),
+    "the same, of a script that handles signals": (
+        [fate(0, "SIGKILL", at(6, "backward"), order=0),
+         fate(1, "exit:17", at(5), closed=True, handles=True, order=0)],
+        "crashed", [0, 1], "SIGKILL"),
+    "an exit code, as far as the others, who were killed: it may be an answer": (
+        [fate(0, "SIGKILL", at(6), order=0), fate(1, "exit:17", at(6), order=0)],
+        "crashed", [0, 1], "SIGKILL"),
+    "the same, killed first": (
+        [fate(0, "SIGKILL", at(6), order=0), fate(1, "exit:17", at(6), order=1)],
+        "crashed", [0], "SIGKILL"),
+    # The last word found no room.
+    "all ended well, and their heartbeats say that they closed": (
+        [fate(n, "exit:0", at(40, "data"), beat_closed=True) for n in (0, 1)], "ended", [], ""),
+    "one of them did not": (
+        [fate(0, "exit:0", at(40, "data"), beat_closed=True), fate(1, "exit:0", at(40, "data"))],
+        "unknown", [], "exit:0"),
+    "a heartbeat says that one closed, and nobody knows how it ended": (
+        [fate(n, "unknown", at(40, "data"), beat_closed=True) for n in (0, 1)], "vanished", [],
+        "unknown"),
     "everybody chose one code between two steps, with a handler of signals": (
         [fate(n, "exit:1", at(40, "data"), closed=True, handles=True) for n in (0, 1)],
         "unknown", [], "exit:1"),
@@ -184,6 +250,15 @@ def test_a_bad_end_is_a_page_and_blames_whom_it_names_and_nobody_else(name: str)
         assert [(a.level, a.rank) for a in found] == [("info", None)]
     assert all(a.level != "page" for a in found if not grave and state in {"unknown", "ended"})
     assert not {a.rank for a in found if a.level == "info"} & set(ranks)
+
+
+def test_a_node_ended_well_whatever_is_known_of_others() -> None:
+    well, absent = [left(n, at(40, "data")) for n in (0, 1)], Fate(2)
+    assert is_well(Case((*well, absent), partial=True))
+    assert is_well(Case(tuple(well)))
+    for bad in (fate(1, "SIGKILL"), fate(1, "exit:3", closed=True), left(1, at(40)), fate(1)):
+        assert not is_well(Case((well[0], bad, absent), partial=True))
+    assert not is_well(Case((absent,), partial=True))
 
 
 def test_while_ranks_live_only_what_is_certain_is_said() -> None:
@@ -251,13 +326,15 @@ def events_of(rng: random.Random) -> list[tuple[dict[str, Any], int | None]]:
     for rank in range(3):
         how = rng.choice(["SIGKILL", "SIGTERM", "exit:1", "exit:3", "exit:0", "unknown", "SIGABRT"])
         place = {"step": rng.randrange(2), "steps": rng.randrange(2), "micro": 0,
-                 "state": rng.choice(["data", "forward", "backward", "optimizer"])}  # fmt: skip
+                 "state": rng.choice(["data", "forward", "backward", "optimizer", "closed"]),
+                 }  # fmt: skip
         told = {"rank": rank, "how": how, "order": rng.randrange(-1, 3), "witness": "w"}
         if rng.random() < 0.8:
             events.append(({"event": "exit", "time_ns": rng.randrange(9), **told, **place}, None))
         if rng.random() < 0.5:
             error = rng.choice([None, GONE, OWN, PREEMPTED])
-            said = {"status": "exception" if error else "ok", "handles": rng.random() < 0.5}
+            said = {"status": "exception" if error else "ok", "handles": rng.random() < 0.5,
+                    "at_exit": rng.random() < 0.5}  # fmt: skip
             fields = {n: getattr(error, n) for n in ("type", "message", "collective", "asked")
                       } if error else None  # fmt: skip
             events.append(({"event": "closed", **said, "error": fields, **place}, rank))

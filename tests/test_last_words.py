@@ -140,7 +140,27 @@ def test_an_error_that_is_under_way_is_told_and_does_not_count_as_uncaught(monke
     except ValueError:
         told = goodbye()
     assert (told["status"], told["error"]["type"]) == ("ok", "ValueError")
-    assert goodbye() == {"status": "ok", "handles": False}
+    told = {"status": "ok", "handles": False, "asked": False}
+    assert goodbye() == {**told, "at_exit": False}
+    assert goodbye(at_exit=True) == {**told, "at_exit": True}
+
+
+def test_an_exit_out_of_a_handler_was_asked_for_and_no_other_exit(on_term) -> None:
+    def leave(*_: object) -> None:
+        sys.exit(0)
+
+    def leaving(by: Callable[[], object]) -> dict[str, Any]:
+        try:
+            by()
+        except SystemExit:
+            return goodbye()  # as a `with` or a `finally` calls it
+        raise AssertionError("nobody left")
+
+    signal.signal(signal.SIGTERM, leave)
+    told = leaving(lambda: signal.raise_signal(signal.SIGTERM))
+    assert told["asked"]
+    assert "error" not in told
+    assert not leaving(lambda: sys.exit(0))["asked"]
 
 
 @pytest.mark.parametrize(

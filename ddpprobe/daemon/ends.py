@@ -11,7 +11,7 @@ from ddpprobe.daemon.ledger import Ledger
 from ddpprobe.daemon.local_rank import LocalRank
 from ddpprobe.ends.anomalies import anomalies_of
 from ddpprobe.ends.evidence import Case, exit_event
-from ddpprobe.ends.judge import CRASHED, HUNG, RUNNING, End, how_of, is_failed, judge
+from ddpprobe.ends.judge import CRASHED, HUNG, RUNNING, End, how_of, is_failed, is_well, judge
 from ddpprobe.ends.stalls import is_still
 from ddpprobe.processes import own_start
 from ddpprobe.view import FirstFailure
@@ -69,6 +69,11 @@ class Ends:
             self._world, live=live, partial=len(ranks) < self._world,
         )  # fmt: skip
         self._say(judge(self._case), settled=over)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether all ranks of this node ended well, whatever is known of the others."""
+        return is_well(self._case)
 
     @property
     def first_failure(self) -> FirstFailure | None:

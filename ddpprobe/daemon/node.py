@@ -19,7 +19,6 @@ from ddpprobe.daemon.liveness import Watcher
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.snapshot import Readings, view_of
 from ddpprobe.daemon.uploader import Uploader, destination_of, identity_of
-from ddpprobe.ends.judge import ENDED
 from ddpprobe.fuse import Fuse
 from ddpprobe.journal import segments_of
 from ddpprobe.layout import RunDir
@@ -284,7 +283,7 @@ class NodeDaemon:
             attempt,
             self._readings,
             run_id=self._run_id(),
-            finished=attempt.closed and (attempt.ends is None or attempt.ends.end.state == ENDED),
+            finished=attempt.closed and (attempt.ends is None or attempt.ends.is_well),
             dropped=self._losses(),
             components={name: not fuse.blown for name, fuse in self._fuses.items()},
             uploader=self._uploader,

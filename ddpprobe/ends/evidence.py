@@ -78,6 +78,9 @@ class Fate:
         raised: and that an exception was the reason.
         error: the exception, also one that was under way when it said so.
         handles: its script handled SIGTERM or SIGINT itself.
+        at_exit: it closed at the end of its interpreter; its script had not said that it was over.
+        asked: it closed on its way to sys.exit() out of such a handler.
+        beat_closed: its last heartbeat says that it closed.
         clock: how far it had come; None: not known.
         suspended: it was stopped (SIGSTOP) when last looked at.
         stalled: all ranks of its node lived and stood still for much longer than a step takes.
@@ -96,6 +99,9 @@ class Fate:
     raised: bool = False
     error: Error | None = None
     handles: bool = False
+    at_exit: bool = False
+    asked: bool = False
+    beat_closed: bool = False
     clock: Clock | None = None
     suspended: bool = False
     stalled: bool = False
@@ -166,7 +172,7 @@ class Evidence:
 
     def take_beat(self, rank: int, node: str, beat: Heartbeat) -> None:
         """Take a heartbeat."""
-        self._moved(rank, node, clock_of(beat.steps, beat.micro, beat.state, beat.step))
+        self._beaten(rank, node, beat_facts(beat))
 
     def case(
         self, world_size: int, *, live: bool, stalled: bool = False, partial: bool = False
@@ -208,8 +214,8 @@ class Evidence:
         raised = event.get("status", "ok") != "ok"
         said = event.get("error")
         error = read_error(said) if isinstance(said, Mapping) else None
-        handles = bool(event.get("handles"))
-        self._set(rank, node, closed=True, raised=raised, error=error, handles=handles)
+        flags = {name: bool(event.get(name)) for name in ("handles", "at_exit", "asked")}
+        self._set(rank, node, closed=True, raised=raised, error=error, **flags)
         self._beaten(rank, node, event)
 
     def _exit(self, node: str, event: Mapping[str, Any]) -> None:
@@ -231,12 +237,12 @@ class Evidence:
         self._beaten(rank, node, event)
 
     def _beaten(self, rank: int, node: str, said: Mapping[str, Any]) -> None:
-        self._set(rank, node)
-        step = int64(said.get("step", -1))
+        state, step = str(said.get("state", "data")), int64(said.get("step", -1))
+        self._set(rank, node, **({"beat_closed": True} if state == "closed" else {}))
         if step < 0:
             return
         steps, micro = int64(said.get("steps", step)), int64(said.get("micro", 0))
-        self._moved(rank, node, clock_of(steps, micro, str(said.get("state", "data")), step))
+        self._moved(rank, node, clock_of(steps, micro, state, step))
 
 
 def clock_of(steps: int, micro: int, state: str, step: int) -> Clock | None:

@@ -9,24 +9,36 @@ more than one, all of them are named.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ddpprobe.ends.evidence import UNKNOWN, Case, Fate, named
+from ddpprobe.ends.parts import (
+    ABORTED,
+    ABSENT,
+    ALIVE,
+    ASKED_CODES,
+    CAUSE,
+    CHOSE,
+    CLEAN,
+    INSIDE,
+    LEFT,
+    LOST,
+    SILENT,
+    TOLD,
+    VICTIM,
+    Parts,
+    may_be_told,
+)
 
 RUNNING, ENDED, STOPPED = "running", "ended", "stopped"
 CRASHED, HUNG, VANISHED, UNDECIDED = "crashed", "hung", "vanished", "unknown"
 STATES = (RUNNING, ENDED, STOPPED, CRASHED, HUNG, VANISHED, UNDECIDED)
 BAD = (CRASHED, HUNG, VANISHED)  # states that are a page
-
-CLEAN = "exit:0"
-_ASKED = ("SIGTERM", "SIGINT", "SIGHUP")
-# By a convention of shells a process that ends because of a signal exits with 128 and its number.
-_ASKED_CODES = {"exit:143": "SIGTERM", "exit:130": "SIGINT", "exit:129": "SIGHUP"}
-# What each rank's end is on its own.
-_ALIVE, _LEFT, _SILENT, _LOST, _ABSENT = "alive", "left", "silent", "lost", "absent"
-_CAUSE, _CHOSE, _ABORTED, _VICTIM, _TOLD = "cause", "chose", "aborted", "victim", "told"
+# Exceptions, by their names, of a script's own connections: a peer's end may be behind them.
+_OF_CONNECTIONS = re.compile(r"connection|time_?d?_?out|broken_?pipe|eof|disconnect", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +79,30 @@ class End:
 
 def judge(case: Case) -> End:
     """Return how an attempt ended, or that it is under way."""
-    parts = _Parts(case)
-    if parts.has(_CAUSE, _CHOSE, _ABORTED):
+    parts = Parts(case)
+    if parts.has(CAUSE, CHOSE, ABORTED):
         pool = _suspects(parts)
         return _same_choice(parts) or _all_killed(parts) or _watched(parts, pool) or _crashed(pool)
-    if parts.has(_SILENT) and not parts.has(_VICTIM):
+    if parts.has(SILENT) and not parts.has(VICTIM):
         return _quiet(parts)
     stuck = _stuck(parts)
     if stuck:
         return _hung(parts, stuck)
-    return _broken(parts) if parts.has(_VICTIM) else _without_cause(parts)
+    left = [f for f in parts.all(LEFT) if may_be_told(f)]
+    if left and parts.has(VICTIM) and not parts.has(LOST, SILENT, ABSENT):
+        return _stopped(parts) if parts.has(TOLD) else _by_handler(parts, left)
+    return _broken(parts) if parts.has(VICTIM) else _without_cause(parts)
 
 
 def is_failed(fate: Fate, case: Case) -> bool:
     """Whether a rank ended otherwise than by the end of its training."""
-    return _Parts(case).part(fate) in {_CAUSE, _CHOSE, _ABORTED, _VICTIM, _TOLD, _LOST}
+    return Parts(case).part(fate) in {CAUSE, CHOSE, ABORTED, VICTIM, TOLD, LOST}
+
+
+def is_well(case: Case) -> bool:
+    """Whether all ranks of which anything is known here ended well, be it by a handler."""
+    parts = Parts(case)
+    return parts.has(LEFT) and parts.only(LEFT, ABSENT)
 
 
 def how_of(fate: Fate) -> str:
@@ -90,79 +111,9 @@ def how_of(fate: Fate) -> str:
     return fate.error.type if blames and fate.error is not None else fate.how or UNKNOWN
 
 
-class _Parts:
-    """Each rank's end on its own."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case = replace(case, fates=tuple(sorted(case.fates, key=lambda f: f.rank)))
-        told = [f for f in case.fates if _signal_asked(f)]
-        self._of = {f.rank: _part(f, case, told) for f in case.fates}
-
-    def part(self, fate: Fate) -> str:
-        return self._of[fate.rank]
-
-    def all(self, *parts: str) -> list[Fate]:
-        return [f for f in self.case.fates if self._of[f.rank] in parts]
-
-    def has(self, *parts: str) -> bool:
-        return any(part in parts for part in self._of.values())
-
-    def only(self, *parts: str) -> bool:
-        return all(part in parts for part in self._of.values())
-
-    @property
-    def seen(self) -> tuple[Fate, ...]:
-        """The ranks that a rule of all ranks speaks of.
-
-        Those of other nodes, of which nothing is known here, neither keep such a rule nor break it.
-        One alone is not all.
-        """
-        seen = tuple(f for f in self.case.fates if self._of[f.rank] != _ABSENT)
-        return seen if self.case.partial and len(seen) > 1 else self.case.fates
-
-
-def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
-    how = fate.how
-    if fate.raised or (fate.error is not None and how not in {"", CLEAN, UNKNOWN}):
-        return _of_error(fate)
-    if fate.closed and not fate.dead and not (how.startswith("exit:") and how != CLEAN):
-        # A signal behind that is torch's threads, which abort now and then in its last moments.
-        # Without an exit code nobody knows why one closed in the middle of a step.
-        midway = fate.clock is not None and fate.clock.phase != "data" and how in {"", UNKNOWN}
-        return _LEFT if not midway else _ALIVE if case.live and not how else _LOST
-    if how in {"", UNKNOWN, CLEAN}:
-        alive = not how and case.live
-        return _SILENT if how == CLEAN else _ALIVE if alive else _LOST if fate.heard else _ABSENT
-    if how in _ASKED or how in _ASKED_CODES:
-        return _TOLD
-    return _CHOSE if how.startswith("exit:") else _of_signal(fate, case, told)
-
-
-def _of_error(fate: Fate) -> str:
-    error = fate.error
-    if error is None:  # of a version that did not say which: it may be anybody's
-        return _TOLD if fate.how in _ASKED else _CHOSE
-    return _TOLD if error.asked else _VICTIM if error.collective else _CAUSE
-
-
-def _of_signal(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
-    stuck = fate.stalled or any(f.suspended for f in case.fates)
-    asked = list(told)
-    first = any(fate.died_before(t) for t in asked)
-    if fate.how == "SIGKILL" and not first and (stuck or any(t.died_before(fate) for t in asked)):
-        return _TOLD  # by a launcher that got no answer
-    if fate.how == "SIGABRT" and len(case.fates) > 1:
-        return _VICTIM if stuck else _ABORTED
-    return _CAUSE
-
-
-def _signal_asked(fate: Fate) -> bool:
-    return fate.how in _ASKED or fate.how in _ASKED_CODES
-
-
-def _suspects(parts: _Parts) -> list[Fate]:
+def _suspects(parts: Parts) -> list[Fate]:
     """Return whose end is not known to have followed from somebody else's."""
-    causes, others = parts.all(_CAUSE), parts.all(_CHOSE, _ABORTED)
+    causes, others = _without_killed(parts), parts.all(CHOSE, ABORTED)
     pool = causes or others
     if causes:
         first = min((f.clock.key for f in causes if f.clock), default=None)
@@ -176,28 +127,68 @@ def _suspects(parts: _Parts) -> list[Fate]:
     return sorted((f for f in pool if f.clock and f.clock.key == least), key=lambda f: f.rank)
 
 
+def _without_killed(parts: Parts) -> list[Fate]:
+    """Return the causes, without who was killed (SIGKILL) where that followed from another's end.
+
+    A launcher kills those that are left, and a rank whose end a kill cannot bring about is the one
+    that it followed from: of its own exception, or of a signal that nobody sends; or of an exit
+    code, if it was behind those that were killed. All communication up to there they had passed, so
+    that none of it can have been broken by their end.
+    """
+    causes = parts.all(CAUSE)
+    killed = [f for f in causes if _is_killed(f)]
+    first = min((f.clock.key for f in killed if f.clock), default=None)
+
+    def is_first(fate: Fate) -> bool:
+        if fate in killed or not all(_may_come_before(fate, k) for k in killed):
+            return False
+        if parts.part(fate) == CAUSE:
+            return not _may_follow(fate)
+        behind = fate.clock is not None and first is not None and fate.clock.key < first
+        return behind and not fate.handles
+
+    found = any(is_first(f) for f in parts.all(CAUSE, CHOSE))
+    return [f for f in causes if f not in killed] if found else causes
+
+
+def _may_come_before(fate: Fate, other: Fate) -> bool:
+    """Whether a daemon saw both ends, and this one not later."""
+    return fate.witness == other.witness and 0 <= fate.order <= other.order
+
+
+def _may_follow(fate: Fate) -> bool:
+    """Whether another rank's end may be behind an exception, other than by broken communication."""
+    return fate.error is not None and bool(_OF_CONNECTIONS.search(fate.error.type))
+
+
 def _may_be_first(fate: Fate, causes: list[Fate], first: tuple[int, ...] | None) -> bool:
+    """Whether an exit code may be the cause beside these: they may have followed from it."""
     behind = fate.clock is not None and first is not None and fate.clock.key < first
-    return behind or any(fate.died_before(c) for c in causes)
+    killed = all(_is_killed(c) and _may_come_before(fate, c) for c in causes)
+    return behind or killed or any(fate.died_before(c) for c in causes)
 
 
-def _same_choice(parts: _Parts) -> End | None:
+def _is_killed(fate: Fate) -> bool:
+    return fate.how == "SIGKILL" and fate.error is None
+
+
+def _same_choice(parts: Parts) -> End | None:
     """All ranks ended by the same exit code and nothing says why: it may have been a signal's.
 
     A script's handler of a signal exits with whatever code it likes; and workers that nobody lets
     come to the end of their interpreter are ended by an exit code, or killed, when all is done.
     """
     fates = parts.seen
-    quiet = all(parts.part(f) in {_CHOSE, _SILENT, _CAUSE, _TOLD} for f in fates)
+    quiet = all(parts.part(f) in {CHOSE, SILENT, CAUSE, TOLD} for f in fates)
     if not quiet or any(f.error for f in fates):
         return None
     hows = {f.how for f in fates}
-    if not parts.has(_CAUSE) and len(hows) == 1 and any(f.handles for f in fates):
-        inside = any(f.clock and f.clock.phase in {"forward", "optimizer"} for f in fates)
+    if not parts.has(CAUSE) and len(hows) == 1 and any(f.handles for f in fates):
+        inside = any(f.clock and f.clock.phase in INSIDE for f in fates)
         said = f"every rank ended with exit code {next(iter(hows))[5:]}"
         # Where no script calls sys.exit(), and a signal's handler may. Of several nodes the
         # launcher sends the signal because of the other one, too.
-        if inside and not parts.has(_ABSENT):
+        if inside and not parts.has(ABSENT):
             return _stopped(parts, f"{said} out of a handler of SIGTERM or SIGINT")
         why = "by the script's handler of a signal, or by its own choice"
         text = f"{said}: {why}{_unseen(parts)}"
@@ -205,9 +196,9 @@ def _same_choice(parts: _Parts) -> End | None:
     return _quiet(parts) if _is_between_steps(parts) else None
 
 
-def _all_killed(parts: _Parts) -> End | None:
+def _all_killed(parts: Parts) -> End | None:
     """Every rank was killed: no rank's end makes others die like that, but somebody outside can."""
-    fates, causes = parts.seen, parts.all(_CAUSE)
+    fates, causes = parts.seen, parts.all(CAUSE)
     if len(fates) < 2 or len(causes) < len(fates) or {f.how for f in fates} != {"SIGKILL"}:
         return None
     if any(f.error or d.died_before(f) for f in fates for d in fates):
@@ -217,15 +208,15 @@ def _all_killed(parts: _Parts) -> End | None:
     return End(UNDECIDED, (), "SIGKILL", _step(fates), _phase(fates), text, grave=True)
 
 
-def _watched(parts: _Parts, pool: list[Fate]) -> End | None:
+def _watched(parts: Parts, pool: list[Fate]) -> End | None:
     """Who aborted was further on than one that was told to stop: it may have waited for that one.
 
     NCCL's watchdog aborts those who wait; one that aborts on its own leaves others behind as well.
     """
-    if any(parts.part(f) != _ABORTED or f.clock is None for f in pool):
+    if any(parts.part(f) != ABORTED or f.clock is None for f in pool):
         return None
     least = min(f.clock.key for f in pool if f.clock)
-    behind = [f for f in parts.all(_TOLD, _LOST) if f.clock and f.clock.key < least]
+    behind = [f for f in parts.all(TOLD, LOST) if f.clock and f.clock.key < least]
     if not behind:
         return None
     both = sorted([*pool, *behind], key=lambda f: f.rank)
@@ -236,7 +227,7 @@ def _watched(parts: _Parts, pool: list[Fate]) -> End | None:
     return End(UNDECIDED, ranks, "SIGABRT", _step(both), None, text, grave=True)
 
 
-def _is_between_steps(parts: _Parts) -> bool:
+def _is_between_steps(parts: Parts) -> bool:
     """Whether all ranks ended without a word in the same place, behind a whole step."""
     fates = parts.seen
     places = {f.clock.key for f in fates if f.clock}
@@ -245,8 +236,8 @@ def _is_between_steps(parts: _Parts) -> bool:
     return quiet and len(places) == 1 and {f.how for f in fates} <= harmless
 
 
-def _quiet(parts: _Parts) -> End:
-    fates = parts.all(_SILENT, _CHOSE, _CAUSE)
+def _quiet(parts: Parts) -> End:
+    fates = parts.all(SILENT, CHOSE, CAUSE)
     hows = sorted({f.how for f in fates})
     step = _step(fates)
     where = "" if step is None else f" behind step {step}"
@@ -267,20 +258,20 @@ def _crashed(pool: list[Fate]) -> End:
     return End(CRASHED, tuple(f.rank for f in pool), how, step, phase, text)
 
 
-def _stuck(parts: _Parts) -> list[Fate]:
+def _stuck(parts: Parts) -> list[Fate]:
     """Return the ranks that the others waited for, if they did."""
     case = parts.case
     suspended = [f for f in case.fates if f.suspended]
-    if suspended and not parts.has(_LEFT):
+    if suspended and not parts.has(LEFT):
         return _behind(suspended)
-    victims = parts.all(_VICTIM)
+    victims = parts.all(VICTIM)
     waited = [f for f in victims if f.how == "SIGABRT" or (f.error and f.error.timed_out)]
     if not any(f.stalled for f in case.fates) and not waited:
         return []
-    if parts.has(_LEFT) and not waited:
+    if parts.has(LEFT) and not waited:
         return []
     here = [f for f in case.fates if f.heard and not f.paused and f not in waited]
-    here = [f for f in here if parts.part(f) != _LEFT] or waited
+    here = [f for f in here if parts.part(f) != LEFT] or waited
     return _behind(here) if any(f.clock for f in here) else here
 
 
@@ -289,10 +280,10 @@ def _behind(fates: list[Fate]) -> list[Fate]:
     return [f for f in fates if f.clock and f.clock.key == min(known)] if known else fates
 
 
-def _hung(parts: _Parts, stuck: list[Fate]) -> End:
+def _hung(parts: Parts, stuck: list[Fate]) -> End:
     step, phase = _step(stuck), _phase(stuck)
     ranks = tuple(f.rank for f in stuck)
-    if parts.case.partial or parts.has(_ABSENT):
+    if parts.case.partial or parts.has(ABSENT):
         text = f"no rank that is seen here moved on ({_where(stuck)} is behind), and the one that "
         text += "was first may be elsewhere"
         return End(HUNG, (), "hang", step, phase, text)
@@ -306,17 +297,17 @@ def _hung(parts: _Parts, stuck: list[Fate]) -> End:
     if waiting:
         text += f"; {named((f.rank for f in waiting), 'and')} waited"
     ends = sorted({f.how for f in parts.case.fates if f.how and f.how != UNKNOWN})
-    if ends and not parts.has(_ALIVE):
+    if ends and not parts.has(ALIVE):
         text += f", until the job was ended ({', '.join(ends)})"
     return End(HUNG, ranks, how, step, phase, text)
 
 
-def _broken(parts: _Parts) -> End:
+def _broken(parts: Parts) -> End:
     """Communication broke: the one who is gone without a word did it, if there is one."""
-    victims = parts.all(_VICTIM)
-    gone = parts.all(_LOST) or parts.all(_SILENT) or parts.all(_LEFT)
+    victims = parts.all(VICTIM)
+    gone = parts.all(LOST) or parts.all(SILENT) or parts.all(LEFT)
     said = f"{_many(victims)} lost the connection ({_message(victims[0])})"
-    if parts.has(_ABSENT):  # who left, or ended unseen, is no better a candidate than those
+    if parts.has(ABSENT):  # who left, or ended unseen, is no better a candidate than those
         among = "may not be" if gone else "is not"
         text = f"{said}, and the cause {among} among the ranks that are known here"
         return End(CRASHED, (), how_of(victims[0]), _step(victims), _phase(victims), text)
@@ -328,18 +319,18 @@ def _broken(parts: _Parts) -> End:
         ranks = tuple(f.rank for f in gone)
         text = f"{named(ranks, 'or')} is gone without a last word, and {said}"
         return End(CRASHED, ranks, UNKNOWN, _step(gone), _phase(gone), text)
-    if parts.has(_ALIVE):
+    if parts.has(ALIVE):
         return End(RUNNING, message=f"{said}; the other ranks live")
-    if parts.has(_TOLD):
+    if parts.has(TOLD):
         return _stopped(parts)
     ranks = tuple(f.rank for f in victims)
     text = f"{said}, and no rank is known to have failed on its own"
     return End(CRASHED, ranks, how_of(victims[0]), _step(victims), _phase(victims), text)
 
 
-def _stopped(parts: _Parts, said: str = "") -> End:
+def _stopped(parts: Parts, said: str = "") -> End:
     case = parts.case
-    told = parts.all(_TOLD)
+    told = parts.all(TOLD)
     if not told and not said:
         return _without_word(parts)
     hows = sorted({_asked_by(f) for f in told}, key=lambda how: (how == "SIGKILL", how))
@@ -354,39 +345,51 @@ def _asked_by(fate: Fate) -> str:
     if fate.error is not None and fate.error.asked:
         interrupt = fate.error.type == "KeyboardInterrupt"
         return "SIGINT" if interrupt else f"a handler of a signal ({fate.error.type})"
-    return _ASKED_CODES.get(fate.how, fate.how)
+    return ASKED_CODES.get(fate.how, fate.how)
 
 
-def _without_cause(parts: _Parts) -> End:
+def _without_cause(parts: Parts) -> End:
     """Nobody failed and nobody waited."""
-    if parts.has(_TOLD) and not parts.has(_LOST, _ABSENT):
+    if parts.has(TOLD) and not parts.has(LOST, ABSENT):
         return _stopped(parts)
-    if parts.has(_ALIVE):
+    if parts.has(ALIVE):
         return End(RUNNING, message="it is under way")
     return _without_word(parts)
 
 
-def _without_word(parts: _Parts) -> End:
+def _without_word(parts: Parts) -> End:
     case = parts.case
-    if parts.only(_LEFT) and case.fates:
-        step = max((f.clock.step for f in case.fates if f.clock), default=None)
-        return End(ENDED, step=step, message="every rank came to its end")
-    lost, step = parts.all(_LOST), _last_step(case.fates)
+    if parts.only(LEFT) and case.fates:
+        if any(map(may_be_told, case.fates)):
+            return _by_handler(parts, case.fates)
+        return End(ENDED, step=_last_step(case.fates), message="every rank came to its end")
+    lost, step = parts.all(LOST), _last_step(case.fates)
     where = "" if step is None else f"; the last step begun is {step}"
     # Without a heartbeat this is a copy of records, which tells of no process.
-    quiet = parts.only(_LOST) and not any(f.closed for f in lost)
+    quiet = parts.only(LOST) and not any(f.closed for f in lost)
     if quiet and step is not None and not case.partial:
         text = f"no rank left a last word, and nobody saw how they ended{where}"
         return End(VANISHED, (), UNKNOWN, step, None, text)
-    who = _many(lost or parts.all(_ABSENT) or case.fates) if case.fates else "no rank"
+    who = _many(lost or parts.all(ABSENT) or case.fates) if case.fates else "no rank"
     hows = sorted({f.how for f in case.fates if f.how not in {"", CLEAN, UNKNOWN}})
     others = f"; of the others: {', '.join(hows)}" if hows else ""
     text = f"how {who} ended is not known{where}{others}"
     return End(UNDECIDED, (), UNKNOWN, step, None, text)
 
 
-def _unseen(parts: _Parts) -> str:
-    absent = parts.all(_ABSENT)
+def _by_handler(parts: Parts, left: Iterable[Fate]) -> End:
+    """Ranks left without an error, and a handler of a signal may have made them."""
+    left, victims = list(left), parts.all(VICTIM)
+    step = _last_step(left)
+    text = f"{_many(left)} ended (exit code 0), by a handler of SIGTERM or SIGINT or at the end of "
+    text += "the script: probe.close() behind its training would say which"
+    if victims:
+        text += f"; {_many(victims)} lost the connection ({_message(victims[0])})"
+    return End(UNDECIDED, (), CLEAN if victims else UNKNOWN, step, None, text, grave=bool(victims))
+
+
+def _unseen(parts: Parts) -> str:
+    absent = parts.all(ABSENT)
     return f"; of {_many(absent)} nothing is known here" if absent else ""
 
 

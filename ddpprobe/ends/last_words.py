@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -25,19 +25,31 @@ _BROKEN = re.compile(
 )
 
 
-def goodbye() -> dict[str, Any]:
-    """Return what belongs into the last event: `status`, `error` if there is one, `handles`.
+def goodbye(*, at_exit: bool = False) -> dict[str, Any]:
+    """Return what belongs into the last event.
+
+    Keys: `status` ("exception": nobody caught it), `error` if there is one, `handles` (the script
+    handles SIGTERM or SIGINT itself), `at_exit`, and `asked` (it is under way to sys.exit() out of
+    such a handler).
 
     At the end of the interpreter the exception that nobody caught is where Python left it for its
     debugger, whatever hook has printed it. Before that the one that is under way is told, which may
-    still be caught: the process's exit code says whether it was.
+    still be caught: the process's exit code says whether it was. Of a sys.exit() nothing is left
+    at the end of the interpreter.
+
+    Args:
+        at_exit: it is said at the end of the interpreter; the script itself has not said that its
+            training is over.
     """
     uncaught = _uncaught()
     raised = uncaught or sys.exc_info()[1]
     told: dict[str, Any] = {"status": "exception" if uncaught is not None else "ok"}
-    if raised is not None and not isinstance(raised, SystemExit | GeneratorExit):
+    asked = False
+    if isinstance(raised, SystemExit):
+        asked = _is_asked([raised])
+    elif raised is not None and not isinstance(raised, GeneratorExit):
         told["error"] = describe(raised)
-    return {**told, "handles": bool(list(_handlers()))}
+    return {**told, "handles": bool(list(_handlers())), "at_exit": at_exit, "asked": asked}
 
 
 def describe(raised: BaseException) -> dict[str, Any]:
@@ -48,19 +60,23 @@ def describe(raised: BaseException) -> dict[str, Any]:
     came out of the script's handler of SIGTERM or SIGINT, or is a KeyboardInterrupt).
     """
     chain = list(_chain(raised))
-    handlers = set(_handlers())
-    asked = any(
-        isinstance(error, KeyboardInterrupt)
-        or any(f.f_code in handlers for f in _frames(error.__traceback__))
-        for error in chain
-    )
     return {
         "type": type(raised).__name__,
         "message": _text(raised)[:MAX_MESSAGE],
         "where": _origin(raised.__traceback__),
         "collective": any(map(_is_collective, chain)),
-        "asked": asked,
+        "asked": _is_asked(chain),
     }
+
+
+def _is_asked(chain: Iterable[BaseException]) -> bool:
+    """Whether one of these is a KeyboardInterrupt or came out of a handler of the script's."""
+    handlers = set(_handlers())
+    return any(
+        isinstance(error, KeyboardInterrupt)
+        or any(f.f_code in handlers for f in _frames(error.__traceback__))
+        for error in chain
+    )
 
 
 def _uncaught() -> BaseException | None:
