@@ -50,6 +50,8 @@ def lines(info: dict[str, Any]) -> Iterator[str]:
 
 
 def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    from ddpprobe.ends.judge import is_telling  # noqa: PLC0415
+
     yield "run", info["name"]
     yield "id", info["run_id"] or ""
     yield "path", info["path"]
@@ -69,7 +71,7 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for left in info["unsealed"]:
         yield "unsealed", f"{left['node']} is not all in the store; finish with: {left['finish']}"
     end = info["end"]
-    if end and end["state"] not in {"running", "ended", "unknown"}:
+    if end and is_telling(end["state"], end["how"]):
         yield "end", end["message"]
 
 

@@ -66,8 +66,8 @@ class End:
 
     @property
     def is_telling(self) -> bool:
-        """Whether there is more to say than that it goes on, is over, or not known."""
-        return self.state not in {RUNNING, ENDED} and (self.state in BAD or self.how != UNKNOWN)
+        """As the function of this name."""
+        return is_telling(self.state, self.how)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -75,6 +75,11 @@ class End:
             "state": self.state, "ranks": list(self.ranks), "how": self.how, "step": self.step,
             "phase": self.phase, "message": self.message,
         }  # fmt: skip
+
+
+def is_telling(state: str, how: str) -> bool:
+    """Whether there is more to say of an `End` than that it goes on, is over, or not known."""
+    return state not in {RUNNING, ENDED} and (state in BAD or how != UNKNOWN)
 
 
 def judge(case: Case) -> End:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ddpprobe.commands.output import UNOBSERVED, number, size
+from ddpprobe.ends.judge import RUNNING
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.ranks import COMPARED, MOST_LISTED, differences, differs, standing_out
 from ddpprobe.report.story import Story
@@ -44,7 +45,7 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _state(info: dict[str, Any]) -> str:
     sealed = bool(info["attempts"]) and info["attempts"][-1]["sealed"]
-    open_ended = "" if info["state"] == "running" else ", without a seal"
+    open_ended = "" if info["state"] == RUNNING else ", without a seal"
     return f"{info['state']}, sealed" if sealed else f"{info['state']}{open_ended}"
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from ddpprobe.commands.output import plain
+from ddpprobe.ends.judge import RUNNING, is_telling
 from ddpprobe.records import STATE_KINDS, Anomaly
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.story import Story
@@ -177,7 +178,7 @@ def _aftermath(story: Story) -> Iterator[str]:
         yield f"The optimizer skipped {story.skipped} step{'s' if story.skipped > 1 else ''}."
     for attempt in story.info["attempts"]:
         end = attempt["end"]
-        if end["state"] not in {"running", "ended", "unknown"}:
+        if is_telling(end["state"], end["how"]):
             which = f"Attempt {attempt['attempt']}: " if len(story.info["attempts"]) > 1 else ""
             yield f"{which}{end['state']}: {end['message']}."
     last = story.info["steps"]["last"]
@@ -186,5 +187,5 @@ def _aftermath(story: Story) -> Iterator[str]:
         attempt = story.info["attempts"][-1]["attempt"]
         reached = (s.reached for s in story.held.shares if s.attempt == attempt)
         last = max([last, *filter(None, reached)])
-        under_way = story.info["state"] == "running"
+        under_way = story.info["state"] == RUNNING
         yield f"The run is under way, at step {last}." if under_way else f"The last step is {last}."
