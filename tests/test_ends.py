@@ -97,6 +97,18 @@ VERDICTS = {
         "unknown", [], "SIGKILL"),
     "aborted while another one was behind: a watchdog's work or its own": (
         [fate(0, "SIGABRT", at(12, "backward")), fate(1, "SIGTERM")], "unknown", [0, 1], "SIGABRT"),
+    "aborted while one was behind that was killed, seen together": (
+        [fate(0, "SIGABRT", at(12, "backward"), order=0), fate(1, "SIGKILL", order=0)],
+        "unknown", [0, 1], "SIGABRT"),
+    "aborted while one was behind that was killed then": (
+        [fate(0, "SIGABRT", at(12, "backward"), order=0), fate(1, "SIGKILL", order=1)],
+        "crashed", [0], "SIGABRT"),
+    "aborted behind the death of one that was killed": (
+        [fate(0, "SIGABRT", at(12, "backward"), order=1), fate(1, "SIGKILL", order=0)],
+        "crashed", [1], "SIGKILL"),
+    "aborted while nobody was behind, and another one killed then": (
+        [fate(0, "SIGABRT", order=0), fate(1, "SIGKILL", at(12, "backward"), order=1)],
+        "crashed", [0], "SIGABRT"),
     "killed behind a time in which all stood still, proven to be the first": (
         [fate(0, "SIGTERM", order=1, stalled=True), fate(1, "SIGKILL", order=0, stalled=True)],
         "crashed", [1], "SIGKILL"),

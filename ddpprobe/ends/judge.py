@@ -173,6 +173,10 @@ def _may_be_first(fate: Fate, causes: list[Fate], first: tuple[int, ...] | None)
     return behind or killed or any(fate.died_before(c) for c in causes)
 
 
+def _is_ordered(fate: Fate, other: Fate) -> bool:
+    return fate.died_before(other) or other.died_before(fate)
+
+
 def _is_killed(fate: Fate) -> bool:
     return fate.how == "SIGKILL" and fate.error is None
 
@@ -217,17 +221,21 @@ def _watched(parts: Parts, pool: list[Fate]) -> End | None:
     """Who aborted was further on than one that was told to stop: it may have waited for that one.
 
     NCCL's watchdog aborts those who wait; one that aborts on its own leaves others behind as well.
+    Told to stop may also be who was killed (SIGKILL), if nothing says which of the two was first.
     """
-    if any(parts.part(f) != ABORTED or f.clock is None for f in pool):
+    aborted = [f for f in pool if parts.part(f) == ABORTED]
+    killed = [f for f in parts.all(CAUSE) if _is_killed(f)]
+    killed = [f for f in killed if not any(_is_ordered(f, a) for a in aborted)]
+    if not aborted or any(f.clock is None or f not in [*aborted, *killed] for f in pool):
         return None
-    least = min(f.clock.key for f in pool if f.clock)
-    behind = [f for f in parts.all(TOLD, LOST) if f.clock and f.clock.key < least]
+    least = min(f.clock.key for f in aborted if f.clock)
+    after = [*parts.all(TOLD, LOST), *killed]
+    behind = [f for f in after if f.clock and f.clock.key < least]
     if not behind:
         return None
-    both = sorted([*pool, *behind], key=lambda f: f.rank)
-    text = (
-        f"{describe(pool[0])} while {_where(behind)}, was behind: it failed, or had waited for it"
-    )
+    both = sorted({f.rank: f for f in (*pool, *behind)}.values(), key=lambda f: f.rank)
+    text = f"{describe(aborted[0])} while {_where(behind)}, was behind: "
+    text += "it failed, or had waited for it"
     ranks = tuple(f.rank for f in both)
     return End(UNDECIDED, ranks, "SIGABRT", _step(both), None, text, grave=True)
 
