@@ -237,6 +237,32 @@ def test_a_death_is_told_when_it_happened(exported) -> None:
     assert {v for t, v in up if t >= when} == {0}
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_hang_is_told_when_it_was_noticed_and_who_was_waited_for(tmp_path, moved) -> None:
+    made = made_runs.Made(tmp_path / "run")
+    for step in range(3):
+        made.write([record(rank, step) for rank in range(2)])
+    noticed = (START + 20) * 10**9
+    made.tell(codec.LIFE, {"event": "stalled", "time_ns": noticed})
+    if moved:
+        made.tell(codec.LIFE, {"event": "moving", "time_ns": noticed + 10**9})
+    for rank, state in enumerate(("backward", "forward")):
+        place = {"step": 3, "steps": 3, "micro": 0, "state": state}
+        told = {"event": "exit", "rank": rank, "how": "SIGTERM", "order": 0, "witness": "daemon"}
+        made.tell(codec.LIFE, {**told, **place, "time_ns": noticed + 10 * 10**9})
+    directory = made.close(cleanly=False).path
+    told = list(views(Overlay(RunDir(directory)), Part(), []))
+    hung = [view for view in told if view.stuck]
+    assert [(view.time_ns, view.state, view.stuck) for view in hung] == (
+        [] if moved else [(noticed, "hung", {1: "forward"})]
+    )
+    assert [view.time_ns for view in told] == sorted(view.time_ns for view in told)
+    assert told[-1].state == ("stopped" if moved else "hung")
+    assert not [
+        v for v in views(Overlay(RunDir(directory)), Part(steps=slice(0, 2)), []) if v.stuck
+    ]
+
+
 def test_what_a_daemon_says_of_the_same_records_is_what_is_exported(tmp_path) -> None:
     made = made_runs.Made(tmp_path / "run")
     for step in range(BAD + 2):

@@ -11,7 +11,17 @@ from ddpprobe.daemon.ledger import Ledger
 from ddpprobe.daemon.local_rank import LocalRank
 from ddpprobe.ends.anomalies import anomalies_of
 from ddpprobe.ends.evidence import Case, exit_event
-from ddpprobe.ends.judge import CRASHED, HUNG, RUNNING, End, how_of, is_failed, is_well, judge
+from ddpprobe.ends.judge import (
+    CRASHED,
+    HUNG,
+    RUNNING,
+    End,
+    how_of,
+    is_failed,
+    is_well,
+    judge,
+    stuck_of,
+)
 from ddpprobe.ends.stalls import is_still
 from ddpprobe.processes import own_start
 from ddpprobe.view import FirstFailure
@@ -86,10 +96,7 @@ class Ends:
     @property
     def stuck(self) -> dict[int, str]:
         """The ranks that the others wait for, while it lasts, and in which phase they are."""
-        if self.end.state != HUNG or not self._case.live:
-            return {}
-        named = [f for f in self._case.fates if f.rank in self.end.ranks]
-        return {f.rank: f.clock.phase if f.clock else "" for f in named}
+        return stuck_of(self.end, self._case) if self._case.live else {}
 
     def _note(self, gone: Mapping[int, LocalRank]) -> None:
         """Write down which processes ended, once everything they wrote is known."""

@@ -110,6 +110,12 @@ def is_well(case: Case) -> bool:
     return parts.has(LEFT) and parts.only(LEFT, ABSENT)
 
 
+def stuck_of(end: End, case: Case) -> dict[int, str]:
+    """Return the ranks that the others wait or waited for, and in which phase they are."""
+    named = [f for f in case.fates if end.state == HUNG and f.rank in end.ranks]
+    return {f.rank: f.clock.phase if f.clock else "" for f in named}
+
+
 def how_of(fate: Fate) -> str:
     """Return what a rank died of: an exception by its name, else how its process ended."""
     blames = fate.error is not None and (fate.raised or fate.how not in {"", CLEAN, UNKNOWN})

@@ -6,6 +6,8 @@ they did in its daemon. What a daemon knows from elsewhere is told from the reco
 - `steps_total` counts step numbers from the first record on, and the seconds of each phase are
   those of the sampled steps, each standing for the steps since the sampled one before it.
 - `overhead_ratio` is the probe's time in a sampled step over all the steps it stands for.
+- A hang is told when the daemon noticed it, if the attempt ended by it: of one that passed nobody
+  wrote down who it was that the others waited for.
 - The first view of an attempt lies a second before its first record, so that counters start at 0;
   each death has one, and the last one a second after everything says how the ranks ended. What is
   of one sampled step (loss, norms, sites) stands in the view of that step only.
@@ -21,7 +23,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from ddpprobe import layout
-from ddpprobe.ends.judge import RUNNING
+from ddpprobe.ends.judge import HUNG, RUNNING, stuck_of
+from ddpprobe.hearsay import count
 from ddpprobe.records import Anomaly, StepRecord
 from ddpprobe.replay.endings import Death, deaths_of, ending_of
 from ddpprobe.replay.export.part import Part
@@ -95,6 +98,8 @@ class _Attempt:
         events = overlay.events(attempt)
         ending = ending_of(overlay, attempt)
         self._end = ending.end
+        self._stuck = stuck_of(ending.end, ending.case)
+        self._hung_ns = _hung_since(events) if self._stuck and part.open_ended else 0
         self._deaths = self._within(deaths_of(ending))
         self._anomalies = sorted(anomalies, key=lambda a: a.step, reverse=True)
         self._died: set[int] = set()
@@ -118,6 +123,10 @@ class _Attempt:
             advance(1 + sum(rank.advance(record.step) for rank in ranks))
             self._judge(record.step)
             yield from self._look(record.wall_time_ns, record)
+        if self._hung_ns >= now:
+            now = self._hung_ns
+            yield from self._die(now)
+            yield from self._look(now, hung=True)
         if self._ends:
             now = max([now, *(death.time_ns for death in self._deaths)])
             yield from self._die(now + 1)
@@ -175,11 +184,21 @@ class _Attempt:
                 self._blamed[anomaly.rank][anomaly.level] += 1
 
     def _look(
-        self, time_ns: int, record: StepRecord | None = None, *, over: bool = False
+        self,
+        time_ns: int,
+        record: StepRecord | None = None,
+        *,
+        over: bool = False,
+        hung: bool = False,
     ) -> Iterator[NodeView]:
         for node in self._nodes:
             node.read(time_ns)
-            yield self._view(node, time_ns, record, over=over)
+            view = self._view(node, time_ns, record, over=over)
+            if hung:
+                own = {rank.number for rank in node.ranks}
+                stuck = {number: phase for number, phase in self._stuck.items() if number in own}
+                view = replace(view, state=HUNG, stuck=stuck)
+            yield view
 
     def _view(
         self, node: _Node, time_ns: int, record: StepRecord | None, *, over: bool
@@ -223,3 +242,9 @@ class _Attempt:
             resident_bytes=None if resident is None else int(resident),
             cpu_seconds=process.get("cpu_seconds"),
         )
+
+
+def _hung_since(events: Sequence[Event]) -> int:
+    """Return when a daemon noticed last that its ranks stand still, or one of them; 0: never."""
+    said = (e.what for e in events if e.what.get("event") in ("stalled", "suspended"))
+    return max((count(what.get("time_ns"), 0) for what in said), default=0)
