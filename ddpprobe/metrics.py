@@ -53,7 +53,7 @@ METRICS: tuple[Metric, ...] = (
     # Identity
     _row("build_info", "", "Version of ddpprobe; always 1. Mixed versions in one job are a deployment error.", "version"),
     _row("job_info", "", "The run this node serves; always 1. Join it: * on (job, instance) group_left (run).", "run", "world_size", "torch", "backend"),
-    _row("job_finished", "0 or 1", "1 after a normal end of all local ranks; silences the liveness alerts."),
+    _row("job_finished", "0 or 1", "1 after a normal end of all local ranks; job_state has a word for every other end."),
     _row("job_state", "", "1 for the state of the job as this node sees it: running, ended, stopped (from outside), crashed, hung, vanished or unknown; ddpprobe anomalies RUN says more.", "state"),
     _row("paused", "0 or 1", "1 inside probe.pause(): evaluation or checkpoint, no step is expected."),
     _row("rank_info", "", "Where a rank runs; always 1. Use pid and device to find the process.", "rank", "local_rank", "pid", "device"),

@@ -111,14 +111,15 @@ sum by (job, instance) (increase(ddpprobe_records_dropped_total{{reason=~"{DISK}
         """ddpprobe_first_failure_timestamp_seconds
 == on (job) group_left ()
 min by (job) (ddpprobe_first_failure_timestamp_seconds)""",
-        "Rank {{ $labels.rank }} of {{ $labels.job }} died first ({{ $labels.signal }})",
-        "torchrun ends all other ranks when one dies, so this is the one to look at: its log, and "
+        "Rank {{ $labels.rank }} of {{ $labels.job }} is the cause ({{ $labels.signal }})",
+        "torchrun ends all other ranks when one fails, so this is the one to look at: its log, and "
         "ddpprobe info RUN for the step. Nodes are compared by their clocks.",
     ),
     Alert(
         "RankDead",
         "critical",
-        # A rank that is known to live may be silent for the two minutes of a checkpoint.
+        # A rank that is known to live may be silent for the two minutes of a checkpoint. Once it is
+        # judged how the job ended, other rules tell what of that is worth a page.
         f"""(
   (
     time() - ddpprobe_rank_last_heartbeat_timestamp_seconds > {SILENT_SECONDS}
@@ -127,7 +128,7 @@ min by (job) (ddpprobe_first_failure_timestamp_seconds)""",
   or on (job, instance, rank)
   ddpprobe_rank_up == 0
 )
-unless on (job, instance) ddpprobe_job_finished == 1
+unless on (job, instance) ddpprobe_job_state{{state!="running"}}
 unless on (job) ddpprobe_first_failure_timestamp_seconds""",
         "Rank {{ $labels.rank }} of {{ $labels.job }} is gone",
         "The process of rank {{ $labels.rank }} at {{ $labels.instance }} does not live any more and "

@@ -61,7 +61,7 @@ def _verdict() -> list[Placed]:
         (
             stat_panel(
                 "Ranks lost",
-                "Ranks whose process is gone before the end of the run. Above 0: see First death, then that rank's log.",
+                "Ranks whose process is gone before the end of the run. Above 0: see First failure, then that rank's log.",
                 "none",
                 Query(f"sum({lost})", "lost"),
                 good_at_zero,
@@ -108,8 +108,8 @@ def _verdict() -> list[Placed]:
         ),
         (
             stat_panel(
-                "First death",
-                "When the first rank died, and of what; the others are torchrun's doing. Empty is good.",
+                "First failure",
+                "When the rank that is the cause ended, and of what; the others are torchrun's doing. Empty is good, or the cause is not decided: ddpprobe anomalies RUN.",
                 "dateTimeAsIso",
                 Query(
                     f"min by (rank, signal) ({_m('first_failure_timestamp_seconds', NODE)}) * 1000",
@@ -500,7 +500,7 @@ def _frame() -> dashboard.Dashboard:
         .with_variable(node)
         .with_variable(rank)
         .annotation(_annotation("Anomalies", paged, "{{detector}}", RED))
-        .annotation(_annotation("First death", dead, "rank {{rank}} {{signal}}", GREY))
+        .annotation(_annotation("First failure", dead, "rank {{rank}} {{signal}}", GREY))
         .link(
             dashboard.DashboardLink("ddpprobe")
             .type(models.DashboardLinkType.DASHBOARDS)

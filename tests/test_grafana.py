@@ -38,7 +38,7 @@ GENERATED = (
 # Prometheus makes these itself for every target.
 PROMETHEUS_OWN = {"scrape_duration_seconds", "scrape_samples_scraped"}
 # Panels whose queries may return nothing; their descriptions must say so.
-EMPTY_IS_GOOD = {"Anomalies", "First death", "Loss scale", "Origin of non-finite elements"}
+EMPTY_IS_GOOD = {"Anomalies", "First failure", "Loss scale", "Origin of non-finite elements"}
 
 
 def test_the_generated_files_are_those_of_the_code(tmp_path: Path) -> None:

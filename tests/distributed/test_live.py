@@ -43,7 +43,7 @@ VERDICT = {
 # Longer than the 15 s that DdpprobeRankDead waits: it must stay silent all the way.
 LINGER = 26.0
 # Nothing of a run without a death.
-NOT_IN_THIS_RUN = {"First death", "Loss scale"}  # nobody dies, no GradScaler
+NOT_IN_THIS_RUN = {"First failure", "Loss scale"}  # nobody dies, no GradScaler
 UPLOADS = "ddpprobe_upload"  # nor has it a URL
 MEMORY_BYTES = 128 << 20
 THREADS = 12
