@@ -79,9 +79,11 @@ def _exit_code(run_: Run, found: list[Anomaly], held: Completeness) -> int:
 
 def told_ends(endings: list[Ending]) -> list[str]:
     """Say how the attempts ended that did not come to their end, newest last."""
-    told = [e for e in endings if e.end.is_telling]
-    which = {e.attempt: f" (attempt {e.attempt})" if len(endings) > 1 else "" for e in told}
-    return [f"{e.end.state}{which[e.attempt]}: {e.end.message}" for e in told]
+    from ddpprobe.ends.judge import told  # noqa: PLC0415
+
+    texts = {e.attempt: told(e.end.to_json()) for e in endings}
+    which = "attempt {}: " if len(endings) > 1 else ""
+    return [f"{which.format(attempt)}{text}" for attempt, text in texts.items() if text]
 
 
 def judged(held: Completeness, damaged: bool) -> str:  # noqa: FBT001

@@ -50,7 +50,7 @@ def lines(info: dict[str, Any]) -> Iterator[str]:
 
 
 def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    from ddpprobe.ends.judge import is_telling  # noqa: PLC0415
+    from ddpprobe.ends.judge import told  # noqa: PLC0415
 
     yield "run", info["name"]
     yield "id", info["run_id"] or ""
@@ -70,9 +70,7 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "upload", f"{upload['node']} is not done ({why}); finish with: {upload['finish']}"
     for left in info["unsealed"]:
         yield "unsealed", f"{left['node']} is not all in the store; finish with: {left['finish']}"
-    end = info["end"]
-    if end and is_telling(end["state"], end["how"]):
-        yield "end", end["message"]
+    yield "end", told(info["end"]) if info["end"] else ""
 
 
 def _sampling(info: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ more than one, all of them are named.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,17 @@ class End:
 def is_telling(state: str, how: str) -> bool:
     """Whether there is more to say of an `End` than that it goes on, is over, or not known."""
     return state not in {RUNNING, ENDED} and (state in BAD or how != UNKNOWN)
+
+
+def told(end: Mapping[str, Any]) -> str:
+    """Return what people are told of an end, given as `End.to_json`: its state and its message.
+
+    It is empty where there is no more to say than the state.
+    """
+    state, message = end["state"], str(end["message"])
+    if not is_telling(state, end["how"]):
+        return ""
+    return message if message.startswith(state) else f"{state}: {message}"
 
 
 def judge(case: Case) -> End:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ddpprobe.commands.output import UNOBSERVED, number, size
+from ddpprobe.ends.evidence import named
 from ddpprobe.ends.judge import RUNNING
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.ranks import COMPARED, MOST_LISTED, differences, differs, standing_out
@@ -44,9 +45,9 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _state(info: dict[str, Any]) -> str:
-    sealed = bool(info["attempts"]) and info["attempts"][-1]["sealed"]
-    open_ended = "" if info["state"] == RUNNING else ", without a seal"
-    return f"{info['state']}, sealed" if sealed else f"{info['state']}{open_ended}"
+    if info["attempts"] and info["attempts"][-1]["sealed"]:
+        return f"{info['state']}, sealed"
+    return RUNNING if info["state"] == RUNNING else f"{info['state']}, without a seal"
 
 
 def _sampling(info: dict[str, Any]) -> str:
@@ -75,10 +76,16 @@ def attempts(story: Story) -> list[dict[str, Any]]:
             "silent": ", ".join(map(str, a["silent_ranks"][:20])),
             "torn": size(a["torn_bytes"]) if a["torn_bytes"] else "",
             "sealed": "yes" if a["sealed"] else "no",
-            "death": f"rank {d['rank']} ({d['signal']})" if (d := a["first_death"]) else "",
+            "end": _end(a["end"]),
         }
         for a in story.info["attempts"]
     ]
+
+
+def _end(end: dict[str, Any]) -> str:
+    """Return how an attempt ended, and by whose fault if that is known."""
+    whose = f": {named(end['ranks'])} ({end['how']})" if end["ranks"] else ""
+    return f"{end['state']}{whose}"
 
 
 def ranks(story: Story) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import glob
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import final
 
 from ddpprobe.commands.output import plain
-from ddpprobe.ends.judge import RUNNING, is_telling
+from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.judge import RUNNING, told
 from ddpprobe.records import STATE_KINDS, Anomaly
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.story import Story
@@ -22,7 +23,7 @@ TITLES = {
     "desync": "Replicas differ",
     "loss_scale": "Loss scale",
     "coverage": "Something fell silent",
-    "rank_lost": "The job was lost",
+    RANK_LOST: "The job was lost",
 }
 _KINDS = {
     "input": "input", "output": "output", "grad_output": "gradient of the output",
@@ -41,10 +42,11 @@ class Where:
     """Where it happened; None or empty where it is not known, or nobody is to blame.
 
     `attempt` is None where there is only one; `phase` is a word, `during` what a sentence says.
+    `micro` is None and these are empty where a rank was lost outside of a forward or backward.
     """
 
     step: int
-    micro: int
+    micro: int | None
     rank: int | None
     attempt: int | None
     module: str | None
@@ -93,9 +95,10 @@ def judge(story: Story) -> Verdict:
     ]
     others = [a for g in groups if g.cause is None for a in g.followed]
     alone = [_line(a) for a in others]
+    said = [f.message for f in found] or [a.message for a in others[:MOST_FOLLOWED]]
     tone = "bad" if found else "warn" if alone or story.lost or not story.held.complete else "good"
     return Verdict(
-        tone, _headline(story, found, others), found[:MOST_CAUSES], list(_aftermath(story)),
+        tone, _headline(story, found, others), found[:MOST_CAUSES], list(_aftermath(story, said)),
         [] if found else alone[:MOST_FOLLOWED], max(0, len(found) - MOST_CAUSES),
     )  # fmt: skip
 
@@ -108,7 +111,9 @@ def _headline(story: Story, found: list[Finding], others: list[Anomaly]) -> str:
     if first.module is not None:
         what = f": {first.kind} of {first.module}" if first.kind else f": {first.module}"
     rank = "" if first.rank is None else f" on rank {first.rank}"
-    when = f" at step {first.step}, micro-batch {first.micro}, {first.during}"
+    when = f" at step {first.step}"
+    if first.micro is not None:
+        when += f", micro-batch {first.micro}, {first.during}"
     return f"{found[0].title}{what}{rank}{when}"
 
 
@@ -136,11 +141,13 @@ def _without_cause(story: Story, others: list[Anomaly]) -> str:
 
 
 def _finding(path: str, cause: Anomaly, followed: list[Anomaly], *, several: bool) -> Finding:
+    # The phase `step` of a lost rank stands for all that is neither forward nor backward.
+    vague = cause.detector == RANK_LOST and cause.phase == "step"
     where = Where(
-        cause.step, cause.micro, cause.rank, cause.attempt if several else None,
+        cause.step, None if vague else cause.micro, cause.rank, cause.attempt if several else None,
         None if cause.module is None else cause.module or "(root)",
-        _KINDS.get(cause.kind or "", cause.kind or ""), cause.phase,
-        _PHASES.get(cause.phase, cause.phase),
+        _KINDS.get(cause.kind or "", cause.kind or ""), "" if vague else cause.phase,
+        "" if vague else _PHASES.get(cause.phase, cause.phase),
     )  # fmt: skip
     title = TITLES.get(cause.detector, cause.detector)
     lines = [_line(a) for a in followed[:MOST_FOLLOWED]]
@@ -169,7 +176,8 @@ def _line(anomaly: Anomaly) -> str:
     return f"step {anomaly.step}{rank}: {where}{anomaly.message}"
 
 
-def _aftermath(story: Story) -> Iterator[str]:
+def _aftermath(story: Story, said: Collection[str]) -> Iterator[str]:
+    """Say what came of it, but not how the run ended if a message that is `said` tells it."""
     if story.loss_lost:
         _, step, ranks = story.loss_lost
         who = ranks_named(ranks, len(story.labels.ranks))
@@ -177,10 +185,10 @@ def _aftermath(story: Story) -> Iterator[str]:
     if story.skipped:
         yield f"The optimizer skipped {story.skipped} step{'s' if story.skipped > 1 else ''}."
     for attempt in story.info["attempts"]:
-        end = attempt["end"]
-        if is_telling(end["state"], end["how"]):
-            which = f"Attempt {attempt['attempt']}: " if len(story.info["attempts"]) > 1 else ""
-            yield f"{which}{end['state']}: {end['message']}."
+        text = told(attempt["end"])
+        if text and attempt["end"]["message"] not in said:
+            which = f"attempt {attempt['attempt']}: " if len(story.info["attempts"]) > 1 else ""
+            yield f"{which}{text}."
     last = story.info["steps"]["last"]
     if last is not None:
         # What was sampled last is rarely the last step.
