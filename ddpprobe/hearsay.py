@@ -176,9 +176,8 @@ def _if_any(read: Callable[[Any], object]) -> Callable[[Any], object]:
 def _beats(said: Any) -> None:  # noqa: ANN401  (what JSON made of it)
     for number, beat in said.items():
         rank(int(number))
-        _whole(beat["step"])
-        _whole(beat["sampled"])
-        _text(beat["state"])
+        for name in {"step", "sampled", "state", *beat} & _BEAT.keys():
+            _BEAT[name](beat[name])
 
 
 _ORDER: dict[str, Callable[[Any], object]] = {
@@ -187,6 +186,7 @@ _ORDER: dict[str, Callable[[Any], object]] = {
 }  # fmt: skip
 # How far a rank had come, as `ends.evidence.beat_facts` says it.
 _PLACE = {"step": _whole, "steps": _whole, "micro": _whole, "state": _text}
+_BEAT = {**_PLACE, "sampled": _whole}
 _LOOKED_AT = {"rank": rank, "time_ns": _whole}
 # What a journal says happened, and how each field of it is read.
 _FIELDS: Mapping[str, Mapping[str, Callable[[Any], object]]] = {
@@ -225,6 +225,7 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], object]]] = {
         "silent": _texts,
     },
     "stalled": {"time_ns": _whole},
+    "steady": {"step": _whole, "fqn": _text, "kind": _text, "leaf": _text, "values": _texts},
     "suspended": _LOOKED_AT,
     "topology": {"wrapper": _text, "device": _text},
     "trigger": {"number": _whole, "step": _whole, "reason": _text},
@@ -234,6 +235,6 @@ _NEEDED = {
     "continued": ("rank", "time_ns"), "death": ("rank",), "dropped": ("reason", "count"),
     "exit": ("rank", "how", "order", "witness", "time_ns"), "fuse": ("component",),
     "job": ("scheduler",), "last_beats": ("ranks",), "moving": ("time_ns",), "pushed": ("step",),
-    "sites": ("expected", "observed"), "stalled": ("time_ns",), "suspended": ("rank", "time_ns"),
-    "trigger": ("number", "step", "reason"),
+    "sites": ("expected", "observed"), "stalled": ("time_ns",), "steady": ("values",),
+    "suspended": ("rank", "time_ns"), "trigger": ("number", "step", "reason"),
 }  # fmt: skip

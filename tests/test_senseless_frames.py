@@ -14,6 +14,7 @@ from ddpprobe.cli import main
 from ddpprobe.daemon.ledger import Ledger
 from ddpprobe.daemon.tail import RankFacts, RankTail
 from ddpprobe.detectors.suite import default_suite
+from ddpprobe.ends import evidence
 from ddpprobe.replay.run import open_run
 from ddpprobe.replay.verify import verify
 from ddpprobe.store.writer import StoreWriter
@@ -47,7 +48,12 @@ OF_ENDS: tuple[dict[str, Any], ...] = (
     {"event": "continued", "rank": 1, "time_ns": 6},
     {"event": "job", "scheduler": "Slurm job 17"},
 )  # fmt: skip
-SAID = (*odd_json.OF_RANK, *odd_json.OF_DAEMON, *MORE, *OF_ENDS)
+LATER: tuple[dict[str, Any], ...] = (
+    {"event": "last_beats", "ranks": {"0": {**PLACE, "sampled": 2}}},
+    {"event": "steady", "step": 3, "fqn": "a", "kind": "output", "leaf": "", "values": ["-Inf"],
+     "told": False},
+)  # fmt: skip
+SAID = (*odd_json.OF_RANK, *odd_json.OF_DAEMON, *MORE, *OF_ENDS, *LATER)
 
 
 def hostile() -> list[bytes]:
@@ -117,6 +123,12 @@ def test_an_infinite_count_is_listed_by_verify_and_ends_nothing(
         (codec.LIFE, b'["closed"]'),
         (codec.LIFE, b'{"event":"death","rank":-7}'),
         (codec.LIFE, b'{"event":"sites","expected":"x","observed":1}'),
+        (codec.LIFE, b'{"event":"exit","rank":0,"how":"SIGKILL","order":1,"time_ns":5}'),
+        (codec.LIFE, b'{"event":"steady","step":3,"values":"+Inf"}'),
+        (
+            codec.LIFE,
+            b'{"event":"last_beats","ranks":{"0":{"step":4,"sampled":2,"state":"x","steps":1e999}}}',
+        ),
         (codec.LIFE, b"{"),
         (codec.SAMPLE, b'{"time_ns":1e999}'),
         (codec.ANOMALY, b'{"detector":"nonfinite"}'),
@@ -190,12 +202,17 @@ def test_captures_say_which_manifest_is_damaged(captured: Path, tmp_path: Path, 
     assert not verify(open_run(path)).ok
 
 
-def test_what_verify_finds_no_fault_with_every_reader_takes() -> None:
+def test_what_verify_finds_no_fault_with_every_reader_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evidence, "MALFORMED", ())  # what it cannot take, it raises
     faults = 0
     for text in hostile():
         event = json.loads(text) if b"[[[[" not in text else {}
         if isinstance(event, dict) and hearsay.fault_of_life(event) == "":
             RankFacts().take_life(event)
+            evidence.Evidence().take_event(event, 0, NODE)
+            evidence.Evidence().take_event(event, None, NODE)
         else:
             faults += 1
     assert faults > 500
