@@ -255,8 +255,9 @@ def test_files_from_before_the_last_commit_are_damage_in_a_settled_store(
     assert look(journals.path)[0].ok
     for path, data in older.items():
         path.write_bytes(data)
-    report, records, _ = look(journals.path)
+    report, records, run = look(journals.path)
     assert {str(p.relative_to(journals.path)) for p in older} <= {x.where for x in report.damage}
+    assert [lost for lost in run.lost if "it is not what was committed" in lost.why]  # readers, too
     assert {p.name for p in older} > {"zarr.json"}  # chunks too
     assert set(records) <= {key(record(0, step)) for step in range(60)}
 

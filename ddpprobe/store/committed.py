@@ -3,7 +3,7 @@
 A manifest is read before the files that it lists. By the time a file is opened its writer may have
 replaced it, or retention may have taken it away: then a newer manifest says so. So nothing is
 called lost before a manifest that was read after the file, and that did not change since, says
-that the file should have been there.
+that the file should have been there. What a commit replaced counts until the commit is finished.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ class CommittedFiles:
     Args:
         root: directory of the group.
         manifest: as of when the group was opened.
+        settled: its last commit was finished then.
 
     Attributes:
         newest: the manifest that was read last.
     """
 
-    def __init__(self, root: Path, manifest: Manifest) -> None:
+    def __init__(self, root: Path, manifest: Manifest, *, settled: bool) -> None:
         self.newest = manifest
+        self._settled = settled and not manifest.damage
         self._root, self._opened_with = root, manifest
 
     def has_expired(self, block: int) -> bool:
@@ -100,19 +102,27 @@ class CommittedFiles:
             except OSError as error:
                 why = f"{key} is no regular file ({error.strerror or error})"
                 raise StoreError(why) from error
-            why = _wrong(manifest, key, found)
+            why = _wrong(manifest, key, found, self._versions(manifest, key))
             if not why:
                 return self._known(key, found)
             # The writer may have gone on since the manifest was read.
             before, manifest = manifest, Manifest(manifest.path)
             self.newest = manifest
             listed = bool(self._opened_with.versions(key))
-            why = _wrong(manifest, key, found, listed=listed)
+            why = _wrong(manifest, key, found, self._versions(manifest, key), listed=listed)
             if not why:
                 return self._known(key, found)
             if manifest.exists == before.exists and _said(manifest, key) == _said(before, key):
                 break
         raise StoreError(why)
+
+    def _versions(self, manifest: Manifest, key: str) -> set[Version]:
+        """Return what the file may be: one version, unless a commit of it is under way."""
+        version = manifest.state.files.get(key)
+        committed = self._settled and not manifest.undone
+        if committed and version and version == self._opened_with.state.files.get(key):
+            return {version}
+        return manifest.versions(key)
 
     def _known(self, key: str, found: Found | None) -> bool:
         if found is None and key in self._opened_with.state.files:
@@ -120,8 +130,11 @@ class CommittedFiles:
         return found is not None
 
 
-def _wrong(manifest: Manifest, key: str, found: Found | None, *, listed: bool = False) -> str:
-    """Say what is wrong with a file that is `found`, or not there; "" if it is as it should be.
+def _wrong(
+    manifest: Manifest, key: str, found: Found | None, versions: set[Version], *,
+    listed: bool = False,
+) -> str:  # fmt: skip
+    """Say what is wrong with a file that is `found`, or not there; "" if it is one of `versions`.
 
     A damaged manifest may have lost the line of a file, unless it was `listed` before.
     """
@@ -129,7 +142,6 @@ def _wrong(manifest: Manifest, key: str, found: Found | None, *, listed: bool = 
         if manifest.state.files.get(key) or manifest.damage:
             return f"{key} is missing"
         return "" if manifest.exists else f"{key} is missing, and so is the manifest"
-    versions = manifest.versions(key)
     unknown = not manifest.exists or (manifest.damage and not versions and not listed)
     if unknown or _is_one_of(found, versions):
         return ""

@@ -66,7 +66,7 @@ class GroupArrays:
         self.columns = {c.name: c for c in fmt.SCHEMAS[fmt.kind_of_group(key) or "rank"]}
         self.chunks: dict[str, dict[str, int]] = {}
         self.manifest, settled = self._settle()
-        self._files = CommittedFiles(self._root, self.manifest)
+        self._files = CommittedFiles(self._root, self.manifest, settled=settled)
         state = self.manifest.state if settled else self.manifest.rolled_back()
         self.consumed: dict[str, Consumed] = state.consumed
         self.sizes = dict(state.sizes)
