@@ -1,8 +1,8 @@
 """Run a script in a forked rank as `python SCRIPT ...` does, and end as its interpreter would.
 
 What the script has registered for its end is called. Behind an error or an exit code the process
-stays for as long as it takes to take down an interpreter with torch: which of several ranks died
-first is told by that, too.
+stays for as long as it takes to take down an interpreter with torch: who is seen to outlive whom
+depends on that.
 """
 
 import atexit

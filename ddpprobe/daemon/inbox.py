@@ -221,7 +221,7 @@ class Inbox:
         peer = self._peer(node)
         if peer.full:
             raise Refusal(503, "more of this node waits to be merged than it may")
-        if peer.files and self._is_full():
+        if peer.files and self._is_full():  # one of each node is taken: all of them go on
             raise Refusal(503, "more waits to be merged than all nodes together may have")
         peer.charge(0.0)
         if peer.spent > CREDIT_SECONDS:

@@ -55,6 +55,7 @@ class Ledger:
         evidence: of how the ranks of this node ended.
         deaths: ranks that ended badly, as is written down.
         lost: what was written down of the end so far, as anomalies.
+        causes: first causes that the detectors found; an end may follow from one.
         finished: the attempt came to its end and everything of it was merged.
         anomalies, exemplars: number and latest anomaly by (detector, level).
         blamed: number of anomalies by rank and level.
