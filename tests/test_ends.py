@@ -115,6 +115,12 @@ VERDICTS = {
     "one that left in mid-training, and its peers by broken connections": (
         [fate(1, "unknown", at(4, "data"), closed=True), raised(0, GONE), raised(2, GONE)],
         "crashed", [1], "unknown"),
+    "the same, and another one is gone without a last word": (
+        [fate(1, "unknown", at(4, "data"), closed=True), raised(0, GONE), fate(2, "unknown")],
+        "crashed", [1, 2], "unknown"),
+    "one that left further on than all who lost the connection to one that is gone": (
+        [fate(1, "exit:0", at(40, "data"), closed=True), raised(0, GONE), fate(2, "unknown")],
+        "crashed", [2], "unknown"),
     "closed in the middle of a step, and nobody knows its exit code": (
         [fate(n, closed=True, clock=at(4, "backward")) for n in (0, 1)], "unknown", [], "unknown"),
     "everybody raised": ([raised(0, OWN), raised(1, OWN)], "crashed", [0, 1], "ValueError"),

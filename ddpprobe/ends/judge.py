@@ -335,7 +335,8 @@ def _hung(parts: Parts, stuck: list[Fate]) -> End:
 def _broken(parts: Parts) -> End:
     """Communication broke: the one who is gone without a word did it, if there is one."""
     victims = parts.all(VICTIM)
-    gone = parts.all(LOST) or parts.all(SILENT) or parts.all(LEFT)
+    gone = parts.all(LOST) or parts.all(SILENT)
+    gone = sorted([*gone, *_missed(parts)], key=lambda f: f.rank) if gone else parts.all(LEFT)
     said = f"{_many(victims)} lost the connection ({_message(victims[0])})"
     if parts.has(ABSENT):  # who left, or ended unseen, is no better a candidate than those
         among = "may not be" if gone else "is not"
@@ -356,6 +357,12 @@ def _broken(parts: Parts) -> End:
     ranks = tuple(f.rank for f in victims)
     text = f"{said}, and no rank is known to have failed on its own"
     return End(CRASHED, ranks, how_of(victims[0]), _step(victims), _phase(victims), text)
+
+
+def _missed(parts: Parts) -> list[Fate]:
+    """Return who left behind one whose communication broke: that one may have waited for it."""
+    furthest = max((f.clock.key for f in parts.all(VICTIM) if f.clock), default=None)
+    return [f for f in parts.all(LEFT) if f.clock and furthest and f.clock.key < furthest]
 
 
 def _stopped(parts: Parts, said: str = "") -> End:

@@ -34,7 +34,8 @@ from ddpprobe.layout import RunDir, node_name
 from tests.faults.death_plans import WAITING, Plan
 from tests.faults.zygote import start_rank
 
-HANG_SECONDS = 15.0  # until somebody loses patience; ten are late
+HANG_SECONDS = 15.0  # until somebody loses patience, at least; ten are late
+HANG_STEPS = 12  # and so many steps; ten are late
 GRACE_SECONDS = 3.0  # from SIGTERM to SIGKILL
 WAIT_SECONDS = 60.0  # for anything that is to come by itself
 LAST_STEP = 8  # of an orderly end
@@ -196,6 +197,7 @@ class _Launcher:
         self.fds: list[int] = []
         self.statuses: dict[int, str] = {}
         self.order: list[int] = []
+        self.since = time.monotonic()
 
     def start(self) -> None:
         """Fork the ranks, then open the store in which they meet."""
@@ -325,7 +327,10 @@ def _hang(launcher: _Launcher, _daemon: int | None) -> None:
     launcher.let_go()
     others = [r for r in range(plan.world) if r != plan.rank]
     launcher.hear(IN_COLLECTIVE, others)
-    time.sleep(HANG_SECONDS)
+    # The first steps take as long as the machine and the daemon's start let them.
+    step_seconds = (time.monotonic() - launcher.since) / plan.step
+    looks = plan.daemon == "alive"
+    time.sleep(max(HANG_SECONDS, HANG_STEPS * step_seconds) if looks else HANG_SECONDS)
     if plan.launcher == "watchdog":
         launcher.kill(signal.SIGABRT, others)
         assert launcher.watch(WAIT_SECONDS, until=len(others)), "a rank survived SIGABRT"

@@ -155,6 +155,8 @@ def main() -> None:
     importlib.import_module("ddpprobe.probe")
     native.prepare()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # A shell that starts this in the background ignores it for all of them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print(READY, flush=True)
     for line in sys.stdin:
         print(_forked(*json.loads(line)), flush=True)
