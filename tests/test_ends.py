@@ -109,6 +109,14 @@ VERDICTS = {
     "aborted while nobody was behind, and another one killed then": (
         [fate(0, "SIGABRT", order=0), fate(1, "SIGKILL", at(12, "backward"), order=1)],
         "crashed", [0], "SIGABRT"),
+    "killed behind the others, who were told to stop, seen together": (
+        [fate(0, "SIGTERM", at(12, "backward"), order=0), fate(1, "SIGKILL", order=0)],
+        "unknown", [1], "SIGKILL"),
+    "the same, and one of them had lost the connection": (
+        [fate(0, "SIGTERM", at(12, "backward"), order=0), fate(1, "SIGKILL", order=0),
+         raised(2, GONE, "SIGTERM", order=0)], "crashed", [1], "SIGKILL"),
+    "killed as far as the others, who were told to stop, seen together": (
+        [fate(0, "SIGTERM", order=0), fate(1, "SIGKILL", order=0)], "crashed", [1], "SIGKILL"),
     "killed behind a time in which all stood still, proven to be the first": (
         [fate(0, "SIGTERM", order=1, stalled=True), fate(1, "SIGKILL", order=0, stalled=True)],
         "crashed", [1], "SIGKILL"),

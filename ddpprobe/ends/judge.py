@@ -98,7 +98,8 @@ def judge(case: Case) -> End:
     parts = Parts(case)
     if parts.has(CAUSE, CHOSE, ABORTED):
         pool = _suspects(parts)
-        return _same_choice(parts) or _all_killed(parts) or _watched(parts, pool) or _crashed(pool)
+        open_ = _same_choice(parts) or _all_killed(parts) or _watched(parts, pool)
+        return open_ or _last_resort(parts, pool) or _crashed(pool)
     if parts.has(SILENT) and not parts.has(VICTIM):
         return _quiet(parts)
     stuck = _stuck(parts)
@@ -255,6 +256,27 @@ def _watched(parts: Parts, pool: list[Fate]) -> End | None:
     text += "it failed, or had waited for it"
     ranks = tuple(f.rank for f in both)
     return End(UNDECIDED, ranks, "SIGABRT", _step(both), None, text, grave=True)
+
+
+def _last_resort(parts: Parts, pool: list[Fate]) -> End | None:
+    """One was killed (SIGKILL), seen together with the others, who were told to stop.
+
+    Its death may be why, or it had hung behind them and did not go when it was told to. A broken
+    connection would say that it was gone before.
+    """
+    if len(pool) != 1 or not _is_killed(pool[0]) or pool[0].clock is None:
+        return None
+    lost, others = pool[0], [f for f in parts.case.fates if f is not pool[0]]
+    last = min((f.clock.key for f in others if f.clock), default=pool[0].clock.key)
+    together = all(
+        parts.part(f) == TOLD and f.order == lost.order >= 0 and f.witness == lost.witness
+        for f in others
+    )
+    if not others or not together or last <= pool[0].clock.key:
+        return None
+    text = f"{describe(lost)}, behind the others, who were told to stop: because of that, or "
+    text += "because it had hung, and it was killed as it did not go"
+    return End(UNDECIDED, (lost.rank,), lost.how, _step(pool), _phase(pool), text, grave=True)
 
 
 def _is_between_steps(parts: Parts) -> bool:
