@@ -8,7 +8,6 @@ from typing import final
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks import lanes
-from ddpprobe.hooks.came_in import CameIn
 from ddpprobe.hooks.capturing import Capturing
 from ddpprobe.hooks.compiled import CompiledHooks
 from ddpprobe.hooks.eager import EagerHooks
@@ -67,7 +66,7 @@ class Observers:
         self.capturing = capturing
         behind = capturing.meet(found, clock, self.compiled, self.rows)
         if lanes.is_near(found.device):
-            self.eager.behind = CameIn(self.rows, clock, behind)
+            self.eager.behind = behind
         elif found.world_size > 1:
             with functorch.outside():
                 checksum.prepare(found.device)

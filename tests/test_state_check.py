@@ -223,18 +223,23 @@ class Chain(nn.Module):
         (1.0, 1.0, None),
     ],
 )
+@pytest.mark.parametrize("step", [0, 1])
 def test_what_came_in_bad_is_told_as_that_and_not_as_the_modules_output(
-    data: float, between: float, want: tuple[str, ...] | None, tmp_path: Path, records_of
+    data: float, between: float, want: tuple[str, ...] | None, step: int, tmp_path: Path, records_of
 ) -> None:
-    model = Chain(lambda h: h * between)
+    factor = [1.0]
+    model = Chain(lambda h: h * factor[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
-        model(torch.full((2, 4), data)).sum().backward()
-        optimizer.step()
-    (bad,) = [r.first_bad for r in records_of(tmp_path / "r") if not r.partial]
+        for now in range(step + 1):
+            factor[0] = between if now == step else 1.0
+            model(torch.full((2, 4), data if now == step else 1.0)).sum().backward()
+            optimizer.step()
+    *clean, bad = [r.first_bad for r in records_of(tmp_path / "r") if not r.partial]
+    assert clean == [None] * step
     assert (bad and (bad.kind, bad.fqn, bad.leaf)) == want
     if bad:
-        assert (bad.phase, bad.nan, bad.numel) == ("forward", 8, 8)
+        assert (bad.step, bad.phase, bad.nan, bad.numel) == (step, "forward", 8, 8)
 
 
 def test_what_a_module_makes_of_good_input_is_its_own(tmp_path: Path, records_of) -> None:

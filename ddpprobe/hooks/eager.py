@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
-from typing import Protocol, final
+from functools import partial
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
-from ddpprobe.hooks import gradients
+from ddpprobe.hooks import came_in, gradients
 from ddpprobe.hooks.guest import Guest, take_off
 from ddpprobe.hooks.layouts import Layouts
 from ddpprobe.hooks.outputs import leaves
@@ -125,19 +126,25 @@ class EagerHooks:
         self.tapped.clear()
         self._layouts.end()
 
-    def call(self, fqn: str, module: nn.Module, *call: object) -> None:
-        """Handle one call of a module: args, kwargs, output."""
-        self._rows.hold()
-        self.forward(fqn, call[-1], relayed=_relays(module))
-        self.behind(fqn, module, *call)
-        self._rows.tell()
+    def call(
+        self, fqn: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any],
+        output: object,
+    ) -> None:  # fmt: skip
+        """Handle one call of a module."""
+        rows, before = self._rows, len(self._rows)
+        self.forward(fqn, output, relayed=_relays(module), tell=False)
+        if rows.bad:
+            rows.tell_call(before, partial(came_in.first_bad_of, args, kwargs))
+        self.behind(fqn, module, args, kwargs, output)
 
     def forward(
-        self, fqn: str, output: object, *, at_a_graph: bool = False, relayed: bool = False
-    ) -> None:
+        self, fqn: str, output: object, *,
+        at_a_graph: bool = False, relayed: bool = False, tell: bool = True,
+    ) -> None:  # fmt: skip
         """Handle one module's output.
 
         `relayed`: it is its last child's, and no code of anybody's ran in between.
+        `tell`: of a fault at once, as `StepRows.add` does.
         `at_a_graph`: it may come from a graph of torch.compile. If one of its tensors is made of
         another in there, the gradient that arrives out here is not the whole one of the other. So
         with several tensors none is taken, and they count as unobserved.
@@ -155,7 +162,7 @@ class EagerHooks:
             output_slot = gradient_slot = None
             if not recomputed and _has_numbers(tensor):
                 output_slot = self._slot(fqn, "output", leaf, tensor, tap=True)
-                self._rows.add(output_slot, micro, tensor, again=not relayed)
+                self._rows.add(output_slot, micro, tensor, again=not relayed, tell=tell)
             # In reentrant checkpointing only the recomputation has a graph; in the other kind only
             # the first forward's hooks fire. Registering on both is right for either. A leaf would
             # keep the hook for ever.
@@ -321,8 +328,10 @@ class _Forward:
     def __init__(self, hooks: EagerHooks, fqn: str) -> None:
         self._hooks, self._fqn = hooks, fqn
 
-    def __call__(self, module: nn.Module, *call: object) -> None:
-        self._hooks.call(self._fqn, module, *call)
+    def __call__(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
+        self._hooks.call(self._fqn, module, args, kwargs, output)
 
 
 @final
@@ -360,8 +369,10 @@ def _relays(module: nn.Module) -> bool:
 
     Any other code may write into it past autograd's version counter: by `.data`, NumPy, a kernel.
     """
+    if type(module).forward is not nn.Sequential.forward:
+        return False
     hooks = module._forward_hooks.values()  # noqa: SLF001  (torch has no public list of them)
-    return type(module).forward is nn.Sequential.forward and all(type(h) is Guest for h in hooks)
+    return all(type(hook) is Guest for hook in hooks)
 
 
 def _has_numbers(tensor: Tensor) -> bool:

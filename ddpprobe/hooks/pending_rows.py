@@ -28,6 +28,8 @@ from ddpprobe.stats import rows as stats
 SCALAR = -1  # the slot of a row that holds one number in its first column
 _GRAD, _GRAD_LOCAL = KINDS.index("grad"), KINDS.index("grad_local")
 _FORWARD = np.array([PHASE_OF_KIND[kind] == "forward" for kind in KINDS])
+# Of a module's input that was bad: its place, and its NaN, +Inf, -Inf and elements.
+CameIn = tuple[str, tuple[int, int, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class PendingRows:
     scaled_kinds: tuple[str, ...]
     tapped: NDArray[np.int64]
     confirmed: frozenset[int]
-    came_in: dict[int, tuple[str, tuple[int, int, int, int]]]
+    came_in: dict[int, CameIn]
     unsupported: Counter[str]
     table: SiteTable
     steady: Steady
@@ -195,12 +197,12 @@ def witness(
     )  # fmt: skip
 
 
-def as_input(found: FirstBad, came_in: tuple[str, tuple[int, int, int, int]] | None) -> FirstBad:
+def as_input(found: FirstBad, came_in: CameIn | None) -> FirstBad:
     """Return the witness, or the module's input in its stead, which was bad before its output.
 
     Args:
         found: of an output.
-        came_in: the input's place, and its NaN, +Inf, -Inf and elements.
+        came_in: the input, if it was bad.
     """
     if came_in is None:
         return found

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ddpprobe.hooks.lanes import Arrival
 from ddpprobe.hooks.loss_scale import SCALED_KINDS
-from ddpprobe.hooks.pending_rows import SCALAR, PendingRows, as_input, witness
+from ddpprobe.hooks.pending_rows import SCALAR, CameIn, PendingRows, as_input, witness
 from ddpprobe.hooks.row_buffer import RowBuffer
 from ddpprobe.hooks.site_table import SiteTable
 from ddpprobe.hooks.steady import Steady
@@ -49,18 +49,15 @@ class StepRows:
 
     Attributes:
         grad_is_scaled: `.grad` was read before anybody divided it by the loss scale.
-        bad: the host has seen NaN or Inf in a row of this step.
         on_bad: called with the first fault of a step at once, where the host sees it.
-        came_in: of bad rows of outputs, by index: what the module had been given was bad as well;
-            its place, and its NaN, +Inf, -Inf and elements.
     """
 
     def __init__(self, device: torch.device, rank: int, *, timed: bool = False) -> None:
         self.table, self._steady = SiteTable(), Steady()
         self.on_bad: Callable[[FirstBad], object] = lambda _: None
         self._told = False  # the first fault of this step
-        self._held = False  # a call whose input may prove to be bad as well is being read
-        self._untold: tuple[int, RowBuffer] | None = None
+        self._bad: list[int] = []  # rows in which the host has seen NaN or Inf, in their order
+        self._came_in: dict[int, CameIn] = {}  # of those that are of a call which was given such
         self._rank = rank
         self._times: list[int] | None = [] if timed else None
         self._main = RowBuffer(device)
@@ -73,9 +70,8 @@ class StepRows:
         self._digests: dict[int, tuple[str, str]] = {}
         self._tapped: list[int] = []
         self._confirmed: set[int] = set()
-        self.came_in: dict[int, tuple[str, tuple[int, int, int, int]]] = {}
         self._unsupported: Counter[str] = Counter()
-        self.grad_is_scaled = self.bad = False
+        self.grad_is_scaled = False
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None
         self._together = _take_together(device)
         self._gradients, self._checksums = Table(), Table()  # what kernels know of many tensors
@@ -83,15 +79,21 @@ class StepRows:
     def __len__(self) -> int:
         return len(self._slots)
 
+    @property
+    def bad(self) -> bool:
+        """The host has seen NaN or Inf in a row of this step."""
+        return bool(self._bad)
+
     def add(
-        self, slot: int, micro: int, tensor: Tensor, *, reused: bool = False, again: bool = False
-    ) -> None:
+        self, slot: int, micro: int, tensor: Tensor, *,
+        reused: bool = False, again: bool = False, tell: bool = True,
+    ) -> None:  # fmt: skip
         """Reduce `tensor` into the next row. A tensor seen just before is not read again.
 
         `reused`: it is a buffer of a compiled graph, written in place without a new version.
         `again`: read it even so, as code that may write without a new version ran meanwhile.
+        `tell`: of a fault at once; else `tell_call` is to follow.
         """
-        bad = False
         with self._lock:
             index, last = len(self._slots), self._last
             # A container often returns its last child's very tensor: same object, same version.
@@ -104,6 +106,7 @@ class StepRows:
                 buffer = self._elsewhere.get(last[2], self._main)
                 buffer.reach(index)
                 buffer.rows[index].copy_(buffer.rows[last[2]])
+                bad = last[2] in self._bad
             else:
                 try:
                     buffer = self._main
@@ -117,12 +120,10 @@ class StepRows:
                 if not (reused or tensor.is_inference()):
                     self._last = weakref.ref(tensor), tensor._version, index  # noqa: SLF001
             self._note(slot, micro, buffer)
-        if bad:
-            self.bad = True
-            if self._held and self._untold is None:
-                self._untold = index, buffer
-            elif not (self._held or self._told):
-                self._tell(index, buffer)
+            if bad:
+                self._bad.append(index)
+        if bad and tell:
+            self._tell(index)
 
     def add_all(self, micro: int, found: Iterable[tuple[int, Tensor]]) -> int:
         """Do as `add` does for each (slot, tensor) of `found`, and return how many there were.
@@ -226,16 +227,11 @@ class StepRows:
 
     def are_finite(self) -> bool:
         """Whether nothing that was read so far on the host is NaN or infinite."""
-        if self._main.near:
-            count = len(self._slots)
-            return not self._main.rows[:count, stats.NONFINITE].any()
-        return not self.bad
+        return not self._bad
 
     def bad_from(self, index: int) -> bool:
-        """Whether the host can see NaN or Inf in a row from `index` on."""
-        if not self._main.near:
-            return False
-        return bool(self._main.rows.numpy()[index : len(self._slots), stats.NONFINITE].any())
+        """Whether the host has seen NaN or Inf in a row from `index` on."""
+        return bool(self._bad) and self._bad[-1] >= index
 
     def first_fault(self) -> FirstBad | None:
         """Return the first bad tensor of the forward that the host can see; its step is not set.
@@ -243,48 +239,47 @@ class StepRows:
         An infinity of which only the end of the step tells whether it does harm counts as one: ask
         where there is harm.
         """
-        if not (self.bad and self._main.near):
-            return None
-        rows = self._main.rows.numpy()
-        for index in np.flatnonzero(rows[: len(self._slots), stats.NONFINITE].any(axis=1)).tolist():
-            slot = self._slots[index]
-            if slot != SCALAR and not self._steady.excuses(slot, rows[index]):
-                found = self._witness(index, rows[index])
+        for index in self._bad:
+            if not self._steady.excuses(self._slots[index], self._row(index)):
+                found = self._witness(index)
                 return found if found.phase == "forward" else None
         return None
 
-    def hold(self) -> None:
-        """Wait with telling of a fault until the call that is read now has been looked at whole."""
-        self._held, self._untold = True, None
+    def tell_call(self, index: int, came_in: Callable[[], CameIn | None]) -> None:
+        """Tell of a fault in the rows from `index` on, which are the outputs of one call.
 
-    def tell(self) -> None:
-        """Tell of the first fault since `hold`, if this step has told of none."""
-        untold, self._held, self._untold = self._untold, False, None
-        if untold is not None and not self._told:
-            self._tell(*untold)
+        Args:
+            index: of the first of them.
+            came_in: asked only if one of them is bad: what bad tensor was the module given?
+        """
+        bad = [row for row in self._bad if row >= index]
+        found = came_in() if bad else None
+        if found is not None:
+            self._came_in.update(dict.fromkeys(bad, found))
+        for row in bad:
+            self._tell(row)
 
-    def _tell(self, index: int, buffer: RowBuffer) -> None:
-        """Tell of a bad row at once, unless it is known or may prove to be of no harm."""
-        slot, row = self._slots[index], buffer.rows[index].numpy()
-        if PHASE_OF_KIND[self.table.site(slot).kind] == "step":
-            return  # bad on all ranks at once
+    def _tell(self, index: int) -> None:
+        """Tell of a bad row, unless it is known or may prove to be of no harm; once in a step."""
+        slot, row = self._slots[index], self._row(index)
+        if self._told or PHASE_OF_KIND[self.table.site(slot).kind] == "step":
+            return  # such a one is bad on all ranks at once
         if self._steady.excuses(slot, row) or self._steady.may_excuse(self.table, slot, row):
             return
         self._told = True
-        self.on_bad(self._witness(index, row))
+        self.on_bad(self._witness(index))
 
-    def _witness(self, index: int, row: NDArray[np.float64]) -> FirstBad:
+    def _witness(self, index: int) -> FirstBad:
         site, micro = self.table.site(self._slots[index]), self._micros[index]
         order = index if self._times is None else self._times[index]
+        row = self._row(index)
         found = witness(site, row, step=-1, micro=micro, order=order, rank=self._rank)
-        return as_input(found, self.came_in.get(index))
+        return as_input(found, self._came_in.get(index))
 
-    def bad_ones_from(self, index: int) -> list[int]:
-        """Return the rows from `index` on in which the host can see NaN or Inf."""
-        if not self._main.near:
-            return []
-        rows = self._main.rows.numpy()[index : len(self._slots), stats.NONFINITE]
-        return [index + int(i) for i in np.flatnonzero(rows.any(axis=1))]
+    def _row(self, index: int) -> NDArray[np.float64]:
+        """Return a row that the host can see, float64 [9]."""
+        row: NDArray[np.float64] = self._elsewhere.get(index, self._main).rows[index].numpy()
+        return row
 
     def end_told(self, slot: int) -> bool:
         """Whether the row made last is of `slot`, and has no NaN or Inf or will tell it itself."""
@@ -307,9 +302,10 @@ class StepRows:
         self._digests.clear()
         self._tapped.clear()
         self._confirmed.clear()
-        self.came_in.clear()
+        self._came_in.clear()
+        self._bad.clear()
         self._unsupported.clear()
-        self.grad_is_scaled = self.bad = self._told = False
+        self.grad_is_scaled = self._told = False
         self._last = None
 
     def fetch(self) -> PendingRows:
@@ -328,7 +324,7 @@ class StepRows:
             scaled_kinds=(*SCALED_KINDS, "grad") if self.grad_is_scaled else SCALED_KINDS,
             tapped=np.array(self._tapped, np.int64),
             confirmed=frozenset(self._confirmed),
-            came_in=dict(self.came_in),
+            came_in=dict(self._came_in),
             unsupported=Counter(self._unsupported),
             table=self.table,
             steady=self._steady,
@@ -340,8 +336,6 @@ class StepRows:
             index = len(self._slots)
             self._elsewhere[index] = buffer
             self._main.reach(index)
-            if self._main.near:  # or what is left there of an earlier step would be read
-                self._main.rows[index].zero_()
         self._slots.append(slot)
         self._micros.append(micro)
         if self._times is not None:
