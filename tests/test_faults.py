@@ -245,7 +245,27 @@ def test_what_is_said_of_an_origin_is_judged(
     origin: origin_plans.Origin, sampled: bool, said: dict[str, object], verdict: str
 ) -> None:
     plan = origin_plans.Plan(0, origin, "ddp", sampled)
-    assert origin_verdict.judge(plan, [{**PAGE, **said}])[0] == verdict
+    assert origin_verdict.judge(plan, [{**PAGE, **said}], 1)[0] == verdict
+
+
+@pytest.mark.parametrize(
+    ("sampled", "said", "status", "verdict"),
+    [
+        (False, [], 4, "undecided"),
+        (False, [{"detector": "rank_lost"}], 1, "undecided"),
+        (False, [], 0, "wrong"),
+        (False, [{"step": 6, "module": "head"}], 1, "wrong"),
+        (False, [{"step": 6}], 1, "right"),
+        (True, [], 4, "wrong"),
+        (True, [{"detector": "rank_lost"}], 1, "wrong"),
+    ],
+)
+def test_a_number_that_a_kill_took_along_need_not_be_known_but_the_run_is_not_called_healthy(
+    sampled: bool, said: list[dict[str, object]], status: int, verdict: str
+) -> None:
+    plan = origin_plans.Plan(0, dataclasses.replace(UP, then="kill"), "ddp", sampled)
+    told = [{**PAGE, **one} for one in said]
+    assert origin_verdict.judge(plan, told, status)[0] == verdict
 
 
 def test_every_origin_is_there_on_sampled_steps_and_others_in_three_wrappers() -> None:

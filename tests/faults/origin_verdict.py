@@ -58,16 +58,20 @@ _BLOCKS = tuple(f"blocks.{i}.{leaf}" for i in range(3) for leaf in ("norm", "up"
 _ALL = ("embed", *_BLOCKS, "wrap.child", "head")
 
 
-def judge(plan: Plan, anomalies: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+def judge(plan: Plan, anomalies: Sequence[Mapping[str, Any]], status: int) -> tuple[str, str]:
     """Return right, undecided or wrong, and why.
 
     Args:
         plan: what was done.
         anomalies: of `ddpprobe anomalies RUN --json`, in their order.
+        status: its exit code.
     """
     pages = [a for a in anomalies if a["level"] == "page"]
     if _is_harmless(plan):
         return (WRONG, f"a page: {_told(pages[0])}") if pages else (RIGHT, "")
+    numbers = [a for a in pages if a["detector"] == "nonfinite"]
+    if _was_seen_by_nobody(plan) and not numbers and status:
+        return UNDECIDED, f"nothing is said of a number, exit code {status}"
     if not pages:
         return WRONG, "no page"
     first = pages[0]
@@ -81,6 +85,14 @@ def _is_harmless(plan: Plan) -> bool:
     kind, scaler = plan.origin.kind, plan.origin.scaler
     skipped = kind == "overflow" or (kind == "grad" and scaler)
     return kind == "nothing" or skipped or (kind == "logged_loss" and not plan.sampled)
+
+
+def _was_seen_by_nobody(plan: Plan) -> bool:
+    """Whether the process was gone before any code but the module's could see the number.
+
+    Hooks of modules there are on sampled steps alone. It may not be called healthy even so.
+    """
+    return plan.origin.then in ("exit", "kill") and not plan.sampled
 
 
 def _judge_first(plan: Plan, first: Mapping[str, Any]) -> tuple[str, str]:

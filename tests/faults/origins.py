@@ -28,7 +28,7 @@ def _judged(line: Line) -> Line:
     """Return a line with the verdict on it, also one that was written by an earlier judge."""
     if line.get("verdict") == VOID:
         return line
-    verdict, why = judge(Plan.of_json(line["plan"]), line["anomalies"])
+    verdict, why = judge(Plan.of_json(line["plan"]), line["anomalies"], line["exit"])
     return {**line, "verdict": verdict, "why": why}
 
 
