@@ -144,7 +144,7 @@ def test_the_peaks_of_devices_meet_on_the_host(monkeypatch) -> None:
 
     def post(source: torch.Tensor, host: torch.Tensor) -> far.Arrival:
         sent.append((source.device.type, host))
-        values = [1.0, math.nan] if source.is_meta and len(sent) == 2 else [0.0, 2.0]
+        values = [1.0, math.nan, 0.0] if source.is_meta and len(sent) == 2 else [0.0, 2.0, 0.0]
         return far.Arrival(torch.tensor(values, dtype=torch.float64), host, 1)
 
     monkeypatch.setattr(lane, "post", post)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
 from ddpprobe.hooks.sweep import SMALL, Sweep
 from ddpprobe.topology.replicas import ENOUGH, TURNS, in_turn
+
+from . import far
 
 SHAPES = [(3,), (), (2, 3), (5,), (4, 3), (2, 2, 2), (SMALL + 1,), (SMALL, 2)]
 
@@ -112,6 +117,46 @@ def test_what_is_frozen_for_a_while_or_gets_its_loss_elsewhere_is_looked_at_agai
 
     seen = run(tmp_path, records_of, model, step, 10)
     assert seen == [(4, "backward", "1.bias"), (8, "backward", "0.bias")]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Be the only rank of a job."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("every", [1, 2], ids=["sampled", "unsampled"])
+@pytest.mark.parametrize("far_away", [False, True], ids=["near", "far"])
+def test_sums_that_a_reduction_has_spoilt_are_not_of_the_next_micro_batchs_backward(
+    every: int, far_away: bool, alone: None, tmp_path: Path, records_of, monkeypatch
+) -> None:
+    if far_away:
+        far.pretend(monkeypatch)
+    place = [0, 0]
+
+    def hook(_state, bucket):
+        future = torch.futures.Future()
+        bad = torch.nan if place == [3, 0] else 1.0
+        future.set_result(bucket.buffer() * bad)
+        return future
+
+    model = DistributedDataParallel(net())
+    model.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=every, daemon="none"):
+        for place[0] in range(5):
+            for place[1] in range(2):
+                model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    records = [r for r in records_of(tmp_path / "r") if r.first_bad or r.sampled]
+    assert {r.first_bad.phase for r in records if r.first_bad} <= {"forward", "step"}
+    (page,) = [a for a in ddpprobe.open(tmp_path / "r").anomalies() if a.level == "page"]
+    if every == 1 or not far_away:
+        assert (page.step, page.phase) == (3, "step")
+        assert page.kind == ("grad" if every == 1 else "param")
 
 
 def test_a_second_order_gradient_is_swept_without_a_word(tmp_path: Path, records_of) -> None:

@@ -18,7 +18,7 @@ from ddpprobe.hooks import lanes
 from ddpprobe.hooks.lanes import Arrival
 from ddpprobe.torch_private import functorch
 
-PHASES = 2
+PHASES = 3  # the forward, the backward, and the gradients that the backward adds to
 # Steps on their way. A host further ahead of its device is rare: torch's own queue is full before.
 AHEAD = 64
 

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from ddpprobe import torch_private
 from ddpprobe.fuse import Fuse
 from ddpprobe.hooks import gradients, lanes
+from ddpprobe.hooks.carried import Carried
 from ddpprobe.hooks.eager import Clock
 from ddpprobe.hooks.guest import take_off
 from ddpprobe.hooks.nearness import Nearness
@@ -38,7 +39,7 @@ from ddpprobe.topology.describe import Topology
 from ddpprobe.topology.flat import FlatUnit
 from ddpprobe.torch_private import leaf_hooks
 
-_FORWARD, _BACKWARD = 0, 1
+_FORWARD, _BACKWARD, _CARRIED = 0, 1, 2
 _PHASES = ("forward", "backward")
 Counts = tuple[int, int, int, int]  # NaN, +Inf, -Inf, elements
 _NOT_COUNTED: Counts = (0, 0, 0, 0)
@@ -95,6 +96,8 @@ class Watch:
         self._names: dict[int, str] = {}  # FQNs of what is watched, by id
         self._told = False  # this step is bad, and so reported
         self._backward_is_bad = False
+        self._carried = Carried(topology)
+        self._spoilt = False  # `.grad` was bad before the backward that adds to it
         self._output = SteadyOutput()  # what the root returns, if that is no loss
         self._far_output = SteadyOutput()
         self._returns_losses = True
@@ -107,6 +110,11 @@ class Watch:
 
     def seek(self) -> None:
         """At a training forward: watch the parameters, as the forward sees them, if not yet so."""
+        if self._clock.micro > 0 and not self._spoilt:
+            self._spoilt, peaks = self._carried.look()
+            self._backward_is_bad |= self._spoilt
+            for peak in peaks:
+                self._peaks.keep(_CARRIED, peak)
         if self._frozen:
             frozen, self._frozen = self._frozen, []
             self._hook(frozen)
@@ -126,6 +134,9 @@ class Watch:
             told: ids of those that it has read; of what is not near its rows will tell.
         """
         self._came = True
+        self._carried.backward_ends()
+        if self._spoilt:
+            return
         if not self._sweeps:
             self._settle()  # in this backward all had hooks
             return
@@ -193,7 +204,9 @@ class Watch:
     def end_step(self, step: int) -> None:
         """Send this step's peaks to the host (GPU), and start the next step's."""
         self._output.end_step(harmless=self._came and not self._backward_is_bad)
-        self._looks, self._told, self._backward_is_bad = 0, False, False
+        self._looks, self._told = 0, False
+        self._backward_is_bad = self._spoilt = False
+        self._carried.end_step()
         if self._sweeps and not self._came:  # losses are made of something else now
             self._hook(self._swept)
             self._swept, self._sweeps = [], []
@@ -311,6 +324,8 @@ class Watch:
         if gradient is None:
             self._hook([(fqn, parameter)])
             return
+        if self._spoilt:
+            return
         if self._first is not None:
             known = fqn, parameter, id(gradient), gradient._version  # noqa: SLF001
             self._first[id(parameter)] = known
@@ -377,7 +392,7 @@ class Watch:
 
     def _judge_peaks(self, step: int, peaks: list[float]) -> None:
         """Judge the largest magnitudes of a step, forward and backward; an infinity has no sign."""
-        forward, backward = peaks
+        forward, backward, carried = peaks
         bad, fault = not math.isfinite(backward), False
         if not math.isfinite(forward):
             counts = (int(math.isnan(forward)), 1, 1, 0)
@@ -386,7 +401,7 @@ class Watch:
         elif forward > 0:
             self._far_output.clean()
         self._far_output.end_step(harmless=backward > 0 and not bad)
-        if fault or bad:
+        if fault or (bad and math.isfinite(carried)):
             phase = _FORWARD if fault else _BACKWARD
             self._report(phase, None, step, micro=0, counts=_NOT_COUNTED)
 
