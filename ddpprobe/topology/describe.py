@@ -29,13 +29,14 @@ from ddpprobe.topology.placement import (
 )
 from ddpprobe.topology.refusals import Refused, refuse
 from ddpprobe.topology.replicas import reduced_by_ddp, sharded_ids
-from ddpprobe.torch_private import sharding
+from ddpprobe.torch_private import dictionaries, sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 _FSDP = "torch.distributed.fsdp"
+_Owned = tuple[str, nn.Module, str, nn.Parameter]
 
 
 @dataclass(eq=False)
@@ -68,6 +69,7 @@ class Topology:
     _replicated: dict[int, bool] | None = field(default=None, repr=False)
     _has_units: bool | None = field(default=None, repr=False)
     _walked: list[tuple[str, nn.Module]] | None = field(default=None, repr=False)
+    _own: tuple[list[int], list[_Owned]] | None = field(default=None, repr=False)
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -84,11 +86,11 @@ class Topology:
 
     def remember_modules(self) -> None:
         """Walk once for all that asks until `forget_modules`: the forward to come, to its step."""
-        self._walked = list(walk(self.root))
+        self._walked, self._own = list(walk(self.root)), None
 
     def forget_modules(self) -> None:
         """Look at the model itself again, whose modules may be others by now."""
-        self._walked = None
+        self._walked = self._own = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (FQN, parameter) as the optimizer knows them; a tied one once, by its first name.
@@ -121,8 +123,17 @@ class Topology:
             if id(parameter) not in sharded:
                 yield fqn, parameter
 
-    def own_parameters(self) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-        """Yield (FQN, module, name, parameter) of all that no FSDP1 manages, tied ones once."""
+    def own_parameters(self) -> Iterable[_Owned]:
+        """Give (FQN, module, name, parameter) of all that no FSDP1 manages, tied ones once."""
+        if self._walked is None:
+            return self._list_own()
+        # A sampled step asks several times. FSDP2 exchanges what is in the modules meanwhile.
+        ids = [id(p) for _, module in self._walked for p in dictionaries(module)[0].values()]
+        if self._own is None or self._own[0] != ids:
+            self._own = ids, list(self._list_own())
+        return self._own[1]
+
+    def _list_own(self) -> Iterator[_Owned]:
         flat = {id(unit.flat) for unit in self.flat}
         parts = {place for unit in self.flat for place in unit.places}
         seen: set[int] = set()
