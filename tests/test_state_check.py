@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 import ddpprobe
 from ddpprobe.records import FirstBad
+from ddpprobe.topology.describe import describe
+from ddpprobe.topology.outliving import Inventory, outliving
 
 from . import far
 
@@ -251,3 +254,55 @@ def test_what_a_module_makes_of_good_input_is_its_own(tmp_path: Path, records_of
         optimizer.step()
     (bad,) = [r.first_bad for r in records_of(tmp_path / "r") if not r.partial]
     assert (bad.kind, bad.fqn) == ("output", "b")
+
+
+def _exchange_buffer(net: Net, _adam: torch.optim.Adam) -> None:
+    net.mean = torch.ones(4)
+
+
+def _exchange_parameter(net: Net, _adam: torch.optim.Adam) -> None:
+    net.b.bias = nn.Parameter(torch.ones(1))
+
+
+def _exchange_state(net: Net, adam: torch.optim.Adam) -> None:
+    adam.state[net.b.bias]["exp_avg"] = torch.ones(1)
+
+
+def _rename(net: Net, _adam: torch.optim.Adam) -> None:
+    net.c = net.b
+    del net.b
+
+
+def _tie(net: Net, _adam: torch.optim.Adam) -> None:
+    net.spare = net.a.bias
+
+
+def _add_state(net: Net, adam: torch.optim.Adam) -> None:
+    adam.state[net.spare]["more"] = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [_exchange_buffer, _exchange_parameter, _exchange_state, _rename, _tie, _add_state],
+)
+def test_what_outlives_a_step_is_named_anew_only_where_it_was_exchanged(exchange) -> None:
+    net = Net()
+    adam = torch.optim.Adam(net.parameters())
+    net(torch.ones(2, 4)).backward()
+    adam.step()
+    topology = describe(net)
+    with torch.no_grad():
+        inventory = Inventory(topology, lambda: [adam], lambda: outliving(topology, [adam]))
+        keys, tensors = inventory.take()
+        assert [one.key for one in outliving(topology, [adam])] == list(keys)
+        again = inventory.take()[0]
+        assert again is keys
+        gone = weakref.ref(net.mean)
+        exchange(net, adam)
+        del tensors
+        assert (gone() is None) == (exchange is _exchange_buffer)  # it keeps nothing alive
+        named = list(outliving(topology, [adam]))
+        keys, tensors = inventory.take()
+        assert keys is not again
+        assert list(keys) == [one.key for one in named]
+        assert all(a is b.tensor for a, b in zip(tensors, named, strict=True))

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ddpprobe import torch_private
 from ddpprobe.hooks import lanes
-from ddpprobe.hooks.state_look import Bad, Key, Look, Looker, is_finite
+from ddpprobe.hooks.state_look import Bad, Look, Looker, is_finite
 from ddpprobe.records import FirstBad
 from ddpprobe.topology.describe import Topology
-from ddpprobe.topology.outliving import Held, outliving, parameters_of
+from ddpprobe.topology.outliving import Inventory, Key, outliving, parameters_of
 
 CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were looked at behind it
 
@@ -72,12 +73,15 @@ class StateCheck:
         self, topology: Topology, optimizers: Callable[[], Iterable[Optimizer]], rank: int
     ) -> None:
         self._topology = topology
-        self._optimizers = optimizers
         self._rank = rank
-        self._everything, self._parameters = Looker(), Looker()
+        self._everything = _Sight(
+            Inventory(topology, optimizers, lambda: outliving(topology, optimizers()))
+        )
+        self._parameters = _Sight(Inventory(topology, tuple, lambda: parameters_of(topology)))
         self._first: Look | None = None  # not judged yet
         self._begun = False
         self._known: frozenset[Key] = frozenset()  # looked at before
+        self._learnt: tuple[Key, ...] | None = None  # of the last look
         self._steady: set[Key] = set()
         self._came: set[Key] = set()  # bad before the first step
         self._told: dict[Key, FirstBad] = {}
@@ -92,10 +96,10 @@ class StateCheck:
         self._before = None
         if not self._begun:
             self._begun = True
-            self._first = self._everything.look(self._held())
+            self._first = self._everything.look()
             self._learn(self._first)
         elif sampled and not self._checked and not lanes.is_near(self._topology.device):
-            self._before = self._parameters.look(self._held_parameters())
+            self._before = self._parameters.look()
 
     def end(self, step: int, micro: int, seen: FirstBad | None) -> None:
         """At the end of a step that is not looked at; `seen`: what the watch saw in it."""
@@ -105,7 +109,7 @@ class StateCheck:
 
     def look(self, step: int, micro: int, *, over: bool) -> Looks:
         """At the end of a sampled step; `over`: the optimizer is done."""
-        after = self._everything.look(self._held()) if over else None
+        after = self._everything.look() if over else None
         last, self._last, self._checked = self._last, (step, micro), over
         return Looks(self, step, micro, last, self._before, after)
 
@@ -116,15 +120,12 @@ class StateCheck:
         """
         if torch_private.in_functorch() or not lanes.is_near(self._topology.device):
             return None
-        held = self._held_parameters()
         guilty = self._guilty
-        if (  # as in each step from then on
-            guilty in self._told
-            and guilty not in self._harmless
-            and any(one.key == guilty and not is_finite(one.tensor) for one in held)
-        ):
-            return self._told[guilty]
-        found = self._blame(self._parameters.look(held).bad(), step, self._last, micro)
+        if guilty in self._told and guilty not in self._harmless:
+            known = self._parameters.tensor(guilty)  # as in each step from then on
+            if known is not None and not is_finite(known):
+                return self._told[guilty]
+        found = self._blame(self._parameters.look().bad(), step, self._last, micro)
         self._guilty = ("param", found.fqn or "", "") if found is not None else None
         return found
 
@@ -202,15 +203,17 @@ class StateCheck:
 
     def _learn(self, look: Look) -> None:
         """Remember what was looked at; a buffer may appear, and be a mask, at any time."""
-        if look is not self._first and not self._known.issuperset(look.keys):
-            new = {key for key in look.keys if key not in self._known}
+        if look.keys is self._learnt:
+            return
+        self._learnt = look.keys
+        new = frozenset(look.keys) - self._known
+        if new and look is not self._first:
             self._steady |= {
                 one.key
                 for one in look.bad()
                 if one.infinite and one.key in new and one.key[0] == "buffer"
             }
-        if not self._known.issuperset(look.keys):
-            self._known |= frozenset(look.keys)
+        self._known |= new
 
     def _is_fixed(self, key: Key) -> bool:
         """Whether nobody trains it: an infinity in there may be meant."""
@@ -226,14 +229,6 @@ class StateCheck:
     def _is_meant(self, one: Bad) -> bool:
         return one.infinite and one.key in self._steady
 
-    def _held(self) -> list[Held]:
-        with torch.no_grad():
-            return list(outliving(self._topology, self._optimizers()))
-
-    def _held_parameters(self) -> list[Held]:
-        with torch.no_grad():
-            return list(parameters_of(self._topology))
-
     def _witness(self, one: Bad, step: int, micro: int, phase: str, order: int) -> FirstBad:
         kind, fqn, leaf = one.key
         nan, pos_inf, neg_inf, numel = one.counts
@@ -241,6 +236,24 @@ class StateCheck:
             step=step, micro=max(micro, 0), phase=phase, order=order, rank=self._rank, fqn=fqn,
             kind=kind, leaf=leaf, nan=nan, pos_inf=pos_inf, neg_inf=neg_inf, numel=numel,
         )  # fmt: skip
+
+
+@final
+class _Sight:
+    """Looks at what an inventory lists."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        self._inventory, self._looker = inventory, Looker()
+
+    def look(self) -> Look:
+        with torch.no_grad():
+            return self._looker.look(*self._inventory.take())
+
+    def tensor(self, key: Key) -> Tensor | None:
+        """Return what is listed under a key."""
+        with torch.no_grad():
+            keys, tensors = self._inventory.take()
+        return tensors[keys.index(key)] if key in keys else None
 
 
 def _is_fine(seen: FirstBad | None, step: int) -> bool:

@@ -21,9 +21,7 @@ from ddpprobe.hooks.lanes import Arrival, Lane
 from ddpprobe.hooks.sweep import SMALL, TOGETHER, total
 from ddpprobe.stats import rows as stats
 from ddpprobe.stats.dense import FLOATS
-from ddpprobe.topology.outliving import Held
-
-Key = tuple[str, str, str]
+from ddpprobe.topology.outliving import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +85,31 @@ class Looker:
     """Looks, and remembers how: mostly the next look is at the same tensors."""
 
     def __init__(self) -> None:
-        self._ids: tuple[int, ...] = ()
-        self._keys: tuple[Key, ...] = ()
+        self._keys: tuple[Key, ...] | None = None
         self._plan = _Plan()
         self._lanes: dict[torch.device, Lane] = {}
 
-    def look(self, held: Sequence[Held]) -> Look:
-        """Look at floating, dense tensors; leaves out whatever is of another kind."""
-        tensors = [one.tensor for one in held]
-        # A tensor cut out of a flat one, or out of a DTensor, is a new object each time.
-        ids = tuple([one.owner for one in held])
-        with torch.no_grad():
-            if ids != self._ids or len(self._keys) != len(held):
-                self._lay(ids, held)
-            try:
-                return self._look(tensors)
-            except (RuntimeError, IndexError):  # others have taken the places of some
-                self._lay(ids, held)
-                return self._look(tensors)
+    def look(self, keys: tuple[Key, ...], tensors: Sequence[Tensor]) -> Look:
+        """Look at floating, dense tensors; leaves out whatever is of another kind.
 
-    def _lay(self, ids: tuple[int, ...], held: Sequence[Held]) -> None:
-        self._ids, self._keys, self._plan = ids, tuple(one.key for one in held), _Plan()
+        Args:
+            keys: of the tensors; the same object as the last time if these are the same ones.
+            tensors: as many, where grad is off.
+        """
+        if keys is not self._keys:
+            self._lay(keys, tensors)
+        try:
+            return self._look(keys, tensors)
+        except (RuntimeError, IndexError):  # others have taken the places of some
+            self._lay(keys, tensors)
+            return self._look(keys, tensors)
+
+    def _lay(self, keys: tuple[Key, ...], tensors: Sequence[Tensor]) -> None:
+        self._keys, self._plan = keys, _Plan()
         rooms: dict[object, int] = {}
         groups: dict[object, list[int]] = {}
         plan = self._plan
-        for place, one in enumerate(held):
-            tensor = one.tensor
+        for place, tensor in enumerate(tensors):
             if not _is_plain(tensor):
                 continue
             plan.count += 1
@@ -131,9 +128,9 @@ class Looker:
                 groups[key].append(place)
                 rooms[key] -= size
 
-    def _look(self, tensors: list[Tensor]) -> Look:
+    def _look(self, keys: tuple[Key, ...], tensors: Sequence[Tensor]) -> Look:
         plan = self._plan
-        found = Look(self._keys, plan.count)
+        found = Look(keys, plan.count)
         suspects: list[int] = []
         for group in plan.together:
             if not math.isfinite(total(torch.cat([tensors[i] for i in group]))):
@@ -145,11 +142,11 @@ class Looker:
         for place in sorted(suspects):
             counts = counts_of(tensors[place])
             if any(counts[:3]):
-                found.near.append(Bad(self._keys[place], infinite=not counts[0], counts=counts))
+                found.near.append(Bad(keys[place], infinite=not counts[0], counts=counts))
         self._send(tensors, found)
         return found
 
-    def _send(self, tensors: list[Tensor], found: Look) -> None:
+    def _send(self, tensors: Sequence[Tensor], found: Look) -> None:
         for (device, _), places in self._plan.far.items():
             norms = torch._foreach_norm([tensors[i] for i in places], torch.inf)  # noqa: SLF001
             peaks = torch.stack(norms).double()

@@ -5,9 +5,9 @@ Of what is sharded it is this rank's shard. Nothing is gathered and nothing is c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +18,8 @@ from ddpprobe.torch_private import dictionaries, sharding
 
 if TYPE_CHECKING:
     from ddpprobe.topology.describe import Topology
+
+Key = tuple[str, str, str]
 
 
 class Held(NamedTuple):
@@ -34,9 +36,74 @@ class Held(NamedTuple):
     owner: int
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> Key:
         """Identity over the steps."""
         return (self.kind, self.fqn, self.leaf)
+
+
+@final
+class Inventory:
+    """Lists what outlives a step, and names it anew only where something was exchanged.
+
+    Between the steps it holds no tensor. What FSDP or DTensor keep is named anew each time.
+
+    Args:
+        topology: the model.
+        optimizers: those whose state is listed.
+        name: `parameters_of` or `outliving` of these; called where grad is off.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        optimizers: Callable[[], Iterable[Optimizer]],
+        name: Callable[[], Iterable[Held]],
+    ) -> None:
+        self._topology, self._optimizers, self._name = topology, optimizers, name
+        self._remembers = not topology.flat and not any(True for _ in topology.units())
+        self._seen: tuple[list[str], list[int]] | None = None
+        self._places: list[int] = []  # in `_listed`, of what is named
+        self._keys: tuple[Key, ...] = ()
+        self._owners: tuple[int, ...] = ()
+
+    def take(self) -> tuple[tuple[Key, ...], list[Tensor]]:
+        """Return keys and tensors; the keys are the last ones themselves if nothing has changed."""
+        names: list[str] = []
+        there: list[Tensor | None] = []
+        if self._remembers:
+            names, there = self._listed()
+            seen = names, [id(tensor) for tensor in there]
+            if seen == self._seen:
+                return self._keys, [there[place] for place in self._places]  # type: ignore[misc]  # those are tensors
+            self._seen = seen
+        held = list(self._name())
+        # A tensor cut out of a flat one, or out of a DTensor, is a new object each time.
+        keys, owners = tuple([one.key for one in held]), tuple([one.owner for one in held])
+        if (keys, owners) != (self._keys, self._owners):
+            self._keys, self._owners = keys, owners
+        if self._remembers:
+            places = {id(tensor): place for place, tensor in enumerate(there)}
+            self._remembers = all(id(one.tensor) in places for one in held)
+            if self._remembers:
+                self._places = [places[id(one.tensor)] for one in held]
+        return self._keys, [one.tensor for one in held]
+
+    def _listed(self) -> tuple[list[str], list[Tensor | None]]:
+        """List all that may be named, and what its name is made of."""
+        names: list[str] = []
+        there: list[Tensor | None] = []
+        for path, module in self._topology.walk():
+            parameters, buffers, _ = dictionaries(module)
+            names += (path, *buffers, *parameters)
+            there += (*buffers.values(), *parameters.values())
+        for optimizer in self._optimizers():
+            for owner, state in optimizer.state.items():
+                there.append(owner)
+                for key, value in state.items() if isinstance(state, dict) else ():
+                    if isinstance(value, Tensor):  # an `int` is another object at each step
+                        names.append(key)
+                        there.append(value)
+        return names, there
 
 
 def parameters_of(topology: Topology) -> Iterator[Held]:
