@@ -40,8 +40,8 @@ class EndedStep:
 
     `facts` are the scalars known on the host; `watched` what the every-step watch saw in it;
     `silent` the FQNs of chosen modules that were never called; `state` the looks at what the step
-    left behind. A step that is not `sampled` has
-    scalars at most: the optimizer skipped it, and this is worth a record.
+    left behind. A step that is not `sampled` has scalars at most: the optimizer skipped it, and
+    this is worth a record.
     """
 
     pending: PendingRows
@@ -98,10 +98,11 @@ class Shipper:
 
         Once the weights are NaN every step is bad: this is said when it begins, when another module
         is named, and when a step that a GradScaler gave up is followed by one that was taken.
+        A parameter that an earlier step left bad (`bad.step` < `at`) is not another module: right
+        behind a bad step it says no more than that one did.
         """
         if self._last_bad is not None:
             step, was_skipped, fqn = self._last_bad
-            # What was bad before this step began follows from the step before.
             same = bad.fqn is None or bad.fqn == fqn or bad.step < at
             if at - step == 1 and same and not (was_skipped and not skipped and not partial):
                 if not partial:

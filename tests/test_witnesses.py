@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ddpprobe.detectors.nonfinite import NonFinite
 from ddpprobe.gather import Gather
+from ddpprobe.journal import JournalWriter
+from ddpprobe.layout import RunDir
 from ddpprobe.records import Anomaly, FirstBad, StepRecord
+from ddpprobe.shipping import Identity, Shipper
 
 WITNESS = FirstBad(10, 0, "forward", 7, 1, "a", "output", "", 3, 0, 0, 64)
 
@@ -83,3 +87,41 @@ def test_the_earliest_witness_of_all_ranks_is_the_origin_in_any_order_of_arrival
         gather.add(record(10, found[rank], ranks=(rank,)), 0.0)
     (merged,) = gather.ready(0.0)
     assert merged.first_bad == found[2]
+
+
+PARAM = replace(WITNESS, step=10, phase="step", fqn="a.weight", kind="param")
+HERE = replace(WITNESS, step=11, fqn="b")
+
+
+@pytest.mark.parametrize(
+    ("second", "at", "written"),
+    [
+        (PARAM, 11, [10]),  # what step 10 left bad, behind what step 10 was told of
+        (replace(PARAM, step=11), 11, [10, 11]),  # another one, and of this step
+        (PARAM, 12, [10, 12]),  # the step between was fine, and told of nothing
+        (HERE, 11, [10, 11]),
+        (replace(HERE, fqn="a"), 11, [10]),
+        (replace(HERE, fqn=None), 11, [10]),
+    ],
+)
+@pytest.mark.parametrize("partial", [True, False])
+def test_behind_a_bad_step_an_alarm_is_written_only_if_it_says_more(
+    second: FirstBad, at: int, written: list[int], partial: bool, tmp_path: Path, records_of
+) -> None:
+    journal = JournalWriter(RunDir(tmp_path).rank_journal(0, "node_0000", 0), {})
+    shipper = Shipper(journal, Identity(rank=0, world_size=1, attempt=0))
+    shipper.alarm(WITNESS, 10, partial=False, skipped=False, sampled=False)
+    shipper.alarm(second, at, partial=partial, skipped=False, sampled=False)
+    journal.close()
+    assert [r.step for r in records_of(tmp_path)] == written
+
+
+def test_an_alarm_right_behind_a_step_that_a_scaler_gave_up_is_written(
+    tmp_path: Path, records_of
+) -> None:
+    journal = JournalWriter(RunDir(tmp_path).rank_journal(0, "node_0000", 0), {})
+    shipper = Shipper(journal, Identity(rank=0, world_size=1, attempt=0))
+    for at, skipped in ((10, True), (11, True), (12, False), (13, False)):
+        shipper.alarm(replace(WITNESS, step=at), at, partial=False, skipped=skipped, sampled=False)
+    journal.close()
+    assert [(r.step, r.skipped) for r in records_of(tmp_path)] == [(10, True), (12, False)]
