@@ -19,11 +19,11 @@ from ddpprobe.hooks import gradients, loss_scale
 from ddpprobe.hooks.capturing import Capturing
 from ddpprobe.hooks.compiled import renew_graphs
 from ddpprobe.hooks.depth import Room
-from ddpprobe.hooks.state_check import CHECKED, Looks
+from ddpprobe.hooks.state_check import Looks
 from ddpprobe.journal import JournalWriter
 from ddpprobe.observers import Observers
 from ddpprobe.pacing import Pacer
-from ddpprobe.records import UNREDUCED, FirstBad
+from ddpprobe.records import CHECKED, UNREDUCED, FirstBad
 from ddpprobe.responder import Responder
 from ddpprobe.shipping import EndedStep, Identity, Shipper
 from ddpprobe.steps import StepClock

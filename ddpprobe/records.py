@@ -94,6 +94,7 @@ class Site:
         return f"{self.fqn or '(root)'}{leaf}:{self.kind}"
 
 
+CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were looked at behind it
 UNREDUCED = "unreduced"  # scalar, 1 on a sampled step whose gradients stayed each rank's own
 SEVERAL = -1  # in place of a rank: more than one, and none of them first
 

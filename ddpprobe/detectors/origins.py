@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 
-from ddpprobe.records import SEVERAL, STATE_KINDS, FirstBad, Site, StepRecord
+from ddpprobe.records import CHECKED, SEVERAL, STATE_KINDS, FirstBad, Site, StepRecord
 
 _FOUND = {
     "param": "the parameter", "buffer": "the buffer", "optim_state": "the optimizer's state",
 }  # fmt: skip
-CHECKED = "state_tensors"
 
 
 def rank_of(record: StepRecord, origin: FirstBad) -> int | None:

@@ -22,8 +22,6 @@ from ddpprobe.records import FirstBad
 from ddpprobe.topology.describe import Topology
 from ddpprobe.topology.outliving import Inventory, Key, outliving, parameters_of
 
-CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were looked at behind it
-
 
 @dataclass(frozen=True, slots=True)
 class Looks:
