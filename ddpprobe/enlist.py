@@ -14,11 +14,20 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from ddpprobe import attempts, codec, destination, layout, processes, rendezvous, roster, spawn
+from ddpprobe import (
+    attempts,
+    codec,
+    destination,
+    layout,
+    processes,
+    rendezvous,
+    roster,
+    spawn,
+    spool,
+    tmpfs,
+)
 from ddpprobe.attempts import Claimed
 from ddpprobe.ends.scheduler import scheduler
-from ddpprobe.heartbeat import HeartbeatWriter
-from ddpprobe.journal import JournalWriter
 from ddpprobe.layout import DirectoryLock, RunDir
 from ddpprobe.orders import OrderReader
 from ddpprobe.pacing import Channel, Notice
@@ -26,6 +35,7 @@ from ddpprobe.rendezvous import Store
 from ddpprobe.roster import Roster
 from ddpprobe.spawn import Keeper
 from ddpprobe.topology import stages
+from ddpprobe.writing import Spot, Writing
 
 DAEMON_SECONDS = 30.0  # for the head's daemon to open its port, when other nodes must know it
 
@@ -59,8 +69,7 @@ class Enlisted:
     run: RunDir
     run_id: str
     attempt: int
-    journal: JournalWriter
-    heartbeat: HeartbeatWriter
+    writing: Writing
     lock: DirectoryLock | None
     restart: Callable[[], None] | None
     node: str
@@ -70,6 +79,15 @@ class Enlisted:
     differ: frozenset[str] = frozenset()
     refused: str = ""
     _keeper: Keeper | None = None
+
+    def start(self) -> None:
+        """Let the disk thread begin, if there is one, now that this process is about to train."""
+        self.writing.start(self.keep_daemon)
+
+    def after_step(self) -> None:
+        """Look after the daemon at the end of a sampled step, where nobody else does."""
+        if self.writing.scribe is None:
+            self.keep_daemon()
 
     def keep_daemon(self) -> None:
         """Start this node's daemon anew if it died; looks at most every five seconds."""
@@ -105,16 +123,17 @@ def enlist(
         # All names would be much to hear from a thousand ranks: their digest, and them if need be.
         return {**facts, "model": parts[""]}
 
+    opened: list[Enlisted] = []
     try:
         plan = rendezvous.round_trip(
             store, f"{name}/plan", rank, world_size, introduce, head.decide
         )
-        opened: list[Enlisted] = []
 
         def open_files() -> dict[str, Any]:
             own = _has_own_disk(plan, place)
-            channel = _channel(plan, place, store, f"{name}/pace") if wishes.agree else Channel()
-            opened.append(_open(plan, place, world_size, head, wishes, channel))
+            opened.append(_open(plan, place, world_size, head, wishes))
+            if wishes.agree:
+                opened[0].channel = _channel(plan, place, store, f"{name}/pace", opened[0].writing)
             told = {"parts": parts if plan["apart"] else {}, "node": opened[0].node, "own": own}
             return {**told, "refused": opened[0].refused}
 
@@ -125,6 +144,8 @@ def enlist(
         held = rendezvous.round_trip(store, f"{name}/open", rank, world_size, open_files, compare)
     except BaseException:
         head.lock_release()
+        for one in opened:
+            one.writing.give_up()
         raise
     opened[0].cut, opened[0].differ = frozenset(held["cut"]), frozenset(held["differ"])
     _tell_refused(opened[0].run, held["refused"])
@@ -220,6 +241,8 @@ class _Head:
             "attempt": claimed.attempt, "claim": claimed.token, "head": None,
             "leaders": {str(n): r for n, r in leaders.items()},
             "members": {str(n): m for n, m in members.items()},
+            "hosts": {str(n): heard[r]["hostname"] for n, r in leaders.items()},
+            "memory": tmpfs.token(),
             "relays": _relays(heard),
             "apart": any(part["model"] != heard[0]["model"] for part in heard), "refused": "",
             "disk": attempts.mark_disk(claimed.run) if len(nodes) > 1 else "",
@@ -279,9 +302,8 @@ class _Head:
 
 
 def _open(
-    plan: dict[str, Any], place: _Place, world_size: int, head: _Head, wishes: Wishes,
-    channel: Channel,
-) -> Enlisted:  # fmt: skip
+    plan: dict[str, Any], place: _Place, world_size: int, head: _Head, wishes: Wishes
+) -> Enlisted:
     rank = place.rank
     run, identity, attempt = RunDir(Path(plan["run_dir"])), plan["identity"], plan["attempt"]
     node = layout.node_name(place.node_index)
@@ -290,6 +312,7 @@ def _open(
     layout.make_dir(run.path)
     if leads:
         attempts.arrive(run, node, identity, attempt, plan["claim"])
+        spool.clear_away(run, node)
     meta = {
         "rank": rank, "local_rank": place.local_rank, "world_size": world_size,
         "local_world_size": plan["members"][str(place.node_index)], "node": node,
@@ -301,11 +324,12 @@ def _open(
         "head": is_head, "head_url": plan["head"],
         "on_anomaly": wishes.on_anomaly,
     }  # fmt: skip
-    journal = JournalWriter(run.rank_journal(attempt, node, rank), meta)
+    own = Writing(Spot(run, attempt, node, rank), meta, plan["memory"])
     if job := scheduler(os.environ):
-        journal.append_json(codec.LIFE, {"event": "job", "scheduler": job})
-    heartbeat = HeartbeatWriter(run.heartbeat(attempt, node, rank))
-    board = OrderReader(run.orders(attempt, node))
+        own.journal.append_json(codec.LIFE, {"event": "job", "scheduler": job})
+    # The daemon, which runs beside the rank that leads the node, shows orders on its own machine.
+    far = plan["hosts"][str(place.node_index)] != place.hostname
+    board = OrderReader(own.shared(run.orders(attempt, node), far=far))
 
     gather = plan["head"].removeprefix("http://") if is_head and plan["head"] else None
 
@@ -328,7 +352,7 @@ def _open(
             refused = str(error) or type(error).__name__
         _tell_trouble(run, node)
     return Enlisted(
-        run, identity["run_id"], attempt, journal, heartbeat, head.lock, starter, node, channel,
+        run, identity["run_id"], attempt, own, head.lock, starter, node, Channel(),
         board, refused=refused,
     )  # fmt: skip
 
@@ -340,7 +364,7 @@ def _has_own_disk(plan: dict[str, Any], place: _Place) -> bool:
     return leads and bool(plan["disk"]) and not attempts.is_shared(run, plan["disk"])
 
 
-def _channel(plan: dict[str, Any], place: _Place, store: Store, name: str) -> Channel:
+def _channel(plan: dict[str, Any], place: _Place, store: Store, name: str, own: Writing) -> Channel:
     """Open this rank's way to hear what all ranks are to do.
 
     Raises:
@@ -348,7 +372,7 @@ def _channel(plan: dict[str, Any], place: _Place, store: Store, name: str) -> Ch
     """
     path = RunDir(Path(plan["run_dir"])).pace(plan["attempt"], layout.node_name(place.node_index))
     line = rendezvous.Line(store, name) if place.rank in plan["relays"] else None
-    return Channel(Notice(path), line)
+    return Channel(Notice(own.shared(path)), line)
 
 
 def _relays(heard: list[dict[str, Any]]) -> list[int]:

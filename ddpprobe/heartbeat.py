@@ -1,18 +1,24 @@
 """Where a rank is now: one small file, overwritten in place, read by the daemon.
 
 The journal says what happened at sampled steps; the heartbeat says that steps happen at all.
+
+A beat is a store into mapped memory (`tmpfs`), where no disk can make training wait. It is carried
+into the run directory about once a second and at the end; `read` finds the newest. Without such
+memory each beat is a write into the run directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpprobe import inside
-from ddpprobe.slate import Slate, whole
+from ddpprobe import inside, layout, tmpfs
+from ddpprobe.slate import MappedSlate, Slate, checked, newest, whole
 
 STATES = ("start", "data", "forward", "backward", "optimizer", "paused", "closed")
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
@@ -47,12 +53,22 @@ class HeartbeatWriter:
     """Overwrites one heartbeat file; never raises after construction (a lost beat is no loss).
 
     `every` and `overhead_ratio` go with each beat; whoever measures them sets them.
+
+    Args:
+        path: of the file in the run directory; it is made.
+        memory: the directory in memory that `tmpfs.make` gave; None: beats go to `path`.
+
+    Raises:
+        OSError: a file cannot be made.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, memory: Path | None = None) -> None:
         self.every = 0
         self.overhead_ratio = math.nan
-        self._slate = Slate(path, _BODY.size, clean=True)
+        self._slate: Slate | MappedSlate = Slate(path, _BODY.size, clean=True)
+        if memory is not None:
+            self._slate.close()
+            self._slate = MappedSlate(memory / path.name, _BODY.size)
 
     def beat(
         self,
@@ -79,7 +95,15 @@ class HeartbeatWriter:
 
 
 def read(path: Path) -> Heartbeat | None:
-    """Return the last reading; None if there is none or it is being written just now."""
+    """Return the last reading; None if there is none or it is being written just now.
+
+    Args:
+        path: of the file in the run directory. What is in memory on this machine is newer.
+    """
+    said = _in_memory(path)
+    beat = _decoded(said) if said is not None else None
+    if beat is not None:
+        return beat
     try:
         return read_bytes(inside.read_regular(path.parent, path.name))
     except OSError:
@@ -89,8 +113,47 @@ def read(path: Path) -> Heartbeat | None:
 def read_bytes(data: bytes) -> Heartbeat | None:
     """Return the last reading in the content of a heartbeat file; None as `read`."""
     body = whole(data, _BODY.size)
-    if body is None:
-        return None
+    return None if body is None else _decoded(body)
+
+
+def carry(path: Path) -> None:
+    """Carry what is in memory into the run directory, if there is anything. May wait for a disk.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    # Opened first: `finish` puts another file in its place, which must not become older again.
+    with contextlib.suppress(FileNotFoundError):
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            body = _in_memory(path)
+            if body is not None:
+                os.pwrite(fd, checked(body), 0)
+        finally:
+            os.close(fd)
+
+
+def finish(path: Path) -> None:
+    """Carry the last beat of a rank that has ended, and take it out of memory.
+
+    Raises:
+        OSError: the disk refuses; it stays in memory.
+    """
+    place = tmpfs.beside(path.parent)
+    if place is None:
+        return
+    body = _in_memory(path)
+    if body is not None:
+        layout.replace_file(path, [memoryview(checked(body))])
+    (place / path.name).unlink(missing_ok=True)
+
+
+def _in_memory(path: Path) -> bytes | None:
+    data = tmpfs.read(path.parent, path.name)
+    return newest(data, _BODY.size) if data is not None else None
+
+
+def _decoded(body: bytes) -> Heartbeat | None:
     time_ns, step, micro, state, steps, skipped, sampled, *rest = _BODY.unpack(body)
     *phases, own, every, ratio = rest
     if not 0 <= state < len(STATES) or time_ns == 0:

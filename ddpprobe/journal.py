@@ -34,12 +34,15 @@ READ_BYTES = 4 << 20
 class JournalWriter:
     """Appends frames; a full or failing disk costs frames, never an exception.
 
+    `place` is where readers find them.
+
     Args:
         directory: created (0700) if missing; must hold no segment of another writer.
         meta: JSON object repeated at the head of every segment.
         segment_frames: frames per segment file.
         first_segment: number of the first segment; above 0 for the successor of a dead writer.
         first_seq: sequence number of the first frame; a successor goes on where the other ended.
+        segment_bytes: size at which a segment is closed, unless its head takes much of that.
 
     Raises:
         OSError: the directory or the first segment cannot be created: a start that fails is loud.
@@ -52,11 +55,12 @@ class JournalWriter:
         segment_frames: int = SEGMENT_FRAMES,
         first_segment: int = 0,
         first_seq: int = 0,
+        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
-        self.directory = layout.make_dir(directory)
+        self.directory = self.place = layout.make_dir(directory)
         self.dropped: Counter[str] = Counter()
         self._meta = codec.encode_json(meta)
-        self._segment_frames = segment_frames
+        self._segment_frames, self._segment_bytes = segment_frames, segment_bytes
         self._segment = first_segment - 1
         self._frames = 0
         self._seq = first_seq
@@ -99,7 +103,7 @@ class JournalWriter:
 
     @property
     def _is_full(self) -> bool:
-        most = min(max(SEGMENT_BYTES, SEGMENT_HEADS * self._head), MAX_SEGMENT_BYTES)
+        most = min(max(self._segment_bytes, SEGMENT_HEADS * self._head), MAX_SEGMENT_BYTES)
         return self._frames >= self._segment_frames or self._size >= most
 
     def _write(self, frames: list[tuple[int, bytes]]) -> bool:

@@ -9,6 +9,7 @@
       journal/000/node_0000/daemon/         frames of that node's daemon (merged steps, anomalies)
       journal/000/claim.json                whose this attempt is, in the object store too
       heartbeat/000/node_0000/rank_00003    where the rank is now (fixed size, overwritten)
+      heartbeat/000/node_0000/memory        the directory in memory where these are newer (`tmpfs`)
       heartbeat/000/node_0000/pace          how far apart sampled steps are now, under a budget
       heartbeat/000/node_0000/orders        what all ranks are to do at which steps
       captures/000/node_0000/rank_00003/    packs: full tensors of one rank, one file per step

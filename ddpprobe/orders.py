@@ -1,9 +1,9 @@
 """The head's word to all ranks: capture these steps in full, stop after one, tell the user's code.
 
-The daemon of each node appends orders to one small file, the board; the node's ranks look behind
-what they have read of it at the end of each step. That is one `pread` of one byte (0.4 us), which
-survives the daemon and cannot hurt: a mapped word would raise SIGBUS in the training process if the
-disk were full. Unlike a slate, a board keeps two orders that came between two looks.
+The daemon of each node appends orders to one small file, the board, and to its copy in memory
+(`tmpfs`), if the node's ranks have any; they look behind what they have read of the copy at the end
+of each step. That is one `pread` of one byte (0.4 us), which waits for no disk. Unlike a slate, a
+board keeps two orders that came between two looks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
 
-from ddpprobe import codec, hearsay, layout
+from ddpprobe import codec, hearsay, layout, tmpfs
 from ddpprobe.codec import Frame, FrameError
 from ddpprobe.hearsay import MALFORMED, int64
 from ddpprobe.records import Anomaly
@@ -99,11 +99,17 @@ class OrderBoard:
 
     def __init__(self, path: Path) -> None:
         self.orders: dict[int, Order] = {}
-        self._fd = -1
+        self._fd = self._copy = -1
         with contextlib.suppress(OSError):
             self._fd = _open(path)
-            data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-            self.orders |= {order.number: order for order, _ in _orders(data)}
+            self.orders |= _numbered(self._fd)
+        place = tmpfs.beside(path.parent)
+        if place is not None:
+            with contextlib.suppress(OSError):
+                self._copy = _open(place / path.name)
+                there = _numbered(self._copy)  # a killed predecessor may have come to the first
+                for number in sorted(self.orders.keys() - there.keys()):
+                    _append(self._copy, encode(self.orders[number]))
 
     @property
     def last(self) -> int:
@@ -119,21 +125,19 @@ class OrderBoard:
         if order.number <= self.last:
             return True
         data = encode(order)
-        try:
-            end = os.fstat(self._fd).st_size  # behind what a killed predecessor left, too
-            if os.pwrite(self._fd, data, end) < len(data):
-                os.ftruncate(self._fd, end)
-                return False
-        except OSError:
+        if not _append(self._fd, data):
             return False
+        if self._copy >= 0:
+            _append(self._copy, data)
         self.orders[order.number] = order
         return True
 
     def close(self) -> None:
-        """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the files."""
+        for fd in (self._fd, self._copy):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._copy = -1
 
 
 @final
@@ -178,6 +182,23 @@ class OrderReader:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _append(fd: int, data: bytes) -> bool:
+    """Write an order behind all others, and behind what a killed predecessor left; whole or not."""
+    try:
+        end = os.fstat(fd).st_size
+        if os.pwrite(fd, data, end) < len(data):
+            os.ftruncate(fd, end)
+            return False
+    except OSError:
+        return False
+    return True
+
+
+def _numbered(fd: int) -> dict[int, Order]:
+    data = os.pread(fd, os.fstat(fd).st_size, 0)
+    return {order.number: order for order, _ in _orders(data)}
 
 
 def _open(path: Path) -> int:

@@ -112,6 +112,8 @@ class Probe:
             return
         words = Fuse("last words").guard(last_words.goodbye)(at_exit=at_exit)
         Fuse("close").guard(recorder.close)(words)
+        if self._enlisted is not None:
+            Fuse("close").guard(self._enlisted.writing.close)()
         if self._enlisted is not None and self._enlisted.lock is not None:
             self._enlisted.lock.release()
         _live.discard(self)
@@ -124,10 +126,16 @@ class Probe:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _rest(self) -> None:
+        if self._enlisted is not None and self._enlisted.writing.scribe is not None:
+            self._enlisted.writing.scribe.rest()
+
     def _abandon(self) -> None:
         recorder, self._recorder, self._responder = self._recorder, None, None
         if recorder is not None:
             recorder.abandon()
+        if self._enlisted is not None:
+            self._enlisted.writing.abandon()
         if self._enlisted is not None and self._enlisted.lock is not None:
             self._enlisted.lock.forget()
 
@@ -205,20 +213,19 @@ def install(
         ),
     )  # fmt: skip
     wanted.found.cut, wanted.found.differ = enlisted.cut, enlisted.differ
+    journal, scribe = enlisted.writing.journal, enlisted.writing.scribe
     pacer = Pacer(
-        wanted.schedule(), wanted.budget(), enlisted.channel, enlisted.journal, enlisted.heartbeat,
+        wanted.schedule(), wanted.budget(), enlisted.channel, journal, enlisted.writing.heartbeat,
         leads=rank == 0, ahead=wanted.found.device.type != "cpu",
     )  # fmt: skip
     path = partial(enlisted.run.pack, enlisted.attempt, enlisted.node, rank)
     who = {"attempt": enlisted.attempt, "rank": rank, "world_size": world_size}
-    capturing = Capturing(wanted.capture, Desk(path, who, enlisted.journal), rank)
-    responder = Responder(
-        enlisted.board, pacer.add, capturing.capture, enlisted.journal, on_anomaly
-    )
+    capturing = Capturing(wanted.capture, Desk(path, who, journal, scribe), rank)
+    responder = Responder(enlisted.board, pacer.add, capturing.capture, journal, on_anomaly)
     recorder = Recorder(
         wanted.found, Identity(rank, world_size, enlisted.attempt), pacer, responder, capturing,
-        wanted.select, enlisted.journal, enlisted.heartbeat, full_backward=backward == "full",
-        first_step=first_step, after_step=enlisted.keep_daemon,
+        wanted.select, journal, enlisted.writing.heartbeat, full_backward=backward == "full",
+        first_step=first_step, after_step=enlisted.after_step,
     )  # fmt: skip
     # Here, where waiting is allowed: no step ever compiles anything.
     native.prepare()
@@ -227,6 +234,7 @@ def install(
         dict.fromkeys((wanted.found.device, *(p.device for p in parameters))),
         {p.dtype for p in parameters},
     )
+    Fuse("starting the disk thread").guard(enlisted.start)()
     recorder.start()
     probe = Probe(recorder, enlisted, responder)
     _probed[wanted.found.root] = probe
@@ -268,12 +276,17 @@ def _close_all() -> None:
         probe._close(at_exit=True)  # noqa: SLF001  (same module)
 
 
+def _rest_all() -> None:
+    for probe in list(_live):
+        probe._rest()  # noqa: SLF001  (same module)
+
+
 def _abandon_all() -> None:
     for probe in list(_live):
         probe._abandon()  # noqa: SLF001  (same module)
 
 
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_abandon_all)
+os.register_at_fork(before=_rest_all, after_in_child=_abandon_all)
 
 __all__ = ["Probe", "install"]

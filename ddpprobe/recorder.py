@@ -1,7 +1,7 @@
 """The training side of ddpprobe on one rank: events in, journal frames out.
 
 Wires the clock, the hooks, the watch and the journal together. It opens no port, joins no
-collective, starts no thread, and imports neither zarr nor prometheus_client.
+collective, waits for no disk (`writing`), and imports neither zarr nor prometheus_client.
 """
 
 from __future__ import annotations

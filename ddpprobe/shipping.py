@@ -197,7 +197,7 @@ class Shipper:
             logger.warning(
                 "ddpprobe: rank %d cannot write %s (%s): its steps are lost until it can; training "
                 "goes on",
-                self._who.rank, self._journal.directory, ", ".join(self._journal.dropped),
+                self._who.rank, self._journal.place, ", ".join(self._journal.dropped),
             )  # fmt: skip
 
     def _report_losses(self) -> None:

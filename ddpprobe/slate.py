@@ -1,12 +1,17 @@
 """A small file that is overwritten in place: some bytes of fixed length, and their checksum.
 
-One `pwrite` of a hundred bytes costs about a microsecond, survives its writer, and cannot hurt it:
-a mapped file would raise SIGBUS in the training process if the disk were full.
+On a disk it is one `pwrite`, which survives its writer and cannot hurt it: a mapped file would
+raise SIGBUS in the training process if the disk were full. In memory (`tmpfs`) the pages are there
+before they are mapped, and a mapped slate is stored without a system call. It has two halves, of
+which the older is overwritten: a writer that is killed in between leaves the other one whole.
 """
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
+import struct
 import zlib
 from pathlib import Path
 from typing import final
@@ -14,6 +19,7 @@ from typing import final
 from ddpprobe import layout
 
 _CHECK = 4  # bytes of the crc32
+_COUNT = struct.Struct("<Q")  # writes so far: which half is the newer one
 
 
 @final
@@ -37,7 +43,7 @@ class Slate:
 
     def write(self, body: bytes) -> bool:
         """Replace what the file says; False if the disk refuses."""
-        data = body + zlib.crc32(body).to_bytes(_CHECK, "little")
+        data = checked(body)
         try:
             return os.pwrite(self._fd, data, 0) == len(data)
         except OSError:
@@ -55,6 +61,68 @@ class Slate:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+@final
+class MappedSlate:
+    """The same in mapped memory; locked (`flock`) for as long as its writer lives.
+
+    Args:
+        path: of the file, on a file system in memory; a new one.
+        size: of what is written, in bytes.
+
+    Raises:
+        OSError: it cannot be made, or there is no memory for it.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(path, flags, layout.FILE_MODE)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._half = _COUNT.size + size + _CHECK
+            os.posix_fallocate(self._fd, 0, 2 * self._half)
+            self._map: mmap.mmap | None = mmap.mmap(self._fd, 2 * self._half)
+        except OSError:
+            os.close(self._fd)
+            raise
+        self._count = 0
+
+    def write(self, body: bytes) -> bool:
+        """Replace what it says; False behind `close`."""
+        if self._map is None:
+            return False
+        self._count += 1
+        at = self._half * (self._count & 1)
+        self._map[at : at + self._half] = checked(_COUNT.pack(self._count) + body)
+        return True
+
+    def close(self) -> None:
+        """Let go of the file, which stays; its lock with it, unless a forked child has it too."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+            os.close(self._fd)
+
+
+def checked(body: bytes) -> bytes:
+    """Return what is written of `body`: the bytes and their checksum."""
+    return body + zlib.crc32(body).to_bytes(_CHECK, "little")
+
+
+def newest(data: bytes, size: int) -> bytes | None:
+    """Return the newer whole half of a mapped slate, `size` bytes; None: nothing was written."""
+    half = _COUNT.size + size + _CHECK
+    if len(data) != 2 * half:
+        return None
+    found = [whole(data[at : at + half], half - _CHECK) for at in (0, half)]
+    said = [part for part in found if part is not None and any(part[: _COUNT.size])]
+    return max(said, key=_count)[_COUNT.size :] if said else None
+
+
+def _count(half: bytes) -> int:
+    number: int = _COUNT.unpack_from(half)[0]
+    return number
 
 
 def whole(data: bytes, size: int) -> bytes | None:

@@ -24,14 +24,14 @@ DOCUMENT = HOME / "docs" / "explanation" / "architecture.md"
 # A room is a file or a folder directly below the package. Imports go to the same layer or down.
 LAYERS = {
     "codec": 0, "dealing": 0, "destination": 0, "fuse": 0, "hearsay": 0, "inside": 0,
-    "layout": 0, "merge": 0, "processes": 0, "records": 0, "remembered": 0, "slate": 0,
+    "layout": 0, "tmpfs": 0, "merge": 0, "processes": 0, "records": 0, "remembered": 0, "slate": 0,
     "torch_private": 0, "view": 0,
     "bucket": 1, "budget": 1, "detectors": 1, "ends": 1, "gather": 1, "heartbeat": 1, "journal": 1,
     "labels": 1, "metrics": 1, "orders": 1, "packs": 1, "pacing": 1,
     "prometheus": 1, "rendezvous": 1, "roster": 1, "sampling": 1, "site_numbers": 1,
-    "spawn": 1, "stats": 1, "store": 1, "topology": 1,
+    "scribe": 1, "spawn": 1, "spool": 1, "stats": 1, "store": 1, "topology": 1,
     "arguments": 2, "attempts": 2, "enlist": 2, "hooks": 2, "observers": 2, "recorder": 2,
-    "responder": 2, "shipping": 2, "steps": 2,
+    "responder": 2, "shipping": 2, "steps": 2, "writing": 2,
     "captured": 3, "daemon": 3, "inventory": 3, "probe": 3, "replay": 3,
     "cli": 4, "commands": 4, "report": 4, "testing": 4,
     "__init__": 5,

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import ddpprobe
-from ddpprobe import spawn
+from ddpprobe import scribe, spawn
 from ddpprobe.daemon import local_rank
 from ddpprobe.daemon.__main__ import main as daemon_main
 from ddpprobe.replay.verify import verify
@@ -296,10 +297,14 @@ def test_without_a_process_for_the_daemon_it_trains_and_says_so_once(
 
     with monkeypatch.context() as patched:
         patched.setattr(spawn.subprocess, "run", refuse)
-        patched.setattr(spawn, "CHECK_SECONDS", 0.0)  # asked for a daemon at every sampled step
+        patched.setattr(spawn, "CHECK_SECONDS", 0.0)
+        patched.setattr(scribe, "CHORE_SECONDS", 0.01)  # asked for a daemon again and again
         net = model()
         probe = ddpprobe.install(net, run_dir=tmp_path / "r", every=1)
         train(net, 5)
+        deadline = time.monotonic() + 60
+        while len(asked) <= 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
         probe.close()
     assert len(asked) > 3
     (said,) = [r.getMessage() for r in caplog.records if "daemon" in r.getMessage()]

@@ -18,6 +18,7 @@ from ddpprobe.daemon.inbox import Inbox
 from ddpprobe.daemon.ledger import Ledger
 from ddpprobe.daemon.liveness import Watcher
 from ddpprobe.daemon.local_rank import LocalRank
+from ddpprobe.daemon.memory import Porter
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.requests import Desk, Request
 from ddpprobe.daemon.tail import RankTail
@@ -72,6 +73,7 @@ class Attempt:
         self._board: OrderBoard | None = None
         self._blackbox: BlackBox | None = None
         self._desk = Desk(run.requests)
+        self._porter = Porter(run, number, node)
         self._watcher, self._inbox, self._pusher = watcher, inbox, pusher
         self._changed_at = time.monotonic()
         self._judging = Fuse("judging", sys.maxsize)
@@ -208,7 +210,9 @@ class Attempt:
 
     def _read(self, rank: LocalRank, now: float) -> int:
         over = rank.exit is not None  # asked first: what is read now includes its last words
+        self._porter.carry(rank.tail.rank, now, over=over)
         beat = heartbeat.read(self.run.heartbeat(self.number, self.node, rank.tail.rank))
+        lags = self._porter.lags(rank.tail.rank)
         records = rank.tail.read(RECORDS_PER_LOOK)
         if self.gather is None and rank.tail.facts.meta is not None:
             self._begin(rank.tail.facts.meta)
@@ -219,7 +223,7 @@ class Attempt:
         if rank.tail.facts.closed and rank.closed_at is None:
             rank.closed_at = now
         rank.beat = beat or rank.beat
-        if beat is not None and len(records) < RECORDS_PER_LOOK:
+        if beat is not None and len(records) < RECORDS_PER_LOOK and not lags:
             rank.compare(beat)
         return len(records)
 

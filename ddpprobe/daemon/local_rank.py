@@ -40,8 +40,8 @@ class LocalRank:
         """Compare what a heartbeat counts with the records, once the journal was read to its end.
 
         The heartbeat must have been read first: it is written behind the record that it counts, and
-        can be written where the journal cannot (it is overwritten in place). What a GPU has not
-        delivered yet is counted until it comes.
+        can be written where the journal cannot (it is overwritten in place). Nothing of the journal
+        may have waited in memory then. What a GPU has not delivered yet is counted until it comes.
 
         A daemon that follows another one finds journals whose first segments are in the store. It
         counts what is lost from then on.

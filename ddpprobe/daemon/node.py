@@ -23,6 +23,7 @@ from ddpprobe.fuse import Fuse
 from ddpprobe.journal import segments_of
 from ddpprobe.layout import RunDir
 from ddpprobe.roster import ROSTER, SECRET, Roster, Shared, secret_at
+from ddpprobe.spool import clear_away
 
 if TYPE_CHECKING:
     from ddpprobe.daemon.server import Server
@@ -97,6 +98,7 @@ class NodeDaemon:
         """Run until everything has ended, then leave no thread, file or socket open."""
         started = time.monotonic()
         tick = self._fuses["loop"].guard(self._tick)
+        self._fuses["loop"].guard(clear_away)(self._run, self._node)
         tick(started)  # how a rank dies can be seen only once it is watched; the server takes long
         self._fuses["server"].guard(self._start_server)()
         self._fuses["server"].guard(self._announce)()

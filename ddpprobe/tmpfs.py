@@ -1,0 +1,123 @@
+"""A directory in memory beside the run directory: what training writes without waiting for a disk.
+
+A file system in memory (`/dev/shm`) outlives a killed process and is seen by every other one of the
+machine, so what a rank stores there is told as soon as it is stored. It is gone with the machine:
+daemons and ranks carry it into the run directory, where a small file, the pointer, names it.
+Everybody who reads here looks there as well: see `heartbeat` and `spool`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from ddpprobe import inside, layout
+
+ROOT = Path("/dev/shm")  # noqa: S108  (names in it are random, directories 0700)
+POINTER = "memory"  # in a node's directory of heartbeats: the name of its directory in memory
+ORIGIN = "origin"  # in that: the path of the pointer
+SHARED = (ORIGIN, "pace", "orders")  # what belongs to no rank alone
+LEAST_ROOM = 8 << 20  # free bytes below which a small machine's memory is left to others
+_NAME = re.compile(r"ddpprobe-[0-9a-f]{16}\.\d{3,}\.node_\d{4,}")
+
+
+def token() -> str:
+    """Return what makes the names of an attempt's directories in memory unlike all others."""
+    return os.urandom(8).hex()
+
+
+def make(own: Path, unique: str) -> Path:
+    """Make the directory in memory of one attempt on one machine, or find that of another rank.
+
+    Args:
+        own: the node's directory of heartbeats, in the run directory; it is made, and the pointer
+            in it.
+        unique: what `token` gave rank 0.
+
+    Raises:
+        OSError: it cannot be made, is another user's, or memory is scarce.
+    """
+    name = f"ddpprobe-{unique}.{own.parent.name}.{own.name}"
+    place = ROOT / name
+    if free(ROOT) < LEAST_ROOM:
+        raise OSError(f"{ROOT} has only {free(ROOT) >> 20} MiB left")
+    with contextlib.suppress(FileExistsError):
+        place.mkdir(mode=layout.DIR_MODE)
+    if place.is_symlink() or place.stat().st_uid != os.geteuid():
+        raise OSError(f"{place} is another user's")
+    layout.make_dir(own)
+    pointer = own / POINTER
+    for path, text in ((pointer, name), (place / ORIGIN, str(pointer.absolute()))):
+        if not path.exists():
+            layout.replace_file(path, [memoryview(text.encode())])
+    return place
+
+
+def beside(own: Path) -> Path | None:
+    """Return the directory in memory that a node's directory of heartbeats points to, if any.
+
+    On another machine than the rank's, after a restart of it, and after an orderly end there is
+    none.
+    """
+    try:
+        name = inside.read_regular(own, POINTER, most=256).decode()
+    except (OSError, ValueError):
+        return None
+    place = ROOT / name
+    return place if _NAME.fullmatch(name) and place.is_dir() and not place.is_symlink() else None
+
+
+def read(own: Path, name: str) -> bytes | None:
+    """Return the content of a file in the directory in memory; None if there is none."""
+    place = beside(own)
+    if place is None:
+        return None
+    try:
+        return inside.read_regular(ROOT, f"{place.name}/{name}")
+    except OSError:
+        return None
+
+
+def free(path: Path) -> int:
+    """Return the bytes that a file system has left for us.
+
+    Raises:
+        OSError: there is none at `path`.
+    """
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def leave(own: Path, place: Path) -> None:
+    """Take the directory and its pointer away, if no rank's files are in it any more."""
+    try:
+        if set(os.listdir(place)) - set(SHARED):
+            return
+        shutil.rmtree(place)
+    except FileNotFoundError:  # another rank was as late as we
+        pass
+    (own / POINTER).unlink(missing_ok=True)
+
+
+def orphans() -> list[Path]:
+    """Return this user's directories whose run directory is gone and whose ranks have ended."""
+    found = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(ROOT):
+            place = ROOT / name
+            if _NAME.fullmatch(name) and _is_orphan(place):
+                found.append(place)
+    return found
+
+
+def _is_orphan(place: Path) -> bool:
+    try:
+        if place.is_symlink() or place.stat().st_uid != os.geteuid():
+            return False
+        origin = Path(inside.read_regular(place, ORIGIN, most=4096).decode())
+        return not origin.exists() and not any(map(layout.is_locked, place.glob("rank_*")))
+    except (OSError, ValueError):  # one that is being made just now
+        return False

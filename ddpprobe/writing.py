@@ -1,0 +1,137 @@
+"""Where one rank writes: into memory, with a thread that brings it to the disk, or to the disk.
+
+Memory it is wherever there is a file system in it (`/dev/shm`) with room, and a thread to be had.
+Elsewhere the training thread writes into the run directory, and waits for its disk: that is said.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ddpprobe import heartbeat, spool, tmpfs
+from ddpprobe.heartbeat import HeartbeatWriter
+from ddpprobe.journal import JournalWriter
+from ddpprobe.layout import RunDir
+from ddpprobe.scribe import Scribe
+from ddpprobe.spool import SpooledJournal
+
+logger = logging.getLogger("ddpprobe")
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """One rank's place in an attempt: of `run`, `attempt`, `node` and `rank`."""
+
+    run: RunDir
+    attempt: int
+    node: str
+    rank: int
+
+    @property
+    def heartbeat(self) -> Path:
+        """Its heartbeat file in the run directory."""
+        return self.run.heartbeat(self.attempt, self.node, self.rank)
+
+
+class Writing:
+    """What one rank writes to.
+
+    Attributes:
+        journal, heartbeat: its own.
+        scribe: the disk thread; None: the training thread waits for the disk.
+        memory: directory in memory of this attempt; None: there is none.
+    """
+
+    def __init__(self, spot: Spot, meta: Mapping[str, Any], unique: str) -> None:
+        self._spot = spot
+        self.journal: JournalWriter
+        self.scribe: Scribe | None = None
+        self.memory: Path | None = None
+        try:
+            self.memory = tmpfs.make(spot.heartbeat.parent, unique)
+            room = spool.room_in(self.memory)
+        except OSError as error:
+            logger.warning(
+                "ddpprobe: rank %d: no memory to write to (%s), so its training thread writes into "
+                "the run directory: a slow disk slows its steps down",
+                spot.rank, error,
+            )  # fmt: skip
+        target = spot.run.rank_journal(spot.attempt, spot.node, spot.rank)
+        if self.memory is None:
+            self.journal = JournalWriter(target, meta)
+            self.heartbeat = HeartbeatWriter(spot.heartbeat)
+            return
+        source = spool.directory_of(self.memory, spot.heartbeat.name)
+        try:
+            self.journal = SpooledJournal(source, target, meta, room, self._wake)
+            self.heartbeat = HeartbeatWriter(spot.heartbeat, self.memory)
+        except OSError:  # the install is refused
+            shutil.rmtree(source, ignore_errors=True)
+            tmpfs.leave(spot.heartbeat.parent, self.memory)
+            raise
+        self.scribe = Scribe()
+
+    def shared(self, path: Path, *, far: bool = False) -> Path:
+        """Return where the ranks of a node find a file that they share.
+
+        Args:
+            path: of the file in the run directory, beside the heartbeats.
+            far: who writes it is on another machine.
+        """
+        return path if self.memory is None or far else self.memory / path.name
+
+    def start(self, *chores: Callable[[], object]) -> None:
+        """Let the disk thread begin, with `chores` to do about once a second."""
+        if self.scribe is not None:
+            journal = self.journal
+            own = [journal.carry] if isinstance(journal, SpooledJournal) else []
+            self.scribe.start(*own, partial(heartbeat.carry, self._spot.heartbeat), *chores)
+
+    def close(self) -> None:
+        """Bring what is in memory to the disk, unless that takes longer than two seconds.
+
+        Journal and heartbeat have been closed.
+        """
+        journal, spot = self.journal, self._spot
+        if self.scribe is None or not isinstance(journal, SpooledJournal):
+            return
+        self.scribe.do(journal.carry)
+        self.scribe.do(partial(self._settle, journal))
+        if not self.scribe.close() or journal.waiting:
+            logger.warning(
+                "ddpprobe: rank %d: the disk does not take %d bytes of %s now (%s). They are in "
+                "the memory of %s: its daemon brings them to the disk when that can be written, "
+                "and so does: ddpprobe daemon --dir %s --node %s",
+                spot.rank, journal.waiting, journal.place, journal.carrier.refused or spool.SLOW,
+                socket.gethostname(), spot.run.path, spot.node,
+            )  # fmt: skip
+
+    def give_up(self) -> None:
+        """Before the start: leave nothing open and nothing in memory."""
+        self.journal.close()
+        self.heartbeat.close()
+        if isinstance(self.journal, SpooledJournal):
+            self._settle(self.journal)
+
+    def abandon(self) -> None:
+        """In a forked child: the files are the parent's, and no thread is there."""
+        if self.scribe is not None:
+            self.scribe.abandon()
+        if isinstance(self.journal, SpooledJournal):
+            self.journal.carrier.close()
+
+    def _wake(self) -> None:
+        if self.scribe is not None and isinstance(self.journal, SpooledJournal):
+            self.scribe.do(self.journal.carry)
+
+    def _settle(self, journal: SpooledJournal) -> None:
+        spot = self._spot
+        if not journal.finish() or not spool.settle(spot.run, spot.attempt, spot.node, spot.rank):
+            heartbeat.carry(spot.heartbeat)

@@ -1,0 +1,181 @@
+"""What training writes waits for no disk, is seen at once, and leaves nothing in memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpprobe import heartbeat, slate, tmpfs
+from ddpprobe.heartbeat import STATES, HeartbeatWriter
+from ddpprobe.layout import RunDir
+from ddpprobe.orders import Order, OrderBoard, OrderReader
+
+NODE = "node_0000"
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Path]:
+    """A node's directory of heartbeats; nothing of it is in memory afterwards."""
+    path = RunDir(tmp_path / "run").heartbeat(0, NODE, 0).parent
+    yield path
+    place = tmpfs.beside(path)
+    if place is not None:
+        shutil.rmtree(place)
+
+
+def beat(writer: HeartbeatWriter, step: int, state: str = "forward") -> None:
+    writer.beat(
+        step=step, micro=0, state=STATES.index(state), steps=step, skipped=0, sampled=0,
+        phase_seconds=(0.0, 0.0, 0.0, 0.0), probe_seconds=0.0,
+    )  # fmt: skip
+
+
+def test_a_beat_in_memory_is_read_at_once_and_carried_when_told(own: Path) -> None:
+    place = tmpfs.make(own, tmpfs.token())
+    writer = HeartbeatWriter(own / "rank_00000", place)
+    on_disk = (own / "rank_00000").read_bytes()
+    for step in (1, 2, 3):
+        beat(writer, step)
+        found = heartbeat.read(own / "rank_00000")
+        assert found is not None
+        assert found.step == step
+    assert (own / "rank_00000").read_bytes() == on_disk
+    heartbeat.carry(own / "rank_00000")
+    carried = heartbeat.read_bytes((own / "rank_00000").read_bytes())
+    assert carried is not None
+    assert carried.step == 3
+    writer.close()
+
+
+def test_the_last_beat_is_in_the_run_directory_and_nothing_in_memory(own: Path) -> None:
+    place = tmpfs.make(own, tmpfs.token())
+    writer = HeartbeatWriter(own / "rank_00000", place)
+    beat(writer, 9, "closed")
+    writer.close()
+    heartbeat.finish(own / "rank_00000")
+    tmpfs.leave(own, place)
+    assert not place.exists()
+    assert sorted(os.listdir(own)) == ["rank_00000"]
+    found = heartbeat.read(own / "rank_00000")
+    assert found is not None
+    assert (found.step, found.state) == (9, "closed")
+
+
+def test_a_late_copy_never_takes_the_place_of_the_last_beat(own: Path, monkeypatch) -> None:
+    """The daemon has opened the file and read an older beat when the rank says its last word."""
+    place = tmpfs.make(own, tmpfs.token())
+    writer = HeartbeatWriter(own / "rank_00000", place)
+    beat(writer, 8)
+    read = heartbeat._in_memory
+
+    def overtaken(path: Path) -> bytes | None:
+        said = read(path)
+        monkeypatch.setattr(heartbeat, "_in_memory", read)
+        beat(writer, 9, "closed")
+        heartbeat.finish(path)
+        return said
+
+    monkeypatch.setattr(heartbeat, "_in_memory", overtaken)
+    heartbeat.carry(own / "rank_00000")
+    writer.close()
+    found = heartbeat.read(own / "rank_00000")
+    assert found is not None
+    assert (found.step, found.state) == (9, "closed")
+
+
+def test_a_beat_that_a_kill_tears_leaves_the_one_before(own: Path) -> None:
+    place = tmpfs.make(own, tmpfs.token())
+    writer = HeartbeatWriter(own / "rank_00000", place)
+    beat(writer, 4)
+    beat(writer, 5)
+    writer.close()
+    path = place / "rank_00000"
+    data = bytearray(path.read_bytes())
+    half = len(data) // 2
+    data[5] ^= 1  # the second beat is in the first half
+    path.write_bytes(data)
+    found = heartbeat.read(own / "rank_00000")
+    assert found is not None
+    assert found.step == 4
+    data[half + 5] ^= 1
+    path.write_bytes(data)
+    assert slate.newest(bytes(data), half - 12) is None
+
+
+def test_without_the_memory_of_its_machine_a_reader_has_the_copy(own: Path) -> None:
+    """A restart of the machine, or another machine: the pointer leads nowhere."""
+    place = tmpfs.make(own, tmpfs.token())
+    writer = HeartbeatWriter(own / "rank_00000", place)
+    beat(writer, 6)
+    heartbeat.carry(own / "rank_00000")
+    beat(writer, 7)
+    writer.close()
+    shutil.rmtree(place)
+    found = heartbeat.read(own / "rank_00000")
+    assert found is not None
+    assert found.step == 6
+
+
+@pytest.mark.parametrize(
+    "name", ["../etc", "/etc", "", "ddpprobe-0.000.node_0000", "x" * 1000, "\x00"]
+)
+def test_a_pointer_leads_to_nothing_but_such_a_directory(own: Path, name: str) -> None:
+    own.mkdir(parents=True)
+    (own / tmpfs.POINTER).write_text(name)
+    assert tmpfs.beside(own) is None
+
+
+def test_two_ranks_share_a_directory_and_the_last_one_takes_it_away(own: Path) -> None:
+    unique = tmpfs.token()
+    places = [tmpfs.make(own, unique) for _ in range(2)]
+    assert places[0] == places[1]
+    writers = [HeartbeatWriter(own / f"rank_0000{n}", places[0]) for n in range(2)]
+    for number, writer in enumerate(writers):
+        writer.close()
+        heartbeat.finish(own / f"rank_0000{number}")
+        tmpfs.leave(own, places[0])
+        assert places[0].exists() == (number == 0)
+
+
+def test_only_what_belongs_to_no_run_and_no_process_is_an_orphan(own: Path, tmp_path: Path) -> None:
+    place = tmpfs.make(own, tmpfs.token())
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        HeartbeatWriter(own / "rank_00000", place)
+        os.write(writing, b"x")
+        signal.pause()
+        os._exit(0)
+    os.read(reading, 1)
+    try:
+        assert place not in tmpfs.orphans()
+        shutil.rmtree(tmp_path / "run")
+        assert place not in tmpfs.orphans(), "its rank lives"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+    assert place in tmpfs.orphans()
+    shutil.rmtree(place)
+
+
+def test_an_order_reaches_ranks_by_memory_and_stays_in_the_run_directory(own: Path) -> None:
+    place = tmpfs.make(own, tmpfs.token())
+    reader, board = OrderReader(place / "orders"), OrderBoard(own / "orders")
+    first, second = (Order(n, "capture", 10, 12) for n in range(2))
+    assert board.post(first)
+    assert reader.look() == first
+    board.close()
+    (place / "orders").write_bytes(b"")  # a predecessor that was killed between the two
+    again = OrderBoard(own / "orders")
+    assert again.post(second)
+    assert OrderReader(place / "orders").look() == first
+    assert OrderReader(own / "orders").look() == first
+    for one in (again, reader):
+        one.close()
