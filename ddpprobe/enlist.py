@@ -186,6 +186,7 @@ class _Place:
     node_index: int
     local_rank: int
     hostname: str
+    memory: tmpfs.Found
     secret: str
 
     @classmethod
@@ -194,15 +195,20 @@ class _Place:
         env = os.environ
         return cls(
             rank, int(env.get("GROUP_RANK", "0")), int(env.get("LOCAL_RANK", rank)),
-            socket.gethostname(), roster.new_secret(),
+            socket.gethostname(), tmpfs.look(), roster.new_secret(),
         )  # fmt: skip
+
+    @property
+    def machine(self) -> str:
+        """What all who share this rank's memory have in common, and nobody else."""
+        return f"{self.hostname} {self.memory.identity}"
 
     def facts(self) -> dict[str, Any]:
         try:
             directory = str(Path.cwd())
         except OSError:  # it was deleted
             directory = ""
-        said = {"node_index": self.node_index, "hostname": self.hostname, "cwd": directory}
+        said = {"node_index": self.node_index, "machine": self.machine, "cwd": directory}
         return {**said, "digest": roster.digest(self.secret)}  # the secret is nobody else's
 
 
@@ -241,7 +247,7 @@ class _Head:
             "attempt": claimed.attempt, "claim": claimed.token, "head": None,
             "leaders": {str(n): r for n, r in leaders.items()},
             "members": {str(n): m for n, m in members.items()},
-            "hosts": {str(n): heard[r]["hostname"] for n, r in leaders.items()},
+            "machines": {str(n): heard[r]["machine"] for n, r in leaders.items()},
             "memory": tmpfs.token(),
             "relays": _relays(heard),
             "apart": any(part["model"] != heard[0]["model"] for part in heard), "refused": "",
@@ -324,12 +330,16 @@ def _open(
         "head": is_head, "head_url": plan["head"],
         "on_anomaly": wishes.on_anomaly,
     }  # fmt: skip
-    own = Writing(Spot(run, attempt, node, rank), meta, plan["memory"])
+    own = Writing(Spot(run, attempt, node, rank), meta, plan["memory"], place.memory.refused)
     if job := scheduler(os.environ):
         own.journal.append_json(codec.LIFE, {"event": "job", "scheduler": job})
-    # The daemon, which runs beside the rank that leads the node, shows orders on its own machine.
-    far = plan["hosts"][str(place.node_index)] != place.hostname
-    board = OrderReader(own.shared(run.orders(attempt, node), far=far))
+    # The daemon, which runs beside the rank that leads the node, shows orders in its own memory.
+    far = plan["machines"][str(place.node_index)] != place.machine
+    try:
+        board = OrderReader(own.shared(run.orders(attempt, node), far=far))
+    except OSError:
+        own.give_up()
+        raise
 
     gather = plan["head"].removeprefix("http://") if is_head and plan["head"] else None
 
@@ -376,10 +386,10 @@ def _channel(plan: dict[str, Any], place: _Place, store: Store, name: str, own: 
 
 
 def _relays(heard: list[dict[str, Any]]) -> list[int]:
-    """Return the first rank of each machine; none if there is only one."""
+    """Return the first rank of each machine, which tells the others; none if there is one only."""
     first: dict[tuple[int, str], int] = {}
     for rank, part in enumerate(heard):
-        first.setdefault((part["node_index"], part["hostname"]), rank)
+        first.setdefault((part["node_index"], part["machine"]), rank)
     return sorted(first.values()) if len(first) > 1 else []
 
 

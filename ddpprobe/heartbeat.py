@@ -70,6 +70,11 @@ class HeartbeatWriter:
             self._slate.close()
             self._slate = MappedSlate(memory / path.name, _BODY.size)
 
+    @property
+    def said(self) -> bytes | None:
+        """The last beat, for `carry` to write; None: it is in the run directory."""
+        return self._slate.said if isinstance(self._slate, MappedSlate) else None
+
     def beat(
         self,
         *,
@@ -116,36 +121,39 @@ def read_bytes(data: bytes) -> Heartbeat | None:
     return None if body is None else _decoded(body)
 
 
-def carry(path: Path) -> None:
+def carry(path: Path, said: bytes | None = None) -> None:
     """Carry what is in memory into the run directory, if there is anything. May wait for a disk.
+
+    Args:
+        path: of the file in the run directory.
+        said: the writer's `HeartbeatWriter.said`; None: what `tmpfs` holds.
 
     Raises:
         OSError: the disk refuses.
     """
     # Opened first: `finish` puts another file in its place, which must not become older again.
     with contextlib.suppress(FileNotFoundError):
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = layout.open_own(path, os.O_WRONLY)
         try:
-            body = _in_memory(path)
-            if body is not None:
+            body = _in_memory(path) if said is None else said
+            if body:
                 os.pwrite(fd, checked(body), 0)
         finally:
             os.close(fd)
 
 
-def finish(path: Path) -> None:
-    """Carry the last beat of a rank that has ended, and take it out of memory.
+def finish(path: Path, said: bytes | None = None) -> None:
+    """Carry the last beat of a rank that has ended, and take it out of memory; as `carry`.
 
     Raises:
         OSError: the disk refuses; it stays in memory.
     """
-    place = tmpfs.beside(path.parent)
-    if place is None:
-        return
-    body = _in_memory(path)
-    if body is not None:
+    body = _in_memory(path) if said is None else said
+    if body:
         layout.replace_file(path, [memoryview(checked(body))])
-    (place / path.name).unlink(missing_ok=True)
+    place = tmpfs.beside(path.parent)
+    if place is not None:
+        (place / path.name).unlink(missing_ok=True)
 
 
 def _in_memory(path: Path) -> bytes | None:

@@ -115,10 +115,14 @@ class JournalWriter:
                 self._rotate()
             self._put(frames)
         except OSError as error:
-            self.dropped[errno.errorcode.get(error.errno or 0, "io")] += 1
+            self.dropped[self._why(error)] += 1
             self._retry_at = time.monotonic() + BACK_OFF_SECONDS
             return False
         return True
+
+    def _why(self, error: OSError) -> str:
+        """Return what a refused frame counts as."""
+        return errno.errorcode.get(error.errno or 0, "io")
 
     def _rotate(self) -> None:
         self.close()

@@ -127,8 +127,9 @@ class OrderBoard:
         data = encode(order)
         if not _append(self._fd, data):
             return False
-        if self._copy >= 0:
-            _append(self._copy, data)
+        if self._copy >= 0 and not _append(self._copy, data):  # memory is full, too
+            _take_back(self._fd, len(data))
+            return False
         self.orders[order.number] = order
         return True
 
@@ -194,6 +195,11 @@ def _append(fd: int, data: bytes) -> bool:
     except OSError:
         return False
     return True
+
+
+def _take_back(fd: int, size: int) -> None:
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, os.fstat(fd).st_size - size)
 
 
 def _numbered(fd: int) -> dict[int, Order]:

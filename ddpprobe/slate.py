@@ -71,6 +71,9 @@ class MappedSlate:
         path: of the file, on a file system in memory; a new one.
         size: of what is written, in bytes.
 
+    Attributes:
+        said: what was written last; b"" before that.
+
     Raises:
         OSError: it cannot be made, or there is no memory for it.
     """
@@ -87,6 +90,7 @@ class MappedSlate:
             os.close(self._fd)
             raise
         self._count = 0
+        self.said = b""
 
     def write(self, body: bytes) -> bool:
         """Replace what it says; False behind `close`."""
@@ -95,6 +99,7 @@ class MappedSlate:
         self._count += 1
         at = self._half * (self._count & 1)
         self._map[at : at + self._half] = checked(_COUNT.pack(self._count) + body)
+        self.said = body
         return True
 
     def close(self) -> None:

@@ -69,14 +69,15 @@ class Carrier:
         if time.monotonic() < self._retry_at and upto is not None:
             return False
         try:
-            for number in segments_of(self._source):
+            # The open one too: a cleaner of memory (logind's RemoveIPC) may have deleted its name.
+            for number in sorted({*segments_of(self._source), *self._opened}):
                 if upto is None or number <= upto[0]:
                     self._open(number)
                     final = upto is None or number < upto[0]
                     self._copy(os.fstat(self._in).st_size if final or upto is None else upto[1])
                     if final:
                         self.close()
-                        (self._source / f"{number:08d}.wal").unlink()
+                        (self._source / f"{number:08d}.wal").unlink(missing_ok=True)
         except OSError as error:
             self.refused = errno.errorcode.get(error.errno or 0, "io")
             self._retry_at = time.monotonic() + BACK_OFF_SECONDS
@@ -91,14 +92,17 @@ class Carrier:
                 os.close(fd)
         self._number = self._in = self._out = -1
 
+    @property
+    def _opened(self) -> set[int]:
+        return {self._number} if self._number >= 0 else set()
+
     def _open(self, number: int) -> None:
         if number == self._number:
             return
         self.close()
         name = f"{number:08d}.wal"
         self._in = inside.open_regular(self._source, name)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._out = os.open(self._target / name, flags, layout.FILE_MODE)
+        self._out = layout.open_own(self._target / name, os.O_WRONLY)
         self._number, self._offset = number, os.fstat(self._out).st_size
 
     def _copy(self, end: int) -> None:
@@ -159,6 +163,13 @@ class SpooledJournal(JournalWriter):
         """Bytes that are not on the disk yet."""
         return max(0, self._put_bytes - self.carrier.carried)
 
+    def _rotate(self) -> None:
+        layout.make_dir(self.directory)  # it may have been deleted, see `Carrier.carry`
+        super()._rotate()
+
+    def _why(self, error: OSError) -> str:
+        return f"memory: {super()._why(error)}"
+
     def _write(self, frames: list[tuple[int, bytes]]) -> bool:
         if self.waiting > self._room:
             self.dropped[self.carrier.refused or SLOW] += 1
@@ -175,29 +186,42 @@ class SpooledJournal(JournalWriter):
             self._wake()
 
 
-def settle(run: RunDir, attempt: int, node: str, rank: int) -> bool:
+def settle(run: RunDir, attempt: int, node: str, rank: int, said: bytes | None = None) -> bool:
     """Bring what a rank that has ended left in memory into the run directory. May wait for a disk.
+
+    Args:
+        run: the run.
+        attempt: of the rank, as `node`.
+        node: its name.
+        rank: its number.
+        said: its last beat, if the rank itself asks; None: what is in memory.
 
     Returns whether nothing of it is in memory (any more); False: the disk refuses a part of it.
     """
     path = run.heartbeat(attempt, node, rank)
     place = tmpfs.beside(path.parent)
-    if place is None:
-        return True
-    source = directory_of(place, path.name)
     try:
-        if source.is_dir():
-            carrier = Carrier(source, run.rank_journal(attempt, node, rank))
-            done = carrier.carry()
-            carrier.close()
-            if not done:
-                return False
-            source.rmdir()
-        heartbeat.finish(path)
-        tmpfs.leave(path.parent, place)
+        if place is not None and not _empty(
+            directory_of(place, path.name), run.rank_journal(attempt, node, rank)
+        ):
+            return False
+        heartbeat.finish(path, said)
+        if place is not None:
+            tmpfs.leave(path.parent, place)
     except OSError:
         return False
     return True
+
+
+def _empty(source: Path, target: Path) -> bool:
+    if not source.is_dir():
+        return True
+    carrier = Carrier(source, target)
+    done = carrier.carry()
+    carrier.close()
+    if done:
+        source.rmdir()
+    return done
 
 
 def is_waiting(run: RunDir, attempt: int, node: str, rank: int) -> bool:

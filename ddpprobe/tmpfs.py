@@ -12,6 +12,8 @@ import contextlib
 import os
 import re
 import shutil
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddpprobe import inside, layout
@@ -22,6 +24,33 @@ ORIGIN = "origin"  # in that: the path of the pointer
 SHARED = (ORIGIN, "pace", "orders")  # what belongs to no rank alone
 LEAST_ROOM = 8 << 20  # free bytes below which a small machine's memory is left to others
 _NAME = re.compile(r"ddpprobe-[0-9a-f]{16}\.\d{3,}\.node_\d{4,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The file system in memory that a process sees.
+
+    Attributes:
+        identity: the same for all processes of a machine that see the same one; "": none.
+        refused: why nothing can be written to it; "": it can.
+    """
+
+    identity: str
+    refused: str = ""
+
+
+def look() -> Found:
+    """Find out whether there is memory to write to, by making something there; never raises."""
+    try:
+        device = ROOT.stat().st_dev
+        if not _is_tmpfs(device):
+            return Found("", f"{ROOT} is no tmpfs")
+        if free(ROOT) < LEAST_ROOM:
+            return Found("", f"{ROOT} has only {free(ROOT) >> 20} MiB left")
+        Path(tempfile.mkdtemp(prefix="ddpprobe-", dir=ROOT)).rmdir()
+    except OSError as error:
+        return Found("", str(error))
+    return Found(_number(device))
 
 
 def token() -> str:
@@ -38,12 +67,10 @@ def make(own: Path, unique: str) -> Path:
         unique: what `token` gave rank 0.
 
     Raises:
-        OSError: it cannot be made, is another user's, or memory is scarce.
+        OSError: it cannot be made, or is another user's.
     """
     name = f"ddpprobe-{unique}.{own.parent.name}.{own.name}"
     place = ROOT / name
-    if free(ROOT) < LEAST_ROOM:
-        raise OSError(f"{ROOT} has only {free(ROOT) >> 20} MiB left")
     with contextlib.suppress(FileExistsError):
         place.mkdir(mode=layout.DIR_MODE)
     if place.is_symlink() or place.stat().st_uid != os.geteuid():
@@ -111,6 +138,18 @@ def orphans() -> list[Path]:
             if _NAME.fullmatch(name) and _is_orphan(place):
                 found.append(place)
     return found
+
+
+def _is_tmpfs(device: int) -> bool:
+    mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    return any(
+        line.split()[2:3] == [_number(device)] and line.partition(" - ")[2].startswith("tmpfs ")
+        for line in mounts
+    )
+
+
+def _number(device: int) -> str:
+    return f"{os.major(device)}:{os.minor(device)}"
 
 
 def _is_orphan(place: Path) -> bool:

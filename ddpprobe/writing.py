@@ -47,29 +47,36 @@ class Writing:
         journal, heartbeat: its own.
         scribe: the disk thread; None: the training thread waits for the disk.
         memory: directory in memory of this attempt; None: there is none.
+
+    Args:
+        spot: the rank's.
+        meta: as for `JournalWriter`.
+        unique: what `tmpfs.token` gave rank 0.
+        refused: why there is no memory to write to; "": there is.
+
+    Raises:
+        OSError: the run directory, or the memory that was there a moment ago, takes nothing.
     """
 
-    def __init__(self, spot: Spot, meta: Mapping[str, Any], unique: str) -> None:
+    def __init__(self, spot: Spot, meta: Mapping[str, Any], unique: str, refused: str = "") -> None:
         self._spot = spot
         self.journal: JournalWriter
         self.scribe: Scribe | None = None
         self.memory: Path | None = None
-        try:
-            self.memory = tmpfs.make(spot.heartbeat.parent, unique)
-            room = spool.room_in(self.memory)
-        except OSError as error:
+        target = spot.run.rank_journal(spot.attempt, spot.node, spot.rank)
+        if refused:
             logger.warning(
                 "ddpprobe: rank %d: no memory to write to (%s), so its training thread writes into "
                 "the run directory: a slow disk slows its steps down",
-                spot.rank, error,
+                spot.rank, refused,
             )  # fmt: skip
-        target = spot.run.rank_journal(spot.attempt, spot.node, spot.rank)
-        if self.memory is None:
             self.journal = JournalWriter(target, meta)
             self.heartbeat = HeartbeatWriter(spot.heartbeat)
             return
+        self.memory = tmpfs.make(spot.heartbeat.parent, unique)
         source = spool.directory_of(self.memory, spot.heartbeat.name)
         try:
+            room = spool.room_in(self.memory)
             self.journal = SpooledJournal(source, target, meta, room, self._wake)
             self.heartbeat = HeartbeatWriter(spot.heartbeat, self.memory)
         except OSError:  # the install is refused
@@ -90,9 +97,7 @@ class Writing:
     def start(self, *chores: Callable[[], object]) -> None:
         """Let the disk thread begin, with `chores` to do about once a second."""
         if self.scribe is not None:
-            journal = self.journal
-            own = [journal.carry] if isinstance(journal, SpooledJournal) else []
-            self.scribe.start(*own, partial(heartbeat.carry, self._spot.heartbeat), *chores)
+            self.scribe.start(self._carry, *chores)
 
     def close(self) -> None:
         """Bring what is in memory to the disk, unless that takes longer than two seconds.
@@ -104,7 +109,8 @@ class Writing:
             return
         self.scribe.do(journal.carry)
         self.scribe.do(partial(self._settle, journal))
-        if not self.scribe.close() or journal.waiting:
+        ended = self.scribe.close()
+        if not ended or (journal.waiting and self.memory is not None):
             logger.warning(
                 "ddpprobe: rank %d: the disk does not take %d bytes of %s now (%s). They are in "
                 "the memory of %s: its daemon brings them to the disk when that can be written, "
@@ -131,7 +137,24 @@ class Writing:
         if self.scribe is not None and isinstance(self.journal, SpooledJournal):
             self.scribe.do(self.journal.carry)
 
+    def _forsake(self, memory: Path) -> None:
+        """Leave nothing in memory of a run whose directory was deleted."""
+        self.memory, own = None, self._spot.heartbeat
+        shutil.rmtree(spool.directory_of(memory, own.name), ignore_errors=True)
+        (memory / own.name).unlink(missing_ok=True)
+        tmpfs.leave(own.parent, memory)
+
+    def _carry(self) -> None:
+        said = self.heartbeat.said  # first: a copy of it then counts no record that is not carried
+        if isinstance(self.journal, SpooledJournal):
+            self.journal.carry()
+        heartbeat.carry(self._spot.heartbeat, said)
+
     def _settle(self, journal: SpooledJournal) -> None:
-        spot = self._spot
-        if not journal.finish() or not spool.settle(spot.run, spot.attempt, spot.node, spot.rank):
-            heartbeat.carry(spot.heartbeat)
+        spot, said = self._spot, self.heartbeat.said
+        if not journal.finish() or not spool.settle(
+            spot.run, spot.attempt, spot.node, spot.rank, said
+        ):
+            heartbeat.carry(spot.heartbeat, said)
+            if self.memory is not None and not spot.run.path.is_dir():
+                self._forsake(self.memory)

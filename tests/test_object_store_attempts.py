@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ddpprobe
-from ddpprobe import attempts, destination, enlist, layout, spawn
+from ddpprobe import attempts, destination, layout, spawn, tmpfs
 from ddpprobe.bucket import Bucket
 from ddpprobe.daemon import local_rank
 from ddpprobe.journal import JournalWriter
@@ -80,7 +80,8 @@ def test_a_job_that_starts_again_on_an_empty_disk_is_the_next_attempt_of_its_run
         shutil.rmtree(run.path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(enlist, "JournalWriter", partial(JournalWriter, segment_frames=10))
+        patch.setattr(tmpfs, "ROOT", Path("missing"))
+        patch.setattr("ddpprobe.writing.JournalWriter", partial(JournalWriter, segment_frames=10))
         job(url, 60, perish)
     assert open_run(url).info()["state"] == "unknown"
 

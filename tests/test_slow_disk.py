@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from ddpprobe.layout import RunDir
 from ddpprobe.orders import Order, OrderBoard
 from ddpprobe.spool import SpooledJournal
 
+Call = Callable[..., tuple[int, str, str]]
 NODE = "node_0000"
 CALLS = (
     "open", "pread", "pwrite", "write", "writev", "ftruncate", "fsync", "fdatasync", "rename",
@@ -78,8 +81,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 
 def trained(steps: int, bad: int = -1) -> Callable[[], None]:
-    model, lines = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), nn.Linear(4, 4)
-    del lines
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def train() -> None:
@@ -272,6 +274,107 @@ def test_without_memory_it_writes_into_the_run_directory_and_says_so_once(
     assert beat.steps == 4
     assert caplog.text.count("no memory to write to") == 1
     assert len([r for r in ddpprobe.open(run.path).records(rank=0) if r.sampled]) == 4
+
+
+def test_memory_that_is_full_costs_frames_that_are_counted_as_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, target = journal_in(tmp_path)
+    monkeypatch.setattr("ddpprobe.journal.BACK_OFF_SECONDS", 0.0)
+    pwrite, full = os.pwrite, [True]
+
+    def refusing(fd: int, data: bytes, at: int) -> int:
+        if full[0] and os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path / "memory")):
+            raise OSError(28, "No space left on device")
+        return pwrite(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", refusing)
+    assert not journal.append_json(3, {"n": 0})
+    full[0] = False
+    assert journal.append_json(3, {"n": 1})
+    assert journal.dropped == {"memory: ENOSPC": 1}
+    journal.close()
+    assert journal.finish()
+    assert frames(target) == [1]
+
+
+def test_a_cleaner_of_memory_costs_a_run_neither_records_nor_beats(
+    tmp_path: Path, poll: Callable[..., object]
+) -> None:
+    """An epilog script, or logind's RemoveIPC, deletes a user's files there while they are used."""
+    run, train = RunDir(tmp_path / "run"), trained(300)
+    path = run.heartbeat(0, NODE, 0)
+    probe = ddpprobe.install(train.model, run_dir=run.path, every=1, daemon="none")
+    train()
+    place = tmpfs.beside(path.parent)
+    assert place is not None
+    shutil.rmtree(place)
+    train()
+    poll(lambda: (beat := heartbeat.read(path)) is not None and beat.steps == 600, 60)
+    probe.close()
+    assert not place.exists()
+    opened = ddpprobe.open(run.path)
+    assert [r.step for r in opened.records(rank=0) if r.sampled] == list(range(600))
+    assert opened.lost == []
+    ended = heartbeat.read(path)
+    assert ended is not None
+    assert (ended.steps, ended.state) == (600, "closed")
+
+
+def test_a_deleted_run_leaves_nothing_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, train = RunDir(tmp_path / "run"), trained(4)
+    probe = ddpprobe.install(train.model, run_dir=run.path, every=1, daemon="none")
+    place = tmpfs.beside(run.heartbeat(0, NODE, 0).parent)
+    assert place is not None
+    train()
+    shutil.rmtree(run.path)
+    train()
+    probe.close()
+    assert not place.exists()
+    assert not run.path.exists()
+    assert "brings them to the disk" not in caplog.text
+
+
+LOST = """
+import os, signal, sys, time
+from pathlib import Path
+import psutil, torch
+from torch import nn
+import ddpprobe
+from ddpprobe import heartbeat, inside
+from ddpprobe.layout import RunDir
+run = RunDir(Path(sys.argv[1]))
+model = nn.Linear(4, 1)
+probe = ddpprobe.install(model, run_dir=run.path, every=1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for step in range(12):
+    model(torch.ones(2, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()
+late = time.monotonic() + 60
+def copied():
+    beat = heartbeat.read_bytes(run.heartbeat(0, "node_0000", 0).read_bytes())
+    return beat is not None and beat.steps == 12 and run.daemon_file("node_0000", "json").exists()
+while not copied() and time.monotonic() < late:
+    time.sleep(0.01)
+os.kill(inside.parse(run.daemon_file("node_0000", "json").read_bytes())["pid"], signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_lost_machine_is_told_by_the_run_directory_alone(tmp_path: Path, call: Call) -> None:
+    """Rank and daemon are killed, then the memory is gone with the machine: one verdict."""
+    run = RunDir(tmp_path / "run")
+    killed = subprocess.run([sys.executable, "-c", LOST, str(run.path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    place = tmpfs.beside(run.heartbeat(0, NODE, 0).parent)
+    assert place is not None
+    before = call("anomalies", run.path, "--json")
+    shutil.rmtree(place)
+    assert call("anomalies", run.path, "--json") == before
+    assert before[0] == 1
+    end = json.loads(before[1])["end"]
+    assert (end["state"], end["ranks"], end["step"]) == ("vanished", [], 11)
 
 
 def test_a_fork_finds_no_thread_of_ours_and_the_parent_goes_on(tmp_path: Path) -> None:

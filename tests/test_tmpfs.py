@@ -165,6 +165,42 @@ def test_only_what_belongs_to_no_run_and_no_process_is_an_orphan(own: Path, tmp_
     shutil.rmtree(place)
 
 
+def test_an_order_that_finds_no_room_in_memory_is_on_no_board(own: Path, monkeypatch) -> None:
+    """Ranks would miss what the board in the run directory shows; it is posted again."""
+    place = tmpfs.make(own, tmpfs.token())
+    board, readers = OrderBoard(own / "orders"), [OrderReader(at / "orders") for at in (own, place)]
+    pwrite = os.pwrite
+
+    def full(fd: int, data: bytes, at: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(place)):
+            raise OSError(28, "No space left on device")
+        return pwrite(fd, data, at)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        assert not board.post(Order(0, "capture", 10, 12))
+    assert [reader.look() for reader in readers] == [None, None]
+    later = Order(0, "capture", 20, 22)
+    assert board.post(later)
+    assert [reader.look() for reader in readers] == [later, later]
+    for one in (board, *readers):
+        one.close()
+
+
+def test_memory_is_where_a_tmpfs_takes_what_is_written(monkeypatch, tmp_path: Path) -> None:
+    here = tmpfs.look()
+    assert (here == tmpfs.look(), here.refused) == (True, "")
+    assert here.identity
+    with monkeypatch.context() as patched:
+        patched.setattr(tmpfs, "LEAST_ROOM", 1 << 60)
+        assert tmpfs.look().refused.endswith("MiB left")
+    for root, why in ((Path("/proc"), "is no tmpfs"), (tmp_path / "missing", "No such file")):
+        monkeypatch.setattr(tmpfs, "ROOT", root)
+        found = tmpfs.look()
+        assert not found.identity
+        assert why in found.refused
+
+
 def test_an_order_reaches_ranks_by_memory_and_stays_in_the_run_directory(own: Path) -> None:
     place = tmpfs.make(own, tmpfs.token())
     reader, board = OrderReader(place / "orders"), OrderBoard(own / "orders")
