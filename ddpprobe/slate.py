@@ -80,12 +80,14 @@ class MappedSlate:
 
     def __init__(self, path: Path, size: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(path, flags, layout.FILE_MODE)
+        made = path.with_name(f".{path.name}")  # who finds `path` finds it locked: it is not dead
+        self._fd = os.open(made, flags, layout.FILE_MODE)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._half = _COUNT.size + size + _CHECK
             os.posix_fallocate(self._fd, 0, 2 * self._half)
             self._map: mmap.mmap | None = mmap.mmap(self._fd, 2 * self._half)
+            made.rename(path)
         except OSError:
             os.close(self._fd)
             raise

@@ -48,12 +48,12 @@ class Carrier:
 
     Attributes:
         carried: bytes copied so far.
-        refused: why the disk does not take them now, an errno's name; "": it does.
+        error: why the disk does not take them now; None: it does.
     """
 
     def __init__(self, source: Path, target: Path) -> None:
         self.carried = 0
-        self.refused = ""
+        self.error: OSError | None = None
         self._source, self._target = source, target
         self._number = self._in = self._out = -1
         self._offset = 0
@@ -79,11 +79,16 @@ class Carrier:
                         self.close()
                         (self._source / f"{number:08d}.wal").unlink(missing_ok=True)
         except OSError as error:
-            self.refused = errno.errorcode.get(error.errno or 0, "io")
+            self.error = error
             self._retry_at = time.monotonic() + BACK_OFF_SECONDS
             return False
-        self.refused = ""
+        self.error = None
         return True
+
+    @property
+    def refused(self) -> str:
+        """The name of the error, as of an errno; "": there is none."""
+        return errno.errorcode.get(self.error.errno or 0, "io") if self.error is not None else ""
 
     def close(self) -> None:
         """Close the files."""
@@ -144,8 +149,8 @@ class SpooledJournal(JournalWriter):
         self.place = target
         if segments_of(target):
             raise FileExistsError(errno.EEXIST, "another writer's journal", str(target))
-        if not self.carry():
-            raise OSError(f"cannot write to {target} ({self.carrier.refused})")
+        if not self.carry() and self.carrier.error is not None:
+            raise self.carrier.error
 
     def carry(self) -> bool:
         """Carry all whole frames to the disk, on the thread that may wait for it."""
@@ -247,7 +252,9 @@ def settle_all(run: RunDir, node: str) -> None:
         own = run.heartbeat(attempt, node, 0).parent
         place = tmpfs.beside(own)
         for path in sorted(place.glob("rank_*")) if place is not None else ():
-            digits = path.name.removeprefix("rank_")
+            digits = path.name.removeprefix(
+                "rank_"
+            )  # of a heartbeat, which is locked from its start
             if digits.isdecimal() and not layout.is_locked(path):
                 settle(run, attempt, node, int(digits))
 
@@ -258,6 +265,17 @@ def clear_away(run: RunDir, node: str) -> None:
     Never raises: what the disk refuses stays in memory.
     """
     settle_all(run, node)
-    for place in tmpfs.orphans():
+    for place, own in tmpfs.origins().items():
+        if not own.exists():
+            with contextlib.suppress(OSError):
+                shutil.rmtree(place)
+
+
+def settle_others() -> None:
+    """Bring to the disk what any run's ranks left that were killed together with their daemon.
+
+    For runs that nobody continues. Waits for the disks of all of them; never raises.
+    """
+    for own in tmpfs.origins().values():
         with contextlib.suppress(OSError):
-            shutil.rmtree(place)
+            settle_all(RunDir(own.parents[2]), own.name)

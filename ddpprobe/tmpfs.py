@@ -12,7 +12,9 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ ROOT = Path("/dev/shm")  # noqa: S108  (names in it are random, directories 0700
 POINTER = "memory"  # in a node's directory of heartbeats: the name of its directory in memory
 ORIGIN = "origin"  # in that: the path of the pointer
 SHARED = (ORIGIN, "pace", "orders")  # what belongs to no rank alone
+SETTLED_SECONDS = 3600.0  # after the start of a run that is another one's daemon looks at it
 LEAST_ROOM = 8 << 20  # free bytes below which a small machine's memory is left to others
 _NAME = re.compile(r"ddpprobe-[0-9a-f]{16}\.\d{3,}\.node_\d{4,}")
 
@@ -129,14 +132,18 @@ def leave(own: Path, place: Path) -> None:
     (own / POINTER).unlink(missing_ok=True)
 
 
-def orphans() -> list[Path]:
-    """Return this user's directories whose run directory is gone and whose ranks have ended."""
-    found = []
+def origins() -> dict[Path, Path]:
+    """Return this user's directories in memory whose ranks have ended, and where they belong.
+
+    That is the node's directory of heartbeats, which may be gone. Directories younger than an hour
+    are left out if it is not: their ranks may be about to begin.
+    """
+    found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(ROOT):
-            place = ROOT / name
-            if _NAME.fullmatch(name) and _is_orphan(place):
-                found.append(place)
+            own = _origin(ROOT / name) if _NAME.fullmatch(name) else None
+            if own is not None:
+                found[ROOT / name] = own
     return found
 
 
@@ -152,11 +159,14 @@ def _number(device: int) -> str:
     return f"{os.major(device)}:{os.minor(device)}"
 
 
-def _is_orphan(place: Path) -> bool:
+def _origin(place: Path) -> Path | None:
     try:
-        if place.is_symlink() or place.stat().st_uid != os.geteuid():
-            return False
-        origin = Path(inside.read_regular(place, ORIGIN, most=4096).decode())
-        return not origin.exists() and not any(map(layout.is_locked, place.glob("rank_*")))
+        status = place.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            return None
+        pointer = Path(inside.read_regular(place, ORIGIN, most=4096).decode())
+        settled = not pointer.exists() or time.time() - status.st_mtime > SETTLED_SECONDS
+        lives = any(map(layout.is_locked, place.glob("rank_*")))
     except (OSError, ValueError):  # one that is being made just now
-        return False
+        return None
+    return pointer.parent if settled and not lives else None

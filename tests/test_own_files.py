@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpprobe import codec, layout, spawn
+from ddpprobe import codec, heartbeat, layout, spawn
 from ddpprobe.daemon.__main__ import main as daemon
 from ddpprobe.heartbeat import HeartbeatWriter
 from ddpprobe.journal import JournalWriter
@@ -17,6 +17,7 @@ from ddpprobe.layout import DirectoryLock, RunDir
 from ddpprobe.orders import OrderReader
 from ddpprobe.packs import write as write_pack
 from ddpprobe.roster import keep_secret
+from ddpprobe.spool import SpooledJournal
 from ddpprobe.store import commit
 from ddpprobe.store.manifest import Manifest, State, manifest_path
 
@@ -59,6 +60,16 @@ WRITERS: dict[str, tuple[str, Writer]] = {
     "claim": ("journal/000/claim.json", lambda r: layout.write_json(r.claim(0), {})),
     "heartbeat": (
         f"heartbeat/000/{NODE}/rank_00000", lambda r: HeartbeatWriter(r.heartbeat(0, NODE, 0))
+    ),
+    "carried beat": (
+        f"heartbeat/000/{NODE}/rank_00000",
+        lambda r: heartbeat.carry(r.heartbeat(0, NODE, 0), b"x" * 100),
+    ),
+    "carried journal": (
+        f"journal/000/{NODE}/rank_00000/00000000.wal",
+        lambda r: SpooledJournal(
+            r.path.with_name(os.urandom(4).hex()), r.rank_journal(0, NODE, 0), {}, 1 << 20
+        ),
     ),
     "orders": (f"heartbeat/000/{NODE}/orders", lambda r: OrderReader(r.orders(0, NODE))),
     "pack": (
@@ -125,7 +136,7 @@ def test_a_link_in_the_place_of_a_directory_is_not_followed(
 
 
 @pytest.mark.parametrize(
-    "what", sorted(WRITERS.keys() - REPLACED - {"journal", "daemon's journal"})
+    "what", sorted(WRITERS.keys() - REPLACED - {"journal", "carried journal", "daemon's journal"})
 )
 def test_a_file_of_somebody_else_s_is_not_written_to(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str

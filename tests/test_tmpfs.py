@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpprobe import heartbeat, slate, tmpfs
+from ddpprobe import heartbeat, layout, slate, spool, tmpfs
 from ddpprobe.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.layout import RunDir
 from ddpprobe.orders import Order, OrderBoard, OrderReader
@@ -142,7 +142,9 @@ def test_two_ranks_share_a_directory_and_the_last_one_takes_it_away(own: Path) -
         assert places[0].exists() == (number == 0)
 
 
-def test_only_what_belongs_to_no_run_and_no_process_is_an_orphan(own: Path, tmp_path: Path) -> None:
+def test_only_what_belongs_to_no_run_and_no_process_may_be_deleted(
+    own: Path, tmp_path: Path
+) -> None:
     place = tmpfs.make(own, tmpfs.token())
     reading, writing = os.pipe()
     child = os.fork()
@@ -153,16 +155,54 @@ def test_only_what_belongs_to_no_run_and_no_process_is_an_orphan(own: Path, tmp_
         os._exit(0)
     os.read(reading, 1)
     try:
-        assert place not in tmpfs.orphans()
+        assert place not in tmpfs.origins()
         shutil.rmtree(tmp_path / "run")
-        assert place not in tmpfs.orphans(), "its rank lives"
+        spool.clear_away(RunDir(tmp_path / "another"), NODE)
+        assert place.exists(), "its rank lives"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(reading)
         os.close(writing)
-    assert place in tmpfs.orphans()
-    shutil.rmtree(place)
+    spool.clear_away(RunDir(tmp_path / "another"), NODE)
+    assert not place.exists()
+
+
+def test_a_beat_is_never_there_without_its_lock(own: Path, monkeypatch) -> None:
+    """Another rank's start looks for dead ranks meanwhile, and would take it for one."""
+    place, seen = tmpfs.make(own, tmpfs.token()), []
+    allocate = os.posix_fallocate
+
+    def looked_at(*where: int) -> None:
+        seen.append((place / "rank_00000").exists())
+        allocate(*where)
+
+    monkeypatch.setattr(os, "posix_fallocate", looked_at)
+    writer = HeartbeatWriter(own / "rank_00000", place)
+    assert set(seen) == {False}
+    assert layout.is_locked(place / "rank_00000")
+    writer.close()
+
+
+def test_a_rank_that_was_killed_with_its_daemon_is_settled_by_another_runs(
+    own: Path, tmp_path: Path
+) -> None:
+    """Of a run that nobody continues; not within an hour of its start."""
+    place = tmpfs.make(own, tmpfs.token())
+    source, target = spool.directory_of(place, "rank_00000"), tmp_path / f"run/journal/000/{NODE}"
+    spool.SpooledJournal(source, target / "rank_00000", {"rank": 0}, 1 << 20).append(3, b"x" * 99)
+    beat(writer := HeartbeatWriter(own / "rank_00000", place), 5)
+    writer.close()
+    written = (source / "00000000.wal").read_bytes()
+    spool.settle_others()
+    assert place.exists()
+    os.utime(place, (0, 0))
+    spool.settle_others()
+    assert not place.exists()
+    assert (target / "rank_00000" / "00000000.wal").read_bytes() == written
+    found = heartbeat.read(own / "rank_00000")
+    assert found is not None
+    assert found.step == 5
 
 
 def test_an_order_that_finds_no_room_in_memory_is_on_no_board(own: Path, monkeypatch) -> None:

@@ -18,6 +18,7 @@ from ddpprobe.daemon.node import NodeDaemon, Options
 from ddpprobe.daemon.quiet import Quiet
 from ddpprobe.layout import DirectoryLock, RunDir
 from ddpprobe.spawn import TOKEN_VARIABLE
+from ddpprobe.spool import settle_others
 
 LISTEN = "127.0.0.1:13377"
 LINGER_SECONDS = 20.0
@@ -159,4 +160,6 @@ def _acquire(lock: DirectoryLock) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    settle_others()  # behind its own work, and without its lock: it may wait for a dead disk
+    sys.exit(code)
