@@ -17,6 +17,7 @@ SECTIONS = (
     "gpu",
     "overhead",
     "footprint",
+    "slow_disk",
     "daemon_cost",
     "scale",
     "capture",

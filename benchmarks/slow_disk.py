@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -32,13 +32,21 @@ tenth step is sampled.
 
 
 class SlowDisk:
-    """Delays what is written below a directory, while `slow`."""
+    """Within a `with`: delays what is written below a directory, while `slow`."""
 
     def __init__(self, root: Path) -> None:
         self.slow = False
         self._root = str(root)
-        for name in WRITES:
-            setattr(os, name, self._delayed(getattr(os, name)))
+        self._calls = {name: getattr(os, name) for name in WRITES}
+
+    def __enter__(self) -> Self:
+        for name, call in self._calls.items():
+            setattr(os, name, self._delayed(call))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, call in self._calls.items():
+            setattr(os, name, call)
 
     def _delayed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def delayed(*args: Any, **kwargs: Any) -> Any:
@@ -59,8 +67,7 @@ def measure(pairs: int) -> dict[str, list[float]]:
     model, batch = nn.Sequential(*layers), torch.randn(32, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     found: dict[str, list[float]] = {"fast": [], "slow": []}
-    with tempfile.TemporaryDirectory() as scratch:
-        disk = SlowDisk(Path(scratch))
+    with tempfile.TemporaryDirectory() as scratch, SlowDisk(Path(scratch)) as disk:
         probe = ddpprobe.install(model, run_dir=Path(scratch) / "run", every=10, daemon="none")
         for pair in range(pairs + 1):
             for kind in ("fast", "slow") if pair % 2 else ("slow", "fast"):
