@@ -129,6 +129,10 @@ class SpooledJournal(JournalWriter):
         room: bytes that may wait for the disk.
         wake: called when there is something to carry, and not again before `carry`.
 
+    Attributes:
+        room: as given.
+        carrier: what brings it to the disk.
+
     Raises:
         OSError: as `JournalWriter`, or the disk does not take the first segment's head: from then
             on the journal can be found.
@@ -140,7 +144,7 @@ class SpooledJournal(JournalWriter):
     ) -> None:  # fmt: skip
         layout.make_dir(target)
         self.carrier = Carrier(source, target)
-        self._room, self._wake = room, wake
+        self.room, self._wake = room, wake
         self._at = (-1, 0)
         self._put_bytes = 0
         self._woken = True
@@ -176,7 +180,7 @@ class SpooledJournal(JournalWriter):
         return f"memory: {super()._why(error)}"
 
     def _write(self, frames: list[tuple[int, bytes]]) -> bool:
-        if self.waiting > self._room:
+        if self.waiting > self.room:
             self.dropped[self.carrier.refused or SLOW] += 1
             return False
         return super()._write(frames)
@@ -229,21 +233,29 @@ def _empty(source: Path, target: Path) -> bool:
     return done
 
 
-def is_waiting(run: RunDir, attempt: int, node: str, rank: int) -> bool:
-    """Whether a part of a rank's journal is in memory only."""
+def waiting_at(run: RunDir, attempt: int, node: str, rank: int) -> tuple[int, int] | None:
+    """Return where the part of a rank's journal begins that is in memory only: segment and byte.
+
+    None: there is no such part.
+    """
     path = run.heartbeat(attempt, node, rank)
     place = tmpfs.beside(path.parent)
     if place is None:
-        return False
+        return None
     target = run.rank_journal(attempt, node, rank)
     source = directory_of(place, path.name)
-    with contextlib.suppress(OSError):
-        for number in segments_of(source):
-            name = f"{number:08d}.wal"
-            if (source / name).stat().st_size > (target / name).stat().st_size:
-                return True
-        return False
-    return True  # its copy is about to be made
+    for number in segments_of(source):
+        carried = _size(target, number)
+        if _size(source, number) > carried:
+            return number, carried
+    return None
+
+
+def _size(directory: Path, number: int) -> int:
+    try:
+        return (directory / f"{number:08d}.wal").stat().st_size
+    except OSError:  # its copy is about to be made, or it has been copied just now
+        return 0
 
 
 def settle_all(run: RunDir, node: str) -> None:

@@ -63,6 +63,7 @@ class Writing:
         self.journal: JournalWriter
         self.scribe: Scribe | None = None
         self.memory: Path | None = None
+        self._refused = False
         target = spot.run.rank_journal(spot.attempt, spot.node, spot.rank)
         if refused:
             logger.warning(
@@ -147,8 +148,18 @@ class Writing:
     def _carry(self) -> None:
         said = self.heartbeat.said  # first: a copy of it then counts no record that is not carried
         if isinstance(self.journal, SpooledJournal):
-            self.journal.carry()
+            self._tell_refused(self.journal, taken=self.journal.carry())
         heartbeat.carry(self._spot.heartbeat, said)
+
+    def _tell_refused(self, journal: SpooledJournal, *, taken: bool) -> None:
+        """Say once that the disk takes nothing, before anything is lost by it."""
+        if not taken and not self._refused and journal.carrier.refused:
+            logger.warning(
+                "ddpprobe: rank %d: the disk refuses %s (%s): records wait in memory, up to %d "
+                "KiB of them, and are lost beyond that; training goes on",
+                self._spot.rank, journal.place, journal.carrier.refused, journal.room >> 10,
+            )  # fmt: skip
+        self._refused = not taken
 
     def _settle(self, journal: SpooledJournal) -> None:
         spot, said = self._spot, self.heartbeat.said

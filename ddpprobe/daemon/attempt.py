@@ -212,7 +212,7 @@ class Attempt:
         over = rank.exit is not None  # asked first: what is read now includes its last words
         self._porter.carry(rank.tail.rank, now, over=over)
         beat = heartbeat.read(self.run.heartbeat(self.number, self.node, rank.tail.rank))
-        lags = self._porter.lags(rank.tail.rank)
+        lags = self._porter.lags(rank.tail.rank, now)
         records = rank.tail.read(RECORDS_PER_LOOK)
         if self.gather is None and rank.tail.facts.meta is not None:
             self._begin(rank.tail.facts.meta)

@@ -41,7 +41,8 @@ class LocalRank:
 
         The heartbeat must have been read first: it is written behind the record that it counts, and
         can be written where the journal cannot (it is overwritten in place). Nothing of the journal
-        may have waited in memory then. What a GPU has not delivered yet is counted until it comes.
+        may have been on its way from memory then. What a GPU has not delivered yet, or a disk does
+        not take, is counted until it comes.
 
         A daemon that follows another one finds journals whose first segments are in the store. It
         counts what is lost from then on.

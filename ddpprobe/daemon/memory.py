@@ -9,6 +9,7 @@ from ddpprobe import heartbeat, spool
 from ddpprobe.layout import RunDir
 
 BEAT_SECONDS = 1.0  # between two copies of a rank's heartbeat: what a lost machine can hide
+STUCK_SECONDS = 5.0  # without progress, after which a disk is said to hold too little
 
 
 @final
@@ -19,6 +20,7 @@ class Porter:
         self._run, self._attempt, self._node = run, attempt, node
         self._due: dict[int, float] = {}
         self._settled: set[int] = set()
+        self._waiting: dict[int, tuple[tuple[int, int], float]] = {}  # from where on, since when
 
     def carry(self, rank: int, now: float, *, over: bool) -> None:
         """Do what is due for a rank; `over`: its process has ended."""
@@ -32,11 +34,19 @@ class Porter:
         with contextlib.suppress(OSError):  # a full disk; the next one comes in a second
             heartbeat.carry(self._run.heartbeat(self._attempt, self._node, rank))
 
-    def lags(self, rank: int) -> bool:
-        """Whether a part of a rank's journal has not arrived here, as it may be any moment."""
-        if rank in self._settled:
+    def lags(self, rank: int, now: float) -> bool:
+        """Whether a part of a rank's journal is on its way here, and not stuck before a disk."""
+        at = None
+        if rank not in self._settled:
+            at = spool.waiting_at(self._run, self._attempt, self._node, rank)
+        if at is None:
+            self._waiting.pop(rank, None)
             return False
-        return spool.is_waiting(self._run, self._attempt, self._node, rank)
+        before, since = self._waiting.get(rank, (None, now))
+        if before != at:
+            self._waiting[rank] = at, now
+            return True
+        return now - since < STUCK_SECONDS
 
     def _settle(self, rank: int) -> None:
         if spool.settle(self._run, self._attempt, self._node, rank):

@@ -190,6 +190,16 @@ def no_shell() -> None:
     importlib.import_module("ddpprobe.spawn").CHECK_SECONDS = 0.1
 
 
+def small_room() -> None:
+    """Hardly any record may wait in memory for the disk."""
+    importlib.import_module("ddpprobe.spool").MAX_ROOM = 40_000
+
+
+def no_memory() -> None:
+    """There is no file system in memory."""
+    importlib.import_module("ddpprobe.tmpfs").ROOT = Path("/missing")
+
+
 def misbehave(act: Callable[[], Any], bad_step: int) -> None:
     """Do it in the user's code, on rank 0."""
     batch = job.batch
@@ -211,6 +221,8 @@ PROBE: dict[str, Callable[[], None]] = {
     "every-call": every_call,
     "no-python": no_python,
     "no-shell": no_shell,
+    "small-room": small_room,
+    "no-memory": no_memory,
 }
 USER: dict[str, Callable[[], Any]] = {
     "exit-7": lambda: sys.exit(7),

@@ -128,7 +128,7 @@ def test_a_full_disk_costs_records_and_nothing_else(launch, small_disk: Path) ->
         (broken.directory / "steps.go").touch()
 
     broken, _ = both(
-        launch, "nothing", "--daemon", "auto", "--behind-daemon", "--hold", held, look=look,
+        launch, "small-room", "--daemon", "auto", "--behind-daemon", "--hold", held, look=look,
         run_dir=small_disk / "run",
     )  # fmt: skip
     broken.wait_for_the_daemon_to_end()
@@ -149,7 +149,9 @@ def test_a_full_disk_costs_records_and_nothing_else(launch, small_disk: Path) ->
 def test_a_disk_with_room_again_is_written_again(launch, small_disk: Path) -> None:
     (small_disk / "other").write_bytes(bytes(DISK_KIB // 2 * 1024))
     arguments = (*TINY, "--every", 1, "--daemon", "auto", "--behind-daemon", "--hold", 40)
-    launched = launch("r", *arguments, run_dir=small_disk / "run", fresh=False)
+    launched = launch(
+        "r", *arguments, script=(SABOTAGE, "no-memory"), run_dir=small_disk / "run", fresh=False
+    )
     launched.until(lambda: launched.log.count("cannot write") == 2)
     text = launched.until(lambda: (t := scrape(launched)) and "records_dropped_total{" in t and t)
     assert 'reason="ENOSPC"' in text
