@@ -25,6 +25,7 @@ from ddpprobe import (
     spawn,
     spool,
     tmpfs,
+    writing,
 )
 from ddpprobe.attempts import Claimed
 from ddpprobe.ends.scheduler import scheduler
@@ -195,7 +196,7 @@ class _Place:
         env = os.environ
         return cls(
             rank, int(env.get("GROUP_RANK", "0")), int(env.get("LOCAL_RANK", rank)),
-            socket.gethostname(), tmpfs.look(), roster.new_secret(),
+            socket.gethostname(), writing.look(), roster.new_secret(),
         )  # fmt: skip
 
     @property

@@ -50,7 +50,8 @@ class Scribe:
             RuntimeError: there is no thread to be had.
         """
         self._chores = [self._fuse.guard(chore) for chore in chores]
-        self._begin()
+        if self._thread is None:  # what was asked for before has begun it
+            self._begin()
 
     def do(self, task: Task) -> None:
         """Have something done, behind everything before it."""

@@ -6,9 +6,11 @@ Elsewhere the training thread writes into the run directory, and waits for its d
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +40,17 @@ class Spot:
     def heartbeat(self) -> Path:
         """Its heartbeat file in the run directory."""
         return self.run.heartbeat(self.attempt, self.node, self.rank)
+
+
+def look() -> tmpfs.Found:
+    """As `tmpfs.look`; there is no use of memory without a thread that brings it to the disk."""
+    trial = threading.Thread(target=int)
+    try:
+        trial.start()
+    except RuntimeError as error:
+        return tmpfs.Found("", str(error))
+    trial.join()
+    return tmpfs.look()
 
 
 class Writing:
@@ -149,7 +162,11 @@ class Writing:
         said = self.heartbeat.said  # first: a copy of it then counts no record that is not carried
         if isinstance(self.journal, SpooledJournal):
             self._tell_refused(self.journal, taken=self.journal.carry())
-        heartbeat.carry(self._spot.heartbeat, said)
+        self._carry_beat(said)
+
+    def _carry_beat(self, said: bytes | None) -> None:
+        with contextlib.suppress(OSError):  # a lost beat is no loss, the next one comes
+            heartbeat.carry(self._spot.heartbeat, said)
 
     def _tell_refused(self, journal: SpooledJournal, *, taken: bool) -> None:
         """Say once that the disk takes nothing, before anything is lost by it."""
@@ -166,6 +183,6 @@ class Writing:
         if not journal.finish() or not spool.settle(
             spot.run, spot.attempt, spot.node, spot.rank, said
         ):
-            heartbeat.carry(spot.heartbeat, said)
+            self._carry_beat(said)
             if self.memory is not None and not spot.run.path.is_dir():
                 self._forsake(self.memory)

@@ -377,6 +377,55 @@ def test_a_lost_machine_is_told_by_the_run_directory_alone(tmp_path: Path, call:
     assert (end["state"], end["ranks"], end["step"]) == ("vanished", [], 11)
 
 
+def test_without_a_thread_it_writes_into_the_run_directory_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    run, train = RunDir(tmp_path / "run"), trained(4)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        probe = ddpprobe.install(train.model, run_dir=run.path, every=1, daemon="none")
+        train()
+        probe.close()
+    assert caplog.text.count("no memory to write to (can't start new thread)") == 1
+    assert len([r for r in ddpprobe.open(run.path).records(rank=0) if r.sampled]) == 4
+
+
+def test_what_is_asked_before_its_start_begins_the_only_disk_thread() -> None:
+    made, threads, done = scribe.Scribe(), threading.active_count(), threading.Event()
+    made.do(lambda: None)
+    made.start(done.set)
+    assert done.wait(60)
+    assert threading.active_count() == threads + 1
+    assert made.close(60)
+    assert threading.active_count() == threads
+
+
+def test_a_disk_that_takes_no_beat_for_long_takes_the_journal_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More refusals than the fuse allows errors: the thread goes on all the same."""
+    refused, many = [0], threading.Event()
+
+    def refuse(*_: object) -> None:
+        refused[0] += 1
+        if refused[0] > 2 * scribe.ERRORS_ALLOWED:
+            many.set()
+        raise OSError(5, "Input/output error")
+
+    run, train = RunDir(tmp_path / "run"), trained(4)
+    with monkeypatch.context() as patched:
+        patched.setattr(scribe, "CHORE_SECONDS", 0.001)
+        patched.setattr(heartbeat, "carry", refuse)
+        probe = ddpprobe.install(train.model, run_dir=run.path, every=1, daemon="none")
+        assert many.wait(60)
+    train()
+    probe.close()
+    assert len([r for r in ddpprobe.open(run.path).records(rank=0) if r.sampled]) == 4
+
+
 def test_a_fork_finds_no_thread_of_ours_and_the_parent_goes_on(tmp_path: Path) -> None:
     run, train = RunDir(tmp_path / "run"), trained(6)
     threads = threading.active_count()
