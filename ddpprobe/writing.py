@@ -123,12 +123,12 @@ class Writing:
             return
         self.scribe.do(journal.carry)
         self.scribe.do(partial(self._settle, journal))
-        ended = self.scribe.close()
-        if not ended or (journal.waiting and self.memory is not None):
+        self.scribe.close()
+        if journal.waiting and self.memory is not None:
             logger.warning(
                 "ddpprobe: rank %d: the disk does not take %d bytes of %s now (%s). They are in "
-                "the memory of %s: its daemon brings them to the disk when that can be written, "
-                "and so does: ddpprobe daemon --dir %s --node %s",
+                "the memory of %s; when the disk can be written, the node's daemon brings them "
+                "there: ddpprobe daemon --dir %s --node %s",
                 spot.rank, journal.waiting, journal.place, journal.carrier.refused or spool.SLOW,
                 socket.gethostname(), spot.run.path, spot.node,
             )  # fmt: skip
@@ -137,8 +137,7 @@ class Writing:
         """Before the start: leave nothing open and nothing in memory."""
         self.journal.close()
         self.heartbeat.close()
-        if isinstance(self.journal, SpooledJournal):
-            self._settle(self.journal)
+        self.close()
 
     def abandon(self) -> None:
         """In a forked child: the files are the parent's, and no thread is there."""

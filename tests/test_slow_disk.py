@@ -334,7 +334,7 @@ def test_a_deleted_run_leaves_nothing_in_memory(
     probe.close()
     assert not place.exists()
     assert not run.path.exists()
-    assert "brings them to the disk" not in caplog.text
+    assert "brings them" not in caplog.text
 
 
 LOST = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpprobe import heartbeat, layout, slate, spool, tmpfs
+from ddpprobe import enlist, heartbeat, layout, slate, spool, tmpfs
 from ddpprobe.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.layout import RunDir
 from ddpprobe.orders import Order, OrderBoard, OrderReader
@@ -203,6 +203,14 @@ def test_a_rank_that_was_killed_with_its_daemon_is_settled_by_another_runs(
     found = heartbeat.read(own / "rank_00000")
     assert found is not None
     assert found.step == 5
+
+
+def test_one_rank_of_each_memory_hears_for_those_that_see_the_same() -> None:
+    """Containers of a machine may have one each: rank 0 speaks into its own only."""
+    machines = ("a 0:23", "a 0:23", "a 0:40", "a 0:40", "a ")
+    heard = [{"node_index": 0, "machine": machine} for machine in machines]
+    assert enlist._relays(heard) == [0, 2, 4]
+    assert enlist._relays(heard[:2]) == []
 
 
 def test_an_order_that_finds_no_room_in_memory_is_on_no_board(own: Path, monkeypatch) -> None:
