@@ -37,11 +37,31 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 Torchrun = Callable[..., "subprocess.CompletedProcess[str]"]
+# What a daemon that serves inside a test takes for itself.
+TAKEN = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Add the table of the slowest files to the end of the output."""
     slowest.listen(config)
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    with handlers_kept():
+        yield
+
+
+@contextlib.contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Put back how signals are handled: what is ignored, also everything started later ignores."""
+    before = {number: signal.getsignal(number) for number in TAKEN}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # one that is not Python's
+                signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from ddpprobe.replay.verify import verify
 from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.writer import StoreWriter
 
+from .conftest import TAKEN, handlers_kept
 from .distributed import daemon_harness
 from .made_runs import ANOMALY, NODE, Made
 from .made_runs import record as made_record
@@ -83,7 +84,7 @@ def test_a_nan_is_named_while_the_ranks_still_run(job) -> None:
 
 
 def test_the_first_dead_rank_is_named_with_its_signal_and_nothing_of_it_is_lost(job) -> None:
-    daemon = job.daemon(0, linger=20.0)
+    daemon = job.daemon(0, linger=600.0)
     first, second = (job.rank(n, steps=100, hang=True) for n in range(2))
     wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 2)  # it watches them
     wait(lambda: len(job.acked(0)) > 20)
@@ -120,8 +121,10 @@ def test_the_first_dead_rank_is_named_with_its_signal_and_nothing_of_it_is_lost(
 )
 def test_the_exit_of_a_rank_that_said_goodbye_tells_whether_it_failed(job, end, how) -> None:
     daemon = job.daemon()
-    job.rank(0, world=1, steps=100, teardown=0.5, **end)
-    wait(lambda: "ddpprobe_rank_up" in job.metrics())
+    gate = job.run.path / "gate"
+    job.rank(0, world=1, steps=10, go_on=str(gate), teardown=0.5, **end)
+    wait(lambda: "ddpprobe_rank_up{" in job.metrics())  # else there is no exit to see
+    gate.touch()
     assert daemon.wait(30) == 0
     assert [d["signal"] for d in job.life("death")] == how
     assert list((job.run.path / "journal").rglob("rank_*/*.wal")) == []
@@ -374,8 +377,9 @@ def test_the_second_daemon_of_a_node_leaves_at_once_and_says_so(job) -> None:
 
 
 def test_a_new_attempt_is_followed_while_the_daemon_lingers(job) -> None:
-    daemon = job.daemon(0, linger=15.0)
+    daemon = job.daemon(0, linger=600.0)
     old = [job.rank(n, steps=20, hang=True) for n in range(2)]
+    wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 2)  # else it has nothing to linger for
     wait(lambda: all(len(job.acked(n)) == 20 for n in range(2)))
     for rank in old:
         kill(rank)
@@ -448,10 +452,31 @@ def test_what_it_leaves_is_nobody_else_s_to_read(job) -> None:
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_the_daemon_loads_no_torch_and_zarr_only_to_fold() -> None:
-    code = "import sys, ddpprobe.daemon.__main__; print({'torch', 'zarr'} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "set()"
+def test_the_daemon_loads_neither_torch_nor_zarr_even_to_fold(tmp_path) -> None:
+    made = Made(tmp_path / "run", ranks=1).whole(10)
+    made.close()
+    code = """
+import sys
+from pathlib import Path
+import ddpprobe.daemon.__main__
+from ddpprobe.layout import RunDir
+from ddpprobe.store.writer import StoreWriter
+rows = StoreWriter(RunDir(Path(sys.argv[1])), "node_0000", durable=False).seal()
+print(rows > 10, {"torch", "zarr"} & set(sys.modules))
+"""
+    words = [sys.executable, "-c", code, str(made.path)]
+    out = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "True set()"
+
+
+def test_what_serves_inside_a_test_takes_no_signal_from_those_behind_it(tmp_path) -> None:
+    before = [signal.getsignal(number) for number in TAKEN]
+    layout.make_dir(tmp_path / "run")
+    words = ["--dir", str(tmp_path / "run"), "--listen", "127.0.0.1:0", "--wait", "0"]
+    with handlers_kept():
+        assert main(words) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert [signal.getsignal(number) for number in TAKEN] == before
 
 
 def test_a_directory_that_is_not_there_is_wrong_use(tmp_path, capsys) -> None:
@@ -490,14 +515,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_full_disk_delays_the_store_and_ends_nothing(small_disk, job) -> None:
-    daemon = job.daemon(0, linger=60.0)
-    rank = job.rank(0, world=1, steps=100)
-    wait(lambda: len(job.acked(0)) > 20 and job.metrics())
+def test_a_full_disk_delays_the_store_and_ends_nothing(small_disk, job, tmp_path) -> None:
+    daemon = job.daemon(0, linger=600.0)
+    end = tmp_path / "end"
+    # A goodbye larger than what may be left of the journal's last page.
+    last_words = {"world": 1, "end": str(end), "error": {"message": "x" * 8192}}
+    rank = job.rank(0, steps=100_000, delay=0.05, **last_words)
+    wait(lambda: len(job.acked(0)) > 20 and "ddpprobe_rank_up{" in job.metrics())
     with (small_disk / "filler").open("wb", buffering=0) as file:
         with pytest.raises(OSError, match="No space left"):
             while True:
                 file.write(bytes(4096))
+    end.with_suffix(".new").write_text("0")
+    end.with_suffix(".new").replace(end)
     assert rank.wait(30) == 0
     # Its goodbye found no room; its exit code and its heartbeat, written in place, say the same.
     wait(lambda: 'ddpprobe_job_state{state="ended"} 1.0' in job.metrics())
