@@ -21,15 +21,19 @@ from ddpprobe.layout import RunDir, make_dir, node_name, write_json
 from ddpprobe.records import Anomaly
 from ddpprobe.store.reader import StoredGroup
 
+from ..nursery import Child, nursery
 from ..waiting import deadline
 
 RANK = Path(__file__).parent / "rank_process.py"
 PATIENT = RANK.with_name("patient_daemon.py")
 TOKEN = "a-secret-of-this-run"
+Process = subprocess.Popen[Any] | Child
 
 
 class Harness:
     """One run directory with its processes; every one of them is ended by `close`.
+
+    They are forked (`nursery`), but for those that start in a namespace of their own.
 
     Attributes:
         patient: its daemons wait for slow ranks and nodes as long as it takes.
@@ -41,19 +45,17 @@ class Harness:
         self.run = RunDir(make_dir(directory / "run"))
         write_json(self.run.run_json, {"run_id": "test-run", "name": "test", "format_version": 1})
         make_dir(self.run.path / "daemon")
-        self.processes: list[subprocess.Popen[Any]] = []
+        self.processes: list[Process] = []
         self.acks: dict[tuple[int, int], Path] = {}
 
-    def rank(
-        self, rank: int, world: int = 2, prefix: Sequence[str] = (), **spec: Any
-    ) -> subprocess.Popen[Any]:
+    def rank(self, rank: int, world: int = 2, prefix: Sequence[str] = (), **spec: Any) -> Process:
         """Start a rank; see `rank_process` for what `spec` may say."""
         spec = {"steps": 40, "delay": 0.02, "local_world_size": world, **spec}
         spec |= {"run": str(self.run.path), "rank": rank, "world_size": world}
         ack = self.run.path / f"ack_{spec.get('attempt', 0)}_{rank}"
         self.acks[spec.get("attempt", 0), rank] = ack
         with ack.open("w") as out:
-            return self._start([*prefix, sys.executable, str(RANK), json.dumps(spec)], stdout=out)
+            return self._start(prefix, [str(RANK), json.dumps(spec)], out.fileno(), 2)
 
     def daemon(
         self,
@@ -63,18 +65,17 @@ class Harness:
         linger: float = 0.0,
         token: str | None = TOKEN,
         run: RunDir | None = None,
-    ) -> subprocess.Popen[Any]:
+    ) -> Process:
         """Start a daemon in the foreground of this test."""
-        which = ["-P", str(PATIENT)] if self.patient else ["-m", "ddpprobe.daemon"]
-        command = [*prefix, sys.executable, *which]
-        command += ["--dir", str((run or self.run).path), "--node", node_name(node)]
-        command += ["--linger", str(linger), *extra]
+        words = [str(PATIENT)] if self.patient else ["-m", "ddpprobe.daemon"]
+        words += ["--dir", str((run or self.run).path), "--node", node_name(node)]
+        words += ["--linger", str(linger), *extra]
         if "--listen" not in extra:
-            command += ["--listen", "127.0.0.1:0"]
+            words += ["--listen", "127.0.0.1:0"]
         log = (self.run.path / f"daemon_{node}.txt").open("a")
         with log:
             env = {} if token is None else {"DDPPROBE_TOKEN": token}
-            return self._start(command, stdout=log, stderr=log, env=env)
+            return self._start(prefix, words, log.fileno(), log.fileno(), env)
 
     def log(self, node: int = 0) -> str:
         """Return what the node's daemons printed."""
@@ -143,10 +144,17 @@ class Harness:
             process.wait()
 
     def _start(
-        self, command: Sequence[str], env: Mapping[str, str] | None = None, **where: Any
-    ) -> subprocess.Popen[Any]:
+        self, prefix: Sequence[str], words: Sequence[str], out: int, err: int,
+        env: Mapping[str, str] | None = None,
+    ) -> Process:  # fmt: skip
         env = {**os.environ, "DDPPROBE_STRICT": "1", **(env or {})}
-        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, **where)
+        if prefix:
+            process: Process = subprocess.Popen(
+                [*prefix, sys.executable, "-P", *words], env=env, stdin=subprocess.DEVNULL,
+                stdout=out, stderr=err,
+            )  # fmt: skip
+        else:
+            process = nursery().start(words, env, out, err)
         self.processes.append(process)
         return process
 
@@ -160,7 +168,7 @@ def wait(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
     return value
 
 
-def kill(process: subprocess.Popen[Any]) -> None:
+def kill(process: Process) -> None:
     """Kill -9 and reap."""
     process.send_signal(signal.SIGKILL)
     process.wait()
