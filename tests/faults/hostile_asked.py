@@ -23,7 +23,7 @@ from ddpprobe.replay.tensors import TensorError
 from ddpprobe.store.manifest import StoreError
 from tests.faults.hostile_captures import KEPT, MODULE, STORED
 
-SECONDS = 30.0
+SECONDS = 30.0  # of CPU time, for what takes a tenth: other work beside it does not count
 MOST_BYTES = 64 << 20  # of a tensor: who asks for a larger one gets it
 HARMFUL = ("exec", "compile", "pickle.find_class", "socket.connect", "socket.bind", "os.system",
            "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "ctypes.dlopen",
@@ -131,7 +131,7 @@ def verbs(
 def answer(line: str, argv: list[str], out: Path) -> tuple[int, list[str]]:
     """Run a verb; return its exit code, and what is not as it must be."""
     said, err = Terminal(io.BytesIO(), "utf-8", newline=""), io.StringIO()
-    started, problems, code = time.monotonic(), list[str](), -1
+    started, problems, code = time.process_time(), list[str](), -1
     # `export` writes bytes; promtool only takes what it writes.
     blocks = mock.patch.object(job, "make_blocks", return_value=0)
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(err), blocks:
@@ -140,8 +140,8 @@ def answer(line: str, argv: list[str], out: Path) -> tuple[int, list[str]]:
         except Exception as error:  # noqa: BLE001  (the finding)
             problems.append(f"raised {type(error).__name__}: {error} {_place(error)}")
         said.flush()
-    if time.monotonic() - started > SECONDS:
-        problems.append(f"took {time.monotonic() - started:.0f} s")
+    if time.process_time() - started > SECONDS:
+        problems.append(f"took {time.process_time() - started:.0f} s of CPU time")
     text = said.buffer.getvalue().decode()  # type: ignore[attr-defined]
     problems += _wrong_words(code, text, err.getvalue())
     for path in sorted(out.glob("*.csv")):
