@@ -11,11 +11,14 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ddpprobe.layout import RunDir
+from ddpprobe.orders import OrderReader
 
 from ..launcher import Launcher
 
@@ -56,6 +59,19 @@ def scrape(listen: str) -> str:
     except urllib.error.HTTPError as error:
         error.close()
         return ""
+
+
+def assert_sampled(run: Path, got: list[int], interval: Collection[int]) -> None:
+    """The steps of the interval, each once, and none but those that the black box asked for.
+
+    How late its order reaches the ranks of a short job, and whether at all, is the machine's.
+    """
+    with contextlib.closing(OrderReader(RunDir(run).orders(0, "node_0000"))) as board:
+        ordered = {
+            step for order in iter(board.look, None) for step in range(order.start, order.stop)
+        }
+    assert got == sorted(set(got))
+    assert set(interval) <= set(got) <= {*interval} | ordered
 
 
 def free_port() -> int:

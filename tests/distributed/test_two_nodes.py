@@ -390,10 +390,11 @@ def test_a_torch_job_over_two_hosts_has_one_verdict_and_complete_statistics(
     (page,) = [a for a in run.anomalies() if a.level == "page"]
     assert (page.step, page.rank, page.module, page.phase) == (8, 3, "blocks.1.down", "forward")
     merged = list(run.records())
-    assert [r.step for r in merged] == list(range(0, 16, 2))
+    steps = [r.step for r in merged]
+    real_job.assert_sampled(tmp_path / "run", steps, range(0, 16, 2))
     assert all(r.ranks == (0, 1, 2, 3) and r.missing == () for r in merged)
     for rank in range(4):
-        assert [r.step for r in run.records(rank=rank)] == list(range(0, 16, 2))
+        assert [r.step for r in run.records(rank=rank)] == steps
 
 
 def test_a_torch_job_on_two_disks_says_so_and_is_collected_into_one(
@@ -441,7 +442,9 @@ def test_a_torch_job_on_two_disks_says_so_and_is_collected_into_one(
     for rank in range(4):
         own = parts[rank // 2]
         assert list(map(str, run.records(rank=rank))) == list(map(str, own.records(rank=rank)))
-    assert [r.ranks for r in run.records() if r.sampled] == [(0, 1, 2, 3)] * 6
+    sampled = [r for r in run.records() if r.sampled]
+    real_job.assert_sampled(sources[0], [r.step for r in sampled], range(0, 12, 2))
+    assert {r.ranks for r in sampled} == {(0, 1, 2, 3)}
     captured = [c for c in run.captures() if c.reason == "capture"]
     assert [(c.step, c.ranks, c.complete) for c in captured][:3] == [
         (step, (0, 1, 2, 3), True) for step in (0, 2, 4)
