@@ -28,8 +28,8 @@ from ddpprobe.stats import rows as stats
 SCALAR = -1  # the slot of a row that holds one number in its first column
 _GRAD, _GRAD_LOCAL = KINDS.index("grad"), KINDS.index("grad_local")
 _FORWARD = np.array([PHASE_OF_KIND[kind] == "forward" for kind in KINDS])
-# Of a module's input that was bad: its place, and its NaN, +Inf, -Inf and elements.
-CameIn = tuple[str, tuple[int, int, int, int]]
+# Of a module's input that was bad: its place, and what is not finite in it.
+CameIn = tuple[str, stats.Nonfinite]
 
 
 @dataclass(frozen=True, slots=True)

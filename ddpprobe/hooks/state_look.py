@@ -33,7 +33,7 @@ class Bad:
 
     key: Key
     infinite: bool
-    counts: tuple[int, int, int, int] = (0, 0, 0, 0)  # nan, pos_inf, neg_inf, numel
+    counts: stats.Nonfinite = (0, 0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -163,14 +163,11 @@ def is_finite(tensor: Tensor) -> bool:
     return not _is_plain(tensor) or math.isfinite(total(tensor)) or not any(counts_of(tensor)[:3])
 
 
-def counts_of(tensor: Tensor) -> tuple[int, int, int, int]:
+def counts_of(tensor: Tensor) -> stats.Nonfinite:
     """Return NaN, +Inf, -Inf and elements of a plain tensor on the host; zeros for any other."""
     if not _is_plain(tensor):
         return 0, 0, 0, 0
-    row = torch.empty(stats.WIDTH, dtype=torch.float64, device="cpu")
-    stats.reduce(tensor, row)
-    numel, nan, pos_inf, neg_inf = (int(v) for v in row[:4].tolist())
-    return nan, pos_inf, neg_inf, numel
+    return stats.nonfinite_of(tensor)
 
 
 def _is_plain(tensor: Tensor) -> bool:

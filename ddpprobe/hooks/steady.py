@@ -122,7 +122,7 @@ class SteadyOutput:
     """
 
     def __init__(self) -> None:
-        self.held: tuple[int, int, int, int] | None = None
+        self.held: stats.Nonfinite | None = None
         self._known = self._told = 0
         self._seen = False  # finite, bad, or judged
 
@@ -130,7 +130,7 @@ class SteadyOutput:
         """An output was finite."""
         self._seen = True
 
-    def is_fault(self, counts: tuple[int, int, int, int]) -> bool:
+    def is_fault(self, counts: stats.Nonfinite) -> bool:
         """Whether an output that is not finite is to be told at once."""
         nan, pos_inf, neg_inf, _ = counts
         found = signs(pos_inf, neg_inf)

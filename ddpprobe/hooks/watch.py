@@ -33,16 +33,15 @@ from ddpprobe.hooks.raised import tensors_at_hand
 from ddpprobe.hooks.steady import SteadyOutput
 from ddpprobe.hooks.sweep import Sweep, total
 from ddpprobe.records import FirstBad
-from ddpprobe.stats import rows as stats
 from ddpprobe.stats.dense import FLOATS, Unsupported, dense, local
+from ddpprobe.stats.rows import Nonfinite, nonfinite_of
 from ddpprobe.topology.describe import Topology
 from ddpprobe.topology.flat import FlatUnit
 from ddpprobe.torch_private import leaf_hooks
 
 _FORWARD, _BACKWARD, _CARRIED = 0, 1, 2
 _PHASES = ("forward", "backward")
-Counts = tuple[int, int, int, int]  # NaN, +Inf, -Inf, elements
-_NOT_COUNTED: Counts = (0, 0, 0, 0)
+_NOT_COUNTED: Nonfinite = (0, 0, 0, 0)
 
 
 @final
@@ -368,7 +367,7 @@ class Watch:
             self._peaks.keep(phase, torch.linalg.vector_norm(flat, torch.inf))
 
     @torch.no_grad()
-    def _counts(self, tensor: Tensor) -> Counts | None:
+    def _counts(self, tensor: Tensor) -> Nonfinite | None:
         """Count NaN, +Inf, -Inf and elements of a tensor of any kind, on the host; None: finite.
 
         None too where it cannot be read at once.
@@ -380,15 +379,13 @@ class Watch:
             tensor = torch.view_as_real(tensor.resolve_conj())
         if tensor.numel() == 0:
             return None
-        row = torch.empty(stats.WIDTH, dtype=torch.float64, device="cpu")
         try:
             if math.isfinite(total(tensor)):
                 return None
-            stats.reduce(tensor, row)
+            counts = nonfinite_of(tensor)
         except (Unsupported, NotImplementedError):
             return None  # sampled steps count these
-        numel, nan, pos_inf, neg_inf = (int(v) for v in row[:4].tolist())
-        return (nan, pos_inf, neg_inf, numel) if nan or pos_inf or neg_inf else None
+        return counts if any(counts[:3]) else None
 
     def _judge_peaks(self, step: int, peaks: list[float]) -> None:
         """Judge the largest magnitudes of a step, forward and backward; an infinity has no sign."""
@@ -411,7 +408,7 @@ class Watch:
         parameter: str | None,
         step: int | None,
         micro: int,
-        counts: Counts,
+        counts: Nonfinite,
     ) -> None:
         if step is None:
             self._told = True

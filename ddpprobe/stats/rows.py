@@ -27,10 +27,12 @@ ROW = (*COUNTS[:5], *VALUES)
 WIDTH = len(ROW)
 EMPTY = (0.0, 0.0, 0.0, 0.0, 0.0, float("inf"), float("-inf"), 0.0, 0.0)
 _ROW_BYTES = WIDTH * 8
+Nonfinite = tuple[int, int, int, int]  # NaN, +Inf, -Inf, elements
 
 __all__ = [
     "EMPTY", "NONFINITE", "ROW", "WIDTH",
-    "Table", "Unsupported", "reduce", "reduce_all", "reduce_far", "reduce_into", "split_rows",
+    "Nonfinite", "Table", "Unsupported", "nonfinite_of", "reduce", "reduce_all", "reduce_far",
+    "reduce_into", "split_rows",
 ]  # fmt: skip
 
 
@@ -59,6 +61,18 @@ def reduce_into(tensor: Tensor, rows: Tensor, index: int) -> bool:
         return kernel(tensor.data_ptr(), tensor.numel(), 1, rows.data_ptr() + index * _ROW_BYTES)
     _reduce_any(tensor, rows[index])
     return rows.is_cpu and bool(rows[index, NONFINITE].any())
+
+
+def nonfinite_of(tensor: Tensor) -> Nonfinite:
+    """Count what is not finite in a tensor that the host can read.
+
+    Raises:
+        Unsupported: this kind of tensor has no statistics.
+    """
+    row = torch.empty(WIDTH, dtype=torch.float64, device="cpu")
+    reduce(tensor, row)
+    numel, nan, pos_inf, neg_inf = (int(v) for v in row[:4].tolist())
+    return nan, pos_inf, neg_inf, numel
 
 
 def reduce_far(tensor: Tensor, out: Tensor) -> None:
