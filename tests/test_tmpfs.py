@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpprobe import enlist, heartbeat, layout, slate, spool, tmpfs
+from ddpprobe.daemon.memory import STUCK_SECONDS, Porter
 from ddpprobe.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.layout import RunDir
 from ddpprobe.orders import Order, OrderBoard, OrderReader
@@ -203,6 +204,26 @@ def test_a_rank_that_was_killed_with_its_daemon_is_settled_by_another_runs(
     found = heartbeat.read(own / "rank_00000")
     assert found is not None
     assert found.step == 5
+
+
+def test_a_journal_is_on_its_way_until_it_is_there_or_stuck_before_the_disk(own: Path) -> None:
+    """While it is, a dead rank's last words may come, and nothing of a living one is missing."""
+    run = RunDir(own.parents[2])
+    place, target = tmpfs.make(own, tmpfs.token()), run.rank_journal(0, NODE, 0)
+    journal = spool.SpooledJournal(spool.directory_of(place, "rank_00000"), target, {}, 1 << 20)
+    porter, stuck = Porter(run, 0, NODE), STUCK_SECONDS
+    assert not porter.lags(0, 0.0)
+    journal.append(3, b"x")
+    assert porter.lags(0, 1.0)
+    assert porter.lags(0, stuck)
+    assert not porter.lags(0, 1.0 + stuck)
+    assert journal.carry()
+    assert not porter.lags(0, 2.0 + stuck)
+    journal.append(3, b"y")
+    assert porter.lags(0, 3.0 + stuck), "it moves again"
+    journal.close()
+    assert journal.finish()
+    assert not porter.lags(0, 4.0 + stuck)
 
 
 def test_one_rank_of_each_memory_hears_for_those_that_see_the_same() -> None:

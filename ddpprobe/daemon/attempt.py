@@ -219,7 +219,7 @@ class Attempt:
         for record in records:
             if self.gather is not None and record.attempt == self.number:
                 self.gather.add(record, now)
-        rank.spent = over and len(records) < RECORDS_PER_LOOK
+        rank.spent = over and not lags and len(records) < RECORDS_PER_LOOK
         if rank.tail.facts.closed and rank.closed_at is None:
             rank.closed_at = now
         rank.beat = beat or rank.beat

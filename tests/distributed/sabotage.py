@@ -38,7 +38,7 @@ spec.loader.exec_module(job)
 # Where the training process can be inside ddpprobe after install() has returned.
 ROOMS = ("enlist", "heartbeat", "hooks.eager", "hooks.full", "hooks.loss_scale", "hooks.peaks",
          "hooks.root", "hooks.row_buffer", "hooks.step_rows", "hooks.watch", "journal",
-         "observers", "orders", "recorder", "responder", "shipping", "steps",
+         "observers", "orders", "recorder", "responder", "shipping", "slate", "steps",
          "topology.describe")  # fmt: skip
 # One line each, that enters the fuse: the outside of the containment.
 DOORS = (
