@@ -36,6 +36,7 @@ from .conftest import TAKEN, handlers_kept
 from .distributed import daemon_harness
 from .made_runs import ANOMALY, NODE, Made
 from .made_runs import record as made_record
+from .waiting import PATIENCE
 
 wait, kill = daemon_harness.wait, daemon_harness.kill
 MERGED = "attempt_000/merged"
@@ -52,8 +53,8 @@ def job(tmp_path: Path) -> Iterator[daemon_harness.Harness]:
 def test_two_ranks_are_merged_exactly_and_the_run_is_sealed(job) -> None:
     daemon = job.daemon()
     ranks = [job.rank(n) for n in range(2)]
-    assert [r.wait(30) for r in ranks] == [0, 0]
-    assert daemon.wait(30) == 0
+    assert [r.wait(30 * PATIENCE) for r in ranks] == [0, 0]
+    assert daemon.wait(30 * PATIENCE) == 0
     assert job.merged_steps() == job.acked(0) == list(range(40))
     group = daemon_harness.StoredGroup(job.run, "attempt_000/merged")
     for record in group.records(0):
@@ -95,7 +96,7 @@ def test_the_first_dead_rank_is_named_with_its_signal_and_nothing_of_it_is_lost(
     second.terminate()
     wait(lambda: job.life("finished"))
     daemon.terminate()
-    assert daemon.wait(20) == 0
+    assert daemon.wait(20 * PATIENCE) == 0
     assert [(d["rank"], d["signal"]) for d in job.life("death")] == [(0, "SIGKILL"), (1, "SIGTERM")]
     assert [(e["state"], e["ranks"]) for e in job.life("end")][-1] == ("crashed", [0])
     assert job.merged_steps() == list(range(100))
@@ -125,7 +126,7 @@ def test_the_exit_of_a_rank_that_said_goodbye_tells_whether_it_failed(job, end, 
     job.rank(0, world=1, steps=10, go_on=str(gate), teardown=0.5, **end)
     wait(lambda: "ddpprobe_rank_up{" in job.metrics())  # else there is no exit to see
     gate.touch()
-    assert daemon.wait(30) == 0
+    assert daemon.wait(30 * PATIENCE) == 0
     assert [d["signal"] for d in job.life("death")] == how
     assert list((job.run.path / "journal").rglob("rank_*/*.wal")) == []
 
@@ -157,19 +158,19 @@ def test_who_died_of_its_own_is_named_whenever_the_deaths_are_noticed(job, held)
     if held:
         daemon.send_signal(signal.SIGSTOP)
     gates[1].touch()
-    victim.wait(20)
+    victim.wait(20 * PATIENCE)
     told.terminate()
-    told.wait(20)
+    told.wait(20 * PATIENCE)
     gates[2].touch()
     wait(lambda: b'"exception"' in job.journal_of(2))
     if not held:  # raised means failed, however slowly it exits
         wait(lambda: 'ddpprobe_job_state{state="crashed"} 1.0' in job.metrics())
         assert open_run(job.run.path).endings()[0].end.ranks == (2,)
     cause.terminate()  # the launcher's patience is over
-    cause.wait(20)
+    cause.wait(20 * PATIENCE)
     if held:
         daemon.send_signal(signal.SIGCONT)
-    assert daemon.wait(30) == 0
+    assert daemon.wait(30 * PATIENCE) == 0
     assert end_of(job) == ("crashed", [2], "ValueError")
 
 
@@ -179,12 +180,12 @@ def test_a_killed_rank_is_named_although_its_victims_end_was_noticed_with_it(job
     wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 3)
     daemon.send_signal(signal.SIGSTOP)
     ranks[1].kill()
-    ranks[1].wait(20)
+    ranks[1].wait(20 * PATIENCE)
     for rank in (ranks[0], ranks[2]):
         rank.terminate()
-        rank.wait(20)
+        rank.wait(20 * PATIENCE)
     daemon.send_signal(signal.SIGCONT)
-    assert daemon.wait(30) == 0
+    assert daemon.wait(30 * PATIENCE) == 0
     assert end_of(job) == ("crashed", [1], "SIGKILL")
     assert [a.level for a in job.anomalies()] == ["page", "info", "info"]
 
@@ -199,9 +200,9 @@ def test_a_suspended_rank_is_named_while_it_lasts_and_when_its_launcher_has_kill
     assert re.search(r'ddpprobe_rank_stuck\{phase="data",rank="1"\} 1\.0', job.metrics())
     wait(lambda: 'detector="rank_lost",level="page"} 1.0' in job.metrics())
     waiting.terminate()
-    waiting.wait(20)
+    waiting.wait(20 * PATIENCE)
     stopped.kill()
-    assert daemon.wait(30) == 0
+    assert daemon.wait(30 * PATIENCE) == 0
     assert end_of(job) == ("hung", [1], "SIGSTOP")
 
 
@@ -211,8 +212,8 @@ def test_a_job_that_is_told_to_stop_blames_nobody(job) -> None:
     wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 2)
     for rank in ranks:
         rank.terminate()
-        rank.wait(20)
-    assert daemon.wait(30) == 0
+        rank.wait(20 * PATIENCE)
+    assert daemon.wait(30 * PATIENCE) == 0
     assert end_of(job) == ("stopped", [], "SIGTERM")
     assert [(a.level, a.rank) for a in job.anomalies()] == [("info", None)]
 
@@ -225,7 +226,7 @@ def test_all_ranks_killed_at_once_leave_a_sealed_run(job) -> None:
         rank.send_signal(signal.SIGKILL)
     for rank in ranks:
         rank.wait()
-    assert daemon.wait(30) == 0
+    assert daemon.wait(30 * PATIENCE) == 0
     steps, deaths = job.merged_steps(), job.life("death")
     assert steps == list(range(len(steps)))
     assert max(job.acked(n)[-1] for n in range(3)) <= steps[-1]
@@ -245,7 +246,7 @@ def test_a_killed_daemon_is_followed_without_loss_or_duplicate(job, draw) -> Non
             daemon.wait(rng.uniform(0.3, 1.6))  # the moment of death is drawn, not waited for
         except subprocess.TimeoutExpired:
             kill(daemon)
-    assert job.daemon().wait(30) == 0
+    assert job.daemon().wait(30 * PATIENCE) == 0
     assert job.merged_steps() == list(range(600))
     assert job.acked(0) == job.acked(1) == list(range(600))
     assert [(a.step, a.rank) for a in job.anomalies()] == [(200, 1)]
@@ -371,7 +372,7 @@ def test_the_second_daemon_of_a_node_leaves_at_once_and_says_so(job) -> None:
     job.daemon()
     wait(job.said)
     second = job.daemon()
-    assert second.wait(20) == 0
+    assert second.wait(20 * PATIENCE) == 0
     assert "one serves node_0000" in job.log()
     assert job.said()["pid"] != second.pid
 
@@ -387,7 +388,7 @@ def test_a_new_attempt_is_followed_while_the_daemon_lingers(job) -> None:
     job.rank(0, world=1, steps=30, first=15, attempt=1, bad=40)
     wait(lambda: job.life("finished", attempt=1))
     daemon.terminate()
-    assert daemon.wait(20) == 0
+    assert daemon.wait(20 * PATIENCE) == 0
     assert job.merged_steps() == list(range(20))
     assert job.merged_steps(1) == list(range(15, 45))
     assert [a.attempt for a in job.anomalies(1)] == [1]
@@ -398,7 +399,7 @@ def test_a_new_attempt_ends_the_one_before_although_a_rank_of_it_seems_alive(job
     job.rank(0, world=1, steps=10, hang=True)
     wait(lambda: len(job.acked(0)) == 10)
     job.rank(0, world=1, steps=10, attempt=1)
-    assert daemon.wait(30) == 0
+    assert daemon.wait(30 * PATIENCE) == 0
     assert len(job.life("finished")) == 1
     assert job.merged_steps(1) == list(range(10))
 
@@ -406,14 +407,16 @@ def test_a_new_attempt_ends_the_one_before_although_a_rank_of_it_seems_alive(job
 def test_a_dead_run_is_sealed_by_hand_and_then_the_daemon_ends(job) -> None:
     ranks = [job.rank(n, steps=300, delay=0.0, closed=False, bad=250) for n in range(2)]
     for rank in ranks:
-        rank.wait(30)
-    assert job.daemon(0, linger=60.0).wait(30) == 0
+        rank.wait(30 * PATIENCE)
+    assert job.daemon(0, linger=60.0).wait(30 * PATIENCE) == 0
     assert job.merged_steps() == list(range(300))
     told = [(a.detector, a.step, a.rank) for a in job.anomalies()]
     assert told == [("nonfinite", 250, None), ("rank_lost", 300, None)]  # both ranks have it
     assert [d["signal"] for d in job.life("death")] == ["unknown", "unknown"]
     assert (job.life("end")[-1]["state"], job.life("end")[-1]["ranks"]) == ("vanished", [])
-    assert job.daemon(0, "--wait", "0.5").wait(30) == 0  # and once more: nothing is left to do
+    assert (
+        job.daemon(0, "--wait", "0.5").wait(30 * PATIENCE) == 0
+    )  # and once more: nothing is left to do
     assert job.merged_steps() == list(range(300))
     assert len(job.life("death")) == 2
 
@@ -424,16 +427,16 @@ def test_sigterm_ends_it_at_once_and_a_later_daemon_goes_on(job) -> None:
     wait(lambda: len(job.acked(0)) > 20)
     wait(job.said)
     first.terminate()
-    assert first.wait(10) == 0
+    assert first.wait(10 * PATIENCE) == 0
     assert job.said() is None
     assert rank.poll() is None
-    assert job.daemon().wait(30) == 0
+    assert job.daemon().wait(30 * PATIENCE) == 0
     assert job.merged_steps() == list(range(400))
     assert len(job.life("finished")) == 1
 
 
 def test_without_any_rank_it_ends_after_its_patience(job) -> None:
-    assert job.daemon(0, "--wait", "0.3").wait(20) == 0
+    assert job.daemon(0, "--wait", "0.3").wait(20 * PATIENCE) == 0
 
 
 def test_two_daemons_on_one_machine_take_different_ports(job, tmp_path) -> None:
@@ -447,7 +450,7 @@ def test_two_daemons_on_one_machine_take_different_ports(job, tmp_path) -> None:
 def test_what_it_leaves_is_nobody_else_s_to_read(job) -> None:
     daemon = job.daemon()
     job.rank(0, world=1, steps=5)
-    assert daemon.wait(30) == 0
+    assert daemon.wait(30 * PATIENCE) == 0
     for path in (job.run.path / "journal").rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
 
@@ -528,7 +531,7 @@ def test_a_full_disk_delays_the_store_and_ends_nothing(small_disk, job, tmp_path
                 file.write(bytes(4096))
     end.with_suffix(".new").write_text("0")
     end.with_suffix(".new").replace(end)
-    assert rank.wait(30) == 0
+    assert rank.wait(30 * PATIENCE) == 0
     # Its goodbye found no room; its exit code and its heartbeat, written in place, say the same.
     wait(lambda: 'ddpprobe_job_state{state="ended"} 1.0' in job.metrics())
     wait(lambda: "ddpprobe_job_finished 1.0" in job.metrics())
@@ -598,7 +601,7 @@ def test_a_damaged_store_is_said_and_the_ranks_rows_stay_in_the_journal(job) -> 
     (job.run.path / "manifest").write_text("in the way")
     daemon = job.daemon()
     job.rank(0, world=1, steps=10)
-    assert daemon.wait(30) == 0
+    assert daemon.wait(30 * PATIENCE) == 0
     assert "is damaged" in job.log()
     assert len([1 for t, _ in job.frames() if t == codec.RECORD]) == 10
 
