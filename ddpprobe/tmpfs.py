@@ -78,11 +78,16 @@ def make(own: Path, unique: str) -> Path:
         place.mkdir(mode=layout.DIR_MODE)
     if place.is_symlink() or place.stat().st_uid != os.geteuid():
         raise OSError(f"{place} is another user's")
-    layout.make_dir(own)
     pointer = own / POINTER
-    for path, text in ((pointer, name), (place / ORIGIN, str(pointer.absolute()))):
-        if not path.exists():
-            layout.replace_file(path, [memoryview(text.encode())])
+    try:
+        layout.make_dir(own)
+        for path, text in ((pointer, name), (place / ORIGIN, str(pointer.absolute()))):
+            if not path.exists():
+                layout.replace_file(path, [memoryview(text.encode())])
+    except OSError:
+        with contextlib.suppress(OSError):  # another rank's files are in it
+            place.rmdir()
+        raise
     return place
 
 

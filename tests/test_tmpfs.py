@@ -206,6 +206,15 @@ def test_a_rank_that_was_killed_with_its_daemon_is_settled_by_another_runs(
     assert found.step == 5
 
 
+def test_a_disk_that_takes_no_pointer_leaves_nothing_in_memory(own: Path) -> None:
+    own.parent.parent.mkdir(parents=True)
+    own.parent.write_bytes(b"in the way")
+    unique = tmpfs.token()
+    with pytest.raises(OSError, match="Not a directory|File exists"):
+        tmpfs.make(own, unique)
+    assert [name for name in os.listdir(tmpfs.ROOT) if unique in name] == []
+
+
 def test_a_journal_is_on_its_way_until_it_is_there_or_stuck_before_the_disk(own: Path) -> None:
     """While it is, a dead rank's last words may come, and nothing of a living one is missing."""
     run = RunDir(own.parents[2])
