@@ -25,6 +25,7 @@ spec = importlib.util.spec_from_file_location("job", Path(__file__).with_name("j
 job = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(job)
 
+BLOCKS = 2  # one within an FSDP2 unit of its own, one not
 AFTER = 4  # steps from the faulty one to the end
 CLEAN_STEPS = 64
 
@@ -48,6 +49,7 @@ def plant(module: nn.Module, phase: str) -> torch.utils.hooks.RemovableHandle:
 def run(wrap: str, every: int, out: Path, number: int, draw: list | None) -> None:
     rank, steps = dist.get_rank(), draw[0] + AFTER if draw else CLEAN_STEPS
     model = job.build()
+    model.blocks = model.blocks[:BLOCKS]
     torch.manual_seed(100 * number + rank)  # of dropout
     for block in model.blocks:
         block.act.inplace = False  # a tensor hook of the fault's own would be lost on the view
@@ -57,7 +59,7 @@ def run(wrap: str, every: int, out: Path, number: int, draw: list | None) -> Non
             fully_shard(part)
     elif wrap == "ddp":
         wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01, foreach=True)
     with ddpprobe.install(wrapped, run_dir=out / str(number), every=every, daemon="none"):
         for step in range(steps):
             for micro in range(2):
