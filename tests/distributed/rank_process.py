@@ -99,6 +99,10 @@ def main(spec: dict[str, object]) -> int:
         status = str(spec.get("status", "ok"))
         words = {"status": status, **({"error": spec["error"]} if spec.get("error") else {})}
         journal.append_json(codec.LIFE, {"event": "closed", **words})
+        beat.beat(
+            step=first + steps, micro=0, state=STATES.index("closed"), steps=first + steps,
+            skipped=0, sampled=steps, phase_seconds=(0.0, 0.0, 0.0, 0.0), probe_seconds=0.0,
+        )  # fmt: skip
     time.sleep(float(spec.get("teardown", 0.0)))
     if spec.get("signal"):
         os.kill(os.getpid(), int(spec["signal"]))
