@@ -42,7 +42,8 @@ class JournalWriter:
         segment_frames: frames per segment file.
         first_segment: number of the first segment; above 0 for the successor of a dead writer.
         first_seq: sequence number of the first frame; a successor goes on where the other ended.
-        segment_bytes: size at which a segment is closed, unless its head takes much of that.
+        segment_bytes: size at which a segment is closed, unless its head takes much of that; None:
+            `SEGMENT_BYTES`.
 
     Raises:
         OSError: the directory or the first segment cannot be created: a start that fails is loud.
@@ -55,12 +56,13 @@ class JournalWriter:
         segment_frames: int = SEGMENT_FRAMES,
         first_segment: int = 0,
         first_seq: int = 0,
-        segment_bytes: int = SEGMENT_BYTES,
+        segment_bytes: int | None = None,
     ) -> None:
         self.directory = self.place = layout.make_dir(directory)
         self.dropped: Counter[str] = Counter()
         self._meta = codec.encode_json(meta)
-        self._segment_frames, self._segment_bytes = segment_frames, segment_bytes
+        self._segment_frames = segment_frames
+        self._segment_bytes = SEGMENT_BYTES if segment_bytes is None else segment_bytes
         self._segment = first_segment - 1
         self._frames = 0
         self._seq = first_seq

@@ -141,7 +141,8 @@ def origins() -> dict[Path, Path]:
     """Return this user's directories in memory whose ranks have ended, and where they belong.
 
     That is the node's directory of heartbeats, which may be gone. Directories younger than an hour
-    are left out if it is not: their ranks may be about to begin.
+    are left out: their ranks may be about to begin, also in a container or a mount namespace that
+    shares the memory and whose run directory is not seen from here.
     """
     found = {}
     with contextlib.suppress(OSError):
@@ -170,7 +171,7 @@ def _origin(place: Path) -> Path | None:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return None
         pointer = Path(inside.read_regular(place, ORIGIN, most=4096).decode())
-        settled = not pointer.exists() or time.time() - status.st_mtime > SETTLED_SECONDS
+        settled = time.time() - status.st_mtime > SETTLED_SECONDS
         lives = any(map(layout.is_locked, place.glob("rank_*")))
     except (OSError, ValueError):  # one that is being made just now
         return None
