@@ -146,15 +146,19 @@ def test_a_killed_head_is_followed_without_loss_or_duplicate(nodes, port, draw) 
     head, other = nodes
     rng = random.Random(draw)
     daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
-    ranks = start_ranks(nodes, steps=500, delay=0.006)
-    while any(rank.poll() is None for rank in ranks):
+    # They stay until the last head is there: it would wait for a node that ended before it began.
+    ranks = start_ranks(nodes, steps=500, delay=0.006, hang=True)
+    while any(len(nodes[n // 2].acked(n)) < 500 for n in range(4)):
         leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
         try:
             leader.wait(rng.uniform(0.4, 2.0))
         except subprocess.TimeoutExpired:
             kill(leader)
-    assert head.daemon(0, "--gather-listen", f"127.0.0.1:{port}").wait(40 * PATIENCE) == 0
-    assert daemon.wait(40 * PATIENCE) == 0
+    leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
+    wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step == 499], 40)
+    for rank in ranks:
+        kill(rank)
+    assert [leader.wait(40 * PATIENCE), daemon.wait(40 * PATIENCE)] == [0, 0]
     assert_all_merged(head, 500)
 
 
