@@ -264,9 +264,8 @@ def settle_all(run: RunDir, node: str) -> None:
         own = run.heartbeat(attempt, node, 0).parent
         place = tmpfs.beside(own)
         for path in sorted(place.glob("rank_*")) if place is not None else ():
-            digits = path.name.removeprefix(
-                "rank_"
-            )  # of a heartbeat, which is locked from its start
+            # Of a heartbeat, which is locked from its start.
+            digits = path.name.removeprefix("rank_")
             if digits.isdecimal() and not layout.is_locked(path):
                 settle(run, attempt, node, int(digits))
 

@@ -232,14 +232,20 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def killed(path: Path, script: str) -> tuple[RunDir, Path]:
+    """Run a script that kills itself; return its run and what it has left in memory."""
+    run = RunDir(path)
+    done = subprocess.run([sys.executable, "-c", script, str(run.path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    place = tmpfs.beside(run.heartbeat(0, NODE, 0).parent)
+    assert place is not None
+    return run, place
+
+
 @pytest.mark.parametrize("who", ["a daemon", "the next attempt"])
 def test_what_a_killed_rank_had_in_memory_is_brought_in(tmp_path: Path, who: str) -> None:
     """Its disk thread had carried nothing but the head of its journal."""
-    run = RunDir(tmp_path / "run")
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(run.path)], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    place = tmpfs.beside(run.heartbeat(0, NODE, 0).parent)
-    assert place is not None
+    run, place = killed(tmp_path / "run", KILLED)
     beat = heartbeat.read(run.heartbeat(0, NODE, 0))
     assert beat is not None
     assert beat.steps == 12
@@ -364,11 +370,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_lost_machine_is_told_by_the_run_directory_alone(tmp_path: Path, call: Call) -> None:
     """Rank and daemon are killed, then the memory is gone with the machine: one verdict."""
-    run = RunDir(tmp_path / "run")
-    killed = subprocess.run([sys.executable, "-c", LOST, str(run.path)], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    place = tmpfs.beside(run.heartbeat(0, NODE, 0).parent)
-    assert place is not None
+    run, place = killed(tmp_path / "run", LOST)
     before = call("anomalies", run.path, "--json")
     shutil.rmtree(place)
     assert call("anomalies", run.path, "--json") == before

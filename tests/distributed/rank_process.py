@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -87,10 +88,11 @@ def main(spec: dict[str, object]) -> int:
         if journal.append_record(made):
             print(step, flush=True)
         time.sleep(delay)
-    beat.beat(
-        step=first + steps, micro=0, state=STATES.index("data"), steps=first + steps, skipped=0,
-        sampled=steps, phase_seconds=(0.0, 0.0, 0.0, 0.0), probe_seconds=0.0,
+    behind = partial(
+        beat.beat, step=first + steps, micro=0, steps=first + steps, skipped=0, sampled=steps,
+        phase_seconds=(0.0, 0.0, 0.0, 0.0), probe_seconds=0.0,
     )  # fmt: skip
+    behind(state=STATES.index("data"))
     if spec.get("hang"):
         time.sleep(600)
     while spec.get("go_on") and not Path(str(spec["go_on"])).exists():
@@ -99,10 +101,7 @@ def main(spec: dict[str, object]) -> int:
         status = str(spec.get("status", "ok"))
         words = {"status": status, **({"error": spec["error"]} if spec.get("error") else {})}
         journal.append_json(codec.LIFE, {"event": "closed", **words})
-        beat.beat(
-            step=first + steps, micro=0, state=STATES.index("closed"), steps=first + steps,
-            skipped=0, sampled=steps, phase_seconds=(0.0, 0.0, 0.0, 0.0), probe_seconds=0.0,
-        )  # fmt: skip
+        behind(state=STATES.index("closed"))
     time.sleep(float(spec.get("teardown", 0.0)))
     if spec.get("signal"):
         os.kill(os.getpid(), int(spec["signal"]))
