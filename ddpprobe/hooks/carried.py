@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ddpprobe.hooks import lanes
-from ddpprobe.hooks.sweep import Sweep, total
-from ddpprobe.stats.dense import FLOATS
+from ddpprobe.hooks.sweep import Sweep, is_plain, sweeps_of, total
 from ddpprobe.topology.describe import Topology
 
 
@@ -59,11 +58,10 @@ class Carried:
     def _kept(self) -> list[Sweep]:
         """Return sweeps over all parameters that have a gradient; mostly the same as before."""
         if not self._sweeps or any(p.grad is None for s in self._sweeps for p in s.parameters):
-            devices: dict[torch.device, list[Tensor]] = {}
-            for _, parameter in self._topology.leaves():
-                if parameter.grad is not None and _is_dense(parameter.grad):
-                    devices.setdefault(parameter.grad.device, []).append(parameter)
-            self._sweeps = [Sweep(parameters) for parameters in devices.values()]
+            parameters = [parameter for _, parameter in self._topology.leaves()]
+            self._sweeps = sweeps_of(
+                p for p in parameters if p.grad is not None and is_plain(p.grad)
+            )
         return self._sweeps
 
 
@@ -72,8 +70,3 @@ def _is_bad(sweep: Sweep) -> bool:
     gradients = [p.grad for p in sweep.parameters if p.grad is not None]
     suspects = [g for g in gradients if not math.isfinite(total(g))]
     return any(not g.isfinite().all() for g in suspects)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    kind = tensor.layout == torch.strided and tensor.dtype in FLOATS
-    return kind and type(tensor) is Tensor and tensor.numel() > 0

@@ -15,12 +15,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ddpprobe import torch_private
 from ddpprobe.hooks import lanes
 from ddpprobe.hooks.lanes import Arrival, Lane
-from ddpprobe.hooks.sweep import SMALL, TOGETHER, total
+from ddpprobe.hooks.sweep import is_plain, pack, total
 from ddpprobe.stats import rows as stats
-from ddpprobe.stats.dense import FLOATS
 from ddpprobe.topology.outliving import Key
 
 
@@ -106,27 +104,20 @@ class Looker:
 
     def _lay(self, keys: tuple[Key, ...], tensors: Sequence[Tensor]) -> None:
         self._keys, self._plan = keys, _Plan()
-        rooms: dict[object, int] = {}
-        groups: dict[object, list[int]] = {}
+        near: list[tuple[int, Tensor]] = []
         plan = self._plan
         for place, tensor in enumerate(tensors):
-            if not _is_plain(tensor):
+            if not _is_there(tensor):
                 continue
             plan.count += 1
             if not lanes.is_near(tensor.device):
                 plan.far.setdefault((tensor.device, tensor.dtype), []).append(place)
                 continue
-            size, key = tensor.numel(), (tensor.dtype, tensor.shape[1:])
             if tensor.dim() == 0:
                 plan.numbers.setdefault(tensor.dtype, []).append(place)
-            elif size > SMALL:
-                plan.alone.append(place)
             else:
-                if rooms.get(key, 0) < size:
-                    groups[key], rooms[key] = [], TOGETHER
-                    plan.together.append(groups[key])
-                groups[key].append(place)
-                rooms[key] -= size
+                near.append((place, tensor))
+        plan.together, plan.alone = pack(near)
 
     def _look(self, keys: tuple[Key, ...], tensors: Sequence[Tensor]) -> Look:
         plan = self._plan
@@ -160,23 +151,15 @@ class Looker:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor that the host can read has no NaN or infinity."""
-    return not _is_plain(tensor) or math.isfinite(total(tensor)) or not any(counts_of(tensor)[:3])
+    return not _is_there(tensor) or math.isfinite(total(tensor)) or not any(counts_of(tensor)[:3])
 
 
 def counts_of(tensor: Tensor) -> stats.Nonfinite:
     """Return NaN, +Inf, -Inf and elements of a plain tensor on the host; zeros for any other."""
-    if not _is_plain(tensor):
+    if not _is_there(tensor):
         return 0, 0, 0, 0
     return stats.nonfinite_of(tensor)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.dtype in FLOATS
-        and tensor.numel() > 0
-        and not tensor.is_meta
-        and not torch_private.is_functorch(tensor)
-        and tensor.untyped_storage().nbytes() > 0
-    )
+def _is_there(tensor: Tensor) -> bool:
+    return is_plain(tensor) and not tensor.is_meta and tensor.untyped_storage().nbytes() > 0

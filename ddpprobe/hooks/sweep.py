@@ -9,11 +9,14 @@ finite ones overflow it, which a closer look tells.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast, final
 
 import torch
 from torch import Tensor
+
+from ddpprobe import torch_private
+from ddpprobe.stats.dense import FLOATS
 
 SMALL = 8192  # elements: of more than these a copy costs more than a call
 TOGETHER = 1 << 18  # elements put together: 1 MiB of float32, inside the second-level cache
@@ -34,22 +37,12 @@ class Sweep:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters, self.device = parameters, parameters[0].device
-        self._large: list[Tensor] = []
-        self._together: list[list[Tensor]] = []
+        together, alone = pack(enumerate(parameters))
+        self._large = [parameters[place] for place in alone]
+        self._together = [[parameters[place] for place in group] for group in together]
         self._dtypes: dict[torch.dtype, list[Tensor]] = {}
-        rooms: dict[object, int] = {}  # (dtype, shape of a row) -> elements still free
-        groups: dict[object, list[Tensor]] = {}
         for parameter in parameters:
             self._dtypes.setdefault(parameter.dtype, []).append(parameter)
-            size, key = parameter.numel(), (parameter.dtype, parameter.shape[1:])
-            if parameter.dim() == 0 or size > SMALL:
-                self._large.append(parameter)
-                continue
-            if rooms.get(key, 0) < size:
-                groups[key], rooms[key] = [], TOGETHER
-                self._together.append(groups[key])
-            groups[key].append(parameter)
-            rooms[key] -= size
 
     def is_clean(self) -> bool:
         """Whether all gradients, on the CPU, are there and have finite sums: else look closer."""
@@ -74,6 +67,51 @@ class Sweep:
         except TypeError:
             return None
         return torch.stack([peak.double() for peak in peaks]).amax()
+
+
+def sweeps_of(parameters: Iterable[Tensor]) -> list[Sweep]:
+    """Return a sweep for each device that any of the parameters is on."""
+    devices: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        devices.setdefault(parameter.device, []).append(parameter)
+    return [Sweep(there) for there in devices.values()]
+
+
+def pack(tensors: Iterable[tuple[int, Tensor]]) -> tuple[list[list[int]], list[int]]:
+    """Say which tensors are put behind each other: small ones of one dtype and row shape.
+
+    Args:
+        tensors: (place, tensor).
+
+    Returns:
+        The places of each group, and of those that are looked at alone.
+    """
+    together: list[list[int]] = []
+    alone: list[int] = []
+    rooms: dict[object, int] = {}  # (dtype, shape of a row) -> elements still free
+    groups: dict[object, list[int]] = {}
+    for place, tensor in tensors:
+        size, key = tensor.numel(), (tensor.dtype, tensor.shape[1:])
+        if tensor.dim() == 0 or size > SMALL:
+            alone.append(place)
+            continue
+        if rooms.get(key, 0) < size:
+            groups[key], rooms[key] = [], TOGETHER
+            together.append(groups[key])
+        groups[key].append(place)
+        rooms[key] -= size
+    return together, alone
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its numbers can be read as they lie."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.dtype in FLOATS
+        and tensor.numel() > 0
+        and not torch_private.is_functorch(tensor)
+    )
 
 
 def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:

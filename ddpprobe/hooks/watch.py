@@ -31,9 +31,9 @@ from ddpprobe.hooks.nearness import Nearness
 from ddpprobe.hooks.peaks import Peaks
 from ddpprobe.hooks.raised import tensors_at_hand
 from ddpprobe.hooks.steady import SteadyOutput
-from ddpprobe.hooks.sweep import Sweep, total
+from ddpprobe.hooks.sweep import Sweep, is_plain, sweeps_of, total
 from ddpprobe.records import FirstBad
-from ddpprobe.stats.dense import FLOATS, Unsupported, dense, local
+from ddpprobe.stats.dense import Unsupported, dense, local
 from ddpprobe.stats.rows import Nonfinite, nonfinite_of
 from ddpprobe.topology.describe import Topology
 from ddpprobe.topology.flat import FlatUnit
@@ -170,7 +170,7 @@ class Watch:
             self._look(tensor, _FORWARD, None)
             return
         self._looks += 1
-        if not _is_plain(tensor) and torch_private.is_functorch(tensor):
+        if not is_plain(tensor) and torch_private.is_functorch(tensor):
             return
         counts = self._counts(tensor.detach())
         if counts is None:
@@ -251,7 +251,7 @@ class Watch:
             for fqn, parameter, known, version in first.values()
             if (g := parameter.grad) is not None
             and (id(g), g._version) == (known, version)  # noqa: SLF001  (public by documentation)
-            and _is_plain(g)
+            and is_plain(g)
             and g.device == parameter.device
             and not g.is_meta
         ]
@@ -261,10 +261,7 @@ class Watch:
         self._renew()
 
     def _renew(self) -> None:
-        devices: dict[torch.device, list[Tensor]] = {}
-        for _, parameter in self._swept:
-            devices.setdefault(parameter.device, []).append(parameter)
-        self._sweeps = [Sweep(parameters) for parameters in devices.values()]
+        self._sweeps = sweeps_of(parameter for _, parameter in self._swept)
 
     def _look_closer(self, sweep: Sweep) -> None:
         """Look at each gradient of a sweep; a parameter that has none, or no more, gets a hook."""
@@ -340,7 +337,7 @@ class Watch:
     ) -> None:
         self._looks += 1
         near = lanes.is_near(tensor.device)
-        if near and _is_plain(tensor):
+        if near and is_plain(tensor):
             if math.isfinite(total(tensor.detach() if tensor.requires_grad else tensor)):
                 return
         elif torch_private.is_functorch(tensor):
@@ -448,14 +445,3 @@ class _Watched:
 
     def __call__(self, tensor: Tensor) -> None:
         self._check(self._what, tensor)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether its numbers can be read as they lie."""
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
-        and tensor.dtype in FLOATS
-        and tensor.numel() > 0
-        and not torch_private.is_functorch(tensor)
-    )
