@@ -2,8 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
+# Hundreds of short processes are started, and each of them would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-fsdp test test-grid test-faults test-mutants test-gpu check dashboards bench clean system-packages
+.PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-mutants test-gpu check dashboards \
+  bench bench-detection clean system-packages
 
 demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
 	$(BIN)/python launch/demo.py --wrap ddp
@@ -12,13 +15,16 @@ demo-fsdp: .venv/run.stamp       # the same under FSDP2
 	$(BIN)/python launch/demo.py --wrap fsdp2
 
 test: .venv/dev.stamp system-packages  # the whole suite: real ranks, a real Prometheus
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-grid: .venv/dev.stamp       # every wrapper, loop, engine ... against one unsharded process
 	$(BIN)/python -m tests.grid
 
 test-faults: .venv/dev.stamp     # kill every writer at every system call, mutate, feed hostile stores
 	$(BIN)/python -m tests.faults
+
+test-alerts: .venv/dev.stamp system-packages  # faults in real jobs, until a webhook has heard of them
+	$(BIN)/python -m tests.alerts $(CASE)
 
 test-mutants: .venv/mutants.stamp  # change the code a little, again and again: do the tests notice?
 	$(BIN)/python -m tests.mutants $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE)) \
@@ -39,6 +45,9 @@ dashboards: .venv/dev.stamp      # write what is generated in grafana/ and docs/
 
 bench: .venv-peers/run.stamp     # what all of it costs, beside its peers: docs/benchmarks.md
 	.venv-peers/bin/python -m benchmarks
+
+bench-detection: .venv/dev.stamp  # planted faults and healthy runs: docs/detection.md; [QUICK=1]
+	$(BIN)/python -m benchmarks.detection $(if $(QUICK),--quick)
 
 clean:                           # remove what make and the demo have made
 	rm -rf .venv .venv-peers ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants
@@ -73,10 +82,13 @@ $(BIN)/python:
 	done
 	@touch $@
 
-# The tests let a real Prometheus scrape, promtool check the rules, and Chromium draw the report.
+# The tests let a real Prometheus scrape, promtool check the rules, Alertmanager notify, and Chromium
+# draw the report.
 system-packages:
 	@missing=; \
 	command -v prometheus >/dev/null && command -v promtool >/dev/null || missing=prometheus; \
+	(command -v prometheus-alertmanager || command -v alertmanager) >/dev/null && \
+	  command -v amtool >/dev/null || missing="$$missing prometheus-alertmanager"; \
 	command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
 	  missing="$$missing chromium"; \
 	test -z "$$missing" && exit 0; \

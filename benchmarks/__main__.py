@@ -16,6 +16,7 @@ SECTIONS = (
     "kernel",
     "gpu",
     "overhead",
+    "own_cost",
     "footprint",
     "slow_disk",
     "daemon_cost",

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.memory import peak
-from ddpprobe.replay.run import open_run
-from ddpprobe.replay.verify import verify
+from ddpprobe.reader.run import open_run
+from ddpprobe.reader.verify.verify import verify
 from ddpprobe.store import reader  # noqa: F401  (that a process imports it once is no query)
 
 SITE = "blocks.3.mlp:output"

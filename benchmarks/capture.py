@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from benchmarks import command_line, tables
 from benchmarks.simulated import Model, meta
-from ddpprobe import packs
-from ddpprobe.journal import JournalWriter
-from ddpprobe.layout import RunDir, make_dir, node_name, write_json
-from ddpprobe.packs import PackedTensor
-from ddpprobe.stats import native
-from ddpprobe.stats.crc32 import crc32
-from ddpprobe.store.capture_fold import CaptureFold
+from ddpprobe.rank.stats import native
+from ddpprobe.rank.stats.crc32 import crc32
+from ddpprobe.rundir import tensor_pack
+from ddpprobe.rundir.journal import JournalWriter
+from ddpprobe.rundir.paths import RunDir, make_dir, node_name, write_json
+from ddpprobe.rundir.tensor_pack import PackedTensor
+from ddpprobe.store.captures.fold import CaptureFold
 from ddpprobe.store.root import Root
 from ddpprobe.store.writer import StoreWriter
 
@@ -95,7 +95,7 @@ def rank_process(run: RunDir, rank: int, size: int) -> None:
         if what == "raw":
             write_raw(raw, [data for _, data in tensors])
         else:
-            packs.write(path, header(rank, int(step)), tensors, crc32)
+            tensor_pack.write(path, header(rank, int(step)), tensors, crc32)
         if durable == "True":
             sync(path)
         print(time.perf_counter() - start, flush=True)

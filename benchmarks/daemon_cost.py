@@ -15,14 +15,16 @@ import psutil
 from benchmarks import command_line, tables
 from benchmarks.memory import anonymous
 from benchmarks.simulated import MODULES, PER_NODE, Model, meta
-from ddpprobe import codec, spawn
+from ddpprobe.daemon import launch
 from ddpprobe.daemon.server import Server
-from ddpprobe.heartbeat import STATES, HeartbeatWriter
-from ddpprobe.journal import SEGMENT_FRAMES, JournalWriter
-from ddpprobe.layout import RunDir, make_dir, node_name, write_json
-from ddpprobe.metrics import SERIES_LIMIT
-from ddpprobe.prometheus import Exposition
-from ddpprobe.view import NodeView, RankView
+from ddpprobe.ends.anomalies import TITLES
+from ddpprobe.metrics.render import Exposition
+from ddpprobe.metrics.table import SERIES_LIMIT
+from ddpprobe.records.node_view import NodeView, RankView
+from ddpprobe.rundir import framing
+from ddpprobe.rundir.heartbeat import STATES, HeartbeatWriter
+from ddpprobe.rundir.journal import SEGMENT_FRAMES, JournalWriter
+from ddpprobe.rundir.paths import RunDir, make_dir, node_name, write_json
 
 EVERY, STEP_SECONDS = 10, 0.05
 CPU_GOAL, SCRAPE_GOAL_MS = 0.10, 20.0
@@ -43,10 +45,10 @@ class Daemon:
         self.beats = [
             HeartbeatWriter(self.run.heartbeat(0, node, rank)) for rank in range(PER_NODE)
         ]
-        spawn.start_daemon(
+        launch.start_daemon(
             self.run, node, head_url=None, listen="127.0.0.1:0", gather_listen=None, linger=0.0
         )
-        said = spawn.wait_for_daemon(self.run, node, 60.0)
+        said = launch.wait_for_daemon(self.run, node, 60.0)
         assert said is not None, self.run.daemon_file(node, "log").read_text()
         host, port = said["listen"].rsplit(":", 1)
         self.address, self.seen = (host, int(port)), psutil.Process(said["pid"])
@@ -83,7 +85,7 @@ class Daemon:
     def close(self) -> None:
         """Say goodbye for all ranks and end it."""
         for journal, beat in zip(self.journals, self.beats, strict=True):
-            journal.append_json(codec.LIFE, {"event": "closed", "status": "ok"})
+            journal.append_json(framing.LIFE, {"event": "closed", "status": "ok"})
             journal.close()
             beat.close()
         self.seen.terminate()
@@ -109,8 +111,8 @@ def capped_view(series: int) -> NodeView:
     model = Model(modules=series)
     ranks = tuple(RankView(rank, rank, 1000 + rank, "cpu", up=True) for rank in range(PER_NODE))
     return NodeView(
-        time.time_ns(), "simulated", node_name(0), PER_NODE, "2.13.0", "gloo", is_head=True,
-        ranks=ranks, merged=model.record(0, 1),
+        time.time_ns(), "simulated", "/runs/simulated", 0, node_name(0), PER_NODE, "2.13.0", "gloo",
+        is_head=True, detectors=tuple(TITLES), ranks=ranks, merged=model.record(0, 1),
     )  # fmt: skip
 
 

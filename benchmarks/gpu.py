@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import command_line, tables
-from ddpprobe.stats import rows
-from ddpprobe.stats.device import reduce_by_operators
+from ddpprobe.rank.stats import rows
+from ddpprobe.rank.stats.device import reduce_by_operators
 
 GOAL = 0.85
 _TITLE = "The statistics kernel on a GPU"

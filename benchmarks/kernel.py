@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import command_line, tables
-from ddpprobe.stats import histogram, native, rows
+from ddpprobe.rank.stats import histogram, native, rows
 
 BINS = 64
 MIB = 1 << 20
@@ -28,8 +28,8 @@ GOALS = {
 TEXT = """\
 Single thread. Each call is paired with a `y.copy_(x)` of the same tensor right before it; speed is
 bytes of input by time, ratio is the copy's time by ours (minimum / **median** / maximum over the
-pairs, two repetitions); a goal holds if both medians reach it. "compiled" is `stats/native.cpp`,
-"NumPy" what runs where no C++ compiler is.
+pairs, two repetitions); a goal holds if both medians reach it. "compiled" is
+`rank/stats/native.cpp`, "NumPy" what runs where no C++ compiler is.
 
 {limit}"""
 LIMIT = """\

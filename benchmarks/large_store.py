@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ddpprobe import layout
-from ddpprobe.layout import RunDir
-from ddpprobe.records import Anomaly, FirstBad, Site, StepRecord
+from ddpprobe.records.step import Anomaly, FirstBad, Site, StepRecord
+from ddpprobe.rundir import paths
+from ddpprobe.rundir.paths import RunDir
 from ddpprobe.store import format as fmt
 from ddpprobe.store.columns import (
-    Axis,
+    LabelAxis,
     SiteAxis,
     digest_columns,
     encode_checksums,
@@ -35,7 +35,7 @@ from ddpprobe.store.event_fold import anomaly_columns
 from ddpprobe.store.root import Root
 
 EVERY, DRAWN, PARAMETERS = 10, 3, 8
-NODE = layout.node_name(0)
+NODE = paths.node_name(0)
 KINDS = ("output", "grad_output", "grad_local", "grad", "param")
 
 
@@ -49,15 +49,15 @@ def make(path: Path, *, steps: int, sites: int, ranks: int, told: bool = True) -
         ranks: of one node.
         told: the daemon's verdicts are recorded, and that it saw the end.
     """
-    run = RunDir(layout.make_dir(path))
+    run = RunDir(paths.make_dir(path))
     identity = {
         "format_version": 1, "run_id": "large", "name": "large", "world_size": ranks, "nodes": 1,
         "created_ns": 10**18, "every": EVERY, "wrapper": "ddp", "torch": "2", "backend": "nccl",
     }  # fmt: skip
-    layout.write_json(run.run_json, identity)
+    paths.write_json(run.run_json, identity)
     meta = {**identity, "node": NODE, "attempt": 0, "device": "cuda", "pid": 1}
     bad = FirstBad(EVERY * (steps - 90), 0, "backward", 7, 3 % ranks, "blocks.3.mlp", "grad_output")
-    for name in (layout.rank_name(0), "merged"):
+    for name in (paths.rank_name(0), "merged"):
         _Filler(run, name, meta, sites, ranks).fill(steps, replace(bad, nan=3, numel=4096))
     _same_for_all(run, ranks)
     if told:
@@ -81,7 +81,7 @@ class _Filler:
             for i in range(sites)
         )
         self._rng = np.random.default_rng(len(name))
-        self._axes = SiteAxis(), Axis[str](), Axis[int](), Axis[tuple[str, str]]()
+        self._axes = SiteAxis(), LabelAxis[str](), LabelAxis[int](), LabelAxis[tuple[str, str]]()
         self._group = GroupWriter(run, f"{fmt.attempt_key(0)}/{name}", durable=False)
         kind = "merged" if self._merged else "rank"
         self._group.define(
@@ -159,19 +159,20 @@ class _Filler:
 def _linking(group: GroupWriter) -> Files:
     """Make a group's files write what they have written before as a hard link."""
     files: Files = group._files  # noqa: SLF001
-    write, first = files.write, dict[int, tuple[bytes, Path]]()
+    write, first = files._write_new, dict[int, tuple[bytes, Path]]()  # noqa: SLF001
 
-    def link(key: str, data: bytes) -> None:
-        path = files.root / key
-        if id(data) in first and "/c/" in key:
-            layout.make_dir(path.parent)
-            os.link(first[id(data)][1], path)
-        else:
-            write(key, data)
-            if "/c/" in key:
-                first[id(data)] = data, path  # the bytes are held, so that no other has their id
+    def link(keys: Sequence[str], staged: Mapping[str, bytes]) -> None:
+        for key in keys:
+            path, data = files.root / key, staged[key]
+            if id(data) in first and "/c/" in key:
+                paths.make_dir(path.parent)
+                os.link(first[id(data)][1], path)
+            else:
+                write([key], staged)
+                if "/c/" in key:
+                    first[id(data)] = data, path  # held, so that no other bytes have their id
 
-    files.write = link  # type: ignore[method-assign]
+    files._write_new = link  # type: ignore[method-assign]  # noqa: SLF001
     return files
 
 
@@ -179,10 +180,10 @@ def _same_for_all(run: RunDir, ranks: int) -> None:
     """Give every rank the group of rank 0, as hard links."""
     top = fmt.attempt_key(0)
     for rank in range(1, ranks):
-        name = layout.rank_name(rank)
-        old, new = run.store / top / layout.rank_name(0), run.store / top / name
+        name = paths.rank_name(rank)
+        old, new = run.store / top / paths.rank_name(0), run.store / top / name
         shutil.copytree(old, new, copy_function=os.link)
-        log = run.path / "manifest" / f"{top}.{layout.rank_name(0)}.log"
+        log = run.path / "manifest" / f"{top}.{paths.rank_name(0)}.log"
         shutil.copy(log, log.with_name(f"{top}.{name}.log"))
 
 
@@ -199,7 +200,7 @@ def _tell(run: RunDir, meta: dict[str, Any], ranks: int, bad: FirstBad) -> None:
     group.commit()
     group = GroupWriter(run, f"{top}/{NODE}", durable=False)
     group.define({"kind": "node", "attempt": 0, "meta": meta}, {})
-    said = [(layout.rank_name(r), '{"event":"closed","status":"ok"}') for r in range(ranks)]
+    said = [(paths.rank_name(r), '{"event":"closed","status":"ok"}') for r in range(ranks)]
     said += [("daemon", '{"event":"finished"}'), ("daemon", '{"event":"sealed"}')]
     group.append(
         "event",

@@ -33,7 +33,9 @@ COMMANDS: dict[str, tuple[list[str], float | None]] = {
     "info": (["info", "RUN"], None),
 }
 
-_PROGRAM = "import sys; from ddpprobe.cli import main; sys.exit(main())"  # what pip's script does
+_PROGRAM = (
+    "import sys; from ddpprobe.cli.main import main; sys.exit(main())"  # what pip's script does
+)
 _ANSWERED = (0, 1)  # 1: there are anomalies
 
 

@@ -14,18 +14,19 @@ import numpy as np
 from benchmarks import command_line, tables
 from benchmarks.memory import anonymous
 from benchmarks.simulated import PER_NODE, Model, meta
-from ddpprobe import codec
-from ddpprobe.codec import Frame, Tables
-from ddpprobe.daemon.inbox import Inbox
+from ddpprobe.daemon.gather_queue import GatherQueue
 from ddpprobe.detectors.suite import default_suite
-from ddpprobe.gather import Gather
-from ddpprobe.journal import JournalWriter
-from ddpprobe.layout import RunDir, make_dir, node_name, write_json
-from ddpprobe.metrics import SERIES_LIMIT
-from ddpprobe.prometheus import Exposition
-from ddpprobe.records import StepRecord
+from ddpprobe.ends.anomalies import TITLES
+from ddpprobe.metrics.render import Exposition
+from ddpprobe.metrics.table import SERIES_LIMIT
+from ddpprobe.records.gather import Gather
+from ddpprobe.records.node_view import NodeView, RankView
+from ddpprobe.records.step import StepRecord
+from ddpprobe.rundir import framing
+from ddpprobe.rundir.framing import Frame, NameTables
+from ddpprobe.rundir.journal import JournalWriter
+from ddpprobe.rundir.paths import RunDir, make_dir, node_name, write_json
 from ddpprobe.store.writer import StoreWriter
-from ddpprobe.view import NodeView, RankView
 
 MODULES = 100
 RANKS = (8, 64, 512, 4_096, 16_384)
@@ -64,25 +65,25 @@ def growth(ranks: Sequence[int], values: Sequence[float]) -> str:
 
 def block_of(record: StepRecord) -> bytes:
     """Return a record as a node pushes it to the head."""
-    frames = [(table.type, table.payload) for table in codec.tables_of(record)]
-    frames.append((codec.RECORD, codec.encode_record(record)))
-    return b"".join(codec.encode_frame(t, seq, data) for seq, (t, data) in enumerate(frames))
+    frames = [(table.type, table.payload) for table in framing.tables_of(record)]
+    frames.append((framing.RECORD, framing.encode_record(record)))
+    return b"".join(framing.encode_frame(t, seq, data) for seq, (t, data) in enumerate(frames))
 
 
 def node_step(model: Model, node: int, world: int, found: Figures) -> bytes:
     """Write, read and merge what the ranks of one node say; return what it pushes."""
     ranks = range(node * PER_NODE, min((node + 1) * PER_NODE, world))
-    known, payloads = Tables(), []
+    known, payloads = NameTables(), []
     for rank in ranks:
         record = model.record(rank, 1)
-        for table in codec.tables_of(record):
+        for table in framing.tables_of(record):
             known.take(Frame(table.type, 0, table.payload))
-        payloads.append(codec.encode_record(record))
-    found.rank_bytes = max(found.rank_bytes, len(payloads[-1]) + codec.HEADER.size)
+        payloads.append(framing.encode_record(record))
+    found.rank_bytes = max(found.rank_bytes, len(payloads[-1]) + framing.HEADER.size)
     start = time.process_time()
     gather = Gather(ranks, judges=False)
     for payload in payloads:
-        gather.add(codec.decode_record(payload, known), 0.0)
+        gather.add(framing.decode_record(payload, known), 0.0)
     (merged,) = gather.ready(0.0)
     block = block_of(merged)
     found.node_seconds += time.process_time() - start
@@ -93,18 +94,18 @@ def node_step(model: Model, node: int, world: int, found: Figures) -> bytes:
 def one_step(model: Model, world: int, directory: Path) -> Figures:
     """Gather one sampled step of so many ranks, from what they write to what the head makes."""
     found, nodes = Figures(world), -(-world // PER_NODE)
-    inbox, gather = Inbox(directory), Gather(range(world))
-    inbox.open(0, world, ())
-    inbox.horizon(1)
+    gather_queue, gather = GatherQueue(directory), Gather(range(world))
+    gather_queue.open(0, world, ())
+    gather_queue.horizon(1)
     gc.collect()
     before = anonymous()
     for node in range(nodes):
         block = node_step(model, node, world, found)
         found.head_bytes += len(block)
         start = time.process_time()
-        inbox.take(node_name(node), block)
+        gather_queue.take(node_name(node), block)
         taken = time.process_time()
-        for delivery in inbox.collect():
+        for delivery in gather_queue.collect():
             assert isinstance(delivery, StepRecord)
             gather.add(delivery, 0.0, final=True)
         if node < nodes - 1:  # the daemon looks again and again
@@ -117,11 +118,11 @@ def one_step(model: Model, world: int, directory: Path) -> Figures:
     found.merge_seconds += time.process_time() - start
     start = time.process_time()
     default_suite().update(merged)
-    codec.encode_record(merged)
+    framing.encode_record(merged)
     found.judge_seconds = time.process_time() - start
     found.node_seconds /= nodes
     found.series = series_of(merged)
-    inbox.discard()
+    gather_queue.discard()
     return found
 
 
@@ -129,8 +130,8 @@ def series_of(merged: StepRecord) -> int:
     """Return how many series the head's target has."""
     ranks = tuple(RankView(rank, rank, 1, "cpu", up=True) for rank in range(PER_NODE))
     view = NodeView(
-        1, "simulated", node_name(0), len(merged.ranks), "2.13.0", "gloo", is_head=True,
-        ranks=ranks, merged=merged,
+        1, "simulated", "/runs/simulated", 0, node_name(0), len(merged.ranks), "2.13.0", "gloo",
+        is_head=True, detectors=tuple(TITLES), ranks=ranks, merged=merged,
     )  # fmt: skip
     body = Exposition().render(view, openmetrics=False)
     return sum(not line.startswith(b"#") for line in body.splitlines())

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from ddpprobe.layout import node_name
-from ddpprobe.records import Site, StepRecord
+from ddpprobe.records.step import Site, StepRecord
+from ddpprobe.rundir.paths import node_name
 
 MODULES = 300
 PER_NODE = 8

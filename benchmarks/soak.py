@@ -17,7 +17,7 @@ import ddpprobe
 from benchmarks import command_line, tables
 from benchmarks.memory import anonymous
 from benchmarks.workloads import MLP
-from ddpprobe.layout import RunDir, node_name
+from ddpprobe.rundir.paths import RunDir, node_name
 
 STEPS, QUICK_STEPS, EVERY, LOOKS = 100_000, 2_000, 10, 10
 FLAT = {

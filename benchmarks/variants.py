@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 import ddpprobe
 from benchmarks.workloads import Training
-from ddpprobe.stats import native, rows
+from ddpprobe.rank.stats import native, rows
 
 
 class Variant:

@@ -9,36 +9,65 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpprobe.captured.capture import capture as capture
-    from ddpprobe.captured.errors import CaptureError as CaptureError
-    from ddpprobe.inventory.summary import summary as summary
+    from ddpprobe.errors import AnomalyStop as AnomalyStop
+    from ddpprobe.errors import CaptureError as CaptureError
+    from ddpprobe.errors import Error as Error
+    from ddpprobe.errors import InstallError as InstallError
+    from ddpprobe.errors import ModelRefused as ModelRefused
+    from ddpprobe.errors import PackDamaged as PackDamaged
+    from ddpprobe.errors import RunError as RunError
+    from ddpprobe.errors import RunNotFound as RunNotFound
+    from ddpprobe.errors import StoreDamaged as StoreDamaged
+    from ddpprobe.errors import SummaryError as SummaryError
+    from ddpprobe.errors import TensorError as TensorError
+    from ddpprobe.errors import UnknownName as UnknownName
+    from ddpprobe.errors import UnknownSeries as UnknownSeries
+    from ddpprobe.inspect.capture.capture import capture as capture
+    from ddpprobe.inspect.summary.summary import summary as summary
     from ddpprobe.probe import Probe as Probe
     from ddpprobe.probe import install as install
-    from ddpprobe.records import Anomaly as Anomaly
-    from ddpprobe.records import FirstBad as FirstBad
-    from ddpprobe.records import Site as Site
-    from ddpprobe.records import StepRecord as StepRecord
-    from ddpprobe.replay.run import Run as Run
-    from ddpprobe.replay.run import open_run as open  # noqa: A004, F401  (ddpprobe.open)
-    from ddpprobe.responder import AnomalyStop as AnomalyStop
-    from ddpprobe.sampling import Schedule as Schedule
+    from ddpprobe.rank.schedule import Schedule as Schedule
+    from ddpprobe.reader.listed_run import ListedRun as ListedRun
+    from ddpprobe.reader.listed_run import runs as runs
+    from ddpprobe.reader.run import Run as Run
+    from ddpprobe.reader.run import open_run as open  # noqa: A004, F401  (ddpprobe.open)
+    from ddpprobe.records.step import Anomaly as Anomaly
+    from ddpprobe.records.step import FirstBad as FirstBad
+    from ddpprobe.records.step import Site as Site
+    from ddpprobe.records.step import StepRecord as StepRecord
 
 __version__ = "0.1.0"
 
+_ERRORS = (
+    "AnomalyStop",
+    "CaptureError",
+    "Error",
+    "InstallError",
+    "ModelRefused",
+    "PackDamaged",
+    "RunError",
+    "RunNotFound",
+    "StoreDamaged",
+    "SummaryError",
+    "TensorError",
+    "UnknownName",
+    "UnknownSeries",
+)
 _HOMES = {
-    "Anomaly": ("ddpprobe.records", "Anomaly"),
-    "AnomalyStop": ("ddpprobe.responder", "AnomalyStop"),
-    "CaptureError": ("ddpprobe.captured.errors", "CaptureError"),
-    "FirstBad": ("ddpprobe.records", "FirstBad"),
+    **{name: ("ddpprobe.errors", name) for name in _ERRORS},
+    "Anomaly": ("ddpprobe.records.step", "Anomaly"),
+    "FirstBad": ("ddpprobe.records.step", "FirstBad"),
+    "ListedRun": ("ddpprobe.reader.listed_run", "ListedRun"),
     "Probe": ("ddpprobe.probe", "Probe"),
-    "Run": ("ddpprobe.replay.run", "Run"),
-    "Schedule": ("ddpprobe.sampling", "Schedule"),
-    "Site": ("ddpprobe.records", "Site"),
-    "StepRecord": ("ddpprobe.records", "StepRecord"),
-    "capture": ("ddpprobe.captured.capture", "capture"),
+    "Run": ("ddpprobe.reader.run", "Run"),
+    "Schedule": ("ddpprobe.rank.schedule", "Schedule"),
+    "Site": ("ddpprobe.records.step", "Site"),
+    "StepRecord": ("ddpprobe.records.step", "StepRecord"),
+    "capture": ("ddpprobe.inspect.capture.capture", "capture"),
     "install": ("ddpprobe.probe", "install"),
-    "open": ("ddpprobe.replay.run", "open_run"),
-    "summary": ("ddpprobe.inventory.summary", "summary"),
+    "open": ("ddpprobe.reader.run", "open_run"),
+    "runs": ("ddpprobe.reader.listed_run", "runs"),
+    "summary": ("ddpprobe.inspect.summary.summary", "summary"),
 }
 
 __all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605

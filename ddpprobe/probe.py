@@ -13,22 +13,24 @@ from typing import final
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ddpprobe import rendezvous, torch_private
-from ddpprobe.arguments import Arguments
-from ddpprobe.ends import last_words
-from ddpprobe.enlist import Enlisted, Wishes, enlist
-from ddpprobe.fuse import Fuse
-from ddpprobe.hooks.capturing import Capturing
-from ddpprobe.hooks.desk import Desk
-from ddpprobe.hooks.stream_capture import is_captured
-from ddpprobe.pacing import Pacer
-from ddpprobe.recorder import Recorder
-from ddpprobe.records import Anomaly
-from ddpprobe.responder import Responder
-from ddpprobe.sampling import Schedule
-from ddpprobe.shipping import Identity
-from ddpprobe.stats import native
-from ddpprobe.stats.warm_up import warm_up
+from ddpprobe.errors import InstallError
+from ddpprobe.rank import last_words, rendezvous, torch_private
+from ddpprobe.rank.capture.capturing import Capturing
+from ddpprobe.rank.capture.pack_writer import PackWriter
+from ddpprobe.rank.hooks.stream_capture import is_captured
+from ddpprobe.rank.interval import Pacer
+from ddpprobe.rank.join import Joined, join_run
+from ddpprobe.rank.journal_writer import Identity
+from ddpprobe.rank.options import InstallOptions, as_globs
+from ddpprobe.rank.order_handler import OrderHandler
+from ddpprobe.rank.recorder import Recorder
+from ddpprobe.rank.schedule import Schedule
+from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
+from ddpprobe.rank.stats import native
+from ddpprobe.rank.stats.warm_up import warm_up
+from ddpprobe.records.step import Anomaly
+from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.stopwatch import Stopwatch
 
 _live: set[Probe] = set()  # held here, since a script may drop what install() returned
 _probed: weakref.WeakKeyDictionary[nn.Module, Probe] = weakref.WeakKeyDictionary()
@@ -47,15 +49,17 @@ class Probe:
     """
 
     def __init__(
-        self, recorder: Recorder | None, enlisted: Enlisted | None,
-        responder: Responder | None = None,
+        self, recorder: Recorder | None, joined: Joined | None,
+        order_handler: OrderHandler | None = None, stopwatch: Stopwatch | None = None,
     ) -> None:  # fmt: skip
         self._recorder = recorder
-        self._responder = responder
-        self._enlisted = enlisted
-        self._fuse = Fuse("probe")
-        self.run_dir: str | None = str(enlisted.run.path) if enlisted else None
-        self.run_id: str | None = enlisted.run_id if enlisted else None
+        self._order_handler = order_handler
+        self._joined = joined
+        fuse = self._fuse = Fuse("probe", stopwatch=stopwatch)
+        self._log = fuse.guard(recorder.log) if recorder is not None else _nothing
+        self._step = fuse.guard(recorder.declare_step) if recorder is not None else _nothing
+        self.run_dir: str | None = str(joined.run.path) if joined else None
+        self.run_id: str | None = joined.run_id if joined else None
 
     def log(
         self, *, indices: Tensor | Sequence[int] | None = None, **values: float | Tensor
@@ -73,14 +77,14 @@ class Probe:
         if self._recorder is not None and not is_captured():
             if indices is not None:
                 self._recorder.capturing.log_samples(indices)
-            self._fuse.guard(self._recorder.log)(values)
+            self._log(values)
 
     def step(self) -> None:
         """End an optimizer step: only for loops without a `torch.optim` optimizer."""
         if self._recorder is not None:
-            self._fuse.guard(self._recorder.declare_step)()
-        if self._responder is not None:
-            self._responder.act()
+            self._step()
+        if self._order_handler is not None:
+            self._order_handler.act()
 
     def trigger(self, reason: str = "asked for") -> None:
         """Ask for a capture, as an anomaly would: of the next steps, the same on all ranks.
@@ -88,8 +92,8 @@ class Probe:
         The window before it is kept, too. One rank is enough; it returns at once. The head's daemon
         announces the steps, if there is one.
         """
-        if self._recorder is not None and self._responder is not None:
-            self._fuse.guard(self._responder.ask)(str(reason))
+        if self._recorder is not None and self._order_handler is not None:
+            self._fuse.guard(self._order_handler.ask)(str(reason))
 
     @contextlib.contextmanager
     def pause(self, reason: str = "") -> Iterator[None]:
@@ -107,16 +111,18 @@ class Probe:
         self._close(at_exit=False)
 
     def _close(self, *, at_exit: bool) -> None:
-        recorder, self._recorder, self._responder = self._recorder, None, None
+        recorder = self._let_go()
         if recorder is None:
             return
         words = Fuse("last words").guard(last_words.goodbye)(at_exit=at_exit)
         Fuse("close").guard(recorder.close)(words)
-        if self._enlisted is not None:
-            Fuse("close").guard(self._enlisted.writing.close)()
-        if self._enlisted is not None and self._enlisted.lock is not None:
-            self._enlisted.lock.release()
+        if self._joined is not None:
+            Fuse("close").guard(self._joined.record_files.close)()
+        if self._joined is not None and self._joined.lock is not None:
+            self._joined.lock.release()
         _live.discard(self)
+        if not _live:
+            Fuse("signal handlers").guard(OF_THE_SCRIPT.release)()
         for root in [root for root, probe in _probed.items() if probe is self]:
             del _probed[root]
 
@@ -126,18 +132,24 @@ class Probe:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _let_go(self) -> Recorder | None:
+        """Forget recorder and model, which a script may keep this object longer than."""
+        recorder, self._recorder, self._order_handler = self._recorder, None, None
+        self._log = self._step = _nothing
+        return recorder
+
     def _rest(self) -> None:
-        if self._enlisted is not None and self._enlisted.writing.scribe is not None:
-            self._enlisted.writing.scribe.rest()
+        if self._joined is not None and self._joined.record_files.disk_thread is not None:
+            self._joined.record_files.disk_thread.rest()
 
     def _abandon(self) -> None:
-        recorder, self._recorder, self._responder = self._recorder, None, None
+        recorder = self._let_go()
         if recorder is not None:
             recorder.abandon()
-        if self._enlisted is not None:
-            self._enlisted.writing.abandon()
-        if self._enlisted is not None and self._enlisted.lock is not None:
-            self._enlisted.lock.forget()
+        if self._joined is not None:
+            self._joined.record_files.abandon()
+        if self._joined is not None and self._joined.lock is not None:
+            self._joined.lock.forget()
 
 
 def install(
@@ -194,52 +206,54 @@ def install(
 
     Raises:
         TypeError, ValueError: a wrong argument.
-        ddpprobe.rendezvous.InstallError: some rank refused; the same text on every rank.
+        InstallError: some rank refused; the same text on every rank.
     """
     if os.environ.get("DDPPROBE_DISABLE") == "1":
         return Probe(None, None)
     rank, world_size, store = _job()
-    wanted = Arguments(
-        model, every, include, exclude, capture, on_anomaly, budget, backward, daemon, first_step,
-        _run_of,
-    )  # fmt: skip
-    enlisted = enlist(
-        store, _round_name(), rank, world_size, wanted.check,
-        Wishes(
-            os.environ.get("DDPPROBE_DIR") or run_dir, name, daemon == "auto",
-            os.environ.get("DDPPROBE_LISTEN"),
-            agree=world_size > 1 and bool(budget or os.environ.get("DDPPROBE_BUDGET")),
-            on_anomaly=wanted.response,
-        ),
-    )  # fmt: skip
-    wanted.found.cut, wanted.found.differ = enlisted.cut, enlisted.differ
-    journal, scribe = enlisted.writing.journal, enlisted.writing.scribe
+    options = InstallOptions(
+        run_dir=run_dir, every=every, include=as_globs(include), exclude=as_globs(exclude),
+        capture=as_globs(capture), on_anomaly=on_anomaly, budget=budget, backward=backward,
+        name=name, daemon=daemon, first_step=first_step,
+    ).with_environment()  # fmt: skip
+    joined, checked = join_run(
+        store, _round_name(), rank, world_size, options, lambda: options.check(model, _run_of)
+    )
+    topology = checked.topology
+    journal, disk_thread = joined.record_files.journal, joined.record_files.disk_thread
     pacer = Pacer(
-        wanted.schedule(), wanted.budget(), enlisted.channel, journal, enlisted.writing.heartbeat,
-        leads=rank == 0, ahead=wanted.found.device.type != "cpu",
+        checked.schedule, checked.budget, joined.channel, journal, joined.record_files.heartbeat,
+        leads=rank == 0, ahead=topology.device.type != "cpu",
     )  # fmt: skip
-    path = partial(enlisted.run.pack, enlisted.attempt, enlisted.node, rank)
-    who = {"attempt": enlisted.attempt, "rank": rank, "world_size": world_size}
-    capturing = Capturing(wanted.capture, Desk(path, who, journal, scribe), rank)
-    responder = Responder(enlisted.board, pacer.add, capturing.capture, journal, on_anomaly)
-    recorder = Recorder(
-        wanted.found, Identity(rank, world_size, enlisted.attempt), pacer, responder, capturing,
-        wanted.select, journal, enlisted.writing.heartbeat, full_backward=backward == "full",
-        first_step=first_step, after_step=enlisted.after_step,
-    )  # fmt: skip
+    path = partial(joined.run.pack, joined.attempt, joined.node, rank)
+    header = {"attempt": joined.attempt, "rank": rank, "world_size": world_size}
+    stopwatch = Stopwatch()
+    if disk_thread is not None:
+        disk_thread.tell_cpu = partial(setattr, stopwatch, "beside")
+    capturing = Capturing(
+        options.capture, PackWriter(path, header, journal, disk_thread), rank, stopwatch
+    )
+    order_handler = OrderHandler(joined.board, pacer.add, capturing.capture, journal, on_anomaly)
+    who = Identity(rank, world_size, joined.attempt)
+    recorder = Recorder(topology, who, options, joined, pacer, order_handler, capturing, stopwatch)
     # Here, where waiting is allowed: no step ever compiles anything.
     native.prepare()
-    parameters = list(wanted.found.root.parameters())
+    parameters = list(topology.root.parameters())
     Fuse("compiling the Triton kernels").guard(warm_up)(
-        dict.fromkeys((wanted.found.device, *(p.device for p in parameters))),
+        dict.fromkeys((topology.device, *(p.device for p in parameters))),
         {p.dtype for p in parameters},
     )
-    Fuse("starting the disk thread").guard(enlisted.start)()
+    Fuse("starting the disk thread").guard(joined.start)()
+    Fuse("signal handlers").guard(OF_THE_SCRIPT.look)()
     recorder.start()
-    probe = Probe(recorder, enlisted, responder)
-    _probed[wanted.found.root] = probe
+    probe = Probe(recorder, joined, order_handler, stopwatch)
+    _probed[topology.root] = probe
     _live.add(probe)
     return probe
+
+
+def _nothing(*_: object) -> None:
+    """Stand in where ddpprobe is switched off."""
 
 
 def _run_of(root: nn.Module) -> str | None:
@@ -257,7 +271,7 @@ def _job() -> tuple[int, int, rendezvous.Store]:
         return dist.get_rank(), dist.get_world_size(), store
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
-        raise rendezvous.InstallError(
+        raise InstallError(
             f"WORLD_SIZE is {world_size}, but there is no process group to agree through. "
             "Call torch.distributed.init_process_group() before ddpprobe.install(model)."
         )

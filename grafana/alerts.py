@@ -1,21 +1,53 @@
 """The alert rules, as data. Selectors and thresholds are here and nowhere else.
 
+An alert is one per run and episode, never one per rank, so every rule ends in `by (job, run)`. The
+label `run` comes from discovery; without it the rules hold for one run per job.
+
 Measured traps that shaped the expressions: `unless` binds tighter than `or`, so every `or` is in
-parentheses; a NaN is found by `x != x`, never by a comparison; `sum` over ranks multiplies what is
-counted once per job.
+parentheses; a NaN is found by `x != x`, never by a comparison; `increase()` does not see what a
+counter held at its first scrape; a target that leaves takes its gauges along within a second.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import yaml
+RUNBOOK_BASE = "docs/runbooks"  # `ddpprobe up --runbook-base` replaces it,
+GRAFANA_URL = "http://localhost:3000"  # and `--grafana-url` this
+DASHBOARD = "ddpprobe-overview"
 
-REDUCED = "grad|param"  # every rank shows these; they name no culprit
-GRADIENTS = "grad_output|grad_input|grad_local"  # a GradScaler makes these overflow on purpose
-NONFINITE_WINDOW = "2m"
+# What a target said last counts so long after it has gone. Alertmanager waits 30 s before it tells.
+LAST_WORDS = "5m"
+EPISODE = "1h"  # how long a first cause stays an alert, in a run that goes on
+# What grew within these counts as new. Five minutes hold four scrapes that are a minute apart.
 PAGE_WINDOW = "5m"
 WARN_WINDOW = "10m"
+KNOWN_WINDOW = "1h"  # a counter that was not there before that is new, whatever it holds
+# A restart within this is no lost run; the head says within it what a NaN is, and a page what a
+# warning was.
+END_WAIT = "30s"
+HEAD_WAIT = "1m"
+REDUCED = "grad|param"  # every rank shows these: they name no culprit
+GRADIENTS = "grad_output|grad_input|grad_local"  # a GradScaler makes these overflow on purpose
+LOST = "crashed|vanished"  # states of a job that is over, and not well
+# A spike of the gradient norm against its own past, and its disappearance.
+EXPLODED = 10
+EXPLODED_WINDOWS = ("5m", "15m")
+LEAST_NORM = 1  # a smaller one explodes nothing
+VANISHED = 1e-3
+VANISHED_WINDOWS = ("10m", "1h")
+VANISHED_WAIT = "5m"
+# A warm-up that skips a few steps is over within the window; it would have to last longer.
+OVERFLOW_SHARE = 0.1
+OVERFLOW_WINDOW = "10m"
+OVERFLOW_WAIT = "15m"
+# Longer than a checkpoint outside `pause()`; and when no daemon sees that nobody moves.
+STUCK_WAIT = "3m"
+NO_STEP_WINDOW = "15m"
+# The rank that the others wait for: this share of a step, for so long.
+STRAGGLER_SHARE = 0.2
+STRAGGLER_WAIT = "10m"
+OWN_WORK = "data|forward|optimizer"  # phases in which a rank waits for nobody
 # Coverage is judged best against best: what comes and goes (LayerDrop, experts) is in both windows.
 COVERAGE_WINDOWS = ("10m", "1h")
 COVERAGE_KEPT = 0.9
@@ -24,13 +56,32 @@ ON_THEIR_WAY = 4
 LOST_WINDOWS = ("2m", "1h")
 # What a disk answers, and what is not tried for a second behind that.
 DISK = "E[A-Z0-9]+|io|back_off|journal"
+MISSING_SECONDS = 60  # since another node's daemon pushed last, which it does every second or so
+MISSING_WAIT = "30s"
 SILENT_SECONDS = 30  # without a heartbeat, of a rank whose process nobody has seen
-RUNBOOKS = "docs/runbooks"
+# A target that was running when it was last seen, within this.
+SEEN_WINDOW = "1h"
+DOWN_WAIT = "2m"
+STALE_SECONDS = 120
+OVERHEAD = 0.05
+OVERHEAD_WAIT = "10m"
+MOST_NAMED = 8  # ranks or nodes in a text
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One recorded series, named level:metric:operations."""
+
+    name: str
+    expr: str
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One rule; `name` without the prefix, `wait` as Prometheus writes durations."""
+    """One rule; `name` without the prefix, `wait` as Prometheus writes durations.
+
+    `severity`: critical if a person must act now, warning if somebody must look, else info.
+    """
 
     name: str
     severity: str
@@ -40,137 +91,414 @@ class Alert:
     wait: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """While one of `sources` fires for a run, `targets` are held back, if they match `only`."""
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    only: str = ""
+
+
+def _told(selector: str, unless: str = "unless on (job, run, instance) ddpprobe_job_info") -> str:
+    """Return what is said now, or was last said, unless something takes its place.
+
+    By default whatever its target says: what that does not say any more is over.
+    """
+    return f"({selector} or (max_over_time({selector}[{LAST_WORDS}]) {unless}))"
+
+
+def _grown(selector: str, window: str) -> str:
+    """Return which counters grew within a window, or are new and not 0."""
+    return (
+        f"(increase({selector}[{window}]) > 0"
+        f" or ({selector} > 0 unless max_over_time({selector}[{KNOWN_WINDOW}] offset {window})))"
+    )
+
+
+def _ask(expr: str) -> str:
+    """Return, for a template, the answer to a query; `%[1]s` is the selector of the alert's run."""
+    asked = expr.replace("%s", "job=%[1]q,run=%[2]q")
+    return f"printf `{asked}` $labels.job $labels.run | query"
+
+
+def _list(expr: str, label: str, otherwise: str, before: str = "") -> str:
+    """Return a template that lists a label of what a query finds, if it finds something."""
+    item = f'{{{{ if $i }}}}, {{{{ end }}}}{{{{ $x | label "{label}" }}}}'
+    body = f'{{{{ range $i, $x := . | sortByLabel "{label}" }}}}{item}{{{{ end }}}}'
+    return f"{{{{ with {_ask(expr)} }}}}{before}{body}{{{{ else }}}}{otherwise}{{{{ end }}}}"
+
+
+RUN = "{{ with $labels.run }}{{ . }}{{ else }}{{ $labels.job }}{{ end }}"
+_INFO = _ask(f"last_over_time(ddpprobe_job_info{{%s}}[{EPISODE}])")
+DIRECTORY = (
+    f'{{{{ with {_INFO} }}}}{{{{ . | first | label "directory" }}}}{{{{ else }}}}RUN{{{{ end }}}}'
+)
+ANOMALIES = f"ddpprobe anomalies {DIRECTORY}"
+INFO = f"ddpprobe info {DIRECTORY}"
+_RANK = "{{ with $labels.rank }}rank {{ . }}{{ else }}no single rank{{ end }}"
+_NONFINITE = "ddpprobe_nonfinite_elements_total"
+_OWN = "job_run_rank:ddpprobe_own_work_seconds:mean5m"
+_STEP = "job_run_rank:ddpprobe_step_seconds:mean5m"
+_RUNNING = "job_run_instance:ddpprobe_job_running:max"
+_CAUSE = "job, run, detector, step, rank, fqn, kind, phase"
+_FIRST_FAILURE = _told("ddpprobe_first_failure_timestamp_seconds")
+_NOT_RUNNING = _told('ddpprobe_job_state{state!~"running|hung"}')
+# Only what was running when it was last seen: neither an unused port nor a run that ended.
+_UNANSWERED = f"up == 0 and on (job, run, instance) last_over_time({_RUNNING}[{SEEN_WINDOW}]) == 1"
+_LAST_ANSWER = (
+    f"min(last_over_time(ddpprobe_last_collect_timestamp_seconds{{%s}}[{SEEN_WINDOW}])"
+    " and on (instance) up{%s} == 0)"
+)
+_LATE_NODES = f"ddpprobe_node_last_block_timestamp_seconds{{%s}} < time() - {MISSING_SECONDS}"
+_HUNG = _told('ddpprobe_job_state{state="hung"}')
+
+
+def _mean_seconds(phases: str) -> str:
+    """Return a rank's seconds a step, in phases that match."""
+    spent = f'ddpprobe_step_phase_seconds_total{{phase=~"{phases}"}}'
+    return f"""sum by (job, run, rank) (rate({spent}[5m]))
+/ sum by (job, run, rank) (rate(ddpprobe_steps_total[5m]))"""
+
+
+RECORDINGS = (
+    Recording(_OWN, _mean_seconds(OWN_WORK)),
+    Recording(_STEP, _mean_seconds(".+")),
+    # 1 while a target says that its job runs, 0 when it says that it does not.
+    Recording(
+        _RUNNING,
+        """max by (job, run, instance) (
+  ddpprobe_job_state{state="running"} or 0 * ddpprobe_job_state{state!="running"}
+)""",
+    ),
+)
+
 ALERTS = (
+    Alert(
+        "FirstCause",
+        "critical",
+        # The end of a job has rules of its own. A cause is old after a while, but stays in the text
+        # of `anomalies`; and it does not come back with a target that was lost for some minutes. The
+        # next attempt knows nothing of it, and may begin before Alertmanager has told it.
+        f"""max by ({_CAUSE}) {_told('ddpprobe_first_cause_info{detector!="rank_lost"}', "unless on (job, run) ddpprobe_first_cause_info")}
+unless on ({_CAUSE})
+max by ({_CAUSE}) (max_over_time(ddpprobe_first_cause_info[{EPISODE}] offset {EPISODE}))""",
+        f"{RUN}: {{{{ $labels.detector }}}} in step {{{{ $labels.step }}}}, {_RANK}"
+        "{{ with $labels.fqn }}, {{ . }}{{ end }}",
+        "First cause: {{ $labels.detector }} in step {{ $labels.step }}"
+        "{{ with $labels.phase }}, {{ . }}{{ end }}: "
+        f"{_RANK}, {{{{ with $labels.fqn }}}}module {{{{ . }}}}{{{{ else }}}}no single module{{{{ end }}}}"
+        "{{ with $labels.kind }} ({{ . }}){{ end }}. "
+        f"{{{{ with {_ask(f'max(last_over_time(ddpprobe_first_cause_timestamp_seconds{{%s}}[{LAST_WORDS}]))')} }}}}"
+        "Seen at {{ . | first | value | humanizeTimestamp }}. {{ end }}"
+        f"What followed from it, and the numbers: {ANOMALIES}",
+    ),
+    Alert(
+        "RunLost",
+        "critical",
+        # The node that knows which rank failed first says so; of several the earliest by its clock.
+        # No word where the head says that the end followed from a first cause, which is told; nor,
+        # where no rank is known, if a node does not answer: that is what happened, and is told.
+        f"""(
+  (
+    max by (job, run, rank, signal) {_FIRST_FAILURE}
+    == on (job, run) group_left ()
+    min by (job, run) {_FIRST_FAILURE}
+  )
+  or on (job, run)
+  (
+    (
+      max by (job, run) {_told(f'ddpprobe_job_state{{state=~"{LOST}"}}')}
+      or on (job, run)
+      max by (job, run) (
+        {_told('ddpprobe_first_cause_info{detector="rank_lost"}')}
+        and on (job, run, instance) {_told('ddpprobe_job_state{state="unknown"}')}
+      )
+    )
+    unless on (job, run) ({_UNANSWERED})
+  )
+)
+unless on (job, run) {_HUNG}
+unless on (job, run) (
+  {_told('ddpprobe_first_cause_info{detector!="rank_lost"}')}
+  and on (job, run, instance) {_NOT_RUNNING}
+)""",
+        f"{RUN} is lost: {{{{ with $labels.rank }}}}rank {{{{ . }}}} was the first to fail "
+        "({{ $labels.signal }}){{ else }}which rank was first is not decided{{ end }}",
+        "{{ if $labels.rank }}Rank {{ $labels.rank }} ended by {{ $labels.signal }} at "
+        "{{ $value | humanizeTimestamp }}; the launcher ends all others, so this is the one to look "
+        "at: its own log."
+        "{{ else }}The ranks that are gone: "
+        + _list(
+            f"bottomk({MOST_NAMED}, last_over_time(ddpprobe_rank_up{{%s}}[{LAST_WORDS}]) == 0)",
+            "rank", "not known",
+        )
+        + ".{{ end }} "
+        f"How it ended, in which step, and what is known of the others: {ANOMALIES}",
+        wait=END_WAIT,
+    ),
+    Alert(
+        "Stuck",
+        "critical",
+        # The second half is for a run whose daemons see too little of it.
+        f"""max by (job, run) {_HUNG}
+or on (job, run)
+(
+  sum by (job, run) (increase(ddpprobe_steps_total[{NO_STEP_WINDOW}])) == 0
+  and on (job, run) max by (job, run) (ddpprobe_steps_total offset {NO_STEP_WINDOW}) > 0
+  and on (job, run) max by (job, run) (ddpprobe_rank_up) == 1
+  unless on (job, run) max by (job, run) (ddpprobe_paused) == 1
+  unless on (job, run) ddpprobe_job_state{{state!="running"}}
+)""",
+        f"{RUN} hangs: the others wait for "
+        + _list(f"bottomk({MOST_NAMED}, ddpprobe_rank_stuck{{%s}})", "rank", "one that is not known", "rank "),
+        "No rank moves any more"
+        f"{{{{ with {_ask('max(last_over_time(ddpprobe_rank_last_heartbeat_timestamp_seconds{%s}[1h]))')} }}}}"
+        ", since {{ . | first | value | humanizeTimestamp }}{{ end }}. "
+        f"{{{{ range {_ask(f'bottomk({MOST_NAMED}, ddpprobe_rank_stuck{{%s}})')} | sortByLabel `rank` }}}}"
+        'Rank {{ . | label "rank" }} is in {{ . | label "phase" }}. {{ end }}'
+        f"{{{{ with {_ask('count(ddpprobe_rank_up{%s} == 1 unless on (rank) ddpprobe_rank_stuck{%s})')} }}}}"
+        "Waiting: {{ . | first | value }}. {{ end }}Look at its stack before it is killed"
+        f"{{{{ range {_ask(f'bottomk({MOST_NAMED}, ddpprobe_rank_info{{%s}} and on (rank) ddpprobe_rank_stuck{{%s}})')} | sortByLabel `rank` }}}}"
+        ' (at {{ . | label "instance" }}: py-spy dump --pid {{ . | label "pid" }}){{ end }}. '
+        f"What is known: {ANOMALIES}",
+        wait=STUCK_WAIT,
+    ),
     Alert(
         "NonFinite",
         "critical",
-        f"""sum by (job, rank, kind) (increase(ddpprobe_nonfinite_elements_total{{kind!~"{REDUCED}|{GRADIENTS}"}}[{NONFINITE_WINDOW}])) > 0
-or
-(
-  sum by (job, rank, kind) (increase(ddpprobe_nonfinite_elements_total{{kind=~"{GRADIENTS}"}}[{NONFINITE_WINDOW}])) > 0
-  unless on (job)
-  sum by (job) (increase(ddpprobe_skipped_steps_total[{NONFINITE_WINDOW}])) > 0
-)""",
-        "NaN or infinity on rank {{ $labels.rank }} of {{ $labels.job }}",
-        "Rank {{ $labels.rank }} has non-finite values in {{ $labels.kind }}, before any reduction. "
-        "Within a step every rank has them; the first rank and module are in: ddpprobe anomalies RUN.",
-    ),
-    Alert(
-        "LossNotFinite",
-        "critical",
-        "ddpprobe_loss != ddpprobe_loss or ddpprobe_loss == Inf or ddpprobe_loss == -Inf",
-        "The loss of rank {{ $labels.rank }} of {{ $labels.job }} is {{ $value }}",
-        "The loss of a sampled step is not a number any more. Stop the run: it does not recover by "
-        "itself. DdpprobeNonFinite and ddpprobe anomalies RUN name the origin.",
-    ),
-    Alert(
-        "AnomalyPage",
-        "critical",
-        # `max`: the head counts for all ranks. `nonfinite` has rules of its own.
-        f"""max by (job, detector) (increase(ddpprobe_anomalies_total{{level="page", detector!="nonfinite"}}[{PAGE_WINDOW}])) > 0""",
-        "Detector {{ $labels.detector }} pages in {{ $labels.job }}",
-        "A detector found what should wake somebody. Step, module and rank are in the exemplar of "
-        "ddpprobe_anomalies_total and in: ddpprobe anomalies RUN.",
-    ),
-    Alert(
-        "CoverageLost",
-        "warning",
-        f"""max by (job) (increase(ddpprobe_anomalies_total{{detector="coverage"}}[{WARN_WINDOW}])) > 0
-or
-(
-  max by (job, rank) (max_over_time(ddpprobe_sites_observed[{COVERAGE_WINDOWS[0]}]))
-  < {COVERAGE_KEPT}
-  * max by (job, rank) (max_over_time(ddpprobe_sites_observed[{COVERAGE_WINDOWS[1]}]))
-  unless on (job) max by (job) (ddpprobe_job_finished) == 1
-)""",
-        "ddpprobe sees less of {{ $labels.job }} than it did",
-        "Sites that used to report do not any more{{ with $labels.rank }}, on rank {{ . }}{{ end }}: "
-        "a NaN there would go unnoticed. Which, and what may be the cause: ddpprobe anomalies RUN and "
-        "ddpprobe info RUN.",
-    ),
-    Alert(
-        "RecordsLost",
-        "warning",
-        # Growing, not grown: a disk that is written again ends it. A disk that refuses heartbeats
-        # as well refuses the daemon's own journal.
+        # For a head that is gone or fails: one that judges knows masks and overflows on purpose.
         f"""(
-  min_over_time(ddpprobe_unrecorded_steps[{LOST_WINDOWS[0]}]) > {ON_THEIR_WAY}
-  and
-  min_over_time(ddpprobe_unrecorded_steps[{LOST_WINDOWS[0]}]) > min_over_time(ddpprobe_unrecorded_steps[{LOST_WINDOWS[1]}])
+  max by (job, run) {_grown(f'{_NONFINITE}{{kind!~"{REDUCED}|{GRADIENTS}"}}', PAGE_WINDOW)}
+  or on (job, run)
+  (
+    max by (job, run) {_grown(f'{_NONFINITE}{{kind=~"{GRADIENTS}"}}', PAGE_WINDOW)}
+    unless on (job, run) {_grown("ddpprobe_skipped_steps_total", PAGE_WINDOW)}
+  )
+  or on (job, run)
+  max by (job, run) (ddpprobe_loss != ddpprobe_loss or abs(ddpprobe_loss) == Inf)
 )
-or
-sum by (job, instance) (increase(ddpprobe_records_dropped_total{{reason=~"{DISK}"}}[{WARN_WINDOW}])) > 0""",
-        "Records of {{ $labels.job }} are lost at {{ $labels.instance }}",
-        "Training goes on, but what it does is not recorded{{ with $labels.rank }} on rank {{ . }}"
-        "{{ end }}: a NaN there would go unnoticed. Make room on the disk of the run directory; "
-        "which steps are missing: ddpprobe info RUN.",
-    ),
-    Alert(
-        "FirstFailure",
-        "critical",
-        """ddpprobe_first_failure_timestamp_seconds
-== on (job) group_left ()
-min by (job) (ddpprobe_first_failure_timestamp_seconds)""",
-        "Rank {{ $labels.rank }} of {{ $labels.job }} is the cause ({{ $labels.signal }})",
-        "torchrun ends all other ranks when one fails, so this is the one to look at: its log, and "
-        "ddpprobe info RUN for the step. Nodes are compared by their clocks.",
+unless on (job, run) (
+  max_over_time(ddpprobe_anomalies_total{{detector="nonfinite"}}[{LAST_WORDS}])
+  unless on (job, run, instance)
+  {_grown('ddpprobe_records_dropped_total{reason="set_aside"}', PAGE_WINDOW)}
+)""",
+        f"{RUN} has NaN or infinity",
+        "Ranks with non-finite values before any reduction: "
+        + _list(
+            f'bottomk({MOST_NAMED}, sum by (rank) (ddpprobe_nonfinite_elements_total{{%s,kind!~"{REDUCED}"}}) > 0)',
+            "rank", "none, only the loss is",
+        )
+        + ". Within a step every rank has them, and the head node has not said where they began: "
+        f"{ANOMALIES}",
+        wait=HEAD_WAIT,
     ),
     Alert(
         "RankDead",
         "critical",
         # A rank that is known to live may be silent for the two minutes of a checkpoint. Once it is
         # judged how the job ended, other rules tell what of that is worth a page.
-        f"""(
+        f"""max by (job, run) (
   (
-    time() - ddpprobe_rank_last_heartbeat_timestamp_seconds > {SILENT_SECONDS}
-    unless on (job, instance, rank) ddpprobe_rank_up == 1
+    (
+      time() - ddpprobe_rank_last_heartbeat_timestamp_seconds > {SILENT_SECONDS}
+      unless on (job, run, instance, rank) ddpprobe_rank_up == 1
+    )
+    or on (job, run, instance, rank)
+    ddpprobe_rank_up == 0
   )
-  or on (job, instance, rank)
-  ddpprobe_rank_up == 0
+  unless on (job, run, instance) ddpprobe_job_state{{state!="running"}}
 )
-unless on (job, instance) ddpprobe_job_state{{state!="running"}}
-unless on (job) ddpprobe_first_failure_timestamp_seconds""",
-        "Rank {{ $labels.rank }} of {{ $labels.job }} is gone",
-        "The process of rank {{ $labels.rank }} at {{ $labels.instance }} does not live any more and "
-        "the run has not ended. The others will hang in their next collective.",
-        wait="15s",
-    ),
-)
-
-
-def rules_yaml() -> str:
-    """Return the rule file for Prometheus."""
-    rules = []
-    for alert in ALERTS:
-        name = f"Ddpprobe{alert.name}"
-        rules.append(
-            {
-                "alert": name,
-                "expr": _Block(alert.expr + "\n"),
-                **({"for": alert.wait} if alert.wait else {}),
-                "labels": {"severity": alert.severity},
-                "annotations": {
-                    "summary": alert.summary,
-                    "description": alert.description,
-                    "runbook_url": f"{RUNBOOKS}/{name}.md",
-                },
-            }
+unless on (job, run) ddpprobe_first_failure_timestamp_seconds""",
+        f"{RUN}: a rank is gone, and the run has not ended",
+        "Ranks without a sign of life: "
+        + _list(
+            f"bottomk({MOST_NAMED}, ddpprobe_rank_last_heartbeat_timestamp_seconds{{%s}}"
+            f" < time() - {SILENT_SECONDS})",
+            "rank", "see the panel Ranks",
         )
-    tree = {"groups": [{"name": "ddpprobe", "rules": rules}]}
-    head = "# Made by `python -m grafana.build` from grafana/alerts.py; edit that.\n"
-    return head + yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=1000)
+        + f". The others will hang in their next collective. {INFO}",
+        wait=END_WAIT,
+    ),
+    Alert(
+        "NodeMissing",
+        "critical",
+        # Of a job that is over other rules tell; a node that ended has said so to the head.
+        f"""max by (job, run) (
+  time() - ddpprobe_node_last_block_timestamp_seconds > {MISSING_SECONDS}
+  unless on (job, run, instance) ddpprobe_job_state{{state!~"running|hung"}}
+)""",
+        f"{RUN}: the head node has lost "
+        + _list(f"bottomk({MOST_NAMED}, {_LATE_NODES})", "node", "a node"),
+        f"{{{{ range {_ask(f'bottomk({MOST_NAMED}, {_LATE_NODES})')} | sortByLabel `node` }}}}"
+        'Nothing from {{ . | label "node" }} since {{ . | value | humanizeTimestamp }}. {{ end }}'
+        "The node is gone, or the way from it to the head, or only its daemon; the other ranks wait "
+        f"for those on it. Which ranks these are, and how far they came: {INFO}",
+        wait=MISSING_WAIT,
+    ),
+    Alert(
+        "TargetDown",
+        "critical",
+        f"max by (job, run) ({_UNANSWERED})",
+        f"{RUN}: a node that trained does not answer",
+        "No answer from: "
+        + _list(f"bottomk({MOST_NAMED}, up{{%s}} == 0)", "instance", "a target")
+        + f"{{{{ with {_ask(_LAST_ANSWER)} }}}}; last numbers of "
+        "{{ . | first | value | humanizeTimestamp }}{{ end }}"
+        + ". The node is gone or cannot be reached, or only the daemon on it is: from here that "
+        f"cannot be told. Log in there; what was recorded up to then: {ANOMALIES}",
+        wait=DOWN_WAIT,
+    ),
+    Alert(
+        "GradientExploding",
+        "warning",
+        f"""max by (job, run) (
+  max_over_time(ddpprobe_grad_norm[{EXPLODED_WINDOWS[0]}])
+  > {EXPLODED} * quantile_over_time(0.5, ddpprobe_grad_norm[{EXPLODED_WINDOWS[1]}] offset {EXPLODED_WINDOWS[0]})
+  and max_over_time(ddpprobe_grad_norm[{EXPLODED_WINDOWS[0]}]) > {LEAST_NORM}
+)""",
+        f"{RUN}: the gradient norm is {{{{ $value | printf `%.3g` }}}}",
+        f"That is more than {EXPLODED} times its usual size. Highest on rank "
+        + _list(
+            f"topk(1, max_over_time(ddpprobe_grad_norm{{%s}}[{EXPLODED_WINDOWS[0]}]))", "rank", "?"
+        )
+        + f", before the reduction. If it lasts, the next thing is a NaN: {ANOMALIES}",
+        wait=HEAD_WAIT,
+    ),
+    Alert(
+        "GradientVanishing",
+        "warning",
+        f"""max by (job, run) (
+  ddpprobe_global_grad_norm
+  < {VANISHED:g} * quantile_over_time(0.5, ddpprobe_global_grad_norm[{VANISHED_WINDOWS[1]}] offset {VANISHED_WINDOWS[0]})
+)""",
+        f"{RUN}: the gradient norm is down to {{{{ $value | printf `%.3g` }}}}",
+        "The norm of the reduced gradients is under a thousandth of what it was within the hour: "
+        f"next to nothing is learned. Where it is lost along the depth: ddpprobe trace {DIRECTORY} "
+        "--site '*' --stat rms",
+        wait=VANISHED_WAIT,
+    ),
+    Alert(
+        "AnomalyWarn",
+        "warning",
+        # A warning that is raised to a page within the wait is told by that.
+        f"""max by (job, run, detector) {_grown('ddpprobe_anomalies_total{level="warn", detector!="coverage"}', WARN_WINDOW)}""",
+        f"{RUN}: {{{{ $labels.detector }}}} warns",
+        f"A detector found what somebody should look at. Step, rank and module: {ANOMALIES}",
+        wait=HEAD_WAIT,
+    ),
+    Alert(
+        "ChronicOverflow",
+        "warning",
+        f"""max by (job, run) (increase(ddpprobe_skipped_steps_total[{OVERFLOW_WINDOW}]))
+/ max by (job, run) (increase(ddpprobe_steps_total[{OVERFLOW_WINDOW}]))
+> {OVERFLOW_SHARE}""",
+        f"{RUN}: the GradScaler skips {{{{ $value | humanizePercentage }}}} of the steps",
+        "That is no warm-up any more: what is skipped is not trained. Which tensor overflows: "
+        f"{ANOMALIES}",
+        wait=OVERFLOW_WAIT,
+    ),
+    Alert(
+        "Restarted",
+        "warning",
+        # What was stopped from outside was meant to be: a planned rescale.
+        f"""max by (job, run) {_grown('ddpprobe_restarts_total{state!~"stopped|ended"}', WARN_WINDOW)}""",
+        f"{RUN} was started again after an end that nobody asked for",
+        "It trains on. Which rank failed, how, and how much was trained twice: " + ANOMALIES,
+    ),
+    Alert(
+        "Straggler",
+        "warning",
+        f"""max by (job, run) ({_OWN}) - quantile by (job, run) (0.5, {_OWN})
+> {STRAGGLER_SHARE} * max by (job, run) ({_STEP})""",
+        f"{RUN} waits for rank " + _list(f"topk(1, {_OWN}{{%s}})", "rank", "?"),
+        "It works {{ $value | humanizeDuration }} longer on each step than most ranks (input, "
+        "forward, optimizer), and all the others wait for it. Its data loader, its device, its "
+        f"neighbours on the node: {INFO}",
+        wait=STRAGGLER_WAIT,
+    ),
+    Alert(
+        "CoverageLost",
+        "warning",
+        f"""max by (job, run) {_grown('ddpprobe_anomalies_total{detector="coverage"}', WARN_WINDOW)}
+or on (job, run)
+max by (job, run) (
+  max by (job, run, rank) (max_over_time(ddpprobe_sites_observed[{COVERAGE_WINDOWS[0]}]))
+  < {COVERAGE_KEPT}
+  * max by (job, run, rank) (max_over_time(ddpprobe_sites_observed[{COVERAGE_WINDOWS[1]}]))
+  unless on (job, run) ddpprobe_job_finished == 1
+)""",
+        f"ddpprobe sees less of {RUN} than it did",
+        "Sites that used to report do not any more: a NaN there would go unnoticed. Which, and what "
+        f"may be the cause: {ANOMALIES} and {INFO}",
+    ),
+    Alert(
+        "RecordsLost",
+        "warning",
+        # Growing, not grown: a disk that is written again ends it. A disk that refuses heartbeats
+        # as well refuses the daemon's own journal.
+        f"""max by (job, run) (
+  min_over_time(ddpprobe_unrecorded_steps[{LOST_WINDOWS[0]}]) > {ON_THEIR_WAY}
+  and
+  min_over_time(ddpprobe_unrecorded_steps[{LOST_WINDOWS[0]}]) > min_over_time(ddpprobe_unrecorded_steps[{LOST_WINDOWS[1]}])
+)
+or on (job, run)
+max by (job, run) {_grown(f'ddpprobe_records_dropped_total{{reason=~"{DISK}"}}', WARN_WINDOW)}""",
+        f"Records of {RUN} are lost",
+        "Training goes on, but what it does is not recorded: a NaN there would go unnoticed. Make "
+        f"room on the disk of the run directory; which steps are missing: {INFO}",
+    ),
+    Alert(
+        "CollectStale",
+        "warning",
+        f"""max by (job, run) (
+  time() - ddpprobe_last_collect_timestamp_seconds > {STALE_SECONDS}
+  unless on (job, run, instance) ddpprobe_job_finished == 1
+)""",
+        f"{RUN}: a daemon answers with old numbers",
+        "Its newest numbers are {{ $value | humanizeDuration }} old, so no other alert of this run can "
+        "be trusted: the daemon is short of CPU, or its disk does not answer. Whether records arrive: "
+        f"{INFO}",
+        wait="1m",
+    ),
+    Alert(
+        "ComponentBlown",
+        "warning",
+        "min by (job, run, component) (ddpprobe_component_up) == 0",
+        f"{RUN}: ddpprobe's {{{{ $labels.component }}}} switched itself off",
+        "Training is not touched by that; what the component did is not done any more. Its first "
+        f"error is in the log of the rank or of the daemon: {INFO}",
+    ),
+    Alert(
+        "OverheadHigh",
+        "warning",
+        f"max by (job, run) (ddpprobe_overhead_ratio) > {OVERHEAD}",
+        f"{RUN}: ddpprobe takes {{{{ $value | humanizePercentage }}}} of a step",
+        "Give install() a budget, such as budget=0.01, or raise every= (DDPPROBE_BUDGET, "
+        f"DDPPROBE_EVERY). What it measures itself by: {INFO}",
+        wait=OVERHEAD_WAIT,
+    ),
+    Alert(
+        "SeriesDropped",
+        "info",
+        f"max by (job, run) {_grown('ddpprobe_series_dropped_total', WARN_WINDOW)}",
+        f"{RUN} has more series than a target serves",
+        "Metrics of some sites are not served; the store has all of them. Narrow include= in "
+        f"install(), or read them with ddpprobe trace {DIRECTORY}",
+    ),
+)  # fmt: skip
 
-
-class _Block(str):
-    """A text that YAML writes line by line."""
-
-    __slots__ = ()
-
-
-class _Dumper(yaml.SafeDumper):
-    """The safe dumper, and blocks."""
-
-
-_Dumper.add_representer(
-    _Block, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
+# What tells the same of a run in other words is held back while the first of it fires. No circle:
+# of two alerts that hold each other back nobody would hear.
+_GONE = ("NodeMissing", "TargetDown")
+ECHOES = (
+    Echo(
+        ("FirstCause",),
+        ("NonFinite", "GradientExploding", "GradientVanishing", "AnomalyWarn", "ChronicOverflow"),
+    ),
+    Echo(("NodeMissing",), ("TargetDown",)),
+    # The other nodes wait for one that is gone, or lose the connection to it.
+    Echo(_GONE, ("Stuck", "RankDead", "NonFinite", "CollectStale")),
+    Echo(_GONE, ("RunLost",), 'rank=""'),
+    Echo(("RunLost", "Stuck"), ("RankDead", "Straggler", "AnomalyWarn")),
 )

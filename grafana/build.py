@@ -1,4 +1,4 @@
-"""Writes every generated file: dashboards, alert rules, the metrics reference.
+"""Writes every generated file: dashboards, alert rules, the reference of metrics and detectors.
 
     python -m grafana.build [DIR]
 
@@ -14,8 +14,9 @@ from typing import Any
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from grafana import alerts, overview, reference
+from grafana import overview, reference, routing, rule_files
 
+HOME = Path(__file__).parent.parent
 # Grafana 11 loads this version; newer ones migrate it. The SDK writes a later one.
 SCHEMA_VERSION = 39
 # Fields of the SDK's schema that Grafana 11's does not have.
@@ -50,14 +51,18 @@ def files() -> dict[str, str]:
     """Return every generated file by its path in the repository."""
     return {
         "grafana/dashboards/ddpprobe-overview.json": dashboard_json(),
-        "grafana/rules/ddpprobe.yml": alerts.rules_yaml(),
-        "docs/reference/metrics.md": reference.markdown(),
+        "grafana/rules/ddpprobe.yml": rule_files.rules_yaml(),
+        "grafana/alertmanager/alertmanager.yml": routing.alertmanager_yaml(),
+        "docs/reference/metrics.md": reference.metrics(),
+        "docs/reference/detectors.md": reference.detectors(
+            (HOME / "docs/reference/detectors.md").read_text("utf-8")
+        ),
     }
 
 
 def main() -> None:
     """Write them."""
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else HOME
     for name, text in files().items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

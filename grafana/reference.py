@@ -1,19 +1,21 @@
-"""The metrics reference, made from the table that the daemon renders from."""
+"""The reference of metrics and detectors, made from the table and the classes that do the work."""
 
 from __future__ import annotations
 
-from ddpprobe.labels import EXEMPLAR_CHARACTERS, LABEL_BYTES
-from ddpprobe.metrics import (
-    DETECTORS,
-    LEVELS,
+from ddpprobe.detectors.settings import defaults, meanings, summary
+from ddpprobe.detectors.suite import DETECTORS
+from ddpprobe.ends.anomalies import TITLES
+from ddpprobe.metrics.labels import EXEMPLAR_CHARACTERS, LABEL_BYTES
+from ddpprobe.metrics.table import (
     METRICS,
     SERIES_LIMIT,
     Metric,
 )
+from ddpprobe.records.step import LEVELS
 
 _HEAD = f"""# Metrics
 
-*Made by `python -m grafana.build` from the table `METRICS` in `ddpprobe/metrics.py`; edit that.*
+*Made by `python -m grafana.build` from the table `METRICS` in `ddpprobe/metrics/table.py`; edit that.*
 
 The daemon of every node answers `GET /metrics` for all its ranks, by default at
 `127.0.0.1:13377` (the next free port up for a further job on the node). The format is Prometheus
@@ -23,7 +25,7 @@ text 0.0.4, or OpenMetrics 1.0 with exemplars for a client that asks for it.
   `ddpprobe_last_collect_timestamp_seconds` says when.
 - A value that is not known is absent, never 0. Counters start at 0 and begin anew with the daemon.
 - Anomalies, the global norm and the sites are served by the head node only (that of rank 0). They
-  cover all ranks. Detectors: {", ".join(DETECTORS)}; levels: {", ".join(LEVELS)}.
+  cover all ranks. Detectors: {", ".join(TITLES)}; levels: {", ".join(LEVELS)}.
 - The series of `ddpprobe_anomalies_total` carry the latest anomaly as an exemplar: `step`, `fqn`,
   `kind` and `rank`, at most {EXEMPLAR_CHARACTERS} characters together, a longer `fqn` cut from the
   left.
@@ -51,9 +53,29 @@ def _table(title: str, rows: list[Metric]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def markdown() -> str:
+def metrics() -> str:
     """Return the page."""
     titles = {"A": "Per rank and per node (tier A)", "B": "Per site (tier B)"}
     return _HEAD + "\n".join(
         _table(title, [m for m in METRICS if m.tier == tier]) for tier, title in titles.items()
     )
+
+
+BEGIN = "<!-- Made by `python -m grafana.build` from the classes in ddpprobe/detectors/. -->\n"
+END = "<!-- End of what is made. -->\n"
+
+
+def detectors(page: str) -> str:
+    """Return the detectors' page with what is said of each one and of its settings made anew."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    lines = ["", "| Detector | In a report | What it does |", "|---|---|---|"]
+    lines += [f"| `{d.name}` | {d.title} | {summary(d)} |" for d in DETECTORS]
+    lines += ["", "| Detector | Setting | Default | Meaning |", "|---|---|---|---|"]
+    for detector in DETECTORS:
+        says = meanings(detector)
+        lines += [
+            f"| `{detector.name}` | `{key}` | {value:.10g} | {says[key]} |"
+            for key, value in defaults(detector).items()
+        ]
+    return before + BEGIN + "\n".join(lines) + "\n\n" + END + after

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from ddpprobe.daemon.server import Server
-from ddpprobe.prometheus import Exposition
-from ddpprobe.records import COUNTS, Anomaly, Site, StepRecord
-from ddpprobe.view import FirstFailure, NodeView, RankView
+from ddpprobe.ends.anomalies import TITLES, first_cause_of
+from ddpprobe.metrics.render import Exposition
+from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
+from ddpprobe.records.step import COUNTS, Anomaly, Site, StepRecord
 
 RANKS = 2
 STEPS_PER_VIEW = 4
@@ -91,15 +92,21 @@ def views(bad_at: int = 8, dead_at: int = 12, until: int = 16) -> Iterator[NodeV
         )  # fmt: skip
         yield NodeView(
             time_ns=time.time_ns(),
-            run="sample",
+            run_id="sample",
+            directory="/runs/sample",
+            attempt=0,
             node="node_0000",
             world_size=RANKS,
             torch="2.13.0",
             backend="gloo",
             is_head=True,
+            detectors=tuple(TITLES),
             ranks=tuple(_rank(r, tick, bad_at, dead_at) for r in range(RANKS)),
             first_failure=(FirstFailure(1, "SIGKILL", times[dead_at]) if tick >= dead_at else None),
+            first_cause=first_cause_of(nan) if bad else None,
             merged=_merged(step, bad),
+            nodes_expected=2,
+            node_blocks={"node_0001": time.time_ns()},
             anomalies={("nonfinite", "page"): 1} if bad else {},
             exemplars={("nonfinite", "page"): nan} if bad else {},
             records_dropped={"disk_full": 0},

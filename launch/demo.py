@@ -22,7 +22,7 @@ from pathlib import Path
 SCRIPT = os.path.relpath(Path(__file__).parent / "train_gpt.py")
 OTHERWISE = {  # of a source tree that is not installed
     "torchrun": ["-m", "torch.distributed.run"],
-    "ddpprobe": ["-c", "import sys; from ddpprobe.cli import main; sys.exit(main())"],
+    "ddpprobe": ["-c", "import sys; from ddpprobe.cli.main import main; sys.exit(main())"],
 }
 FAMILIES = r"^ddpprobe_(anomalies|rank_anomalies|nonfinite|grad_norm|loss)"
 OPENMETRICS = "Accept: application/openmetrics-text"

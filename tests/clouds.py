@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from ddpprobe import layout
-from ddpprobe.bucket import Bucket
 from ddpprobe.daemon import __main__ as daemon
-from ddpprobe.layout import RunDir
-from ddpprobe.replay.run import Run
-from ddpprobe.store.upload import Upload
+from ddpprobe.reader.run import Run
+from ddpprobe.rundir import paths
+from ddpprobe.rundir.paths import RunDir
+from ddpprobe.store.remote.bucket import Bucket
+from ddpprobe.store.remote.upload import Upload
 from ddpprobe.store.writer import StoreWriter
 
 from . import made_packs
@@ -98,7 +98,7 @@ def made_run(path: Path, url: str, steps: int = 40) -> RunDir:
     """Return an ended run with a destination; its journals wait for a daemon."""
     writing = Made(path, segment_frames=64)
     identity = json.loads(writing.run.run_json.read_text())
-    layout.write_json(writing.run.run_json, {**identity, "destination": url})
+    paths.write_json(writing.run.run_json, {**identity, "destination": url})
     run = writing.whole(steps).close()
     for step in (3, 9):
         whole = made_packs.whole([64, 32], "float32", step)
@@ -112,7 +112,7 @@ def sealed_run(path: Path, url: str) -> RunDir:
     shutil.copytree(_sealed(), path)
     run = RunDir(path)
     identity = json.loads(run.run_json.read_text())
-    layout.write_json(run.run_json, {**identity, "destination": url})
+    paths.write_json(run.run_json, {**identity, "destination": url})
     return run
 
 

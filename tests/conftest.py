@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -15,10 +16,10 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ddpprobe import codec
-from ddpprobe.journal import JournalTail
-from ddpprobe.layout import RunDir
-from ddpprobe.records import StepRecord
+from ddpprobe.records.step import StepRecord
+from ddpprobe.rundir import framing
+from ddpprobe.rundir.journal import JournalTail
+from ddpprobe.rundir.paths import RunDir
 
 from . import slowest
 from .launcher import Launcher
@@ -27,6 +28,9 @@ from .waiting import deadline
 # Before anything imports torch. Four ranks on two cores must not start eight threads each.
 os.environ["DDPPROBE_STRICT"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["DDPPROBE_LINGER"] = "20"  # a crash is nobody's alert here
+# No test tells a Prometheus of this machine what to scrape; one of its own says where it looks.
+os.environ["DDPPROBE_SD_DIR"] = ""
 # How long an example takes, or its making, says nothing on a busy machine.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -44,6 +48,15 @@ TAKEN = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 def pytest_configure(config: pytest.Config) -> None:
     """Add the table of the slowest files to the end of the output."""
     slowest.listen(config)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what all test files have imported, half a million objects, out of every collection.
+
+    `install` looks through the collector's objects for a `GradScaler` or a wrapper of FSDP1.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +139,7 @@ def _finished(
     return subprocess.CompletedProcess([], launcher.wait(), *texts)
 
 
-def end_tree(process: Launcher) -> None:
+def end_tree(process: Launcher | subprocess.Popen[bytes]) -> None:
     """End a launcher that still runs and its ranks; each of them prints its stacks first."""
     if process.poll() is not None:
         return
@@ -157,7 +170,7 @@ def end_daemons(directory: Path, timeout: float = 10.0) -> None:
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """`call(*words)`: (exit code, stdout, stderr) of one command line."""
-    from ddpprobe.cli import main
+    from ddpprobe.cli.main import main
 
     def run(*words: object) -> tuple[int, str, str]:
         code = main([str(word) for word in words])
@@ -187,8 +200,8 @@ def records_of() -> Callable[..., list[StepRecord]]:
 
     def read(run_dir: Path, rank: int = 0, attempt: int = 0) -> list[StepRecord]:
         tail = JournalTail(RunDir(Path(run_dir)).rank_journal(attempt, "node_0000", rank))
-        frames = [f for f in tail.poll() if f.type == codec.RECORD]
-        records = [codec.decode_record(f.payload, tail.tables) for f in frames]
+        frames = [f for f in tail.poll() if f.type == framing.RECORD]
+        records = [framing.decode_record(f.payload, tail.tables) for f in frames]
         tail.close()
         assert tail.damage == {}
         return records
@@ -199,7 +212,7 @@ def records_of() -> Callable[..., list[StepRecord]]:
 @pytest.fixture(params=["compiled", "numpy"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test with the compiled statistics and without them."""
-    from ddpprobe.stats import native
+    from ddpprobe.rank.stats import native
 
     if not native.prepare():
         if request.param == "compiled":

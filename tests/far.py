@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpprobe import torch_private
-from ddpprobe.hooks import lanes
+from ddpprobe.rank import torch_private
+from ddpprobe.rank.hooks import lanes
 
 aten = torch.ops.aten
 # What gives the host a number, or a tensor of a size that only the device knows.

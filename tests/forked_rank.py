@@ -7,6 +7,7 @@ depends on that.
 
 import atexit
 import runpy
+import signal
 import sys
 import time
 
@@ -14,6 +15,10 @@ TAKEN_DOWN_SECONDS = 0.6  # measured
 
 code: object = None
 atexit._clear()  # what was registered before the fork
+# Nor would a rank that torchrun has started anew have torchrun's handlers of signals.
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -5,6 +5,7 @@ real ranks takes: three seconds of every rank, two of the launcher. Here one pro
 worker does it once. All else is torchrun's own: its agent and its store, the environment of a
 rank, the exit code. A forked rank has no environment of its own in /proc, and its interpreter is
 not taken down at its end: what is about that, or about how a process starts, asks for fresh ones.
+The launcher's command line in /proc is torchrun's own, by which a daemon knows it.
 """
 
 from __future__ import annotations
@@ -99,10 +100,37 @@ class Launcher:
 
 def _torchrun(words: list[str], *where: Any) -> None:
     """Be torchrun, in the forked process."""
-    from torch.distributed import run
-
     _move(*where)
+    _be_called(sys.executable, "-m", "torch.distributed.run", *words)
+    _run(words)
+
+
+def _run(words: Sequence[str]) -> None:
+    """Run torchrun's own main.
+
+    A forked rank that is through waits for a word, which torchrun says when all are through. If it
+    ends them before, it would never say it, and kill such a rank half a minute later.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    closes = MultiprocessContext._close
+
+    def close(context: MultiprocessContext, **how: Any) -> None:
+        context._worker_finished_event.set()
+        closes(context, **how)
+
+    MultiprocessContext._close = close  # type: ignore[method-assign]
     run.main(words)
+
+
+def _be_called(*words: str) -> None:
+    """Put a command line, as far as there is room, in the place of the one that /proc shows."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b") ")[2].split()
+    start, end = (int(field) for field in fields[45:47])  # arg_start, arg_end: proc(5)
+    line = b"".join(word.encode() + b"\0" for word in words)[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, line, len(line))
 
 
 def _script(words: list[str], *where: Any) -> None:
@@ -136,9 +164,7 @@ def main(words: Sequence[str]) -> None:
     """Be torchrun with forked ranks in a process of its own, for one that is started elsewhere."""
     for name in _IMPORTED:
         importlib.import_module(name)
-    from torch.distributed import run
-
-    run.main([*FORKED, *words])
+    _run([*FORKED, *words])
 
 
 if __name__ == "__main__":

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpprobe import codec
 from ddpprobe.daemon.attempt import Attempt
 from ddpprobe.daemon.blocks import Refusal
-from ddpprobe.daemon.inbox import Inbox
-from ddpprobe.daemon.liveness import Watcher
-from ddpprobe.heartbeat import STATES, HeartbeatWriter
-from ddpprobe.journal import JournalTail
-from ddpprobe.layout import node_name
-from ddpprobe.merge import merge_all
-from ddpprobe.records import Anomaly, StepRecord
-from ddpprobe.roster import Roster
+from ddpprobe.daemon.gather_queue import GatherQueue
+from ddpprobe.daemon.liveness import ProcessWatcher
+from ddpprobe.records.merge import merge_all
+from ddpprobe.records.step import Anomaly, StepRecord
+from ddpprobe.rundir import framing
+from ddpprobe.rundir.heartbeat import STATES, HeartbeatWriter
+from ddpprobe.rundir.journal import JournalTail
+from ddpprobe.rundir.paths import node_name
+from ddpprobe.rundir.roster import Roster
 
 from .made_runs import NODE, Made, record
 
@@ -31,13 +31,13 @@ def block(*items: Item) -> bytes:
     frames: list[tuple[int, bytes]] = []
     for item in items:
         if isinstance(item, StepRecord):
-            frames += [(table.type, table.payload) for table in codec.tables_of(item)]
-            frames.append((codec.RECORD, codec.encode_record(item)))
+            frames += [(table.type, table.payload) for table in framing.tables_of(item)]
+            frames.append((framing.RECORD, framing.encode_record(item)))
         elif isinstance(item, tuple):
             frames.append(item)
         else:
-            frames.append((codec.LIFE, codec.encode_json(item)))
-    return b"".join(codec.encode_frame(t, seq, data) for seq, (t, data) in enumerate(frames))
+            frames.append((framing.LIFE, framing.encode_json(item)))
+    return b"".join(framing.encode_frame(t, seq, data) for seq, (t, data) in enumerate(frames))
 
 
 def wish(rank: int, number: int = 0, step: int = 0, **changes: Any) -> dict[str, Any]:
@@ -56,17 +56,17 @@ class Cluster(Made):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.watcher = Watcher()
+        self.watcher = ProcessWatcher()
         self.now = 0.0
         self.start()
 
     def start(self) -> None:
         """Start the head's daemon, anew if there was one."""
-        self.inbox = Inbox(self.path / "inbox")
+        self.gather_queue = GatherQueue(self.path / "inbox")
         if self.rostered:
             others = {node_name(n): frozenset(self.of(n)) for n in range(1, self.nodes)}
-            self.inbox.roster = Roster(self.attempt, others, dict.fromkeys(others, "digest"))
-        self.head = Attempt(self.run, NODE, self.attempt, self.watcher, self.inbox, None)
+            self.gather_queue.roster = Roster(self.attempt, others, dict.fromkeys(others, "digest"))
+        self.head = Attempt(self.run, NODE, self.attempt, self.watcher, self.gather_queue, None)
 
     def of(self, node: int) -> range:
         """Ranks of a node."""
@@ -98,7 +98,7 @@ class Cluster(Made):
 
     def push_block(self, node: int, data: bytes) -> int:
         try:
-            return 200 if self.inbox.take(node_name(node), data) else 204
+            return 200 if self.gather_queue.take(node_name(node), data) else 204
         except Refusal as refusal:
             return refusal.status
 
@@ -110,14 +110,16 @@ class Cluster(Made):
     def merged(self) -> list[StepRecord]:
         """Return what came out, in its order."""
         tail = JournalTail(self.run.daemon_journal(self.attempt, NODE))
-        frames = [f for f in tail.poll() if f.type == codec.RECORD]
-        found = [codec.decode_record(f.payload, tail.tables) for f in frames]
+        frames = [f for f in tail.poll() if f.type == framing.RECORD]
+        found = [framing.decode_record(f.payload, tail.tables) for f in frames]
         tail.close()
         return found
 
     def anomalies(self) -> list[Anomaly]:
         tail = JournalTail(self.run.daemon_journal(self.attempt, NODE))
-        found = [codec.decode_anomaly(f.payload) for f in tail.poll() if f.type == codec.ANOMALY]
+        found = [
+            framing.decode_anomaly(f.payload) for f in tail.poll() if f.type == framing.ANOMALY
+        ]
         tail.close()
         return found
 
@@ -131,13 +133,13 @@ class Cluster(Made):
         self.head._close_orders()
         for rank in self.head.ranks.values():
             rank.tail.close()
-        if self.head.ledger is not None:
-            self.head.ledger.close()
+        if self.head.daemon_journal is not None:
+            self.head.daemon_journal.close()
 
     def stop(self) -> None:
         self.head.close(ended=False)
-        if self.head.ledger is not None:
-            self.head.ledger.close()
+        if self.head.daemon_journal is not None:
+            self.head.daemon_journal.close()
 
     def end(self) -> None:
         self.stop()

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ddpprobe import codec, layout
-from ddpprobe.heartbeat import STATES, HeartbeatWriter
-from ddpprobe.journal import JournalWriter
-from ddpprobe.layout import RunDir, node_name
+from ddpprobe.rundir import framing, paths
+from ddpprobe.rundir.heartbeat import STATES, HeartbeatWriter
+from ddpprobe.rundir.journal import JournalWriter
+from ddpprobe.rundir.paths import RunDir, node_name
 from ddpprobe.store.writer import StoreWriter
 
 from . import made_packs
@@ -35,10 +35,10 @@ def make(
 
     The head's daemon merges the first `told` steps, and is killed if these are not all.
     """
-    runs = [RunDir(layout.make_dir(path)) for path in where]
+    runs = [RunDir(paths.make_dir(path)) for path in where]
     world = per_node * len(runs)
     for run in runs:
-        layout.write_json(run.run_json, _identity(world, len(runs)))
+        paths.write_json(run.run_json, _identity(world, len(runs)))
     for step in captured:
         for node, run in enumerate(runs):
             mine = range(node * per_node, (node + 1) * per_node)
@@ -97,24 +97,24 @@ def _write_node(
         for step in range(STEPS):
             journal.append_record(record(rank, step))
         for step in captured:
-            journal.append_json(codec.LIFE, {"event": "captured", "step": step})
-        journal.append_json(codec.LIFE, {"event": "closed", "status": "ok"})
+            journal.append_json(framing.LIFE, {"event": "captured", "step": step})
+        journal.append_json(framing.LIFE, {"event": "closed", "status": "ok"})
         journal.close()
         _beat(run.heartbeat(0, name, rank))
     daemon = JournalWriter(run.daemon_journal(0, name), {**meta, "role": "daemon"}, 8)
-    daemon.append_json(codec.SAMPLE, {"time_ns": 5 + node, "host": {"cpu": 0.5}, "ranks": {}})
+    daemon.append_json(framing.SAMPLE, {"time_ns": 5 + node, "host": {"cpu": 0.5}, "ranks": {}})
     if node == 0:
         for step in range(told):
             daemon.append_record(head_merge([record(r, step) for r in range(world)]))
-        daemon.append(codec.ANOMALY, codec.encode_anomaly(ANOMALY))
+        daemon.append(framing.ANOMALY, framing.encode_anomaly(ANOMALY))
     if told == STEPS:
         for event in ("finished", "sealed") if node == 0 else ("sealed",):
-            daemon.append_json(codec.LIFE, {"event": event})
+            daemon.append_json(framing.LIFE, {"event": event})
     daemon.close()
 
 
 def _beat(path: Path) -> None:
-    layout.make_dir(path.parent)
+    paths.make_dir(path.parent)
     beating = HeartbeatWriter(path)
     beating.beat(
         step=STEPS, micro=0, state=STATES.index("closed"), steps=STEPS, skipped=0, sampled=STEPS,

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ddpprobe import packs
-from ddpprobe.layout import RunDir, node_name
-from ddpprobe.packs import PackedTensor
-from ddpprobe.store import dtypes
+from ddpprobe.rundir import tensor_pack
+from ddpprobe.rundir.paths import RunDir, node_name
+from ddpprobe.rundir.tensor_pack import PackedTensor
+from ddpprobe.store.captures import dtypes
 
 Parts = dict[int, tuple[np.ndarray, Mapping[str, Any]]]  # rank -> (its tensor, its layout)
 KEY = ("layers.0.mlp", "layers.0.mlp.weight", "param", "")
@@ -19,7 +19,7 @@ KEY = ("layers.0.mlp", "layers.0.mlp.weight", "param", "")
 def whole(shape: Sequence[int], dtype: str, seed: int = 0) -> np.ndarray:
     """Return any bits: NaN payloads, infinities and negative zeros are among them."""
     rng = np.random.default_rng([seed, *shape])
-    count = int(np.prod(shape)) * packs.ITEM_SIZES[dtype]
+    count = int(np.prod(shape)) * tensor_pack.ITEM_SIZES[dtype]
     raw = rng.integers(0, 2 if dtype == "bool" else 256, count, np.uint8)
     return raw.view(dtypes.dtype_of(dtype)).reshape(shape)
 
@@ -116,4 +116,4 @@ def write(
             "wall_time_ns": 10**18 + step, "reason": reason, "dropped": 0, "modules": modules,
         }  # fmt: skip
         node = node_name(rank // per_node)
-        packs.write(run.pack(attempt, node, rank, step), header, told)
+        tensor_pack.write(run.pack(attempt, node, rank, step), header, told)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import psutil
 
-from ddpprobe import codec, layout
-from ddpprobe.journal import JournalWriter
-from ddpprobe.layout import RunDir
-from ddpprobe.merge import disagreements, merge_all
-from ddpprobe.records import Anomaly, FirstBad, Site, StepRecord
+from ddpprobe.records.merge import disagreements, merge_all
+from ddpprobe.records.step import Anomaly, FirstBad, Site, StepRecord
+from ddpprobe.rundir import framing, paths
+from ddpprobe.rundir.journal import JournalWriter
+from ddpprobe.rundir.paths import RunDir
 
 NODE = "node_0000"
 DEAD_PID = 2**22 + 7  # above the largest pid a Linux kernel hands out by default
@@ -44,7 +44,7 @@ def record(rank: int, step: int, n: int = 3, attempt: int = 0, **changes: Any) -
         sites=sites(n),
         counts=counts,
         values=values,
-        scalars={rank: {"loss": 1.0 / (step + 1), "grad_norm_local": float(rank)}},
+        scalars={rank: {"loss": 1.0 / (step + 1), "grad_norm_local": 1.0 + rank}},
         digests={(f"{name}.weight", ""): {hash_of(name, step): 1 << rank} for name in ("a", "b")},
     )
     return replace(made, **changes)
@@ -63,7 +63,7 @@ def key(made: StepRecord) -> bytes:
     """Return bytes that are equal for equal records, NaN included."""
     cells = {r: dict(sorted(s.items())) for r, s in sorted(made.scalars.items()) if s}
     digests = dict(sorted(made.digests.items()))
-    return codec.encode_record(replace(made, scalars=cells, digests=digests))
+    return framing.encode_record(replace(made, scalars=cells, digests=digests))
 
 
 def head_merge(parts: Sequence[StepRecord]) -> StepRecord:
@@ -86,10 +86,10 @@ class Made:
     writers: dict[int, JournalWriter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        layout.make_dir(self.path)
+        paths.make_dir(self.path)
         self.run = RunDir(self.path)
         if not self.run.run_json.exists():
-            layout.write_json(self.run.run_json, self._identity())
+            paths.write_json(self.run.run_json, self._identity())
 
     def write(self, records: Iterable[StepRecord]) -> None:
         for made in records:
@@ -111,7 +111,7 @@ class Made:
         if isinstance(value, StepRecord):
             self.daemon.append_record(value)
         elif isinstance(value, Anomaly):
-            self.daemon.append(type_, codec.encode_anomaly(value))
+            self.daemon.append(type_, framing.encode_anomaly(value))
         else:
             self.daemon.append_json(type_, value)
 
@@ -122,22 +122,22 @@ class Made:
             parts = [record(r, step, n, self.attempt) for r in range(self.ranks)]
             self.write(parts)
             if told:
-                self.tell(codec.RECORD, head_merge(parts))
+                self.tell(framing.RECORD, head_merge(parts))
             if told and step == 3:
-                self.tell(codec.ANOMALY, ANOMALY)
+                self.tell(framing.ANOMALY, ANOMALY)
                 readings = {"time_ns": step, "host": {"cpu": 0.5}, "ranks": {}}
-                self.tell(codec.SAMPLE, readings)
+                self.tell(framing.SAMPLE, readings)
         return self
 
     def close(self, *, cleanly: bool = True) -> RunDir:
         """End all writers; `cleanly` with their last words."""
         for writer in self.writers.values():
             if cleanly:
-                writer.append_json(codec.LIFE, {"event": "closed", "status": "ok"})
+                writer.append_json(framing.LIFE, {"event": "closed", "status": "ok"})
             writer.close()
         if self.daemon is not None:
             if cleanly:
-                self.daemon.append_json(codec.LIFE, {"event": "finished"})
+                self.daemon.append_json(framing.LIFE, {"event": "finished"})
             self.daemon.close()
         self.writers, self.daemon = {}, None
         return self.run

@@ -29,8 +29,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _IMPORTED = (
-    "ddpprobe.daemon.node", "ddpprobe.daemon.server", "ddpprobe.prometheus",
-    "ddpprobe.store.writer", "ddpprobe.heartbeat", "ddpprobe.journal", "argparse", "psutil",
+    "ddpprobe.daemon.node", "ddpprobe.daemon.server", "ddpprobe.metrics.render",
+    "ddpprobe.store.writer", "ddpprobe.rundir.heartbeat", "ddpprobe.rundir.journal", "argparse",
+    "psutil",
 )  # fmt: skip
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _LARGEST = 1 << 17  # bytes of one message: an environment

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import pytest
 
-from ddpprobe.replay.run import open_run
-from ddpprobe.replay.verify import verify
+from ddpprobe.reader.run import open_run
+from ddpprobe.reader.verify.verify import verify
 
 from .faults import __main__ as faults
 from .faults import (

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import ddpprobe
-from ddpprobe.records import VALUES
+from ddpprobe.records.step import VALUES
 from ddpprobe.testing import state_hash
 
-from .test_stats import reference
+from .rank.stats.test_rows import reference
 
 gpu = [
     pytest.mark.gpu,

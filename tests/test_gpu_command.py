@@ -124,7 +124,7 @@ def test_every_file_with_a_test_that_needs_a_gpu_is_a_case():
         if any(word in f.read_text() for word in words) and f.name not in own
     }
     assert files <= set(marked.cases())
-    assert "test_device_stats.py" in files
+    assert "rank/stats/test_device.py" in files
 
 
 # ---- the folder of wheels

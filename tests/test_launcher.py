@@ -54,3 +54,12 @@ def test_a_script_alone_ends_as_its_interpreter_would(torchrun) -> None:
     done = torchrun("import atexit\natexit.register(print, 'left')\n1 / 0\n", nproc=0)
     assert (done.returncode, done.stdout) == (1, "left\n")
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_the_parent_of_a_rank_is_torchrun_by_its_command_line(torchrun) -> None:
+    script = """
+import os
+from ddpprobe.rundir.processes import torchrun_of
+print(torchrun_of(os.getpid()) == os.getppid())
+"""
+    assert torchrun(script, nproc=1).stdout == "True\n"

@@ -12,9 +12,9 @@ from tests.mutants.rooms import ROOMS
 from tests.mutants.tool import UNTESTED, Mutant, described
 
 HOME = Path(__file__).parent.parent
-SHOWN = """# ddpprobe.merge.xǁGatherǁ_put__mutmut_3: survived
---- ddpprobe/merge.py
-+++ ddpprobe/merge.py
+SHOWN = """# ddpprobe.records.merge.xǁGatherǁ_put__mutmut_3: survived
+--- ddpprobe/records/merge.py
++++ ddpprobe/records/merge.py
 @@ -1,4 +1,4 @@
  def _put(self) -> int:
 -        return a - b
@@ -26,7 +26,7 @@ SURVIVOR = Mutant("name", "survived", "merge.f", "a - b", "a + b")
 def test_every_room_has_its_files_and_its_tests() -> None:
     for room in ROOMS.values():
         assert all(list(HOME.glob(pattern)) for pattern in room.files)
-        assert all((HOME / "tests" / f"{name}.py").is_file() for name in room.tests)
+        assert all((HOME / "tests" / name).exists() for name in room.tests)
 
 
 def test_every_listed_survivor_is_a_change_of_lines_that_are_there() -> None:
@@ -42,9 +42,9 @@ def test_every_listed_survivor_is_a_change_of_lines_that_are_there() -> None:
 
 
 def test_a_mutant_is_known_by_the_lines_that_it_changes() -> None:
-    mutant = described("ddpprobe.merge.xǁGatherǁ_put__mutmut_3", "survived", SHOWN)
+    mutant = described("ddpprobe.records.merge.xǁGatherǁ_put__mutmut_3", "survived", SHOWN)
     assert (mutant.where, mutant.was, mutant.now) == (
-        "merge.Gather._put", "return a - b", "return a + b",
+        "records.merge.Gather._put", "return a - b", "return a + b",
     )  # fmt: skip
     function = described("ddpprobe.detectors.groups.x__of__mutmut_12", "killed", SHOWN)
     assert function.where == "detectors.groups._of"

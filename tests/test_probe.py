@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import ddpprobe
-from ddpprobe import scribe, spawn
-from ddpprobe.daemon import local_rank
+from ddpprobe.daemon import launch, local_rank
 from ddpprobe.daemon.__main__ import main as daemon_main
-from ddpprobe.replay.verify import verify
+from ddpprobe.rank import disk_thread
+from ddpprobe.reader.verify.verify import verify
 
 LOCAL = "127.0.0.1:0"
 
@@ -188,7 +188,7 @@ def test_paused_the_model_is_all_the_users(tmp_path: Path, records_of) -> None:
 
 
 def test_whatever_breaks_inside_training_goes_on_unchanged(tmp_path, monkeypatch) -> None:
-    from ddpprobe.stats import rows
+    from ddpprobe.rank.stats import rows
     from ddpprobe.testing import state_hash
 
     monkeypatch.delenv("DDPPROBE_STRICT")
@@ -296,9 +296,9 @@ def test_without_a_process_for_the_daemon_it_trains_and_says_so_once(
         raise REFUSALS[why]
 
     with monkeypatch.context() as patched:
-        patched.setattr(spawn.subprocess, "run", refuse)
-        patched.setattr(spawn, "CHECK_SECONDS", 0.0)
-        patched.setattr(scribe, "CHORE_SECONDS", 0.01)  # asked for a daemon again and again
+        patched.setattr(launch.subprocess, "run", refuse)
+        patched.setattr(launch, "CHECK_SECONDS", 0.0)
+        patched.setattr(disk_thread, "CHORE_SECONDS", 0.01)  # asked for a daemon again and again
         net = model()
         probe = ddpprobe.install(net, run_dir=tmp_path / "r", every=1)
         train(net, 5)
@@ -319,7 +319,7 @@ def test_a_run_that_trained_without_a_daemon_is_folded_by_hand(tmp_path: Path, m
 
     net = model()
     with monkeypatch.context() as patched:
-        patched.setattr(spawn.subprocess, "run", refuse)
+        patched.setattr(launch.subprocess, "run", refuse)
         probe = ddpprobe.install(net, run_dir=tmp_path / "r", every=1)
     train(net, 5)
     probe.close()

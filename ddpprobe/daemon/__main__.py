@@ -13,22 +13,21 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ddpprobe import layout
-from ddpprobe.daemon.node import NodeDaemon, Options
-from ddpprobe.daemon.quiet import Quiet
-from ddpprobe.layout import DirectoryLock, RunDir
-from ddpprobe.spawn import TOKEN_VARIABLE
-from ddpprobe.spool import settle_others
+from ddpprobe.daemon.bounded_log import BoundedLog
+from ddpprobe.daemon.launch import TOKEN_VARIABLE
+from ddpprobe.daemon.node import DaemonOptions, NodeDaemon
+from ddpprobe.rundir import paths
+from ddpprobe.rundir.paths import DirectoryLock, RunDir
+from ddpprobe.rundir.spool import settle_others
 
 LISTEN = "127.0.0.1:13377"
-LINGER_SECONDS = 20.0
 WAIT_SECONDS = 120.0
 LOOK_SECONDS = 10.0
 OK, WRONG_USE = 0, 2
 _BYTES = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
           "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-# `layout.is_locked` takes the lock for an instant to see whether it is free.
+# `paths.is_locked` takes the lock for an instant to see whether it is free.
 LOCK_TRIES, LOCK_PAUSE_SECONDS = 10, 0.03
 
 
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     node = arguments.node or _first_node(run)
     lock = DirectoryLock(run.daemon_file(node, "lock"))
     try:
-        layout.make_dir(lock.path.parent)
+        paths.make_inner(lock.path.parent)
         acquired = _acquire(lock)
     except OSError as error:  # somebody else's, or a full disk
         print(f"ddpprobe daemon: {error}", file=sys.stderr)
@@ -73,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run.daemon_file(node, "json").unlink(missing_ok=True)  # a killed predecessor's
         said = logging.StreamHandler()
-        said.addFilter(Quiet())  # on ours alone: who serves within a process has handlers there
+        said.addFilter(
+            BoundedLog()
+        )  # on ours alone: who serves within a process has handlers there
         form = "%(asctime)s %(levelname)s %(message)s"
         logging.basicConfig(format=form, level=logging.INFO, handlers=[said])
         return _serve(_options(arguments, run, node))
@@ -88,7 +89,7 @@ class WrongUseError(Exception):
     """An argument or an environment variable that makes no sense."""
 
 
-def _serve(options: Options) -> int:
+def _serve(options: DaemonOptions) -> int:
     try:
         daemon = NodeDaemon(options)
     except ValueError as error:
@@ -101,13 +102,13 @@ def _serve(options: Options) -> int:
     return OK
 
 
-def _options(arguments: argparse.Namespace, run: RunDir, node: str) -> Options:
+def _options(arguments: argparse.Namespace, run: RunDir, node: str) -> DaemonOptions:
     linger, wait = arguments.linger, arguments.wait
     if linger is None:
-        linger = _seconds("DDPPROBE_LINGER", LINGER_SECONDS)
+        linger = _seconds("DDPPROBE_LINGER")
     if wait is None:
         wait = LOOK_SECONDS if run.attempts() else WAIT_SECONDS
-    return Options(
+    return DaemonOptions(
         run=run,
         node=node,
         listen=arguments.listen or os.environ.get("DDPPROBE_LISTEN") or LISTEN,
@@ -137,18 +138,18 @@ def _quantity(
     return float(match[1]) * units[match[2].lower()]
 
 
-def _seconds(variable: str, default: float) -> float:
+def _seconds(variable: str) -> float | None:
     given = os.environ.get(variable)
     try:
-        return default if given is None else float(given)
+        return None if given is None else float(given)
     except ValueError as error:
-        msg = f"{variable}={given!r} is no number of seconds: write {variable}={default:g}"
+        msg = f"{variable}={given!r} is no number of seconds: write {variable}=20"
         raise WrongUseError(msg) from error
 
 
 def _first_node(run: RunDir) -> str:
     names = {p.name for a in run.attempts() for p in run.attempt_dir(a).glob("node_*")}
-    return min(names, default=layout.node_name(0))
+    return min(names, default=paths.node_name(0))
 
 
 def _acquire(lock: DirectoryLock) -> bool:

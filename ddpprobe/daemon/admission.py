@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
-from ddpprobe.daemon.blocks import Ended
 from ddpprobe.daemon.requests import Request
-from ddpprobe.records import KINDS, PLACEMENTS, SEVERAL, FirstBad, Site, StepRecord
-from ddpprobe.remembered import Remembered
+from ddpprobe.records.events import Ended
+from ddpprobe.records.identity_cache import IdentityCache
+from ddpprobe.records.step import KINDS, PLACEMENTS, SEVERAL, FirstBad, Site, StepRecord
 
 # Ahead of the head's own ranks. DDP keeps ranks within one step of each other, a pipeline within
 # its stages, local SGD within one period, of hundreds of steps; ten thousand are another job.
@@ -61,7 +61,7 @@ class Claims:
             self._owner.update(dict.fromkeys(ranks, node))
 
 
-class Sites:
+class KnownSites:
     """The sites that are known; what one node may add to them is bounded."""
 
     def __init__(self) -> None:
@@ -177,8 +177,8 @@ def _make_keys_of(sites: tuple[Site, ...]) -> frozenset[tuple[str, str, str]]:
     return frozenset(site.key for site in sites)
 
 
-_fault_of_table = Remembered(_make_fault_of_table, _TABLES)
-_keys_of = Remembered(_make_keys_of, _TABLES)
+_fault_of_table = IdentityCache(_make_fault_of_table, _TABLES)
+_keys_of = IdentityCache(_make_keys_of, _TABLES)
 
 
 def _few(ranks: tuple[int, ...]) -> str:

@@ -10,32 +10,38 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ddpprobe import heartbeat, layout
-from ddpprobe.daemon.blackbox import BlackBox
-from ddpprobe.daemon.blocks import Ended
+from ddpprobe.daemon.capture_policy import CapturePolicy
+from ddpprobe.daemon.daemon_journal import DaemonJournal
 from ddpprobe.daemon.ends import Ends
-from ddpprobe.daemon.inbox import Inbox
-from ddpprobe.daemon.ledger import Ledger
-from ddpprobe.daemon.liveness import Watcher
+from ddpprobe.daemon.first_cause import FirstCause
+from ddpprobe.daemon.gather_queue import GatherQueue
+from ddpprobe.daemon.liveness import Exit, ProcessWatcher
 from ddpprobe.daemon.local_rank import LocalRank
-from ddpprobe.daemon.memory import Porter
 from ddpprobe.daemon.push import Pusher
-from ddpprobe.daemon.requests import Desk, Request
-from ddpprobe.daemon.tail import RankTail
+from ddpprobe.daemon.requests import Request, RequestFiles
+from ddpprobe.daemon.spool_carrier import SpoolCarrier
 from ddpprobe.detectors.suite import default_suite
-from ddpprobe.fuse import Fuse
-from ddpprobe.gather import Gather
-from ddpprobe.journal import segments_of
-from ddpprobe.layout import RunDir
-from ddpprobe.orders import OrderBoard
-from ddpprobe.processes import own_start
-from ddpprobe.records import Anomaly, StepRecord
+from ddpprobe.ends.judge import RUNNING
+from ddpprobe.records.events import Ended
+from ddpprobe.records.gather import Gather
+from ddpprobe.records.step import Anomaly, StepRecord
+from ddpprobe.rundir import heartbeat, paths
+from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.journal import segments_of
+from ddpprobe.rundir.journal_tail import RankTail
+from ddpprobe.rundir.orders import OrderBoard
+from ddpprobe.rundir.paths import RunDir
+from ddpprobe.rundir.processes import own_start, torchrun_of
 
 # A node gives up on a slow rank before the head gives up on the node.
 NODE_GRACE_SECONDS = 3.0
 HEAD_GRACE_SECONDS = 5.0
 # A rank that torchrun started wrote its META when the others did, or never will.
 ABSENT_SECONDS = 10.0
+# Behind the last of its ranks torchrun ends in a second or two. So long its exit code is waited for
+# where it decides; a later one counts as well, while the daemon is there.
+LAUNCHER_SECONDS = 10.0
+_LAUNCHER = -1  # in the place of a rank's number
 # A backlog (a daemon that starts late, a run opened afterwards) is merged while it is read.
 RECORDS_PER_LOOK = 64
 MAX_PENDING = 512
@@ -49,7 +55,7 @@ class Attempt:
         node: this node's name.
         number: of the attempt.
         watcher: notices deaths.
-        inbox: what other nodes push, if this may be the head.
+        gather_queue: what other nodes push, if this may be the head.
         pusher: the way to the head, if this is not.
     """
 
@@ -58,30 +64,38 @@ class Attempt:
         run: RunDir,
         node: str,
         number: int,
-        watcher: Watcher,
-        inbox: Inbox,
+        watcher: ProcessWatcher,
+        gather_queue: GatherQueue,
         pusher: Pusher | None,
     ) -> None:
         self.run, self.node, self.number = run, node, number
         self.ranks: dict[int, LocalRank] = {}
         self.meta: Mapping[str, Any] = {}
-        self.ledger: Ledger | None = None
+        self.daemon_journal: DaemonJournal | None = None
         self.ends: Ends | None = None
         self.gather: Gather | None = None
         self.unread_since: float | None = None
         self.closed = False
         self._board: OrderBoard | None = None
-        self._blackbox: BlackBox | None = None
-        self._desk = Desk(run.requests)
-        self._porter = Porter(run, number, node)
-        self._watcher, self._inbox, self._pusher = watcher, inbox, pusher
+        self._capture_policy: CapturePolicy | None = None
+        self._first_cause: FirstCause | None = None
+        self._request_files = RequestFiles(run.requests)
+        self._spool_carrier = SpoolCarrier(run, number, node)
+        self._watcher, self._gather_queue, self._pusher = watcher, gather_queue, pusher
         self._changed_at = time.monotonic()
+        self._launcher: Exit | None = None
+        self._over_at: float | None = None
         self._judging = Fuse("judging", sys.maxsize)
 
     @property
     def is_head(self) -> bool:
         """Whether this node merges all others'."""
         return bool(self.meta.get("head", False))
+
+    @property
+    def state(self) -> str:
+        """How it ended, as far as is known now, as `ends.judge.End`."""
+        return self.ends.end.state if self.ends is not None else RUNNING
 
     @property
     def world_size(self) -> int:
@@ -93,6 +107,21 @@ class Attempt:
         """Ranks that belong to this node: torchrun numbers them without a gap."""
         first = int(self.meta["rank"]) - int(self.meta["local_rank"])
         return list(range(first, first + int(self.meta["local_world_size"])))
+
+    @property
+    def nodes_expected(self) -> int | None:
+        """Nodes of the job; None on a node that is not the head, or as long as it is not known."""
+        if not self.is_head:
+            return None
+        others = self._gather_queue.others(self.number)
+        # Started by hand, without a roster, the nodes are taken to be alike.
+        alike = -(-self.world_size // max(len(self.local_ranks), 1))
+        return alike if others is None else 1 + len(others)
+
+    @property
+    def node_blocks(self) -> dict[str, int]:
+        """When each other node pushed last (Unix ns), until it says that its ranks have ended."""
+        return self._gather_queue.heard() if self.is_head else {}
 
     def poll(self, now: float) -> tuple[int, bool]:
         """Read what is new and merge what is complete.
@@ -115,7 +144,8 @@ class Attempt:
         for number, rank in self.ranks.items():
             if rank.ended:
                 self.gather.mark_dead(number)
-        self._emit(self.gather.ready(now))
+        self._take_merged(self.gather.ready(now))
+        self._look_at_causes(now)
         self._carry_orders()
         lag = any(rank.tail.lag_bytes for rank in everybody)
         self.unread_since = None if not lag else self.unread_since or now
@@ -124,6 +154,9 @@ class Attempt:
     def local_end(self, now: float) -> bool:
         """Whether every rank of this node has ended, as far as one can know."""
         if not self.ranks or not all(rank.is_over(now) for rank in self.ranks.values()):
+            return False
+        self._over_at = self._over_at or now
+        if self._awaits_launcher and now - self._over_at < LAUNCHER_SECONDS:
             return False
         everybody = bool(self.meta) and set(self.local_ranks) <= set(self.ranks)
         return everybody or now - self._changed_at > ABSENT_SECONDS
@@ -140,25 +173,27 @@ class Attempt:
         now = time.monotonic()
         self._collect_exits()
         while sum(self._read(rank, now) for rank in self.ranks.values()):
-            self._emit(self.gather.ready(now) if self.gather is not None else [])
+            self._take_merged(self.gather.ready(now) if self.gather is not None else [])
         self._look_at_ends(over=ended)
         for rank in self.ranks.values():
             rank.tail.close()
-        if self.gather is None or self.ledger is None:
+        if self.gather is None or self.daemon_journal is None:
             return
         # What is ahead of this node's ranks is a later daemon's, if there is one.
         self._collect(self.gather, now, math.inf if ended else self._upto(more=False))
-        self._emit(self.gather.drain())
+        self._take_merged(self.gather.drain())
         self._close_orders()
         if not ended:
             return
-        self.ledger.last_beats({n: r.beat for n, r in self.ranks.items() if r.beat is not None})
+        self.daemon_journal.last_beats(
+            {n: r.beat for n, r in self.ranks.items() if r.beat is not None}
+        )
         if self.is_head:
-            self._inbox.discard()
+            self._gather_queue.discard()
         elif self._pusher is not None:
-            event = {"event": "ended", "attempt": self.number, "ranks": self.local_ranks}
-            self._pusher.say(event)
-        self._judge(self.ledger.finish())
+            self._pusher.say(Ended(self.number, tuple(self.local_ranks)))
+        self._act_on(self.daemon_journal.finish())
+        self._look_at_causes(now)
 
     @property
     def may_fold(self) -> bool:
@@ -167,9 +202,9 @@ class Attempt:
         All their records must have been merged first, or, on a node that is not the head, have
         been acknowledged by it: a daemon killed now has a successor, which reads the journals.
         """
-        if self.ledger is None:
+        if self.daemon_journal is None:
             return False
-        done = self.ledger.last_step if self.is_head else self.ledger.pushed
+        done = self.daemon_journal.last_step if self.is_head else self.daemon_journal.pushed
         return all(rank.tail.closed_top <= done for rank in self.ranks.values())
 
     def note_late_exits(self) -> None:
@@ -178,13 +213,14 @@ class Attempt:
         for rank in self.ranks.values():
             rank.spent |= rank.exit is not None
         self._look_at_ends(over=True)
+        self._look_at_causes(time.monotonic())
 
     def note_acknowledged(self) -> None:
         """Write down how far the head has taken over this node's records."""
-        if self._pusher is not None and self.ledger is not None:
+        if self._pusher is not None and self.daemon_journal is not None:
             attempt, step = self._pusher.acknowledged
             if attempt == self.number:
-                self.ledger.acknowledged(step)
+                self.daemon_journal.acknowledged(step)
 
     def losses(self) -> Counter[str]:
         """Records and frames of this attempt that were lost, by reason."""
@@ -195,8 +231,8 @@ class Attempt:
         if self.gather is not None:
             lost["late"] += self.gather.late
             lost["set_aside"] += self.gather.set_aside + self._judging.errors
-        if self.ledger is not None:
-            lost += self.ledger.losses()
+        if self.daemon_journal is not None:
+            lost += self.daemon_journal.losses()
         return +lost
 
     def _discover(self, now: float) -> None:
@@ -210,9 +246,9 @@ class Attempt:
 
     def _read(self, rank: LocalRank, now: float) -> int:
         over = rank.exit is not None  # asked first: what is read now includes its last words
-        self._porter.carry(rank.tail.rank, now, over=over)
+        self._spool_carrier.carry(rank.tail.rank, now, over=over)
         beat = heartbeat.read(self.run.heartbeat(self.number, self.node, rank.tail.rank))
-        lags = self._porter.lags(rank.tail.rank, now)
+        lags = self._spool_carrier.lags(rank.tail.rank, now)
         records = rank.tail.read(RECORDS_PER_LOOK)
         if self.gather is None and rank.tail.facts.meta is not None:
             self._begin(rank.tail.facts.meta)
@@ -234,22 +270,25 @@ class Attempt:
         own |= {"world_size": meta["world_size"], "run_id": meta["run_id"], "role": "daemon"}
         directory = self.run.daemon_journal(self.number, self.node)
         own |= {"pid": os.getpid(), "pid_start": own_start()}
-        self.ledger = Ledger(directory, own, default_suite())
-        self.ends = Ends(self.number, self.node, self.world_size, self.ledger)
+        self.daemon_journal = DaemonJournal(directory, own, default_suite())
+        self.ends = Ends(self.number, self.node, self.world_size, self.daemon_journal)
         self._board = OrderBoard(self.run.orders(self.number, self.node))
         if self.is_head:
-            nodes = -(-self.world_size // max(len(self.local_ranks), 1))
+            nodes = self.nodes_expected or 1
             asked = str(meta.get("on_anomaly", "record"))
-            self._blackbox = BlackBox(self._board, self.ledger, self._desk, asked, nodes)
-            last = self.ledger.last_step
-            self._inbox.open(self.number, self.world_size, self.local_ranks, last)
-            self._inbox.announce(self._board.orders.values())
+            self._capture_policy = CapturePolicy(
+                self._board, self.daemon_journal, self._request_files, asked, nodes
+            )
+            last = self.daemon_journal.last_step
+            self._gather_queue.open(self.number, self.world_size, self.local_ranks, last)
+            self._gather_queue.announce(self._board.orders.values())
             everybody = range(self.world_size)
             self.gather = Gather(everybody, HEAD_GRACE_SECONDS, after=last)
+            self._first_cause = FirstCause(self.daemon_journal, self.number, everybody)
         else:
             if self._pusher is not None and meta.get("head_url"):
                 self._pusher.redirect(str(meta["head_url"]))  # a restarted job has a new head
-            after = self.ledger.pushed
+            after = self.daemon_journal.pushed
             self.gather = Gather(self.local_ranks, NODE_GRACE_SECONDS, judges=False, after=after)
 
     def _upto(self, *, more: bool) -> float:
@@ -262,7 +301,7 @@ class Attempt:
         ranks = self.ranks.values()
         read = max((rank.tail.facts.last_step for rank in ranks), default=-1)
         beats = [rank.beat.step for rank in ranks if rank.beat is not None]
-        horizon = self._inbox.horizon(max([read, *beats])) if self.is_head else -1
+        horizon = self._gather_queue.horizon(max([read, *beats])) if self.is_head else -1
         if more or (self.gather is not None and self.gather.pending >= MAX_PENDING):
             return read
         return math.inf if all(rank.ended for rank in ranks) else horizon
@@ -271,7 +310,7 @@ class Attempt:
         """Take over what other nodes pushed, of steps up to `upto`."""
         if not self.is_head:
             return 0
-        deliveries = self._inbox.collect(upto)
+        deliveries = self._gather_queue.collect(upto)
         for delivery in deliveries:
             if isinstance(delivery, Ended):
                 for rank in delivery.ranks:
@@ -282,23 +321,24 @@ class Attempt:
                 gather.add(delivery, now, final=True)
         return len(deliveries)
 
-    def _emit(self, merged: list[StepRecord]) -> None:
-        if not merged or self.ledger is None:
+    def _take_merged(self, merged: list[StepRecord]) -> None:
+        """Judge merged steps, on the head; elsewhere push them to it."""
+        if not merged or self.daemon_journal is None:
             return
-        judge = self._judging.guard(self._take)
+        judge = self._judging.guard(self._judge)
         for record in merged:
             if self.is_head and self._is_for_readers(record):
                 continue
             if self.is_head:
-                judge(self.ledger, record)
+                judge(self.daemon_journal, record)
             elif self._pusher is not None:
                 self._pusher.push(record)
         if self.is_head:
-            self._inbox.prune(self.ledger.last_step)
+            self._gather_queue.prune(self.daemon_journal.last_step)
 
-    def _take(self, ledger: Ledger, record: StepRecord) -> None:
+    def _judge(self, daemon_journal: DaemonJournal, record: StepRecord) -> None:
         """Write a merged record down and judge it; what fails for one step is no other's."""
-        self._judge(ledger.take(record))
+        self._act_on(daemon_journal.take(record))
 
     def _is_for_readers(self, record: StepRecord) -> bool:
         """Whether to leave a step unmerged: nobody will push what lies here of the other nodes.
@@ -310,7 +350,7 @@ class Attempt:
             return False
         top = self.run.attempt_dir(self.number)
         others = set(record.missing) - set(self.local_ranks)
-        return any(list(top.glob(f"node_*/{layout.rank_name(rank)}")) for rank in others)
+        return any(list(top.glob(f"node_*/{paths.rank_name(rank)}")) for rank in others)
 
     def _carry_orders(self) -> None:
         """Take wishes to the head and its orders to the ranks."""
@@ -320,19 +360,20 @@ class Attempt:
             triggers, rank.tail.facts.triggers = rank.tail.facts.triggers, []
             for event in triggers:
                 self._ask(Request.of_rank(self.number, number, event))
-        if self._blackbox is not None:
-            for request in self._desk.collect(self.number):
+        if self._capture_policy is not None:
+            for request in self._request_files.collect(self.number):
                 self._ask(request)
             live = [rank for rank in self.ranks.values() if rank.up or rank.elsewhere]
             beats = [rank.beat for rank in live if rank.beat is not None and not rank.ended]
-            self._inbox.announce(self._blackbox.act(beats))
+            self._gather_queue.announce(self._capture_policy.act(beats))
         elif self._pusher is not None:
             for order in self._pusher.ask(self.number, self._board.last):
                 self._board.post(order)
 
-    def _judge(self, found: list[Anomaly]) -> None:
-        if self._blackbox is not None:
-            self._blackbox.found(found)
+    def _act_on(self, found: list[Anomaly]) -> None:
+        """Let the head order a capture or a stop because of what was found."""
+        if self._capture_policy is not None:
+            self._capture_policy.found(found)
 
     def _close_orders(self) -> None:
         if self._board is not None:
@@ -341,26 +382,51 @@ class Attempt:
             self._pusher.ask_no_more()
 
     def _ask(self, request: Request) -> None:
-        if self._blackbox is not None:
-            self._blackbox.ask(request)
+        if self._capture_policy is not None:
+            self._capture_policy.ask(request)
         elif self._pusher is not None:
-            self._pusher.say(request.event())
+            self._pusher.say(request.wish())
 
     def _watch_processes(self) -> None:
         for number, rank in self.ranks.items():
             meta = rank.tail.facts.meta
             if meta is not None and not rank.watched and not rank.elsewhere:
                 rank.watched = True
-                key = (self.number, number)
-                rank.seen_alive = self._watcher.watch(key, int(meta["pid"]), meta["pid_start"])
+                key, pid = (self.number, number), int(meta["pid"])
+                rank.seen_alive = self._watcher.watch(key, pid, meta["pid_start"])
+                rank.launcher = torchrun_of(pid) if rank.seen_alive else None
+                known = [r.launcher for r in self.ranks.values() if r is not rank]
+                if rank.launcher is not None and rank.launcher not in known:
+                    self._watcher.watch((self.number, _LAUNCHER), rank.launcher, None)
 
     def _collect_exits(self) -> None:
         for gone in self._watcher.exits():
             attempt, number = gone.key
             # Those of an attempt that was given up are nobody's: its end is known.
-            if attempt == self.number:
+            if attempt == self.number and number == _LAUNCHER:
+                self._launcher = gone
+            elif attempt == self.number:
                 self.ranks[number].exit = gone
 
     def _look_at_ends(self, *, over: bool) -> None:
         if self.ends is not None:
-            self.ends.look(self.ranks, over=over)
+            launcher = self._launcher if self._has_one_launcher else None
+            self.ends.look(self.ranks, launcher, over=over)
+
+    def _look_at_causes(self, now: float) -> None:
+        if self._first_cause is None or self.gather is None or self.ends is None:
+            return
+        running = self.ends.end.state == RUNNING
+        look = self._judging.guard(self._first_cause.look)
+        look(now, self.gather, running=running, over=self.closed)
+
+    @property
+    def _has_one_launcher(self) -> bool:
+        """Whether one torchrun started all ranks of this node."""
+        pids = {rank.launcher for rank in self.ranks.values()}
+        return len(pids) == 1 and None not in pids
+
+    @property
+    def _awaits_launcher(self) -> bool:
+        awaits = self.ends is not None and self.ends.awaits_launcher
+        return awaits and self._has_one_launcher and self._launcher is None

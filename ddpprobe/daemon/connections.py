@@ -85,7 +85,7 @@ class _Watched(asyncio.Protocol):
         address = transport.get_extra_info("peername")
         self._loop.admit(self, address[0] if isinstance(address, tuple) else "local")
         self._check = self._loop.call_later(self._loop.stall_seconds, self._look)
-        self._inner.connection_made(transport)
+        self._inner.connection_made(_WhileOpen(transport))  # type: ignore[arg-type]  # is all it asks for
 
     def _look(self) -> None:
         """Abort if bytes were waiting at two looks in a row; closing alone would wait for them."""
@@ -124,6 +124,23 @@ class _Watched(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._inner.resume_writing()
+
+
+class _WhileOpen:
+    """Stands before a transport; what is written to one that is lost goes nowhere.
+
+    asyncio would warn of each such write, and a client that leaves early costs many of them.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class OneRequest:

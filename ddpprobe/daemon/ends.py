@@ -7,14 +7,16 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddpprobe.daemon.ledger import Ledger
+from ddpprobe.daemon.daemon_journal import DaemonJournal
+from ddpprobe.daemon.liveness import Exit
 from ddpprobe.daemon.local_rank import LocalRank
 from ddpprobe.ends.anomalies import anomalies_of
-from ddpprobe.ends.evidence import Case, exit_event
+from ddpprobe.ends.evidence import Case
 from ddpprobe.ends.judge import (
     CRASHED,
     HUNG,
     RUNNING,
+    UNDECIDED,
     End,
     how_of,
     is_failed,
@@ -22,9 +24,11 @@ from ddpprobe.ends.judge import (
     judge,
     stuck_of,
 )
+from ddpprobe.ends.rank_ends import CLEAN
 from ddpprobe.ends.stalls import is_still
-from ddpprobe.processes import own_start
-from ddpprobe.view import FirstFailure
+from ddpprobe.records import events
+from ddpprobe.records.node_view import FirstFailure
+from ddpprobe.rundir.processes import own_start
 
 # What is said of an end while ranks still live may change with what they say; when it has not for
 # so long, it is written down. It decides when something is said, never what.
@@ -38,30 +42,36 @@ class Ends:
         attempt: its number.
         node: this node.
         world_size: ranks of the job.
-        ledger: where it is written down.
+        daemon_journal: where it is written down.
 
     Attributes:
         end: what is known now.
     """
 
-    def __init__(self, attempt: int, node: str, world_size: int, ledger: Ledger) -> None:
+    def __init__(
+        self, attempt: int, node: str, world_size: int, daemon_journal: DaemonJournal
+    ) -> None:
         self.end = End(RUNNING)
         self._attempt, self._node, self._world = attempt, node, world_size
-        self._ledger = ledger
+        self._daemon_journal = daemon_journal
         self._witness = f"{node}/{os.getpid()}/{own_start()}"
         self._case = Case(())
         self._since = time.monotonic()
         self._told = End(RUNNING)
+        self._told_launcher = False
         self._beaten: dict[int, int] = {}  # when each rank gave its last sign of life
 
-    def look(self, ranks: Mapping[int, LocalRank], *, over: bool) -> None:
+    def look(
+        self, ranks: Mapping[int, LocalRank], launcher: Exit | None = None, *, over: bool
+    ) -> None:
         """Take what is new of the ranks, judge it, and write down what has settled.
 
         Args:
             ranks: of this node.
+            launcher: how the torchrun that started them ended; None: it lives, or is not known.
             over: nothing more is to come of them.
         """
-        evidence = self._ledger.evidence
+        evidence = self._daemon_journal.evidence
         for number, rank in ranks.items():
             evidence.take_rank(number, self._node)
             facts = rank.tail.facts
@@ -71,6 +81,11 @@ class Ends:
             if rank.beat is not None:
                 evidence.take_beat(number, self._node, rank.beat)
         self._look_at_processes(ranks)
+        if launcher is not None and not self._told_launcher:
+            self._told_launcher = True
+            self._daemon_journal.say(
+                events.LauncherEvent(how=launcher.how, time_ns=launcher.time_ns)
+            )
         gone = {n: r for n, r in ranks.items() if r.exit is not None and not r.judged}
         if all(rank.spent for rank in gone.values()):
             self._note(gone)
@@ -84,6 +99,12 @@ class Ends:
     def is_well(self) -> bool:
         """Whether all ranks of this node ended well, whatever is known of the others."""
         return is_well(self._case)
+
+    @property
+    def awaits_launcher(self) -> bool:
+        """Whether how the launcher ends may decide what is not decided."""
+        open_ = [f for f in self._case.fates if f.heard and f.may_be_handled and not f.launcher]
+        return self.end.state == UNDECIDED and any(f.how in {"", CLEAN} for f in open_)
 
     @property
     def first_failure(self) -> FirstFailure | None:
@@ -106,15 +127,21 @@ class Ends:
             if exit_ is None:
                 continue
             when = exit_.time_ns or (rank.beat.time_ns if rank.beat else time.time_ns())
-            told = exit_event(number, exit_.how, exit_.order, self._witness, when, rank.beat)
-            self._ledger.say(told)
-        case = self._ledger.evidence.case(self._world, live=True)
+            place = ("step", "steps", "micro", "state") if rank.beat is not None else ()
+            told = {name: getattr(rank.beat, name) for name in place}
+            self._daemon_journal.say(
+                events.ExitEvent(
+                    rank=number, how=exit_.how, order=exit_.order, witness=self._witness,
+                    time_ns=when, **told,
+                )
+            )  # fmt: skip
+        case = self._daemon_journal.evidence.case(self._world, live=True)
         fates = {fate.rank: fate for fate in case.fates}
         for number in sorted(gone):
             fate = fates[number]
-            if number not in self._ledger.deaths and is_failed(fate, case):
+            if number not in self._daemon_journal.deaths and is_failed(fate, case):
                 step = fate.clock.step if fate.clock else -1
-                self._ledger.death(number, how_of(fate), fate.time_ns, step)
+                self._daemon_journal.death(number, how_of(fate), fate.time_ns, step)
 
     def _say(self, end: End, *, settled: bool) -> None:
         if end != self.end:
@@ -122,12 +149,12 @@ class Ends:
         settled |= time.monotonic() - self._since > SETTLED_SECONDS
         if settled and end != self._told and end.state != RUNNING:
             self._told = end
-            found = anomalies_of(end, self._case, self._attempt, self._ledger.causes)
-            self._ledger.lose(end, found)
+            found = anomalies_of(end, self._case, self._attempt, self._daemon_journal.causes)
+            self._daemon_journal.lose(end, found)
 
     def _look_at_processes(self, ranks: Mapping[int, LocalRank]) -> None:
         """Write down who is suspended, and that nobody moves although everybody lives."""
-        evidence, now = self._ledger.evidence, time.time_ns()
+        evidence, now = self._daemon_journal.evidence, time.time_ns()
         living = {n: r for n, r in ranks.items() if r.up and not r.ended}
         for number, rank in living.items():
             beaten = rank.beat.time_ns if rank.beat else 0
@@ -136,15 +163,16 @@ class Ends:
             # One that is killed runs once more before it is dead: only a beat says that it goes on.
             known = evidence.is_suspended(number)
             if known != (not moved and (known or _is_suspended(rank))):
-                word = "continued" if known else "suspended"
-                self._ledger.say({"event": word, "rank": number, "time_ns": now})
+                turn = events.ContinuedEvent if known else events.SuspendedEvent
+                self._daemon_journal.say(turn(rank=number, time_ns=now))
         if not ranks or len(living) < len(ranks):
             return  # who waits for one that is gone does not wait for these
         beats = [rank.beat for rank in ranks.values() if rank.beat is not None]
         still = len(beats) == len(ranks) and is_still(beats, now)
         if still != evidence.is_stalled(self._node):
-            word = "stalled" if still else "moving"
-            self._ledger.say({"event": word, "time_ns": now})
+            self._daemon_journal.say(
+                (events.StalledEvent if still else events.MovingEvent)(time_ns=now)
+            )
 
 
 def _is_suspended(rank: LocalRank) -> bool:

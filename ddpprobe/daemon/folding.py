@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ddpprobe.daemon.uploader import identity_of, stays_packed
-from ddpprobe.fuse import Fuse
-from ddpprobe.layout import RunDir
+from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.paths import RunDir
 
 if TYPE_CHECKING:
     from ddpprobe.store.writer import StoreWriter
@@ -88,11 +88,11 @@ class Folding:
     def _open(self) -> StoreWriter:
         if self._store is None:
             # Not at the top: zarr takes half a second, which the first reading should not wait for.
-            from ddpprobe.store.retention import Limits  # noqa: PLC0415
+            from ddpprobe.store.retention import RetentionLimits  # noqa: PLC0415
             from ddpprobe.store.writer import StoreWriter  # noqa: PLC0415
 
             packed = stays_packed(identity_of(self._run))
             self._store = StoreWriter(
-                self._run, self._node, limits=Limits(*self._limits), captures=not packed
+                self._run, self._node, limits=RetentionLimits(*self._limits), captures=not packed
             )
         return self._store

@@ -18,8 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpprobe.fuse import Fuse
-from ddpprobe.processes import is_process
+from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.processes import is_process
 
 Key = tuple[int, int]  # attempt, rank
 
@@ -46,7 +46,7 @@ class Exit:
     order: int = -1
 
 
-class Watcher:
+class ProcessWatcher:
     """One thread that sleeps until a watched process dies."""
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 
 from ddpprobe.daemon.liveness import Exit
-from ddpprobe.daemon.tail import RankTail
-from ddpprobe.heartbeat import Heartbeat
+from ddpprobe.rundir.heartbeat import Heartbeat
+from ddpprobe.rundir.journal_tail import RankTail
 
 # A rank that has closed its journal may live on, for whatever its script does then. So long the
 # attempt waits for its exit code; a later one is written down as well, while the daemon is there.
@@ -21,8 +21,9 @@ class LocalRank:
     """One rank of this node: its journal, its heartbeat, and how its process ended.
 
     `spent`: its process has ended and its journal was read to the end after that. `judged`: its end
-    is written down. `unrecorded`:
-    sampled steps that it took and whose records are not in its journal; None before it is known.
+    is written down. `launcher`: process number of the torchrun that started it; None without.
+    `unrecorded`: sampled steps that it took and whose records are not in its journal; None before
+    it is known.
     """
 
     tail: RankTail
@@ -33,6 +34,7 @@ class LocalRank:
     spent: bool = False
     judged: bool = False
     beat: Heartbeat | None = None
+    launcher: int | None = None
     unrecorded: int | None = None
     _not_ours: int | None = None  # sampled steps whose records were deleted before this daemon
 

@@ -7,27 +7,31 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ddpprobe import layout
 from ddpprobe.daemon import host
 from ddpprobe.daemon.attempt import Attempt
 from ddpprobe.daemon.folding import LAST_TRIES, Folding
-from ddpprobe.daemon.inbox import Inbox
-from ddpprobe.daemon.liveness import Watcher
+from ddpprobe.daemon.gather_queue import GatherQueue
+from ddpprobe.daemon.liveness import ProcessWatcher
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.snapshot import Readings, view_of
 from ddpprobe.daemon.uploader import Uploader, destination_of, identity_of
-from ddpprobe.fuse import Fuse
-from ddpprobe.journal import segments_of
-from ddpprobe.layout import RunDir
-from ddpprobe.roster import ROSTER, SECRET, Roster, Shared, secret_at
-from ddpprobe.spool import clear_away
+from ddpprobe.ends.judge import BAD, RUNNING, UNDECIDED
+from ddpprobe.records.events import SealedEvent
+from ddpprobe.rundir import paths
+from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.journal import segments_of
+from ddpprobe.rundir.paths import RunDir
+from ddpprobe.rundir.roster import ROSTER, SECRET, Roster, Shared, secret_at
+from ddpprobe.rundir.spool import clear_away
+from ddpprobe.rundir.targets import TargetFile
 
 if TYPE_CHECKING:
     from ddpprobe.daemon.server import Server
-    from ddpprobe.prometheus import Exposition
+    from ddpprobe.metrics.render import Exposition
 
 TICK_SECONDS = 0.15
 RENDER_SECONDS = (1.0, 5.0)  # when something changed, and when nothing did
@@ -35,16 +39,19 @@ FOLD_SECONDS = 5.0
 # After its own ranks have ended the head waits so long for what the other nodes still have to say.
 OTHERS_SECONDS = 5.0
 FLUSH_SECONDS = 5.0
+LINGER_SECONDS = 20.0
+TOLD_SECONDS = 150.0  # behind an end that somebody is to be told of: a scrape a minute, and more
 ERRORS_ALLOWED = 100
 
 logger = logging.getLogger("ddpprobe")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DaemonOptions:
     """What the command line says; `wait`, `linger` and `max_age` in seconds.
 
-    `token` is a secret that all nodes share; without one each has its own (see `roster`).
+    `token` is a secret that all nodes share; without one each has its own (see `roster`). Without
+    `linger` how the run ended decides (see `linger_of`).
     """
 
     run: RunDir
@@ -53,10 +60,25 @@ class Options:
     head_url: str | None = None
     gather_listen: str | None = None
     token: str = ""
-    linger: float = 20.0
+    linger: float | None = None
     wait: float = 120.0
     max_bytes: float | None = None
     max_age: float | None = None
+
+
+def linger_of(asked: float | None, state: str) -> float:
+    """Return for how many seconds a daemon goes on serving after the end of its run.
+
+    An alert has to be scraped, evaluated, and waited for by Alertmanager (30 s, its `group_wait`)
+    before somebody is told. If the daemon is gone by then, the alert has resolved unsent.
+
+    Args:
+        asked: what the user wants; None: nothing was said.
+        state: how the run ended, as `ends.judge.End`.
+    """
+    if asked is not None:
+        return asked
+    return TOLD_SECONDS if state in {*BAD, UNDECIDED} else LINGER_SECONDS
 
 
 class NodeDaemon:
@@ -65,7 +87,7 @@ class NodeDaemon:
     `serve()` runs to the end in the calling thread; `stop()` ends it from a signal handler.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: DaemonOptions) -> None:
         self._options = options
         self._run, self._node = options.run, options.node
         self._stop = threading.Event()
@@ -73,10 +95,11 @@ class NodeDaemon:
         self._server: Server | None = None
         self._exposition: Exposition | None = None
         self._uploader: Uploader | None = None
+        self._target_file: TargetFile | None = None
         url = options.head_url
         self._pusher = Pusher(url, self._secret, options.node) if url else None
-        self._inbox = Inbox(self._run.daemon_file(self._node, "inbox"))
-        self._watcher = Watcher()
+        self._gather_queue = GatherQueue(self._run.daemon_file(self._node, "inbox"))
+        self._watcher = ProcessWatcher()
         self._readings = Readings()
         self._folding = Folding(self._run, self._node, options.max_bytes, options.max_age)
         self._fuses = {name: Fuse(name, ERRORS_ALLOWED) for name in ("loop", "server", "sampler")}
@@ -84,10 +107,11 @@ class NodeDaemon:
         self._fuses["liveness"] = self._watcher.fuse
         if self._pusher is not None:
             self._fuses["push"] = self._pusher.fuse
-        self._due = dict.fromkeys(("sample", "render", "render_idle"), 0.0)
+        self._due = dict.fromkeys(("sample", "render", "render_idle", "target"), 0.0)
         self._due["fold"] = time.monotonic() + FOLD_SECONDS
         self._changed = True
         self._ended_at: float | None = None
+        self._restarts = Counter[str]()  # attempts that another one followed, by their state
         self._seen_alive = self._busy = self._sealed = False
 
     def stop(self) -> None:
@@ -136,6 +160,8 @@ class NodeDaemon:
             and self._is_due("fold", now, FOLD_SECONDS)
         ):
             self._seal()
+        if self._server is not None and self._seen_alive and self._is_due("target", now, 1.0):
+            self._fuses["server"].guard(self._ask_to_be_scraped)(now)
         self._render(now)
 
     def _follow_attempts(self) -> None:
@@ -146,8 +172,9 @@ class NodeDaemon:
             return
         if self._attempt is not None:
             self._attempt.close()
+            self._restarts[self._attempt.state] += 1
         self._attempt = Attempt(
-            self._run, self._node, later[0], self._watcher, self._inbox, self._pusher
+            self._run, self._node, later[0], self._watcher, self._gather_queue, self._pusher
         )
         self._ended_at = None
         self._changed = True
@@ -188,8 +215,8 @@ class NodeDaemon:
     def _seal(self, tries: int = 1) -> None:
         """Put everything that is left into the store; what a full disk refuses, later again."""
         self._sealed = self._folding.seal(tries)
-        if self._sealed and self._attempt is not None and self._attempt.ledger is not None:
-            self._attempt.ledger.say({"event": "sealed"})
+        if self._sealed and self._attempt is not None and self._attempt.daemon_journal is not None:
+            self._attempt.daemon_journal.say(SealedEvent())
 
     def _over(self, started: float) -> bool:
         now = time.monotonic()
@@ -211,7 +238,9 @@ class NodeDaemon:
         if self._attempt is None or not self._attempt.closed or self._ended_at is None:
             return False
         # Nobody scrapes a run that was over before this daemon began.
-        return now - self._ended_at > (self._options.linger if self._seen_alive else 0.0)
+        ends = self._attempt.ends
+        linger = linger_of(self._options.linger, RUNNING if ends is None else ends.end.state)
+        return now - self._ended_at > (linger if self._seen_alive else 0.0)
 
     def _housekeeping(self, attempt: Attempt, now: float) -> None:
         if self._is_due("sample", now, host.INTERVAL_SECONDS):
@@ -223,18 +252,23 @@ class NodeDaemon:
         alive = {n: r.tail.facts.meta for n, r in attempt.ranks.items() if r.up}
         pids = {n: int(meta["pid"]) for n, meta in alive.items() if meta is not None}
         self._readings = Readings(host.read_host(self._run.path), host.read_ranks(pids))
-        if attempt.ledger is not None:
-            attempt.ledger.sample(self._readings.host, self._readings.ranks)
+        if attempt.daemon_journal is not None:
+            attempt.daemon_journal.sample(self._readings.host, self._readings.ranks)
         self._changed = True
 
     def _start_server(self) -> None:
         from ddpprobe.daemon.server import Server  # noqa: PLC0415
-        from ddpprobe.prometheus import Exposition  # noqa: PLC0415
+        from ddpprobe.metrics.labels import run_label  # noqa: PLC0415
+        from ddpprobe.metrics.render import Exposition  # noqa: PLC0415
 
         options = self._options
         server = Server(options.listen, options.gather_listen)
         self._address = server.start()
         self._server, self._exposition = server, Exposition()
+        self._label = run_label(self._identity()) or self._run.path.name
+        server.set_run(self._label)
+        if self._pusher is not None:
+            self._pusher.listen = self._address
         self._open_gather()
 
     def _open_gather(self) -> None:
@@ -243,10 +277,10 @@ class NodeDaemon:
             return
         token = self._options.token
         listed = Roster.read(self._run.daemon_file(self._node, ROSTER))
-        self._inbox.roster = listed
+        self._gather_queue.roster = listed
         door = Shared(token) if token else listed
         if self._server is not None and door is not None:
-            self._server.set_gather_handler(self._inbox.take, door)
+            self._server.set_gather_handler(self._gather_queue.take, door)
 
     def _secret(self) -> str:
         """Return what proves to the head who this is; it never stands on a command line."""
@@ -262,11 +296,26 @@ class NodeDaemon:
             "started_ns": time.time_ns(),
             "run_id": self._run_id(),
         }
-        layout.write_json(self._run.daemon_file(self._node, "json"), value)
+        paths.write_json(self._run.daemon_file(self._node, "json"), value)
+
+    def _ask_to_be_scraped(self, now: float) -> None:
+        """Say where Prometheus finds this daemon, once there is something to watch.
+
+        Who comes when all is over, to finish what a killed daemon left, would tell of it anew.
+        """
+        directory = paths.sd_dir()
+        if directory is None:
+            return
+        if self._target_file is None:
+            self._target_file = TargetFile(directory, self._label, self._node, self._address)
+        self._target_file.keep(now)
+
+    def _identity(self) -> Mapping[str, Any]:
+        """Return what run.json says of the run, else what its ranks do."""
+        return identity_of(self._run) or (self._attempt.meta if self._attempt else {})
 
     def _run_id(self) -> str:
-        told = self._attempt.meta if self._attempt else {}
-        return str(identity_of(self._run).get("run_id") or told.get("run_id", ""))
+        return str(self._identity().get("run_id", ""))
 
     def _render(self, now: float) -> None:
         attempt, server, exposition = self._attempt, self._server, self._exposition
@@ -287,6 +336,7 @@ class NodeDaemon:
             run_id=self._run_id(),
             finished=attempt.closed and (attempt.ends is None or attempt.ends.is_well),
             dropped=self._losses(),
+            restarts=self._restarts,
             components={name: not fuse.blown for name, fuse in self._fuses.items()},
             uploader=self._uploader,
         )
@@ -295,7 +345,11 @@ class NodeDaemon:
 
     def _losses(self) -> Counter[str]:
         lost = Counter({"store_damaged": len(self._folding.damaged)})
-        return lost + self._inbox.refused + (self._pusher.dropped if self._pusher else Counter())
+        return (
+            lost
+            + self._gather_queue.refused
+            + (self._pusher.dropped if self._pusher else Counter())
+        )
 
     def _is_due(self, what: str, now: float, interval: float) -> bool:
         if now < self._due[what]:
@@ -313,6 +367,8 @@ class NodeDaemon:
         if self._uploader is not None:
             self._uploader.close()
         self._run.daemon_file(self._node, "json").unlink(missing_ok=True)
+        if self._target_file is not None:
+            self._target_file.remove()
         self._folding.close()
         if self._server is not None:
             self._server.stop()
@@ -322,8 +378,8 @@ class NodeDaemon:
         """Seal if that failed so far, and with what was said since; or say what finishes it."""
         if attempt.closed and not self._sealed:
             self._seal(LAST_TRIES)
-        if attempt.ledger is not None:
-            attempt.ledger.close()
+        if attempt.daemon_journal is not None:
+            attempt.daemon_journal.close()
         # The journals of ranks whose processes lived at the seal go as well.
         if attempt.closed and not (self._sealed and self._folding.seal(LAST_TRIES)):
             logger.error(

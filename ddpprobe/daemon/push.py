@@ -10,16 +10,16 @@ import threading
 import time
 import urllib.parse
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ddpprobe import codec, inside
-from ddpprobe.codec import Table
-from ddpprobe.fuse import Fuse
-from ddpprobe.hearsay import MALFORMED
-from ddpprobe.orders import Order, decode_all
-from ddpprobe.records import StepRecord
+from ddpprobe.records.events import Asking, Message, to_json
+from ddpprobe.records.step import StepRecord
+from ddpprobe.rundir import framing, safe_read
+from ddpprobe.rundir.framing import NameTable
+from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.orders import Order, decode_all
+from ddpprobe.rundir.validate import MALFORMED
 
 QUEUE_BYTES = 64 << 20
 BODY_BYTES = 8 << 20
@@ -44,7 +44,7 @@ class _Item:
     type: int
     payload: bytes
     at: tuple[int, int]  # attempt, step
-    tables: Sequence[Table] = ()
+    tables: Sequence[NameTable] = ()
 
 
 class Pusher:
@@ -61,6 +61,10 @@ class Pusher:
             connection, since a restarted job agrees on new ones.
         node: name of this node.
 
+    Attributes:
+        listen: where this daemon serves its metrics, which the head tells Prometheus; "" as long as
+            that is not known.
+
     Raises:
         ValueError: the URL is none.
     """
@@ -71,6 +75,7 @@ class Pusher:
         self.acknowledged = (-1, -1)
         self._token, self._bearer = token, ""
         self._node = node
+        self.listen = ""
         self._refusals: set[int] = set()  # statuses of which the log knows
         self._queue: deque[_Item] = deque()
         self._bytes = 0
@@ -78,7 +83,7 @@ class Pusher:
         self._changed = threading.Condition()
         self._asks: tuple[int, int] | None = None  # attempt, number of the newest order here
         self._heard: deque[Order] = deque()
-        self._closing = False
+        self._closing = self._leaving = False
         self._deadline = float("inf")
         self._warned: set[int] = set()  # what was said of the outage that lasts
         self._before = 0  # dropped when the head took something last
@@ -90,13 +95,13 @@ class Pusher:
 
     def push(self, record: StepRecord) -> None:
         """Queue a merged record; never waits."""
-        payload = codec.encode_record(record)
+        payload = framing.encode_record(record)
         at = (record.attempt, record.step)
-        self._put(_Item(codec.RECORD, payload, at, codec.tables_of(record)))
+        self._put(_Item(framing.RECORD, payload, at, framing.tables_of(record)))
 
-    def say(self, event: Mapping[str, Any]) -> None:
-        """Queue a LIFE event, sent after the records queued before it."""
-        self._put(_Item(codec.LIFE, codec.encode_json(event), (-1, -1)))
+    def say(self, message: Message) -> None:
+        """Queue a message, sent after the records queued before it."""
+        self._put(_item(message))
 
     def ask(self, attempt: int, last: int) -> list[Order]:
         """Go on to ask for orders behind number `last`; return those that came."""
@@ -157,6 +162,9 @@ class Pusher:
                 break
             else:
                 pause = min(2 * pause, BACK_OFF_SECONDS[1])
+        if self.listen:  # it is not to be scraped any more; whether the head hears it is no matter
+            self.listen, self._leaving = "", True
+            self._post(b"")
         self._disconnect()
 
     def _next_batch(self) -> bool:
@@ -176,8 +184,7 @@ class Pusher:
     def _question(self) -> list[_Item]:
         if self._asks is None:
             return []
-        event = dict(zip(("attempt", "last"), self._asks, strict=True))
-        return [_Item(codec.LIFE, codec.encode_json({"event": "orders", **event}), (-1, -1))]
+        return [_item(Asking(*self._asks))]
 
     def _settle(self, status: int, refused: int) -> bool:
         """Account for what was sent, or put it back; whether the head has answered for it.
@@ -216,6 +223,7 @@ class Pusher:
             "Authorization": f"Bearer {self._bearer}",
             "Content-Type": "application/octet-stream",
             "Ddpprobe-Node": self._node,
+            **({"Ddpprobe-Listen": self.listen} if self.listen else {}),
         }
         try:
             if self._connection is None:
@@ -245,7 +253,7 @@ class Pusher:
         count, reason = sys.maxsize, told.decode(errors="replace").strip()
         if status == PARTLY:
             with contextlib.suppress(*MALFORMED):
-                said = inside.parse(told)
+                said = safe_read.parse(told)
                 count, reason = max(int(said["refused"]), 0), str(said["reason"])
         if status not in self._refusals:
             self._refusals.add(status)
@@ -263,7 +271,7 @@ class Pusher:
 
     def _warn(self, status: int, what: str) -> None:
         """Say once an outage what is wrong."""
-        if status not in self._warned:
+        if status not in self._warned and not self._leaving:
             self._warned.add(status)
             where = f"{self._host}:{self._port}"
             logger.warning("ddpprobe: the head at %s %s; records are kept and resent", where, what)
@@ -272,7 +280,7 @@ class Pusher:
         """Say once that an outage is over, and what it took."""
         total = self.dropped.total()
         lost, self._before = total - self._before, total
-        if not self._warned:
+        if not self._warned or self._leaving:
             return
         self._warned.clear()
         took = f"{lost} records were dropped meanwhile" if lost else "nothing was dropped"
@@ -288,10 +296,14 @@ def _parse(url: str) -> tuple[str, int]:
     return parts.hostname, parts.port or 80
 
 
+def _item(message: Message) -> _Item:
+    return _Item(framing.LIFE, framing.encode_json(to_json(message)), (-1, -1))
+
+
 def _frames(batch: Sequence[_Item]) -> Iterator[bytes]:
     """Yield the frames of one body, which can be read without any other."""
     tables = {(t.type, t.id): t for item in batch for t in item.tables}
     frames = [(table.type, table.payload) for table in tables.values()]
     frames += [(item.type, item.payload) for item in batch]
     for seq, (type_, payload) in enumerate(frames):
-        yield codec.encode_frame(type_, seq, payload)
+        yield framing.encode_frame(type_, seq, payload)

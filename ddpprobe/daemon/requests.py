@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from ddpprobe import inside, layout
-from ddpprobe.hearsay import MALFORMED, int64
+from ddpprobe.records.events import TriggerEvent, Wish
+from ddpprobe.rundir import paths, safe_read
+from ddpprobe.rundir.validate import MALFORMED, int64
 
 CAPTURE_STEPS = 2  # that a capture takes unless somebody says more
 MAX_BYTES = 64 << 10  # of one request
@@ -58,34 +59,30 @@ class Request:
         return int(found[1]) if found else -1
 
     @classmethod
-    def of_rank(cls, attempt: int, rank: int, event: Mapping[str, Any]) -> Request:
+    def of_rank(cls, attempt: int, rank: int, asked: TriggerEvent) -> Request:
         """Return what a rank's journal says that its user asked for."""
-        cause = f"{SCRIPT}{rank}/{int64(event['number'])}"
-        step = int64(event["step"])
-        return cls(attempt, cause, f"trigger: {event['reason']}", step=step)
+        cause = f"{SCRIPT}{rank}/{asked.number}"
+        return cls(attempt, cause, f"trigger: {asked.reason}", step=asked.step)
 
     @classmethod
-    def of_node(cls, event: Mapping[str, Any]) -> Request:
+    def of_node(cls, wish: Wish) -> Request:
         """Return what another node passed on.
 
         Raises:
-            KeyError, TypeError, ValueError: it makes no sense.
+            ValueError: it is no script's wish.
         """
-        attempt, step = int64(event["attempt"]), int64(event["step"])
-        cause, reason = str(event["cause"]), str(event["reason"])
         # Only a script's: the answer to another one would go to a file of that name.
-        if _OF_RANK.fullmatch(cause) is None or len(reason) > MAX_REASON:
-            raise ValueError(f"a wish of nobody's: {cause!r:.100}")
-        return cls(attempt, cause, reason, step=step)
+        if _OF_RANK.fullmatch(wish.cause) is None or len(wish.reason) > MAX_REASON:
+            raise ValueError(f"a wish of nobody's: {wish.cause!r:.100}")
+        return cls(wish.attempt, wish.cause, wish.reason, step=wish.step)
 
-    def event(self) -> dict[str, Any]:
+    def wish(self) -> Wish:
         """Return what `of_node` takes."""
-        told = {"event": "trigger", "attempt": self.attempt}
-        return {**told, "cause": self.cause, "reason": self.reason, "step": self.step}
+        return Wish(self.attempt, self.cause, self.reason, self.step)
 
 
 @final
-class Desk:
+class RequestFiles:
     """Where command lines leave their requests; nothing of it raises.
 
     Args:
@@ -107,11 +104,11 @@ class Desk:
         return [request for name in new if (request := self._read(name, attempt)) is not None]
 
     def answer(self, cause: str, answer: Mapping[str, Any]) -> None:
-        """Answer a request, if it came over this desk."""
+        """Answer a request, if it came through these files."""
         sort, _, name = cause.partition("/")
         if sort == "request":
             with contextlib.suppress(OSError):
-                layout.write_json(self._directory / f"{name}.answer", answer)
+                paths.write_json(self._directory / f"{name}.answer", answer)
                 (self._directory / f"{name}.json").unlink(missing_ok=True)
 
     def _read(self, name: str, attempt: int) -> Request | None:
@@ -119,7 +116,7 @@ class Desk:
         try:
             fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             with os.fdopen(fd, "rb") as file:
-                value = inside.parse(file.read(MAX_BYTES))
+                value = safe_read.parse(file.read(MAX_BYTES))
             globs = tuple(str(glob) for glob in value["modules"])[:MAX_GLOBS]
             return Request(
                 attempt, cause, f"trigger: {value['reason']}", globs, int64(value["steps"])

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import gzip
+import ipaddress
 import json
 import logging
 import socket
@@ -23,14 +24,15 @@ import hypercorn.config
 
 from ddpprobe.daemon.blocks import Refusal
 from ddpprobe.daemon.connections import GuardedLoop
-from ddpprobe.prometheus import OPENMETRICS_CONTENT_TYPE, TEXT_CONTENT_TYPE
-from ddpprobe.roster import Door
+from ddpprobe.metrics.render import OPENMETRICS_CONTENT_TYPE, TEXT_CONTENT_TYPE
+from ddpprobe.rundir.roster import Door
 
 PORT_TRIES = 101  # the port itself and the next hundred: one job each
 MAX_BODY = 64 * 2**20  # of one push; a sampled step of 70 B parameters on 8 ranks is about 1 MiB
 KEEP_ALIVE_SECONDS = 5  # also closes a connection that never completes its request
 BODY_SECONDS = 30.0  # for one push to arrive whole
 NODE_HEADER = "ddpprobe-node"  # who pushes
+LISTEN_HEADER = "ddpprobe-listen"  # and where it serves its own metrics; absent when it goes
 # Bytes of an answer that are handed on at once: so much waits for a client that does not read.
 PIECE = 1 << 16
 SHUTDOWN_SECONDS = 1.0  # for answers under way when the server stops
@@ -43,7 +45,7 @@ logger = logging.getLogger("ddpprobe.http")
 _LANDING = b"""<!doctype html><html lang="en"><meta charset="utf-8"><title>ddpprobe</title>
 <h1>ddpprobe node daemon</h1><ul>
 <li><a href="/metrics">/metrics</a> for Prometheus (text or OpenMetrics, by Accept)
-<li><a href="/sd">/sd</a> this target as http_sd JSON
+<li><a href="/sd">/sd</a> the run's targets as http_sd JSON
 <li><a href="/healthz">/healthz</a> answers while the daemon lives
 </ul>
 """
@@ -86,6 +88,8 @@ class Server:
         self._pages: dict[bool, _Body] = {}  # by whether it is OpenMetrics
         self._handler: Callable[[str, bytes], bytes] | None = None
         self._door: Door | None = None
+        self._label = ""
+        self._nodes: dict[str, str] = {}  # where the nodes that push serve their metrics
         self._loop: GuardedLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
@@ -123,6 +127,10 @@ class Server:
         """Replace what `/metrics` answers; from any thread, in one step."""
         self._pages = {False: _Body(text), True: _Body(openmetrics)}
 
+    def set_run(self, label: str) -> None:
+        """Say at `/sd` which run it is, see `metrics.labels.run_label`."""
+        self._label = label
+
     def set_gather_handler(self, handler: Callable[[str, bytes], bytes], door: Door) -> None:
         """Answer every `POST /gather` that the door admits by what `handler` makes of it.
 
@@ -131,6 +139,7 @@ class Server:
                 what to answer to the sender.
             door: admits a node that proves who it is.
         """
+        self._nodes = {}  # another attempt may have others
         self._door = door
         self._handler = handler
 
@@ -179,8 +188,6 @@ class Server:
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close"})
         else:
             await _respond(receive, send, await self._answer(scope, receive))
 
@@ -189,12 +196,12 @@ class Server:
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         at_gather = self._gather_port is not None and scope["server"][1] == self._gather_port
         if path == "/gather" and (at_gather or self._gather_port is None) and self._handler:
-            return await self._gather(method, headers, receive)
+            return await self._gather(method, headers, scope, receive)
         pages = {"/healthz": lambda: Answer(200, b"ok\n")}
         if not at_gather:
             pages |= {
                 "/metrics": lambda: self._metrics(headers),
-                "/sd": lambda: _service_discovery(scope),
+                "/sd": lambda: self._service_discovery(scope),
                 "/": lambda: Answer(200, _LANDING, "text/html; charset=utf-8"),
             }
         if path not in pages:
@@ -217,7 +224,24 @@ class Server:
         kind = OPENMETRICS_CONTENT_TYPE if om else TEXT_CONTENT_TYPE
         return Answer(200, body.squeezed if squeezed else body.plain, kind, extra)
 
-    async def _gather(self, method: str, headers: Mapping[str, str], receive: Receive) -> Answer:
+    def _service_discovery(self, scope: Scope) -> Answer:
+        """Return the run's targets for Prometheus's http_sd, this one at the address asked."""
+        targets = [join_address(*scope["server"][:2]), *sorted(self._nodes.values())]
+        labels = {"run": self._label} if self._label else {}
+        body = json.dumps([{"targets": targets, "labels": labels}]).encode()
+        return Answer(200, body, "application/json")
+
+    def _note_target(self, node: str, listen: str | None, scope: Scope) -> None:
+        """Remember where a node that pushes serves its metrics; without an address it goes."""
+        target = target_of(listen, scope["client"][0]) if listen and scope["client"] else None
+        if target is None:
+            self._nodes.pop(node, None)
+        else:
+            self._nodes[node] = target
+
+    async def _gather(
+        self, method: str, headers: Mapping[str, str], scope: Scope, receive: Receive
+    ) -> Answer:
         assert self._handler is not None
         if method != "POST":
             return Answer(405, b"only POST\n", headers=((b"allow", b"POST"),))
@@ -239,6 +263,7 @@ class Server:
             told = self._handler(node, body)
         except Refusal as refusal:
             return Answer(refusal.status, refusal.reason.encode(errors="replace") + b"\n")
+        self._note_target(node, headers.get(LISTEN_HEADER), scope)
         return Answer(200, told, "application/octet-stream") if told else Answer(204, b"")
 
 
@@ -262,6 +287,24 @@ def format_address(sock: socket.socket) -> str:
 def join_address(host: str, port: int) -> str:
     """Return "host:port" or "[v6]:port"."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def target_of(listen: str, client: str) -> str | None:
+    """Return HOST:PORT at which a node's daemon is scraped from elsewhere; None if it is not.
+
+    Args:
+        listen: to what it says that it is bound. Of every address of its machine that one is taken
+            from which it pushes; a loopback address is of use only if it pushes from one.
+        client: the address from which it pushes.
+    """
+    try:
+        host, port = parse_address(listen)
+        bound, source = ipaddress.ip_address(host), ipaddress.ip_address(client)
+    except ValueError:  # a name would have Prometheus ask whomever it leads to
+        return None
+    if bound.is_unspecified:
+        return join_address(client, port)
+    return join_address(host, port) if source.is_loopback or not bound.is_loopback else None
 
 
 def _bind(host: str, port: int, avoid: int = 0) -> socket.socket:
@@ -303,13 +346,6 @@ def wants_openmetrics(accept: str) -> bool:
     weights = _qualities(",".join(known))
     wanted = weights.get("application/openmetrics-text", 0.0)
     return wanted > 0 and wanted >= weights.get("text/plain", 0.0)
-
-
-def _service_discovery(scope: Scope) -> Answer:
-    """Return this target for Prometheus's http_sd, at the address by which it was reached."""
-    target = join_address(*scope["server"][:2])
-    body = json.dumps([{"targets": [target], "labels": {}}]).encode()
-    return Answer(200, body, "application/json")
 
 
 def _refusal(status: int, body: bytes, *headers: tuple[bytes, bytes]) -> Answer:

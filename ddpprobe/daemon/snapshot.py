@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 
 from ddpprobe.daemon.attempt import Attempt
 from ddpprobe.daemon.uploader import Uploader
-from ddpprobe.ends.judge import RUNNING
-from ddpprobe.heartbeat import STEP_PHASES, Heartbeat
-from ddpprobe.view import NodeView, RankView
+from ddpprobe.ends.anomalies import TITLES
+from ddpprobe.ends.judge import by_state
+from ddpprobe.records.node_view import NodeView, RankView
+from ddpprobe.records.step import STEP_PHASES
+from ddpprobe.rundir.heartbeat import Heartbeat
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ def view_of(
     run_id: str,
     finished: bool,
     dropped: Mapping[str, int],
+    restarts: Mapping[str, int],
     components: Mapping[str, bool],
     uploader: Uploader | None = None,
 ) -> NodeView:
@@ -41,28 +44,36 @@ def view_of(
         run_id: of the run.
         finished: every local rank has ended, none of them badly.
         dropped: losses of the daemon's own, added to the attempt's.
+        restarts: attempts that another one followed, by the state in which they ended.
         components: the daemon's own; False where a fuse has blown.
         uploader: of a run that has a URL.
     """
-    ledger, meta = attempt.ledger, attempt.meta
+    daemon_journal, meta = attempt.daemon_journal, attempt.meta
     lag = time.monotonic() - attempt.unread_since if attempt.unread_since is not None else 0.0
     return NodeView(
         time_ns=time.time_ns(),
-        run=run_id,
+        run_id=run_id,
+        directory=str(attempt.run.path),
+        attempt=attempt.number,
         node=attempt.node,
         world_size=attempt.world_size,
         torch=str(meta.get("torch", "")),
         backend=str(meta.get("backend", "")),
         is_head=attempt.is_head,
+        detectors=tuple(TITLES),
         ranks=tuple(_rank_view(attempt, n, readings) for n in sorted(attempt.ranks)),
         paused=any(rank.tail.facts.paused for rank in attempt.ranks.values()),
         finished=finished,
-        state=attempt.ends.end.state if attempt.ends else RUNNING,
+        state=attempt.state,
+        restarts=by_state(restarts),
         stuck=attempt.ends.stuck if attempt.ends else {},
         first_failure=attempt.ends.first_failure if attempt.ends else None,
-        merged=ledger.merged if ledger and attempt.is_head else None,
-        anomalies=dict(ledger.anomalies) if ledger else {},
-        exemplars=dict(ledger.exemplars) if ledger else {},
+        first_cause=daemon_journal.first_cause if daemon_journal and attempt.is_head else None,
+        merged=daemon_journal.merged if daemon_journal and attempt.is_head else None,
+        nodes_expected=attempt.nodes_expected,
+        node_blocks=attempt.node_blocks,
+        anomalies=dict(daemon_journal.anomalies) if daemon_journal else {},
+        exemplars=dict(daemon_journal.exemplars) if daemon_journal else {},
         records_dropped=dict(attempt.losses() + Counter(dropped)),
         components=dict(components),
         journal_lag_seconds=lag,
@@ -79,7 +90,7 @@ def _rank_view(attempt: Attempt, number: int, readings: Readings) -> RankView:
     resident = sample.get("resident_bytes")
     # A rank that left as it should is neither up nor down, whatever the others still do; one whose
     # last words are still being read is not dead yet.
-    failed = attempt.ledger is not None and number in attempt.ledger.deaths
+    failed = attempt.daemon_journal is not None and number in attempt.daemon_journal.deaths
     left = rank.judged and not failed
     up = None if left or not rank.seen_alive else rank.exit is None or not rank.judged
     view = RankView(
@@ -92,7 +103,7 @@ def _rank_view(attempt: Attempt, number: int, readings: Readings) -> RankView:
         grad_norm=facts.grad_norm,
         loss_scale=facts.loss_scale,
         nonfinite=dict(facts.nonfinite),
-        anomalies=dict(attempt.ledger.blamed[number]) if attempt.ledger else {},
+        anomalies=dict(attempt.daemon_journal.blamed[number]) if attempt.daemon_journal else {},
         sites_expected=facts.sites_expected,
         sites_observed=facts.sites_observed,
         resident_bytes=None if resident is None else int(resident),

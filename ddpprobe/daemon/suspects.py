@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ddpprobe.records import NONFINITE, Anomaly, StepRecord, derive
+from ddpprobe.records.step import NONFINITE, Anomaly, StepRecord, derive
 
 MAX_SUSPECTS = 4  # modules that one page puts under suspicion
 MAX_MODULES = 256  # in one order, and

@@ -13,13 +13,13 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ddpprobe import destination, inside, layout
-from ddpprobe.fuse import Fuse
-from ddpprobe.layout import OWN_DISK
+from ddpprobe.rundir import paths, safe_read, store_url
+from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.paths import OWN_DISK
 
 if TYPE_CHECKING:
-    from ddpprobe.bucket import Bucket
-    from ddpprobe.store.upload import Upload
+    from ddpprobe.store.remote.bucket import Bucket
+    from ddpprobe.store.remote.upload import Upload
 
 LOOK_SECONDS = 2.0  # between two looks at what was committed
 BACK_OFF_SECONDS = (1.0, 60.0)  # first, longest
@@ -45,7 +45,7 @@ class Uploader:
         fuse: contains what is wrong with ourselves.
     """
 
-    def __init__(self, run: layout.RunDir, node: str, url: str) -> None:
+    def __init__(self, run: paths.RunDir, node: str, url: str) -> None:
         self.failures = 0
         self.fuse = Fuse("upload", ERRORS_ALLOWED)
         self._run, self._node, self._url = run, node, url
@@ -129,12 +129,12 @@ class Uploader:
         """Bring what is new; whether the object store did what it was asked for."""
         # Not at the top: without a destination a daemon does without the library.
         try:
-            from ddpprobe.bucket import Bucket, BucketError  # noqa: PLC0415
+            from ddpprobe.store.remote.bucket import Bucket, BucketError  # noqa: PLC0415
         except ModuleNotFoundError as error:
             self._refused = True
-            self._note(f"{error.name} is missing, {destination.INSTALL}", again=False)
+            self._note(f"{error.name} is missing, {store_url.INSTALL}", again=False)
             return False
-        from ddpprobe.store.upload import AnotherRun, Conflict, Upload, Waiting  # noqa: PLC0415
+        from ddpprobe.store.remote.upload import AnotherRun, Conflict, Upload, Waiting  # noqa: PLC0415
 
         asked = self._asked
         self._behind_since = self._behind_since or time.monotonic()  # for as long as this takes
@@ -173,9 +173,9 @@ class Uploader:
             self._refused = True
             self._note(why, again=False)
             return False
-        url = destination.beside(self._url, run_id)
+        url = store_url.beside(self._url, run_id)
         logger.warning("ddpprobe: %s: %s; this run goes to %s", self._url, why, url)
-        layout.write_json(self._run.run_json, {**identity, "destination": url})
+        paths.write_json(self._run.run_json, {**identity, "destination": url})
         self._url, self._upload = url, None
         return self._step()
 
@@ -191,7 +191,7 @@ class Uploader:
 
     def _say(self) -> None:
         """Say how it ended, in the log and in a file for `ddpprobe info`."""
-        state = self._run.daemon_file(self._node, layout.UPLOAD)
+        state = self._run.daemon_file(self._node, paths.UPLOAD)
         damaged = sorted(self._upload.damaged) if self._upload is not None else []
         why = self._error or self.fuse.last_error
         for name in damaged[:5]:
@@ -207,13 +207,13 @@ class Uploader:
             self._url, why or f"{missing} groups are not there", command,
         )  # fmt: skip
         said = {"url": self._url, "groups": missing, "error": why, "finish": command}
-        layout.write_json(state, said)
+        paths.write_json(state, said)
 
 
-def identity_of(run: layout.RunDir) -> dict[str, Any]:
+def identity_of(run: paths.RunDir) -> dict[str, Any]:
     """Return what run.json says; {} if there is none to be read."""
     try:
-        found = inside.parse(run.run_json.read_bytes())
+        found = safe_read.parse(run.run_json.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -222,7 +222,7 @@ def identity_of(run: layout.RunDir) -> dict[str, Any]:
 def destination_of(identity: Mapping[str, Any]) -> str | None:
     """Return where a run is to be uploaded to, by its run.json; None if nowhere."""
     url = identity.get("destination")
-    return destination.parse(url) if isinstance(url, str) else None
+    return store_url.parse(url) if isinstance(url, str) else None
 
 
 def stays_packed(identity: Mapping[str, Any]) -> bool:

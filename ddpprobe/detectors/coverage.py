@@ -8,14 +8,15 @@ not called any more, hooks that another library took off.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.detectors.desync import ranks_text
+from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import at_least
-from ddpprobe.records import OBSERVED, PHASE_OF_KIND, PHASES, Anomaly, Site, StepRecord
+from ddpprobe.records.step import OBSERVED, PHASE_OF_KIND, PHASES, Anomaly, Site, StepRecord
 
 MOST_SITES = 1 << 16  # bounds the state: 20 bytes a site, and its key
 FEWEST_ABSENT = 3
@@ -25,7 +26,7 @@ NEVER = 1 << 30
 Key = tuple[str, str, str]
 
 
-class Coverage:
+class Coverage(SampledDetector):
     """Warns when sites that always reported do not any more; once for all that stopped together.
 
     A site is steady if it reported at every sampled step since it was first seen, or at the last
@@ -42,6 +43,7 @@ class Coverage:
     """
 
     name = "coverage"
+    title = "Something fell silent"
 
     def __init__(
         self, *, odds: int = 20_000, least: int = 8, steady: int = 256,
@@ -53,28 +55,20 @@ class Coverage:
         self._needed = np.array(
             [patience(n, odds, least, fewest_absent) for n in range(steady + 1)]
         )
-        self._attempt: int | None = None
+        self._reset()
+
+    def _reset(self) -> None:
         self._seeing: dict[int, int] = {}  # rank -> sites that it reported when it last did
         self._blind: set[int] = set()
         self._history = _History(self._needed)
 
-    def update(self, record: StepRecord) -> list[Anomaly]:
+    def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record: a warning for ranks gone blind, or one for sites gone silent."""
-        if record.attempt != self._attempt:
-            self._attempt = record.attempt
-            self._seeing, self._blind = {}, set()
-            self._history = _History(self._needed)
-        if not record.sampled or record.partial:
-            return []
         found = self._blind_ranks(record)
         lost = self._history.add(record, judge=not record.missing and not self._blind)
         if lost:
             found.append(_lost_sites(record, lost, self._history.reporting))
         return found
-
-    def finish(self) -> list[Anomaly]:
-        """Nothing is held back until the end."""
-        return []
 
     def _blind_ranks(self, record: StepRecord) -> list[Anomaly]:
         before = dict(self._seeing)
@@ -175,7 +169,8 @@ def _gone_blind(record: StepRecord, ranks: list[int], sites: int) -> Anomaly:
         "or stripped of its hooks after install(); what follows is not observed, install() again"
     )
     rank = ranks[0] if len(ranks) == 1 else None
-    return _warning(record, rank, None, None, "forward", message, {"sites": sites})
+    values = {"sites": sites}
+    return Coverage.anomaly(record, "warn", message, values, rank=rank, phase="forward")
 
 
 def _lost_sites(record: StepRecord, lost: list[Site], reporting: int) -> Anomaly:
@@ -192,7 +187,8 @@ def _lost_sites(record: StepRecord, lost: list[Site], reporting: int) -> Anomaly
     )
     values = {"lost": len(lost), "reporting": reporting}
     kind = next(iter(kinds)) if len(kinds) == 1 else None
-    return _warning(record, None, prefix_of(s.fqn for s in lost), kind, phase, message, values)
+    module = prefix_of(s.fqn for s in lost)
+    return Coverage.anomaly(record, "warn", message, values, module=module, kind=kind, phase=phase)
 
 
 def prefix_of(names: Iterable[str]) -> str:
@@ -202,25 +198,3 @@ def prefix_of(names: Iterable[str]) -> str:
         same = zip(first, other, strict=False)
         first = first[: next((i for i, (a, b) in enumerate(same) if a != b), len(other))]
     return ".".join(first)
-
-
-def _warning(
-    record: StepRecord, rank: int | None, module: str | None, kind: str | None, phase: str,
-    message: str, values: Mapping[str, float],
-) -> Anomaly:  # fmt: skip
-    return Anomaly(
-        detector=Coverage.name,
-        level="warn",
-        step=record.step,
-        micro=0,
-        rank=rank,
-        module=module,
-        kind=kind,
-        phase=phase,
-        first_cause=False,
-        message=message,
-        values=values,
-        sampled=record.sampled,
-        attempt=record.attempt,
-        wall_time_ns=record.wall_time_ns,
-    )

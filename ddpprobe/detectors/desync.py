@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.settings import at_least
-from ddpprobe.merge import disagreements, ranks_of
-from ddpprobe.records import UNREDUCED, Anomaly, Digests, StepRecord
+from ddpprobe.records.merge import disagreements, ranks_of
+from ddpprobe.records.step import UNREDUCED, Anomaly, Digests, StepRecord
 
 MOST_NAMED = 8  # ranges of ranks in a message
 
@@ -39,7 +40,7 @@ class _Split:
         return tuple(sorted(rank for side in sides for rank in side))
 
 
-class Desync:
+class Desync(Detector):
     """Pages when ranks of one replica group differ; again after `quiet_steps`, or for new suspects.
 
     Behind a step whose gradients nobody reduced it only warns: local SGD is meant to part there. It
@@ -54,6 +55,7 @@ class Desync:
     """
 
     name = "desync"
+    title = "Replicas differ"
 
     def __init__(self, *, quiet_steps: int = 100) -> None:
         at_least(0, quiet_steps=quiet_steps)
@@ -81,10 +83,6 @@ class Desync:
         self._told[level] = known | found
         return [_anomaly(record, splits, level)]
 
-    def finish(self) -> list[Anomaly]:
-        """Nothing is held back until the end."""
-        return []
-
 
 def _splits(digests: Digests) -> list[_Split]:
     out = []
@@ -98,27 +96,16 @@ def _anomaly(record: StepRecord, splits: list[_Split], level: str) -> Anomaly:
     first = splits[0]
     suspects = first.suspects
     alone = first.decided and len(suspects) == 1
-    return Anomaly(
-        detector=Desync.name,
-        level=level,
-        step=record.step,
-        micro=0,
-        rank=suspects[0] if alone else None,
-        module=first.fqn,
-        kind="param",
-        phase="step",
-        first_cause=level == "page",
-        message=_message(splits, level),
-        values={
-            "parameters": len(splits),
-            "versions": len(first.sides),
-            "suspects": len(suspects),
-            "ranks": sum(map(len, first.sides)),
-        },
-        sampled=record.sampled,
-        attempt=record.attempt,
-        wall_time_ns=record.wall_time_ns,
-    )
+    values = {
+        "parameters": len(splits),
+        "versions": len(first.sides),
+        "suspects": len(suspects),
+        "ranks": sum(map(len, first.sides)),
+    }
+    return Desync.anomaly(
+        record, level, _message(splits, level), values,
+        rank=suspects[0] if alone else None, module=first.fqn, kind="param",
+    )  # fmt: skip
 
 
 def _message(splits: list[_Split], level: str) -> str:

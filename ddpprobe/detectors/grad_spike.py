@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.groups import GroupNorms
-from ddpprobe.detectors.history import LogHistory, Reading
+from ddpprobe.detectors.history import LogHistory, WindowedValue
+from ddpprobe.detectors.loss import mean_loss
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.records import NONFINITE, SUM_SQ, Anomaly, StepRecord
+from ddpprobe.records.step import NONFINITE, SUM_SQ, Anomaly, StepRecord
 
 Source = tuple[str, int | None]  # ("grad" | "grad_norm" | "grad_norm_local" | "loss", rank or None)
 
@@ -38,22 +40,27 @@ class _Episode:
     paged: bool = False
 
 
-class GradSpike:
+class GradSpike(SampledDetector):
     """Robust outliers of the global gradient norm and of each rank's local one.
 
     Args:
         z: robust standard deviations in log10 space.
         ratio: how many times the median of the window.
-        loss_z, loss_ratio: the same for the loss spike that makes it a page.
-        window, least, floor_dex: see `LogHistory`; counted in sampled records.
+        loss_z: as `z`, for the loss spike that makes it a page.
+        loss_ratio: as `ratio`, for that loss spike.
+        window: sampled records that a norm is compared with.
+        least: sampled records of them without which there is no verdict.
+        floor_dex: the least standard deviation that is believed, in decades.
         join_steps: how far apart, in steps, a gradient spike and a loss spike may lie.
-        repeats, repeat_steps: so many spikes within so many steps are a page.
+        repeats: so many spikes within `repeat_steps` are a page.
+        repeat_steps: steps that they may be spread over.
         quiet_steps: steps without a spike after which one is reported again.
         worse: a spike so many times the reported one is reported at once.
         peer_ratio: a rank is named if it grew so many times as much as any other.
     """
 
     name = "grad_spike"
+    title = "Gradient spike"
 
     def __init__(
         self,
@@ -86,13 +93,11 @@ class GradSpike:
         self._repeats, self._repeat_steps = repeats, repeat_steps
         self._quiet, self._worse = quiet_steps, worse
         self._peer_dex = math.log10(peer_ratio)
-        self._reset(None)
+        self._reset()
 
-    def update(self, record: StepRecord) -> list[Anomaly]:
+    def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; a warning, a page, or a page for an earlier step's warning."""
-        if record.attempt != self._attempt:
-            self._reset(record.attempt)
-        if not record.sampled or record.partial or record.skipped:
+        if record.skipped:
             return []
         spike = self._spike(record)
         self._watch_loss(record)
@@ -101,12 +106,7 @@ class GradSpike:
         self._groups.add(record)
         return self._report(record.step, spike)
 
-    def finish(self) -> list[Anomaly]:
-        """Nothing is held back until the end."""
-        return []
-
-    def _reset(self, attempt: int | None) -> None:
-        self._attempt = attempt
+    def _reset(self) -> None:
         self._histories: dict[Source, LogHistory] = {}
         self._groups = GroupNorms(*self._memory[:2])
         self._loss_spike: int | None = None  # step of the latest one
@@ -141,7 +141,7 @@ class GradSpike:
         return _Spike(anomaly, rank if one_rank else None)
 
     def _watch_loss(self, record: StepRecord) -> None:
-        loss = _loss(record)
+        loss = mean_loss(record)
         history = self._history(("loss", None))
         reading = history.read(loss)
         z, dex = self._loss_rule
@@ -213,19 +213,8 @@ def _norms(record: StepRecord) -> dict[Source, float]:
     return out
 
 
-def _loss(record: StepRecord) -> float:
-    """Return the mean of the ranks' finite losses, NaN without one.
-
-    One rank's own loss is no ground to wake somebody: with heavy-tailed data its chance outliers,
-    which are its gradient's as well, grow with the number of ranks.
-    """
-    losses = [float(s["loss"]) for s in record.scalars.values() if "loss" in s]
-    finite = [x for x in losses if math.isfinite(x)]
-    return math.fsum(x / len(finite) for x in finite) if finite else math.nan
-
-
 def _guilty(
-    spikes: dict[Source, Reading], readings: dict[Source, Reading], peer_dex: float
+    spikes: dict[Source, WindowedValue], readings: dict[Source, WindowedValue], peer_dex: float
 ) -> int | None:
     """Return the one rank whose local norm spiked, if it grew clearly more than its peers'."""
     ranks = [s[1] for s in spikes if _is_local(s)]
@@ -237,34 +226,24 @@ def _guilty(
 
 
 def _anomaly(
-    record: StepRecord, reading: Reading, rank: int | None, module: str | None, *, local: bool
+    record: StepRecord, reading: WindowedValue, rank: int | None, module: str | None, *, local: bool
 ) -> Anomaly:
     what = "local gradient norm" if local else "gradient norm"
-    return Anomaly(
-        detector=GradSpike.name,
-        level="warn",
-        step=record.step,
-        micro=0,
-        rank=rank,
-        module=module,
-        kind="grad_local" if local else "grad",
-        phase="backward" if local else "step",
-        first_cause=False,
-        message=(
-            f"{what} {reading.value:.3g} is {reading.ratio:.3g} x the median {reading.median:.3g} "
-            f"of the last {reading.points} sampled steps (robust z {reading.z:.3g})"
-        ),
-        values={
-            "norm": reading.value,
-            "median": reading.median,
-            "highest": reading.highest,
-            "ratio": reading.ratio,
-            "z": reading.z,
-            "points": reading.points,
-        },
-        sampled=True,
-        attempt=record.attempt,
-        wall_time_ns=record.wall_time_ns,
+    message = (
+        f"{what} {reading.value:.3g} is {reading.ratio:.3g} x the median {reading.median:.3g} "
+        f"of the last {reading.points} sampled steps (robust z {reading.z:.3g})"
+    )
+    values = {
+        "norm": reading.value,
+        "median": reading.median,
+        "highest": reading.highest,
+        "ratio": reading.ratio,
+        "z": reading.z,
+        "points": reading.points,
+    }
+    kind, phase = ("grad_local", "backward") if local else ("grad", "step")
+    return GradSpike.anomaly(
+        record, "warn", message, values, rank=rank, module=module, kind=kind, phase=phase
     )
 
 

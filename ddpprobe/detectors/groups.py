@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records import SUM_SQ, Site, StepRecord
+from ddpprobe.records.step import SUM_SQ, Site, StepRecord
 
 MOST_GROUPS = 512  # bounds the state: 64 x 512 float64 are 256 KiB
 STANDS_OUT = 2.0  # x the median group's ratio; below it the whole model grew, and none is to blame

@@ -12,7 +12,7 @@ LARGEST_DEX = 300.0  # keeps 10**dex a finite, positive float64
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class WindowedValue:
     """One value against the window before it.
 
     `z` is robust, in log10; `dex` = log10(value / median); `median` and `highest` are in the unit
@@ -45,14 +45,14 @@ class LogHistory:
         self._least = least
         self._floor = floor_dex
 
-    def read(self, value: float) -> Reading | None:
+    def read(self, value: float) -> WindowedValue | None:
         """Judge a value against what was added before; None until `least` values are known."""
         log = log_magnitude(value)
         if log is None or len(self._logs) < self._least:
             return None
         middle = median(self._logs)
         spread = MAD_TO_SIGMA * median(abs(x - middle) for x in self._logs)
-        return Reading(
+        return WindowedValue(
             value=abs(value),
             z=(log - middle) / max(spread, self._floor),
             dex=log - middle,

@@ -10,29 +10,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.records import Anomaly, FirstBad, StepRecord
+from ddpprobe.records.step import Anomaly, FirstBad, StepRecord
 
 FELL = 256.0  # as far as `streak` skips in a row, however they are spread
 LOWEST = 2.0**-24  # 40 halvings of the default 65536: a gradient of 1e12 would fit
 
 
-class LossScale:
+class LossScale(Detector):
     """Pages at chronic overflow, once until `quiet_steps` went by without a skipped step.
+
+    Every skipped step delivers a record, so steps without one were taken.
 
     Args:
         warm_up: steps of the attempt in which the scaler may look for its scale.
         streak: more skips in a row than this are chronic, after the warm-up.
-        warm_up_streak: the same within it.
+        warm_up_streak: more skips in a row than this are chronic within the warm-up.
         quiet_steps: steps without a skip after which it may page again.
         fell: after the warm-up, a scale below 1 and so many times below the highest is chronic.
         lowest: below this any scale is.
-
-    Every skipped step delivers a record, so steps without
-    one were taken.
     """
 
     name = "loss_scale"
+    title = "Loss scale"
 
     def __init__(
         self, *, warm_up: int = 100, streak: int = 8, warm_up_streak: int = 40,
@@ -67,10 +68,6 @@ class LossScale:
             return []
         now.paged = True
         return [_anomaly(record, now, why)]
-
-    def finish(self) -> list[Anomaly]:
-        """Nothing is held back until the end."""
-        return []
 
     def _why(self, step: int, *, settled: bool) -> str | None:
         """Return what is wrong; skips of the warm-up do not count towards those after it."""
@@ -114,27 +111,19 @@ class _Memory:
 
 def _anomaly(record: StepRecord, now: _Memory, why: str) -> Anomaly:
     witness, world = now.witness, record.ranks + record.missing
-    return Anomaly(
-        detector=LossScale.name,
-        level="page",
-        step=record.step,
-        micro=0,
+    values = {
+        "scale": now.scale,
+        "highest": now.highest,
+        "skipped_in_a_row": record.step - now.begin + 1,
+    }
+    return LossScale.anomaly(
+        record, "page", _message(now, why), values,
         # In a common overflow the witness is only the first of many ranks.
         rank=world[0] if len(world) == 1 else None,
         module=witness.fqn if witness else None,
         kind=witness.kind if witness else None,
         phase=witness.phase if witness else "backward",
-        first_cause=True,
-        message=_message(now, why),
-        values={
-            "scale": now.scale,
-            "highest": now.highest,
-            "skipped_in_a_row": record.step - now.begin + 1,
-        },
-        sampled=record.sampled,
-        attempt=record.attempt,
-        wall_time_ns=record.wall_time_ns,
-    )
+    )  # fmt: skip
 
 
 def _message(now: _Memory, why: str) -> str:

@@ -13,8 +13,9 @@ import math
 import numpy as np
 
 from ddpprobe.detectors import origins
+from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.settings import at_least
-from ddpprobe.records import (
+from ddpprobe.records.step import (
     NAN,
     NONFINITE,
     NUMEL,
@@ -32,7 +33,7 @@ _REDUCED = ("grad", "param")
 MOST_SITES = 1024  # bounds the state: of more, those that were bad longest ago are forgotten
 
 
-class NonFinite:
+class NonFinite(Detector):
     """Fires on the first non-finite value, and again on each that is a new origin.
 
     What comes behind an origin is its descendant (the weights are bad) until a sampled step is
@@ -48,6 +49,9 @@ class NonFinite:
     """
 
     name = "nonfinite"
+    title = "First non-finite tensor"
+    # This soon after a gradient explosion a NaN is its end; later it is a fault of its own.
+    follows_within = 8
 
     def __init__(self, *, quiet_steps: int = 100) -> None:
         at_least(0, quiet_steps=quiet_steps)
@@ -83,10 +87,6 @@ class NonFinite:
         if site not in self._sites and len(self._sites) >= MOST_SITES:
             del self._sites[min(self._sites, key=self._sites.__getitem__)]
         self._sites[site] = max(step, self._sites.get(site, -1))
-
-    def finish(self) -> list[Anomaly]:
-        """Nothing is held back until the end."""
-        return []
 
 
 def _origin(record: StepRecord) -> FirstBad | None:
@@ -162,27 +162,17 @@ def _is_scaled(record: StepRecord, origin: FirstBad) -> bool:
 
 
 def _anomaly(record: StepRecord, origin: FirstBad, level: str, checked: int | None) -> Anomaly:
-    return Anomaly(
-        detector=NonFinite.name,
-        level=level,
-        step=origin.step,
-        micro=origin.micro,
-        rank=origins.rank_of(record, origin),
-        module=origin.fqn,
-        kind=origin.kind,
-        phase=origin.phase,
-        first_cause=level == "page",
-        message=_message(record, origin, level, checked),
-        values={
-            "nan": origin.nan,
-            "pos_inf": origin.pos_inf,
-            "neg_inf": origin.neg_inf,
-            "numel": origin.numel,
-        },
-        sampled=record.sampled and origin.step == record.step,
-        attempt=record.attempt,
-        wall_time_ns=record.wall_time_ns,
-    )
+    values = {
+        "nan": origin.nan,
+        "pos_inf": origin.pos_inf,
+        "neg_inf": origin.neg_inf,
+        "numel": origin.numel,
+    }
+    return NonFinite.anomaly(
+        record, level, _message(record, origin, level, checked), values,
+        step=origin.step, micro=origin.micro, rank=origins.rank_of(record, origin),
+        module=origin.fqn, kind=origin.kind, phase=origin.phase,
+    )  # fmt: skip
 
 
 def _message(record: StepRecord, origin: FirstBad, level: str, checked: int | None) -> str:

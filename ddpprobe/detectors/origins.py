@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ddpprobe.records import CHECKED, SEVERAL, STATE_KINDS, FirstBad, Site, StepRecord
+from ddpprobe.records.step import CHECKED, SEVERAL, STATE_KINDS, FirstBad, Site, StepRecord
 
 _FOUND = {
     "param": "the parameter", "buffer": "the buffer", "optim_state": "the optimizer's state",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Mapping
-from typing import Any
+
+from ddpprobe.detectors.detector import Detector
+from ddpprobe.records.near_names import by_nearness
 
 Number = int | float
 Settings = Mapping[str, Mapping[str, Number]]  # detector -> setting -> value
@@ -35,13 +38,29 @@ def above_zero(**settings: Number) -> None:
             raise ValueError(f"{name}={value}: expected a number above 0")
 
 
-def defaults(detector: type[Any]) -> dict[str, Number]:
+def defaults(detector: type[Detector]) -> dict[str, Number]:
     """Return the settings that a detector has, with their defaults, in the order it names them."""
     parameters = inspect.signature(detector).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def parse(detector: type[Any], given: Mapping[str, str]) -> dict[str, Number]:
+def summary(detector: type[Detector]) -> str:
+    """Return what a detector finds: the first paragraph of its docstring, as one line."""
+    text = inspect.cleandoc(detector.__doc__ or "").partition("\n\n")[0]
+    return " ".join(text.split()).rstrip(".")
+
+
+def meanings(detector: type[Detector]) -> dict[str, str]:
+    """Return what each setting means, as the `Args` of the docstring say."""
+    said = inspect.cleandoc(detector.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    found: dict[str, str] = {}
+    # An entry is "one, another: text", indented once; what goes on is indented twice.
+    for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n     .*)*)", said, re.MULTILINE):
+        found |= dict.fromkeys(names.split(", "), " ".join(text.split()).rstrip("."))
+    return found
+
+
+def parse(detector: type[Detector], given: Mapping[str, str]) -> dict[str, Number]:
     """Read settings as they are typed: a whole number where the default is one.
 
     Raises:
@@ -52,7 +71,7 @@ def parse(detector: type[Any], given: Mapping[str, str]) -> dict[str, Number]:
     found: dict[str, Number] = {}
     for name, text in given.items():
         if name not in known:
-            there = ", ".join(f"{key}={value}" for key, value in known.items())
+            there = ", ".join(f"{key}={known[key]}" for key in by_nearness(name, known))
             raise ValueError(f"{detector.name} has no setting {name!r}; it has {there}")
         kind = type(known[name])
         try:

@@ -4,36 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 from ddpprobe.detectors.coverage import Coverage
+from ddpprobe.detectors.dead_units import DeadUnits
 from ddpprobe.detectors.desync import Desync
+from ddpprobe.detectors.detector import AFTERMATH_STEPS, Detector
+from ddpprobe.detectors.grad_none_or_zero import GradNoneOrZero
 from ddpprobe.detectors.grad_spike import GradSpike
+from ddpprobe.detectors.loss_runaway import LossRunaway
 from ddpprobe.detectors.loss_scale import LossScale
+from ddpprobe.detectors.loss_spike import LossSpike
 from ddpprobe.detectors.nonfinite import NonFinite
+from ddpprobe.detectors.output_jump import OutputJump
+from ddpprobe.detectors.rank_outlier import RankOutlier
+from ddpprobe.detectors.reduction import Reduction
+from ddpprobe.detectors.same_data import SameData
 from ddpprobe.detectors.settings import Settings, parse
-from ddpprobe.records import PHASES, Anomaly, StepRecord
+from ddpprobe.detectors.straggler import Straggler
+from ddpprobe.detectors.vanishing import Vanishing
+from ddpprobe.records.near_names import by_nearness
+from ddpprobe.records.step import LEVELS, PHASES, Anomaly, StepRecord
 
-LEVELS = ("page", "warn", "info")
-# An anomaly follows from a first cause that lies at most so many steps before it. A NaN this soon
-# after a gradient explosion is its end; later it is a fault of its own. Everything else that is
-# found in the 100 steps after a first cause (the detectors' own quiet time) is its aftermath.
-FOLLOWS_WITHIN = {"nonfinite": 8}
-AFTERMATH_STEPS = 100
-
-
-class Detector(Protocol):
-    """A pure fold over the merged stream."""
-
-    @property
-    def name(self) -> str:
-        """Name in `Anomaly.detector`."""
-
-    def update(self, record: StepRecord) -> list[Anomaly]:
-        """Take the next record, in ascending order of steps; return what it shows."""
-
-    def finish(self) -> list[Anomaly]:
-        """Return what only the end of the stream shows."""
+BEFORE_STEPS = 8  # so far before a first cause an anomaly may lie that follows from it
 
 
 class Suite:
@@ -42,10 +34,8 @@ class Suite:
     Args:
         detectors: in root-cause order: what is found first in a record explains the rest of it.
 
-    Only a page can be a first cause; exactly one is, in every episode (see `FOLLOWS_WITHIN`).
+    Only a page can be a first cause; exactly one is, in every episode (see `follows`).
     """
-
-    name = "suite"
 
     def __init__(self, detectors: Sequence[Detector]) -> None:
         self._detectors = tuple(detectors)
@@ -67,7 +57,24 @@ class Suite:
 
 
 # In root-cause order.
-DETECTORS: tuple[type[Any], ...] = (NonFinite, Desync, LossScale, GradSpike, Coverage)
+DETECTORS: tuple[type[Detector], ...] = (
+    NonFinite,
+    Desync,
+    Reduction,
+    LossScale,
+    OutputJump,
+    GradSpike,
+    DeadUnits,
+    GradNoneOrZero,
+    Vanishing,
+    LossSpike,
+    LossRunaway,
+    RankOutlier,
+    SameData,
+    Straggler,
+    Coverage,
+)
+_FOLLOWS_WITHIN = {detector.name: detector.follows_within for detector in DETECTORS}
 
 
 def default_suite(settings: Settings | None = None) -> Suite:
@@ -92,7 +99,8 @@ def read_settings(given: Iterable[tuple[str, str | None]]) -> Settings:
     texts: dict[str, dict[str, str]] = {}
     for name, assignment in given:
         if name not in known:
-            raise ValueError(f"no detector {name!r}: choose one of {', '.join(known)}")
+            near = ", ".join(by_nearness(name, known))
+            raise ValueError(f"no detector {name!r}: choose one of {near}")
         if assignment is None:
             continue
         key, equals, value = assignment.partition("=")
@@ -106,8 +114,8 @@ def follows(anomaly: Anomaly, cause: Anomaly) -> bool:
     """Whether an anomaly is close enough after (or before) a first cause to be its consequence."""
     if anomaly.attempt != cause.attempt:
         return False
-    within = FOLLOWS_WITHIN.get(anomaly.detector, AFTERMATH_STEPS)
-    return -min(FOLLOWS_WITHIN.values()) <= anomaly.step - cause.step <= within
+    within = _FOLLOWS_WITHIN.get(anomaly.detector, AFTERMATH_STEPS)
+    return -BEFORE_STEPS <= anomaly.step - cause.step <= within
 
 
 @dataclass
@@ -126,7 +134,7 @@ def episodes(anomalies: Iterable[Anomaly]) -> list[Episode]:
     given = list(anomalies)
     paged = {_event(a) for a in given if a.level == "page"}
     kept = [a for a in given if a.level != "warn" or _event(a) not in paged]
-    kept.sort(key=_when)
+    kept.sort(key=when)
     groups = [Episode(a) for a in kept if a.first_cause]
     alone = Episode(None)
     for anomaly in kept:
@@ -136,7 +144,7 @@ def episodes(anomalies: Iterable[Anomaly]) -> list[Episode]:
             before = [g for g in near if g.cause and g.cause.step <= anomaly.step]
             (before[-1] if before else near[0] if near else alone).followed.append(anomaly)
     for group in (*groups, alone):
-        group.followed.sort(key=lambda a: (LEVELS.index(a.level), _when(a)))
+        group.followed.sort(key=lambda a: (LEVELS.index(a.level), when(a)))
     return [*groups, alone] if alone.followed else groups
 
 
@@ -153,8 +161,8 @@ def _event(anomaly: Anomaly) -> tuple[str, int, int, int | None]:
     return (anomaly.detector, anomaly.attempt, anomaly.step, anomaly.rank)
 
 
-def _when(anomaly: Anomaly) -> tuple[int, int, int, int, int]:
-    """Order in time, as `FirstBad.key` orders origins."""
+def when(anomaly: Anomaly) -> tuple[int, int, int, int, int]:
+    """Return what orders anomalies in time, as `FirstBad.key` orders origins."""
     phase = PHASES.index(anomaly.phase) if anomaly.phase in PHASES else len(PHASES)
     rank = -1 if anomaly.rank is None else anomaly.rank
     return (anomaly.attempt, anomaly.step, anomaly.micro, phase, rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ddpprobe.detectors.suite import follows
+from ddpprobe.detectors.suite import DETECTORS, follows
 from ddpprobe.ends.evidence import Case, Fate
 from ddpprobe.ends.judge import (
     BAD,
@@ -17,9 +17,12 @@ from ddpprobe.ends.judge import (
     describe,
     is_failed,
 )
-from ddpprobe.records import PHASES, Anomaly
+from ddpprobe.records.events import FirstCauseEvent
+from ddpprobe.records.step import PHASES, Anomaly
 
 RANK_LOST = "rank_lost"
+# What `Anomaly.detector` can be, and what a report calls it, in root-cause order.
+TITLES = {detector.name: detector.title for detector in DETECTORS} | {RANK_LOST: "The job was lost"}
 
 
 def anomalies_of(
@@ -43,6 +46,15 @@ def anomalies_of(
 def retells(anomaly: Anomaly, known: Anomaly) -> bool:
     """Whether an anomaly says of the same end what is known by now: the one told last counts."""
     return _event(anomaly) == _event(known)
+
+
+def first_cause_of(anomaly: Anomaly) -> FirstCauseEvent:
+    """Return what is told of the first cause of an episode."""
+    return FirstCauseEvent(
+        detector=anomaly.detector, step=anomaly.step, micro=anomaly.micro, rank=anomaly.rank,
+        module=anomaly.module, kind=anomaly.kind, phase=anomaly.phase,
+        time_ns=anomaly.wall_time_ns,
+    )  # fmt: skip
 
 
 def _event(a: Anomaly) -> tuple[object, ...]:

@@ -6,25 +6,39 @@ come makes no difference.
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddpprobe.hearsay import MALFORMED, int64
-from ddpprobe.hearsay import rank as rank_of
-from ddpprobe.heartbeat import STATES, STEP_PHASES, Heartbeat
+from ddpprobe.records.events import (
+    Beat,
+    ClosedEvent,
+    ContinuedEvent,
+    DeathEvent,
+    Event,
+    ExitEvent,
+    HandlesEvent,
+    JobEvent,
+    LastBeatsEvent,
+    LauncherEvent,
+    MovingEvent,
+    PausedEvent,
+    RaisedError,
+    ResumedEvent,
+    StalledEvent,
+    SuspendedEvent,
+)
+from ddpprobe.records.step import STEP_PHASES
+from ddpprobe.rundir.heartbeat import STATES, Heartbeat
 
 UNKNOWN = "unknown"  # it ended, and nobody saw how
-_TIMED_OUT = re.compile(r"tim(?:ed|e) ?-?out", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class Progress:
     """How far a rank had come: `steps` finished, then the micro-batch and the phase within.
 
-    `step` is the number of the optimizer step, `phase` one of `heartbeat.STEP_PHASES`.
+    `step` is the number of the optimizer step, `phase` one of `STEP_PHASES`.
     """
 
     steps: int
@@ -37,30 +51,6 @@ class Clock:
         """What orders two ranks of a job; behind a step comes the data of the next one."""
         place = STEP_PHASES.index(self.phase)
         return self.steps, self.micro if place else -1, place
-
-
-@dataclass(frozen=True, slots=True)
-class Error:
-    """The exception that a rank ended by.
-
-    Attributes:
-        type: name of its class.
-        message: its text, shortened.
-        where: file, line and function of its innermost frame outside of torch; "" if not known.
-        collective: it came out of communication with other ranks.
-        asked: it was raised by a handler of a signal, or is a KeyboardInterrupt.
-    """
-
-    type: str
-    message: str = ""
-    where: str = ""
-    collective: bool = False
-    asked: bool = False
-
-    @property
-    def timed_out(self) -> bool:
-        """Whether the others were waited for in vain."""
-        return self.collective and bool(_TIMED_OUT.search(f"{self.type} {self.message}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +67,10 @@ class Fate:
         closed: it said that nothing more will come.
         raised: and that an exception was the reason.
         error: the exception, also one that was under way when it said so.
-        handles: its script handled SIGTERM or SIGINT itself.
+        sets_handlers: its script handles SIGTERM or SIGINT itself.
+        handles: and, as it closed, a handler of these had run, or may have.
         at_exit: it closed at the end of its interpreter; its script had not said that it was over.
-        asked: it closed on its way to sys.exit() out of such a handler.
+        asked: it closed in such a handler, or on its way to sys.exit() out of one.
         beat_closed: its last heartbeat says that it closed.
         clock: how far it had come; None: not known.
         suspended: it was stopped (SIGSTOP) when last looked at.
@@ -87,6 +78,7 @@ class Fate:
         heard: anything was heard of it at all.
         dead: a daemon wrote it down as a death.
         paused: it had said that it does something else than training.
+        launcher: how the torchrun that started it ended, as `how`; "" if that is not known.
     """
 
     rank: int
@@ -97,17 +89,24 @@ class Fate:
     time_ns: int = 0
     closed: bool = False
     raised: bool = False
-    error: Error | None = None
+    error: RaisedError | None = None
+    sets_handlers: bool = False
     handles: bool = False
     at_exit: bool = False
     asked: bool = False
     beat_closed: bool = False
-    clock: Clock | None = None
+    clock: Progress | None = None
     suspended: bool = False
     stalled: bool = False
     heard: bool = False
     dead: bool = False
     paused: bool = False
+    launcher: str = ""
+
+    @property
+    def may_be_handled(self) -> bool:
+        """Whether its end may be the doing of its script's handler of a signal."""
+        return self.handles if self.closed else self.sets_handlers
 
     def died_before(self, other: Fate) -> bool:
         """Whether the other one was seen alive after this one's death."""
@@ -139,32 +138,45 @@ class Evidence:
     _fates: dict[int, Fate] = field(default_factory=dict)
     _stalls: dict[str, tuple[int, bool]] = field(default_factory=dict)  # node -> (when, still)
     _suspended: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    _launchers: dict[str, str] = field(default_factory=dict)  # node -> how it ended
     _scheduler: str = ""
 
-    def take_event(self, event: Mapping[str, Any], rank: int | None, node: str = "") -> None:
-        """Take a LIFE event of a rank, or (None) of a daemon; what makes no sense says nothing."""
-        with contextlib.suppress(*MALFORMED):
-            match event.get("event"):
-                case "closed" if rank is not None:
-                    self._closed(rank, node, event)
-                case "paused" | "resumed" as word if rank is not None:
-                    self._set(rank, node, paused=word == "paused")
-                case "job" if rank is not None:
-                    self._scheduler = self._scheduler or str(event["scheduler"])
-                case "exit" if rank is None:
-                    self._exit(node, event)
-                case "death" if rank is None:
-                    self._death(node, event)
-                case "last_beats" if rank is None:
-                    for number, beat in event["ranks"].items():
-                        self._beaten(rank_of(int(number)), node, beat)
-                case "stalled" | "moving" as word if rank is None:
-                    still = (int64(event["time_ns"]), word == "stalled")
-                    self._stalls[node] = max(self._stalls.get(node, still), still)
-                case "suspended" | "continued" as word if rank is None:
-                    whom, still = rank_of(event["rank"]), word == "suspended"
-                    said = (int64(event["time_ns"]), still)
-                    self._suspended[whom] = max(self._suspended.get(whom, said), said)
+    def take_event(self, event: Event, rank: int | None, node: str = "") -> None:
+        """Take what a rank says, or (None) a daemon; of the other it says nothing."""
+        if rank is None:
+            self._take_daemon_s(event, node)
+        else:
+            self._take_rank_s(event, rank, node)
+
+    def _take_rank_s(self, event: Event, rank: int, node: str) -> None:
+        match event:
+            case ClosedEvent():
+                self._closed(rank, node, event)
+            case PausedEvent() | ResumedEvent():
+                self._set(rank, node, paused=isinstance(event, PausedEvent))
+            case HandlesEvent():
+                self._set(rank, node, sets_handlers=True)
+            case JobEvent():
+                self._scheduler = self._scheduler or event.scheduler
+
+    def _take_daemon_s(self, event: Event, node: str) -> None:
+        match event:
+            case ExitEvent():
+                self._exit(node, event)
+            case DeathEvent():
+                self._death(node, event)
+            case LauncherEvent():
+                if self._launchers.get(node, UNKNOWN) == UNKNOWN:
+                    self._launchers[node] = event.how
+            case LastBeatsEvent():
+                for number, beat in event.ranks.items():
+                    self._beaten(number, node, beat)
+            case StalledEvent() | MovingEvent():
+                still = (event.time_ns, isinstance(event, StalledEvent))
+                self._stalls[node] = max(self._stalls.get(node, still), still)
+            case SuspendedEvent() | ContinuedEvent():
+                said = (event.time_ns, isinstance(event, SuspendedEvent))
+                self._suspended[event.rank] = max(self._suspended.get(event.rank, said), said)
 
     def take_rank(self, rank: int, node: str = "") -> None:
         """Take that there is something of a rank."""
@@ -172,7 +184,7 @@ class Evidence:
 
     def take_beat(self, rank: int, node: str, beat: Heartbeat) -> None:
         """Take a heartbeat."""
-        self._beaten(rank, node, beat_facts(beat))
+        self._beaten(rank, node, beat)
 
     def case(
         self, world_size: int, *, live: bool, stalled: bool = False, partial: bool = False
@@ -190,7 +202,10 @@ class Evidence:
         for rank in sorted(numbers):
             fate = self._fates.get(rank, Fate(rank))
             still = stalled or self.is_stalled(fate.node)
-            fates.append(replace(fate, suspended=self.is_suspended(rank), stalled=still))
+            launcher = self._launchers.get(fate.node, "")
+            fates.append(
+                replace(fate, suspended=self.is_suspended(rank), stalled=still, launcher=launcher)
+            )
         return Case(tuple(fates), live, partial, self._scheduler)
 
     def is_stalled(self, node: str) -> bool:
@@ -205,75 +220,49 @@ class Evidence:
         known = self._fates.get(rank, Fate(rank))
         self._fates[rank] = replace(known, node=node or known.node, heard=True, **facts)
 
-    def _moved(self, rank: int, node: str, clock: Clock | None) -> None:
+    def _moved(self, rank: int, node: str, clock: Progress | None) -> None:
         known = self._fates.get(rank, Fate(rank)).clock
         if clock is not None and (known is None or clock.key > known.key):
             self._set(rank, node, clock=clock)
 
-    def _closed(self, rank: int, node: str, event: Mapping[str, Any]) -> None:
-        raised = event.get("status", "ok") != "ok"
-        said = event.get("error")
-        error = read_error(said) if isinstance(said, Mapping) else None
-        flags = {name: bool(event.get(name)) for name in ("handles", "at_exit", "asked")}
-        self._set(rank, node, closed=True, raised=raised, error=error, **flags)
+    def _closed(self, rank: int, node: str, event: ClosedEvent) -> None:
+        self._set(
+            rank, node, closed=True, raised=event.status != "ok", error=event.error,
+            handles=event.handles, at_exit=event.at_exit, asked=event.asked,
+        )  # fmt: skip
         self._beaten(rank, node, event)
 
-    def _exit(self, node: str, event: Mapping[str, Any]) -> None:
-        rank = rank_of(event["rank"])
-        if self._fates.get(rank, Fate(rank)).how in {"", UNKNOWN}:
+    def _exit(self, node: str, event: ExitEvent) -> None:
+        if self._fates.get(event.rank, Fate(event.rank)).how in {"", UNKNOWN}:
             self._set(
-                rank, node, how=str(event["how"]), order=int64(event["order"]),
-                witness=str(event["witness"]), time_ns=int64(event["time_ns"]),
+                event.rank, node, how=event.how, order=event.order, witness=event.witness,
+                time_ns=event.time_ns,
             )  # fmt: skip
-        self._beaten(rank, node, event)
+        self._beaten(event.rank, node, event)
 
-    def _death(self, node: str, event: Mapping[str, Any]) -> None:
+    def _death(self, node: str, event: DeathEvent) -> None:
         """Take a death; of a version that wrote down no exits that is all there is, unordered."""
-        rank = rank_of(event["rank"])
+        rank = event.rank
         self._set(rank, node, dead=True)
         if not self._fates.get(rank, Fate(rank)).how:
-            how, when = str(event.get("signal", UNKNOWN)), int64(event.get("time_ns", 0))
-            self._set(rank, node, how=how, time_ns=when)
-        self._beaten(rank, node, event)
+            self._set(rank, node, how=event.signal, time_ns=event.time_ns)
+        self._moved(rank, node, clock_of(event.step, 0, "data", event.step))
 
-    def _beaten(self, rank: int, node: str, said: Mapping[str, Any]) -> None:
-        state, step = str(said.get("state", "data")), int64(said.get("step", -1))
+    def _beaten(
+        self, rank: int, node: str, said: ClosedEvent | ExitEvent | Beat | Heartbeat
+    ) -> None:
+        state, step = said.state or "data", -1 if said.step is None else said.step
         self._set(rank, node, **({"beat_closed": True} if state == "closed" else {}))
-        if step < 0:
-            return
-        steps, micro = int64(said.get("steps", step)), int64(said.get("micro", 0))
-        self._moved(rank, node, clock_of(steps, micro, state, step))
+        steps = step if said.steps is None else said.steps
+        self._moved(rank, node, clock_of(steps, said.micro or 0, state, step))
 
 
-def clock_of(steps: int, micro: int, state: str, step: int) -> Clock | None:
+def clock_of(steps: int, micro: int, state: str, step: int) -> Progress | None:
     """Return how far a rank is by its heartbeat; outside of training nothing is said of a phase."""
     if state not in STATES or step < 0:
         return None
     phase = state if state in STEP_PHASES else "data"
-    return Clock(steps, micro, phase, step)
-
-
-def read_error(said: Mapping[str, Any]) -> Error:
-    """Return the exception in a goodbye."""
-    kind, message, where = (str(said.get(name, "")) for name in ("type", "message", "where"))
-    collective, asked = (bool(said.get(name)) for name in ("collective", "asked"))
-    return Error(kind, message, where, collective, asked)
-
-
-def exit_event(
-    fate_rank: int, how: str, order: int, witness: str, time_ns: int, beat: Heartbeat | None
-) -> dict[str, Any]:
-    """Return the LIFE event by which a daemon says that a rank's process has ended."""
-    told: dict[str, Any] = {
-        "event": "exit", "rank": fate_rank, "how": how, "order": order, "witness": witness,
-        "time_ns": time_ns,
-    }  # fmt: skip
-    return told if beat is None else {**told, **beat_facts(beat)}
-
-
-def beat_facts(beat: Heartbeat) -> dict[str, Any]:
-    """Return what of a heartbeat says how far a rank had come."""
-    return {"step": beat.step, "steps": beat.steps, "micro": beat.micro, "state": beat.state}
+    return Progress(steps, micro, phase, step)
 
 
 def named(ranks: Iterable[int], word: str = "or") -> str:

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpprobe.ends.evidence import UNKNOWN, Case, Fate, named
-from ddpprobe.ends.parts import (
+from ddpprobe.ends.rank_ends import (
     ABORTED,
     ABSENT,
     ALIVE,
-    ASKED_CODES,
     CAUSE,
     CHOSE,
     CLEAN,
@@ -29,7 +28,8 @@ from ddpprobe.ends.parts import (
     SILENT,
     TOLD,
     VICTIM,
-    Parts,
+    RankEnds,
+    asked_in_words,
     may_be_told,
 )
 
@@ -51,7 +51,7 @@ class End:
             blame.
         how: of the first candidate: "SIGKILL", "exit:3", "ValueError"; "" if there is nothing.
         step: the optimizer step it happened in; None: not known, or not the same for all.
-        phase: in which phase of it, as `heartbeat.STEP_PHASES`; None as `step`.
+        phase: in which phase of it, as `STEP_PHASES`; None as `step`.
         message: one sentence.
         grave: it is a page, although its state is `unknown`.
     """
@@ -82,20 +82,26 @@ def is_telling(state: str, how: str) -> bool:
     return state not in {RUNNING, ENDED} and (state in BAD or how != UNKNOWN)
 
 
-def told(end: Mapping[str, Any]) -> str:
+def by_state(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return how many attempts ended in each state, those in which none did included."""
+    return {state: counts.get(state, 0) for state in STATES if state != RUNNING}
+
+
+def told(end: Mapping[str, Any], attempt: int | None = None) -> str:
     """Return what people are told of an end, given as `End.to_json`: its state and its message.
 
-    It is empty where there is no more to say than the state.
+    It is empty where there is no more to say than the state. The attempt is named if it is given.
     """
     state, message = end["state"], str(end["message"])
     if not is_telling(state, end["how"]):
         return ""
-    return message if message.startswith(state) else f"{state}: {message}"
+    which = "" if attempt is None else f"attempt {attempt}: "
+    return which + (message if message.startswith(state) else f"{state}: {message}")
 
 
 def judge(case: Case) -> End:
     """Return how an attempt ended, or that it is under way."""
-    parts = Parts(case)
+    parts = RankEnds(case)
     if parts.has(CAUSE, CHOSE, ABORTED):
         pool = _suspects(parts)
         open_ = _same_choice(parts) or _all_killed(parts) or _watched(parts, pool)
@@ -113,12 +119,12 @@ def judge(case: Case) -> End:
 
 def is_failed(fate: Fate, case: Case) -> bool:
     """Whether a rank ended otherwise than by the end of its training."""
-    return Parts(case).part(fate) in {CAUSE, CHOSE, ABORTED, VICTIM, TOLD, LOST}
+    return RankEnds(case).part(fate) in {CAUSE, CHOSE, ABORTED, VICTIM, TOLD, LOST}
 
 
 def is_well(case: Case) -> bool:
     """Whether all ranks of which anything is known here ended well, be it by a handler."""
-    parts = Parts(case)
+    parts = RankEnds(case)
     return parts.has(LEFT) and parts.only(LEFT, ABSENT)
 
 
@@ -134,7 +140,7 @@ def how_of(fate: Fate) -> str:
     return fate.error.type if blames and fate.error is not None else fate.how or UNKNOWN
 
 
-def _suspects(parts: Parts) -> list[Fate]:
+def _suspects(parts: RankEnds) -> list[Fate]:
     """Return whose end is not known to have followed from somebody else's."""
     causes, others = _without_killed(parts), parts.all(CHOSE, ABORTED)
     pool = causes or others
@@ -150,7 +156,7 @@ def _suspects(parts: Parts) -> list[Fate]:
     return sorted((f for f in pool if f.clock and f.clock.key == least), key=lambda f: f.rank)
 
 
-def _without_killed(parts: Parts) -> list[Fate]:
+def _without_killed(parts: RankEnds) -> list[Fate]:
     """Return the causes, without who was killed (SIGKILL) where that followed from another's end.
 
     A launcher kills those that are left, and a rank whose end a kill cannot bring about is the one
@@ -168,7 +174,7 @@ def _without_killed(parts: Parts) -> list[Fate]:
         if parts.part(fate) == CAUSE:
             return not _may_follow(fate)
         behind = fate.clock is not None and first is not None and fate.clock.key < first
-        return behind and not fate.handles
+        return behind and not fate.may_be_handled
 
     found = any(is_first(f) for f in parts.all(CAUSE, CHOSE))
     return [f for f in causes if f not in killed] if found else causes
@@ -199,7 +205,7 @@ def _is_killed(fate: Fate) -> bool:
     return fate.how == "SIGKILL" and fate.error is None
 
 
-def _same_choice(parts: Parts) -> End | None:
+def _same_choice(parts: RankEnds) -> End | None:
     """All ranks ended by the same exit code and nothing says why: it may have been a signal's.
 
     A script's handler of a signal exits with whatever code it likes; and workers that nobody lets
@@ -210,7 +216,7 @@ def _same_choice(parts: Parts) -> End | None:
     if not quiet or any(f.error for f in fates):
         return None
     hows = {f.how for f in fates}
-    if not parts.has(CAUSE) and len(hows) == 1 and any(f.handles for f in fates):
+    if not parts.has(CAUSE) and len(hows) == 1 and any(f.may_be_handled for f in fates):
         inside = any(f.clock and f.clock.phase in INSIDE for f in fates)
         said = f"every rank ended with exit code {next(iter(hows))[5:]}"
         # Where no script calls sys.exit(), and a signal's handler may. Of several nodes the
@@ -223,7 +229,7 @@ def _same_choice(parts: Parts) -> End | None:
     return _quiet(parts) if _is_between_steps(parts) else None
 
 
-def _all_killed(parts: Parts) -> End | None:
+def _all_killed(parts: RankEnds) -> End | None:
     """Every rank was killed: no rank's end makes others die like that, but somebody outside can."""
     fates, causes = parts.seen, parts.all(CAUSE)
     if len(fates) < 2 or len(causes) < len(fates) or {f.how for f in fates} != {"SIGKILL"}:
@@ -235,7 +241,7 @@ def _all_killed(parts: Parts) -> End | None:
     return End(UNDECIDED, (), "SIGKILL", _step(fates), _phase(fates), text, grave=True)
 
 
-def _watched(parts: Parts, pool: list[Fate]) -> End | None:
+def _watched(parts: RankEnds, pool: list[Fate]) -> End | None:
     """Who aborted was further on than one that was told to stop: it may have waited for that one.
 
     NCCL's watchdog aborts those who wait; one that aborts on its own leaves others behind as well.
@@ -258,7 +264,7 @@ def _watched(parts: Parts, pool: list[Fate]) -> End | None:
     return End(UNDECIDED, ranks, "SIGABRT", _step(both), None, text, grave=True)
 
 
-def _last_resort(parts: Parts, pool: list[Fate]) -> End | None:
+def _last_resort(parts: RankEnds, pool: list[Fate]) -> End | None:
     """One was killed (SIGKILL), seen together with the others, who were told to stop.
 
     Its death may be why, or it had hung behind them and did not go when it was told to. A broken
@@ -279,7 +285,7 @@ def _last_resort(parts: Parts, pool: list[Fate]) -> End | None:
     return End(UNDECIDED, (lost.rank,), lost.how, _step(pool), _phase(pool), text, grave=True)
 
 
-def _is_between_steps(parts: Parts) -> bool:
+def _is_between_steps(parts: RankEnds) -> bool:
     """Whether all ranks ended without a word in the same place, behind a whole step."""
     fates = parts.seen
     places = {f.clock.key for f in fates if f.clock}
@@ -288,7 +294,7 @@ def _is_between_steps(parts: Parts) -> bool:
     return quiet and len(places) == 1 and {f.how for f in fates} <= harmless
 
 
-def _quiet(parts: Parts) -> End:
+def _quiet(parts: RankEnds) -> End:
     fates = parts.all(SILENT, CHOSE, CAUSE)
     hows = sorted({f.how for f in fates})
     step = _step(fates)
@@ -299,18 +305,16 @@ def _quiet(parts: Parts) -> End:
 
 
 def _crashed(pool: list[Fate]) -> End:
-    step, phase = _step(pool), _phase(pool)
-    how = how_of(pool[0])
-    if len(pool) == 1:
-        text = describe(pool[0])
-    else:
+    step, phase, how = _step(pool), _phase(pool), how_of(pool[0])
+    text = describe(pool[0])
+    if len(pool) > 1:
         each = "; ".join(describe(f) for f in pool[:4]) + ("; ..." if len(pool) > 4 else "")
         who = named((f.rank for f in pool), "or")
         text = f"{who} is the cause, and nothing says which: {each}"
     return End(CRASHED, tuple(f.rank for f in pool), how, step, phase, text)
 
 
-def _stuck(parts: Parts) -> list[Fate]:
+def _stuck(parts: RankEnds) -> list[Fate]:
     """Return the ranks that the others waited for, if they did."""
     case = parts.case
     suspended = [f for f in case.fates if f.suspended]
@@ -332,7 +336,7 @@ def _behind(fates: list[Fate]) -> list[Fate]:
     return [f for f in fates if f.clock and f.clock.key == min(known)] if known else fates
 
 
-def _hung(parts: Parts, stuck: list[Fate]) -> End:
+def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
     step, phase = _step(stuck), _phase(stuck)
     ranks = tuple(f.rank for f in stuck)
     if parts.case.partial or parts.has(ABSENT):
@@ -354,7 +358,7 @@ def _hung(parts: Parts, stuck: list[Fate]) -> End:
     return End(HUNG, ranks, how, step, phase, text)
 
 
-def _broken(parts: Parts) -> End:
+def _broken(parts: RankEnds) -> End:
     """Communication broke: the one who is gone without a word did it, if there is one."""
     victims = parts.all(VICTIM)
     gone = parts.all(LOST) or parts.all(SILENT)
@@ -381,19 +385,19 @@ def _broken(parts: Parts) -> End:
     return End(CRASHED, ranks, how_of(victims[0]), _step(victims), _phase(victims), text)
 
 
-def _missed(parts: Parts) -> list[Fate]:
+def _missed(parts: RankEnds) -> list[Fate]:
     """Return who left behind one whose communication broke: that one may have waited for it."""
     furthest = max((f.clock.key for f in parts.all(VICTIM) if f.clock), default=None)
     return [f for f in parts.all(LEFT) if f.clock and furthest and f.clock.key < furthest]
 
 
-def _stopped(parts: Parts, said: str = "") -> End:
+def _stopped(parts: RankEnds, said: str = "") -> End:
     case = parts.case
     told = parts.all(TOLD)
     if not told and not said:
         return _without_word(parts)
     hows = sorted({_asked_by(f) for f in told}, key=lambda how: (how == "SIGKILL", how))
-    text = said or f"{_many(told)} ended because of {' and '.join(hows)}"
+    text = said or f"{_many(told)} ended because of {' and '.join(map(asked_in_words, hows))}"
     by = f"; {case.scheduler}" if case.scheduler else ""
     fates = told or case.fates
     how = hows[0] if hows else case.fates[0].how
@@ -404,10 +408,10 @@ def _asked_by(fate: Fate) -> str:
     if fate.error is not None and fate.error.asked:
         interrupt = fate.error.type == "KeyboardInterrupt"
         return "SIGINT" if interrupt else f"a handler of a signal ({fate.error.type})"
-    return ASKED_CODES.get(fate.how, fate.how)
+    return fate.how
 
 
-def _without_cause(parts: Parts) -> End:
+def _without_cause(parts: RankEnds) -> End:
     """Nobody failed and nobody waited."""
     if parts.has(TOLD) and not parts.has(LOST, ABSENT):
         return _stopped(parts)
@@ -416,7 +420,7 @@ def _without_cause(parts: Parts) -> End:
     return _without_word(parts)
 
 
-def _without_word(parts: Parts) -> End:
+def _without_word(parts: RankEnds) -> End:
     case = parts.case
     if parts.only(LEFT) and case.fates:
         if any(map(may_be_told, case.fates)):
@@ -436,7 +440,7 @@ def _without_word(parts: Parts) -> End:
     return End(UNDECIDED, (), UNKNOWN, step, None, text)
 
 
-def _by_handler(parts: Parts, left: Iterable[Fate]) -> End:
+def _by_handler(parts: RankEnds, left: Iterable[Fate]) -> End:
     """Ranks left without an error, and a handler of a signal may have made them."""
     left, victims = list(left), parts.all(VICTIM)
     step = _last_step(left)
@@ -447,7 +451,7 @@ def _by_handler(parts: Parts, left: Iterable[Fate]) -> End:
     return End(UNDECIDED, (), CLEAN if victims else UNKNOWN, step, None, text, grave=bool(victims))
 
 
-def _unseen(parts: Parts) -> str:
+def _unseen(parts: RankEnds) -> str:
     absent = parts.all(ABSENT)
     return f"; of {_many(absent)} nothing is known here" if absent else ""
 

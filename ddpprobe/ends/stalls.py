@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpprobe.heartbeat import STEP_PHASES, Heartbeat
+from ddpprobe.records.step import STEP_PHASES
+from ddpprobe.rundir.heartbeat import Heartbeat
 
 LATE_SECONDS = 10.0  # a rank that was silent for longer, and for that many steps, is late
 LATE_STEPS = 10

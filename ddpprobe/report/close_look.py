@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ddpprobe.commands.output import number
-from ddpprobe.records import Site
+from ddpprobe.reader.text import number
+from ddpprobe.records.step import Site
 from ddpprobe.report.curves import Panel, Trace, band, line, log_axis, stacked, tint, upright
 from ddpprobe.report.encode import typed
 from ddpprobe.report.heat import KIND_WORDS, without

@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Mergeable)
 
 @final
 @dataclass(slots=True)
-class Column(Generic[M]):
+class StepColumn(Generic[M]):
     """What is known of the `steps` records from step `first` to `last` of one attempt.
 
     Where `steps` is 0 the records are lost, and the content is empty.
@@ -35,7 +35,7 @@ class Column(Generic[M]):
     steps: int = 1
     pinned: bool = False
 
-    def absorb(self, later: Column[M]) -> None:
+    def absorb(self, later: StepColumn[M]) -> None:
         """Merge a column that comes after this one."""
         self.last = later.last
         self.steps += later.steps
@@ -45,14 +45,16 @@ class Column(Generic[M]):
         """Return whether a step lies in here."""
         return self.attempt == attempt and self.first <= step <= self.last
 
-    def meets(self, other: Column[M]) -> bool:
+    def meets(self, other: StepColumn[M]) -> bool:
         """Return whether the two have steps in common."""
         return self.attempt == other.attempt and (
             self.first <= other.last and other.first <= self.last
         )
 
 
-def with_gaps(columns: Iterable[Column[M]], gaps: Iterable[Column[M]]) -> list[Column[M]]:
+def with_gaps(
+    columns: Iterable[StepColumn[M]], gaps: Iterable[StepColumn[M]]
+) -> list[StepColumn[M]]:
     """Return columns with those put in between that say that nothing is known of their steps.
 
     Where some of a gap's steps share a column with others there is no gap to be shown.
@@ -63,7 +65,7 @@ def with_gaps(columns: Iterable[Column[M]], gaps: Iterable[Column[M]]) -> list[C
 
 
 @final
-class Columns(Generic[M]):
+class StepColumns(Generic[M]):
     """Takes step after step and keeps at most about `2 * most` columns.
 
     Around the moments, and at the end, a step is a column; elsewhere so many steps share one, the
@@ -77,14 +79,14 @@ class Columns(Generic[M]):
     def __init__(self, most: int, moments: Sequence[tuple[int, int]] = ()) -> None:
         self._most, self._width = most, 1
         self._moments = deque(sorted(moments))
-        self._settled: list[Column[M]] = []
+        self._settled: list[StepColumn[M]] = []
         self._loose = 0  # of those that are settled and may be merged
-        self._recent: deque[Column[M]] = deque()
+        self._recent: deque[StepColumn[M]] = deque()
         self._pin = 0
 
     def add(self, attempt: int, step: int, content: M) -> None:
         """Take the next step, in ascending order of (attempt, step)."""
-        column = Column(attempt, step, step, content)
+        column = StepColumn(attempt, step, step, content)
         self._recent.append(column)
         if self._moments and (attempt, step) >= self._moments[0]:
             while self._moments and (attempt, step) >= self._moments[0]:
@@ -98,15 +100,15 @@ class Columns(Generic[M]):
         if len(self._recent) > NEAR:
             self._settle(self._recent.popleft())
 
-    def __iter__(self) -> Iterator[Column[M]]:
+    def __iter__(self) -> Iterator[StepColumn[M]]:
         yield from self._settled
         yield from self._recent
 
-    def _settle(self, column: Column[M]) -> None:
+    def _settle(self, column: StepColumn[M]) -> None:
         if self._put(column) and self._loose > 2 * self._most:
             self._widen()
 
-    def _put(self, column: Column[M]) -> bool:
+    def _put(self, column: StepColumn[M]) -> bool:
         """Merge it into the last column where the two may join; return whether it is a new one."""
         last = self._settled[-1] if self._settled else None
         if last is not None and self._may_join(last, column):
@@ -116,7 +118,7 @@ class Columns(Generic[M]):
         self._loose += not column.pinned
         return True
 
-    def _may_join(self, last: Column[M], column: Column[M]) -> bool:
+    def _may_join(self, last: StepColumn[M], column: StepColumn[M]) -> bool:
         fits = last.steps + column.steps <= self._width
         return fits and last.attempt == column.attempt and not (last.pinned or column.pinned)
 

@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddpprobe.report.columns import Column
+from ddpprobe.report.columns import StepColumn
 from ddpprobe.report.encode import figure, typed
 from ddpprobe.report.rows import Floats
 
@@ -157,7 +157,7 @@ def upright(x: float) -> Trace:
     }  # fmt: skip
 
 
-def where(columns: Sequence[Column[Any]]) -> tuple[Floats, Places]:
+def where(columns: Sequence[StepColumn[Any]]) -> tuple[Floats, Places]:
     """Return x [m] and the index of the column there [m], -1 where a new attempt begins a line."""
     x: list[float] = []
     index: list[int] = []

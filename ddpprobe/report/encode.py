@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ddpprobe.commands.output import plain
+from ddpprobe.reader.text import plain
 
 NAME_CHARACTERS = 80
 NAMED_RANKS = 8

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records import Anomaly, Site
-from ddpprobe.report.columns import Column
+from ddpprobe.records.step import Anomaly, Site
+from ddpprobe.report.columns import StepColumn
 from ddpprobe.report.encode import figure, names, typed
 from ddpprobe.report.rows import Floats, stat_of
 from ddpprobe.report.story import Story
@@ -46,7 +46,7 @@ def without(ranks: int) -> str:
     return f", without {ranks} rank{'' if ranks == 1 else 's'}" if ranks else ""
 
 
-def column_names(columns: Sequence[Column[Any]]) -> list[str]:
+def column_names(columns: Sequence[StepColumn[Any]]) -> list[str]:
     """Name columns by their steps, and by the attempt where there are several.
 
     Those whose numbers lack ranks are marked.

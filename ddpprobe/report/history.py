@@ -9,8 +9,8 @@ from typing import final
 
 import numpy as np
 
-from ddpprobe.records import OBSERVED, Anomaly, Counts, Site, StepRecord, Values, derive
-from ddpprobe.remembered import Remembered
+from ddpprobe.records.identity_cache import IdentityCache
+from ddpprobe.records.step import OBSERVED, Anomaly, Counts, Site, StepRecord, Values, derive
 from ddpprobe.report.rows import Floats
 
 BEFORE, AFTER = 40, 20  # sampled steps that are kept on either side of the first cause
@@ -42,7 +42,7 @@ class History:
     _after: int = 0
 
     def __post_init__(self) -> None:
-        self._places = Remembered(self._find, _TABLES)
+        self._places = IdentityCache(self._find, _TABLES)
 
     def take(self, record: StepRecord) -> None:
         """Take the next merged step, in ascending order; most of them are forgotten again."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpprobe.replay.readings import Reading
+from ddpprobe.reader.readings import NodeReading
 from ddpprobe.report.curves import COLOURS, Panel, Trace, line, stacked, tint, upright
 from ddpprobe.report.encode import name
 from ddpprobe.report.story import Story
@@ -35,7 +35,7 @@ def host_panels(story: Story) -> dict[str, Any] | None:
     return stacked("host", panels, height=height, xaxis=xaxis, lines=lines)
 
 
-def _panels(readings: Sequence[Reading]) -> list[Panel]:
+def _panels(readings: Sequence[NodeReading]) -> list[Panel]:
     several = len({r.node for r in readings}) > 1
     nodes: dict[str, Curves] = defaultdict(lambda: defaultdict(list))
     resident: Curves = defaultdict(list)
@@ -57,7 +57,7 @@ def _panels(readings: Sequence[Reading]) -> list[Panel]:
     return [panel for panel in panels if panel.traces][:MOST_PANELS]
 
 
-def _of_host(reading: Reading) -> Iterable[tuple[str, float]]:
+def _of_host(reading: NodeReading) -> Iterable[tuple[str, float]]:
     """Yield what is drawn of a host: memory as the share in use, all else as it is."""
     host = dict(reading.host)
     free, total = host.pop("memory_available_bytes", None), host.pop("memory_total_bytes", 0.0)
@@ -79,7 +79,10 @@ def _title(what: str) -> str:
 
 
 def _share(
-    before: dict[tuple[int, int], tuple[int, float]], reading: Reading, rank: int, seconds: float
+    before: dict[tuple[int, int], tuple[int, float]],
+    reading: NodeReading,
+    rank: int,
+    seconds: float,
 ) -> float | None:
     """Return how many processors a rank kept busy since the last reading; None at the first one."""
     key = reading.attempt, rank

@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records import StepRecord
+from ddpprobe.records.step import StepRecord
 
 Floats = NDArray[np.float64]
 _N, _SUM, _MIN, _MAX, _BAD = range(5)
@@ -97,7 +97,7 @@ class Numbers:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Table:
+class ScalarTable:
     """One name of all columns: arrays [columns, ranks], NaN where no finite value was given.
 
     `bad` counts the values that were not finite.
@@ -114,19 +114,19 @@ class Table:
         return bool(np.isfinite(self.mean).any())
 
 
-def table_of(columns: Sequence[Numbers], labels: Labels, name: str) -> Table:
+def table_of(columns: Sequence[Numbers], labels: Labels, name: str) -> ScalarTable:
     """Read one name out of all columns; ranks in the order of `labels`."""
     shape = len(labels.ranks), len(labels.names)
     place = labels.names.get(name)
     if place is None or not columns:
         none = np.full((len(columns), shape[0]), np.nan)
-        return Table(none, none, none, np.zeros_like(none))
+        return ScalarTable(none, none, none, np.zeros_like(none))
     cells = np.stack([c.padded(*shape).cells[:, place] for c in columns])
     given = cells[..., _N] > 0
     with np.errstate(invalid="ignore", divide="ignore"):
         parts = (cells[..., _SUM] / cells[..., _N], cells[..., _MIN], cells[..., _MAX])
     mean, low, high = (np.where(given, part, np.nan) for part in parts)
-    return Table(mean, low, high, cells[..., _BAD])
+    return ScalarTable(mean, low, high, cells[..., _BAD])
 
 
 def quiet(fold: Any, values: Floats, axis: int = 1) -> Floats:  # noqa: ANN401  (a fold of NumPy)

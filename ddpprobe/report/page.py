@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from ddpprobe.commands.output import plain
+from ddpprobe.reader.text import plain
 from ddpprobe.report import tables
 from ddpprobe.report.close_look import close_looks, numbers_around
 from ddpprobe.report.heat import heat_maps

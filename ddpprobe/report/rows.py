@@ -9,7 +9,8 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records import (
+from ddpprobe.records.identity_cache import IdentityCache
+from ddpprobe.records.step import (
     OBSERVED,
     Counts,
     Site,
@@ -21,20 +22,19 @@ from ddpprobe.records import (
     merge_runs,
     merge_values,
 )
-from ddpprobe.remembered import Remembered
 
 Floats = NDArray[np.float64]
 _TABLES = 64
 
 
 @final
-class SiteTable:
+class RunSites:
     """All sites of a run in order of first appearance, which is the order of execution."""
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
         self._index: dict[tuple[str, str, str], int] = {}
-        self._places = Remembered(self._find, _TABLES)
+        self._places = IdentityCache(self._find, _TABLES)
 
     def places(self, sites: tuple[Site, ...]) -> NDArray[np.intp]:
         """Return the place of each row of a record."""
@@ -50,7 +50,7 @@ class SiteTable:
 
 @final
 @dataclass(slots=True)
-class Rows:
+class SiteRows:
     """Statistics of the first n sites of a table: counts int64 [n, 7], values float64 [n, 4].
 
     A site that a step said nothing of has the merge's identity: `numel` and `observed` are 0.
@@ -62,12 +62,12 @@ class Rows:
     absent: int = 0
 
     @classmethod
-    def none(cls) -> Rows:
+    def none(cls) -> SiteRows:
         """Return what nobody said anything of."""
         return cls(*empty_rows(0))
 
     @classmethod
-    def of(cls, record: StepRecord, table: SiteTable) -> Rows:
+    def of(cls, record: StepRecord, table: RunSites) -> SiteRows:
         """Return a record's rows at their places of the table, which may grow."""
         places = table.places(record.sites)
         rows = cls(*empty_rows(len(table.sites)), absent=len(record.missing))
@@ -79,7 +79,7 @@ class Rows:
             rows.values[place] = merge_values(rows.values[place], values)
         return rows
 
-    def absorb(self, later: Rows) -> None:
+    def absorb(self, later: SiteRows) -> None:
         """Merge another step's rows into these."""
         counts, values = later.padded(len(self.counts))
         mine = self.padded(len(counts))
@@ -96,7 +96,7 @@ class Rows:
         return np.concatenate((self.counts, counts)), np.concatenate((self.values, values))
 
 
-def stat_of(rows: Sequence[Rows], groups: Sequence[Sequence[int]], stat: str) -> Floats:
+def stat_of(rows: Sequence[SiteRows], groups: Sequence[Sequence[int]], stat: str) -> Floats:
     """Return one statistic [groups, rows]; NaN where nothing was observed, which is not 0.
 
     Args:

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from ddpprobe.detectors.suite import Episode, episodes
-from ddpprobe.records import Anomaly, StepRecord
-from ddpprobe.replay.completeness import Completeness
-from ddpprobe.replay.readings import Reading
-from ddpprobe.replay.run import Run
-from ddpprobe.replay.tensors import Captured
-from ddpprobe.report.columns import Column, Columns, with_gaps
+from ddpprobe.reader.completeness import Completeness
+from ddpprobe.reader.readings import NodeReading
+from ddpprobe.reader.run import Run
+from ddpprobe.reader.tensors import Captured
+from ddpprobe.records.step import Anomaly, StepRecord
+from ddpprobe.report.columns import StepColumn, StepColumns, with_gaps
 from ddpprobe.report.history import History, histories_of
-from ddpprobe.report.numbers import Labels, Numbers, Table, table_of
-from ddpprobe.report.rows import Rows, SiteTable
+from ddpprobe.report.numbers import Labels, Numbers, ScalarTable, table_of
+from ddpprobe.report.rows import RunSites, SiteRows
 
 Advance = Callable[[int], None]
-MAP_COLUMNS, LINE_COLUMNS = 80, 250  # of a heat map, of a curve; see `Columns`
+MAP_COLUMNS, LINE_COLUMNS = 80, 250  # of a heat map, of a curve; see `StepColumns`
 MAP_CELLS, FEWEST_COLUMNS = 240_000, 10  # 88 bytes each
 MOST_CAUSES = 3  # first causes with a close look
 SINGLE_RANKS = 8  # ranks whose own rows of the guilty site are read
@@ -47,12 +47,12 @@ class Story:
 
     info: dict[str, Any]
     anomalies: list[Anomaly]
-    table: SiteTable
-    maps: list[Column[Rows]]
+    table: RunSites
+    maps: list[StepColumn[SiteRows]]
     labels: Labels
-    lines: list[Column[Numbers]]
+    lines: list[StepColumn[Numbers]]
     histories: list[History]
-    readings: list[Reading]
+    readings: list[NodeReading]
     captures: list[Captured] = field(default_factory=list)
     expired: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Story:
         """The first causes, the first one first."""
         return [group.cause for group in self.episodes if group.cause]
 
-    def numbers(self, name: str) -> Table:
+    def numbers(self, name: str) -> ScalarTable:
         """Return what each rank said under one name, over the steps."""
         return table_of([column.content for column in self.lines], self.labels, name)
 
@@ -86,15 +86,15 @@ def gather(run: Run, advance: Advance | None = None) -> Story:
     anomalies = run.anomalies()
     causes = [group.cause for group in episodes(anomalies) if group.cause][:MOST_CAUSES]
     moments = [(cause.attempt, cause.step) for cause in causes]
-    table, labels = SiteTable(), Labels()
-    maps: Columns[Rows] | None = None
-    lines: Columns[Numbers] = Columns(LINE_COLUMNS, moments)
+    table, labels = RunSites(), Labels()
+    maps: StepColumns[SiteRows] | None = None
+    lines: StepColumns[Numbers] = StepColumns(LINE_COLUMNS, moments)
     histories = histories_of(causes, MOST_CAUSES)
     story = Story({}, anomalies, table, [], labels, [], histories, [])
     for record in run.records():
         if record.sites:
-            maps = maps or Columns(_columns_for(len(record.sites)), moments)
-            maps.add(record.attempt, record.step, Rows.of(record, table))
+            maps = maps or StepColumns(_columns_for(len(record.sites)), moments)
+            maps.add(record.attempt, record.step, SiteRows.of(record, table))
         if record.scalars or record.sites:
             lines.add(record.attempt, record.step, Numbers.of(record, labels))
         for history in histories:
@@ -105,8 +105,10 @@ def gather(run: Run, advance: Advance | None = None) -> Story:
     for history in histories:
         _read_ranks(run, history)
     holes = _holes(run)
-    story.maps = with_gaps(maps or (), [Column(*hole, Rows.none(), steps=0) for hole in holes])
-    story.lines = with_gaps(lines, [Column(*hole, Numbers.none(), steps=0) for hole in holes])
+    story.maps = with_gaps(
+        maps or (), [StepColumn(*hole, SiteRows.none(), steps=0) for hole in holes]
+    )
+    story.lines = with_gaps(lines, [StepColumn(*hole, Numbers.none(), steps=0) for hole in holes])
     story.readings = list(run.readings())
     story.captures = run.captures()
     story.expired = [str(gone) for gone in run.expired()]

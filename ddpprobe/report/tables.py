@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ddpprobe.commands.output import UNOBSERVED, number, size
 from ddpprobe.ends.evidence import named
 from ddpprobe.ends.judge import RUNNING
+from ddpprobe.reader.text import UNOBSERVED, number, size
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.ranks import COMPARED, MOST_LISTED, differences, differs, standing_out
 from ddpprobe.report.story import Story

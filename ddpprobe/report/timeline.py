@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpprobe.records import Anomaly
+from ddpprobe.records.step import Anomaly
 from ddpprobe.report.curves import (
     COLOURS,
     Panel,
@@ -25,7 +25,7 @@ from ddpprobe.report.curves import (
     where,
 )
 from ddpprobe.report.encode import name, ranks_named
-from ddpprobe.report.numbers import Table, quiet
+from ddpprobe.report.numbers import ScalarTable, quiet
 from ddpprobe.report.ranks import standing_out
 from ddpprobe.report.rows import Floats
 from ddpprobe.report.story import Story
@@ -151,9 +151,9 @@ def _not_finite(x: Floats, near: Floats, bad: Floats, story: Story) -> list[Trac
     return [{**marks(x[rows], heights, text, "--bad", "x"), "cliponaxis": False}]
 
 
-def _low(table: Table) -> Floats:
+def _low(table: ScalarTable) -> Floats:
     return quiet(np.nanmin, table.low)
 
 
-def _high(table: Table) -> Floats:
+def _high(table: ScalarTable) -> Floats:
     return quiet(np.nanmax, table.high)

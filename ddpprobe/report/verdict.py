@@ -8,23 +8,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import final
 
-from ddpprobe.commands.output import plain
-from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.anomalies import RANK_LOST, TITLES
 from ddpprobe.ends.judge import RUNNING, told
-from ddpprobe.records import STATE_KINDS, Anomaly
+from ddpprobe.reader.text import plain
+from ddpprobe.records.step import STATE_KINDS, Anomaly
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.story import Story
 
 MOST_CAUSES = 8
 MOST_FOLLOWED = 6
-TITLES = {
-    "nonfinite": "First non-finite tensor",
-    "grad_spike": "Gradient spike",
-    "desync": "Replicas differ",
-    "loss_scale": "Loss scale",
-    "coverage": "Something fell silent",
-    RANK_LOST: "The job was lost",
-}
 _KINDS = {
     "input": "input", "output": "output", "grad_output": "gradient of the output",
     "grad_input": "gradient of the input", "param": "parameter",
@@ -184,11 +176,11 @@ def _aftermath(story: Story, said: Collection[str]) -> Iterator[str]:
         yield f"The loss is first not finite at step {step}, on {who}."
     if story.skipped:
         yield f"The optimizer skipped {story.skipped} step{'s' if story.skipped > 1 else ''}."
+    several = len(story.info["attempts"]) > 1
     for attempt in story.info["attempts"]:
-        text = told(attempt["end"])
+        text = told(attempt["end"], attempt["attempt"] if several else None)
         if text and attempt["end"]["message"] not in said:
-            which = f"attempt {attempt['attempt']}: " if len(story.info["attempts"]) > 1 else ""
-            yield f"{which}{text}."
+            yield f"{text}."
     last = story.info["steps"]["last"]
     if last is not None:
         # What was sampled last is rarely the last step.

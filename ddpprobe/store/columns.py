@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe import inside
-from ddpprobe.records import COUNTS, KINDS, PHASES, VALUES, Digests, FirstBad, Site, StepRecord
-from ddpprobe.remembered import Remembered
+from ddpprobe.records.identity_cache import IdentityCache
+from ddpprobe.records.step import COUNTS, KINDS, PHASES, VALUES, Digests, FirstBad, Site, StepRecord
+from ddpprobe.rundir import safe_read
 from ddpprobe.store.format import escape, unescape
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ _BAD_NUMBERS = ("step", "micro", "order", "rank", "nan", "pos_inf", "neg_inf", "
 
 
 @dataclass(slots=True)
-class Axis(Generic[T]):
+class LabelAxis(Generic[T]):
     """Labels of a dimension in order of first appearance; grows, never reorders."""
 
     labels: list[T] = field(default_factory=list)
@@ -43,8 +43,8 @@ class SiteAxis:
     """The sites of a group. A site that occurs twice in one record takes two places."""
 
     def __init__(self, sites: Sequence[Site] = ()) -> None:
-        self._axis: Axis[tuple[Site, int]] = Axis(list(_numbered(sites)))
-        self._places = Remembered(self._find, _TABLES)
+        self._axis: LabelAxis[tuple[Site, int]] = LabelAxis(list(_numbered(sites)))
+        self._places = IdentityCache(self._find, _TABLES)
 
     @property
     def sites(self) -> list[Site]:
@@ -139,7 +139,7 @@ def decode_digest_axis(columns: Mapping[str, Sequence[Any]]) -> list[tuple[str, 
     return [(unescape(f), unescape(s)) for f, s in zip(fqns, shards, strict=True)]
 
 
-def encode_checksums(records: Sequence[StepRecord], axis: Axis[tuple[str, str]]) -> Arrays:
+def encode_checksums(records: Sequence[StepRecord], axis: LabelAxis[tuple[str, str]]) -> Arrays:
     """Return checksum, checksum_given [records, digests] of one rank's records; `axis` grows."""
     places = [[axis.at(key) for key in r.digests] for r in records]
     shape = (len(records), len(axis.labels))
@@ -174,7 +174,7 @@ def read_digests(plain: Iterable[Any]) -> Digests:
 
 
 def encode_scalars(
-    records: Sequence[StepRecord], names: Axis[str], ranks: Axis[int]
+    records: Sequence[StepRecord], names: LabelAxis[str], ranks: LabelAxis[int]
 ) -> dict[str, NDArray[Any]]:
     """Return scalars, scalar_given [records, ranks, names], delivered, missing [records, ranks]."""
     # Almost always all ranks of a record give the same names: one block then.
@@ -239,7 +239,7 @@ class BlockDecoder:
 
     def _digests(self, row: int, block: Arrays) -> Digests:
         if "desync_json" in block:
-            return read_digests(inside.parse(str(block["desync_json"][row]) or "[]"))
+            return read_digests(safe_read.parse(str(block["desync_json"][row]) or "[]"))
         own, checksums = 1 << self._ranks[0], block["checksum"][row]
         given = np.flatnonzero(block["checksum_given"][row])
         return {self._digest_axis[i]: {int(checksums[i]): own} for i in given}

@@ -1,6 +1,6 @@
 """One group of the store, written by one process: everything staged, then committed in one rename.
 
-Zarr only encodes chunks here, in memory. The files are ours: 0600 in 0700 directories, each written
+Zarr only encodes chunks. The files are ours: 0600 in 0700 directories, each written
 beside the hierarchy and renamed into it, in an order that lets a reader, or a restart after SIGKILL
 at any instant, see a whole prefix: new chunks; the manifest's line; the replaced chunks; the
 arrays' zarr.json; last the group's, whose consolidated metadata is what a stock reader opens.
@@ -15,25 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zarr
 from numpy.typing import NDArray
-from zarr.core.buffer import Buffer, default_buffer_prototype
-from zarr.storage import MemoryStore
 
-from ddpprobe import layout
+from ddpprobe.errors import StoreDamaged
+from ddpprobe.rundir import paths
 from ddpprobe.store import format as fmt
+from ddpprobe.store.chunk_decoding import numbers, strings
+from ddpprobe.store.encoding import encode_region
 from ddpprobe.store.manifest import (
     GROUP_JSON,
     Consumed,
     Manifest,
     State,
-    StoreError,
     in_two_lines,
     is_settled,
     manifest_path,
     read_regular,
     version_of,
-    write_all,
 )
 
 LINES = 32  # of a manifest's log, before it is written anew
@@ -43,15 +41,15 @@ class Files:
     """Atomic writes below one directory of the store, with their manifest.
 
     Raises:
-        StoreError: the manifest is damaged, so that what is committed cannot be told any more.
+        StoreDamaged: the manifest is damaged, so that what is committed cannot be told any more.
     """
 
-    def __init__(self, run: layout.RunDir, key: str, *, durable: bool) -> None:
+    def __init__(self, run: paths.RunDir, key: str, *, durable: bool) -> None:
         self.root = run.store / key if key else run.store
         self.manifest = Manifest(manifest_path(run, key))
         if self.manifest.damage:
             msg = f"{self.manifest.path.name} is damaged: {self.manifest.damage[0]}"
-            raise StoreError(msg)
+            raise StoreDamaged(msg)
         self._durable = durable
         self._recover()
 
@@ -59,7 +57,7 @@ class Files:
         """Read a committed file back.
 
         Raises:
-            StoreError: it is gone, or not what was committed.
+            StoreDamaged: it is gone, or not what was committed.
         """
         try:
             data = read_regular(self.root, key)
@@ -67,7 +65,7 @@ class Files:
             data = None
         if data is None or version_of(data) not in self.manifest.versions(key):
             msg = f"{self.root.name}/{key} is {'missing' if data is None else 'damaged'}"
-            raise StoreError(msg)
+            raise StoreDamaged(msg)
         return data
 
     def commit(self, state: State, staged: Mapping[str, bytes]) -> None:
@@ -77,30 +75,25 @@ class Files:
         known = dict(self.manifest.state.files)  # a copy: the manifest updates its own
         versions = {k: version_of(data) for k, data in staged.items()}
         changed = {k: v for k, v in versions.items() if known.get(k) != v}
-        fresh = [k for k in changed if k not in known and not k.endswith(GROUP_JSON)]
-        for key in sorted(fresh):
-            self.write(key, staged[key])
-        self._sync(fresh)
+        fresh = sorted(k for k in changed if k not in known and not k.endswith(GROUP_JSON))
+        self._write_new(fresh, staged)  # nobody looks at them before the manifest's line
         self.manifest.append(state, changed, durable=self._durable)
-        # Metadata that is new hides behind the zarr.json written last: it reaches the disk at once.
+        # Metadata that is new hides behind the zarr.json written last.
         new = sorted(k for k in changed if k not in known and k.endswith(f"/{GROUP_JSON}"))
-        made = self.manifest.path.with_suffix(".partial")
-        for key in new:
-            replace_file(self.root / key, made, [staged[key]], durable=False)
-        if self._durable:
-            sync_files(self.root / key for key in new)
+        self._write_new(new, staged)
         rest = sorted(set(changed) - set(fresh) - set(new), key=metadata_last)
         for key in rest:
             self.write(key, staged[key])
-        self._sync(rest)
+        if self._durable:
+            sync_directories({(self.root / key).parent for key in rest})
         if GROUP_JSON in changed and GROUP_JSON not in known:
             # A line more: else to lose the file would look like a first commit that was cut off.
             self.manifest.append(state, {}, durable=self._durable)
 
     def write(self, key: str, data: bytes) -> None:
         """Replace one file atomically."""
-        made = self.manifest.path.with_suffix(".partial")
-        replace_file(self.root / key, made, [data], durable=self._durable)
+        path, made = self.root / key, self.manifest.partial
+        paths.replace_file(path, [data], made=made, durable=self._durable)
 
     def remove(self, keys: Sequence[str], consumed: Mapping[str, Consumed]) -> None:
         """Delete files for good, and say in the manifest that they are not missed.
@@ -110,10 +103,10 @@ class Files:
             consumed: what to add to the state's.
 
         Raises:
-            StoreError: the last commit was undone; first the next one has to be made.
+            StoreDamaged: the last commit was undone; first the next one has to be made.
         """
         if self.manifest.undone:
-            raise StoreError(f"{self.root.name}: its last commit was not finished")
+            raise StoreDamaged(f"{self.root.name}: its last commit was not finished")
         state = self.manifest.state
         after = State(dict(state.sizes), {**state.consumed, **consumed})
         self.manifest.append(after, dict.fromkeys(keys), durable=self._durable)
@@ -122,9 +115,9 @@ class Files:
 
     def _shorten(self) -> None:
         """Say in two lines what the log says in many, each of which a reader takes apart."""
-        state, path = self.manifest.state, self.manifest.path
+        state, path, made = self.manifest.state, self.manifest.path, self.manifest.partial
         data = in_two_lines(state, state)
-        replace_file(path, path.with_suffix(".partial"), [data], durable=self._durable)
+        paths.replace_file(path, [data], made=made, durable=self._durable)
         self.manifest = Manifest(path, data)
 
     def _recover(self) -> None:
@@ -139,9 +132,12 @@ class Files:
             for key in manifest.replaced.keys() - manifest.state.files.keys():
                 (self.root / key).unlink(missing_ok=True)  # `remove` was interrupted
 
-    def _sync(self, keys: Sequence[str]) -> None:
+    def _write_new(self, keys: Sequence[str], staged: Mapping[str, bytes]) -> None:
+        """Write files that take no other's place; they reach the disk together."""
+        for key in keys:
+            paths.replace_file(self.root / key, [staged[key]], made=self.manifest.partial)
         if self._durable:
-            sync_directories({(self.root / key).parent for key in keys})
+            sync_files(self.root / key for key in keys)
 
 
 class GroupWriter:
@@ -156,14 +152,14 @@ class GroupWriter:
         durable: reach the disk, not only the page cache, before going on.
 
     Raises:
-        StoreError: what is there is damaged, or of no known kind.
+        StoreDamaged: what is there is damaged, or of no known kind.
     """
 
-    def __init__(self, run: layout.RunDir, key: str, *, durable: bool = True) -> None:
+    def __init__(self, run: paths.RunDir, key: str, *, durable: bool = True) -> None:
         kind = fmt.kind_of_group(key)
         if kind is None:
             msg = f"{key!r} is no group of the store"
-            raise StoreError(msg)
+            raise StoreDamaged(msg)
         self.key = key
         self.columns = {c.name: c for c in fmt.SCHEMAS[kind]}
         self._files = Files(run, key, durable=durable)
@@ -210,18 +206,12 @@ class GroupWriter:
         sizes = {d: max(self.sizes[d], e) for d, e in zip(column.dims, end, strict=True)}
         document = fmt.array_document(column, sizes, self.chunks)
         touched = fmt.chunk_keys(name, fmt.grid_of(document), start, data.shape)
-        memory: dict[str, Buffer] = {
-            key: _buffer(self._staged.get(key) or self._files.read(key))
+        files = self._files.manifest.state.files
+        held = [
+            self._staged.get(key) or (self._files.read(key) if key in files else None)
             for key in touched
-            if key in self._staged or key in self._files.manifest.state.files
-        }
-        memory[f"{name}/{GROUP_JSON}"] = _buffer(encode(document))
-        array = zarr.open_array(MemoryStore(memory), path=name, mode="r+", zarr_format=3)
-        # A chunk of nothing but fill values is written as well: absent must mean lost.
-        whole = array.with_config({"write_empty_chunks": True})
-        whole[tuple(slice(a, e) for a, e in zip(start, end, strict=True))] = data
-        for key in touched:
-            self._staged[key] = memory[key].to_bytes()
+        ]
+        self._staged |= zip(touched, encode_region(document, start, data, held), strict=True)
 
     def commit(self, consumed: Mapping[str, Consumed] | None = None) -> None:
         """Make everything staged visible at once, with the progress in the journals.
@@ -245,11 +235,12 @@ class GroupWriter:
         """Read a committed one-dimensional array back."""
         column, size = self.columns[name], self.sizes[self.columns[name].dims[0]]
         document = fmt.array_document(column, self.sizes, self.chunks)
-        keys = fmt.chunk_keys(name, fmt.grid_of(document), (0,), (size,))
-        memory = {key: _buffer(self._files.read(key)) for key in keys}
-        memory[f"{name}/{GROUP_JSON}"] = _buffer(encode(document))
-        array = zarr.open_array(MemoryStore(memory), path=name, mode="r", zarr_format=3)
-        return list(np.asarray(array[:]).tolist())
+        grid, found = fmt.grid_of(document), []
+        for key in fmt.chunk_keys(name, grid, (0,), (size,)):
+            data = self._files.read(key)
+            is_text = column.dtype == "string"
+            found += [strings(data, *grid) if is_text else numbers(data, column.dtype, grid)]
+        return [value for chunk in found for value in chunk.tolist()][:size]
 
     def _dtype(self, name: str) -> Any:  # noqa: ANN401  (a NumPy dtype or `object`)
         return fmt.NUMPY.get(self.columns[name].dtype, object)
@@ -266,27 +257,10 @@ class GroupWriter:
                 self.chunks |= chunks
 
 
-def replace_file(
-    path: Path, made: Path, pieces: Iterable[bytes | memoryview], *, durable: bool
-) -> None:
-    """Write a file under the name `made` and rename it to `path`; both directories are made."""
-    layout.make_inner(path.parent)
-    layout.make_inner(made.parent)
-    fd = layout.open_own(made, os.O_WRONLY | os.O_TRUNC)
-    try:
-        for data in pieces:
-            write_all(fd, data)
-        if durable:
-            os.fdatasync(fd)
-    finally:
-        os.close(fd)
-    layout.move(made, path)
-
-
-def sync_files(paths: Iterable[Path]) -> None:
+def sync_files(files: Iterable[Path]) -> None:
     """Make files that were written without waiting, and their names, reach the disk together."""
     directories = set()
-    for path in paths:
+    for path in files:
         directories.add(path.parent)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -312,10 +286,6 @@ def encode(document: Mapping[str, Any]) -> bytes:
     In one line: with an indent Python's own encoder would take 10 times as long.
     """
     return json.dumps(document).encode()
-
-
-def _buffer(data: bytes) -> Buffer:
-    return default_buffer_prototype().buffer.from_bytes(data)
 
 
 def metadata_last(key: str) -> tuple[int, int, str]:

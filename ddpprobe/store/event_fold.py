@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpprobe import codec, layout
-from ddpprobe.codec import Frame
-from ddpprobe.journal import JournalTail
-from ddpprobe.records import Anomaly
+from ddpprobe.records.step import Anomaly
+from ddpprobe.rundir import framing, paths
+from ddpprobe.rundir.framing import Frame
+from ddpprobe.rundir.journal import JournalTail
 from ddpprobe.store.commit import GroupWriter
 from ddpprobe.store.format import attempt_key, escape
 from ddpprobe.store.manifest import Consumed
 from ddpprobe.store.root import Root
-from ddpprobe.store.segments import Source, json_of
+from ddpprobe.store.segments import JournalSource, json_of
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class EventFold:
     """
 
     def __init__(
-        self, run: layout.RunDir, root: Root, node: str, attempt: int, *, durable: bool
+        self, run: paths.RunDir, root: Root, node: str, attempt: int, *, durable: bool
     ) -> None:
         self._run, self._root, self._attempt, self._durable = run, root, attempt, durable
         self._node_key = f"{attempt_key(attempt)}/{node}"
@@ -44,14 +44,14 @@ class EventFold:
         self._done = dict(self._open(self._node_key).consumed)
         self._told = dict(self._open(self._anomaly_key).consumed)
 
-    def poll(self, source: Source) -> None:
+    def poll(self, source: JournalSource) -> None:
         """Look at a daemon's journal, its open segment included."""
         tail = self._tails.setdefault(source.name, JournalTail(source.directory))
         for frame in tail.poll():
             self._ends[source.name] = frame.seq + 1
             self._take(source.name, frame)
 
-    def take_life(self, source: Source, frames: list[Frame], end: int) -> None:
+    def take_life(self, source: JournalSource, frames: list[Frame], end: int) -> None:
         """Take the LIFE frames of a rank's segments, read up to `end`."""
         for frame in frames:
             self._take(source.name, frame)
@@ -66,7 +66,7 @@ class EventFold:
             rows += self._flush_node()
         return rows
 
-    def is_committed(self, source: Source, end: int) -> bool:
+    def is_committed(self, source: JournalSource, end: int) -> bool:
         """Return whether everything below `end` of a daemon's journal is in."""
         return (
             source.name not in self._refused
@@ -79,19 +79,21 @@ class EventFold:
             tail.close()
 
     def _take(self, name: str, frame: Frame) -> None:
-        if frame.type == codec.ANOMALY:
+        if frame.type == framing.ANOMALY:
             if not self._told.get(name, Consumed()).has(frame.seq):
                 self._take_anomaly(name, frame)
             return
-        value = json_of(frame) if frame.type in {codec.META, codec.LIFE, codec.SAMPLE} else None
+        value = (
+            json_of(frame) if frame.type in {framing.META, framing.LIFE, framing.SAMPLE} else None
+        )
         if value is None:
             return
-        text = codec.encode_json(value).decode()
-        if frame.type == codec.META:
+        text = framing.encode_json(value).decode()
+        if frame.type == framing.META:
             self._meta = self._meta or dict(value)
         elif self._done.get(name, Consumed()).has(frame.seq):
             return
-        elif frame.type == codec.LIFE:
+        elif frame.type == framing.LIFE:
             if (name, frame.seq, text) not in self._pending.events:
                 self._pending.events.append((name, frame.seq, text))
         elif type(value.get("time_ns")) is int and abs(value["time_ns"]) < 1 << 63:
@@ -99,7 +101,7 @@ class EventFold:
 
     def _take_anomaly(self, name: str, frame: Frame) -> None:
         try:
-            self._pending.anomalies.append(codec.decode_anomaly(frame.payload))
+            self._pending.anomalies.append(framing.decode_anomaly(frame.payload))
         except ValueError:  # readers say so, as long as its journal is there and not consumed
             self._refused.setdefault(name, set()).add(frame.seq)
 
@@ -153,22 +155,22 @@ class EventFold:
         return GroupWriter(self._run, key, durable=self._durable)
 
 
-def anomaly_columns(found: list[Anomaly]) -> dict[str, list[Any]]:
+def anomaly_columns(anomalies: list[Anomaly]) -> dict[str, list[Any]]:
     """Return the arrays over dimension `anomaly`."""
     return {
-        "detector": [escape(a.detector) for a in found],
-        "level": [escape(a.level) for a in found],
-        "anomaly_step": [a.step for a in found],
-        "micro": [a.micro for a in found],
-        "rank": [-1 if a.rank is None else a.rank for a in found],
-        "module": [escape(a.module or "") for a in found],
-        "module_named": [int(a.module is not None) for a in found],
-        "kind": [escape(a.kind or "") for a in found],
-        "phase": [escape(a.phase) for a in found],
-        "first_cause": [int(a.first_cause) for a in found],
-        "message": [escape(a.message) for a in found],
-        "values_json": [codec.encode_json(a.values).decode() for a in found],
-        "sampled": [int(a.sampled) for a in found],
-        "attempt": [a.attempt for a in found],
-        "wall_time": [a.wall_time_ns for a in found],
+        "detector": [escape(a.detector) for a in anomalies],
+        "level": [escape(a.level) for a in anomalies],
+        "anomaly_step": [a.step for a in anomalies],
+        "micro": [a.micro for a in anomalies],
+        "rank": [-1 if a.rank is None else a.rank for a in anomalies],
+        "module": [escape(a.module or "") for a in anomalies],
+        "module_named": [int(a.module is not None) for a in anomalies],
+        "kind": [escape(a.kind or "") for a in anomalies],
+        "phase": [escape(a.phase) for a in anomalies],
+        "first_cause": [int(a.first_cause) for a in anomalies],
+        "message": [escape(a.message) for a in anomalies],
+        "values_json": [framing.encode_json(a.values).decode() for a in anomalies],
+        "sampled": [int(a.sampled) for a in anomalies],
+        "attempt": [a.attempt for a in anomalies],
+        "wall_time": [a.wall_time_ns for a in anomalies],
     }

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from ddpprobe import layout
-from ddpprobe.hearsay import MALFORMED
-from ddpprobe.records import COUNTS, KINDS, PHASES, PLACEMENTS, VALUES
+from ddpprobe.records.step import COUNTS, KINDS, PHASES, PLACEMENTS, VALUES
+from ddpprobe.rundir import paths
+from ddpprobe.rundir.validate import MALFORMED
 
-FORMAT_VERSION = layout.FORMAT_VERSION
+FORMAT_VERSION = paths.FORMAT_VERSION
 CONVENTIONS = "CF-1.11"
 
 # Rows per block of statistics: at 1500 sites one commit costs 60-70 ms (0.25 ms a row), and the
@@ -44,7 +44,7 @@ Document = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class ArraySpec:
     """One array of a group.
 
     Attributes:
@@ -73,9 +73,9 @@ class Column:
         return len(self.dims) == 1 and not self.blocks
 
 
-def _column(name: str, dims: str, dtype: str, text: str, **attrs: Any) -> Column:  # noqa: ANN401
+def _column(name: str, dims: str, dtype: str, text: str, **attrs: Any) -> ArraySpec:  # noqa: ANN401
     fill = {"float64": "NaN", "string": ""}.get(dtype, -1 if dtype.startswith("i") else 0)
-    return Column(name, tuple(dims.split()), dtype, fill, attrs={"long_name": text, **attrs})
+    return ArraySpec(name, tuple(dims.split()), dtype, fill, attrs={"long_name": text, **attrs})
 
 
 def _flags(meanings: Sequence[str]) -> dict[str, Any]:
@@ -102,15 +102,15 @@ _FIRST_BAD = tuple(
     )
 )
 _RECORDS = (
-    Column(
+    ArraySpec(
         "counts", ("step", "site", "count_stat"), "int64", 0, split=True,
         attrs={"long_name": "exact counts of elements", **_ON_SITES},
     ),
-    Column(
+    ArraySpec(
         "values", ("step", "site", "value_stat"), "float64", "NaN", split=True,
         attrs={"long_name": "statistics over the finite elements", **_ON_SITES},
     ),
-    Column(
+    ArraySpec(
         "order", ("step", "site"), "int32", -1,
         attrs={
             "long_name": "row of the site in the step's record (execution order); -1: no row",
@@ -159,7 +159,7 @@ _OF_MERGED = (
     _column("delivered", "step rank", "uint8", "1: this rank is merged in"),
     _column("missing", "step rank", "uint8", "1: this rank was expected and did not deliver"),
     _column("rank", "rank", "int64", "rank"),
-    Column(
+    ArraySpec(
         "desync_json", ("step",), "string", "", blocks=True,
         attrs={"long_name": "parameters that differ between ranks, a JSON list; empty: none"},
     ),
@@ -189,7 +189,7 @@ _NODE = (
     _column("event_json", "event", "string", "what happened, a JSON object"),
 )
 
-SCHEMAS: Mapping[str, tuple[Column, ...]] = {
+SCHEMAS: Mapping[str, tuple[ArraySpec, ...]] = {
     "rank": _RECORDS + _OF_RANK,
     "merged": _RECORDS + _OF_MERGED,
     "anomalies": _ANOMALIES,
@@ -225,7 +225,9 @@ def chunk_sizes(sites: int, ranks: int, block: int = BLOCK) -> dict[str, int]:
     }
 
 
-def array_document(column: Column, sizes: Mapping[str, int], chunks: Mapping[str, int]) -> Document:
+def array_document(
+    column: ArraySpec, sizes: Mapping[str, int], chunks: Mapping[str, int]
+) -> Document:
     """Return the Zarr v3 metadata of an array.
 
     Args:
@@ -292,7 +294,7 @@ def group_document(attrs: Mapping[str, Any], arrays: Mapping[str, Document] | No
     return document
 
 
-def check_document(column: Column, document: object) -> tuple[dict[str, int], dict[str, int]]:
+def check_document(column: ArraySpec, document: object) -> tuple[dict[str, int], dict[str, int]]:
     """Return (sizes, chunks) of an array whose metadata the format could have written.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ddpprobe import inside
+from ddpprobe.rundir import safe_read
 
 MANIFEST = re.compile(
     r"(attempt_(?:\d{3,}))\.(?:(rank_\d{5,})|(node_\d{4,})|merged|anomalies|captures"
@@ -20,7 +20,7 @@ def log_of(name: str) -> str:
 
 def key_of(group: str, key: str) -> str:
     """Return the name of the object that holds a file of a group."""
-    return "/".join(part for part in (inside.STORE, group, key) if part)
+    return "/".join(part for part in (safe_read.STORE, group, key) if part)
 
 
 def group_of(name: str) -> tuple[str, bool]:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ddpprobe import codec, layout
-from ddpprobe.hearsay import MALFORMED
-from ddpprobe.inside import read_regular as read_regular  # noqa: PLC0414  (the store's way in)
+from ddpprobe.errors import StoreDamaged
+from ddpprobe.rundir import framing, paths
+from ddpprobe.rundir.safe_read import read_regular as read_regular  # noqa: PLC0414  (the store's way in)
+from ddpprobe.rundir.validate import MALFORMED
 
 GROUP_JSON = "zarr.json"
 EXPIRED = ":expired"  # among what is consumed: blocks of steps that retention took away
@@ -26,10 +27,6 @@ MAX_LOG_BYTES = 32 << 20
 MAX_SEARCH_BYTES = 256 << 20  # checksummed in search of a frame behind damaged bytes
 MAX_FILES = 1 << 20  # of a group, of which a reader keeps the list
 Version = tuple[int, int]  # length in bytes, crc32 (zlib)
-
-
-class StoreError(Exception):
-    """A file of the store that is missing, damaged, or nothing this format knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +104,11 @@ class Manifest:
         self._end = 0
         self._load(data)
 
+    @property
+    def partial(self) -> Path:
+        """Name of a file of the group, or of the log, until it is written and gets its own."""
+        return self.path.with_suffix(".partial")
+
     def versions(self, key: str) -> set[Version]:
         """Return what the file may be: the last version, or the one that it is to replace."""
         found = {self.state.files.get(key), self.replaced.get(key)}
@@ -134,19 +136,19 @@ class Manifest:
         return State(dict(self._before.sizes), dict(self._before.consumed), files)
 
     def _write(self, line: Mapping[str, Any], *, durable: bool) -> None:
-        layout.make_inner(self.path.parent)
-        payload = codec.encode_json(line)
-        frame = codec.encode_frame(codec.META, self.lines, payload)
-        fd = layout.open_own(self.path, os.O_WRONLY)
+        paths.make_inner(self.path.parent)
+        payload = framing.encode_json(line)
+        frame = framing.encode_frame(framing.META, self.lines, payload)
+        fd = paths.open_own(self.path, os.O_WRONLY)
         try:
             os.ftruncate(fd, self._end)
             os.lseek(fd, self._end, os.SEEK_SET)
-            write_all(fd, frame)
+            paths.write_all(fd, [frame])
             if durable:
                 os.fdatasync(fd)
         finally:
             os.close(fd)
-        self._take(codec.Frame(codec.META, self.lines, payload))
+        self._take(framing.Frame(framing.META, self.lines, payload))
         self._end += len(frame)
         self.exists, self.torn = True, 0
 
@@ -165,10 +167,10 @@ class Manifest:
         at = 0
         while at < len(data):
             try:
-                frame, end = codec.decode_frame(data, at)
+                frame, end = framing.decode_frame(data, at)
                 at = end
                 self._take(frame)
-            except codec.FrameError as error:
+            except framing.FrameError as error:
                 following = next_frame(data, at + 1)
                 if following < 0:
                     self._stop(error, len(data) - at)
@@ -179,13 +181,13 @@ class Manifest:
                 self.damage.append(f"a line before byte {at} makes no sense: {error}")
         self._end = len(data) - self.torn
 
-    def _stop(self, error: codec.FrameError, left: int) -> None:
+    def _stop(self, error: framing.FrameError, left: int) -> None:
         if error.torn:
             self.torn = left
         else:
             self.damage.append(f"the last {left} bytes are damaged: {error}")
 
-    def _take(self, frame: codec.Frame) -> None:
+    def _take(self, frame: framing.Frame) -> None:
         line = frame.json()
         if frame.seq != self.lines:
             self.damage.append(f"line {frame.seq} follows where {self.lines} was due")
@@ -219,8 +221,8 @@ def in_two_lines(before: State, after: State) -> bytes:
     changed |= dict.fromkeys(before.files.keys() - after.files.keys())
     lines = [_line(before, before.files)] if before.files else []
     lines.append(_line(after, changed))
-    payloads = [codec.encode_json(line) for line in lines]
-    return b"".join(codec.encode_frame(codec.META, i, p) for i, p in enumerate(payloads))
+    payloads = [framing.encode_json(line) for line in lines]
+    return b"".join(framing.encode_frame(framing.META, i, p) for i, p in enumerate(payloads))
 
 
 def _line(state: State, changed: Mapping[str, Version | None]) -> dict[str, Any]:
@@ -235,24 +237,24 @@ def is_settled(root: Path, manifest: Manifest) -> bool:
     """Return whether the last commit was finished: the zarr.json written last is the new one.
 
     Raises:
-        StoreError: that file is neither the new one nor the one before.
+        StoreDamaged: that file is neither the new one nor the one before.
     """
     try:
-        found = version_of(read_regular(root, GROUP_JSON))
+        version = version_of(read_regular(root, GROUP_JSON))
     except FileNotFoundError:
-        found = None
-    if found == manifest.state.files.get(GROUP_JSON):
+        version = None
+    if version == manifest.state.files.get(GROUP_JSON):
         return True
-    if GROUP_JSON not in manifest.replaced or found != manifest.replaced[GROUP_JSON]:
-        word = "missing" if found is None else "damaged"
+    if GROUP_JSON not in manifest.replaced or version != manifest.replaced[GROUP_JSON]:
+        word = "missing" if version is None else "damaged"
         msg = f"{root.name}/{GROUP_JSON} is {word}: it is not what was committed"
-        raise StoreError(msg)
+        raise StoreDamaged(msg)
     return False
 
 
-def manifest_path(run: layout.RunDir, key: str) -> Path:
+def manifest_path(run: paths.RunDir, key: str) -> Path:
     """Return the log of a group; "" is the root of the hierarchy."""
-    return run.path / "manifest" / f"{key.replace('/', '.') or 'root'}.log"
+    return run.manifests / f"{key.replace('/', '.') or 'root'}.log"
 
 
 def _take_over(told: dict[str, Any], files: dict[str, Version]) -> dict[str, Version | None]:
@@ -281,24 +283,17 @@ def version_of_file(file: BinaryIO) -> Version:
     return size, crc
 
 
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all of it: a full disk writes short before it says so."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
 def next_frame(data: bytes, start: int) -> int:
     """Return where the next intact frame begins, or -1; its end if that takes too long to tell."""
-    at, left = data.find(codec.MAGIC, start), MAX_SEARCH_BYTES
+    at, left = data.find(framing.MAGIC, start), MAX_SEARCH_BYTES
     while at >= 0:
-        left -= min(codec.length_at(data, at), len(data) - at)
+        left -= min(framing.length_at(data, at), len(data) - at)
         if left < 0:
             return len(data)
         try:
-            codec.decode_frame(data, at)
-        except codec.FrameError:
-            at = data.find(codec.MAGIC, at + 1)
+            framing.decode_frame(data, at)
+        except framing.FrameError:
+            at = data.find(framing.MAGIC, at + 1)
         else:
             return at
     return -1

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe import hearsay, inside, layout
-from ddpprobe.records import Anomaly, Site, StepRecord
+from ddpprobe.records.step import Anomaly, Site, StepRecord
+from ddpprobe.rundir import paths, safe_read, validate
 from ddpprobe.store import format as fmt
 from ddpprobe.store import regions
 from ddpprobe.store.columns import Arrays, BlockDecoder, decode_digest_axis, decode_sites
 from ddpprobe.store.manifest import GROUP_JSON, Consumed, Lost, manifest_path
 from ddpprobe.store.statistic_reader import StatisticReader
-from ddpprobe.store.verified import GroupArrays, span_of
+from ddpprobe.store.verified_files import GroupArrays, span_of
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -24,13 +24,13 @@ Stamp = tuple[tuple[int, ...], ...]
 
 
 class StoredGroup:
-    """What one group says, in the words of `ddpprobe.records`.
+    """What one group says, in the words of `ddpprobe.records.step`.
 
     Raises:
-        StoreError: it was written by a newer version of the format.
+        StoreDamaged: it was written by a newer version of the format.
     """
 
-    def __init__(self, run: layout.RunDir, key: str) -> None:
+    def __init__(self, run: paths.RunDir, key: str) -> None:
         self._arrays = GroupArrays(run, key)
 
     @property
@@ -46,8 +46,8 @@ class StoredGroup:
     @property
     def meta(self) -> dict[str, Any]:
         """META of the journal that it was folded from; {} if that is lost."""
-        found = self._arrays.attrs.get("meta")
-        return dict(found) if isinstance(found, dict) else {}
+        meta = self._arrays.attrs.get("meta")
+        return dict(meta) if isinstance(meta, dict) else {}
 
     @property
     def consumed(self) -> dict[str, Consumed]:
@@ -61,8 +61,8 @@ class StoredGroup:
 
     def sites(self) -> list[Site] | None:
         """Return the sites of the group; None if they are lost."""
-        found = self._labels("fqn", "kind", "leaf", "placement", "primary", "dtype")
-        return None if found is None else decode_sites(found)
+        labels = self._labels("fqn", "kind", "leaf", "placement", "primary", "dtype")
+        return None if labels is None else decode_sites(labels)
 
     def steps(self) -> list[tuple[int, bool]]:
         """Return (step, sampled) of every committed record."""
@@ -114,10 +114,13 @@ class StoredGroup:
                 if found is not None:
                     yield steps, *found
 
+    def scalar_names(self) -> list[str]:
+        """Return the names of its scalars."""
+        return [fmt.unescape(str(name)) for name in self._arrays.labels("scalar")]
+
     def scalar(self, name: str) -> Iterator[tuple[int, dict[int, float]]]:
         """Yield (step, rank -> value) of one scalar, for the ranks that gave it."""
-        names = [fmt.unescape(str(n)) for n in self._arrays.labels("scalar")]
-        ranks = self._ranks()
+        names, ranks = self.scalar_names(), self._ranks()
         if name not in names or ranks is None:
             return
         at: tuple[Any, ...] = (names.index(name),)
@@ -210,7 +213,7 @@ class StoredGroup:
         for number, row in enumerate(rows):
             try:
                 yield read(row)
-            except hearsay.MALFORMED as error:
+            except validate.MALFORMED as error:
                 self._arrays.lose(name, None, f"entry {number} makes no sense: {error}")
 
     def _blocks(
@@ -227,7 +230,7 @@ class StoredGroup:
             for row in np.flatnonzero(here["step"] > after):
                 try:
                     record = decoder.record(int(row), rows)
-                except hearsay.MALFORMED as error:
+                except validate.MALFORMED as error:
                     step = int(here["step"][row])
                     self._arrays.lose("", (step, step), f"a record makes no sense: {error}")
                 else:
@@ -280,38 +283,38 @@ class StoredGroup:
         return None if found is None else [int(r) for r in found.tolist()]
 
 
-def groups_of(run: layout.RunDir, attempt: int) -> list[str]:
+def groups_of(run: paths.RunDir, attempt: int) -> list[str]:
     """Paths of the groups of an attempt, committed or only listed in a manifest, ascending."""
     top = fmt.attempt_key(attempt)
-    names = set(inside.names(run.path, f"{inside.STORE}/{top}"))
+    names = set(safe_read.names(run.path, f"{safe_read.STORE}/{top}"))
     names |= {
         n.removeprefix(f"{top}.").removesuffix(".log")
-        for n in inside.names(run.path, "manifest")
+        for n in run.manifest_names()
         if n.startswith(f"{top}.") and n.endswith(".log")
     }
     return sorted(key for name in names if fmt.kind_of_group(key := f"{top}/{name}"))
 
 
-def attempts_of(run: layout.RunDir) -> list[int]:
+def attempts_of(run: paths.RunDir) -> list[int]:
     """Attempts that have a group in the store, ascending."""
-    listed = inside.names(run.path, inside.STORE) + inside.names(run.path, "manifest")
+    listed = safe_read.names(run.path, safe_read.STORE) + run.manifest_names()
     names = {n.partition(".")[0] for n in listed}
     digits = [n.removeprefix("attempt_") for n in names if n.startswith("attempt_")]
     return sorted(int(d) for d in digits if d.isdecimal())
 
 
-def stamp_of(run: layout.RunDir, key: str) -> Stamp:
+def stamp_of(run: paths.RunDir, key: str) -> Stamp:
     """Return what changes with every commit to a group; equal stamps, equal content."""
-    paths = (manifest_path(run, key), run.store / key / GROUP_JSON)
-    return tuple(_state_of(path) for path in paths)
+    files = (manifest_path(run, key), run.store / key / GROUP_JSON)
+    return tuple(_state_of(path) for path in files)
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _event(row: tuple[Any, Any, Any]) -> tuple[str, int, dict[str, Any]]:
@@ -320,15 +323,15 @@ def _event(row: tuple[Any, Any, Any]) -> tuple[str, int, dict[str, Any]]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    found = inside.parse(text)
-    if not isinstance(found, dict):
-        raise TypeError(f"{type(found).__name__} is no JSON object")
-    return found
+    document = safe_read.parse(text)
+    if not isinstance(document, dict):
+        raise TypeError(f"{type(document).__name__} is no JSON object")
+    return document
 
 
 def _anomaly(row: dict[str, Any]) -> Anomaly:
     texts = {name: fmt.unescape(row[name]) for name in ("detector", "level", "phase", "message")}
-    return hearsay.anomaly(
+    return validate.anomaly(
         {
             **texts,
             "step": row["anomaly_step"],

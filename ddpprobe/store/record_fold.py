@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from ddpprobe import codec, layout
-from ddpprobe.codec import Frame, Tables
-from ddpprobe.records import COUNTS, VALUES, StepRecord
+from ddpprobe.records.step import COUNTS, VALUES, StepRecord
+from ddpprobe.rundir import framing, paths
+from ddpprobe.rundir.framing import Frame, NameTables
 from ddpprobe.store import format as fmt
 from ddpprobe.store.columns import (
-    Axis,
+    LabelAxis,
     SiteAxis,
     decode_digest_axis,
     decode_sites,
@@ -27,8 +27,8 @@ from ddpprobe.store.commit import GroupWriter
 from ddpprobe.store.manifest import Consumed
 from ddpprobe.store.root import Root
 from ddpprobe.store.segments import (
+    JournalSource,
     Segment,
-    Source,
     belongs,
     read_segment,
     records_of,
@@ -56,15 +56,15 @@ class Pass:
     end: int = 0
 
     def items(
-        self, source: Source, numbers: list[int], consumed: Consumed
+        self, source: JournalSource, numbers: list[int], consumed: Consumed
     ) -> Iterator[tuple[int, StepRecord]]:
         """Yield (seq, record) of the segments `numbers`."""
-        tables = Tables()
+        tables = NameTables()
         for number in numbers:
             segment = read_segment(source.directory, number)
             self.segments[number] = segment
             self.seqs[number] = []
-            self.events += [f for f in segment.frames if f.type == codec.LIFE]
+            self.events += [f for f in segment.frames if f.type == framing.LIFE]
             for seq, record in records_of(segment, tables, consumed):
                 if not belongs(record, source):
                     self.refused.append(seq)
@@ -88,14 +88,14 @@ class RecordFold:
     """
 
     def __init__(
-        self, run: layout.RunDir, root: Root, source: Source, *, block: int, durable: bool,
+        self, run: paths.RunDir, root: Root, source: JournalSource, *, block: int, durable: bool,
         block_bytes: float | None = None,
     ) -> None:  # fmt: skip
         self._root, self._source = root, source
         self._block, self._block_bytes = block, block_bytes
         self._group = GroupWriter(run, source.record_group, durable=durable)
-        self._sites, self._scalars, self._ranks = SiteAxis(), Axis[str](), Axis[int]()
-        self._digests = Axis[tuple[str, str]]()
+        self._sites, self._scalars, self._ranks = SiteAxis(), LabelAxis[str](), LabelAxis[int]()
+        self._digests = LabelAxis[tuple[str, str]]()
         if self._group.exists:
             self._block = self._group.chunks["step"]
             self._read_axes()
@@ -191,12 +191,12 @@ class RecordFold:
         group = self._group
         names = ("fqn", "kind", "leaf", "placement", "primary", "dtype")
         self._sites = SiteAxis(decode_sites({name: group.labels(name) for name in names}))
-        self._scalars = Axis([fmt.unescape(s) for s in group.labels("scalar")])
+        self._scalars = LabelAxis([fmt.unescape(s) for s in group.labels("scalar")])
         own = [] if self._source.rank is None else [self._source.rank]
-        self._ranks = Axis(own or [int(r) for r in group.labels("rank")])
+        self._ranks = LabelAxis(own or [int(r) for r in group.labels("rank")])
         if own:
             labels = {name: group.labels(name) for name in ("digest_fqn", "digest_shard")}
-            self._digests = Axis(decode_digest_axis(labels))
+            self._digests = LabelAxis(decode_digest_axis(labels))
 
 
 def settled_end(segment: Segment) -> int:
@@ -205,7 +205,7 @@ def settled_end(segment: Segment) -> int:
     A table stands before the record that needs it, in one write. If the disk refuses the rest of
     it the table goes again, and its number with it.
     """
-    ends = (f.seq + 1 for f in reversed(segment.frames) if f.type in {codec.RECORD, codec.LIFE})
+    ends = (f.seq + 1 for f in reversed(segment.frames) if f.type in {framing.RECORD, framing.LIFE})
     return next(ends, 0)
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records import COUNTS, VALUES
-from ddpprobe.store import decoding
+from ddpprobe.errors import StoreDamaged
+from ddpprobe.records.step import COUNTS, VALUES
+from ddpprobe.store import chunk_decoding
 from ddpprobe.store import format as fmt
-from ddpprobe.store.manifest import StoreError
 
 MAX_READ_BYTES = 256 << 20  # of one array at a time: a reader of more takes it in pieces
 _SITE_BYTES = 8 * max(len(COUNTS), len(VALUES))  # of a row, in the larger of the two arrays
@@ -22,7 +22,7 @@ _SITE_BYTES = 8 * max(len(COUNTS), len(VALUES))  # of a row, in the larger of th
 Index = int | slice
 
 
-class Part(NamedTuple):
+class InnerChunk(NamedTuple):
     """One inner chunk: its number in its shard, and where in the array it begins."""
 
     number: int
@@ -35,9 +35,9 @@ class Shard:
     def __init__(self, source: bytes | int, parts: int) -> None:
         self._source = source
         size = len(source) if isinstance(source, bytes) else os.fstat(source).st_size
-        tail = decoding.index_bytes(parts)
+        tail = chunk_decoding.index_bytes(parts)
         try:
-            self._index = decoding.index(self._read(max(size - tail, 0), tail), parts, size)
+            self._index = chunk_decoding.index(self._read(max(size - tail, 0), tail), parts, size)
         except BaseException:
             self._close()
             raise
@@ -51,7 +51,7 @@ class Shard:
 
     def has(self, number: int) -> bool:
         """Return whether an inner chunk was written."""
-        return bool((self._index[number] != decoding.NEVER).any())
+        return bool((self._index[number] != chunk_decoding.NEVER).any())
 
     def part(self, number: int) -> bytes:
         """Return one inner chunk, which was written, as it is stored."""
@@ -68,14 +68,14 @@ class Shard:
             os.close(self._source)
 
 
-def empty(column: fmt.Column, shape: Sequence[int]) -> NDArray[Any]:
+def empty(column: fmt.ArraySpec, shape: Sequence[int]) -> NDArray[Any]:
     """Return a region of nothing but fill values.
 
     Raises:
-        StoreError: it is more than is read at once.
+        StoreDamaged: it is more than is read at once.
     """
     if prod(shape) * fmt.ITEM_BYTES[column.dtype] > MAX_READ_BYTES:
-        raise StoreError(f"{shape} elements are more than is read at once")
+        raise StoreDamaged(f"{shape} elements are more than is read at once")
     fill = np.nan if column.fill == "NaN" else column.fill
     return np.full(shape, fill, fmt.NUMPY.get(column.dtype, object))
 
@@ -91,7 +91,7 @@ def cuts(start: int, stop: int, block: int, sites: int) -> Iterator[tuple[int, i
 
 
 def widths(
-    column: fmt.Column, sizes: Mapping[str, int], chunks: Mapping[str, int]
+    column: fmt.ArraySpec, sizes: Mapping[str, int], chunks: Mapping[str, int]
 ) -> list[tuple[slice, ...]]:
     """Cut the second dimension, at chunks, into what one read of a block of rows can hold.
 
@@ -108,17 +108,17 @@ def widths(
     return [(slice(a, a + width),) for a in range(0, sizes.get(second, 0), width)]
 
 
-def decode(column: fmt.Column, data: bytes, grid: Sequence[int]) -> NDArray[Any]:
+def decode(column: fmt.ArraySpec, data: bytes, grid: Sequence[int]) -> NDArray[Any]:
     """Return the content of a file that is one chunk."""
     if column.dtype == "string":
-        return decoding.strings(data, prod(grid)).reshape(grid)
-    return decoding.numbers(data, column.dtype, grid)
+        return chunk_decoding.strings(data, prod(grid)).reshape(grid)
+    return chunk_decoding.numbers(data, column.dtype, grid)
 
 
 def parts_within(
     grid: Sequence[int], origin: Sequence[int], where: Sequence[tuple[int, int]],
     only: Sequence[int] | None,
-) -> list[Part]:  # fmt: skip
+) -> list[InnerChunk]:  # fmt: skip
     """Return the inner chunks of a shard that begins at `origin` that the region `where` touches.
 
     Args:
@@ -136,7 +136,7 @@ def parts_within(
     if only is not None:
         spans[-1] = only
     return [
-        Part(
+        InnerChunk(
             (at[0] * parts[1] + at[1]) * parts[2] + at[2],
             tuple(o + i * m for o, i, m in zip(origin, at, shape, strict=True)),
         )

@@ -16,17 +16,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ddpprobe import layout
+from ddpprobe.records.events import PinnedEvent
+from ddpprobe.rundir import paths, validate
 from ddpprobe.store import format as fmt
-from ddpprobe.store.capture_commit import expire_event, turn
-from ddpprobe.store.capture_event import group_key
-from ddpprobe.store.capture_packs import attempts_with_packs, packs_of
-from ddpprobe.store.captures import StoredEvent, expired_steps, stored_steps
+from ddpprobe.store.captures.commit import expire_event, turn
+from ddpprobe.store.captures.event import group_key
+from ddpprobe.store.captures.packs import attempts_with_packs, packs_of
+from ddpprobe.store.captures.reader import StoredEvent, expired_steps, stored_steps
 from ddpprobe.store.commit import Files
 from ddpprobe.store.manifest import EXPIRED, Consumed, Manifest
 from ddpprobe.store.reader import StoredGroup, attempts_of, groups_of
 from ddpprobe.store.root import Root
-from ddpprobe.store.verified import GroupArrays
+from ddpprobe.store.verified_files import GroupArrays
 
 # Steps around a page whose records and captures are its evidence: what led to it, what followed.
 BEFORE, AFTER = 256, 32
@@ -36,7 +37,7 @@ Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RetentionLimits:
     """What a run may keep.
 
     Attributes:
@@ -78,7 +79,9 @@ class Retention:
         durable: as for `GroupWriter`.
     """
 
-    def __init__(self, run: layout.RunDir, root: Root, limits: Limits, *, durable: bool) -> None:
+    def __init__(
+        self, run: paths.RunDir, root: Root, limits: RetentionLimits, *, durable: bool
+    ) -> None:
         self._run, self._root, self._limits, self._durable = run, root, limits, durable
         self._sizes: dict[Path, tuple[tuple[int, int], int]] = {}
 
@@ -156,7 +159,7 @@ class Retention:
             manifest.path.unlink(missing_ok=True)
         directory = self._run.store / group_key(attempt, step)
         if directory.exists():
-            trash = layout.make_dir(self._run.path / "trash") / f"{attempt}_{step}"
+            trash = paths.make_dir(self._run.path / "trash") / f"{attempt}_{step}"
             directory.rename(trash)
             shutil.rmtree(trash)
 
@@ -208,7 +211,7 @@ class Retention:
     def _total(self) -> int:
         """Return the bytes of the store, by the manifests, of these, of journals and packs."""
         total = sum(_size(path) for path in self._run.path.glob("journal/*/*/*/*.wal"))
-        for path in sorted((self._run.path / "manifest").glob("*.log")):
+        for path in sorted(self._run.manifests.glob("*.log")):
             stat = path.stat()
             stamp = stat.st_mtime_ns, stat.st_size
             if self._sizes.get(path, ((0, 0), 0))[0] != stamp:
@@ -228,7 +231,7 @@ def _size(path: Path) -> int:
         return 0  # folded meanwhile
 
 
-def evidence_of(run: layout.RunDir, attempt: int) -> Spans:
+def evidence_of(run: paths.RunDir, attempt: int) -> Spans:
     """Return the spans of steps that are the evidence of an anomaly: pinned, or around a page."""
     spans: Spans = []
     for key in groups_of(run, attempt):
@@ -237,11 +240,10 @@ def evidence_of(run: layout.RunDir, attempt: int) -> Spans:
             pages = [a.step for a in StoredGroup(run, key).anomalies() if a.level == "page"]
             spans += [(step - BEFORE, step + AFTER) for step in pages]
         elif kind == "node":
-            for _, _, event in StoredGroup(run, key).events():
-                first, last = event.get("first"), event.get("last")
-                pinned = event.get("event") == "pinned"
-                if pinned and isinstance(first, int) and isinstance(last, int):
-                    spans.append((first, last))
+            for _, _, said in StoredGroup(run, key).events():
+                event = validate.known_event(said)
+                if isinstance(event, PinnedEvent):
+                    spans.append((event.first, event.last))
     return spans
 
 
@@ -249,5 +251,5 @@ def _touches(spans: Spans, first: int, last: int) -> bool:
     return any(a <= last and first <= b for a, b in spans)
 
 
-def _is_of_steps(column: fmt.Column) -> bool:
+def _is_of_steps(column: fmt.ArraySpec) -> bool:
     return column.dims[0] == "step" and not column.rewritten

@@ -12,11 +12,12 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ddpprobe import inside, layout
-from ddpprobe.hearsay import MALFORMED
+from ddpprobe.errors import StoreDamaged
+from ddpprobe.rundir import paths, safe_read
+from ddpprobe.rundir.validate import MALFORMED
 from ddpprobe.store import format as fmt
 from ddpprobe.store.commit import Files, encode
-from ddpprobe.store.manifest import GROUP_JSON, State, StoreError, read_regular
+from ddpprobe.store.manifest import GROUP_JSON, State, read_regular
 
 
 class Root:
@@ -27,7 +28,7 @@ class Root:
         durable: as for `GroupWriter`.
     """
 
-    def __init__(self, run: layout.RunDir, *, durable: bool = True) -> None:
+    def __init__(self, run: paths.RunDir, *, durable: bool = True) -> None:
         self._run, self._durable = run, durable
         self._stamp: tuple[int, ...] = ()
         self._attempts: frozenset[int] = frozenset()
@@ -37,7 +38,7 @@ class Root:
 
         Raises:
             OSError: the disk refused, or another node holds the lock for too long.
-            StoreError: the root is damaged.
+            StoreDamaged: the root is damaged.
         """
         if attempt in self._attempts and self._stamp == self._stat():
             return
@@ -99,40 +100,40 @@ class Root:
         except FileNotFoundError:  # its first commit is under way
             return {}
         try:
-            document = inside.parse(data)
+            document = safe_read.parse(data)
             out = {key: fmt.group_document(document["attributes"], {})}
             arrays = document.get("consolidated_metadata", {}).get("metadata", {})
             return out | {f"{key}/{path}": inner for path, inner in arrays.items()}
         except MALFORMED as error:
-            raise StoreError(f"{key}/{GROUP_JSON} is no group's: {error!r}") from error
+            raise StoreDamaged(f"{key}/{GROUP_JSON} is no group's: {error!r}") from error
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Files]:
-        lock = layout.DirectoryLock(layout.make_dir(self._run.path / "manifest") / "root.lock")
-        with lock.held(layout.LOCK_SECONDS):
+        lock = paths.DirectoryLock(paths.make_inner(self._run.manifests) / "root.lock")
+        with lock.held(paths.LOCK_SECONDS):
             yield Files(self._run, "", durable=self._durable)
 
     def _stat(self) -> tuple[int, ...]:
         try:
-            found = (self._run.store / GROUP_JSON).lstat()
+            status = (self._run.store / GROUP_JSON).lstat()
         except FileNotFoundError:
             return ()
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _attempts_of(files: Files) -> list[int]:
     if GROUP_JSON not in files.manifest.state.files:
         return []
     try:
-        found = inside.parse(files.read(GROUP_JSON))["attributes"]["ddpprobe"]["attempts"]
+        found = safe_read.parse(files.read(GROUP_JSON))["attributes"]["ddpprobe"]["attempts"]
         return [int(n) for n in found]
     except MALFORMED as error:
-        raise StoreError(f"{GROUP_JSON} of the store's root makes no sense: {error!r}") from error
+        raise StoreDamaged(f"{GROUP_JSON} of the store's root makes no sense: {error!r}") from error
 
 
-def _identity(run: layout.RunDir) -> dict[str, Any]:
+def _identity(run: paths.RunDir) -> dict[str, Any]:
     try:
-        found = inside.parse(run.run_json.read_bytes())
+        found = safe_read.parse(run.run_json.read_bytes())
     except (OSError, ValueError):
         return {}  # the reader says so; folding must not wait for it
     return dict(found) if isinstance(found, dict) else {}

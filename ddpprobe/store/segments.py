@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpprobe import codec, inside, journal, layout
-from ddpprobe.codec import Frame, Tables
-from ddpprobe.records import StepRecord
+from ddpprobe.records.step import StepRecord
+from ddpprobe.rundir import framing, journal, paths, safe_read
+from ddpprobe.rundir.framing import Frame, NameTables
 from ddpprobe.store.format import attempt_key
 from ddpprobe.store.manifest import Consumed, next_frame, read_regular
 
@@ -27,7 +27,7 @@ _DAEMON = re.compile(r"daemon(?:[_-]\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class JournalSource:
     """One journal: of a rank, or (`rank` is None) of a node's daemon."""
 
     attempt: int
@@ -44,23 +44,23 @@ class Source:
     @property
     def record_group(self) -> str:
         """Group of its records."""
-        name = "merged" if self.rank is None else layout.rank_name(self.rank)
+        name = "merged" if self.rank is None else paths.rank_name(self.rank)
         return f"{attempt_key(self.attempt)}/{name}"
 
 
-def sources_of(run: layout.RunDir, attempt: int, node: str | None = None) -> list[Source]:
+def sources_of(run: paths.RunDir, attempt: int, node: str | None = None) -> list[JournalSource]:
     """List the journals of an attempt (of one node), ranks before daemons, ascending."""
     found = []
     top = run.attempt_dir(attempt).relative_to(run.path).as_posix()
-    for name in inside.directories(run.path, top):
+    for name in safe_read.directories(run.path, top):
         if not re.fullmatch(r"node_\d{4,}", name) or node not in {None, name}:
             continue
-        for inner in inside.directories(run.path, f"{top}/{name}"):
+        for inner in safe_read.directories(run.path, f"{top}/{name}"):
             rank = _RANK.fullmatch(inner)
             if rank or _DAEMON.fullmatch(inner):
                 number = int(rank[1]) if rank else None
                 directory = run.path / top / name / inner
-                found.append(Source(attempt, name, inner, directory, number))
+                found.append(JournalSource(attempt, name, inner, directory, number))
     return sorted(found, key=lambda s: (s.rank is None, s.rank or 0, s.node, s.name))
 
 
@@ -86,7 +86,7 @@ class Segment:
     def meta(self) -> dict[str, Any]:
         """The writer's META, {} if even that is unreadable."""
         first = self.frames[0] if self.frames else None
-        found = json_of(first) if first is not None and first.type == codec.META else None
+        found = json_of(first) if first is not None and first.type == framing.META else None
         return dict(found or {})
 
 
@@ -106,8 +106,8 @@ def read_segment(directory: Path, number: int) -> Segment:
     segment, at = Segment(number), 0
     while at < len(data):
         try:
-            frame, at = codec.decode_frame(data, at)
-        except codec.FrameError as error:
+            frame, at = framing.decode_frame(data, at)
+        except framing.FrameError as error:
             # A damaged length looks like an end that comes too early, but for what follows it.
             if error.torn and next_frame(data, at + 1) < 0:
                 segment.torn = len(data) - at
@@ -119,7 +119,7 @@ def read_segment(directory: Path, number: int) -> Segment:
 
 
 def records_of(
-    segment: Segment, tables: Tables, consumed: Consumed
+    segment: Segment, tables: NameTables, consumed: Consumed
 ) -> Iterator[tuple[int, StepRecord]]:
     """Yield (seq, record) of the records that are not consumed; `tables` is filled on the way.
 
@@ -129,13 +129,13 @@ def records_of(
         try:
             if tables.take(frame):
                 continue
-            if frame.type == codec.RECORD and not consumed.has(frame.seq):
-                yield frame.seq, codec.decode_record(frame.payload, tables)
+            if frame.type == framing.RECORD and not consumed.has(frame.seq):
+                yield frame.seq, framing.decode_record(frame.payload, tables)
         except ValueError as error:
             segment.damage = f"frame {frame.seq} makes no sense: {error}"
 
 
-def belongs(record: StepRecord, source: Source) -> bool:
+def belongs(record: StepRecord, source: JournalSource) -> bool:
     """Return whether a record is what this journal may hold: its attempt's, its own rank's."""
     if record.attempt != source.attempt:
         return False
@@ -175,6 +175,6 @@ def json_of(frame: Frame) -> Mapping[str, Any] | None:
         return None
 
 
-def segments_of(source: Source) -> list[int]:
+def segments_of(source: JournalSource) -> list[int]:
     """Numbers of the segments of a journal, ascending."""
     return journal.segments_of(source.directory)

@@ -8,18 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records import COUNTS, VALUES
+from ddpprobe.records.step import COUNTS, VALUES, columns_of
 from ddpprobe.store import format as fmt
-from ddpprobe.store.verified import GroupArrays
+from ddpprobe.store.verified_files import GroupArrays
 
-_BAD = ("nan", "pos_inf", "neg_inf")
-# What a statistic is derived from; of the counts, beside those that say whether there is a value.
-_COUNTS_OF = {name: (name,) for name in COUNTS} | {"zero_ratio": ("zeros",)}
-_VALUES_OF = {
-    "min": ("min",), "max": ("max",), "abs_max": ("min", "max"), "sum": ("sum",),
-    "mean": ("sum",), "sum_sq": ("sum_sq",), "rms": ("sum_sq",), "norm": ("sum_sq",),
-    "std": ("sum", "sum_sq"),
-}  # fmt: skip
 Found = tuple[NDArray[np.bool_], NDArray[Any], NDArray[Any]]
 
 
@@ -37,9 +29,9 @@ class StatisticReader:
 
     def __init__(self, arrays: GroupArrays, stat: str, places: Sequence[int]) -> None:
         self._arrays = arrays
-        needed = {"numel", "observed", *_BAD, *_COUNTS_OF.get(stat, ())}
+        needed = {"observed", *columns_of(stat)}
         self._counts = [i for i, name in enumerate(COUNTS) if name in needed]
-        self._values = [VALUES.index(name) for name in _VALUES_OF.get(stat, ())]
+        self._values = [i for i, name in enumerate(VALUES) if name in needed]
         self._near = _near_each_other(places)
         self.widest = max(near[-1] - near[0] + 1 for near in self._near)
 

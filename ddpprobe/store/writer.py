@@ -14,16 +14,22 @@ from pathlib import Path
 
 import psutil
 
-from ddpprobe import layout, processes
+from ddpprobe.errors import StoreDamaged
+from ddpprobe.rundir import paths, processes
 from ddpprobe.store import format as fmt
-from ddpprobe.store.capture_fold import CaptureFold, remembering
+from ddpprobe.store.captures.fold import CaptureFold, remembering
 from ddpprobe.store.event_fold import EventFold
-from ddpprobe.store.manifest import StoreError
 from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.record_fold import RecordFold
-from ddpprobe.store.retention import Limits, Retention
+from ddpprobe.store.retention import Retention, RetentionLimits
 from ddpprobe.store.root import Root
-from ddpprobe.store.segments import Source, read_segment, segment_path, segments_of, sources_of
+from ddpprobe.store.segments import (
+    JournalSource,
+    read_segment,
+    segment_path,
+    segments_of,
+    sources_of,
+)
 
 SAME_START_SECONDS = 1.0
 TRIM_SECONDS = 30.0  # between two looks at what the run may keep, if nothing is committed
@@ -56,12 +62,12 @@ class StoreWriter:
 
     def __init__(
         self,
-        run: layout.RunDir,
+        run: paths.RunDir,
         node: str,
         *,
         block: int = fmt.BLOCK,
         durable: bool = True,
-        limits: Limits | None = None,
+        limits: RetentionLimits | None = None,
         captures: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -72,17 +78,17 @@ class StoreWriter:
         self._captures = CaptureFold(run, self._root, node, durable=durable)
         self.damaged = self._captures.damaged
         self._retention: Retention | None = None
-        if limits is not None and limits != Limits():
+        if limits is not None and limits != RetentionLimits():
             self._retention = Retention(run, self._root, limits, durable=durable)
         self._max_bytes = None if limits is None else limits.max_bytes
         self._clock = clock
         self._trimmed = -TRIM_SECONDS
-        self._rested: dict[Source, float] = {}
+        self._rested: dict[JournalSource, float] = {}
         self._rest_at = 0.0
         self._events: dict[int, EventFold] = {}
-        self._seen: dict[Source, list[int]] = {}
-        self._first: dict[Source, int] = {}
-        self._whole: dict[Source, bool] = {}
+        self._seen: dict[JournalSource, list[int]] = {}
+        self._first: dict[JournalSource, int] = {}
+        self._whole: dict[JournalSource, bool] = {}
         self._ended: set[int] = set()
 
     def fold(self) -> int:
@@ -111,7 +117,7 @@ class StoreWriter:
         self._trim()
         try:
             self._root.seal()
-        except StoreError as error:
+        except StoreDamaged as error:
             self.damaged[""] = str(error)
         return rows
 
@@ -128,7 +134,7 @@ class StoreWriter:
         own = {n: self._own_groups(n) for n in self.run.attempts()}
         try:
             self._retention.apply(own, spare=self._spare)
-        except StoreError as error:
+        except StoreDamaged as error:
             self.damaged["retention"] = str(error)
 
     def _spare(self) -> Iterator[Path]:
@@ -149,7 +155,7 @@ class StoreWriter:
         head = StoredGroup(self.run, f"{fmt.attempt_key(attempt)}/{self.node}").meta.get(
             "head", True
         )
-        return {layout.rank_name(r) for r in ranks} | ({"merged"} if head else set())
+        return {paths.rank_name(r) for r in ranks} | ({"merged"} if head else set())
 
     def _fold(self, *, final: bool) -> int:
         """Fold all attempts; what the disk refuses of one keeps no other from being folded."""
@@ -210,7 +216,7 @@ class StoreWriter:
                 break
         return rows
 
-    def _waiting_bytes(self, source: Source) -> int:
+    def _waiting_bytes(self, source: JournalSource) -> int:
         """Return the bytes of closed segments that are not in the store."""
         first, total = self._first.get(source, -1), 0
         for number in segments_of(source)[:-1]:
@@ -225,7 +231,9 @@ class StoreWriter:
             return most
         return min(most, self._max_bytes / SHARES / max(sources, 1))
 
-    def _fold_source(self, source: Source, *, final: bool, keep: bool, rest: bool = False) -> int:
+    def _fold_source(
+        self, source: JournalSource, *, final: bool, keep: bool, rest: bool = False
+    ) -> int:
         """Fold a journal, with `final` its newest segment too, which `keep` does not delete.
 
         With `rest` what fills no block goes in as well.
@@ -242,7 +250,7 @@ class StoreWriter:
             if source.rank is None:
                 events.poll(source)
             rows += events.flush(everything=moved)
-        except StoreError as error:
+        except StoreDamaged as error:
             self.damaged[source.record_group] = str(error)
             rows = 0
         left = segments_of(source)
@@ -251,7 +259,7 @@ class StoreWriter:
         return rows
 
     def _fold_moved(
-        self, source: Source, numbers: list[int], *, final: bool, keep: bool, rest: bool
+        self, source: JournalSource, numbers: list[int], *, final: bool, keep: bool, rest: bool
     ) -> int:
         # Segments that are in the store but had to stay (a daemon's) are not read again.
         first = self._first.get(source, -1)
@@ -284,7 +292,7 @@ class StoreWriter:
         return rows
 
     def _delete(
-        self, source: Source, numbers: list[int], newest: int, *, keep: bool = False
+        self, source: JournalSource, numbers: list[int], newest: int, *, keep: bool = False
     ) -> None:
         for number in numbers:
             if number != newest or not (keep or is_alive(source)):
@@ -300,7 +308,7 @@ class StoreWriter:
             return
         try:
             events = self._events_of(attempt)
-        except StoreError:  # `damaged` says so: the journal is kept whole
+        except StoreDamaged:  # `damaged` says so: the journal is kept whole
             return
         for source in sources:
             numbers = segments_of(source)
@@ -318,7 +326,7 @@ class StoreWriter:
         return self._events[attempt]
 
 
-def is_alive(source: Source) -> bool:
+def is_alive(source: JournalSource) -> bool:
     """Return whether the writer of a journal still runs on this machine: same pid, same start.
 
     A zombie writes no more.

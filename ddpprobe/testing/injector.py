@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from ddpprobe.hooks.guest import take_off
+from ddpprobe.rank.hooks.copy_safe_hook import take_off
+from ddpprobe.rank.topology.describe import describe
 from ddpprobe.testing.fault import Fault, one_of
-from ddpprobe.topology.describe import describe
 
 logger = logging.getLogger("ddpprobe.testing")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ddpprobe.topology.naming import clean, inner
+from ddpprobe.rank.topology.naming import clean, inner
 
 
 def state_hash(model: nn.Module, optimizer: Optimizer) -> str:

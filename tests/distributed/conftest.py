@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from ddpprobe import layout
-from ddpprobe.layout import RunDir
+from ddpprobe.rundir import paths
+from ddpprobe.rundir.paths import RunDir
 
 from ..launcher import Launcher
 from ..waiting import deadline
 
 JOB = Path(__file__).with_name("job.py")
-NODE = layout.node_name(0)
+NODE = paths.node_name(0)
 
 
 class Launch:
@@ -35,7 +35,7 @@ class Launch:
         self, directory: Path, path: Path, script: Sequence[object], env: Mapping[str, str], *,
         fresh: bool,
     ) -> None:  # fmt: skip
-        self.directory, self.path = layout.make_dir(directory), path
+        self.directory, self.path = paths.make_dir(directory), path
         self.run = RunDir(path)
         self.seconds = 0.0
         log = directory / "log"
@@ -89,7 +89,7 @@ class Launch:
     def wait_for_the_daemon_to_end(self, timeout: float = 60.0) -> None:
         """Return when nobody serves the run any more."""
         lock = self.run.daemon_file(NODE, "lock")
-        self.until(lambda: not layout.is_locked(lock), timeout)
+        self.until(lambda: not paths.is_locked(lock), timeout)
 
     def kill(self) -> None:
         """End the launcher and its ranks."""

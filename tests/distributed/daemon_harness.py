@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpprobe import codec
-from ddpprobe.journal import JournalTail
-from ddpprobe.layout import RunDir, make_dir, node_name, write_json
-from ddpprobe.records import Anomaly
+import psutil
+
+from ddpprobe.records.step import Anomaly
+from ddpprobe.rundir import framing
+from ddpprobe.rundir.journal import JournalTail
+from ddpprobe.rundir.paths import RunDir, make_dir, node_name, write_json
 from ddpprobe.store.reader import StoredGroup
 
 from ..nursery import Child, nursery
@@ -112,11 +114,11 @@ class Harness:
         out: list[tuple[int, Any]] = []
         for frame in tail.poll():
             match frame.type:
-                case codec.RECORD:
-                    out.append((frame.type, codec.decode_record(frame.payload, tail.tables)))
-                case codec.ANOMALY:
-                    out.append((frame.type, codec.decode_anomaly(frame.payload)))
-                case codec.META | codec.LIFE | codec.SAMPLE:
+                case framing.RECORD:
+                    out.append((frame.type, framing.decode_record(frame.payload, tail.tables)))
+                case framing.ANOMALY:
+                    out.append((frame.type, framing.decode_anomaly(frame.payload)))
+                case framing.META | framing.LIFE | framing.SAMPLE:
                     out.append((frame.type, frame.json()))
         tail.close()
         return out
@@ -157,6 +159,17 @@ class Harness:
             process = nursery().start(words, env, out, err)
         self.processes.append(process)
         return process
+
+
+@contextlib.contextmanager
+def stopped(ranks: Sequence[Process]) -> Iterator[None]:
+    """Hold processes where they are: what is written meanwhile they read whole."""
+    for rank in ranks:
+        rank.send_signal(signal.SIGSTOP)
+    wait(lambda: {psutil.Process(r.pid).status() for r in ranks} == {psutil.STATUS_STOPPED})
+    yield
+    for rank in ranks:
+        rank.send_signal(signal.SIGCONT)
 
 
 def wait(condition: Callable[[], Any], timeout: float = 20.0) -> Any:

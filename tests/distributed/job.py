@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
-from ddpprobe.layout import RunDir, node_name
+from ddpprobe.rundir.paths import RunDir, node_name
 from ddpprobe.testing import inject, state_hash
 
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
-from ddpprobe.layout import RunDir, node_name
-from ddpprobe.orders import Order, OrderBoard, OrderReader
+from ddpprobe.rundir.orders import Order, OrderBoard, OrderReader
+from ddpprobe.rundir.paths import RunDir, node_name
 from ddpprobe.testing import inject, state_hash
 
 OUT, BAD, MOST = Path(sys.argv[1]), 40, 5000

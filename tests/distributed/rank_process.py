@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from ddpprobe import codec
-from ddpprobe.heartbeat import STATES, HeartbeatWriter
-from ddpprobe.journal import JournalWriter
-from ddpprobe.layout import RunDir, node_name
-from ddpprobe.records import FirstBad, Site, StepRecord
+from ddpprobe.records.step import FirstBad, Site, StepRecord
+from ddpprobe.rundir import framing
+from ddpprobe.rundir.heartbeat import STATES, HeartbeatWriter
+from ddpprobe.rundir.journal import JournalWriter
+from ddpprobe.rundir.paths import RunDir, node_name
 
 SITES = (Site("blocks.0", "output", dtype="float32"), Site("blocks.1", "grad_output"))
 
@@ -70,7 +70,7 @@ def main(spec: dict[str, object]) -> int:
     }  # fmt: skip
     journal = JournalWriter(run.rank_journal(attempt, node_name(node), rank), meta)
     beat = HeartbeatWriter(run.heartbeat(attempt, node_name(node), rank))
-    journal.append_json(codec.LIFE, {"event": "sites", "expected": 2, "observed": 2, "step": 0})
+    journal.append_json(framing.LIFE, {"event": "sites", "expected": 2, "observed": 2, "step": 0})
     while spec.get("gate") and not Path(str(spec["gate"])).exists():  # all ranks begin together
         time.sleep(0.01)
     for step in range(first, first + steps):
@@ -100,7 +100,7 @@ def main(spec: dict[str, object]) -> int:
     if spec.get("closed", True):
         status = str(spec.get("status", "ok"))
         words = {"status": status, **({"error": spec["error"]} if spec.get("error") else {})}
-        journal.append_json(codec.LIFE, {"event": "closed", **words})
+        journal.append_json(framing.LIFE, {"event": "closed", **words})
         behind(state=STATES.index("closed"))
     time.sleep(float(spec.get("teardown", 0.0)))
     if spec.get("signal"):

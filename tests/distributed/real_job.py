@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from ddpprobe.layout import RunDir
-from ddpprobe.orders import OrderReader
+from ddpprobe.rundir.orders import OrderReader
+from ddpprobe.rundir.paths import RunDir
 
 from ..launcher import Launcher
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
-from ddpprobe import spawn
+from ddpprobe.daemon import launch
 from ddpprobe.testing import state_hash
 
 spec = importlib.util.spec_from_file_location("job", Path(__file__).with_name("job.py"))
@@ -36,16 +36,21 @@ job = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(job)
 
 # Where the training process can be inside ddpprobe after install() has returned.
-ROOMS = ("enlist", "heartbeat", "hooks.eager", "hooks.full", "hooks.loss_scale", "hooks.peaks",
-         "hooks.root", "hooks.row_buffer", "hooks.step_rows", "hooks.watch", "journal",
-         "observers", "orders", "recorder", "responder", "shipping", "slate", "steps",
-         "topology.describe")  # fmt: skip
+ROOMS = (
+    "rank.hooks.eager", "rank.hooks.full", "rank.hooks.loss_scale", "rank.hooks.peaks",
+    "rank.hooks.root", "rank.hooks.row_buffer", "rank.hooks.step_rows", "rank.hooks.watch",
+    "rank.join", "rank.journal_writer", "rank.observers", "rank.order_handler", "rank.recorder",
+    "rank.step_clock", "rank.topology.describe", "rundir.heartbeat", "rundir.journal",
+    "rundir.orders", "rundir.slot_file",
+)  # fmt: skip
 # One line each, that enters the fuse: the outside of the containment.
 DOORS = (
-    "ddpprobe.hooks.eager._Gradient.__call__", "ddpprobe.hooks.watch._Watched.__call__",
-    "ddpprobe.hooks.root._Before.__call__", "ddpprobe.hooks.root._After.__call__",
-    "ddpprobe.hooks.root._Arrived.__call__", "ddpprobe.hooks.root.RootHooks._begin_and_act",
-    "ddpprobe.steps.StepClock._behind_step", "ddpprobe.responder.Responder.act",
+    "ddpprobe.rank.hooks.eager._Gradient.__call__", "ddpprobe.rank.hooks.watch._Watched.__call__",
+    "ddpprobe.rank.hooks.root._Before.__call__", "ddpprobe.rank.hooks.root._After.__call__",
+    "ddpprobe.rank.hooks.root._Arrived.__call__",
+    "ddpprobe.rank.hooks.root.RootHooks._begin_and_act",
+    "ddpprobe.rank.step_clock.StepClock._behind_step",
+    "ddpprobe.rank.order_handler.OrderHandler.act",
 )  # fmt: skip
 STEPS, PAUSED, EVALUATED = 4, 1, (1, 2)  # sampled: 0 and 2
 # A sweep trains hundreds of times. With one block, and an optimizer that takes all parameters at
@@ -182,7 +187,7 @@ def no_python() -> None:
 def no_shell() -> None:
     """The daemon dies at once, and then not even a process can be started for another one."""
     no_python()
-    start, tries = spawn.start_daemon, Counter[str]()
+    start, tries = launch.start_daemon, Counter[str]()
 
     def start_once(*args: Any, **kwargs: Any) -> None:
         tries["start"] += 1
@@ -190,18 +195,18 @@ def no_shell() -> None:
             raise OSError(11, "Resource temporarily unavailable")
         start(*args, **kwargs)
 
-    spawn.start_daemon = start_once
-    importlib.import_module("ddpprobe.spawn").CHECK_SECONDS = 0.1
+    launch.start_daemon = start_once
+    importlib.import_module("ddpprobe.daemon.launch").CHECK_SECONDS = 0.1
 
 
 def small_room() -> None:
     """Hardly any record may wait in memory for the disk."""
-    importlib.import_module("ddpprobe.spool").MAX_ROOM = 40_000
+    importlib.import_module("ddpprobe.rundir.spool").MAX_ROOM = 40_000
 
 
 def no_memory() -> None:
     """There is no file system in memory."""
-    importlib.import_module("ddpprobe.tmpfs").ROOT = Path("/missing")
+    importlib.import_module("ddpprobe.rundir.tmpfs").ROOT = Path("/missing")
 
 
 def misbehave(act: Callable[[], Any], bad_step: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddpprobe.merge import disagreements, merge_all, ranks_of
+from ddpprobe.records.merge import disagreements, merge_all, ranks_of
 
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist, ddpprobe

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddpprobe.merge import merge_all
-from ddpprobe.records import StepRecord, derive
+from ddpprobe.records.merge import merge_all
+from ddpprobe.records.step import StepRecord, derive
 
 from .reference import Reference
 

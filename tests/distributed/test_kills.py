@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 
 import ddpprobe
-from ddpprobe import layout
-from ddpprobe.replay.run import Run
-from ddpprobe.replay.verify import verify
+from ddpprobe.reader.run import Run
+from ddpprobe.reader.verify.verify import verify
+from ddpprobe.rundir import paths
 from ddpprobe.store.reader import StoredGroup
 
-NODE = layout.node_name(0)
+NODE = paths.node_name(0)
 DRAWS = int(os.environ.get("DDPPROBE_TEST_DRAWS", "3"))  # of each test; more by tests.faults
 TOGETHER = 3  # launches at a time
 STEPS, EVERY, SLEEP = 60, 2, 0.02
@@ -80,7 +80,7 @@ def assert_first_death(run: Run, ranks: set[int], *, watched: bool) -> None:
     """
     deaths = run.deaths()
     if not deaths:  # killed while it was starting the daemon: there is none to name anybody
-        assert not layout.RunDir(run.path).daemon_journal(0, NODE).is_dir(), "no death is named"
+        assert not paths.RunDir(run.path).daemon_journal(0, NODE).is_dir(), "no death is named"
         return
     if len(ranks) > 1 and not deaths[0].first:  # all at once: nothing proves an order
         end = run.info()["attempts"][0]["end"]

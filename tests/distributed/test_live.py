@@ -24,9 +24,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 import ddpprobe
 from ddpprobe.detectors.suite import default_suite, order_of_cause
-from ddpprobe.layout import RunDir
-from ddpprobe.orders import Order, OrderReader
-from ddpprobe.records import Anomaly, StepRecord, derive
+from ddpprobe.records.step import Anomaly, StepRecord, derive
+from ddpprobe.rundir.orders import Order, OrderReader
+from ddpprobe.rundir.paths import RunDir
 
 from .. import conftest, prometheus_harness
 from ..launcher import Launcher
@@ -235,9 +235,7 @@ def test_annotations_and_variables_find_the_run(live: Live) -> None:
 def test_the_alerts_name_the_nan_and_no_death(live: Live) -> None:
     series = live.prometheus.between('ALERTS{alertstate="firing"}', live.first, live.over)
     firing = {(s["metric"]["alertname"], s["metric"].get("rank")) for s in series}
-    assert ("DdpprobeNonFinite", str(FAULT_RANK)) in firing
-    names = {name for name, _ in firing}
-    assert names <= {"DdpprobeNonFinite", "DdpprobeLossNotFinite"}
+    assert firing == {("DdpprobeFirstCause", str(FAULT_RANK))}
     # Prometheus still looked when the rule would have had its 15 s.
     finished = live.prometheus.between("ddpprobe_job_finished == 1", live.first, live.over)
     assert len(finished[0]["values"]) > 15

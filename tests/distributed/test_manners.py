@@ -1,4 +1,5 @@
-"""On real ranks, too, a probe is a guest: re-wrapping, copies, checkpoints, errors change nothing.
+"""On real ranks, too, a probe is a copy-safe hook: re-wrapping, copies, checkpoints, errors change
+nothing.
 
 Each way trains with a probe and without, and both must end with the same bits on every rank.
 """
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 import ddpprobe
 from ddpprobe.testing import state_hash
-from tests.test_guest_manners import hooks_left
+from tests.rank.test_guest_manners import hooks_left
 
 OUT, STEPS = sys.argv[1], 6
 dist.init_process_group("gloo")

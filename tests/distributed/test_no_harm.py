@@ -19,8 +19,10 @@ import psutil
 import pytest
 
 import ddpprobe
-from ddpprobe.journal import BACK_OFF_SECONDS
-from ddpprobe.replay.verify import verify
+from ddpprobe.reader.verify.verify import verify
+from ddpprobe.rundir.journal import BACK_OFF_SECONDS
+from ddpprobe.rundir.paths import RunDir, node_name
+from ddpprobe.rundir.spool import settle_all
 
 SABOTAGE = Path(__file__).with_name("sabotage.py")
 STEPS = 60
@@ -214,12 +216,14 @@ def test_the_users_own_exit_code_stays(how: str, torchrun, tmp_path: Path) -> No
     assert done.returncode == ENDS[how], done.stderr
     assert ("a bug of the user's" in done.stderr) == (how == "raise")
     assert "ddpprobe:" not in done.stderr
+    settle_all(RunDir(tmp_path / "run"), node_name(0))  # what has not reached the disk by then
     steps = [record.step for record in ddpprobe.open(tmp_path / "run").records() if record.sampled]
     assert steps[:3] == [0, 2, 4]
 
 
 def test_torchrun_sees_the_ranks_own_exit_code_and_so_does_the_run(launch) -> None:
-    launched = launch("r", *TINY, "--daemon", "auto", script=(SABOTAGE, "_exit-3@30"))
+    script = (SABOTAGE, "_exit-3@30")
+    launched = launch("r", *TINY, "--daemon", "auto", script=script, fresh=False)
     assert launched.wait() == 1
     assert re.search(r"exitcode *: 3 ", launched.log), launched.log
     launched.wait_for_the_daemon_to_end()

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 import ddpprobe
-from ddpprobe import cli, codec
-from ddpprobe.journal import JournalTail
-from ddpprobe.layout import DirectoryLock, RunDir, node_name, write_json
-from ddpprobe.orders import Order, OrderReader
+from ddpprobe.cli import main
+from ddpprobe.rundir import framing
+from ddpprobe.rundir.journal import JournalTail
+from ddpprobe.rundir.orders import Order, OrderReader
+from ddpprobe.rundir.paths import DirectoryLock, RunDir, node_name, write_json
 from ddpprobe.store.reader import StoredGroup
 
 from ..waiting import PATIENCE
@@ -37,7 +38,7 @@ def events(run: RunDir, node: int, source: str, *names: str) -> list[dict[str, A
     group = StoredGroup(run, f"attempt_000/{node_name(node)}")
     said = {seq: e for s, seq, e in group.events() if s == source}
     tail = JournalTail(run.attempt_dir(0) / node_name(node) / source)
-    said |= {frame.seq: frame.json() for frame in tail.poll() if frame.type == codec.LIFE}
+    said |= {frame.seq: frame.json() for frame in tail.poll() if frame.type == framing.LIFE}
     tail.close()
     return [said[seq] for seq in sorted(said) if said[seq].get("event") in names]
 
@@ -91,7 +92,7 @@ def test_the_command_line_asks_a_live_run_and_killed_daemons_announce_nothing_tw
     head, capsys
 ) -> None:
     def ask(*options: str) -> tuple[int, str, str]:
-        code = cli.main(["trigger", str(head.run.path), *options])
+        code = main.main(["trigger", str(head.run.path), *options])
         return code, *capsys.readouterr()
 
     write_json(head.run.run_json, {"run_id": "test", "name": "test", "format_version": 1})

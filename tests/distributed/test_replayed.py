@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import ddpprobe
-from ddpprobe.cli import main
-from ddpprobe.layout import RunDir
-from ddpprobe.replay.rejudged import rejudge
-from ddpprobe.replay.under_way import has_daemon
+from ddpprobe.cli.main import main
+from ddpprobe.reader.rerun_detectors import rerun
+from ddpprobe.reader.under_way import has_daemon
+from ddpprobe.rundir.paths import RunDir
 from tests.conftest import ROOT, torchrun_in
 from tests.distributed import replayed_job
 from tests.distributed.replayed_job import (
@@ -114,7 +114,7 @@ def test_what_was_captured_tells_a_fault_of_the_software_from_a_flipped_bit(
         assert says in err
 
     # The detectors say again what they said live.
-    assert rejudge(ddpprobe.open(path)).identical
+    assert rerun(ddpprobe.open(path)).identical
 
     # A capture that was damaged is not executed.
     (chunk,) = (path / "run.zarr").glob(f"attempt_000/captures/step_*{LOG_STEP}/t00001/value/c/0/0")

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
 import ddpprobe
-from ddpprobe.inventory.skeleton import SummaryError
+from ddpprobe.inspect.summary.skeleton import SummaryError
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

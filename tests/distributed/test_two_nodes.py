@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import urllib.error
@@ -16,14 +14,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 import ddpprobe
-from ddpprobe import cli, roster
+from ddpprobe.cli import main
 from ddpprobe.detectors.suite import default_suite
-from ddpprobe.layout import make_dir
-from ddpprobe.replay.verify import verify
+from ddpprobe.reader.verify.verify import verify
+from ddpprobe.rundir import roster
+from ddpprobe.rundir.paths import make_dir
 
 from .. import made_cluster
 from ..waiting import PATIENCE
@@ -65,17 +63,6 @@ def start_ranks(nodes: list[Harness], **spec: object) -> list[subprocess.Popen[b
     return started
 
 
-@contextlib.contextmanager
-def stopped(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Hold processes where they are."""
-    for rank in ranks:
-        rank.send_signal(signal.SIGSTOP)
-    wait(lambda: {psutil.Process(r.pid).status() for r in ranks} == {psutil.STATUS_STOPPED})
-    yield
-    for rank in ranks:
-        rank.send_signal(signal.SIGCONT)
-
-
 def agree(nodes: list[Harness], attempt: int, **others: Iterable[int]) -> dict[str, str]:
     """Do what `install()` does at the start of an attempt; return the secrets by node."""
     ranks = {"node_0001": frozenset({2, 3})} | {n: frozenset(r) for n, r in others.items()}
@@ -109,6 +96,8 @@ def test_the_head_names_the_guilty_rank_of_another_node(nodes, port) -> None:
     assert [r.wait(30 * PATIENCE) for r in ranks] == [0] * 4
     assert [d.wait(30 * PATIENCE) for d in daemons] == [0, 0]
     assert_all_merged(head, 60)
+    told = [(c["step"], c["rank"], c["module"]) for c in head.life("first_cause")]
+    assert told == [(30, 2, "blocks.1")]
     # The other node keeps its own ranks' rows, and merges nothing itself.
     for rank in (2, 3):
         rows = daemon_harness.StoredGroup(other.run, f"attempt_000/rank_{rank:05d}").rows
@@ -147,7 +136,8 @@ def test_a_killed_head_is_followed_without_loss_or_duplicate(nodes, port, draw) 
     rng = random.Random(draw)
     daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
     # They stay until the last head is there: it would wait for a node that ended before it began.
-    ranks = start_ranks(nodes, steps=500, delay=0.006, hang=True)
+    end = head.run.path / "end"
+    ranks = start_ranks(nodes, steps=500, delay=0.006, go_on=str(end))
     while any(len(nodes[n // 2].acked(n)) < 500 for n in range(4)):
         leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
         try:
@@ -156,8 +146,8 @@ def test_a_killed_head_is_followed_without_loss_or_duplicate(nodes, port, draw) 
             kill(leader)
     leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
     wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step == 499], 40)
-    for rank in ranks:
-        kill(rank)
+    end.touch()
+    assert [rank.wait(40 * PATIENCE) for rank in ranks] == [0, 0, 0, 0]
     assert [leader.wait(40 * PATIENCE), daemon.wait(40 * PATIENCE)] == [0, 0]
     assert_all_merged(head, 500)
 
@@ -167,7 +157,8 @@ def test_a_killed_node_daemon_is_followed_without_loss_or_duplicate(nodes, port,
     head, other = nodes
     rng = random.Random(draw)
     leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
-    ranks = start_ranks(nodes, steps=500, delay=0.006, hang=True)
+    end = head.run.path / "end"
+    ranks = start_ranks(nodes, steps=500, delay=0.006, go_on=str(end))
     while len(other.acked(3)) < 450:
         daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
         try:
@@ -177,8 +168,8 @@ def test_a_killed_node_daemon_is_followed_without_loss_or_duplicate(nodes, port,
     daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
     merged = wait(lambda: [p for t, p in head.frames() if t == 3 and p.step == 499], 40)
     assert len(merged) == 1
-    for rank in ranks:
-        kill(rank)
+    end.touch()
+    assert [rank.wait(40 * PATIENCE) for rank in ranks] == [0, 0, 0, 0]
     assert [leader.wait(40 * PATIENCE), daemon.wait(40 * PATIENCE)] == [0, 0]
     assert head.merged_steps() == list(range(500))
 
@@ -193,7 +184,7 @@ def test_a_node_that_falls_silent_is_missing_and_holds_nobody_up(nodes, port) ->
     wait(lambda: [1 for t, p in head.frames() if t == 3 and p.ranks == (0, 1, 2, 3)])
     kill(daemon)
     kill(leader)
-    with stopped(ranks):  # what they do from now on, nobody tells the head
+    with daemon_harness.stopped(ranks):  # what they do from now on, nobody tells the head
         steps = 20 + max(len(nodes[n // 2].acked(n)) for n in range(4))
         end.write_text(str(steps))
     wait(lambda: all(len(nodes[n // 2].acked(n)) == steps for n in range(4)))
@@ -438,7 +429,7 @@ def test_a_torch_job_on_two_disks_says_so_and_is_collected_into_one(
     poll(lambda: not list(tmp_path.rglob("daemon/*.json")), 40)  # both have sealed and gone
     parts = [ddpprobe.open(path) for path in sources]
     assert [part.ranks() for part in parts] == [[0, 1], [2, 3]]
-    assert cli.main(["collect", str(tmp_path / "all"), *map(str, sources)]) == 0
+    assert main.main(["collect", str(tmp_path / "all"), *map(str, sources)]) == 0
     run = ddpprobe.open(tmp_path / "all")
     assert verify(run).ok
     (page,) = [a for a in run.anomalies() if a.level == "page"]

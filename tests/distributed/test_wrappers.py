@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpprobe.merge import disagreements, merge_all
-from ddpprobe.records import StepRecord
+from ddpprobe.records.merge import disagreements, merge_all
+from ddpprobe.records.step import StepRecord
 from tests.distributed import whole_tensors
 from tests.distributed import wrappers_job as job
 from tests.distributed.reference import Reference

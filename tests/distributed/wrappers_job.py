@@ -40,11 +40,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
-from ddpprobe.captured.assemble import region
+from ddpprobe.inspect.capture.assemble import region
+from ddpprobe.rank.topology import dtensor_spec
+from ddpprobe.rank.topology.describe import clean, describe
+from ddpprobe.rank.topology.parts import flat_parameters
 from ddpprobe.testing import state_hash
-from ddpprobe.topology import placing
-from ddpprobe.topology.describe import clean, describe
-from ddpprobe.topology.parts import flat_parameters
 
 MICROS, BLOCKS = 2, 2
 
@@ -303,11 +303,11 @@ def check_regions(wrapped: nn.Module) -> None:
     """Every shard is the region of the whole parameter that ddpprobe says it is."""
     for name, parameter in wrapped.named_parameters():
         if isinstance(parameter, DTensor):
-            laid, whole = placing.of(parameter), parameter.full_tensor()
+            laid, whole = dtensor_spec.of(parameter), parameter.full_tensor()
             here = region(laid, laid.coordinate(dist.get_rank()))
             mine = whole[torch.meshgrid(*here, indexing="ij")]
             assert torch.equal(mine, parameter.to_local()), name
-    held = [(p.fqn, p.tensor.clone(), p.lies) for p in flat_parameters(describe(wrapped))]
+    held = [(p.fqn, p.tensor.clone(), p.spec) for p in flat_parameters(describe(wrapped))]
     if not held:
         return
     with FullyShardedDataParallel.summon_full_params(wrapped):

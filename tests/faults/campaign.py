@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ddpprobe.cli import main as ddpprobe
+from ddpprobe.cli.main import main as ddpprobe
 from tests.faults.zygote import Zygote
 
 Line = dict[str, Any]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
-from ddpprobe.layout import RunDir, node_name
+from ddpprobe.rundir.paths import RunDir, node_name
 from tests.faults.death_plans import WAITING, Plan
 from tests.faults.zygote import start_rank
 

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ddpprobe import cli
-from ddpprobe.packs import PackError
-from ddpprobe.replay import run as replay_run
-from ddpprobe.replay.export import job
-from ddpprobe.replay.tensors import TensorError
-from ddpprobe.store.manifest import StoreError
+from ddpprobe.cli import main
+from ddpprobe.errors import PackDamaged, StoreDamaged, TensorError
+from ddpprobe.reader import run as replay_run
+from ddpprobe.reader.export import job
 from tests.faults.hostile_captures import KEPT, MODULE, STORED
 
 SECONDS = 30.0  # of CPU time, for what takes a tenth: other work beside it does not count
@@ -31,6 +29,7 @@ HARMFUL = ("exec", "compile", "pickle.find_class", "socket.connect", "socket.bin
            "os.mkdir", "open")  # fmt: skip
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 TEMPLATE = re.compile(r".*ddpprobe/report/[a-z_]+\.html|<template>")
+REPLACING = re.compile(r"\.[\w.]+\.[0-9a-f]{16}")  # before it has its name
 CONTROL = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 # RUN stands for the hostile run, GOOD for one that is as it should be, OUT for a directory.
 QUICK = (
@@ -76,7 +75,11 @@ class Heard:
 
     def _is_ours(self, event: str, args: tuple[Any, ...]) -> bool:
         if event == "open":
-            return not (args[2] or 0) & WRITES or self._is_inside(args[0])
+            quiet = not (args[2] or 0) & WRITES or REPLACING.fullmatch(str(args[0]))
+            return bool(quiet) or self._is_inside(_path_of(args[0]))
+        if event in {"os.rename", "os.remove"} and REPLACING.fullmatch(str(args[0])):
+            # The event of `open` does not tell the directory; these do.
+            return self._is_inside(_path_of(args[-1]))
         if event in {"compile", "exec"}:  # of the page's template
             name = getattr(args[0], "co_filename", None) or args[1]
             return isinstance(name, str) and TEMPLATE.fullmatch(name) is not None
@@ -84,6 +87,11 @@ class Heard:
 
     def _is_inside(self, path: object) -> bool:
         return str(path).startswith((self._out, os.devnull))
+
+
+def _path_of(opened: object) -> object:
+    """Return the path of a descriptor, and anything else as it is."""
+    return os.readlink(f"/proc/self/fd/{opened}") if isinstance(opened, int) else opened
 
 
 class Terminal(io.TextIOWrapper):
@@ -136,7 +144,7 @@ def answer(line: str, argv: list[str], out: Path) -> tuple[int, list[str]]:
     blocks = mock.patch.object(job, "make_blocks", return_value=0)
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(err), blocks:
         try:
-            code = cli.main(argv)
+            code = main.main(argv)
         except Exception as error:  # noqa: BLE001  (the finding)
             problems.append(f"raised {type(error).__name__}: {error} {_place(error)}")
         said.flush()
@@ -184,13 +192,13 @@ def ask(run: Path) -> list[str]:
             for site in captured.sites[:20]:
                 _tensor(opened, site, captured)
             for module in captured.modules[:20]:
-                for capsule in opened.capsules(captured.step, module, captured.attempt):
-                    assert all(t.shape is not None for t in capsule.tensors.values())
+                for stored_call in opened.capsules(captured.step, module, captured.attempt):
+                    assert all(t.shape is not None for t in stored_call.tensors.values())
         assert sum(1 for _ in opened.readings()) >= 0
         opened.expired()
     except replay_run.RunError:
         return []
-    except (TensorError, StoreError, PackError):
+    except (TensorError, StoreDamaged, PackDamaged):
         return []
     except Exception as error:  # noqa: BLE001  (the finding)
         return [f"Run raised {type(error).__name__}: {error} {_place(error)}"]
@@ -198,7 +206,7 @@ def ask(run: Path) -> list[str]:
 
 
 def _tensor(run: replay_run.Run, site: str, captured: Any) -> None:
-    with contextlib.suppress(TensorError, StoreError, PackError):
+    with contextlib.suppress(TensorError, StoreDamaged, PackDamaged):
         tensor = run.tensor(site, captured.step, captured.attempt)
         for rank in tensor.ranks[:4]:
             size = tensor.dtype.itemsize

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ddpprobe import codec, packs
-from ddpprobe.layout import RunDir
-from ddpprobe.packs import PackedTensor
+from ddpprobe.rundir import framing, tensor_pack
+from ddpprobe.rundir.paths import RunDir
+from ddpprobe.rundir.tensor_pack import PackedTensor
 from ddpprobe.store.manifest import Manifest, version_of
 from ddpprobe.store.writer import StoreWriter
 from tests import made_packs
@@ -40,20 +40,20 @@ CALL = {
 def make(path: Path) -> None:
     """Write the run that all cases begin with: one attempt in the store, one in its journals."""
     first = Made(path).whole(20, grow_at=12)
-    first.tell(codec.LIFE, {"event": "death", "rank": 1, "signal": "SIGKILL", "time_ns": 1})
+    first.tell(framing.LIFE, {"event": "death", "rank": 1, "signal": "SIGKILL", "time_ns": 1})
     capture(first.run, *STORED)
-    first.tell(codec.LIFE, order("trigger: asked"))
+    first.tell(framing.LIFE, order("trigger: asked"))
     for rank in (0, 1):
         said = {"number": 0, "action": "capture", "start": 7, "stop": 8}
-        first.writer(rank).append_json(codec.LIFE, {"event": "order", **said})
+        first.writer(rank).append_json(framing.LIFE, {"event": "order", **said})
         kept = {"event": "captured", "step": 7, "bytes": 9, "reason": "trigger: asked"}
-        first.writer(rank).append_json(codec.LIFE, kept)
+        first.writer(rank).append_json(framing.LIFE, kept)
     first.close()
     folder = StoreWriter(first.run, NODE, block=8, durable=False)
     folder.seal()
     folder.close()
     second = Made(path, attempt=1).whole(12, told=False)
-    second.tell(codec.ANOMALY, ANOMALY)
+    second.tell(framing.ANOMALY, ANOMALY)
     second.write([record(0, 12, attempt=1, first_bad=bad(0, 12))])
     capture(second.run, *KEPT)
     second.close(cleanly=False)
@@ -89,21 +89,21 @@ def capture(run: RunDir, attempt: int, step: int, change: Mapping[str, Any] | No
             "wall_time_ns": 10**18 + step, "reason": "trigger: asked", "dropped": 0,
             "modules": {MODULE: about}, **(change or {}),
         }  # fmt: skip
-        packs.write(run.pack(attempt, NODE, rank, step), header, told)
+        tensor_pack.write(run.pack(attempt, NODE, rank, step), header, told)
 
 
 def rewrite(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the index of a pack, so that its checksum holds."""
     path = run / PACK
     data = path.read_bytes()
-    _, offset, length, *_ = packs._FOOTER.unpack(data[-packs._FOOTER.size :])
+    _, offset, length, *_ = tensor_pack._FOOTER.unpack(data[-tensor_pack._FOOTER.size :])
     told = json.loads(data[offset : offset + length])
     change(told)
     path.write_bytes(data[:offset] + _ended(offset, json.dumps(told).encode()))
 
 
 def _ended(offset: int, index: bytes) -> bytes:
-    footer = packs._FOOTER.pack(packs._MAGIC, offset, len(index), zlib.crc32(index), 0)
+    footer = tensor_pack._FOOTER.pack(tensor_pack._MAGIC, offset, len(index), zlib.crc32(index), 0)
     return index + footer
 
 
@@ -161,7 +161,7 @@ def sparse(run: Path, _: Path, rng: random.Random) -> None:
     size = 2 << 30
     path = run / PACK
     data = path.read_bytes()
-    _, offset, length, *_ = packs._FOOTER.unpack(data[-packs._FOOTER.size :])
+    _, offset, length, *_ = tensor_pack._FOOTER.unpack(data[-tensor_pack._FOOTER.size :])
     told = json.loads(data[offset : offset + length])
     told["tensors"] = [{**told["tensors"][1], "shape": [size // 4], "bytes": size, "offset": 0}]
     path.write_bytes(b"")
@@ -181,12 +181,14 @@ def _names(run: Path, _: Path, rng: random.Random) -> None:
             one = record(rank, step, 9, sites=odd_sites, scalars={rank: numbers})
             made.write([one])
     said = replace(ANOMALY, detector=EVIL[0], module=EVIL[1], message="".join(EVIL), phase=EVIL[2])
-    made.tell(codec.ANOMALY, said)
-    made.tell(codec.ANOMALY, replace(said, detector="nonfinite", module=odd_sites[1].fqn))
-    made.tell(codec.LIFE, {"event": "death", "rank": 1, "signal": EVIL[1], "time_ns": 5, "step": 3})
-    made.tell(codec.LIFE, order("".join(EVIL)))
+    made.tell(framing.ANOMALY, said)
+    made.tell(framing.ANOMALY, replace(said, detector="nonfinite", module=odd_sites[1].fqn))
+    made.tell(
+        framing.LIFE, {"event": "death", "rank": 1, "signal": EVIL[1], "time_ns": 5, "step": 3}
+    )
+    made.tell(framing.LIFE, order("".join(EVIL)))
     hosts = dict.fromkeys(EVIL, 0.5)
-    made.tell(codec.SAMPLE, {"time_ns": 10**18, "host": hosts, "ranks": {"0": hosts}})
+    made.tell(framing.SAMPLE, {"time_ns": 10**18, "host": hosts, "ranks": {"0": hosts}})
     modules = {name: {"class": name, "calls": [CALL], "state": {name: name}} for name in EVIL}
     capture(made.run, 0, 7, {"reason": EVIL[0] + EVIL[2], "modules": modules})
     made.close()

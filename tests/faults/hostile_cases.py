@@ -17,8 +17,8 @@ import google_crc32c
 import numcodecs
 import numpy as np
 
-from ddpprobe import codec
-from ddpprobe.layout import RunDir
+from ddpprobe.rundir import framing
+from ddpprobe.rundir.paths import RunDir
 from ddpprobe.store.commit import GroupWriter
 from ddpprobe.store.manifest import Manifest, version_of
 from tests.made_runs import NODE
@@ -202,7 +202,7 @@ FORGED: dict[str, Case] = {
 
 def _log(run: Path, payload: bytes) -> None:
     log = run / LOG
-    frame = codec.encode_frame(codec.META, Manifest(log).lines, payload)
+    frame = framing.encode_frame(framing.META, Manifest(log).lines, payload)
     log.write_bytes(log.read_bytes() + frame)
 
 
@@ -218,18 +218,18 @@ def _odd_frames(run: Path, _: Path, rng: random.Random) -> None:
     """Change a JSON frame, or the JSON in front of a record, in some journal."""
     path = rng.choice(sorted((run / "journal/001").rglob("*.wal")))
     out = b""
-    frames = list(codec.iter_frames(path.read_bytes()))
+    frames = list(framing.iter_frames(path.read_bytes()))
     chosen = rng.randrange(len(frames))
     for number, frame in enumerate(frames):
         payload = frame.payload
         if number == chosen:
             payload = _odd_payload(frame, rng)
-        out += codec.encode_frame(frame.type, frame.seq, payload)
+        out += framing.encode_frame(frame.type, frame.seq, payload)
     path.write_bytes(out)
 
 
-def _odd_payload(frame: codec.Frame, rng: random.Random) -> bytes:
-    if frame.type != codec.RECORD:
+def _odd_payload(frame: framing.Frame, rng: random.Random) -> bytes:
+    if frame.type != framing.RECORD:
         return json.dumps(odd(json.loads(frame.payload), rng)).encode()
     size = int.from_bytes(frame.payload[:4], "little")
     head = json.dumps(odd(json.loads(frame.payload[4 : 4 + size]), rng)).encode()

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ddpprobe import codec
-from ddpprobe.replay.run import Run, open_run
-from ddpprobe.replay.tensors import TensorError
-from ddpprobe.replay.verify import verify
-from ddpprobe.store.manifest import StoreError
+from ddpprobe.errors import StoreDamaged, TensorError
+from ddpprobe.reader.run import Run, open_run
+from ddpprobe.reader.verify.verify import verify
+from ddpprobe.rundir import framing
 from ddpprobe.store.writer import StoreWriter
 from tests import made_packs
 from tests.made_runs import NODE, Made, key
@@ -63,7 +62,7 @@ def values(run: Run) -> Iterator[tuple[str, bytes]]:
     for made in run.records(0):
         yield f"record {made.step}", key(made)
     for anomaly in run.anomalies():
-        yield f"anomaly {anomaly.detector} {anomaly.step}", codec.encode_anomaly(anomaly)
+        yield f"anomaly {anomaly.detector} {anomaly.step}", framing.encode_anomaly(anomaly)
     series = run.series("*", "rms", rank=0)
     for column, site in enumerate(series.sites):
         for step, value in zip(series.steps, series.values[:, column], strict=True):
@@ -72,7 +71,7 @@ def values(run: Run) -> Iterator[tuple[str, bytes]]:
     for captured in run.captures():
         try:
             yield f"tensor {captured.step}", run.tensor(SITE, captured.step)[...].tobytes()
-        except (TensorError, StoreError) as error:
+        except (TensorError, StoreDamaged) as error:
             yield "tensor", type(error).__name__.encode()  # refused, and so not silent
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ddpprobe import codec, packs
-from ddpprobe.layout import RunDir, write_json
+from ddpprobe.rundir import framing, tensor_pack
+from ddpprobe.rundir.paths import RunDir, write_json
 from tests.faults.hostile_captures import EVENT, PACK, make, order
 from tests.made_runs import NODE, Made
 
@@ -55,14 +55,14 @@ def make_all(path: Path) -> RunDir:
     for directory, said in (
         (run.rank_journal(1, NODE, 0), OF_RANK), (run.daemon_journal(1, NODE), OF_DAEMON)
     ):  # fmt: skip
-        frames = [(codec.LIFE, event) for event in said]
-        frames += [(codec.SAMPLE, SAMPLE)] if said is OF_DAEMON else []
+        frames = [(framing.LIFE, event) for event in said]
+        frames += [(framing.SAMPLE, SAMPLE)] if said is OF_DAEMON else []
         before = [path.read_bytes() for path in sorted(directory.glob("*.wal"))]
-        due = 1 + max(frame.seq for data in before for frame in codec.iter_frames(data))
+        due = 1 + max(frame.seq for data in before for frame in framing.iter_frames(data))
         # The last segment: nothing that was written before is read in another way.
         block = b"".join(
-            codec.encode_frame(type_, seq, codec.encode_json(value))
-            for seq, (type_, value) in enumerate([(codec.META, second._meta(0)), *frames], due)
+            framing.encode_frame(type_, seq, framing.encode_json(value))
+            for seq, (type_, value) in enumerate([(framing.META, second._meta(0)), *frames], due)
         )
         (directory / "00000090.wal").write_bytes(block)
     run.daemon_file(NODE, "json").parent.mkdir(exist_ok=True)
@@ -101,22 +101,24 @@ def journals(run: RunDir) -> list[Path]:
 def with_frame(data: bytes, number: int, payload: bytes) -> bytes:
     """Return a journal in which one frame has another payload, and a checksum that holds."""
     out = b""
-    for i, frame in enumerate(codec.iter_frames(data)):
-        out += codec.encode_frame(frame.type, frame.seq, payload if i == number else frame.payload)
+    for i, frame in enumerate(framing.iter_frames(data)):
+        out += framing.encode_frame(
+            frame.type, frame.seq, payload if i == number else frame.payload
+        )
     return out
 
 
-def head_of(frame: codec.Frame) -> tuple[Any, bytes]:
+def head_of(frame: framing.Frame) -> tuple[Any, bytes]:
     """Return the JSON of a frame, and the bytes behind it."""
-    if frame.type != codec.RECORD:
+    if frame.type != framing.RECORD:
         return json.loads(frame.payload), b""
     size = int.from_bytes(frame.payload[:4], "little")
     return json.loads(frame.payload[4 : 4 + size]), frame.payload[4 + size :]
 
 
-def payload_of(frame: codec.Frame, head: bytes) -> bytes:
+def payload_of(frame: framing.Frame, head: bytes) -> bytes:
     """Return the payload of a frame whose JSON is another one."""
-    if frame.type != codec.RECORD:
+    if frame.type != framing.RECORD:
         return head
     return len(head).to_bytes(4, "little") + head + head_of(frame)[1]
 
@@ -129,5 +131,5 @@ def event_document(run: RunDir) -> dict[str, Any]:
 def pack_index(run: RunDir) -> dict[str, Any]:
     """Return the index of the pack that is not in the store."""
     data = (run.path / PACK).read_bytes()
-    _, offset, length, *_ = packs._FOOTER.unpack(data[-packs._FOOTER.size :])
+    _, offset, length, *_ = tensor_pack._FOOTER.unpack(data[-tensor_pack._FOOTER.size :])
     return dict(json.loads(data[offset : offset + length]))

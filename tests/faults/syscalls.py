@@ -17,18 +17,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-from ddpprobe.journal import JournalWriter
-from ddpprobe.layout import RunDir
-from ddpprobe.replay.run import open_run
-from ddpprobe.replay.verify import verify
+from ddpprobe.reader.run import open_run
+from ddpprobe.reader.verify.verify import verify
+from ddpprobe.rundir.journal import JournalWriter
+from ddpprobe.rundir.paths import RunDir
 from ddpprobe.store import commit
 from ddpprobe.store.writer import REST_SECONDS, StoreWriter
 from tests.made_runs import NODE, Made, key, record
 
 STEPS = 20
 # What changes a file or a directory, and openat, between which anything may have been read.
-OF_STORE = ("openat", "write", "renameat", "fdatasync", "fsync", "mkdir", "chmod", "ftruncate",
-            "unlink", "close", "flock")  # fmt: skip
+OF_STORE = ("openat", "write", "writev", "renameat", "fdatasync", "fsync", "mkdir", "chmod",
+            "ftruncate", "unlink", "close", "flock")  # fmt: skip
 OF_JOURNAL = ("openat", "write", "pwrite64", "mkdir", "close")
 MOST = 20_000  # calls of one sort, more than any of these children makes
 

@@ -150,7 +150,7 @@ def main() -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
     atexit._clear()  # what torch has registered is the zygote's; what ddpprobe does, a rank's, too
-    from ddpprobe.stats import native
+    from ddpprobe.rank.stats import native
 
     importlib.import_module("ddpprobe.probe")
     native.prepare()

@@ -14,8 +14,8 @@ import ddpprobe
 from benchmarks import blocks, workloads
 from benchmarks.variants import Sampled
 from benchmarks.workloads import Training
-from ddpprobe.layout import RunDir, node_name
-from ddpprobe.packs import Pack
+from ddpprobe.rundir.paths import RunDir, node_name
+from ddpprobe.rundir.tensor_pack import Pack
 from tests.gpu.parts import Case, Context
 from tests.gpu.training import SETTINGS, group_for, one_rank
 from tests.gpu.training import Training as Small

@@ -16,7 +16,8 @@ from dataclasses import dataclass, fields
 DDP = ("ddp", "ddp-bucket-view", "ddp-static", "ddp-unused")
 FSDP1 = ("fsdp1", "fsdp1-flat", "hsdp1")
 FSDP2 = ("fsdp2", "hsdp", "fsdp2-tp")
-TP = ("tp", "fsdp2-tp")
+DDP_TP = "ddp-tp"  # refused, so it is no value of the axis
+TP = ("tp", "fsdp2-tp", DDP_TP)
 
 # The first value of an axis is the plain one: ties go to it.
 AXES: Mapping[str, tuple[object, ...]] = {
@@ -62,7 +63,9 @@ class Cell:
     @property
     def dp(self) -> int:
         """How many different batches a micro-batch has over all ranks."""
-        return {"tp": 1, "pp": 1, "fsdp2-tp": self.ranks // 2}.get(self.wrapper, self.ranks)
+        return {"tp": 1, "pp": 1, "fsdp2-tp": self.ranks // 2, DDP_TP: self.ranks // 2}.get(
+            self.wrapper, self.ranks
+        )
 
     @property
     def inplace(self) -> bool:

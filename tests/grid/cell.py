@@ -18,11 +18,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import ddpprobe
-from ddpprobe import codec
-from ddpprobe.journal import JournalTail
-from ddpprobe.layout import RunDir
-from ddpprobe.records import StepRecord
-from ddpprobe.rendezvous import InstallError
+from ddpprobe.errors import InstallError
+from ddpprobe.records.step import StepRecord
+from ddpprobe.rundir import framing
+from ddpprobe.rundir.journal import JournalTail
+from ddpprobe.rundir.paths import RunDir
 from ddpprobe.testing import state_hash
 from tests.grid.axes import Cell
 from tests.grid.loops import STEPS, Loop
@@ -136,9 +136,9 @@ def journal_of(run_dir: Path, rank: int) -> tuple[list[StepRecord], set[str]]:
     tail = JournalTail(RunDir(run_dir).rank_journal(0, "node_0000", rank))
     frames = tail.poll()
     records = [
-        codec.decode_record(f.payload, tail.tables) for f in frames if f.type == codec.RECORD
+        framing.decode_record(f.payload, tail.tables) for f in frames if f.type == framing.RECORD
     ]
-    lives = [json.loads(f.payload) for f in frames if f.type == codec.LIFE]
+    lives = [json.loads(f.payload) for f in frames if f.type == framing.LIFE]
     tail.close()
     return records, {name for life in lives for name in life.get("silent", ())}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddpprobe.merge import disagreements, merge_all
-from ddpprobe.records import PHASES, StepRecord
+from ddpprobe.records.merge import disagreements, merge_all
+from ddpprobe.records.step import PHASES, StepRecord
 from tests.grid.axes import DDP, Cell
 from tests.grid.cell import Outcome, Run, journal_of
 from tests.grid.loops import BACKWARD_STEP, FORWARD_STEP, STEPS, planned

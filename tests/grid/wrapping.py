@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.grid.axes import DDP, FSDP1, FSDP2, Cell
+from tests.grid.axes import DDP, DDP_TP, FSDP1, FSDP2, TP, Cell
 from tests.grid.models import Base, Block, Spot
 
 _DDP_OPTIONS = {
@@ -55,7 +55,7 @@ class Wrapped:
         """Which of the batches this rank sees."""
         if self.cell.wrapper in ("tp", "pp"):
             return 0
-        return self.rank // 2 if self.cell.wrapper == "fsdp2-tp" else self.rank
+        return self.rank // 2 if self.cell.wrapper in TP else self.rank
 
     @contextlib.contextmanager
     def syncing(self, on: bool) -> Iterator[None]:
@@ -72,7 +72,7 @@ def wrap(cell: Cell, root: Base, rank: int, backend: object) -> Wrapped:
     mesh = _mesh(cell)
     if cell.wrapper == "pp":
         keep_stage(root, rank, cell.ranks)
-    if cell.wrapper in ("tp", "fsdp2-tp"):
+    if cell.wrapper in TP:
         for module in root.modules():
             if isinstance(module, Spot):
                 module.by_hook = cell.engine == "eager"
@@ -86,6 +86,8 @@ def wrap(cell: Cell, root: Base, rank: int, backend: object) -> Wrapped:
         if cell.engine == "whole":
             root.compile(backend=backend)
         model = DistributedDataParallel(root, **_DDP_OPTIONS[cell.wrapper])
+    elif cell.wrapper == DDP_TP:
+        model = DistributedDataParallel(root, device_mesh=mesh["dp"])
     elif cell.wrapper in FSDP1:
         model = _fsdp1(cell, root, mesh)
     elif cell.wrapper in FSDP2:
@@ -103,7 +105,7 @@ def _mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 def _mesh(cell: Cell) -> DeviceMesh | None:
     if cell.wrapper in ("hsdp", "hsdp1"):
         return _mesh_of((2, cell.ranks // 2), ("replicate", "shard"))
-    if cell.wrapper == "fsdp2-tp":
+    if cell.wrapper in ("fsdp2-tp", DDP_TP):
         return _mesh_of((cell.ranks // 2, 2), ("dp", "tp"))
     if cell.wrapper == "tp":
         return _mesh_of((cell.ranks,), ("tp",))

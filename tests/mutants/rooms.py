@@ -11,7 +11,7 @@ class Room:
 
     Attributes:
         files: patterns, relative to the repository.
-        tests: files, relative to `tests/`, without `.py`.
+        tests: files or folders, relative to `tests/`.
         without: words of a `-k` expression: tests that start processes and take long.
     """
 
@@ -21,25 +21,25 @@ class Room:
 
 
 ROOMS = {
-    "records": Room(("ddpprobe/records.py",), ("test_records",)),
-    "merge": Room(("ddpprobe/merge.py",), ("test_records",)),
-    "gather": Room(("ddpprobe/gather.py",), ("test_gather",), "linear_time"),
-    "journal": Room(("ddpprobe/journal.py",), ("test_journal",), "kill_9"),
-    "detectors": Room(
-        ("ddpprobe/detectors/*.py",),
-        (
-            "test_detectors_coverage", "test_detectors_desync", "test_detectors_grad_spike",
-            "test_detectors_loss_scale", "test_detectors_nonfinite", "test_detectors_suite",
-        ),
+    "records": Room(("ddpprobe/records/step.py",), ("records/test_step.py",)),
+    "merge": Room(("ddpprobe/records/merge.py",), ("records/test_step.py",)),
+    "gather": Room(("ddpprobe/records/gather.py",), ("records/test_gather.py",), "linear_time"),
+    "journal": Room(("ddpprobe/rundir/journal.py",), ("rundir/test_journal.py",), "kill_9"),
+    "detectors": Room(("ddpprobe/detectors/*.py",), ("detectors",)),
+    "steps": Room(("ddpprobe/rank/step_clock.py",), ("rank/test_step_clock.py",)),
+    "topology": Room(("ddpprobe/rank/topology/*.py",), ("rank/topology",)),
+    "hooks": Room(
+        ("ddpprobe/rank/hooks/*.py",),
+        ("rank/hooks/test_eager.py", "rank/hooks/test_watch.py", "rank/capture/test_capturing.py"),
     ),
-    "steps": Room(("ddpprobe/steps.py",), ("test_steps",)),
-    "topology": Room(
-        ("ddpprobe/topology/*.py",), ("test_topology", "test_placement", "test_stages")
-    ),
-    "hooks": Room(("ddpprobe/hooks/*.py",), ("test_hooks", "test_watch", "test_capturing")),
-    "verify": Room(("ddpprobe/replay/verify.py",), ("test_verify",)),
+    "verify": Room(("ddpprobe/reader/verify/verify.py",), ("reader/verify/test_verify.py",)),
     "exits": Room(
-        ("ddpprobe/cli.py", "ddpprobe/commands/anomalies.py", "ddpprobe/commands/verify.py"),
-        ("test_cli", "test_verify"),
+        (
+            "ddpprobe/cli/main.py",
+            "ddpprobe/cli/commands/anomalies.py",
+            "ddpprobe/cli/commands/verify.py",
+        ),
+        ("cli/test_main.py", "reader/verify/test_verify.py"),
+        "documents_say_the_same",  # they are not copied
     ),
-}  # fmt: skip
+}

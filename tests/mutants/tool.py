@@ -153,7 +153,7 @@ def _settings(room: Room) -> str:
 
     return SETTINGS.format(
         files=lines(room.files),
-        tests=lines(f"tests/{name}.py" for name in room.tests),
+        tests=lines(f"tests/{name}" for name in room.tests),
         options=lines(("-k", f"not {room.without}") if room.without else ()),
     )
 

@@ -1,0 +1,205 @@
+"""Say what ran: ranks, topology, steps, sites, sizes, and how complete each rank's record is."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ddpprobe.cli.output import report_gaps, say, say_json, table
+from ddpprobe.cli.run_argument import add_run
+from ddpprobe.ends.judge import told
+from ddpprobe.reader.run import open_run
+from ddpprobe.reader.text import UNOBSERVED, plain, size
+
+MOST_ORDERS = 20  # lines of an attempt
+OWN = {"install": "install(capture=...)", "first bad module": "the first bad module"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_run(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what is known of the run."""
+    run_ = open_run(args.run)
+    info = run_.info()
+    if args.json:
+        say_json(info)
+    else:
+        for line in lines(info):
+            say(line)
+    return report_gaps(run_.lost, info["unknown"])
+
+
+def lines(info: dict[str, Any]) -> Iterator[str]:
+    """Lay out what `Run.info` returns: the run, then each attempt with its ranks."""
+    yield from table((name, text) for name, text in _facts(info) if text)
+    for attempt in info["attempts"]:
+        yield ""
+        sealed = ", sealed" if attempt["sealed"] else ""
+        torn = f", {size(attempt['torn_bytes'])} torn off" if attempt["torn_bytes"] else ""
+        yield f"attempt {attempt['attempt']}: steps {_span(attempt['steps'])}{sealed}{torn}"
+        if attempt["ranks"]:
+            yield from table(_ranks(attempt["ranks"]), right=(0, 3, 5, 7))
+            yield from _unseen(attempt["ranks"])
+        if attempt["silent_ranks"]:
+            yield f"ranks without a record: {', '.join(map(str, attempt['silent_ranks']))}"
+        yield from _orders(attempt["orders"], info["world_size"])
+
+
+def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "run", info["name"]
+    yield "id", info["run_id"] or ""
+    yield "path", info["path"]
+    yield "state", info["state"]
+    yield "started", _when(info["created_ns"])
+    yield "topology", ", ".join(_topology(info))
+    yield "sampling", _sampling(info)
+    yield "overhead", _overhead(info)
+    yield "steps", _span(info["steps"])
+    yield "sites", str(info["sites"])
+    parts = [f"{name} {size(n)}" for name, n in info["bytes"].items() if name != "total"]
+    yield "size", f"{size(info['bytes']['total'])} ({', '.join(parts)})"
+    yield "anomalies", ", ".join(f"{n} {level}" for level, n in info["anomalies"].items())
+    yield "uploaded to", str(info["destination"] or "")
+    for upload in info["uploads"]:
+        why = upload["error"] or "not all groups are there"
+        yield "upload", f"{upload['node']} is not done ({why}); finish with: {upload['finish']}"
+    for left in info["unsealed"]:
+        yield "unsealed", f"{left['node']} is not all in the store; finish with: {left['finish']}"
+    yield "end", told(info["end"]) if info["end"] else ""
+
+
+def _sampling(info: dict[str, Any]) -> str:
+    if info["every"] is None:
+        return ""
+    asked, pace = f"every {_count(info['every'], 'step')}", info["pace"]
+    if pace is None:
+        return asked
+    budget = f"budget={_known(pace['budget'])}"
+    if pace["every"] == info["every"]:
+        return f"{asked}, within {budget}"
+    return f"{asked}, {_known(pace['every'])} from step {_known(pace['step'])} on by {budget}"
+
+
+def _overhead(info: dict[str, Any]) -> str:
+    """Say what ddpprobe adds to a step, as it was last measured in the run."""
+    said, pace = info["overhead"], info["pace"]
+    budget = "" if pace is None else f"budget {_percent(pace['budget'])}"
+    if said is None:
+        return budget and f"not measured yet, {budget}"
+    most = f" (rank {said['rank']}, the most)" if (info["world_size"] or 0) > 1 else ""
+    # Without unsampled steps, which a budget leaves, what emptied caches cost is not seen.
+    least = "at least " if info["every"] == 1 and pace is None else ""
+    told = f"{least}{_percent(said['ratio'])} of a step's own time{most}"
+    return f"{told}, {budget}" if budget else told
+
+
+def _percent(ratio: object) -> str:
+    return f"{100 * ratio:.2g} %" if isinstance(ratio, int | float) else UNOBSERVED
+
+
+def _topology(info: dict[str, Any]) -> Iterator[str]:
+    if info["world_size"] is not None:
+        yield f"{_count(info['world_size'], 'rank')} on {_count(info['nodes'], 'node')}"
+    for name in ("wrapper", "backend"):
+        if info[name]:
+            yield str(info[name])
+    if info["torch"]:
+        yield f"torch {info['torch']}"
+    if info["hostname"]:
+        yield f"rank 0 on {info['hostname']}"
+
+
+def _ranks(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    yield ("rank", "node", "device", "pid", "steps", "sampled", "complete", "sites", "status")
+    for rank in ranks:
+        complete = rank["completeness"]
+        yield (
+            str(rank["rank"]),
+            _known(rank["node"]),
+            _known(rank["device"]),
+            _known(rank["pid"]),
+            _span({"first": rank["first_step"], "last": rank["last_step"]}),
+            f"{rank['sampled']} of {rank['expected']}",
+            UNOBSERVED if complete is None else f"{100 * complete:.3g} %",
+            _sites(rank),
+            rank["status"],
+        )
+
+
+def _sites(rank: dict[str, Any]) -> str:
+    """Say how many of the places that a rank watches delivered data at its last sampled step."""
+    expected, observed = rank["sites_expected"], rank["sites_observed"]
+    return UNOBSERVED if expected is None else f"{observed} of {expected}"
+
+
+def _unseen(ranks: list[dict[str, Any]]) -> Iterator[str]:
+    """Name what is not observed, ranks that say the same together."""
+    groups: dict[str, list[str]] = {}
+    for rank in ranks:
+        silent, unsupported, dropped = rank["silent"], rank["unsupported"], rank["dropped"]
+        texts = [
+            f"never called: {', '.join(name or '(root)' for name in silent)}" if silent else "",
+            f"not supported: {', '.join(f'{k} ({n})' for k, n in unsupported.items())}"
+            if unsupported
+            else "",
+            f"lost: {'; '.join(f'{why} ({n})' for why, n in dropped.items())}" if dropped else "",
+            *(
+                f"infinite without harm since step {_known(one['step'])}: {one['site']} "
+                f"({', '.join(one['values'])})"
+                for one in rank["steady"]
+            ),
+        ]
+        for text in filter(None, texts):
+            groups.setdefault(plain(text), []).append(str(rank["rank"]))
+    for text, who in groups.items():
+        yield f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {text}"
+
+
+def _orders(orders: list[dict[str, Any]], world: object) -> Iterator[str]:
+    """List what was kept in full, or done, on whose word and by how many ranks."""
+    if not orders:
+        return
+    rows = [("", "steps", "ranks", "kept", "modules", "why")]
+    for order in orders[:MOST_ORDERS]:
+        one = order["first"] == order["last"]
+        steps = str(order["first"]) if one else f"{order['first']} to {order['last']}"
+        kept, ranks = UNOBSERVED, order["heard"]
+        if order["action"] == "capture":
+            kept, ranks = (
+                f"{size(order['bytes'])} at {_count(order['steps'], 'step')}",
+                order["ranks"],
+            )
+        late = f", {len(order['late'])} heard too late" if order["late"] else ""
+        modules = "all" if order["modules"] == 0 else _known(order["modules"])
+        why = OWN.get(order["by"]) or f"{order['by']}: {order['reason']}"
+        whose = f"{len(ranks)} of {_known(world)}{late}"
+        rows.append((order["action"], steps, whose, kept, modules, why))
+    yield from ("", *table(rows))
+    if len(orders) > MOST_ORDERS:
+        yield f"{len(orders) - MOST_ORDERS} more: --json lists them"
+
+
+def _count(n: object, what: str) -> str:
+    return f"{_known(n)} {what}{'' if n == 1 else 's'}"
+
+
+def _span(steps: dict[str, int | None]) -> str:
+    if steps["first"] is None:
+        return UNOBSERVED
+    return f"{steps['first']} to {steps['last']}"
+
+
+def _known(value: object) -> str:
+    return UNOBSERVED if value is None else plain(value)
+
+
+def _when(time_ns: object) -> str:
+    if not isinstance(time_ns, int) or not 0 <= time_ns < 2**63:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_ns / 1e9))

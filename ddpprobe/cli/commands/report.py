@@ -1,0 +1,52 @@
+"""Write one self-contained HTML page: verdict, timeline, heat map module x step, ranks, hosts.
+
+The page holds its data and its scripts and opens no connection; any browser shows it, by mail too.
+Names of modules and hosts are in it: share it as you would share the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ddpprobe.cli.output import report_gaps, say, say_json
+from ddpprobe.cli.progress import progress
+from ddpprobe.cli.run_argument import add_run
+from ddpprobe.errors import RunError
+from ddpprobe.reader.run import open_run
+from ddpprobe.reader.text import plain, size
+from ddpprobe.report.page import render
+from ddpprobe.report.story import gather
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_run(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE.html",
+        help="the page to write (default: RUN's name with .html, in the current directory)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page; 3 if the store is damaged, and then the page says what is lost."""
+    run_ = open_run(args.run)
+    path = args.output or Path(f"{run_.path.resolve().name}.html")
+    if path.is_dir():
+        raise RunError(f"{path}: a directory; give the file to write: -o {path / 'report.html'}")
+
+    with progress("reading", None, silent=args.json) as bar:
+        story = gather(run_, bar.advance)
+    page = render(story).encode(errors="backslashreplace")  # a module may be named "\ud800"
+    path.write_bytes(page)
+    if args.json:
+        say_json(
+            {
+                "run": run_.name, "format_version": 1, "file": str(path), "bytes": len(page),
+                "records": story.records, "anomalies": len(story.anomalies), "lost": story.lost,
+            }
+        )  # fmt: skip
+    else:
+        say(f"{plain(path)}: {size(len(page))}; open it in a browser")
+    return report_gaps(run_.lost, story.held.unknown())

@@ -1,0 +1,122 @@
+"""The command `ddpprobe`: one verb a file in `commands/`; errors become exit codes here only."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from ddpprobe.cli import completion
+from ddpprobe.cli.fetching import fetch
+from ddpprobe.cli.output import (
+    DAMAGED,
+    INTERRUPTED,
+    OK,
+    PIPE_CLOSED,
+    USAGE,
+    complain,
+    say,
+)
+from ddpprobe.cli.run_argument import choose
+from ddpprobe.cli.verbs import VERBS, exits
+from ddpprobe.errors import RunError, StoreDamaged
+from ddpprobe.reader.text import plain
+
+RUN = """\
+RUN is a run directory: what install() made, by default ddpprobe-runs/<name>; or the URL of an
+object store that it was uploaded to: s3://BUCKET/PREFIX/RUN, gs://..., az://... Without it the
+newest run is taken, of those that `ddpprobe ls` lists, and named on stderr."""
+
+
+def epilog(verb: str | None = None) -> str:
+    """Return the end of the help: exit codes, of the whole command line or of one verb."""
+    lines = [f"  {code}  {meaning}" for code, meaning in exits(verb)]
+    return "\n".join(["exit codes (3 goes before 1, and 1 before 4):", *lines, "", RUN])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code; never raises for what a user can cause."""
+    if completion.is_asked():
+        completion.answer(_parser(completion.verb_of()))
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except SystemExit as done:  # argparse has printed the help, or what was wrong
+        return done.code if isinstance(done.code, int) else OK
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = _parser(next((word for word in words if word in VERBS), None))
+    args, rest = parser.parse_known_args(words)
+    if rest and args.verb != "daemon":  # whose options are the daemon's own business
+        parser.error(f"unrecognized arguments: {plain(' '.join(rest))}")
+    args.rest = rest
+    return args
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a command line with this verb; no other verb's module is imported."""
+    parser = argparse.ArgumentParser(
+        prog="ddpprobe",
+        description="Names the first bad tensor of a distributed PyTorch run.",
+        epilog=epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    verbs = parser.add_subparsers(title="verbs", dest="verb", metavar="VERB", required=True)
+    for name, known in VERBS.items():
+        verb = verbs.add_parser(
+            name,
+            help=known.help,
+            epilog=epilog(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=name != "daemon",
+        )
+        if name == chosen:
+            module = _module(name)
+            verb.description = (module.__doc__ or "").strip()
+            module.add_arguments(verb)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Shows the version; a plain `action="version"` would look it up before it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version  # noqa: PLC0415  (slow, and seldom asked for)
+
+        say(f"ddpprobe {version('ddpprobe')}")
+        parser.exit()
+
+
+def _run(words: Sequence[str]) -> int:
+    """Run a verb: the only place where an error becomes an exit code."""
+    try:
+        args = _parse(words)
+        choose(args)
+        fetch(args)
+        code = int(_module(args.verb).run(args))
+        sys.stdout.flush()  # a closed pipe shows here, not at the interpreter's exit
+    except BrokenPipeError:
+        # What is still buffered goes nowhere, or the interpreter would complain when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except RunError as error:
+        complain(f"ddpprobe: {plain(error)}")
+        return error.exit_code
+    except StoreDamaged as error:
+        complain(f"ddpprobe: {plain(args.run)}: {plain(error)}")
+        return DAMAGED
+    except OSError as error:
+        complain(f"ddpprobe: {plain(error)}")
+        return USAGE
+    return code
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"ddpprobe.cli.commands.{name}")

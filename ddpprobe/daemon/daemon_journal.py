@@ -1,0 +1,301 @@
+"""The daemon's own journal of one attempt: what it merged, found and saw, once each, for good.
+
+A daemon that was killed is followed by one that reads this journal back: it feeds the detectors
+with the recorded stream, writes down the verdicts its predecessor had no time to write, and goes on
+behind the last merged step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from ddpprobe.daemon.stored_journal import StoredJournal, past_of
+from ddpprobe.ends.anomalies import RANK_LOST, retells
+from ddpprobe.ends.evidence import Evidence
+from ddpprobe.ends.judge import End
+from ddpprobe.records import events
+from ddpprobe.records.events import Beat, Event
+from ddpprobe.records.step import Anomaly, StepRecord
+from ddpprobe.rundir import framing
+from ddpprobe.rundir.framing import Frame
+from ddpprobe.rundir.heartbeat import Heartbeat
+from ddpprobe.rundir.journal import BACK_OFF_SECONDS, JournalTail, JournalWriter, segments_of
+from ddpprobe.rundir.validate import MALFORMED
+from ddpprobe.store.manifest import Consumed
+
+WINDOW_STEPS = 64  # sampled steps before an anomaly that are evidence
+
+logger = logging.getLogger("ddpprobe")
+
+
+class Detectors(Protocol):
+    """What the daemon's journal needs of `ddpprobe.detectors.suite.Suite`."""
+
+    def update(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next merged record; return what it shows."""
+
+    def finish(self) -> list[Anomaly]:
+        """Return what only the end of the stream shows."""
+
+
+class DaemonJournal:
+    """Appends to the daemon journal of one attempt and remembers what is in it.
+
+    Attributes:
+        last_step: the newest merged step; -1 if there is none.
+        pushed: the newest step the head acknowledged (on a node that is not the head).
+        merged: the newest merged record of a sampled step.
+        window: the last merged sampled steps, oldest first.
+        recovered: what a predecessor had found.
+        settled: causes that an event names: of orders, pinned windows, and what was refused.
+        evidence: of how the ranks of this node ended.
+        deaths: ranks that ended badly, as is written down.
+        lost: what was written down of the end so far, as anomalies.
+        causes: first causes that the detectors found; an end may follow from one.
+        first_causes: pages that begin an episode, ends among them, as they were found.
+        first_cause: the one that was told last (see `first_cause.FirstCause`).
+        finished: the attempt came to its end and everything of it was merged.
+        anomalies, exemplars: number and latest anomaly by (detector, level).
+        blamed: number of anomalies by rank and level.
+    """
+
+    def __init__(self, directory: Path, meta: Mapping[str, Any], detectors: Detectors) -> None:
+        self.directory = directory
+        self.last_step = self.pushed = -1
+        self.merged: StepRecord | None = None
+        self.window: deque[int] = deque(maxlen=WINDOW_STEPS)
+        self.recovered: list[Anomaly] = []
+        self.settled: set[str] = set()
+        self.deaths: set[int] = set()
+        self.evidence = Evidence()
+        self.lost: list[Anomaly] = []
+        self.causes: list[Anomaly] = []
+        self.first_causes: list[Anomaly] = []
+        self.first_cause: events.FirstCauseEvent | None = None
+        self.finished = False
+        self.anomalies: Counter[tuple[str, str]] = Counter()
+        self.exemplars: dict[tuple[str, str], Anomaly] = {}
+        self.blamed: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self.dropped: Counter[str] = Counter()
+        self._meta = dict(meta)
+        self._detectors = detectors
+        self._writer: JournalWriter | None = None
+        self._next_seq = 0
+        self._retry_at = 0.0
+        self._recover()
+
+    def take(self, record: StepRecord) -> list[Anomaly]:
+        """Write a merged record down, show it to the detectors, and write down what they find."""
+        writer = self._open()
+        if writer is not None:
+            writer.append_record(record)
+        self._remember_record(record)
+        found = self._detectors.update(record)
+        for anomaly in found:
+            self._write_anomaly(anomaly)
+        return found
+
+    def finish(self) -> list[Anomaly]:
+        """End the stream of merged records; harmless if it ended before."""
+        if self.finished:
+            return []
+        found = self._detectors.finish()
+        for anomaly in found:
+            self._write_anomaly(anomaly)
+        self.say(events.FinishedEvent())
+        return found
+
+    def death(self, rank: int, signal: str, time_ns: int, step: int) -> None:
+        """Write down that a rank ended badly; which one is the cause is `lose`'s to say."""
+        self.say(events.DeathEvent(rank=rank, signal=signal, time_ns=time_ns, step=step))
+
+    def lose(self, end: End, found: list[Anomaly]) -> None:
+        """Write down how the attempt ended, as far as is known now; each anomaly once.
+
+        What is told again with more words, such as a hang that has been ended, counts as one.
+        """
+        self.say(events.EndEvent(**end.to_json()))
+        for anomaly in found:
+            if anomaly not in self.lost:
+                self._write_anomaly(anomaly)
+
+    def last_beats(self, beats: Mapping[int, Heartbeat]) -> None:
+        """Write down how far the ranks came by their heartbeats: a journal may end before that.
+
+        The store has it then as well, of which a copy elsewhere holds no heartbeats.
+        """
+        if beats and not self.finished:
+            names = [field.name for field in fields(Beat)]
+            told = {r: Beat(**{n: getattr(b, n) for n in names}) for r, b in beats.items()}
+            self.say(events.LastBeatsEvent(ranks=told))
+
+    def acknowledged(self, step: int) -> None:
+        """Write down that the head holds every step up to `step`."""
+        if step > self.pushed:
+            self.say(events.PushedEvent(step=step))
+
+    def say(self, event: Event) -> None:
+        """Append what happened, and take it in."""
+        self._take_event(event)
+        if (writer := self._open()) is not None:
+            writer.append_event(event)
+
+    def sample(self, host: Mapping[str, float], ranks: Mapping[int, Mapping[str, float]]) -> None:
+        """Append readings of the node and of the ranks' processes."""
+        by_name = {str(rank): values for rank, values in ranks.items()}
+        value = {"time_ns": time.time_ns(), "host": host, "ranks": by_name}
+        self._append(framing.SAMPLE, framing.encode_json(value))
+
+    def losses(self) -> Counter[str]:
+        """Frames that could not be written, by reason."""
+        return self.dropped + (self._writer.dropped if self._writer else Counter())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _recover(self) -> None:
+        first = min(segments_of(self.directory), default=0)
+        past = past_of(self.directory) if first > 0 else None
+        told, stored = past.anomalies() if past is not None else ([], Consumed())
+        written = Counter(framing.encode_anomaly(anomaly) for anomaly in told)
+        found: list[Anomaly] = []
+        latest = self._read_past(past)
+        tail = JournalTail(self.directory)
+        for frame in tail.poll():
+            self._next_seq = frame.seq + 1
+            if frame.type == framing.ANOMALY and stored.has(frame.seq):
+                continue
+            try:
+                new = self._read_back(frame, tail, written)
+            except MALFORMED:
+                self.dropped["malformed"] += 1
+                continue
+            found += new
+            latest = new if frame.type == framing.RECORD else latest
+        tail.close()
+        if past is not None:
+            # Without the steps that expired the detectors may see what nobody saw, and not see
+            # what was seen. What was written holds; only the last verdict may not have been.
+            both = (*map(framing.decode_anomaly, written), *latest)
+            found = list({framing.encode_anomaly(a): a for a in both}.values())
+        self.recovered = found
+        for anomaly in found:
+            code = framing.encode_anomaly(anomaly)
+            if written[code]:
+                written[code] -= 1
+                self._count(anomaly)
+            else:  # its finder was killed between the record and the verdict
+                self._write_anomaly(anomaly)
+
+    def _read_past(self, past: StoredJournal | None) -> list[Anomaly]:
+        """Take in what only the store holds of the journal; return the newest verdicts on it."""
+        if past is None:
+            return []
+        for event in past.events():
+            self._take_event(event)
+        found: list[Anomaly] = []
+        for record in past.records(self._first_step()):
+            self._remember_record(record)
+            found = self._detectors.update(record)
+        return found
+
+    def _first_step(self) -> int | None:
+        """Return the first merged step that the journal itself holds."""
+        tail = JournalTail(self.directory)
+        try:
+            for frame in tail.poll():
+                with contextlib.suppress(*MALFORMED):
+                    if frame.type == framing.RECORD:
+                        return framing.decode_record(frame.payload, tail.tables).step
+        finally:
+            tail.close()
+        return None
+
+    def _read_back(self, frame: Frame, tail: JournalTail, written: Counter[bytes]) -> list[Anomaly]:
+        """Take in one frame of the predecessor's; return what the detectors make of it."""
+        if frame.type == framing.RECORD:
+            record = framing.decode_record(frame.payload, tail.tables)
+            self._remember_record(record)
+            return self._detectors.update(record)
+        if frame.type == framing.ANOMALY:
+            anomaly = framing.decode_anomaly(frame.payload)
+            if anomaly.detector == RANK_LOST:  # no detector finds that again
+                self._count(anomaly)
+            else:
+                written[frame.payload] += 1
+        if frame.type == framing.LIFE and (event := frame.event()) is not None:
+            was_finished = self.finished
+            self._take_event(event)
+            if self.finished and not was_finished:
+                return self._detectors.finish()
+        return []
+
+    def _take_event(self, event: Event) -> None:
+        self.evidence.take_event(event, None, str(self._meta.get("node", "")))
+        match event:
+            case events.DeathEvent():
+                self.deaths.add(event.rank)
+            case events.PushedEvent():
+                self.pushed = event.step
+            case events.FinishedEvent():
+                self.finished = True
+            case events.FirstCauseEvent():
+                self.first_cause = event
+            case events.OrderEvent() | events.PinnedEvent() | events.OrderDroppedEvent() if (
+                event.cause is not None
+            ):
+                self.settled.add(event.cause)
+
+    def _remember_record(self, record: StepRecord) -> None:
+        self.last_step = record.step
+        if record.sampled:
+            self.merged = record
+            self.window.append(record.step)
+
+    def _write_anomaly(self, anomaly: Anomaly) -> None:
+        self._append(framing.ANOMALY, framing.encode_anomaly(anomaly))
+        self._count(anomaly)
+
+    def _count(self, anomaly: Anomaly) -> None:
+        key = (anomaly.detector, anomaly.level)
+        self.exemplars[key] = anomaly
+        if not any(retells(anomaly, known) for known in self.lost):
+            self.anomalies[key] += 1
+            if anomaly.rank is not None:
+                self.blamed[anomaly.rank][anomaly.level] += 1
+        if anomaly.first_cause and anomaly.level == "page":
+            self.first_causes.append(anomaly)
+        if anomaly.detector == RANK_LOST:
+            self.lost.append(anomaly)
+        elif anomaly.first_cause:
+            self.causes.append(anomaly)
+
+    def _append(self, type_: int, payload: bytes) -> None:
+        writer = self._open()
+        if writer is not None:
+            writer.append(type_, payload)
+
+    def _open(self) -> JournalWriter | None:
+        """Return the writer; None while the disk refuses even an empty journal."""
+        if self._writer is None and time.monotonic() >= self._retry_at:
+            segments = segments_of(self.directory)
+            first = segments[-1] + 1 if segments else 0
+            try:
+                self._writer = JournalWriter(
+                    self.directory, self._meta, first_segment=first, first_seq=self._next_seq
+                )
+            except OSError as error:
+                logger.warning("ddpprobe: the daemon cannot write its journal: %s", error)
+                self._retry_at = time.monotonic() + BACK_OFF_SECONDS
+        if self._writer is None:
+            self.dropped["journal"] += 1
+        return self._writer

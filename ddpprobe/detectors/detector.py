@@ -1,0 +1,99 @@
+"""What a detector is: a class with a name, a title, settings, and a fold over records."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ddpprobe.records.step import Anomaly, StepRecord
+
+AFTERMATH_STEPS = 100  # also the quiet time of the detectors that have one
+
+
+class Detector(ABC):
+    """A pure fold over the merged stream: the same records give the same anomalies.
+
+    The settings are the keyword arguments of the constructor, all of them numbers with a default.
+    The docstring is what a user reads: its first paragraph in `ddpprobe replay --list`, its `Args`
+    beside each setting in the reference.
+
+    Attributes:
+        name: in `Anomaly.detector`, on the command line, and as a label of the metrics.
+        title: what a report calls a first cause of this kind.
+        follows_within: steps after a first cause in which what this detector finds follows from it.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    follows_within: ClassVar[int] = AFTERMATH_STEPS
+
+    @abstractmethod
+    def update(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record, in ascending order of steps; return what it shows."""
+
+    def finish(self) -> list[Anomaly]:
+        """Return what only the end of the stream shows; nothing, unless something is held back."""
+        return []
+
+    @classmethod
+    def anomaly(
+        cls, record: StepRecord, level: str, message: str, values: Mapping[str, float], *,
+        phase: str = "step", step: int | None = None, micro: int = 0, rank: int | None = None,
+        module: str | None = None, kind: str | None = None,
+    ) -> Anomaly:  # fmt: skip
+        """Return a verdict on a record.
+
+        Args:
+            record: that shows it.
+            level: page, warn or info.
+            message: one line, what was seen and what to make of it.
+            values: the numbers behind it.
+            phase: one of `PHASES`, where in the step it is.
+            step: an earlier one, if it began there.
+            micro: micro-batch of the step.
+            rank: the one to blame; None: several, or nobody knows.
+            module: FQN; None where it is not known.
+            kind: one of `KINDS`; None where no tensor is named.
+        """
+        at = record.step if step is None else step
+        return Anomaly(
+            detector=cls.name,
+            level=level,
+            step=at,
+            micro=micro,
+            rank=rank,
+            module=module,
+            kind=kind,
+            phase=phase,
+            first_cause=level == "page",  # the suite knows whether another page came before
+            message=message,
+            values=values,
+            sampled=record.sampled and at == record.step,
+            attempt=record.attempt,
+            wall_time_ns=record.wall_time_ns,
+        )
+
+
+class SampledDetector(Detector):
+    """A detector of whole sampled steps that begins anew with each attempt.
+
+    A constructor ends with `_reset`.
+    """
+
+    _attempt: int | None = None
+
+    def update(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; only whole sampled steps are looked at."""
+        if record.attempt != self._attempt:
+            self._attempt = record.attempt
+            self._reset()
+        return self._look(record) if record.sampled and not record.partial else []
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """Forget all records, as before the first one of an attempt."""
+
+    @abstractmethod
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next whole sampled step of the attempt; return what it shows."""

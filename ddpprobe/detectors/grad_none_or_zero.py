@@ -1,0 +1,121 @@
+"""`grad_none_or_zero`: parameters that had a gradient have none any more, or one of zeros.
+
+Something cut the graph: a part that was frozen, detached or masked, a dead ReLU behind it. The
+optimizer's momentum may move the weights for a while yet.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpprobe.detectors.coverage import NEVER, patience
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.sites_of_kind import SitesOfKind
+from ddpprobe.detectors.subtrees import named, subtrees
+from ddpprobe.records.step import Anomaly, StepRecord
+
+MOST_ACTIVE = 256  # sampled steps that are counted
+
+
+class GradNoneOrZero(SampledDetector):
+    """Warns when gradients that were always there stay None or zero; once for all that stopped.
+
+    A parameter whose gradient comes and goes (an expert, LayerDrop, a branch) is left alone: how
+    long one must be away follows from how long it had been there without a break, as for
+    `coverage`. Where a large part of the model stops at one step, `least_away` sampled steps do.
+
+    Args:
+        steps: steps for which it must have been away.
+        least: sampled steps in a row at which it must have been there.
+        odds: how unlikely an absence by chance must be, one in so many.
+        least_away: sampled steps for which it must have been away.
+        part: share of the parameters that makes a large part of the model.
+    """
+
+    name = "grad_none_or_zero"
+    title = "Gradients stopped"
+
+    def __init__(
+        self, *, steps: int = 15, least: int = 8, odds: int = 20_000, least_away: int = 3,
+        part: float = 0.25,
+    ) -> None:  # fmt: skip
+        at_least(0, steps=steps)
+        at_least(1, least=least, odds=odds, least_away=least_away)
+        above_zero(part=part)
+        self._steps, self._least_away, self._part = steps, least_away, part
+        self._needed = np.array(
+            [patience(n, odds, least, least_away) for n in range(MOST_ACTIVE + 1)]
+        )
+        self._reset()
+
+    def _reset(self) -> None:
+        self._gradients = SitesOfKind("grad")
+        self._active = np.zeros(0, np.int64)  # sampled steps in a row with a gradient
+        self._away = np.zeros(0, np.int64)  # sampled steps in a row without, since then
+        self._since = np.zeros(0, np.int64)  # the first step of these
+        self._told = np.zeros(0, bool)
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        if record.skipped or record.missing:
+            return []
+        norm = self._gradients.read(record, "norm")
+        self._grow(len(norm))
+        nonfinite = self._gradients.read(record, "nonfinite") > 0
+        here = (norm > 0) | nonfinite
+        # A model that has no gradient at all is one that nobody trains just now.
+        self._follow(here, record.step)
+        long = record.step - self._since >= self._steps
+        gone = ~here & long & (self._away >= self._wanted(here))
+        found = gone & ~self._told
+        if not found.any():
+            return []
+        self._told |= found
+        return [self._verdict(record, found, here, norm)]
+
+    def _wanted(self, here: NDArray[np.bool_]) -> NDArray[np.int64]:
+        wanted: NDArray[np.int64] = self._needed[self._active]
+        away = ~here & (wanted < NEVER)
+        for since in np.unique(self._since[away]):
+            together = away & (self._since == since)
+            if together.sum() >= self._part * len(here):
+                wanted[together] = self._least_away
+        return wanted
+
+    def _follow(self, here: NDArray[np.bool_], step: int) -> None:
+        back = here & (self._away > 0)
+        self._active[back] = self._away[back] = 0
+        self._told[back] = False
+        self._active[here] = np.minimum(self._active[here] + 1, MOST_ACTIVE)
+        gone = ~here & (self._active > 0)
+        self._since[gone & (self._away == 0)] = step
+        self._away[gone] += 1
+
+    def _grow(self, sites: int) -> None:
+        more = np.zeros(sites - len(self._active), np.int64)
+        if len(more):
+            self._active, self._away = np.append(self._active, more), np.append(self._away, more)
+            self._since = np.append(self._since, more)
+            self._told = np.append(self._told, more > 0)
+
+    def _verdict(
+        self, record: StepRecord, found: NDArray[np.bool_], here: NDArray[np.bool_],
+        norm: NDArray[np.float64],
+    ) -> Anomaly:  # fmt: skip
+        fqns = self._gradients.fqns
+        gone = [fqns[i] for i in np.flatnonzero(found)]
+        modules = subtrees(gone, [fqns[i] for i in np.flatnonzero(here)])
+        zero = int((norm[found] == 0).sum())
+        what = "zero" if zero == len(gone) else "None" if zero == 0 else "None or zero"
+        since = int(self._since[found].min())
+        message = (
+            f"the gradients of {len(gone)} of {len(fqns)} parameters have been {what} since step "
+            f"{since}, in {named(modules)}: frozen, detached or masked, or a dead activation "
+            "behind them; if that was meant, all is well"
+        )
+        values = {"parameters": len(gone), "zero": zero, "since": since}
+        return self.anomaly(
+            record, "warn", message, values, module=modules[0], kind="grad", phase="backward"
+        )

@@ -1,0 +1,93 @@
+"""`loss_runaway`: the loss has left what had been reached, and does not come back."""
+
+from __future__ import annotations
+
+import math
+
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.loss import PositiveLoss
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.records.step import Anomaly, StepRecord
+
+SMOOTH_STEPS, SMOOTH_SAMPLES = 10, 3  # of the running mean, whichever is longer
+
+
+class LossRunaway(SampledDetector):
+    """Warns when the smoothed loss stays far above its best for a while.
+
+    What was learned is lost: labels that are wrong, a shard that is corrupt, weights that blew up.
+    A loss that has been zero or negative has no ratio and is not judged, and one that is still a
+    small part of the first losses is not lost. It is told again when a new best was reached.
+
+    Args:
+        ratio: how many times the best.
+        steps: steps for which it must last.
+        samples: sampled steps for which it must last.
+        least: sampled steps of the attempt before which there is no best.
+        small: share of the first losses below which nothing is lost.
+    """
+
+    name = "loss_runaway"
+    title = "The loss ran away"
+
+    def __init__(
+        self, *, ratio: float = 3.0, steps: int = 15, samples: int = 3, least: int = 8,
+        small: float = 0.5,
+    ) -> None:  # fmt: skip
+        above_zero(ratio=ratio, small=small)
+        at_least(0, steps=steps)
+        at_least(1, samples=samples, least=least)
+        self._ratio, self._small = ratio, small
+        self._steps, self._samples, self._least = steps, samples, least
+        self._reset()
+
+    def _reset(self) -> None:
+        self._loss, self._mean = PositiveLoss(), math.nan
+        self._best, self._seen = math.inf, 0
+        self._step: int | None = None  # the last with a loss
+        self._since: int | None = None  # it has been far above the best
+        self._lasted = 0
+        self._told = False
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        loss = self._loss.read(record)
+        if loss is None:
+            return []
+        self._smooth(loss, record.step)
+        if self._seen <= self._least:
+            return []
+        if self._mean < self._best:
+            self._best, self._told = self._mean, False
+        away = self._mean > max(self._ratio * self._best, self._small * self._loss.first)
+        if not away:
+            self._since, self._lasted = None, 0
+            return []
+        self._since = record.step if self._since is None else self._since
+        self._lasted += 1
+        long = self._lasted >= self._samples and record.step - self._since >= self._steps
+        if self._told or not long:
+            return []
+        self._told = True
+        message = (
+            f"the smoothed loss is {self._mean:.3g}, {self._mean / self._best:.3g} x the best "
+            f"{self._best:.3g}, and has stayed there since step {self._since}: what was learned is "
+            "lost; look at labels, data and learning rate of that step, resume from before it"
+        )
+        values = {
+            "loss": self._mean,
+            "best": self._best,
+            "ratio": self._mean / self._best,
+            "since": self._since,
+        }
+        return [self.anomaly(record, "warn", message, values, phase="forward")]
+
+    def _smooth(self, loss: float, step: int) -> None:
+        """Take a loss into the running mean."""
+        gap = 1 if self._step is None else max(1, step - self._step)
+        self._step = step
+        self._seen += 1
+        share = 1.0 / max(SMOOTH_STEPS / gap, SMOOTH_SAMPLES)
+        share = max(share, 1.0 / self._seen)
+        before = loss if math.isnan(self._mean) else self._mean
+        self._mean = before + share * (loss - before)

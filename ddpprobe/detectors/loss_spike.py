@@ -1,0 +1,81 @@
+"""`loss_spike`: the loss is far above its own history."""
+
+from __future__ import annotations
+
+import math
+
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.history import LogHistory
+from ddpprobe.detectors.loss import PositiveLoss
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.step import Anomaly, StepRecord
+
+
+class LossSpike(SampledDetector):
+    """Warns when the ranks' mean loss is a robust outlier, above everything in its window.
+
+    A loss that has been zero or negative has no decades and is not judged: rewards, likelihoods of
+    densities. Nor is one that is small beside the first ones: near zero everything is large.
+
+    Args:
+        z: robust standard deviations in log10 space.
+        ratio: how many times the median of the window.
+        highest: how many times the largest of the window.
+        small: share of the first losses below which a loss is not judged.
+        window: sampled steps that it is compared with.
+        least: sampled steps of them without which there is no verdict.
+        floor_dex: the least standard deviation that is believed, in decades.
+        quiet_steps: steps without a spike after which one is told again.
+        worse: a spike so many times the reported one is told at once.
+    """
+
+    name = "loss_spike"
+    title = "Loss spike"
+
+    def __init__(
+        self, *, z: float = 8.0, ratio: float = 2.0, highest: float = 1.5, small: float = 0.05,
+        window: int = 64, least: int = 16, floor_dex: float = 0.05, quiet_steps: int = 100,
+        worse: float = 10.0,
+    ) -> None:  # fmt: skip
+        above_zero(z=z, ratio=ratio, highest=highest, small=small, floor_dex=floor_dex, worse=worse)
+        at_least(1, least=least)
+        at_least(least, window=window)
+        at_least(0, quiet_steps=quiet_steps)
+        self._rule = (z, math.log10(ratio), highest)
+        self._small = small
+        self._memory = (window, least, floor_dex)
+        self._repeat = (quiet_steps, worse)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._history = LogHistory(*self._memory)
+        self._loss = PositiveLoss()
+        self._telling = Telling(*self._repeat)
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        loss = self._loss.read(record)
+        if loss is None:
+            return []
+        reading = self._history.read(loss)
+        self._history.add(loss)
+        if reading is None or loss < self._small * self._loss.first:
+            return []
+        z, dex, highest = self._rule
+        spike = reading.z > z and reading.dex > dex and loss > highest * reading.highest
+        if not spike or not self._telling.due(record.step, reading.ratio):
+            return []
+        message = (
+            f"loss {loss:.3g} is {reading.ratio:.3g} x the median {reading.median:.3g} of the last "
+            f"{reading.points} sampled steps (robust z {reading.z:.3g})"
+        )
+        values = {
+            "loss": loss,
+            "median": reading.median,
+            "highest": reading.highest,
+            "ratio": reading.ratio,
+            "z": reading.z,
+            "points": reading.points,
+        }
+        return [self.anomaly(record, "warn", message, values, phase="forward")]

@@ -1,0 +1,131 @@
+"""`rank_outlier`: one rank's loss, gradients or outputs are not like those of the others."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.step import Anomaly, StepRecord
+
+NOTHING_DEX = -30.0  # log10 of a zero beside ranks that have something
+_JUDGED = {
+    "loss": ("loss", "forward", "loss_dex"),
+    "grad_norm_local": ("local gradient norm", "backward", "norm_dex"),
+    "output_rms": ("rms of the outputs", "forward", "rms_dex"),
+}
+
+Away = dict[int, float]  # rank -> decades from the median of the others
+
+
+class RankOutlier(SampledDetector):
+    """Warns when one rank lies far from the others, at several of the last sampled steps.
+
+    Judged in decades: loss, local gradient norm and the geometric mean of the outputs' rms, each
+    against the median of the other ranks. How far the rank lay away before is allowed for, so that
+    ranks that differ by design (data of other kinds, a larger batch) are let be. Of two ranks, the
+    one is meant that left its own past.
+
+    Args:
+        loss_dex, norm_dex, rms_dex: decades, beyond those of the window.
+        window: sampled steps that tell how far a rank lay away before.
+        least: sampled steps of them; before that, twice the decades are asked for.
+        recent: sampled steps that are judged.
+        repeats: of these, so many must be outliers.
+        quiet_steps: steps without it after which it is told again.
+    """
+
+    name = "rank_outlier"
+    title = "One rank is not like the others"
+
+    def __init__(
+        self, *, loss_dex: float = 2.0, norm_dex: float = 2.0, rms_dex: float = 0.3,
+        window: int = 32, least: int = 8, recent: int = 5, repeats: int = 3,
+        quiet_steps: int = 100,
+    ) -> None:  # fmt: skip
+        above_zero(loss_dex=loss_dex, norm_dex=norm_dex, rms_dex=rms_dex)
+        at_least(1, least=least, recent=recent, repeats=repeats)
+        at_least(least, window=window)
+        at_least(0, quiet_steps=quiet_steps)
+        self._dex = {"loss_dex": loss_dex, "norm_dex": norm_dex, "rms_dex": rms_dex}
+        self._window, self._least = window, least
+        self._recent, self._repeats, self._quiet = recent, repeats, quiet_steps
+        self._reset()
+
+    def _reset(self) -> None:
+        # How far each rank was away at the last sampled steps; the newest ones are judged.
+        self._past: dict[str, deque[Away]] = {
+            name: deque(maxlen=self._window + self._recent) for name in _JUDGED
+        }
+        self._telling: dict[int, Telling] = {}
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        if record.skipped or len(record.ranks) < 2:
+            return []
+        found: list[Anomaly] = []
+        for name in _JUDGED:
+            self._past[name].append(_away(record, name))
+            found = found or self._judge(record, name)
+        return found
+
+    def _judge(self, record: StepRecord, name: str) -> list[Anomaly]:
+        what, phase, setting = _JUDGED[name]
+        recent = list(self._past[name])[-self._recent :]
+        before = list(self._past[name])[: -self._recent]
+        now = recent[-1]
+        outliers = {r: x for r, x in now.items() if self._times(r, recent, before, setting)}
+        if not outliers:
+            return []
+        rank = self._guilty(outliers, now, before)
+        told = -1 if rank is None else rank
+        if not self._telling.setdefault(told, Telling(self._quiet)).due(record.step):
+            return []
+        dex = now[max(now, key=lambda r: abs(now[r])) if rank is None else rank]
+        apart = "is zero, that of the others is not" if dex <= NOTHING_DEX / 2 else (
+            f"is {10.0 ** abs(dex):.3g} x {'above' if dex > 0 else 'below'} that of the others"
+        )  # fmt: skip
+        who = "ranks differ: one's" if rank is None else f"rank {rank}'s"
+        message = (
+            f"{who} {what} {apart}, at {self._repeats} of the last {self._recent} sampled steps: "
+            "look at the data that it reads"
+        )
+        values = {"decades": dex, "points": len(before)}
+        return [self.anomaly(record, "warn", message, values, rank=rank, phase=phase)]
+
+    def _times(self, rank: int, recent: list[Away], before: list[Away], setting: str) -> bool:
+        """Whether a rank was an outlier often enough, and is now."""
+        past = [abs(a[rank]) for a in before if rank in a]
+        limit = self._dex[setting] * (1 if len(past) >= self._least else 2) + max(past, default=0.0)
+        far = [abs(a.get(rank, 0.0)) > limit for a in recent]
+        return far[-1] and sum(far) >= self._repeats
+
+    def _guilty(self, outliers: Away, now: Away, before: list[Away]) -> int | None:
+        """Return the one rank that left the others; of two, which has left is not known here."""
+        if len(now) == 2:
+            zero = [r for r, x in outliers.items() if x <= NOTHING_DEX / 2]
+            return zero[0] if len(zero) == 1 else None
+        return max(outliers, key=lambda r: abs(outliers[r]))
+
+
+def _away(record: StepRecord, name: str) -> Away:
+    told = {
+        rank: float(record.scalars[rank][name])
+        for rank in record.ranks
+        if name in record.scalars.get(rank, {})
+    }
+    logs = {
+        rank: math.log10(x) if x > 0 else NOTHING_DEX
+        for rank, x in told.items()
+        if math.isfinite(x) and x >= 0
+    }
+    # Where all have nothing there is nothing to compare.
+    if len(logs) < 2 or max(logs.values()) <= NOTHING_DEX:
+        return {}
+    return {
+        rank: max(NOTHING_DEX, log - median(x for r, x in logs.items() if r != rank))
+        for rank, log in logs.items()
+    }

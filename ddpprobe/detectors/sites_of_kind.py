@@ -1,0 +1,97 @@
+"""Where the sites of one kind stand in a record, and a memory of one number for each of them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpprobe.records.step import OBSERVED, Site, StepRecord, derive
+
+MOST_SITES = 1 << 14  # bounds the state: 64 float32 a site are 4 MiB
+Floats = NDArray[np.float64]
+
+_KNOWN = ("local", "sharded", "replicated")  # the row is the whole tensor, or all that is known
+
+
+class SitesOfKind:
+    """The sites of one kind that a run has shown, each with a number that stays.
+
+    Args:
+        kind: one of `KINDS`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._slot: dict[tuple[str, str, str], int] = {}
+        self._table: tuple[Site, ...] = ()
+        self._rows, self._slots = np.zeros(0, np.intp), np.zeros(0, np.intp)
+        self.fqns: list[str] = []
+
+    def read(self, record: StepRecord, stat: str) -> Floats:
+        """Return a statistic of each site [sites]; NaN where it has no row or was not observed."""
+        if record.sites is not self._table:
+            self._index(record.sites)
+        counts = record.counts[self._rows]
+        found = derive(stat, counts, record.values[self._rows])
+        out = np.full(len(self.fqns), np.nan)
+        out[self._slots] = np.where(counts[:, OBSERVED] > 0, found, np.nan)
+        return out
+
+    def order(self) -> NDArray[np.intp]:
+        """Return the sites in the last record, in execution order."""
+        return self._slots
+
+    def _index(self, sites: tuple[Site, ...]) -> None:
+        rows, slots = [], []
+        for row, site in enumerate(sites):
+            if site.kind != self._kind or site.placement not in _KNOWN:
+                continue
+            if site.key not in self._slot and len(self._slot) < MOST_SITES:
+                self._slot[site.key] = len(self.fqns)
+                self.fqns.append(site.fqn)
+            if site.key in self._slot:
+                rows.append(row)
+                slots.append(self._slot[site.key])
+        self._table = sites
+        self._rows, self._slots = np.array(rows, np.intp), np.array(slots, np.intp)
+
+
+class SiteWindow:
+    """The last `window` values of each site; NaN is no value and is not remembered."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._past = np.full((window, 0), np.nan, np.float32)
+        self._given = np.zeros(0, np.int64)  # values that each site has had
+
+    def add(self, values: Floats) -> None:
+        """Remember a value of each site [sites]; sites may be more than before, never fewer."""
+        more = len(values) - len(self._given)
+        if more:
+            self._given = np.append(self._given, np.zeros(more, np.int64))
+            fresh = np.full((self._window, more), np.nan, np.float32)
+            self._past = np.concatenate((self._past, fresh), axis=1)
+        given = np.flatnonzero(np.isfinite(values))
+        with np.errstate(over="ignore"):
+            self._past[self._given[given] % self._window, given] = values[given]
+        self._given[given] += 1
+
+    def points(self, sites: int) -> NDArray[np.int64]:
+        """Return how many values each of so many sites has in the window."""
+        out = np.zeros(sites, np.int64)
+        out[: len(self._given)] = np.minimum(self._given, self._window)
+        return out
+
+    def highest(self, sites: int) -> Floats:
+        """Return the largest value of each site; -inf without one."""
+        return self._extreme(np.fmax, -np.inf, sites)
+
+    def lowest(self, sites: int) -> Floats:
+        """Return the smallest value of each site; inf without one."""
+        return self._extreme(np.fmin, np.inf, sites)
+
+    def _extreme(self, rule: np.ufunc, otherwise: float, sites: int) -> Floats:
+        out = np.full(sites, otherwise)
+        known = len(self._given)
+        out[:known] = rule.reduce(self._past, axis=0, initial=otherwise)
+        return out

@@ -1,0 +1,81 @@
+"""`vanishing`: next to nothing of the gradient reaches a part of the model."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.sites_of_kind import SitesOfKind
+from ddpprobe.records.step import Anomaly, StepRecord
+
+
+class Vanishing(SampledDetector):
+    """Warns, once, when some weight's gradient is many decades below another's, and stays so.
+
+    Compared is the rms over a weight; biases, and gradients of zeros only, are not (a gradient that
+    stopped is what `grad_none_or_zero` finds).
+
+    Args:
+        decades: between the largest and the smallest rms.
+        steps: steps for which it must last.
+        samples: sampled steps for which it must last.
+    """
+
+    name = "vanishing"
+    title = "Gradients vanish along the depth"
+
+    def __init__(self, *, decades: float = 5.0, steps: int = 50, samples: int = 5) -> None:
+        above_zero(decades=decades)
+        at_least(0, steps=steps)
+        at_least(1, samples=samples)
+        self._decades, self._steps, self._samples = decades, steps, samples
+        self._reset()
+
+    def _reset(self) -> None:
+        self._gradients = SitesOfKind("grad")
+        self._since: int | None = None
+        self._lasted = 0
+        self._told = False
+        self._weight = np.zeros(0, bool)  # of each gradient: whether it is a weight's
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        if self._told or record.skipped:
+            return []
+        rms = self._gradients.read(record, "rms")
+        fqns = self._gradients.fqns
+        if len(self._weight) < len(fqns):
+            self._weight = np.array([not fqn.endswith("bias") for fqn in fqns])
+        weights = np.flatnonzero(self._weight & (rms > 0))
+        if len(weights) < 2:
+            return []
+        smallest, largest = weights[np.argmin(rms[weights])], weights[np.argmax(rms[weights])]
+        decades = math.log10(rms[largest]) - math.log10(rms[smallest])
+        if not decades > self._decades:
+            self._since, self._lasted = None, 0
+            return []
+        self._since = record.step if self._since is None else self._since
+        self._lasted += 1
+        if self._lasted < self._samples or record.step - self._since < self._steps:
+            return []
+        self._told = True
+        message = (
+            f"its gradient (rms {rms[smallest]:.3g}) has been {decades:.1f} decades below that of "
+            f"{fqns[largest]} ({rms[largest]:.3g}) since step {self._since}: it is hardly trained; "
+            "look at activations that saturate, at the initialization, at missing norms or "
+            "residual connections"
+        )
+        values = {
+            "decades": decades,
+            "smallest": float(rms[smallest]),
+            "largest": float(rms[largest]),
+        }
+        return [
+            self.anomaly(
+                record, "warn", message, values, module=fqns[smallest], kind="grad",
+                phase="backward",
+            )
+        ]  # fmt: skip

@@ -1,0 +1,144 @@
+"""What each rank's end is on its own, before anybody asks whose doing the others' ends were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ddpprobe.ends.evidence import UNKNOWN, Case, Fate
+
+CLEAN = "exit:0"
+_ASKED = ("SIGTERM", "SIGINT", "SIGHUP")
+# By a convention of shells a process that ends because of a signal exits with 128 and its number.
+_ASKED_CODES = {"exit:143": "SIGTERM", "exit:130": "SIGINT", "exit:129": "SIGHUP"}
+INSIDE = {"forward", "optimizer"}  # phases that no script leaves but by an exception
+# What each rank's end is on its own.
+ALIVE, LEFT, SILENT, LOST, ABSENT = "alive", "left", "silent", "lost", "absent"
+CAUSE, CHOSE, ABORTED, VICTIM, TOLD = "cause", "chose", "aborted", "victim", "told"
+
+
+class RankEnds:
+    """Each rank's end on its own."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case = replace(case, fates=tuple(sorted(case.fates, key=lambda f: f.rank)))
+        told = [f for f in case.fates if _signal_asked(f)]
+        self._of = {f.rank: _part(f, case, told) for f in case.fates}
+        if _fell_midway(self.all(LEFT)):
+            self._of |= {f.rank: TOLD for f in self.all(LEFT) if may_be_told(f)}
+        well = [f for f in case.fates if self._of[f.rank] in {LEFT, SILENT, TOLD}]
+        nodes = {f.node for f in well} - {f.node for f in case.fates if f not in well}
+        self._of |= {f.rank: TOLD for f in well if f.node in nodes and _followed_launcher(f)}
+
+    def part(self, fate: Fate) -> str:
+        """Return which one a rank's is."""
+        return self._of[fate.rank]
+
+    def all(self, *parts: str) -> list[Fate]:
+        """Return the ranks whose end is one of these."""
+        return [f for f in self.case.fates if self._of[f.rank] in parts]
+
+    def has(self, *parts: str) -> bool:
+        """Whether any rank's is one of these."""
+        return any(part in parts for part in self._of.values())
+
+    def only(self, *parts: str) -> bool:
+        """Whether every rank's is one of these."""
+        return all(part in parts for part in self._of.values())
+
+    @property
+    def seen(self) -> tuple[Fate, ...]:
+        """The ranks that a rule of all ranks speaks of.
+
+        Those of other nodes, of which nothing is known here, neither keep such a rule nor break it.
+        One alone is not all.
+        """
+        seen = tuple(f for f in self.case.fates if self._of[f.rank] != ABSENT)
+        return seen if self.case.partial and len(seen) > 1 else self.case.fates
+
+
+def may_be_told(fate: Fate) -> bool:
+    """Whether its end may be the doing of its script's handler of a signal, which exited with 0."""
+    return fate.handles and fate.at_exit and fate.how in {"", CLEAN, UNKNOWN}
+
+
+def asked_in_words(how: str) -> str:
+    """Say what a rank that was told to end ended by.
+
+    A code that shells give a signal is only said: a script's handler may give it to any of them.
+    """
+    if how == CLEAN:
+        return "a handler of a signal (exit code 0)"
+    return f"exit code {how[5:]} (in shells {_ASKED_CODES[how]})" if how in _ASKED_CODES else how
+
+
+def _followed_launcher(fate: Fate) -> bool:
+    """Whether it left with 0, perhaps by a handler of a signal, and its torchrun was told to end.
+
+    A torchrun whose ranks all ended with 0 says 0 as well, unless a signal came to it, which it
+    passes on.
+    """
+    asked = _is_asked(fate.launcher) or fate.launcher.startswith("exit:")
+    silent = fate.may_be_handled and not fate.closed
+    return asked and fate.launcher != CLEAN and fate.how == CLEAN and (silent or may_be_told(fate))
+
+
+def _fell_midway(left: list[Fate]) -> bool:
+    """Whether a handler of a signal is known to have ended ranks that ended well to all appearance.
+
+    No script comes to its end within a forward or an optimizer's step. Behind a forward it may, but
+    then all ranks do so in the same place.
+    """
+    asked = [f for f in left if may_be_told(f) and f.how == CLEAN and f.clock]
+    phases = {f.clock.phase for f in asked if f.clock}
+    places = {f.clock.key for f in left if f.clock}
+    return bool(phases & INSIDE) or ("backward" in phases and len(places) > 1)
+
+
+def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
+    how = fate.how
+    if fate.asked or fate.raised or (fate.error and how not in {"", CLEAN, UNKNOWN}):
+        return TOLD if fate.asked else _of_error(fate)
+    if fate.closed and not fate.dead and not (how.startswith("exit:") and how != CLEAN):
+        # A signal behind that is torch's threads, which abort now and then in its last moments.
+        # Without an exit code nobody knows why one closed in the middle of a step.
+        midway = fate.clock is not None and fate.clock.phase != "data" and how in {"", UNKNOWN}
+        return LEFT if not midway else ALIVE if case.live and not how else LOST
+    if how == CLEAN:
+        return LEFT if fate.beat_closed else SILENT  # its last word may have found no room
+    if how in {"", UNKNOWN}:
+        alive = not how and case.live
+        return ALIVE if alive else LOST if fate.heard else ABSENT
+    return _of_status(fate, case, told)
+
+
+def _of_status(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
+    if _signal_asked(fate):
+        return TOLD
+    return CHOSE if fate.how.startswith("exit:") else _of_signal(fate, case, told)
+
+
+def _of_error(fate: Fate) -> str:
+    error = fate.error
+    if error is None:  # of a version that did not say which: it may be anybody's
+        return TOLD if fate.how in _ASKED else CHOSE
+    return TOLD if error.asked else VICTIM if error.collective else CAUSE
+
+
+def _of_signal(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
+    stuck = fate.stalled or any(f.suspended for f in case.fates)
+    asked = list(told)
+    first = any(fate.died_before(t) for t in asked)
+    if fate.how == "SIGKILL" and not first and (stuck or any(t.died_before(fate) for t in asked)):
+        return TOLD  # by a launcher that got no answer
+    if fate.how == "SIGABRT" and len(case.fates) > 1:
+        return VICTIM if stuck else ABORTED
+    return CAUSE
+
+
+def _signal_asked(fate: Fate) -> bool:
+    return _is_asked(fate.how)
+
+
+def _is_asked(how: str) -> bool:
+    return how in _ASKED or how in _ASKED_CODES

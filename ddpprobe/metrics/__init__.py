@@ -1,0 +1,1 @@
+"""The metrics: their table, and how they are rendered for Prometheus."""

@@ -1,0 +1,1 @@
+"""The training side: what one rank observes, and how it reaches the run directory."""

@@ -1,0 +1,1 @@
+"""Full tensors of chosen modules on chosen steps, copied to packs on the disk."""

@@ -1,0 +1,216 @@
+"""The two hooks on the root module, heard wherever torch.compile puts them.
+
+Around a graph they run as plain Python, which is the rule. A root that is itself part of a larger
+graph (a compiled function calls it) speaks through the graph: then its events arrive while the
+graph runs, after it was chosen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ddpprobe.rank import torch_private
+from ddpprobe.rank.hooks import stream_capture
+from ddpprobe.rank.hooks.copy_safe_hook import CopySafeHook, take_off
+from ddpprobe.rank.hooks.outputs import leaves
+from ddpprobe.rank.hooks.record_op import (
+    GRADIENT,
+    OUTPUT,
+    TRAINED,
+    RecordChannel,
+    trace_event,
+    trace_outputs,
+)
+from ddpprobe.rank.topology.describe import Topology
+from ddpprobe.rank.topology.naming import inner
+from ddpprobe.rank.torch_private import dynamo, sharding
+from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.stopwatch import Caller
+
+# What a graph says of the root in it, besides its outputs and the gradients to them.
+_BEGIN, _END = "begin", "end"
+_EVALUATION_BEGIN, _EVALUATION_END = "evaluation begin", "evaluation end"
+
+
+@final
+class RootHooks:
+    """Hangs on the root, or on what is compiled around it, and tells of its forwards.
+
+    Args:
+        topology: the model.
+        fuse: contains whatever goes wrong in here.
+        begins: called with whether a forward that begins is one with gradients.
+        ended: called with the tensors a forward returned, and those of them with a gradient to
+            come.
+        gradient: called when the gradient of one of these arrives, inside the backward.
+        act: called behind `begins` outside of the fuse, and not from inside a graph.
+        raised: called with the exception that ends a training forward.
+
+    Attributes:
+        in_graph: the last event came from inside a graph.
+        deaf: the hooks are off, or tell nothing.
+    """
+
+    def __init__(
+        self, topology: Topology, fuse: Fuse, begins: Callable[[bool], None],
+        ended: Callable[[list[Tensor], list[Tensor]], None], gradient: Callable[[], None],
+        act: Callable[[], object], raised: Callable[[BaseException], None],
+    ) -> None:  # fmt: skip
+        self.in_graph = self._trains = False
+        self._topology = topology
+        self._begins, self._ended, self._gradient = begins, ended, gradient
+        self._raised = raised
+        self._guarded_begin, self._act = fuse.guard(self._begin, Caller.MODULE), act
+        self._before, self._after = self._begin_and_act, fuse.guard(self._end, Caller.MODULE)
+        self._arrived = fuse.guard(gradient, Caller.TENSOR)
+        self._channel = RecordChannel(fuse.guard(self._hear))
+        self._handles: list[RemovableHandle] = []
+        self.deaf = False
+        self._told: list[tuple[str, Tensor]] = []  # what the root returned, told by its graph
+
+    def hang(self) -> None:
+        """Hang the hooks, outside of the root's graph if that is known."""
+        self.deaf = False
+        if not self._handles:
+            called, slot = _called(self._topology), self._channel.slot
+            self._handles = [
+                called.register_forward_pre_hook(_Before(self._before, slot)),
+                # Also if the forward raises: a NaN is a common reason, and nobody else sees it.
+                called.register_forward_hook(_After(self._after, slot), always_call=True),
+            ]
+
+    def unhang(self, *, for_good: bool) -> None:
+        """Take them off. From inside a graph they would not come back: there they turn deaf."""
+        self.deaf = True
+        if for_good or not self.in_graph:
+            take_off(self._handles)
+
+    def _begin_and_act(self, *_: object) -> None:
+        self._guarded_begin()
+        self._act()
+
+    def _begin(self) -> None:
+        self.in_graph = False
+        tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        rehearsal = sharding.rehearses() or tracing or self._captured()
+        self._trains = torch.is_grad_enabled() and not rehearsal
+        self._begins(self._trains)
+
+    def _captured(self) -> bool:
+        """Whether a CUDA graph is made of this forward: nothing is computed, and nothing may wait.
+
+        Merely to ask whether an event is over would break the user's capture off.
+        """
+        if not stream_capture.is_captured():
+            return False
+        stream_capture.warn("the model is")
+        return True
+
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        error = sys.exception() if output is None else None
+        if error is not None and _comes_from(module, error):
+            if self._trains:
+                self._raised(error)
+            return
+        tensors = [tensor for _, tensor in leaves(output)] if self._trains else []
+        trained = [tensor for tensor in tensors if tensor.requires_grad]
+        for tensor in trained:
+            # A backward inside vmap or grad fills no `.grad`, and nothing can be read in it.
+            if not (tensor.is_leaf or torch_private.is_functorch(tensor)):
+                tensor.register_hook(_Arrived(self._arrived))
+        self._ended(tensors, trained)
+
+    def _hear(self, what: str, leaf: str, tensor: Tensor) -> None:
+        if self.deaf or self._captured():
+            return
+        self.in_graph = True
+        if what == GRADIENT:
+            self._gradient()
+        elif torch_private.in_backward():
+            return  # a recomputation
+        elif what in (_BEGIN, _EVALUATION_BEGIN):
+            self._told = []
+            self._begins(what == _BEGIN)
+        elif what in (OUTPUT, TRAINED):
+            self._told.append((what, tensor))
+        elif what in (_END, _EVALUATION_END):
+            told, self._told = self._told, []
+            self._ended([t for _, t in told], [t for said, t in told if said == TRAINED])
+
+
+class _Speaker(CopySafeHook):
+    """A hook of the root: calls its target, or speaks through the graph it is traced into."""
+
+    __slots__ = ("_slot",)
+
+    def __init__(self, target: Callable[..., object], slot: Tensor) -> None:
+        super().__init__(target)
+        self._slot = slot
+
+
+@final
+class _Before(_Speaker):
+    __slots__ = ()
+
+    def __call__(self, *args: object) -> None:
+        if not torch.compiler.is_compiling():
+            with torch_private.outside_modes():
+                self._target(*args)
+        elif not torch.compiler.is_exporting():
+            trace_event(self._slot, _BEGIN if torch.is_grad_enabled() else _EVALUATION_BEGIN)
+
+
+@final
+class _After(_Speaker):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        if not torch.compiler.is_compiling():
+            with torch_private.outside_modes():
+                self._target(module, args, output)
+        elif torch.compiler.is_exporting():
+            return
+        elif torch.is_grad_enabled():
+            trace_outputs(output, self._slot)
+            trace_event(self._slot, _END)
+        else:
+            trace_event(self._slot, _EVALUATION_END)
+
+
+for _kind in (_Before, _After):
+    dynamo.run_as_python(_kind.__call__.__code__)
+
+
+@final
+class _Arrived:
+    """A tensor hook that holds no tensor, and answers None."""
+
+    __slots__ = ("_tell",)
+
+    def __init__(self, tell: Callable[[], object]) -> None:
+        self._tell = tell
+
+    def __call__(self, _: Tensor | None) -> None:
+        self._tell()
+
+
+def _comes_from(module: nn.Module, error: BaseException) -> bool:
+    """Whether an exception is on its way out of a module's call, which torch holds up for us."""
+    raised = error.__traceback__
+    return raised is not None and raised.tb_frame.f_locals.get("self") is module
+
+
+def _called(topology: Topology) -> nn.Module:
+    """Return the module around the model that is compiled as a whole, or the model."""
+    module: nn.Module | None = topology.outer
+    while module is not None and module is not topology.root:
+        if torch_private.is_compiled(module):
+            return module
+        module = inner(module)
+    return topology.root

@@ -1,0 +1,271 @@
+"""What a rank writes: sampled steps once their rows have arrived, alarms at once.
+
+The only way from the training process to the daemon is the journal; nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpprobe.rank.hooks import stream_capture
+from ddpprobe.rank.hooks.pending_rows import PendingRows, StepResult
+from ddpprobe.rank.hooks.state_check import Looks
+from ddpprobe.rank.hooks.steady import MINUS, PLUS
+from ddpprobe.records import events
+from ddpprobe.records.events import Event
+from ddpprobe.records.identity_cache import IdentityCache
+from ddpprobe.records.step import (
+    KINDS,
+    NONFINITE,
+    OBSERVED,
+    PHASES,
+    STATE_KINDS,
+    SUM_SQ,
+    FirstBad,
+    Site,
+    StepRecord,
+    derive,
+)
+from ddpprobe.rundir.journal import JournalWriter
+
+_SILENT_NAMED = 20
+_TABLES = 8  # of sites, from which steps come in turn
+_LEAST_RMS = 1e-30  # what an output of zeros counts as
+_SIGNS = ((PLUS, "+Inf"), (MINUS, "-Inf"))
+
+logger = logging.getLogger("ddpprobe")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who records: one rank of one attempt."""
+
+    rank: int
+    world_size: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStep:
+    """A finished step whose rows may still be on their way to the host.
+
+    `facts` are the scalars known on the host; `watched` what the every-step watch saw in it;
+    `silent` the FQNs of chosen modules that were never called; `state` the looks at what the step
+    left behind. A step that is not `sampled` has scalars at most: the optimizer skipped it, and
+    this is worth a record.
+    """
+
+    pending: PendingRows
+    step: int
+    sampled: bool
+    skipped: bool
+    partial: bool
+    wall_time_ns: int
+    facts: dict[str, float]
+    watched: FirstBad | None
+    silent: tuple[str, ...] = ()
+    state: Looks | None = None
+
+    def ready(self) -> bool:
+        """Whether everything of it has reached the host; never waits."""
+        return self.pending.ready() and (self.state is None or self.state.ready())
+
+    def wait(self) -> None:
+        """Wait for it: only at the end of a run."""
+        self.pending.wait()
+        if self.state is not None:
+            self.state.wait()
+
+
+@final
+class FrameWriter:
+    """Turns ended steps and alarms into journal frames of one rank."""
+
+    def __init__(self, journal: JournalWriter, who: Identity) -> None:
+        self._journal = journal
+        self._who = who
+        self._ended: deque[EndedStep] = deque()
+        # Of the last one shipped: step, skipped, FQN.
+        self._last_bad: tuple[int, bool, str | None] | None = None
+        self._coverage: tuple[int, int, tuple[str, ...]] | None = None
+        self._reported: Counter[str] = Counter()  # losses that stand in the journal
+        self._rows_by_kind = IdentityCache(_rows_by_kind, _TABLES)
+        self._warned = False
+        self._captured = -1  # the last step in which a CUDA graph was captured
+
+    def push(self, ended: EndedStep) -> None:
+        """Take a step; `ship` writes it when its rows are there."""
+        self._ended.append(ended)
+
+    def ship(self, *, wait: bool = False) -> None:
+        """Write the steps whose rows have arrived; waits for the others only at the end."""
+        while self._ended and (wait or self._ended[0].ready()):
+            ended = self._ended.popleft()
+            if wait:
+                ended.wait()
+            self._append(self._record(ended))
+
+    def alarm(self, bad: FirstBad, at: int, *, partial: bool, skipped: bool, sampled: bool) -> None:
+        """Write that step `at` went bad. `partial`: it is not over, but the process may be soon.
+
+        Once the weights are NaN every step is bad: this is said when it begins, when another module
+        is named, and when a step that a GradScaler gave up is followed by one that was taken.
+        A parameter that an earlier step left bad (`bad.step` < `at`) is not another module: right
+        behind a bad step it says no more than that one did.
+        """
+        if self._last_bad is not None:
+            step, was_skipped, fqn = self._last_bad
+            same = bad.fqn is None or bad.fqn == fqn or bad.step < at
+            if at - step == 1 and same and not (was_skipped and not skipped and not partial):
+                if not partial:
+                    self._last_bad = (at, skipped, fqn)
+                return
+        self._append(
+            StepRecord(
+                attempt=self._who.attempt, step=at, ranks=(self._who.rank,),
+                wall_time_ns=time.time_ns(), sampled=sampled, first_bad=bad,
+                partial=partial, skipped=skipped,
+            )
+        )  # fmt: skip
+        if not partial:
+            self._last_bad = (at, skipped, bad.fqn)
+
+    def life(self, event: Event) -> None:
+        """Write that something happened to this rank."""
+        self._journal.append_event(event)
+
+    def lose(self, reason: str, count: int) -> None:
+        """Write how often something was lost, `count` times so far, unless that was written."""
+        new = count - self._reported[reason]
+        if new and self._journal.append_event(events.DroppedEvent(reason=reason, count=new)):
+            self._reported[reason] = count
+
+    def lost(self, step: int, fqns: list[str]) -> None:
+        """Say loudly that compiled modules ran and were not heard."""
+        named = tuple(fqns[:_SILENT_NAMED])
+        self.life(events.BlindEvent(step=step, modules=named, count=len(fqns)))
+        logger.warning(
+            "ddpprobe: torch.compile runs %d modules without the hooks they carry, so they are not "
+            "observed (%s ...). Call ddpprobe.install(model) before the first forward of the "
+            "compiled model.",
+            len(fqns), ", ".join(fqns[:3]),
+        )  # fmt: skip
+
+    def captured(self, step: int, *, sampled: bool) -> None:
+        """Say, once per step, that hooks did nothing because a CUDA graph was captured."""
+        if step != self._captured:
+            self._captured = step
+            stream_capture.warn("a part of the model is")
+            if sampled:
+                reason = "a part of the model is captured in a CUDA graph: it has no rows"
+                self.life(events.UnsampledEvent(step=step, reason=reason))
+
+    def _record(self, ended: EndedStep) -> StepRecord:
+        result = ended.pending.result(ended.step, partial=ended.partial, skipped=ended.skipped)
+        self._report_learned(ended.step, result)
+        bad = _earlier(result.first_bad, ended.watched)
+        if ended.state is not None:
+            bad = ended.state.origin(bad)
+        if bad is not None:
+            self._last_bad = (ended.step, ended.skipped, bad.fqn)
+        scalars = {**ended.facts, **result.scalars}
+        if ended.sampled:
+            scalars |= self._report_coverage(result, ended)
+        rows = self._rows_by_kind(result.sites)
+        for name, kind in (("grad_norm_local", "grad_local"), ("grad_norm", "grad")):
+            norm = _norm(result, rows[kind])
+            if norm is not None:
+                scalars[name] = norm
+        rms = _output_rms(result, rows["output"])
+        if rms is not None:
+            scalars["output_rms"] = rms
+        return StepRecord(
+            attempt=self._who.attempt, step=ended.step, ranks=(self._who.rank,),
+            wall_time_ns=ended.wall_time_ns, sampled=ended.sampled, sites=result.sites,
+            counts=result.counts, values=result.values, scalars={self._who.rank: scalars},
+            first_bad=bad, skipped=ended.skipped, partial=ended.partial, digests=result.digests,
+        )  # fmt: skip
+
+    def _report_learned(self, step: int, result: StepResult) -> None:
+        """Say at which sites an infinity is known to do no harm from now on."""
+        for one in result.learned:
+            site, signs = one.site, tuple(name for sign, name in _SIGNS if one.signs & sign)
+            self.life(
+                events.SteadyEvent(
+                    step=step, fqn=site.fqn, kind=site.kind, leaf=site.leaf, values=signs,
+                    told=one.told,
+                )
+            )  # fmt: skip
+
+    def _report_coverage(self, result: StepResult, ended: EndedStep) -> dict[str, float]:
+        """Count sites that should deliver and those that did; say so when it has changed."""
+        expected = len(result.sites) + len(ended.silent)
+        observed = int((result.counts[:, OBSERVED] > 0).sum())
+        if (expected, observed, ended.silent) != self._coverage:
+            self._coverage = (expected, observed, ended.silent)
+            self.life(
+                events.SitesEvent(
+                    expected=expected, observed=observed, step=ended.step,
+                    unsupported=dict(result.unsupported), silent=ended.silent[:_SILENT_NAMED],
+                )
+            )  # fmt: skip
+        return {"sites_expected": float(expected), "sites_observed": float(observed)}
+
+    def _append(self, record: StepRecord) -> None:
+        if self._journal.append_record(record):
+            self._report_losses()
+        elif not self._warned:
+            self._warned = True
+            logger.warning(
+                "ddpprobe: rank %d cannot write %s (%s): its steps are lost until it can; training "
+                "goes on",
+                self._who.rank, self._journal.place, ", ".join(self._journal.dropped),
+            )  # fmt: skip
+
+    def _report_losses(self) -> None:
+        """Write what the disk refused since the last time; what it refuses again waits."""
+        for reason, count in list(self._journal.dropped.items()):
+            self.lose(reason, count)
+
+
+def _rows_by_kind(sites: tuple[Site, ...]) -> dict[str, NDArray[np.intp]]:
+    """Return the rows of each kind in a table of sites, ascending."""
+    kinds = np.array([site.kind for site in sites], np.str_)
+    return {kind: np.flatnonzero(kinds == kind) for kind in KINDS}
+
+
+def _norm(result: StepResult, rows: NDArray[np.intp]) -> float | None:
+    """L2 norm over this rank's gradients; NaN if any is not finite, None without any."""
+    if not len(rows) or not result.counts[rows, OBSERVED].any():
+        return None
+    if result.counts[rows][:, NONFINITE].any():
+        return float("nan")
+    return float(result.values[rows, SUM_SQ].sum() ** 0.5)
+
+
+def _output_rms(result: StepResult, rows: NDArray[np.intp]) -> float | None:
+    """Geometric mean over this rank's outputs of their rms, so that each layer counts as much.
+
+    The merged rows do not tell one rank's batch from another's. None without a finite output.
+    """
+    rms = derive("rms", result.counts[rows], result.values[rows])
+    rms = rms[np.isfinite(rms)]
+    return float(np.exp(np.log(np.maximum(rms, _LEAST_RMS)).mean())) if len(rms) else None
+
+
+def _earlier(rows: FirstBad | None, watched: FirstBad | None) -> FirstBad | None:
+    """Of two witnesses of one step, the earlier in (micro, phase).
+
+    In the same one the rows know the module, and a parameter was bad before all of its outputs.
+    """
+    if rows is None or watched is None:
+        return rows or watched
+    both = (watched, rows) if watched.kind in STATE_KINDS else (rows, watched)
+    return min(both, key=lambda b: (b.step, b.micro, PHASES.index(b.phase)))

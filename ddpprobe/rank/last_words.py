@@ -1,0 +1,132 @@
+"""What a training process says of the exception that ends it; it changes nothing about that."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType, TracebackType
+
+from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT, is_called_by_a_signal, stack
+from ddpprobe.records.events import ClosedEvent, RaisedError
+
+MAX_MESSAGE = 300  # characters
+MAX_CHAIN = 16  # exceptions, each raised while the one before it was handled
+# Where ranks talk to one another, and what of it raises; the name of a module, or its beginning.
+_TALKING = ("torch.distributed", "torch._C._distributed_c10d")
+_DIST_ERRORS = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+# The backends' words for a peer that is gone or does not answer. They count only of an error that
+# torch itself raised: a script may have connections of its own.
+_BROKEN = re.compile(
+    r"gloo|nccl|ucc\b|process ?group|watchdog|collective|connection (?:closed|reset|refused)"
+    r"|broken pipe|socket timeout|pair closure|wait timeout|timed out waiting",
+    re.IGNORECASE,
+)
+
+
+def goodbye(*, at_exit: bool = False) -> ClosedEvent:
+    """Return the last event, but for how far the rank has come.
+
+    At the end of the interpreter the exception that nobody caught is where Python left it for its
+    debugger, whatever hook has printed it. Before that the one that is under way is told, which may
+    still be caught: the process's exit code says whether it was. Of a sys.exit() nothing is left
+    at the end of the interpreter.
+
+    Args:
+        at_exit: it is said at the end of the interpreter; the script itself has not said that its
+            training is over.
+    """
+    uncaught = _uncaught()
+    raised = uncaught or sys.exc_info()[1]
+    handlers = OF_THE_SCRIPT
+    asked = handlers.left_by_an_exception or any(
+        frame.f_code in handlers.codes and is_called_by_a_signal(frame)
+        for frame in stack(sys._getframe())  # noqa: SLF001  (its documented name)
+    )
+    ended = isinstance(raised, SystemExit | GeneratorExit)
+    return ClosedEvent(
+        status="exception" if uncaught is not None else "ok",
+        error=None if raised is None or ended else describe(raised),
+        handles=handlers.may_have_run, at_exit=at_exit,
+        asked=asked or (isinstance(raised, SystemExit) and _is_asked([raised])),
+    )  # fmt: skip
+
+
+def describe(raised: BaseException) -> RaisedError:
+    """Return the type, message and origin of an exception, and whose doing it was.
+
+    It counts as communication with other ranks also if what it was raised in answer to came out of
+    that.
+    """
+    chain = list(_chain(raised))
+    return RaisedError(
+        type(raised).__name__, _text(raised)[:MAX_MESSAGE], _origin(raised.__traceback__),
+        collective=any(map(_is_collective, chain)), asked=_is_asked(chain),
+    )  # fmt: skip
+
+
+def _is_asked(chain: Iterable[BaseException]) -> bool:
+    """Whether one of these is a KeyboardInterrupt or came out of a handler of the script's."""
+    handlers = OF_THE_SCRIPT.codes
+    return any(
+        isinstance(error, KeyboardInterrupt)
+        or any(f.f_code in handlers for f in _frames(error.__traceback__))
+        for error in chain
+    )
+
+
+def _uncaught() -> BaseException | None:
+    for name in ("last_exc", "last_value"):  # the first one since Python 3.12
+        found = getattr(sys, name, None)
+        if isinstance(found, BaseException):
+            return found
+    return None
+
+
+def _chain(raised: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, what it was raised from or while handling, and so on."""
+    error: BaseException | None = raised
+    for _ in range(MAX_CHAIN):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _is_collective(error: BaseException) -> bool:
+    if any(kind.__name__ in _DIST_ERRORS for kind in type(error).__mro__):
+        return True
+    modules = [str(f.f_globals.get("__name__", "")) for f in _frames(error.__traceback__)]
+    inner = modules[-1] if modules else ""
+    if isinstance(error, RuntimeError) and inner.startswith(_TALKING):
+        return True
+    return inner.startswith("torch") and bool(_BROKEN.search(_text(error)))
+
+
+def _origin(trace: TracebackType | None) -> str:
+    """Return `file:line in function` of the innermost frame that is not torch's."""
+    found = ""
+    while trace is not None:
+        frame = trace.tb_frame
+        module = str(frame.f_globals.get("__name__", ""))
+        if not module.startswith(("torch.", "ddpprobe.")):
+            code = frame.f_code
+            found = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"  # noqa: PTH119
+        trace = trace.tb_next
+    return found
+
+
+def _text(error: BaseException) -> str:
+    """Return the first line of an exception's text that says something; "" if it has none."""
+    try:
+        said = str(error)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return ""
+    return next((line.strip() for line in said.splitlines() if line.strip()), "")

@@ -1,0 +1,175 @@
+"""What looks at the model on this rank, built once the model is known in its final form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from ddpprobe.rank import torch_private
+from ddpprobe.rank.capture.capturing import Capturing
+from ddpprobe.rank.hooks import lanes
+from ddpprobe.rank.hooks.compiled import CompiledHooks
+from ddpprobe.rank.hooks.eager import EagerHooks
+from ddpprobe.rank.hooks.full import FullHooks
+from ddpprobe.rank.hooks.loss_scale import LossScaleReader
+from ddpprobe.rank.hooks.state_check import StateCheck
+from ddpprobe.rank.hooks.step_rows import StepRows
+from ddpprobe.rank.hooks.stream_capture import outside_capture
+from ddpprobe.rank.hooks.watch import Watch
+from ddpprobe.rank.stats import checksum
+from ddpprobe.rank.step_clock import StepClock
+from ddpprobe.rank.topology.describe import Topology
+from ddpprobe.rank.topology.flat import FlatUnit
+from ddpprobe.rank.torch_private import dynamo, functorch
+from ddpprobe.records.step import FirstBad
+from ddpprobe.rundir.fuse import Fuse
+
+
+@final
+class Observers:
+    """The hooks of a model and where their rows go.
+
+    Args:
+        topology: the model.
+        select: whether a module FQN is observed.
+        clock: tells step and micro-batch.
+        rank: this rank.
+        fuse: contains whatever goes wrong in hooks.
+        on_bad: called when the every-step watch sees a bad local value.
+        lost: called with the FQNs of compiled modules that cannot be heard.
+        captured: called when a hook does nothing because a CUDA graph is captured.
+        capturing: keeps full tensors; told of everything that the hooks are told of.
+        full_backward: also `grad_input`, by full backward hooks where proven safe.
+
+    Attributes:
+        gradients_read: the gradients in the rows of this step are as the backward left them.
+    """
+
+    def __init__(
+        self, topology: Topology, select: Callable[[str], bool], clock: StepClock, rank: int,
+        fuse: Fuse, on_bad: Callable[[FirstBad], None], lost: Callable[[list[str]], None],
+        captured: Callable[[], None], capturing: Capturing, *, full_backward: bool,
+    ) -> None:  # fmt: skip
+        self.topology = topology
+        fuse = outside_capture(fuse, captured)
+        self.rows = StepRows(topology.device, rank, timed=bool(topology.cut))
+        self.rows.on_bad = on_bad
+        self.compiled = CompiledHooks(select, fuse, lost)
+        self.eager = EagerHooks(topology, select, self.rows, clock, fuse, self.compiled)
+        self.full = FullHooks(topology, select, self.rows, clock, fuse, self.compiled)
+        self._select = select
+        told = self._was_read, self._flat_was_read
+        self.watch = Watch(topology, clock, rank, fuse, on_bad, *told)
+        self.loss_scale = LossScaleReader()
+        self.state = StateCheck(topology, clock.optimizers, rank)
+        self.gradients_read = False
+        self.capturing = capturing
+        after_call = capturing.meet(topology, clock, self.compiled, self.rows)
+        if lanes.is_near(topology.device):
+            self.eager.after_call = after_call
+        elif topology.world_size > 1:
+            with functorch.outside():
+                checksum.prepare(topology.device)
+        self._clock = clock
+        self._use_full = full_backward
+        self._warm = True  # the next step makes the graphs that observe
+        self._late = False  # the root is inside a graph, which can only be renewed between steps
+
+    def begin_step(self, *, sampled: bool) -> bool:
+        """Get ready for a step, in its first forward. False: it cannot be observed as wished."""
+        if self._clock.in_graph:
+            self._late |= not len(self.compiled)
+            sampled = sampled and self.compiled.flag.on
+        elif sampled or self._warm:
+            inside = dynamo.in_a_compiled_call()
+            if self.compiled.find(self.topology, root_is_in_one=inside):
+                self.compiled.renew()
+                self._warm = True
+        if not self._clock.in_graph:
+            self.compiled.flag.on = sampled or self._warm
+        if sampled:
+            self.rows.begin()
+            self.eager.begin()
+            self.gradients_read = False
+        self.capturing.begin(self._clock.step, sampled=sampled)
+        return sampled
+
+    def read_gradients(self, *, scaled: bool) -> None:
+        """Read the reduced gradients; `scaled`: nobody has divided them by the loss scale yet."""
+        self.eager.read_gradients()
+        self.rows.grad_is_scaled = scaled
+
+    def _was_read(self, fqn: str) -> bool:
+        """Whether the row made last tells of this parameter's local gradient if it is bad.
+
+        On the CPU it has told already that it is finite.
+        """
+        slot = self.rows.table.find((fqn, "grad_local", ""))
+        first = self._clock.micro == 0  # of later ones `.grad` is the sum
+        return self.eager.attached and first and slot is not None and self.rows.end_told(slot)
+
+    def _flat_was_read(self, unit: FlatUnit) -> bool:
+        """Whether rows tell of all local gradients in a flat one of FSDP1."""
+        return id(unit.flat) in self.eager.tapped and all(
+            self._select(fqn.rpartition(".")[0]) for fqn, _ in unit.parts
+        )
+
+    def backward_computed(self, *, sampled: bool) -> None:
+        """Let the watch look at the gradients that the rows of this step do not tell of."""
+        told = self.eager.tapped if sampled else ()
+        self.watch.backward_ends(told if sampled and self.rows.are_finite() else (), told)
+
+    def end_step(self) -> None:
+        """Judge whether compiled modules were heard; between steps is the time to renew graphs."""
+        self.capturing.end_step()
+        self.topology.forget_modules()
+        renew = self.compiled.flag.on and self.compiled.judge()
+        self._warm = False
+        if self._late:
+            self._late = False
+            self.compiled.find(self.topology, root_is_in_one=True)
+            renew = True
+        if renew:
+            self.compiled.renew()
+            self._warm = True
+
+    def choose_graphs(self, *, sampled: bool) -> None:
+        """Say which graphs the next forward takes: a root inside a graph cannot say it itself."""
+        self.compiled.flag.on = sampled or self._warm
+
+    def attach(self, *, sampled: bool) -> None:
+        """Hang the hooks that a step needs; at each forward anew, so that ours are the last.
+
+        A hook of the user's that changes an output must have run when we look at it.
+        """
+        if sampled:
+            self._attach()
+        self.capturing.attach()
+
+    def _attach(self) -> None:
+        self.detach()
+        self.topology.remember_modules()
+        self.compiled.eager = self.eager
+        self.eager.attach()
+        if self._use_full and not torch_private.in_functorch():
+            self.full.attach()
+
+    def detach(self) -> None:
+        """Take the hooks of a sampled step off."""
+        self.compiled.eager = None
+        self.eager.detach()
+        self.full.detach()
+        self.capturing.detach()
+
+    def pause(self) -> None:
+        """Let go of the model until the next step that is observed."""
+        self.detach()
+        self.topology.forget_modules()
+        self.compiled.mute()
+
+    def close(self) -> None:
+        """Take everything off."""
+        self.detach()
+        self.capturing.close()
+        self.compiled.close()
+        self.watch.close()

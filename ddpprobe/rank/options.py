@@ -1,0 +1,186 @@
+"""What `install()` was called with: every option checked, where an error reaches all ranks."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import os
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+from torch import nn
+
+from ddpprobe.rank.schedule import Schedule, as_schedule
+from ddpprobe.rank.topology import stages
+from ddpprobe.rank.topology.describe import Topology, describe
+from ddpprobe.records.step import Anomaly
+from ddpprobe.rundir.paths import RUN_VARIABLE
+
+_BACKWARD = ("output", "full")
+_DAEMON = ("auto", "none")
+_ON_ANOMALY, _TELL = ("record", "stop"), "tell"
+
+
+class Variable(str):
+    """A value as the environment gave it, which is a text whatever it stands for."""
+
+    __slots__ = ()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstallOptions:
+    """The arguments of `install()` on this rank, and what the environment says instead.
+
+    As they came: `check` is where a wrong one is refused. `listen` is where the daemon serves.
+    """
+
+    run_dir: str | os.PathLike[str] | None
+    every: int | Schedule | Variable
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    capture: tuple[str, ...]
+    on_anomaly: str | Callable[[Anomaly], object]
+    budget: float | Variable | None
+    backward: str
+    name: str | None
+    daemon: str
+    first_step: int
+    listen: str | None = None
+    _chosen: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def with_environment(self) -> InstallOptions:
+        """Return them with what the environment overrides; an empty variable is none."""
+        return replace(
+            self,
+            run_dir=_variable(RUN_VARIABLE) or self.run_dir,
+            every=_variable("DDPPROBE_EVERY") or self.every,
+            budget=_variable("DDPPROBE_BUDGET") or self.budget,
+            listen=_variable("DDPPROBE_LISTEN"),
+        )
+
+    def check(self, model: object, run_of: Callable[[nn.Module], str | None]) -> Checked:
+        """Look at every option and at the model.
+
+        Args:
+            model: as `install()` was given it.
+            run_of: returns the run directory of the living probe on a model, None without one.
+
+        Raises:
+            ValueError: a wrong argument.
+        """
+        if not isinstance(model, nn.Module):
+            raise ValueError(  # noqa: TRY004  (told to all ranks alike)
+                f"install() takes a torch.nn.Module, got {type(model).__name__}. "
+                "Write ddpprobe.install(model)."
+            )
+        schedule, budget = self.schedule(), self.share()
+        for option, value, allowed in (
+            ("backward", self.backward, _BACKWARD), ("daemon", self.daemon, _DAEMON),
+        ):  # fmt: skip
+            if value not in allowed:
+                raise ValueError(f"{option} must be one of {allowed}, got {value!r}")
+        if self.response not in (*_ON_ANOMALY, _TELL):
+            raise ValueError(
+                "on_anomaly must be 'record', 'stop' or a function that takes an Anomaly, got "
+                f"{self.on_anomaly!r}"
+            )
+        step = self.first_step
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"first_step must be a step number, 0 or more, got {step!r}")
+        topology = describe(model, self.select)
+        owner = run_of(topology.root)
+        if owner is not None:
+            raise ValueError(
+                f"this {type(topology.root).__name__} already has a probe (run {owner}). "
+                "Call probe.close() before installing another."
+            )
+        settings = [schedule.fingerprint(), self.include, self.exclude, self.backward, step]
+        facts = {
+            "settings": [*settings, budget, self.response, self.capture],
+            "every": schedule.every,
+            "wrapper": topology.wrapper, "device": str(topology.device),
+            "unmatched": self._unmatched(topology), "parts": stages.parts(topology),
+        }  # fmt: skip
+        return Checked(schedule, budget, topology, facts)
+
+    @property
+    def response(self) -> str:
+        """What the head announces at a page beside a capture: "record" (nothing), "stop", "tell".
+
+        Empty if the user wrote none of them, which `check` refuses.
+        """
+        known = isinstance(self.on_anomaly, str) and self.on_anomaly in _ON_ANOMALY
+        return _TELL if callable(self.on_anomaly) else str(self.on_anomaly) if known else ""
+
+    @property
+    def starts_daemon(self) -> bool:
+        """Whether the node daemons are ours to start."""
+        return self.daemon == "auto"
+
+    def schedule(self) -> Schedule:
+        """Return which steps are sampled. Raises ValueError."""
+        if not isinstance(self.every, Variable):
+            return as_schedule(self.every)
+        if not self.every.isdecimal():
+            raise ValueError(f"DDPPROBE_EVERY must be a whole number of steps, got {self.every!r}")
+        return as_schedule(int(self.every))
+
+    def share(self) -> float | None:
+        """Return the budget, a share of the step time. Raises ValueError."""
+        said = isinstance(self.budget, Variable)
+        try:
+            budget = float(self.budget) if isinstance(self.budget, Variable) else self.budget
+        except ValueError:
+            budget = math.nan
+        number = isinstance(budget, float) and 0 < budget < 1
+        if budget is not None and not number:
+            came = f"DDPPROBE_BUDGET={self.budget}" if said else repr(self.budget)
+            raise ValueError(
+                "budget must be a share of the step time, between 0 and 1 (0.01: sampling may add "
+                f"1 %), or None; got {came}"
+            )
+        return budget
+
+    def select(self, fqn: str) -> bool:
+        """Whether the module `fqn` is observed."""
+        if fqn not in self._chosen:
+            self._chosen[fqn] = _matches(fqn, self.include) and not _matches(fqn, self.exclude)
+        return self._chosen[fqn]
+
+    def _unmatched(self, topology: Topology) -> dict[str, str]:
+        """Globs that match nothing here, with what to say if they match nothing on any rank."""
+        names = [fqn for fqn, _ in topology.named_modules()]
+        some = textwrap.shorten(", ".join(filter(None, names)), 200, placeholder=" ...")
+        return {
+            f"{option} {glob}": f"{option} glob {glob!r} matches no module. There are: {some}"
+            for option in ("include", "exclude", "capture")
+            for glob in getattr(self, option)
+            if not any(_matches(name, (glob,)) for name in names)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What `InstallOptions.check` made of the options: `facts` are this rank's part of the plan."""
+
+    schedule: Schedule
+    budget: float | None
+    topology: Topology
+    facts: dict[str, Any]
+
+
+def _variable(name: str) -> Variable | None:
+    value = os.environ.get(name)
+    return Variable(value) if value else None
+
+
+def as_globs(globs: str | Iterable[str]) -> tuple[str, ...]:
+    """Return one glob or several as a tuple."""
+    return (globs,) if isinstance(globs, str) else tuple(globs)
+
+
+def _matches(fqn: str, globs: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(fqn, glob) for glob in globs)

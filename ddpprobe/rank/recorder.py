@@ -1,0 +1,431 @@
+"""The training side of ddpprobe on one rank: events in, journal frames out.
+
+Wires the clock, the hooks, the watch and the journal together. It opens no port, joins no
+collective, waits for no disk (`record_files`), and imports neither zarr nor prometheus_client.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import final
+
+from torch import Tensor
+
+from ddpprobe.rank.capture.capturing import Capturing
+from ddpprobe.rank.hooks import call_cost, gradients, loss_scale
+from ddpprobe.rank.hooks.compiled import renew_graphs
+from ddpprobe.rank.hooks.depth import Room
+from ddpprobe.rank.hooks.state_check import Looks
+from ddpprobe.rank.interval import Pacer
+from ddpprobe.rank.join import Joined
+from ddpprobe.rank.journal_writer import EndedStep, FrameWriter, Identity
+from ddpprobe.rank.observers import Observers
+from ddpprobe.rank.options import InstallOptions
+from ddpprobe.rank.order_handler import OrderHandler
+from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
+from ddpprobe.rank.step_clock import StepClock
+from ddpprobe.rank.topology import stages
+from ddpprobe.rank.topology.describe import Topology, describe, outermost
+from ddpprobe.rank.topology.replicas import in_turn
+from ddpprobe.rank.torch_private import dynamo
+from ddpprobe.records import events
+from ddpprobe.records.step import CHECKED, STEP_PHASES, UNREDUCED, FirstBad
+from ddpprobe.rundir.fuse import Fuse, logger
+from ddpprobe.rundir.heartbeat import STATES
+from ddpprobe.rundir.stopwatch import Caller, Stopwatch
+
+_GRAPH_TOO_EARLY = "the model is inside a compiled function, whose graph was chosen before the step"
+_TOO_FAR_BEHIND = "watch: the device is too far behind"
+
+
+@final
+class Recorder:
+    """Records one model on one rank.
+
+    Args:
+        topology: the model as `install` found it; looked at again at its first training forward,
+            because it may be wrapped, moved or sharded in between.
+        who: this rank.
+        options: of `install()`.
+        joined: where frames and the present go; looks after the daemon.
+        pacer: which steps are sampled.
+        order_handler: does what the head orders.
+        capturing: keeps full tensors.
+        stopwatch: times whatever enters from the training.
+    """
+
+    def __init__(
+        self, topology: Topology, who: Identity, options: InstallOptions, joined: Joined,
+        pacer: Pacer, order_handler: OrderHandler, capturing: Capturing, stopwatch: Stopwatch,
+    ) -> None:  # fmt: skip
+        journal, heartbeat = joined.record_files.journal, joined.record_files.heartbeat
+        self.fuse = Fuse("hooks", on_blow=self._blown, stopwatch=stopwatch)
+        self._topology, self._names = topology, stages.Names(topology)
+        self._who = who
+        self._pacer = pacer
+        self.capturing = capturing
+        self._options = options
+        self._frame_writer = FrameWriter(journal, who)
+        self._heartbeat = heartbeat
+        self._files = (journal, heartbeat, pacer, order_handler)
+        self._after_step = joined.after_step
+        self._clock_fuse = Fuse("steps", on_blow=self._blown, stopwatch=stopwatch)
+        self._order_handler = order_handler
+        self._clock = StepClock(
+            topology, self, self._clock_fuse, heartbeat, stopwatch, options.first_step,
+            order_handler.act,
+        )  # fmt: skip
+        self.declare_step = self._clock.declare_step
+        self._observers: Observers | None = None
+        self._sampling = False
+        self._logged: set[str] = set()
+        self._told_scale = False  # ever, by the user
+        self._told_handlers = False
+        self._renewed = False
+        self._bad: FirstBad | None = None
+        self._stopwatch = stopwatch
+        self._base = self._readings()
+        self._told_own = self._told_beside = self._behind = 0.0  # see `_facts`
+        self._calls_are_measured = False
+        self._open = True
+        self._room: Room | None = None
+
+    def start(self) -> None:
+        """Begin to listen to the model and its optimizers."""
+        self._room = Room(self._topology.root)
+        self._tell_handlers()
+        self._clock.start()
+
+    # -- the user's face --------------------------------------------------------------------------
+
+    def log(self, values: Mapping[str, float | Tensor]) -> None:
+        """Keep named numbers with the step, if it is sampled; tensors stay on their device."""
+        self._told_scale |= "loss_scale" in values
+        if self._sampling and self._observers is not None:
+            for name, value in values.items():
+                self._observers.rows.add_scalar(name, value)
+                self._logged.add(name)
+
+    def pause(self, reason: str) -> None:
+        """Take every hook off the model until `resume`."""
+        if self._observers is not None:
+            self._observers.pause()
+        self._pacer.pause()
+        self._clock.unhang()
+        self._clock.beat(STATES.index("paused"))
+        self._frame_writer.life(events.PausedEvent(reason=reason, time_ns=time.time_ns()))
+
+    def resume(self) -> None:
+        """Go on after a pause; the time in between belongs to no phase."""
+        self._clock.hang()
+        self._clock.leave_out()
+        self._clock.beat()
+        self._frame_writer.life(events.ResumedEvent(time_ns=time.time_ns()))
+
+    def close(self, words: events.ClosedEvent | None = None) -> None:
+        """Write what is left, take every hook off, close every file. Idempotent.
+
+        Args:
+            words: of the goodbye, see `last_words`.
+        """
+        if not self._open:
+            return
+        self._open = False
+        place = self._clock.place()
+        self._clock.settle()
+        self._clock.stop()
+        if self._observers is not None:
+            if self._sampling:
+                self._finish_sampled(skipped=False, partial=True)
+            elif self._bad is not None:
+                self._alarm(partial=True, skipped=False)
+            if self._clock.is_inside_a_step:  # what a device has seen of it is not sent yet
+                self._observers.watch.end_step(self._clock.step)
+            self._observers.watch.poll(wait=True)
+            self._frame_writer.lose(_TOO_FAR_BEHIND, self._observers.watch.lost)
+            self._frame_writer.ship(wait=True)
+            self._observers.close()
+        words = words or events.ClosedEvent()
+        self._frame_writer.life(replace(words, sampled=self._clock.sampled, **place))
+        self._clock.beat(STATES.index("closed"))
+        for file in self._files:
+            file.close()
+        if self._room is not None:
+            self._room.give_back()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of everything without a trace in the parent's files."""
+        self._open = False
+        self.fuse.blown = self._clock_fuse.blown = True
+        for file in self._files:
+            file.close()
+
+    # -- step_clock.Events ------------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """Attach what this step needs."""
+        observers = self._prepare()
+        observers.watch.poll()
+        self._frame_writer.lose(_TOO_FAR_BEHIND, observers.watch.lost)
+        self._frame_writer.ship()
+        self.capturing.write()
+        if self._clock.micro == 0:
+            self._begin_step(observers)
+        observers.attach(sampled=self._sampling)
+        observers.watch.seek()
+
+    def forward_ended(self, outputs: list[Tensor], trained: list[Tensor]) -> None:
+        """Look at the loss."""
+        observers = self._prepare()
+        observers.watch.found()
+        observers.watch.output(trained)
+        if self._sampling:
+            if self._bad is None and observers.rows.bad:  # and the root's output does not show it
+                self._bad = self._explain(observers)
+            observers.full.probed()
+            losses = [t for t in outputs if t.dim() == 0 and t.is_floating_point()]
+            if len(losses) == 1 and "loss" not in self._logged:
+                observers.rows.add_scalar("loss", losses[0])
+
+    def forward_raised(self, error: BaseException) -> None:
+        """Look for a NaN in what the code that raised had at hand."""
+        observers = self._prepare()
+        observers.watch.found()
+        if self._bad is None:
+            observers.watch.look_at_hand(error)
+
+    def backward_computed(self) -> None:
+        """Look at the gradients before any of them is reduced."""
+        self._prepare().backward_computed(sampled=self._sampling)
+
+    def backward_ended(self) -> None:
+        """Read the reduced gradients, before the user clips them."""
+        observers = self._prepare()
+        observers.loss_scale.remember(told="loss_scale" in self._logged)
+        self.capturing.backward_ended(observers.loss_scale.last)
+        if self._sampling:
+            self._add_loss_scale(observers)
+            if observers.topology.gradients_are_reduced():
+                observers.read_gradients(scaled=True)
+                observers.gradients_read = True
+
+    def gradients_ready(self, optimizer: object) -> None:
+        """Read what the optimizer will use."""
+        observers = self._prepare()
+        self.capturing.gradients_ready()
+        if not self._sampling:
+            return
+        scale = loss_scale.of_optimizer(optimizer)
+        if not observers.gradients_read:
+            observers.read_gradients(scaled=scale is not None)
+        if not observers.eager.gradients:  # no rows that tell it
+            norm = gradients.norm(observers.topology)
+            if norm is not None:
+                norm = norm if scale is None else gradients.divided(norm, scale)
+                observers.rows.add_scalar("grad_norm", norm)
+
+    def given_up(self, *, vanished: bool) -> bool:
+        """Ask the scalers; if the user told the scale of one that is not torch's, the gradients."""
+        gave_up = self._prepare().loss_scale.gave_up(self._clock.optimizers_of_others)
+        return gave_up or (vanished and self._told_scale and self._bad is not None)
+
+    def step_ended(self, *, skipped: bool) -> None:
+        """Ship the step and leave the model clean."""
+        observers, sampled = self._prepare(), self._sampling
+        observers.watch.end_step(self._clock.step)
+        if sampled:
+            self._clock.sampled += 1
+            turn = self._pacer.turn(self._clock.step)
+            observers.rows.add_checksums(in_turn(observers.topology.replicated_parameters(), turn))
+            if not observers.gradients_read and observers.topology.world_size > 1:
+                observers.rows.add_scalar(UNREDUCED, 1.0)  # so replicas may part: local SGD
+            self._finish_sampled(skipped=skipped, partial=False)
+            self._frame_writer.ship()
+            self._after_step()
+        else:
+            self._end_unsampled(observers, skipped=skipped)
+        observers.end_step()
+        OF_THE_SCRIPT.step_ended()
+        self._tell_handlers()
+        self._bad = None
+        if not self._calls_are_measured and self._stopwatch.calls[Caller.TENSOR]:
+            Fuse("measuring what hooks take").guard(self._measure_calls)()
+        self._pacer.end_step(*self._clock.reading(), sampled=sampled)
+        self._order_handler.hear(self._clock.step)
+        self._base = self._readings()
+        if sampled:
+            self._behind = self._base[-1] - self._told_own
+
+    def forward_is_next(self) -> None:
+        """Choose the graphs of the next step."""
+        if self._observers is not None and self._clock.in_graph:
+            self._observers.choose_graphs(sampled=self._pacer.sampled(self._clock.step + 1))
+
+    def blind(self) -> bool:
+        """Try the one remedy, or say loudly that nothing is observed: silence looks like health."""
+        if not self._renewed and dynamo.has_graphs():
+            self._renewed = True
+            renew_graphs("the function that calls the model")
+            return True
+        self._frame_writer.life(events.BlindEvent(step=self._clock.step))
+        logger.warning(
+            "ddpprobe: the optimizer steps, but no training forward of %s was seen, so nothing is "
+            "recorded. Its parts are called without it, or torch.compile hides the call: install() "
+            "on the module that the training loop calls, before its first call.",
+            type(self._topology.root).__name__,
+        )
+        return False
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _prepare(self) -> Observers:
+        if self._observers is None:
+            given = outermost(self._topology.outer)
+            topology = describe(given, self._options.select)
+            topology.cut = self._topology.cut | self._names.cut(topology)
+            topology.differ = self._topology.differ
+            self._observers = Observers(
+                topology, self._options.select, self._clock, self._who.rank, self.fuse, self.on_bad,
+                lambda fqns: self._frame_writer.lost(self._clock.step, fqns), self._captured,
+                self.capturing, full_backward=self._options.backward == "full",
+            )  # fmt: skip
+            wrapper = "pipeline" if topology.cut else topology.wrapper
+            self._frame_writer.life(
+                events.TopologyEvent(wrapper=wrapper, device=str(topology.device))
+            )
+        return self._observers
+
+    def _tell_handlers(self) -> None:
+        """Say once that the script handles signals itself: who ends there may not say goodbye."""
+        if OF_THE_SCRIPT.present and not self._told_handlers:
+            self._told_handlers = True
+            self._frame_writer.life(events.HandlesEvent())
+
+    def _begin_step(self, observers: Observers) -> None:
+        wanted = self._pacer.sampled(self._clock.step)
+        self._sampling = observers.begin_step(sampled=wanted)
+        observers.state.begin(sampled=self._sampling)
+        self._bad = None
+        if self._sampling:
+            self._logged.clear()
+        elif wanted:
+            self._frame_writer.life(
+                events.UnsampledEvent(step=self._clock.step, reason=_GRAPH_TOO_EARLY)
+            )
+
+    def _captured(self) -> None:
+        self._frame_writer.captured(self._clock.step, sampled=self._sampling)
+
+    def on_bad(self, bad: FirstBad) -> None:
+        """Hear that a local value of this step (or, from a GPU, of an earlier one) is bad."""
+        late = bad.step >= 0
+        if late and self._pacer.sampled(bad.step):
+            return  # its rows say it better
+        if late:
+            self._frame_writer.alarm(bad, bad.step, partial=False, skipped=False, sampled=False)
+            return
+        if self._sampling and self._observers is not None and bad.fqn is None:
+            bad = self._observers.rows.first_fault() or bad
+        if self._bad is None or _names(bad, self._bad):
+            now = self._clock.step
+            born = self._explain(self._prepare()) if bad.phase == "forward" else None
+            self._bad = born or replace(bad, step=now)
+            self._alarm(partial=True, skipped=False)
+
+    def _explain(self, observers: Observers) -> FirstBad | None:
+        """Return the parameter that made this forward bad, if one was bad before it."""
+        micro = self._clock.micro if self._bad is None else 0
+        return observers.state.explain(self._clock.step, micro)
+
+    def _alarm(self, *, partial: bool, skipped: bool) -> None:
+        """Journal the bad step at once: the process may not live to its end."""
+        if self._bad is not None:
+            told = {"partial": partial, "skipped": skipped, "sampled": self._sampling}
+            self._frame_writer.alarm(self._bad, self._clock.step, **told)
+
+    def _add_loss_scale(self, observers: Observers) -> None:
+        if "loss_scale" not in self._logged and observers.loss_scale.last is not None:
+            observers.rows.add_scalar("loss_scale", observers.loss_scale.last)
+
+    def _end_unsampled(self, observers: Observers, *, skipped: bool) -> None:
+        observers.state.end(self._clock.step, self._clock.micro, self._bad)
+        if skipped:
+            self._tell_skipped(observers)
+        elif self._bad is not None:
+            self._alarm(partial=False, skipped=skipped)
+
+    def _tell_skipped(self, observers: Observers) -> None:
+        """Write that the optimizer skipped an unsampled step: an event, no anomaly by itself."""
+        observers.rows.begin()
+        self._add_loss_scale(observers)
+        observers.loss_scale.look_again()
+        self._push(skipped=True, partial=False, sampled=False, facts={})
+        self._frame_writer.ship()
+
+    def _finish_sampled(self, *, skipped: bool, partial: bool) -> None:
+        observers = self._prepare()
+        observers.detach()
+        self._sampling = False
+        facts = self._facts()
+        looks = observers.state.look(self._clock.step, self._clock.micro, over=not partial)
+        if looks.after is not None:
+            facts[CHECKED] = float(looks.after.count)
+        self._push(skipped=skipped, partial=partial, sampled=True, facts=facts, state=looks)
+
+    def _push(
+        self, *, skipped: bool, partial: bool, sampled: bool, facts: dict[str, float],
+        state: Looks | None = None,
+    ) -> None:  # fmt: skip
+        observers = self._prepare()
+        self._frame_writer.push(
+            EndedStep(
+                observers.rows.fetch(), self._clock.step, sampled, skipped, partial, time.time_ns(),
+                facts, self._bad, observers.eager.silent() if sampled else (), state,
+            )
+        )  # fmt: skip
+
+    def _facts(self) -> dict[str, float]:
+        """Return what is known of this step without its rows.
+
+        A record cannot tell what it takes to write it. So the next one does: what passed behind the
+        last record in its step, and what the disk thread has taken since.
+        """
+        names = [*(f"{phase}_seconds" for phase in STEP_PHASES), "probe_seconds"]
+        now, beside = self._readings(), self._stopwatch.beside
+        spent = zip(now, self._base, strict=True)
+        facts = {name: after - before for name, (after, before) in zip(names, spent, strict=True)}
+        facts["probe_seconds"] += self._behind + beside - self._told_beside
+        self._told_own, self._told_beside = now[-1], beside
+        facts["micro_batches"] = float(self._clock.micro + 1)
+        return facts
+
+    def _readings(self) -> tuple[float, ...]:
+        return *self._clock.phase_seconds, self._stopwatch.seconds
+
+    def _measure_calls(self) -> None:
+        """Learn what calls of ours take besides, once: behind the first step, where torch rests."""
+        if call_cost.can_be_measured():
+            self._calls_are_measured = True
+            self._stopwatch.way = call_cost.measure()
+
+    def _blown(self) -> None:
+        """A fuse has blown: leave the model clean, and say so in the journal."""
+        fuse = self.fuse if self.fuse.blown else self._clock_fuse
+        self.fuse.blown = self._clock_fuse.blown = True
+        self._sampling = False
+        # Each on its own: what broke the component may break one of these, but not the others.
+        told = events.FuseEvent(component=fuse.component, error=fuse.last_error)
+        Fuse("journal").guard(self._frame_writer.life)(told)
+        if self._observers is not None:
+            Fuse("hooks").guard(self._observers.close)()
+        # torch may be inside its loop over the global optimizer hooks, which taking ours off now
+        # would end with an error in the user's step(): they stay, dead, until `close`.
+        Fuse("steps").guard(self._clock.unhang)()
+
+
+def _names(bad: FirstBad, known: FirstBad) -> bool:
+    """Whether a witness names the module of one that could not: the root's row is made last."""
+    same = (bad.micro, bad.phase) == (known.micro, known.phase)
+    return same and known.fqn is None and bad.fqn is not None

@@ -1,0 +1,376 @@
+"""Optimizer steps and micro-batches, seen from outside the user's loop.
+
+torch calls global hooks around every `optimizer.step()`; two hooks on the root module see its
+forwards. From these few events follow: the step (one `optimizer.step()` over this model's
+parameters, however many optimizers share it), the micro-batches inside it, evaluation passes (root
+forwards without grad), and steps the optimizer never took (a GradScaler that found inf).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from ddpprobe.rank import torch_private
+from ddpprobe.rank.hooks.copy_safe_hook import take_off
+from ddpprobe.rank.hooks.root import RootHooks
+from ddpprobe.rank.hooks.stream_capture import is_captured
+from ddpprobe.rank.topology.describe import Topology
+from ddpprobe.rank.torch_private import graph
+from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.heartbeat import STATES, HeartbeatWriter
+from ddpprobe.rundir.stopwatch import Stopwatch
+
+DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
+_STATE = tuple(STATES.index(s) for s in ("data", "forward", "backward", "optimizer"))
+_ANCHORS = 3
+_BLIND_STEPS = 3
+
+
+class Events(Protocol):
+    """What the clock tells its owner, in this order within a step."""
+
+    def forward_begins(self) -> None:
+        """A training forward of the root starts; `clock.step` and `clock.micro` are set."""
+
+    def forward_ended(self, outputs: list[Tensor], trained: list[Tensor]) -> None:
+        """It returned these tensors; `trained` are those of them with a gradient to come."""
+
+    def forward_raised(self, error: BaseException) -> None:
+        """A training forward ended in an exception."""
+
+    def backward_computed(self) -> None:
+        """All gradients of this micro-batch are there, still local."""
+
+    def backward_ended(self) -> None:
+        """All gradients of this micro-batch are there, reduced."""
+
+    def gradients_ready(self, optimizer: Optimizer) -> None:
+        """An optimizer that owns some of the parameters is about to step."""
+
+    def given_up(self, *, vanished: bool) -> bool:
+        """Whether a GradScaler found inf and skipped the step.
+
+        `vanished`: the gradients went without a step. If not because of that, an optimizer that is
+        none of torch's took them, or the user threw them away.
+        """
+
+    def step_ended(self, *, skipped: bool) -> None:
+        """The step is over; called once per step."""
+
+    def forward_is_next(self) -> None:
+        """The next forward of the root begins the step `clock.step + 1`."""
+
+    def blind(self) -> bool:
+        """The optimizer steps, but no forward of the root is seen; True: look once more."""
+
+
+@final
+class StepClock:
+    """Counts steps and micro-batches, and tells its owner.
+
+    Args:
+        act: called behind each event at which a step may be over, outside of the fuse: what it
+            raises is meant for the training loop.
+
+    Attributes:
+        step: the optimizer step under way, from `first_step`.
+        micro: index of the training forward within the step, -1 before the first.
+        evaluating: a root forward without grad is running.
+        entered: nodes of autograd's graph at which the backward under way came into the model.
+        phase_seconds: cumulative host seconds in data, forward, backward, optimizer.
+    """
+
+    def __init__(
+        self, topology: Topology, events: Events, fuse: Fuse, heartbeat: HeartbeatWriter,
+        stopwatch: Stopwatch, first_step: int = 0, act: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.step = first_step
+        self.micro = -1
+        self.evaluating = False
+        self.entered: list[object] = []
+        self.steps = self.skipped = self.sampled = 0
+        self.phase_seconds = [0.0, 0.0, 0.0, 0.0]
+        self._stopwatch = stopwatch
+        self._topology = topology
+        self._events = events
+        self._heartbeat = heartbeat
+        self._phase = DATA
+        self._mark = time.perf_counter()
+        self._ended = False
+        self._manual = False
+        self._queued = False
+        self._running: list[int] = []  # ids of optimizers inside step(), outermost first
+        self._blind = 0  # optimizer steps before any forward of the root was seen
+        self._stepped: list[int] = []  # ids of the optimizers that did, in this step
+        self._complete: dict[tuple[int, ...], bool] = {}  # do these step every parameter?
+        self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._knows_one = False  # until then an optimizer that is not ours is asked again
+        self._anchors: list[weakref.ref[nn.Parameter]] = []
+        self._anchor_had_grad = False
+        self._handles: list[RemovableHandle] = []
+        self._act = act
+        self._root = RootHooks(
+            topology, fuse, self._begin_forward, self._end_forward, self._output_gradient, act,
+            events.forward_raised,
+        )  # fmt: skip
+        self._guards = {
+            name: fuse.guard(getattr(self, f"_{name}"))
+            for name in ("before_step", "after_step", "settle")
+        }
+        self._computed = _void(fuse.guard(events.backward_computed))
+        self._over = _void(fuse.guard(self._backward_over))
+
+    @property
+    def probe_seconds(self) -> float:
+        """Cumulative seconds that were ours: of the training's own time, and of the disk thread."""
+        return self._stopwatch.seconds + self._stopwatch.beside
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether the root's last event came from a graph of torch.compile, chosen before it."""
+        return self._root.in_graph
+
+    @property
+    def is_inside_a_step(self) -> bool:
+        """Whether a step has begun and is not known to have ended."""
+        return self.micro >= 0 and not self._ended
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return those that were seen to step and own parameters of this model."""
+        return [optimizer for optimizer, (_, ids) in self._owned.items() if ids]
+
+    def start(self) -> None:
+        """Begin to listen."""
+        self.hang()
+        self._handles.append(register_optimizer_step_pre_hook(_void(self._guards["before_step"])))
+        self._handles.append(register_optimizer_step_post_hook(self._behind_step))
+        self.beat()
+
+    def hang(self) -> None:
+        """Hang the two hooks on the root module."""
+        self._root.hang()
+
+    def unhang(self) -> None:
+        """Take them off: for `pause()`, in which the model must be all the user's."""
+        self._root.unhang(for_good=False)
+
+    def settle(self) -> None:
+        """At the end of the run: end a step that is over, which only the next forward would tell.
+
+        An optimizer of some of the parameters took it, or a scaler gave it up.
+        """
+        self._guards["settle"]()
+
+    def stop(self) -> None:
+        """Stop listening; every hook is gone."""
+        self._root.unhang(for_good=True)
+        take_off(self._handles)
+
+    def declare_step(self) -> None:
+        """The user says that a step is over (a loop without a torch optimizer)."""
+        self._manual = True
+        self._end_step(skipped=False)
+
+    def optimizers_of_others(self) -> frozenset[int]:
+        """Return the ids of those living optimizers that stepped and own nothing of this model."""
+        return frozenset(id(o) for o, (_, mine) in self._owned.items() if not mine)
+
+    def beat(self, state: int | None = None) -> None:
+        """Write the heartbeat."""
+        phases = self.phase_seconds
+        self._heartbeat.beat(
+            step=self.step, micro=max(self.micro, 0),
+            state=_STATE[self._phase] if state is None else state,
+            steps=self.steps, skipped=self.skipped, sampled=self.sampled,
+            phase_seconds=(phases[0], phases[1], phases[2], phases[3]),
+            probe_seconds=self._stopwatch.seconds + self._stopwatch.beside,
+        )  # fmt: skip
+
+    def place(self) -> dict[str, Any]:
+        """Return where the loop is, as a heartbeat says it: `step`, `steps`, `micro`, `state`."""
+        state = STATES[_STATE[self._phase]]
+        micro = max(self.micro, 0)
+        return {"step": self.step, "steps": self.steps, "micro": micro, "state": state}
+
+    def reading(self) -> tuple[int, float, float, float]:
+        """Return the step, and seconds up to now: of all phases, of them ours, of our threads."""
+        seconds = sum(self.phase_seconds) + time.perf_counter() - self._mark
+        return self.step, seconds, self._stopwatch.seconds, self._stopwatch.beside
+
+    def leave_out(self) -> None:
+        """Start the stopwatch anew: the time since the last event belongs to no phase."""
+        self._mark = time.perf_counter()
+
+    def _enter(self, phase: int) -> None:
+        now = time.perf_counter()
+        self.phase_seconds[self._phase] += now - self._mark
+        self._mark, self._phase = now, phase
+        self.beat()
+
+    def _begin_forward(self, training: bool) -> None:  # noqa: FBT001  (a callback's argument)
+        if not training:
+            self._enter(self._phase)
+            self.evaluating = True
+            return
+        self.evaluating = False
+        if not self._running:
+            if not self._ended and self._stepped:
+                self._end_step(skipped=False)  # some parameters belong to no optimizer
+            elif not self._ended and self._anchor_had_grad:
+                vanished = self._vanished()
+                skipped = self._events.given_up(vanished=vanished)
+                if vanished or skipped:
+                    self._end_step(skipped=skipped)
+        if self._ended:  # inside a running step() too: LBFGS calls its closure there
+            self._begin_step()
+        self.micro += 1
+        self._enter(FORWARD)
+        self._events.forward_begins()
+
+    def _settle(self) -> None:
+        if self._ended or self._running:
+            return
+        if self._stepped:
+            self._end_step(skipped=False)
+        elif self._anchor_had_grad and self._events.given_up(vanished=self._vanished()):
+            self._end_step(skipped=True)
+
+    def _begin_step(self) -> None:
+        self.step += 1
+        self.micro = -1
+        self._ended = False
+        self._stepped.clear()
+        self._anchor_had_grad = False
+
+    def _end_forward(self, tensors: list[Tensor], trained: list[Tensor]) -> None:
+        if self.evaluating:
+            self.evaluating = False
+            self.leave_out()
+            return
+        self._enter(BACKWARD)
+        self._queued = False
+        self.entered.clear()  # a backward may have raised
+        self._events.forward_ended(tensors, trained)
+
+    def _output_gradient(self) -> None:
+        self.entered.append(graph.current_node())
+        if not (
+            self._queued or is_captured()
+        ):  # any of the outputs may be the one the loss came from
+            self._queued = True
+            torch_private.after_backward(self._computed, self._over)
+
+    def _backward_over(self) -> None:
+        self._queued = False
+        self.entered.clear()
+        self._drop_anchor()
+        if not (self._anchor_had_grad or self._vanished()):
+            self._anchor_had_grad = True
+        self._events.backward_ended()
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self._manual or is_captured() or not self._parameters_of(optimizer):
+            return
+        if id(optimizer) in self._running:  # its last step() raised and never ended
+            del self._running[self._running.index(id(optimizer)) :]
+        if not self._running and not self._ended and self.micro >= 0:
+            self._enter(OPTIMIZER)
+            self._events.gradients_ready(optimizer)
+        self._running.append(id(optimizer))
+
+    def _behind_step(self, *args: object) -> None:
+        self._guards["after_step"](*args)
+        self._act()
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        if id(optimizer) not in self._running or is_captured():
+            return
+        del self._running[self._running.index(id(optimizer)) :]
+        if self._running or self._ended:  # in a pause, optimizers step on
+            return
+        if self.micro < 0:  # loading a checkpoint may take one step to make the state
+            self._blind += not self._root.deaf
+            if self._blind == _BLIND_STEPS and self._events.blind():
+                self._blind = 0
+            return
+        self._stepped.append(id(optimizer))
+        self._events.forward_is_next()
+        if self._steps_everything():
+            self._end_step(skipped=_found_inf(optimizer))
+
+    def _steps_everything(self) -> bool:
+        optimizers = tuple(self._stepped)
+        complete = self._complete.get(optimizers)
+        if complete is None:
+            trainable = {id(p) for _, p in self._topology.named_parameters() if p.requires_grad}
+            for optimizer, (_, parameters) in self._owned.items():
+                if id(optimizer) in optimizers:
+                    trainable -= parameters
+            complete = self._complete[optimizers] = not trainable
+        return complete
+
+    def _end_step(self, *, skipped: bool) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self.steps += 1
+        self.skipped += skipped
+        self._enter(DATA)
+        self._events.step_ended(skipped=skipped)
+        self._events.forward_is_next()
+
+    def _parameters_of(self, optimizer: Optimizer) -> frozenset[int]:
+        """Ids of the parameters of this model that `optimizer` owns; empty: it is not ours."""
+        size = sum([len(group["params"]) for group in optimizer.param_groups])
+        known = self._owned.get(optimizer)
+        if known is None or known[0] != size or not (known[1] or self._knows_one):
+            mine = {id(p) for _, p in self._topology.named_parameters()}
+            ids = frozenset(
+                id(p) for g in optimizer.param_groups for p in g["params"] if id(p) in mine
+            )
+            known = self._owned[optimizer] = (size, ids)
+            self._knows_one |= bool(ids)
+        return known[1]
+
+    def _drop_anchor(self) -> None:
+        """Choose the parameters whose vanished `.grad` tells that a step was given up."""
+        if self._anchors:
+            return
+        with_grad = [p for _, p in self._topology.named_parameters() if p.grad is not None]
+        self._anchors = [weakref.ref(p) for p in with_grad[:_ANCHORS]]
+
+    def _vanished(self) -> bool:
+        """Whether the gradients that were there after the backward are gone."""
+        for anchor in self._anchors:
+            parameter = anchor()
+            if parameter is not None and parameter.grad is not None:
+                return False
+        return True
+
+
+def _found_inf(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer (called even then) was told by GradScaler to do nothing."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())
+
+
+def _void(function: Callable[..., object]) -> Callable[..., None]:
+    """Wrap a callback so that it answers None: torch takes any other answer for new arguments."""
+
+    def call(*args: object) -> None:
+        function(*args)
+
+    return call

@@ -1,0 +1,138 @@
+"""Every private name of torch.compile that ddpprobe uses, each with a stated degradation.
+
+What `torch_private` is for the rest of torch; apart from it because none of these is touched before
+a compiled module is met. That they do what they should is not tested at install, which would take a
+compilation: a compiled region that runs and is not heard is found out at its first observed step.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+_eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)  # noqa: SLF001
+_COMPILE_FILE, _NOT_COMPILED = "torch/_dynamo/eval_frame.py", "DisableContext."
+
+
+def run_as_python(code: CodeType) -> bool:
+    """Let frames of `code` that torch.compile meets on their own, and all they call, be.
+
+    The hooks of a module that is compiled as a whole are such frames: they would become graphs of
+    their own, all modules sharing one `recompile_limit`. Inlined into a graph they are traced as
+    any other code.
+
+    Degradation: False; a copy-safe hook on such a module then does nothing, and the region is found
+    blind.
+    """
+    try:
+        skip = _eval_frame._FrameAction.SKIP  # noqa: SLF001
+        strategy = _eval_frame._FrameExecStrategy(skip, skip)  # noqa: SLF001
+        _eval_frame.set_code_exec_strategy(code, strategy)
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
+def keep_in_graphs(operator: str) -> bool:
+    """Say that an operator without results has an effect, and keep its calls in their order.
+
+    Degradation: its calls are kept in any order; False if they may vanish from graphs.
+    """
+    try:
+        from torch._higher_order_ops.effects import _EffectType  # noqa: PLC0415
+
+        torch.library._register_effectful_op(operator, _EffectType.ORDERED)  # noqa: SLF001
+    except (ImportError, AttributeError, TypeError):
+        namespace, name = operator.split("::")
+        try:
+            torch.fx.node.has_side_effect(getattr(getattr(torch.ops, namespace), name).default)
+        except AttributeError:
+            return False
+    return True
+
+
+def keep_out_of_cuda_graphs(operator: str) -> bool:
+    """Let inductor end a CUDA graph in front of each call of an operator, and begin another behind.
+
+    The tag `cudagraph_unsafe` says the same, but a call of an operator with an effect stands in a
+    graph as `with_effects`, which has none (measured, 2.13).
+
+    Degradation: False; a torch that cannot split a graph makes no CUDA graph at all of one that has
+    an input on the CPU, as ours have, and a call that is captured all the same does nothing.
+    """
+    try:
+        from torch._inductor import config  # noqa: PLC0415
+
+        operators = config.custom_should_partition_ops
+    except (ImportError, AttributeError):
+        return False
+    if operator not in operators:
+        config.custom_should_partition_ops = [*operators, operator]
+    return True
+
+
+@functools.cache
+def _unwrap_dtensors(operator: Any, kind: type) -> type | None:  # noqa: ANN401  (an OpOverload)
+    def local(_: object, function: Any, types: object, args: Any, kwargs: Any) -> object:  # noqa: ANN401, ARG001
+        plain = [getattr(arg, "_local_tensor", arg) for arg in args]
+        return function(*plain, **(kwargs or {}))
+
+    try:
+        torch.library.register_torch_dispatch(operator, kind, local)
+    except (AttributeError, RuntimeError):
+        return None
+    return kind
+
+
+def unwrap_dtensors(operator: Any) -> type | None:  # noqa: ANN401  (an OpOverload)
+    """Let `operator`, called with a DTensor, see its local part; gives DTensor, if it is loaded.
+
+    Degradation: None; DTensors inside graphs are not observed.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return None if kind is None else _unwrap_dtensors(operator, kind)
+
+
+def was_compiled(module: torch.nn.Module) -> bool:
+    """Whether torch may hold graphs of `module`, a module that is compiled as a whole.
+
+    Degradation: True; they are then compiled anew without need.
+    """
+    entries = getattr(_eval_frame, "_debug_get_cache_entry_list", None)
+    if entries is None:
+        return True
+    forward = type(module).forward
+    code = getattr(getattr(forward, "__wrapped__", forward), "__code__", None)
+    return code is None or bool(entries(code))
+
+
+def has_graphs() -> bool:
+    """Whether torch.compile has made any graph in this process.
+
+    Degradation: True if torch.compile is loaded at all.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return False
+    counters = getattr(utils, "counters", None)
+    return counters is None or counters["stats"]["unique_graphs"] > 0
+
+
+def in_a_compiled_call() -> bool:
+    """Whether this Python code was called from a compiled callable, as a hook of its module is.
+
+    Degradation: False; what was wrapped in torch.compile outside of the model's own modules is then
+    not seen, and its modules are reported as silent.
+    """
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001  (CPython's, documented)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(_COMPILE_FILE):
+            # What keeps a function uncompiled, as torch does with LBFGS.step, lives there too.
+            return not code.co_qualname.startswith(_NOT_COMPILED)
+        frame = frame.f_back
+    return False

@@ -1,0 +1,1 @@
+"""Two runs beside each other: where they part first."""

@@ -1,0 +1,272 @@
+"""What is held of what was trained: how much of a run a verdict on it is about.
+
+A run is `complete` if of every rank all sampled steps are held that it took, and its end is known.
+How many it took is known from its last word in the journal, and, where the journal died, from its
+heartbeat, which is a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ddpprobe.reader.merged_reader import MergedReader
+from ddpprobe.reader.rank_facts import Event, Steps
+from ddpprobe.records.events import ClosedEvent, DeathEvent, LastBeatsEvent
+from ddpprobe.rundir import heartbeat, paths, safe_read
+from ddpprobe.rundir.heartbeat import Heartbeat
+
+# A rank counts a sampled step before its rows have arrived and are in the journal.
+IN_FLIGHT = 2
+CLOSED, DIED, RUNNING, UNKNOWN = "closed", "died", "running", "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What is held of one rank in one attempt.
+
+    Attributes:
+        attempt, rank: which one.
+        held: sampled steps of which its record is here, by itself or merged by the head.
+        sampled: sampled steps that it took, at least.
+        last_held: the newest of those held; None without any.
+        reached: the step that it said last it was in; None if it said nothing.
+        end: `closed`, `died`, `running` or `unknown`.
+        elsewhere: none of its own journals is here.
+    """
+
+    attempt: int
+    rank: int
+    held: int
+    sampled: int
+    last_held: int | None
+    reached: int | None
+    end: str
+    elsewhere: bool = False
+
+    @property
+    def missing(self) -> int:
+        """Sampled steps that are not held, but for those that may still be on their way."""
+        lacking = self.sampled - self.held
+        return 0 if self.end == RUNNING and lacking <= IN_FLIGHT else max(0, lacking)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything of it is held as far as it got, and its end is known."""
+        return not self.missing and self.end != UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Completeness:
+    """What is held of a run.
+
+    Attributes:
+        shares: of every rank of every attempt.
+        world: ranks by attempt.
+        live: it is still under way.
+        host: where rank 0 ran; "" if that is not known.
+    """
+
+    shares: tuple[RankShare, ...]
+    world: Mapping[int, int]
+    live: bool
+    host: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether a verdict on what is held is a verdict on the run, as far as it got."""
+        return all(share.complete for share in self.shares)
+
+    @property
+    def sampled(self) -> int:
+        """Sampled steps that were taken, over the attempts."""
+        return sum(max(s.sampled for s in of) for of in self._by_attempt())
+
+    @property
+    def held(self) -> int:
+        """Sampled steps that are held of all ranks, over the attempts."""
+        return sum(min(min(s.held, s.sampled) for s in of) for of in self._by_attempt())
+
+    def unknown(self) -> list[str]:
+        """Say what is not held and what is therefore not known, ranks that lack the same in one."""
+        several = len(self.world) > 1
+        texts: dict[tuple[int, str], list[RankShare]] = {}
+        for share in self.shares:
+            for text in self._lacks(share):
+                texts.setdefault((share.attempt, text), []).append(share)
+        said = []
+        for (attempt, text), shares in texts.items():
+            where = f"attempt {attempt}, " if several else ""
+            said.append(f"{where}{_ranks(s.rank for s in shares)}{text}")
+        return said
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "complete": self.complete, "held": self.held, "sampled": self.sampled,
+            "unknown": self.unknown(),
+            "ranks": [
+                {
+                    "attempt": s.attempt, "rank": s.rank, "held": s.held, "sampled": s.sampled,
+                    "last_held": s.last_held, "reached": s.reached, "end": s.end,
+                }
+                for s in self.shares
+            ],
+        }  # fmt: skip
+
+    def _by_attempt(self) -> Iterator[list[RankShare]]:
+        for attempt in self.world:
+            of = [s for s in self.shares if s.attempt == attempt]
+            if of:
+                yield of
+
+    def _lacks(self, share: RankShare) -> Iterator[str]:
+        of = f" of {self.world[share.attempt]}" if share.elsewhere else ""
+        if share.elsewhere and not share.held:
+            at = f" (rank 0 ran on {self.host})" if self.host else ""
+            yield (
+                f"{of}: nothing is held here; their records are on their own nodes{at}; to put "
+                "the directories of all nodes together: ddpprobe collect DEST DIR ..."
+            )
+            return
+        last = "" if share.last_held is None else f", the last one step {share.last_held}"
+        if share.missing:
+            reached = "" if share.reached is None else f"; it was last in step {share.reached}"
+            yield f"{of}: {share.held} of {share.sampled} sampled steps are held{last}{reached}"
+        if share.end == UNKNOWN:
+            known = "on its own node" if share.elsewhere else "not known"
+            held = f"{_count(share.held)} held{last}"
+            yield f"{of}: how it ended is {known}; {held}"
+
+
+def is_partial(merged_reader: MergedReader, attempt: int) -> bool:
+    """Return whether ranks are missing here that nobody merged: the first cause may be theirs."""
+    return bool(_elsewhere(merged_reader, attempt)) and not merged_reader.has_head(attempt)
+
+
+def completeness(merged_reader: MergedReader, *, live: bool, host: str = "") -> Completeness:
+    """Find out what is held of a run.
+
+    Args:
+        merged_reader: the run.
+        live: its newest attempt is under way.
+        host: where rank 0 ran.
+    """
+    attempts = merged_reader.attempts()
+    shares: list[RankShare] = []
+    world = {}
+    for attempt in attempts:
+        found = _shares(merged_reader, attempt, live=live and attempt == attempts[-1])
+        world[attempt] = max(merged_reader.world_size(attempt), len(found))
+        shares += found
+    return Completeness(tuple(shares), world, live, host)
+
+
+def steps_taken(merged_reader: MergedReader, attempt: int) -> int:
+    """Return how many sampled steps the ranks of an attempt say that they took."""
+    return max((word.sampled for word in _last_words(merged_reader, attempt).values()), default=0)
+
+
+def last_beat(run: paths.RunDir, attempt: int, rank: int) -> Heartbeat | None:
+    """Return what a rank last said of itself: a full disk takes its records, not its heartbeat."""
+    nodes = safe_read.directories(run.path, f"heartbeat/{attempt:03d}")
+    found = (heartbeat.read(run.heartbeat(attempt, node, rank)) for node in nodes)
+    return next(filter(None, found), None)
+
+
+def _elsewhere(merged_reader: MergedReader, attempt: int) -> set[int]:
+    return set(range(merged_reader.world_size(attempt))) - set(merged_reader.ranks(attempt))
+
+
+@dataclass(slots=True)
+class _Word:
+    """What a rank, or its daemon, said of it last; `exact`: it took so many and no more."""
+
+    end: str = ""
+    sampled: int = 0
+    exact: bool = False
+    reached: int | None = None
+
+    def take_beat(self, step: int, sampled: int, state: str) -> None:
+        if step >= 0:
+            self.reached = max(step, self.reached or 0)
+        self.sampled = max(self.sampled, sampled)
+        if state == CLOSED and self.end != DIED:
+            self.end, self.exact = CLOSED, True
+
+
+def _shares(merged_reader: MergedReader, attempt: int, *, live: bool) -> list[RankShare]:
+    words = _last_words(merged_reader, attempt)  # before the records, which only become more
+    held: dict[int, Steps] = {}
+    for rank in merged_reader.ranks(attempt):
+        steps, sampled = merged_reader.rank_steps(attempt, rank)
+        held[rank] = steps[sampled]
+    absent = _elsewhere(merged_reader, attempt)
+    held |= merged_reader.delivered_steps(attempt, absent)
+    everything = len(union(held.values()))
+    found = []
+    for rank, steps in sorted(held.items()):
+        word, count = words[rank], len(steps)
+        # Its own count is exact once it has closed; until then other ranks may know of more steps.
+        sampled_steps = word.sampled if word.exact else max(word.sampled, everything)
+        found.append(
+            RankShare(
+                attempt, rank, count, max(sampled_steps, count),
+                int(steps[-1]) if count else None, word.reached,
+                word.end or (RUNNING if live else UNKNOWN), rank in absent,
+            )
+        )  # fmt: skip
+    return found
+
+
+def union(parts: Iterable[Steps]) -> Steps:
+    """Return all steps that are in any of these ascending arrays."""
+    steps = np.empty(0, np.int64)
+    for part in parts:
+        if not np.array_equal(part, steps):
+            steps = np.union1d(steps, part)
+    return steps
+
+
+def _last_words(merged_reader: MergedReader, attempt: int) -> dict[int, _Word]:
+    world = range(merged_reader.world_size(attempt))
+    words = {rank: _Word() for rank in {*world, *merged_reader.ranks(attempt)}}
+    for rank, word in words.items():
+        beat = last_beat(merged_reader.run, attempt, rank)
+        if beat is not None:
+            word.take_beat(beat.step, beat.sampled, beat.state)
+    for event in merged_reader.events(attempt):
+        _take_event(words, event)
+    return words
+
+
+def _take_event(words: dict[int, _Word], event: Event) -> None:
+    match event.what:
+        case ClosedEvent(sampled=sampled) if event.rank in words:
+            word = words[event.rank]
+            word.end = word.end or CLOSED
+            if sampled >= 0:
+                word.sampled, word.exact = max(word.sampled, sampled), True
+        case DeathEvent(rank=rank) if rank in words:
+            words[rank].end = DIED
+        case LastBeatsEvent(ranks=ranks):
+            for rank in ranks.keys() & words.keys():
+                beat = ranks[rank]
+                words[rank].take_beat(beat.step, beat.sampled, beat.state)
+
+
+def _ranks(numbers: Iterable[int]) -> str:
+    """Name ranks: `rank 3`, `ranks 0, 1`, `ranks 0-7`."""
+    ranks = sorted(numbers)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def _count(steps: int) -> str:
+    return f"{steps} sampled step{' is' if steps == 1 else 's are'}"

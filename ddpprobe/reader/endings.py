@@ -1,0 +1,95 @@
+"""How each attempt of a run ended, judged from what lies in its directory."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ddpprobe.ends.evidence import Case, Evidence
+from ddpprobe.ends.judge import CRASHED, End, how_of, is_failed, judge
+from ddpprobe.ends.stalls import is_still
+from ddpprobe.reader.merged_reader import MergedReader
+from ddpprobe.reader.under_way import is_under_way
+from ddpprobe.records.events import ExitEvent, SealedEvent
+from ddpprobe.rundir import heartbeat, safe_read
+from ddpprobe.rundir.heartbeat import Heartbeat
+from ddpprobe.store.remote.cache import url_of
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """An attempt, what is known of its end, and what follows from that."""
+
+    attempt: int
+    case: Case
+    end: End
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A rank that ended badly; `step` is the one it was in (-1: unknown), `time_ns` Unix ns.
+
+    `signal` is "SIGKILL", "exit:3", "ValueError" or "unknown"; `first` marks the one that is known
+    to be the cause of its attempt's end: none if that is not decided.
+    """
+
+    attempt: int
+    rank: int
+    signal: str
+    time_ns: int
+    step: int
+    first: bool
+    node: str = ""
+
+
+def ending_of(merged_reader: MergedReader, attempt: int) -> Ending:
+    """Judge the end of one attempt."""
+    newest = attempt == merged_reader.attempts()[-1]
+    case = _case(merged_reader, attempt, live=newest and is_under_way(merged_reader))
+    return Ending(attempt, case, judge(case))
+
+
+def deaths_of(ending: Ending) -> list[Death]:
+    """Return the ranks that ended badly, the cause first, then in the order of being noticed."""
+    case, cause = ending.case, ending.end.ranks if ending.end.state == CRASHED else ()
+    found = [
+        Death(
+            ending.attempt, f.rank, how_of(f), f.time_ns, f.clock.step if f.clock else -1,
+            cause == (f.rank,), f.node,
+        )
+        for f in case.fates
+        if (f.how or f.raised) and is_failed(f, case)
+    ]  # fmt: skip
+    return sorted(found, key=lambda d: (not d.first, d.rank not in cause, d.time_ns, d.rank))
+
+
+def _case(merged_reader: MergedReader, attempt: int, *, live: bool) -> Case:
+    evidence, beats = Evidence(), _beats(merged_reader, attempt)
+    ranks = merged_reader.ranks(attempt)
+    for rank in ranks:
+        evidence.take_rank(rank)
+    events = merged_reader.events(attempt)
+    for event in events:
+        evidence.take_event(event.what, event.rank, event.node)
+    for rank, (node, beat) in beats.items():
+        evidence.take_beat(rank, node, beat)
+    world = merged_reader.world_size(attempt)
+    ended = {e.what.rank for e in events if isinstance(e.what, ExitEvent)}
+    present = [beat for rank, (_, beat) in beats.items() if rank not in ended]
+    # A copy of what was uploaded tells of no process: what is not sealed may go on.
+    open_ended = not any(isinstance(e.what, SealedEvent) for e in events)
+    copied = open_ended and url_of(merged_reader.run.path) is not None
+    partial = bool(set(range(world)) - set(ranks)) or copied
+    still = live and bool(present) and is_still(present, time.time_ns())
+    return evidence.case(world, live=live, stalled=still, partial=partial)
+
+
+def _beats(merged_reader: MergedReader, attempt: int) -> dict[int, tuple[str, Heartbeat]]:
+    """Return what each rank last said of itself, and on which node."""
+    found: dict[int, tuple[str, Heartbeat]] = {}
+    for node in safe_read.directories(merged_reader.run.path, f"heartbeat/{attempt:03d}"):
+        for rank in merged_reader.ranks(attempt):
+            beat = heartbeat.read(merged_reader.run.heartbeat(attempt, node, rank))
+            if beat is not None:
+                found[rank] = node, beat
+    return found

@@ -1,0 +1,206 @@
+"""Runs in a list: each by its newest attempt, as far as its daemon has judged it.
+
+Records are not judged again here, which takes as long as a run has steps: `Run.anomalies` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddpprobe.detectors.suite import order_of_cause
+from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.judge import RUNNING, UNDECIDED
+from ddpprobe.errors import Error
+from ddpprobe.reader.completeness import steps_taken
+from ddpprobe.reader.endings import ending_of
+from ddpprobe.reader.merged_reader import MergedReader
+from ddpprobe.reader.rank_facts import Event
+from ddpprobe.reader.rank_losses import rank_losses
+from ddpprobe.reader.run import identity_of
+from ddpprobe.reader.run_directories import began_ns, default_directory, run_directories
+from ddpprobe.reader.verdicts import is_told
+from ddpprobe.records.events import FinishedEvent
+from ddpprobe.records.step import Anomaly
+from ddpprobe.rundir.paths import RunDir
+from ddpprobe.rundir.validate import MALFORMED
+
+NO_ATTEMPT = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedRun:
+    """A run as a line of a list, by its newest attempt.
+
+    Attributes:
+        path: its directory.
+        name, run_id: its own; "" if that is not known.
+        began_ns: when the attempt began, Unix ns; 0: not known.
+        attempt: its number; -1: the run has none yet.
+        state: one of `ends.judge.STATES`.
+        ranks: how many; 0: not known.
+        step: the newest that was begun; None: not known.
+        anomaly: the first in order of cause of the worst level; None: none is known. It is called
+            a first cause only where the daemon saw all that is held.
+        pages, warnings: how many there are.
+        judged, sampled: sampled steps that the daemon judged, and that were taken, as far as known.
+        whole: all of it was judged, of a run under way so far.
+        damage: what could not be read; "" if nothing was met with.
+    """
+
+    path: Path
+    name: str = ""
+    run_id: str = ""
+    began_ns: int = 0
+    attempt: int = NO_ATTEMPT
+    state: str = UNDECIDED
+    ranks: int = 0
+    step: int | None = None
+    anomaly: Anomaly | None = None
+    pages: int = 0
+    warnings: int = 0
+    judged: int = 0
+    sampled: int = 0
+    whole: bool = False
+    damage: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """The first cause in one line, or that nothing was found, and in how much."""
+        which = f"attempt {self.attempt}: " if self.attempt > 0 else ""
+        parts = [_in_a_line(self.anomaly) if self.anomaly else self._nothing()]
+        if self.judged and not self.whole:
+            parts.append(f"judged: {self._judged()}")
+        if self.damage:
+            parts.append(f"damaged: {self.damage}")
+        return which + "; ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values; null is not known."""
+        return {
+            "path": str(self.path), "name": self.name, "run_id": self.run_id,
+            "began_ns": self.began_ns or None,
+            "attempt": None if self.attempt == NO_ATTEMPT else self.attempt,
+            "state": self.state, "ranks": self.ranks or None, "step": self.step,
+            "verdict": self.verdict, "anomaly": self.anomaly and asdict(self.anomaly),
+            "anomalies": {"page": self.pages, "warn": self.warnings},
+            "judged": {"complete": self.whole, "held": self.judged, "sampled": self.sampled},
+            "damage": self.damage or None,
+        }  # fmt: skip
+
+    def _nothing(self) -> str:
+        if self.whole:
+            so_far = " so far" if self.state == RUNNING else ""
+            return f"no anomalies{so_far} in {_steps(self.judged)}"
+        if self.judged:
+            return "nothing found"
+        return f"not judged ({_steps(self.sampled)})" if self.sampled else "not judged"
+
+    def _judged(self) -> str:
+        if self.sampled > self.judged:
+            return f"{self.judged} of {_steps(self.sampled)}"
+        return f"{_steps(self.judged)}, not all that is held"
+
+
+def runs(directory: str | Path | None = None) -> list[ListedRun]:
+    """Return the runs below a directory, newest first.
+
+    What is damaged in one of them is its own `damage`, and never an error.
+
+    Args:
+        directory: looked through, or a run itself; by default `$DDPPROBE_DIR`, else `ddpprobe-runs`
+            here.
+
+    Raises:
+        RunNotFound: there is no such directory.
+        OSError: it cannot be read.
+    """
+    where = default_directory() if directory is None else directory
+    return [listed(path) for path in run_directories(where)]
+
+
+def listed(path: Path) -> ListedRun:
+    """Return one run as a line of a list, whatever is wrong with it."""
+    began = began_ns(path)
+    try:
+        identity = identity_of(path)
+        return _listed(path, identity, began)
+    except (Error, OSError, *MALFORMED) as error:
+        return ListedRun(path=path, began_ns=began, damage=str(error))
+
+
+class _Moment(MergedReader):
+    """A run at one moment: its events are read once."""
+
+    def __init__(self, run: RunDir) -> None:
+        super().__init__(run)
+        self._events: dict[int, list[Event]] = {}
+
+    def events(self, attempt: int) -> list[Event]:
+        """Return the events of an attempt, as they were when they were first asked for."""
+        if attempt not in self._events:
+            self._events[attempt] = super().events(attempt)
+        return self._events[attempt]
+
+
+def _listed(path: Path, identity: dict[str, Any], began: int) -> ListedRun:
+    reader = _Moment(RunDir(path))
+    line = ListedRun(
+        path=path, began_ns=began, name=str(identity.get("name") or ""),
+        run_id=str(identity.get("run_id") or ""),
+    )  # fmt: skip
+    attempts = reader.attempts()
+    if not attempts:
+        return line
+    attempt = attempts[-1]
+    ending = ending_of(reader, attempt)
+    told = [a for a in reader.daemon_anomalies(attempt) if a.detector != RANK_LOST]
+    found = told + rank_losses(ending, told)
+    steps, sampled = reader.told_steps(attempt)
+    judged, taken = int(sampled.sum()), steps_taken(reader, attempt)
+    told_all = _is_told(reader, attempt, all_sampled=judged >= taken) and not reader.lost
+    clocks = [fate.clock.step for fate in ending.case.fates if fate.clock]
+    return replace(
+        line,
+        attempt=attempt,
+        state=ending.end.state,
+        ranks=reader.world_size(attempt),
+        step=max([*clocks, *steps[-1:].tolist()], default=None),
+        anomaly=_leading(found, told_all=told_all),
+        pages=sum(a.level == "page" for a in found),
+        warnings=sum(a.level == "warn" for a in found),
+        judged=judged,
+        sampled=max(taken, judged),
+        whole=told_all and (ending.end.state == RUNNING or judged >= taken),
+        damage=str(reader.lost[0]) if reader.lost else "",
+    )
+
+
+def _is_told(reader: MergedReader, attempt: int, *, all_sampled: bool) -> bool:
+    """As `is_told`, which reads every rank's steps: needless if none can be missing."""
+    finished = any(isinstance(e.what, FinishedEvent) for e in reader.events(attempt))
+    if finished and all_sampled and not reader.lacking_steps(attempt):
+        return True
+    return is_told(reader, attempt)
+
+
+def _leading(found: Sequence[Anomaly], *, told_all: bool) -> Anomaly | None:
+    """Return what to tell first; None if there is neither a page nor a warning."""
+    bad = [a for a in order_of_cause(found) if a.level != "info"]
+    pages = [a for a in bad if a.level == "page"]
+    first = next(iter(pages or bad), None)
+    return first if first is None or told_all else replace(first, first_cause=False)
+
+
+def _in_a_line(found: Anomaly) -> str:
+    whose = "" if found.rank is None else f" rank {found.rank}"
+    place = "" if found.module is None else f" {found.place}"
+    cause = " (first cause)" if found.first_cause else ""
+    where = f"{found.level.upper()} step {found.step}{whose}{place}"
+    return f"{where} {found.detector}: {found.message}{cause}"
+
+
+def _steps(number: int) -> str:
+    return f"{number} sampled step{'' if number == 1 else 's'}"

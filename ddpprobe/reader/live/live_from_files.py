@@ -1,0 +1,350 @@
+"""Watching a run directory: heartbeats, and the end of what its daemons write down.
+
+Only files are read, nothing is asked of the training process. Of a journal only the last segments
+are read: what is older is in the store, and only verdicts and deaths are wanted from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ddpprobe.detectors.suite import order_of_cause
+from ddpprobe.ends.evidence import Evidence
+from ddpprobe.ends.judge import HUNG, RUNNING, UNDECIDED, judge
+from ddpprobe.ends.stalls import is_late, is_still
+from ddpprobe.reader.live.live_view import (
+    LiveView,
+    RankNow,
+    Rates,
+    SiteNow,
+    pace,
+    worst_ranks,
+    worst_sites,
+)
+from ddpprobe.reader.merged_reader import MergedReader
+from ddpprobe.reader.run import Run
+from ddpprobe.reader.under_way import is_live
+from ddpprobe.records.events import DeathEvent, Event
+from ddpprobe.records.site_stats import global_grad_norm
+from ddpprobe.records.step import STEP_PHASES, Anomaly, StepRecord, derive
+from ddpprobe.rundir import framing, heartbeat, safe_read, validate
+from ddpprobe.rundir.heartbeat import Heartbeat
+from ddpprobe.rundir.journal import JournalTail, segments_of
+from ddpprobe.rundir.paths import RunDir
+from ddpprobe.rundir.validate import MALFORMED
+from ddpprobe.store import segments
+from ddpprobe.store.manifest import Lost
+
+if TYPE_CHECKING:
+    from ddpprobe.store.reader import StoredGroup
+
+LAST_READINGS = 2  # of a node, which make a rate
+LAST_SEGMENTS = 4  # of a daemon's journal: what came before is in the store, or outdated by these
+_RANK = re.compile(r"rank_(\d{5,})")
+ELSEWHERE = "on another node"
+MOST_RANKS = 16  # named in a note
+NO_DAEMON = "no daemon wrote anything down: losses, modules and anomalies are not known"
+
+
+@final
+class RunWatch:
+    """Looks at a run again and again; holds the journals of its daemons open.
+
+    Args:
+        run: of which the newest attempt is watched.
+    """
+
+    _state: str  # how the newest attempt ended; "": not judged yet
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._directory = run, RunDir(run.path)
+        self._lost: list[Lost] = []
+        self._attempt = -1
+        self._begin(-1)
+
+    @property
+    def lost(self) -> list[Lost]:
+        """What of the store turned out to be damaged."""
+        return self._lost
+
+    def unknown(self) -> list[str]:
+        """Return what is not held of the run, and so not shown; reads through it once."""
+        return self._run.completeness().unknown()
+
+    def look(self) -> LiveView:
+        """Return what is known now."""
+        attempts = self._run.attempts()
+        if attempts and attempts[-1] != self._attempt:
+            self._begin(attempts[-1])
+        self._read_daemons()
+        live = is_live(self._directory)
+        found = order_of_cause(list(self._anomalies.values()))
+        beats = dict(self._beats())
+        pages = Counter(a.rank for a in found if a.level == "page")
+        ranks = [self._rank(n, beats.get(n), pages, live=live) for n in self._numbers(beats)]
+        merged = self._merged
+        return LiveView(
+            name=self._run.name,
+            state=RUNNING if live else self._last_state(),
+            source=str(self._run.path),
+            world_size=self._world_size,
+            ranks=worst_ranks(ranks),
+            sites=worst_sites(self._sites()),
+            anomalies=tuple(map(describe, found)),
+            host=self._host,
+            sampled_step=merged.step if merged else None,
+            grad_norm=global_grad_norm(merged) if merged else None,
+            notes=(
+                *self._stuck(beats, live=live),
+                *(() if self._tails or merged else (NO_DAEMON,)),
+                *self._others(beats),
+            ),
+        )
+
+    def _last_state(self) -> str:
+        """Return how the newest attempt ended; it is judged once, as nothing of it changes."""
+        if not self._state:
+            endings = self._run.endings()
+            self._state = endings[-1].end.state if endings else UNDECIDED
+        return self._state
+
+    def _stuck(self, beats: Mapping[int, Heartbeat], *, live: bool) -> Iterator[str]:
+        """Say whom the others wait for, while it lasts."""
+        for rank, beat in beats.items():
+            self._evidence.take_beat(rank, "", beat)
+        whole = live and not self._deaths and len(beats) == self._world_size
+        still = whole and is_still(list(beats.values()), time.time_ns())
+        end = judge(self._evidence.case(self._world_size, live=live, stalled=still))
+        if live and end.state == HUNG:
+            yield f"{HUNG}: {end.message}"
+
+    def close(self) -> None:
+        """Close the journals."""
+        for tail in self._tails.values():
+            tail.close()
+
+    def _begin(self, attempt: int) -> None:
+        """Start anew with another attempt."""
+        if self._attempt >= 0:
+            self.close()
+        self._attempt = attempt
+        self._tails: dict[str, JournalTail] = {}
+        self._anomalies: dict[tuple[object, ...], Anomaly] = {}
+        self._deaths: dict[int, str] = {}
+        self._scalars: dict[int, Mapping[str, float]] = {}
+        self._devices: dict[int, str] = {}
+        self._memory: dict[int, float] = {}
+        self._host: Mapping[str, float] = {}
+        self._merged: StepRecord | None = None
+        self._here: set[int] = set()  # ranks that write to this directory
+        self._told: dict[int, StepRecord] = {}  # rank -> the newest merged record that has it
+        self._last: StepRecord | None = None
+        self._gap = 0.0  # seconds between the newest two merged records
+        self._base: dict[tuple[str, str, str], float] = {}
+        self._steps, self._cpus = Rates(), Rates()
+        self._world_size = 0
+        self._evidence = Evidence()
+        self._state = ""
+        if attempt >= 0:
+            self._read_store(attempt)
+
+    def _read_store(self, attempt: int) -> None:
+        merged_reader = MergedReader(self._directory)
+        self._world_size = merged_reader.world_size(attempt)
+        self._here = set(merged_reader.ranks(attempt))
+        verdicts = merged_reader.group(attempt, "anomalies")
+        for anomaly in verdicts.anomalies() if verdicts else ():
+            self._take_anomaly(anomaly)
+        for name in merged_reader.groups(attempt):
+            group = merged_reader.group(attempt, name) if name.startswith("node_") else None
+            for _, _, said in group.events() if group else ():
+                self._take_event(validate.known_event(said))
+            for reading in group.samples()[-LAST_READINGS:] if group else ():
+                self._take_reading(reading)
+            merged_reader.note(group)
+        self._read_last_record(merged_reader.group(attempt, "merged"), merged_reader)
+        merged_reader.note(verdicts)
+        self._lost = merged_reader.lost
+
+    def _read_last_record(self, group: StoredGroup | None, merged_reader: MergedReader) -> None:
+        """Take the newest sampled step of the store: of a run that ended there is no journal."""
+        steps = [step for step, sampled in group.steps() if sampled] if group else []
+        for record in group.records(self._attempt, max(steps) - 1) if group and steps else ():
+            self._take_record(record)
+        merged_reader.note(group)
+
+    def _read_daemons(self) -> None:
+        for source in segments.sources_of(self._directory, self._attempt):
+            key = f"{source.node}/{source.name}"
+            if source.rank is not None:
+                self._here.add(source.rank)
+                self._devices.setdefault(source.rank, _device(source.directory))
+            elif key not in self._tails:
+                last = segments_of(source.directory)[-LAST_SEGMENTS:]
+                self._tails[key] = JournalTail(source.directory, last[0] if last else 0)
+        for tail in self._tails.values():
+            # What cannot be read now may be readable at the next look; `verify` tells of damage.
+            with contextlib.suppress(OSError):
+                for frame in tail.poll():
+                    with contextlib.suppress(*MALFORMED):
+                        self._take(frame, tail.tables)
+
+    def _take(self, frame: framing.Frame, tables: framing.NameTables) -> None:
+        if frame.type == framing.RECORD:
+            self._take_record(framing.decode_record(frame.payload, tables))
+        elif frame.type == framing.ANOMALY:
+            self._take_anomaly(framing.decode_anomaly(frame.payload))
+        elif frame.type == framing.LIFE:
+            self._take_event(frame.event())
+        elif frame.type == framing.SAMPLE:
+            self._take_reading(frame.json())
+
+    def _take_record(self, record: StepRecord) -> None:
+        self._scalars.update(record.scalars)
+        self._told |= dict.fromkeys(record.ranks, record)
+        if self._last is not None and record.step > self._last.step:
+            self._gap = (record.wall_time_ns - self._last.wall_time_ns) / 1e9
+        self._last = record
+        if record.sampled:
+            self._merged = record
+            self._keep_base(record)
+
+    def _take_anomaly(self, a: Anomaly) -> None:
+        self._anomalies[a.detector, a.step, a.micro, a.rank, a.module, a.kind, a.message] = a
+
+    def _take_event(self, event: Event | None) -> None:
+        if event is not None:
+            self._evidence.take_event(event, None)
+        if isinstance(event, DeathEvent):
+            self._deaths[event.rank] = event.signal
+
+    def _take_reading(self, reading: Mapping[str, Any]) -> None:
+        self._host = {k: float(v) for k, v in reading["host"].items()}
+        for rank, numbers in reading["ranks"].items():
+            self._memory[int(rank)] = float(numbers["resident_bytes"])
+            busy = {"cpu": float(numbers["cpu_seconds"])}
+            self._cpus.add(int(rank), reading["time_ns"] / 1e9, busy)
+
+    def _keep_base(self, record: StepRecord) -> None:
+        peaks = derive("abs_max", record.counts, record.values)
+        for site, peak in zip(record.sites, peaks.tolist(), strict=True):
+            if peak > 0:
+                self._base.setdefault(site.key, peak)
+
+    def _beats(self) -> Iterator[tuple[int, Heartbeat]]:
+        root, top = self._run.path, f"heartbeat/{self._attempt:03d}"
+        for node in safe_read.directories(root, top):
+            for name in safe_read.names(root, f"{top}/{node}"):
+                number = _RANK.fullmatch(name)
+                beat = heartbeat.read(root / top / node / name) if number else None
+                if number and beat:
+                    yield int(number[1]), beat
+
+    def _numbers(self, beats: Mapping[int, Heartbeat]) -> list[int]:
+        known = beats.keys() | self._deaths.keys() | self._scalars.keys()
+        whole = {*range(self._world_size)}
+        return sorted(known | whole if whole - self._here else known or whole)
+
+    def _others(self, beats: Mapping[int, Heartbeat]) -> Iterator[str]:
+        """Say which ranks write to another disk than this."""
+        numbers = [n for n in self._numbers(beats) if self._is_elsewhere(n, beats.get(n))]
+        if numbers:
+            more = ", ..." if numbers[MOST_RANKS:] else ""
+            named = ", ".join(map(str, numbers[:MOST_RANKS])) + more
+            yield f"{ELSEWHERE}, and known by the steps that were merged here: ranks {named}"
+
+    def _is_elsewhere(self, number: int, beat: Heartbeat | None) -> bool:
+        return beat is None and number not in self._here and bool(self._here)
+
+    def _rank(
+        self, number: int, beat: Heartbeat | None, pages: Counter[int | None], *, live: bool
+    ) -> RankNow:
+        scalars = self._scalars.get(number, {})
+        seconds, busy = self._cpus.grown(number)
+        known = RankNow(
+            number, "starting",
+            loss=scalars.get("loss"), grad_norm=scalars.get("grad_norm_local"),
+            resident_bytes=self._memory.get(number),
+            cpus=busy["cpu"] / seconds if seconds > 0 else None,
+            device=self._devices.get(number, ""), pages=pages[number],
+        )  # fmt: skip
+        if beat is not None:
+            known = self._with_beat(known, beat)
+        elif self._is_elsewhere(number, beat) and number not in self._deaths:
+            return self._of_another_node(known, live=live)
+        death = self._deaths.get(number)
+        if death is None and not live and known.state not in {"closed", "paused"}:
+            death = "no last word"
+        return known if death is None else replace(known, state="dead", why=death)
+
+    def _of_another_node(self, known: RankNow, *, live: bool) -> RankNow:
+        """Say what the merged steps tell of a rank whose heartbeat nobody sees here."""
+        told, last = self._told.get(known.rank), self._last
+        if told is None or last is None:
+            return replace(known, state="unknown", why=ELSEWHERE)
+        seen = max(0.0, time.time() - told.wall_time_ns / 1e9)
+        state, why = ("up", "") if live else ("unknown", ELSEWHERE)
+        if live and known.rank in last.missing:
+            state, why = "late", "missing in the last merged step"
+        elif live and is_late(seen, self._gap):
+            state, why = "late", "no step merged"
+        return replace(known, state=state, why=why, step=told.step, seen=seen)
+
+    def _with_beat(self, known: RankNow, beat: Heartbeat) -> RankNow:
+        phases = dict(zip(STEP_PHASES, beat.phase_seconds, strict=True))
+        counters = {"steps": float(beat.steps), **phases}
+        self._steps.add(known.rank, time.monotonic(), counters)
+        rate, phase = pace(beat.steps, phases, self._steps.grown(known.rank))
+        seen = max(0.0, (time.time_ns() - beat.time_ns) / 1e9)
+        state = {"start": "starting", "paused": "paused", "closed": "closed"}.get(beat.state, "up")
+        usual = sum(beat.phase_seconds) / beat.steps if beat.steps else None
+        if state == "up" and is_late(seen, usual):
+            state = "late"
+        return replace(
+            known, state=state, why=beat.state if state == "late" else "", step=beat.step,
+            rate=rate, phase=phase, seen=seen,
+        )  # fmt: skip
+
+    def _sites(self) -> Iterator[SiteNow]:
+        record = self._merged
+        if record is None:
+            return
+        columns = [
+            derive(name, record.counts, record.values).tolist()
+            for name in ("abs_max", "rms", "nonfinite", "observed")
+        ]
+        for site, peak, rms, bad, observed in zip(record.sites, *columns, strict=True):
+            if observed:
+                base = self._base.get(site.key)
+                growth = peak / base if base and np.isfinite(peak) else None
+                yield SiteNow(str(site), peak, rms, int(bad), growth)
+
+
+def _device(directory: Path) -> str:
+    """Return the device that a rank's journal names; "" if it does not."""
+    tail = JournalTail(directory)
+    try:
+        first = next(tail.poll(), None)
+        is_meta = first is not None and first.type == framing.META
+        return str(first.json().get("device", "")) if first is not None and is_meta else ""
+    except (OSError, *MALFORMED):
+        return ""
+    finally:
+        tail.close()
+
+
+def describe(anomaly: Anomaly) -> str:
+    """Say what an anomaly says in one line."""
+    who = "" if anomaly.rank is None else f" rank {anomaly.rank}"
+    where = f" {anomaly.place}" if anomaly.place else ""
+    what = f"{anomaly.detector}: {anomaly.message}"
+    return f"{anomaly.level.upper()} step {anomaly.step}{who}{where} {what}"

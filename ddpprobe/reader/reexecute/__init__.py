@@ -1,0 +1,1 @@
+"""One module of a run, executed again from what was captured of it."""

@@ -1,0 +1,432 @@
+"""A run, read-only: live, sealed, or crashed; needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpprobe.detectors.settings import Settings
+from ddpprobe.detectors.suite import order_of_cause
+from ddpprobe.errors import RunError, RunNotFound, UnknownSeries
+from ddpprobe.reader.captured_steps import (
+    CapturedStep,
+    captured_attempts,
+    captured_step,
+    captured_steps,
+    damage_of_expiry,
+)
+from ddpprobe.reader.completeness import Completeness, completeness
+from ddpprobe.reader.endings import Death, Ending, deaths_of, ending_of
+from ddpprobe.reader.expired import expired_in
+from ddpprobe.reader.merged_reader import MergedReader
+from ddpprobe.reader.no_data import no_site
+from ddpprobe.reader.not_a_run import WHERE, what_is_there
+from ddpprobe.reader.readings import NodeReading, read_readings
+from ddpprobe.reader.run_directories import holds_records
+from ddpprobe.reader.series import (
+    Scalars,
+    Series,
+    known_sites,
+    matches,
+    no_scalars,
+    read_scalars,
+    read_series,
+)
+from ddpprobe.reader.summary import summarize
+from ddpprobe.reader.tensors import Captured, GlobalTensor, StoredCall
+from ddpprobe.reader.under_way import is_under_way
+from ddpprobe.reader.verdicts import losses, run_detectors, verdicts
+from ddpprobe.records.near_names import by_nearness
+from ddpprobe.records.step import STATS, Anomaly, StepRecord
+from ddpprobe.rundir import paths, safe_read, store_url
+from ddpprobe.rundir.paths import RunDir
+from ddpprobe.store.manifest import Lost
+from ddpprobe.store.remote.cache import url_of
+from ddpprobe.store.remote.cached_run import copy_of, fetch_captured
+
+if TYPE_CHECKING:
+    import xarray
+
+
+LOOKS = 3  # at a run that seems to be incomplete, until two of them agree
+
+
+class Run:
+    """A run directory, read-only: what is in the store, and what only the journals hold yet.
+
+    Every call looks at the directory anew, so a live run can be asked again and again.
+
+    Args:
+        path: the run directory; see `open_run`, which says what is wrong with a path.
+        identity: content of its run.json.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+        self.path = path
+        self._identity = identity
+        self._merged_reader = MergedReader(RunDir(path))
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return str(self._identity.get("name") or self.path.name)
+
+    @property
+    def where(self) -> str:
+        """What to type to open it from anywhere: its URL, or its absolute directory."""
+        return url_of(self.path) or str(self.path.absolute())
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What run.json says; {} without one."""
+        return dict(self._identity)
+
+    @property
+    def lost(self) -> list[Lost]:
+        """What calls so far found damaged or missing; `verify` looks everywhere."""
+        return self._merged_reader.lost
+
+    def attempts(self) -> list[int]:
+        """Numbers of the starts of this run, ascending."""
+        return self._merged_reader.attempts()
+
+    def ranks(self, attempt: int | None = None) -> list[int]:
+        """Ranks that left records in an attempt (default: the last one)."""
+        attempts = self._merged_reader.attempts()
+        return (
+            self._merged_reader.ranks(attempts[-1] if attempt is None else attempt)
+            if attempts
+            else []
+        )
+
+    def sampled_steps(self, attempt: int, rank: int | None = None) -> list[int]:
+        """Return the sampled steps of an attempt that are held of a rank (None: of any)."""
+        ranks = self._merged_reader.ranks(attempt) if rank is None else [rank]
+        found = [self._merged_reader.rank_steps(attempt, r) for r in ranks]
+        merged = [] if rank is not None else [self._merged_reader.told_steps(attempt)]
+        return sorted({n for steps, flags in (*found, *merged) for n in steps[flags].tolist()})
+
+    def info(self) -> dict[str, Any]:
+        """Return what ran, as plain values that JSON can hold.
+
+        Keys: `path`, `name`, what run.json says (`run_id`, `world_size`, `nodes`, `wrapper`,
+        `backend`, `torch`, `every`, `hostname`, `created_ns`, `destination`, `format_version`),
+        `uploads` (not complete: `node`, `error`, `finish`: what to type), `state` of the newest
+        attempt (running, ended, stopped, crashed, hung, vanished or unknown) and `end` (how it came
+        to that: `ends.judge.End` as values; `attempts` have theirs), `unsealed` (the nodes that
+        an ended run's store lacks something of, without a daemon: `node`, `finish`: what to type),
+        `steps` {first, last},
+        `complete` (every sampled step of every rank is held, and every end is known) and `unknown`
+        (else: texts), `pace` (under a budget: `every` from `step` on, `budget`, and the `ratio`
+        expected then), `overhead` (what ddpprobe adds to a step of the newest attempt, by the
+        step's own time, as it was last measured: `ratio`, and the `rank` where it is most),
+        `sites` (number), `bytes` {store, manifest, journal, total},
+        `anomalies` {page, warn, info}, `first_death`, `lost` (texts), and `attempts`: for each
+        `attempt`, `steps`, `pace`, `overhead`, `sites`, `first_death`, `sealed`, `unsealed`
+        (nodes),
+        `torn_bytes`, `silent_ranks`, `orders` (`order_history.orders_of`) and `ranks`: `rank`,
+        `local_rank`, `node`, `hostname`, `device`, `pid`, `status`,
+        `first_step`, `last_step`, `sampled`, `expected` (steps that it sampled, or another rank),
+        `completeness`, and of its last sampled step `sites_expected`, `sites_observed`,
+        `unsupported` {what was skipped: tensors} and `silent` (the first modules that were selected
+        and never called); `overhead_ratio` is its share of `overhead`, `dropped` {reason: how
+        often} what it said it lost, `steady` the sites whose infinities it knows to do no harm:
+        `site`, `values` ("+Inf", "-Inf"), `step`.
+        """
+        summary = summarize(
+            self._merged_reader,
+            self._identity,
+            self.anomalies(),
+            self.completeness(),
+            self.endings(),
+        )
+        url = url_of(self.path)
+        return summary if url is None else {**summary, "path": url}
+
+    def records(
+        self, rank: int | None = None, attempt: int | None = None, *, after: int = -1
+    ) -> Iterator[StepRecord]:
+        """Yield step records, ascending within each attempt.
+
+        Args:
+            rank: one rank's own; None: all ranks merged.
+            attempt: of one attempt; None: of all, one after the other.
+            after: of steps above this one only.
+        """
+        for number in self._attempts(attempt):
+            if rank is None:
+                yield from self._merged_reader.merged_records(number, after)
+            else:
+                yield from self._merged_reader.rank_records(number, rank, after)
+
+    def readings(self, attempt: int | None = None) -> Iterator[NodeReading]:
+        """Yield what the daemons read of their hosts and of the ranks' processes, node by node."""
+        for number in self._attempts(attempt):
+            yield from read_readings(self._merged_reader, number)
+
+    def anomalies(self) -> list[Anomaly]:
+        """Return what went wrong in order of cause, each first cause before what followed from it.
+
+        What the daemon found is always among it, as it was recorded; if the daemon did not see all
+        there is, so is what the detectors make of the records that are held. Dead ranks are added.
+        Nothing is called a first cause where other nodes' ranks are missing: see `completeness`.
+        """
+        merged_reader = self._merged_reader
+        return order_of_cause(
+            [a for n in merged_reader.attempts() for a in verdicts(merged_reader, n)]
+        )
+
+    def completeness(self) -> Completeness:
+        """Return how much of the run is held: what `anomalies` and all else here is about."""
+        host = str(self._identity.get("hostname") or "")
+        merged_reader = self._merged_reader
+        found = completeness(merged_reader, live=is_under_way(merged_reader), host=host)
+        for _ in range(LOOKS if not found.complete else 0):
+            # A record may be on its way from a journal to the store, and a rank may say goodbye.
+            anew = MergedReader(merged_reader.run)
+            again = completeness(anew, live=is_under_way(anew), host=host)
+            if again == found:
+                break
+            found = again
+        return found
+
+    def replayed(
+        self, settings: Settings | None = None, advance: Callable[[int], None] = lambda _: None
+    ) -> list[Anomaly]:
+        """Return what the detectors make of the records with other settings, as `anomalies` does.
+
+        Args:
+            settings: by detector, what is not to be as by default; see `suite.read_settings`.
+            advance: told 1 for each record that was read.
+        """
+        found: list[Anomaly] = []
+        for attempt in self._merged_reader.attempts():
+            here = run_detectors(self._merged_reader, attempt, settings, advance)
+            found += here + losses(self._merged_reader, attempt, here)
+        return order_of_cause(found)
+
+    def deaths(self) -> list[Death]:
+        """Return the ranks that ended badly, by attempt, the cause first where it is known."""
+        return [death for ending in self.endings() for death in deaths_of(ending)]
+
+    def endings(self) -> list[Ending]:
+        """Return how each attempt ended, ascending; `end.state` is what `info` calls its state."""
+        return [
+            ending_of(self._merged_reader, attempt) for attempt in self._merged_reader.attempts()
+        ]
+
+    def series(
+        self,
+        site_glob: str,
+        stat: str,
+        rank: int | None = None,
+        steps: slice = slice(None),
+        attempt: int | None = None,
+    ) -> Series:
+        """Return one statistic of the matching sites over the sampled steps.
+
+        Args:
+            site_glob: over `fqn:kind`, or `fqn` for every kind; `*` and `?` as in file names.
+            stat: one of `records.STATS`.
+            rank: one rank's own rows; None: all ranks merged.
+            steps: slice over step numbers.
+            attempt: None: all of them.
+
+        Raises:
+            UnknownSeries: there is no such statistic or rank, or no such site at any step, although
+                there are others; the text names what comes close. It is a ValueError.
+        """
+        if stat not in STATS:
+            near = ", ".join(by_nearness(stat, STATS))
+            raise UnknownSeries(f"no statistic {stat!r}: choose one of {near}")
+        reader, attempts = self._merged_reader, self._attempts(attempt)
+        found = read_series(reader, attempts, site_glob, stat, rank, steps)
+        if not found.sites:
+            self._check_rank(rank, attempts)
+            known = known_sites(reader, attempts, rank)
+            if known and not any(matches(site, site_glob) for site in known.values()):
+                raise UnknownSeries(no_site(reader, attempts, site_glob, known.values()))
+        return found
+
+    def scalars(
+        self,
+        name: str,
+        rank: int | None = None,
+        steps: slice = slice(None),
+        attempt: int | None = None,
+    ) -> Scalars:
+        """Return one per-rank number, e.g. `loss` or `grad_norm_local`, over the steps.
+
+        Raises:
+            UnknownSeries: there is no such scalar or rank, although there are others.
+        """
+        reader, attempts = self._merged_reader, self._attempts(attempt)
+        found = read_scalars(reader, attempts, name.__eq__, rank, steps)
+        if found:
+            return found[0]
+        self._check_rank(rank, attempts)
+        others = [s.name for s in read_scalars(reader, attempts, bool, rank, steps)]
+        if others:
+            near = ", ".join(by_nearness(name, others))
+            raise UnknownSeries(f"no scalar {name!r} in this run: it has {near}")
+        return no_scalars(name)
+
+    def matching_scalars(
+        self,
+        glob: str = "*",
+        rank: int | None = None,
+        steps: slice = slice(None),
+        attempt: int | None = None,
+    ) -> list[Scalars]:
+        """Return the scalars whose names match a glob, ascending by name; [] if none does."""
+
+        def wanted(name: str) -> bool:
+            return name == glob or fnmatchcase(name, glob)
+
+        attempts = self._attempts(attempt)
+        return read_scalars(self._merged_reader, attempts, wanted, rank, steps)
+
+    def to_xarray(self, rank: int | None = None, attempt: int | None = None) -> xarray.Dataset:
+        """Return records as a dataset in memory, with what is not folded yet.
+
+        Dimensions step, site, count_stat, value_stat, and for scalars rank and scalar, named as in
+        the store. A large run is better opened lazily: `xarray.open_zarr(RUN/run.zarr, group=...)`.
+
+        Args:
+            rank: one rank's own; None: all ranks merged.
+            attempt: default: the last one.
+
+        Raises:
+            ImportError: xarray is not installed.
+        """
+        try:
+            from ddpprobe.reader.dataset import to_dataset  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            msg = "Run.to_xarray() needs xarray: pip install 'ddpprobe[xarray]'"
+            raise ImportError(msg) from error
+        attempts = self._merged_reader.attempts()
+        chosen = attempts[-1] if attempt is None and attempts else attempt
+        return to_dataset(list(self.records(rank, chosen)))
+
+    def captures(self, attempt: int | None = None) -> list[Captured]:
+        """Return the steps of which full tensors were kept (of all attempts), ascending."""
+        self._lose_expiry(attempt)
+        steps = [
+            s for n in self._captured(attempt) for s in captured_steps(self._merged_reader.run, n)
+        ]
+        self._merged_reader.lose(*(lost for step in steps for lost in step.lost))
+        return [step.describe() for step in steps if step.event is not None]
+
+    def tensor(
+        self, site: str, step: int, attempt: int | None = None, micro: int = 0, call: int = 0
+    ) -> GlobalTensor:
+        """Return a captured tensor of all ranks; its bytes are read when it is indexed.
+
+        Args:
+            site: `fqn:kind`, e.g. `layers.0.attn:output`, `layers.0.attn.q.weight:grad`; a tensor
+                inside a structured value as `layers.0.attn:output[0]`.
+            step: a captured one.
+            attempt: default: the last one that captured the step.
+            micro: which micro-batch, from 0.
+            call: which call of the module in it, from 0.
+
+        Raises:
+            TensorError: it was not captured, or has expired; the text says what is there.
+        """
+        found = self._captured_step(step, attempt)
+        return found.tensor(found.find(site, micro, call))
+
+    def capsules(self, step: int, module: str, attempt: int | None = None) -> list[StoredCall]:
+        """Return what each rank kept of each call of a module at a step, by rank.
+
+        Raises:
+            TensorError: the step was not captured, or has expired.
+        """
+        return self._captured_step(step, attempt).capsules(module)
+
+    def expired(self) -> list[Lost]:
+        """Return what retention took away (`max_bytes`, `max_age`): it is gone, not damaged."""
+        self._lose_expiry(None)
+        return expired_in(self._merged_reader)
+
+    def _lose_expiry(self, attempt: int | None) -> None:
+        run = self._merged_reader.run
+        for number in self._captured(attempt):
+            self._merged_reader.lose(*damage_of_expiry(run, number))
+
+    def _captured(self, attempt: int | None) -> list[int]:
+        run = self._merged_reader.run
+        return captured_attempts(run, self.attempts()) if attempt is None else [attempt]
+
+    def _captured_step(self, step: int, attempt: int | None) -> CapturedStep:
+        fetch_captured(self.path, step)
+        self._lose_expiry(attempt)
+        found = captured_step(self._merged_reader.run, self._captured(attempt), step)
+        self._merged_reader.lose(*found.lost)
+        return found
+
+    def _check_rank(self, rank: int | None, attempts: list[int]) -> None:
+        known = sorted({r for attempt in attempts for r in self._merged_reader.ranks(attempt)})
+        if rank is not None and known and rank not in known:
+            there = ", ".join(map(str, known))
+            raise UnknownSeries(f"no rank {rank} in this run; it has {there}")
+
+    def _attempts(self, attempt: int | None) -> list[int]:
+        return self._merged_reader.attempts() if attempt is None else [attempt]
+
+
+def open_run(path: str | Path, advance: Callable[[int], None] = lambda _: None) -> Run:
+    """Open a run for reading: live, sealed or crashed.
+
+    Args:
+        path: the run directory, or the URL of an object store that it was uploaded to: then what
+            is new there is fetched into a copy in `~/.cache/ddpprobe` first.
+        advance: told 1 for each file that is fetched.
+
+    Raises:
+        RunNotFound: it is no run directory; the text says what to give.
+        RunError: it is of a version that is not read, or cannot be fetched.
+    """
+    directory = copy_of(str(path), advance) if store_url.is_url(path) else Path(path)
+    if not directory.exists():
+        raise RunNotFound(f"{path}: no such directory; give the one install() made, {WHERE}")
+    if not directory.is_dir():
+        raise RunNotFound(f"{path}: a file; give the run directory that holds it, {WHERE}")
+    return Run(directory, identity_of(directory))
+
+
+def identity_of(directory: Path) -> dict[str, Any]:
+    """Return what the run.json in a run's directory says; {} if it is lost, and records are left.
+
+    Raises:
+        RunNotFound: it is no run directory.
+        RunError: the file is damaged, or of a version that is not read.
+    """
+    run = RunDir(directory)
+    try:
+        data = safe_read.read_regular(directory, paths.RUN_JSON)
+    except FileNotFoundError:
+        if not holds_records(directory):
+            raise RunNotFound(what_is_there(directory)) from None
+        return {}  # it was killed while it started, or run.json was lost: the rest is still there
+    except OSError as error:
+        raise RunError(f"{run.run_json}: cannot be read ({error.strerror})") from error
+    try:
+        identity = safe_read.parse(data)
+    except ValueError:
+        identity = None
+    version = identity.get("format_version") if isinstance(identity, dict) else None
+    if not isinstance(identity, dict) or type(version) is not int:
+        raise RunError(
+            f"{run.run_json}: half written or damaged ({len(data)} bytes, format_version "
+            f"{version!r:.40}); move it away to open what the journals and the store still hold",
+            exit_code=3,
+        )
+    if why := paths.unreadable(version):
+        raise RunError(f"{directory}: {why}")
+    return identity

@@ -1,0 +1,348 @@
+"""The frozen data every room shares: a site, its statistics, one step's record, an anomaly.
+
+Torch produces these on the left of the pipeline, NumPy consumes them on the right. Nothing in here
+knows torch, files or sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.int64]  # [sites, len(COUNTS)]
+Values = NDArray[np.float64]  # [sites, len(VALUES)]
+Floats = NDArray[np.float64]
+Digests = Mapping[tuple[str, str], Mapping[int, int]]
+
+KINDS = (
+    "input", "output", "grad_output", "grad_input", "param", "grad_local", "grad",
+    "buffer", "optim_state",
+)  # fmt: skip
+# What outlives a step. Only whether it is finite is looked at, so none of it has rows.
+STATE_KINDS = ("param", "buffer", "optim_state")
+PLACEMENTS = ("local", "sharded", "replicated", "partial", "unknown")
+PHASES = ("forward", "backward", "step")
+STEP_PHASES = ("data", "forward", "backward", "optimizer")  # of the time of a step
+LEVELS = ("page", "warn", "info")  # of an anomaly
+PHASE_OF_KIND = MappingProxyType(
+    {
+        "input": "forward",
+        "output": "forward",
+        "grad_output": "backward",
+        "grad_input": "backward",
+        "grad_local": "backward",
+        # `grad` and `param` are what the step does with the gradients: after the reduction every
+        # rank is as bad as the worst one, so these never outrank a local witness.
+        "grad": "step",
+        "param": "step",
+        "buffer": "step",
+        "optim_state": "step",
+    }
+)
+
+
+class Column(NamedTuple):
+    """A statistic that every row of a record holds: what it is, and how it merges.
+
+    Attributes:
+        name: of it.
+        dtype: "int64" in `counts`, "float64" in `values`.
+        merge: of two rows, associative and commutative; counts always add up, exactly.
+        identity: of that merge: what a row without data holds.
+        unit: `ELEMENTS`, `TENSORS`, or a power of the tensor's own unit.
+    """
+
+    name: str
+    dtype: str
+    merge: np.ufunc
+    identity: float
+    unit: str
+
+
+ELEMENTS, TENSORS, OWN, SQUARED = "elements", "tensors", "x", "x^2"
+# In the order of a record's columns: counts of elements, of tensors, values. Of each tensor the
+# kernels of `rank/stats` make all but the second, in this order; values are taken over the finite
+# elements only. A site with tapped > 0 and observed == 0 is *unobserved*: no data, which is never
+# the number 0.
+COLUMNS = (
+    Column("numel", "int64", np.add, 0, ELEMENTS),  # seen
+    Column("nan", "int64", np.add, 0, ELEMENTS),
+    Column("pos_inf", "int64", np.add, 0, ELEMENTS),
+    Column("neg_inf", "int64", np.add, 0, ELEMENTS),
+    Column("zeros", "int64", np.add, 0, ELEMENTS),  # equal to zero (+0 or -0)
+    Column("tapped", "int64", np.add, 0, TENSORS),  # that a hook was placed on
+    Column("observed", "int64", np.add, 0, TENSORS),  # that arrived
+    Column("min", "float64", np.minimum, np.inf, OWN),
+    Column("max", "float64", np.maximum, -np.inf, OWN),
+    Column("sum", "float64", np.add, 0.0, OWN),
+    Column("sum_sq", "float64", np.add, 0.0, SQUARED),
+)
+_VALUES = [c for c in COLUMNS if c.dtype == "float64"]
+COUNTS = tuple(c.name for c in COLUMNS if c.dtype == "int64")
+VALUES = tuple(c.name for c in _VALUES)
+_EXTREMES = [(i, c.merge) for i, c in enumerate(_VALUES) if c.merge is not np.add]
+VALUE_IDENTITY = np.array([c.identity for c in _VALUES])
+SQUARES = np.array([c.unit == SQUARED for c in _VALUES])  # divided by the square of a scale
+
+NUMEL, NAN, TAPPED, OBSERVED = map(COUNTS.index, ("numel", "nan", "tapped", "observed"))
+NONFINITE = slice(NAN, COUNTS.index("neg_inf") + 1)
+SUM_SQ = VALUES.index("sum_sq")
+
+
+class Formula(NamedTuple):
+    """A statistic that is derived on reading.
+
+    Attributes:
+        of: what `compute` takes, in its order: columns, and "finite", the number of such elements.
+        compute: from arrays of equal shape to one of that shape.
+        over: the count without which there is no number.
+    """
+
+    of: tuple[str, ...]
+    compute: Callable[..., NDArray[np.float64]]
+    over: str = "finite"
+
+
+def _std(total: Floats, square: Floats, n: Floats) -> Floats:
+    mean = total / n
+    return np.sqrt(np.maximum(square / n - mean * mean, 0.0))
+
+
+FORMULAS: Mapping[str, Formula] = MappingProxyType(
+    {
+        "abs_max": Formula(("min", "max"), lambda low, high: np.maximum(abs(low), abs(high))),
+        "mean": Formula(("sum", "finite"), lambda total, n: total / n),
+        "std": Formula(("sum", "sum_sq", "finite"), _std),
+        "rms": Formula(("sum_sq", "finite"), lambda square, n: np.sqrt(square / n)),
+        "norm": Formula(("sum_sq",), np.sqrt),
+        "zero_ratio": Formula(("zeros", "numel"), lambda zeros, n: zeros / n, over="numel"),
+    }
+)
+STATS = (*COUNTS, *VALUES, "nonfinite", *FORMULAS)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place where a tensor is observed.
+
+    Attributes:
+        fqn: module (or parameter) path without wrapper prefixes; "" is the root module.
+        kind: one of `KINDS`.
+        leaf: path of the tensor inside a structured output ("0", "logits", "0.hidden"); "" if the
+            output is the tensor.
+        placement: `local` (differs by rank: merged), `sharded` (each rank holds a part: merged),
+            `replicated` (the same on all ranks: never summed), `partial` (a tensor-parallel partial
+            sum: labelled, not merged), `unknown` (a plain tensor inside a tensor-parallel region
+            whose layout cannot be told: labelled, not merged).
+        primary: whether this rank's part is counted in the global value: of several ranks that hold
+            the same part of a `local` or `sharded` site (HSDP replicas, a tensor-parallel group
+            behind one batch shard) exactly one is.
+        dtype: dtype of the tensor, without the `torch.` prefix.
+    """
+
+    fqn: str
+    kind: str
+    leaf: str = ""
+    placement: str = "local"
+    primary: bool = True
+    dtype: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Identity across ranks and attempts: (fqn, kind, leaf)."""
+        return (self.fqn, self.kind, self.leaf)
+
+    def __str__(self) -> str:
+        leaf = f"[{self.leaf}]" if self.leaf else ""
+        return f"{self.fqn or '(root)'}{leaf}:{self.kind}"
+
+
+CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were looked at behind it
+UNREDUCED = "unreduced"  # scalar, 1 on a sampled step whose gradients stayed each rank's own
+SEVERAL = -1  # in place of a rank: more than one, and none of them first
+
+
+@dataclass(frozen=True, slots=True)
+class FirstBad:
+    """The first non-finite local tensor of a step, on one rank or on all.
+
+    Where several ranks have theirs at the same place, `rank` is `SEVERAL` and the counts are sums:
+    the bits of one rank explain none of the others', but what they have in common may.
+    `order` is the position in the rank's execution order within the step, and in a pipeline, whose
+    stages run one after the other, the time in Unix ns; `fqn` is None when the step was not sampled
+    and only the phase is known. The four counts are elements. `step` is smaller than the record's
+    where a parameter was bad before the step's forwards began: it was born in an earlier step.
+    """
+
+    step: int
+    micro: int
+    phase: str
+    order: int
+    rank: int
+    fqn: str | None = None
+    kind: str | None = None
+    leaf: str = ""
+    nan: int = 0
+    pos_inf: int = 0
+    neg_inf: int = 0
+    numel: int = 0
+
+    @property
+    def place(self) -> tuple[int, int, int, bool, int, str, str, str]:
+        """Order of cause: the smallest one over all ranks is the origin."""
+        when = (self.step, self.micro, PHASES.index(self.phase), self.is_state, self.order)
+        return (*when, self.fqn or "", self.kind or "", self.leaf)
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it was found in what the step left behind: after the gradients it came from."""
+        return self.phase == "step" and self.kind in STATE_KINDS
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What is known of one optimizer step, of one rank or of several merged.
+
+    Attributes:
+        attempt: 0 for the first start, +1 for each restart into the same run directory.
+        step: optimizer step, counted from 0 within the run.
+        ranks: the ranks merged in here, ascending.
+        wall_time_ns: Unix time in ns when the step ended (the latest of the merged ranks).
+        sampled: False for a step of which only the every-step watch reported.
+        sites: one per row of `counts` and `values`, in execution order.
+        counts: int64 [sites, len(COUNTS)].
+        values: float64 [sites, len(VALUES)], over finite elements.
+        scalars: per rank, name -> number: `loss` and what else `probe.log` was given;
+            `grad_norm_local` (L2, before the reduction), `grad_norm` (L2, after the reduction and
+            before clipping, on this rank's part; without rows of `grad`, what the optimizer is
+            given), `output_rms` (geometric mean of the rms of its outputs), `micro_batches`,
+            `<phase>_seconds`, `probe_seconds`.
+        first_bad: the earliest non-finite local tensor, if any.
+        skipped: the optimizer did not step (a GradScaler found inf).
+        partial: the step never reached its end (exception, exit).
+        missing: ranks that were expected and did not deliver.
+        digests: (parameter FQN, shard) -> checksum (64 bits, signed) -> set of the ranks that hold
+            it, as a bit mask. Ranks that hold the same shard of one parameter (shard "" if it is
+            whole) must agree; the head keeps only the entries in which they do not.
+    """
+
+    attempt: int
+    step: int
+    ranks: tuple[int, ...]
+    wall_time_ns: int
+    sampled: bool = True
+    sites: tuple[Site, ...] = ()
+    counts: Counts = field(default_factory=lambda: np.zeros((0, len(COUNTS)), np.int64))
+    values: Values = field(default_factory=lambda: np.zeros((0, len(VALUES)), np.float64))
+    scalars: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    first_bad: FirstBad | None = None
+    skipped: bool = False
+    partial: bool = False
+    missing: tuple[int, ...] = ()
+    digests: Digests = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        want = (len(self.sites), len(COUNTS)), (len(self.sites), len(VALUES))
+        if (self.counts.shape, self.values.shape) != want:
+            msg = (
+                f"{len(self.sites)} sites need counts and values of shapes {want[0]} and "
+                f"{want[1]}, got {self.counts.shape} and {self.values.shape}"
+            )
+            raise ValueError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Anomaly:
+    """One verdict of a detector. `level` is page, warn or info; `rank` is None if none is to blame.
+
+    `module` is the FQN without wrapper prefixes, None where unknown; `values` are the numbers
+    behind the verdict; `sampled` says whether the step was a sampled one.
+    """
+
+    detector: str
+    level: str
+    step: int
+    micro: int
+    rank: int | None
+    module: str | None
+    kind: str | None
+    phase: str
+    first_cause: bool
+    message: str
+    values: Mapping[str, float]
+    sampled: bool
+    attempt: int = 0
+    wall_time_ns: int = 0
+
+    @property
+    def place(self) -> str:
+        """The site, or the module alone if no kind of tensor is named; "" without a module."""
+        if self.module is None:
+            return ""
+        site = str(Site(self.module, self.kind or ""))
+        return site if self.kind else site.removesuffix(":")
+
+
+def merge_counts(a: Counts, b: Counts) -> Counts:
+    """Merge two blocks of counts of equal shape: exact integer addition."""
+    return a + b
+
+
+def merge_values(a: Values, b: Values) -> Values:
+    """Merge two blocks of values [..., len(VALUES)] of equal shape, each column by its rule."""
+    out = a + b
+    for i, merge in _EXTREMES:
+        out[..., i] = merge(a[..., i], b[..., i])
+    return out
+
+
+def merge_runs(counts: Counts, values: Values, starts: NDArray[np.intp]) -> tuple[Counts, Values]:
+    """Merge runs of neighbouring rows, of which each begins where `starts` [runs] says."""
+    merged = np.empty((len(starts), len(VALUES)))
+    for i, column in enumerate(_VALUES):
+        merged[:, i] = column.merge.reduceat(values[:, i], starts)
+    return np.add.reduceat(counts, starts), merged
+
+
+def empty_rows(n: int) -> tuple[Counts, Values]:
+    """Return the identity of the merge for `n` sites."""
+    return np.zeros((n, len(COUNTS)), np.int64), np.tile(VALUE_IDENTITY, (n, 1))
+
+
+def columns_of(stat: str) -> frozenset[str]:
+    """Return the columns without which a statistic of `STATS` cannot be derived."""
+    more = FORMULAS[stat].of if stat in FORMULAS else (stat,)
+    finite = {"numel", *COUNTS[NONFINITE]}  # whether there is a value at all
+    return frozenset({*more, *finite} - {"finite", "nonfinite"})
+
+
+def derive(stat: str, counts: Counts, values: Values) -> Floats:
+    """Compute one statistic of `STATS` from rows [..., columns]; NaN where there is no data.
+
+    mean, std, rms and norm are over the finite elements (population std); `zero_ratio` is over all.
+    """
+    if stat in COUNTS:
+        return counts[..., COUNTS.index(stat)].astype(np.float64)
+    nonfinite: Floats = counts[..., NONFINITE].sum(-1).astype(np.float64)
+    if stat == "nonfinite":
+        return nonfinite
+    if stat not in STATS:
+        msg = f"unknown statistic {stat!r}: choose one of {', '.join(STATS)}"
+        raise ValueError(msg)
+
+    def column(name: str) -> Floats:
+        if name == "finite":
+            return counts[..., NUMEL].astype(np.float64) - nonfinite
+        if name in COUNTS:
+            return counts[..., COUNTS.index(name)].astype(np.float64)
+        return values[..., VALUES.index(name)]
+
+    formula = FORMULAS.get(stat, Formula((stat,), np.asarray))
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        out = formula.compute(*map(column, formula.of))
+    return np.where(column(formula.over) > 0, out, np.nan)

@@ -1,0 +1,1 @@
+"""A run's directory, and what passes through it: paths, frames, journals, heartbeats, orders."""

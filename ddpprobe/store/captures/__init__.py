@@ -1,0 +1,1 @@
+"""Captured tensors in the store: folded from the ranks' packs, and read back."""

@@ -1,0 +1,1 @@
+"""The store in an object store: uploaded group by group, and downloaded into a copy."""

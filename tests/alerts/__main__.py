@@ -1,0 +1,108 @@
+"""`python -m tests.alerts [CASE...]`: which faults reach a webhook, when, and what stays silent.
+
+`ddpprobe up --webhook` with the default settings of Prometheus and Alertmanager, and a real job for
+each case, all side by side; it takes most of an hour. With all cases the table goes to
+docs/reference/alerts.md. Exits with 1 if a fault was not told exactly once, or silence was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ..conftest import end_daemons
+from .cases import CASES, FAULTS, NO_FAULTS, Case, Outcome, play
+from .stage import ROOT, Stage, stage
+
+PAGE = ROOT / "docs/reference/alerts.md"
+HEAD = """\
+# Alerts, played
+
+Written by `make test-alerts`: `ddpprobe up --webhook URL` with the default settings of Prometheus
+and Alertmanager (a scrape and an evaluation every 15 s, `group_wait` 30 s), one real job for each
+row, all side by side. Seconds count from the fault. `Fired` is the rule in Prometheus; `notified`,
+`told` (each notification in which something fires) and `resolved` are what the webhook received;
+`-` is what did not happen while it was played. What an alert means is in its runbook, see
+[runbooks](../runbooks).
+
+"""
+COLUMNS = ("What happens", "Fired after", "Notified after", "Told", "Text", "Resolved after")
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """Return the page: a table of the faults, and one of what is none."""
+    faults = [outcome for outcome in outcomes if outcome.case in FAULTS]
+    none = [outcome for outcome in outcomes if outcome.case in NO_FAULTS]
+    return f"{HEAD}## Faults\n\n{table(faults)}\n## No faults\n\n{table(none)}"
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Return a Markdown table, a row for each case."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *map(row, outcomes)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def row(outcome: Outcome) -> tuple[str, ...]:
+    """Return the cells of a case."""
+    told = "; ".join(", ".join(names) for names in outcome.told) or "nothing"
+    text = outcome.trouble or outcome.text or "-"
+    return (
+        outcome.case.title,
+        seconds(outcome.fired),
+        seconds(outcome.notified),
+        told,
+        text.replace("|", "\\|").replace("\n", " "),
+        seconds(outcome.resolved),
+    )
+
+
+def seconds(value: float | None) -> str:
+    """Return a time in whole seconds."""
+    return "-" if value is None else f"{value:.0f} s"
+
+
+def played(here: Stage, case: Case, late: float) -> Outcome:
+    """Play a case, whatever becomes of it, and say so."""
+    try:
+        outcome = play(here, case, late)
+    except (Exception, pytest.fail.Exception):  # noqa: BLE001  (it is one of many)
+        outcome = Outcome(case, trouble=traceback.format_exc().splitlines()[-1])
+    verdict = "ok" if outcome.is_right else "WRONG"
+    print(f"{time.strftime('%T')} {verdict}: {' | '.join(row(outcome))}", flush=True)
+    return outcome
+
+
+def main() -> int:
+    """Play the cases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
+    parser.add_argument("--minutes", type=float, default=55.0, help="for all of it")
+    args = parser.parse_args()
+    known = {case.name for case in CASES}
+    if unknown := set(args.cases) - known:
+        parser.error(f"no such case: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    chosen = [case for case in CASES if not args.cases or case.name in args.cases]
+    late = time.monotonic() + 60 * args.minutes
+    with tempfile.TemporaryDirectory(prefix="ddpprobe-alerts-") as folder:
+        directory = Path(folder)
+        try:
+            with stage(directory) as here, ThreadPoolExecutor(len(chosen)) as pool:
+                outcomes = list(pool.map(lambda case: played(here, case, late), chosen))
+        finally:
+            end_daemons(directory)
+    if not args.cases:
+        PAGE.write_text(page(outcomes))
+    print(page(outcomes))
+    return 0 if all(outcome.is_right for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Numbers over the steps: loss and gradient norm, and why a site has none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ddpprobe
+from ddpprobe.records.step import OBSERVED, Site
+from ddpprobe.rundir import framing
+
+from ...made_runs import Made, record
+
+Call = Callable[..., tuple[int, str, str]]
+NAN = float("nan")
+
+
+def cells(out: str) -> list[list[str]]:
+    return [line.split() for line in out.splitlines()]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two ranks, of which the second has a loss that is not finite from step 2 on."""
+    made = Made(tmp_path / "run")
+    for step in range(4):
+        for rank in range(2):
+            loss = NAN if rank and step >= 2 else 0.5
+            said = {"loss": loss, "grad_norm_local": 1.0 + step, "data_seconds": 0.25}
+            if (rank, step) == (0, 3):
+                del said["loss"]
+            made.write([record(rank, step, scalars={rank: said})])
+    return made.close().path
+
+
+def test_without_a_site_it_shows_the_loss_and_the_gradient_norm(call: Call, run: Path) -> None:
+    code, out, err = call("trace", run, "--steps", "1:4")
+    assert (code, err) == (0, "")
+    assert cells(out) == [
+        ["attempt", "step", "rank", "loss", "grad_norm_local"],
+        ["0", "1", "0", "0.5", "2"],
+        ["0", "1", "1", "0.5", "2"],
+        ["0", "2", "0", "0.5", "3"],
+        ["0", "2", "1", "nan", "3"],
+        ["0", "3", "0", "-", "4"],
+        ["0", "3", "1", "nan", "4"],
+    ]
+
+
+def test_a_glob_chooses_scalars_and_a_rank(call: Call, run: Path) -> None:
+    out = call("trace", run, "--scalar", "*_seconds", "--rank", 1, "--steps", 0)[1]
+    assert cells(out) == [["attempt", "step", "rank", "data_seconds"], ["0", "0", "1", "0.25"]]
+
+
+def test_as_json_what_was_not_given_is_told_from_what_is_not_finite(call: Call, run: Path) -> None:
+    code, out, _ = call("trace", run, "--scalar", "loss", "--json")
+    (loss,) = json.loads(out)["scalars"]
+    assert (code, loss["name"], loss["ranks"], loss["steps"]) == (0, "loss", [0, 1], [0, 1, 2, 3])
+    assert loss["values"][2:] == [[0.5, None], [None, None]]
+    assert loss["given"][2:] == [[True, True], [False, True]]
+
+
+def test_a_plot_says_what_it_cannot_draw(call: Call, run: Path) -> None:
+    code, out, err = call("trace", run, "--scalar", "loss", "--plot")
+    assert code == 0
+    assert "loss rank 0" in out
+    assert "loss of rank 1 is not finite at 2 steps, the first of them 2" in err
+
+
+def test_a_run_without_loss_says_what_it_has(call: Call, tmp_path: Path) -> None:
+    made = Made(tmp_path / "run", ranks=1)
+    made.write([record(0, 0, scalars={0: {"micro_batches": 1.0}})])
+    code, out, err = call("trace", made.close().path)
+    assert (code, out) == (2, "")
+    assert "no loss and no gradient norm; --scalar takes one of micro_batches" in err
+
+
+# ---- why there is no number
+
+
+def silent(path: Path, first: dict[str, Any], **said: Any) -> Path:
+    """A run of one rank that wrote so of itself, and then of what it watches."""
+    made = Made(path, ranks=1)
+    identity = made._meta
+    made._meta = lambda rank: {**identity(rank), **first}  # type: ignore[method-assign]
+    made.write(record(0, step) for step in range(2))
+    made.writer(0).append_json(framing.LIFE, {"expected": 9, "observed": 3, **said})
+    return made.close().path
+
+
+@pytest.mark.parametrize(
+    ("first", "said", "site", "answer"),
+    [
+        ({}, {"event": "sites", "silent": ["blocks.7.adapter"]}, "blocks.7.adapter",
+         "never called on a sampled step: blocks.7.adapter"),
+        ({}, {"event": "sites", "silent": ["blocks.7.adapter"]}, "blocks.7.adapter.weight:grad",
+         "never called on a sampled step: blocks.7.adapter"),
+        ({}, {"event": "blind", "modules": ["head"]}, "head:output",
+         "hidden by torch.compile, which ran it without its hooks: head"),
+        ({"exclude": ["blocks.9.*"]}, {"event": "sites"}, "blocks.9.mlp",
+         "left out by install(exclude=['blocks.9.*'])"),
+        ({"exclude": ["head"]}, {"event": "sites"}, "head.weight:grad",
+         "left out by install(exclude=['head'])"),
+        ({"include": ["blocks.*"]}, {"event": "sites"}, "head",
+         "not chosen by install(include=['blocks.*'])"),
+        ({}, {"event": "sites", "unsupported": {"qint8": 2}}, "head",
+         "of kinds that are not supported the run has qint8"),
+        ({}, {"event": "sites"}, "blocks.1.mlp:grad", "blocks.1.mlp has no grad, but output"),
+    ],
+)  # fmt: skip
+def test_it_says_why_a_site_is_not_there_as_far_as_the_run_knows(
+    call: Call, tmp_path: Path, first, said, site: str, answer: str
+) -> None:
+    code, out, err = call("trace", silent(tmp_path / "run", first, **said), "--site", site)
+    assert (code, out) == (2, "")
+    assert f"no site matches {site!r}; {answer}; nearest: blocks." in err
+
+
+@pytest.mark.parametrize("first", [{}, {"include": ["*"], "exclude": []}, {"exclude": 7}])
+def test_where_the_run_knows_no_reason_it_gives_none(
+    call: Call, tmp_path: Path, first: dict[str, Any]
+) -> None:
+    path = silent(tmp_path / "run", first, event="sites", silent=["head"])
+    err = call("trace", path, "--site", "blocks.7.mlp")[2]
+    assert "no site matches 'blocks.7.mlp'; nearest: blocks." in err
+
+
+def test_steps_without_a_sample_name_those_next_to_them(call: Call, tmp_path: Path) -> None:
+    made = Made(tmp_path / "run", ranks=1)
+    made.write(record(0, step) for step in (0, 10, 20, 30))
+    code, _, err = call("trace", made.close().path, "--site", "*", "--steps", "12:18")
+    assert code == 2
+    assert "no sampled step in --steps; they reach from 0 to 30; nearest: 10 and 20" in err
+
+
+def test_a_site_without_any_number_says_why(call: Call, tmp_path: Path) -> None:
+    sites = tuple(Site(name, "output") for name in ("idle", "lost", "bad", "fine"))
+    made = Made(tmp_path / "run", ranks=1)
+    for step in range(2):
+        full = record(0, step, 4)
+        counts, values = full.counts.copy(), full.values.copy()
+        counts[0] = 0
+        counts[1] = 0
+        counts[1, OBSERVED - 1] = 3  # tapped
+        counts[2] = 0
+        counts[2, 0] = counts[2, 1] = 8  # elements, all of them NaN
+        counts[2, OBSERVED - 1] = counts[2, OBSERVED] = 1
+        values[2] = [np.inf, -np.inf, 0.0, 0.0]
+        made.write([replace(full, sites=sites, counts=counts, values=values)])
+    code, out, err = call("trace", made.close().path, "--site", "*")
+    assert code == 0
+    assert len(cells(out)) == 1 + 2 * len(sites)
+    why = [line.removeprefix("ddpprobe: no data of ") for line in err.splitlines()]
+    assert why[0].startswith("idle:output: its module was not called at these steps")
+    assert why[1].startswith("lost:output: its module was called, and no tensor arrived")
+    assert why[2].startswith("bad:output: no element was finite (16 were not)")
+    assert len(why) == 3
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_colour", "coloured"),
+    [(True, "", True), (True, "1", False), (False, "", False), (True, None, True)],
+)
+def test_a_plot_is_coloured_on_a_terminal_that_wants_it(
+    call: Call, run: Path, monkeypatch: pytest.MonkeyPatch, terminal, no_colour, coloured
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    if no_colour is not None:
+        monkeypatch.setenv("NO_COLOR", no_colour)
+    assert ("\x1b[" in call("trace", run, "--plot")[1]) == coloured
+
+
+def test_a_real_run_says_what_it_left_out_and_what_was_never_called(
+    call: Call, tmp_path: Path
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.body, self.spare = (nn.Linear(2, 2) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x))
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    path = tmp_path / "run"
+    with ddpprobe.install(model, run_dir=path, every=1, exclude=["body*"], daemon="none") as probe:
+        for _ in range(3):
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+            probe.log(loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    answers = {
+        "body": "left out by install(exclude=['body*'])",
+        "body.weight:grad": "left out by install(exclude=['body*'])",
+        "spare:output": "never called on a sampled step: spare",
+        "haed": "nearest: head",
+    }
+    for site, answer in answers.items():
+        assert answer in call("trace", path, "--site", site)[2]
+    head, *rows = cells(call("trace", path)[1])
+    assert head == ["attempt", "step", "rank", "loss", "grad_norm", "grad_norm_local"]
+    assert [row[:3] for row in rows] == [["0", str(step), "0"] for step in range(3)]
+    assert all(float(cell) for row in rows for cell in row[3:])

@@ -1,0 +1,187 @@
+"""How a rank died is known although its parent reaps it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from ddpprobe.daemon.liveness import UNKNOWN, Exit, ProcessWatcher, describe, is_process
+
+SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+Poll = Callable[..., object]
+
+
+@pytest.fixture
+def watcher() -> Iterator[ProcessWatcher]:
+    watcher = ProcessWatcher()
+    yield watcher
+    watcher.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start processes; those left over are killed and reaped."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def one(*command: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(command or SLEEP))
+        return started[-1]
+
+    yield one
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def created(pid: int) -> float:
+    return psutil.Process(pid).create_time()
+
+
+def collect(watcher: ProcessWatcher, count: int, poll: Poll) -> list[Exit]:
+    found: list[Exit] = []
+    poll(lambda: found.extend(watcher.exits()) or len(found) >= count)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM])
+def test_the_signal_is_named_while_the_zombie_waits(watcher, start, poll, number) -> None:
+    process = start()
+    assert watcher.watch((0, 3), process.pid, created(process.pid))
+    before = time.time_ns()
+    process.send_signal(number)
+    (gone,) = collect(watcher, 1, poll)
+    assert (gone.key, gone.how) == ((0, 3), number.name)
+    assert before <= gone.time_ns <= time.time_ns()
+
+
+@pytest.mark.parametrize("code", [0, 1, 17])
+def test_the_exit_code_is_told(watcher, start, poll, code) -> None:
+    script = f"import sys; sys.stdin.read(); sys.exit({code})"
+    with subprocess.Popen([sys.executable, "-S", "-c", script], stdin=subprocess.PIPE) as process:
+        watcher.watch((0, 0), process.pid, created(process.pid))
+        process.communicate()
+        (gone,) = collect(watcher, 1, poll)
+    assert gone.how == f"exit:{code}"
+
+
+def test_the_signal_is_known_although_the_parent_reaps_like_torchrun(watcher, start, poll) -> None:
+    """A parent that looks every 0.1 s, twenty times."""
+    stop = threading.Event()
+    processes = [start() for _ in range(20)]
+
+    def reap() -> None:
+        while not stop.wait(0.1):
+            for process in processes:
+                process.poll()
+
+    parent = threading.Thread(target=reap)
+    parent.start()
+    try:
+        for number, process in enumerate(processes):
+            watcher.watch((0, number), process.pid, created(process.pid))
+        for process in processes:
+            process.kill()
+        exits = collect(watcher, len(processes), poll)
+    finally:
+        stop.set()
+        parent.join()
+    assert [e.how for e in exits] == ["SIGKILL"] * 20
+
+
+def kernel_at_least(*wanted: int) -> bool:
+    major, minor = os.uname().release.split(".")[:2]
+    return (int(major), int(minor)) >= wanted
+
+
+@pytest.mark.skipif(not kernel_at_least(6, 15), reason="PIDFD_INFO_EXIT needs Linux 6.15")
+def test_the_signal_is_known_although_the_zombie_is_gone(start) -> None:
+    from ddpprobe.daemon.liveness import _wait_status
+
+    process = start()
+    fd = os.pidfd_open(process.pid)
+    process.kill()
+    process.wait()
+    try:
+        assert describe(_wait_status(process.pid, fd)) == "SIGKILL"
+    finally:
+        os.close(fd)
+
+
+def test_a_process_that_was_gone_before_is_reported_as_unknown(watcher, start, poll) -> None:
+    process = start()
+    began = created(process.pid)
+    process.kill()
+    process.wait()
+    assert not watcher.watch((1, 2), process.pid, began)
+    assert collect(watcher, 1, poll) == [Exit((1, 2), UNKNOWN, 0)]
+
+
+def test_a_zombie_is_still_asked_how_it_died(watcher, start, poll) -> None:
+    process = start()
+    began = created(process.pid)
+    process.kill()
+    poll(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+    watcher.watch((0, 0), process.pid, began)
+    assert [e.how for e in collect(watcher, 1, poll)] == ["SIGKILL"]
+
+
+def test_a_reused_pid_is_not_taken_for_the_rank(watcher, start, poll) -> None:
+    process = start()
+    assert not is_process(process.pid, created(process.pid) - 60)
+    assert not watcher.watch((0, 0), process.pid, created(process.pid) - 60)
+    assert [e.how for e in collect(watcher, 1, poll)] == [UNKNOWN]
+
+
+def test_who_was_alive_behind_a_death_has_a_greater_order(start, poll) -> None:
+    """The second death comes when the first one was taken up, the others behind that, together."""
+    watcher = ProcessWatcher()
+    processes = [start() for _ in range(4)]
+    for number, process in enumerate(processes):
+        watcher.watch((0, number), process.pid, created(process.pid))
+    found: list[Exit] = []
+    for process in processes[:2]:
+        process.kill()
+        found += collect(watcher, 1, poll)
+    for process in processes[2:]:
+        process.terminate()
+    found += collect(watcher, 2, poll)
+    watcher.close()
+    first, second, *together = (e.order for e in sorted(found, key=lambda e: e.key))
+    assert first < second < min(together)
+
+
+def test_without_pidfds_the_death_is_noticed_all_the_same(start, poll, monkeypatch) -> None:
+    def refuse(_: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    watcher = ProcessWatcher()
+    process = start()
+    assert watcher.watch((0, 0), process.pid, created(process.pid))
+    process.kill()
+    process.wait()
+    assert [e.how for e in collect(watcher, 1, poll)] == [UNKNOWN]
+    watcher.close()
+
+
+def test_closing_leaves_no_thread_and_no_descriptor(start) -> None:
+    before = set(os.listdir("/proc/self/fd")), threading.active_count()
+    watcher = ProcessWatcher()
+    process = start()
+    watcher.watch((0, 0), process.pid, created(process.pid))
+    watcher.close()
+    assert (set(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_statuses_in_words() -> None:
+    assert [describe(s) for s in (None, 0, 256, 9, 9 | 0x80)] == [
+        UNKNOWN, "exit:0", "exit:1", "SIGKILL", "SIGKILL",
+    ]  # fmt: skip

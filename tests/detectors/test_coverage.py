@@ -1,0 +1,191 @@
+"""What falls silent is said once, with a name; what merely comes and goes is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpprobe.detectors.coverage import FEWEST_ABSENT, NEVER, Coverage, patience, prefix_of
+from ddpprobe.records.step import COUNTS, VALUES, Anomaly, Site, StepRecord
+
+OBSERVED = COUNTS.index("observed")
+LAYERS = tuple(
+    Site(f"layers.{i}.{part}", kind)
+    for i in range(4) for part in ("attn", "mlp") for kind in ("output", "grad_output")
+)  # fmt: skip
+WEIGHTS = tuple(Site(f"layers.{i}.mlp.weight", "grad") for i in range(4))
+SITES = (Site("embed", "output"), *LAYERS, *WEIGHTS)
+Absent = Callable[[int, Site], bool]
+
+
+def record(step: int, gone: Absent = lambda *_: False, *, listed: bool = True) -> StepRecord:
+    """A sampled step; an absent site is `listed` as unobserved, or has no row at all."""
+    sites = SITES if listed else tuple(s for s in SITES if not gone(step, s))
+    counts = np.zeros((len(sites), len(COUNTS)), np.int64)
+    counts[:, OBSERVED] = [not gone(step, s) for s in sites]
+    values = np.zeros((len(sites), len(VALUES)))
+    return StepRecord(0, step, (0, 1), step, sites=sites, counts=counts, values=values)
+
+
+def run(records: Iterable[StepRecord]) -> list[Anomaly]:
+    detector = Coverage()
+    return [a for r in records for a in detector.update(r)] + detector.finish()
+
+
+def after(step: int, prefix: str, kinds: Sequence[str] = ()) -> Absent:
+    def gone(now: int, site: Site) -> bool:
+        return now >= step and site.fqn.startswith(prefix) and (not kinds or site.kind in kinds)
+
+    return gone
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_module_that_falls_silent_is_one_warning_that_covers_all_its_sites(listed: bool) -> None:
+    gone = after(100, "layers.2")
+    (warning,) = run(record(s, gone, listed=listed) for s in range(300))
+    assert (warning.detector, warning.level, warning.step) == ("coverage", "warn", 102)
+    assert (warning.module, warning.kind, warning.phase) == ("layers.2", None, "forward")
+    assert (warning.rank, warning.first_cause) == (None, False)
+    assert dict(warning.values) == {"lost": 5, "reporting": len(SITES) - 5}
+    assert warning.message.startswith("5 sites below it report no more (grad, grad_output, output)")
+    assert "\n" not in warning.message
+
+
+def test_one_site_is_named_itself() -> None:
+    (warning,) = run(record(s, after(100, "embed")) for s in range(200))
+    assert (warning.module, warning.kind) == ("embed", "output")
+    assert warning.message.startswith("1 site reports no more (output)")
+
+
+def test_sites_of_the_whole_model_are_covered_by_the_root() -> None:
+    (warning,) = run(record(s, after(100, "", ("grad",))) for s in range(200))
+    assert (warning.module, warning.kind, warning.phase) == ("layers", "grad", "step")
+    gone = lambda now, site: now >= 100 and site.fqn in {"embed", "layers.0.attn"}  # noqa: E731
+    (warning,) = run(record(s, gone) for s in range(200))
+    assert warning.module == ""
+
+
+def test_gradients_alone_are_said_to_be_frozen_or_detached() -> None:
+    gone = after(100, "layers.1", ("grad", "grad_output", "grad_local"))
+    (warning,) = run(record(s, gone) for s in range(200))
+    assert (warning.module, warning.phase) == ("layers.1", "backward")
+    assert "requires_grad=False" in warning.message
+
+
+def test_a_rank_that_reports_nothing_is_said_at_once() -> None:
+    def rank_sites(step: int) -> StepRecord:
+        seen = {0: 21.0, 1: 0.0 if step >= 30 else 21.0}
+        return replace(record(step), scalars={r: {"sites_observed": n} for r, n in seen.items()})
+
+    (warning,) = run(rank_sites(s) for s in range(60))
+    assert (warning.step, warning.rank, warning.level) == (30, 1, "warn")
+    assert warning.message.startswith("rank 1 reports none of 21 sites")
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_model_that_reports_nothing_is_said_at_once_and_once(listed: bool) -> None:
+    (warning,) = run(record(s, after(9, ""), listed=listed) for s in range(60))
+    assert (warning.step, warning.rank, warning.module) == (9, None, None)
+    assert warning.message.startswith("ranks 0-1 report none of 21 sites")
+
+
+def test_a_model_that_never_reported_is_not_a_loss() -> None:
+    assert run(record(s, after(0, "")) for s in range(60)) == []
+
+
+def test_what_a_missing_rank_would_have_reported_is_not_lost() -> None:
+    gone = after(100, "layers.3")
+    records = [record(s, gone, listed=False) for s in range(200)]
+    late = [replace(r, ranks=(0,), missing=(1,)) if r.step >= 100 else r for r in records]
+    assert run(late) == []
+
+
+def test_steps_that_were_not_sampled_or_never_ended_say_nothing() -> None:
+    gone = after(50, "layers.3")
+    for change in ({"sampled": False}, {"partial": True}):
+        assert run(replace(record(s, gone), **change if s >= 50 else {}) for s in range(200)) == []
+
+
+def test_a_restart_forgets_everything() -> None:
+    first = [record(s) for s in range(100)]
+    again = [replace(record(s, after(0, "layers.1"), listed=False), attempt=1) for s in range(100)]
+    assert run(first + again) == []
+    silent = [replace(record(s, after(0, "")), attempt=1) for s in range(100)]
+    assert run(first + silent) == []
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_count_that_is_none_is_taken_as_not_said(number: float) -> None:
+    strange = [replace(record(s), scalars={0: {"sites_observed": number}}) for s in range(20)]
+    assert run(strange) == []
+
+
+def test_a_site_is_reported_lost_once_and_again_only_when_it_was_steady_again() -> None:
+    def on_and_off(back: int) -> Absent:
+        return lambda now, s: s.fqn == "embed" and (40 <= now < 80 or now >= 80 + back)
+
+    assert len(run(record(s, on_and_off(255)) for s in range(500))) == 1
+    assert len(run(record(s, on_and_off(256)) for s in range(500))) == 2
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.2, 0.1, 0.05, 0.01])
+def test_layer_drop_is_no_loss(rate: float) -> None:
+    rng = np.random.default_rng(int(rate * 100))
+    dropped = rng.random((1000, 4)) < rate
+
+    def gone(step: int, site: Site) -> bool:
+        return site.fqn != "embed" and bool(dropped[step, int(site.fqn.split(".")[1])])
+
+    assert run(record(s, gone, listed=False) for s in range(1000)) == []
+
+
+def test_an_expert_without_tokens_is_no_loss() -> None:
+    rng = np.random.default_rng(3)
+    sites = tuple(Site(f"experts.{i}", "output") for i in range(8))
+    share = np.exp(rng.standard_normal(8))
+    records = []
+    for step in range(1000):
+        tokens = rng.multinomial(12, share / share.sum())
+        some = tuple(s for s, n in zip(sites, tokens, strict=True) if n)
+        counts = np.ones((len(some), len(COUNTS)), np.int64)
+        values = np.zeros((len(some), len(VALUES)))
+        records.append(StepRecord(0, step, (0,), step, sites=some, counts=counts, values=values))
+    assert run(records) == []
+
+
+def test_the_longer_a_site_has_reported_the_sooner_it_is_missed() -> None:
+    needed = [patience(n, 20_000, 8) for n in range(300)]
+    assert set(needed[:8]) == {NEVER}
+    assert needed[8:] == sorted(needed[8:], reverse=True)
+    assert (needed[8], needed[16], needed[32], needed[64]) == (9, 5, 4, FEWEST_ABSENT)
+
+
+@given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_the_prefix_covers_every_name_and_is_the_longest(names: list[list[str]]) -> None:
+    common = [p for p in prefix_of(".".join(n) for n in names).split(".") if p]
+    assert all(n[: len(common)] == common for n in names)
+    longer = {tuple(n[: len(common) + 1]) for n in names}
+    assert len(longer) > 1 or any(len(n) == len(common) for n in names)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), max_size=80))
+def test_the_verdict_does_not_depend_on_how_an_absence_is_written(seen: list[list[bool]]) -> None:
+    sites = tuple(Site(name, "output") for name in "xyz")
+
+    def made(step: int, *, listed: bool) -> StepRecord:
+        rows = [i for i in range(3) if listed or seen[step][i]]
+        counts = np.zeros((len(rows), len(COUNTS)), np.int64)
+        counts[:, OBSERVED] = [seen[step][i] for i in rows]
+        values = np.zeros((len(rows), len(VALUES)))
+        some = tuple(sites[i] for i in rows)
+        return StepRecord(0, step, (0,), step, sites=some, counts=counts, values=values)
+
+    first, second = (run(made(s, listed=x) for s in range(len(seen))) for x in (True, False))
+    assert [(a.step, a.module, dict(a.values)) for a in first] == [
+        (a.step, a.module, dict(a.values)) for a in second
+    ]

@@ -1,0 +1,143 @@
+"""Ranks that part are named with the parameter, once, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpprobe.detectors.desync import Desync, ranks_text
+from ddpprobe.detectors.suite import default_suite
+from ddpprobe.records.merge import merge_all
+from ddpprobe.records.step import Anomaly, FirstBad, StepRecord
+
+Digests = dict[tuple[str, str], dict[int, int]]
+
+
+def mask(*ranks: int) -> int:
+    return sum(1 << r for r in ranks)
+
+
+def record(step: int, digests: Digests | None = None, **changes: object) -> StepRecord:
+    base = StepRecord(0, step, (0, 1, 2, 3), 10**9 * step, digests=digests or {})
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def split(step: int, *sides: tuple[int, ...], fqn: str = "fc.weight") -> StepRecord:
+    return record(step, {(fqn, ""): {7 + i: mask(*side) for i, side in enumerate(sides)}})
+
+
+def run(*records: StepRecord) -> list[Anomaly]:
+    detector = Desync()
+    return [a for r in records for a in detector.update(r)] + detector.finish()
+
+
+def test_the_one_rank_that_differs_is_named_with_the_parameter() -> None:
+    (page,) = run(split(10, (0, 1, 3), (2,)))
+    assert (page.detector, page.level, page.step, page.rank) == ("desync", "page", 10, 2)
+    assert (page.module, page.kind, page.phase) == ("fc.weight", "param", "step")
+    assert page.message.startswith("rank 2 holds other bits of this parameter than ranks 0-1, 3")
+    assert dict(page.values) == {"parameters": 1, "versions": 2, "suspects": 1, "ranks": 4}
+    assert "\n" not in page.message
+
+
+def test_a_minority_of_several_ranks_is_listed_and_none_of_them_blamed_alone() -> None:
+    (page,) = run(split(10, (0, 3), (1, 4, 5)))
+    assert page.rank is None
+    assert page.message.startswith("ranks 0, 3 hold other bits of this parameter than ranks 1, 4-5")
+
+
+def test_without_a_majority_any_rank_may_be_wrong() -> None:
+    for sides in (((0,), (1,)), ((0, 1), (2, 3)), ((0, 1), (2,), (3,))):
+        (page,) = run(split(10, *sides))
+        assert page.rank is None
+        assert "no majority, any may be wrong" in page.message
+        for side in sides:
+            assert ranks_text(side) in page.message
+
+
+def test_the_first_parameter_in_the_order_of_the_model_is_named_and_the_others_counted() -> None:
+    torn = {mask_: mask_ for mask_ in (mask(0, 1, 3), mask(2))}
+    (page,) = run(record(10, {(name, ""): torn for name in ("b.weight", "a.weight", "c.bias")}))
+    assert page.module == "b.weight"
+    assert "and of 2 more than" in page.message
+    assert page.values["parameters"] == 3
+
+
+def test_a_shard_is_compared_within_its_own_replicas() -> None:
+    held = {("w", "0"): {1: mask(0, 2, 4)}, ("w", "1"): {2: mask(1, 3), 3: mask(5)}}
+    (page,) = run(record(10, held))
+    assert page.rank == 5
+    assert "(shard 1)" in page.message
+
+
+def test_agreeing_ranks_and_missing_ones_are_no_desync() -> None:
+    agreed: Digests = {("w", ""): {5: mask(0, 1, 3)}}
+    assert run(*(record(s, agreed, ranks=(0, 1, 3), missing=(2,)) for s in range(50))) == []
+
+
+def test_a_step_that_never_ended_is_not_judged() -> None:
+    assert run(replace(split(10, (0, 1), (2,)), partial=True)) == []
+
+
+def test_it_fires_once_an_episode_and_again_for_a_new_suspect() -> None:
+    assert len(run(*(split(s, (0, 1, 3), (2,)) for s in range(10, 2000, 10)))) == 1
+    pages = run(
+        split(10, (0, 1, 2, 3), (4,)), split(20, (0, 1, 2), (3, 4)), split(30, (0, 1, 2), (4,))
+    )
+    assert [p.step for p in pages] == [10, 20]
+
+
+def test_replicas_that_part_without_a_reduction_warn_and_page_if_it_lasts() -> None:
+    alone = {rank: {"unreduced": 1.0} for rank in range(4)}
+    apart = [replace(split(step, (0, 1), (2, 3)), scalars=alone) for step in (10, 11, 12)]
+    (warning,) = run(*apart)
+    assert (warning.level, warning.first_cause, warning.step) == ("warn", False, 10)
+    assert "not reduced" in warning.message
+    _, page = run(*apart, split(13, (0, 1), (2, 3)), split(14, (0, 1), (2, 3)))
+    assert (page.level, page.step) == ("page", 13)
+    (page,) = run(split(9, (0, 1), (2, 3)), *apart)  # known, and worse
+    assert (page.level, page.step) == ("page", 9)
+
+
+def test_it_fires_again_after_a_hundred_quiet_steps_and_after_a_restart() -> None:
+    torn = split(10, (0, 1, 3), (2,))
+    assert len(run(torn, replace(torn, step=110))) == 1
+    assert len(run(torn, replace(torn, step=111))) == 2
+    assert len(run(torn, replace(torn, step=20, attempt=1))) == 2
+
+
+def test_a_desync_of_the_step_of_a_nan_follows_from_it_and_a_later_nan_from_the_desync() -> None:
+    bad = FirstBad(10, 0, "forward", 3, 2, "fc", "output", "", 1, 0, 0, 8)
+    torn = split(10, (0, 1, 3), (2,))
+    found = default_suite().update(replace(torn, first_bad=bad))
+    assert [(a.detector, a.first_cause) for a in found] == [("nonfinite", True), ("desync", False)]
+    suite = default_suite()
+    found = suite.update(torn) + suite.update(record(11, first_bad=replace(bad, step=11)))
+    assert [(a.detector, a.first_cause) for a in found] == [("desync", True), ("nonfinite", False)]
+
+
+@given(
+    sides=st.lists(st.integers(0, 3), min_size=2, max_size=12),
+    order=st.randoms(use_true_random=False),
+)
+def test_the_verdict_is_that_of_the_checksums_in_whatever_order_ranks_arrive(
+    sides: list[int], order: object
+) -> None:
+    parts = [
+        StepRecord(0, 3, (rank,), 3, digests={("w", ""): {100 + side: 1 << rank}})
+        for rank, side in enumerate(sides)
+    ]
+    shuffled = list(parts)
+    order.shuffle(shuffled)  # type: ignore[attr-defined]
+    found = Desync().update(merge_all(shuffled))
+    assert found == Desync().update(merge_all(parts))
+    assert bool(found) == (len(set(sides)) > 1)
+    if found:
+        largest = max(set(sides), key=sides.count)
+        majority = 2 * sides.count(largest) > len(sides)
+        minority = [r for r, side in enumerate(sides) if side != largest]
+        alone = majority and len(minority) == 1
+        assert found[0].rank == (minority[0] if alone else None)
+        assert found[0].values["suspects"] == (len(minority) if majority else len(sides))

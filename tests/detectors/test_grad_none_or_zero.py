@@ -1,0 +1,72 @@
+"""Gradients that stop are found and named; those that come and go are not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ddpprobe.detectors.grad_none_or_zero import GradNoneOrZero
+from ddpprobe.records.step import Site, StepRecord
+from tests.detectors.made_records import levels, record, run
+
+NAMES = ("embed.weight", "blocks.0.fc.weight", "blocks.0.fc.bias", "blocks.1.fc.weight",
+         "blocks.1.fc.bias", "head.weight")  # fmt: skip
+SITES = tuple(Site(name, "grad", placement="replicated") for name in NAMES)
+
+
+def step(number: int, gone: str = "-", how: str = "None", **changes: object) -> StepRecord:
+    """All have a gradient but those whose name begins with `gone`."""
+    away = {"observed": 0, "numel": 0} if how == "None" else {"rms": 0.0, "zeros": 100}
+    rows = {s: away if s.fqn.startswith(gone) else {"rms": 0.1} for s in SITES}
+    return record(number, rows=rows, **changes)
+
+
+@pytest.mark.parametrize("how", ["None", "zero"])
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_backbone_that_is_frozen_is_named_as_a_whole(how: str, every: int) -> None:
+    steps = range(0, 300, every)
+    stream = [step(s, "blocks" if s >= 160 else "-", how) for s in steps]
+    (warn,) = run(GradNoneOrZero(), stream)
+    assert (warn.level, warn.module, warn.phase) == ("warn", "blocks", "backward")
+    assert warn.step == (175 if every == 1 else 180)
+    assert warn.values == {"parameters": 4, "zero": 4 * (how == "zero"), "since": 160}
+    assert how in warn.message
+
+
+def test_parts_that_share_no_module_are_all_named() -> None:
+    stream = [step(s, "blocks.1.fc.bias" if s >= 60 else "-") for s in range(200)]
+    assert [a.module for a in run(GradNoneOrZero(), stream)] == ["blocks.1.fc.bias"]
+
+
+@pytest.mark.parametrize("chance", [0.05, 0.2, 0.5])
+def test_layer_drop_is_left_alone(chance: float) -> None:
+    rng = np.random.default_rng(1)
+    stream = [step(s, "blocks.1" if rng.random() < chance else "-") for s in range(2000)]
+    assert run(GradNoneOrZero(), stream) == []
+
+
+def test_what_is_frozen_first_and_trained_later_is_left_alone() -> None:
+    assert run(GradNoneOrZero(), [step(s, "blocks" if s < 150 else "-") for s in range(300)]) == []
+
+
+def test_two_phases_in_turn_are_left_alone() -> None:
+    stream = [step(s, "blocks" if s % 2 else "head") for s in range(300)]
+    assert run(GradNoneOrZero(), stream) == []
+
+
+def test_steps_that_were_skipped_or_not_delivered_by_all_say_nothing() -> None:
+    quiet = [step(s) for s in range(60)]
+    skipped = [step(s, "blocks", skipped=True) for s in range(60, 120)]
+    missing = [step(s, "blocks", missing=(1,)) for s in range(120, 180)]
+    assert run(GradNoneOrZero(), [*quiet, *skipped, *missing]) == []
+
+
+def test_it_is_told_again_after_the_gradients_were_back() -> None:
+    stream = [step(s, "blocks" if 60 <= s < 90 or s >= 200 else "-") for s in range(300)]
+    assert levels(run(GradNoneOrZero(), stream)) == [("warn", 75), ("warn", 215)]
+
+
+def test_a_gradient_that_is_not_finite_is_one() -> None:
+    rows = {s: {"nan": 100} for s in SITES}
+    stream = [*(step(s) for s in range(60)), *(record(s, rows=rows) for s in range(60, 120))]
+    assert run(GradNoneOrZero(), stream) == []

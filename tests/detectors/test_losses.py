@@ -1,0 +1,93 @@
+"""A loss that jumps or runs away is told; one that is noisy, falls, or is no loss, is not."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ddpprobe.detectors.detector import Detector
+from ddpprobe.detectors.loss_runaway import LossRunaway
+from ddpprobe.detectors.loss_spike import LossSpike
+from ddpprobe.records.step import StepRecord
+from tests.detectors.made_records import levels, record, run
+
+BOTH = pytest.mark.parametrize("detector", [LossSpike, LossRunaway])
+
+
+def step(number: int, *losses: float, **changes: object) -> StepRecord:
+    return record(number, {rank: {"loss": loss} for rank, loss in enumerate(losses)}, **changes)
+
+
+def falling(steps: int, every: int = 1) -> list[StepRecord]:
+    """Two ranks' losses from 3 down to 0.5, with some noise."""
+    rng = np.random.default_rng(0)
+    mean = [0.5 + 2.5 * math.exp(-s / 30) for s in range(0, steps, every)]
+    noise = np.exp(0.1 * rng.standard_normal((len(mean), 2)))
+    return [step(i * every, *(m * noise[i])) for i, m in enumerate(mean)]
+
+
+@BOTH
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_loss_that_falls_is_left_alone(detector: type[Detector], every: int) -> None:
+    assert run(detector(), falling(600, every)) == []
+
+
+def test_a_spike_is_told_at_once_with_its_numbers() -> None:
+    stream = [*falling(200), step(200, 6.0, 4.0)]
+    (warn,) = run(LossSpike(), stream)
+    assert (warn.level, warn.step, warn.rank, warn.phase) == ("warn", 200, None, "forward")
+    assert warn.values["loss"] == 5.0
+    assert 8 < warn.values["ratio"] < 12
+
+
+def test_one_ranks_outlier_among_many_is_no_spike() -> None:
+    many = [step(s, *np.exp(0.1 * np.random.default_rng(s).standard_normal(64))) for s in range(80)]
+    assert run(LossSpike(), [*many, step(80, 20.0, *[1.0] * 63)]) == []
+
+
+def test_a_runaway_is_told_once_it_lasted_and_again_only_behind_a_new_best() -> None:
+    stream = falling(200) + [step(s, 3.0) for s in range(200, 320)]
+    stream += [step(s, 0.2) for s in range(320, 400)] + [step(s, 3.0) for s in range(400, 460)]
+    found = run(LossRunaway(), stream)
+    assert [a.level for a in found] == ["warn"] * 2
+    assert 215 <= found[0].step <= 235
+    assert found[1].step > 400
+    assert found[0].values["ratio"] > 3
+
+
+def test_at_an_interval_of_ten_a_runaway_takes_three_sampled_steps() -> None:
+    stream = falling(200, 10) + [step(s, 3.0) for s in range(200, 300, 10)]
+    (warn,) = run(LossRunaway(), stream)
+    assert 220 <= warn.step <= 250
+
+
+@BOTH
+def test_what_is_small_beside_the_first_losses_is_not_lost(detector: type[Detector]) -> None:
+    stream = [step(s, 3.0 * 10 ** (-s / 20)) for s in range(120)]
+    assert run(detector(), stream + [step(s, 1e-3) for s in range(120, 300)]) == []
+
+
+@BOTH
+def test_rewards_and_densities_are_not_judged(detector: type[Detector]) -> None:
+    rng = np.random.default_rng(0)
+    stream = [step(s, rng.standard_normal()) for s in range(100)]
+    assert run(detector(), stream + [step(s, 1e6) for s in range(100, 200)]) == []
+
+
+@BOTH
+def test_a_restart_begins_anew(detector: type[Detector]) -> None:
+    assert run(detector(), falling(200) + [step(s, 5.0, attempt=1) for s in range(300)]) == []
+
+
+@BOTH
+def test_values_that_nobody_expects_do_not_raise(detector: type[Detector]) -> None:
+    odd = (math.nan, math.inf, 1e308, 5e-324, 1.0)
+    stream = [step(s, odd[s % 5]) for s in range(400)]
+    run(detector(), [*stream, StepRecord(0, 400, (), 0)])
+
+
+def test_a_loss_that_is_zero_once_ends_the_judgement() -> None:
+    stream = [*falling(100), step(100, 0.0)] + [step(s, 9.0) for s in range(101, 200)]
+    assert levels(run(LossRunaway(), stream)) == []

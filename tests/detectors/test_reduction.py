@@ -1,0 +1,77 @@
+"""Gradients that stay each rank's own are told; local SGD and equal data are no fault of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ddpprobe.detectors.reduction import Reduction
+from ddpprobe.records.step import UNREDUCED, Site, StepRecord
+from tests.detectors.made_records import levels, record, run
+
+RNG = np.random.default_rng(0)
+
+
+def step(number: int, *, reduced: bool, told: bool = False, **changes: object) -> StepRecord:
+    """A step of three ranks; `told`: no reduction took place at all."""
+    local = RNG.random(3) + 0.5
+    scalars = {}
+    for rank in range(3):
+        norm = 0.6 if reduced else local[rank]
+        scalars[rank] = {"grad_norm_local": local[rank], "grad_norm": norm, "micro_batches": 1.0}
+        if told:
+            scalars[rank][UNREDUCED] = 1.0
+    return record(number, scalars, **changes)
+
+
+def test_a_reduction_that_changes_nothing_pages_at_the_third_sampled_step() -> None:
+    stream = [step(s, reduced=s < 50) for s in range(100)]
+    (page,) = run(Reduction(), stream)
+    assert (page.level, page.step, page.rank, page.first_cause) == ("page", 52, None, True)
+    assert "changed nothing" in page.message
+
+
+def test_hooks_that_were_lost_warn_first_and_page_when_nothing_is_reduced_any_more() -> None:
+    stream = [step(s, reduced=s < 50, told=s >= 50) for s in range(100)]
+    found = run(Reduction(), stream)
+    assert levels(found) == [("warn", 52), ("page", 69)]
+    assert "no reduction took place" in found[0].message
+
+
+def test_local_sgd_is_warned_of_and_never_pages() -> None:
+    apart = [step(s, reduced=False, told=True) for s in range(400)]
+    assert {a.level for a in run(Reduction(), apart)} == {"warn"}
+    in_turn = [step(s, reduced=s % 50 == 0, told=s % 50 != 0) for s in range(400)]
+    assert {a.level for a in run(Reduction(), in_turn)} == {"warn"}
+
+
+def test_a_reduced_gradient_is_left_alone() -> None:
+    assert run(Reduction(), [step(s, reduced=True) for s in range(200)]) == []
+
+
+def test_ranks_with_the_same_data_are_not_told_apart() -> None:
+    scalars = {r: {"grad_norm_local": 1.0, "grad_norm": 1.0, "micro_batches": 1.0} for r in (0, 1)}
+    assert run(Reduction(), [record(s, scalars) for s in range(50)]) == []
+
+
+def test_shards_micro_batches_and_missing_ranks_are_not_judged() -> None:
+    sharded = {Site("fc.weight", "grad", placement="sharded"): {"rms": 1}}
+    parts = [record(s, step(s, reduced=False).scalars, sharded) for s in range(20)]
+    missing = [step(s, reduced=False, missing=(3,)) for s in range(20, 40)]
+    micros = []
+    for s in range(40, 60):
+        scalars = {
+            r: {**x, "micro_batches": 2.0} for r, x in step(s, reduced=False).scalars.items()
+        }
+        micros.append(record(s, scalars))
+    assert run(Reduction(), [*parts, *missing, *micros]) == []
+
+
+def test_values_that_nobody_expects_do_not_raise() -> None:
+    odd = (math.nan, math.inf, 0.0, -1.0, 1e308)
+    stream = []
+    for s in range(100):
+        told = {"grad_norm_local": odd[s % 5], "grad_norm": odd[s % 3], "micro_batches": 1.0}
+        stream.append(record(s, {0: told, 1: {**told, "grad_norm": 1.0}}))
+    run(Reduction(), [*stream, StepRecord(0, 200, (0, 1), 0)])

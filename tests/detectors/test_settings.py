@@ -1,0 +1,53 @@
+"""What a detector's class says of itself is what a user reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpprobe.detectors.detector import Detector
+from ddpprobe.detectors.settings import defaults, meanings, summary
+from ddpprobe.detectors.suite import DETECTORS
+from ddpprobe.records.step import Anomaly, StepRecord
+
+
+class Told(Detector):
+    """Says what it is told,
+    on two lines.
+
+    More of it.
+
+    Args:
+        one, two: what both are,
+            at length: it goes on.
+        three: the last.
+
+    Behind them: nothing of it is a setting.
+    """
+
+    name, title = "told", "Told"
+
+    def __init__(self, *, one: int = 1, two: int = 2, three: float = 3.0) -> None:
+        self.settings = one, two, three
+
+    def update(self, record: StepRecord) -> list[Anomaly]:
+        return [self.anomaly(record, "page", "said", {}, step=record.step - 1)]
+
+
+def test_the_docstring_says_what_it_does_and_what_each_setting_means() -> None:
+    assert summary(Told) == "Says what it is told, on two lines"
+    both = "what both are, at length: it goes on"
+    assert meanings(Told) == {"one": both, "two": both, "three": "the last"}
+
+
+@pytest.mark.parametrize("detector", DETECTORS, ids=lambda d: d.name)
+def test_every_setting_of_every_detector_is_explained(detector: type[Detector]) -> None:
+    assert list(meanings(detector)) == list(defaults(detector))
+    assert all(meanings(detector).values())
+    assert summary(detector)
+    assert detector.title
+
+
+def test_a_verdict_on_an_earlier_step_is_not_of_the_sampled_one() -> None:
+    (page,) = Told().update(StepRecord(2, 7, (0,), 5, sampled=True))
+    assert (page.detector, page.step, page.sampled, page.first_cause) == ("told", 6, False, True)
+    assert (page.attempt, page.wall_time_ns) == (2, 5)

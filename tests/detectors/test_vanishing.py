@@ -1,0 +1,39 @@
+"""Weights that hardly get a gradient are named; biases, zeros and single steps are not."""
+
+from __future__ import annotations
+
+from ddpprobe.detectors.vanishing import Vanishing
+from ddpprobe.records.step import Site, StepRecord
+from tests.detectors.made_records import levels, record, run
+
+NAMES = ("layers.0.weight", "layers.0.bias", "layers.9.weight")
+
+
+def step(number: int, first: float, bias: float = 1.0, last: float = 1.0) -> StepRecord:
+    rows = zip(NAMES, (first, bias, last), strict=True)
+    return record(number, rows={Site(name, "grad"): {"rms": rms} for name, rms in rows})
+
+
+def test_the_weight_that_gets_least_is_named_after_fifty_steps_once() -> None:
+    (warn,) = run(Vanishing(), [step(s, 1e-7) for s in range(300)])
+    assert (warn.level, warn.step, warn.module) == ("warn", 50, "layers.0.weight")
+    assert 6.9 < warn.values["decades"] < 7.1
+
+
+def test_at_an_interval_of_ten_it_takes_as_long() -> None:
+    assert levels(run(Vanishing(), [step(s, 1e-7) for s in range(0, 300, 10)])) == [("warn", 50)]
+
+
+def test_four_decades_are_left_alone_and_so_are_biases_and_zeros() -> None:
+    for first, bias in ((1e-4, 1.0), (1.0, 1e-9), (0.0, 1.0)):
+        assert run(Vanishing(), [step(s, first, bias) for s in range(300)]) == []
+
+
+def test_a_step_in_between_begins_the_count_anew() -> None:
+    assert run(Vanishing(), [step(s, 1e-7 if s % 40 else 1.0) for s in range(300)]) == []
+
+
+def test_values_that_nobody_expects_do_not_raise() -> None:
+    huge = [step(s, 1e-150, 1.0, 1e150) for s in range(100)]
+    assert levels(run(Vanishing(), huge)) == [("warn", 50)]
+    run(Vanishing(), [step(s, float("nan"), float("inf"), -1.0) for s in range(100)])

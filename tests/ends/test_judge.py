@@ -1,0 +1,460 @@
+"""What a run died of is judged by evidence: who is named is never guessed, in whatever order it
+was noticed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddpprobe.ends.anomalies import anomalies_of
+from ddpprobe.ends.evidence import Case, Evidence, Fate, Progress
+from ddpprobe.ends.judge import End, is_well, judge
+from ddpprobe.ends.stalls import is_still
+from ddpprobe.records.events import RaisedError
+from ddpprobe.rundir import validate
+from ddpprobe.rundir.heartbeat import Heartbeat
+
+GONE = RaisedError("RuntimeError", "[gloo] Connection closed by peer", "train.py:9 in main", True)
+TIMED_OUT = RaisedError("RuntimeError", "[gloo] Timed out waiting 1800000ms", "train.py:9", True)
+OWN = RaisedError("ValueError", "bad batch", "train.py:40 in step")
+REFUSED = RaisedError("ConnectionResetError", "by peer", "train.py:40 in fetch")
+PREEMPTED = RaisedError("Preempted", "", "train.py:7 in on_term", asked=True)
+
+
+def at(steps: int, phase: str = "forward", micro: int = 0) -> Progress:
+    return Progress(steps, micro, phase, steps)
+
+
+def fate(rank: int, how: str = "", clock: Progress | None = None, **more: Any) -> Fate:
+    more.setdefault("witness", "w" if more.get("order", -1) >= 0 else "")
+    return Fate(rank, "node_0000", how, clock=clock or at(12), heard=True, **more)
+
+
+def raised(rank: int, error: RaisedError, how: str = "exit:1", **more: Any) -> Fate:
+    return fate(rank, how, closed=True, raised=True, error=error, **more)
+
+
+def left(rank: int, clock: Progress, **more: Any) -> Fate:
+    """Return a rank of a script with a handler of SIGTERM that closed at its interpreter's end."""
+    more = {"closed": True, "handles": True, "at_exit": True, **more}
+    return fate(rank, "exit:0", clock, **more)
+
+
+def verdict(*fates: Fate, **case: Any) -> End:
+    return judge(Case(fates, **case))
+
+
+VERDICTS = {
+    # A cause and those it took along.
+    "a killed rank, its peer by a broken connection": (
+        [fate(0, "SIGKILL"), raised(1, GONE)], "crashed", [0], "SIGKILL"),
+    "a killed rank, its peers told to stop by the launcher": (
+        [fate(0, "SIGTERM"), fate(1, "SIGKILL"), fate(2, "SIGTERM")], "crashed", [1], "SIGKILL"),
+    "the same, and the daemon saw the peer's end first of all": (
+        [raised(0, GONE, order=0), fate(1, "SIGKILL", order=1)], "crashed", [1], "SIGKILL"),
+    "an exception, its peers told to stop": (
+        [raised(0, OWN), fate(1, "SIGTERM")], "crashed", [0], "ValueError"),
+    "an exception that takes long to exit": (
+        [raised(0, OWN, how=""), fate(1)], "crashed", [0], "ValueError"),
+    "an exception, and its own process told to stop while it fell": (
+        [raised(0, OWN, "SIGTERM"), raised(1, GONE, "SIGTERM")], "crashed", [0], "ValueError"),
+    "an exception behind close()": (
+        [fate(0, "exit:1", closed=True, error=OWN), raised(1, GONE)], "crashed", [0], "ValueError"),
+    "an exit code, its peer by a broken connection": (
+        [fate(0, "exit:3"), raised(1, GONE)], "crashed", [0], "exit:3"),
+    "an exit code, its peers told to stop": (
+        [fate(0, "exit:3", closed=True), fate(1, "SIGTERM")], "crashed", [0], "exit:3"),
+    "an exit without a word and without a fault code, in mid-training": (
+        [fate(0, "exit:0"), raised(1, GONE)], "crashed", [0], "exit:0"),
+    "a crash, and its peer's script answered by an exit code": (
+        [fate(0, "SIGSEGV"), fate(1, "exit:1", closed=True)], "crashed", [0], "SIGSEGV"),
+    "a crash in C++, its peers told to stop": (
+        [fate(0, "SIGABRT"), fate(1, "SIGTERM")], "crashed", [0], "SIGABRT"),
+    "a rank of which nobody knows how it died, and its peer by a broken connection": (
+        [fate(0, "unknown"), raised(1, GONE)], "crashed", [0], "unknown"),
+    "one by itself": ([fate(0, "SIGKILL", at(12, "data"))], "crashed", [0], "SIGKILL"),
+    "one that chose": ([fate(0, "exit:3", at(12, "data"))], "crashed", [0], "exit:3"),
+    "a launcher that kills the others at once": (
+        [fate(0, "SIGSEGV", order=0), fate(1, "SIGKILL", order=1)], "crashed", [0], "SIGSEGV"),
+    "who chose its code while the other was behind it answered": (
+        [fate(0, "exit:3", at(12)), fate(1, "exit:1", at(12, "backward"))], "crashed", [0],
+        "exit:3"),
+    # More than one may be it.
+    "two killed, and a third one told to stop": (
+        [fate(0, "SIGTERM"), fate(1, "SIGKILL"), fate(3, "SIGKILL")], "crashed", [1, 3], "SIGKILL"),
+    "two killed, one proven to be the first": (
+        [fate(1, "SIGKILL", order=1), fate(3, "SIGKILL", order=0)], "crashed", [3], "SIGKILL"),
+    "seen by different daemons, which proves nothing": (
+        [fate(0, "SIGTERM"), fate(1, "SIGKILL", order=1),
+         fate(3, "SIGKILL", order=0, witness="other")], "crashed", [1, 3], "SIGKILL"),
+    "one killed in the middle of a step, another one by its own exception": (
+        [fate(0, "SIGKILL", order=0), raised(1, OWN, order=1)], "crashed", [0, 1], "SIGKILL"),
+    "everybody killed in the middle of a step": (
+        [fate(0, "SIGKILL"), fate(1, "SIGKILL", at(12, "backward"))], "unknown", [], "SIGKILL"),
+    "everybody killed, without a proof that means anything": (
+        [fate(1, "SIGKILL", order=1), fate(3, "SIGKILL", order=0, witness="other")],
+        "unknown", [], "SIGKILL"),
+    "aborted while another one was behind: a watchdog's work or its own": (
+        [fate(0, "SIGABRT", at(12, "backward")), fate(1, "SIGTERM")], "unknown", [0, 1], "SIGABRT"),
+    "aborted while one was behind that was killed, seen together": (
+        [fate(0, "SIGABRT", at(12, "backward"), order=0), fate(1, "SIGKILL", order=0)],
+        "unknown", [0, 1], "SIGABRT"),
+    "aborted while one was behind that was killed then": (
+        [fate(0, "SIGABRT", at(12, "backward"), order=0), fate(1, "SIGKILL", order=1)],
+        "crashed", [0], "SIGABRT"),
+    "aborted behind the death of one that was killed": (
+        [fate(0, "SIGABRT", at(12, "backward"), order=1), fate(1, "SIGKILL", order=0)],
+        "crashed", [1], "SIGKILL"),
+    "aborted while nobody was behind, and another one killed then": (
+        [fate(0, "SIGABRT", order=0), fate(1, "SIGKILL", at(12, "backward"), order=1)],
+        "crashed", [0], "SIGABRT"),
+    "killed behind the others, who were told to stop, seen together": (
+        [fate(0, "SIGTERM", at(12, "backward"), order=0), fate(1, "SIGKILL", order=0)],
+        "unknown", [1], "SIGKILL"),
+    "the same, and one of them had lost the connection": (
+        [fate(0, "SIGTERM", at(12, "backward"), order=0), fate(1, "SIGKILL", order=0),
+         raised(2, GONE, "SIGTERM", order=0)], "crashed", [1], "SIGKILL"),
+    "killed as far as the others, who were told to stop, seen together": (
+        [fate(0, "SIGTERM", order=0), fate(1, "SIGKILL", order=0)], "crashed", [1], "SIGKILL"),
+    "killed behind a time in which all stood still, proven to be the first": (
+        [fate(0, "SIGTERM", order=1, stalled=True), fate(1, "SIGKILL", order=0, stalled=True)],
+        "crashed", [1], "SIGKILL"),
+    "one that left in mid-training, and its peers by broken connections": (
+        [fate(1, "unknown", at(4, "data"), closed=True), raised(0, GONE), raised(2, GONE)],
+        "crashed", [1], "unknown"),
+    "the same, and another one is gone without a last word": (
+        [fate(1, "unknown", at(4, "data"), closed=True), raised(0, GONE), fate(2, "unknown")],
+        "crashed", [1, 2], "unknown"),
+    "one that left further on than all who lost the connection to one that is gone": (
+        [fate(1, "exit:0", at(40, "data"), closed=True), raised(0, GONE), fate(2, "unknown")],
+        "crashed", [2], "unknown"),
+    "closed in the middle of a step, and nobody knows its exit code": (
+        [fate(n, closed=True, clock=at(4, "backward")) for n in (0, 1)], "unknown", [], "unknown"),
+    "everybody raised": ([raised(0, OWN), raised(1, OWN)], "crashed", [0, 1], "ValueError"),
+    "everybody chose, without a handler of signals": (
+        [fate(n, "exit:3", closed=True) for n in (0, 1)], "crashed", [0, 1], "exit:3"),
+    "only broken connections": ([raised(0, GONE), raised(1, GONE)], "crashed", [0, 1],
+                                "RuntimeError"),
+    # Told to stop.
+    "SIGTERM for all": ([fate(0, "SIGTERM"), fate(1, "SIGTERM")], "stopped", [], "SIGTERM"),
+    "SIGINT for all": ([raised(n, replace(PREEMPTED, type="KeyboardInterrupt"), "SIGINT")
+                        for n in (0, 1)], "stopped", [], "SIGINT"),
+    "a handler that raises": ([raised(0, PREEMPTED), fate(1, "SIGTERM")], "stopped", [],
+                              "SIGTERM"),
+    "handlers that exit as a shell would say it": (
+        [fate(0, "exit:143", closed=True), raised(1, GONE)], "stopped", [], "exit:143"),
+    "one handler that exits as a shell would say it, and SIGTERM for the other": (
+        [fate(0, "exit:143", closed=True), fate(1, "SIGTERM")], "stopped", [], "SIGTERM"),
+    "a handler that exits out of the middle of a forward": (
+        [fate(0, "exit:1", closed=True, handles=True), fate(1, "exit:1", at(12, "backward"),
+                                                            closed=True, handles=True)],
+        "stopped", [], "exit:1"),
+    "SIGTERM for all, one killed when it did not go": (
+        [fate(0, "SIGTERM", order=0), fate(1, "SIGKILL", order=1)], "stopped", [], "SIGTERM"),
+    "one told to stop, and its peer by a broken connection": (
+        [fate(0, "SIGTERM"), raised(1, GONE)], "stopped", [], "SIGTERM"),
+    # Stood still.
+    "suspended, and killed by the launcher at last": (
+        [fate(0, "SIGTERM", at(12, "backward"), order=0), fate(1, "SIGKILL", suspended=True,
+                                                               order=1)], "hung", [1], "SIGSTOP"),
+    "suspended, and all killed": (
+        [fate(0, "SIGKILL", at(12, "backward")), fate(1, "SIGKILL", suspended=True)],
+        "hung", [1], "SIGSTOP"),
+    "behind the others, which stood still as well": (
+        [fate(0, "SIGTERM", at(12, "backward"), stalled=True), fate(1, "SIGKILL", stalled=True)],
+        "hung", [1], "hang"),
+    "NCCL's watchdog ended those who waited": (
+        [fate(0, "SIGABRT", at(12, "backward"), stalled=True), fate(1, "SIGTERM", stalled=True)],
+        "hung", [1], "hang"),
+    "those who waited gave up": (
+        [raised(0, TIMED_OUT, clock=at(12, "backward")), fate(1, "SIGTERM")], "hung", [1], "hang"),
+    "all in one place": (
+        [fate(n, "SIGTERM", at(12, "backward"), stalled=True) for n in (0, 1)], "hung", [0, 1],
+        "hang"),
+    # Nothing to blame anybody for.
+    "all closed": (
+        [fate(n, "exit:0", at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),
+    "closed, and aborted by a thread of torch behind it": (
+        [fate(0, "SIGABRT", closed=True), fate(1, "exit:0", closed=True)], "ended", [], ""),
+    "closed without a daemon": (
+        [fate(n, clock=at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),
+    "caught behind close()": ([fate(0, "exit:0", closed=True, error=OWN)], "ended", [], ""),
+    "everybody gone without a word or a witness": (
+        [fate(0), fate(1, "unknown")], "vanished", [], "unknown"),
+    "a copy of records without a heartbeat": (
+        [replace(fate(n), clock=None) for n in (0, 1)], "unknown", [], "unknown"),
+    "one of whom nothing is known": (
+        [fate(0, clock=at(40, "data"), closed=True), fate(1)], "unknown", [], "unknown"),
+    "workers that are ended by their code when all is done": (
+        [fate(n, "exit:1", at(40, "data")) for n in (0, 1)], "unknown", [], "exit:1"),
+    "workers that are killed when all is done": (
+        [fate(n, "SIGKILL", at(40, "data")) for n in (0, 1)], "unknown", [], "SIGKILL"),
+    # Handlers of signals that exit with 0.
+    "a handler that exits with 0 out of the middle of a forward": (
+        [left(0, at(7)), left(1, at(7, "data"))], "stopped", [], "exit:0"),
+    "the same, of a rank whose last word was an error": (
+        [left(0, at(7)), raised(1, GONE, clock=at(7, "backward"))], "stopped", [], "exit:0"),
+    "ranks that left in different places, one of them behind its forward": (
+        [left(0, at(7, "backward")), left(1, at(7, "data"))], "stopped", [], "exit:0"),
+    "who left by sys.exit() out of a handler, as its close() saw": (
+        [fate(n, "exit:0", at(7, "data"), closed=True, asked=True) for n in (0, 1)], "stopped",
+        [], "exit:0"),
+    "all behind the same forward, by a handler or not": (
+        [left(n, at(7, "backward")) for n in (0, 1)], "unknown", [], "unknown"),
+    "all between two steps, by a handler or not": (
+        [left(n, at(7, "data")) for n in (0, 1)], "unknown", [], "unknown"),
+    "one between two steps, by a handler or not, and its peer by a broken connection": (
+        [left(0, at(7, "data")), raised(1, GONE)], "unknown", [], "exit:0"),
+    "the same, and a third one was told to stop": (
+        [left(0, at(7, "data")), raised(1, GONE), fate(2, "SIGTERM")], "stopped", [], "SIGTERM"),
+    "all in one place behind close(), whatever handlers there are": (
+        [left(n, at(7, "data"), at_exit=False) for n in (0, 1)], "ended", [], ""),
+    "all in one place, without a handler": (
+        [left(n, at(7, "data"), handles=False) for n in (0, 1)], "ended", [], ""),
+    "one in the middle of a forward, without a handler": (
+        [left(0, at(7), handles=False), raised(1, GONE)], "crashed", [0], "exit:0"),
+    # What a launcher's SIGKILL may have followed from.
+    "an exception, and all others killed, seen together": (
+        [fate(0, "SIGKILL", order=0), raised(1, OWN, order=0), fate(2, "SIGKILL", order=0)],
+        "crashed", [1], "ValueError"),
+    "the same of a connection of the script's own": (
+        [fate(0, "SIGKILL", order=0), raised(1, REFUSED, order=0)], "crashed", [0, 1], "SIGKILL"),
+    "the same, by different daemons, which proves nothing": (
+        [fate(0, "SIGKILL", order=0), raised(1, OWN, order=0, witness="other")], "crashed", [0, 1],
+        "SIGKILL"),
+    "a signal that nobody sends, and another one killed, seen together": (
+        [fate(0, "SIGKILL", order=0), fate(1, "SIGSEGV", order=0)], "crashed", [1], "SIGSEGV"),
+    "killed first, and then a signal that nobody sends": (
+        [fate(0, "SIGKILL", order=0), fate(1, "SIGSEGV", order=1)], "crashed", [0], "SIGKILL"),
+    "an exit code, behind the others, who were killed": (
+        [fate(0, "SIGKILL", at(6, "backward"), order=0), fate(1, "exit:17", at(5), order=0)],
+        "crashed", [1], "exit:17"),
+    "the same, of a script that handles signals": (
+        [fate(0, "SIGKILL", at(6, "backward"), order=0),
+         fate(1, "exit:17", at(5), closed=True, handles=True, order=0)],
+        "crashed", [0, 1], "SIGKILL"),
+    "an exit code, as far as the others, who were killed: it may be an answer": (
+        [fate(0, "SIGKILL", at(6), order=0), fate(1, "exit:17", at(6), order=0)],
+        "crashed", [0, 1], "SIGKILL"),
+    "the same, killed first": (
+        [fate(0, "SIGKILL", at(6), order=0), fate(1, "exit:17", at(6), order=1)],
+        "crashed", [0], "SIGKILL"),
+    # The last word found no room.
+    "all ended well, and their heartbeats say that they closed": (
+        [fate(n, "exit:0", at(40, "data"), beat_closed=True) for n in (0, 1)], "ended", [], ""),
+    "one of them did not": (
+        [fate(0, "exit:0", at(40, "data"), beat_closed=True), fate(1, "exit:0", at(40, "data"))],
+        "unknown", [], "exit:0"),
+    "a heartbeat says that one closed, and nobody knows how it ended": (
+        [fate(n, "unknown", at(40, "data"), beat_closed=True) for n in (0, 1)], "vanished", [],
+        "unknown"),
+    # What the launcher knows of a signal.
+    "all left, a handler may have run, and their torchrun was told to end": (
+        [left(n, at(7, "data"), launcher="exit:1") for n in (0, 1)], "stopped", [], "exit:0"),
+    "the same, and their torchrun says that all is well": (
+        [left(n, at(7, "data"), launcher="exit:0") for n in (0, 1)], "unknown", [], "unknown"),
+    "the same, and their torchrun was killed, which tells them nothing": (
+        [left(n, at(7, "data"), launcher="SIGKILL") for n in (0, 1)], "unknown", [], "unknown"),
+    "no handler ran, and torchrun failed behind an orderly end": (
+        [left(n, at(7, "data"), handles=False, launcher="exit:1") for n in (0, 1)], "ended", [],
+        ""),
+    "without a goodbye, of a script that handles signals, and torchrun was told to end": (
+        [fate(n, "exit:0", at(7, "data"), sets_handlers=True, launcher="SIGTERM") for n in (0, 1)],
+        "stopped", [], "exit:0"),
+    "torchrun failed because a rank did": (
+        [left(0, at(7, "data"), launcher="exit:1"), raised(1, OWN, launcher="exit:1")], "crashed",
+        [1], "ValueError"),
+    "one exit code of all in the same forward, of a script that handles signals": (
+        [fate(n, "exit:5", sets_handlers=True) for n in (0, 1)], "stopped", [], "exit:5"),
+    "the same between two steps": (
+        [fate(n, "exit:5", at(7, "data"), sets_handlers=True) for n in (0, 1)], "unknown", [],
+        "exit:5"),
+    "everybody chose one code between two steps, with a handler of signals": (
+        [fate(n, "exit:1", at(40, "data"), closed=True, handles=True) for n in (0, 1)],
+        "unknown", [], "exit:1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_the_end_is_what_the_evidence_shows(name: str) -> None:
+    fates, state, ranks, how = VERDICTS[name]
+    for order in (fates, fates[::-1]):
+        end = judge(Case(tuple(order)))
+        assert (end.state, list(end.ranks), end.how) == (state, ranks, how), end.message
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_a_bad_end_is_a_page_and_blames_whom_it_names_and_nobody_else(name: str) -> None:
+    fates, state, ranks, _ = VERDICTS[name]
+    case = Case(tuple(fates))
+    found = anomalies_of(judge(case), case, 0)
+    pages = [a for a in found if a.level == "page"]
+    grave = judge(case).grave and state == "unknown"
+    assert len(pages) == (grave or state in {"crashed", "hung", "vanished"})
+    for page in pages:
+        assert page.first_cause
+        assert page.rank == (ranks[0] if len(ranks) == 1 else None)
+    if state == "stopped":
+        assert [(a.level, a.rank) for a in found] == [("info", None)]
+    assert all(a.level != "page" for a in found if not grave and state in {"unknown", "ended"})
+    assert not {a.rank for a in found if a.level == "info"} & set(ranks)
+
+
+def test_an_exit_code_is_not_called_a_signal_that_a_handler_may_not_have_got() -> None:
+    end = verdict(fate(0, "exit:143", closed=True), fate(1, "exit:143", closed=True))
+    assert (end.state, end.how) == ("stopped", "exit:143")
+    assert end.message == (
+        "stopped from outside: ranks 0 and 1 ended because of exit code 143 (in shells SIGTERM)"
+    )
+
+
+def test_a_node_ended_well_whatever_is_known_of_others() -> None:
+    well, absent = [left(n, at(40, "data")) for n in (0, 1)], Fate(2)
+    assert is_well(Case((*well, absent), partial=True))
+    assert is_well(Case(tuple(well)))
+    for bad in (fate(1, "SIGKILL"), fate(1, "exit:3", closed=True), left(1, at(40)), fate(1)):
+        assert not is_well(Case((well[0], bad, absent), partial=True))
+    assert not is_well(Case((absent,), partial=True))
+
+
+def test_while_ranks_live_only_what_is_certain_is_said() -> None:
+    assert verdict(fate(0), fate(1), live=True).state == "running"
+    assert verdict(raised(0, GONE), fate(1), live=True).state == "running"
+    assert verdict(fate(0, "SIGKILL"), fate(1), live=True).ranks == (0,)
+    stuck = verdict(fate(0, clock=at(12, "backward")), fate(1, suspended=True), live=True)
+    assert (stuck.state, stuck.ranks, stuck.step, stuck.phase) == ("hung", (1,), 12, "forward")
+    assert stuck.message == (
+        "rank 1, in forward of step 12, was suspended (SIGSTOP) and did not go on; rank 0 waited"
+    )
+
+
+def test_where_ranks_are_missing_nobody_here_is_taken_for_them() -> None:
+    absent = Fate(2)
+    assert verdict(raised(0, GONE), fate(1, "SIGTERM"), absent, partial=True).ranks == ()
+    assert verdict(fate(0), fate(1), absent, partial=True).state == "unknown"
+    assert verdict(fate(0, stalled=True), absent, partial=True, live=True).ranks == ()
+    assert verdict(fate(0, "SIGSEGV"), raised(1, GONE), absent, partial=True).ranks == (0,)
+
+
+def test_a_kill_of_all_that_are_seen_is_as_open_where_other_nodes_are_not_seen() -> None:
+    absent = Fate(2), Fate(3)
+    between = [fate(n, "SIGKILL", at(40, "data"), order=n) for n in (0, 1)]
+    end = verdict(*between, *absent, partial=True)
+    assert (end.state, end.ranks, end.grave) == ("unknown", (), False), end.message
+    assert end.message == (
+        "ranks 0 and 1 ended (SIGKILL) behind step 40 without a last word: nothing says whether "
+        "training was over; of ranks 2 and 3 nothing is known here"
+    )
+    end = verdict(*(fate(n, "SIGKILL") for n in (0, 1)), *absent, partial=True)
+    assert (end.state, end.ranks, end.grave) == ("unknown", (), True), end.message
+    ordered = [fate(n, "SIGKILL", order=n) for n in (0, 1)]
+    assert verdict(*ordered, *absent, partial=True).ranks == (0,)
+    for alone in (fate(0, "SIGKILL", at(40, "data")), fate(0, "exit:1", at(40, "data"))):
+        assert verdict(alone, *absent, partial=True).ranks == (0,)
+
+
+def test_who_answered_a_signal_by_a_code_may_have_been_told_to_because_of_another_node() -> None:
+    here = [fate(n, "exit:5", at(12), closed=True, handles=True) for n in (0, 1)]
+    assert verdict(*here).state == "stopped"
+    end = verdict(*here, Fate(2), partial=True)
+    assert (end.state, end.ranks, end.how) == ("unknown", (), "exit:5"), end.message
+
+
+def test_a_broken_connection_is_no_rank_s_doing_while_another_node_is_not_seen() -> None:
+    for here in (fate(0, "unknown"), fate(0, "exit:0", at(12, "data"), closed=True)):
+        assert verdict(here, raised(1, GONE)).ranks == (0,)
+        end = verdict(here, raised(1, GONE), Fate(2), partial=True)
+        assert (end.state, end.ranks) == ("crashed", ()), end.message
+        assert "rank 0" not in end.message
+
+
+def test_the_logical_clock_orders_micro_batches_and_phases_within_a_step() -> None:
+    places = [
+        at(3, "data", micro=1), at(3), at(3, "backward"), at(3, micro=1),
+        at(3, "backward", micro=1), at(3, "optimizer", micro=1), at(4, "data", micro=1), at(4),
+    ]  # fmt: skip
+    assert [p.key for p in places] == sorted({p.key for p in places})
+
+
+def events_of(rng: random.Random) -> list[tuple[dict[str, Any], int | None]]:
+    """Return events of three ranks, as daemons and ranks say them."""
+    events: list[tuple[dict[str, Any], int | None]] = []
+    for rank in range(3):
+        how = rng.choice(["SIGKILL", "SIGTERM", "exit:1", "exit:3", "exit:0", "unknown", "SIGABRT"])
+        place = {"step": rng.randrange(2), "steps": rng.randrange(2), "micro": 0,
+                 "state": rng.choice(["data", "forward", "backward", "optimizer", "closed"]),
+                 }  # fmt: skip
+        told = {"rank": rank, "how": how, "order": rng.randrange(-1, 3), "witness": "w"}
+        if rng.random() < 0.8:
+            events.append(({"event": "exit", "time_ns": rng.randrange(9), **told, **place}, None))
+        if rng.random() < 0.5:
+            error = rng.choice([None, GONE, OWN, PREEMPTED])
+            said = {"status": "exception" if error else "ok", "handles": rng.random() < 0.5,
+                    "at_exit": rng.random() < 0.5}  # fmt: skip
+            fields = {n: getattr(error, n) for n in ("type", "message", "collective", "asked")
+                      } if error else None  # fmt: skip
+            events.append(({"event": "closed", **said, "error": fields, **place}, rank))
+        word = rng.choice(["suspended", "continued", ""])
+        if word:
+            events.append(({"event": word, "rank": rank, "time_ns": rng.randrange(9)}, None))
+    for _ in range(rng.randrange(3)):
+        word = rng.choice(["stalled", "moving"])
+        events.append(({"event": word, "time_ns": rng.randrange(9**9)}, None))
+    return events
+
+
+@pytest.mark.parametrize("draw", range(300))
+def test_the_order_in_which_it_is_noticed_never_matters(draw: int) -> None:
+    rng = random.Random(draw)
+    events = events_of(rng)
+    found = []
+    for _ in range(4):
+        rng.shuffle(events)
+        evidence = Evidence()
+        for said, rank in events:
+            event = validate.event(said)
+            assert event is not None
+            evidence.take_event(event, rank, "node_0000")
+        case = evidence.case(3, live=draw % 2 == 0)
+        found.append((case, judge(case)))
+    assert found == [found[0]] * 4
+    case, end = found[0]
+    named = {f.rank for f in case.fates}
+    assert set(end.ranks) <= named
+    assert bool(end.ranks) <= (end.grave or end.state in {"crashed", "hung"})
+    assert end.message
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "exit"}, {"event": "exit", "rank": 1e400, "how": "SIGKILL"},
+        {"event": "exit", "rank": -1, "how": "x", "order": 0, "witness": "", "time_ns": 0},
+        {"event": "last_beats", "ranks": {"x": {}}}, {"event": "stalled", "time_ns": "soon"},
+        {"event": "death", "rank": 0, "time_ns": float("inf")},
+        {"event": "suspended", "rank": None, "time_ns": 1}, {"event": "closed", "error": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_event_that_makes_no_sense_says_nothing(event: dict[str, Any]) -> None:
+    assert validate.known_event(event) is None
+    with pytest.raises(ValueError, match=f"of '{event['event']}' is "):
+        validate.event(event)
+
+
+def beat(time_ns: int, steps: int = 10, state: str = "forward", seconds: float = 0.1) -> Heartbeat:
+    spent = (0.0, seconds * steps, 0.0, 0.0)
+    return Heartbeat(time_ns, steps, 0, state, steps, 0, steps, spent, 0.0)
+
+
+def test_ranks_stand_still_only_when_none_of_them_moves_for_many_steps() -> None:
+    second = 10**9
+    assert is_still([beat(0), beat(second)], 12 * second)
+    assert not is_still([beat(0), beat(second)], 9 * second)
+    assert not is_still([beat(0), beat(second, seconds=2.0)], 12 * second)
+    assert not is_still([beat(0), beat(second, state="paused")], 99 * second)
+    assert not is_still([beat(0, steps=0)], 99 * second)
+    assert not is_still([], 99 * second)

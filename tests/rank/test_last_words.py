@@ -1,0 +1,208 @@
+"""What a rank says of the exception that ends it: whose doing it was, and where."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ddpprobe.rank.last_words import describe, goodbye
+from ddpprobe.rank.scheduler import scheduler
+from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
+from ddpprobe.records.events import ClosedEvent
+
+
+def caught(raise_it: Callable[[], object]) -> BaseException:
+    try:
+        raise_it()
+    except BaseException as error:  # noqa: BLE001  (the subject)
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def inside(module: str, body: str) -> Callable[[], Any]:
+    """Return a function of a module of this name."""
+    names: dict[str, Any] = {"__name__": module}
+    exec(f"def call(*args):\n    {body}", names)
+    return names["call"]
+
+
+def own() -> None:
+    raise ValueError("bad batch\nand more")
+
+
+GONE = "raise RuntimeError('[gloo/transport/tcp/pair.cc] Connection closed by peer')"
+ENGINE = "torch.autograd.graph"
+
+
+def from_it(broken: Callable[[], Any]) -> None:
+    try:
+        broken()
+    except RuntimeError as error:
+        raise OSError("training failed") from error
+
+
+def while_handling(broken: Callable[[], Any]) -> None:
+    try:
+        broken()
+    finally:
+        own()
+
+
+class DistBackendError(RuntimeError):
+    """Named as torch's."""
+
+
+def dist_error() -> None:
+    raise DistBackendError("NCCL error")
+
+
+@pytest.mark.parametrize(
+    ("raise_it", "collective"),
+    [
+        (own, False),
+        (inside(ENGINE, GONE), True),
+        (inside("torch.distributed.distributed_c10d", "raise RuntimeError('no words')"), True),
+        (inside("torch.distributed.distributed_c10d", "raise ValueError('wrong group')"), False),
+        (inside(ENGINE, "raise RuntimeError('backward through the graph a second time')"), False),
+        (inside("botocore.client", "raise OSError('Connection reset by peer')"), False),
+        (dist_error, True),
+        (lambda: from_it(inside(ENGINE, GONE)), True),
+        (lambda: while_handling(inside(ENGINE, GONE)), True),
+    ],
+)
+def test_an_error_out_of_communication_is_told_from_one_of_its_own(raise_it, collective) -> None:
+    assert describe(caught(raise_it)).collective is collective
+
+
+def test_type_message_and_the_innermost_place_outside_of_torch_are_told() -> None:
+    told = describe(caught(own))
+    assert (told.type, told.message) == ("ValueError", "bad batch")
+    assert told.where.startswith("test_last_words.py:")
+    assert told.where.endswith(" in own")
+    torch = describe(caught(inside("torch.nn.functional", "raise ValueError('x')")))
+    assert torch.where.endswith(" in caught")
+
+
+def test_a_text_that_cannot_be_made_costs_the_text_only() -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise KeyError("odd")
+
+    def odd() -> None:
+        raise Odd
+
+    told = describe(caught(odd))
+    assert (told.type, told.message) == ("Odd", "")
+
+
+@pytest.fixture(autouse=True)
+def python_s_own_handlers() -> Iterator[None]:
+    """A process of Python's own handlers, whatever was tested in this one before."""
+    own = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    OF_THE_SCRIPT.release()
+
+
+@pytest.fixture
+def on_term() -> Iterator[Callable[..., None]]:
+    def handler(*_: object) -> None:
+        raise InterruptedError("preempted")
+
+    before = signal.signal(signal.SIGTERM, handler)
+    yield handler
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_what_a_handler_of_a_signal_raises_was_asked_for(on_term) -> None:
+    assert describe(caught(lambda: signal.raise_signal(signal.SIGTERM))).asked
+    assert not describe(caught(own)).asked
+    assert goodbye().handles
+
+
+def test_ctrl_c_was_asked_for_and_is_no_handler_of_the_script_s() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    assert describe(caught(interrupt)).asked
+    assert not goodbye().handles
+
+
+def test_an_error_that_is_under_way_is_told_and_does_not_count_as_uncaught(monkeypatch) -> None:
+    for name in ("last_exc", "last_value"):
+        monkeypatch.delattr(sys, name, raising=False)
+    try:
+        own()
+    except ValueError:
+        told = goodbye()
+    assert (told.status, told.error.type) == ("ok", "ValueError")
+    assert goodbye() == ClosedEvent()
+    assert goodbye(at_exit=True) == ClosedEvent(at_exit=True)
+
+
+def test_an_exit_out_of_a_handler_was_asked_for_and_no_other_exit(on_term) -> None:
+    def leave(*_: object) -> None:
+        sys.exit(0)
+
+    def leaving(by: Callable[[], object]) -> ClosedEvent:
+        try:
+            by()
+        except SystemExit:
+            return goodbye()  # as a `with` or a `finally` calls it
+        raise AssertionError("nobody left")
+
+    signal.signal(signal.SIGTERM, leave)
+    told = leaving(lambda: signal.raise_signal(signal.SIGTERM))
+    assert told.asked
+    assert told.error is None
+    assert not leaving(lambda: sys.exit(0)).asked
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("raise ValueError('own')", "exception ValueError own"),
+        ("sys.excepthook = lambda *_: None\nraise ValueError('own')", "exception ValueError own"),
+        ("sys.exit(3)", "ok"),
+        ("pass", "ok"),
+        ("try:\n    raise ValueError\nexcept ValueError:\n    pass", "ok"),
+    ],
+)
+def test_at_the_end_of_the_interpreter_the_uncaught_error_is_known(script, says) -> None:
+    report = (
+        "import atexit, sys\nfrom ddpprobe.rank.last_words import goodbye\n"
+        "def tell():\n    told = goodbye()\n    error = told.error\n"
+        "    print(told.status, *((error.type, error.message) if error else ()))\n"
+        "atexit.register(tell)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", report + script], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split("\n")[0] == says
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({}, ""),
+        ({"SLURM_JOB_ID": "17"}, "Slurm job 17: sacct -j 17 -o State,ExitCode,Timelimit"),
+        (
+            {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": "0"},
+            "Slurm job 17, whose time was to end at 1970-01-01 00:00:00 UTC: sacct -j 17 -o ",
+        ),
+        ({"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": "soon"}, "Slurm job 17: sacct"),
+        ({"SLURM_JOB_ID": "1; rm -r /"}, ""),
+        ({"PBS_JOBID": "4.host"}, "PBS job 4.host: qstat -xf 4.host"),
+    ],
+)
+def test_the_scheduler_is_named_by_what_it_gave_to_the_process(environment, says) -> None:
+    said = scheduler(environment)
+    assert said.startswith(says)
+    assert bool(said) == bool(says)

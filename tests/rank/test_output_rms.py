@@ -1,0 +1,42 @@
+"""What a rank says of all its outputs in one number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import ddpprobe
+from ddpprobe.records.step import derive
+
+
+def test_it_is_the_geometric_mean_of_the_outputs_rms(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ddpprobe.install(model, run_dir=tmp_path / "run", every=1, daemon="none"):
+        for size in (1.0, 0.0):
+            (model(size * torch.ones(3, 4)) * size).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    records = list(ddpprobe.open(tmp_path / "run").records())
+    assert len(records) == 2
+    for record in records:
+        outputs = [i for i, s in enumerate(record.sites) if s.kind == "output"]
+        rms = derive("rms", record.counts[outputs], record.values[outputs])
+        assert len(rms) == 4  # with the root's
+        told = record.scalars[0]["output_rms"]
+        np.testing.assert_allclose(told, np.exp(np.log(rms).mean()), rtol=1e-12)
+
+
+def test_a_layer_of_zeros_moves_it_far(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with ddpprobe.install(model, run_dir=tmp_path / "run", every=1, daemon="none"):
+        for size in (1.0, 0.0):
+            model(size * torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    plain, zeros = ddpprobe.open(tmp_path / "run").records()
+    assert zeros.scalars[0]["output_rms"] < 1e-6 * plain.scalars[0]["output_rms"]

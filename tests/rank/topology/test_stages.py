@@ -1,0 +1,93 @@
+"""Ranks merge what is one module; stages of a pipeline are told apart, whatever they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from ddpprobe.rank.topology import stages
+from ddpprobe.rank.topology.describe import describe
+
+
+def parts(model: nn.Module) -> stages.Parts:
+    found = describe(model)
+    return stages.parts(replace(found, world_size=2))
+
+
+def make(seed: int, *kinds: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(kind() if kind is nn.ReLU else kind(2, 2) for kind in kinds))
+
+
+def test_equal_replicas_are_one_model() -> None:
+    heard = [parts(make(0, nn.Linear, nn.ReLU)) for _ in range(3)]
+    assert stages.compare(heard) == {"cut": [], "differ": []}
+
+
+def test_stages_of_one_shape_differ_by_their_values_down_to_the_modules_without_parameters() -> (
+    None
+):
+    heard = [parts(make(seed, nn.Linear, nn.ReLU)) for seed in (0, 1)]
+    assert stages.compare(heard) == {"cut": [], "differ": ["", "0", "1"]}
+
+
+def test_of_stages_with_names_of_their_own_only_what_contains_them_is_cut() -> None:
+    whole = nn.ModuleDict(
+        {"layers": nn.ModuleDict({"0": nn.Linear(2, 2), "1": nn.Linear(2, 2)}), "act": nn.ReLU()}
+    )
+    first, second = nn.ModuleDict(whole), nn.ModuleDict(whole)
+    first["layers"] = nn.ModuleDict({"0": whole["layers"]["0"]})
+    second["layers"] = nn.ModuleDict({"1": whole["layers"]["1"]})
+    assert stages.compare([parts(first), parts(second)]) == {
+        "cut": ["", "layers", "act"], "differ": [],
+    }  # fmt: skip
+
+
+def test_a_rank_with_a_further_expert_shares_the_rest() -> None:
+    shared = nn.Linear(2, 2)
+    heard = [
+        parts(nn.ModuleDict({"shared": shared, f"expert{rank}": nn.Linear(2, 2)}))
+        for rank in (0, 1)
+    ]
+    assert stages.compare(heard) == {"cut": [""], "differ": []}
+
+
+def carve(model: nn.ModuleDict, cut: Callable[[nn.ModuleDict], object]) -> frozenset[str]:
+    """What is known to be cut of a model that loses parts after `install`."""
+    found = replace(describe(model), world_size=2)
+    names = stages.Names(found)
+    cut(model)
+    return names.cut(replace(describe(model), world_size=found.world_size))
+
+
+def deep() -> nn.ModuleDict:
+    layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(2, 2)}) for _ in range(3))
+    return nn.ModuleDict({"layers": layers, "act": nn.ReLU(), "head": nn.Linear(2, 2)})
+
+
+def test_a_model_that_loses_layers_after_install_is_cut_where_it_lost_them() -> None:
+    def drop(model: nn.ModuleDict) -> None:
+        model["layers"][1] = None
+
+    assert carve(deep(), drop) == {"", "layers", "act"}
+
+
+def test_layers_that_are_renumbered_after_install_are_other_ones() -> None:
+    def slice_(model: nn.ModuleDict) -> None:
+        model["layers"] = model["layers"][1:]
+
+    every_layer = {"layers.0", "layers.0.up", "layers.1", "layers.1.up"}
+    assert carve(deep(), slice_) == {"", "layers", "act", *every_layer}
+
+
+def test_wrapping_replacing_and_adding_modules_after_install_cuts_nothing() -> None:
+    def change(model: nn.ModuleDict) -> None:
+        model["head"] = nn.Linear(2, 2)
+        model["further"] = nn.Linear(2, 2)
+        model["layers"][1] = checkpoint_wrapper(model["layers"][1])
+
+    assert carve(deep(), change) == frozenset()

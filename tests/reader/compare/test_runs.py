@@ -1,0 +1,546 @@
+"""Two runs part where they do: at that step, site and statistic, and not before by rounding."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpprobe.cli.main import main
+from ddpprobe.reader.compare.difference import Comparison
+from ddpprobe.reader.compare.runs import compare
+from ddpprobe.reader.compare.timeline import timeline
+from ddpprobe.reader.compare.tolerance import ComparedRows, Tolerance, rounding
+from ddpprobe.records.merge import merge_all
+from ddpprobe.records.step import (
+    COUNTS,
+    VALUES,
+    Site,
+    StepRecord,
+    empty_rows,
+    merge_counts,
+    merge_values,
+)
+from ddpprobe.store.writer import StoreWriter
+
+from ...conftest import torchrun_in
+from ...made_runs import NODE, Made
+from ...made_runs import record as made_record
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+DTYPES = st.sampled_from(sorted(EPS))
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def tensor(seed: int, largest: int = 3000) -> np.ndarray:
+    """Some numbers as networks have them: of any scale and size, with zeros, or all equal."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(rng.integers(1, largest)) * 10.0 ** rng.integers(-6, 6)
+    match rng.integers(4):
+        case 0:
+            x = np.maximum(x, 0)
+        case 1:
+            x[:] = x[0]
+        case 2:
+            x += 3 * np.abs(x).max()
+    return x
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Round to nearest, ties to even, in a dtype without limits of its exponent."""
+    with np.errstate(divide="ignore"):
+        spacing = EPS[dtype] * 2.0 ** np.floor(np.log2(np.abs(x)))
+    return np.where(x == 0, 0, np.rint(x / np.where(x == 0, 1, spacing)) * spacing)
+
+
+def rows(*parts: np.ndarray) -> ComparedRows:
+    """Return the statistics of a tensor that is seen in parts."""
+    counts, values = empty_rows(1)
+    for x in parts:
+        finite = x[np.isfinite(x)]
+        part = np.zeros((1, len(COUNTS)), np.int64)
+        part[0] = [
+            x.size, np.isnan(x).sum(), (x == np.inf).sum(), (x == -np.inf).sum(), (x == 0).sum(),
+            1, 1,
+        ]  # fmt: skip
+        numbers = [finite.min(initial=np.inf), finite.max(initial=-np.inf), finite.sum(),
+                   (finite * finite).sum()]  # fmt: skip
+        counts = merge_counts(counts, part)
+        values = merge_values(values, np.array([numbers]))
+    return ComparedRows(counts, values)
+
+
+def excess(a: ComparedRows, b: ComparedRows, dtypes: tuple[str, str], **how: object) -> float:
+    tolerance = Tolerance(**how)
+    limits = tolerance.limits([tuple(Site("x", "output", dtype=d) for d in dtypes)])
+    return float(tolerance.excess(a, b, limits).max())
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, DTYPES, st.integers(1, 9))
+def test_a_tensor_in_another_order_and_other_parts_is_the_same(seed, dtype, parts):
+    x = rounded(tensor(seed), dtype)
+    other = np.array_split(np.random.default_rng(seed + 1).permutation(x), parts)
+    assert excess(rows(x), rows(*other), (dtype, dtype)) <= 1
+    assert excess(rows(x), rows(x), (dtype, dtype), exact=True) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, DTYPES, DTYPES)
+def test_a_tensor_rounded_to_another_dtype_is_the_same(seed, dtype, other):
+    x = rounded(tensor(seed), dtype)
+    assert excess(rows(x), rows(rounded(x, other)), (dtype, other)) <= 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, DTYPES)
+def test_neighbouring_numbers_in_every_element_are_the_same(seed, dtype):
+    x = rounded(tensor(seed), dtype)
+    signs = np.random.default_rng(seed + 1).integers(-1, 2, x.shape)
+    assert excess(rows(x), rows(rounded(x * (1 + EPS[dtype] * signs), dtype)), (dtype, dtype)) <= 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, DTYPES)
+def test_a_tensor_that_grew_by_a_few_roundings_more_is_another(seed, dtype):
+    x = rounded(tensor(seed), dtype)
+    if np.any(x):
+        assert excess(rows(x), rows(x * (1 + 8 * rounding(dtype))), (dtype, dtype)) > 1
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("how", [{}, {"exact": True}, {"rtol": 1.0, "atol": 1e9}])
+def test_a_number_that_is_not_finite_is_no_rounding(number, how):
+    x = np.ones(100_000)
+    assert (
+        excess(rows(x), rows(np.append(x[1:], number)), ("bfloat16", "bfloat16"), **how) == np.inf
+    )
+    both = rows(np.append(x, number))
+    assert excess(both, both, ("bfloat16", "bfloat16"), **how) == 0
+
+
+def test_whole_numbers_have_no_rounding_and_what_was_rounded_once_stays_so():
+    one = ("int64", "float32", "bfloat16", "float32", "bool", "float32")
+    two = ("int64", "float32", "float32", "float32", "bool", "float32")
+    kinds = ("output",) * 5 + ("grad_output",)
+    pairs = [
+        (Site("", k, dtype=a), Site("", k, dtype=b))
+        for k, a, b in zip(kinds, one, two, strict=True)
+    ]
+    coarse = rounding("bfloat16")
+    limits = Tolerance().limits(pairs)
+    assert limits.r.tolist() == [0, rounding("float32"), coarse, coarse, 0, 2 * coarse]
+    assert limits.alike.tolist() == [False, False, True, False, False, True]
+    assert excess(rows(np.arange(9.0)), rows(np.arange(9.0) + 1), ("int64", "int64")) > 1
+    assert Tolerance(rtol=0.5).limits(pairs).r.tolist() == [0, 0.5, 0.5, 0.5, 0, 0.5]
+
+
+def test_a_given_tolerance_means_what_it_says():
+    x, same = np.array([3.0, -4.0]), ("float32", "float32")
+    assert excess(rows(x), rows(x * 1.0999), same, rtol=0.1) < 1
+    assert excess(rows(x), rows(x * 1.12), same, rtol=0.1) > 1
+    assert excess(rows(x), rows(x + 0.09), same, rtol=0, atol=0.1) < 1
+    assert excess(rows(x), rows(x + 0.11), same, rtol=0, atol=0.1) > 1
+
+
+# ---- whole runs, in memory
+
+SITES = (
+    *(Site(f"blocks.{i}.w", "grad_local", dtype="float32") for i in range(3)),
+    *(Site(f"blocks.{i}", k, dtype="float32") for i in range(3) for k in ("output", "grad_output")),
+    *(Site(f"blocks.{i}.w", "grad", placement="replicated", dtype="float32") for i in range(3)),
+)  # fmt: skip
+EXECUTED = (3, 5, 7, 8, 6, 4, 2, 1, 0, 9, 10, 11)
+
+
+class Told:
+    """A run of which the records are given, by attempt."""
+
+    def __init__(self, *attempts: Sequence[StepRecord]) -> None:
+        self._attempts = attempts
+
+    def attempts(self) -> list[int]:
+        return list(range(len(self._attempts)))
+
+    def records(self, rank: int | None = None, attempt: int | None = None) -> Iterator[StepRecord]:
+        return iter(self._attempts[attempt])
+
+
+def step(number: int, sites: Sequence[Site] = SITES, *, ranks: int = 1, seed: int = 0,
+         **changes: object) -> StepRecord:  # fmt: skip
+    """A step of a run whose batch is cut over `ranks` ranks; equal seeds, equal numbers."""
+    parts = []
+    for rank in range(ranks):
+        counts, values = empty_rows(len(sites))
+        for i, site in enumerate(sites):
+            rng = np.random.default_rng([seed, number, *f"{site.fqn}{site.kind}".encode()])
+            x = rng.standard_normal(240)
+            share = x if site.placement != "local" else np.array_split(x, ranks)[rank]
+            found = rows(share)
+            counts[i], values[i] = found.counts[0], found.values[0]
+        loss = {rank: {"loss": 1 / (number + 1), "micro_batches": 1.0, "forward_seconds": seed}}
+        parts.append(StepRecord(0, number, (rank,), 0, True, tuple(sites), counts, values, loss))
+    return replace(merge_all(parts), **changes)
+
+
+def steps(numbers: Sequence[int], **how: object) -> list[StepRecord]:
+    return [step(n, **how) for n in numbers]
+
+
+def of(a: Told, b: Told, glob: str = "*", **how: object) -> Comparison:
+    return compare(a, b, Tolerance(**how), glob)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    at=st.integers(0, 2), row=st.integers(0, len(SITES) - 1), stat=st.sampled_from(VALUES),
+    factor=st.floats(1.2, 1e6), dtype=DTYPES, seed=SEEDS,
+)  # fmt: skip
+def test_one_planted_difference_is_named_exactly(at, row, stat, factor, dtype, seed):
+    sites = tuple(replace(s, dtype=dtype) for s in SITES)
+    plain, bent = (steps(range(3), sites=sites, seed=seed) for _ in range(2))
+    n, v = 240, bent[at].values[row]
+    low, high, total, square = v
+    backward = sites[row].kind.startswith("grad")
+    r, peak, rms = rounding(dtype) * (1 + backward), max(-low, high), math.sqrt(square / n)
+    own = 2.6e-6 * (dtype != "float64") + n * 2.0**-52
+    left = 1 if backward else n**-0.25
+    middle = factor * (r * left + own) * rms
+    match stat:
+        case "min":
+            v[0] = low - factor * r * (peak * (1 + factor * r) if r * factor < 1 else 1e9 * peak)
+        case "max":
+            v[1] = high + factor * r * (peak * (1 + factor * r) if r * factor < 1 else 1e9 * peak)
+        case "sum":
+            v[2] = total + n * middle
+        case "sum_sq":
+            v[3] = n * (rms + middle * (1 + middle / rms if middle < rms else 1e9)) ** 2
+    found = of(Told(plain), Told(bent))
+    first = found.differences[0]
+    named = {"sum": "mean", "sum_sq": "rms"}.get(stat, stat)
+    assert (first.step, first.site, first.stat) == (at, sites[row], named)
+    assert found.agreed == (at - 1 if at else None)
+    assert len(found.differences) == 1
+    assert first.order == EXECUTED.index(row)
+
+
+def test_of_several_sites_the_first_one_executed_is_named_first():
+    plain, bent = steps(range(3)), steps(range(3))
+    bent[1].values[:] *= 2
+    bent[2].values[:] *= 3
+    found = of(Told(plain), Told(bent))
+    assert [p.site for p in found.differences] == [SITES[i] for i in EXECUTED]
+    assert {p.step for p in found.differences} == {1}
+    assert [(g.step, g.apart, g.compared) for g in found.growth] == [(1, 12, 12), (2, 12, 12)]
+
+
+def test_equal_runs_do_not_part_and_say_how_near_they_came():
+    found = of(Told(steps(range(4))), Told(steps(range(4))), exact=True)
+    assert (found.differences, found.growth, found.nearest, found.agreed) == ([], [], None, 3)
+    near = steps(range(4))
+    near[2].values[3, VALUES.index("max")] *= 1 + rounding("float32") / 2
+    found = of(Told(steps(range(4))), Told(near))
+    assert found.differences == []
+    assert (found.nearest.step, found.nearest.site, found.nearest.stat) == (2, SITES[3], "max")
+    assert 0.4 < found.nearest.excess < 0.6
+    assert of(Told(steps(range(4))), Told(near), exact=True).differences[0].stat == "max"
+
+
+def test_a_batch_over_other_ranks_is_compared_after_the_reduction_and_in_the_forward():
+    found = of(Told(steps(range(3))), Told(steps(range(3), ranks=4)))
+    assert found.differences == []
+    assert found.sites == 6
+    (why,) = found.left_out
+    assert {s.kind for s in found.left_out[why]} == {"grad_output", "grad_local"}
+    bent = steps(range(3), ranks=4)
+    bent[2].values[9] *= 2
+    assert of(Told(steps(range(3))), Told(bent)).differences[0].site == SITES[9]
+
+
+def test_a_part_of_one_rank_is_no_tensor_to_compare():
+    part = tuple(replace(s, placement="partial") for s in SITES[:4])
+    same = of(Told(steps(range(2), sites=part)), Told(steps(range(2), sites=part)))
+    assert same.sites == 4
+    other = of(Told(steps(range(2), sites=part)), Told(steps(range(2), sites=SITES[:4])))
+    assert other.sites == 0
+    assert [len(sites) for sites in other.left_out.values()] == [4]
+
+
+def test_what_a_missing_rank_would_have_held_is_not_compared():
+    whole = steps(range(3))
+    short = [replace(r, missing=(1,)) for r in steps(range(3))]
+    short[1].values[:] *= 8
+    found = of(Told(whole), Told(short))
+    assert found.incomplete == 3
+    assert {p.site.placement for p in found.differences} == {"replicated"}
+    assert sum(len(sites) for sites in found.left_out.values()) == 9
+
+
+def test_only_steps_that_both_sampled_are_compared():
+    late = [replace(r, sampled=r.step != 4) for r in steps(range(2, 10, 2))]
+    found = of(Told(steps(range(10))), Told(late))
+    assert (found.steps, found.first, found.last, found.only) == (3, 2, 8, [7, 0])
+
+
+def test_of_a_run_that_was_started_again_the_last_start_counts():
+    before = [*steps(range(4)), *steps(range(4, 9), seed=7)]  # it went wrong, and was thrown away
+    again = [replace(r, attempt=1) for r in steps(range(4, 10))]
+    resumed = Told(before, again)
+    assert [(r.attempt, r.step) for r in timeline(resumed)] == [
+        *((0, n) for n in range(4)), *((1, n) for n in range(4, 10)),
+    ]  # fmt: skip
+    found = of(resumed, Told(steps(range(10))))
+    assert (found.differences, found.steps) == ([], 10)
+
+
+def test_sites_of_one_run_only_are_listed_and_matched_by_their_numbers():
+    moved = tuple(replace(s, fqn=f"net.{s.fqn}") if "2" in s.fqn else s for s in SITES)
+    renamed = [replace(r, sites=moved) for r in steps(range(3))]
+    found = of(Told(steps(range(3))), Told(renamed))
+    assert found.differences == []
+    assert [[s.fqn for s in side] for side in found.alone] == [
+        [f"{p}{s.fqn}" for s in SITES if "2" in s.fqn] for p in ("", "net.")
+    ]
+    assert [(str(a), str(b)) for a, b in found.renamed] == [
+        (str(s), f"net.{s}") for s in SITES if "2" in s.fqn
+    ]
+
+
+def test_a_site_that_is_missing_at_one_step_parts_there():
+    short = steps(range(4))
+    short[2] = step(2, tuple(s for s in SITES if s != SITES[5]))
+    found = of(Told(steps(range(4))), Told(short))
+    (only,) = found.differences
+    assert (only.step, only.site, only.stat, only.a, only.b) == (2, SITES[5], "present", 1, 0)
+    assert (found.agreed, found.alone) == (1, ([], []))
+
+
+def test_unobserved_against_observed_is_a_parting_and_twice_unobserved_is_none():
+    plain, blind = steps(range(3)), steps(range(3))
+    for record in (*plain, *blind):
+        record.counts[4], record.values[4] = (0,) * 6 + (0,), (np.inf, -np.inf, 0, 0)
+    blind[1].counts[3, -1] = 0
+    (only,) = of(Told(plain), Told(blind)).differences
+    assert (only.step, only.site, only.stat) == (1, SITES[3], "observed")
+
+
+def test_scalars_part_by_rank_and_times_do_not_count():
+    slow = [
+        replace(r, scalars={0: {**r.scalars[0], "forward_seconds": 9.0}}) for r in steps(range(4))
+    ]
+    slow[2].scalars[0]["loss"] = 2.0
+    (only,) = of(Told(steps(range(4))), Told(slow)).differences
+    assert (only.step, only.scalar, only.rank, only.a, only.b) == (2, "loss", 0, 1 / 3, 2.0)
+    assert of(Told(steps(range(4))), Told(slow), "blocks.*").differences == []
+
+
+def test_a_long_divergence_is_kept_at_few_steps():
+    short = SITES[3:4]
+    found = of(Told(steps(range(70), sites=short)), Told(steps(range(70), sites=short, seed=1)))
+    assert [g.step for g in found.growth] == [0, 1, 2, 4, 8, 16, 32, 64, 69]
+    assert len(found.differences) == 1
+
+
+# ---- the verb
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*words: object) -> tuple[int, str, str]:
+        code = main([str(word) for word in words])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+def write(
+    path: Path, bend: Callable[[StepRecord], StepRecord] = lambda r: r, steps: int = 6
+) -> Path:
+    made = Made(path)
+    made.write(bend(made_record(r, s)) for s in range(steps) for r in range(2))
+    made.close()
+    return path
+
+
+def test_the_verb_names_the_parting_in_its_first_line_whatever_the_names(tmp_path, call):
+    evil = Site("blocks.1\x1b[31m\u202e", "output", dtype="float32")
+
+    def name(record: StepRecord) -> StepRecord:
+        return replace(record, sites=(record.sites[0], evil, record.sites[2]))
+
+    def bend(record: StepRecord) -> StepRecord:
+        if record.step >= 3:
+            record.values[1, 1] += 1
+        return replace(
+            name(record), digests={("a\x07", ""): {record.step // 4: 1 << record.ranks[0]}}
+        )
+
+    a, b = write(tmp_path / "a", name), write(tmp_path / "b", bend)
+    code, out, err = call("compare", a, b)
+    assert (code, err) == (0, "")
+    assert out.startswith("parted at step 3 in blocks.1?[31m?:output: max ")
+    assert out.split("\n")[0].endswith(" (agreed through step 2)")
+    code, out, _ = call("compare", a, b, "--json")
+    told = json.loads(out)
+    assert (code, told["parted"], told["agreed"], told["sites"]) == (0, True, 2, 3)
+    first = told["partings"][0]
+    assert (first["step"], first["fqn"], first["stat"]) == (3, evil.fqn, "max")
+    assert set(told) == {
+        "runs", "format_version", "tolerance", "steps", "sites", "parted", "agreed", "partings",
+        "growth", "nearest", "checksums", "reasons", "alone", "renamed", "recast", "left_out",
+    }  # fmt: skip
+
+
+def test_the_verb_tells_checksums_and_circumstances(tmp_path, call):
+    def bend(record: StepRecord) -> StepRecord:
+        held = {
+            ("a.weight", ""): {1: 1 << record.ranks[0]},
+            ("b.weight", ""): {7: 1 << record.ranks[0]},
+        }
+        return replace(record, digests=held) if record.step else record
+
+    a, b = write(tmp_path / "a", bend), write(tmp_path / "b", lambda r: bend(r) if r.step < 4 else
+                 replace(r, digests={("b.weight", ""): {9: 1 << r.ranks[0]}}))  # fmt: skip
+    _, out, _ = call("compare", a, b)
+    assert out.startswith("no parting: no number differs\n")
+    assert "checksums: bits differ after step 4 in b.weight on rank 0 (equal through step 3;" in out
+    assert "what else differs" not in out
+    other = Made(tmp_path / "c", ranks=3)
+    other.write(made_record(r, s) for s in range(6) for r in range(3))
+    other.close()
+    _, out, _ = call("compare", a, tmp_path / "c")
+    what = out.split("what else differs\n")[1].split("\n\n")[0].strip().split("\n")
+    assert [line.split() for line in what] == [
+        ["A", "B"],
+        ["local_world_size", "2", "3"],
+        ["world_size", "2", "3"],
+    ]
+
+
+def test_wrong_use_is_one_line_and_exit_2(tmp_path, call):
+    a, b = write(tmp_path / "a"), write(tmp_path / "b")
+    late = Made(tmp_path / "late")
+    late.write(made_record(0, s) for s in (10, 20))
+    late.close()
+    Made(tmp_path / "empty").close()
+    for words, says in [
+        ((a, tmp_path / "none"), "no such directory"),
+        ((a, b, "--sites", "blocks.1"), ""),
+        ((a, b, "--sites", "bloks"), "no site matches 'bloks'; nearest: blocks."),
+        ((a, tmp_path / "late"), "no step was sampled in both: 6 only in A, 2 only in B"),
+        ((a, tmp_path / "empty"), "empty: no step was sampled yet"),
+        ((a, b, "--exact", "--rtol", "0.1"), "--exact leaves nothing to --rtol"),
+    ]:
+        code, _, err = call("compare", *words)
+        if says:
+            assert code == 2
+            assert says in err
+            assert err.count("\n") == 1
+    for bad in ("-1", "nan", "x"):
+        code, _, err = call("compare", a, b, f"--rtol={bad}")
+        assert code == 2
+        assert "expected a number of at least 0" in err
+
+
+def test_a_damaged_store_is_compared_as_far_as_it_goes_and_exits_with_3(tmp_path, call):
+    paths = []
+    for name in "ab":
+        run = Made(tmp_path / name).whole(20).close()
+        folder = StoreWriter(run, NODE, block=8, durable=False)
+        folder.seal()
+        folder.close()
+        paths.append(tmp_path / name)
+    chunk = next((tmp_path / "b/run.zarr/attempt_000/merged/counts").rglob("c/1/*/*"))
+    chunk.write_bytes(chunk.read_bytes()[:-9])
+    code, out, err = call("compare", *paths)
+    assert code == 3
+    assert out.startswith("no parting: no number differs\n")
+    assert "not compared: 8 steps that only A sampled" in out
+    assert f"lost: {tmp_path / 'b'}: " in err
+
+
+# ---- real runs
+
+TRAIN = """
+import sys, torch, ddpprobe
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+def train(path, fault=None, shuffle=False, micros=1, half=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(32, 16), Block(), Block(), nn.Linear(16, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    probe = ddpprobe.install(model, run_dir=path, every=1, daemon="none")
+    for step in range(4):
+        if step == fault:
+            with torch.no_grad():
+                model[2].up.weight[0, 0] += 0.5
+        ids = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(step))
+        ids, loss = ids[torch.randperm(16)] if shuffle else ids, 0.0
+        for part in ids.chunk(micros):
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                out = model(part)
+                own = nn.functional.cross_entropy(out.flatten(0, 1), part.flatten()) / micros
+            own.backward()
+            loss += own.detach()
+        probe.log(loss=loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    probe.close()
+
+root = sys.argv[1]
+train(root + "/a")
+train(root + "/shuffled", shuffle=True)
+train(root + "/micros", micros=4)
+train(root + "/fault", fault=2)
+train(root + "/half", half=True)
+train(root + "/half_shuffled", half=True, shuffle=True)
+train(root + "/half_fault", half=True, fault=2)
+"""
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("real")
+    script = root / "train.py"
+    script.write_text(TRAIN)
+    with torchrun_in(root) as torchrun:
+        done = torchrun([script, root], nproc=0)
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words", "says"),
+    [
+        ("a", "a", ["--exact"], "no parting: every number is equal\n"),
+        ("a", "shuffled", [], "no parting: the largest difference is 0."),
+        ("a", "shuffled", ["--exact"], "parted at step "),
+        ("a", "micros", [], "no parting: the largest difference is 0."),
+        ("half", "half_shuffled", [], "no parting: the largest difference is 0."),
+        ("a", "fault", [], "parted at step 2 in 2.up:output: "),
+        ("half", "half_fault", [], "parted at step 2 in 2.up:output: "),
+    ],
+)
+def test_real_runs_part_where_they_were_made_to(real, call, a, b, words, says):
+    code, out, err = call("compare", real / a, real / b, *words)
+    assert (code, err) == (0, "")
+    assert out.startswith(says)
+    if "fault" in b:
+        assert "(agreed through step 1)" in out

@@ -1,0 +1,104 @@
+"""What the report says first, of every mixture of findings, losses and deaths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddpprobe.reader.completeness import Completeness, RankShare
+from ddpprobe.records.step import Anomaly
+from ddpprobe.report.numbers import Labels
+from ddpprobe.report.rows import RunSites
+from ddpprobe.report.story import Story
+from ddpprobe.report.verdict import judge
+
+PAGE = Anomaly(
+    "nonfinite", "page", 3, 1, 0, "a.b", "output", "forward", first_cause=True, message="3 NaN",
+    values={}, sampled=True,
+)  # fmt: skip
+WARNING = replace(PAGE, detector="grad_spike", level="warn", first_cause=False, message="odd")
+WHOLE = Completeness((RankShare(0, 0, 8, 8, 7, 7, "closed"),), {0: 1}, live=False)
+ENDED = {"attempt": 0, "end": {"state": "ended", "how": "", "message": "as it must"}}
+PART = Completeness((RankShare(0, 0, 5, 8, 4, 7, "closed"),), {0: 1}, live=False)
+
+
+def story(*anomalies: Anomaly, info: dict[str, Any] | None = None, **changes: Any) -> Story:
+    plain = {"path": "run", "attempts": [ENDED], "first_death": None, "steps": {"last": 7}}
+    made = Story(
+        {**plain, "state": "ended", **(info or {})}, list(anomalies), RunSites(), [], Labels(),
+        [], [], [], held=WHOLE, records=8,
+    )  # fmt: skip
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("anomalies", "changes", "tone", "headline"),
+    [
+        ((), {}, "good", "No anomalies in 8 recorded steps"),
+        ((), {"records": 1}, "good", "No anomalies in 1 recorded step"),
+        ((), {"lost": ["a chunk"]}, "warn", "Nothing found in 8 recorded steps"),
+        ((), {"held": PART}, "warn", "Nothing found in what is held: 5 of 8 sampled steps"),
+        ((WARNING,), {}, "warn", "No page, 1 weaker anomaly in 8 recorded steps"),
+        ((WARNING,), {"lost": ["a chunk"]}, "warn", "No page, 1 weaker anomaly in 8 recorded"),
+        ((PAGE,), {"lost": ["a chunk"]}, "bad", "First non-finite tensor: output of a.b on rank 0"),
+        ((PAGE,), {"held": PART}, "bad", "First non-finite tensor: output of a.b on rank 0"),
+        ((), {"records": 0, "lost": ["a chunk"]}, "warn", "Nothing could be read"),
+    ],
+)
+def test_lost_data_is_never_good_and_never_hides_a_finding(
+    anomalies: tuple[Anomaly, ...], changes: dict[str, Any], tone: str, headline: str
+) -> None:
+    verdict = judge(story(*anomalies, **changes))
+    assert verdict.tone == tone
+    assert verdict.headline.startswith(headline)
+    assert len(verdict.findings) == sum(a.first_cause for a in anomalies)
+
+
+def test_a_weaker_anomaly_stands_alone_only_where_there_is_no_first_cause() -> None:
+    other = replace(WARNING, step=1, attempt=0)  # before the cause, so not one of its consequences
+    assert judge(story(WARNING)).alone == ["step 3, rank 0: a.b:output: odd"]
+    assert judge(story(other, PAGE)).alone == []
+
+
+# ---- how the run ended
+
+KILLED = {"state": "crashed", "how": "SIGKILL", "message": "rank 0 died (SIGKILL) in step 7"}
+ASKED = {"state": "stopped", "how": "SIGTERM", "message": "stopped from outside: by Ctrl-C"}
+ALL_KILLED = {"state": "unknown", "how": "SIGKILL", "message": "all ranks were killed"}
+UNSEEN = {"state": "unknown", "how": "unknown", "message": "how it ended is not known"}
+LOST = replace(PAGE, detector="rank_lost", module=None, kind=None, message=KILLED["message"])
+
+
+def aftermath(end: dict[str, str], *anomalies: Anomaly) -> list[str]:
+    return judge(story(*anomalies, info={"attempts": [{"attempt": 0, "end": end}]})).aftermath
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (KILLED, "crashed: rank 0 died (SIGKILL) in step 7."),
+        (ASKED, "stopped from outside: by Ctrl-C."),
+        (ALL_KILLED, "unknown: all ranks were killed."),
+    ],
+)
+def test_an_end_of_which_there_is_something_to_say_is_told(end: dict[str, str], text: str) -> None:
+    assert aftermath(end, PAGE) == [text, "The last step is 7."]
+
+
+def test_an_end_is_not_told_twice_nor_where_nothing_is_known() -> None:
+    assert aftermath(KILLED, LOST) == ["The last step is 7."]
+    assert aftermath(ASKED, replace(WARNING, message=ASKED["message"])) == ["The last step is 7."]
+    assert aftermath(UNSEEN) == ["The last step is 7."]
+
+
+def test_a_rank_lost_between_two_steps_is_not_said_to_be_in_the_optimizer() -> None:
+    inside, between = judge(story(LOST)), judge(story(replace(LOST, phase="step")))
+    what = "The job was lost on rank 0 at step 3"
+    assert inside.headline == f"{what}, micro-batch 1, in the forward pass"
+    assert between.headline == what
+    assert (between.findings[0].where.micro, between.findings[0].where.phase) == (None, "")
+    assert judge(story(replace(PAGE, phase="step"))).headline.endswith("in the optimizer's step")

@@ -1,0 +1,137 @@
+"""Frames survive the way through bytes exactly, and damage is never taken for data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpprobe.records.step import COUNTS, VALUES, Anomaly, FirstBad, Site, StepRecord
+from ddpprobe.rundir import framing
+
+names = st.text(max_size=20)  # module names are a stranger's: any text, lone surrogates too
+numbers = st.floats(allow_nan=True, allow_infinity=True)
+
+checksums = st.integers(-(2**63), 2**63 - 1)
+ranks = st.integers(1, 2**600)  # a bit mask: any number of ranks
+held = st.dictionaries(checksums, ranks, min_size=1, max_size=3)
+digests = st.dictionaries(st.tuples(names, names), held, max_size=3)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> StepRecord:
+    n = draw(st.integers(0, 4))
+    sites = tuple(Site(draw(names), "output", draw(names), dtype="float32") for _ in range(n))
+    counts = np.array(draw(st.lists(st.integers(0, 2**62), min_size=7 * n, max_size=7 * n)), int)
+    values = np.array(draw(st.lists(numbers, min_size=4 * n, max_size=4 * n)), float)
+    bad = FirstBad(7, 1, "backward", 12, 3, draw(names), "grad_output", nan=3, numel=9)
+    return StepRecord(
+        attempt=2, step=7, ranks=(3,), wall_time_ns=2**61, sampled=draw(st.booleans()), sites=sites,
+        counts=counts.reshape(n, len(COUNTS)), values=values.reshape(n, len(VALUES)),
+        scalars={3: {"loss": draw(numbers), draw(names): 1.5}},
+        first_bad=bad if draw(st.booleans()) else None, skipped=draw(st.booleans()),
+        partial=draw(st.booleans()), missing=(0, 1), digests=draw(digests),
+    )  # fmt: skip
+
+
+@given(records())
+def test_a_record_comes_back_bit_for_bit(record: StepRecord) -> None:
+    back = framing.decode_record(framing.encode_record(record), tables_for(record))
+    assert back.counts.tobytes() == record.counts.tobytes()
+    assert back.values.tobytes() == record.values.tobytes()
+    assert back.digests == record.digests
+    assert (back.sites, back.first_bad, back.ranks) == (record.sites, record.first_bad, (3,))
+    assert (back.sampled, back.skipped, back.partial, back.missing, back.wall_time_ns) == (
+        record.sampled, record.skipped, record.partial, (0, 1), 2**61,
+    )  # fmt: skip
+    assert repr(back.scalars) == repr(dict(record.scalars))
+
+
+@given(st.binary(max_size=64), st.data())
+def test_a_flipped_bit_is_always_noticed(payload: bytes, data: st.DataObject) -> None:
+    frame = bytearray(framing.encode_frame(framing.LIFE, 5, payload))
+    at = data.draw(st.integers(0, len(frame) * 8 - 1))
+    frame[at // 8] ^= 1 << at % 8
+    with pytest.raises(framing.FrameError):
+        framing.decode_frame(bytes(frame))
+
+
+@given(st.binary(max_size=64), st.data())
+def test_a_cut_frame_is_torn_and_not_damaged(payload: bytes, data: st.DataObject) -> None:
+    frame = framing.encode_frame(framing.LIFE, 5, payload)
+    with pytest.raises(framing.FrameError) as error:
+        framing.decode_frame(frame[: data.draw(st.integers(0, len(frame) - 1))])
+    assert error.value.torn
+
+
+def test_an_absurd_length_is_refused_without_reading_it() -> None:
+    header = framing.HEADER.pack(framing.MAGIC, framing.LIFE, 0, 2**32 - 1, 0, 0)
+    with pytest.raises(framing.FrameError, match="no frame at byte 0"):
+        framing.decode_frame(header)
+
+
+def test_a_record_without_its_site_table_is_refused() -> None:
+    record = StepRecord(
+        0, 4, (0,), 0, True, (Site("a", "output"),), np.zeros((1, 7), int), np.zeros((1, 4))
+    )
+    with pytest.raises(ValueError, match="step 4 refers to an unknown site table"):
+        framing.decode_record(framing.encode_record(record), framing.NameTables())
+
+
+def tables_for(record: StepRecord) -> framing.NameTables:
+    tables = framing.NameTables()
+    for table in framing.tables_of(record):
+        tables.take(framing.Frame(table.type, 0, table.payload))
+    return tables
+
+
+def of_rank(rank: int) -> StepRecord:
+    held = {(f"w{i}", ""): {i - 2**63: 1 << rank} for i in range(100)}
+    return StepRecord(0, 4, (rank,), 0, digests=held)
+
+
+def test_a_record_without_its_parameter_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="step 4 refers to an unknown parameter table"):
+        framing.decode_record(framing.encode_record(of_rank(0)), framing.NameTables())
+
+
+def test_what_a_rank_writes_does_not_grow_with_the_number_of_ranks() -> None:
+    small, large = (len(framing.encode_record(of_rank(rank))) for rank in (1, 16_000))
+    assert large - small < 20
+    assert large < 100 * 17 + 300  # and a checksum is a few bytes, without its name
+
+
+def test_checksums_of_what_a_record_does_not_name_are_refused() -> None:
+    record = of_rank(3)
+    payload = framing.encode_record(record)
+    size = int.from_bytes(payload[:4], "little")
+    head = payload[4 : 4 + size]
+    for made in (head.replace(b'[[3,"1"]]', b"[]"), head.replace(b"[[3,", b"[[3000000000,")):
+        assert made != head
+        garbled = len(made).to_bytes(4, "little") + made + payload[4 + size :]
+        with pytest.raises(ValueError, match="a checksum of"):
+            framing.decode_record(garbled, tables_for(record))
+
+
+def test_equal_tables_are_one_object_whoever_wrote_them() -> None:
+    sites = [(Site("a", "output"), Site("b", "output")) for _ in range(2)]
+    counts, values = np.zeros((2, len(COUNTS)), int), np.zeros((2, len(VALUES)))
+    read = [
+        framing.decode_record(framing.encode_record(r), tables_for(r)).sites
+        for r in (StepRecord(0, 1, (0,), 0, True, s, counts, values) for s in sites)
+    ]
+    assert read[0] is read[1]
+    assert read[0] == sites[0]
+
+
+def test_a_json_frame_must_hold_an_object() -> None:
+    with pytest.raises(ValueError, match="holds list, expected a JSON object"):
+        framing.Frame(framing.LIFE, 0, b"[1]").json()
+
+
+def test_an_anomaly_comes_back_equal() -> None:
+    anomaly = Anomaly(
+        "nonfinite", "page", 4, 0, 1, "a.b", "output", "forward", True, "x", {"nan": 3}, True
+    )
+    assert framing.decode_anomaly(framing.encode_anomaly(anomaly)) == anomaly

@@ -1,0 +1,66 @@
+"""One fence: an error of ours is logged once, counted, switches the component off, stays inside."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from ddpprobe.rundir.fuse import Fuse
+
+
+def fail() -> None:
+    raise ZeroDivisionError("boom")
+
+
+@pytest.fixture
+def open_fuse(monkeypatch: pytest.MonkeyPatch) -> Fuse:
+    monkeypatch.delenv("DDPPROBE_STRICT", raising=False)
+    return Fuse("hooks", allowed=3)
+
+
+def test_errors_are_contained_counted_and_logged_once(open_fuse, caplog) -> None:
+    guarded = open_fuse.guard(fail)
+    with caplog.at_level(logging.WARNING, "ddpprobe"):
+        for _ in range(5):
+            assert guarded() is None
+    assert (open_fuse.errors, open_fuse.blown) == (3, True)
+    assert open_fuse.last_error == "ZeroDivisionError: boom"
+    assert len(caplog.records) == 1
+    assert "hooks failed and is contained; training goes on" in caplog.text
+
+
+def test_a_blown_fuse_does_not_enter_the_component_again(open_fuse) -> None:
+    calls = []
+    open_fuse.blown = True
+    assert open_fuse.guard(lambda: calls.append(1))() is None
+    assert calls == []
+
+
+def test_it_says_once_that_it_has_blown(monkeypatch) -> None:
+    monkeypatch.delenv("DDPPROBE_STRICT", raising=False)
+    said = []
+    guarded = Fuse("x", on_blow=lambda: said.append(1)).guard(fail)
+    guarded()
+    guarded()
+    assert said == [1]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_the_users_own_interrupts_pass(open_fuse, stop) -> None:
+    def interrupted() -> None:
+        raise stop
+
+    with pytest.raises(stop):
+        open_fuse.guard(interrupted)()
+
+
+def test_strict_mode_raises(monkeypatch) -> None:
+    monkeypatch.setenv("DDPPROBE_STRICT", "1")
+    with pytest.raises(ZeroDivisionError):
+        Fuse("x").guard(fail)()
+
+
+def test_the_default_is_open(monkeypatch) -> None:
+    monkeypatch.delenv("DDPPROBE_STRICT", raising=False)
+    Fuse("x").guard(fail)()

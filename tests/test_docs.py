@@ -1,0 +1,54 @@
+"""The documents: every relative link of theirs leads to something."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HOME = Path(__file__).parent.parent
+PAGES = [*HOME.glob("*.md"), *HOME.glob("docs/**/*.md")]
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what `#...` may name: GitHub's ids of the headings."""
+    headings = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def dead_links(page: Path) -> Iterator[str]:
+    for link in LINK.findall(CODE.sub("", page.read_text())):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(HOME).as_posix())
+def test_every_relative_link_leads_somewhere(page):
+    assert list(dead_links(page)) == []
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    found, waiting = set(), [HOME / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in found or page.suffix != ".md":
+            continue
+        found.add(page)
+        links = LINK.findall(CODE.sub("", page.read_text()))
+        relative = [link.partition("#")[0] for link in links if not re.match(r"\w+:", link)]
+        waiting += [(page.parent / link).resolve() for link in relative if link]
+    assert {p for p in PAGES if p.parent != HOME and "runbooks" not in p.parts} <= found
+
+
+def test_a_link_to_nothing_is_found(tmp_path):
+    page = tmp_path / "a.md"
+    page.write_text("# One thing\n[a](a.md#one-thing) [b](b.md) [c](#two) [d](https://x.y/z)\n")
+    assert list(dead_links(page)) == ["b.md", "#two"]
