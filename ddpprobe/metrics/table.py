@@ -13,6 +13,7 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ddpprobe.metrics.labels import ROOT
+from ddpprobe.records.derived import DERIVED, Derived
 from ddpprobe.records.node_view import NodeView, RankView
 from ddpprobe.records.site_stats import global_grad_norm
 from ddpprobe.records.step import KINDS, LEVELS, STEP_PHASES, Anomaly
@@ -103,6 +104,14 @@ def _rank(name: str, unit: str, text: str, get: Callable[[RankView], float | Non
 def _site(name: str, unit: str, text: str, stat: str) -> Metric:
     """Return the row of a metric with one number for each site: a statistic of `records.STATS`."""
     return Metric(f"ddpprobe_{name}", unit, text, ("fqn", "kind"), _by_the_renderer, stat)
+
+
+def _derived(number: Derived) -> Metric:
+    """Return the row of a number that follows from the newest merged step (head node only)."""
+    text = f"{number.text[:1].upper()}{number.text[1:]}. Newest sampled step; {number.source}."
+    return _node(
+        number.name, number.unit, text, lambda v: None if v.merged is None else number.of(v.merged)
+    )
 
 
 def _by_the_renderer(_: NodeView) -> tuple[Reading, ...]:
@@ -199,6 +208,7 @@ METRICS: tuple[Metric, ...] = (
           lambda r: r.loss_scale),
     _node("global_grad_norm", "", "L2 norm of the reduced gradients of the newest sampled step, over all ranks; compare with the clipping threshold. Absent where a part of it is not known (placement partial or unknown, a missing rank).",
           lambda v: None if v.merged is None else global_grad_norm(v.merged)),
+    *(_derived(each) for each in DERIVED),
     _node("missing_ranks", "ranks", "Ranks that are not in the newest merged step (head node): above 0, site_abs_max and site_rms lack them; look at rank_up and at the other nodes.",
           lambda v: None if v.merged is None else len(v.merged.missing)),
     _node("nodes_expected", "nodes", "Nodes of the job (head node).",

@@ -7,12 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 import xarray
 
+from ddpprobe.reader.derived_series import NAMES
+from ddpprobe.records.derived import DerivedNumbers
 from ddpprobe.records.step import COUNTS, VALUES, StepRecord
 from ddpprobe.store.columns import LabelAxis, SiteAxis, encode_rows, encode_scalars, step_columns
 
 
-def to_dataset(records: Sequence[StepRecord]) -> xarray.Dataset:
-    """Return records of one attempt as a dataset; strings are as they are, nothing is escaped."""
+def to_dataset(records: Sequence[StepRecord], *, merged: bool) -> xarray.Dataset:
+    """Return records of one attempt as a dataset; strings are as they are, nothing is escaped.
+
+    Args:
+        records: all of them, ascending.
+        merged: whether they are of all ranks, so that `derived` follows from them.
+    """
     axis, names, ranks = SiteAxis(), LabelAxis[str](), LabelAxis[int]()
     for rank in sorted({r for record in records for r in (*record.ranks, *record.missing)}):
         ranks.at(rank)
@@ -22,7 +29,7 @@ def to_dataset(records: Sequence[StepRecord]) -> xarray.Dataset:
     times = np.array(columns.pop("wall_time"), "datetime64[ns]")
     steps = columns.pop("step")
     sites = axis.sites
-    return xarray.Dataset(
+    dataset = xarray.Dataset(
         {
             "counts": (("step", "site", "count_stat"), rows["counts"]),
             "values": (("step", "site", "value_stat"), rows["values"]),
@@ -44,3 +51,15 @@ def to_dataset(records: Sequence[StepRecord]) -> xarray.Dataset:
             "rank": ("rank", np.array(ranks.labels, np.int64)),
         },
     )
+    return dataset.assign(derived=_derived(records)) if merged else dataset
+
+
+def _derived(records: Sequence[StepRecord]) -> xarray.DataArray:
+    """Return what follows from merged records: [step, derived], NaN where it is not known."""
+    fold = DerivedNumbers()
+    found = [fold.update(record) if record.sampled else {} for record in records]
+    values = [[numbers.get(name, np.nan) for name in NAMES] for numbers in found]
+    return xarray.DataArray(
+        np.array(values, np.float64).reshape(len(records), len(NAMES)),
+        dims=("step", "derived"), coords={"derived": list(NAMES)},
+    )  # fmt: skip

@@ -18,6 +18,7 @@ from ddpprobe.reader.captured_steps import (
     damage_of_expiry,
 )
 from ddpprobe.reader.completeness import Completeness, completeness
+from ddpprobe.reader.derived_series import NAMES, DerivedSeries, read_derived
 from ddpprobe.reader.endings import Death, Ending, deaths_of, ending_of
 from ddpprobe.reader.expired import expired_in
 from ddpprobe.reader.merged_reader import MergedReader
@@ -291,11 +292,33 @@ class Run:
         attempts = self._attempts(attempt)
         return read_scalars(self._merged_reader, attempts, wanted, rank, steps)
 
+    def derived(
+        self, glob: str = "*", steps: slice = slice(None), attempt: int | None = None
+    ) -> list[DerivedSeries]:
+        """Return numbers of whole steps that follow from the records: noise scale, growth, balance.
+
+        A number is left out where no step holds what its formula needs.
+
+        Args:
+            glob: over the names in `reader.derived_series.NAMES`.
+            steps: slice over step numbers.
+            attempt: None: all of them.
+
+        Raises:
+            UnknownSeries: there is no such number, in any run.
+        """
+        if not any(fnmatchcase(name, glob) for name in NAMES):
+            near = ", ".join(by_nearness(glob, NAMES))
+            raise UnknownSeries(f"no derived number {glob!r}: choose one of {near}")
+        records = self.records(attempt=attempt)
+        return read_derived(records, lambda name: fnmatchcase(name, glob), steps)
+
     def to_xarray(self, rank: int | None = None, attempt: int | None = None) -> xarray.Dataset:
         """Return records as a dataset in memory, with what is not folded yet.
 
         Dimensions step, site, count_stat, value_stat, and for scalars rank and scalar, named as in
-        the store. A large run is better opened lazily: `xarray.open_zarr(RUN/run.zarr, group=...)`.
+        the store; of all ranks merged also derived, see `Run.derived`. A large run is better opened
+        lazily: `xarray.open_zarr(RUN/run.zarr, group=...)`.
 
         Args:
             rank: one rank's own; None: all ranks merged.
@@ -311,7 +334,7 @@ class Run:
             raise ImportError(msg) from error
         attempts = self._merged_reader.attempts()
         chosen = attempts[-1] if attempt is None and attempts else attempt
-        return to_dataset(list(self.records(rank, chosen)))
+        return to_dataset(list(self.records(rank, chosen)), merged=rank is None)
 
     def captures(self, attempt: int | None = None) -> list[Captured]:
         """Return the steps of which full tensors were kept (of all attempts), ascending."""

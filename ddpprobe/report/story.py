@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from ddpprobe.detectors.suite import Episode, episodes
@@ -13,6 +13,7 @@ from ddpprobe.reader.completeness import Completeness
 from ddpprobe.reader.readings import NodeReading
 from ddpprobe.reader.run import Run
 from ddpprobe.reader.tensors import Captured
+from ddpprobe.records.derived import DerivedNumbers
 from ddpprobe.records.step import Anomaly, StepRecord
 from ddpprobe.report.columns import StepColumn, StepColumns, with_gaps
 from ddpprobe.report.history import History, histories_of
@@ -36,6 +37,7 @@ class Story:
         anomalies: in order of cause.
         table, maps: the sites, and their rows over the steps.
         labels, lines: ranks and names of numbers, and their values over the steps.
+        derived: the same of numbers that follow from merged records, as if rank 0 had said them.
         histories: of the guilty sites.
         readings: of the nodes and the ranks' processes.
         captures: steps of which full tensors are kept.
@@ -60,6 +62,9 @@ class Story:
     records: int = 0
     skipped: int = 0
     loss_lost: tuple[int, int, list[int]] | None = None
+    derived: tuple[Labels, list[StepColumn[Numbers]]] = field(
+        default_factory=lambda: (Labels(), [])
+    )
 
     @property
     def episodes(self) -> list[Episode]:
@@ -75,6 +80,11 @@ class Story:
         """Return what each rank said under one name, over the steps."""
         return table_of([column.content for column in self.lines], self.labels, name)
 
+    def whole(self, name: str) -> ScalarTable:
+        """Return a number that follows from the merged records, over the steps: one column."""
+        labels, columns = self.derived
+        return table_of([column.content for column in columns], labels, name)
+
 
 def gather(run: Run, advance: Advance | None = None) -> Story:
     """Read a run once, in bounded memory.
@@ -89,6 +99,8 @@ def gather(run: Run, advance: Advance | None = None) -> Story:
     table, labels = RunSites(), Labels()
     maps: StepColumns[SiteRows] | None = None
     lines: StepColumns[Numbers] = StepColumns(LINE_COLUMNS, moments)
+    whole: StepColumns[Numbers] = StepColumns(LINE_COLUMNS, moments)
+    derived, fold = Labels(), DerivedNumbers()
     histories = histories_of(causes, MOST_CAUSES)
     story = Story({}, anomalies, table, [], labels, [], histories, [])
     for record in run.records():
@@ -97,6 +109,9 @@ def gather(run: Run, advance: Advance | None = None) -> Story:
             maps.add(record.attempt, record.step, SiteRows.of(record, table))
         if record.scalars or record.sites:
             lines.add(record.attempt, record.step, Numbers.of(record, labels))
+            numbers = fold.update(record) if record.sampled else {}
+            one = replace(record, ranks=(0,), missing=(), scalars={0: numbers})
+            whole.add(record.attempt, record.step, Numbers.of(one, derived))
         for history in histories:
             history.take(record)
         _count(story, record)
@@ -109,6 +124,10 @@ def gather(run: Run, advance: Advance | None = None) -> Story:
         maps or (), [StepColumn(*hole, SiteRows.none(), steps=0) for hole in holes]
     )
     story.lines = with_gaps(lines, [StepColumn(*hole, Numbers.none(), steps=0) for hole in holes])
+    story.derived = (
+        derived,
+        with_gaps(whole, [StepColumn(*hole, Numbers.none(), steps=0) for hole in holes]),
+    )
     story.readings = list(run.readings())
     story.captures = run.captures()
     story.expired = [str(gone) for gone in run.expired()]

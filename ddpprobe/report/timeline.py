@@ -44,6 +44,7 @@ def timeline(story: Story) -> dict[str, Any] | None:
         return None
     x, index = where(story.lines)
     found = [_verdicts(story.anomalies), _loss(story, x, index), _norms(story, x, index)]
+    found += [_noise(story, x, index), _growth(story, x, index), _experts(story, x, index)]
     found += [_times(story, x, index), _scale(story, x, index), _delivered(story, x, index)]
     panels = [panel for panel in found if panel]
     lines = [upright(float(cause.step)) for cause in story.causes[:20]]
@@ -101,6 +102,42 @@ def _norms(story: Story, x: Floats, index: Places) -> Panel | None:
     traces += _not_finite(x, middle, at(table.bad, index), story)
     title = f"gradient norm before the reduction:\n{', '.join(words)} (log scale)"
     return Panel(title, traces, log_axis(low, high), 1.6)
+
+
+def _noise(story: Story, x: Floats, index: Places) -> Panel | None:
+    table = story.whole("grad_noise_scale")
+    if not table.known:
+        return None
+    curve = at(table.mean[:, 0], index)
+    title = "gradient noise scale, in batches of one rank (log scale)"
+    return Panel(title, [line(x, curve, "noise scale", "--c3")], log_axis(curve), 0.8)
+
+
+def _growth(story: Story, x: Floats, index: Places) -> Panel | None:
+    names = {"output_growth": "outputs", "grad_output_growth": "their gradients"}
+    return _wholes(story, x, index, names, "growth from block to block, ln(rms ratio)")
+
+
+def _experts(story: Story, x: Floats, index: Places) -> Panel | None:
+    names = {
+        "expert_violation": "busiest over mean - 1", "expert_concentration": "concentration",
+        "expert_idle": "idle share",
+    }  # fmt: skip
+    return _wholes(story, x, index, names, "load of the experts, worst layer")
+
+
+def _wholes(
+    story: Story, x: Floats, index: Places, names: dict[str, str], title: str
+) -> Panel | None:
+    """Return numbers of whole steps in one panel; None where none of them is known."""
+    tables = {text: story.whole(each) for each, text in names.items()}
+    known = {text: table for text, table in tables.items() if table.known}
+    traces = [
+        line(x, at(table.mean[:, 0], index), text, colour)
+        for colour, (text, table) in zip(COLOURS, known.items(), strict=False)
+    ]
+    words = ", ".join(tint(t["name"], t["line"]["color"]) for t in traces)
+    return Panel(f"{title}:\n{words}", traces, {}, 0.8) if traces else None
 
 
 def _times(story: Story, x: Floats, index: Places) -> Panel | None:

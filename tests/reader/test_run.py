@@ -16,6 +16,7 @@ import pytest
 
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.errors import RunError, UnknownSeries
+from ddpprobe.reader.derived_series import NAMES
 from ddpprobe.reader.run import open_run
 from ddpprobe.reader.series import is_within
 from ddpprobe.records.step import StepRecord, derive
@@ -334,7 +335,10 @@ def test_xarray_gets_what_is_folded_and_what_is_not(tmp_path: Path, state: str) 
     dataset = open_run(tmp_path).to_xarray()
     assert dict(dataset.sizes) == {
         "step": STEPS, "site": 4, "count_stat": 7, "value_stat": 4, "rank": 2, "scalar": 2,
+        "derived": len(NAMES),
     }  # fmt: skip
+    assert np.isnan(dataset.derived).all()  # these records hold what no formula needs
+    assert "derived" not in open_run(tmp_path).to_xarray(rank=0)
     numel = dataset.counts.sel(site="blocks.2.mlp:output", count_stat="numel", step=7)
     assert numel == sum(p.counts[2, 0] for p in parts(7))
 

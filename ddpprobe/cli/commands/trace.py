@@ -9,6 +9,9 @@ names lose their beginning; --json has them whole.
 --scalar takes a glob over the names of the numbers that each rank has of a step: `loss`, what
 probe.log() was given, `grad_norm*`, `*_seconds`. Without --site and --scalar these are the loss and
 the gradient's norms.
+
+--derived takes a glob over numbers of the whole step that follow from the records: the gradient
+noise scale, growth over the depth, the balance of experts. What is not known is not there.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from ddpprobe.cli.names import MOST, shortened
 from ddpprobe.cli.output import colours, complain, report_gaps, say, say_json, table
 from ddpprobe.cli.run_argument import add_run
 from ddpprobe.errors import RunError
+from ddpprobe.reader.derived_series import NAMES, DerivedSeries
 from ddpprobe.reader.no_data import sampled_around, why_empty
 from ddpprobe.reader.run import Run, open_run
 from ddpprobe.reader.series import Scalars, Series
@@ -49,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--scalar", metavar="GLOB", help=f"numbers of each rank (default: {', '.join(HEALTH)})"
     )
+    what.add_argument(
+        "--derived",
+        metavar="GLOB",
+        nargs="?",
+        const="*",
+        help=f"numbers of the whole step (default: all of {', '.join(NAMES)})",
+    )
     parser.add_argument(
         "--rank", type=int, metavar="R",
         help="this rank's own rows (default: of sites all ranks merged, of scalars every rank)",
@@ -66,6 +77,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the series."""
     run_ = open_run(args.run)
     check_rank(run_, args.rank)
+    if args.site is None and args.stat is not None:
+        raise RunError("--stat is of sites: give --site GLOB as well")
+    if args.derived is not None:
+        return _derived(run_, args)
     if args.site is None:
         return _scalars(run_, args)
     series = run_.series(args.site, args.stat or STAT, args.rank, args.steps)
@@ -87,8 +102,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _scalars(run_: Run, args: argparse.Namespace) -> int:
     """Print numbers that each rank has of a step."""
-    if args.stat is not None:
-        raise RunError("--stat is of sites: give --site GLOB as well")
     found = run_.matching_scalars(args.scalar or "*", args.rank, args.steps)
     if args.scalar is None:
         found = [s for name in HEALTH for s in found if s.name == name]
@@ -107,6 +120,49 @@ def _scalars(run_: Run, args: argparse.Namespace) -> int:
     else:
         say("\n".join(table(scalar_rows(found), right=range(len(found) + 3))))
     return report_gaps(run_.lost, run_.completeness().unknown())
+
+
+def _derived(run_: Run, args: argparse.Namespace) -> int:
+    """Print numbers of whole steps."""
+    if args.rank is not None:
+        raise RunError("--derived is of all ranks together: leave --rank away")
+    found = run_.derived(args.derived, args.steps)
+    if not found:
+        if run_.lost:
+            return report_gaps(run_.lost)
+        raise RunError(
+            f"no step holds what {args.derived!r} needs: the noise scale needs two ranks or more "
+            "whose gradients are averaged whole, growth numbered blocks, balance numbered experts"
+        )
+    if args.plot:
+        curves = (c for s in found for c in _by_attempt(s.name, s.attempts, s.steps, s.values))
+        say(plot(curves, ", ".join(s.name for s in found), "--derived"))
+    elif args.json:
+        told = [derived_json(s) for s in found]
+        say_json({"run": run_.name, "format_version": 1, "derived": told})
+    else:
+        say("\n".join(table(derived_rows(found), right=range(len(found) + 2))))
+    return report_gaps(run_.lost, run_.completeness().unknown())
+
+
+def derived_rows(found: Sequence[DerivedSeries]) -> list[tuple[object, ...]]:
+    """One row a step of which any of these is known: attempt, step, and the numbers."""
+    cells: dict[tuple[int, int], dict[str, str]] = {}
+    for each in found:
+        places = zip(each.attempts.tolist(), each.steps.tolist(), each.values, strict=True)
+        for attempt, step, value in places:
+            cells.setdefault((attempt, step), {})[each.name] = number(value)
+    names = [each.name for each in found]
+    rows_ = [(*at, *(cells[at].get(n, UNOBSERVED) for n in names)) for at in sorted(cells)]
+    return [("attempt", "step", *names), *rows_]
+
+
+def derived_json(series: DerivedSeries) -> dict[str, Any]:
+    """Return a number of whole steps as plain lists."""
+    return {
+        "name": series.name, "unit": series.unit, "attempts": series.attempts.tolist(),
+        "steps": series.steps.tolist(), "values": series.values.tolist(),
+    }  # fmt: skip
 
 
 def scalar_rows(scalars: Sequence[Scalars]) -> list[tuple[object, ...]]:

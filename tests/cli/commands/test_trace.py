@@ -214,3 +214,55 @@ def test_a_real_run_says_what_it_left_out_and_what_was_never_called(
     assert head == ["attempt", "step", "rank", "loss", "grad_norm", "grad_norm_local"]
     assert [row[:3] for row in rows] == [["0", str(step), "0"] for step in range(3)]
     assert all(float(cell) for row in rows for cell in row[3:])
+
+
+def test_growth_and_balance_of_a_real_run_are_those_of_its_tensors(
+    call: Call, tmp_path: Path
+) -> None:
+    class Block(nn.Module):
+        def __init__(self, gain: float) -> None:
+            super().__init__()
+            self.fc, self.gain = nn.Linear(4, 4), gain
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gain * (x + 0.1 * self.fc(x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(gain) for gain in (1.0, 3.0, 3.0))
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor, loads: tuple[int, int, int]) -> Tensor:
+            self.seen = []
+            for block in self.blocks:
+                x = block(x)
+                self.seen.append(x.detach())
+            parts = zip(self.experts, x.split(loads), strict=True)
+            return torch.cat([expert(part) for expert, part in parts if len(part)])
+
+    model, path = Model(), tmp_path / "run"
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    expected = []
+    with ddpprobe.install(model, run_dir=path, every=1, daemon="none"):
+        for loads in ((2, 2, 2), (4, 2, 0)):
+            model(torch.randn(6, 4), loads).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            first, *_, last = (float(seen.square().mean().sqrt()) for seen in model.seen)
+            expected.append([np.log(last / first) / 2, max(loads) / 2 - 1, loads.count(0) / 3])
+    names = "output_growth", "expert_violation", "expert_idle"
+    told = json.loads(call("trace", path, "--derived", "--json")[1])["derived"]
+    by_name = {each["name"]: each["values"] for each in told}
+    assert "grad_noise" not in by_name  # of one rank
+    np.testing.assert_allclose([by_name[name] for name in names], np.transpose(expected), 1e-5)
+    head, *rows = cells(call("trace", path, "--derived", "expert_*", "--steps", 1)[1])
+    assert head == ["attempt", "step", "expert_violation", "expert_concentration", "expert_idle"]
+    assert rows[0][:3] == ["0", "1", "1"]
+
+
+def test_a_derived_number_that_no_step_holds_says_what_it_needs(call: Call, run: Path) -> None:
+    code, _, err = call("trace", run, "--derived")
+    assert (code, "the noise scale needs two ranks or more" in err) == (2, True)
+    assert "choose one of grad_noise" in call("trace", run, "--derived", "grad_nosie")[2]
+    assert "leave --rank away" in call("trace", run, "--derived", "--rank", 0)[2]

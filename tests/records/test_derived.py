@@ -1,0 +1,166 @@
+"""Numbers of a whole step equal their published formulas, and are absent where they do not hold."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ddpprobe.records.derived import DERIVED, NOISE_SCALE, NOISE_WINDOW, DerivedNumbers
+from ddpprobe.records.step import COUNTS, SUM_SQ, Site, StepRecord, empty_rows
+
+HOME = Path(__file__).parent.parent.parent
+SIZE = 64  # elements of a tensor
+
+
+def merged(
+    rows: Sequence[tuple[Site, float, int]], scalars: dict[int, dict[str, float]], step: int = 0
+) -> StepRecord:
+    """Return a merged record of sites, each with its rms and number of elements."""
+    counts, values = empty_rows(len(rows))
+    for i, (_, rms, numel) in enumerate(rows):
+        counts[i, COUNTS.index("numel")] = numel
+        counts[i, COUNTS.index("tapped")] = 1
+        counts[i, COUNTS.index("observed")] = numel > 0
+        values[i, SUM_SQ] = rms * rms * numel
+    sites = tuple(site for site, _, _ in rows)
+    return StepRecord(
+        0, step, tuple(scalars), 0, sites=sites, counts=counts, values=values, scalars=scalars
+    )
+
+
+def of_gradients(own: np.ndarray, step: int = 0, mean: np.ndarray | None = None) -> StepRecord:
+    """Return the record of a step in which each rank had a gradient [ranks, SIZE]."""
+    whole = own.mean(axis=0) if mean is None else mean
+    rows = [
+        (Site("fc.weight", "grad_local"), 1.0, own.size),
+        (Site("fc.weight", "grad", "", "replicated"), float(np.sqrt((whole**2).mean())), SIZE),
+    ]
+    norms = np.linalg.norm(own, axis=1)
+    said = {rank: {"grad_norm_local": float(norm)} for rank, norm in enumerate(norms)}
+    return merged(rows, said, step)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_the_noise_scale_is_that_of_the_gradients_distribution(ranks: int) -> None:
+    """Of g = mu + noise of variance v in each element: S = SIZE v, G^2 = |mu|^2."""
+    draw = np.random.default_rng(7)
+    mu, fold = draw.normal(size=SIZE), DerivedNumbers()
+    steps = [
+        fold.update(of_gradients(mu + draw.normal(scale=3.0, size=(ranks, SIZE)), step))
+        for step in range(2000)
+    ]
+    noise, signal = (np.mean([s[name] for s in steps]) for name in ("grad_noise", "grad_signal"))
+    assert noise == pytest.approx(9.0 * SIZE, rel=0.03)
+    assert signal == pytest.approx(mu @ mu, rel=0.1)
+    window = steps[100 - NOISE_WINDOW + 1 : 101]
+    ratio = np.mean([s["grad_noise"] for s in window]) / np.mean([s["grad_signal"] for s in window])
+    assert steps[100].get("grad_noise_scale") == (pytest.approx(ratio) if ratio > 0 else None)
+    assert all("grad_noise_scale" not in s for s in steps[: NOISE_WINDOW - 1])
+
+
+def test_equal_gradients_have_no_noise_and_another_attempt_starts_anew() -> None:
+    fold, same = DerivedNumbers(), np.ones((3, SIZE))
+    for step in range(NOISE_WINDOW):
+        found = fold.update(of_gradients(same, step))
+    assert found["grad_noise"] == pytest.approx(0, abs=1e-9)
+    assert found["grad_signal"] == pytest.approx(SIZE)
+    assert found["grad_noise_scale"] == pytest.approx(0, abs=1e-9)
+    assert "grad_noise_scale" not in fold.update(replace(of_gradients(same), attempt=1))
+
+
+OWN = np.random.default_rng(1).normal(size=(2, SIZE))
+WHOLE = of_gradients(OWN)
+SAID = WHOLE.scalars[0]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        replace(WHOLE, ranks=(0,)),
+        replace(WHOLE, missing=(2,)),
+        replace(WHOLE, skipped=True),
+        replace(WHOLE, partial=True),
+        replace(WHOLE, scalars={0: SAID}),
+        replace(WHOLE, scalars={0: SAID, 1: {**SAID, "micro_batches": 2}}),
+        replace(WHOLE, scalars={0: SAID, 1: {**SAID, "unreduced": 1}}),
+        replace(WHOLE, scalars={0: SAID, 1: {"grad_norm_local": math.nan}}),
+        of_gradients(OWN, mean=OWN.sum(axis=0) * 2),
+        replace(WHOLE, sites=(Site("other.weight", "grad_local"), WHOLE.sites[1])),
+        replace(WHOLE, sites=(replace(WHOLE.sites[0], placement="sharded"), WHOLE.sites[1])),
+    ],
+    ids=[
+        "one rank", "a rank is missing", "skipped", "partial", "a rank said nothing",
+        "two micro-batches", "not reduced", "not finite", "a sum", "another parameter", "sharded",
+    ],
+)  # fmt: skip
+def test_no_noise_is_told_where_the_formula_does_not_hold(record: StepRecord) -> None:
+    assert "grad_noise" in DerivedNumbers().update(WHOLE)
+    found = DerivedNumbers().update(record)
+    assert not {"grad_noise", "grad_signal"} & found.keys()
+
+
+def blocks(rms: Sequence[float], chain: str = "model.layers") -> list[tuple[Site, float, int]]:
+    rows = [(Site("embed", "output"), 5.0, SIZE)]
+    for number, each in enumerate(rms):
+        rows += [
+            (Site(f"{chain}.{number}.fc", "output"), 1.0, SIZE),
+            (Site(f"{chain}.{number}", "output"), each, SIZE),
+            (Site(f"{chain}.{number}", "grad_output"), 1 / each, SIZE),
+        ]
+    return rows
+
+
+def test_growth_is_told_of_the_longest_chain_of_blocks() -> None:
+    rms = [math.exp(0.25 * n) for n in range(5)]
+    rows = [*blocks(rms), *blocks([1, 9, 9], "head.layers")]
+    found = DerivedNumbers().update(merged(rows, {0: {}}))
+    assert found["output_growth"] == pytest.approx(0.25)
+    assert found["grad_output_growth"] == pytest.approx(-0.25)
+
+
+def test_no_growth_is_told_of_few_blocks_bare_layers_or_a_block_that_was_not_called() -> None:
+    bare = [(Site(f"net.{n}", "output"), 2.0**n, SIZE) for n in range(6)]
+    silent = blocks([1, 2, 4, 8])
+    silent = [(s, r, 0 if s.fqn == "model.layers.3" else n) for s, r, n in silent]
+    for rows in (bare, blocks([1, 2]), silent):
+        assert "output_growth" not in DerivedNumbers().update(merged(rows, {0: {}}))
+
+
+def of_experts(*layers: Sequence[int]) -> StepRecord:
+    return merged(
+        [
+            (Site(f"layers.{layer}.moe.experts.{expert}", "output"), 1.0, tokens * 8)
+            for layer, loads in enumerate(layers)
+            for expert, tokens in enumerate(loads)
+        ],
+        {0: {}},
+    )
+
+
+def test_the_balance_of_experts_is_that_of_the_worst_layer() -> None:
+    found = DerivedNumbers().update(of_experts([5, 5, 5, 5], [10, 10, 0, 0]))
+    assert found["expert_violation"] == pytest.approx(1.0)
+    assert found["expert_concentration"] == pytest.approx(0.5)
+    assert found["expert_idle"] == pytest.approx(0.5)
+    even = DerivedNumbers().update(of_experts([7, 7, 7]))
+    assert even == pytest.approx(
+        {"expert_violation": 0, "expert_concentration": 0, "expert_idle": 0}, abs=1e-12
+    )
+    assert DerivedNumbers().update(of_experts([0, 0])) == {}
+
+
+def test_the_reference_names_each_number_with_its_unit_and_source() -> None:
+    lines = (HOME / "docs/reference/python.md").read_text().splitlines()
+    table = "\n".join(line for line in lines if line.startswith("| `"))
+    for each in (*DERIVED, NOISE_SCALE):
+        assert re.search(
+            rf"^\| `{each.name}`( \(.+\))? \| {each.unit or '-'} \|", table, re.MULTILINE
+        )
+        cited = re.search(r"arXiv \S+", each.source)
+        assert cited is None or cited[0].strip(",") in table
