@@ -63,7 +63,11 @@ SILENT_SECONDS = 30  # without a heartbeat, of a rank whose process nobody has s
 SEEN_WINDOW = "1h"
 DOWN_WAIT = "2m"
 STALE_SECONDS = 120
+# A twentieth of a step, and ten milliseconds of each one: steps of a few milliseconds are not worth
+# a word, as a hook shows in them whatever is set, and from 0.2 s on the ratio alone decides.
 OVERHEAD = 0.05
+OVERHEAD_SECONDS = 0.01
+OVERHEAD_WINDOW = "5m"
 OVERHEAD_WAIT = "10m"
 MOST_NAMED = 8  # ranks or nodes in a text
 
@@ -472,7 +476,11 @@ max by (job, run) {_grown(f'ddpprobe_records_dropped_total{{reason=~"{DISK}"}}',
     Alert(
         "OverheadHigh",
         "warning",
-        f"max by (job, run) (ddpprobe_overhead_ratio) > {OVERHEAD}",
+        f"""max by (job, run) (
+  ddpprobe_overhead_ratio > {OVERHEAD}
+  and
+  rate(ddpprobe_probe_seconds_total[{OVERHEAD_WINDOW}]) > {OVERHEAD_SECONDS} * rate(ddpprobe_steps_total[{OVERHEAD_WINDOW}])
+)""",
         f"{RUN}: ddpprobe takes {{{{ $value | humanizePercentage }}}} of a step",
         "Give install() a budget, such as budget=0.01, or raise every= (DDPPROBE_BUDGET, "
         f"DDPPROBE_EVERY). What it measures itself by: {INFO}",
