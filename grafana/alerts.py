@@ -141,6 +141,12 @@ DIRECTORY = (
 ANOMALIES = f"ddpprobe anomalies {DIRECTORY}"
 INFO = f"ddpprobe info {DIRECTORY}"
 _RANK = "{{ with $labels.rank }}rank {{ . }}{{ else }}no single rank{{ end }}"
+# Every other detector that names none has looked at all of them.
+_NO_MODULE = (
+    "{{ if eq $labels.detector `nonfinite` }}module not known (the step was not sampled, or only the "
+    "loss shows it; every=1, DDPPROBE_EVERY=1, from a checkpoint before that step would name it)"
+    "{{ else }}no single module{{ end }}"
+)
 _NONFINITE = "ddpprobe_nonfinite_elements_total"
 _OWN = "job_run_rank:ddpprobe_own_work_seconds:mean5m"
 _STEP = "job_run_rank:ddpprobe_step_seconds:mean5m"
@@ -191,7 +197,7 @@ max by ({_CAUSE}) (max_over_time(ddpprobe_first_cause_info[{EPISODE}] offset {EP
         "{{ with $labels.fqn }}, {{ . }}{{ end }}",
         "First cause: {{ $labels.detector }} in step {{ $labels.step }}"
         "{{ with $labels.phase }}, {{ . }}{{ end }}: "
-        f"{_RANK}, {{{{ with $labels.fqn }}}}module {{{{ . }}}}{{{{ else }}}}no single module{{{{ end }}}}"
+        f"{_RANK}, {{{{ with $labels.fqn }}}}module {{{{ . }}}}{{{{ else }}}}{_NO_MODULE}{{{{ end }}}}"
         "{{ with $labels.kind }} ({{ . }}){{ end }}. "
         f"{{{{ with {_ask(f'max(last_over_time(ddpprobe_first_cause_timestamp_seconds{{%s}}[{LAST_WORDS}]))')} }}}}"
         "Seen at {{ . | first | value | humanizeTimestamp }}. {{ end }}"

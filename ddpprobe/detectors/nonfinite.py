@@ -202,8 +202,11 @@ def _message(record: StepRecord, origin: FirstBad, level: str, checked: int | No
 
 def _nameless(record: StepRecord, origin: FirstBad) -> str:
     text = "non-finite local tensor; which one is not known"
-    if not (record.sampled and origin.step == record.step):
+    unsampled = not (record.sampled and origin.step == record.step)
+    if unsampled:
         text += ", as this step was not sampled"
     if origin.phase == "forward" and not origin.numel:  # of a device, where nobody could look
         text += ", nor whether a parameter was so before it"
+    if unsampled:
+        text += "; every=1 (DDPPROBE_EVERY=1) from a checkpoint before this step would name it"
     return text

@@ -219,7 +219,7 @@ METRICS: tuple[Metric, ...] = (
          ("rank", "kind"), lambda v: [Reading((r.rank, k), r.nonfinite.get(k, 0)) for r in v.ranks for k in KINDS]),
     _row("anomalies_total", "anomalies", "Verdicts of the detectors (head node), and rank_lost; the exemplar names step, fqn, kind and rank.",
          ("detector", "level"), _anomalies),
-    _row("first_cause_info", "", "1 for the first cause of the newest episode (head node), once all ranks have gone by its step, or 5 s later; what is not known of it is empty. ddpprobe anomalies DIRECTORY says what followed.",
+    _row("first_cause_info", "", "1 for the first cause of the newest episode (head node), once all ranks have gone by its step, or 5 s later; what is not known of it is empty, as fqn is of a NaN in the forward of a step that is not sampled (every=1 samples all). ddpprobe anomalies DIRECTORY says what followed.",
          ("detector", "step", "rank", "fqn", "kind", "phase"), _first_cause),
     _node("first_cause_timestamp_seconds", "seconds", "Unix time at which that first cause was seen.",
           lambda v: v.first_cause.time_ns / 1e9 if v.first_cause is not None and v.first_cause.time_ns > 0 else None),

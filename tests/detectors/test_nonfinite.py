@@ -57,6 +57,7 @@ def test_an_unsampled_step_pages_without_a_module() -> None:
     assert (page.rank, page.module, page.kind, page.phase) == (2, None, None, "forward")
     assert not page.sampled
     assert "not sampled" in page.message
+    assert "every=1 (DDPPROBE_EVERY=1)" in page.message
 
 
 def test_what_several_ranks_have_at_the_same_place_blames_none_of_them() -> None:
