@@ -284,7 +284,7 @@ class Attempt:
             self._gather_queue.announce(self._board.orders.values())
             everybody = range(self.world_size)
             self.gather = Gather(everybody, HEAD_GRACE_SECONDS, after=last)
-            self._first_cause = FirstCause(self.daemon_journal, self.number, everybody)
+            self._first_cause = FirstCause(self.daemon_journal, everybody)
         else:
             if self._pusher is not None and meta.get("head_url"):
                 self._pusher.redirect(str(meta["head_url"]))  # a restarted job has a new head

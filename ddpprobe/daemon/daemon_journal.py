@@ -12,12 +12,12 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ddpprobe.daemon.stored_journal import StoredJournal, past_of
-from ddpprobe.ends.anomalies import RANK_LOST, retells
+from ddpprobe.ends.anomalies import RANK_LOST, code_of, last_words, retells
 from ddpprobe.ends.evidence import Evidence
 from ddpprobe.ends.judge import End
 from ddpprobe.records import events
@@ -126,6 +126,20 @@ class DaemonJournal:
             if anomaly not in self.lost:
                 self._write_anomaly(anomaly)
 
+    def correct(self, cause: Anomaly, first: Anomaly) -> None:
+        """Write down that the first cause of an episode is another one, which came late.
+
+        Args:
+            cause: what was found before, and follows from it; told again as no first cause.
+            first: the earlier one.
+        """
+        self._write_anomaly(replace(first, first_cause=True))
+        demoted = replace(cause, first_cause=False)
+        self._append(framing.ANOMALY, framing.encode_anomaly(demoted))
+        self.causes = [known for known in self.causes if known is not cause]
+        if cause.detector == RANK_LOST:
+            self.lost.append(demoted)
+
     def last_beats(self, beats: Mapping[int, Heartbeat]) -> None:
         """Write down how far the ranks came by their heartbeats: a journal may end before that.
 
@@ -166,7 +180,7 @@ class DaemonJournal:
         first = min(segments_of(self.directory), default=0)
         past = past_of(self.directory) if first > 0 else None
         told, stored = past.anomalies() if past is not None else ([], Consumed())
-        written = Counter(framing.encode_anomaly(anomaly) for anomaly in told)
+        written = Counter(map(code_of, told))
         found: list[Anomaly] = []
         latest = self._read_past(past)
         tail = JournalTail(self.directory)
@@ -185,11 +199,13 @@ class DaemonJournal:
         if past is not None:
             # Without the steps that expired the detectors may see what nobody saw, and not see
             # what was seen. What was written holds; only the last verdict may not have been.
-            both = (*map(framing.decode_anomaly, written), *latest)
-            found = list({framing.encode_anomaly(a): a for a in both}.values())
+            found = latest
+        # No detector finds what came too late to be merged, and was written down all the same.
+        late = written - Counter(map(code_of, found))
+        found = last_words([*map(framing.decode_anomaly, late.elements()), *found])
         self.recovered = found
         for anomaly in found:
-            code = framing.encode_anomaly(anomaly)
+            code = code_of(anomaly)
             if written[code]:
                 written[code] -= 1
                 self._count(anomaly)
@@ -231,7 +247,7 @@ class DaemonJournal:
             if anomaly.detector == RANK_LOST:  # no detector finds that again
                 self._count(anomaly)
             else:
-                written[frame.payload] += 1
+                written[code_of(anomaly)] += 1
         if frame.type == framing.LIFE and (event := frame.event()) is not None:
             was_finished = self.finished
             self._take_event(event)

@@ -29,21 +29,19 @@ class FirstCause:
     and which ones have is not known. So a witness on another node may come when the step is merged,
     and the verdict names whom the fault reached next. That is why a cause is told only when every
     rank that lives has gone by its step, or after 5 s; who came late until then, and saw the fault
-    earlier, is told in its place. One that comes even later corrects it, once in an episode.
+    earlier, is told in its place. One that comes even later corrects it, once in an episode. The
+    verdict that is written down is corrected with it: readers of the run say the same.
 
     How an attempt ended has settled before it is written down (`ends`), and may be told anew.
 
     Args:
         daemon_journal: whose causes these are, and where they are written down. What it holds of a
             predecessor is not told again.
-        attempt: its number.
         everybody: the ranks of the job.
     """
 
-    def __init__(
-        self, daemon_journal: DaemonJournal, attempt: int, everybody: Sequence[int]
-    ) -> None:
-        self._daemon_journal, self._attempt = daemon_journal, attempt
+    def __init__(self, daemon_journal: DaemonJournal, everybody: Sequence[int]) -> None:
+        self._daemon_journal = daemon_journal
         self._everybody = frozenset(everybody)
         self._late: deque[Anomaly] = deque(maxlen=MOST_LATE)
         self._cause: Anomaly | None = None
@@ -78,6 +76,8 @@ class FirstCause:
             return
         waited = now - self._since >= SETTLE_SECONDS
         if over or waited or first.detector == RANK_LOST or gather.is_past(first.step):
+            if first is not self._cause:
+                self._daemon_journal.correct(self._cause, first)
             self._daemon_journal.say(told)
             self._told += 1
 
@@ -107,14 +107,12 @@ class FirstCause:
         """Go on behind what a predecessor has told: only what it had not come to is new."""
         found = self._daemon_journal.first_causes
         found.sort(key=lambda a: a.wall_time_ns)
-        self._cause = cause = Anomaly(
-            told.detector, "page", told.step, told.micro, told.rank, told.module, told.kind,
-            told.phase, first_cause=True, message="", values={}, sampled=False,
-            attempt=self._attempt, wall_time_ns=told.time_ns,
-        )  # fmt: skip
-        self._told = 1
+        same = [a for a in found if _labels(first_cause_of(a)) == _labels(told)]
+        if not same:
+            return  # a damaged journal: what is left of it is told anew
+        self._cause, self._told = same[-1], 1
         for number, anomaly in enumerate(found, 1):
-            if _labels(first_cause_of(anomaly)) == _labels(told) or follows(anomaly, cause):
+            if anomaly in same or follows(anomaly, same[-1]):
                 self._taken = number
 
 

@@ -19,6 +19,7 @@ from ddpprobe.ends.judge import (
 )
 from ddpprobe.records.events import FirstCauseEvent
 from ddpprobe.records.step import PHASES, Anomaly
+from ddpprobe.rundir import framing
 
 RANK_LOST = "rank_lost"
 # What `Anomaly.detector` can be, and what a report calls it, in root-cause order.
@@ -46,6 +47,23 @@ def anomalies_of(
 def retells(anomaly: Anomaly, known: Anomaly) -> bool:
     """Whether an anomaly says of the same end what is known by now: the one told last counts."""
     return _event(anomaly) == _event(known)
+
+
+def code_of(anomaly: Anomaly) -> bytes:
+    """Return bytes that are equal for equal anomalies, NaN included; the store has floats only."""
+    values = {name: float(value) for name, value in anomaly.values.items()}
+    return framing.encode_anomaly(replace(anomaly, values=values))
+
+
+def last_words(written: Iterable[Anomaly]) -> list[Anomaly]:
+    """Return what holds of what a daemon has written down, in its order.
+
+    A first cause that is told again as none has turned out to follow from an earlier one, of which
+    the head heard late: the second word holds.
+    """
+    every = list(written)
+    again = {code_of(replace(a, first_cause=True)) for a in every if not a.first_cause}
+    return [a for a in every if not a.first_cause or code_of(a) not in again]
 
 
 def first_cause_of(anomaly: Anomaly) -> FirstCauseEvent:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe.ends.anomalies import last_words
 from ddpprobe.errors import StoreDamaged
 from ddpprobe.reader.rank_facts import Event, RankFacts, Steps
 from ddpprobe.records.gather import Gather
@@ -276,7 +277,7 @@ class MergedReader:
         return [Event(*key, event) for key, event in both if event is not None]
 
     def daemon_anomalies(self, attempt: int) -> list[Anomaly]:
-        """Return the anomalies that the head daemon wrote down, in its order."""
+        """Return the anomalies that the head daemon wrote down, in its order; last words hold."""
         listing = self._daemons(attempt)
         frames = list(self._frames(listing, framing.ANOMALY))  # before the store, as above
         group = self.group(attempt, "anomalies")
@@ -290,7 +291,7 @@ class MergedReader:
                     anomalies.append(framing.decode_anomaly(frame.payload))
                 except ValueError as error:
                     self._lose_frame(source, frame, error)
-        return anomalies
+        return last_words(anomalies)
 
     def group(self, attempt: int, name: str) -> StoredGroup | None:
         """Open a stored group; None if nothing was committed to it."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ddpprobe.detectors.settings import Settings
+from ddpprobe.ends.anomalies import code_of
 from ddpprobe.reader.run import Run
 from ddpprobe.reader.verdicts import Key, event_of
 from ddpprobe.records.step import Anomaly
-from ddpprobe.rundir import framing
 
 SAME, NEW, GONE = "same", "new", "gone"
 
@@ -70,13 +70,8 @@ def rerun(
         if left[_event(anomaly)] > 0:
             left[_event(anomaly)] -= 1
             verdicts.insert(len(replayed), RerunVerdict(GONE, anomaly))
-    exact = [[_code(a) for a in found] for found in (recorded, replayed)]
+    exact = [[code_of(a) for a in found] for found in (recorded, replayed)]
     return RerunResult(tuple(verdicts), exact[0] == exact[1])
-
-
-def _code(a: Anomaly) -> bytes:
-    """Return bytes that are equal for equal anomalies, NaN included; the store has floats only."""
-    return framing.encode_anomaly(replace(a, values={k: float(v) for k, v in a.values.items()}))
 
 
 def _event(a: Anomaly) -> Key:

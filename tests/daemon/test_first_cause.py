@@ -14,11 +14,13 @@ from ddpprobe.detectors.suite import default_suite
 from ddpprobe.ends.anomalies import anomalies_of
 from ddpprobe.ends.evidence import Case, Fate
 from ddpprobe.ends.judge import CRASHED, HUNG, End
+from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.records.events import FirstCauseEvent
 from ddpprobe.records.gather import Gather
 from ddpprobe.records.step import FirstBad, StepRecord
 from ddpprobe.rundir import framing
 from ddpprobe.rundir.journal import JournalTail
+from ddpprobe.rundir.paths import RunDir
 
 from ..made_runs import record
 
@@ -43,7 +45,7 @@ class Head:
         self._directory = directory
         self.journal = DaemonJournal(directory, {"node": "node_0000"}, default_suite())
         self.gather = Gather(range(RANKS), GRACE, after=self.journal.last_step)
-        self.causes = FirstCause(self.journal, 0, range(RANKS))
+        self.causes = FirstCause(self.journal, range(RANKS))
         self.now = 0.0
 
     def hear(self, *records: StepRecord, final: bool = False) -> None:
@@ -81,6 +83,15 @@ class Head:
         ]
 
     @property
+    def written(self) -> list[tuple[str, int, int | None, bool]]:
+        """What a reader of the run finds in the journal: whom, when, and whether it is a cause."""
+        self.journal.close()
+        run = RunDir(self._directory.parents[3])
+        assert run.daemon_journal(0, "node_0000") == self._directory
+        found = MergedReader(run).daemon_anomalies(0)
+        return [(a.detector, a.step, a.rank, a.first_cause) for a in found]
+
+    @property
     def shown(self) -> Told | None:
         """What `/metrics` says."""
         e = self.journal.first_cause
@@ -89,7 +100,13 @@ class Head:
 
 @pytest.fixture
 def head(tmp_path: Path) -> Head:
-    return Head(tmp_path / "node_0000" / "daemon")
+    return Head(RunDir(tmp_path).daemon_journal(0, "node_0000"))
+
+
+def follow(head: Head) -> Head:
+    """Return the daemon that goes on behind a killed one."""
+    head.journal.close()
+    return Head(head._directory)
 
 
 def nan_on_all(head: Head, step: int, rank: int) -> StepRecord:
@@ -150,6 +167,46 @@ def test_a_wrong_first_witness_is_corrected_once_and_then_it_stays(head) -> None
     assert head.told == [("nonfinite", 11, 0, "blocks.0"), ("nonfinite", 10, 3, "blocks.3")]
 
 
+@pytest.mark.parametrize("late_by", ["before it is told", "after it was told"])
+def test_the_written_verdict_is_corrected_with_what_is_told(head, late_by) -> None:
+    head.sample(0)
+    late = nan_on_all(head, 10, rank=3)
+    assert head.written == [("nonfinite", 11, 0, True)]
+    if late_by == "after it was told":
+        head.wait(SETTLE_SECONDS)
+        assert head.written == [("nonfinite", 11, 0, True)]
+    head.hear(late, final=True)
+    head.wait(SETTLE_SECONDS)
+    corrected = [("nonfinite", 10, 3, True), ("nonfinite", 11, 0, False)]
+    assert head.written == corrected
+    assert [(a.step, a.rank) for a in head.journal.causes] == [(10, 3)]
+    head.hear(alarm(9, 2), final=True)
+    head.wait(60)
+    twice = late_by == "before it is told"  # an episode is told twice at most
+    assert (head.written == corrected) != twice
+    assert [first[:3] for first in head.written if first[3]] == [head.told[-1][:3]]
+    again = follow(head)
+    assert again.journal.anomalies == head.journal.anomalies
+    assert [a.step for a in again.journal.causes] == [a.step for a in head.journal.causes]
+    again.wait(60)
+    assert (again.written, again.told) == (head.written, head.told)
+
+
+def test_an_end_that_followed_from_a_nan_heard_of_late_is_written_as_such(head) -> None:
+    head.sample(0)
+    head.sample(20)
+    head.end(CRASHED, 1, 21)
+    head.wait(running=False)
+    assert head.written == [("rank_lost", 21, 1, True)]
+    head.hear(alarm(19, 3), final=True)
+    head.wait(running=False)
+    assert head.written == [("nonfinite", 19, 3, True), ("rank_lost", 21, 1, False)]
+    head.end(CRASHED, 1, 21)
+    assert len(head.written) == 2
+    again = follow(head)
+    assert again.journal.anomalies == {("nonfinite", "page"): 1, ("rank_lost", "page"): 1}
+
+
 def test_what_comes_late_and_was_later_or_no_fault_changes_nothing(head) -> None:
     head.sample(0)
     nan_on_all(head, 10, rank=3)
@@ -170,14 +227,14 @@ def test_a_later_episode_is_told_in_its_turn(head) -> None:
     assert len(head.told) == 2
 
 
-def test_a_restarted_daemon_says_what_its_predecessor_said(head, tmp_path) -> None:
+def test_a_restarted_daemon_says_what_its_predecessor_said(head) -> None:
     head.sample(0)
     late = nan_on_all(head, 10, rank=3)
     head.wait(SETTLE_SECONDS)
     head.hear(late, final=True)
     head.wait(1)
     before = head.told
-    again = Head(tmp_path / "node_0000" / "daemon")
+    again = follow(head)
     assert again.shown == before[-1] == ("nonfinite", 10, 3, "blocks.3")
     again.wait(60)
     assert again.told == before
@@ -185,13 +242,11 @@ def test_a_restarted_daemon_says_what_its_predecessor_said(head, tmp_path) -> No
     again.hear(alarm(410, 1))
     again.wait(60)
     assert again.told == [*before, ("nonfinite", 410, 1, "blocks.1")]
-    assert Head(tmp_path / "node_0000" / "daemon").told == again.told
+    assert follow(head).told == again.told
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_what_a_killed_daemon_had_no_time_to_tell_its_successor_tells(
-    head, tmp_path, earlier
-) -> None:
+def test_what_a_killed_daemon_had_no_time_to_tell_its_successor_tells(head, earlier) -> None:
     first = 0
     if earlier:
         nan_on_all(head, 10, rank=3)
@@ -200,7 +255,7 @@ def test_what_a_killed_daemon_had_no_time_to_tell_its_successor_tells(
     head.sample(first)
     nan_on_all(head, first + 10, rank=3)
     told = head.told
-    again = Head(tmp_path / "node_0000" / "daemon")
+    again = follow(head)
     again.wait(SETTLE_SECONDS + 1)
     assert again.told == [*told, ("nonfinite", first + 11, 0, "blocks.0")]
 
