@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -235,10 +238,14 @@ RECORDINGS = [rule for rule in groups() if "record" in rule]
 
 
 def promtool(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run promtool; it comes with Debian's package `prometheus`, which `make test` installs."""
+    """Run promtool; it comes with Debian's package `prometheus`, which `make test` installs.
+
+    A quarter of its time would be its garbage collector's.
+    """
     return subprocess.run(
-        ["promtool", *arguments], cwd=cwd, capture_output=True, text=True, check=False
-    )
+        ["promtool", *arguments], cwd=cwd, capture_output=True, text=True, check=False,
+        env={**os.environ, "GOGC": "800"},
+    )  # fmt: skip
 
 
 def cases_of(file: str, name: str) -> list[dict[str, Any]]:
@@ -255,20 +262,82 @@ def rules_for(rule: dict[str, Any]) -> list[dict[str, Any]]:
     return [r for r in RECORDINGS if r["record"] in rule["expr"]] + [rule]
 
 
+def without_texts(rule: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in rule.items() if key != "annotations"}
+
+
 def judged(
     rules: list[dict[str, Any]], cases: list[dict[str, Any]], where: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Return promtool's word on some rules by themselves, which are first known to be well-formed."""
+    """Return promtool's word on some rules by themselves."""
     tree = {"groups": [{"name": "ddpprobe", "rules": rules}]}
     (where / "ddpprobe.yml").write_text(json.dumps(tree))  # JSON is YAML, and soon written
     every = {"rule_files": ["ddpprobe.yml"], "evaluation_interval": "15s", "tests": cases}
     (where / "tests.yml").write_text(json.dumps(every))
-    assert promtool("check", "rules", "ddpprobe.yml", cwd=where).returncode == 0
     return promtool("test", "rules", "tests.yml", cwd=where)
 
 
-def without_texts(rule: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in rule.items() if key != "annotations"}
+def mutants_of(name: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the rules of each mutant of an alert by the place of the mutant in `MUTANTS`, or "wait".
+
+    It stands behind the names of these rules. Recorded series that a mutation leaves as they are,
+    and are known by their own names, are not among them.
+    """
+    rules = rules_for(without_texts(ALERTS[f"Ddpprobe{name}"]))
+    mutants = {}
+    for place, (whose, old, new) in enumerate(MUTANTS):
+        if whose == name:
+            applies = any(old in rule["expr"] for rule in rules)
+            assert applies, f"{(name, old, new)} does not apply any more"
+            changed = [{**rule, "expr": rule["expr"].replace(old, new)} for rule in rules]
+            mutants[str(place)] = renamed(changed, str(place))
+    if "for" in rules[-1]:
+        changed = [*rules[:-1], {k: v for k, v in rules[-1].items() if k != "for"}]
+        mutants["wait"] = renamed(changed, "wait")
+    return mutants
+
+
+def renamed(rules: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
+    """Return an alert, and those series it uses that are not as recorded, under other names."""
+    *series, alert = rules
+    others = [rule for rule in series if rule not in RECORDINGS]
+    expr = alert["expr"]
+    for rule in others:
+        expr = expr.replace(rule["record"], f"{rule['record']}_{mark}")
+    own = [{**rule, "record": f"{rule['record']}_{mark}"} for rule in others]
+    return [*own, {**alert, "alert": f"{alert['alert']}_{mark}", "expr": expr}]
+
+
+@functools.cache
+def caught(name: str) -> frozenset[str]:
+    """Return which mutants of an alert its cases notice.
+
+    Most of what promtool takes is the same for all of them, so they see the same series side by
+    side. One that cannot be evaluated (many series where one must be) ends a case for all: it is
+    noticed, and the rest is tried again without it.
+    """
+    found: set[str] = set()
+    shared = rules_for(ALERTS[f"Ddpprobe{name}"])[:-1]
+    mutants = mutants_of(name)
+    broken = {""}
+    while broken:
+        tried = [mark for mark in mutants if mark not in found]
+        cases = [
+            {**case, "alert_rule_test": [
+                {**check, "alertname": f"{check['alertname']}_{mark}"}
+                for mark in tried for check in case["alert_rule_test"]
+            ]}
+            for case in cases_of(FIRE, name)
+        ]  # fmt: skip
+        rules = [*shared, *(rule for mark in tried for rule in mutants[mark])]
+        with tempfile.TemporaryDirectory() as where:
+            done = judged(rules, cases, Path(where))
+        said = done.stdout + done.stderr
+        broken = set(re.findall(r"^ +rule: \S+_(\w+), time: ", said, re.MULTILINE))
+        failed = set(re.findall(r"^ +alertname: \w+_(\w+), time: ", said, re.MULTILINE))
+        assert broken or failed, said
+        found |= broken
+    return frozenset(found | failed)
 
 
 def test_the_rules_are_those_of_the_code(tmp_path: Path) -> None:
@@ -303,20 +372,13 @@ def test_an_alert_says_what_where_since_when_and_what_to_type(tmp_path: Path, na
 
 
 @pytest.mark.parametrize(("name", "old", "new"), MUTANTS)
-def test_a_mutant_is_caught_by_the_cases_of_its_alert(
-    tmp_path: Path, name: str, old: str, new: str
-) -> None:
-    rules = rules_for(without_texts(ALERTS[f"Ddpprobe{name}"]))
-    assert any(old in rule["expr"] for rule in rules), "this mutant does not apply any more"
-    changed = [{**rule, "expr": rule["expr"].replace(old, new)} for rule in rules]
-    assert judged(changed, cases_of(FIRE, name), tmp_path).returncode != 0
+def test_a_mutant_is_caught_by_the_cases_of_its_alert(name: str, old: str, new: str) -> None:
+    assert str(MUTANTS.index((name, old, new))) in caught(name)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "for" in ALERTS[f"Ddpprobe{n}"]])
-def test_an_alert_without_its_wait_is_caught(tmp_path: Path, name: str) -> None:
-    rule = without_texts(ALERTS[f"Ddpprobe{name}"])
-    del rule["for"]
-    assert judged(rules_for(rule), cases_of(FIRE, name), tmp_path).returncode != 0
+def test_an_alert_without_its_wait_is_caught(name: str) -> None:
+    assert "wait" in caught(name)
 
 
 def test_every_alert_has_both_kinds_of_cases_and_a_mutant() -> None:
