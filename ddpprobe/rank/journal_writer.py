@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
@@ -36,6 +37,7 @@ from ddpprobe.records.step import (
 from ddpprobe.rundir.journal import JournalWriter
 
 _SILENT_NAMED = 20
+_UNKEPT_NAMED = 20
 _TABLES = 8  # of sites, from which steps come in turn
 _LEAST_RMS = 1e-30  # what an output of zeros counts as
 _SIGNS = ((PLUS, "+Inf"), (MINUS, "-Inf"))
@@ -98,6 +100,7 @@ class FrameWriter:
         self._reported: Counter[str] = Counter()  # losses that stand in the journal
         self._rows_by_kind = IdentityCache(_rows_by_kind, _TABLES)
         self._warned = False
+        self._unkept: set[str] = set()  # names of numbers of which it was said
         self._captured = -1  # the last step in which a CUDA graph was captured
 
     def push(self, ended: EndedStep) -> None:
@@ -158,6 +161,18 @@ class FrameWriter:
             len(fqns), ", ".join(fqns[:3]),
         )  # fmt: skip
 
+    def unkept(self, step: int, names: Iterable[str], why: str) -> None:
+        """Say, once for a name, that logged numbers are in no record."""
+        new = [name for name in names if name not in self._unkept]
+        if not new or len(self._unkept) >= _UNKEPT_NAMED:
+            return
+        self._unkept.update(new)
+        self.life(events.UnkeptEvent(step=step, names=tuple(new[:_UNKEPT_NAMED]), reason=why))
+        logger.warning(
+            "ddpprobe: what probe.log() was given as %s is not kept: %s",
+            ", ".join(new[:_UNKEPT_NAMED]), why,
+        )  # fmt: skip
+
     def captured(self, step: int, *, sampled: bool) -> None:
         """Say, once per step, that hooks did nothing because a CUDA graph was captured."""
         if step != self._captured:
@@ -181,8 +196,11 @@ class FrameWriter:
         rows = self._rows_by_kind(result.sites)
         for name, kind in (("grad_norm_local", "grad_local"), ("grad_norm", "grad")):
             norm = _norm(result, rows[kind])
-            if norm is not None:
-                scalars[name] = norm
+            if norm is None:
+                continue
+            if name in result.scalars:
+                self.unkept(ended.step, [name], "this is measured; log yours by another name")
+            scalars[name] = norm
         rms = _output_rms(result, rows["output"])
         if rms is not None:
             scalars["output_rms"] = rms

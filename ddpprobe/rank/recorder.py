@@ -6,17 +6,20 @@ collective, waits for no disk (`record_files`), and imports neither zarr nor pro
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import final
 
 from torch import Tensor
 
 from ddpprobe.rank.capture.capturing import Capturing
+from ddpprobe.rank.held_record import HeldRecord
 from ddpprobe.rank.hooks import call_cost, gradients, loss_scale
 from ddpprobe.rank.hooks.compiled import renew_graphs
 from ddpprobe.rank.hooks.depth import Room
+from ddpprobe.rank.hooks.pending_rows import RETURNED_LOSS, PendingRows
 from ddpprobe.rank.hooks.state_check import Looks
 from ddpprobe.rank.interval import Pacer
 from ddpprobe.rank.join import Joined
@@ -36,6 +39,12 @@ from ddpprobe.rundir.fuse import Fuse, logger
 from ddpprobe.rundir.heartbeat import STATES
 from ddpprobe.rundir.stopwatch import Caller, Stopwatch
 
+_NO_STEP = "no step had begun; log it behind the model's forward"
+_WRITTEN = (
+    "the record of its step had been written by then; log it before optimizer.step(), or right "
+    "behind it and before the next forward of the model, be it an evaluation's"
+)
+_NEXT_SCALE = "gradients are divided by it and it may be a new one; log it before backward()"
 _GRAPH_TOO_EARLY = "the model is inside a compiled function, whose graph was chosen before the step"
 _TOO_FAR_BEHIND = "watch: the device is too far behind"
 
@@ -80,7 +89,8 @@ class Recorder:
         self.declare_step = self._clock.declare_step
         self._observers: Observers | None = None
         self._sampling = False
-        self._logged: set[str] = set()
+        self._logged: set[str] = set()  # in the sampled step under way
+        self._held = HeldRecord()
         self._told_scale = False  # ever, by the user
         self._told_handlers = False
         self._renewed = False
@@ -101,15 +111,37 @@ class Recorder:
     # -- the user's face --------------------------------------------------------------------------
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
-        """Keep named numbers with the step, if it is sampled; tensors stay on their device."""
+        """Keep named numbers with the step, if it is sampled; tensors stay on their device.
+
+        Behind a step, they belong to it until the model's next forward.
+        """
         self._told_scale |= "loss_scale" in values
         if self._sampling and self._observers is not None:
             for name, value in values.items():
                 self._observers.rows.add_scalar(name, value)
                 self._logged.add(name)
+        elif self._observers is None:
+            self._frame_writer.unkept(-1, values, _NO_STEP)
+        elif self._held.is_behind:
+            self._log_behind(values, self._observers)
+
+    def _log_behind(self, values: Mapping[str, float | Tensor], observers: Observers) -> None:
+        """Keep numbers with the sampled step that is over, as long as its record is held."""
+        step = self._clock.step
+        if not self._held.waits:
+            self._held.take(values)
+            self._frame_writer.unkept(step, values, _WRITTEN)
+            return
+        for name, value in values.items():
+            if name != "loss_scale":
+                observers.rows.add_scalar(name, value)
+        if "loss_scale" in values:
+            self._frame_writer.unkept(step, ["loss_scale"], _NEXT_SCALE)
+        self._held.take(values)
 
     def pause(self, reason: str) -> None:
         """Take every hook off the model until `resume`."""
+        self._held.send()
         if self._observers is not None:
             self._observers.pause()
         self._pacer.pause()
@@ -136,6 +168,7 @@ class Recorder:
         place = self._clock.place()
         self._clock.settle()
         self._clock.stop()
+        self._held.send()
         if self._observers is not None:
             if self._sampling:
                 self._finish_sampled(skipped=False, partial=True)
@@ -166,6 +199,7 @@ class Recorder:
 
     def forward_begins(self) -> None:
         """Attach what this step needs."""
+        self._held.forward_begins()
         observers = self._prepare()
         observers.watch.poll()
         self._frame_writer.lose(_TOO_FAR_BEHIND, observers.watch.lost)
@@ -187,7 +221,11 @@ class Recorder:
             observers.full.probed()
             losses = [t for t in outputs if t.dim() == 0 and t.is_floating_point()]
             if len(losses) == 1 and "loss" not in self._logged:
-                observers.rows.add_scalar("loss", losses[0])
+                observers.rows.add_scalar(RETURNED_LOSS, losses[0])
+
+    def evaluation_begins(self) -> None:
+        """Write what is held: an evaluation may take long."""
+        self._held.send()
 
     def forward_raised(self, error: BaseException) -> None:
         """Look for a NaN in what the code that raised had at hand."""
@@ -242,7 +280,6 @@ class Recorder:
             if not observers.gradients_read and observers.topology.world_size > 1:
                 observers.rows.add_scalar(UNREDUCED, 1.0)  # so replicas may part: local SGD
             self._finish_sampled(skipped=skipped, partial=False)
-            self._frame_writer.ship()
             self._after_step()
         else:
             self._end_unsampled(observers, skipped=skipped)
@@ -361,8 +398,7 @@ class Recorder:
         observers.rows.begin()
         self._add_loss_scale(observers)
         observers.loss_scale.look_again()
-        self._push(skipped=True, partial=False, sampled=False, facts={})
-        self._frame_writer.ship()
+        self._push(self._ended(skipped=True, partial=False, sampled=False, facts={}))
 
     def _finish_sampled(self, *, skipped: bool, partial: bool) -> None:
         observers = self._prepare()
@@ -372,19 +408,28 @@ class Recorder:
         looks = observers.state.look(self._clock.step, self._clock.micro, over=not partial)
         if looks.after is not None:
             facts[CHECKED] = float(looks.after.count)
-        self._push(skipped=skipped, partial=partial, sampled=True, facts=facts, state=looks)
-
-    def _push(
-        self, *, skipped: bool, partial: bool, sampled: bool, facts: dict[str, float],
-        state: Looks | None = None,
-    ) -> None:  # fmt: skip
-        observers = self._prepare()
-        self._frame_writer.push(
-            EndedStep(
-                observers.rows.fetch(), self._clock.step, sampled, skipped, partial, time.time_ns(),
-                facts, self._bad, observers.eager.silent() if sampled else (), state,
-            )
+        ended = self._ended(
+            skipped=skipped, partial=partial, sampled=True, facts=facts,
+            silent=observers.eager.silent(), state=looks,
         )  # fmt: skip
+        if partial:
+            self._push(ended)
+        else:
+            self._held.hold(functools.partial(self._push, ended))
+
+    def _ended(
+        self, *, skipped: bool, partial: bool, sampled: bool, facts: dict[str, float],
+        silent: tuple[str, ...] = (), state: Looks | None = None,
+    ) -> Callable[[PendingRows], EndedStep]:  # fmt: skip
+        """Return the step that is over, but for its rows."""
+        return functools.partial(
+            EndedStep, step=self._clock.step, sampled=sampled, skipped=skipped, partial=partial,
+            wall_time_ns=time.time_ns(), facts=facts, watched=self._bad, silent=silent, state=state,
+        )  # fmt: skip
+
+    def _push(self, ended: Callable[[PendingRows], EndedStep]) -> None:
+        self._frame_writer.push(ended(self._prepare().rows.fetch()))
+        self._frame_writer.ship()
 
     def _facts(self) -> dict[str, float]:
         """Return what is known of this step without its rows.
@@ -416,6 +461,8 @@ class Recorder:
         self.fuse.blown = self._clock_fuse.blown = True
         self._sampling = False
         # Each on its own: what broke the component may break one of these, but not the others.
+        held, self._held = self._held, HeldRecord()
+        Fuse("journal").guard(held.send)()
         told = events.FuseEvent(component=fuse.component, error=fuse.last_error)
         Fuse("journal").guard(self._frame_writer.life)(told)
         if self._observers is not None:

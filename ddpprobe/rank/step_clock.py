@@ -38,10 +38,13 @@ _BLIND_STEPS = 3
 
 
 class Events(Protocol):
-    """What the clock tells its owner, in this order within a step."""
+    """What the clock tells its owner."""
 
     def forward_begins(self) -> None:
         """A training forward of the root starts; `clock.step` and `clock.micro` are set."""
+
+    def evaluation_begins(self) -> None:
+        """A forward of the root without grad starts."""
 
     def forward_ended(self, outputs: list[Tensor], trained: list[Tensor]) -> None:
         """It returned these tensors; `trained` are those of them with a gradient to come."""
@@ -224,6 +227,7 @@ class StepClock:
         if not training:
             self._enter(self._phase)
             self.evaluating = True
+            self._events.evaluation_begins()
             return
         self.evaluating = False
         if not self._running:

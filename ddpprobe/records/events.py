@@ -233,6 +233,15 @@ class UncapturedEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnkeptEvent:
+    """Numbers given to `probe.log` are in no record; said once for each name."""
+
+    step: int = -1
+    names: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnsampledEvent:
     """A step that was due has no rows, or not all of them."""
 
@@ -408,7 +417,7 @@ Event = (
     | HandlesEvent | JobEvent | LastBeatsEvent | LateOrderEvent | LauncherEvent | MovingEvent
     | OrderEvent | OrderDroppedEvent | PausedEvent | PinnedEvent | PushedEvent | ResumedEvent
     | SealedEvent | SitesEvent | StalledEvent | SteadyEvent | SuspendedEvent | TopologyEvent
-    | TriggerEvent | UncapturedEvent | UnsampledEvent
+    | TriggerEvent | UncapturedEvent | UnkeptEvent | UnsampledEvent
 )  # fmt: skip
 KINDS = {
     re.sub(r"\B([A-Z])", r"_\1", kind.__name__.removesuffix("Event")).lower(): kind

@@ -27,6 +27,7 @@ from ddpprobe.records.step import (
 )
 
 SCALAR = -1  # the slot of a row that holds one number in its first column
+RETURNED_LOSS = "loss\0"  # what the root module returned: the loss, where none is logged
 _GRAD, _GRAD_LOCAL = KINDS.index("grad"), KINDS.index("grad_local")
 _FORWARD = np.array([PHASE_OF_KIND[kind] == "forward" for kind in KINDS])
 # Of a module's input that was bad: its place, and what is not finite in it.
@@ -99,6 +100,9 @@ class PendingRows:
         scalars: dict[str, list[float]] = {}
         for index, name in self.names.items():
             scalars.setdefault(name, []).append(float(rows[index, 0]))
+        returned = scalars.pop(RETURNED_LOSS, None)
+        if returned is not None:
+            scalars.setdefault("loss", returned)
         means = {name: sum(v) / len(v) for name, v in scalars.items()}
         self._unscale(sites, values, means.get("loss_scale", 1.0))
         bad, learned = self.steady.judge(
