@@ -391,8 +391,9 @@ unless on (job, run) ddpprobe_first_failure_timestamp_seconds""",
     Alert(
         "AnomalyWarn",
         "warning",
-        # A warning that is raised to a page within the wait is told by that.
-        f"""max by (job, run, detector) {_grown('ddpprobe_anomalies_total{level="warn", detector!="coverage"}', WARN_WINDOW)}""",
+        # A warning that is raised to a page within the wait is told by that. Two detectors find what
+        # other alerts tell, and those say more of it.
+        f"""max by (job, run, detector) {_grown('ddpprobe_anomalies_total{level="warn", detector!~"coverage|straggler"}', WARN_WINDOW)}""",
         f"{RUN}: {{{{ $labels.detector }}}} warns",
         f"A detector found what somebody should look at. Step, rank and module: {ANOMALIES}",
         wait=HEAD_WAIT,
