@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import final
 
@@ -58,6 +58,7 @@ class Probe:
         fuse = self._fuse = Fuse("probe", stopwatch=stopwatch)
         self._log = fuse.guard(recorder.log) if recorder is not None else _nothing
         self._step = fuse.guard(recorder.declare_step) if recorder is not None else _nothing
+        self._note = fuse.guard(recorder.note) if recorder is not None else _nothing
         self.run_dir: str | None = str(joined.run.path) if joined else None
         self.run_id: str | None = joined.run_id if joined else None
 
@@ -86,6 +87,19 @@ class Probe:
             self._step()
         if self._order_handler is not None:
             self._order_handler.act()
+
+    def note(self, what: str = "", *, config: Mapping[str, object] | None = None) -> None:
+        """Write down what a reader of the run should know; nothing waits for it.
+
+        Args:
+            what: a change of the training that is meant, such as "unfreeze", another sequence
+                length, or a restart of the learning rate. Detectors take what is usual from the
+                steps behind it. One rank is enough.
+            config: hyper-parameters by name, which `ddpprobe info` and the report show; values are
+                kept as texts. Later ones replace earlier ones of the same name.
+        """
+        if what or config:
+            self._note(what, config or {})
 
     def trigger(self, reason: str = "asked for") -> None:
         """Ask for a capture, as an anomaly would: of the next steps, the same on all ranks.
@@ -136,7 +150,7 @@ class Probe:
     def _let_go(self) -> Recorder | None:
         """Forget recorder and model, which a script may keep this object longer than."""
         recorder, self._recorder, self._order_handler = self._recorder, None, None
-        self._log = self._step = _nothing
+        self._log = self._step = self._note = _nothing
         return recorder
 
     def _rest(self) -> None:
@@ -167,6 +181,8 @@ def install(
     name: str | None = None,
     daemon: str = "auto",
     first_step: int = 0,
+    detectors: Mapping[str, object] | None = None,
+    task: str | None = None,
 ) -> Probe:
     """Observe `model` from now on: the one line in a training script.
 
@@ -201,6 +217,11 @@ def install(
         daemon: "auto" starts the node daemon, and trains without one if it cannot be started;
             "none" leaves it to you (`ddpprobe daemon`).
         first_step: number of the first optimizer step, for a resumed run.
+        detectors: what is not to be as by default, by detector: settings by name, or False for
+            without it: `{"straggler": False, "grad_spike": {"z": 10}}`. `ddpprobe replay --list`
+            lists them. They are written down: who reads the run judges it as the daemon did.
+        task: "gan" or "rl" switches those detectors off that take the numbers of healthy training
+            of this kind for faults; `detectors` holds over it.
 
     Environment (each overrides the argument): `DDPPROBE_DIR`, `DDPPROBE_EVERY`, `DDPPROBE_BUDGET`,
     `DDPPROBE_LISTEN`, `DDPPROBE_DISABLE=1` (returns a probe that does nothing).
@@ -215,7 +236,7 @@ def install(
     options = InstallOptions(
         run_dir=run_dir, every=every, include=as_globs(include), exclude=as_globs(exclude),
         capture=as_globs(capture), on_anomaly=on_anomaly, budget=budget, backward=backward,
-        name=name, daemon=daemon, first_step=first_step,
+        name=name, daemon=daemon, first_step=first_step, detectors=detectors or {}, task=task,
     ).with_environment()  # fmt: skip
     joined, checked = join_run(
         store, _round_name(), rank, world_size, options, lambda: options.check(model, _run_of)

@@ -20,7 +20,7 @@ from ddpprobe.daemon.local_rank import LocalRank
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.requests import Request, RequestFiles
 from ddpprobe.daemon.spool_carrier import SpoolCarrier
-from ddpprobe.detectors.suite import default_suite
+from ddpprobe.detectors.suite import default_suite, recorded
 from ddpprobe.ends.judge import RUNNING
 from ddpprobe.records.events import Ended
 from ddpprobe.records.gather import Gather
@@ -270,7 +270,9 @@ class Attempt:
         own |= {"world_size": meta["world_size"], "run_id": meta["run_id"], "role": "daemon"}
         directory = self.run.daemon_journal(self.number, self.node)
         own |= {"pid": os.getpid(), "pid_start": own_start()}
-        self.daemon_journal = DaemonJournal(directory, own, default_suite())
+        self.daemon_journal = DaemonJournal(
+            directory, own, default_suite(recorded(meta.get("detectors")))
+        )
         self.ends = Ends(self.number, self.node, self.world_size, self.daemon_journal)
         self._board = OrderBoard(self.run.orders(self.number, self.node))
         if self.is_head:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ddpprobe.records.step import Anomaly, StepRecord
+from ddpprobe.records.step import NOTED, Anomaly, StepRecord
 
 AFTERMATH_STEPS = 100  # also the quiet time of the detectors that have one
 
@@ -76,23 +76,26 @@ class Detector(ABC):
 
 
 class SampledDetector(Detector):
-    """A detector of whole sampled steps that begins anew with each attempt.
+    """A detector of whole sampled steps that begins anew with each attempt, and behind each note.
 
-    A constructor ends with `_reset`.
+    What `probe.note` announces (an unfreezing, another sequence length) is meant to change the
+    numbers: what was usual before says nothing of them. A constructor ends with `_reset`.
     """
 
     _attempt: int | None = None
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; only whole sampled steps are looked at."""
-        if record.attempt != self._attempt:
+        whole = record.sampled and not record.partial
+        noted = whole and any(NOTED in said for said in record.scalars.values())
+        if record.attempt != self._attempt or noted:
             self._attempt = record.attempt
             self._reset()
-        return self._look(record) if record.sampled and not record.partial else []
+        return self._look(record) if whole else []
 
     @abstractmethod
     def _reset(self) -> None:
-        """Forget all records, as before the first one of an attempt."""
+        """Forget all records, as before the first one of an attempt or behind a note."""
 
     @abstractmethod
     def _look(self, record: StepRecord) -> list[Anomaly]:

@@ -11,7 +11,8 @@ from ddpprobe.detectors.detector import Detector
 from ddpprobe.records.near_names import by_nearness
 
 Number = int | float
-Settings = Mapping[str, Mapping[str, Number]]  # detector -> setting -> value
+# detector -> setting -> value; None for a detector that is switched off
+Settings = Mapping[str, Mapping[str, Number] | None]
 
 MOST = 1 << 20  # of anything counted: windows this long still fit into memory
 
@@ -60,8 +61,8 @@ def meanings(detector: type[Detector]) -> dict[str, str]:
     return found
 
 
-def parse(detector: type[Detector], given: Mapping[str, str]) -> dict[str, Number]:
-    """Read settings as they are typed: a whole number where the default is one.
+def parse(detector: type[Detector], given: Mapping[str, object]) -> dict[str, Number]:
+    """Read settings as they are typed, or given as numbers: whole where the default is whole.
 
     Raises:
         ValueError: the detector has no such setting, or the value is no such number; the text
@@ -69,15 +70,15 @@ def parse(detector: type[Detector], given: Mapping[str, str]) -> dict[str, Numbe
     """
     known = defaults(detector)
     found: dict[str, Number] = {}
-    for name, text in given.items():
+    for name, value in given.items():
         if name not in known:
             there = ", ".join(f"{key}={known[key]}" for key in by_nearness(name, known))
             raise ValueError(f"{detector.name} has no setting {name!r}; it has {there}")
         kind = type(known[name])
         try:
-            found[name] = kind(text)
+            found[name] = kind(str(value))
         except ValueError:
             wanted = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{name}={text}: expected {wanted}, such as {known[name]}") from None
+            raise ValueError(f"{name}={value}: expected {wanted}, such as {known[name]}") from None
     detector(**found)  # it knows what each may be
     return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from ddpprobe.detectors.coverage import Coverage
 from ddpprobe.detectors.dead_units import DeadUnits
@@ -19,7 +21,7 @@ from ddpprobe.detectors.output_jump import OutputJump
 from ddpprobe.detectors.rank_outlier import RankOutlier
 from ddpprobe.detectors.reduction import Reduction
 from ddpprobe.detectors.same_data import SameData
-from ddpprobe.detectors.settings import Settings, parse
+from ddpprobe.detectors.settings import Number, Settings, parse
 from ddpprobe.detectors.straggler import Straggler
 from ddpprobe.detectors.vanishing import Vanishing
 from ddpprobe.records.near_names import by_nearness
@@ -78,13 +80,27 @@ _FOLLOWS_WITHIN = {detector.name: detector.follows_within for detector in DETECT
 
 
 def default_suite(settings: Settings | None = None) -> Suite:
-    """Return the detectors every run has, in root-cause order.
+    """Return the detectors of a run, in root-cause order.
 
     Args:
-        settings: what is not to be as by default, by detector; see `read_settings`.
+        settings: what is not to be as by default, by detector; None in place of settings: without
+            that detector. See `read_settings`, `chosen` and `recorded`.
     """
-    wanted = settings or {}
-    return Suite([kind(**wanted.get(kind.name, {})) for kind in DETECTORS])
+    wanted = {kind: (settings or {}).get(kind.name, {}) for kind in DETECTORS}
+    return Suite([kind(**given) for kind, given in wanted.items() if given is not None])
+
+
+# What a kind of training does to numbers that a detector takes for faults elsewhere.
+TASKS: Mapping[str, Settings] = MappingProxyType(
+    {
+        "gan": {
+            "loss_spike": None,
+            "loss_runaway": None,
+        },  # two losses that work against each other
+        "rl": {"loss_spike": None, "loss_runaway": None, "grad_spike": None},  # heavy tails
+    }
+)
+_KNOWN = {kind.name: kind for kind in DETECTORS}
 
 
 def read_settings(given: Iterable[tuple[str, str | None]]) -> Settings:
@@ -95,19 +111,77 @@ def read_settings(given: Iterable[tuple[str, str | None]]) -> Settings:
     Raises:
         ValueError: there is no such detector or setting, or no such value; says what there is.
     """
-    known = {kind.name: kind for kind in DETECTORS}
     texts: dict[str, dict[str, str]] = {}
     for name, assignment in given:
-        if name not in known:
-            near = ", ".join(by_nearness(name, known))
-            raise ValueError(f"no detector {name!r}: choose one of {near}")
+        _detector(name)
         if assignment is None:
             continue
         key, equals, value = assignment.partition("=")
         if not equals:
             raise ValueError(f"{assignment!r}: expected key=value, such as quiet_steps=20")
         texts.setdefault(name, {})[key] = value
-    return {name: parse(known[name], texts[name]) for name in texts}
+    return {name: parse(_KNOWN[name], texts[name]) for name in texts}
+
+
+def chosen(detectors: Mapping[str, object], task: str | None) -> Settings:
+    """Return settings for `default_suite` from the arguments of `install()`.
+
+    Args:
+        detectors: by name, settings by name; True: as by default; False: without it.
+        task: one of `TASKS`, whose settings hold where `detectors` says nothing.
+
+    Raises:
+        ValueError: there is no such task, detector or setting, or no such value.
+    """
+    if task is not None and task not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, or None; got {task!r}")
+    if not isinstance(detectors, Mapping):
+        raise ValueError(  # noqa: TRY004  (told to all ranks alike)
+            "detectors must be a mapping such as {'straggler': False, 'grad_spike': {'z': 10}}, "
+            f"got {detectors!r}"
+        )
+    found = dict(TASKS[task]) if task is not None else {}
+    for name, given in detectors.items():
+        kind = _detector(name)
+        if given is False:
+            found[name] = None
+        elif given is True:
+            found[name] = {}
+        elif isinstance(given, Mapping):
+            found[name] = parse(kind, given)
+        else:
+            raise ValueError(f"detectors[{name!r}] must be True, False or settings, got {given!r}")
+    return found
+
+
+def recorded(said: object) -> Settings:
+    """Return the settings that a run was recorded with, as a rank wrote them down.
+
+    What this version does not know, or a stranger has made up, is as by default.
+    """
+    found: dict[str, Mapping[str, Number] | None] = {}
+    for name, given in said.items() if isinstance(said, Mapping) else ():
+        if name in _KNOWN and given is None:
+            found[name] = None
+        elif name in _KNOWN and isinstance(given, Mapping):
+            with contextlib.suppress(ValueError, OverflowError):
+                found[name] = parse(_KNOWN[name], given)
+    return found
+
+
+def over(settings: Settings, others: Settings) -> Settings:
+    """Return settings that hold over others; a detector that has some is not switched off."""
+    found = dict(others)
+    for name, given in settings.items():
+        found[name] = None if given is None else {**(others.get(name) or {}), **given}
+    return found
+
+
+def _detector(name: object) -> type[Detector]:
+    if not isinstance(name, str) or name not in _KNOWN:
+        near = ", ".join(by_nearness(str(name), _KNOWN))
+        raise ValueError(f"no detector {name!r}: choose one of {near}")
+    return _KNOWN[name]
 
 
 def follows(anomaly: Anomaly, cause: Anomaly) -> bool:

@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from ddpprobe.daemon import launch
 from ddpprobe.daemon.launch import DaemonKeeper
+from ddpprobe.detectors.settings import Settings
 from ddpprobe.rank import attempts, record_files, rendezvous
 from ddpprobe.rank.attempts import Claimed
 from ddpprobe.rank.interval import IntervalChannel, IntervalFile
@@ -110,7 +111,7 @@ def join_run(
 
         def open_files() -> dict[str, Any]:
             own = _has_own_disk(plan, place)
-            opened.append(_open(plan, place, world_size, head, options))
+            opened.append(_open(plan, place, world_size, head, options, checked[0].detectors))
             if options.budget and world_size > 1:  # then all change together what they sample
                 files = opened[0].record_files
                 opened[0].channel = _channel(plan, place, store, f"{name}/pace", files)
@@ -294,6 +295,7 @@ def _open(
     world_size: int,
     head: _Head,
     options: InstallOptions,
+    detectors: Settings,
 ) -> Joined:
     rank = place.rank
     run, identity, attempt = RunDir(Path(plan["run_dir"])), plan["identity"], plan["attempt"]
@@ -314,6 +316,7 @@ def _open(
         "name": identity["name"], "every": identity["every"], "started_ns": time.time_ns(),
         "head": is_head, "head_url": plan["head"],
         "on_anomaly": options.response, "include": options.include, "exclude": options.exclude,
+        "detectors": detectors, "task": options.task,
     }  # fmt: skip
     own = RecordFiles(Spot(run, attempt, node, rank), meta, plan["memory"], place.memory.refused)
     if job := scheduler(os.environ):

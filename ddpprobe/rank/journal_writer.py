@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -37,6 +37,7 @@ from ddpprobe.records.step import (
 from ddpprobe.rundir.journal import JournalWriter
 
 _SILENT_NAMED = 20
+_MOST_CONFIG, _MOST_TEXT = 256, 500  # of a note: entries, characters of each text
 _UNKEPT_NAMED = 20
 _TABLES = 8  # of sites, from which steps come in turn
 _LEAST_RMS = 1e-30  # what an output of zeros counts as
@@ -143,6 +144,12 @@ class FrameWriter:
     def life(self, event: Event) -> None:
         """Write that something happened to this rank."""
         self._journal.append_event(event)
+
+    def note(self, step: int, what: str, config: Mapping[str, object]) -> None:
+        """Write what the script says of its training, as texts of bounded length."""
+        kept = list(config.items())[:_MOST_CONFIG]
+        told = {_short(name): _short(value) for name, value in kept}
+        self.life(events.NoteEvent(step=step, what=_short(what), config=told))
 
     def lose(self, reason: str, count: int) -> None:
         """Write how often something was lost, `count` times so far, unless that was written."""
@@ -251,6 +258,12 @@ class FrameWriter:
         """Write what the disk refused since the last time; what it refuses again waits."""
         for reason, count in list(self._journal.dropped.items()):
             self.lose(reason, count)
+
+
+def _short(said: object) -> str:
+    """Return what a script says as a text, or its beginning."""
+    text = str(said)
+    return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 4]} ..."
 
 
 def _rows_by_kind(sites: tuple[Site, ...]) -> dict[str, NDArray[np.intp]]:

@@ -6,12 +6,14 @@ import fnmatch
 import math
 import os
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from torch import nn
 
+from ddpprobe.detectors.settings import Settings
+from ddpprobe.detectors.suite import chosen
 from ddpprobe.rank.schedule import Schedule, as_schedule
 from ddpprobe.rank.topology import stages
 from ddpprobe.rank.topology.describe import Topology, describe
@@ -48,6 +50,8 @@ class InstallOptions:
     name: str | None
     daemon: str
     first_step: int
+    detectors: Mapping[str, object]
+    task: str | None
     listen: str | None = None
     _chosen: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -90,6 +94,7 @@ class InstallOptions:
         step = self.first_step
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"first_step must be a step number, 0 or more, got {step!r}")
+        detectors = chosen(self.detectors, self.task)
         topology = describe(model, self.select)
         owner = run_of(topology.root)
         if owner is not None:
@@ -99,12 +104,12 @@ class InstallOptions:
             )
         settings = [schedule.fingerprint(), self.include, self.exclude, self.backward, step]
         facts = {
-            "settings": [*settings, budget, self.response, self.capture],
+            "settings": [*settings, budget, self.response, self.capture, detectors],
             "every": schedule.every,
             "wrapper": topology.wrapper, "device": str(topology.device),
             "unmatched": self._unmatched(topology), "parts": stages.parts(topology),
         }  # fmt: skip
-        return Checked(schedule, budget, topology, facts)
+        return Checked(schedule, budget, topology, detectors, facts)
 
     @property
     def response(self) -> str:
@@ -169,6 +174,7 @@ class Checked:
     schedule: Schedule
     budget: float | None
     topology: Topology
+    detectors: Settings
     facts: dict[str, Any]
 
 

@@ -34,7 +34,7 @@ from ddpprobe.rank.topology.describe import Topology, describe, outermost
 from ddpprobe.rank.topology.replicas import in_turn
 from ddpprobe.rank.torch_private import dynamo
 from ddpprobe.records import events
-from ddpprobe.records.step import CHECKED, STEP_PHASES, UNREDUCED, FirstBad
+from ddpprobe.records.step import CHECKED, NOTED, STEP_PHASES, UNREDUCED, FirstBad
 from ddpprobe.rundir.fuse import Fuse, logger
 from ddpprobe.rundir.heartbeat import STATES
 from ddpprobe.rundir.stopwatch import Caller, Stopwatch
@@ -91,6 +91,7 @@ class Recorder:
         self._sampling = False
         self._logged: set[str] = set()  # in the sampled step under way
         self._held = HeldRecord()
+        self._noted = False  # since the last sampled step
         self._told_scale = False  # ever, by the user
         self._told_handlers = False
         self._renewed = False
@@ -138,6 +139,11 @@ class Recorder:
         if "loss_scale" in values:
             self._frame_writer.unkept(step, ["loss_scale"], _NEXT_SCALE)
         self._held.take(values)
+
+    def note(self, what: str, config: Mapping[str, object]) -> None:
+        """Write down what the script says; what it announces is marked on the next sampled step."""
+        self._noted |= bool(what)
+        self._frame_writer.note(self._clock.step, what, config)
 
     def pause(self, reason: str) -> None:
         """Take every hook off the model until `resume`."""
@@ -444,6 +450,8 @@ class Recorder:
         facts["probe_seconds"] += self._behind + beside - self._told_beside
         self._told_own, self._told_beside = now[-1], beside
         facts["micro_batches"] = float(self._clock.micro + 1)
+        if self._noted:
+            self._noted, facts[NOTED] = False, 1.0
         return facts
 
     def _readings(self) -> tuple[float, ...]:

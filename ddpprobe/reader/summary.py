@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ddpprobe.detectors.suite import recorded
 from ddpprobe.reader.completeness import UNKNOWN, Completeness, RankShare, last_beat
 from ddpprobe.reader.endings import Death, Ending, deaths_of
 from ddpprobe.reader.merged_reader import MergedReader
@@ -22,6 +23,7 @@ from ddpprobe.records.events import (
     BudgetEvent,
     ClosedEvent,
     DroppedEvent,
+    NoteEvent,
     SealedEvent,
     SitesEvent,
     SteadyEvent,
@@ -121,10 +123,22 @@ def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) ->
         "orders": orders_of(events),
         "end": ending.end.to_json(),
         "first_death": asdict(deaths[0]) if deaths and deaths[0].first else None,
+        **_notes(events),
+        "detectors": recorded(merged_reader.rank_meta(attempt).get("detectors")),
         "sealed": bool(sealed),
         "unsealed": sorted({str(f.meta["node"]) for f in facts if "node" in f.meta} - sealed),
         "torn_bytes": sum(f.torn for f in facts),
     }
+
+
+def _notes(events: list[Event]) -> dict[str, Any]:
+    """Return what the script said: `notes`, each once, and `config`, of each name the last."""
+    said = [e.what for e in events if isinstance(e.what, NoteEvent)]
+    notes = sorted({(note.step, note.what) for note in said if note.what})
+    config: dict[str, str] = {}
+    for note in sorted(said, key=lambda note: note.step):
+        config |= note.config
+    return {"notes": [{"step": step, "what": what} for step, what in notes], "config": config}
 
 
 def _pace(events: list[Event]) -> dict[str, Any] | None:

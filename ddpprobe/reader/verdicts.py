@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ddpprobe.detectors.settings import Settings
-from ddpprobe.detectors.suite import default_suite
+from ddpprobe.detectors.suite import default_suite, over, recorded
 from ddpprobe.ends.anomalies import RANK_LOST
 from ddpprobe.reader.completeness import is_partial
 from ddpprobe.reader.endings import ending_of
@@ -44,9 +44,11 @@ def run_detectors(
 ) -> list[Anomaly]:
     """Return what the detectors make of the records that are held; `look` is told their steps.
 
+    They have the settings that the attempt was recorded with, but where `settings` says otherwise.
     Where ranks are missing whose records nobody merged, none of it is called a first cause.
     """
-    suite, found = default_suite(settings), []
+    own = recorded(merged_reader.rank_meta(attempt).get("detectors"))
+    suite, found = default_suite(over(settings or {}, own)), []
     for record in merged_reader.merged_records(attempt):
         found += suite.update(record)
         look(record.step)

@@ -169,6 +169,15 @@ class OrderEvent(_AnyOrder):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoteEvent:
+    """What the script said by `probe.note`, behind `step`; `config`: names and values as texts."""
+
+    step: int = -1
+    what: str = ""
+    config: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PausedEvent:
     """The hooks are off the model until `ResumedEvent`."""
 
@@ -415,9 +424,9 @@ Event = (
     BlindEvent | BudgetEvent | CapturedEvent | ClosedEvent | ContinuedEvent | DeathEvent
     | DroppedEvent | EndEvent | ExitEvent | FinishedEvent | FirstCauseEvent | FuseEvent
     | HandlesEvent | JobEvent | LastBeatsEvent | LateOrderEvent | LauncherEvent | MovingEvent
-    | OrderEvent | OrderDroppedEvent | PausedEvent | PinnedEvent | PushedEvent | ResumedEvent
-    | SealedEvent | SitesEvent | StalledEvent | SteadyEvent | SuspendedEvent | TopologyEvent
-    | TriggerEvent | UncapturedEvent | UnkeptEvent | UnsampledEvent
+    | NoteEvent | OrderEvent | OrderDroppedEvent | PausedEvent | PinnedEvent | PushedEvent
+    | ResumedEvent | SealedEvent | SitesEvent | StalledEvent | SteadyEvent | SuspendedEvent
+    | TopologyEvent | TriggerEvent | UncapturedEvent | UnkeptEvent | UnsampledEvent
 )  # fmt: skip
 KINDS = {
     re.sub(r"\B([A-Z])", r"_\1", kind.__name__.removesuffix("Event")).lower(): kind

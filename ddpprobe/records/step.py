@@ -163,6 +163,7 @@ class Site:
 
 
 CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were looked at behind it
+NOTED = "noted"  # scalar, 1 on the first sampled step behind what `probe.note` announced
 UNREDUCED = "unreduced"  # scalar, 1 on a sampled step whose gradients stayed each rank's own
 SEVERAL = -1  # in place of a rank: more than one, and none of them first
 

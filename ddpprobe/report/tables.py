@@ -19,6 +19,7 @@ from ddpprobe.report.story import Story
 MOST_ANOMALIES = 300
 MOST_NAMED = 16
 MOST_CAPTURES = 200
+MOST_NOTES = 20
 _OWN = ("node", "hostname", "device", "pid")
 
 
@@ -40,8 +41,19 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     first, last = info["steps"]["first"], info["steps"]["last"]
     yield "steps", "" if first is None else f"{first:,} to {last:,}"
     yield "sites", f"{info['sites']:,}"
+    yield from _said(info["attempts"])
     yield "size", size(info["bytes"]["total"])
     yield "path", str(info["path"])
+
+
+def _said(attempts: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield what the script said of the last attempt, and chose."""
+    for told in attempts[-1:]:
+        yield "config", ", ".join(f"{name}={value}" for name, value in told["config"].items())
+        notes = told["notes"][:MOST_NOTES]
+        yield "noted", ", ".join(f"{note['what']} (behind step {note['step']})" for note in notes)
+        off = [name for name, given in told["detectors"].items() if given is None]
+        yield "detectors off", ", ".join(off)
 
 
 def _state(info: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from ddpprobe.ends.judge import told
 from ddpprobe.reader.run import open_run
 from ddpprobe.reader.text import UNOBSERVED, plain, size
 
-MOST_ORDERS = 20  # lines of an attempt
+MOST_ORDERS = MOST_NOTES = 20  # lines of an attempt
 OWN = {"install": "install(capture=...)", "first bad module": "the first bad module"}
 
 
@@ -46,9 +46,29 @@ def lines(info: dict[str, Any]) -> Iterator[str]:
         if attempt["ranks"]:
             yield from table(_ranks(attempt["ranks"]), right=(0, 3, 5, 7))
             yield from _unseen(attempt["ranks"])
+        yield from _said(attempt)
         if attempt["silent_ranks"]:
             yield f"ranks without a record: {', '.join(map(str, attempt['silent_ranks']))}"
         yield from _orders(attempt["orders"], info["world_size"])
+
+
+def _said(attempt: dict[str, Any]) -> Iterator[str]:
+    """Say what the script chose and said."""
+    settings = [
+        f"{name} off"
+        if given is None
+        else " ".join([name, *(f"{k}={v}" for k, v in given.items())])
+        for name, given in attempt["detectors"].items()
+    ]
+    if settings:
+        yield f"detectors: {', '.join(settings)}"
+    if attempt["config"]:
+        yield f"config: {', '.join(f'{plain(k)}={plain(v)}' for k, v in attempt['config'].items())}"
+    for note in attempt["notes"][:MOST_NOTES]:
+        where = f"behind step {note['step']}" if note["step"] >= 0 else "before the first step"
+        yield f"noted {where}: {plain(note['what'])}"
+    if len(attempt["notes"]) > MOST_NOTES:
+        yield f"and {len(attempt['notes']) - MOST_NOTES} notes more: --json has them all"
 
 
 def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -144,7 +144,7 @@ def _rejudged_json(found: RerunResult, settings: Settings) -> dict[str, Any]:
 def _rejudged_lines(found: RerunResult, settings: Settings) -> list[str]:
 
     rows = [(v.change, *row(v.anomaly)) for v in found.verdicts]
-    changed = [f"{d} {k}={v}" for d, of in settings.items() for k, v in of.items()]
+    changed = [f"{d} {k}={v}" for d, of in settings.items() for k, v in (of or {}).items()]
     counts = ", ".join(f"{found.count(c)} {c}" for c in ("new", "gone", "same"))
     exactly = "; the recorded verdict exactly" if found.identical else ""
     return [*(table(rows) if rows else []), f"{counts} with {_with(changed)}{exactly}"]
