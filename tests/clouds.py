@@ -27,6 +27,7 @@ from ddpprobe.store.writer import StoreWriter
 
 from . import made_packs
 from .made_runs import NODE, Made, key
+from .waiting import PATIENCE
 
 SECRET = "a-key-that-nobody-writes-down"
 SITE = "layers.0.mlp.weight:param"
@@ -55,7 +56,7 @@ class Cloud:
     def put_raw(self, path: str, data: bytes) -> None:
         """Put an object under a name that no library would send."""
         request = urllib.request.Request(f"{self.endpoint}/runs/{path}", data, method="PUT")
-        urllib.request.urlopen(request, timeout=10).close()
+        urllib.request.urlopen(request, timeout=10 * PATIENCE).close()
 
     @contextmanager
     def given(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-import socket
 import subprocess
 import time
 import urllib.error
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from .waiting import deadline
+from .waiting import PATIENCE, deadline
 
 ROOT = Path(__file__).parent.parent
 DASHBOARD = ROOT / "grafana/dashboards/ddpprobe-overview.json"
@@ -48,8 +48,6 @@ class Prometheus:
     """A real one: a target per job, scraped every second, and the repository's alert rules."""
 
     def __init__(self, folder: Path, **targets: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(ROOT / "grafana/rules/ddpprobe.yml")],
@@ -68,16 +66,29 @@ class Prometheus:
             [
                 "prometheus", f"--config.file={folder}/prometheus.yml",
                 f"--storage.tsdb.path={folder}/data",
-                f"--web.listen-address={self.url.removeprefix('http://')}",
+                "--web.listen-address=127.0.0.1:0",
                 "--enable-feature=exemplar-storage",
             ],
             stdout=self._log, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
+    @functools.cached_property
+    def url(self) -> str:
+        """Where it listens: the system chooses the port, and the log says which."""
+        log = Path(self._log.name)
+        found: list[str] = []
+
+        def said() -> bool:
+            found[:] = re.findall(r'msg="Listening on".* address=(\S+)', log.read_text())
+            return bool(found)
+
+        assert until(said), log.read_text()
+        return f"http://{found[0]}"
+
     def get(self, path: str, **parameters: str) -> Any:
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as response:
+            with urllib.request.urlopen(url, timeout=10 * PATIENCE) as response:
                 return json.load(response)["data"]
         except urllib.error.HTTPError as error:
             with error:
@@ -116,14 +127,14 @@ class Prometheus:
 
     def ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=10) as response:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=10 * PATIENCE) as response:
                 return bool(response.status == 200)
         except (urllib.error.URLError, ConnectionError):
             return False
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(20 * PATIENCE)
         self._log.close()
 
 

@@ -9,9 +9,19 @@ from __future__ import annotations
 
 import time
 
+import psutil
+
 PATIENCE = 6.0
 
 
 def deadline(seconds: float) -> float:
     """Return the monotonic time at which to give up what takes `seconds` at most when quiet."""
     return time.monotonic() + PATIENCE * seconds
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Whether it has ended: whoever has inherited it may take its time to reap it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -21,6 +21,7 @@ from ddpprobe.rundir.orders import OrderReader
 from ddpprobe.rundir.paths import RunDir
 
 from ..launcher import Launcher
+from ..waiting import PATIENCE
 
 
 def ddpprobe_says(*words: str | Path) -> tuple[int, str]:
@@ -54,7 +55,7 @@ def scrape(listen: str) -> str:
     header = {"Accept": "application/openmetrics-text;version=1.0.0"}
     request = urllib.request.Request(f"http://{listen}/metrics", headers=header)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=10 * PATIENCE) as answer:
             return str(answer.read().decode())
     except urllib.error.HTTPError as error:
         error.close()

@@ -30,6 +30,7 @@ from ddpprobe.rundir.paths import RunDir
 
 from .. import conftest, prometheus_harness
 from ..launcher import Launcher
+from ..waiting import deadline, is_gone
 from . import real_job
 
 HELD_GPT = Path(__file__).with_name("held_gpt.py")
@@ -146,8 +147,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 @pytest.fixture(scope="module")
 def ended(live: Live) -> None:
     """Wait for the exit of the daemon; what needs not wait is asked before."""
-    gone = time.monotonic() + LINGER + 20
-    while live.daemon.is_running() and time.monotonic() < gone:
+    late = deadline(LINGER + 20)
+    while not is_gone(live.daemon) and time.monotonic() < late:
         with contextlib.suppress(psutil.NoSuchProcess):
             live.memory = max(live.memory, live.daemon.memory_info().rss)
         time.sleep(0.2)
@@ -244,7 +245,7 @@ def test_the_alerts_name_the_nan_and_no_death(live: Live) -> None:
 @behind_its_end
 def test_the_daemon_seals_lingers_and_leaves_nothing(live: Live) -> None:
     assert live.over - live.trained > LINGER - 8  # it ended by itself, and not before
-    assert not live.daemon.is_running()
+    assert is_gone(live.daemon)
     assert said(live.run) == {}
     commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
     assert [c for c in commands if str(live.run) in c] == []

@@ -11,6 +11,7 @@ import pytest
 import ddpprobe
 
 from .. import conftest, prometheus_harness
+from ..waiting import is_gone
 from . import real_job
 
 ROOT = Path(__file__).parent.parent.parent
@@ -77,7 +78,7 @@ def test_an_elastic_restart_is_a_second_attempt_of_the_same_daemon(small: Path, 
         assert job.wait(60) == 0, (small / "torchrun.out").read_text()
         assert until(lambda: FINISHED in scrape(said(run)["listen"]))
         daemon.terminate()
-        assert until(lambda: not daemon.is_running())
+        assert until(lambda: is_gone(daemon))
     finally:
         conftest.end_tree(job)
     found = ddpprobe.open(run)
@@ -108,7 +109,7 @@ def test_two_jobs_on_one_node_take_two_ports_and_clean_runs_raise_nothing(small:
         shown = [scrape(address) for address in listen]
         daemons = [psutil.Process(said(run)["pid"]) for run in runs]
         assert [job.wait(60) for job in jobs] == [0, 0]
-        assert until(lambda: not any(d.is_running() for d in daemons))
+        assert until(lambda: all(map(is_gone, daemons)))
     finally:
         for job in jobs:
             conftest.end_tree(job)

@@ -228,7 +228,7 @@ def test_a_restarted_job_with_a_new_head_and_new_secrets_gathers(nodes, port) ->
     assert [r.wait(30 * PATIENCE) for r in start(0, f"http://127.0.0.1:{port}")] == [0] * 4
     assert leader.wait(40 * PATIENCE) == 0
     agree(nodes, 1)
-    gather = ["--gather-listen", f"127.0.0.1:{port + 1}"]
+    gather = ["--gather-listen", "127.0.0.1:0"]
     leader = head.daemon(0, *gather, "--wait", "60", token=None)
     said = wait(head.said)
     assert [r.wait(30 * PATIENCE) for r in start(1, f"http://{said['gather']}")] == [0] * 4

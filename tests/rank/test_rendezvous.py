@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from ddpprobe.errors import InstallError
 from ddpprobe.rank import rendezvous
 from ddpprobe.rank.rendezvous import StoreChannel, round_trip
+from ddpprobe.rank.torch_private import tcp_store
 
 
-def all_ranks(world: int, mine: Callable[[int], dict], decide=len, timeout=5.0, absent=()):
+def all_ranks(world: int, mine: Callable[[int], dict], decide=len, timeout=60.0, absent=()):
     store = dist.HashStore()
     results: dict[int, object] = {}
 
@@ -108,7 +110,7 @@ def test_a_line_carries_words_until_its_store_stops_answering_and_then_costs_not
     monkeypatch, caplog, poll
 ) -> None:
     """torch's own timeouts do not hold for a host that is stopped: `check` never returns."""
-    monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 60.0)  # a busy host may take its time ...
     command = [sys.executable, "-c", HOST]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:
         store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
@@ -118,6 +120,9 @@ def test_a_line_carries_words_until_its_store_stops_answering_and_then_costs_not
             said.say(word)
         assert [poll(heard.hear), poll(heard.hear), heard.hear()] == ["one", "two", None]
         host.send_signal(signal.SIGSTOP)
+        for line in (said, heard):  # ... and one that is stopped is not waited for
+            descriptor = re.search(r"\bfd=(\d+)", repr(line._store))
+            assert tcp_store._limit(int(descriptor[1]), store.port, 0.3)
         assert heard.hear() is None
         host.kill()
         said.say("three")

@@ -25,6 +25,7 @@ from ddpprobe.rundir import paths
 
 from ... import prometheus_harness
 from ...prometheus_harness import until
+from ...waiting import is_gone
 
 ROOT = Path(__file__).parents[3]
 BOARD = "grafana/dashboards/ddpprobe-overview.json"
@@ -308,14 +309,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def ended(servers: list[psutil.Process]) -> bool:
-    """Wait until processes are gone: whoever has inherited them takes its time to reap them."""
-
-    def is_gone(server: psutil.Process) -> bool:
-        try:
-            return not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
+    """Wait until processes are gone."""
     return until(lambda: all(map(is_gone, servers)), 60)
 
 

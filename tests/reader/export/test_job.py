@@ -43,6 +43,7 @@ from ddpprobe.store.format import unescape
 from ddpprobe.store.writer import StoreWriter
 
 from ... import made_runs, prometheus_harness
+from ...waiting import PATIENCE
 
 START = 1_700_000_000  # seconds; a step each
 STEPS, SKIPPED, UNOBSERVED, BAD = 40, 12, 5, 30
@@ -578,7 +579,7 @@ def test_a_long_run_is_cut_in_time_and_nothing_is_lost_or_doubled(
 def test_ctrl_c_ends_it_and_leaves_the_blocks_only(served) -> None:
     process, home = served["process"], served["home"]
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
+    assert process.wait(30 * PATIENCE) == 0
     assert not prometheus_harness.Prometheus.ready(
         type("Gone", (), {"url": served["url"]})  # type: ignore[arg-type]
     )

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -174,7 +173,7 @@ def test_every_chunk_has_one_writer_and_each_node_writes_its_own_ranks(run):
     assert verify(open_run(run.path)).ok
 
 
-def test_nodes_that_seal_at_once_leave_no_pack_behind(run):
+def test_nodes_that_seal_at_once_leave_no_pack_behind(run, poll):
     whole = made.whole([10, 4], "float32")
     copies = {r: (whole, {"kind": "replicated"}) for r in range(4)}
     for step in (7, 9):
@@ -182,8 +181,13 @@ def test_nodes_that_seal_at_once_leave_no_pack_behind(run):
         made.write(run, named, per_node=2, step=step)
     lock = DirectoryLock(make_dir(run.path / "manifest") / "captures.lock")
     with lock.held(0.0):  # a third daemon, whose disk is slow
+
+        def waits(pid: int) -> bool:  # it has opened the file itself, beside what a fork inherits
+            opened = [os.path.realpath(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+            return opened.count(str(lock.path)) == 2
+
         nodes = [_sealing(run, f"node_{n:04d}") for n in range(2)]
-        time.sleep(0.5)
+        poll(lambda: all(map(waits, nodes)))
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in nodes] == [0, 0]
     assert not list((run.path / "captures").rglob("*.pack"))
     opened = open_run(run.path)
