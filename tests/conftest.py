@@ -50,6 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
     slowest.listen(config)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest."""
+    slowest.longest_first(items)
+
+
 def pytest_collection_finish() -> None:
     """Keep what all test files have imported, half a million objects, out of every collection.
 

@@ -1,4 +1,4 @@
-"""What the files of the suite took, printed at its end: the slowest first.
+"""The slowest files of the suite: they begin first, and what they took is printed at its end.
 
 Under xdist the controller has the reports of all workers and adds them up, so the seconds of all
 files together are more than those of the run.
@@ -11,6 +11,36 @@ from collections import Counter
 import pytest
 
 FILES = 25
+# A worker takes file after file in the order of collection, so one of these that began last would
+# be waited for. From the table of a run: the longest first.
+LONGEST = (
+    "tests/distributed/test_no_harm.py",
+    "tests/rank/hooks/test_compiled.py",
+    "tests/daemon/test_node.py",
+    "tests/distributed/test_two_nodes.py",
+    "tests/distributed/test_compiled_ranks.py",
+    "tests/distributed/test_attribution.py",
+    "tests/store/remote/test_upload.py",
+    "tests/grafana/test_rules.py",
+    "tests/distributed/test_live.py",
+    "tests/launch/test_train_gpt.py",
+    "tests/reader/test_evidence.py",
+    "tests/distributed/test_wrappers.py",
+    "tests/reader/collect/test_job.py",
+    "tests/distributed/test_exact.py",
+    "tests/reader/test_reader_races.py",
+    "tests/reader/verify/test_verify.py",
+    "tests/reader/test_run.py",
+    "tests/distributed/test_stops.py",
+    "tests/grid/test_core.py",
+    "tests/test_faults.py",
+)
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Put the tests of the longest files in front; all else stays in its order."""
+    place = {file: number for number, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONGEST)))
 
 
 class Slowest:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
-from .slowest import FILES, Slowest, listen
+from .slowest import FILES, LONGEST, Slowest, listen, longest_first
 
 
 def printed(slowest: Slowest) -> list[str]:
@@ -40,3 +41,22 @@ def test_a_worker_leaves_it_to_the_controller() -> None:
     assert registered == []
     listen(SimpleNamespace(pluginmanager=manager))
     assert [type(plugin) for plugin in registered] == [Slowest]
+
+
+def test_the_longest_files_begin_first_and_nothing_else_changes_its_place() -> None:
+    first, second, *_ = LONGEST
+    order = [
+        "tests/test_a.py::a",
+        f"{second}::a",
+        "tests/test_a.py::b",
+        f"{first}::b",
+        f"{first}::a",
+    ]
+    items = [SimpleNamespace(nodeid=nodeid) for nodeid in order]
+    longest_first(items)
+    assert [item.nodeid for item in items] == [order[i] for i in (3, 4, 1, 0, 2)]
+
+
+def test_every_file_that_begins_first_is_there() -> None:
+    root = Path(__file__).parents[1]
+    assert [file for file in LONGEST if not (root / file).is_file()] == []
