@@ -366,6 +366,43 @@ def tensor_parallel(rank: int, world: int) -> None:
         agree(seen[""].grad["logits"].full(), grads["", "logits"])
 
 
+class Gated(nn.Module):
+    """Multiplies what every tensor-parallel rank holds by what each one has a shard of."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        self.mix, self.up = nn.Linear(4, 6), nn.Linear(6, 6 * world)
+        self.down = nn.Linear(6 * world, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.mix(x)
+        return self.down(h * self.up(h))
+
+
+@claim
+def a_gradient_that_is_each_rank_s_own_is_no_replica(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    model = Gated(world)
+    plan = {
+        "mix": RowwiseParallel(input_layouts=Replicate()),
+        "up": ColwiseParallel(), "down": RowwiseParallel(),
+    }  # fmt: skip
+    parallelize_module(model, mesh, plan)
+    with ddpprobe.capture(model, grad=True) as seen:
+        model(torch.ones(5, 4)).square().sum().backward()
+    own = seen["mix"]
+    assert own.output.stats().placement == "replicated"
+    assert own.output.full().shape == (5, 6)
+    assert len({float(part.sum()) for part in own.grad.by_rank().values()}) == world
+    refused(own.grad.full, "torch does not tell", ".by_rank()")
+    refused(lambda: own.grad.full(tp="replicated"), "not replicated")
+    assert own.grad.stats().placement == "unknown"
+    after = seen["down"]  # behind the place where the two meet
+    assert after.grad.stats().placement == "replicated"
+    agree(after.grad.full(), 2 * after.output.full(), exact=True)
+
+
 @claim
 def fsdp2_over_tensor_parallel(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))

@@ -19,6 +19,7 @@ JOB = Path(__file__).with_name("capture_job.py")
                 "shapes_that_do_not_fit", "mistakes_are_told_to_every_rank",
                 "a_rank_that_does_not_ask_is_named", "statistics_only",
                 "training_is_bit_identical", "tensor_parallel",
+                "a_gradient_that_is_each_rank_s_own_is_no_replica",
             ],
         ),
         (4, ["hsdp", "fsdp2_over_tensor_parallel", "dtensors_of_any_layout"]),

@@ -64,6 +64,10 @@ class Inference:
             slots = [self._slot((name, kind, leaf)) for kind in ("output", "grad")]
             self._follower.bind(tensor, slots[0], slots[1], again=again)
 
+    def doubts(self, key: Key) -> bool:
+        """Whether a tensor was followed, and nothing is known of how it lies."""
+        return key in self._slots and self._layouts.get(self._slots[key], UNKNOWN) == UNKNOWN
+
     def alike(self, key: Key) -> bool:
         """Whether all ranks of the tensor-parallel group are concluded to hold the same."""
         slot = self._slots.get(key)

@@ -22,6 +22,7 @@ from ddpprobe.rank import torch_private
 from ddpprobe.rank.capture.module_calls import GradientHook, ModuleCalls, of_sum
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver, take_off
 from ddpprobe.rank.hooks.outputs import leaves
+from ddpprobe.rank.stats.dense import local
 from ddpprobe.rank.topology import dtensor_spec
 from ddpprobe.rank.topology.placement import is_dtensor
 from ddpprobe.records.shard_spec import ShardSpec
@@ -173,7 +174,7 @@ class ModuleWatcher:
         call, outputs = ended
         for leaf, tensor, shard_spec in outputs:
             self._sites.take(site, call, "output", leaf, tensor, shard_spec)
-            if shard_spec is None:
+            if not is_dtensor(tensor):
                 self._inference.bind(site.name, leaf, tensor, again=False)
             if self._grad and leaf not in self._tapped:
                 self._tap(site, call, leaf, tensor)
@@ -224,9 +225,18 @@ class ModuleWatcher:
         site = self._sites.by_name[name]
         site.gradients[leaf] += 1
         call = refer()
-        if call is not None:
-            shard_spec = of_sum(shard_spec) if shard_spec is not None else None
-            self._sites.take(site, call, "grad", leaf, gradient, shard_spec)
+        if call is None:
+            return
+        if is_dtensor(gradient):
+            shard_spec = dtensor_spec.of(gradient)
+        elif shard_spec is not None:
+            shard_spec = of_sum(shard_spec)
+        replica = shard_spec is not None and shard_spec.label == "replicated"
+        if replica and self._inference.doubts((name, "grad", leaf)):
+            # Torch takes it for granted that a replica that was made local has a replica for its
+            # gradient. Where it met what is each rank's own, so is its gradient.
+            gradient, shard_spec = local(gradient), None
+        self._sites.take(site, call, "grad", leaf, gradient, shard_spec)
 
 
 def _outside_modes(target: Callable[..., object], *args: object) -> None:
