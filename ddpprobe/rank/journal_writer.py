@@ -19,6 +19,7 @@ from ddpprobe.rank.hooks import stream_capture
 from ddpprobe.rank.hooks.pending_rows import PendingRows, StepResult
 from ddpprobe.rank.hooks.state_check import Looks
 from ddpprobe.rank.hooks.steady import MINUS, PLUS
+from ddpprobe.rank.torch_private import functorch
 from ddpprobe.records import events
 from ddpprobe.records.events import Event
 from ddpprobe.records.identity_cache import IdentityCache
@@ -110,11 +111,14 @@ class FrameWriter:
 
     def ship(self, *, wait: bool = False) -> None:
         """Write the steps whose rows have arrived; waits for the others only at the end."""
-        while self._ended and (wait or self._ended[0].ready()):
-            ended = self._ended.popleft()
-            if wait:
-                ended.wait()
-            self._append(self._record(ended))
+        if not self._ended:
+            return
+        with functorch.outside():  # where the next forward may be
+            while self._ended and (wait or self._ended[0].ready()):
+                ended = self._ended.popleft()
+                if wait:
+                    ended.wait()
+                self._append(self._record(ended))
 
     def alarm(self, bad: FirstBad, at: int, *, partial: bool, skipped: bool, sampled: bool) -> None:
         """Write that step `at` went bad. `partial`: it is not over, but the process may be soon.

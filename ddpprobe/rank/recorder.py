@@ -32,7 +32,7 @@ from ddpprobe.rank.step_clock import StepClock
 from ddpprobe.rank.topology import stages
 from ddpprobe.rank.topology.describe import Topology, describe, outermost
 from ddpprobe.rank.topology.replicas import in_turn
-from ddpprobe.rank.torch_private import dynamo
+from ddpprobe.rank.torch_private import dynamo, functorch
 from ddpprobe.records import events
 from ddpprobe.records.step import CHECKED, NOTED, STEP_PHASES, UNREDUCED, FirstBad
 from ddpprobe.rundir.fuse import Fuse, logger
@@ -434,7 +434,8 @@ class Recorder:
         )  # fmt: skip
 
     def _push(self, ended: Callable[[PendingRows], EndedStep]) -> None:
-        self._frame_writer.push(ended(self._prepare().rows.fetch()))
+        with functorch.outside():  # where the next forward may be
+            self._frame_writer.push(ended(self._prepare().rows.fetch()))
         self._frame_writer.ship()
 
     def _facts(self) -> dict[str, float]:
