@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import at_least
-from ddpprobe.records.step import OBSERVED, PHASE_OF_KIND, PHASES, Anomaly, Site, StepRecord
+from ddpprobe.records.step import (
+    IN_TURN,
+    OBSERVED,
+    PHASE_OF_KIND,
+    PHASES,
+    Anomaly,
+    Site,
+    StepRecord,
+)
 
 MOST_SITES = 1 << 16  # bounds the state: 20 bytes a site, and its key
 FEWEST_ABSENT = 3
@@ -125,6 +133,8 @@ class _History:
 
     def _places_of(self, sites: Sequence[Site]) -> NDArray[np.int64]:
         for site in sites:
+            if site.kind in IN_TURN:  # they are away most of the time
+                continue
             if site.key not in self._index and len(self._index) < MOST_SITES:
                 self._index[site.key] = len(self._sites)
                 self._sites.append(site)

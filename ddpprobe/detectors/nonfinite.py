@@ -16,6 +16,7 @@ from ddpprobe.detectors import origins
 from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.records.step import (
+    IN_TURN,
     NAN,
     NONFINITE,
     NUMEL,
@@ -102,7 +103,10 @@ def _did_no_harm(record: StepRecord, origin: FirstBad) -> bool:
     known = record.sampled and not record.partial and origin.step == record.step
     if not known or origin is not record.first_bad or origin.nan or origin.phase != "forward":
         return False
-    later = [i for i, site in enumerate(record.sites) if PHASE_OF_KIND[site.kind] != "forward"]
+    later = [
+        row for row, site in enumerate(record.sites)
+        if PHASE_OF_KIND[site.kind] != "forward" and site.kind not in IN_TURN
+    ]  # fmt: skip
     if _bad_loss(record) is not None or not record.counts[later][:, OBSERVED].any():
         return False
     return not (record.counts[:, NAN].any() or record.counts[later][:, NONFINITE].any())

@@ -24,6 +24,7 @@ from ddpprobe.records import events
 from ddpprobe.records.events import Event
 from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import (
+    IN_TURN,
     KINDS,
     NONFINITE,
     OBSERVED,
@@ -235,8 +236,10 @@ class FrameWriter:
 
     def _report_coverage(self, result: StepResult, ended: EndedStep) -> dict[str, float]:
         """Count sites that should deliver and those that did; say so when it has changed."""
-        expected = len(result.sites) + len(ended.silent)
-        observed = int((result.counts[:, OBSERVED] > 0).sum())
+        rows = self._rows_by_kind(result.sites)
+        lasting = np.concatenate([rows[kind] for kind in KINDS if kind not in IN_TURN])
+        expected = len(lasting) + len(ended.silent)
+        observed = int((result.counts[lasting, OBSERVED] > 0).sum())
         if (expected, observed, ended.silent) != self._coverage:
             self._coverage = (expected, observed, ended.silent)
             self.life(

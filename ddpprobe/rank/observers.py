@@ -16,6 +16,7 @@ from ddpprobe.rank.hooks.state_check import StateCheck
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.hooks.stream_capture import outside_capture
 from ddpprobe.rank.hooks.watch import Watch
+from ddpprobe.rank.hooks.weight_look import WeightLook
 from ddpprobe.rank.stats import checksum
 from ddpprobe.rank.step_clock import StepClock
 from ddpprobe.rank.topology.describe import Topology
@@ -62,6 +63,7 @@ class Observers:
         self.watch = Watch(topology, clock, rank, fuse, on_bad, *told)
         self.loss_scale = LossScaleReader()
         self.state = StateCheck(topology, clock.optimizers, rank)
+        self.weights = WeightLook(topology, select, self.rows)
         self.gradients_read = False
         self.capturing = capturing
         after_call = capturing.meet(topology, clock, self.compiled, self.rows)
@@ -164,6 +166,7 @@ class Observers:
     def pause(self) -> None:
         """Let go of the model until the next step that is observed."""
         self.detach()
+        self.weights.forget()
         self.topology.forget_modules()
         self.compiled.mute()
 

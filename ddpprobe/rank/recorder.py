@@ -250,6 +250,7 @@ class Recorder:
         observers.loss_scale.remember(told="loss_scale" in self._logged)
         self.capturing.backward_ended(observers.loss_scale.last)
         if self._sampling:
+            observers.weights.remember()
             self._add_loss_scale(observers)
             if observers.topology.gradients_are_reduced():
                 observers.read_gradients(scaled=True)
@@ -261,6 +262,7 @@ class Recorder:
         self.capturing.gradients_ready()
         if not self._sampling:
             return
+        observers.weights.remember()
         scale = loss_scale.of_optimizer(optimizer)
         if not observers.gradients_read:
             observers.read_gradients(scaled=scale is not None)
@@ -285,6 +287,7 @@ class Recorder:
             observers.rows.add_checksums(in_turn(observers.topology.replicated_parameters(), turn))
             if not observers.gradients_read and observers.topology.world_size > 1:
                 observers.rows.add_scalar(UNREDUCED, 1.0)  # so replicas may part: local SGD
+            observers.weights.tell(self._clock.micro, skipped=skipped)
             self._finish_sampled(skipped=skipped, partial=False)
             self._after_step()
         else:
@@ -352,6 +355,7 @@ class Recorder:
         observers.state.begin(sampled=self._sampling)
         self._bad = None
         if self._sampling:
+            observers.weights.begin(self._pacer.turn(self._clock.step))
             self._logged.clear()
         elif wanted:
             self._frame_writer.life(

@@ -15,7 +15,12 @@ from ddpprobe.records.near_names import nearest
 from ddpprobe.records.step import Site
 
 LISTED = 5  # modules named in a line
-OF_PARAMETERS = {"grad", "grad_local", "param"}  # kinds that are chosen by a parameter's module
+OF_PARAMETERS = {
+    "grad",
+    "grad_local",
+    "param",
+    "update",
+}  # kinds that are chosen by a parameter's module
 
 
 def no_site(

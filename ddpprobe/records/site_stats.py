@@ -9,7 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records.step import NONFINITE, OBSERVED, SUM_SQ, Site, StepRecord, derive, merge_runs
+from ddpprobe.records.step import (
+    IN_TURN,
+    NONFINITE,
+    OBSERVED,
+    SUM_SQ,
+    Site,
+    StepRecord,
+    derive,
+    merge_runs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +50,17 @@ class TensorRowsCache:
     def __init__(self) -> None:
         self._sites: tuple[Site, ...] = ()
         self._observed = b""
+        self._lasting = np.zeros(0, bool)
         self._layout = _layout((), np.zeros(0, bool))
 
     def of(self, record: StepRecord) -> TensorRows:
-        """Return the layout of the sites that were observed, and are merged as one tensor."""
-        observed = record.counts[:, OBSERVED] > 0
+        """Return the layout of the sites that were observed, and are merged as one tensor.
+
+        What takes turns is left out: its series would end with each record.
+        """
+        if record.sites is not self._sites:
+            self._lasting = np.array([site.kind not in IN_TURN for site in record.sites], bool)
+        observed = (record.counts[:, OBSERVED] > 0) & self._lasting
         code = observed.tobytes()
         if record.sites is not self._sites or code != self._observed:
             self._sites, self._observed = record.sites, code

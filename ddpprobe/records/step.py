@@ -21,10 +21,12 @@ Digests = Mapping[tuple[str, str], Mapping[int, int]]
 
 KINDS = (
     "input", "output", "grad_output", "grad_input", "param", "grad_local", "grad",
-    "buffer", "optim_state",
+    "buffer", "optim_state", "update",
 )  # fmt: skip
-# What outlives a step. Only whether it is finite is looked at, so none of it has rows.
+# What outlives a step. Whether it is finite is looked at apart from the rows, all of it at once.
 STATE_KINDS = ("param", "buffer", "optim_state")
+# Of these a sampled step has rows of some parameters only, behind the optimizer: they take turns.
+IN_TURN = ("param", "update")
 PLACEMENTS = ("local", "sharded", "replicated", "partial", "unknown")
 PHASES = ("forward", "backward", "step")
 STEP_PHASES = ("data", "forward", "backward", "optimizer")  # of the time of a step
@@ -42,6 +44,7 @@ PHASE_OF_KIND = MappingProxyType(
         "param": "step",
         "buffer": "step",
         "optim_state": "step",
+        "update": "step",
     }
 )
 

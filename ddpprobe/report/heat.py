@@ -15,7 +15,7 @@ from ddpprobe.report.encode import figure, names, typed
 from ddpprobe.report.rows import Floats, stat_of
 from ddpprobe.report.story import Story
 
-MOST_KINDS = 8  # there are seven
+MOST_KINDS = 8  # there are eight
 MOST_LINES = 160  # sites of one kind; more share lines with their neighbours
 KIND_WORDS = {
     "input": "inputs",
@@ -25,6 +25,7 @@ KIND_WORDS = {
     "grad_local": "gradients of parameters, before the reduction",
     "grad": "gradients of parameters, after the reduction",
     "param": "parameters",
+    "update": "changes of parameters by one step",
 }
 _SIZES = (("rms", "root mean square"), ("abs_max", "largest magnitude"))
 _HOW_MANY = "%{customdata:,.0f} elements not finite"

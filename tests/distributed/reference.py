@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 Key = tuple[str, str, str]
+_EPS = torch.finfo(torch.float32).eps
 
 
 class Reference:
@@ -23,7 +24,9 @@ class Reference:
         self, build: Callable[[], nn.Module], batch: Callable[[int, int], torch.Tensor],
         groups: Sequence[int], micros: int,
     ) -> None:  # fmt: skip
+        self._build = build
         self.tensors: dict[Key, list[torch.Tensor]] = {}
+        self.rounding: dict[Key, float] = {}  # of one element, beyond its share of the largest one
         self.reduced: dict[str, torch.Tensor] = {}
         for group in groups:
             model = build()
@@ -35,6 +38,15 @@ class Reference:
                 model(batch(micro, group))[1].backward()
             for name, parameter in model.named_parameters():
                 self.reduced[name] = self.reduced.get(name, 0) + parameter.grad / len(groups)
+
+    def step(self, rate: float) -> Reference:
+        """Take the first step of SGD: the weights behind it, and what it changes of them."""
+        for name, before in self._build().named_parameters():
+            after = before.detach() - rate * self.reduced[name]
+            self._see((name, "param", ""), after)
+            self._see((name, "update", ""), after - before)
+            self.rounding[name, "update", ""] = _EPS * float(before.detach().abs().max())
+        return self
 
     def _hook(self, name: str):
         def hook(module: nn.Module, args: object, output: object) -> None:

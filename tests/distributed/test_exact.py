@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddpprobe.records.merge import merge_all
-from ddpprobe.records.step import StepRecord, derive
+from ddpprobe.records.step import IN_TURN, StepRecord, derive
 
 from .reference import Reference
 
@@ -50,6 +50,9 @@ def in_a_row(runs: list[list[object]]) -> list[object]:
 def assert_equal(merged: StepRecord, reference: Reference) -> None:
     kinds, unobserved = set(), set()
     for i, site in enumerate(merged.sites):
+        if site.kind in IN_TURN:  # of them, see test_wrappers: AdamW makes much of rounding
+            kinds.add(site.kind)
+            continue
         if merged.counts[i][6] == 0:
             unobserved.add(str(site))
             continue
@@ -65,7 +68,7 @@ def assert_equal(merged: StepRecord, reference: Reference) -> None:
         assert abs(total - want.sum()) <= slack * want.numel(), site
         assert square == pytest.approx(float(want.square().sum()), rel=1e-4, abs=slack**2), site
         kinds.add(site.kind)
-    assert kinds == {"output", "grad_output", "grad_local", "grad"}
+    assert kinds == {"output", "grad_output", "grad_local", "grad", *IN_TURN}
     # A Linear's 3-d output is a view; changed in place by ReLU its tensor hook is lost inside
     # autograd (in the reference too), and the logits are not what the loss is returned from.
     assert unobserved == {f"blocks.{i}.up:grad_output" for i in range(3)}

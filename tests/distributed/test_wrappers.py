@@ -30,7 +30,7 @@ def differences(merged: StepRecord, reference: Reference, slack: float) -> list[
             continue
         want = reference.of(site.key)
         counts, (low, high, total, square) = merged.counts[i], merged.values[i]
-        near = slack * (float(want.abs().max()) + 1e-30)
+        near = slack * (float(want.abs().max()) + 1e-30) + reference.rounding.get(site.key, 0.0)
         if counts[0] != want.numel() or counts[1:4].any():
             wrong.append(f"{site} {site.placement}: counts {counts} of {want.numel()}")
         elif (
@@ -98,7 +98,7 @@ def test_statistics_are_exact_or_labelled_tensors_whole_and_training_bit_identic
         assert all([r.step for r in rank] == [0, 1] for rank in records), case
         merged, reference = (
             merge_all([rank[0] for rank in records]),
-            Reference(job.build, job.batch, cases[case], job.MICROS),
+            Reference(job.build, job.batch, cases[case], job.MICROS).step(job.RATE),
         )
         slack = 0.05 if case.endswith("bf16") else 1e-5
         wrong += [f"{case}: {d}" for d in differences(merged, reference, slack)]

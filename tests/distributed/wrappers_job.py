@@ -47,6 +47,7 @@ from ddpprobe.rank.topology.parts import flat_parameters
 from ddpprobe.testing import state_hash
 
 MICROS, BLOCKS = 2, 2
+RATE = 0.1
 
 
 class Block(nn.Module):
@@ -284,7 +285,7 @@ def train(case: str, out: Path | None, *, before: bool) -> str:
     wrapped, group, quiet = CASES[case](model)
     if out and not before:
         probe = ddpprobe.install(wrapped, **options)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=RATE, momentum=0.9)
     for _ in range(2):
         for micro in range(MICROS if case != "pipeline" else 0):
             with contextlib.nullcontext() if micro == MICROS - 1 else quiet():

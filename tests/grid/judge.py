@@ -156,7 +156,11 @@ def _compare(
         outcome.sites += 1
         counts, values = merged.counts[row], merged.values[row]
         noise = NOISE[cell.precision] if key[1].startswith("grad") else 0.0
-        problem, worst = _differ(counts, values, expected.of(key), TOLERANCE[cell.precision], noise)
+        tolerance = TOLERANCE[cell.precision]
+        if key[1] == "update":  # of two numbers that are close to each other
+            noise = _rounding(expected, key)
+            tolerance += noise
+        problem, worst = _differ(counts, values, expected.of(key), tolerance, noise)
         outcome.worst = max(outcome.worst, worst)
         if problem:
             outcome.problems.append(f"{where} ({site.placement}): {problem}")
@@ -169,6 +173,13 @@ def _compare(
                 f"step {number} {_text(key)}: observed {int(merged.counts[row, _OBSERVED])}, "
                 "the reference has no such site"
             )
+
+
+def _rounding(expected: Expected, update: Key) -> float:
+    """What rounding in a weight is of the largest change of one."""
+    largest = expected.of(update).abs().max().clamp(min=1e-30)
+    weight = expected.of((update[0], "param", "")).abs().max()
+    return float(2 * torch.finfo(torch.float32).eps * weight / largest)
 
 
 def _alike(

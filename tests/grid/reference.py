@@ -184,6 +184,7 @@ class Reference:
                     continue
                 for gradient in grads:
                     gradient.div_(scale)
+            before = [master.detach().clone() for master in replica.masters]
             for optimizer in replica.optimizers:
                 optimizer.step()
             if self.cell.loop == "no-optimizer":
@@ -191,8 +192,18 @@ class Reference:
                     for master in replica.masters:
                         if master.grad is not None:
                             master.sub_(master.grad, alpha=LR)
+            if replica is self._replicas[0] or self.cell.wrapper == "plain":
+                self._see_weights(replica, before)
             _clear(replica)
             _publish(replica)
+
+    def _see_weights(self, replica: Replica, before: list[Tensor]) -> None:
+        """Keep the weights behind the step, and what it has changed of them."""
+        names = [name for name, _ in replica.model.named_parameters()]
+        for name, old, new in zip(names, before, replica.masters, strict=True):
+            if name in self._chosen:
+                self.see((name, "param", ""), new)
+                self.see((name, "update", ""), new.detach() - old)
 
     def _lbfgs(self, number: int) -> None:
         """One optimizer for the job: here the first replica's (plain: each has its own)."""
@@ -218,7 +229,9 @@ class Reference:
                 reduced[name] = lead.masters[index].grad.clone()
             return sum(losses) / len(losses)
 
+        before = [master.detach().clone() for master in lead.masters]
         lead.optimizers[0].step(closure)
+        self._see_weights(lead, before)
         for name, gradient in reduced.items():
             self.see((name, "grad", ""), gradient)
         for replica in team:

@@ -15,6 +15,7 @@ from ddpprobe.rank.hooks.site_table import SiteTable
 from ddpprobe.rank.hooks.steady import Learned, Steady
 from ddpprobe.rank.stats import rows as stats
 from ddpprobe.records.step import (
+    IN_TURN,
     KINDS,
     PHASE_OF_KIND,
     SQUARES,
@@ -30,6 +31,7 @@ SCALAR = -1  # the slot of a row that holds one number in its first column
 RETURNED_LOSS = "loss\0"  # what the root module returned: the loss, where none is logged
 _GRAD, _GRAD_LOCAL = KINDS.index("grad"), KINDS.index("grad_local")
 _FORWARD = np.array([PHASE_OF_KIND[kind] == "forward" for kind in KINDS])
+_IN_TURN = np.array([kind in IN_TURN for kind in KINDS])
 # Of a module's input that was bad: its place, and what is not finite in it.
 CameIn = tuple[str, stats.Nonfinite]
 
@@ -168,12 +170,14 @@ class PendingRows:
     def _bad(self, rows: NDArray[np.float64]) -> list[int]:
         """Indices of what is not finite, also in forwards that got no gradient: why they did not.
 
-        A loop that leaves out the batches whose loss is NaN ends there.
+        A loop that leaves out the batches whose loss is NaN ends there. Weights are left to
+        `StateCheck`, which looks at all of them.
         """
         of_sites = self.slots != SCALAR
         at = np.flatnonzero(of_sites & rows[:, stats.NONFINITE].any(axis=1))
         kinds = self.table.kinds()[self.slots[at]]
-        bad: list[int] = at[(kinds != _GRAD) | (self.micros[at] >= 0)].tolist()
+        told = ((kinds != _GRAD) | (self.micros[at] >= 0)) & ~_IN_TURN[kinds]
+        bad: list[int] = at[told].tolist()
         return bad
 
     def _first(self, rows: NDArray[np.float64], bad: list[int], step: int) -> FirstBad | None:

@@ -125,11 +125,14 @@ class StepRows:
         if bad and tell:
             self._tell(index)
 
-    def add_all(self, micro: int, found: Iterable[tuple[int, Tensor]]) -> int:
+    def add_all(
+        self, micro: int, found: Iterable[tuple[int, Tensor]], table: KernelTable | None = None
+    ) -> int:
         """Do as `add` does for each (slot, tensor) of `found`, and return how many there were.
 
         Away from the CPU all together, as a launch for each would cost the host more than the
-        numbers are worth: so none of them may change, or go, before this returns.
+        numbers are worth: so none of them may change, or go, before this returns. `table`: what a
+        kernel knows of tensors that are not the gradients.
         """
         count = 0
         if not self._together:
@@ -154,7 +157,8 @@ class StepRows:
                     continue
                 self._note(slot, micro, buffer)
             if together:
-                stats.reduce_all(together, self._main.rows[first:], self._gradients)
+                known = self._gradients if table is None else table
+                stats.reduce_all(together, self._main.rows[first:], known)
             self._last = None
         return len(tensors)
 

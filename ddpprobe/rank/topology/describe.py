@@ -164,16 +164,30 @@ class Topology:
                 yield fqn, parameter.grad, self._gradient_layout(parameter)
 
     def _gradient_layout(self, parameter: Tensor) -> TpPlacement:
-        gradient = parameter.grad
-        managed = self.managed_by_ddp(parameter)
-        if is_dtensor(gradient):
-            layout = reduced_layout(gradient)
+        return self._layout_as_held(parameter.grad, self.managed_by_ddp(parameter))
+
+    def _layout_as_held(self, tensor: Tensor | None, managed: bool | None) -> TpPlacement:  # noqa: FBT001  (as `managed_by_ddp` says it)
+        if is_dtensor(tensor):
+            layout = reduced_layout(tensor)
             if managed is not None:
                 return layout[0], layout[1] and managed
-            if layout == REPLICATED and self._tensor_mesh(gradient.device_mesh):
-                return layout_of(gradient.device_mesh, gradient.placements)
+            if layout == REPLICATED and self._tensor_mesh(tensor.device_mesh):
+                return layout_of(tensor.device_mesh, tensor.placements)
             return layout
         return REPLICATED if managed is not None or self.world_size == 1 else LOCAL
+
+    def weight_layout(self, fqn: str, parameter: Tensor) -> TpPlacement:
+        """Placement of a parameter as it is held between the steps.
+
+        What tensor parallelism does not spread, all ranks of its group hold alike.
+        """
+        if self.is_apart(fqn.rpartition(".")[0]):
+            return UNKNOWN
+        layout = self._layout_as_held(parameter, self.managed_by_ddp(parameter))
+        if not self.tensor_meshes or self.spans_tensor_meshes(parameter):
+            return layout
+        alike = REPLICATED if layout == LOCAL else layout
+        return alike[0], alike[1] and self.leads_tensor_group()
 
     def layout(self, fqn: str, tensor: Tensor) -> TpPlacement:
         """Placement of an activation of `fqn`, or of its gradient: plain ones differ by rank.

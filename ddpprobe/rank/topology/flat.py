@@ -26,7 +26,7 @@ class FlatUnit:
     def split(self, gradient: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (FQN, view) of this rank's unsharded gradient of the whole unit, 1-D."""
         for fqn, part in self.parts:
-            if _trains(part):
+            if trains(part):
                 yield fqn, gradient[part.start : part.start + part.shape.numel()]
 
     def gradients(self) -> Iterator[tuple[str, Tensor, TpPlacement]]:
@@ -36,7 +36,7 @@ class FlatUnit:
         """
         for fqn, part in self.parts:
             gradient = part.parameter.grad if part.parameter is not None else self.flat.grad
-            if gradient is None or not _trains(part):
+            if gradient is None or not trains(part):
                 continue
             if part.parameter is None:
                 shard = self.flat.numel()
@@ -77,7 +77,7 @@ def layout(part: FlatPart) -> TpPlacement:
     return ("sharded", part.replica == 0) if part.sharded else REPLICATED
 
 
-def _trains(part: FlatPart) -> bool:
+def trains(part: FlatPart) -> bool:
     """Whether it is trained now: a script may freeze and thaw, so this is asked each time."""
     held: Tensor = part.parameter if part.parameter is not None else part.flat
     return held.requires_grad

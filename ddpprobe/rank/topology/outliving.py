@@ -112,14 +112,14 @@ def parameters_of(topology: Topology) -> Iterator[OutlivingTensor]:
     Both of these iterators are for a place where grad is off.
     """
     for unit in topology.flat:
-        yield from _parts(unit)
+        yield from parts_of(unit)
     stored = {}
     if any(True for _ in topology.units()):
         for module, name, parameter in sharding.sharded_parameters(topology.root):
             stored[id(module), name] = parameter
     for fqn, module, name, parameter in topology.own_parameters():
         here = stored.get((id(module), name), parameter) if stored else parameter
-        yield OutlivingTensor("param", fqn, "", _here(here), id(here))
+        yield OutlivingTensor("param", fqn, "", on_this_rank(here), id(here))
 
 
 def outliving(topology: Topology, optimizers: Iterable[Optimizer]) -> Iterator[OutlivingTensor]:
@@ -128,7 +128,7 @@ def outliving(topology: Topology, optimizers: Iterable[Optimizer]) -> Iterator[O
         for name, buffer in dictionaries(module)[1].items():
             if isinstance(buffer, Tensor):
                 fqn = f"{path}.{name}" if path else name
-                yield OutlivingTensor("buffer", fqn, "", _here(buffer), id(buffer))
+                yield OutlivingTensor("buffer", fqn, "", on_this_rank(buffer), id(buffer))
     parameters = list(parameters_of(topology))
     names: dict[int, str] = {}
     for held in parameters:
@@ -151,7 +151,7 @@ def _state_of(
             for key, v in tensors
         ]
     whole = unit.flat.numel()
-    parts = [_parts(unit, key, v) for key, v in tensors if v.numel() == whole]
+    parts = [parts_of(unit, key, v) for key, v in tensors if v.numel() == whole]
     rest = [
         OutlivingTensor("optim_state", fqn, key, local(v), id(v))
         for key, v in tensors
@@ -160,12 +160,12 @@ def _state_of(
     return [*chain.from_iterable(parts), *rest]
 
 
-def _here(tensor: Tensor) -> Tensor:
+def on_this_rank(tensor: Tensor) -> Tensor:
     """Return what lies on this rank; grad is off, so of a DTensor this is its very part."""
     return tensor if type(tensor) in (Tensor, nn.Parameter) else local(tensor)
 
 
-def _parts(
+def parts_of(
     unit: FlatUnit, leaf: str = "", value: Tensor | None = None
 ) -> Iterator[OutlivingTensor]:
     """Yield the parts of a flat parameter, or of what an optimizer keeps for it.

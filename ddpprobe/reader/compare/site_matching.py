@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ddpprobe.reader.compare.tolerance import ComparedRows, RoundingLimits, Tolerance
 from ddpprobe.reader.series import matches
 from ddpprobe.records.identity_cache import IdentityCache
-from ddpprobe.records.step import NUMEL, Site, StepRecord
+from ddpprobe.records.step import IN_TURN, NUMEL, Site, StepRecord
 
 Sites = tuple[Site, ...]
 Place = tuple[Site, int]  # a site, and its row, which is its place in the execution order
@@ -112,11 +112,15 @@ class SiteMatcher:
         )  # fmt: skip
 
     def _numbered(self, sites: Sites) -> Iterator[tuple[tuple[str, str, str, int], int]]:
-        """Yield an identity for each row that matches; a site may stand in a table twice."""
+        """Yield an identity for each row that matches; a site may stand in a table twice.
+
+        Weights are left out. Adam divides a gradient by its own size, so rounding in one that is
+        about zero moves a weight by a whole step: no tolerance follows from the dtype.
+        """
         seen: dict[tuple[str, str, str], int] = {}
         for row, site in enumerate(sites):
             nth = seen[site.key] = seen.get(site.key, -1) + 1
-            if matches(site, self._glob):
+            if site.kind not in IN_TURN and matches(site, self._glob):
                 yield (*site.key, nth), row
 
 

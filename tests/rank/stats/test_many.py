@@ -225,8 +225,9 @@ def test_a_sampled_step_takes_as_many_launches_for_4_gradients_as_for_24(
         launches.reduced.clear()
         train(tmp_path / str(layers), layers)
         counts.append(len(launches.reduced))
-        assert [count for *_, count in launches.reduced] == [2 * layers] * 3
-    assert counts == [3, 3]  # steps 0, 2, 4
+        # Of the gradients, then of the weights and of their changes.
+        assert [count for *_, count in launches.reduced] == [2 * layers, 4 * layers] * 3
+    assert counts == [6, 6]  # steps 0, 2, 4
     got = gradients_of(records_of(tmp_path / "12"))
     assert got == gradients_of(records_of(tmp_path / "alone"))
     assert len(got) == 3 * 24

@@ -1,0 +1,136 @@
+"""What a sampled step does to the weights: a row of each, and a row of its change.
+
+The change is the weight behind the optimizer less the weight before it, so a copy is needed, and
+parameters take turns, as for the checksums: a turn copies about 4 MiB, and no more than 8. Up to
+64 MiB each parameter has its turn at every 16th sampled step at the latest. Of more than that the
+large ones are not copied whole: the change is that of `BLOCKS` stretches of elements, evenly
+spread. The row of the weight itself is of all its elements.
+
+The copy is taken at the end of the first backward of the step, or before the first optimizer if
+that steps inside the backward. So the change is right for several optimizers, for closures, and for
+loops that have none and call `probe.step()`. A step that a GradScaler gave up has no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ddpprobe.rank.hooks.step_rows import StepRows
+from ddpprobe.rank.hooks.sweep import is_plain
+from ddpprobe.rank.stats.dense import dtype_name
+from ddpprobe.rank.stats.many import KernelTable
+from ddpprobe.rank.topology.describe import Topology
+from ddpprobe.rank.topology.weights import Weight, weights
+from ddpprobe.records.step import Site
+
+TURN = 4 << 20  # bytes of copies; of one parameter no more than that
+TURNS = 16  # sampled steps at most until each parameter had its turn
+BLOCKS = 256  # stretches of elements that stand for a large parameter
+
+
+@final
+class WeightLook:
+    """Makes the rows of kinds `param` and `update` of the parameters whose turn it is.
+
+    Args:
+        topology: the model.
+        select: whether a module FQN is observed.
+        rows: where rows go.
+    """
+
+    def __init__(self, topology: Topology, select: Callable[[str], bool], rows: StepRows) -> None:
+        self._topology, self._select, self._rows = topology, select, rows
+        self._turn: int | None = None
+        self._most = TURN
+        self._copies: dict[str, Tensor] = {}
+        self._table = KernelTable()
+
+    def begin(self, turn: int) -> None:
+        """Get ready for a sampled step, `turn` being its number among these."""
+        self._turn = turn
+        self._copies.clear()
+
+    def remember(self) -> None:
+        """Copy what the step is about to change; only the first call in a step does."""
+        if self._turn is None:
+            return
+        with torch.no_grad():
+            held = self._held()
+            self._most, turns = deal([weight.size for weight in held])
+            now = self._turn % (max(turns, default=0) + 1)
+            mine = [w for w, turn in zip(held, turns, strict=True) if turn == now]
+            self._copies = {w.fqn: sample(w.tensor, self._most).clone() for w in mine}
+        self._turn = None
+
+    def tell(self, micro: int, *, skipped: bool) -> None:
+        """Make the rows of a step that is over, and let go of the copies."""
+        copies, self._copies, self._turn = self._copies, {}, None
+        if skipped or not copies:
+            return
+        with torch.no_grad():
+            now = {weight.fqn: weight for weight in self._held() if weight.fqn in copies}
+            found = [(self._slot(w, "param"), w.tensor) for w in now.values()]
+            for fqn, weight in now.items():
+                part, change = sample(weight.tensor, self._most), copies[fqn]
+                if part.shape == change.shape and part.device == change.device:
+                    # -before + after is after - before to the bit, and needs no more memory.
+                    found.append((self._slot(weight, "update"), change.neg_().add_(part)))
+            self._rows.add_all(micro, found, self._table)
+
+    def forget(self) -> None:
+        """Let go of a step that will not end."""
+        self._copies.clear()
+        self._turn = None
+
+    def _held(self) -> list[Weight]:
+        return [
+            weight
+            for weight in weights(self._topology)
+            if self._select(weight.fqn.rpartition(".")[0])
+            and (is_plain(weight.tensor) or not weight.tensor.numel())
+        ]
+
+    def _slot(self, weight: Weight, kind: str) -> int:
+        """Return the slot of a row, which is counted on from now on."""
+        table = self._rows.table
+        slot = table.slot(
+            Site(weight.fqn, kind, "", *weight.layout, dtype_name(weight.tensor.dtype))
+        )
+        table.amend(slot, weight.layout)
+        self._rows.tap(slot)
+        return slot
+
+
+def deal(sizes: Sequence[int]) -> tuple[int, list[int]]:
+    """Return the most bytes to copy of one tensor, and the turn of each: a pure function of sizes.
+
+    Args:
+        sizes: bytes of each tensor, in the order of the model.
+    """
+    most = TURN
+    while most > 1 and sum(min(size, most) for size in sizes) > TURNS * TURN:
+        most //= 2
+    starts = accumulate((min(size, most) for size in sizes), initial=0)
+    return most, [at // TURN for at, _ in zip(starts, sizes, strict=False)]
+
+
+def sample(tensor: Tensor, most: int) -> Tensor:
+    """Return a view of a plain tensor that is no larger than `most` bytes.
+
+    That is the whole of it, or stretches of elements that are evenly spread over it.
+    """
+    elements = max(1, most // tensor.element_size())
+    if tensor.numel() <= elements:
+        return tensor.detach()
+    if not tensor.is_contiguous():
+        first = tensor.shape[0]
+        return tensor.detach()[: max(1, first * elements // tensor.numel())]
+    blocks = min(BLOCKS, elements)
+    whole = tensor.detach().view(-1)
+    every = tensor.numel() // blocks
+    return whole[: blocks * every].view(blocks, every)[:, : elements // blocks]

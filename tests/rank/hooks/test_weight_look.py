@@ -1,0 +1,294 @@
+"""A sampled step has rows of the weights and of what it changed of them, and harms neither."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import ddpprobe
+from ddpprobe.rank.hooks import weight_look
+from ddpprobe.rank.hooks.step_rows import StepRows
+from ddpprobe.rank.hooks.weight_look import BLOCKS, TURN, TURNS, WeightLook, deal, sample
+from ddpprobe.rank.topology.describe import describe
+from ddpprobe.records.step import OBSERVED, StepRecord, derive
+
+STEPS = 6
+Weights = dict[str, Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.tied = nn.Linear(4, 8)
+        self.tied.weight = self.a.weight
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x) + self.tied(x))).square().mean()
+
+
+TRAINED = ("a.weight", "a.bias", "b.weight", "b.bias", "tied.bias", "unused")
+
+
+def halves(kind):
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        return [kind(parameters[:2]), kind(parameters[2:])]
+
+    return make
+
+
+def one(kind, **options: object):
+    return lambda model: [kind(model.parameters(), **options)]
+
+
+LOOPS = {
+    "sgd": one(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": one(torch.optim.AdamW, lr=1e-2),
+    "foreach": one(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "fused": one(torch.optim.AdamW, lr=1e-2, fused=True),
+    "two optimizers": halves(lambda p: torch.optim.SGD(p, lr=0.1)),
+    "lbfgs": one(torch.optim.LBFGS, lr=0.1, max_iter=3),
+    "by hand": lambda _: [],
+}
+
+
+def train(path: Path | None, loop: str = "sgd", *, every: int = 1, micros: int = 1, between=None):
+    """Train; the weights before and behind each step, and the model's state at the end."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizers = LOOPS[loop](model)
+    probe = path and ddpprobe.install(model, run_dir=path, every=every, daemon="none")
+    seen: list[tuple[Weights, Weights]] = []
+    for step in range(STEPS):
+        data = [torch.randn(3, 4) for _ in range(micros)]
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+        def forward() -> Tensor:
+            for x in data:  # noqa: B023  (called within the step)
+                loss = model(x)
+                loss.backward()
+            return loss
+
+        if loop == "lbfgs":
+
+            def closure(forward=forward) -> Tensor:
+                optimizers[0].zero_grad()
+                return forward()
+
+            optimizers[0].step(closure)
+        else:
+            forward()
+            if between is not None:
+                between(step, model, optimizers)
+            for optimizer in optimizers:
+                optimizer.step()
+            if loop == "by hand":
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        if parameter.grad is not None:
+                            parameter.sub_(parameter.grad, alpha=0.1)
+                if probe:
+                    probe.step()
+            model.zero_grad()
+        seen.append((before, {name: p.detach().clone() for name, p in model.named_parameters()}))
+    if probe:
+        probe.close()
+    return seen, model.state_dict()
+
+
+def row(record: StepRecord, fqn: str, kind: str) -> dict[str, float] | None:
+    """The row of a site; None where it was not looked at."""
+    for i, site in enumerate(record.sites):
+        if site.key == (fqn, kind, "") and record.counts[i, OBSERVED]:
+            stats = ("numel", "zeros", "norm", "abs_max", "mean")
+            return {s: float(derive(s, record.counts[i], record.values[i])) for s in stats}
+    return None
+
+
+def assert_row(found: dict[str, float] | None, want: Tensor) -> None:
+    assert found is not None
+    assert (found["numel"], found["zeros"]) == (want.numel(), int((want == 0).sum()))
+    assert found["norm"] == pytest.approx(float(want.double().norm()), rel=1e-6)
+    assert found["abs_max"] == float(want.abs().max())
+    assert found["mean"] == pytest.approx(float(want.double().mean()), rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_rows_are_of_the_weights_behind_the_step_and_of_their_change_to_the_bit(
+    loop: str, micros: int, tmp_path: Path, records_of
+) -> None:
+    seen, state = train(tmp_path / "r", loop, micros=micros)
+    records = records_of(tmp_path / "r")
+    assert [r.step for r in records] == list(range(STEPS))
+    for record, (before, after) in zip(records, seen, strict=True):
+        for fqn in TRAINED:
+            assert_row(row(record, fqn, "param"), after[fqn])
+            assert_row(row(record, fqn, "update"), after[fqn] - before[fqn])
+        assert {s.fqn for s in record.sites if s.kind in ("param", "update")} == {*TRAINED}
+    _, bare = train(None, loop, micros=micros)
+    assert all(torch.equal(bare[name], state[name]) for name in bare)
+
+
+def test_a_weight_that_did_not_move_has_a_change_of_zeros_only(tmp_path: Path, records_of) -> None:
+    def between(step: int, _model: nn.Module, optimizers) -> None:
+        optimizers[0].param_groups[0]["lr"] = 0.0 if step == 3 else 0.1
+
+    train(tmp_path / "r", between=between)
+    moved = [row(r, "a.weight", "update")["zeros"] for r in records_of(tmp_path / "r")]
+    assert [zeros == 32 for zeros in moved] == [s == 3 for s in range(STEPS)]
+
+
+def test_only_sampled_steps_have_rows_and_a_step_given_up_has_none(
+    tmp_path: Path, records_of
+) -> None:
+    torch.manual_seed(0)
+    model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=2.0, backoff_factor=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=2, daemon="none"):
+        for step in range(STEPS):
+            scaler.scale(model(torch.randn(3, 4))).backward()
+            if step == 2:
+                model.a.weight.grad[0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    records = {r.step: r for r in records_of(tmp_path / "r") if not r.partial}
+    assert records[2].skipped
+    there = {step: row(r, "a.weight", "update") is not None for step, r in records.items()}
+    assert {s for s, seen in there.items() if seen} == {0, 4}
+
+
+def test_an_optimizer_that_steps_inside_the_backward_is_seen_as_a_whole(
+    tmp_path: Path, records_of
+) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    model.unused.requires_grad_(requires_grad=False)
+    of = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters() if p.requires_grad}
+
+    def step_now(parameter: Tensor) -> None:
+        of[parameter].step()
+        parameter.grad = None
+
+    for parameter in of:
+        parameter.register_post_accumulate_grad_hook(step_now)
+    seen = []
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        for _ in range(STEPS):
+            before = model.a.weight.detach().clone()
+            model(torch.randn(3, 4)).backward()
+            seen.append(model.a.weight.detach() - before)
+    for record, change in zip(records_of(tmp_path / "r"), seen, strict=True):
+        assert_row(row(record, "a.weight", "update"), change)
+
+
+def test_a_weight_that_is_not_finite_is_told_as_what_the_step_left_behind(
+    tmp_path: Path, records_of
+) -> None:
+    def between(step: int, _model: nn.Module, optimizers) -> None:
+        optimizers[0].param_groups[0]["lr"] = torch.inf if step == 2 else 0.1
+
+    train(tmp_path / "r", between=between)
+    records = {r.step: r for r in records_of(tmp_path / "r") if not r.partial}
+    bad = records[2].first_bad
+    assert (bad.step, bad.phase, bad.kind) == (2, "step", "param")
+    assert records[0].first_bad is None
+
+
+def test_what_a_module_is_left_out_by_leaves_out_its_weights(tmp_path: Path, records_of) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"run_dir": tmp_path / "r", "every": 1, "daemon": "none", "exclude": ["b*"]}
+    with ddpprobe.install(model, **options):
+        model(torch.randn(3, 4)).backward()
+        optimizer.step()
+    (record,) = records_of(tmp_path / "r")
+    assert row(record, "b.weight", "param") is None
+    assert row(record, "a.weight", "param") is not None
+
+
+@given(st.lists(st.integers(0, 1 << 28), max_size=60))
+def test_each_tensor_has_its_turn_and_no_turn_copies_more_than_eight_mebibytes(
+    sizes: list[int],
+) -> None:
+    most, turns = deal(sizes)
+    assert len(turns) == len(sizes)
+    assert turns == sorted(turns)
+    assert max(turns, default=0) <= TURNS
+    for turn in set(turns):
+        copied = sum(min(s, most) for s, t in zip(sizes, turns, strict=True) if t == turn)
+        assert copied <= 2 * TURN
+    if sum(sizes) <= TURNS * TURN and max(sizes, default=0) <= TURN:
+        assert most == TURN  # everything is copied whole
+
+
+@pytest.mark.parametrize("shape", [(7,), (100, 30), (3000,), (64, 3, 5), (1, 4096)])
+@pytest.mark.parametrize("most", [4, 400, 4000, 1 << 20])
+def test_a_sample_is_a_view_within_its_limit_spread_over_the_whole_tensor(
+    shape: tuple[int, ...], most: int
+) -> None:
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    part = sample(tensor, most)
+    assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    assert 0 < part.numel() * 4 <= max(most, 4)
+    if tensor.numel() * 4 <= most:
+        assert torch.equal(part, tensor)
+    else:  # what is left out at the end is less than a stretch and a number for each of them
+        flat, blocks = part.reshape(-1), min(BLOCKS, most // 4)
+        assert float(flat[0]) == 0
+        assert float(flat[-1]) >= tensor.numel() - tensor.numel() // blocks - blocks
+    turned = tensor.t() if tensor.dim() == 2 else tensor
+    assert sample(turned, most).numel() > 0
+
+
+def test_a_large_model_takes_turns_and_nothing_is_kept_between_them(monkeypatch) -> None:
+    monkeypatch.setattr(weight_look, "TURN", 64)
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))  # of 80 bytes each
+    topology = describe(model)
+    rows = StepRows(topology.device, 0)
+    look = WeightLook(topology, lambda _: True, rows)
+    seen: list[set[str]] = []
+    for turn in range(9):
+        rows.begin()
+        look.begin(turn)
+        look.remember()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        look.remember()  # a second micro-batch, or optimizer, changes nothing
+        look.tell(0, skipped=False)
+        assert not look._copies
+        result = rows.fetch().result(turn, partial=False)
+        changed = set()
+        for i, site in enumerate(result.sites):
+            if site.kind == "update" and result.counts[i, OBSERVED]:
+                assert derive("mean", result.counts[i], result.values[i]) == pytest.approx(1, 1e-6)
+                changed.add(site.fqn)
+        seen.append(changed)
+    assert set.union(*seen) == {name for name, _ in model.named_parameters()}
+    assert not any(a & b for a, b in pairwise(seen))
+    assert seen[7:] == seen[:2]  # 400 bytes are seven turns of 64
+
+
+def test_a_parameter_that_was_exchanged_in_between_has_no_change(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    topology = describe(model)
+    rows = StepRows(topology.device, 0)
+    look = WeightLook(topology, lambda _: True, rows)
+    look.begin(0)
+    look.remember()
+    model.weight = nn.Parameter(torch.ones(2, 4))
+    look.tell(0, skipped=False)
+    result = rows.fetch().result(0, partial=False)
+    kinds = {(s.fqn, s.kind) for i, s in enumerate(result.sites) if result.counts[i, OBSERVED]}
+    assert kinds == {("weight", "param"), ("bias", "param"), ("bias", "update")}
