@@ -7,6 +7,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import final
 
@@ -17,6 +18,8 @@ from ddpprobe.errors import InstallError
 from ddpprobe.rank import last_words, rendezvous, torch_private
 from ddpprobe.rank.capture.capturing import Capturing
 from ddpprobe.rank.capture.pack_writer import PackWriter
+from ddpprobe.rank.first_forward import FirstForward
+from ddpprobe.rank.hooks.parts import is_container
 from ddpprobe.rank.hooks.stream_capture import is_captured
 from ddpprobe.rank.interval import Pacer
 from ddpprobe.rank.join import Joined, join_run
@@ -28,13 +31,14 @@ from ddpprobe.rank.schedule import Schedule
 from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
 from ddpprobe.rank.stats import native
 from ddpprobe.rank.stats.warm_up import warm_up
+from ddpprobe.rank.topology.describe import Topology, outermost
 from ddpprobe.records.step import Anomaly
-from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.fuse import Fuse, logger
 from ddpprobe.rundir.stopwatch import Stopwatch
 
 _live: set[Probe] = set()  # held here, since a script may drop what install() returned
 _probed: weakref.WeakKeyDictionary[nn.Module, Probe] = weakref.WeakKeyDictionary()
-_installs = 0
+_rounds = 0
 
 
 @final
@@ -44,23 +48,35 @@ class Probe:
     Nothing it does raises into training but what the user has asked for by `on_anomaly`.
 
     Attributes:
-        run_dir: the run directory; None if ddpprobe is switched off by `DDPPROBE_DISABLE=1`.
-        run_id: identity of the run, the same on all ranks.
+        run_dir: the run directory; None if ddpprobe is switched off by `DDPPROBE_DISABLE=1`, and
+            until the first training forward where `install()` came before the process group.
+        run_id: identity of the run, the same on all ranks; None like `run_dir`.
     """
 
-    def __init__(
-        self, recorder: Recorder | None, joined: Joined | None,
-        order_handler: OrderHandler | None = None, stopwatch: Stopwatch | None = None,
-    ) -> None:  # fmt: skip
-        self._recorder = recorder
-        self._order_handler = order_handler
-        self._joined = joined
+    def __init__(self) -> None:
+        self.run_dir: str | None = None
+        self.run_id: str | None = None
+        self._recorder: Recorder | None = None
+        self._order_handler: OrderHandler | None = None
+        self._joined: Joined | None = None
+        self._fuse = Fuse("probe")
+        self._log: Callable[..., object] = _nothing
+        self._step: Callable[..., object] = _nothing
+        self._note: Callable[..., object] = _nothing
+        self._config: dict[str, object] = {}  # of all notes
+        self._waits: FirstForward | None = None  # for a process group that may come
+
+    def _begin(
+        self, recorder: Recorder, joined: Joined, order_handler: OrderHandler, stopwatch: Stopwatch
+    ) -> None:
+        """Speak for a recorder from now on."""
+        self._recorder, self._joined, self._order_handler = recorder, joined, order_handler
         fuse = self._fuse = Fuse("probe", stopwatch=stopwatch)
-        self._log = fuse.guard(recorder.log) if recorder is not None else _nothing
-        self._step = fuse.guard(recorder.declare_step) if recorder is not None else _nothing
-        self._note = fuse.guard(recorder.note) if recorder is not None else _nothing
-        self.run_dir: str | None = str(joined.run.path) if joined else None
-        self.run_id: str | None = joined.run_id if joined else None
+        self._log, self._step = fuse.guard(recorder.log), fuse.guard(recorder.declare_step)
+        self._note = fuse.guard(recorder.note)
+        if self._config:  # said before there was a run, or to the attempt before this one
+            self._note("", self._config)
+        self.run_dir, self.run_id = str(joined.run.path), joined.run_id
 
     def log(
         self, *, indices: Tensor | Sequence[int] | None = None, **values: float | Tensor
@@ -99,6 +115,7 @@ class Probe:
                 kept as texts. Later ones replace earlier ones of the same name.
         """
         if what or config:
+            self._config |= config or {}
             self._note(what, config or {})
 
     def trigger(self, reason: str = "asked for") -> None:
@@ -113,6 +130,7 @@ class Probe:
     @contextlib.contextmanager
     def pause(self, reason: str = "") -> Iterator[None]:
         """Within this block nothing is a training step, a hang, or a straggler."""
+        waits = self._waits if self._waits is not None and self._waits.cancel() else None
         if self._recorder is not None:
             self._fuse.guard(self._recorder.pause)(reason)
         try:
@@ -120,12 +138,19 @@ class Probe:
         finally:
             if self._recorder is not None:
                 self._fuse.guard(self._recorder.resume)()
+            if waits is not None and self in _live:
+                waits.hang()
 
     def close(self) -> None:
         """Write what is left and take every hook, file handle and lock away. Idempotent."""
         self._close(at_exit=False)
 
     def _close(self, *, at_exit: bool) -> None:
+        if self._waits is not None and self._waits.cancel() and self._recorder is None:
+            logger.warning(
+                "ddpprobe: nothing was recorded: install() came before the process group, and no "
+                "training forward of the model was seen since"
+            )
         recorder = self._let_go()
         if recorder is None:
             return
@@ -158,6 +183,8 @@ class Probe:
             self._joined.record_files.disk_thread.rest()
 
     def _abandon(self) -> None:
+        if self._waits is not None:
+            self._waits.cancel()
         recorder = self._let_go()
         if recorder is not None:
             recorder.abandon()
@@ -186,7 +213,9 @@ def install(
 ) -> Probe:
     """Observe `model` from now on: the one line in a training script.
 
-    Call it on every rank, after `init_process_group`, before or after wrapping the model.
+    Call it on every rank, before or after wrapping the model. Before `init_process_group` it only
+    looks at model and arguments; the ranks then agree in the first training forward, where what is
+    wrong is told in a warning on every rank, and the training goes on without a probe.
 
     Args:
         model: plain, or under DistributedDataParallel, FullyShardedDataParallel (FSDP1),
@@ -230,14 +259,76 @@ def install(
         TypeError, ValueError: a wrong argument.
         InstallError: some rank refused; the same text on every rank.
     """
+    probe = Probe()
     if os.environ.get("DDPPROBE_DISABLE") == "1":
-        return Probe(None, None)
-    rank, world_size, store = _job()
+        return probe
     options = InstallOptions(
         run_dir=run_dir, every=every, include=as_globs(include), exclude=as_globs(exclude),
         capture=as_globs(capture), on_anomaly=on_anomaly, budget=budget, backward=backward,
         name=name, daemon=daemon, first_step=first_step, detectors=detectors or {}, task=task,
     ).with_environment()  # fmt: skip
+    meet = Fuse("install").guard(partial(_meet_group, probe, model, options))
+    if _has_group():
+        _join(probe, model, options)
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        probe._waits = FirstForward(_described(model, options), meet, parts=True)  # noqa: SLF001  (same module)
+        _live.add(probe)
+    else:
+        topology = _join(probe, model, options)
+        probe._waits = FirstForward(topology, meet, parts=is_container(topology.root))  # noqa: SLF001  (same module)
+    return probe
+
+
+def _described(model: nn.Module, options: InstallOptions) -> Topology:
+    """Look at model and arguments before there is anybody to agree with."""
+    try:
+        return options.check(model, _run_of).topology
+    except ValueError as error:
+        raise InstallError(str(error)) from error
+
+
+def _meet_group(probe: Probe, model: nn.Module, options: InstallOptions, called: nn.Module) -> None:
+    """In the first training forward after an `install()` without a process group: is there one?
+
+    torchrun's variables may stand there long before the group does. Lightning starts its other
+    processes in `fit()`: until then rank 0 looks like a job of its own, and its run goes on here as
+    a further attempt.
+    """
+    if not _has_group():
+        if probe.run_dir is None:
+            logger.warning(
+                "ddpprobe: WORLD_SIZE is %s, but there is no process group to agree through, so "
+                "nothing is recorded. Call torch.distributed.init_process_group() before training, "
+                "or unset WORLD_SIZE if the processes are jobs of their own.",
+                os.environ.get("WORLD_SIZE"),
+            )
+        return
+    if probe.run_dir is not None:
+        if dist.get_world_size() == 1:
+            return
+        probe.close()
+        options = replace(options, run_dir=probe.run_dir)
+    _join(probe, outermost(model), options, called)
+
+
+def _join(
+    probe: Probe, model: nn.Module, options: InstallOptions, inside: nn.Module | None = None
+) -> Topology:
+    """Agree with the other ranks, and begin to observe.
+
+    Args:
+        probe: speaks for it from then on.
+        model: as it is now.
+        options: of `install()`.
+        inside: the module whose first training forward has just begun.
+
+    Returns:
+        The model as it was found.
+
+    Raises:
+        InstallError: some rank refused; the same text on every rank.
+    """
+    rank, world_size, store = _job()
     joined, checked = join_run(
         store, _round_name(), rank, world_size, options, lambda: options.check(model, _run_of)
     )
@@ -255,7 +346,9 @@ def install(
     capturing = Capturing(
         options.capture, PackWriter(path, header, journal, disk_thread), rank, stopwatch
     )
-    order_handler = OrderHandler(joined.board, pacer.add, capturing.capture, journal, on_anomaly)
+    order_handler = OrderHandler(
+        joined.board, pacer.add, capturing.capture, journal, options.on_anomaly
+    )
     who = Identity(rank, world_size, joined.attempt)
     recorder = Recorder(topology, who, options, joined, pacer, order_handler, capturing, stopwatch)
     # Here, where waiting is allowed: no step ever compiles anything.
@@ -267,11 +360,11 @@ def install(
     )
     Fuse("starting the disk thread").guard(joined.start)()
     Fuse("signal handlers").guard(OF_THE_SCRIPT.look)()
-    recorder.start()
-    probe = Probe(recorder, joined, order_handler, stopwatch)
+    recorder.start(inside)
+    probe._begin(recorder, joined, order_handler, stopwatch)  # noqa: SLF001  (same module)
     _probed[topology.root] = probe
     _live.add(probe)
-    return probe
+    return topology
 
 
 def _nothing(*_: object) -> None:
@@ -284,27 +377,26 @@ def _run_of(root: nn.Module) -> str | None:
     return probe.run_dir if probe in _live else None
 
 
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _job() -> tuple[int, int, rendezvous.Store]:
-    if dist.is_available() and dist.is_initialized():
-        store = torch_private.default_store()
-        if store is None:
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]  # not in its __all__
-        return dist.get_rank(), dist.get_world_size(), store
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
-        raise InstallError(
-            f"WORLD_SIZE is {world_size}, but there is no process group to agree through. "
-            "Call torch.distributed.init_process_group() before ddpprobe.install(model)."
-        )
-    return 0, 1, dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
+    if not _has_group():
+        return 0, 1, dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
+    store = torch_private.default_store()
+    if store is None:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]  # not in its __all__
+    return dist.get_rank(), dist.get_world_size(), store
 
 
 def _round_name() -> str:
-    """Name this install in the store: the same on all ranks, new for each call and restart."""
-    global _installs  # noqa: PLW0603  (the count of calls is what all ranks have in common)
-    _installs += 1
-    return f"ddpprobe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_installs}"
+    """Name this round in the store: the same on all ranks, new for each call and restart."""
+    global _rounds  # noqa: PLW0603  (the count of them is what all ranks have in common)
+    # Rank 0 may have been a job of its own before, which the others know nothing of.
+    _rounds += _has_group()
+    return f"ddpprobe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_rounds}"
 
 
 def _close_all() -> None:

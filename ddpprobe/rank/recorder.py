@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpprobe.rank.capture.capturing import Capturing
 from ddpprobe.rank.held_record import HeldRecord
@@ -103,11 +103,11 @@ class Recorder:
         self._open = True
         self._room: Room | None = None
 
-    def start(self) -> None:
-        """Begin to listen to the model and its optimizers."""
+    def start(self, inside: nn.Module | None = None) -> None:
+        """Begin to listen to the model and its optimizers; `inside`: see `StepClock.start`."""
         self._room = Room(self._topology.root)
         self._tell_handlers()
-        self._clock.start()
+        self._clock.start(inside)
 
     # -- the user's face --------------------------------------------------------------------------
 
@@ -193,6 +193,8 @@ class Recorder:
             file.close()
         if self._room is not None:
             self._room.give_back()
+        # torch goes over the hooks that there were when a call began: one of ours may be still due.
+        self.fuse.blown = self._clock_fuse.blown = True
 
     def abandon(self) -> None:
         """In a forked child: let go of everything without a trace in the parent's files."""

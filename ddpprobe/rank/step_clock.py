@@ -111,6 +111,7 @@ class StepClock:
         self._phase = DATA
         self._mark = time.perf_counter()
         self._ended = False
+        self._open = False  # a training forward has begun, and no gradient has come since
         self._manual = False
         self._queued = False
         self._running: list[int] = []  # ids of optimizers inside step(), outermost first
@@ -155,12 +156,14 @@ class StepClock:
         """Return those that were seen to step and own parameters of this model."""
         return [optimizer for optimizer, (_, ids) in self._owned.items() if ids]
 
-    def start(self) -> None:
-        """Begin to listen."""
+    def start(self, inside: nn.Module | None = None) -> None:
+        """Begin to listen; `inside` is the module whose first training forward has just begun."""
         self.hang()
         self._handles.append(register_optimizer_step_pre_hook(_void(self._guards["before_step"])))
         self._handles.append(register_optimizer_step_post_hook(self._behind_step))
         self.beat()
+        if inside is not None:
+            self._root.begin(inside)
 
     def hang(self) -> None:
         """Hang the two hooks on the root module."""
@@ -230,6 +233,9 @@ class StepClock:
             self._events.evaluation_begins()
             return
         self.evaluating = False
+        if self._root.by_parts and self._open and not self._ended:
+            self._enter(FORWARD)  # the same forward goes on in another part
+            return
         if not self._running:
             if not self._ended and self._stepped:
                 self._end_step(skipped=False)  # some parameters belong to no optimizer
@@ -240,7 +246,10 @@ class StepClock:
                     self._end_step(skipped=skipped)
         if self._ended:  # inside a running step() too: LBFGS calls its closure there
             self._begin_step()
+        if self._blind and self._root.in_a_part:  # so the steps before were steps of this model
+            self.step, self._blind = self.step + self._blind, 0
         self.micro += 1
+        self._open = True
         self._enter(FORWARD)
         self._events.forward_begins()
 
@@ -270,6 +279,7 @@ class StepClock:
         self._events.forward_ended(tensors, trained)
 
     def _output_gradient(self) -> None:
+        self._open = False
         self.entered.append(graph.current_node())
         if not (
             self._queued or is_captured()
@@ -307,6 +317,7 @@ class StepClock:
             return
         if self.micro < 0:  # loading a checkpoint may take one step to make the state
             self._blind += not self._root.deaf
+            self._root.listen_to_parts()
             if self._blind == _BLIND_STEPS and self._events.blind():
                 self._blind = 0
             return
@@ -334,6 +345,7 @@ class StepClock:
         self.skipped += skipped
         self._enter(DATA)
         self._events.step_ended(skipped=skipped)
+        self._root.end_step()
         self._events.forward_is_next()
 
     def _parameters_of(self, optimizer: Optimizer) -> frozenset[int]:

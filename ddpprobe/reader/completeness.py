@@ -15,7 +15,7 @@ import numpy as np
 
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event, Steps
-from ddpprobe.records.events import ClosedEvent, DeathEvent, LastBeatsEvent
+from ddpprobe.records.events import BlindEvent, ClosedEvent, DeathEvent, LastBeatsEvent
 from ddpprobe.rundir import heartbeat, paths, safe_read
 from ddpprobe.rundir.heartbeat import Heartbeat
 
@@ -36,6 +36,7 @@ class RankShare:
         reached: the step that it said last it was in; None if it said nothing.
         end: `closed`, `died`, `running` or `unknown`.
         elsewhere: none of its own journals is here.
+        blind: its optimizer stepped, and it never saw a training forward of the model.
     """
 
     attempt: int
@@ -46,6 +47,7 @@ class RankShare:
     reached: int | None
     end: str
     elsewhere: bool = False
+    blind: bool = False
 
     @property
     def missing(self) -> int:
@@ -56,7 +58,7 @@ class RankShare:
     @property
     def complete(self) -> bool:
         """Whether everything of it is held as far as it got, and its end is known."""
-        return not self.missing and self.end != UNKNOWN
+        return not self.missing and self.end != UNKNOWN and not self.blind
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,11 @@ class Completeness:
                 "the directories of all nodes together: ddpprobe collect DEST DIR ..."
             )
             return
+        if share.blind:
+            yield (
+                f"{of}: the optimizer stepped, but no training forward of the model was seen, so "
+                "nothing is recorded: install() on the module that the loop calls"
+            )
         last = "" if share.last_held is None else f", the last one step {share.last_held}"
         if share.missing:
             reached = "" if share.reached is None else f"; it was last in step {share.reached}"
@@ -189,6 +196,7 @@ class _Word:
     sampled: int = 0
     exact: bool = False
     reached: int | None = None
+    blind: bool = False
 
     def take_beat(self, step: int, sampled: int, state: str) -> None:
         if step >= 0:
@@ -217,6 +225,7 @@ def _shares(merged_reader: MergedReader, attempt: int, *, live: bool) -> list[Ra
                 attempt, rank, count, max(sampled_steps, count),
                 int(steps[-1]) if count else None, word.reached,
                 word.end or (RUNNING if live else UNKNOWN), rank in absent,
+                blind=word.blind and not sampled_steps,
             )
         )  # fmt: skip
     return found
@@ -250,6 +259,8 @@ def _take_event(words: dict[int, _Word], event: Event) -> None:
             word.end = word.end or CLOSED
             if sampled >= 0:
                 word.sampled, word.exact = max(word.sampled, sampled), True
+        case BlindEvent(modules=None) if event.rank in words:
+            words[event.rank].blind = True
         case DeathEvent(rank=rank) if rank in words:
             words[rank].end = DIED
         case LastBeatsEvent(ranks=ranks):

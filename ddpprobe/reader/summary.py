@@ -27,6 +27,7 @@ from ddpprobe.records.events import (
     SealedEvent,
     SitesEvent,
     SteadyEvent,
+    TopologyEvent,
 )
 from ddpprobe.records.events import Event as LifeEvent
 from ddpprobe.records.step import Anomaly, Site
@@ -48,6 +49,7 @@ def summarize(
         "path": str(merged_reader.run.path),
         "name": str(identity.get("name") or merged_reader.run.path.name),
         **{key: identity.get(key) for key in _IDENTITY},
+        **(_newest(merged_reader, endings[-1].attempt) if endings else {}),
         "state": endings[-1].end.state if endings else UNKNOWN,
         "end": endings[-1].end.to_json() if endings else None,
         "complete": held.complete,
@@ -93,6 +95,24 @@ _IDENTITY = (
     "run_id", "format_version", "world_size", "nodes", "wrapper", "backend", "torch", "every",
     "hostname", "created_ns", "destination",
 )  # fmt: skip
+
+
+def _newest(merged_reader: MergedReader, attempt: int) -> dict[str, Any]:
+    """Return what run.json may know wrongly: it was written at the first `install()`.
+
+    The model may have been wrapped since, and a later attempt may have other ranks.
+    """
+    topologies = [
+        e.what for e in merged_reader.events(attempt) if isinstance(e.what, TopologyEvent)
+    ]
+    meta = merged_reader.rank_meta(attempt)
+    wrappers = {t.wrapper for t in topologies if t.wrapper}
+    found = {
+        "wrapper": next(iter(wrappers)) if len(wrappers) == 1 else "mixed" if wrappers else "",
+        "world_size": merged_reader.world_size(attempt),
+        "backend": meta.get("backend"),
+    }
+    return {key: value for key, value in found.items() if value}
 
 
 def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Around a graph they run as plain Python, which is the rule. A root that is itself part of a larger
 graph (a compiled function calls it) speaks through the graph: then its events arrive while the
-graph runs, after it was chosen.
+graph runs, after it was chosen. Where the loop calls parts of the root instead of the root, those
+speak for it (`parts`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.hooks import stream_capture
-from ddpprobe.rank.hooks.copy_safe_hook import CopySafeHook, take_off
+from ddpprobe.rank.hooks.copy_safe_hook import CopySafeHook, CopySafeObserver, take_off
 from ddpprobe.rank.hooks.outputs import leaves
+from ddpprobe.rank.hooks.parts import PartHooks
 from ddpprobe.rank.hooks.record_op import (
     GRADIENT,
     OUTPUT,
@@ -66,8 +68,9 @@ class RootHooks:
         self._topology = topology
         self._begins, self._ended, self._gradient = begins, ended, gradient
         self._raised = raised
-        self._guarded_begin, self._act = fuse.guard(self._begin, Caller.MODULE), act
-        self._before, self._after = self._begin_and_act, fuse.guard(self._end, Caller.MODULE)
+        self._guarded_begin, self._act = fuse.guard(self._enter, Caller.MODULE), act
+        self._guarded_end = fuse.guard(self._leave, Caller.MODULE)
+        self._parts = PartHooks(topology)
         self._arrived = fuse.guard(gradient, Caller.TENSOR)
         self._channel = RecordChannel(fuse.guard(self._hear))
         self._handles: list[RemovableHandle] = []
@@ -78,28 +81,67 @@ class RootHooks:
         """Hang the hooks, outside of the root's graph if that is known."""
         self.deaf = False
         if not self._handles:
-            called, slot = _called(self._topology), self._channel.slot
+            module, slot = called(self._topology), self._channel.slot
             self._handles = [
-                called.register_forward_pre_hook(_Before(self._before, slot)),
+                module.register_forward_pre_hook(_Before(self.begin_root, slot)),
                 # Also if the forward raises: a NaN is a common reason, and nobody else sees it.
-                called.register_forward_hook(_After(self._after, slot), always_call=True),
+                module.register_forward_hook(_After(self._end_root, slot), always_call=True),
             ]
+        self._hang_parts()
+
+    def listen_to_parts(self) -> None:
+        """The optimizer steps, and the root is not called: hear what is called instead."""
+        self._parts.armed = True
+        self._hang_parts()
+
+    def end_step(self) -> None:
+        """Between steps: keep to the modules that this one was heard by."""
+        if self._parts.choose():
+            self._hang_parts()
+
+    def _hang_parts(self) -> None:
+        self._parts.hang(CopySafeObserver(self.begin), CopySafeObserver(self._guarded_end))
+
+    @property
+    def by_parts(self) -> bool:
+        """Whether one forward of the model may be several calls, of parts of it."""
+        return self._parts.armed
+
+    @property
+    def in_a_part(self) -> bool:
+        """Whether the forward under way is one of a part that the root did not call."""
+        return self._parts.in_a_part
 
     def unhang(self, *, for_good: bool) -> None:
         """Take them off. From inside a graph they would not come back: there they turn deaf."""
         self.deaf = True
+        self._parts.unhang()
         if for_good or not self.in_graph:
             take_off(self._handles)
 
-    def _begin_and_act(self, *_: object) -> None:
-        self._guarded_begin()
+    def begin(self, module: nn.Module, *_: object) -> None:
+        """Hear that a call of the root, or of a part of it, begins."""
+        self._guarded_begin(module)
         self._act()
+
+    def begin_root(self, *_: object) -> None:
+        """Hear that a call of the root begins, or of what is compiled around it."""
+        self.begin(self._topology.root)
+
+    def _end_root(self, module: nn.Module, args: object, output: object) -> None:
+        self._guarded_end(self._topology.root, args, output, module)
+
+    def _enter(self, module: nn.Module) -> None:
+        if self._parts.enters(module):
+            self._begin()
 
     def _begin(self) -> None:
         self.in_graph = False
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         rehearsal = sharding.rehearses() or tracing or self._captured()
         self._trains = torch.is_grad_enabled() and not rehearsal
+        if self._trains:
+            self._parts.trains()
         self._begins(self._trains)
 
     def _captured(self) -> bool:
@@ -112,9 +154,15 @@ class RootHooks:
         stream_capture.warn("the model is")
         return True
 
-    def _end(self, module: nn.Module, args: object, output: object) -> None:
+    def _leave(
+        self, module: nn.Module, args: object, output: object, called: nn.Module | None = None
+    ) -> None:
+        if self._parts.leaves(module):
+            self._end(called or module, output, is_root=module is self._topology.root)
+
+    def _end(self, called: nn.Module, output: object, *, is_root: bool) -> None:
         error = sys.exception() if output is None else None
-        if error is not None and _comes_from(module, error):
+        if error is not None and _comes_from(called, error):
             if self._trains:
                 self._raised(error)
             return
@@ -124,7 +172,8 @@ class RootHooks:
             # A backward inside vmap or grad fills no `.grad`, and nothing can be read in it.
             if not (tensor.is_leaf or torch_private.is_functorch(tensor)):
                 tensor.register_hook(_Arrived(self._arrived))
-        self._ended(tensors, trained)
+        # What a part returns is no loss: it may be a metric, or a term of one.
+        self._ended(tensors if is_root else [], trained)
 
     def _hear(self, what: str, leaf: str, tensor: Tensor) -> None:
         if self.deaf or self._captured():
@@ -206,7 +255,7 @@ def _comes_from(module: nn.Module, error: BaseException) -> bool:
     return raised is not None and raised.tb_frame.f_locals.get("self") is module
 
 
-def _called(topology: Topology) -> nn.Module:
+def called(topology: Topology) -> nn.Module:
     """Return the module around the model that is compiled as a whole, or the model."""
     module: nn.Module | None = topology.outer
     while module is not None and module is not topology.root:
