@@ -15,7 +15,7 @@ def options(**given: Any) -> InstallOptions:
     base = {
         "run_dir": None, "every": 10, "include": ("*",), "exclude": (), "capture": (),
         "on_anomaly": "record", "budget": None, "backward": "output", "name": None,
-        "daemon": "auto", "first_step": 0,
+        "daemon": "auto", "first_step": 0, "detectors": {}, "task": None,
     }  # fmt: skip
     return InstallOptions(**base | given).with_environment()
 
