@@ -147,7 +147,7 @@ class N07(Fault):
 
 class E01(Fault):
     says = "the learning rate is 100 times too high"
-    net, expected = "gpt", Expected(("grad_spike", "loss_spike", "output_jump"), 2)
+    net, expected = "gpt", Expected(("grad_spike", "loss_spike", "output_jump", "update_ratio"), 2)
 
     def before_step(self) -> None:
         if self.due:
@@ -165,7 +165,9 @@ class E02(Fault):
 class E03(Fault):
     says = "the loss is summed instead of averaged"
     net = "cnn"
-    expected = Expected(("grad_spike", "loss_spike", "loss_runaway", "output_jump"), 5)
+    expected = Expected(
+        ("grad_spike", "loss_spike", "loss_runaway", "output_jump", "update_ratio"), 5
+    )
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         loss = super().loss(x, y)
@@ -185,7 +187,7 @@ class E04(Fault):
 class E05(Fault):
     says = "zero_grad is left out"
     net = "gpt"
-    expected = Expected(("grad_spike", "loss_spike", "output_jump"), 12)
+    expected = Expected(("grad_spike", "loss_spike", "output_jump", "update_ratio"), 12)
 
     def update(self) -> None:
         self.optimizer.step()
@@ -195,7 +197,8 @@ class E05(Fault):
 
 class E06(Fault):
     says = "the weights of queries and keys are 10 times too large"
-    net, expected = "gpt", Expected(("grad_spike", "output_jump", "attn_logit"), 1, module=True)
+    net = "gpt"
+    expected = Expected(("grad_spike", "output_jump", "attn_logit", "weight_jump"), 1, module=True)
     modules = ("blocks.0.attn", "blocks.1.attn")
 
     def before_step(self) -> None:

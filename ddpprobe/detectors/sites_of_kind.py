@@ -26,6 +26,7 @@ class SitesOfKind:
         self._table: tuple[Site, ...] = ()
         self._rows, self._slots = np.zeros(0, np.intp), np.zeros(0, np.intp)
         self.fqns: list[str] = []
+        self.dtypes: list[str] = []
 
     def read(self, record: StepRecord, stat: str) -> Floats:
         """Return a statistic of each site [sites]; NaN where it has no row or was not observed."""
@@ -49,6 +50,7 @@ class SitesOfKind:
             if site.key not in self._slot and len(self._slot) < MOST_SITES:
                 self._slot[site.key] = len(self.fqns)
                 self.fqns.append(site.fqn)
+                self.dtypes.append(site.dtype)
             if site.key in self._slot:
                 rows.append(row)
                 slots.append(self._slot[site.key])

@@ -11,11 +11,13 @@ from ddpprobe.detectors.coverage import Coverage
 from ddpprobe.detectors.dead_units import DeadUnits
 from ddpprobe.detectors.desync import Desync
 from ddpprobe.detectors.detector import AFTERMATH_STEPS, Detector
+from ddpprobe.detectors.frozen_param import FrozenParam
 from ddpprobe.detectors.grad_none_or_zero import GradNoneOrZero
 from ddpprobe.detectors.grad_spike import GradSpike
 from ddpprobe.detectors.loss_runaway import LossRunaway
 from ddpprobe.detectors.loss_scale import LossScale
 from ddpprobe.detectors.loss_spike import LossSpike
+from ddpprobe.detectors.never_updated import NeverUpdated
 from ddpprobe.detectors.nonfinite import NonFinite
 from ddpprobe.detectors.output_jump import OutputJump
 from ddpprobe.detectors.rank_outlier import RankOutlier
@@ -23,7 +25,9 @@ from ddpprobe.detectors.reduction import Reduction
 from ddpprobe.detectors.same_data import SameData
 from ddpprobe.detectors.settings import Number, Settings, parse
 from ddpprobe.detectors.straggler import Straggler
+from ddpprobe.detectors.update_ratio import UpdateRatio
 from ddpprobe.detectors.vanishing import Vanishing
+from ddpprobe.detectors.weight_jump import WeightJump
 from ddpprobe.records.near_names import by_nearness
 from ddpprobe.records.step import LEVELS, PHASES, Anomaly, StepRecord
 
@@ -64,6 +68,10 @@ DETECTORS: tuple[type[Detector], ...] = (
     Desync,
     Reduction,
     LossScale,
+    FrozenParam,
+    NeverUpdated,
+    WeightJump,
+    UpdateRatio,
     OutputJump,
     GradSpike,
     DeadUnits,

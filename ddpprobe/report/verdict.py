@@ -21,7 +21,7 @@ _KINDS = {
     "input": "input", "output": "output", "grad_output": "gradient of the output",
     "grad_input": "gradient of the input", "param": "parameter",
     "grad_local": "gradient before the reduction", "grad": "gradient after the reduction",
-    "buffer": "buffer", "optim_state": "state of the optimizer",
+    "buffer": "buffer", "optim_state": "state of the optimizer", "update": "change by the step",
 }  # fmt: skip
 _WITHOUT_ROWS = ("input", *STATE_KINDS)
 _PHASES = {"forward": "in the forward pass", "backward": "in the backward pass",
@@ -155,6 +155,8 @@ def _commands(path: str, cause: Anomaly) -> list[str]:
     if cause.kind in _WITHOUT_ROWS:  # what is around it has
         owner = cause.module.rpartition(".")[0] if cause.kind in STATE_KINDS else cause.module
         site = shlex.quote(plain(glob.escape(owner) + "*"))
+    elif cause.kind == "update":  # of a module; the rows are those of its parameters
+        site = shlex.quote(plain(f"{glob.escape(cause.module)}*:update"))
     else:
         site = shlex.quote(plain(glob.escape(f"{cause.module}:{cause.kind}")))
     rank = "" if cause.rank is None else f" --rank {cause.rank}"

@@ -102,3 +102,10 @@ def test_a_rank_lost_between_two_steps_is_not_said_to_be_in_the_optimizer() -> N
     assert between.headline == what
     assert (between.findings[0].where.micro, between.findings[0].where.phase) == (None, "")
     assert judge(story(replace(PAGE, phase="step"))).headline.endswith("in the optimizer's step")
+
+
+def test_of_weights_that_stand_still_the_rows_of_their_parameters_are_shown() -> None:
+    still = replace(PAGE, detector="frozen_param", kind="update", phase="step")
+    for module, site in (("a.b", "'a.b*:update'"), ("", "'*:update'")):
+        (finding,) = judge(story(replace(still, module=module))).findings
+        assert f"--site {site}" in finding.commands[0]

@@ -1,0 +1,151 @@
+"""`frozen_param`: weights that always moved stand still to the bit, though they have a gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.subtrees import named, subtrees
+from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
+from ddpprobe.records.step import Anomaly, StepRecord
+
+MOST = 1 << 20
+
+
+class FrozenParam(SampledDetector):
+    """Finds weights that moved at every look and do not change by a bit any more.
+
+    A page if none of the model's does: what is computed from now on is lost. A warning, once for
+    all that stopped together, if a part of it does not. A gradient must be there, as it was when
+    they last moved; an expert without tokens, or a frozen part, has none. Changes that had come
+    down to the spacing of the numbers were stopped by rounding: the end of a schedule.
+
+    Args:
+        steps: steps for which they must have stood still.
+        least: looks in a row at which a parameter must have moved.
+        looks: looks for which they must have stood still.
+        gradient: share that must still be there of the gradient's norm when it last moved.
+        spacings: of the numbers about the largest weight, which the last change must have had.
+        quiet_steps: steps in which nothing stops, after which a part is told again.
+    """
+
+    name = "frozen_param"
+    title = "Weights do not move any more"
+
+    def __init__(
+        self, *, steps: int = 20, least: int = 8, looks: int = 2, gradient: float = 0.01,
+        spacings: float = 16.0, quiet_steps: int = 100,
+    ) -> None:  # fmt: skip
+        at_least(1, steps=steps, least=least, looks=looks)
+        at_least(0, quiet_steps=quiet_steps)
+        above_zero(gradient=gradient, spacings=spacings)
+        self._steps, self._least, self._looks = steps, least, looks
+        self._gradient, self._spacings, self._quiet = gradient, spacings, quiet_steps
+        self._reset()
+
+    def _reset(self) -> None:
+        self._rows = WeightRows()
+        self._print = np.zeros((0, 4))
+        self._since = np.zeros(0, np.int64)  # first look at which it was what it is now
+        self._active = np.zeros(0, np.int64)  # looks in a row at which it moved, before that
+        self._away = np.zeros(0, np.int64)  # looks in a row at which it did not
+        self._pull = np.zeros(0)  # norm of the gradient when it last moved
+        self._change = np.zeros(0)  # the last change, in spacings
+        self._told = np.zeros(0, bool)
+        self._all: tuple[int, int] | None = None  # first step and looks at which nothing moved
+        self._last_told: int | None = None
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        if record.skipped or record.missing:
+            return []
+        now = self._rows.read(record)
+        self._grow(len(now.seen))
+        self._follow(now, record.step)
+        judged = now.seen & (self._active >= self._least)
+        with np.errstate(invalid="ignore"):
+            alive = (now.gradient >= self._gradient * self._pull) & (now.gradient > 0)
+        stopped = judged & now.still & alive & (self._change >= self._spacings)
+        since = self._all_stopped(record.step, judged, now.still, stopped)
+        if since is not None:
+            new = not self._told[judged].all()
+            self._told[:] = True
+            return [self._verdict(record, now, stopped, since, whole=True)] if new else []
+        long = (record.step - self._since >= self._steps) & (self._away >= self._looks)
+        found = stopped & long & ~self._told
+        if not found.any():
+            return []
+        if self._is_all(found):
+            self._told[:] = True
+            return [self._verdict(record, now, found, int(self._since[found].min()), whole=True)]
+        self._told |= found
+        due = self._last_told is None or record.step - self._last_told > self._quiet
+        self._last_told = record.step
+        first = int(self._since[found].min())
+        return [self._verdict(record, now, found, first, whole=False)] if due else []
+
+    def _all_stopped(self, step: int, judged: Mask, still: Mask, stopped: Mask) -> int | None:
+        """Return since when nothing has moved, if that is so for long enough.
+
+        Parameters take turns, so that for this one need not be seen twice.
+        """
+        if not judged.any():
+            return None
+        if (judged & ~still).any() or 2 * stopped.sum() < judged.sum():
+            self._all = None
+            return None
+        first, looks = self._all or (step, 0)
+        self._all = (first, looks + 1)
+        return first if step - first >= self._steps and looks + 1 > self._looks else None
+
+    def _is_all(self, found: Mask) -> bool:
+        """Whether nothing moves any more of what did."""
+        trained = self._active >= self._least
+        return not (trained & (self._away == 0)).any() and 2 * found.sum() >= trained.sum()
+
+    def _follow(self, now: WeightsOfStep, step: int) -> None:
+        moved, still = now.moved, now.still
+        # The first look behind the last change may be one at which nothing moves any more.
+        other = now.seen & (now.print != self._print).any(axis=1)
+        self._since[other] = step
+        self._print[other] = now.print[other]
+        back = moved & (self._away > 0)
+        self._active[back] = self._away[back] = 0
+        self._told[back] = False
+        self._active[moved] = np.minimum(self._active[moved] + 1, MOST)
+        self._pull[moved] = now.gradient[moved]
+        self._change[moved] = now.largest_change[moved] / now.spacing[moved]
+        self._away[still] += 1
+
+    def _grow(self, sites: int) -> None:
+        more = sites - len(self._told)
+        if more:
+            self._print = np.concatenate((self._print, np.full((more, 4), np.nan)))
+            for name in ("since", "active", "away"):
+                old = getattr(self, f"_{name}")
+                setattr(self, f"_{name}", np.append(old, np.zeros(more, np.int64)))
+            self._pull = np.append(self._pull, np.full(more, np.nan))
+            self._change = np.append(self._change, np.full(more, np.nan))
+            self._told = np.append(self._told, np.zeros(more, bool))
+
+    def _verdict(
+        self, record: StepRecord, now: WeightsOfStep, found: Mask, since: int, *, whole: bool
+    ) -> Anomaly:
+        fqns = self._rows.fqns
+        gone = [fqns[i] for i in np.flatnonzero(found)]
+        moving = (self._active > 0) & (self._away == 0)
+        modules = [""] if whole else subtrees(gone, [fqns[i] for i in np.flatnonzero(moving)])
+        gradient = float(np.sqrt(np.square(now.gradient[found]).sum()))
+        why = (
+            "the learning rate is 0, or the optimizer's step is left out, or it was given others"
+            if whole
+            else "their learning rate is 0, or the optimizer has lost them"
+        )
+        message = (
+            f"no bit of {len(gone)} of {len(fqns)} parameters has changed since step {since}, in "
+            f"{named(modules)}, though they have a gradient (norm {gradient:.3g}): {why}"
+        )
+        values = {"parameters": len(gone), "since": since, "gradient": gradient}
+        level = "page" if whole else "warn"
+        return self.anomaly(record, level, message, values, module=modules[0], kind="update")

@@ -1,0 +1,109 @@
+"""`never_updated`: modules that have a gradient, and whose weights nobody has ever changed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.subtrees import named, subtrees
+from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
+from ddpprobe.records.step import Anomaly, StepRecord
+
+
+class NeverUpdated(SampledDetector):
+    """Warns, once, of modules whose weights are what they were at the first look.
+
+    All parameters of the module must be; one of them must have a gradient by which it would have
+    moved if the optimizer did with it what it does with the others, by the smaller of two guesses:
+    as far as the median of them (Adam), or as far in proportion to the gradient (SGD). So a bias in
+    front of a norm, an unused part, or a gain of 1 in bfloat16 is none.
+
+    Args:
+        steps: steps for which they must not have moved, from the first look on.
+        looks: looks for which they must not have.
+        spacings: of the numbers about the largest weight, by which one would have moved.
+    """
+
+    name = "never_updated"
+    title = "Weights that are never trained"
+
+    def __init__(self, *, steps: int = 50, looks: int = 3, spacings: float = 8.0) -> None:
+        at_least(1, steps=steps, looks=looks)
+        above_zero(spacings=spacings)
+        self._steps, self._looks, self._spacings = steps, looks, spacings
+        self._reset()
+
+    def _reset(self) -> None:
+        self._rows = WeightRows()
+        self._first = np.zeros((0, 4))  # the row at the first look
+        self._since = np.zeros(0, np.int64)  # its step
+        self._seen = np.zeros(0, np.int64)  # looks
+        self._never = np.zeros(0, bool)
+        self._would = np.zeros(0, bool)  # have moved
+        self._told = np.zeros(0, bool)
+        self._usual: tuple[float, float] | None = None  # change, and change over gradient
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        if record.skipped or record.missing:
+            return []
+        now = self._rows.read(record)
+        self._grow(len(now.seen))
+        self._follow(now, record.step)
+        old = (record.step - self._since >= self._steps) & (self._seen >= self._looks)
+        found = self._never & old & ~self._told
+        if not (found & now.seen & self._would).any():
+            return []
+        whole = self._whole_modules(found)
+        if not whole.any():
+            return []
+        self._told |= whole
+        return [self._verdict(record, now, whole)]
+
+    def _follow(self, now: WeightsOfStep, step: int) -> None:
+        new = now.seen & (self._seen == 0)
+        self._first[new], self._since[new] = now.print[new], step
+        self._seen[now.seen] += 1
+        other = now.seen & (now.print != self._first).any(axis=1)
+        self._never &= ~(now.moved | other)
+        moved = np.flatnonzero(now.moved & (now.gradient_rms > 0))
+        if len(moved):
+            change = now.change[moved]
+            ratio = np.median(change / now.gradient_rms[moved])
+            self._usual = float(np.median(change)), float(ratio)
+        if self._usual is not None:
+            with np.errstate(invalid="ignore"):
+                expected = np.minimum(self._usual[0], self._usual[1] * now.gradient_rms)
+                self._would |= now.seen & (expected > self._spacings * now.spacing)
+
+    def _whole_modules(self, found: Mask) -> Mask:
+        """Return those of `found` in whose module nothing has moved, and something would have."""
+        owners = np.array([fqn.rpartition(".")[0] for fqn in self._rows.fqns], np.str_)
+        moving = set(owners[~self._never])
+        pulled = set(owners[found & self._would])
+        whole: Mask = found & np.array([o in pulled and o not in moving for o in owners], bool)
+        return whole
+
+    def _grow(self, sites: int) -> None:
+        more = sites - len(self._told)
+        if more:
+            self._first = np.concatenate((self._first, np.full((more, 4), np.nan)))
+            self._since = np.append(self._since, np.zeros(more, np.int64))
+            self._seen = np.append(self._seen, np.zeros(more, np.int64))
+            self._never = np.append(self._never, np.ones(more, bool))
+            self._would = np.append(self._would, np.zeros(more, bool))
+            self._told = np.append(self._told, np.zeros(more, bool))
+
+    def _verdict(self, record: StepRecord, now: WeightsOfStep, found: Mask) -> Anomaly:
+        fqns = self._rows.fqns
+        never = [fqns[i] for i in np.flatnonzero(found)]
+        modules = subtrees(never, [fqns[i] for i in np.flatnonzero(~self._never)])
+        since, gradient = int(self._since[found].min()), float(np.nanmax(now.gradient[found]))
+        message = (
+            f"no bit of {len(never)} of {len(fqns)} parameters has changed since step {since}, in "
+            f"{named(modules)}, though they have a gradient (norm {gradient:.3g}) and others move: "
+            "the optimizer was not given them, or others in their place"
+        )
+        values = {"parameters": len(never), "since": since, "gradient": gradient}
+        return self.anomaly(record, "warn", message, values, module=modules[0], kind="update")

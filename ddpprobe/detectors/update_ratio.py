@@ -1,0 +1,80 @@
+"""`update_ratio`: one step changes the weights by far more, in proportion, than any did before."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+import numpy as np
+
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.telling import Telling
+from ddpprobe.detectors.weight_rows import WeightRows
+from ddpprobe.records.step import Anomaly, StepRecord
+
+
+class UpdateRatio(SampledDetector):
+    """Warns when a step changes the weights by a share that is out of proportion to all before.
+
+    The share is the root mean square of the change over that of the weights, over all parameters
+    that were looked at, so that biases about zero count for as little as they are. A learning rate
+    or a loss that became many times too large does that, before the loss tells.
+
+    Args:
+        share: below it, no change is too large.
+        ratio: how many times the median of the window.
+        over_highest: how many times the largest of the window.
+        window: looks that are compared with.
+        least: looks of them without which there is no verdict.
+        quiet_steps: steps without one after which it is told again.
+        worse: a share so many times the reported one is told at once.
+    """
+
+    name = "update_ratio"
+    title = "A step changed the weights too far"
+
+    def __init__(
+        self, *, share: float = 0.05, ratio: float = 20.0, over_highest: float = 3.0,
+        window: int = 64, least: int = 8, quiet_steps: int = 100, worse: float = 10.0,
+    ) -> None:  # fmt: skip
+        above_zero(share=share, ratio=ratio, over_highest=over_highest, worse=worse)
+        at_least(1, least=least)
+        at_least(least, window=window)
+        at_least(0, quiet_steps=quiet_steps)
+        self._share, self._ratio, self._over = share, ratio, over_highest
+        self._window, self._least, self._repeat = window, least, (quiet_steps, worse)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._rows = WeightRows()
+        self._past: deque[float] = deque(maxlen=self._window)
+        self._telling = Telling(*self._repeat)
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        if record.skipped or record.missing:
+            return []
+        now = self._rows.read(record)
+        both = now.seen & np.isfinite(now.change)
+        weights = float(np.square(now.rms[both]).sum())
+        changes = float(np.square(now.change[both]).sum())
+        if not (weights > 0 and changes > 0):
+            return []
+        share, past = (changes / weights) ** 0.5, self._past
+        found = None
+        if len(past) >= self._least and share > self._share:
+            middle, highest = median(past), max(past)
+            if share > max(self._ratio * middle, self._over * highest):
+                found = middle, highest
+        self._past.append(share)
+        if found is None or not self._telling.due(record.step, share):
+            return []
+        middle, highest = found
+        message = (
+            f"the step changed the weights by {share:.3g} of their size, {share / middle:.3g} x "
+            f"the median and {share / highest:.3g} x the largest of the last {len(past) - 1} "
+            "looks: look at the learning rate, the scale of the loss, and clipping"
+        )
+        values = {"share": share, "median": middle, "highest": highest}
+        return [self.anomaly(record, "warn", message, values, kind="update")]

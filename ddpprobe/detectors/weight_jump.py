@@ -1,0 +1,123 @@
+"""`weight_jump`: weights that are suddenly large, or grow or shrink all together step by step."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.sites_of_kind import Floats, SiteWindow
+from ddpprobe.detectors.subtrees import named
+from ddpprobe.detectors.telling import Telling
+from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
+from ddpprobe.records.step import Anomaly, StepRecord
+
+
+class WeightJump(SampledDetector):
+    """Warns when the largest weight of a parameter is many times the largest of its last looks.
+
+    A flipped bit, a bad load, one layer written over. It warns as well when half of the parameters
+    or more change their norm, in one direction, faster than training does: a decay that is applied
+    at each step, or is too strong. What has just begun to be trained may grow fast, from zero.
+
+    Args:
+        ratio: how many times the largest of the window.
+        window: looks at a parameter that are compared with, and needed.
+        rate: change of the norm in a step, as a share, over `over` steps.
+        over: steps for which it must go on.
+        settle: steps since the first look at a parameter for which it may grow.
+        quiet_steps: steps without a jump after which one is told again.
+        worse: a jump so many times the reported one is told at once.
+    """
+
+    name = "weight_jump"
+    title = "Weights jumped"
+
+    def __init__(
+        self, *, ratio: float = 4.0, window: int = 10, rate: float = 0.03, over: int = 10,
+        settle: int = 50, quiet_steps: int = 100, worse: float = 10.0,
+    ) -> None:  # fmt: skip
+        above_zero(ratio=ratio, rate=rate, worse=worse)
+        at_least(1, window=window, over=over)
+        at_least(0, settle=settle, quiet_steps=quiet_steps)
+        self._ratio, self._window, self._rate, self._over = ratio, window, rate, over
+        self._settle, self._repeat = settle, (quiet_steps, worse)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._rows = WeightRows()
+        self._past = SiteWindow(self._window)
+        self._first = np.zeros(0, np.int64)  # step of the first look
+        self._then = np.zeros(0, np.int64)  # look that the norm is compared with
+        self._norm = np.zeros(0)  # at that look
+        self._jumps, self._drifts = Telling(*self._repeat), Telling(*self._repeat)
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly of each rule."""
+        if record.skipped or record.missing:
+            return []
+        now = self._rows.read(record)
+        self._grow(len(now.seen), record.step)
+        return [*self._jumped(record, now), *self._drifted(record, now)]
+
+    def _jumped(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
+        sites = len(now.seen)
+        highest = self._past.highest(sites)
+        known = now.seen & (self._past.points(sites) >= self._window) & (highest > 0)
+        ratio = np.divide(now.largest, highest, out=np.zeros(sites), where=known)
+        self._past.add(now.largest)
+        jumped = ratio > self._ratio
+        if not jumped.any() or not self._jumps.due(record.step, float(ratio.max())):
+            return []
+        order = np.argsort(-ratio)
+        fqns = [self._rows.fqns[i] for i in order[: int(jumped.sum())]]
+        worst = order[0]
+        others = f"; also {named(fqns[1:])}" if len(fqns) > 1 else ""
+        message = (
+            f"largest weight {now.largest[worst]:.3g} is {ratio[worst]:.3g} x the largest "
+            f"{highest[worst]:.3g} of the last {self._window} looks at it{others}"
+        )
+        values = {
+            "abs_max": float(now.largest[worst]),
+            "highest": float(highest[worst]),
+            "ratio": float(ratio[worst]),
+            "parameters": len(fqns),
+        }
+        return [self.anomaly(record, "warn", message, values, module=fqns[0], kind="param")]
+
+    def _drifted(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
+        steps = record.step - self._then
+        known = now.seen & (now.norm > 0) & (self._norm > 0) & (steps >= self._over)
+        rates = self._rates(now, known, steps)
+        anew = now.seen & ((steps >= self._over) | ~(self._norm > 0))
+        self._then[anew], self._norm[anew] = record.step, now.norm[anew]
+        if len(rates) < 2:
+            return []
+        rate = float(np.median(rates))
+        if abs(rate) <= math.log1p(self._rate) or not self._drifts.due(record.step, abs(rate)):
+            return []
+        way = "grown" if rate > 0 else "shrunk"
+        share = math.expm1(rate)
+        message = (
+            f"half of {len(rates)} parameters or more have {way} by {abs(share):.1%} a step for "
+            f"{int(steps[known].min())} steps or more: look at weight decay, at what is done to "
+            "the weights beside the optimizer, and at the learning rate"
+        )
+        values = {"rate": share, "parameters": len(rates)}
+        return [self.anomaly(record, "warn", message, values, module="", kind="param")]
+
+    def _rates(self, now: WeightsOfStep, known: Mask, steps: NDArray[np.int64]) -> Floats:
+        """Return the change of log(norm) in a step, of each parameter that counts."""
+        rates: Floats = np.log(now.norm[known] / self._norm[known]) / steps[known]
+        young = (self._then - self._first)[known] < self._settle
+        return rates[(rates < 0) | ~young]
+
+    def _grow(self, sites: int, step: int) -> None:
+        more = sites - len(self._norm)
+        if more:
+            self._first = np.append(self._first, np.full(more, step))
+            self._then = np.append(self._then, np.full(more, step))
+            self._norm = np.append(self._norm, np.zeros(more))

@@ -1,0 +1,102 @@
+"""Weights that stop though they are pulled at are told; what has a reason to stand still is not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ddpprobe.detectors.frozen_param import FrozenParam
+from ddpprobe.records.step import StepRecord
+from tests.detectors.made_records import levels, run
+from tests.detectors.made_weights import Made, weights
+
+FQNS = ("embed.weight", "fc.weight", "fc.bias", "head.weight")
+STOP = 100
+
+
+def stream(
+    stopped: tuple[str, ...] = FQNS, steps: int = 300, every: int = 1, gradient: float | None = 0.1,
+    change: float = 1e-3, turns: int = 1, dtype: str = "float32", **changes: object,
+) -> list[StepRecord]:  # fmt: skip
+    """Weights that move by `change` in each step until those in `stopped` do not."""
+    records = []
+    for look, step in enumerate(range(0, steps, every)):
+        made = {}
+        for place, fqn in enumerate(FQNS):
+            still = fqn in stopped and step >= STOP
+            moved = change * min(step, STOP if fqn in stopped else step)
+            now = gradient if still else 0.1
+            seen = place % turns == look % turns
+            made[fqn] = Made(1 + moved, (0.0 if still else change) if seen else None, now, dtype)
+        records.append(weights(step, made, **changes))
+    return records
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_model_of_which_nothing_moves_any_more_is_a_page(every: int) -> None:
+    (page,) = run(FrozenParam(), stream(every=every))
+    assert (page.level, page.module, page.kind, page.rank) == ("page", "", "update", None)
+    assert page.step == STOP + 20
+    assert page.values["parameters"] == 4
+    assert "the learning rate is 0" in page.message
+
+
+def test_a_part_is_a_warning_that_names_the_module_once() -> None:
+    (warn,) = run(FrozenParam(), stream(("fc.weight", "fc.bias")))
+    assert (warn.level, warn.step, warn.module) == ("warn", STOP + 20, "fc")
+    assert warn.values == {"parameters": 2, "since": STOP, "gradient": pytest.approx(2**0.5)}
+
+
+def test_where_parameters_take_turns_none_need_be_seen_twice() -> None:
+    (page,) = run(FrozenParam(), stream(turns=4))
+    assert (page.level, page.module) == ("page", "")
+    assert page.step <= STOP + 24
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient": None},  # an expert without tokens, a part that was frozen
+        {"gradient": 0.0},  # a dead unit
+        {"gradient": 5e-4},  # a fit that has converged
+        {"change": 1e-7},  # rounding had stopped it: the end of a schedule
+        {"change": 1e-3, "dtype": "bfloat16"},
+        {"skipped": True},
+        {"missing": (1,)},
+    ],
+)
+def test_what_has_a_reason_to_stand_still_is_left_alone(changes: dict[str, object]) -> None:
+    assert run(FrozenParam(), stream(**changes)) == []
+
+
+def test_what_never_moved_or_comes_and_goes_is_left_alone() -> None:
+    pauses = np.random.default_rng(0).random(400) < 0.3
+    records = []
+    for step, pause in enumerate(pauses):
+        some = Made(1 + step * 1e-3, 0.0 if 200 < step < 230 or pause else 1e-3)
+        made = {"expert.weight": some, "idle.weight": Made(1.0, 0.0), "fc.weight": Made(1 + step)}
+        records.append(weights(step, made))
+    assert run(FrozenParam(), records) == []
+
+
+def test_a_step_that_is_declared_for_each_of_many_micro_batches_is_no_freeze() -> None:
+    """Every 16th such step moves the weights, and the sampled ones are never among them."""
+    made = [weights(s, {"fc.weight": Made(1 + s // 16 * 1e-3, 0.0)}) for s in range(1, 400, 8)]
+    assert run(FrozenParam(), made) == []
+
+
+def test_what_moves_again_and_stops_again_is_told_again() -> None:
+    records = stream(steps=STOP + 60)
+    for step in range(STOP + 60, STOP + 400):
+        change = 1e-3 if step < STOP + 260 else 0.0
+        made = dict.fromkeys(FQNS, Made(2 + 1e-3 * min(step, STOP + 260), change))
+        records.append(weights(step, made))
+    pages = [("page", STOP + 20), ("page", STOP + 280)]
+    assert levels(run(FrozenParam(), records)) == pages
+
+
+def test_an_attempt_begins_anew() -> None:
+    there = STOP + 5
+    still = dict.fromkeys(FQNS, Made(1.0, 0.0))
+    later = [weights(s, still, attempt=1) for s in range(there, there + 60)]
+    assert run(FrozenParam(), stream(steps=there) + later) == []

@@ -1,0 +1,55 @@
+"""A module that nobody trains is told; what would not have moved anyway is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpprobe.detectors.never_updated import NeverUpdated
+from ddpprobe.records.step import StepRecord
+from tests.detectors.made_records import run
+from tests.detectors.made_weights import Made, weights
+
+NEVER = Made(1.0, 0.0)
+
+
+def stream(steps: int = 120, every: int = 1, **never: Made) -> list[StepRecord]:
+    """`fc.weight` and `fc.bias` move; `__` in the names of the others stands for a dot."""
+    records = []
+    for step in range(0, steps, every):
+        moving = {f"fc.{name}": Made(1 + 1e-3 * step, 1e-3) for name in ("weight", "bias")}
+        still = {name.replace("__", "."): made for name, made in never.items()}
+        records.append(weights(step, moving | still))
+    return records
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_whole_module_with_a_gradient_is_told_once_after_fifty_steps(every: int) -> None:
+    (warn,) = run(NeverUpdated(), stream(300, every, head__weight=NEVER, head__bias=NEVER))
+    assert (warn.level, warn.step, warn.module, warn.kind) == ("warn", 50, "head", "update")
+    assert warn.values == {"parameters": 2, "since": 0, "gradient": pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize(
+    "never",
+    [
+        {"fc__gain": NEVER},  # the module moves
+        {"pool__weight": Made(1.0, 0.0, None)},  # unused
+        {"zero__weight": Made(1.0, 0.0, 0.0)},  # behind what begins at zero
+        {"conv__bias": Made(1.0, 0.0, 1e-8)},  # in front of a norm, alone
+        {"norm__weight": Made(1.0, 0.0, 0.1, "bfloat16")},  # the change is rounded away
+    ],
+)
+def test_what_would_not_have_moved_is_left_alone(never: dict[str, Made]) -> None:
+    assert run(NeverUpdated(), stream(300, **never)) == []
+
+
+def test_what_moved_between_two_looks_is_left_alone() -> None:
+    """A generator whose turn is never in a sampled step."""
+    made = [weights(s, {"a.weight": Made(1 + s, 0.0), "b.weight": Made(1 + s)}) for s in range(200)]
+    assert run(NeverUpdated(), made) == []
+
+
+def test_a_part_that_is_trained_later_is_looked_at_from_then_on() -> None:
+    records = stream(60) + stream(160, head__weight=NEVER)[60:]
+    (warn,) = run(NeverUpdated(), records)
+    assert (warn.step, warn.module) == (110, "head")

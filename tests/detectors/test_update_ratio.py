@@ -1,0 +1,51 @@
+"""A step that changes the weights out of all proportion is told; a large but usual one is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpprobe.detectors.update_ratio import UpdateRatio
+from ddpprobe.records.step import StepRecord
+from tests.detectors.made_records import levels, run
+from tests.detectors.made_weights import Made, weights
+
+USUAL = 2e-3
+
+
+def stream(*later: float, usual: float = USUAL, first: int = 40) -> list[StepRecord]:
+    shares = [usual] * first + list(later)
+    return [
+        weights(s, {"fc.weight": Made(1.0, share), "fc.bias": Made(1e-6, 1e-3 * share)})
+        for s, share in enumerate(shares)
+    ]
+
+
+def test_a_step_twenty_times_as_large_as_usual_is_told() -> None:
+    (warn,) = run(UpdateRatio(), stream(0.06, 0.06, USUAL))
+    assert (warn.level, warn.step, warn.module, warn.kind) == ("warn", 40, None, "update")
+    assert warn.values == pytest.approx({"share": 0.06, "median": USUAL, "highest": USUAL}, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        stream(0.04),  # below the share that matters
+        stream(0.06, usual=4e-3),  # fifteen times
+        stream(*[0.03] * 3, 0.08),  # below three times the largest
+        stream(0.9, first=7),  # too early to know
+        stream(*[0.0] * 20, USUAL),  # steps without a change
+    ],
+)
+def test_what_is_large_but_not_out_of_proportion_is_left_alone(records: list[StepRecord]) -> None:
+    assert run(UpdateRatio(), records) == []
+
+
+def test_a_bias_about_zero_does_not_count_for_more_than_it_is() -> None:
+    records = stream()
+    made = {"fc.weight": Made(1.0, USUAL), "fc.bias": Made(1e-6, 1e-4)}
+    assert run(UpdateRatio(), [*records, weights(40, made)]) == []
+
+
+def test_it_is_told_again_when_ten_times_worse_or_after_a_quiet_time() -> None:
+    records = stream(0.2, 0.2, 3.0, *[USUAL] * 200, 9.1)
+    assert levels(run(UpdateRatio(), records)) == [("warn", 40), ("warn", 42), ("warn", 243)]

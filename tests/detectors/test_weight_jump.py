@@ -1,0 +1,57 @@
+"""Weights that jump, or all shrink or grow, are told; those that begin at zero are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpprobe.detectors.weight_jump import WeightJump
+from ddpprobe.records.step import StepRecord
+from tests.detectors.made_records import levels, run
+from tests.detectors.made_weights import Made, weights
+
+AT = 100
+
+
+def stream(weight, steps: int = 160, every: int = 1) -> list[StepRecord]:
+    """Three parameters; `weight` of (step, which) is their size."""
+    return [
+        weights(s, {f"l{i}.weight": Made(weight(s, i)) for i in range(3)})
+        for s in range(0, steps, every)
+    ]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_weight_that_is_five_times_as_large_is_told_with_its_name(every: int) -> None:
+    (warn,) = run(WeightJump(), stream(lambda s, i: 5.0 if s >= AT and i == 1 else 1.0, 200, every))
+    assert (warn.level, warn.step, warn.module, warn.kind) == ("warn", AT, "l1.weight", "param")
+    assert warn.values["ratio"] == pytest.approx(5.0)
+
+
+def test_three_times_is_not_enough_nor_are_fewer_than_ten_looks() -> None:
+    assert run(WeightJump(), stream(lambda s, i: 3.0 if s >= AT and i == 1 else 1.0)) == []
+    assert run(WeightJump(), stream(lambda s, i: 5.0 if s >= 9 and i == 1 else 1.0)) == []
+
+
+@pytest.mark.parametrize(("every", "step"), [(1, 110), (10, 110)])
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_all_weights_that_shrink_or_grow_in_each_step_are_told(
+    every: int, step: int, factor: float
+) -> None:
+    found = run(WeightJump(), stream(lambda s, _: factor ** max(0, s - AT), 140, every))
+    (warn,) = [a for a in found if "rate" in a.values]
+    assert (warn.level, warn.module, warn.step) == ("warn", "", step)
+    assert warn.values["rate"] == pytest.approx(factor - 1)
+
+
+def test_what_begins_at_zero_may_grow_and_one_parameter_may_shrink() -> None:
+    assert run(WeightJump(), stream(lambda s, _: 1e-3 * s)) == []
+    assert run(WeightJump(), stream(lambda s, i: 0.9 ** max(0, s - AT) if i == 1 else 1.0)) == []
+
+
+def test_it_is_told_again_after_a_quiet_time_and_a_restart_begins_anew() -> None:
+    def weight(step: int, which: int) -> float:
+        return 5.0 if step in (AT, AT + 200) and which == 0 else 1.0
+
+    assert levels(run(WeightJump(), stream(weight, 400))) == [("warn", AT), ("warn", AT + 200)]
+    later = [weights(s, {"l0.weight": Made(90.0)}, attempt=1) for s in range(160, 200)]
+    assert run(WeightJump(), stream(lambda *_: 1.0) + later) == []
