@@ -84,8 +84,8 @@ class Probe:
         """Keep named numbers with the current step, such as `probe.log(loss=loss)`.
 
         Tensors must have one element; they stay on their device until the step is shipped.
-        Steps that are not sampled keep nothing. Behind `optimizer.step()` they belong to the step
-        that is over, until the next forward of the model. What cannot be kept is told once.
+        Steps that are not sampled keep `loss` only. Behind `optimizer.step()` numbers belong to the
+        step that is over, until the next forward of the model. What cannot be kept is told once.
 
         Args:
             indices: of the samples in the micro-batch whose forward was last, whole numbers; kept

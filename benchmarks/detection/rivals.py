@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ddpprobe.detectors.loss import mean_loss
+from ddpprobe.detectors.loss import mean_losses
 from ddpprobe.records.step import NONFINITE, StepRecord, derive
 
 Rule = Callable[[Sequence[StepRecord]], list[int]]  # records -> steps at which it speaks
@@ -73,9 +73,9 @@ def _series(records: Sequence[StepRecord], name: str) -> list[tuple[int, float]]
     out = []
     for record in records:
         if name == "loss":
-            x = mean_loss(record)
-        else:
-            x = max((s[name] for s in record.scalars.values() if name in s), default=math.nan)
+            out += mean_losses(record)
+            continue
+        x = max((s[name] for s in record.scalars.values() if name in s), default=math.nan)
         if record.sampled and math.isfinite(x):
             out.append((record.step, float(x)))
     return out

@@ -85,13 +85,16 @@ class SampledDetector(Detector):
     _attempt: int | None = None
 
     def update(self, record: StepRecord) -> list[Anomaly]:
-        """Take the next record; only whole sampled steps are looked at."""
-        whole = record.sampled and not record.partial
-        noted = whole and any(NOTED in said for said in record.scalars.values())
+        """Take the next record; looks at those that it is about."""
+        noted = any(NOTED in said for said in record.scalars.values())
         if record.attempt != self._attempt or noted:
             self._attempt = record.attempt
             self._reset()
-        return self._look(record) if whole else []
+        return self._look(record) if self._is_about(record) else []
+
+    def _is_about(self, record: StepRecord) -> bool:
+        """Whether it looks at this record: at whole sampled steps."""
+        return record.sampled and not record.partial
 
     @abstractmethod
     def _reset(self) -> None:
@@ -99,4 +102,4 @@ class SampledDetector(Detector):
 
     @abstractmethod
     def _look(self, record: StepRecord) -> list[Anomaly]:
-        """Take the next whole sampled step of the attempt; return what it shows."""
+        """Take the next record that it is about; return what it shows."""

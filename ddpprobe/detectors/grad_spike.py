@@ -15,7 +15,7 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.groups import GroupNorms
 from ddpprobe.detectors.history import LogHistory, WindowedValue
-from ddpprobe.detectors.loss import mean_loss
+from ddpprobe.detectors.loss import mean_losses
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.records.step import NONFINITE, SUM_SQ, Anomaly, StepRecord
 
@@ -141,13 +141,13 @@ class GradSpike(SampledDetector):
         return _Spike(anomaly, rank if one_rank else None)
 
     def _watch_loss(self, record: StepRecord) -> None:
-        loss = mean_loss(record)
         history = self._history(("loss", None))
-        reading = history.read(loss)
         z, dex = self._loss_rule
-        if reading and reading.z > z and reading.dex > dex:
-            self._loss_spike = record.step
-        history.add(loss)
+        for step, loss in mean_losses(record):  # also of the steps that were not sampled
+            reading = history.read(loss)
+            if reading and reading.z > z and reading.dex > dex:
+                self._loss_spike = step
+            history.add(loss)
 
     def _report(self, step: int, spike: _Spike | None) -> list[Anomaly]:
         episode, found = self._episode, []

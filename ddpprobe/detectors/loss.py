@@ -1,21 +1,49 @@
-"""The loss of a run as one number per sampled step."""
+"""The loss of a run as one number per step."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import final
 
-from ddpprobe.records.step import StepRecord
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.records.every_loss import losses_of
+from ddpprobe.records.step import Anomaly, StepRecord
 
 
-def mean_loss(record: StepRecord) -> float:
-    """Return the mean of the ranks' finite losses, NaN without one.
+def mean_losses(record: StepRecord) -> list[tuple[int, float]]:
+    """Return (step, mean of the ranks' finite losses) of each step that has one, ascending.
 
     One rank's own loss is no ground to wake somebody: with heavy-tailed data its chance outliers,
     which are its gradient's as well, grow with the number of ranks.
     """
-    losses = [float(s["loss"]) for s in record.scalars.values() if "loss" in s]
-    finite = [x for x in losses if math.isfinite(x)]
-    return math.fsum(x / len(finite) for x in finite) if finite else math.nan
+    found = ((step, [x for x in by_rank.values() if math.isfinite(x)])
+             for step, by_rank in losses_of(record))  # fmt: skip
+    return [(step, math.fsum(x / len(finite) for x in finite)) for step, finite in found if finite]
+
+
+class LossDetector(SampledDetector):
+    """A detector of the mean losses of all steps, sampled or not, that begins anew in an attempt.
+
+    A loss that has been zero or negative has no ratio: from there on nothing is judged.
+    """
+
+    @final
+    def _is_about(self, record: StepRecord) -> bool:
+        """Whether it looks at this record: also at one that is there for its losses alone."""
+        return not record.partial
+
+    def _reset(self) -> None:
+        self._loss = PositiveLoss()
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        found = (self._judge(record, *loss) for loss in self._loss.read(record))
+        return [anomaly for anomaly in found if anomaly is not None]
+
+    @abstractmethod
+    def _judge(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
+        """Take the next loss, of the record's step or of one before it; return what it shows."""
 
 
 class PositiveLoss:
@@ -31,12 +59,12 @@ class PositiveLoss:
         self.first = math.nan
         self._signed = False
 
-    def read(self, record: StepRecord) -> float | None:
-        """Return the mean loss of the next record; None if it has none that can be judged."""
-        loss = mean_loss(record)
-        self._signed |= loss <= 0
-        if self._signed or not math.isfinite(loss):
-            return None
-        if math.isnan(self.first):
-            self.first = loss
-        return loss
+    def read(self, record: StepRecord) -> Iterable[tuple[int, float]]:
+        """Yield the (step, mean loss) of the next record that can be judged."""
+        for step, loss in mean_losses(record):
+            self._signed |= loss <= 0
+            if self._signed:
+                return
+            if math.isnan(self.first):
+                self.first = loss
+            yield step, loss

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 
-from ddpprobe.detectors.detector import SampledDetector
-from ddpprobe.detectors.loss import PositiveLoss
+from ddpprobe.detectors.loss import LossDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.records.step import Anomaly, StepRecord
 
 SMOOTH_STEPS, SMOOTH_SAMPLES = 10, 3  # of the running mean, whichever is longer
 
 
-class LossRunaway(SampledDetector):
+class LossRunaway(LossDetector):
     """Warns when the smoothed loss stays far above its best for a while.
 
     What was learned is lost: labels that are wrong, a shard that is corrupt, weights that blew up.
@@ -22,8 +21,8 @@ class LossRunaway(SampledDetector):
     Args:
         ratio: how many times the best.
         steps: steps for which it must last.
-        samples: sampled steps for which it must last.
-        least: sampled steps of the attempt before which there is no best.
+        samples: losses for which it must last.
+        least: losses of the attempt before which there is no best.
         small: share of the first losses below which nothing is lost.
     """
 
@@ -42,32 +41,29 @@ class LossRunaway(SampledDetector):
         self._reset()
 
     def _reset(self) -> None:
-        self._loss, self._mean = PositiveLoss(), math.nan
+        super()._reset()
+        self._mean = math.nan
         self._best, self._seen = math.inf, 0
         self._step: int | None = None  # the last with a loss
         self._since: int | None = None  # it has been far above the best
         self._lasted = 0
         self._told = False
 
-    def _look(self, record: StepRecord) -> list[Anomaly]:
-        """Take the next record; at most one anomaly."""
-        loss = self._loss.read(record)
-        if loss is None:
-            return []
-        self._smooth(loss, record.step)
+    def _judge(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
+        self._smooth(loss, step)
         if self._seen <= self._least:
-            return []
+            return None
         if self._mean < self._best:
             self._best, self._told = self._mean, False
         away = self._mean > max(self._ratio * self._best, self._small * self._loss.first)
         if not away:
             self._since, self._lasted = None, 0
-            return []
-        self._since = record.step if self._since is None else self._since
+            return None
+        self._since = step if self._since is None else self._since
         self._lasted += 1
-        long = self._lasted >= self._samples and record.step - self._since >= self._steps
+        long = self._lasted >= self._samples and step - self._since >= self._steps
         if self._told or not long:
-            return []
+            return None
         self._told = True
         message = (
             f"the smoothed loss is {self._mean:.3g}, {self._mean / self._best:.3g} x the best "
@@ -80,7 +76,7 @@ class LossRunaway(SampledDetector):
             "ratio": self._mean / self._best,
             "since": self._since,
         }
-        return [self.anomaly(record, "warn", message, values, phase="forward")]
+        return self.anomaly(record, "warn", message, values, phase="forward", step=step)
 
     def _smooth(self, loss: float, step: int) -> None:
         """Take a loss into the running mean."""

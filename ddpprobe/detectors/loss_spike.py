@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 
-from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.history import LogHistory
-from ddpprobe.detectors.loss import PositiveLoss
+from ddpprobe.detectors.loss import LossDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import Anomaly, StepRecord
 
 
-class LossSpike(SampledDetector):
+class LossSpike(LossDetector):
     """Warns when the ranks' mean loss is a robust outlier, above everything in its window.
+
+    Every step's loss is judged, sampled or not, when the next record brings it.
 
     A loss that has been zero or negative has no decades and is not judged: rewards, likelihoods of
     densities. Nor is one that is small beside the first ones: near zero everything is large.
@@ -23,8 +24,8 @@ class LossSpike(SampledDetector):
         ratio: how many times the median of the window.
         highest: how many times the largest of the window.
         small: share of the first losses below which a loss is not judged.
-        window: sampled steps that it is compared with.
-        least: sampled steps of them without which there is no verdict.
+        window: steps that it is compared with.
+        least: steps of them without which there is no verdict.
         floor_dex: the least standard deviation that is believed, in decades.
         quiet_steps: steps without a spike after which one is told again.
         worse: a spike so many times the reported one is told at once.
@@ -49,26 +50,22 @@ class LossSpike(SampledDetector):
         self._reset()
 
     def _reset(self) -> None:
+        super()._reset()
         self._history = LogHistory(*self._memory)
-        self._loss = PositiveLoss()
         self._telling = Telling(*self._repeat)
 
-    def _look(self, record: StepRecord) -> list[Anomaly]:
-        """Take the next record; at most one anomaly."""
-        loss = self._loss.read(record)
-        if loss is None:
-            return []
+    def _judge(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
         reading = self._history.read(loss)
         self._history.add(loss)
         if reading is None or loss < self._small * self._loss.first:
-            return []
+            return None
         z, dex, highest = self._rule
         spike = reading.z > z and reading.dex > dex and loss > highest * reading.highest
-        if not spike or not self._telling.due(record.step, reading.ratio):
-            return []
+        if not spike or not self._telling.due(step, reading.ratio):
+            return None
         message = (
             f"loss {loss:.3g} is {reading.ratio:.3g} x the median {reading.median:.3g} of the last "
-            f"{reading.points} sampled steps (robust z {reading.z:.3g})"
+            f"{reading.points} steps (robust z {reading.z:.3g})"
         )
         values = {
             "loss": loss,
@@ -78,4 +75,4 @@ class LossSpike(SampledDetector):
             "z": reading.z,
             "points": reading.points,
         }
-        return [self.anomaly(record, "warn", message, values, phase="forward")]
+        return self.anomaly(record, "warn", message, values, phase="forward", step=step)

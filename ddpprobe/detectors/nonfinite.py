@@ -15,6 +15,7 @@ import numpy as np
 from ddpprobe.detectors import origins
 from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.settings import at_least
+from ddpprobe.records.every_loss import losses_of
 from ddpprobe.records.step import (
     IN_TURN,
     NAN,
@@ -92,10 +93,12 @@ class NonFinite(Detector):
 
 def _origin(record: StepRecord) -> FirstBad | None:
     """Return the earliest evidence: forward, loss, backward, reduced gradient, parameter."""
-    witness = record.first_bad
+    witness, loss = record.first_bad, _bad_loss(record)
+    if loss is not None and loss.step < (witness.step if witness else record.step):
+        return loss
     if witness is not None and (witness.phase == "forward" or witness.step < record.step):
         return witness
-    return _bad_loss(record) or witness or _bad_reduced(record)
+    return loss or witness or _bad_reduced(record)
 
 
 def _did_no_harm(record: StepRecord, origin: FirstBad) -> bool:
@@ -113,15 +116,20 @@ def _did_no_harm(record: StepRecord, origin: FirstBad) -> bool:
 
 
 def _bad_loss(record: StepRecord) -> FirstBad | None:
-    """Return the non-finite loss as a witness; it comes after the forward, before the backward.
+    """Return the first non-finite loss; it comes after the forward, before the backward.
 
-    A backward fault cannot reach the loss of its own step, so the loss outranks it.
+    A backward fault cannot reach the loss of its own step, so the loss outranks it. Those of steps
+    that were not sampled are told by the next record.
     """
-    losses = {r: float(s["loss"]) for r, s in record.scalars.items() if "loss" in s}
-    bad = {r: x for r, x in losses.items() if not math.isfinite(x)}
+    found = (
+        (step, bad)
+        for step, losses in losses_of(record)
+        if (bad := {r: x for r, x in losses.items() if not math.isfinite(x)})
+    )
+    step, bad = next(found, (record.step, {}))
     if not bad:
         return None
-    witness = record.first_bad
+    witness = record.first_bad if step == record.step else None
     at = witness if witness and witness.phase == "backward" else None
     at = at if at and (at.rank in bad or (at.rank == SEVERAL and len(bad) > 1)) else None
     # Without a local witness a loss that is bad on several ranks (they may have averaged it) blames
@@ -129,7 +137,7 @@ def _bad_loss(record: StepRecord) -> FirstBad | None:
     rank = at.rank if at else min(bad) if len(bad) == 1 else SEVERAL
     loss = bad[rank] if rank in bad else next(iter(bad.values()))
     return FirstBad(
-        step=at.step if at else record.step,
+        step=at.step if at else step,
         micro=at.micro if at else 0,
         phase="forward",
         order=-1,

@@ -15,7 +15,6 @@ from typing import final
 from torch import Tensor, nn
 
 from ddpprobe.rank.capture.capturing import Capturing
-from ddpprobe.rank.held_record import HeldRecord
 from ddpprobe.rank.hooks import call_cost, gradients, loss_scale
 from ddpprobe.rank.hooks.compiled import renew_graphs
 from ddpprobe.rank.hooks.depth import Room
@@ -24,6 +23,7 @@ from ddpprobe.rank.hooks.state_check import Looks
 from ddpprobe.rank.interval import Pacer
 from ddpprobe.rank.join import Joined
 from ddpprobe.rank.journal_writer import EndedStep, FrameWriter, Identity
+from ddpprobe.rank.logged_numbers import LoggedNumbers
 from ddpprobe.rank.observers import Observers
 from ddpprobe.rank.options import InstallOptions
 from ddpprobe.rank.order_handler import OrderHandler
@@ -39,12 +39,6 @@ from ddpprobe.rundir.fuse import Fuse, logger
 from ddpprobe.rundir.heartbeat import STATES
 from ddpprobe.rundir.stopwatch import Caller, Stopwatch
 
-_NO_STEP = "no step had begun; log it behind the model's forward"
-_WRITTEN = (
-    "the record of its step had been written by then; log it before optimizer.step(), or right "
-    "behind it and before the next forward of the model, be it an evaluation's"
-)
-_NEXT_SCALE = "gradients are divided by it and it may be a new one; log it before backward()"
 _GRAPH_TOO_EARLY = "the model is inside a compiled function, whose graph was chosen before the step"
 _TOO_FAR_BEHIND = "watch: the device is too far behind"
 
@@ -87,12 +81,10 @@ class Recorder:
             order_handler.act,
         )  # fmt: skip
         self.declare_step = self._clock.declare_step
+        self._logged = LoggedNumbers(self._clock, self._frame_writer)
         self._observers: Observers | None = None
         self._sampling = False
-        self._logged: set[str] = set()  # in the sampled step under way
-        self._held = HeldRecord()
         self._noted = False  # since the last sampled step
-        self._told_scale = False  # ever, by the user
         self._told_handlers = False
         self._renewed = False
         self._bad: FirstBad | None = None
@@ -112,33 +104,11 @@ class Recorder:
     # -- the user's face --------------------------------------------------------------------------
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
-        """Keep named numbers with the step, if it is sampled; tensors stay on their device.
-
-        Behind a step, they belong to it until the model's next forward.
-        """
-        self._told_scale |= "loss_scale" in values
-        if self._sampling and self._observers is not None:
-            for name, value in values.items():
-                self._observers.rows.add_scalar(name, value)
-                self._logged.add(name)
-        elif self._observers is None:
-            self._frame_writer.unkept(-1, values, _NO_STEP)
-        elif self._held.is_behind:
-            self._log_behind(values, self._observers)
-
-    def _log_behind(self, values: Mapping[str, float | Tensor], observers: Observers) -> None:
-        """Keep numbers with the sampled step that is over, as long as its record is held."""
-        step = self._clock.step
-        if not self._held.waits:
-            self._held.take(values)
-            self._frame_writer.unkept(step, values, _WRITTEN)
+        """Keep named numbers with their step; tensors stay on their device."""
+        if self.fuse.blown:
             return
-        for name, value in values.items():
-            if name != "loss_scale":
-                observers.rows.add_scalar(name, value)
-        if "loss_scale" in values:
-            self._frame_writer.unkept(step, ["loss_scale"], _NEXT_SCALE)
-        self._held.take(values)
+        rows = self._observers.rows if self._observers is not None else None
+        self._logged.take(values, rows, sampling=self._sampling)
 
     def note(self, what: str, config: Mapping[str, object]) -> None:
         """Write down what the script says; what it announces is marked on the next sampled step."""
@@ -147,7 +117,7 @@ class Recorder:
 
     def pause(self, reason: str) -> None:
         """Take every hook off the model until `resume`."""
-        self._held.send()
+        self._logged.rest()
         if self._observers is not None:
             self._observers.pause()
         self._pacer.pause()
@@ -174,12 +144,14 @@ class Recorder:
         place = self._clock.place()
         self._clock.settle()
         self._clock.stop()
-        self._held.send()
+        self._logged.held.send()
         if self._observers is not None:
             if self._sampling:
                 self._finish_sampled(skipped=False, partial=True)
             elif self._bad is not None:
                 self._alarm(partial=True, skipped=False)
+            if self._logged.losses.has_bad():
+                self._tell_unsampled(skipped=False, partial=self._clock.is_inside_a_step)
             if self._clock.is_inside_a_step:  # what a device has seen of it is not sent yet
                 self._observers.watch.end_step(self._clock.step)
             self._observers.watch.poll(wait=True)
@@ -207,7 +179,7 @@ class Recorder:
 
     def forward_begins(self) -> None:
         """Attach what this step needs."""
-        self._held.forward_begins()
+        self._logged.forward_begins()
         observers = self._prepare()
         observers.watch.poll()
         self._frame_writer.lose(_TOO_FAR_BEHIND, observers.watch.lost)
@@ -223,17 +195,19 @@ class Recorder:
         observers = self._prepare()
         observers.watch.found()
         observers.watch.output(trained)
+        losses = [t for t in outputs if t.dim() == 0 and t.is_floating_point()]
         if self._sampling:
             if self._bad is None and observers.rows.bad:  # and the root's output does not show it
                 self._bad = self._explain(observers)
             observers.full.probed()
-            losses = [t for t in outputs if t.dim() == 0 and t.is_floating_point()]
-            if len(losses) == 1 and "loss" not in self._logged:
+            if len(losses) == 1 and "loss" not in self._logged.names:
                 observers.rows.add_scalar(RETURNED_LOSS, losses[0])
+        elif len(losses) == 1:
+            self._logged.losses.add(self._clock.step, losses[0], logged=False)
 
     def evaluation_begins(self) -> None:
         """Write what is held: an evaluation may take long."""
-        self._held.send()
+        self._logged.rest()
 
     def forward_raised(self, error: BaseException) -> None:
         """Look for a NaN in what the code that raised had at hand."""
@@ -249,7 +223,7 @@ class Recorder:
     def backward_ended(self) -> None:
         """Read the reduced gradients, before the user clips them."""
         observers = self._prepare()
-        observers.loss_scale.remember(told="loss_scale" in self._logged)
+        observers.loss_scale.remember(told="loss_scale" in self._logged.names)
         self.capturing.backward_ended(observers.loss_scale.last)
         if self._sampling:
             observers.weights.remember()
@@ -277,7 +251,7 @@ class Recorder:
     def given_up(self, *, vanished: bool) -> bool:
         """Ask the scalers; if the user told the scale of one that is not torch's, the gradients."""
         gave_up = self._prepare().loss_scale.gave_up(self._clock.optimizers_of_others)
-        return gave_up or (vanished and self._told_scale and self._bad is not None)
+        return gave_up or (vanished and self._logged.told_scale and self._bad is not None)
 
     def step_ended(self, *, skipped: bool) -> None:
         """Ship the step and leave the model clean."""
@@ -358,7 +332,7 @@ class Recorder:
         self._bad = None
         if self._sampling:
             observers.weights.begin(self._pacer.turn(self._clock.step))
-            self._logged.clear()
+            self._logged.names.clear()
         elif wanted:
             self._frame_writer.life(
                 events.UnsampledEvent(step=self._clock.step, reason=_GRAPH_TOO_EARLY)
@@ -395,28 +369,34 @@ class Recorder:
             self._frame_writer.alarm(self._bad, self._clock.step, **told)
 
     def _add_loss_scale(self, observers: Observers) -> None:
-        if "loss_scale" not in self._logged and observers.loss_scale.last is not None:
+        if "loss_scale" not in self._logged.names and observers.loss_scale.last is not None:
             observers.rows.add_scalar("loss_scale", observers.loss_scale.last)
 
     def _end_unsampled(self, observers: Observers, *, skipped: bool) -> None:
         observers.state.end(self._clock.step, self._clock.micro, self._bad)
         if skipped:
-            self._tell_skipped(observers)
-        elif self._bad is not None:
-            self._alarm(partial=False, skipped=skipped)
+            self._tell_unsampled(skipped=True, partial=False)
+            return
+        if self._bad is not None:
+            self._alarm(partial=False, skipped=False)
+        if self._logged.losses.full:
+            self._tell_unsampled(skipped=False, partial=False)
 
-    def _tell_skipped(self, observers: Observers) -> None:
-        """Write that the optimizer skipped an unsampled step: an event, no anomaly by itself."""
+    def _tell_unsampled(self, *, skipped: bool, partial: bool) -> None:
+        """Write the losses so far, or that the optimizer skipped a step: an event, no anomaly."""
+        observers = self._prepare()
         observers.rows.begin()
-        self._add_loss_scale(observers)
-        observers.loss_scale.look_again()
-        self._push(self._ended(skipped=True, partial=False, sampled=False, facts={}))
+        if skipped:
+            self._add_loss_scale(observers)
+            observers.loss_scale.look_again()
+        facts = self._logged.losses.take(self._clock.step, observers.rows)
+        self._push(self._ended(skipped=skipped, partial=partial, sampled=False, facts=facts))
 
     def _finish_sampled(self, *, skipped: bool, partial: bool) -> None:
         observers = self._prepare()
         observers.detach()
         self._sampling = False
-        facts = self._facts()
+        facts = self._facts() | self._logged.losses.take(self._clock.step, observers.rows)
         looks = observers.state.look(self._clock.step, self._clock.micro, over=not partial)
         if looks.after is not None:
             facts[CHECKED] = float(looks.after.count)
@@ -427,7 +407,7 @@ class Recorder:
         if partial:
             self._push(ended)
         else:
-            self._held.hold(functools.partial(self._push, ended))
+            self._logged.held.hold(functools.partial(self._push, ended))
 
     def _ended(
         self, *, skipped: bool, partial: bool, sampled: bool, facts: dict[str, float],
@@ -476,8 +456,7 @@ class Recorder:
         self.fuse.blown = self._clock_fuse.blown = True
         self._sampling = False
         # Each on its own: what broke the component may break one of these, but not the others.
-        held, self._held = self._held, HeldRecord()
-        Fuse("journal").guard(held.send)()
+        Fuse("journal").guard(self._logged.held.send)()
         told = events.FuseEvent(component=fuse.component, error=fuse.last_error)
         Fuse("journal").guard(self._frame_writer.life)(told)
         if self._observers is not None:

@@ -221,7 +221,8 @@ class StepRecord:
         sites: one per row of `counts` and `values`, in execution order.
         counts: int64 [sites, len(COUNTS)].
         values: float64 [sites, len(VALUES)], over finite elements.
-        scalars: per rank, name -> number: `loss` and what else `probe.log` was given;
+        scalars: per rank, name -> number: `loss` and what else `probe.log` was given; `loss@-3` and
+            the like of the steps since the record before, see `every_loss`;
             `grad_norm_local` (L2, before the reduction), `grad_norm` (L2, after the reduction and
             before clipping, on this rank's part; without rows of `grad`, what the optimizer is
             given), `output_rms` (geometric mean of the rms of its outputs), `micro_batches`,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.loss_runaway import LossRunaway
 from ddpprobe.detectors.loss_spike import LossSpike
+from ddpprobe.records.every_loss import name_of
 from ddpprobe.records.step import StepRecord
 from tests.detectors.made_records import levels, record, run
 
@@ -40,6 +42,36 @@ def test_a_spike_is_told_at_once_with_its_numbers() -> None:
     assert (warn.level, warn.step, warn.rank, warn.phase) == ("warn", 200, None, "forward")
     assert warn.values["loss"] == 5.0
     assert 8 < warn.values["ratio"] < 12
+
+
+def between(records: list[StepRecord], every: int) -> list[StepRecord]:
+    """Keep each `every`-th record, with the losses of those before it."""
+    kept = []
+    for i in range(every - 1, len(records), every):
+        group = records[i - every + 1 : i + 1]
+        scalars = {
+            rank: {name_of(group[-1].step - r.step): r.scalars[rank]["loss"] for r in group}
+            for rank in group[-1].scalars
+        }
+        kept.append(replace(group[-1], scalars=scalars))
+    return kept
+
+
+@BOTH
+def test_at_any_interval_the_same_is_said_as_of_records_of_every_step(
+    detector: type[Detector],
+) -> None:
+    stream = [*falling(205), step(205, 6.0, 4.0), *[step(s, 1.0, 1.0) for s in range(206, 260)]]
+    stream += [step(s, 9.0, 9.0) for s in range(260, 300)]
+    every_step = run(detector(), stream)
+    assert every_step
+    for every in (5, 10, 100):
+        found = run(detector(), between(stream, every))
+        assert [replace(a, sampled=True, wall_time_ns=0) for a in found] == [
+            replace(a, wall_time_ns=0) for a in every_step
+        ]
+    alone = [replace(r, sampled=r.step % 50 == 49) for r in between(stream, 10)]
+    assert len(run(detector(), alone)) == len(every_step)
 
 
 def test_one_ranks_outlier_among_many_is_no_spike() -> None:

@@ -259,3 +259,15 @@ def test_a_forward_witness_outranks_the_loss_it_caused() -> None:
     witness = replace(WITNESS, step=9, phase="forward", kind="output", rank=2)
     (page,) = run(record(9, witness, scalars=losses(math.nan, math.nan)))
     assert (page.module, page.rank) == ("layers.17.attn.wo", 2)
+
+
+def test_a_bad_loss_of_a_step_that_was_not_sampled_is_told_with_its_step_and_rank() -> None:
+    detector = NonFinite()
+    fine = {"loss": 1.0, "loss@-1": 1.0, "loss@-2": 1.0}
+    assert detector.update(StepRecord(0, 10, (0, 1), 0, scalars={0: fine, 1: fine})) == []
+    bad = {**fine, "loss@-2": math.inf, "loss@-1": math.nan}
+    (page,) = detector.update(StepRecord(0, 20, (0, 1), 0, scalars={0: fine, 1: bad}))
+    assert (page.level, page.step, page.rank, page.phase) == ("page", 18, 1, "forward")
+    assert (page.sampled, page.values["pos_inf"]) == (False, 1)
+    assert page.message == "non-finite loss (+Inf)"
+    assert detector.update(StepRecord(0, 30, (0, 1), 0, scalars={0: fine, 1: bad})) == []

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -182,6 +182,17 @@ class StepRows:
                 buffer.rows[index, 0].fill_(value)
             self._names[index] = name
             self._note(SCALAR, -1, buffer)
+
+    def add_scalars(self, names: Sequence[str], values: Tensor) -> None:
+        """Keep one number under each name; `values` [names], on any device."""
+        with self._lock:
+            index = len(self._slots)
+            end = index + len(names)
+            buffer = self._buffer_of(values, end - 1)
+            buffer.rows[index:end, 0].copy_(values.detach(), non_blocking=True)
+            for name in names:
+                self._names[len(self._slots)] = name
+                self._note(SCALAR, -1, buffer)
 
     def add_checksum(self, fqn: str, shard: str, tensor: Tensor) -> None:
         """Take the checksum of a parameter, or shard of one, that other ranks hold as well."""
