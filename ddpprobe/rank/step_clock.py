@@ -36,6 +36,9 @@ _STATE = tuple(STATES.index(s) for s in ("data", "forward", "backward", "optimiz
 _ANCHORS = 3
 _BLIND_STEPS = 3
 
+Args, Kwargs = tuple[Any, ...], dict[str, Any]
+Call = tuple[Args, Kwargs]
+
 
 class Events(Protocol):
     """What the clock tells its owner."""
@@ -114,6 +117,7 @@ class StepClock:
         self._open = False  # a training forward has begun, and no gradient has come since
         self._manual = False
         self._queued = False
+        self._ready = False  # the optimizer under way has its gradients
         self._running: list[int] = []  # ids of optimizers inside step(), outermost first
         self._blind = 0  # optimizer steps before any forward of the root was seen
         self._stepped: list[int] = []  # ids of the optimizers that did, in this step
@@ -132,7 +136,7 @@ class StepClock:
         )  # fmt: skip
         self._guards = {
             name: fuse.guard(getattr(self, f"_{name}"))
-            for name in ("before_step", "after_step", "settle")
+            for name in ("before_step", "closure_ended", "after_step", "settle")
         }
         self._computed = _void(fuse.guard(events.backward_computed))
         self._over = _void(fuse.guard(self._backward_over))
@@ -159,7 +163,7 @@ class StepClock:
     def start(self, inside: nn.Module | None = None) -> None:
         """Begin to listen; `inside` is the module whose first training forward has just begun."""
         self.hang()
-        self._handles.append(register_optimizer_step_pre_hook(_void(self._guards["before_step"])))
+        self._handles.append(register_optimizer_step_pre_hook(self._in_front_of_step))
         self._handles.append(register_optimizer_step_post_hook(self._behind_step))
         self.beat()
         if inside is not None:
@@ -295,15 +299,44 @@ class StepClock:
             self._anchor_had_grad = True
         self._events.backward_ended()
 
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+    def _in_front_of_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Call | None:
+        """Where the step has a closure, give torch one that tells when it is through.
+
+        Only then are the gradients there: Lightning computes forward and backward in the closure.
+        """
+        is_outermost = self._guards["before_step"](optimizer)
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if not is_outermost:
+            return None
+        if not callable(closure):
+            self._guards["closure_ended"](optimizer)
+            return None
+
+        def told() -> object:
+            loss = closure()
+            self._guards["closure_ended"](optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": told}
+        return (args[0], told, *args[2:]), kwargs
+
+    def _before_step(self, optimizer: Optimizer) -> bool:
+        """Whether a step begins that is none of another optimizer's."""
         if self._manual or is_captured() or not self._parameters_of(optimizer):
-            return
+            return False
         if id(optimizer) in self._running:  # its last step() raised and never ended
             del self._running[self._running.index(id(optimizer)) :]
-        if not self._running and not self._ended and self.micro >= 0:
+        self._running.append(id(optimizer))
+        self._ready = False
+        return len(self._running) == 1
+
+    def _closure_ended(self, optimizer: Optimizer) -> None:
+        """Hear that the gradients are what the optimizer is to use; at first, of several times."""
+        if not (self._ready or self._ended) and self.micro >= 0:
+            self._ready = True
             self._enter(OPTIMIZER)
             self._events.gradients_ready(optimizer)
-        self._running.append(id(optimizer))
 
     def _behind_step(self, *args: object) -> None:
         self._guards["after_step"](*args)

@@ -348,3 +348,36 @@ def test_a_heartbeat_says_that_the_rank_pauses_for_as_long_as_it_does(tmp_path: 
         with probe.pause("evaluation"):
             assert beat_of(tmp_path / "r").state == "paused"
         assert beat_of(tmp_path / "r").state == "data"
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_of_a_step_with_a_closure_the_gradients_are_ready_when_the_closure_is_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_keyword: bool
+) -> None:
+    """As in Lightning: the last micro-batch of a step, and the clipping, are in the closure."""
+    net = nn.Linear(4, 1)
+    optimizer = adam(net)
+    left, ready = [], []
+
+    def norm() -> float:
+        return nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
+
+    def closure() -> torch.Tensor:
+        loss = net(X).pow(2).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        left.append(norm())
+        return loss
+
+    with ddpprobe.install(net, run_dir=tmp_path / "r", every=1, daemon="none") as probe:
+        heard = probe._recorder.gradients_ready
+        monkeypatch.setattr(
+            probe._recorder, "gradients_ready", lambda o: (ready.append(norm()), heard(o))
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(X).pow(2).mean().backward()
+            loss = optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
+            assert isinstance(loss, torch.Tensor)
+    assert ready == left
+    assert len(ready) == 2
