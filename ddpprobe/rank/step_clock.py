@@ -36,7 +36,8 @@ _STATE = tuple(STATES.index(s) for s in ("data", "forward", "backward", "optimiz
 _ANCHORS = 3
 _BLIND_STEPS = 3
 
-Args, Kwargs = tuple[Any, ...], dict[str, Any]
+Args = tuple[Any, ...]  # of an optimizer's `step`, itself included
+Kwargs = dict[str, Any]
 Call = tuple[Args, Kwargs]
 
 

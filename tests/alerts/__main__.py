@@ -2,7 +2,8 @@
 
 `ddpprobe up --webhook` with the default settings of Prometheus and Alertmanager, and a real job for
 each case, all side by side; it takes most of an hour. The table is docs/reference/alerts.md, of
-which some cases alone write their own rows anew. Exits with 1 if a fault was not told exactly once, or silence was broken.
+which some cases alone write their own rows anew. Exits with 1 if a fault was not told exactly once,
+or silence was broken.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ Written by `make test-alerts`: `ddpprobe up --webhook URL` with the default sett
 and Alertmanager (a scrape and an evaluation every 15 s, `group_wait` 30 s), one real job for each
 row, all side by side. Seconds count from the fault. `Fired` is the rule in Prometheus; `notified`,
 `told` (each notification in which something fires) and `resolved` are what the webhook received;
-`-` is what did not happen while it was played. A row may be of a later run than its neighbours. What an alert means is in its runbook, see
-[runbooks](../runbooks).
+`-` is what did not happen while it was played. A row may be of a later run than its
+neighbours. What an alert means is in its runbook, see [runbooks](../runbooks).
 
 """
 COLUMNS = ("What happens", "Fired after", "Notified after", "Told", "Text", "Resolved after")
