@@ -16,7 +16,7 @@ from ddpprobe.metrics.labels import ROOT
 from ddpprobe.records.derived import DERIVED, Derived
 from ddpprobe.records.node_view import NodeView, RankView
 from ddpprobe.records.site_stats import global_grad_norm
-from ddpprobe.records.step import KINDS, LEVELS, STEP_PHASES, Anomaly
+from ddpprobe.records.step import COUNTED_KINDS, LEVELS, STEP_PHASES, Anomaly
 
 SERIES_LIMIT = 5_000  # at which rendering both formats costs about 10 ms of one core
 _BASE_UNITS = ("seconds", "bytes", "ratio")
@@ -216,7 +216,7 @@ METRICS: tuple[Metric, ...] = (
     _row("node_last_block_timestamp_seconds", "seconds", "Unix time at which another node pushed last, every second or so (head node); of one that never did, since when it is waited for; absent once it has said that its ranks ended. If it stands still, the node or the way to it is lost: look at its daemon's log.",
          ("node",), lambda v: [Reading((node,), ns / 1e9) for node, ns in sorted(v.node_blocks.items())]),
     _row("nonfinite_elements_total", "elements", "NaN and infinite elements seen on the rank; on the first increase run: ddpprobe anomalies RUN.",
-         ("rank", "kind"), lambda v: [Reading((r.rank, k), r.nonfinite.get(k, 0)) for r in v.ranks for k in KINDS]),
+         ("rank", "kind"), lambda v: [Reading((r.rank, k), r.nonfinite.get(k, 0)) for r in v.ranks for k in COUNTED_KINDS]),
     _row("anomalies_total", "anomalies", "Verdicts of the detectors (head node), and rank_lost; the exemplar names step, fqn, kind and rank.",
          ("detector", "level"), _anomalies),
     _row("first_cause_info", "", "1 for the first cause of the newest episode (head node), once all ranks have gone by its step, or 5 s later; what is not known of it is empty, as fqn is of a NaN in the forward of a step that is not sampled (every=1 samples all). ddpprobe anomalies DIRECTORY says what followed.",

@@ -27,6 +27,8 @@ KINDS = (
 STATE_KINDS = ("param", "buffer", "optim_state")
 # Of these a sampled step has rows of some parameters only, behind the optimizer: they take turns.
 IN_TURN = ("param", "update")
+# Whose elements are counted where they are not finite; a change is as bad as its weight.
+COUNTED_KINDS = tuple(kind for kind in KINDS if kind != "update")
 PLACEMENTS = ("local", "sharded", "replicated", "partial", "unknown")
 PHASES = ("forward", "backward", "step")
 STEP_PHASES = ("data", "forward", "backward", "optimizer")  # of the time of a step

@@ -22,7 +22,7 @@ from ddpprobe.records.events import (
     SitesEvent,
     TriggerEvent,
 )
-from ddpprobe.records.step import NAN, NONFINITE, PHASE_OF_KIND, StepRecord
+from ddpprobe.records.step import COUNTED_KINDS, NAN, NONFINITE, PHASE_OF_KIND, StepRecord
 from ddpprobe.rundir import framing
 from ddpprobe.rundir.framing import Frame
 from ddpprobe.rundir.journal import JournalTail
@@ -174,6 +174,8 @@ def count_nonfinite(record: StepRecord) -> Counter[str]:
         per_row = counts.sum(axis=1)
         for row in np.flatnonzero(per_row):
             kind = record.sites[row].kind
+            if kind not in COUNTED_KINDS:
+                continue
             if bad is not None or PHASE_OF_KIND[kind] != "forward" or record.counts[row, NAN]:
                 nonfinite[kind] += int(per_row[row])
     if bad is not None and not nonfinite:

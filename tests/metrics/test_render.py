@@ -26,8 +26,8 @@ from ddpprobe.metrics.render import Exposition, exemplar_of, render
 from ddpprobe.metrics.table import METRICS
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
 from ddpprobe.records.step import (
+    COUNTED_KINDS,
     COUNTS,
-    KINDS,
     LEVELS,
     STEP_PHASES,
     VALUE_IDENTITY,
@@ -236,7 +236,7 @@ def test_counters_start_at_zero() -> None:
     fresh = RankView(rank=0, local_rank=0, pid=1, device="cpu")
     got = series(a_view(ranks=(fresh,)))
     zeros = {
-        ("nonfinite_elements_total", (("kind", k), ("rank", "0"))) for k in KINDS
+        ("nonfinite_elements_total", (("kind", k), ("rank", "0"))) for k in COUNTED_KINDS
     } | {
         ("anomalies_total", (("detector", d), ("level", x)))
         for d in ("nonfinite", "rank_lost") for x in LEVELS

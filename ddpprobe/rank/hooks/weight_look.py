@@ -98,9 +98,10 @@ class WeightLook:
     def _slot(self, weight: Weight, kind: str) -> int:
         """Return the slot of a row, which is counted on from now on."""
         table = self._rows.table
-        slot = table.slot(
-            Site(weight.fqn, kind, "", *weight.layout, dtype_name(weight.tensor.dtype))
-        )
+        slot = table.find((weight.fqn, kind, ""))
+        if slot is None:
+            dtype = dtype_name(weight.tensor.dtype)
+            slot = table.slot(Site(weight.fqn, kind, "", *weight.layout, dtype))
         table.amend(slot, weight.layout)
         self._rows.tap(slot)
         return slot
