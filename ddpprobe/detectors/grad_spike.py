@@ -50,6 +50,7 @@ class GradSpike(SampledDetector):
         loss_ratio: as `ratio`, for that loss spike.
         window: sampled records that a norm is compared with.
         least: sampled records of them without which there is no verdict.
+        least_steps: steps of the attempt before which there is no verdict.
         floor_dex: the least standard deviation that is believed, in decades.
         join_steps: how far apart, in steps, a gradient spike and a loss spike may lie.
         repeats: so many spikes within `repeat_steps` are a page.
@@ -70,7 +71,8 @@ class GradSpike(SampledDetector):
         loss_z: float = 8.0,
         loss_ratio: float = 2.0,
         window: int = 64,
-        least: int = 32,
+        least: int = 12,
+        least_steps: int = 32,
         floor_dex: float = 0.05,
         join_steps: int = 8,
         repeats: int = 3,
@@ -84,11 +86,12 @@ class GradSpike(SampledDetector):
             worse=worse, peer_ratio=peer_ratio,
         )  # fmt: skip
         at_least(1, window=window, least=least, repeats=repeats, repeat_steps=repeat_steps)
-        at_least(0, join_steps=join_steps, quiet_steps=quiet_steps)
+        at_least(0, join_steps=join_steps, quiet_steps=quiet_steps, least_steps=least_steps)
         at_least(least, window=window)
         self._norm_rule = (z, math.log10(ratio))
         self._loss_rule = (loss_z, math.log10(loss_ratio))
         self._memory = (window, least, floor_dex)
+        self._least_steps = least_steps
         self._join = join_steps
         self._repeats, self._repeat_steps = repeats, repeat_steps
         self._quiet, self._worse = quiet_steps, worse
@@ -99,7 +102,9 @@ class GradSpike(SampledDetector):
         """Take the next record; a warning, a page, or a page for an earlier step's warning."""
         if record.skipped:
             return []
-        spike = self._spike(record)
+        self._begun = record.step if self._begun is None else self._begun
+        long = record.step - self._begun >= self._least_steps
+        spike = self._spike(record) if long else None
         self._watch_loss(record)
         for source, value in _norms(record).items():
             self._history(source).add(value)
@@ -110,6 +115,7 @@ class GradSpike(SampledDetector):
         self._histories: dict[Source, LogHistory] = {}
         self._groups = GroupNorms(*self._memory[:2])
         self._loss_spike: int | None = None  # step of the latest one
+        self._begun: int | None = None  # the first step
         self._episode = _Episode()
 
     def _history(self, source: Source) -> LogHistory:

@@ -76,8 +76,18 @@ def test_a_single_rank_run_names_its_rank() -> None:
     assert warn.rank == 0
 
 
-def test_fewer_than_32_sampled_points_give_no_verdict() -> None:
+def every(interval: int, records: list[StepRecord]) -> list[StepRecord]:
+    return [replace(r, step=interval * r.step) for r in records]
+
+
+def test_the_first_32_steps_and_12_sampled_ones_give_no_verdict() -> None:
     assert run([*steady(31), record(31, [1000.0] * 4)]) == []
+    assert run(every(10, [*steady(11), record(11, [1000.0] * 4)])) == []
+
+
+def test_at_an_interval_of_ten_a_growth_is_found_behind_120_steps() -> None:
+    found = run(every(10, [*steady(12), record(12, [1000.0] * 4)]))
+    assert [(a.level, a.step) for a in found] == [("warn", 120)]
     assert len(run([*steady(32), record(32, [1000.0] * 4)])) == 1
 
 
