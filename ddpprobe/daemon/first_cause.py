@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -78,7 +79,9 @@ class FirstCause:
         if over or waited or first.detector == RANK_LOST or gather.is_past(first.step):
             if first is not self._cause:
                 self._daemon_journal.correct(self._cause, first)
-            self._daemon_journal.say(told)
+            # An end has no time of its own: it is seen when it is told.
+            seen = told.time_ns or time.time_ns()
+            self._daemon_journal.say(replace(told, time_ns=seen))
             self._told += 1
 
     def _take(self, anomaly: Anomaly, now: float) -> None:

@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ddpprobe.metrics.labels import ROOT
+from ddpprobe.metrics.labels import ROOT, label_value
 from ddpprobe.records.derived import DERIVED, Derived
 from ddpprobe.records.node_view import NodeView, RankView
 from ddpprobe.records.site_stats import global_grad_norm
 from ddpprobe.records.step import COUNTED_KINDS, LEVELS, STEP_PHASES, Anomaly
 
 SERIES_LIMIT = 5_000  # at which rendering both formats costs about 10 ms of one core
+POSITIONS = 500  # modules and parameters whose place in execution order is told
 _BASE_UNITS = ("seconds", "bytes", "ratio")
 
 
@@ -156,6 +157,17 @@ def _components(view: NodeView) -> Iterator[Reading]:
         yield Reading((name,), up[name])
 
 
+def _positions(view: NodeView) -> Iterator[Reading]:
+    """Yield the place of each module in execution order, of the first ones.
+
+    More rows than that no heat map can show, and they would take the place of the sites' series.
+    """
+    sites = () if view.merged is None else view.merged.sites
+    fqns = dict.fromkeys(label_value(site.fqn or ROOT) for site in sites)
+    for place, fqn in enumerate(itertools.islice(fqns, POSITIONS)):
+        yield Reading((fqn,), place)
+
+
 @functools.cache
 def version() -> str:
     """Return the installed version of ddpprobe; "unknown" when it runs from a bare source tree."""
@@ -226,10 +238,14 @@ METRICS: tuple[Metric, ...] = (
     _row("rank_anomalies_total", "anomalies", "Verdicts that blame this rank (head node); many on one rank point to its data or its hardware.",
          ("rank", "level"), lambda v: [Reading((r.rank, x), r.anomalies.get(x, 0)) for r in v.ranks for x in LEVELS] if v.is_head else []),
     # Sites
+    _row("site_position", "", f"Place in execution order, from 0, of the module or parameter, for the first {POSITIONS} (head node); it sorts what shows the depth of the model.",
+         ("fqn",), _positions),
     _site("site_abs_max", "", "Largest finite absolute value at a site, newest sampled step, over all ranks; near the dtype's maximum overflow follows.",
           "abs_max"),
     _site("site_rms", "", "Root mean square of the finite values at a site, newest sampled step, over all ranks; compare it along the depth.",
           "rms"),
+    _site("site_zero_ratio", "0 to 1", "Share of zeros at a site, newest sampled step, over all ranks; near 1 at an output its units are dead, at a gradient nothing is learned there.",
+          "zero_ratio"),
     # Self
     _row("component_up", "0 or 1", "0 when a component switched itself off (minimum over the local ranks); its first error is in the log.",
          ("component",), _components),

@@ -265,6 +265,7 @@ def test_an_end_is_told_at_once_and_again_if_it_is_known_better(head) -> None:
     head.end(CRASHED, 2, 1)
     head.wait(running=False)
     assert head.shown == ("rank_lost", 1, 2, None)
+    assert head.journal.first_cause.time_ns > 0
     head.end(CRASHED, 1, 1)
     head.wait(60, running=False)
     assert head.told == [("rank_lost", 1, 2, None), ("rank_lost", 1, 1, None)]

@@ -23,7 +23,7 @@ from ddpprobe.metrics.labels import (
     run_label,
 )
 from ddpprobe.metrics.render import Exposition, exemplar_of, render
-from ddpprobe.metrics.table import METRICS
+from ddpprobe.metrics.table import METRICS, POSITIONS
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
 from ddpprobe.records.step import (
     COUNTED_KINDS,
@@ -329,9 +329,12 @@ def test_the_cap_keeps_ranks_then_sites_in_execution_order_and_counts_the_rest()
     exposition = Exposition()
     lines = [x for x in exposition.render(view, False).decode().splitlines() if x[0] != "#"]
     assert len(lines) == 5000
-    total = len(series(a_view())) + 1 + 2 * 4000  # missing_ranks comes with the merged step
+    # missing_ranks and the places of the first modules come with the merged step.
+    total = len(series(a_view())) + 1 + POSITIONS + 3 * 4000
     shown = {s.labels["fqn"] for s in samples(view) if s.name == "ddpprobe_site_abs_max"}
     assert shown == {f"m{i:04d}" for i in range(len(shown))}
+    places = {s.labels["fqn"]: s.value for s in samples(view) if s.name == "ddpprobe_site_position"}
+    assert places == {f"m{i:04d}": i for i in range(POSITIONS)}
     refused = total - 5000
     assert f"ddpprobe_series_dropped_total {float(refused)}" in lines
     # Neither the other format nor the next view counts a series twice; only more of them count.
@@ -341,7 +344,7 @@ def test_the_cap_keeps_ranks_then_sites_in_execution_order_and_counts_the_rest()
     assert said in exposition.render(a_view(), False)
     assert said in exposition.render(view, False)
     more = a_view(merged=record([Site(f"m{i:04d}", "output") for i in range(4001)]))
-    assert f"_total {float(refused + 2)}\n".encode() in exposition.render(more, False)
+    assert f"_total {float(refused + 3)}\n".encode() in exposition.render(more, False)
 
 
 def test_a_site_that_was_not_observed_once_is_absent_once() -> None:
@@ -464,7 +467,8 @@ def test_names_that_become_equal_are_shown_once_and_counted() -> None:
     tail = "z" * 300
     view = a_view(merged=record([Site(f"{i}{tail}", "output") for i in range(3)]))
     assert len([s for s in samples(view) if s.name == "ddpprobe_site_rms"]) == 1
-    assert value(view, "series_dropped_total") == 4
+    assert value(view, "series_dropped_total") == 6
+    assert len([s for s in samples(view) if s.name == "ddpprobe_site_position"]) == 1
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])

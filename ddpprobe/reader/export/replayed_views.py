@@ -204,6 +204,8 @@ class _Attempt:
         over: bool = False,
         hung: bool = False,
     ) -> Iterator[NodeView]:
+        if self._cause is not None and not self._cause.time_ns:  # an end, seen as it is told
+            self._cause = replace(self._cause, time_ns=time_ns)
         for node in self._nodes:
             node.read(time_ns)
             view = self._view(node, time_ns, record, over=over)
