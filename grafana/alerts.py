@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 RUNBOOK_BASE = "docs/runbooks"  # `ddpprobe up --runbook-base` replaces it,
 GRAFANA_URL = "http://localhost:3000"  # and `--grafana-url` this
-DASHBOARD = "ddpprobe-overview"
+DASHBOARD = "ddpprobe-run"
 
 # What a target said last counts so long after it has gone. Alertmanager waits 30 s before it tells.
 LAST_WORDS = "5m"

@@ -12,20 +12,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from grafana import overview, reference, routing, rule_files
+from grafana import fleet, modules, ranks, reference, routing, rule_files, run
 
 HOME = Path(__file__).parent.parent
+BOARDS = (run, modules, ranks, fleet)
 # Grafana 11 loads this version; newer ones migrate it. The SDK writes a later one.
 SCHEMA_VERSION = 39
 # Fields of the SDK's schema that Grafana 11's does not have.
 NEWER = {"placement"}
 
 
-def dashboard_json() -> str:
-    """Return the Overview dashboard as classic JSON."""
-    tree: dict[str, Any] = json.loads(json.dumps(overview.build().build(), cls=JSONEncoder))
+def dashboard_json(board: dashboard.Dashboard) -> str:
+    """Return a dashboard as classic JSON."""
+    tree: dict[str, Any] = json.loads(json.dumps(board.build(), cls=JSONEncoder))
     tree = _without(tree, NEWER)
     tree["schemaVersion"] = SCHEMA_VERSION
     tree.pop("id", None)
@@ -50,7 +52,7 @@ def _without(node: Any, keys: set[str]) -> Any:  # noqa: ANN401  (any JSON)
 def files() -> dict[str, str]:
     """Return every generated file by its path in the repository."""
     return {
-        "grafana/dashboards/ddpprobe-overview.json": dashboard_json(),
+        **{f"grafana/dashboards/{b.UID}.json": dashboard_json(b.build()) for b in BOARDS},
         "grafana/rules/ddpprobe.yml": rule_files.rules_yaml(),
         "grafana/alertmanager/alertmanager.yml": routing.alertmanager_yaml(),
         "docs/reference/metrics.md": reference.metrics(),

@@ -17,6 +17,7 @@ import numpy as np
 
 from ddpprobe.daemon.server import Server
 from ddpprobe.ends.anomalies import TITLES, first_cause_of
+from ddpprobe.ends.judge import BAD
 from ddpprobe.metrics.render import Exposition
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
 from ddpprobe.records.step import COUNTS, Anomaly, Site, StepRecord
@@ -37,6 +38,8 @@ def _merged(step: int, bad: bool) -> StepRecord:
     counts[:, COUNTS.index("observed")] = counts[:, COUNTS.index("tapped")] = 1
     if bad:
         counts[4:, COUNTS.index("nan")] = 512
+        # Of the culprit and what follows from it in the forward pass nothing is finite.
+        counts[MODULES.index("blocks.2.mlp") : len(MODULES), COUNTS.index("nan")] = 4096
     top = np.exp(0.1 * np.arange(n)) * (1 + 0.2 * math.sin(step / 9))
     rms = top / 4
     values = np.stack([-top, top, 0 * top, rms**2 * 4096], axis=1)
@@ -95,6 +98,7 @@ def views(bad_at: int = 8, dead_at: int = 12, until: int = 16) -> Iterator[NodeV
             run_id="sample",
             directory="/runs/sample",
             attempt=0,
+            restarts=dict.fromkeys(BAD, 0),
             node="node_0000",
             world_size=RANKS,
             torch="2.13.0",

@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,28 @@ import yaml
 from .waiting import PATIENCE, deadline
 
 ROOT = Path(__file__).parent.parent
-DASHBOARD = ROOT / "grafana/dashboards/ddpprobe-overview.json"
-TREE: dict[str, Any] = json.loads(DASHBOARD.read_text())
-PANELS: list[dict[str, Any]] = [
-    each
-    for panel in TREE["panels"]
-    for each in (panel, *panel.get("panels", []))
-    if each["type"] != "row"
+DASHBOARDS = sorted((ROOT / "grafana/dashboards").glob("*.json"))
+BOARDS: dict[str, dict[str, Any]] = {p.stem: json.loads(p.read_text()) for p in DASHBOARDS}
+
+
+def panels_of(board: str) -> list[dict[str, Any]]:
+    """Return the panels of a dashboard, those in folded rows included."""
+    return [
+        each
+        for panel in BOARDS[board]["panels"]
+        for each in (panel, *panel.get("panels", []))
+        if each["type"] != "row"
+    ]
+
+
+PANELS = [(b, p) for b in BOARDS for p in panels_of(b)]
+QUERIES = [(b, p["title"], t) for b, p in PANELS for t in p.get("targets", [])]
+ANNOTATIONS = [a for a in BOARDS["ddpprobe-run"]["annotations"]["list"] if "expr" in a]
+VARIABLES = [
+    (b, v) for b in BOARDS for v in BOARDS[b]["templating"]["list"] if v["type"] == "query"
 ]
-QUERIES = [(p["title"], t) for p in PANELS for t in p["targets"]]
-ANNOTATIONS = [a for a in TREE["annotations"]["list"] if "expr" in a]
-VARIABLES = [v for v in TREE["templating"]["list"] if v["type"] == "query"]
 JOB = "ddpprobe"
+MODULE = "blocks.1.mlp"  # of every model that the dashboards are shown of
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
@@ -45,9 +55,17 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
 
 
 class Prometheus:
-    """A real one: a target per job, scraped every second, and the repository's alert rules."""
+    """A real one, that scrapes every second and has the repository's alert rules.
 
-    def __init__(self, folder: Path, **targets: str) -> None:
+    Args:
+        folder: for its files, empty.
+        history: OpenMetrics text of what it knows from before.
+        targets: by the name of the job its target, or the target of each run by its label.
+    """
+
+    def __init__(
+        self, folder: Path, *, history: str = "", **targets: str | Mapping[str, str]
+    ) -> None:
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(ROOT / "grafana/rules/ddpprobe.yml")],
@@ -55,12 +73,19 @@ class Prometheus:
                 {
                     "job_name": job,
                     "sample_limit": 20000,
-                    "static_configs": [{"targets": [target]}],
+                    "static_configs": [{"targets": [target]}]
+                    if isinstance(target, str)
+                    else [{"targets": [t], "labels": {"run": run}} for run, t in target.items()],
                 }
                 for job, target in targets.items()
             ],
         }
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        if history:
+            (folder / "history.om").write_text(history)
+            make = ["promtool", "tsdb", "create-blocks-from", "openmetrics"]
+            words = [*make, "--max-block-duration=24h", f"{folder}/history.om", f"{folder}/data"]
+            subprocess.run(words, check=True, capture_output=True)
         self._log = (folder / "log").open("wb")
         self._process = subprocess.Popen(
             [
@@ -110,19 +135,22 @@ class Prometheus:
         return list(self.get("query_range", query=expr, **times)["result"])
 
     def panel(
-        self, target: dict[str, Any], start: float, end: float, *, instant: bool = False
-    ) -> list[dict[str, Any]]:
+        self, target: dict[str, Any], start: float, end: float, *, instant: bool = False,
+        **chosen: str,
+    ) -> list[dict[str, Any]]:  # fmt: skip
         """Ask one query of a panel, as Grafana would for this time range; or only for its end."""
-        expr = filled_in(target["expr"], start, end)
+        expr = filled_in(target["expr"], start, end, **chosen)
         if instant or target.get("instant"):
             return list(self.get("query", query=expr, time=str(end))["result"])
         return self.between(expr, start, end)
 
-    def variable(self, variable: dict[str, Any], start: float, end: float) -> list[str]:
+    def variable(
+        self, variable: dict[str, Any], start: float, end: float, **chosen: str
+    ) -> list[str]:
         """Return the values that a variable of the dashboard can take."""
         found = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
         assert found, variable["definition"]
-        match = filled_in(found[1], start, end)
+        match = filled_in(found[1], start, end, **chosen)
         return list(self.get(f"label/{found[2]}/values", **{"match[]": match}))
 
     def ready(self) -> bool:
@@ -138,19 +166,38 @@ class Prometheus:
         self._log.close()
 
 
-def filled_in(expr: str, start: float, end: float) -> str:
-    """Replace Grafana's variables as it would with everything selected."""
-    for name, text in {
-        "$__rate_interval": "4s",
-        "$__range": f"{round(end - start)}s",
-        "$job": JOB,
-        "$node": ".*",
-        "$rank": ".*",
-    }.items():
-        expr = expr.replace(name, text)
-    return expr
+def filled_in(expr: str, start: float, end: float, **chosen: str) -> str:
+    """Replace Grafana's variables as it would, by default with everything selected.
+
+    Args:
+        expr: the expression.
+        start: of the shown time, in Unix seconds.
+        end: of the shown time.
+        chosen: values of the dashboard's own variables.
+    """
+    values = {
+        "__rate_interval": "4s",
+        "__range": f"{round(end - start)}s",
+        "__interval": "1s",
+        "job": JOB,
+        "run": "",
+        "node": ".*",
+        "rank": ".*",
+        "stat": "rms",
+        "kind": "output",
+        "window": "5m",
+        "module": MODULE,
+        **chosen,
+    }
+    return re.sub(r"\$([a-z_]+)", lambda match: values[match[1]], expr)
+
+
+# Labels of a legend that may be absent: what of a first cause is not known, and a target without
+# discovery's label.
+OPTIONAL = {"who", "where", "what", "when", "run"}
 
 
 def labels_of(target: dict[str, Any]) -> list[str]:
-    """Return the labels that the legend of a query shows."""
-    return re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", ""))
+    """Return the labels that the legend of a query shows and that each of its series must have."""
+    found = re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", ""))
+    return [label for label in found if label not in OPTIONAL]

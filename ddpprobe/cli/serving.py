@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ddpprobe.reader.export.job import Job
 
 Make = Callable[[Path], dict[str, Any]]
-DASHBOARD = "ddpprobe-overview"
+DASHBOARD = "ddpprobe-run"
 # As Prometheus's own: how long a sample stands for what comes after it. Where steps are sampled
 # more rarely than that, three of their intervals.
 LOOKBACK_SECONDS = 300
@@ -82,7 +82,7 @@ def _facts(job: Job, found: dict[str, Any], url: str) -> dict[str, Any]:
         "g0.range_input": f"{end - start}s",
         "g0.end_input": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(end)),
     }  # fmt: skip
-    board = {"var-job": job.name, "from": start * 1000, "to": end * 1000}
+    board = {"var-job": job.name, "var-run": job.label, "from": start * 1000, "to": end * 1000}
     return {
         "run": job.run.name, "format_version": 1, "url": url, "job": job.name, **found,
         "graph": f"{url}/graph?{urllib.parse.urlencode(graph)}",

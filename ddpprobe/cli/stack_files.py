@@ -30,6 +30,7 @@ _ALERTMANAGERS = "[{static_configs: [{targets: [127.0.0.1:9093]}]}]"
 _NO_WEBHOOK = "webhook_configs: []"
 _RUNBOOK = "runbook_url: docs/runbooks/"
 _DASHBOARD = f"dashboard_url: {GRAFANA}/"
+_RUNBOOK_LINK = '"url": "docs/runbooks/'
 _PUBLIC, _PRIVATE = 0o666, paths.FILE_MODE  # less the umask: Grafana is another user
 
 
@@ -92,8 +93,10 @@ class Stack:
         }
         if self.targets:
             out[TARGETS] = json.dumps([{"targets": self.targets, "labels": {}}], indent=2) + "\n"
+        runbooks = json.dumps(f"{self.runbook_base.rstrip('/')}/")[:-1]
         for board in sorted((stack / "dashboards").glob("*.json")):
-            out[f"grafana/dashboards/{board.name}"] = _replaced(board)
+            text = _replaced(board, {_RUNBOOK_LINK: f'"url": {runbooks}'})
+            out[f"grafana/dashboards/{board.name}"] = text
         for page in sorted(_runbooks(stack).glob("*.md")):
             out[f"{RUNBOOKS}/{page.name}"] = _replaced(page)
         return out

@@ -28,7 +28,7 @@ from ...prometheus_harness import until
 from ...waiting import is_gone
 
 ROOT = Path(__file__).parents[3]
-BOARD = "grafana/dashboards/ddpprobe-overview.json"
+BOARDS = sorted((ROOT / "grafana/dashboards").glob("*.json"))
 COMMAND = [sys.executable, "-m", "ddpprobe", "up"]
 Call = Callable[..., tuple[int, dict[str, Any], str]]
 
@@ -96,7 +96,11 @@ def test_what_it_writes_is_what_prometheus_and_grafana_take(write, tmp_path, mon
         (here / "grafana/provisioning/dashboards/ddpprobe.yml").read_text()
     )["providers"]
     assert provider["options"]["path"] == str(here / "grafana/dashboards")
-    assert (here / BOARD).read_bytes() == (ROOT / BOARD).read_bytes()
+    assert len(BOARDS) == 4
+    base = f"{facts['runbooks']}/"
+    for board in BOARDS:  # with links to the runbooks that Prometheus serves
+        text = board.read_text().replace('"url": "docs/runbooks/', f'"url": "{base}')
+        assert (here / "grafana/dashboards" / board.name).read_text() == text
 
 
 def test_what_daemons_announce_is_scraped_and_no_port_is_guessed(
@@ -189,7 +193,8 @@ def test_every_runbook_that_an_alert_names_is_there(write, tmp_path) -> None:
 
 def test_the_alerts_lead_to_the_dashboard_of_the_grafana_that_there_is(write, tmp_path) -> None:
     rules = tmp_path / "rules/ddpprobe.yml"
-    uid = json.loads((ROOT / BOARD).read_text())["uid"]
+    uid = "ddpprobe-run"
+    assert uid in {json.loads(board.read_text())["uid"] for board in BOARDS}
     for words, grafana in (
         ((), "http://localhost:3000"),
         (("--grafana-url", "https://grafana.example/team/"), "https://grafana.example/team"),

@@ -264,6 +264,11 @@ def test_a_hang_is_told_when_it_was_noticed_and_who_was_waited_for(tmp_path, mov
     )
     assert [view.time_ns for view in told] == sorted(view.time_ns for view in told)
     assert told[-1].state == ("stopped" if moved else "hung")
+    found = ddpprobe.open(directory).anomalies()
+    last = list(views(MergedReader(RunDir(directory)), Selection(), found))[-1]
+    # Its end is the first cause of a run that hung, and was seen when it was told.
+    assert (last.first_cause is None) == moved
+    assert last.first_cause is None or noticed < last.first_cause.time_ns <= last.time_ns
     assert not [
         v
         for v in views(MergedReader(RunDir(directory)), Selection(steps=slice(0, 2)), [])
@@ -528,20 +533,25 @@ def prometheus(served, monkeypatch: pytest.MonkeyPatch) -> prometheus_harness.Pr
     return there
 
 
-def test_every_query_of_the_dashboard_shows_the_past_run(served, prometheus) -> None:
-    start, end = served["from"], served["to"]
-    for title, target in prometheus_harness.QUERIES:
-        result = prometheus.panel(target, start, end)
-        if any(name in target["expr"] for name in (*OWN_OF_PROMETHEUS, "ddpprobe_upload")):
-            assert not result, title  # only a scrape makes these, or a run with a URL
-            continue
-        assert result, (title, target["expr"])
-        for label in prometheus_harness.labels_of(target):
-            assert all(label in row["metric"] for row in result), (title, label)
+def test_every_panel_of_the_dashboards_shows_the_past_run(served, prometheus, run) -> None:
+    start, end = served["from"], math.ceil(served["to"])  # as its link says
+    chosen = {"run": run_label(run.identity)}
+    for board, panel in prometheus_harness.PANELS:
+        found = []
+        for target in panel.get("targets", []):
+            result = prometheus.panel(target, start, end, **chosen)
+            if any(name in target["expr"] for name in (*OWN_OF_PROMETHEUS, "ddpprobe_upload")):
+                assert not result, panel["title"]  # only a scrape makes these, or a run with a URL
+            for label in prometheus_harness.labels_of(target):
+                assert all(label in row["metric"] for row in result), (panel["title"], label)
+            found += result
+        there = bool(found) or panel["type"] == "text" or "Empty" in panel["description"]
+        assert there, (board, panel["title"])
     for annotation in prometheus_harness.ANNOTATIONS:
-        assert prometheus.panel(annotation, start, end), annotation["expr"]
-    for variable in prometheus_harness.VARIABLES:
-        assert prometheus.variable(variable, start, end), variable["definition"]
+        found = prometheus.panel(annotation, start, end, **chosen)
+        assert found or annotation["name"] == "Restarts", annotation["expr"]
+    for _, variable in prometheus_harness.VARIABLES:
+        assert prometheus.variable(variable, start, end, **chosen), variable["definition"]
 
 
 def test_prometheus_holds_what_the_run_says(served, prometheus, run) -> None:

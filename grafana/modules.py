@@ -1,0 +1,212 @@
+"""The Modules dashboard: which module is not like before, where the model dies, one in depth."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.models import dashboard as models
+
+from grafana.board import Placed, Row, chosen, listed, of_one_run, placed
+from grafana.panels import (
+    Column,
+    Query,
+    graph_panel,
+    heatmap_panel,
+    table_panel,
+)
+from grafana.queries import NODE, ROWS, events, metric
+
+UID = "ddpprobe-modules"
+STATS = ("rms", "abs_max", "zero_ratio")  # values of the variable: ends of names of metrics
+WINDOWS = ("10m", "1m", "1h", "6h")
+ABOUT_MODULES = "dead_units|grad_none_or_zero|vanishing|output_jump|coverage"
+SITE = f'ddpprobe_site_$stat{{{NODE},kind="$kind"}}'
+SITES = f"max by (fqn) ({SITE})"
+PLACE = f"max by (fqn) ({metric('site_position', NODE)})"
+# Prometheus returns series in the order of their labels. With the place in the first one, all of it
+# of one length, that is the order of execution.
+IN_ORDER = f'* on (fqn) group_left (at) count_values by (fqn) ("at", 10000 + {PLACE})'
+OUTPUTS = NODE + ',kind!="input"'
+NAME = {"custom.width": 320}
+NUMBER = {"unit": "sci", "decimals": 2}
+
+
+def _over_time() -> list[Placed]:
+    return [
+        (
+            heatmap_panel(
+                "$kind: log10 of $stat, by module and time",
+                "Modules from top to bottom in execution order (parameters by their own names), colour by the power of ten. "
+                "A row that changes its colour left its past; one that ends has no finite value any more, or fell silent. "
+                "Choose activations or gradients by the kind above.",
+                Query(f"log10({SITES} > 0) {IN_ORDER}", "{{fqn}}"),
+            ),
+            24,
+        )
+    ]
+
+
+def _now() -> list[Placed]:
+    # After a NaN there are no values any more: what there was last is still shown.
+    last = f"max by (fqn) (last_over_time({SITE}[$__range]))"
+    recent = f"max by (fqn) (last_over_time({SITE}[$window]))"
+    before = f"max by (fqn) (last_over_time({SITE}[$window] offset $window))"
+    most = f"topk({ROWS}, abs(log2({recent} / {before})) < Inf)"
+    until = f"max by (fqn) (max_over_time(timestamp({SITE})[$__range:$__interval]))"
+    gone = f"({last} unless {SITES})"
+    return [
+        (
+            table_panel(
+                "Largest",
+                f"The {ROWS} modules with the largest $stat of $kind, over all ranks: now, or where nothing is finite any more what there was last. "
+                "Near 65504 in float16 an overflow follows.",
+                "none",
+                [
+                    Column("fqn", properties=NAME),
+                    Column("value", Query(f"topk({ROWS}, {last})"), NUMBER),
+                ],
+                "value",
+            ),
+            8,
+        ),
+        (
+            table_panel(
+                "Changed most",
+                f"The {ROWS} modules whose $stat is furthest from what it was $window before, in doublings or halvings. "
+                "Who is far above the others blows up or dies. Empty until the run is older than that.",
+                "none",
+                [
+                    Column("fqn", properties=NAME),
+                    Column("doublings", Query(most), {"decimals": 1}),
+                    Column(
+                        "times",
+                        Query(f"{recent} / {before} and on (fqn) {most}"),
+                        {"unit": "sci", "decimals": 1},
+                    ),
+                ],
+                "doublings",
+                no_value="the run is younger than $window",
+            ),
+            8,
+        ),
+        (
+            table_panel(
+                "Without a finite value now",
+                "Modules that had a value in the shown time and have none any more: all of it is NaN or infinite, or it did not report. "
+                "The first to end stand above; the verdict of Run says in which it began. Empty is good.",
+                "none",
+                [
+                    Column(
+                        "until",
+                        Query(f"1000 * {until} and on (fqn) {gone}"),
+                        {"unit": "dateTimeAsIsoNoDateIfToday"},
+                    ),
+                    Column("fqn", properties=NAME),
+                ],
+                "until",
+                ascending=True,
+                no_value="none",
+            ),
+            8,
+        ),
+    ]
+
+
+def _dead() -> list[Placed]:
+    zeros = f"last_over_time({metric('site_zero_ratio', OUTPUTS)}[$__range])"
+    found = events("anomalies_total", f'{NODE},detector=~"{ABOUT_MODULES}"')
+    share = {"color": {"mode": "continuous-GrYlRd"}, "decimals": 1, "min": 0, "max": 1}
+    gauge = {"custom.cellOptions": {"type": "gauge", "mode": "basic", "valueDisplayMode": "text"}}
+    return [
+        (
+            table_panel(
+                "Most zeros",
+                f"The {ROWS} sites with the largest share of zeros, now or when they were last finite. Half is what a ReLU does; near all at an output: its units are dead; near all at a gradient: "
+                "nothing is learned there.",
+                "percentunit",
+                [
+                    Column("fqn", properties=NAME),
+                    Column("kind"),
+                    Column(
+                        "zeros", Query(f"topk({ROWS}, max by (fqn, kind) ({zeros}))"), share | gauge
+                    ),
+                ],
+                "zeros",
+            ),
+            12,
+        ),
+        (
+            graph_panel(
+                "Verdicts on modules",
+                "Dead units, gradients that are absent, zero or vanish along the depth, outputs that jump, modules that fell silent. "
+                "ddpprobe anomalies names the module. Empty is good.",
+                "none",
+                [Query(f"round(max by (detector) ({found})) > 0", "{{detector}}")],
+                bars=True,
+                no_value="none",
+            ),
+            12,
+        ),
+    ]
+
+
+def _one() -> list[Placed]:
+    def over_time(stat: str) -> list[Query]:
+        one = metric(f"site_{stat}", f'{NODE},fqn="$module"')
+        return [Query(f"max by (kind) ({one})", "{{kind}}")]
+
+    return [
+        (
+            graph_panel(
+                "$module: rms",
+                "Root mean square of the finite values, by kind. Compare the output with the gradient: one that grows alone is the cause.",
+                "sci",
+                over_time("rms"),
+                log=True,
+            ),
+            8,
+        ),
+        (
+            graph_panel(
+                "$module: largest absolute value",
+                "Of the finite values, by kind. Near the dtype's maximum (65504 in float16) overflow follows.",
+                "sci",
+                over_time("abs_max"),
+                log=True,
+            ),
+            8,
+        ),
+        (
+            graph_panel(
+                "$module: share of zeros",
+                "By kind. Rising towards 1 at the output: its units die.",
+                "percentunit",
+                over_time("zero_ratio"),
+                soft_max=1,
+            ),
+            8,
+        ),
+    ]
+
+
+ROWS_OF_PANELS = (
+    Row("", 13, False, _over_time),
+    Row("Now", 9, False, _now),
+    Row("Zeros and dead units", 8, False, _dead),
+    Row("One module", 7, False, _one),
+)
+
+
+def build() -> dashboard.Dashboard:
+    """Return the whole dashboard."""
+    text = (
+        "The modules of one run, over all its ranks: who left the past, who died, and one in depth."
+    )
+    made = of_one_run(UID, "modules", text, by_rank=False)
+    kinds = f"label_values(ddpprobe_site_rms{{{NODE}}}, kind)"
+    modules = f"label_values(ddpprobe_site_rms{{{NODE}}}, fqn)"
+    output = models.VariableOption(text="output", value="output")
+    made = made.with_variable(listed("stat", "Statistic", STATS))
+    made = made.with_variable(chosen("kind", "Kind", kinds).current(output))
+    made = made.with_variable(listed("window", "Compare with", WINDOWS))
+    made = made.with_variable(chosen("module", "Module", modules))
+    return placed(made, ROWS_OF_PANELS)

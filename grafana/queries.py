@@ -1,0 +1,168 @@
+"""The PromQL that several dashboards share: selectors, states of a job, lines or bands by rank.
+
+A dashboard is of one run: `job` and `run` are single values, so they are matched with `=`, and no
+character of a name is taken for a pattern. A target that discovery gave no label `run` has the
+empty one, which is the value of the variable when there is none to choose.
+
+Measured traps that shaped the expressions: `sum`, `avg` and `quantile` are NaN if one value is, and
+`x == x` drops it; `last_over_time` brings back what ended, so a state is one number over time and
+its newest value is asked for.
+"""
+
+from __future__ import annotations
+
+from grafana import alerts
+from grafana.panels import AMBER, BLUE, GREEN, GREY, PURPLE, RED, Query
+
+RUN = 'job="$job",run="$run"'
+NODE = f'{RUN},instance=~"$node"'
+RANK = f'{NODE},rank=~"$rank"'
+OWN_WORK = f'{RANK},phase=~"{alerts.OWN_WORK}"'
+# After the reduction every rank is as bad as the worst: these kinds name no culprit.
+LOCAL = f'{RANK},kind!~"{alerts.REDUCED}"'
+PAGE = f'{NODE},level="page"'
+LINES = 64  # ranks above which bands replace a line per rank
+WORST = 5  # ranks, nodes or runs that are drawn beside the bands
+ROWS = 20  # of a table
+
+HUNG = 5
+# What a job can be (`ends.judge.STATES`), worse ones higher: of several nodes the worst is shown.
+NO_ANSWER = 7
+STATES = {
+    0: ("ended", BLUE),
+    1: ("running", GREEN),
+    2: ("stopped", GREY),
+    3: ("unknown", AMBER),
+    4: ("vanished", RED),
+    HUNG: ("hung", RED),
+    6: ("crashed", RED),
+}
+SHOWN_STATES = {
+    **STATES,
+    2: ("stopped from outside", GREY),
+    3: ("over, how is not known", AMBER),
+    NO_ANSWER: ("does not answer", PURPLE),
+}
+FAILED = 3  # from here on it is not well
+
+_CAUSE = "detector, step, rank, fqn, kind, phase"
+
+
+def metric(name: str, selector: str) -> str:
+    """Return an instant selector of one of our metrics; `name` without its prefix."""
+    return f"ddpprobe_{name}{{{selector}}}"
+
+
+def rate(name: str, selector: str) -> str:
+    """Return a counter's rate per second."""
+    return f"rate({metric(name, selector)}[$__rate_interval])"
+
+
+def events(name: str, selector: str, window: str = "$__rate_interval") -> str:
+    """Return by how much a counter rose."""
+    return f"increase({metric(name, selector)}[{window}])"
+
+
+def state(selector: str, by: str = "") -> str:
+    """Return the state of a job over time, as a key of `SHOWN_STATES`.
+
+    A target counts as not answering if the job ran when it answered last.
+    """
+    told = " or ".join(
+        f'{code} * ddpprobe_job_state{{{selector},state="{word}"}}'
+        for code, (word, _) in STATES.items()
+    )
+    running = f"last_over_time(job_run_instance:ddpprobe_job_running:max{{{selector}}}[{alerts.SEEN_WINDOW}])"
+    silent = (
+        f"{NO_ANSWER} + up{{{selector}}} == {NO_ANSWER} and on (job, run, instance) {running} == 1"
+    )
+    return f"max{f' by ({by})' if by else ''} ({told} or {silent})"
+
+
+def at_the_end(expr: str) -> str:
+    """Return the newest value of an expression within the shown time, even if nothing came since."""
+    return f"last_over_time(({expr})[$__range:$__interval])"
+
+
+def causes(selector: str, by: str = _CAUSE) -> str:
+    """Return the first causes told within the shown time; the value is when, in Unix seconds."""
+    info, when = (
+        f"ddpprobe_{name}{{{selector}}}"
+        for name in ("first_cause_info", "first_cause_timestamp_seconds")
+    )
+    timed = f"{info} * on (job, run, instance) group_left () {when}"
+    return f"max by ({by}) (max_over_time(({timed})[$__range:$__interval]))"
+
+
+def beat_age(selector: str) -> str:
+    """Return seconds since each rank's last sign of life, as its daemon saw it when it was scraped.
+
+    Against the time of the query it would grow from one scrape to the next.
+    """
+    beat = f"ddpprobe_rank_last_heartbeat_timestamp_seconds{{{selector}}}"
+    seen = metric("last_collect_timestamp_seconds", NODE)
+    return f"-1 * ({beat} - on (job, run, instance) group_left () {seen})"
+
+
+def waited_for(selector: str) -> str:
+    """Return the ranks that the others wait for, and in which phase; the value as of `causes`."""
+    beat = f"ddpprobe_rank_last_heartbeat_timestamp_seconds{{{selector}}}"
+    timed = (
+        f"ddpprobe_rank_stuck{{{selector}}} * on (job, run, instance, rank) group_left () {beat}"
+    )
+    return f"bottomk({WORST}, max by (rank, phase) ({at_the_end(timed)}))"
+
+
+def in_words(cause: str) -> str:
+    """Return causes with the labels of `CAUSE_WORDS`; what is not known is not in them."""
+    for label, text, source, known in (
+        ("who", ", rank $1", "rank", "(.+)"),
+        ("where", ", $1", "fqn", "(.+)"),
+        ("what", " ($1)", "kind", "(.+)"),
+        ("when", ", $1", "phase", "(forward|backward)"),
+    ):
+        cause = f'label_replace({cause}, "{label}", "{text}", "{source}", "{known}")'
+    return cause
+
+
+CAUSE_WORDS = "{{detector}} in step {{step}}{{who}}{{where}}{{what}}{{when}}"
+
+
+def by_rank(expr: str, of: str = "rank") -> list[Query]:
+    """Return lines: one per rank while they can be read, else bands and the worst ones.
+
+    Args:
+        expr: a value for each rank (label `rank`); larger is worse.
+        of: what a line is of, before the rank in the legend.
+    """
+    ranks = f"count({metric('rank_info', NODE)})"
+    finite = f"({expr}) == ({expr})"
+    many = f"and on () ({ranks} > {LINES})"
+    # Which are the worst is decided once, at the end of the shown time: else every point could
+    # bring other ones.
+    worst = f"topk({WORST}, max by (rank) (max_over_time(({expr})[$__range:$__interval] @ end())))"
+    return [
+        Query(f"({expr}) and on () ({ranks} <= {LINES})", f"{of} {{{{rank}}}}"),
+        Query(f"min({finite}) {many}", "lowest"),
+        # One NaN would take the median of all with it.
+        Query(f"quantile(0.5, {finite}) {many}", "median"),
+        Query(f"max({finite}) {many}", "highest"),
+        Query(f"({expr}) and on (rank) {worst} {many}", f"{of} {{{{rank}}}}"),
+    ]
+
+
+BANDS = f"Above {LINES} ranks: lowest, median, highest, and the {WORST} worst."
+
+
+def seconds_a_step(selector: str) -> str:
+    """Return each rank's seconds a step in the phases that a selector picks."""
+    spent = rate("step_phase_seconds_total", selector)
+    return f"sum by (rank) ({spent}) / sum by (rank) ({rate('steps_total', RANK)})"
+
+
+OWN_SECONDS = seconds_a_step(OWN_WORK)
+
+
+def is_cut(text: str, of: str) -> str:
+    """Return a description of something that shows only a part of what there is."""
+    return f"{text} The {ROWS} {of} are shown."
