@@ -98,6 +98,13 @@ class GradSpike(SampledDetector):
         self._peer_dex = math.log10(peer_ratio)
         self._reset()
 
+    def _reset(self) -> None:
+        self._histories: dict[Source, LogHistory] = {}
+        self._groups = GroupNorms(*self._memory[:2])
+        self._loss_spike: int | None = None  # step of the latest one
+        self._begun: int | None = None  # the first step
+        self._episode = _Episode()
+
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; a warning, a page, or a page for an earlier step's warning."""
         if record.skipped:
@@ -110,13 +117,6 @@ class GradSpike(SampledDetector):
             self._history(source).add(value)
         self._groups.add(record)
         return self._report(record.step, spike)
-
-    def _reset(self) -> None:
-        self._histories: dict[Source, LogHistory] = {}
-        self._groups = GroupNorms(*self._memory[:2])
-        self._loss_spike: int | None = None  # step of the latest one
-        self._begun: int | None = None  # the first step
-        self._episode = _Episode()
 
     def _history(self, source: Source) -> LogHistory:
         if source not in self._histories:
