@@ -110,10 +110,10 @@ class WeightJump(SampledDetector):
         return [self.anomaly(record, "warn", message, values, module="", kind="param")]
 
     def _rates(self, now: WeightsOfStep, known: Mask, steps: NDArray[np.int64]) -> Floats:
-        """Return the change of log(norm) in a step, of each parameter that counts."""
+        """Return the change of log(norm) in a step, of each that is known; 0 for young growth."""
         rates: Floats = np.log(now.norm[known] / self._norm[known]) / steps[known]
         young = (self._then - self._first)[known] < self._settle
-        return rates[(rates < 0) | ~young]
+        return np.where(young, np.minimum(rates, 0.0), rates)
 
     def _grow(self, sites: int, step: int) -> None:
         more = sites - len(self._norm)

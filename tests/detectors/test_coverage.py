@@ -56,6 +56,23 @@ def test_a_module_that_falls_silent_is_one_warning_that_covers_all_its_sites(lis
     assert "\n" not in warning.message
 
 
+def test_weights_which_take_turns_are_neither_lost_nor_counted() -> None:
+    in_turn = tuple(Site("embed.weight", kind) for kind in ("param", "update"))
+    records = []
+    for step in range(300):
+        whole = record(step, after(100, "embed"))
+        seen = np.zeros((2, len(COUNTS)), np.int64)
+        seen[:, OBSERVED] = step < 100 or step % 8 == 0
+        records.append(
+            replace(
+                whole, sites=(*whole.sites, *in_turn), counts=np.concatenate((whole.counts, seen)),
+                values=np.concatenate((whole.values, np.zeros((2, len(VALUES))))),
+            )
+        )  # fmt: skip
+    (warning,) = run(records)
+    assert dict(warning.values) == {"lost": 1, "reporting": len(SITES) - 1}
+
+
 def test_one_site_is_named_itself() -> None:
     (warning,) = run(record(s, after(100, "embed")) for s in range(200))
     assert (warning.module, warning.kind) == ("embed", "output")

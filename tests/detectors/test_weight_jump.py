@@ -48,6 +48,13 @@ def test_what_begins_at_zero_may_grow_and_one_parameter_may_shrink() -> None:
     assert run(WeightJump(), stream(lambda s, i: 0.9 ** max(0, s - AT) if i == 1 else 1.0)) == []
 
 
+def test_a_few_that_shrink_among_many_that_begin_to_grow_are_left_alone() -> None:
+    def made(step: int) -> dict[str, Made]:
+        return {f"l{i}.weight": Made(0.9**step if i < 2 else 1 + step) for i in range(5)}
+
+    assert run(WeightJump(), [weights(s, made(s)) for s in range(60)]) == []
+
+
 def test_it_is_told_again_after_a_quiet_time_and_a_restart_begins_anew() -> None:
     def weight(step: int, which: int) -> float:
         return 5.0 if step in (AT, AT + 200) and which == 0 else 1.0

@@ -309,6 +309,8 @@ def test_sites_come_from_the_merged_step() -> None:
         Site("tp2", "output", placement="unknown"),
         Site("all_nan", "output"),
         Site("", "output"),
+        Site("w", "param", placement="replicated"),  # of this one the next record has none
+        Site("w", "update", placement="replicated"),
     ]
     view = a_view(merged=record(sites, unobserved=(3,), nan={6: 4}))
     got = {s.labels["fqn"]: s.value for s in samples(view) if s.name == "ddpprobe_site_abs_max"}

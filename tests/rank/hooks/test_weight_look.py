@@ -16,7 +16,7 @@ from ddpprobe.rank.hooks import weight_look
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.hooks.weight_look import BLOCKS, TURN, TURNS, WeightLook, deal, sample
 from ddpprobe.rank.topology.describe import describe
-from ddpprobe.records.step import OBSERVED, StepRecord, derive
+from ddpprobe.records.step import IN_TURN, OBSERVED, StepRecord, derive
 
 STEPS = 6
 Weights = dict[str, Tensor]
@@ -134,7 +134,9 @@ def test_rows_are_of_the_weights_behind_the_step_and_of_their_change_to_the_bit(
         for fqn in TRAINED:
             assert_row(row(record, fqn, "param"), after[fqn])
             assert_row(row(record, fqn, "update"), after[fqn] - before[fqn])
-        assert {s.fqn for s in record.sites if s.kind in ("param", "update")} == {*TRAINED}
+        weights = [site.fqn for site in record.sites if site.kind in IN_TURN]
+        assert {*weights} == {*TRAINED}
+        assert record.scalars[0]["sites_expected"] == len(record.sites) - len(weights)
     _, bare = train(None, loop, micros=micros)
     assert all(torch.equal(bare[name], state[name]) for name in bare)
 

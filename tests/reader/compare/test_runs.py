@@ -273,6 +273,16 @@ def test_a_part_of_one_rank_is_no_tensor_to_compare():
     assert [len(sites) for sites in other.left_out.values()] == [4]
 
 
+def test_weights_which_an_optimizer_sets_apart_are_not_compared():
+    weights = tuple(Site("blocks.0.w", kind, dtype="float32") for kind in ("param", "update"))
+    a, b = (steps(range(2), sites=(*SITES, *weights)) for _ in range(2))
+    b[1].values[len(SITES) :] *= 8
+    found = of(Told(a), Told(b))
+    assert (found.sites, found.differences) == (len(SITES), [])
+    assert not found.left_out
+    assert not any(found.alone)
+
+
 def test_what_a_missing_rank_would_have_held_is_not_compared():
     whole = steps(range(3))
     short = [replace(r, missing=(1,)) for r in steps(range(3))]
