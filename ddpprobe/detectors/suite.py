@@ -17,6 +17,7 @@ from ddpprobe.detectors.grad_spike import GradSpike
 from ddpprobe.detectors.loss_runaway import LossRunaway
 from ddpprobe.detectors.loss_scale import LossScale
 from ddpprobe.detectors.loss_spike import LossSpike
+from ddpprobe.detectors.mode_flip import ModeFlip
 from ddpprobe.detectors.never_updated import NeverUpdated
 from ddpprobe.detectors.nonfinite import NonFinite
 from ddpprobe.detectors.output_jump import OutputJump
@@ -25,6 +26,7 @@ from ddpprobe.detectors.reduction import Reduction
 from ddpprobe.detectors.same_data import SameData
 from ddpprobe.detectors.settings import Number, Settings, parse
 from ddpprobe.detectors.straggler import Straggler
+from ddpprobe.detectors.stuck_data import StuckData
 from ddpprobe.detectors.update_ratio import UpdateRatio
 from ddpprobe.detectors.vanishing import Vanishing
 from ddpprobe.detectors.weight_jump import WeightJump
@@ -81,6 +83,8 @@ DETECTORS: tuple[type[Detector], ...] = (
     LossRunaway,
     RankOutlier,
     SameData,
+    StuckData,
+    ModeFlip,
     Straggler,
     Coverage,
 )

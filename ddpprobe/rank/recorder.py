@@ -15,10 +15,10 @@ from typing import final
 from torch import Tensor, nn
 
 from ddpprobe.rank.capture.capturing import Capturing
-from ddpprobe.rank.hooks import call_cost, gradients, loss_scale
+from ddpprobe.rank.hooks import call_cost, gradients, loss_scale, step_facts
 from ddpprobe.rank.hooks.compiled import renew_graphs
 from ddpprobe.rank.hooks.depth import Room
-from ddpprobe.rank.hooks.pending_rows import RETURNED_LOSS, PendingRows
+from ddpprobe.rank.hooks.pending_rows import PendingRows, unless_logged
 from ddpprobe.rank.hooks.state_check import Looks
 from ddpprobe.rank.interval import Pacer
 from ddpprobe.rank.join import Joined
@@ -200,8 +200,10 @@ class Recorder:
             if self._bad is None and observers.rows.bad:  # and the root's output does not show it
                 self._bad = self._explain(observers)
             observers.full.probed()
+            if self._clock.micro == 0:
+                step_facts.add_modes(observers.topology, observers.rows)
             if len(losses) == 1 and "loss" not in self._logged.names:
-                observers.rows.add_scalar(RETURNED_LOSS, losses[0])
+                observers.rows.add_scalar(unless_logged("loss"), losses[0])
         elif len(losses) == 1:
             self._logged.losses.add(self._clock.step, losses[0], logged=False)
 
@@ -239,6 +241,7 @@ class Recorder:
         if not self._sampling:
             return
         observers.weights.remember()
+        step_facts.add_learning_rate(self._clock.optimizers(), observers.rows)
         scale = loss_scale.of_optimizer(optimizer)
         if not observers.gradients_read:
             observers.read_gradients(scaled=scale is not None)

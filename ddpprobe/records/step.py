@@ -170,6 +170,10 @@ class Site:
 CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were looked at behind it
 NOTED = "noted"  # scalar, 1 on the first sampled step behind what `probe.note` announced
 UNREDUCED = "unreduced"  # scalar, 1 on a sampled step whose gradients stayed each rank's own
+LEARNING_RATE = "lr"  # scalar: the largest of all parameter groups; a logged one stands instead
+TRAINING = "training_share"  # scalar: of the modules, those in training mode in the forward
+TRAINABLE = "trainable_parameters"  # scalar: how many parameters require a gradient
+DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensor given to the model
 SEVERAL = -1  # in place of a rank: more than one, and none of them first
 
 
@@ -228,7 +232,7 @@ class StepRecord:
             `grad_norm_local` (L2, before the reduction), `grad_norm` (L2, after the reduction and
             before clipping, on this rank's part; without rows of `grad`, what the optimizer is
             given), `output_rms` (geometric mean of the rms of its outputs), `micro_batches`,
-            `<phase>_seconds`, `probe_seconds`.
+            `<phase>_seconds`, `probe_seconds`, and how the loop is set up (`lr` and below).
         first_bad: the earliest non-finite local tensor, if any.
         skipped: the optimizer did not step (a GradScaler found inf).
         partial: the step never reached its end (exception, exit).

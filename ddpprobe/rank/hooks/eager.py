@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
-from ddpprobe.rank.hooks import came_in, gradients
+from ddpprobe.rank.hooks import came_in, gradients, step_facts
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver, take_off
 from ddpprobe.rank.hooks.outputs import leaves
 from ddpprobe.rank.hooks.step_rows import StepRows
@@ -137,6 +137,8 @@ class EagerHooks:
         self.forward(fqn, output, relayed=_relays(module), tell=False)
         if rows.bad:
             rows.tell_call(before, partial(came_in.first_bad_of, args, kwargs))
+        if not (fqn or self._clock.micro or self._clock.evaluating):
+            step_facts.add_digest((args, kwargs), rows)
         self.after_call(fqn, module, args, kwargs, output)
 
     def forward(

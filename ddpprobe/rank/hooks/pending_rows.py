@@ -28,7 +28,7 @@ from ddpprobe.records.step import (
 )
 
 SCALAR = -1  # the slot of a row that holds one number in its first column
-RETURNED_LOSS = "loss\0"  # what the root module returned: the loss, where none is logged
+_UNLESS_LOGGED = "\0"
 _GRAD, _GRAD_LOCAL = KINDS.index("grad"), KINDS.index("grad_local")
 _FORWARD = np.array([PHASE_OF_KIND[kind] == "forward" for kind in KINDS])
 _IN_TURN = np.array([kind in IN_TURN for kind in KINDS])
@@ -102,9 +102,8 @@ class PendingRows:
         scalars: dict[str, list[float]] = {}
         for index, name in self.names.items():
             scalars.setdefault(name, []).append(float(rows[index, 0]))
-        returned = scalars.pop(RETURNED_LOSS, None)
-        if returned is not None:
-            scalars.setdefault("loss", returned)
+        for name in [name for name in scalars if name.endswith(_UNLESS_LOGGED)]:
+            scalars.setdefault(name.removesuffix(_UNLESS_LOGGED), scalars.pop(name))
         means = {name: sum(v) / len(v) for name, v in scalars.items()}
         self._unscale(sites, values, means.get("loss_scale", 1.0))
         bad, learned = self.steady.judge(
@@ -192,6 +191,11 @@ class PendingRows:
 
     def _phase(self, index: int) -> str:
         return PHASE_OF_KIND[self.table.site(int(self.slots[index])).kind]
+
+
+def unless_logged(name: str) -> str:
+    """Return the name under which a number stands only where the script logs none by that name."""
+    return name + _UNLESS_LOGGED
 
 
 def witness(

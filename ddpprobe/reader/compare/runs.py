@@ -25,13 +25,13 @@ from ddpprobe.reader.compare.site_matching import (
 from ddpprobe.reader.compare.timeline import aligned, timeline
 from ddpprobe.reader.compare.tolerance import ComparedRows, Floats, Tolerance, rounding
 from ddpprobe.reader.run import Run
-from ddpprobe.records.step import Site, StepRecord
+from ddpprobe.records.step import DIGEST, Site, StepRecord
 
 Advance = Callable[[int], None]
 Key = tuple[str, str, str]
 # Of how long something took, and of how the batch was split: no numbers of the model.
 _MICRO, _TIMES = "micro_batches", "_seconds"
-_BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
+_BY_SPLIT = ("grad_norm", DIGEST)  # one rank's gradients, or its part of all; its data
 
 
 def _unheard(_: int) -> None:

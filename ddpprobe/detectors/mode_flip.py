@@ -1,0 +1,82 @@
+"""`mode_flip`: the model trains in another mode, or other parameters do, than before."""
+
+from __future__ import annotations
+
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.settings import at_least
+from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.step import TRAINABLE, TRAINING, Anomaly, StepRecord
+
+FEWEST_LOOKS = 3  # sampled steps that a mode must have lasted
+
+_Modes = tuple[float, float]  # share of modules in training mode, parameters with a gradient
+
+
+class ModeFlip(SampledDetector):
+    """Warns when a model that trained in training mode goes on training in evaluation mode.
+
+    Dropout is off then and batch norms use what they had learned: `model.train()` was forgotten
+    behind an evaluation. That another part of the modules is in training mode, or that another
+    number of parameters requires a gradient, is told as information; so is training in evaluation
+    mode from the start, which may be meant.
+
+    Args:
+        steps: steps for which evaluation mode must last.
+        quiet_steps: steps without a change after which the next one is told.
+    """
+
+    name = "mode_flip"
+    title = "The model trains in another mode"
+
+    def __init__(self, *, steps: int = 20, quiet_steps: int = 100) -> None:
+        at_least(0, steps=steps, quiet_steps=quiet_steps)
+        self._steps, self._quiet = steps, quiet_steps
+        self._reset()
+
+    def _reset(self) -> None:
+        self._modes: _Modes | None = None
+        self._trained = False  # in training mode, at some step
+        self._since: int | None = None  # all ranks have been in evaluation mode
+        self._lasted = 0
+        self._told = False
+        self._telling = Telling(self._quiet, worse=1.0)
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        told = [s for s in record.scalars.values() if TRAINING in s and TRAINABLE in s]
+        if not told:
+            return []
+        modes = max(float(s[TRAINING]) for s in told), max(float(s[TRAINABLE]) for s in told)
+        before, self._modes = self._modes, modes
+        lasting = self._evaluates(record, training=modes[0] > 0)
+        if lasting is not None:
+            return [lasting]
+        if before is None or before == modes or not self._telling.due(record.step, 1.0):
+            return []
+        message = (
+            f"{modes[0]:.0%} of the modules are in training mode and {modes[1]:.0f} parameters "
+            f"require a gradient; at the sampled step before it were {before[0]:.0%} and "
+            f"{before[1]:.0f}"
+        )
+        values = {
+            "training": modes[0], "trainable": modes[1],
+            "training_before": before[0], "trainable_before": before[1],
+        }  # fmt: skip
+        return [self.anomaly(record, "info", message, values, phase="forward")]
+
+    def _evaluates(self, record: StepRecord, *, training: bool) -> Anomaly | None:
+        if training:
+            self._trained, self._since, self._lasted, self._told = True, None, 0, False
+            return None
+        self._since = record.step if self._since is None else self._since
+        self._lasted += 1
+        long = self._lasted >= FEWEST_LOOKS and record.step - self._since >= self._steps
+        if self._told or not long:
+            return None
+        self._told = True
+        message = (
+            f"no module has been in training mode since step {self._since}: dropout is off, and "
+            "batch norms use what they had learned; call model.train() behind an evaluation"
+        )
+        level = "warn" if self._trained else "info"
+        return self.anomaly(record, level, message, {"since": self._since}, phase="forward")

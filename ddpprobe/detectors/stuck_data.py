@@ -1,0 +1,88 @@
+"""`stuck_data`: a rank that is given the same batch again and again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ddpprobe.detectors.desync import ranks_text
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.settings import at_least
+from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.step import DIGEST, Anomaly, StepRecord
+
+FEWEST_CHANGES = 8  # from look to look before a rank's data are known to vary
+MOST_STAYS = 0.1  # of the changes: an input that often stays the same (a mask) tells nothing
+MOST_GAPS = 16  # bounds the state
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What is known of the first input of a rank."""
+
+    digest: float = math.nan
+    step: int = -1
+    gap: int = 0  # steps between the last two looks
+    same: int = 1  # looks in a row with this digest, at this gap
+    # By gap: how often it changed, and how often it stayed, however long. A loader that goes round
+    # without shuffling shows the same batch at one interval and others at another.
+    seen: dict[int, list[int]] = field(default_factory=dict)
+
+    def take(self, step: int, digest: float) -> None:
+        gap, same = step - self.step, digest == self.digest
+        if gap != self.gap or not same:
+            if self.gap in self.seen:
+                self.seen[self.gap][1] += self.same > 1
+            self.same = 1
+        if same:
+            self.same += 1
+        elif self.step >= 0 and (gap in self.seen or len(self.seen) < MOST_GAPS):
+            self.seen.setdefault(gap, [0, 0])[0] += 1
+        self.digest, self.step, self.gap = digest, step, gap
+
+    @property
+    def varied(self) -> bool:
+        """Whether its data used to be others from look to look, at this gap."""
+        changes, stays = self.seen.get(self.gap, (0, 0))
+        return changes >= FEWEST_CHANGES and stays <= MOST_STAYS * changes
+
+
+class StuckData(SampledDetector):
+    """Warns when a rank's input is the same, to the bit, at many sampled steps in a row.
+
+    What is compared is the first tensor that the model is given in a step. Only a rank whose data
+    used to vary is judged: who trains on one batch from the start means to.
+
+    Args:
+        looks: sampled steps in a row with the same input.
+        quiet_steps: steps without it after which it is told again.
+    """
+
+    name = "stuck_data"
+    title = "A rank is given the same data again and again"
+
+    def __init__(self, *, looks: int = 20, quiet_steps: int = 100) -> None:
+        at_least(2, looks=looks)
+        at_least(0, quiet_steps=quiet_steps)
+        self._looks, self._quiet = looks, quiet_steps
+        self._reset()
+
+    def _reset(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._telling = Telling(self._quiet, worse=1.0)
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        for rank, scalars in record.scalars.items():
+            if DIGEST in scalars:
+                self._ranks.setdefault(rank, _Rank()).take(record.step, float(scalars[DIGEST]))
+        stuck = [r for r, of in self._ranks.items() if of.same >= self._looks and of.varied]
+        if not stuck or not self._telling.due(record.step, len(stuck)):
+            return []
+        message = (
+            f"the first input of {ranks_text(tuple(sorted(stuck)))} has been the same to the bit "
+            f"for {self._looks} sampled steps: look at the loader, its iterator and its sampler"
+        )
+        alone = stuck[0] if len(stuck) == 1 else None
+        values = {"looks": self._looks, "ranks": len(stuck)}
+        return [self.anomaly(record, "warn", message, values, rank=alone, phase="forward")]

@@ -1,0 +1,57 @@
+"""Cheap facts of a sampled step: how the loop is set up, and which data it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddpprobe.rank.hooks.outputs import leaves
+from ddpprobe.rank.hooks.pending_rows import unless_logged
+from ddpprobe.rank.hooks.step_rows import StepRows
+from ddpprobe.rank.hooks.sweep import is_plain
+from ddpprobe.rank.stats.checksum import checksum
+from ddpprobe.rank.topology.describe import Topology
+from ddpprobe.records.step import DIGEST, LEARNING_RATE, TRAINABLE, TRAINING
+
+DIGEST_BYTES = 1 << 20  # of an input: more tells two batches apart no better
+_EXACT = (1 << 52) - 1  # so many bits of a checksum are exact in a float64
+
+
+def add_modes(topology: Topology, rows: StepRows) -> None:
+    """Add the share of modules in training mode, and how many parameters require a gradient."""
+    modes = [module.training for _, module in topology.named_modules()]
+    rows.add_scalar(TRAINING, sum(modes) / max(len(modes), 1))
+    trained = sum([p.requires_grad for _, p in topology.named_parameters()])
+    rows.add_scalar(TRAINABLE, float(trained))
+
+
+def add_learning_rate(optimizers: Iterable[Optimizer], rows: StepRows) -> None:
+    """Add the largest learning rate of all parameter groups, before the optimizer's step."""
+    rates = [group["lr"] for o in optimizers for group in o.param_groups if "lr" in group]
+    far = [rate for rate in rates if isinstance(rate, Tensor)]
+    if far:  # a tensor where the step is captured: it stays on its device
+        rows.add_scalar(unless_logged(LEARNING_RATE), far[0])
+    elif rates:
+        rows.add_scalar(unless_logged(LEARNING_RATE), float(max(rates)))
+
+
+def add_digest(given: Iterable[object], rows: StepRows) -> None:
+    """Add a checksum of the first tensor in what the root was given; none if it is not plain.
+
+    Args:
+        given: the root's args and kwargs.
+        rows: where the number goes: the lower 52 bits of the checksum, on the tensor's device.
+    """
+    tensor = next((tensor for one in given for _, tensor in leaves(one)), None)
+    if tensor is None or not is_plain(tensor) or not tensor.numel():
+        return
+    if tensor.is_meta or tensor.layout != torch.strided or not tensor.is_contiguous():
+        return
+    with torch.no_grad():
+        part = tensor.detach().view(-1)[: DIGEST_BYTES // tensor.element_size()]
+        word = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        checksum(part, word)
+        rows.add_scalar(DIGEST, (word & _EXACT).double())

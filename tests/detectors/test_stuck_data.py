@@ -1,0 +1,58 @@
+"""A loader that hangs on one batch is told; one that always had the same batch is not."""
+
+from __future__ import annotations
+
+from ddpprobe.detectors.stuck_data import StuckData
+from ddpprobe.records.step import DIGEST, StepRecord
+from tests.detectors.made_records import levels, record, run
+
+
+def stream(digests: list[float], every: int = 1, **changes: object) -> list[StepRecord]:
+    """Rank 1 reads these, rank 0 something else at every step."""
+    return [
+        record(i * every, {0: {DIGEST: 1e6 + i}, 1: {DIGEST: digest}}, **changes)
+        for i, digest in enumerate(digests)
+    ]
+
+
+VARIED = [float(i) for i in range(30)]
+
+
+def test_a_rank_whose_data_stop_to_vary_is_told_once_and_named() -> None:
+    for every in (1, 10):
+        (warn,) = run(StuckData(), stream(VARIED + [5.0] * 60, every))
+        assert (warn.level, warn.step, warn.rank) == ("warn", 49 * every, 1)
+
+
+def test_several_ranks_are_counted_and_none_is_blamed() -> None:
+    both = [record(i, {r: {DIGEST: float(min(i, 30))} for r in (0, 1)}) for i in range(60)]
+    (warn,) = run(StuckData(), both)
+    assert (warn.rank, warn.values["ranks"]) == (None, 2)
+
+
+def test_one_batch_from_the_start_is_meant() -> None:
+    assert run(StuckData(), stream([5.0] * 200)) == []
+    assert run(StuckData(), stream([4.0, *[5.0] * 200])) == []
+
+
+def test_an_input_that_often_stays_the_same_tells_nothing() -> None:
+    mask = [float(i // 5) for i in range(100)]
+    assert run(StuckData(), stream(mask + [1.0] * 60)) == []
+
+
+def test_a_loader_that_goes_round_is_not_stuck_at_an_interval_of_its_round() -> None:
+    dense = [record(i, {0: {DIGEST: float(i % 10)}}) for i in range(50)]
+    sparse = [record(i, {0: {DIGEST: float(i % 10)}}) for i in range(50, 600, 10)]
+    assert run(StuckData(), dense + sparse) == []
+
+
+def test_19_looks_are_not_enough_and_a_restart_begins_anew() -> None:
+    assert run(StuckData(), stream(VARIED + [5.0] * 19 + VARIED)) == []
+    again = stream([5.0] * 40, attempt=1)
+    assert run(StuckData(), stream(VARIED + [5.0] * 10) + again) == []
+
+
+def test_it_is_told_again_behind_a_quiet_time() -> None:
+    quiet = [1000.0 + i for i in range(120)]
+    found = run(StuckData(), stream(VARIED + [5.0] * 30 + quiet + [6.0] * 30))
+    assert [level for level, _ in levels(found)] == ["warn", "warn"]

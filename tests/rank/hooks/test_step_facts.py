@@ -1,0 +1,94 @@
+"""A sampled step says how the loop is set up, and which data it was given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ddpprobe
+from ddpprobe.records.step import DIGEST, LEARNING_RATE, TRAINABLE, TRAINING
+
+from ... import far
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 1)
+
+    def forward(self, data: torch.Tensor, *, extra: torch.Tensor | None = None) -> torch.Tensor:
+        return self.last(self.drop(self.first(data))) + (0 if extra is None else extra)
+
+
+@pytest.fixture(params=["near", "far"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "far":
+        far.pretend(monkeypatch)
+
+
+@pytest.mark.usefixtures("device")
+def test_rate_modes_and_trained_parameters_are_those_of_the_step(
+    tmp_path: Path, records_of
+) -> None:
+    model = Model()
+    groups = [{"params": model.first.parameters(), "lr": 0.5}, {"params": model.last.parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.25)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none") as probe:
+        for step in range(4):
+            model.train(step != 1)
+            model.first.weight.requires_grad = step != 2
+            model(torch.randn(2, 4)).sum().backward()
+            if step == 3:
+                probe.log(lr=7.0)
+            optimizer.step()
+            scheduler.step()
+    told = [r.scalars[0] for r in records_of(tmp_path / "r")]
+    assert [s[LEARNING_RATE] for s in told] == [0.5, 0.25, 0.125, 7.0]
+    assert [s[TRAINING] for s in told] == [1.0, 0.0, 1.0, 1.0]
+    assert [s[TRAINABLE] for s in told] == [4.0, 4.0, 3.0, 4.0]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("way", ["args", "kwargs"])
+def test_equal_inputs_have_equal_digests_and_others_have_not(
+    way: str, tmp_path: Path, records_of
+) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    one = torch.randn(5, 4)
+    flipped = one.clone()
+    flipped[4, 3] += 1e-6
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        for data in (one, flipped, one[:4], one.clone()):
+            for micro in (data, torch.randn(5, 4)):  # the first micro-batch tells
+                out = model(micro) if way == "args" else model(data=micro, extra=torch.zeros(1))
+                out.sum().backward()
+            optimizer.step()
+    digests = [r.scalars[0][DIGEST] for r in records_of(tmp_path / "r")]
+    assert digests[0] == digests[3]
+    assert len(set(digests)) == 3
+    assert all(d == int(d) and 0 < d < 2**52 for d in digests)
+
+
+def test_an_input_without_elements_or_of_another_kind_has_no_digest(
+    tmp_path: Path, records_of
+) -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, data: object) -> torch.Tensor:
+            return self.layer(torch.ones(2, 4))
+
+    model = Takes()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        for data in (torch.ones(0), torch.eye(3).to_sparse(), torch.ones(4, 4).t()[1:], "text"):
+            model(data).sum().backward()
+            optimizer.step()
+    assert all(DIGEST not in r.scalars[0] for r in records_of(tmp_path / "r"))
