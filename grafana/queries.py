@@ -43,6 +43,14 @@ SHOWN_STATES = {
     3: ("over, how is not known", AMBER),
     NO_ANSWER: ("does not answer", PURPLE),
 }
+# They share a time line with those, so they share the numbers.
+RANK_STATES = {
+    10: ("gone", RED),
+    11: ("up", GREEN),
+    12: ("no heartbeat", AMBER),
+    13: ("waited for", RED),
+}
+HEARTBEAT_SECONDS = alerts.SILENT_SECONDS
 FAILED = 3  # from here on it is not well
 
 _CAUSE = "detector, step, rank, fqn, kind, phase"
@@ -104,6 +112,15 @@ def beat_age(selector: str) -> str:
     return f"-1 * ({beat} - on (job, run, instance) group_left () {seen})"
 
 
+def rank_state() -> str:
+    """Return what each rank (label `rank`) is, as a key of `RANK_STATES`."""
+    up = metric("rank_up", RANK)
+    stale = f"({beat_age(RANK)} > bool {HEARTBEAT_SECONDS})"
+    busy = f"on (job, run, instance) group_left () (1 - {metric('paused', NODE)})"
+    seen = f"10 + {up} + {up} * {stale} * {busy}"
+    return f"max by (rank) (13 * {metric('rank_stuck', RANK)} or {seen})"
+
+
 def waited_for(selector: str) -> str:
     """Return the ranks that the others wait for, and in which phase; the value as of `causes`."""
     beat = f"ddpprobe_rank_last_heartbeat_timestamp_seconds{{{selector}}}"
@@ -157,7 +174,8 @@ BANDS = f"Above {LINES} ranks: lowest, median, highest, and the {WORST} worst."
 def seconds_a_step(selector: str) -> str:
     """Return each rank's seconds a step in the phases that a selector picks."""
     spent = rate("step_phase_seconds_total", selector)
-    return f"sum by (rank) ({spent}) / sum by (rank) ({rate('steps_total', RANK)})"
+    # Without a step there is no number, and not 0 / 0: the last one is what tables show then.
+    return f"sum by (rank) ({spent}) / (sum by (rank) ({rate('steps_total', RANK)}) > 0)"
 
 
 OWN_SECONDS = seconds_a_step(OWN_WORK)

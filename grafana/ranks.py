@@ -5,12 +5,22 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard
 
 from grafana.board import Placed, Row, of_one_run, placed
-from grafana.panels import RED, THRESHOLD, Column, Properties, Query, graph_panel, table_panel
+from grafana.panels import (
+    RED,
+    THRESHOLD,
+    Column,
+    Properties,
+    Query,
+    graph_panel,
+    table_panel,
+    worded,
+)
 from grafana.queries import (
     BANDS,
     NODE,
     OWN_SECONDS,
     RANK,
+    RANK_STATES,
     ROWS,
     WORST,
     at_the_end,
@@ -18,6 +28,7 @@ from grafana.queries import (
     by_rank,
     events,
     metric,
+    rank_state,
     rate,
     seconds_a_step,
 )
@@ -43,13 +54,15 @@ def to_median(value: str) -> str:
 def _worst() -> list[Placed]:
     pages = metric("rank_anomalies_total", f'{RANK},level=~"page|warn"')
     info = metric("rank_info", RANK)
-    # While no step is taken there is no own work, but there are ranks.
-    scored = f"{to_median(COMPARED['own work'])} or 0 * max by (rank) ({info})"
+    # While no step is taken there is no own work, but there are ranks. Who is waited for comes
+    # before who is gone or waits, and these before all others.
+    work = f"({to_median(COMPARED['own work'])} or 0 * max by (rank) ({info}))"
+    scored = f"{work} + on (rank) 1000 * abs({rank_state()} - 11)"
     shown = f"and on (rank) topk({ROWS}, {at_the_end(scored)})"
     who = f"max by (rank, instance, device, pid) ({info})"
     red: Properties = {
         "custom.cellOptions": {"type": "color-background", "mode": "basic"},
-        "custom.width": 130,
+        "custom.width": 150,
         "decimals": 2,
         "thresholds": {
             "mode": "absolute",
@@ -64,7 +77,7 @@ def _worst() -> list[Placed]:
         (
             table_panel(
                 "The worst ranks",
-                f"The {ROWS} ranks with most own work. What is compared is in multiples of the median rank: red from {FAR:g} on. "
+                f"The {ROWS} ranks that are waited for or gone, then those with most own work. What is compared is in multiples of the median rank: red from {FAR:g} on. "
                 "Much own work makes all others wait; a high gradient norm or a verdict points to its data or hardware.",
                 "none",
                 [
@@ -73,6 +86,9 @@ def _worst() -> list[Placed]:
                     Column("device"),
                     Column("pid"),
                     Column("", Query(f"{at_the_end(who)} {shown}")),
+                    Column(
+                        "state", Query(f"{at_the_end(rank_state())} {shown}"), worded(RANK_STATES)
+                    ),
                     Column("work / median", of(to_median(COMPARED["own work"])), red),
                     Column("norm / median", of(to_median(COMPARED["gradient norm"])), red),
                     Column("memory / median", of(to_median(COMPARED["memory"])), red),

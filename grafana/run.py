@@ -27,20 +27,22 @@ from grafana.queries import (
     BANDS,
     CAUSE_WORDS,
     FAILED,
+    HEARTBEAT_SECONDS,
     HUNG,
     LINES,
     LOCAL,
     NODE,
     OWN_SECONDS,
     RANK,
+    RANK_STATES,
     SHOWN_STATES,
     at_the_end,
-    beat_age,
     by_rank,
     causes,
     events,
     in_words,
     metric,
+    rank_state,
     rate,
     state,
     waited_for,
@@ -49,15 +51,7 @@ from grafana.queries import (
 UID = "ddpprobe-run"
 MOST_WARNINGS = 3  # detectors named by the verdict of a run that only has warnings
 GOOD_AT_ZERO = steps((None, GREEN), (1, RED))
-# States of the job, of ranks and of detectors share one time line, so they share the numbers.
-RANK_STATES = {
-    10: ("gone", RED),
-    11: ("up", GREEN),
-    12: ("no heartbeat", AMBER),
-    13: ("waited for", RED),
-}
 VERDICTS = {21: ("warning", AMBER), 22: ("page", RED)}
-HEARTBEAT_SECONDS = alerts.SILENT_SECONDS
 COMMANDS = """```
 ddpprobe anomalies $directory
 ddpprobe report $directory -o report.html
@@ -171,7 +165,8 @@ def _progress() -> list[Placed]:
         (
             stat_panel(
                 "Step time",
-                "Seconds from one step to the next now, of the slowest rank. Rising: the row Where the time goes says in which phase.",
+                "Seconds from one step to the next now, of the slowest rank. Rising: the row Where the time goes says in which phase. "
+                "Empty when no step is taken.",
                 "s",
                 [Query(f"1 / (min({rate('steps_total', RANK)}) > 0)", "a step", instant=True)],
                 no_value="no step now",
@@ -222,12 +217,7 @@ def _progress() -> list[Placed]:
 
 
 def _time_line() -> list[Placed]:
-    up = metric("rank_up", RANK)
     few = f"and on () (count({metric('rank_info', NODE)}) <= {LINES})"
-    stale = f"({beat_age(RANK)} > bool {HEARTBEAT_SECONDS})"
-    busy = f"on (job, run, instance) group_left () (1 - {metric('paused', NODE)})"
-    ranks = f"10 + {up} + {up} * {stale} * {busy}"
-    stuck = f"13 * {metric('rank_stuck', RANK)}"
 
     def found(level: str, code: int) -> str:
         rose = events("anomalies_total", f'{NODE},level="{level}"')
@@ -241,7 +231,7 @@ def _time_line() -> list[Placed]:
                 "and which detector found something. What turns red first is the cause.",
                 [
                     Query(state(NODE), "job"),
-                    Query(f"max by (rank) ({stuck} or {ranks}) {few}", "rank {{rank}}"),
+                    Query(f"{rank_state()} {few}", "rank {{rank}}"),
                     Query(f"{found('page', 22)} or {found('warn', 21)}", "{{detector}}"),
                 ],
                 SHOWN_STATES | RANK_STATES | VERDICTS,
