@@ -29,8 +29,9 @@ text 0.0.4, or OpenMetrics 1.0 with exemplars for a client that asks for it.
 - The series of `ddpprobe_anomalies_total` carry the latest anomaly as an exemplar: `step`, `fqn`,
   `kind` and `rank`, at most {EXEMPLAR_CHARACTERS} characters together, a longer `fqn` cut from the
   left.
-- A target has at most {SERIES_LIMIT} series: first those of tier A, then the sites (tier B) in
-  execution order. `ddpprobe_series_dropped_total` counts the rest.
+- A target has at most {SERIES_LIMIT} series: first those of tier A, then of the sites (tier B)
+  modules that hold others, gradients, and the rest, each in execution order.
+  `ddpprobe_series_dropped_total` counts what is left out.
 - Label values have at most {LABEL_BYTES} bytes and are cut from the left. Several tensors of one
   output (a tuple, a dict) count as one site here; the store keeps them apart.
 - `kind` is one of input, output, grad_output, grad_input, param, grad_local (before any

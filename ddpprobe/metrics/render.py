@@ -6,7 +6,7 @@ is not known is absent. Site names come from strangers, so every label value is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +33,7 @@ TEXT_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _OF_SITES = [m for m in METRICS if m.stat]
 _STATS = [m.stat for m in _OF_SITES]
+_OF_MODULES = ("input", "output", "grad_output", "grad_input")
 _DROPPED = "ddpprobe_series_dropped_total"
 _EOF = b"# EOF\n"
 
@@ -117,7 +118,7 @@ class _ViewCollector(Collector):
 
 
 class _Sites(Collector):
-    """The series of the sites, in execution order (tier B).
+    """The series of the sites (tier B): what matters more first, and that in execution order.
 
     They are most of an exposition, and from step to step only their values change. So the library
     writes names and labels once for all sites of a layout, and the values are put in here.
@@ -141,7 +142,9 @@ class _Sites(Collector):
             self._layout, self._begins = layout, {}
             labels = [(label_value(fqn or ROOT), label_value(kind)) for fqn, kind in layout.names]
             first = {label: place for place, label in reversed(list(enumerate(labels)))}
-            self._labels, self._first = labels, sorted(first.values())
+            matters = _priorities(layout.names)
+            self._labels = labels
+            self._first = sorted(first.values(), key=lambda place: (matters[place], place))
         numbers = layout.numbers(merged, _STATS)
         columns = [column.tolist() for column in numbers]
         # NaN: nothing finite at this site; the counters tell.
@@ -184,6 +187,21 @@ class _Sites(Collector):
             for labels in self._labels:
                 family.add_metric(labels, 0.0)
             yield family
+
+
+def _priorities(names: Sequence[tuple[str, str]]) -> list[int]:
+    """Return for each site, by FQN and kind, what is given room first: 0 is first.
+
+    Modules that hold others say of a fault in which block it lies, and a model has few of them.
+    Then gradients: in execution order alone they are behind all outputs, so all of them would go.
+    Which sites have room does not depend on their numbers: series would come and go with these.
+    """
+    modules = {fqn for fqn, kind in names if kind in _OF_MODULES}
+    holders = {fqn[:at] for fqn in modules for at, letter in enumerate(fqn) if letter == "."}
+    return [
+        0 if fqn in holders or not fqn else 1 if kind.startswith("grad") else 2
+        for fqn, kind in names
+    ]
 
 
 def _generate(collector: Collector, *, openmetrics: bool) -> bytes:

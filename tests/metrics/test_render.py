@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 from dataclasses import replace
 
@@ -347,6 +348,29 @@ def test_the_cap_keeps_ranks_then_sites_in_execution_order_and_counts_the_rest()
     assert said in exposition.render(view, False)
     more = a_view(merged=record([Site(f"m{i:04d}", "output") for i in range(4001)]))
     assert f"_total {float(refused + 3)}\n".encode() in exposition.render(more, False)
+
+
+def test_blocks_then_gradients_have_room_before_the_outputs_of_leaves() -> None:
+    blocks = [f"blocks.{i}" for i in range(2)]
+    leaves = [f"{block}.{leaf}" for block in blocks for leaf in ("up", "down")]
+    outputs = [Site(fqn, "output") for fqn in [*leaves, *blocks]]
+    gradients = [Site(fqn, "grad_output") for fqn in reversed([*leaves, *blocks])]
+    of_parameters = [Site(f"{fqn}.weight", "grad") for fqn in leaves]
+    view = a_view(merged=record([*outputs, *gradients, *of_parameters]))
+    per_rank = len(series(view)) - 3 * len(outputs + gradients + of_parameters)
+
+    def shown(sites: int) -> set[tuple[str, str]]:
+        lines = Exposition(per_rank + 3 * sites).render(view, False).decode().splitlines()
+        found = [re.match(r'ddpprobe_site_rms{fqn="(.*)",kind="(.*)"}', line) for line in lines]
+        return {(match[1], match[2]) for match in found if match}
+
+    of_blocks = {(fqn, kind) for fqn in blocks for kind in ("output", "grad_output")}
+    of_gradients = {(fqn, "grad_output") for fqn in leaves} | {
+        (site.fqn, "grad") for site in of_parameters
+    }
+    assert shown(4) == of_blocks
+    assert shown(12) == of_blocks | of_gradients
+    assert shown(13) == of_blocks | of_gradients | {(leaves[0], "output")}
 
 
 def test_a_site_that_was_not_observed_once_is_absent_once() -> None:
