@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 from ddpprobe.daemon.requests import Request
-from ddpprobe.records.events import Ended
+from ddpprobe.records.events import Ended, Told
+from ddpprobe.records.fate import Fate
 from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import KINDS, PLACEMENTS, SEVERAL, FirstBad, Site, StepRecord
 
@@ -82,12 +83,12 @@ class KnownSites:
         return True
 
 
-def fault_of_ranks(delivery: StepRecord | Ended | Request, node: str, claims: Claims) -> str:
+def fault_of_ranks(delivery: StepRecord | Ended | Request | Told, node: str, claims: Claims) -> str:
     """Say for which ranks a node may not speak, "" if it may for all of them."""
     if isinstance(delivery, Request):
         ranks: tuple[int, ...] = (delivery.rank,)
-    elif isinstance(delivery, Ended):
-        ranks = delivery.ranks
+    elif isinstance(delivery, Told):
+        ranks = (delivery.fate.rank,)
     else:
         ranks = delivery.ranks
     if not claims.hold(node, ranks):
@@ -102,6 +103,23 @@ def fault_of_step(delivery: StepRecord | Request, horizon: float) -> str:
     if 0 <= delivery.step <= horizon + AHEAD_STEPS:
         return ""
     return f"step {delivery.step}, while the job is at {horizon}"
+
+
+def fault_of_fate(fate: Fate, node: str) -> str:
+    """Say what in the end of a rank its node's daemon would not say, "" if it may be taken.
+
+    In which order processes ended only a daemon's own eyes have seen (`Fate.witness`): another
+    one's name there would order these ends among those of its ranks.
+    """
+    if fate.node != node or (fate.witness and not fate.witness.startswith(f"{node}/")):
+        return "an end of a rank that another node's daemon has seen"
+    error = fate.error
+    said = (error.type, error.message, error.where) if error is not None else ()
+    if max(map(len, (fate.how, fate.witness, fate.launcher, *said))) > MAX_NAME:
+        return f"an end of a rank with a text of more than {MAX_NAME} characters"
+    clock = fate.clock
+    numbers = (fate.time_ns, fate.order, *((clock.steps, clock.micro, clock.step) if clock else ()))
+    return "" if max(numbers) < MOST_ORDER else "an end of a rank with a number that cannot be"
 
 
 def fault_of_wish(taken: Collection[int], step: int) -> str:

@@ -22,7 +22,7 @@ from ddpprobe.daemon.requests import Request, RequestFiles
 from ddpprobe.daemon.spool_carrier import SpoolCarrier
 from ddpprobe.detectors.suite import default_suite, recorded
 from ddpprobe.ends.judge import RUNNING
-from ddpprobe.records.events import Ended
+from ddpprobe.records.events import Ended, Told
 from ddpprobe.records.gather import Gather
 from ddpprobe.records.step import Anomaly, StepRecord
 from ddpprobe.rundir import heartbeat, paths
@@ -174,13 +174,14 @@ class Attempt:
         self._collect_exits()
         while sum(self._read(rank, now) for rank in self.ranks.values()):
             self._take_merged(self.gather.ready(now) if self.gather is not None else [])
+        if self.gather is not None:
+            # What is ahead of this node's ranks is a later daemon's, if there is one.
+            self._collect(self.gather, now, math.inf if ended else self._upto(more=False))
         self._look_at_ends(over=ended)
         for rank in self.ranks.values():
             rank.tail.close()
         if self.gather is None or self.daemon_journal is None:
             return
-        # What is ahead of this node's ranks is a later daemon's, if there is one.
-        self._collect(self.gather, now, math.inf if ended else self._upto(more=False))
         self._take_merged(self.gather.drain())
         self._close_orders()
         if not ended:
@@ -270,10 +271,10 @@ class Attempt:
         own |= {"world_size": meta["world_size"], "run_id": meta["run_id"], "role": "daemon"}
         directory = self.run.daemon_journal(self.number, self.node)
         own |= {"pid": os.getpid(), "pid_start": own_start()}
-        self.daemon_journal = DaemonJournal(
-            directory, own, default_suite(recorded(meta.get("detectors")))
-        )
-        self.ends = Ends(self.number, self.node, self.world_size, self.daemon_journal)
+        judging = default_suite(recorded(meta.get("detectors")))
+        self.daemon_journal = DaemonJournal(directory, own, judging)
+        way = None if self.is_head or self._pusher is None else self._pusher.say
+        self.ends = Ends(self.number, self.node, self.world_size, self.daemon_journal, way)
         self._board = OrderBoard(self.run.orders(self.number, self.node))
         if self.is_head:
             nodes = self.nodes_expected or 1
@@ -319,6 +320,9 @@ class Attempt:
                     gather.mark_dead(rank)
             elif isinstance(delivery, Request):
                 self._ask(delivery)
+            elif isinstance(delivery, Told):
+                if self.ends is not None:
+                    self.ends.hear(delivery.fate)
             else:
                 gather.add(delivery, now, final=True)
         return len(deliveries)

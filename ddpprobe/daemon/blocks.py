@@ -1,11 +1,11 @@
-"""Decoding what a node pushes: tables, records, and three kinds of events."""
+"""Decoding what a node pushes: tables, records, and four kinds of events."""
 
 from __future__ import annotations
 
 from itertools import islice
 
 from ddpprobe.daemon.requests import Request
-from ddpprobe.records.events import Asking, Ended, Wish
+from ddpprobe.records.events import Asking, Ended, Told, Wish
 from ddpprobe.records.step import StepRecord
 from ddpprobe.rundir import framing, validate
 from ddpprobe.rundir.framing import Frame, NameTables
@@ -27,7 +27,7 @@ class Refusal(ValueError):
         self.status, self.reason = status, reason
 
 
-Delivery = StepRecord | Ended | Request
+Delivery = StepRecord | Ended | Request | Told
 
 
 def decode(block: bytes) -> list[Delivery | Asking]:

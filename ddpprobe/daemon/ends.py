@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ddpprobe.daemon.daemon_journal import DaemonJournal
@@ -27,6 +28,8 @@ from ddpprobe.ends.judge import (
 from ddpprobe.ends.rank_ends import CLEAN
 from ddpprobe.ends.stalls import is_still
 from ddpprobe.records import events
+from ddpprobe.records.events import Told
+from ddpprobe.records.fate import Fate
 from ddpprobe.records.node_view import FirstFailure
 from ddpprobe.rundir.processes import own_start
 
@@ -38,28 +41,45 @@ SETTLED_SECONDS = 5.0
 class Ends:
     """Gathers what a node's ranks end by, and writes down what comes of it.
 
+    The daemon of the head knows only by hearsay how the ranks of other nodes end: each node's tells
+    what it knows of its own, as soon as there is something to tell, and again if that changes.
+
     Args:
         attempt: its number.
         node: this node.
         world_size: ranks of the job.
         daemon_journal: where it is written down.
+        tell: takes what the head is to know; None: this is the head, or there is no way to it.
 
     Attributes:
         end: what is known now.
     """
 
     def __init__(
-        self, attempt: int, node: str, world_size: int, daemon_journal: DaemonJournal
+        self,
+        attempt: int,
+        node: str,
+        world_size: int,
+        daemon_journal: DaemonJournal,
+        tell: Callable[[Told], None] | None = None,
     ) -> None:
         self.end = End(RUNNING)
         self._attempt, self._node, self._world = attempt, node, world_size
         self._daemon_journal = daemon_journal
+        self._tell = tell
+        self._said: dict[int, Fate] = {}  # to the head, or as the head's, written down
+        self._heard: dict[int, Fate] = {}  # as the head's, from other nodes
         self._witness = f"{node}/{os.getpid()}/{own_start()}"
         self._case = Case(())
         self._since = time.monotonic()
         self._told = End(RUNNING)
         self._told_launcher = False
         self._beaten: dict[int, int] = {}  # when each rank gave its last sign of life
+
+    def hear(self, fate: Fate) -> None:
+        """Take what another node's daemon knows of one of its ranks."""
+        self._heard[fate.rank] = fate
+        self._daemon_journal.evidence.take_event(events.FateEvent(fate=fate), None)
 
     def look(
         self, ranks: Mapping[int, LocalRank], launcher: Exit | None = None, *, over: bool
@@ -90,25 +110,27 @@ class Ends:
         if all(rank.spent for rank in gone.values()):
             self._note(gone)
         live = any(rank.exit is None for rank in ranks.values()) and not over
-        self._case = evidence.case(
-            self._world, live=live, partial=len(ranks) < self._world,
-        )  # fmt: skip
-        self._say(judge(self._case), settled=over)
+        partial = len({*ranks, *evidence.told}) < self._world
+        self._case = evidence.case(self._world, live=live, partial=partial)
+        self._report()
+        if over:
+            self._tell = None  # behind a node's last word the head takes nothing of the attempt
+        self._say(judge(self._case), over=over)
 
     @property
     def is_well(self) -> bool:
         """Whether all ranks of this node ended well, whatever is known of the others."""
-        return is_well(self._case)
+        return is_well(replace(self._case, fates=self._own))
 
     @property
     def awaits_launcher(self) -> bool:
         """Whether how the launcher ends may decide what is not decided."""
-        open_ = [f for f in self._case.fates if f.heard and f.may_be_handled and not f.launcher]
+        open_ = [f for f in self._own if f.may_be_handled and not f.launcher]
         return self.end.state == UNDECIDED and any(f.how in {"", CLEAN} for f in open_)
 
     @property
     def first_failure(self) -> FirstFailure | None:
-        """The rank of this node that is known to have failed first, if it is known."""
+        """The rank that is known to have failed first, if it is known; the head's may be any."""
         if self.end.state not in {CRASHED, HUNG} or len(self.end.ranks) != 1:
             return None
         fate = next(f for f in self._case.fates if f.rank == self.end.ranks[0])
@@ -143,14 +165,40 @@ class Ends:
                 step = fate.clock.step if fate.clock else -1
                 self._daemon_journal.death(number, how_of(fate), fate.time_ns, step)
 
-    def _say(self, end: End, *, settled: bool) -> None:
+    def _say(self, end: End, *, over: bool) -> None:
         if end != self.end:
             self.end, self._since = end, time.monotonic()
-        settled |= time.monotonic() - self._since > SETTLED_SECONDS
-        if settled and end != self._told and end.state != RUNNING:
+        settled = over or time.monotonic() - self._since > SETTLED_SECONDS
+        new = end != self._told and end.state != RUNNING
+        if over or (settled and new):
+            self._write_heard()  # not earlier: a node that says it again and again fills no disk
+        if settled and new:
             self._told = end
             found = anomalies_of(end, self._case, self._attempt, self._daemon_journal.causes)
             self._daemon_journal.lose(end, found)
+
+    def _write_heard(self) -> None:
+        """Write down what other nodes have told of their ranks, for a successor and for readers."""
+        for rank, fate in self._heard.items():
+            if self._said.get(rank) != fate:
+                self._said[rank] = fate
+                self._daemon_journal.say(events.FateEvent(fate=fate))
+
+    @property
+    def _own(self) -> tuple[Fate, ...]:
+        """What is known of the ranks of this node."""
+        return tuple(fate for fate in self._case.fates if fate.node == self._node)
+
+    def _report(self) -> None:
+        """Tell the head of this node's ranks, once any of them ended or stands still."""
+        if self._tell is None:
+            return
+        if not self._said and not any(map(_is_telling, self._own)):
+            return
+        for fate in self._own:
+            if not _is_same(fate, self._said.get(fate.rank)):
+                self._said[fate.rank] = fate
+                self._tell(Told(self._attempt, fate))
 
     def _look_at_processes(self, ranks: Mapping[int, LocalRank]) -> None:
         """Write down who is suspended, and that nobody moves although everybody lives."""
@@ -173,6 +221,18 @@ class Ends:
             self._daemon_journal.say(
                 (events.StalledEvent if still else events.MovingEvent)(time_ns=now)
             )
+
+
+def _is_telling(fate: Fate) -> bool:
+    """Whether the head has to know of a rank for its verdict: it trains no more."""
+    return bool(fate.how or fate.closed or fate.suspended or fate.stalled)
+
+
+def _is_same(fate: Fate, said: Fate | None) -> bool:
+    """Whether nothing new is to be told of a rank; that one which trains went on is nothing new."""
+    if said is None:
+        return False
+    return fate == (said if _is_telling(fate) else replace(said, clock=fate.clock))
 
 
 def _is_suspended(rank: LocalRank) -> bool:

@@ -18,7 +18,7 @@ from ddpprobe.daemon import admission, blocks
 from ddpprobe.daemon.admission import Claims, KnownSites
 from ddpprobe.daemon.blocks import Delivery, Refusal
 from ddpprobe.daemon.requests import Request
-from ddpprobe.records.events import Asking, Ended
+from ddpprobe.records.events import Asking, Ended, Told
 from ddpprobe.records.step import StepRecord
 from ddpprobe.rundir import paths, safe_read
 from ddpprobe.rundir.orders import Order, encode
@@ -317,6 +317,9 @@ class GatherQueue:
             yield "attempt", f"attempt {delivery.attempt} is not under way"
         yield "ranks", admission.fault_of_ranks(delivery, peer.name, self._claims)
         if isinstance(delivery, Ended):
+            return
+        if isinstance(delivery, Told):
+            yield "fate", admission.fault_of_fate(delivery.fate, peer.name)
             return
         yield "step", admission.fault_of_step(delivery, horizon)
         if isinstance(delivery, Request):

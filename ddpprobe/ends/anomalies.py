@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ddpprobe.detectors.suite import DETECTORS, follows
-from ddpprobe.ends.evidence import Case, Fate
+from ddpprobe.ends.evidence import Case
 from ddpprobe.ends.judge import (
     BAD,
     CRASHED,
@@ -18,6 +18,7 @@ from ddpprobe.ends.judge import (
     is_failed,
 )
 from ddpprobe.records.events import FirstCauseEvent
+from ddpprobe.records.fate import Fate
 from ddpprobe.records.step import PHASES, Anomaly
 from ddpprobe.rundir import framing
 

@@ -17,101 +17,22 @@ from ddpprobe.records.events import (
     DeathEvent,
     Event,
     ExitEvent,
+    FateEvent,
     HandlesEvent,
     JobEvent,
     LastBeatsEvent,
     LauncherEvent,
     MovingEvent,
     PausedEvent,
-    RaisedError,
     ResumedEvent,
     StalledEvent,
     SuspendedEvent,
 )
+from ddpprobe.records.fate import Fate, Progress
 from ddpprobe.records.step import STEP_PHASES
 from ddpprobe.rundir.heartbeat import STATES, Heartbeat
 
 UNKNOWN = "unknown"  # it ended, and nobody saw how
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a rank had come: `steps` finished, then the micro-batch and the phase within.
-
-    `step` is the number of the optimizer step, `phase` one of `STEP_PHASES`.
-    """
-
-    steps: int
-    micro: int
-    phase: str
-    step: int
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """What orders two ranks of a job; behind a step comes the data of the next one."""
-        place = STEP_PHASES.index(self.phase)
-        return self.steps, self.micro if place else -1, place
-
-
-@dataclass(frozen=True, slots=True)
-class Fate:
-    """What is known of the end of one rank.
-
-    Attributes:
-        rank, node: which one.
-        how: "SIGKILL", "exit:3", "unknown" (nobody saw it); "" while it is not known to have ended.
-        order: in one daemon's eyes, a number that is less than that of every process that was
-            proven to live after this one's death; -1: nothing is proven.
-        witness: which daemon's eyes; orders of different ones say nothing.
-        time_ns: Unix time at which the end was noticed; 0: not known.
-        closed: it said that nothing more will come.
-        raised: and that an exception was the reason.
-        error: the exception, also one that was under way when it said so.
-        sets_handlers: its script handles SIGTERM or SIGINT itself.
-        handles: and, as it closed, a handler of these had run, or may have.
-        at_exit: it closed at the end of its interpreter; its script had not said that it was over.
-        asked: it closed in such a handler, or on its way to sys.exit() out of one.
-        beat_closed: its last heartbeat says that it closed.
-        clock: how far it had come; None: not known.
-        suspended: it was stopped (SIGSTOP) when last looked at.
-        stalled: all ranks of its node lived and stood still for much longer than a step takes.
-        heard: anything was heard of it at all.
-        dead: a daemon wrote it down as a death.
-        paused: it had said that it does something else than training.
-        launcher: how the torchrun that started it ended, as `how`; "" if that is not known.
-    """
-
-    rank: int
-    node: str = ""
-    how: str = ""
-    order: int = -1
-    witness: str = ""
-    time_ns: int = 0
-    closed: bool = False
-    raised: bool = False
-    error: RaisedError | None = None
-    sets_handlers: bool = False
-    handles: bool = False
-    at_exit: bool = False
-    asked: bool = False
-    beat_closed: bool = False
-    clock: Progress | None = None
-    suspended: bool = False
-    stalled: bool = False
-    heard: bool = False
-    dead: bool = False
-    paused: bool = False
-    launcher: str = ""
-
-    @property
-    def may_be_handled(self) -> bool:
-        """Whether its end may be the doing of its script's handler of a signal."""
-        return self.handles if self.closed else self.sets_handlers
-
-    def died_before(self, other: Fate) -> bool:
-        """Whether the other one was seen alive after this one's death."""
-        same = self.witness == other.witness and min(self.order, other.order) >= 0
-        return same and self.order < other.order
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +57,7 @@ class Evidence:
     """Gathers what events and heartbeats say; see `case`."""
 
     _fates: dict[int, Fate] = field(default_factory=dict)
+    _told: dict[int, Fate] = field(default_factory=dict)  # of other nodes' ranks, second-hand
     _stalls: dict[str, tuple[int, bool]] = field(default_factory=dict)  # node -> (when, still)
     _suspended: dict[int, tuple[int, bool]] = field(default_factory=dict)
     _launchers: dict[str, str] = field(default_factory=dict)  # node -> how it ended
@@ -168,6 +90,8 @@ class Evidence:
             case LauncherEvent():
                 if self._launchers.get(node, UNKNOWN) == UNKNOWN:
                     self._launchers[node] = event.how
+            case FateEvent():
+                self._told[event.fate.rank] = event.fate
             case LastBeatsEvent():
                 for number, beat in event.ranks.items():
                     self._beaten(number, node, beat)
@@ -197,16 +121,14 @@ class Evidence:
             stalled: nobody moves just now, whether or not a daemon has written it down.
             partial: see `Case`.
         """
-        numbers = {*range(world_size), *self._fates}
-        fates = []
-        for rank in sorted(numbers):
-            fate = self._fates.get(rank, Fate(rank))
-            still = stalled or self.is_stalled(fate.node)
-            launcher = self._launchers.get(fate.node, "")
-            fates.append(
-                replace(fate, suspended=self.is_suspended(rank), stalled=still, launcher=launcher)
-            )
-        return Case(tuple(fates), live, partial, self._scheduler)
+        numbers = sorted({*range(world_size), *self._fates, *self._told})
+        fates = tuple(self._fate(rank, stalled=stalled) for rank in numbers)
+        return Case(fates, live, partial, self._scheduler)
+
+    @property
+    def told(self) -> set[int]:
+        """Ranks of which another node's daemon has told."""
+        return set(self._told)
 
     def is_stalled(self, node: str) -> bool:
         """Whether the daemon of a node said last that its ranks stand still."""
@@ -215,6 +137,17 @@ class Evidence:
     def is_suspended(self, rank: int) -> bool:
         """Whether its daemon said last that a rank is suspended."""
         return self._suspended.get(rank, (0, False))[1]
+
+    def _fate(self, rank: int, *, stalled: bool) -> Fate:
+        """Return what is known of a rank: of what it left here, or else what was told of it."""
+        if rank not in self._fates and rank in self._told:
+            told = self._told[rank]
+            return replace(told, stalled=stalled or told.stalled)
+        fate = self._fates.get(rank, Fate(rank))
+        return replace(
+            fate, suspended=self.is_suspended(rank), stalled=stalled or self.is_stalled(fate.node),
+            launcher=self._launchers.get(fate.node, ""),
+        )  # fmt: skip
 
     def _set(self, rank: int, node: str, **facts: Any) -> None:  # noqa: ANN401
         known = self._fates.get(rank, Fate(rank))

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpprobe.ends.evidence import UNKNOWN, Case, Fate, named
+from ddpprobe.ends.evidence import UNKNOWN, Case, named
 from ddpprobe.ends.rank_ends import (
     ABORTED,
     ABSENT,
@@ -32,6 +32,7 @@ from ddpprobe.ends.rank_ends import (
     asked_in_words,
     may_be_told,
 )
+from ddpprobe.records.fate import Fate
 
 RUNNING, ENDED, STOPPED = "running", "ended", "stopped"
 CRASHED, HUNG, VANISHED, UNDECIDED = "crashed", "hung", "vanished", "unknown"
@@ -340,8 +341,7 @@ def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
     step, phase = _step(stuck), _phase(stuck)
     ranks = tuple(f.rank for f in stuck)
     if parts.case.partial or parts.has(ABSENT):
-        text = f"no rank that is seen here moved on ({_where(stuck)} is behind), and the one that "
-        text += "was first may be elsewhere"
+        text = f"no rank seen here moved on ({_where(stuck)} is behind); the first may be elsewhere"
         return End(HUNG, (), "hang", step, phase, text)
     if len(stuck) == 1 and stuck[0].suspended:
         text, how = f"{_where(stuck)}, was suspended (SIGSTOP) and did not go on", "SIGSTOP"

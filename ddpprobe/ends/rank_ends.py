@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ddpprobe.ends.evidence import UNKNOWN, Case, Fate
+from ddpprobe.ends.evidence import UNKNOWN, Case
+from ddpprobe.records.fate import Fate
 
 CLEAN = "exit:0"
 _ASKED = ("SIGTERM", "SIGINT", "SIGHUP")

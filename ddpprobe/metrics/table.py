@@ -206,7 +206,7 @@ METRICS: tuple[Metric, ...] = (
           lambda r: r.steps),
     _rank("skipped_steps_total", "steps", "Steps a GradScaler skipped because of inf; many in a row mean that the loss scale cannot recover.",
           lambda r: r.skipped_steps),
-    _row("first_failure_timestamp_seconds", "seconds", "Unix time of the end of the rank of this node that is known to be the cause; start the search there. Absent where that is not decided: job_state and ddpprobe anomalies RUN name the candidates.",
+    _row("first_failure_timestamp_seconds", "seconds", "Unix time of the end of the rank that is known to be the cause, of this node or (head node) of any; start the search there. Absent where that is not decided: job_state and ddpprobe anomalies RUN name the candidates.",
          ("rank", "signal"), _first_failure),
     # Time
     _row("step_phase_seconds_total", "seconds", "Host time in each phase of the step; the straggler has the most own work and the shortest backward.",

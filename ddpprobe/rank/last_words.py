@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
 
 from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT, is_called_by_a_signal, stack
-from ddpprobe.records.events import ClosedEvent, RaisedError
+from ddpprobe.records.events import ClosedEvent
+from ddpprobe.records.fate import RaisedError
 
 MAX_MESSAGE = 300  # characters
 MAX_CHAIN = 16  # exceptions, each raised while the one before it was handled

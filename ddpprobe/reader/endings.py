@@ -79,7 +79,7 @@ def _case(merged_reader: MergedReader, attempt: int, *, live: bool) -> Case:
     # A copy of what was uploaded tells of no process: what is not sealed may go on.
     open_ended = not any(isinstance(e.what, SealedEvent) for e in events)
     copied = open_ended and url_of(merged_reader.run.path) is not None
-    partial = bool(set(range(world)) - set(ranks)) or copied
+    partial = bool(set(range(world)) - set(ranks) - evidence.told) or copied
     still = live and bool(present) and is_still(present, time.time_ns())
     return evidence.case(world, live=live, stalled=still, partial=partial)
 

@@ -13,34 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
-Rank = Annotated[int, "rank"]  # not negative, and of a size that a bit mask may have
-_TIMED_OUT = re.compile(r"tim(?:ed|e) ?-?out", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class RaisedError:
-    """The exception that a rank ended by.
-
-    Attributes:
-        type: name of its class.
-        message: its text, shortened.
-        where: file, line and function of its innermost frame outside of torch; "" if not known.
-        collective: it came out of communication with other ranks.
-        asked: it was raised by a handler of a signal, or is a KeyboardInterrupt.
-    """
-
-    type: str = ""
-    message: str = ""
-    where: str = ""
-    collective: bool = False
-    asked: bool = False
-
-    @property
-    def timed_out(self) -> bool:
-        """Whether the others were waited for in vain."""
-        return self.collective and bool(_TIMED_OUT.search(f"{self.type} {self.message}"))
+from ddpprobe.records.fate import Fate, RaisedError, Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,6 +278,13 @@ class ExitEvent(_Place):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FateEvent:
+    """The head's daemon was told by another node's how one of its ranks ended."""
+
+    fate: Fate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedEvent:
     """The attempt is over, and everything of it was merged."""
 
@@ -411,6 +393,14 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """What is known of the end of one of its ranks, or of one that moves no more."""
+
+    attempt: int
+    fate: Fate
+
+
+@dataclass(frozen=True, slots=True)
 class Wish:
     """A `TriggerEvent` of one of its ranks, whose `cause` names it."""
 
@@ -422,18 +412,19 @@ class Wish:
 
 Event = (
     BlindEvent | BudgetEvent | CapturedEvent | ClosedEvent | ContinuedEvent | DeathEvent
-    | DroppedEvent | EndEvent | ExitEvent | FinishedEvent | FirstCauseEvent | FuseEvent
-    | HandlesEvent | JobEvent | LastBeatsEvent | LateOrderEvent | LauncherEvent | MovingEvent
-    | NoteEvent | OrderEvent | OrderDroppedEvent | PausedEvent | PinnedEvent | PushedEvent
-    | ResumedEvent | SealedEvent | SitesEvent | StalledEvent | SteadyEvent | SuspendedEvent
-    | TopologyEvent | TriggerEvent | UncapturedEvent | UnkeptEvent | UnsampledEvent
+    | DroppedEvent | EndEvent | ExitEvent | FateEvent | FinishedEvent | FirstCauseEvent
+    | FuseEvent | HandlesEvent | JobEvent | LastBeatsEvent | LateOrderEvent | LauncherEvent
+    | MovingEvent | NoteEvent | OrderEvent | OrderDroppedEvent | PausedEvent | PinnedEvent
+    | PushedEvent | ResumedEvent | SealedEvent | SitesEvent | StalledEvent | SteadyEvent
+    | SuspendedEvent | TopologyEvent | TriggerEvent | UncapturedEvent | UnkeptEvent
+    | UnsampledEvent
 )  # fmt: skip
 KINDS = {
     re.sub(r"\B([A-Z])", r"_\1", kind.__name__.removesuffix("Event")).lower(): kind
     for kind in get_args(Event)
 }
-Message = Asking | Ended | Wish
-MESSAGES = {"orders": Asking, "ended": Ended, "trigger": Wish}
+Message = Asking | Ended | Told | Wish
+MESSAGES = {"orders": Asking, "ended": Ended, "told": Told, "trigger": Wish}
 _NAMES = {kind: name for kinds in (KINDS, MESSAGES) for name, kind in kinds.items()}
 
 

@@ -50,7 +50,7 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class FirstFailure:
-    """The rank of this node that is known to be the cause; `signal` as `ends.judge.End.how`."""
+    """The rank known to be the cause, of this node or (head) of any; `signal` as `End.how`."""
 
     rank: int
     signal: str

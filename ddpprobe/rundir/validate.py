@@ -13,7 +13,8 @@ from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from ddpprobe.records import events
-from ddpprobe.records.events import MESSAGES, Event, Message, Rank
+from ddpprobe.records.events import MESSAGES, Event, Message
+from ddpprobe.records.fate import Rank
 from ddpprobe.records.step import KINDS, LEVELS, PHASES, SEVERAL, Anomaly, FirstBad
 
 MAX_RANKS = 1 << 24  # a rank beyond is nonsense, for which no bit mask is allocated

@@ -24,7 +24,10 @@ from ddpprobe.daemon.blocks import Refusal
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.server import Server
 from ddpprobe.rank import join
+from ddpprobe.records.events import Told, to_json
+from ddpprobe.records.fate import Fate, Progress, RaisedError
 from ddpprobe.records.gather import Gather
+from ddpprobe.records.node_view import FirstFailure
 from ddpprobe.records.step import Site, StepRecord
 from ddpprobe.rundir import framing, orders
 from ddpprobe.rundir.roster import Roster, Shared, digest, new_secret
@@ -226,6 +229,56 @@ def test_ended_is_said_of_a_node_s_own_ranks_only(job) -> None:
         assert job.push(1, {"event": "ended", "attempt": 0, "ranks": ranks}) == 409
     job.look()
     assert job.head.gather.waiting_for == frozenset(range(6))
+
+
+DIED = Fate(
+    3, "node_0001", "SIGKILL", order=0, witness="node_0001/7/1.5", time_ns=5, heard=True,
+    clock=Progress(12, 0, "forward", 12),
+)  # fmt: skip
+UNTRUE: dict[str, Any] = {
+    "of the head's rank": {"rank": 0},
+    "of another node's rank": {"rank": 4},
+    "of a rank beyond the world": {"rank": 9},
+    "on another node": {"node": "node_0000"},
+    "seen by the head itself": {"witness": "node_0000/7/1.5"},
+    "with a text without end": {"how": "x" * 5000},
+    "by an exception without end": {"error": RaisedError("E", "x" * 5000)},
+    "after all times": {"time_ns": 2**62},
+    "in a step of another age": {"clock": Progress(2**62, 0, "data", 0)},
+}
+
+
+def test_the_head_names_a_rank_that_another_node_saw_die_or_stopped(job) -> None:
+    go_on(job, 1, 3)
+    suspended = replace(DIED, how="", order=-1, witness="", time_ns=0, suspended=True)
+    others = [Fate(n, f"node_{n // 2:04d}", heard=True) for n in (2, 4, 5)]
+    for told in (suspended, *others):
+        assert job.push(told.rank // 2, to_json(Told(0, told))) == 204
+    job.look()
+    job.look()
+    assert (job.head.state, job.head.ends.end.ranks) == ("hung", (3,))
+    assert job.head.ends.stuck == {3: "forward"}
+    assert job.push(1, to_json(Told(0, DIED))) == 204
+    job.look()
+    job.look()
+    assert (job.head.state, job.head.ends.end.ranks) == ("crashed", (3,))
+    assert job.head.ends.first_failure == FirstFailure(3, "SIGKILL", 5)
+
+
+@pytest.mark.parametrize("change", UNTRUE.values(), ids=UNTRUE)
+def test_an_end_that_a_node_cannot_have_seen_is_refused(job, change) -> None:
+    go_on(job, 1, 3)
+    assert job.push(1, to_json(Told(0, replace(DIED, **change)))) == 409
+    job.look()
+    job.look()
+    assert job.head.state == "running"
+    assert job.gather_queue.refused.total() == 1
+
+
+def test_an_end_in_a_phase_that_does_not_exist_is_no_message(job) -> None:
+    said = to_json(Told(0, DIED))
+    said["fate"]["clock"]["phase"] = "lunch"
+    assert job.push(1, said) == 400
 
 
 def test_without_a_roster_a_rank_is_of_the_first_node_that_spoke_for_it(tmp_path) -> None:
@@ -638,10 +691,10 @@ def garbage(rng: random.Random, job: Cluster, node: int, step: int) -> bytes:
         case 2:
             data = bytearray(rng.randbytes(rng.randrange(200)))
         case 3:
-            events = ("ended", "trigger", "orders", "closed", "")
+            events = ("ended", "trigger", "orders", "told", "closed", "")
             absurd = (0, -1, 2**62, 10**400, 1e308, "x", None, [], {}, True, -5)
             event = {"event": rng.choice(events), "cause": f"trigger/{rng.randrange(200)}/1"}
-            for name in ("attempt", "ranks", "last", "step", "reason"):
+            for name in ("attempt", "ranks", "last", "step", "reason", "fate"):
                 event[name] = rng.choice(absurd)
             data = bytearray(block(event))
     return bytes(data)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ddpprobe
-from ddpprobe.ends.evidence import Fate
+from ddpprobe.records.fate import Fate
 
 from .. import conftest, prometheus_harness
 from . import real_job

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -47,8 +48,12 @@ def port() -> int:
     return real_job.free_port()
 
 
-def start_ranks(nodes: list[Harness], **spec: object) -> list[subprocess.Popen[bytes]]:
+def start_ranks(
+    nodes: list[Harness], killed: int | None = None, **spec: object
+) -> list[subprocess.Popen[bytes]]:
     """Four ranks, two a node; rank 2, on the node that is not the head, goes bad at step 30.
+
+    One may be killed (SIGKILL) behind its last step.
 
     They begin together: a head waits five seconds for the slowest one, and no machine is that fast.
     """
@@ -57,6 +62,8 @@ def start_ranks(nodes: list[Harness], **spec: object) -> list[subprocess.Popen[b
     for rank in range(4):
         bad = 30 if rank == 2 else None
         given = {"node": rank // 2, "local_world_size": 2, "bad": bad, "world": 4, **spec}
+        if rank == killed:
+            given |= {"closed": False, "signal": signal.SIGKILL}
         started.append(nodes[rank // 2].rank(rank, gate=str(gate), **given))
     wait(lambda: all(nodes[r // 2].journal_of(r, r // 2, attempt) for r in range(4)), 60)
     gate.touch()
@@ -214,12 +221,12 @@ def test_a_wrong_token_is_refused_and_hurts_nobody(nodes, port) -> None:
     assert {(r.ranks, r.missing) for r in records} == {((0, 1), (2, 3))}
 
 
-def test_a_restarted_job_with_a_new_head_and_new_secrets_gathers(nodes, port) -> None:
+def test_a_restarted_job_with_a_new_head_gathers_and_names_who_dies_elsewhere(nodes, port) -> None:
     """The other node's daemon lingers through the restart and is told in the ranks' journals."""
     head, other = nodes
 
-    def start(attempt: int, url: str) -> list[subprocess.Popen[bytes]]:
-        return start_ranks(nodes, steps=40, attempt=attempt, head_url=url)
+    def start(attempt: int, url: str, **spec: object) -> list[subprocess.Popen[bytes]]:
+        return start_ranks(nodes, steps=40, attempt=attempt, head_url=url, **spec)
 
     agree(nodes, 0)
     daemon = other.daemon(1, "--head", "http://127.0.0.1:1", token=None, linger=60.0)
@@ -231,7 +238,8 @@ def test_a_restarted_job_with_a_new_head_and_new_secrets_gathers(nodes, port) ->
     gather = ["--gather-listen", "127.0.0.1:0"]
     leader = head.daemon(0, *gather, "--wait", "60", token=None)
     said = wait(head.said)
-    assert [r.wait(30 * PATIENCE) for r in start(1, f"http://{said['gather']}")] == [0] * 4
+    ranks = start(1, f"http://{said['gather']}", bad=None, killed=3)
+    assert [r.wait(30 * PATIENCE) for r in ranks] == [0, 0, 0, -signal.SIGKILL]
     assert leader.wait(40 * PATIENCE) == 0
     daemon.terminate()
     assert daemon.wait(20 * PATIENCE) == 0
@@ -239,6 +247,12 @@ def test_a_restarted_job_with_a_new_head_and_new_secrets_gathers(nodes, port) ->
         group = daemon_harness.StoredGroup(head.run, f"attempt_{attempt:03d}/merged")
         merged = [(r.step, r.ranks) for r in group.records(attempt)]
         assert merged == [(step, (0, 1, 2, 3)) for step in range(40)]
+    # The head has heard how all ended, and so has who reads its disk alone.
+    assert [head.life("end", attempt=n)[-1]["state"] for n in (0, 1)] == ["ended", "crashed"]
+    told = [(c["detector"], c["rank"], c["step"]) for c in head.life("first_cause", attempt=1)]
+    assert told == [("rank_lost", 3, 40)]
+    found = ddpprobe.open(head.run.path).anomalies()
+    assert [(a.level, a.rank) for a in found if a.detector == "rank_lost"] == [("page", 3)]
 
 
 def test_a_hostile_node_with_its_own_secret_changes_nothing_and_metrics_stay_alive(nodes) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from ddpprobe.ends.anomalies import anomalies_of
-from ddpprobe.ends.evidence import Case, Evidence, Fate, Progress
+from ddpprobe.ends.evidence import Case, Evidence
 from ddpprobe.ends.judge import End, is_well, judge
 from ddpprobe.ends.stalls import is_still
-from ddpprobe.records.events import RaisedError
+from ddpprobe.records.events import ClosedEvent, ExitEvent, FateEvent
+from ddpprobe.records.fate import Fate, Progress, RaisedError
 from ddpprobe.rundir import validate
 from ddpprobe.rundir.heartbeat import Heartbeat
 
@@ -329,6 +330,20 @@ def test_while_ranks_live_only_what_is_certain_is_said() -> None:
     assert stuck.message == (
         "rank 1, in forward of step 12, was suspended (SIGSTOP) and did not go on; rank 0 waited"
     )
+
+
+def test_what_a_node_tells_of_its_ranks_counts_where_they_left_nothing_here() -> None:
+    evidence = Evidence()
+    evidence.take_rank(0, "node_0000")
+    evidence.take_event(ClosedEvent(status="exception", error=GONE), 0, "node_0000")
+    killed = Fate(1, "node_0001", "SIGKILL", heard=True, launcher="exit:1", clock=at(12))
+    evidence.take_event(FateEvent(fate=killed), None, "node_0000")
+    case = evidence.case(2, live=False)
+    assert case.fates[1] == killed
+    assert judge(case).ranks == (1,)
+    assert evidence.told == {1}
+    evidence.take_event(ExitEvent(rank=1, how="SIGSEGV", order=0, witness="w", time_ns=5), None)
+    assert evidence.case(2, live=False).fates[1].how == "SIGSEGV"  # first-hand
 
 
 def test_where_ranks_are_missing_nobody_here_is_taken_for_them() -> None:

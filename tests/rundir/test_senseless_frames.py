@@ -51,6 +51,12 @@ OF_ENDS: tuple[dict[str, Any], ...] = (
     {"event": "job", "scheduler": "Slurm job 17"},
     {"event": "handles"},
     {"event": "launcher", "how": "exit:1", "time_ns": 5},
+    {"event": "fate", "fate": {
+        "rank": 3, "node": "node_0001", "how": "SIGKILL", "order": 0, "witness": "node_0001/7/1.5",
+        "time_ns": 5, "closed": False, "raised": False, "error": None, "sets_handlers": False,
+        "handles": False, "at_exit": False, "asked": False, "beat_closed": False,
+        "clock": {"steps": 4, "micro": 0, "phase": "forward", "step": 3}, "suspended": False,
+        "stalled": False, "heard": True, "dead": True, "paused": False, "launcher": ""}},
 )  # fmt: skip
 LATER: tuple[dict[str, Any], ...] = (
     {"event": "first_cause", "detector": "nonfinite", "step": 3, "micro": 0, "rank": 1,

@@ -1,0 +1,123 @@
+"""What is known of the end of one rank, and how far it had come."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from ddpprobe.records.step import STEP_PHASES
+
+Rank = Annotated[int, "rank"]  # not negative, and of a size that a bit mask may have
+_TIMED_OUT = re.compile(r"tim(?:ed|e) ?-?out", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class RaisedError:
+    """The exception that a rank ended by.
+
+    Attributes:
+        type: name of its class.
+        message: its text, shortened.
+        where: file, line and function of its innermost frame outside of torch; "" if not known.
+        collective: it came out of communication with other ranks.
+        asked: it was raised by a handler of a signal, or is a KeyboardInterrupt.
+    """
+
+    type: str = ""
+    message: str = ""
+    where: str = ""
+    collective: bool = False
+    asked: bool = False
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the others were waited for in vain."""
+        return self.collective and bool(_TIMED_OUT.search(f"{self.type} {self.message}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a rank had come: `steps` finished, then the micro-batch and the phase within.
+
+    `step` is the number of the optimizer step, `phase` one of `STEP_PHASES`.
+
+    Raises:
+        ValueError: there is no such phase.
+    """
+
+    steps: int
+    micro: int
+    phase: str
+    step: int
+
+    def __post_init__(self) -> None:
+        if self.phase not in STEP_PHASES:
+            raise ValueError(f"no phase {self.phase!r:.40}: it is one of {', '.join(STEP_PHASES)}")
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What orders two ranks of a job; behind a step comes the data of the next one."""
+        place = STEP_PHASES.index(self.phase)
+        return self.steps, self.micro if place else -1, place
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What is known of the end of one rank.
+
+    Attributes:
+        rank, node: which one.
+        how: "SIGKILL", "exit:3", "unknown" (nobody saw it); "" while it is not known to have ended.
+        order: in one daemon's eyes, a number that is less than that of every process that was
+            proven to live after this one's death; -1: nothing is proven.
+        witness: which daemon's eyes; orders of different ones say nothing.
+        time_ns: Unix time at which the end was noticed; 0: not known.
+        closed: it said that nothing more will come.
+        raised: and that an exception was the reason.
+        error: the exception, also one that was under way when it said so.
+        sets_handlers: its script handles SIGTERM or SIGINT itself.
+        handles: and, as it closed, a handler of these had run, or may have.
+        at_exit: it closed at the end of its interpreter; its script had not said that it was over.
+        asked: it closed in such a handler, or on its way to sys.exit() out of one.
+        beat_closed: its last heartbeat says that it closed.
+        clock: how far it had come; None: not known.
+        suspended: it was stopped (SIGSTOP) when last looked at.
+        stalled: all ranks of its node lived and stood still for much longer than a step takes.
+        heard: anything was heard of it at all.
+        dead: a daemon wrote it down as a death.
+        paused: it had said that it does something else than training.
+        launcher: how the torchrun that started it ended, as `how`; "" if that is not known.
+    """
+
+    rank: Rank
+    node: str = ""
+    how: str = ""
+    order: int = -1
+    witness: str = ""
+    time_ns: int = 0
+    closed: bool = False
+    raised: bool = False
+    error: RaisedError | None = None
+    sets_handlers: bool = False
+    handles: bool = False
+    at_exit: bool = False
+    asked: bool = False
+    beat_closed: bool = False
+    clock: Progress | None = None
+    suspended: bool = False
+    stalled: bool = False
+    heard: bool = False
+    dead: bool = False
+    paused: bool = False
+    launcher: str = ""
+
+    @property
+    def may_be_handled(self) -> bool:
+        """Whether its end may be the doing of its script's handler of a signal."""
+        return self.handles if self.closed else self.sets_handlers
+
+    def died_before(self, other: Fate) -> bool:
+        """Whether the other one was seen alive after this one's death."""
+        same = self.witness == other.witness and min(self.order, other.order) >= 0
+        return same and self.order < other.order
