@@ -207,7 +207,7 @@ max by ({_CAUSE}) (max_over_time(ddpprobe_first_cause_info[{EPISODE}] offset {EP
         "RunLost",
         "critical",
         # The node that knows which rank failed first says so; of several the earliest by its clock.
-        # No word where the head says that the end followed from a first cause, which is told; nor,
+        # No word while a launcher lives that may start the ranks again, nor where the head says that the end followed from a first cause, which is told; nor,
         # where no rank is known, if a node does not answer: that is what happened, and is told.
         f"""(
   (
@@ -229,6 +229,7 @@ max by ({_CAUSE}) (max_over_time(ddpprobe_first_cause_info[{EPISODE}] offset {EP
   )
 )
 unless on (job, run) {_HUNG}
+unless on (job, run) ddpprobe_restart_awaited == 1
 unless on (job, run) (
   {_told('ddpprobe_first_cause_info{detector!="rank_lost"}')}
   and on (job, run, instance) {_NOT_RUNNING}

@@ -21,7 +21,7 @@ from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.requests import Request, RequestFiles
 from ddpprobe.daemon.spool_carrier import SpoolCarrier
 from ddpprobe.detectors.suite import default_suite, recorded
-from ddpprobe.ends.judge import RUNNING
+from ddpprobe.ends.judge import ENDED, RUNNING, STOPPED
 from ddpprobe.records.events import Ended, Told
 from ddpprobe.records.gather import Gather
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -41,6 +41,9 @@ ABSENT_SECONDS = 10.0
 # Behind the last of its ranks torchrun ends in a second or two. So long its exit code is waited for
 # where it decides; a later one counts as well, while the daemon is there.
 LAUNCHER_SECONDS = 10.0
+# So long a torchrun that has restarts left may take to start the ranks again: as long as it waits
+# for the other nodes by default (`join_timeout`).
+RESTART_SECONDS = 600.0
 _LAUNCHER = -1  # in the place of a rank's number
 # A backlog (a daemon that starts late, a run opened afterwards) is merged while it is read.
 RECORDS_PER_LOOK = 64
@@ -160,6 +163,15 @@ class Attempt:
             return False
         everybody = bool(self.meta) and set(self.local_ranks) <= set(self.ranks)
         return everybody or now - self._changed_at > ABSENT_SECONDS
+
+    def awaits_restart(self, now: float) -> bool:
+        """Whether the torchrun of this node's ranks may start them again behind their bad end.
+
+        It lives, and has restarts left; at most for `RESTART_SECONDS` behind the last of them.
+        """
+        may = self._has_one_launcher and self._launcher is None and self.meta.get("restarts_left")
+        failed = self.state not in {RUNNING, ENDED, STOPPED}
+        return bool(may) and failed and now - (self._over_at or now) < RESTART_SECONDS
 
     def close(self, *, ended: bool = True) -> None:
         """Merge what is left, tell the head, and close every file.

@@ -237,6 +237,9 @@ class NodeDaemon:
     def _linger_is_over(self, now: float) -> bool:
         if self._attempt is None or not self._attempt.closed or self._ended_at is None:
             return False
+        if self._attempt.awaits_restart(now):
+            self._ended_at = now  # it lingers from when nobody is to come any more
+            return False
         # Nobody scrapes a run that was over before this daemon began.
         ends = self._attempt.ends
         linger = linger_of(self._options.linger, RUNNING if ends is None else ends.end.state)

@@ -66,6 +66,7 @@ def view_of(
         finished=finished,
         state=attempt.state,
         restarts=by_state(restarts),
+        restart_awaited=attempt.awaits_restart(time.monotonic()),
         stuck=attempt.ends.stuck if attempt.ends else {},
         first_failure=attempt.ends.first_failure if attempt.ends else None,
         first_cause=daemon_journal.first_cause if daemon_journal and attempt.is_head else None,

@@ -191,6 +191,8 @@ METRICS: tuple[Metric, ...] = (
          ("state",), lambda v: [Reading((v.state,), 1)]),
     _row("restarts_total", "attempts", "Attempts that another one followed, by how they had ended (as job_state; stopped: it was meant to be). If it rises, ddpprobe anomalies RUN says who failed.",
          ("state",), lambda v: [Reading((state,), count) for state, count in v.restarts.items()]),
+    _node("restart_awaited", "0 or 1", "1 behind a bad end while the torchrun of this node's ranks lives and may start them again (--max-restarts), for ten minutes at most; DdpprobeRunLost waits for it.",
+          lambda v: v.restart_awaited),
     _node("paused", "0 or 1", "1 inside probe.pause(): evaluation or checkpoint, no step is expected.",
           lambda v: v.paused),
     _row("rank_info", "", "Where a rank runs; always 1. Use pid and device to find the process.",

@@ -23,7 +23,7 @@ from ddpprobe.rank.interval import IntervalChannel, IntervalFile
 from ddpprobe.rank.options import Checked, InstallOptions
 from ddpprobe.rank.record_files import RecordFiles, Spot
 from ddpprobe.rank.rendezvous import Store
-from ddpprobe.rank.scheduler import scheduler
+from ddpprobe.rank.scheduler import restarts_left, scheduler
 from ddpprobe.rank.topology import stages
 from ddpprobe.records.events import JobEvent
 from ddpprobe.rundir import paths, processes, roster, spool, store_url, tmpfs
@@ -315,6 +315,7 @@ def _open(
         "backend": backend(), "torch": torch.__version__, "run_id": identity["run_id"],
         "name": identity["name"], "every": identity["every"], "started_ns": time.time_ns(),
         "head": is_head, "head_url": plan["head"],
+        "restarts_left": restarts_left(os.environ),
         "on_anomaly": options.response, "include": options.include, "exclude": options.exclude,
         "detectors": detectors, "task": options.task,
     }  # fmt: skip

@@ -13,6 +13,8 @@ _KNOWN = {
     "LSB_JOBID": ("LSF", "bhist -l {}"),
 }
 _END = "SLURM_JOB_END_TIME"  # Unix seconds, since Slurm 22.05
+_RESTARTS = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
+_DIGITS = 10  # of a number of restarts; more of them are none
 _NUMBER = re.compile(r"[\w.\[\]-]{1,64}")
 
 
@@ -29,3 +31,11 @@ def scheduler(environment: Mapping[str, str]) -> str:
             limit = f", whose time was to end at {when}"
         return f"{name} job {job}{limit}: {command.format(job)}"
     return ""
+
+
+def restarts_left(environment: Mapping[str, str]) -> int:
+    """Return how often torchrun (`--max-restarts`) may still start its ranks again; 0: never."""
+    limit, count = (environment.get(name, "") for name in _RESTARTS)
+    if not all(text.isdecimal() and len(text) < _DIGITS for text in (limit, count)):
+        return 0
+    return max(int(limit) - int(count), 0)

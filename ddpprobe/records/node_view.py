@@ -82,6 +82,7 @@ class NodeView:
     finished: bool = False
     state: str = "running"
     restarts: Mapping[str, int] = field(default_factory=dict)  # earlier attempts by their state
+    restart_awaited: bool = False  # a launcher that may start the job again lives
     stuck: Mapping[int, str] = field(default_factory=dict)
     first_failure: FirstFailure | None = None
     first_cause: FirstCauseEvent | None = None  # head node only

@@ -21,6 +21,7 @@ until = prometheus_harness.until
 start, said, scrape = real_job.start, real_job.said, real_job.scrape
 
 FINISHED = "ddpprobe_job_finished 1.0"
+AWAITED = "ddpprobe_restart_awaited 1.0"
 SMALL = """
 import os, sys, time
 from pathlib import Path
@@ -38,6 +39,8 @@ rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 store = dist.PrefixStore(f"attempt_{attempt}", store)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+while attempt == "1" and not Path(run + ".go").exists():  # a restart that takes long
+    time.sleep(0.01)
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
 ddpprobe.install(model, run_dir=run, every=1)
@@ -75,8 +78,13 @@ def test_an_elastic_restart_is_a_second_attempt_of_the_same_daemon(small: Path, 
     try:
         assert until(lambda: bool(said(run)))
         daemon = psutil.Process(said(run)["pid"])
+        assert until(lambda: AWAITED in scrape(said(run)["listen"]))
+        shown = scrape(said(run)["listen"])
+        assert 'ddpprobe_job_state{state="crashed"} 1.0' in shown
+        (small / "run.go").touch()
         assert job.wait(60) == 0, (small / "torchrun.out").read_text()
         assert until(lambda: FINISHED in scrape(said(run)["listen"]))
+        assert AWAITED not in scrape(said(run)["listen"])
         daemon.terminate()
         assert until(lambda: is_gone(daemon))
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddpprobe.rank.last_words import describe, goodbye
-from ddpprobe.rank.scheduler import scheduler
+from ddpprobe.rank.scheduler import restarts_left, scheduler
 from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
 from ddpprobe.records.events import ClosedEvent
 
@@ -206,3 +206,13 @@ def test_the_scheduler_is_named_by_what_it_gave_to_the_process(environment, says
     said = scheduler(environment)
     assert said.startswith(says)
     assert bool(said) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("limit", "count", "left"),
+    [("3", "1", 2), ("0", "0", 0), ("1", "1", 0), ("1", "2", 0), ("", "", 0), ("1", "", 0),
+     ("x", "0", 0), ("-1", "0", 0), ("9" * 5000, "0", 0)],
+)  # fmt: skip
+def test_torchrun_s_restarts_are_counted_and_nonsense_is_none(limit, count, left) -> None:
+    said = {"TORCHELASTIC_MAX_RESTARTS": limit, "TORCHELASTIC_RESTART_COUNT": count}
+    assert restarts_left({name: text for name, text in said.items() if text}) == left

@@ -1,0 +1,66 @@
+"""One attempt on one node: whether its launcher may start it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpprobe.daemon import attempt
+from ddpprobe.daemon.attempt import RESTART_SECONDS, Attempt
+from ddpprobe.daemon.liveness import Exit
+from ddpprobe.ends.judge import CRASHED, ENDED, HUNG, RUNNING, STOPPED, UNDECIDED, VANISHED, End
+
+from ..made_cluster import cluster
+
+LAUNCHER = 4711
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Attempt]:
+    """An attempt whose ranks, which have ended, a living torchrun may start again."""
+    with cluster(tmp_path) as made:
+        head = made.head
+        head.meta = {**head.meta, "restarts_left": 1}
+        for rank in head.ranks.values():
+            rank.launcher = LAUNCHER
+        assert head.ends is not None
+        head.ends.end = End(CRASHED, (0,), "SIGKILL")
+        yield head
+
+
+def test_a_restart_is_awaited_while_a_launcher_lives_that_has_one_left(started: Attempt) -> None:
+    assert started.awaits_restart(0.0)
+    started.meta = {**started.meta, "restarts_left": 0}
+    assert not started.awaits_restart(0.0)
+
+
+@pytest.mark.parametrize("state", [HUNG, VANISHED, UNDECIDED])
+def test_it_is_awaited_behind_any_end_that_nobody_asked_for(started: Attempt, state: str) -> None:
+    assert started.ends is not None
+    started.ends.end = End(state)
+    assert started.awaits_restart(0.0)
+
+
+@pytest.mark.parametrize("state", [RUNNING, ENDED, STOPPED])
+def test_nobody_starts_what_runs_or_was_to_end(started: Attempt, state: str) -> None:
+    assert started.ends is not None
+    started.ends.end = End(state)
+    assert not started.awaits_restart(0.0)
+
+
+def test_no_restart_is_awaited_of_a_launcher_that_is_gone(started: Attempt) -> None:
+    started._launcher = Exit((0, attempt._LAUNCHER), "exit:1", 5)
+    assert not started.awaits_restart(0.0)
+
+
+def test_no_restart_is_awaited_where_several_launchers_started_the_ranks(started: Attempt) -> None:
+    next(iter(started.ranks.values())).launcher = LAUNCHER + 1
+    assert not started.awaits_restart(0.0)
+
+
+def test_a_restart_that_takes_too_long_is_awaited_no_more(started: Attempt) -> None:
+    started._over_at = 100.0
+    assert started.awaits_restart(99.0 + RESTART_SECONDS)
+    assert not started.awaits_restart(100.0 + RESTART_SECONDS)
