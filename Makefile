@@ -5,8 +5,8 @@ export OMP_NUM_THREADS := 1
 # Hundreds of short processes are started, and each of them would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-mutants test-gpu check dashboards \
-  bench bench-detection clean system-packages
+.PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-frameworks test-mutants test-gpu check \
+  dashboards bench bench-detection clean system-packages
 
 demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
 	$(BIN)/python launch/demo.py --wrap ddp
@@ -25,6 +25,11 @@ test-faults: .venv/dev.stamp     # kill every writer at every system call, mutat
 
 test-alerts: .venv/dev.stamp system-packages  # faults in real jobs, until a webhook has heard of them
 	$(BIN)/python -m tests.alerts $(CASE)
+
+test-frameworks: .venv-lightning/run.stamp .venv-huggingface/run.stamp  # each trained with the probe
+	for name in lightning huggingface; do \
+	  TEST_FRAMEWORKS=1 .venv-$$name/bin/python -m pytest tests/frameworks || exit 1; \
+	done
 
 test-mutants: .venv/mutants.stamp  # change the code a little, again and again: do the tests notice?
 	$(BIN)/python -m tests.mutants $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE)) \
@@ -50,7 +55,7 @@ bench-detection: .venv/dev.stamp  # planted faults and healthy runs: docs/detect
 	$(BIN)/python -m benchmarks.detection $(if $(QUICK),--quick)
 
 clean:                           # remove what make and the demo have made
-	rm -rf .venv .venv-peers ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants
+	rm -rf .venv .venv-* ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
@@ -80,6 +85,13 @@ $(BIN)/python:
 	for peer in $$(grep -v '^#' benchmarks/peers.txt); do \
 	  PIP_CONSTRAINT=constraints.txt .venv-peers/bin/python -m pip install -q $$peer || true; \
 	done
+	@touch $@
+
+# Each framework has an environment of its own: they bring half a gigabyte, and bounds on each other.
+.venv-%/run.stamp: tests/frameworks/%.txt constraints.txt pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv .venv-$*
+	PIP_CONSTRAINT=constraints.txt .venv-$*/bin/python -m pip install -q -e '.[train]' \
+	  pytest hypothesis -r tests/frameworks/$*.txt
 	@touch $@
 
 # The tests let a real Prometheus scrape, promtool check the rules, Alertmanager notify, and Chromium

@@ -28,7 +28,7 @@ ROW = re.compile(r"^\| `(\w+)(?:/|\.py)` \|[^|]*\| ([^|]*) \|$", re.MULTILINE)
 
 # Where a library may be imported; everything else must do without it.
 ONLY_IN = {
-    "torch": ("rank", "inspect", "probe.py", "testing", "reader/reexecute"),
+    "torch": ("rank", "inspect", "probe.py", "testing", "reader/reexecute", "integrations"),
     "zarr": ("store",),
     "prometheus_client": ("metrics", "daemon/server.py", "reader/live/live_from_metrics.py"),
     "hypercorn": ("daemon",),
@@ -37,6 +37,10 @@ ONLY_IN = {
     "matplotlib": ("inspect/capture",),
     "pyarrow": ("reader/export/parquet.py",),
     "obstore": ("store/remote/bucket.py",),
+    "transformers": ("integrations/huggingface.py",),
+    "accelerate": ("integrations/huggingface.py", "integrations/accelerate.py"),
+    "lightning": ("integrations/lightning.py", "integrations/fabric.py"),
+    "pytorch_lightning": ("integrations/lightning.py",),
     "triton": ("rank/stats/triton_rows.py", "rank/stats/triton_words.py"),
     **dict.fromkeys(("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"), ()),
 }  # fmt: skip
@@ -300,6 +304,7 @@ def test_at_most_18_names_stand_in_the_package():
     [
         ("ddpprobe", "torch zarr numpy"),
         ("ddpprobe.probe", "zarr prometheus_client hypercorn plotext xarray triton obstore"),
+        ("ddpprobe.probe, ddpprobe.integrations", "transformers accelerate lightning"),
         ("ddpprobe.daemon.node", "torch obstore"),
         ("ddpprobe.store.reader", "torch prometheus_client"),
         ("ddpprobe.detectors.suite", "torch zarr prometheus_client"),

@@ -1,0 +1,142 @@
+"""A loop of one's own over Accelerate or Fabric: loop_job.py OUT accelerate|fabric.
+
+It trains without the probe, with it, on from the middle, and with a fault on the last rank.
+What it saw is in OUT/NAME.RANK.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+STEPS, MICROS, SAVED = 4, 2, 2
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Net(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.fault = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).tanh()
+        if self.fault:
+            hidden = hidden * float("nan")
+        return (self.down(hidden) - x.sum(1, keepdim=True)).pow(2).mean()
+
+
+def batch(step: int, micro: int) -> Tensor:
+    seed = (step * MICROS + micro) * WORLD + RANK
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def over_accelerate(out: Path, options: dict[str, Any] | None, steps: range, fault: int) -> Any:
+    from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker, on_main_process
+
+    from ddpprobe.integrations.accelerate import install
+
+    class Notes(GeneralTracker):
+        name, requires_logging_directory, tracker = "notes", False, None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: dict[str, Any] = {}
+
+        @on_main_process
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            self.told |= values
+
+        @on_main_process
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            self.told |= values
+
+    notes = Notes()
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=MICROS, project_dir=str(out), log_with=notes
+    )
+    accelerator.init_trackers("test")
+    net = Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05))
+    probe, losses = None, []
+    if options is not None:
+        probe = install(accelerator, model, first_step=steps[0], **options)
+    for step in steps:
+        for micro in range(MICROS):
+            net.fault = step == fault and RANK == WORLD - 1
+            with accelerator.accumulate(model):
+                loss = model(batch(step, micro))
+                losses.append(loss.item())
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return net, losses, probe, notes.told.get("ddpprobe_run")
+
+
+def over_fabric(out: Path, options: dict[str, Any] | None, steps: range, fault: int) -> Any:
+    from lightning.fabric import Fabric
+
+    from ddpprobe.integrations.fabric import install
+
+    fabric = Fabric(accelerator="cpu", devices=WORLD, strategy="ddp" if WORLD > 1 else "auto")
+    fabric.launch()
+    net = Net()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.05))
+    probe, losses = None, []
+    if options is not None:
+        probe = install(fabric, model, root_dir=out, first_step=steps[0], **options)
+    for step in steps:
+        for micro in range(MICROS):
+            net.fault = step == fault and RANK == WORLD - 1
+            with fabric.no_backward_sync(model, enabled=WORLD > 1 and micro < MICROS - 1):
+                loss = model(batch(step, micro))
+                losses.append(loss.item())
+                fabric.backward(loss / MICROS)
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, losses, probe, None
+
+
+def all_of_it(out: Path, over: Callable[..., Any]) -> dict[str, Any]:
+    options, steps = {"every": 1, "daemon": "none"}, range(STEPS)
+    alone = digest(over(out, None, steps, -1)[0])
+    net, losses, probe, told = over(out / "fit", options, steps, -1)
+    found: dict[str, Any] = {"same": digest(net) == alone, "losses": losses, "told": told}
+    found["run"] = probe.run_dir
+    probe.close()
+    resumed = over(out / "fit", options, range(SAVED, STEPS), -1)[2]
+    found["resumed_run"] = resumed.run_dir
+    resumed.close()
+    over(out, {**options, "run_dir": out / "faulty"}, steps, 2)[2].close()
+    return found
+
+
+def digest(net: nn.Module) -> str:
+    return hashlib.sha256(b"".join(map(bytes_of, net.parameters()))).hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().numpy().tobytes()
+
+
+if __name__ == "__main__":
+    where, name = Path(sys.argv[1]), sys.argv[2]
+    result = all_of_it(where, {"accelerate": over_accelerate, "fabric": over_fabric}[name])
+    (where / f"{name}.{RANK}.json").write_text(json.dumps(result))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        time.sleep(0.5)

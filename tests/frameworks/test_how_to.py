@@ -1,0 +1,65 @@
+"""The code of the page about frameworks runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import ddpprobe
+
+from .trained import FULL, need
+
+pytestmark = FULL
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "frameworks.md"
+CODE = {
+    re.search(r"ddpprobe\.integrations\.(\w+)", block)[1]: block
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+}
+NEEDS = {"huggingface": "transformers", "lightning": "lightning", "fabric": "lightning",
+         "accelerate": "accelerate"}  # fmt: skip
+# What a reader's own script has before it comes to this.
+BEFORE = {
+    "huggingface": """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8))
+ids = torch.arange(8)
+dataset = [{"input_ids": ids, "labels": ids}] * 80
+""",
+    "lightning": """
+import torch, lightning.pytorch as pl
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        return self.net(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+module, loader = Module(), torch.utils.data.DataLoader(torch.randn(40, 4))
+""",
+    "fabric": """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(20, 2, 4)
+""",
+}
+BEFORE["accelerate"] = BEFORE["fabric"]
+AT_ONCE = 'import os\nos.environ["DDPPROBE_EVERY"] = "1"\n'
+
+
+def test_there_is_code_for_each_framework() -> None:
+    assert set(CODE) == set(NEEDS)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_the_code_of_the_page_leaves_a_run(name: str, torchrun, tmp_path: Path) -> None:
+    need(NEEDS[name])
+    done = torchrun(AT_ONCE + BEFORE[name] + CODE[name], nproc=0, timeout=240)
+    assert done.returncode == 0, done.stderr
+    (run,) = tmp_path.rglob("run.json")
+    info = ddpprobe.open(run.parent).info()
+    assert info["steps"] == {"first": 0, "last": 19}
+    assert "ddpprobe" in run.parent.parent.name
