@@ -8,21 +8,24 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddpprobe.rank import torch_private
 from ddpprobe.rank.hooks.outputs import leaves
 from ddpprobe.rank.hooks.pending_rows import unless_logged
 from ddpprobe.rank.hooks.step_rows import StepRows
-from ddpprobe.rank.hooks.sweep import is_plain
 from ddpprobe.rank.stats.checksum import checksum
+from ddpprobe.rank.stats.dense import lies_on
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.records.step import DIGEST, LEARNING_RATE, TRAINABLE, TRAINING
 
-DIGEST_BYTES = 1 << 20  # of an input: more tells two batches apart no better
-_EXACT = (1 << 52) - 1  # so many bits of a checksum are exact in a float64
+DIGEST_BYTES = 1 << 18  # of an input: more tells two batches apart no better
+# So many bits are exact in a float64. The upper ones of a checksum depend on every bit below them,
+# the lower ones on none above.
+_BITS = 52
 
 
 def add_modes(topology: Topology, rows: StepRows) -> None:
     """Add the share of modules in training mode, and how many parameters require a gradient."""
-    modes = [module.training for _, module in topology.named_modules()]
+    modes = [module.training for _, module in topology.walk()]
     rows.add_scalar(TRAINING, sum(modes) / max(len(modes), 1))
     trained = sum([p.requires_grad for _, p in topology.named_parameters()])
     rows.add_scalar(TRAINABLE, float(trained))
@@ -43,15 +46,15 @@ def add_digest(given: Iterable[object], rows: StepRows) -> None:
 
     Args:
         given: the root's args and kwargs.
-        rows: where the number goes: the lower 52 bits of the checksum, on the tensor's device.
+        rows: where the number goes: the upper 52 bits of the checksum, on the tensor's device.
     """
     tensor = next((tensor for one in given for _, tensor in leaves(one)), None)
-    if tensor is None or not is_plain(tensor) or not tensor.numel():
+    if tensor is None or tensor.is_meta or torch_private.is_functorch(tensor):
         return
-    if tensor.is_meta or tensor.layout != torch.strided or not tensor.is_contiguous():
+    if not lies_on(tensor, tensor.device) or not tensor.numel():
         return
     with torch.no_grad():
         part = tensor.detach().view(-1)[: DIGEST_BYTES // tensor.element_size()]
         word = torch.zeros((), dtype=torch.int64, device=tensor.device)
         checksum(part, word)
-        rows.add_scalar(DIGEST, (word & _EXACT).double())
+        rows.add_scalar(DIGEST, ((word >> (64 - _BITS)) & ((1 << _BITS) - 1)).double())

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import ddpprobe
+from ddpprobe.rank.hooks.step_facts import DIGEST_BYTES, add_digest
+from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.records.step import DIGEST, LEARNING_RATE, TRAINABLE, TRAINING
 
 from ... import far
@@ -72,6 +74,32 @@ def test_equal_inputs_have_equal_digests_and_others_have_not(
     assert digests[0] == digests[3]
     assert len(set(digests)) == 3
     assert all(d == int(d) and 0 < d < 2**52 for d in digests)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.bfloat16])
+def test_tokens_and_masks_have_digests_too(dtype: torch.dtype) -> None:
+    def digest(data: torch.Tensor) -> float:
+        rows = StepRows(torch.device("cpu"), 0)
+        add_digest(((), {"ids": data}), rows)
+        return rows.fetch().result(0, partial=False).scalars[DIGEST]
+
+    one = torch.arange(3 * 7).reshape(3, 7).remainder(2).to(dtype)
+    two = one.clone()
+    two[2, 6] = 1
+    assert digest(one) == digest(one.clone())
+    assert digest(one) != digest(two)
+
+
+def test_of_a_large_input_the_beginning_is_read() -> None:
+    many = torch.zeros(DIGEST_BYTES // 4 + 1)
+    rows = StepRows(torch.device("cpu"), 0)
+    add_digest(((many,),), rows)
+    many[-1] = 1.0
+    add_digest(((many[:-1],),), rows)
+    many[-2] = 1.0
+    add_digest(((many,),), rows)
+    first, same, other = rows.fetch().rows[:, 0].tolist()
+    assert first == same != other
 
 
 def test_an_input_without_elements_or_of_another_kind_has_no_digest(
