@@ -118,6 +118,7 @@ class StepClock:
         self._open = False  # a training forward has begun, and no gradient has come since
         self._manual = False
         self._queued = False
+        self._late = False  # it may have begun to listen inside an optimizer's step
         self._ready = False  # the optimizer under way has its gradients
         self._running: list[int] = []  # ids of optimizers inside step(), outermost first
         self._blind = 0  # optimizer steps before any forward of the root was seen
@@ -168,6 +169,7 @@ class StepClock:
         self._handles.append(register_optimizer_step_post_hook(self._behind_step))
         self.beat()
         if inside is not None:
+            self._late = True
             self._root.begin(inside)
 
     def hang(self) -> None:
@@ -324,6 +326,7 @@ class StepClock:
 
     def _before_step(self, optimizer: Optimizer) -> bool:
         """Whether a step begins that is none of another optimizer's."""
+        self._late = False
         if self._manual or is_captured() or not self._parameters_of(optimizer):
             return False
         if id(optimizer) in self._running:  # its last step() raised and never ended
@@ -344,6 +347,9 @@ class StepClock:
         self._act()
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self._late and self._parameters_of(optimizer):
+            self._late = False
+            self._running = [id(optimizer)]  # a closure, as Lightning's, had the first forward
         if id(optimizer) not in self._running or is_captured():
             return
         del self._running[self._running.index(id(optimizer)) :]

@@ -36,10 +36,16 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with torch.no_grad():
     wrapped(torch.ones(1, 4))
 for step in range(3):
-    loss = wrapped(torch.full((2, 4), float(rank + step))).mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    def closure():
+        optimizer.zero_grad()
+        loss = wrapped(torch.full((2, 4), float(rank + step))).mean()
+        loss.backward()
+        return loss
+    if how == "launched later":
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
 json.dump([known, probe.run_dir], open(f"{out}/{rank}.json", "w"))
 probe.close()
 dist.destroy_process_group()
