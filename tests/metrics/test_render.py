@@ -135,9 +135,19 @@ def value(view: NodeView, name: str, **labels: str) -> float | None:
     return series(view).get((f"ddpprobe_{name}", tuple(sorted(labels.items()))))
 
 
+def rich_record() -> StepRecord:
+    """A step of which all numbers of a whole step are known."""
+    sites = [Site("w", "grad", placement="replicated"), Site("w", "grad_local")]
+    for block in range(3):
+        sites += [Site(f"blocks.{block}.fc", "output"), Site(f"blocks.{block}", "output")]
+        sites += [Site(f"blocks.{block}", "grad_output")]
+    sites += [Site(f"moe.experts.{expert}", "output") for expert in range(2)]
+    return replace(record(sites), scalars={rank: {"grad_norm_local": 2.0} for rank in range(2)})
+
+
 def rich_view() -> NodeView:
     return a_view(
-        merged=record([Site("a", "output"), Site("w", "grad", placement="replicated")]),
+        merged=rich_record(),
         first_failure=FirstFailure(1, "SIGKILL", 59 * SECOND),
         restarts={"crashed": 1},
         stuck={1: "forward"},
