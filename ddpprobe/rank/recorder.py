@@ -85,6 +85,7 @@ class Recorder:
         self._observers: Observers | None = None
         self._sampling = False
         self._noted = False  # since the last sampled step
+        self._set_up: dict[str, float] = {}  # how the loop is, in the sampled step
         self._told_handlers = False
         self._renewed = False
         self._bad: FirstBad | None = None
@@ -201,7 +202,7 @@ class Recorder:
                 self._bad = self._explain(observers)
             observers.full.probed()
             if self._clock.micro == 0:
-                step_facts.add_modes(observers.topology, observers.rows)
+                self._set_up = step_facts.modes(observers.topology)
             if len(losses) == 1 and "loss" not in self._logged.names:
                 observers.rows.add_scalar(unless_logged("loss"), losses[0])
         elif len(losses) == 1:
@@ -241,7 +242,7 @@ class Recorder:
         if not self._sampling:
             return
         observers.weights.remember()
-        step_facts.add_learning_rate(self._clock.optimizers(), observers.rows)
+        self._set_up |= step_facts.learning_rate(self._clock.optimizers(), observers.rows)
         scale = loss_scale.of_optimizer(optimizer)
         if not observers.gradients_read:
             observers.read_gradients(scaled=scale is not None)
@@ -336,6 +337,7 @@ class Recorder:
         if self._sampling:
             observers.weights.begin(self._pacer.turn(self._clock.step))
             self._logged.names.clear()
+            self._set_up = {}
         elif wanted:
             self._frame_writer.life(
                 events.UnsampledEvent(step=self._clock.step, reason=_GRAPH_TOO_EARLY)
@@ -399,7 +401,8 @@ class Recorder:
         observers = self._prepare()
         observers.detach()
         self._sampling = False
-        facts = self._facts() | self._logged.losses.take(self._clock.step, observers.rows)
+        facts = self._facts() | self._set_up
+        facts |= self._logged.losses.take(self._clock.step, observers.rows)
         looks = observers.state.look(self._clock.step, self._clock.micro, over=not partial)
         if looks.after is not None:
             facts[CHECKED] = float(looks.after.count)

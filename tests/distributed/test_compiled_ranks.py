@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ddpprobe.records.step import IN_TURN
+
 JOB = """
 import json, sys, time, warnings
 from pathlib import Path
@@ -177,4 +179,5 @@ def rows(records) -> dict[tuple, tuple[list[int], list[float]]]:
         )
         for record in records
         for i, site in enumerate(record.sites)
+        if site.kind not in IN_TURN  # Adam makes much of what a graph rounds otherwise
     }

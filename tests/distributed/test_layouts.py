@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ddpprobe.records.step import IN_TURN
 from tests.distributed import layouts_job
 
 
@@ -23,7 +24,8 @@ def test_what_is_called_replicated_is_and_what_cannot_be_told_is_unknown(
             for i, site in enumerate(ours.sites):
                 j = others[site.key]
                 assert site.placement == theirs.sites[j].placement, (run.name, site)
-                if site.placement == "local":
+                # Weights lie as declared. Whether replicas have parted ("foreign"), desync tells.
+                if site.placement == "local" and site.kind not in IN_TURN:
                     assert (site.primary, theirs.sites[j].primary) == (True, False)
                     same = np.allclose(ours.values[i], theirs.values[j], rtol=1e-5, atol=1e-9)
                     assert same, (run.name, site)

@@ -23,22 +23,23 @@ DIGEST_BYTES = 1 << 18  # of an input: more tells two batches apart no better
 _BITS = 52
 
 
-def add_modes(topology: Topology, rows: StepRows) -> None:
-    """Add the share of modules in training mode, and how many parameters require a gradient."""
-    modes = [module.training for _, module in topology.walk()]
-    rows.add_scalar(TRAINING, sum(modes) / max(len(modes), 1))
+def modes(topology: Topology) -> dict[str, float]:
+    """Return the share of modules in training mode, and how many parameters require a gradient."""
+    training = [module.training for _, module in topology.walk()]
     trained = sum([p.requires_grad for _, p in topology.named_parameters()])
-    rows.add_scalar(TRAINABLE, float(trained))
+    return {TRAINING: sum(training) / max(len(training), 1), TRAINABLE: float(trained)}
 
 
-def add_learning_rate(optimizers: Iterable[Optimizer], rows: StepRows) -> None:
-    """Add the largest learning rate of all parameter groups, before the optimizer's step."""
+def learning_rate(optimizers: Iterable[Optimizer], rows: StepRows) -> dict[str, float]:
+    """Return the largest learning rate of all parameter groups, before the optimizer's step.
+
+    Where one is a tensor the host may not read it: it is put into `rows` instead.
+    """
     rates = [group["lr"] for o in optimizers for group in o.param_groups if "lr" in group]
     far = [rate for rate in rates if isinstance(rate, Tensor)]
-    if far:  # a tensor where the step is captured: it stays on its device
+    if far:
         rows.add_scalar(unless_logged(LEARNING_RATE), far[0])
-    elif rates:
-        rows.add_scalar(unless_logged(LEARNING_RATE), float(max(rates)))
+    return {LEARNING_RATE: float(max(rates))} if rates and not far else {}
 
 
 def add_digest(given: Iterable[object], rows: StepRows) -> None:
@@ -49,7 +50,7 @@ def add_digest(given: Iterable[object], rows: StepRows) -> None:
         rows: where the number goes: the upper 52 bits of the checksum, on the tensor's device.
     """
     tensor = next((tensor for one in given for _, tensor in leaves(one)), None)
-    if tensor is None or tensor.is_meta or torch_private.is_functorch(tensor):
+    if tensor is None or tensor.is_meta or torch_private.in_functorch():
         return
     if not lies_on(tensor, tensor.device) or not tensor.numel():
         return

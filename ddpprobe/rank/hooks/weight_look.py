@@ -63,8 +63,14 @@ class WeightLook:
             held = self._held()
             self._most, turns = deal([weight.size for weight in held])
             now = self._turn % (max(turns, default=0) + 1)
-            mine = [w for w, turn in zip(held, turns, strict=True) if turn == now]
-            self._copies = {w.fqn: sample(w.tensor, self._most).clone() for w in mine}
+            mine = {
+                weight.fqn: sample(weight.tensor, self._most)
+                for weight, turn in zip(held, turns, strict=True)
+                if turn == now
+            }
+            self._copies = {fqn: torch.empty_like(part) for fqn, part in mine.items()}
+            if mine:  # all together: on a GPU a few launches
+                torch._foreach_copy_(list(self._copies.values()), list(mine.values()))
         self._turn = None
 
     def tell(self, micro: int, *, skipped: bool) -> None:
@@ -73,13 +79,19 @@ class WeightLook:
         if skipped or not copies:
             return
         with torch.no_grad():
-            now = {weight.fqn: weight for weight in self._held() if weight.fqn in copies}
-            found = [(self._slot(w, "param"), w.tensor) for w in now.values()]
-            for fqn, weight in now.items():
-                part, change = sample(weight.tensor, self._most), copies[fqn]
-                if part.shape == change.shape and part.device == change.device:
-                    # -before + after is after - before to the bit, and needs no more memory.
-                    found.append((self._slot(weight, "update"), change.neg_().add_(part)))
+            now = [weight for weight in self._held() if weight.fqn in copies]
+            parts, changes, slots = list[Tensor](), list[Tensor](), list[int]()
+            for weight in now:
+                part, copy = sample(weight.tensor, self._most), copies[weight.fqn]
+                if part.shape == copy.shape and part.device == copy.device:
+                    parts.append(part)
+                    changes.append(copy)
+                    slots.append(self._slot(weight, "update"))
+            if changes:  # -before + after is after - before to the bit, and needs no more memory
+                torch._foreach_neg_(changes)
+                torch._foreach_add_(changes, parts)
+            found = [(self._slot(weight, "param"), weight.tensor) for weight in now]
+            found += zip(slots, changes, strict=True)
             self._rows.add_all(micro, found, self._table)
 
     def forget(self) -> None:

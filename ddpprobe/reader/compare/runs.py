@@ -31,7 +31,7 @@ Advance = Callable[[int], None]
 Key = tuple[str, str, str]
 # Of how long something took, and of how the batch was split: no numbers of the model.
 _MICRO, _TIMES = "micro_batches", "_seconds"
-_BY_SPLIT = ("grad_norm", DIGEST)  # one rank's gradients, or its part of all; its data
+_BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
 
 
 def _unheard(_: int) -> None:
@@ -249,7 +249,7 @@ def _numbers(record: StepRecord, *, resplit: bool) -> dict[tuple[str, int | None
     found: dict[tuple[str, int | None], float] = {("skipped", None): float(record.skipped)}
     for rank, cells in record.scalars.items():
         for name, value in cells.items():
-            if name == _MICRO or name.endswith(_TIMES):
+            if name in {_MICRO, DIGEST} or name.endswith(_TIMES):  # nor is the order of samples
                 continue
             if not resplit:
                 found[name, rank] = value

@@ -24,7 +24,7 @@ from ddpprobe.rank.hooks import compiled as compiled_hooks
 from ddpprobe.rank.hooks import copy_safe_hook, root
 from ddpprobe.rank.hooks.eager import EagerHooks
 from ddpprobe.rank.hooks.record_op import keep_out_of_cuda_graphs
-from ddpprobe.records.step import StepRecord
+from ddpprobe.records.step import IN_TURN, StepRecord
 from ddpprobe.rundir import framing
 from ddpprobe.rundir.journal import JournalTail
 from ddpprobe.rundir.paths import RunDir
@@ -151,10 +151,12 @@ def read(path: Path) -> tuple[list[StepRecord], list[dict[str, object]]]:
 
 
 def sites(records: list[StepRecord]) -> Sites:
+    """All rows but those of weights: Adam makes much of what a graph rounds otherwise."""
     return {
         (record.step, *site.key): (record.counts[i].tolist(), record.values[i].tolist())
         for record in records
         for i, site in enumerate(record.sites)
+        if site.kind not in IN_TURN
     }
 
 
