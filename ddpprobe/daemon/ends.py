@@ -112,6 +112,8 @@ class Ends:
         live = any(rank.exit is None for rank in ranks.values()) and not over
         partial = len({*ranks, *evidence.told}) < self._world
         self._case = evidence.case(self._world, live=live, partial=partial)
+        if not over and any(rank.exit is not None and not rank.spent for rank in ranks.values()):
+            return  # its last words, which decide, are still to be read
         self._report()
         if over:
             self._tell = None  # behind a node's last word the head takes nothing of the attempt
