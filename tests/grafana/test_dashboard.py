@@ -284,7 +284,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     try:
         assert until(prometheus.ready)
         # It takes seconds until it scrapes for the first time, and what rose before is no rise.
-        assert until(lambda: len(prometheus.now("ddpprobe_job_info")) == len(servers))
+        assert until(lambda: len(prometheus.now("ddpprobe_job_info")) == len(servers), 120)
         start, bad = time.time(), 0.0
         for view in sample.views():
             bad = bad or (time.time() if view.first_cause else 0.0)
@@ -299,7 +299,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
             'ddpprobe_first_failure_timestamp_seconds{run="killed"}',
             'increase(ddpprobe_anomalies_total{run="small",detector="output_jump"}[1m]) > 0',
         )
-        assert until(lambda: all(prometheus.now(expr) for expr in asked))
+        assert until(lambda: all(prometheus.now(expr) for expr in asked), 120)
         yield Scraped(prometheus, start, bad, time.time())
     finally:
         prometheus.close()
