@@ -19,7 +19,6 @@ from ddpprobe.rank import last_words, rendezvous, torch_private
 from ddpprobe.rank.capture.capturing import Capturing
 from ddpprobe.rank.capture.pack_writer import PackWriter
 from ddpprobe.rank.first_forward import FirstForward
-from ddpprobe.rank.hooks.parts import is_container
 from ddpprobe.rank.hooks.stream_capture import is_captured
 from ddpprobe.rank.interval import Pacer
 from ddpprobe.rank.join import Joined, join_run
@@ -130,7 +129,8 @@ class Probe:
     @contextlib.contextmanager
     def pause(self, reason: str = "") -> Iterator[None]:
         """Within this block nothing is a training step, a hang, or a straggler."""
-        waits = self._waits if self._waits is not None and self._waits.cancel() else None
+        if self._waits is not None:
+            self._waits.cancel()
         if self._recorder is not None:
             self._fuse.guard(self._recorder.pause)(reason)
         try:
@@ -138,15 +138,18 @@ class Probe:
         finally:
             if self._recorder is not None:
                 self._fuse.guard(self._recorder.resume)()
-            if waits is not None and self in _live:
-                waits.hang()
+            if self._waits is not None:
+                self._waits.hang()
 
     def close(self) -> None:
         """Write what is left and take every hook, file handle and lock away. Idempotent."""
         self._close(at_exit=False)
 
     def _close(self, *, at_exit: bool) -> None:
-        if self._waits is not None and self._waits.cancel() and self._recorder is None:
+        if self._waits is not None:
+            self._waits.cancel()
+            self._waits = None
+            _live.discard(self)
             logger.warning(
                 "ddpprobe: nothing was recorded: install() came before the process group, and no "
                 "training forward of the model was seen since"
@@ -267,15 +270,12 @@ def install(
         capture=as_globs(capture), on_anomaly=on_anomaly, budget=budget, backward=backward,
         name=name, daemon=daemon, first_step=first_step, detectors=detectors or {}, task=task,
     ).with_environment()  # fmt: skip
-    meet = Fuse("install").guard(partial(_meet_group, probe, model, options))
-    if _has_group():
-        _join(probe, model, options)
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        probe._waits = FirstForward(_described(model, options), meet, parts=True)  # noqa: SLF001  (same module)
+    if not _has_group() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        meet = Fuse("install").guard(partial(_meet_group, probe, model, options))
+        probe._waits = FirstForward(_described(model, options), meet)  # noqa: SLF001  (same module)
         _live.add(probe)
     else:
-        topology = _join(probe, model, options)
-        probe._waits = FirstForward(topology, meet, parts=is_container(topology.root))  # noqa: SLF001  (same module)
+        _join(probe, model, options)
     return probe
 
 
@@ -288,32 +288,39 @@ def _described(model: nn.Module, options: InstallOptions) -> Topology:
 
 
 def _meet_group(probe: Probe, model: nn.Module, options: InstallOptions, called: nn.Module) -> None:
-    """In the first training forward after an `install()` without a process group: is there one?
-
-    torchrun's variables may stand there long before the group does. Lightning starts its other
-    processes in `fit()`: until then rank 0 looks like a job of its own, and its run goes on here as
-    a further attempt.
-    """
-    if not _has_group():
-        if probe.run_dir is None:
-            logger.warning(
-                "ddpprobe: WORLD_SIZE is %s, but there is no process group to agree through, so "
-                "nothing is recorded. Call torch.distributed.init_process_group() before training, "
-                "or unset WORLD_SIZE if the processes are jobs of their own.",
-                os.environ.get("WORLD_SIZE"),
-            )
+    """In the first training forward after an `install()` that waits: join the process group."""
+    probe._waits = None  # noqa: SLF001  (same module)
+    if _has_group():
+        _join(probe, outermost(model), options, called)
         return
-    if probe.run_dir is not None:
-        if dist.get_world_size() == 1:
-            return
-        probe.close()
-        options = replace(options, run_dir=probe.run_dir)
-    _join(probe, outermost(model), options, called)
+    logger.warning(
+        "ddpprobe: WORLD_SIZE is %s, but there is no process group to agree through, so nothing is "
+        "recorded. Call torch.distributed.init_process_group() before training, or unset "
+        "WORLD_SIZE if the processes are jobs of their own.",
+        os.environ.get("WORLD_SIZE"),
+    )
+
+
+def _is_not_alone(
+    probe: Probe, model: weakref.ref[nn.Module], options: InstallOptions, called: nn.Module
+) -> bool:
+    """In the first training forward of what looked like a job of one process: is it one?
+
+    Lightning starts its other processes in `fit()`. Then the run goes on as a further attempt, in
+    which all ranks are; the recorder that asks is closed.
+    """
+    found = model()
+    if found is None or not _has_group() or dist.get_world_size() == 1:
+        return False
+    probe.close()
+    options = replace(options, run_dir=probe.run_dir)
+    Fuse("install").guard(_join)(probe, outermost(found), options, called)
+    return True
 
 
 def _join(
     probe: Probe, model: nn.Module, options: InstallOptions, inside: nn.Module | None = None
-) -> Topology:
+) -> None:
     """Agree with the other ranks, and begin to observe.
 
     Args:
@@ -321,9 +328,6 @@ def _join(
         model: as it is now.
         options: of `install()`.
         inside: the module whose first training forward has just begun.
-
-    Returns:
-        The model as it was found.
 
     Raises:
         InstallError: some rank refused; the same text on every rank.
@@ -360,11 +364,11 @@ def _join(
     )
     Fuse("starting the disk thread").guard(joined.start)()
     Fuse("signal handlers").guard(OF_THE_SCRIPT.look)()
-    recorder.start(inside)
+    first = None if _has_group() else partial(_is_not_alone, probe, weakref.ref(model), options)
+    recorder.start(inside, first)
     probe._begin(recorder, joined, order_handler, stopwatch)  # noqa: SLF001  (same module)
     _probed[topology.root] = probe
     _live.add(probe)
-    return topology
 
 
 def _nothing(*_: object) -> None:

@@ -18,15 +18,14 @@ from ddpprobe.rank.topology.describe import Topology
 class FirstForward:
     """Calls `act` once, in the first forward with gradients of a model, before it computes.
 
+    It listens to every module, as the loop may call parts of the model without the model.
+
     Args:
         topology: the model.
         act: called with the module whose call begins.
-        parts: listen to every module, as the loop may call parts of the model without the model.
     """
 
-    def __init__(
-        self, topology: Topology, act: Callable[[nn.Module], object], *, parts: bool
-    ) -> None:
+    def __init__(self, topology: Topology, act: Callable[[nn.Module], object]) -> None:
         outer, self._handles = called(topology), list[RemovableHandle]()
 
         def begins(module: nn.Module, *_: object) -> None:
@@ -34,7 +33,7 @@ class FirstForward:
                 act(topology.root if module is outer else module)
 
         self._hook = CopySafeObserver(begins)
-        self._modules = [outer, *(m for _, m in topology.walk())] if parts else [outer]
+        self._modules = [outer, *(m for _, m in topology.walk())]
         self.hang()
 
     def hang(self) -> None:

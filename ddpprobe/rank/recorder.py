@@ -96,11 +96,13 @@ class Recorder:
         self._open = True
         self._room: Room | None = None
 
-    def start(self, inside: nn.Module | None = None) -> None:
-        """Begin to listen to the model and its optimizers; `inside`: see `StepClock.start`."""
+    def start(
+        self, inside: nn.Module | None = None, first: Callable[[nn.Module], bool] | None = None
+    ) -> None:
+        """Begin to listen to the model and its optimizers; arguments as of `StepClock.start`."""
         self._room = Room(self._topology.root)
         self._tell_handlers()
-        self._clock.start(inside)
+        self._clock.start(inside, first)
 
     # -- the user's face --------------------------------------------------------------------------
 

@@ -162,10 +162,18 @@ class StepClock:
         """Return those that were seen to step and own parameters of this model."""
         return [optimizer for optimizer, (_, ids) in self._owned.items() if ids]
 
-    def start(self, inside: nn.Module | None = None) -> None:
-        """Begin to listen; `inside` is the module whose first training forward has just begun."""
+    def start(
+        self, inside: nn.Module | None = None, first: Callable[[nn.Module], bool] | None = None
+    ) -> None:
+        """Begin to listen.
+
+        Args:
+            inside: the module whose first training forward has just begun.
+            first: see `RootHooks`.
+        """
+        self._root.first = first
         self.hang()
-        self._handles.append(register_optimizer_step_pre_hook(self._in_front_of_step))
+        self._handles.append(register_optimizer_step_pre_hook(self._guards["before_step"]))
         self._handles.append(register_optimizer_step_post_hook(self._behind_step))
         self.beat()
         if inside is not None:
@@ -302,17 +310,24 @@ class StepClock:
             self._anchor_had_grad = True
         self._events.backward_ended()
 
-    def _in_front_of_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Call | None:
-        """Where the step has a closure, give torch one that tells when it is through.
+    def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Call | None:
+        """Hear that an optimizer's `step` begins; returns what torch is to call it with, or None.
 
-        Only then are the gradients there: Lightning computes forward and backward in the closure.
+        Where it has a closure the gradients are there when that is through: Lightning computes
+        forward and backward in it. So torch gets one that tells us then.
         """
-        is_outermost = self._guards["before_step"](optimizer)
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if not is_outermost:
+        self._late = False
+        if self._manual or is_captured() or not self._parameters_of(optimizer):
             return None
+        if id(optimizer) in self._running:  # its last step() raised and never ended
+            del self._running[self._running.index(id(optimizer)) :]
+        self._running.append(id(optimizer))
+        if len(self._running) > 1:
+            return None
+        self._ready = False
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self._guards["closure_ended"](optimizer)
+            self._closure_ended(optimizer)
             return None
 
         def told() -> object:
@@ -323,17 +338,6 @@ class StepClock:
         if "closure" in kwargs:
             return args, {**kwargs, "closure": told}
         return (args[0], told, *args[2:]), kwargs
-
-    def _before_step(self, optimizer: Optimizer) -> bool:
-        """Whether a step begins that is none of another optimizer's."""
-        self._late = False
-        if self._manual or is_captured() or not self._parameters_of(optimizer):
-            return False
-        if id(optimizer) in self._running:  # its last step() raised and never ended
-            del self._running[self._running.index(id(optimizer)) :]
-        self._running.append(id(optimizer))
-        self._ready = False
-        return len(self._running) == 1
 
     def _closure_ended(self, optimizer: Optimizer) -> None:
         """Hear that the gradients are what the optimizer is to use; at first, of several times."""

@@ -37,9 +37,10 @@ spec.loader.exec_module(job)
 
 # Where the training process can be inside ddpprobe after install() has returned.
 ROOMS = (
-    "rank.hooks.eager", "rank.hooks.full", "rank.hooks.loss_scale", "rank.hooks.peaks",
-    "rank.hooks.root", "rank.hooks.row_buffer", "rank.hooks.step_rows", "rank.hooks.watch",
-    "rank.join", "rank.journal_writer", "rank.observers", "rank.order_handler", "rank.recorder",
+    "rank.hooks.eager", "rank.hooks.full", "rank.hooks.loss_scale", "rank.hooks.parts",
+    "rank.hooks.peaks", "rank.hooks.root", "rank.hooks.row_buffer", "rank.hooks.step_rows",
+    "rank.hooks.watch", "rank.join", "rank.journal_writer", "rank.observers",
+    "rank.order_handler", "rank.recorder",
     "rank.step_clock", "rank.topology.describe", "rundir.heartbeat", "rundir.journal",
     "rundir.orders", "rundir.slot_file",
 )  # fmt: skip
@@ -48,7 +49,7 @@ DOORS = (
     "ddpprobe.rank.hooks.eager._Gradient.__call__", "ddpprobe.rank.hooks.watch._Watched.__call__",
     "ddpprobe.rank.hooks.root._Before.__call__", "ddpprobe.rank.hooks.root._After.__call__",
     "ddpprobe.rank.hooks.root._Arrived.__call__",
-    "ddpprobe.rank.hooks.root.RootHooks._begin_and_act",
+    "ddpprobe.rank.hooks.root.RootHooks.begin", "ddpprobe.rank.hooks.root.RootHooks.begin_root",
     "ddpprobe.rank.step_clock.StepClock._behind_step",
     "ddpprobe.rank.order_handler.OrderHandler.act",
 )  # fmt: skip

@@ -32,7 +32,8 @@ PACKAGE = str(Path(ddpprobe.__file__).parent)
 # What stands between torch and the stopwatch: it passes a call on, and does nothing else.
 ON_THE_WAY = {
     "Fuse.guard.<locals>.guarded", "CopySafeObserver.__call__", "Probe.log",
-    "Probe.step", "OrderHandler.act", "RootHooks._begin_and_act", "StepClock._behind_step",
+    "Probe.step", "OrderHandler.act", "RootHooks.begin", "RootHooks.begin_root",
+    "StepClock._behind_step",
     "Stopwatch.timed.<locals>.entered", "_After.__call__", "_Arrived.__call__",
     "GradientHook.__call__", "_Before.__call__", "_Gradient.__call__", "_Watched.__call__",
     "_void.<locals>.call", "after_backward.<locals>.first", "is_captured", "outside_modes",

@@ -57,6 +57,8 @@ class RootHooks:
     Attributes:
         in_graph: the last event came from inside a graph.
         deaf: the hooks are off, or tell nothing.
+        first: called with the module whose first training forward begins, before anything else;
+            True: it is another recorder's from here on.
     """
 
     def __init__(
@@ -65,11 +67,13 @@ class RootHooks:
         act: Callable[[], object], raised: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.in_graph = self._trains = False
+        self.first: Callable[[nn.Module], bool] | None = None
         self._topology = topology
         self._begins, self._ended, self._gradient = begins, ended, gradient
         self._raised = raised
         self._guarded_begin, self._act = fuse.guard(self._enter, Caller.MODULE), act
-        self._guarded_end = fuse.guard(self._leave, Caller.MODULE)
+        self._after = fuse.guard(self._leave_root, Caller.MODULE)
+        self._after_part = fuse.guard(self._leave, Caller.MODULE)
         self._parts = PartHooks(topology)
         self._arrived = fuse.guard(gradient, Caller.TENSOR)
         self._channel = RecordChannel(fuse.guard(self._hear))
@@ -85,7 +89,7 @@ class RootHooks:
             self._handles = [
                 module.register_forward_pre_hook(_Before(self.begin_root, slot)),
                 # Also if the forward raises: a NaN is a common reason, and nobody else sees it.
-                module.register_forward_hook(_After(self._end_root, slot), always_call=True),
+                module.register_forward_hook(_After(self._after, slot), always_call=True),
             ]
         self._hang_parts()
 
@@ -100,7 +104,7 @@ class RootHooks:
             self._hang_parts()
 
     def _hang_parts(self) -> None:
-        self._parts.hang(CopySafeObserver(self.begin), CopySafeObserver(self._guarded_end))
+        self._parts.hang(CopySafeObserver(self.begin), CopySafeObserver(self._after_part))
 
     @property
     def by_parts(self) -> bool:
@@ -128,20 +132,20 @@ class RootHooks:
         """Hear that a call of the root begins, or of what is compiled around it."""
         self.begin(self._topology.root)
 
-    def _end_root(self, module: nn.Module, args: object, output: object) -> None:
-        self._guarded_end(self._topology.root, args, output, module)
-
     def _enter(self, module: nn.Module) -> None:
         if self._parts.enters(module):
-            self._begin()
+            self._begin(module)
 
-    def _begin(self) -> None:
+    def _begin(self, module: nn.Module) -> None:
         self.in_graph = False
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         rehearsal = sharding.rehearses() or tracing or self._captured()
         self._trains = torch.is_grad_enabled() and not rehearsal
         if self._trains:
             self._parts.trains()
+            first, self.first = self.first, None
+            if first is not None and first(module):
+                return
         self._begins(self._trains)
 
     def _captured(self) -> bool:
@@ -154,11 +158,13 @@ class RootHooks:
         stream_capture.warn("the model is")
         return True
 
-    def _leave(
-        self, module: nn.Module, args: object, output: object, called: nn.Module | None = None
-    ) -> None:
+    def _leave_root(self, module: nn.Module, args: object, output: object) -> None:
+        if self._parts.leaves(self._topology.root):
+            self._end(module, output, is_root=True)
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
         if self._parts.leaves(module):
-            self._end(called or module, output, is_root=module is self._topology.root)
+            self._end(module, output, is_root=False)
 
     def _end(self, called: nn.Module, output: object, *, is_root: bool) -> None:
         error = sys.exception() if output is None else None
