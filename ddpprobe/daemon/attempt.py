@@ -220,6 +220,22 @@ class Attempt:
         done = self.daemon_journal.last_step if self.is_head else self.daemon_journal.pushed
         return all(rank.tail.closed_top <= done for rank in self.ranks.values())
 
+    @property
+    def unread(self) -> dict[tuple[int, int], int]:
+        """The first journal segment of each rank that a later daemon has to read, for a seal.
+
+        It is the one that was being read when this attempt was left, as a rank that lives may have
+        closed it since, or all of them where not all of their records have been taken over.
+        """
+        done = -1
+        if self.daemon_journal is not None:
+            done = self.daemon_journal.last_step if self.is_head else self.daemon_journal.pushed
+        tails = [rank.tail for rank in self.ranks.values() if rank.exit is None]
+        return {
+            (self.number, tail.rank): tail.segment if tail.closed_top <= done else 0
+            for tail in tails
+        }
+
     def note_late_exits(self) -> None:
         """Write down how ranks ended that lived on behind the end of the attempt."""
         self._collect_exits()

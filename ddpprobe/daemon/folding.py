@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ddpprobe.daemon.uploader import identity_of, stays_packed
@@ -49,11 +50,14 @@ class Folding:
         """Fold what is complete."""
         self._write(lambda store: store.fold())
 
-    def seal(self, tries: int = 1) -> bool:
+    def seal(
+        self, tries: int = 1, unread: Mapping[tuple[int, int], int] = MappingProxyType({})
+    ) -> bool:
         """Put everything that is left into the store.
 
         Args:
             tries: how often a disk that refuses is asked, `PAUSE_SECONDS` apart.
+            unread: see `StoreWriter.seal`.
 
         Returns:
             Whether it is there; otherwise it is where it was, for a later call or daemon.
@@ -61,7 +65,7 @@ class Folding:
         for number in range(tries):
             if number:
                 time.sleep(PAUSE_SECONDS)
-            if self._write(lambda store: store.seal()):
+            if self._write(lambda store: store.seal(unread)):
                 return True
         return False
 

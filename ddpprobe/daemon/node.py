@@ -214,7 +214,8 @@ class NodeDaemon:
 
     def _seal(self, tries: int = 1) -> None:
         """Put everything that is left into the store; what a full disk refuses, later again."""
-        self._sealed = self._folding.seal(tries)
+        unread = self._attempt.unread if self._attempt is not None else {}
+        self._sealed = self._folding.seal(tries, unread)
         if self._sealed and self._attempt is not None and self._attempt.daemon_journal is not None:
             self._attempt.daemon_journal.say(SealedEvent())
 
@@ -384,7 +385,7 @@ class NodeDaemon:
         if attempt.daemon_journal is not None:
             attempt.daemon_journal.close()
         # The journals of ranks whose processes lived at the seal go as well.
-        if attempt.closed and not (self._sealed and self._folding.seal(LAST_TRIES)):
+        if attempt.closed and not (self._sealed and self._folding.seal(LAST_TRIES, attempt.unread)):
             logger.error(
                 "ddpprobe: the disk refuses a part of the store; it is in journals and captures, "
                 "and read from there; finish it with: ddpprobe daemon --dir %s --node %s",

@@ -137,6 +137,11 @@ class RankTail:
         return out
 
     @property
+    def segment(self) -> int:
+        """Number of the segment that is being read; -1: none yet."""
+        return self._segment
+
+    @property
     def lag_bytes(self) -> int:
         """Bytes written and not decoded."""
         return self._tail.lag_bytes

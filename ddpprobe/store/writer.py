@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -90,6 +91,7 @@ class StoreWriter:
         self._first: dict[JournalSource, int] = {}
         self._whole: dict[JournalSource, bool] = {}
         self._ended: set[int] = set()
+        self._unread: Mapping[tuple[int, int], int] = {}
 
     def fold(self) -> int:
         """Fold what is complete; return how many rows became readable in the store.
@@ -105,14 +107,19 @@ class StoreWriter:
             self._trim()
         return rows
 
-    def seal(self) -> int:
+    def seal(self, unread: Mapping[tuple[int, int], int] = MappingProxyType({})) -> int:
         """Fold everything that is left and consolidate the root's metadata: the end of the run.
 
         The journals of dead writers are deleted; a living one's newest segment stays.
 
+        Args:
+            unread: by attempt and rank, the first segment that a later daemon has to read, which
+                stays with those behind it while the rank lives.
+
         Raises:
             OSError: as `fold`.
         """
+        self._unread = unread
         rows = self._fold(final=True)
         self._trim()
         try:
@@ -287,6 +294,9 @@ class StoreWriter:
         self._first[source] = next((n for n in closed if n not in folded), numbers[-1])
         self._whole[source] = closed == folded
         if source.rank is not None:
+            stays = self._unread.get((source.attempt, source.rank))
+            if stays is not None and is_alive(source):
+                folded = [n for n in folded if n < stays]
             whole = [n for n in folded if not done.segments[n].damage]
             self._delete(source, whole, numbers[-1], keep=keep)
         return rows

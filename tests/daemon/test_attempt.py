@@ -9,10 +9,12 @@ import pytest
 
 from ddpprobe.daemon import attempt
 from ddpprobe.daemon.attempt import RESTART_SECONDS, Attempt
+from ddpprobe.daemon.folding import Folding
 from ddpprobe.daemon.liveness import Exit
 from ddpprobe.ends.judge import CRASHED, ENDED, HUNG, RUNNING, STOPPED, UNDECIDED, VANISHED, End
 
 from ..made_cluster import cluster
+from ..made_runs import NODE
 
 LAUNCHER = 4711
 
@@ -64,3 +66,26 @@ def test_a_restart_that_takes_too_long_is_awaited_no_more(started: Attempt) -> N
     started._over_at = 100.0
     assert started.awaits_restart(99.0 + RESTART_SECONDS)
     assert not started.awaits_restart(100.0 + RESTART_SECONDS)
+
+
+def test_what_a_rank_closes_behind_the_last_look_is_there_for_the_next_daemon(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path, nodes=1, rostered=False) as made:
+        for step in range(1, 20):
+            made.train(step)
+        made.look(1.0)
+        first = made.head
+        first.close(ended=False)  # told to end, while the ranks go on
+        assert [r.step for r in made.merged()] == list(range(20))
+        for step in range(20, 60):
+            made.train(step)  # segments of eight frames
+        folding = Folding(made.run, NODE, None, None)
+        assert folding.seal(unread=first.unread)
+        folding.close()
+        assert first.daemon_journal is not None
+        first.daemon_journal.close()
+        made.start()
+        made.look(1.0)
+        made.look(10.0)
+        assert [r.step for r in made.merged()] == list(range(60))
