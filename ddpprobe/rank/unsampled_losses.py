@@ -95,7 +95,19 @@ class UnsampledLosses:
 
     def has_bad(self) -> bool:
         """Whether one is not finite; waits for the device: only at the end of a run."""
-        sums = [loss.total if loss.cell is None else loss.cell.item() for loss in self._kept]
+        sums = [loss.total for loss in self._kept]
+        far: dict[torch.device, list[Tensor]] = {}
+        for loss in self._kept:
+            if loss.cell is not None:
+                far.setdefault(loss.cell.device, []).append(loss.cell)
+        for device, cells in far.items():
+            lane, values = lanes.lane_of(device), torch.stack(cells)
+            host = lane.room(values.shape, values.dtype)
+            lane.fence()
+            arrival = lane.send(values, host)
+            if arrival is not None:
+                arrival.synchronize()
+            sums += host.tolist()
         return not all(map(math.isfinite, sums))
 
     def _cell(self, value: Tensor) -> Tensor:

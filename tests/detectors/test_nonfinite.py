@@ -271,3 +271,12 @@ def test_a_bad_loss_of_a_step_that_was_not_sampled_is_told_with_its_step_and_ran
     assert (page.sampled, page.values["pos_inf"]) == (False, 1)
     assert page.message == "non-finite loss (+Inf)"
     assert detector.update(StepRecord(0, 30, (0, 1), 0, scalars={0: fine, 1: bad})) == []
+
+
+def test_what_began_in_an_earlier_step_goes_on_until_the_last_step_that_shows_it() -> None:
+    """The weights are bad since step 80; a record that brings only losses shows it no other way."""
+    since = replace(WITNESS, step=80, phase="step", kind="param")
+    told = [record(step, since) for step in range(80, 240, 40)]
+    losses = {rank: {"loss@-1": math.nan, "loss": math.nan} for rank in range(8)}
+    (page,) = run(*told, record(239, sampled=False, scalars=losses))
+    assert page.step == 80

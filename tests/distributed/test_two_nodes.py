@@ -398,12 +398,12 @@ def test_a_torch_job_over_two_hosts_has_one_verdict_and_complete_statistics(
     run = ddpprobe.open(tmp_path / "run")
     (page,) = [a for a in run.anomalies() if a.level == "page"]
     assert (page.step, page.rank, page.module, page.phase) == (8, 3, "blocks.1.down", "forward")
-    merged = list(run.records())
+    merged = [r for r in run.records() if r.sampled]  # one more may tell the losses of the end
     steps = [r.step for r in merged]
     real_job.assert_sampled(tmp_path / "run", steps, range(0, 16, 2))
     assert all(r.ranks == (0, 1, 2, 3) and r.missing == () for r in merged)
     for rank in range(4):
-        assert [r.step for r in run.records(rank=rank)] == steps
+        assert [r.step for r in run.records(rank=rank) if r.sampled] == steps
 
 
 def test_a_torch_job_on_two_disks_says_so_and_is_collected_into_one(

@@ -36,6 +36,7 @@ from ddpprobe.reader.export.replayed_views import views
 from ddpprobe.reader.export.selection import EVERY_RANK, Selection
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.run import Run
+from ddpprobe.records.derived import DERIVED
 from ddpprobe.records.step import COUNTS, STATS, FirstBad, Site, StepRecord
 from ddpprobe.rundir import framing
 from ddpprobe.rundir.paths import RunDir
@@ -189,7 +190,9 @@ def test_names_and_labels_are_those_of_the_live_exposition(exported, run) -> Non
     lost = {"ddpprobe_records_dropped_total", "ddpprobe_unrecorded_steps"}
     # When a node pushed is nobody's record.
     nodes = {"ddpprobe_node_last_block_timestamp_seconds"}
-    assert absent == {*lost, *uploads, *nodes, "ddpprobe_rank_stuck"}
+    # No blocks, no experts, and no norms of gradients before the reduction.
+    derived = {f"ddpprobe_{each.name}" for each in DERIVED}
+    assert absent == {*lost, *uploads, *nodes, *derived, "ddpprobe_rank_stuck"}
 
 
 def test_there_is_one_sample_a_sampled_step_at_its_own_time(exported, run) -> None:
