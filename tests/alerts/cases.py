@@ -51,6 +51,14 @@ def kill_a_rank(here: Stage, job: Job) -> None:
     job.rank(1).kill()
 
 
+def kill_all_ranks(here: Stage, job: Job) -> None:
+    """kill -9, of all ranks before any of them can see another one die."""
+    ranks = [job.rank(number) for number in range(2)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for rank in ranks:
+            rank.send_signal(number)
+
+
 def kill_a_rank_and_start_again(here: Stage, job: Job) -> None:
     """kill -9 of one rank, and the job is started again, as a scheduler does.
 
@@ -111,11 +119,12 @@ class Case:
     start: Act = two_ranks
 
 
-SLEEP = 0.5  # seconds of a step; sixteen jobs share a small machine
+SLEEP = 0.5  # seconds of a step; seventeen jobs share a small machine
 FAULTS = (
     Case("nan", "a NaN on one rank", tell, "FirstCause"),
     Case("explode", "an explosion on one rank", tell, "FirstCause"),
     Case("killed", "a dead rank (kill -9)", kill_a_rank, "RunLost"),
+    Case("massacre", "all ranks dead at once (kill -9)", kill_all_ranks, "RunLost"),
     Case("hung", "a hung rank (SIGSTOP)", stop_a_rank, "Stuck"),
     Case("vanished", "a vanished node", lose_a_node, "TargetDown", start=two_nodes),
     Case("lost", "a lost module", tell, "CoverageLost", 10),
