@@ -80,8 +80,8 @@ class NonFinite(Detector):
         before = max(self._sites.get(site, -1), self._spread.get(level, -1))
         self._remember(site, origin.step)
         if not _did_no_harm(record, origin):
-            # What the rank saw in this step may have begun in an earlier one, and goes on.
-            last = record.step if origin is record.first_bad else origin.step
+            # A parameter that was bad before this step still is; any other word may come late.
+            last = record.step if origin.is_state else origin.step
             self._spread[level] = max(last, self._spread.get(level, -1))
         if before >= 0 and origin.step - before <= self._quiet:
             return []

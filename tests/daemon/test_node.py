@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -640,10 +640,10 @@ def over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], pat
     def served(refusals: int) -> paths.RunDir:
         left = iter(range(refusals))
 
-        def refusing(store: StoreWriter) -> int:
+        def refusing(store: StoreWriter, unread: Mapping[tuple[int, int], int]) -> int:
             if next(left, None) is not None:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return seal(store)
+            return seal(store, unread)
 
         monkeypatch.setattr(StoreWriter, "seal", refusing)
         NodeDaemon(DaemonOptions(run, NODE, "127.0.0.1:0", linger=0.0, wait=1.0)).serve()
