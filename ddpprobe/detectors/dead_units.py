@@ -6,7 +6,7 @@ import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
+from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind, grown
 from ddpprobe.detectors.subtrees import named
 from ddpprobe.records.step import Anomaly, StepRecord
 
@@ -65,11 +65,9 @@ class DeadUnits(SampledDetector):
         return [self._verdict(record, [int(i) for i in order[found[order]]], share)]
 
     def _grow(self, sites: int) -> None:
-        more = np.zeros(sites - len(self._lived), np.int64)
-        if len(more):
-            self._lived, self._since = np.append(self._lived, more), np.append(self._since, more)
-            self._dead = np.append(self._dead, more)
-            self._told = np.append(self._told, more > 0)
+        self._lived, self._since = grown(self._lived, sites, 0), grown(self._since, sites, 0)
+        self._dead = grown(self._dead, sites, 0)
+        self._told = grown(self._told, sites, 0)
 
     def _verdict(self, record: StepRecord, sites: list[int], share: Floats) -> Anomaly:
         first = sites[0]

@@ -6,6 +6,7 @@ import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.sites_of_kind import grown
 from ddpprobe.detectors.subtrees import named, subtrees
 from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -119,15 +120,13 @@ class FrozenParam(SampledDetector):
         self._away[still] += 1
 
     def _grow(self, sites: int) -> None:
-        more = sites - len(self._told)
-        if more:
-            self._print = np.concatenate((self._print, np.full((more, 4), np.nan)))
-            for name in ("since", "active", "away"):
-                old = getattr(self, f"_{name}")
-                setattr(self, f"_{name}", np.append(old, np.zeros(more, np.int64)))
-            self._pull = np.append(self._pull, np.full(more, np.nan))
-            self._change = np.append(self._change, np.full(more, np.nan))
-            self._told = np.append(self._told, np.zeros(more, bool))
+        self._print = grown(self._print, sites, np.nan)
+        self._since = grown(self._since, sites, 0)
+        self._active = grown(self._active, sites, 0)
+        self._away = grown(self._away, sites, 0)
+        self._pull = grown(self._pull, sites, np.nan)
+        self._change = grown(self._change, sites, np.nan)
+        self._told = grown(self._told, sites, 0)
 
     def _verdict(
         self, record: StepRecord, now: WeightsOfStep, found: Mask, since: int, *, whole: bool

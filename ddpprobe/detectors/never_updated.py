@@ -6,6 +6,7 @@ import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.sites_of_kind import grown
 from ddpprobe.detectors.subtrees import named, subtrees
 from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -86,14 +87,12 @@ class NeverUpdated(SampledDetector):
         return whole
 
     def _grow(self, sites: int) -> None:
-        more = sites - len(self._told)
-        if more:
-            self._first = np.concatenate((self._first, np.full((more, 4), np.nan)))
-            self._since = np.append(self._since, np.zeros(more, np.int64))
-            self._seen = np.append(self._seen, np.zeros(more, np.int64))
-            self._never = np.append(self._never, np.ones(more, bool))
-            self._would = np.append(self._would, np.zeros(more, bool))
-            self._told = np.append(self._told, np.zeros(more, bool))
+        self._first = grown(self._first, sites, np.nan)
+        self._since = grown(self._since, sites, 0)
+        self._seen = grown(self._seen, sites, 0)
+        self._never = grown(self._never, sites, 1)
+        self._would = grown(self._would, sites, 0)
+        self._told = grown(self._told, sites, 0)
 
     def _verdict(self, record: StepRecord, now: WeightsOfStep, found: Mask) -> Anomaly:
         fqns = self._rows.fqns

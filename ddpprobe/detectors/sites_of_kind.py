@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,8 +11,17 @@ from ddpprobe.records.step import OBSERVED, Site, StepRecord, derive
 
 MOST_SITES = 1 << 14  # bounds the state: 64 float32 a site are 4 MiB
 Floats = NDArray[np.float64]
+Number = TypeVar("Number", np.float64, np.float32, np.int64, np.bool_)
 
 _KNOWN = ("local", "sharded", "replicated")  # the row is the whole tensor, or all that is known
+
+
+def grown(state: NDArray[Number], sites: int, fresh: float) -> NDArray[Number]:
+    """Return what is known of each site [sites, ...]; `fresh` of those that are new."""
+    more = sites - len(state)
+    if not more:
+        return state
+    return np.concatenate((state, np.full((more, *state.shape[1:]), fresh, state.dtype)))
 
 
 class SitesOfKind:
@@ -70,7 +81,7 @@ class SiteWindow:
         """Remember a value of each site [sites]; sites may be more than before, never fewer."""
         more = len(values) - len(self._given)
         if more:
-            self._given = np.append(self._given, np.zeros(more, np.int64))
+            self._given = grown(self._given, len(values), 0)
             fresh = np.full((self._window, more), np.nan, np.float32)
             self._past = np.concatenate((self._past, fresh), axis=1)
         given = np.flatnonzero(np.isfinite(values))

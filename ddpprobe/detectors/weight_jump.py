@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Floats, SiteWindow
+from ddpprobe.detectors.sites_of_kind import Floats, SiteWindow, grown
 from ddpprobe.detectors.subtrees import named
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
@@ -116,8 +116,6 @@ class WeightJump(SampledDetector):
         return np.where(young, np.minimum(rates, 0.0), rates)
 
     def _grow(self, sites: int, step: int) -> None:
-        more = sites - len(self._norm)
-        if more:
-            self._first = np.append(self._first, np.full(more, step))
-            self._then = np.append(self._then, np.full(more, step))
-            self._norm = np.append(self._norm, np.zeros(more))
+        self._first = grown(self._first, sites, step)
+        self._then = grown(self._then, sites, step)
+        self._norm = grown(self._norm, sites, 0)

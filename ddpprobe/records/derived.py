@@ -97,12 +97,12 @@ def gradient_noise(record: StepRecord) -> tuple[float, float] | None:
 
 
 def _noise(record: StepRecord) -> float | None:
-    found = gradient_noise(record)
+    found = _noises(record)
     return None if found is None else found[0]
 
 
 def _signal(record: StepRecord) -> float | None:
-    found = gradient_noise(record)
+    found = _noises(record)
     return None if found is None else found[1]
 
 
@@ -271,3 +271,4 @@ def _is_of_experts(chain: str) -> bool:
 
 
 _layouts = IdentityCache(_lay, _TABLES)
+_noises = IdentityCache(gradient_noise, 1)  # S and G^2 of a record are asked for one by one

@@ -12,8 +12,9 @@ import pytest
 
 from ddpprobe.rank.last_words import describe, goodbye
 from ddpprobe.rank.scheduler import restarts_left, scheduler
-from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
 from ddpprobe.records.events import ClosedEvent
+
+pytestmark = pytest.mark.usefixtures("python_s_own_handlers")
 
 
 def caught(raise_it: Callable[[], object]) -> BaseException:
@@ -98,17 +99,6 @@ def test_a_text_that_cannot_be_made_costs_the_text_only() -> None:
 
     told = describe(caught(odd))
     assert (told.type, told.message) == ("Odd", "")
-
-
-@pytest.fixture(autouse=True)
-def python_s_own_handlers() -> Iterator[None]:
-    """A process of Python's own handlers, whatever was tested in this one before."""
-    own = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-    before = {number: signal.signal(number, handler) for number, handler in own.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    OF_THE_SCRIPT.release()
 
 
 @pytest.fixture

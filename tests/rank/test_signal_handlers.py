@@ -13,7 +13,6 @@ import pytest
 
 from ddpprobe.rank.last_words import goodbye
 from ddpprobe.rank.signal_handlers import (
-    OF_THE_SCRIPT,
     Handlers,
     is_as_compiled,
     is_called_by_a_signal,
@@ -22,15 +21,7 @@ from ddpprobe.rank.signal_handlers import (
 TRACED = sys.version_info[:2] != (3, 12)  # which leaves no trace in a function of a few kinds
 MONITORED = hasattr(sys, "monitoring")
 
-
-@pytest.fixture(autouse=True)
-def python_s_own_handlers() -> Iterator[None]:
-    own = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-    before = {number: signal.signal(number, handler) for number, handler in own.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    OF_THE_SCRIPT.release()
+pytestmark = pytest.mark.usefixtures("python_s_own_handlers")
 
 
 @pytest.fixture
