@@ -129,7 +129,7 @@ class _Sites(Collector):
         self._layout = TensorRows((), np.zeros(0, np.intp), np.zeros(0, np.intp))
         self._labels: list[tuple[str, str]] = []
         self._first: list[int] = []  # of those that have the same labels the first one is shown
-        self._begins: dict[bool, list[list[str]]] = {}
+        self._begins: dict[bool, list[tuple[list[str], list[str]]]] = {}
         self._shown: list[list[tuple[int, float]]] = []
 
     def take(self, merged: StepRecord | None, room: int) -> int:
@@ -164,20 +164,13 @@ class _Sites(Collector):
         if not any(self._shown):
             return ""
         if openmetrics not in self._begins:
-            lines = _generate(self, openmetrics=openmetrics).decode().split("\n")
-            size = 2 + len(self._labels)  # HELP and TYPE
-            self._begins[openmetrics] = [
-                [
-                    *lines[at : at + 2],
-                    *(line[: line.rindex(" ") + 1] for line in lines[at + 2 : at + size]),
-                ]
-                for at in range(0, len(_OF_SITES) * size, size)
-            ]
+            text = _generate(self, openmetrics=openmetrics).decode().removesuffix(_EOF.decode())
+            # Not splitlines(): a name may hold what else ends a line in Unicode.
+            lines = text.removesuffix("\n").split("\n")
+            self._begins[openmetrics] = list(_split_families(lines, len(self._labels)))
         out: list[str] = []
-        for (about, kind, *begins), shown in zip(
-            self._begins[openmetrics], self._shown, strict=True
-        ):
-            out += [about, kind] if shown else []
+        for (about, begins), shown in zip(self._begins[openmetrics], self._shown, strict=True):
+            out += about if shown else []
             out += [f"{begins[i]}{floatToGoString(value)}" for i, value in shown]  # type: ignore[no-untyped-call]
         return "".join(f"{line}\n" for line in out)
 
@@ -202,6 +195,18 @@ def _priorities(names: Sequence[tuple[str, str]]) -> list[int]:
         0 if fqn in holders or not fqn else 1 if kind.startswith("grad") else 2
         for fqn, kind in names
     ]
+
+
+def _split_families(lines: list[str], series: int) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield of each family its comments (HELP, TYPE, UNIT where it has one) and its series.
+
+    A series ends with the blank before its value.
+    """
+    at = 0
+    while at < len(lines):
+        begin = next(i for i in range(at, len(lines)) if not lines[i].startswith("# "))
+        comments, at = lines[at:begin], begin + series
+        yield comments, [line[: line.rindex(" ") + 1] for line in lines[begin:at]]
 
 
 def _generate(collector: Collector, *, openmetrics: bool) -> bytes:

@@ -246,7 +246,7 @@ METRICS: tuple[Metric, ...] = (
           "abs_max"),
     _site("site_rms", "", "Root mean square of the finite values at a site, newest sampled step, over all ranks; compare it along the depth.",
           "rms"),
-    _site("site_zero_ratio", "0 to 1", "Share of zeros at a site, newest sampled step, over all ranks; near 1 at an output its units are dead, at a gradient nothing is learned there.",
+    _site("site_zero_ratio", "ratio", "Share of zeros at a site, newest sampled step, over all ranks; near 1 at an output its units are dead, at a gradient nothing is learned there.",
           "zero_ratio"),
     # Self
     _row("component_up", "0 or 1", "0 when a component switched itself off (minimum over the local ranks); its first error is in the log.",
