@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddpprobe.daemon.capture_policy import CapturePolicy
+from ddpprobe.daemon.command import Command
 from ddpprobe.daemon.daemon_journal import DaemonJournal
 from ddpprobe.daemon.ends import Ends
 from ddpprobe.daemon.first_cause import FirstCause
@@ -88,6 +89,7 @@ class Attempt:
         self._changed_at = time.monotonic()
         self._launcher: Exit | None = None
         self._over_at: float | None = None
+        self._command: Command | None = None
         self._judging = Fuse("judging", sys.maxsize)
 
     @property
@@ -140,6 +142,7 @@ class Attempt:
                 count = self._read(rank, now)
                 read, more = read + count, more or count == RECORDS_PER_LOOK
         self._watch_processes()
+        self._note_command()
         self._look_at_ends(over=False)
         if self.gather is None:
             return read, more
@@ -190,6 +193,7 @@ class Attempt:
             # What is ahead of this node's ranks is a later daemon's, if there is one.
             self._collect(self.gather, now, math.inf if ended else self._upto(more=False))
         self._look_at_ends(over=ended)
+        self._note_command(over=True)
         for rank in self.ranks.values():
             rank.tail.close()
         if self.gather is None or self.daemon_journal is None:
@@ -429,9 +433,17 @@ class Attempt:
                 key, pid = (self.number, number), int(meta["pid"])
                 rank.seen_alive = self._watcher.watch(key, pid, meta["pid_start"])
                 rank.launcher = torchrun_of(pid) if rank.seen_alive else None
+                if self.is_head and self._command is None and rank.seen_alive:
+                    self._command = Command(rank.launcher or pid)
                 known = [r.launcher for r in self.ranks.values() if r is not rank]
                 if rank.launcher is not None and rank.launcher not in known:
                     self._watcher.watch((self.number, _LAUNCHER), rank.launcher, None)
+
+    def _note_command(self, *, over: bool = False) -> None:
+        if self._command is not None and self.daemon_journal is not None:
+            said = self._command.poll(over=over)
+            if said is not None:
+                self.daemon_journal.say(said)
 
     def _collect_exits(self) -> None:
         for gone in self._watcher.exits():

@@ -130,6 +130,8 @@ class Run:
         `anomalies` {page, warn, info}, `first_death`, `lost` (texts), and `attempts`: for each
         `attempt`, `steps`, `pace`, `overhead`, `sites`, `first_death`, `sealed`, `unsealed`
         (nodes),
+        `command` (`words`, `directory`, `commit`, `changed`: what was typed to start it, by
+        `records.events.CommandEvent`; None if no daemon saw it alive),
         `torn_bytes`, `silent_ranks`, `orders` (`order_history.orders_of`) and `ranks`: `rank`,
         `local_rank`, `node`, `hostname`, `device`, `pid`, `status`,
         `first_step`, `last_step`, `sampled`, `expected` (steps that it sampled, or another rank),

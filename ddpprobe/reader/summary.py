@@ -22,6 +22,7 @@ from ddpprobe.reader.under_way import has_daemon
 from ddpprobe.records.events import (
     BudgetEvent,
     ClosedEvent,
+    CommandEvent,
     DroppedEvent,
     NoteEvent,
     SealedEvent,
@@ -144,6 +145,7 @@ def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) ->
         "end": ending.end.to_json(),
         "first_death": asdict(deaths[0]) if deaths and deaths[0].first else None,
         **_notes(events),
+        "command": _command(events),
         "detectors": recorded(merged_reader.rank_meta(attempt).get("detectors")),
         "sealed": bool(sealed),
         "unsealed": sorted({str(f.meta["node"]) for f in facts if "node" in f.meta} - sealed),
@@ -159,6 +161,13 @@ def _notes(events: list[Event]) -> dict[str, Any]:
     for note in sorted(said, key=lambda note: note.step):
         config |= note.config
     return {"notes": [{"step": step, "what": what} for step, what in notes], "config": config}
+
+
+def _command(events: list[Event]) -> dict[str, Any] | None:
+    """Return what was typed to start the attempt; None if no daemon saw it alive."""
+    said = (e.what for e in events if isinstance(e.what, CommandEvent))
+    first = next(said, None)
+    return None if first is None else asdict(first)
 
 
 def _pace(events: list[Event]) -> dict[str, Any] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from collections.abc import Mapping
+from typing import Any
 
 UNOBSERVED = "-"  # there is no value; never printed as 0
 
@@ -36,3 +38,10 @@ def size(n_bytes: float) -> str:
             return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
         n_bytes /= 1024
     return f"{n_bytes:.1f} TiB"
+
+
+def commit(command: Mapping[str, Any]) -> str:
+    """Write the commit of a `CommandEvent`, and whether files differed; "" if it is not known."""
+    if command["commit"] is None:
+        return ""
+    return f"{command['commit']}{', with changes' if command['changed'] else ''}"

@@ -237,6 +237,23 @@ class UnsampledEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommandEvent:
+    """What was typed to start the ranks of the head, and where; said once by each daemon.
+
+    Attributes:
+        words: the command line; words that their names call secrets are `***`.
+        directory: the working directory.
+        commit: what git had checked out there; None if that is not known.
+        changed: whether a file that git tracks differed from it.
+    """
+
+    words: tuple[str, ...]
+    directory: str = ""
+    commit: str | None = None
+    changed: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuedEvent:
     """A rank that was suspended goes on."""
 
@@ -411,8 +428,8 @@ class Wish:
 
 
 Event = (
-    BlindEvent | BudgetEvent | CapturedEvent | ClosedEvent | ContinuedEvent | DeathEvent
-    | DroppedEvent | EndEvent | ExitEvent | FateEvent | FinishedEvent | FirstCauseEvent
+    BlindEvent | BudgetEvent | CapturedEvent | ClosedEvent | CommandEvent | ContinuedEvent
+    | DeathEvent | DroppedEvent | EndEvent | ExitEvent | FateEvent | FinishedEvent | FirstCauseEvent
     | FuseEvent | HandlesEvent | JobEvent | LastBeatsEvent | LateOrderEvent | LauncherEvent
     | MovingEvent | NoteEvent | OrderEvent | OrderDroppedEvent | PausedEvent | PinnedEvent
     | PushedEvent | ResumedEvent | SealedEvent | SitesEvent | StalledEvent | SteadyEvent

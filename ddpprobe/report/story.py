@@ -15,6 +15,7 @@ from ddpprobe.reader.run import Run
 from ddpprobe.reader.tensors import Captured
 from ddpprobe.records.derived import DerivedNumbers
 from ddpprobe.records.step import Anomaly, StepRecord
+from ddpprobe.report.captured_cause import CapturedCause, look
 from ddpprobe.report.columns import StepColumn, StepColumns, with_gaps
 from ddpprobe.report.history import History, histories_of
 from ddpprobe.report.numbers import Labels, Numbers, ScalarTable, table_of
@@ -41,6 +42,7 @@ class Story:
         histories: of the guilty sites.
         readings: of the nodes and the ranks' processes.
         captures: steps of which full tensors are kept.
+        captured: what is kept of the module of each of the first `MOST_CAUSES` causes, if anything.
         expired, lost: what retention took away; what is damaged or missing; one line each.
         held: how much of the run all this is about.
         records, skipped: how many steps were read, and in how many the optimizer did not step.
@@ -56,6 +58,7 @@ class Story:
     histories: list[History]
     readings: list[NodeReading]
     captures: list[Captured] = field(default_factory=list)
+    captured: list[CapturedCause | None] = field(default_factory=list)
     expired: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     held: Completeness = field(default_factory=lambda: Completeness((), {}, live=False))
@@ -130,6 +133,7 @@ def gather(run: Run, advance: Advance | None = None) -> Story:
     )
     story.readings = list(run.readings())
     story.captures = run.captures()
+    story.captured = [look(run, cause, story.captures) for cause in causes]
     story.expired = [str(gone) for gone in run.expired()]
     story.info = run.info()
     story.held = run.completeness()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from ddpprobe.ends.evidence import named
 from ddpprobe.ends.judge import RUNNING
-from ddpprobe.reader.text import UNOBSERVED, number, size
+from ddpprobe.reader.text import UNOBSERVED, commit, number, size
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.ranks import COMPARED, MOST_LISTED, differences, differs, standing_out
 from ddpprobe.report.story import Story
@@ -47,8 +48,12 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _said(attempts: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield what the script said of the last attempt, and chose."""
+    """Yield what was typed for the last attempt, and what the script said and chose."""
     for told in attempts[-1:]:
+        if (command := told["command"]) is not None:
+            yield "command", shlex.join(command["words"])
+            yield "in", command["directory"]
+            yield "commit", commit(command)
         yield "config", ", ".join(f"{name}={value}" for name, value in told["config"].items())
         notes = told["notes"][:MOST_NOTES]
         yield "noted", ", ".join(f"{note['what']} (behind step {note['step']})" for note in notes)

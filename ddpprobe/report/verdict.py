@@ -12,6 +12,7 @@ from ddpprobe.ends.anomalies import RANK_LOST, TITLES
 from ddpprobe.ends.judge import RUNNING, told
 from ddpprobe.reader.text import plain
 from ddpprobe.records.step import STATE_KINDS, Anomaly
+from ddpprobe.report.captured_cause import CapturedCause
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.story import Story
 
@@ -59,6 +60,7 @@ class Finding:
     commands: list[str] = field(default_factory=list)
     followed: list[str] = field(default_factory=list)
     more: int = 0
+    inputs: str = ""
 
 
 @final
@@ -82,8 +84,11 @@ def judge(story: Story) -> Verdict:
     """Find the words."""
     several = len(story.info["attempts"]) > 1
     groups, path = story.episodes, str(story.info["path"])
+    captured = [*story.captured, *[None] * len(groups)]
     found = [
-        _finding(path, g.cause, g.followed, several=several) for g in groups if g.cause is not None
+        _finding(path, g.cause, g.followed, kept, several=several)
+        for g, kept in zip([g for g in groups if g.cause is not None], captured, strict=False)
+        if g.cause is not None
     ]
     others = [a for g in groups if g.cause is None for a in g.followed]
     alone = [_line(a) for a in others]
@@ -132,7 +137,14 @@ def _without_cause(story: Story, others: list[Anomaly]) -> str:
     return f"{nothing} in what is held: {share}"
 
 
-def _finding(path: str, cause: Anomaly, followed: list[Anomaly], *, several: bool) -> Finding:
+def _finding(
+    path: str,
+    cause: Anomaly,
+    followed: list[Anomaly],
+    captured: CapturedCause | None,
+    *,
+    several: bool,
+) -> Finding:
     # The phase `step` of a lost rank stands for all that is neither forward nor backward.
     vague = cause.detector == RANK_LOST and cause.phase == "step"
     where = Where(
@@ -144,10 +156,22 @@ def _finding(path: str, cause: Anomaly, followed: list[Anomaly], *, several: boo
     title = TITLES.get(cause.detector, cause.detector)
     lines = [_line(a) for a in followed[:MOST_FOLLOWED]]
     more = len(followed) - len(lines)
-    return Finding(title, cause.level, cause.message, where, _commands(path, cause), lines, more)
+    commands = _commands(path, cause, captured)
+    inputs = "" if captured is None else _inputs(captured)
+    return Finding(title, cause.level, cause.message, where, commands, lines, more, inputs)
 
 
-def _commands(path: str, cause: Anomaly) -> list[str]:
+def _inputs(captured: CapturedCause) -> str:
+    if not captured.inputs:
+        return ""
+    many = captured.inputs > 1
+    if captured.bad:
+        one = len(captured.bad) == 1
+        return f"{', '.join(captured.bad)} {'was' if one else 'were'} not finite (captured)."
+    return f"Its input{'s were' if many else ' was'} finite (captured)."
+
+
+def _commands(path: str, cause: Anomaly, captured: CapturedCause | None) -> list[str]:
     """Return what to type to look closer; quoted for a shell, whatever the names hold."""
     run = shlex.quote(plain(path))
     if cause.module is None:
@@ -161,7 +185,12 @@ def _commands(path: str, cause: Anomaly) -> list[str]:
         site = shlex.quote(plain(glob.escape(f"{cause.module}:{cause.kind}")))
     rank = "" if cause.rank is None else f" --rank {cause.rank}"
     steps = f"{max(0, cause.step - 100)}:{cause.step + 20}"
-    return [f"ddpprobe trace {run} --site {site}{rank} --steps {steps}"]
+    trace = f"ddpprobe trace {run} --site {site}{rank} --steps {steps}"
+    if captured is None:
+        return [trace]
+    module = shlex.quote(plain(captured.module))
+    again = f"ddpprobe replay {run} --step {cause.step} --module {module}{rank}"
+    return [trace, f"{again} --build YOUR_MODULE:FUNCTION"]
 
 
 def _line(anomaly: Anomaly) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from ddpprobe.reader.completeness import Completeness, RankShare
 from ddpprobe.records.step import Anomaly
+from ddpprobe.report.captured_cause import CapturedCause
 from ddpprobe.report.numbers import Labels
 from ddpprobe.report.rows import RunSites
 from ddpprobe.report.story import Story
@@ -109,3 +110,27 @@ def test_of_weights_that_stand_still_the_rows_of_their_parameters_are_shown() ->
     for module, site in (("a.b", "'a.b*:update'"), ("", "'*:update'")):
         (finding,) = judge(story(replace(still, module=module))).findings
         assert f"--site {site}" in finding.commands[0]
+
+
+def test_what_was_captured_of_the_guilty_module_can_be_executed_again() -> None:
+    assert [c.split()[1] for c in judge(story(PAGE)).findings[0].commands] == ["trace"]
+    kept = CapturedCause("a.b", 2, ())
+    finding = judge(story(PAGE, captured=[kept])).findings[0]
+    assert finding.commands[1] == (
+        "ddpprobe replay run --step 3 --module a.b --rank 0 --build YOUR_MODULE:FUNCTION"
+    )
+    assert finding.inputs == "Its inputs were finite (captured)."
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (CapturedCause("a.b", 1, ()), "Its input was finite (captured)."),
+        (CapturedCause("a.b", 2, ("input[1]",)), "input[1] was not finite (captured)."),
+        (CapturedCause("a.b", 0, ()), ""),
+    ],
+)
+def test_inputs_are_called_finite_only_if_they_were_looked_at(
+    kept: CapturedCause, said: str
+) -> None:
+    assert judge(story(PAGE, captured=[kept])).findings[0].inputs == said

@@ -32,6 +32,7 @@ MORE: tuple[dict[str, Any], ...] = (
     {"event": "pinned", "first": 2, "last": 4, "cause": "page/1", "reason": "nonfinite"},
     {"event": "uncaptured", "modules": ["a"], "count": 1, "reason": "compiled"},
     {"event": "unkept", "step": 3, "names": ["score"], "reason": "the record was written by then"},
+    {"event": "command", "words": ["t.py"], "directory": "/a", "commit": "0", "changed": True},
     {"event": "note", "step": 3, "what": "unfreeze", "config": {"lr": "0.1"}},
 )
 PLACE = {"step": 3, "steps": 4, "micro": 0, "state": "forward"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from ddpprobe.cli.output import report_gaps, say, say_json, table
 from ddpprobe.cli.run_argument import add_run
 from ddpprobe.ends.judge import told
 from ddpprobe.reader.run import open_run
-from ddpprobe.reader.text import UNOBSERVED, plain, size
+from ddpprobe.reader.text import UNOBSERVED, commit, plain, size
 
 MOST_ORDERS = MOST_NOTES = 20  # lines of an attempt
 OWN = {"install": "install(capture=...)", "first bad module": "the first bad module"}
@@ -53,7 +54,11 @@ def lines(info: dict[str, Any]) -> Iterator[str]:
 
 
 def _said(attempt: dict[str, Any]) -> Iterator[str]:
-    """Say what the script chose and said."""
+    """Say what was typed, and what the script chose and said."""
+    if (command := attempt["command"]) is not None:
+        yield f"command: {plain(shlex.join(command['words']))}"
+        where = plain(command["directory"])
+        yield f"in: {where}" + (f" (commit {commit(command)})" if commit(command) else "")
     settings = [
         f"{name} off"
         if given is None
