@@ -164,6 +164,16 @@ _LATE_NODES = f"ddpprobe_node_last_block_timestamp_seconds{{%s}} < time() - {MIS
 _HUNG = _told('ddpprobe_job_state{state="hung"}')
 
 
+def _ended_ranks(otherwise: str) -> str:
+    """Return a template that lists the ranks that ended badly, each with what it died of."""
+    asked = _ask(
+        f"bottomk({MOST_NAMED}, last_over_time(ddpprobe_rank_end_info{{%s}}[{LAST_WORDS}]))"
+    )
+    item = '{{ if $i }}, {{ end }}rank {{ $x | label "rank" }} {{ $x | label "signal" }}'
+    body = f'{{{{ range $i, $x := . | sortByLabel "rank" }}}}{item}{{{{ end }}}}'
+    return f"{{{{ with {asked} }}}}{body}{{{{ else }}}}{otherwise}{{{{ end }}}}"
+
+
 def _mean_seconds(phases: str) -> str:
     """Return a rank's seconds a step, in phases that match."""
     spent = f'ddpprobe_step_phase_seconds_total{{phase=~"{phases}"}}'
@@ -235,15 +245,14 @@ unless on (job, run) (
   and on (job, run, instance) {_NOT_RUNNING}
 )""",
         f"{RUN} is lost: {{{{ with $labels.rank }}}}rank {{{{ . }}}} was the first to fail "
-        "({{ $labels.signal }}){{ else }}which rank was first is not decided{{ end }}",
+        "({{ $labels.signal }}){{ else }}which rank was first is not decided ("
+        + _ended_ranks("how they ended is not known")
+        + "){{ end }}",
         "{{ if $labels.rank }}Rank {{ $labels.rank }} ended by {{ $labels.signal }} at "
         "{{ $value | humanizeTimestamp }}; the launcher ends all others, so this is the one to look "
         "at: its own log."
-        "{{ else }}The ranks that are gone: "
-        + _list(
-            f"bottomk({MOST_NAMED}, last_over_time(ddpprobe_rank_up{{%s}}[{LAST_WORDS}]) == 0)",
-            "rank", "not known",
-        )
+        "{{ else }}How they ended: "
+        + _ended_ranks("not known")
         + ".{{ end }} "
         f"How it ended, in which step, and what is known of the others: {ANOMALIES}",
         wait=END_WAIT,

@@ -19,7 +19,6 @@ from ddpprobe.ends.judge import (
     RUNNING,
     UNDECIDED,
     End,
-    how_of,
     is_failed,
     is_well,
     judge,
@@ -27,6 +26,7 @@ from ddpprobe.ends.judge import (
 )
 from ddpprobe.ends.rank_ends import CLEAN
 from ddpprobe.ends.stalls import is_still
+from ddpprobe.ends.words import how_of
 from ddpprobe.records import events
 from ddpprobe.records.events import Told
 from ddpprobe.records.fate import Fate
@@ -127,8 +127,16 @@ class Ends:
     @property
     def awaits_launcher(self) -> bool:
         """Whether how the launcher ends may decide what is not decided."""
-        open_ = [f for f in self._own if f.may_be_handled and not f.launcher]
-        return self.end.state == UNDECIDED and any(f.how in {"", CLEAN} for f in open_)
+        open_ = [f for f in self._own if not f.launcher]
+        left = any(f.may_be_handled and f.how in {"", CLEAN} for f in open_)
+        killed = any(f.how == "SIGKILL" and not f.may_be_handled for f in open_)
+        return self.end.state == UNDECIDED and (left or killed)
+
+    def how(self, number: int) -> str:
+        """Return what a rank died of, as `End.how`; "" if it is not known to have ended badly."""
+        if number not in self._daemon_journal.deaths:
+            return ""
+        return next((how_of(f) for f in self._case.fates if f.rank == number), "")
 
     @property
     def first_failure(self) -> FirstFailure | None:

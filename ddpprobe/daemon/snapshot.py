@@ -100,6 +100,7 @@ def _rank_view(attempt: Attempt, number: int, readings: Readings) -> RankView:
         pid=int(meta.get("pid", 0)),
         device=str(meta.get("device", "")),
         up=up,
+        end=attempt.ends.how(number) if attempt.ends and rank.judged else "",
         loss=facts.loss,
         grad_norm=facts.grad_norm,
         loss_scale=facts.loss_scale,

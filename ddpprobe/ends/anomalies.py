@@ -14,9 +14,9 @@ from ddpprobe.ends.judge import (
     STOPPED,
     UNDECIDED,
     End,
-    describe,
     is_failed,
 )
+from ddpprobe.ends.words import describe
 from ddpprobe.records.events import FirstCauseEvent
 from ddpprobe.records.fate import Fate
 from ddpprobe.records.step import PHASES, Anomaly

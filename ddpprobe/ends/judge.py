@@ -32,6 +32,7 @@ from ddpprobe.ends.rank_ends import (
     asked_in_words,
     may_be_told,
 )
+from ddpprobe.ends.words import describe, died_of, how_of, place_of, ranks_of
 from ddpprobe.records.fate import Fate
 
 RUNNING, ENDED, STOPPED = "running", "ended", "stopped"
@@ -135,12 +136,6 @@ def stuck_of(end: End, case: Case) -> dict[int, str]:
     return {f.rank: f.clock.phase if f.clock else "" for f in named}
 
 
-def how_of(fate: Fate) -> str:
-    """Return what a rank died of: an exception by its name, else how its process ended."""
-    blames = fate.error is not None and (fate.raised or fate.how not in {"", CLEAN, UNKNOWN})
-    return fate.error.type if blames and fate.error is not None else fate.how or UNKNOWN
-
-
 def _suspects(parts: RankEnds) -> list[Fate]:
     """Return whose end is not known to have followed from somebody else's."""
     causes, others = _without_killed(parts), parts.all(CHOSE, ABORTED)
@@ -237,7 +232,9 @@ def _all_killed(parts: RankEnds) -> End | None:
         return None
     if any(f.error or d.died_before(f) for f in fates for d in fates):
         return None
-    text = f"{_many(fates)} were all killed (SIGKILL), and nothing says by whom or which was first"
+    text = (
+        f"{ranks_of(fates)} were all killed (SIGKILL), and nothing says by whom or which was first"
+    )
     text += _unseen(parts)
     return End(UNDECIDED, (), "SIGKILL", _step(fates), _phase(fates), text, grave=True)
 
@@ -259,7 +256,7 @@ def _watched(parts: RankEnds, pool: list[Fate]) -> End | None:
     if not behind:
         return None
     both = sorted({f.rank: f for f in (*pool, *behind)}.values(), key=lambda f: f.rank)
-    text = f"{describe(aborted[0])} while {_where(behind)}, was behind: "
+    text = f"{describe(aborted[0])} while {place_of(behind)}, was behind: "
     text += "it failed, or had waited for it"
     ranks = tuple(f.rank for f in both)
     return End(UNDECIDED, ranks, "SIGABRT", _step(both), None, text, grave=True)
@@ -291,7 +288,11 @@ def _is_between_steps(parts: RankEnds) -> bool:
     fates = parts.seen
     places = {f.clock.key for f in fates if f.clock}
     quiet = all(not f.closed and f.clock and f.clock.phase == "data" for f in fates)
-    harmless = {"exit:0", "exit:1", "SIGKILL"} if len(fates) > 1 else {"exit:0", "exit:1"}
+    # Workers may be killed by what started them, when all is done; torchrun does so to none that
+    # SIGTERM ends.
+    by_torchrun = any(f.launcher and not f.may_be_handled for f in fates)
+    killed = len(fates) > 1 and not by_torchrun
+    harmless = {"exit:0", "exit:1", *(["SIGKILL"] if killed else [])}
     return quiet and len(places) == 1 and {f.how for f in fates} <= harmless
 
 
@@ -300,7 +301,7 @@ def _quiet(parts: RankEnds) -> End:
     hows = sorted({f.how for f in fates})
     step = _step(fates)
     where = "" if step is None else f" behind step {step}"
-    said = f"{_many(fates)} ended ({', '.join(hows)}){where} without a last word"
+    said = f"{ranks_of(fates)} ended ({', '.join(hows)}){where} without a last word"
     text = f"{said}: nothing says whether training was over{_unseen(parts)}"
     return End(UNDECIDED, (), hows[0], step, None, text)
 
@@ -341,14 +342,16 @@ def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
     step, phase = _step(stuck), _phase(stuck)
     ranks = tuple(f.rank for f in stuck)
     if parts.case.partial or parts.has(ABSENT):
-        text = f"no rank seen here moved on ({_where(stuck)} is behind); the first may be elsewhere"
+        text = (
+            f"no rank seen here moved on ({place_of(stuck)} is behind); the first may be elsewhere"
+        )
         return End(HUNG, (), "hang", step, phase, text)
     if len(stuck) == 1 and stuck[0].suspended:
-        text, how = f"{_where(stuck)}, was suspended (SIGSTOP) and did not go on", "SIGSTOP"
+        text, how = f"{place_of(stuck)}, was suspended (SIGSTOP) and did not go on", "SIGSTOP"
     elif len(stuck) == 1:
-        text, how = f"{_where(stuck)}, did not move on", "hang"
+        text, how = f"{place_of(stuck)}, did not move on", "hang"
     else:
-        text, how = f"no rank moved on: {_where(stuck)}, and nothing says which was first", "hang"
+        text, how = f"no rank moved on: {place_of(stuck)}, and nothing says which was first", "hang"
     waiting = [f for f in parts.case.fates if f not in stuck and f.clock]
     if waiting:
         text += f"; {named((f.rank for f in waiting), 'and')} waited"
@@ -363,7 +366,7 @@ def _broken(parts: RankEnds) -> End:
     victims = parts.all(VICTIM)
     gone = parts.all(LOST) or parts.all(SILENT)
     gone = sorted([*gone, *_missed(parts)], key=lambda f: f.rank) if gone else parts.all(LEFT)
-    said = f"{_many(victims)} lost the connection ({_message(victims[0])})"
+    said = f"{ranks_of(victims)} lost the connection ({died_of(victims[0])})"
     if parts.has(ABSENT):  # who left, or ended unseen, is no better a candidate than those
         among = "may not be" if gone else "is not"
         text = f"{said}, and the cause {among} among the ranks that are known here"
@@ -397,7 +400,7 @@ def _stopped(parts: RankEnds, said: str = "") -> End:
     if not told and not said:
         return _without_word(parts)
     hows = sorted({_asked_by(f) for f in told}, key=lambda how: (how == "SIGKILL", how))
-    text = said or f"{_many(told)} ended because of {' and '.join(map(asked_in_words, hows))}"
+    text = said or f"{ranks_of(told)} ended because of {' and '.join(map(asked_in_words, hows))}"
     by = f"; {case.scheduler}" if case.scheduler else ""
     fates = told or case.fates
     how = hows[0] if hows else case.fates[0].how
@@ -433,7 +436,7 @@ def _without_word(parts: RankEnds) -> End:
     if quiet and step is not None and not case.partial:
         text = f"no rank left a last word, and nobody saw how they ended{where}"
         return End(VANISHED, (), UNKNOWN, step, None, text)
-    who = _many(lost or parts.all(ABSENT) or case.fates) if case.fates else "no rank"
+    who = ranks_of(lost or parts.all(ABSENT) or case.fates) if case.fates else "no rank"
     hows = sorted({f.how for f in case.fates if f.how not in {"", CLEAN, UNKNOWN}})
     others = f"; of the others: {', '.join(hows)}" if hows else ""
     text = f"how {who} ended is not known{where}{others}"
@@ -444,46 +447,18 @@ def _by_handler(parts: RankEnds, left: Iterable[Fate]) -> End:
     """Ranks left without an error, and a handler of a signal may have made them."""
     left, victims = list(left), parts.all(VICTIM)
     step = _last_step(left)
-    text = f"{_many(left)} ended (exit code 0), by a handler of SIGTERM or SIGINT or at the end of "
+    text = (
+        f"{ranks_of(left)} ended (exit code 0), by a handler of SIGTERM or SIGINT or at the end of "
+    )
     text += "the script: probe.close() behind its training would say which"
     if victims:
-        text += f"; {_many(victims)} lost the connection ({_message(victims[0])})"
+        text += f"; {ranks_of(victims)} lost the connection ({died_of(victims[0])})"
     return End(UNDECIDED, (), CLEAN if victims else UNKNOWN, step, None, text, grave=bool(victims))
 
 
 def _unseen(parts: RankEnds) -> str:
     absent = parts.all(ABSENT)
-    return f"; of {_many(absent)} nothing is known here" if absent else ""
-
-
-def describe(fate: Fate) -> str:
-    """Say how one rank ended, and where."""
-    clock = fate.clock
-    where = f"in step {clock.step}" if clock else "before its first step"
-    return f"rank {fate.rank} died ({_message(fate)}) {where}"
-
-
-def _message(fate: Fate) -> str:
-    how, error = how_of(fate), fate.error
-    if error is None or how != error.type:
-        return how
-    text = f": {error.message}" if error.message else ""
-    at = f" at {error.where}" if error.where else ""
-    return f"{how}{text}{at}"
-
-
-def _where(fates: list[Fate]) -> str:
-    clocks = {(f.clock.phase, f.clock.step) for f in fates if f.clock}
-    who = named((f.rank for f in fates), "and" if len(fates) > 2 else "or")
-    if len(clocks) != 1:
-        return who
-    phase, step = next(iter(clocks))
-    return f"{who}, in {phase} of step {step}"
-
-
-def _many(fates: Iterable[Fate]) -> str:
-    ranks = [f.rank for f in fates]
-    return named(ranks, "and") if len(ranks) <= 4 else f"{len(ranks)} ranks"
+    return f"; of {ranks_of(absent)} nothing is known here" if absent else ""
 
 
 def _step(fates: Iterable[Fate]) -> int | None:

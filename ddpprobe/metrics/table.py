@@ -200,6 +200,8 @@ METRICS: tuple[Metric, ...] = (
     # Liveness
     _rank("rank_up", "0 or 1", "1 while the rank's process lives, 0 after a bad end, absent after a good one; on 0 read first_failure and the rank's own log.",
           lambda r: r.up),
+    _row("rank_end_info", "", "How a rank ended, if it ended badly; always 1. Which of them was first: first_failure; absent, it is not decided, and ddpprobe anomalies RUN names the candidates.",
+         ("rank", "signal"), lambda v: [Reading((r.rank, r.end), 1) for r in v.ranks if r.end]),
     _rank("rank_last_heartbeat_timestamp_seconds", "seconds", "Unix time of the rank's last sign of life; if it stands still while rank_up is 1, the rank hangs.",
           lambda r: r.last_heartbeat_ns / 1e9 if r.last_heartbeat_ns > 0 else None),
     _row("rank_stuck", "", "1 for a rank that the others wait for, or that is suspended, and the phase it is in; absent while ranks move. Look at its stack (py-spy dump) before it is killed.",

@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass
 
 from ddpprobe.ends.evidence import Case, Evidence
-from ddpprobe.ends.judge import CRASHED, End, how_of, is_failed, judge
+from ddpprobe.ends.judge import CRASHED, End, is_failed, judge
 from ddpprobe.ends.stalls import is_still
+from ddpprobe.ends.words import how_of
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.under_way import is_under_way
 from ddpprobe.records.events import ExitEvent, SealedEvent

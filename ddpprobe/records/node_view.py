@@ -19,6 +19,7 @@ class RankView:
     elements by Site kind; `anomalies` counts by level those that name this rank; `probe_seconds`
     is the time our code took inside the training process, `overhead_ratio` what it adds to a step
     by the step's own time, and `sample_interval` how far apart sampled steps are now.
+    `end` is how it ended badly, as `End.how`; "" if it did not.
     `unrecorded_steps` are sampled steps that the rank took and whose records did not arrive.
     """
 
@@ -27,6 +28,7 @@ class RankView:
     pid: int
     device: str
     up: bool | None = None
+    end: str = ""
     last_heartbeat_ns: int = 0
     step: int = -1
     steps: int = 0

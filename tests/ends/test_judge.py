@@ -371,6 +371,20 @@ def test_a_kill_of_all_that_are_seen_is_as_open_where_other_nodes_are_not_seen()
         assert verdict(alone, *absent, partial=True).ranks == (0,)
 
 
+def test_a_kill_of_all_between_two_steps_is_a_page_where_torchrun_had_started_them() -> None:
+    """Others may kill workers when all is done; torchrun does so to none that SIGTERM ends."""
+    between = [fate(n, "SIGKILL", at(40, "data"), launcher="exit:1") for n in (0, 1)]
+    end = verdict(*between)
+    assert (end.state, end.ranks, end.how, end.grave) == ("unknown", (), "SIGKILL", True)
+    assert end.message == (
+        "ranks 0 and 1 were all killed (SIGKILL), and nothing says by whom or which was first"
+    )
+    deaf = [replace(f, sets_handlers=True) for f in between]  # SIGTERM may not have ended them
+    for quiet in (deaf, [replace(f, launcher="") for f in between]):
+        end = verdict(*quiet)
+        assert (end.state, end.ranks, end.grave) == ("unknown", (), False), end.message
+
+
 def test_who_answered_a_signal_by_a_code_may_have_been_told_to_because_of_another_node() -> None:
     here = [fate(n, "exit:5", at(12), closed=True, handles=True) for n in (0, 1)]
     assert verdict(*here).state == "stopped"

@@ -147,6 +147,7 @@ def rich_record() -> StepRecord:
 
 def rich_view() -> NodeView:
     return a_view(
+        ranks=(a_rank(0), a_rank(1, end="SIGKILL")),
         merged=rich_record(),
         first_failure=FirstFailure(1, "SIGKILL", 59 * SECOND),
         restarts={"crashed": 1},
@@ -227,8 +228,8 @@ def test_what_is_not_known_is_absent() -> None:
     unknown = RankView(rank=0, local_rank=0, pid=1, device="cpu")
     names = {s.name.removeprefix("ddpprobe_") for s in samples(a_view(ranks=(unknown,), host={}))}
     absent = {
-        "rank_up", "rank_last_heartbeat_timestamp_seconds", "loss", "grad_norm", "overhead_ratio",
-        "loss_scale", "sample_interval_steps",
+        "rank_up", "rank_end_info", "rank_last_heartbeat_timestamp_seconds", "loss", "grad_norm",
+        "overhead_ratio", "loss_scale", "sample_interval_steps",
         "sites_observed", "sites_expected", "rank_resident_memory_bytes", "rank_cpu_seconds_total",
         "global_grad_norm", "site_abs_max", "first_failure_timestamp_seconds", "host_cpu_ratio",
         "upload_lag_seconds", "upload_failures_total", "first_cause_info",
@@ -238,8 +239,10 @@ def test_what_is_not_known_is_absent() -> None:
 
 
 def test_a_dead_rank_and_a_nan_loss_are_shown_as_they_are() -> None:
-    view = a_view(ranks=(a_rank(0, up=False, loss=math.nan),))
+    view = a_view(ranks=(a_rank(0, up=False, end="SIGKILL", loss=math.nan), a_rank(1)))
     assert value(view, "rank_up", rank="0") == 0
+    assert value(view, "rank_end_info", rank="0", signal="SIGKILL") == 1
+    assert value(view, "rank_end_info", rank="1", signal="") is None
     assert math.isnan(value(view, "loss", rank="0") or 0.0)
 
 

@@ -112,7 +112,7 @@ class _Attempt:
         self._hung_ns = _hung_since(events) if self._stuck and part.open_ended else 0
         self._deaths = self._within(deaths_of(ending))
         self._anomalies = sorted(anomalies, key=lambda a: a.step, reverse=True)
-        self._died: set[int] = set()
+        self._died: dict[int, str] = {}  # what of, by rank
         self._found: Counter[tuple[str, str]] = Counter()
         self._cause: FirstCauseEvent | None = None
         self._blamed: defaultdict[int, Counter[str]] = defaultdict(Counter)
@@ -180,7 +180,7 @@ class _Attempt:
         """Yield a view for each death before a time."""
         while self._deaths and self._deaths[-1].time_ns < until_ns:
             death = self._deaths.pop()
-            self._died.add(death.rank)
+            self._died[death.rank] = death.signal
             for node in self._nodes:
                 if death.first and any(r.number == death.rank for r in node.ranks):
                     node.first_failure = FirstFailure(death.rank, death.signal, death.time_ns)
@@ -259,6 +259,7 @@ class _Attempt:
         resident = process.get("resident_bytes")
         return replace(
             view,
+            end=self._died.get(rank.number, ""),
             anomalies=dict(self._blamed[rank.number]),
             resident_bytes=None if resident is None else int(resident),
             cpu_seconds=process.get("cpu_seconds"),

@@ -1,0 +1,48 @@
+"""How ranks ended, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpprobe.ends.evidence import UNKNOWN, named
+from ddpprobe.ends.rank_ends import CLEAN
+from ddpprobe.records.fate import Fate
+
+
+def how_of(fate: Fate) -> str:
+    """Return what a rank died of: an exception by its name, else how its process ended."""
+    blames = fate.error is not None and (fate.raised or fate.how not in {"", CLEAN, UNKNOWN})
+    return fate.error.type if blames and fate.error is not None else fate.how or UNKNOWN
+
+
+def describe(fate: Fate) -> str:
+    """Say how one rank ended, and where."""
+    clock = fate.clock
+    where = f"in step {clock.step}" if clock else "before its first step"
+    return f"rank {fate.rank} died ({died_of(fate)}) {where}"
+
+
+def died_of(fate: Fate) -> str:
+    """Say what a rank died of: a signal, an exit code, or an exception and where it was raised."""
+    how, error = how_of(fate), fate.error
+    if error is None or how != error.type:
+        return how
+    text = f": {error.message}" if error.message else ""
+    at = f" at {error.where}" if error.where else ""
+    return f"{how}{text}{at}"
+
+
+def place_of(fates: list[Fate]) -> str:
+    """Name ranks, and where they are if that is the same for all."""
+    clocks = {(f.clock.phase, f.clock.step) for f in fates if f.clock}
+    who = named((f.rank for f in fates), "and" if len(fates) > 2 else "or")
+    if len(clocks) != 1:
+        return who
+    phase, step = next(iter(clocks))
+    return f"{who}, in {phase} of step {step}"
+
+
+def ranks_of(fates: Iterable[Fate]) -> str:
+    """Name ranks, or say how many they are."""
+    ranks = [f.rank for f in fates]
+    return named(ranks, "and") if len(ranks) <= 4 else f"{len(ranks)} ranks"
