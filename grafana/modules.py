@@ -16,10 +16,12 @@ from grafana.panels import (
 from grafana.queries import NODE, ROWS, events, metric
 
 UID = "ddpprobe-modules"
-STATS = ("rms", "abs_max", "zero_ratio")  # values of the variable: ends of names of metrics
+# Values of the variable: ends of names of metrics. The last one is of parameters, and has no kind
+# but `update`, which no other has: so a chosen kind need not be changed for it.
+STATS = ("rms", "abs_max", "zero_ratio", "update_ratio")
 WINDOWS = ("10m", "1m", "1h", "6h")
 ABOUT_MODULES = "dead_units|grad_none_or_zero|vanishing|output_jump|coverage"
-SITE = f'ddpprobe_site_$stat{{{NODE},kind="$kind"}}'
+SITE = f'ddpprobe_site_$stat{{{NODE},kind=~"$kind|update"}}'
 SITES = f"max by (fqn) ({SITE})"
 PLACE = f"max by (fqn) ({metric('site_position', NODE)})"
 # Prometheus returns series in the order of their labels. With the place in the first one, all of it
@@ -37,7 +39,7 @@ def _over_time() -> list[Placed]:
                 "$kind: log10 of $stat, by module and time",
                 "Modules from top to bottom in execution order (parameters by their own names), colour by the power of ten. "
                 "A row that changes its colour left its past; one that ends has no finite value any more, or fell silent. "
-                "Choose activations or gradients by the kind above.",
+                "Choose activations or gradients by the kind above; update_ratio is what a step changes of each parameter, by its size: about 0.001 is usual.",
                 Query(f"log10({SITES} > 0) {IN_ORDER}", "{{fqn}}"),
             ),
             24,
@@ -51,8 +53,12 @@ def _now() -> list[Placed]:
     recent = f"max by (fqn) (last_over_time({SITE}[$window]))"
     before = f"max by (fqn) (last_over_time({SITE}[$window] offset $window))"
     most = f"topk({ROWS}, abs(log2({recent} / {before})) < Inf)"
-    until = f"max by (fqn) (max_over_time(timestamp({SITE})[$__range:$__interval]))"
-    gone = f"({last} unless {SITES})"
+    # Of a past run nothing says that a site has left its slot: the newest one holds.
+    newest = f"topk by (slot) (1, timestamp({metric('outlier_info', NODE)}))"
+    score = f"max by (slot) (abs({metric('outlier_score', NODE)}))"
+    outliers = (
+        f"max by (fqn, kind) ({score} * on (slot) group_left (fqn, kind) ({newest} > bool 0))"
+    )
     return [
         (
             table_panel(
@@ -90,6 +96,34 @@ def _now() -> list[Placed]:
         ),
         (
             table_panel(
+                "Left their past",
+                "The sites whose rms is furthest from its own mean over about 16 sampled steps, in powers of ten, in the newest step: of all sites, also of those that the cap of series leaves out. "
+                "ddpprobe trace shows one over the steps. Within one power of ten is usual.",
+                "none",
+                [
+                    Column("fqn", properties=NAME),
+                    Column("kind"),
+                    Column("powers of ten", Query(outliers), {"decimals": 1}),
+                ],
+                "powers of ten",
+                no_value="no site has a past yet",
+            ),
+            8,
+        ),
+    ]
+
+
+def _dead() -> list[Placed]:
+    zeros = f"last_over_time({metric('site_zero_ratio', OUTPUTS)}[$__range])"
+    found = events("anomalies_total", f'{NODE},detector=~"{ABOUT_MODULES}"')
+    share = {"color": {"mode": "continuous-GrYlRd"}, "decimals": 1, "min": 0, "max": 1}
+    gauge = {"custom.cellOptions": {"type": "gauge", "mode": "basic", "valueDisplayMode": "text"}}
+    last = f"max by (fqn) (last_over_time({SITE}[$__range]))"
+    until = f"max by (fqn) (max_over_time(timestamp({SITE})[$__range:$__interval]))"
+    gone = f"({last} unless {SITES})"
+    return [
+        (
+            table_panel(
                 "Without a finite value now",
                 "Modules that had a value in the shown time and have none any more: all of it is NaN or infinite, or it did not report. "
                 "The first to end stand above; the verdict of Run says in which it began. Empty is good.",
@@ -108,15 +142,6 @@ def _now() -> list[Placed]:
             ),
             8,
         ),
-    ]
-
-
-def _dead() -> list[Placed]:
-    zeros = f"last_over_time({metric('site_zero_ratio', OUTPUTS)}[$__range])"
-    found = events("anomalies_total", f'{NODE},detector=~"{ABOUT_MODULES}"')
-    share = {"color": {"mode": "continuous-GrYlRd"}, "decimals": 1, "min": 0, "max": 1}
-    gauge = {"custom.cellOptions": {"type": "gauge", "mode": "basic", "valueDisplayMode": "text"}}
-    return [
         (
             table_panel(
                 "Most zeros",
@@ -132,7 +157,7 @@ def _dead() -> list[Placed]:
                 ],
                 "zeros",
             ),
-            12,
+            8,
         ),
         (
             graph_panel(
@@ -144,7 +169,7 @@ def _dead() -> list[Placed]:
                 bars=True,
                 no_value="none",
             ),
-            12,
+            8,
         ),
     ]
 
@@ -191,7 +216,7 @@ def _one() -> list[Placed]:
 ROWS_OF_PANELS = (
     Row("", 13, False, _over_time),
     Row("Now", 9, False, _now),
-    Row("Zeros and dead units", 8, False, _dead),
+    Row("Not finite, dead", 9, False, _dead),
     Row("One module", 7, False, _one),
 )
 

@@ -20,6 +20,7 @@ from ddpprobe.ends.anomalies import TITLES, first_cause_of
 from ddpprobe.ends.judge import BAD
 from ddpprobe.metrics.render import Exposition
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
+from ddpprobe.records.site_memory import Outliers
 from ddpprobe.records.step import COUNTS, Anomaly, Site, StepRecord
 
 RANKS = 2
@@ -85,10 +86,13 @@ def _rank(rank: int, tick: int, bad_at: int, dead_at: int) -> RankView:
 def views(bad_at: int = 8, dead_at: int = 12, until: int = 16) -> Iterator[NodeView]:
     """Yield the run, one view per second of it: a NaN on rank 1 at `bad_at`, its death later."""
     times: dict[int, int] = {}  # when each tick was: an event keeps its moment
+    outliers = Outliers()
     for tick in range(until):
         times[tick] = time.time_ns()
         step = STEPS_PER_VIEW * tick
         bad = tick >= bad_at
+        merged = _merged(step, bad)
+        outliers.update(merged)
         nan = Anomaly(
             "nonfinite", "page", STEPS_PER_VIEW * bad_at, 0, 1, "blocks.2.mlp", "output",
             "forward", True, "first NaN", {"nan": 512.0}, True, 0, times.get(bad_at, 0),
@@ -108,7 +112,9 @@ def views(bad_at: int = 8, dead_at: int = 12, until: int = 16) -> Iterator[NodeV
             ranks=tuple(_rank(r, tick, bad_at, dead_at) for r in range(RANKS)),
             first_failure=(FirstFailure(1, "SIGKILL", times[dead_at]) if tick >= dead_at else None),
             first_cause=first_cause_of(nan) if bad else None,
-            merged=_merged(step, bad),
+            merged=merged,
+            outliers=outliers.now,
+            update_ratios={f"{fqn}.weight": 1e-3 * (1 + i) for i, fqn in enumerate(MODULES)},
             nodes_expected=2,
             node_blocks={"node_0001": time.time_ns()},
             anomalies={("nonfinite", "page"): 1} if bad else {},

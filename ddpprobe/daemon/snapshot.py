@@ -71,6 +71,10 @@ def view_of(
         first_failure=attempt.ends.first_failure if attempt.ends else None,
         first_cause=daemon_journal.first_cause if daemon_journal and attempt.is_head else None,
         merged=daemon_journal.merged if daemon_journal and attempt.is_head else None,
+        outliers=daemon_journal.outliers.now if daemon_journal and attempt.is_head else (),
+        update_ratios=(
+            daemon_journal.update_ratios.now if daemon_journal and attempt.is_head else {}
+        ),
         nodes_expected=attempt.nodes_expected,
         node_blocks=attempt.node_blocks,
         anomalies=dict(daemon_journal.anomalies) if daemon_journal else {},

@@ -15,11 +15,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from ddpprobe.metrics.labels import ROOT, label_value
 from ddpprobe.records.derived import DERIVED, Derived
 from ddpprobe.records.node_view import NodeView, RankView
+from ddpprobe.records.site_memory import SLOTS
 from ddpprobe.records.site_stats import global_grad_norm
 from ddpprobe.records.step import COUNTED_KINDS, LEVELS, STEP_PHASES, Anomaly
 
 SERIES_LIMIT = 5_000  # at which rendering both formats costs about 10 ms of one core
 POSITIONS = 500  # modules and parameters whose place in execution order is told
+RATIOS = 500  # parameters whose update ratio is told: both come before the sites under the cap
 _BASE_UNITS = ("seconds", "bytes", "ratio")
 
 
@@ -250,6 +252,12 @@ METRICS: tuple[Metric, ...] = (
           "rms"),
     _site("site_zero_ratio", "ratio", "Share of zeros at a site, newest sampled step, over all ranks; near 1 at an output its units are dead, at a gradient nothing is learned there.",
           "zero_ratio"),
+    _row("site_update_ratio", "ratio", f"Root mean square of what an optimizer step changed of a parameter over that of the parameter, at its last turn, for the first {RATIOS} (head node): about 0.001 is usual; 0 does not learn, 0.1 and more is thrown about.",
+         ("fqn", "kind"), lambda v: [Reading((fqn or ROOT, "update"), ratio) for fqn, ratio in itertools.islice(v.update_ratios.items(), RATIOS)]),
+    _row("outlier_score", "", f"How far the rms of a site is from its usual level, in powers of ten, newest sampled step (head node), for the {SLOTS} that are furthest; who it is says outlier_info of the same slot. Slots are there also for sites that the cap of series leaves out.",
+         ("slot",), lambda v: [Reading((slot,), x.score) for slot, x in enumerate(v.outliers)]),
+    _row("outlier_info", "", "The site that a slot of outlier_score is about now; always 1.",
+         ("slot", "fqn", "kind"), lambda v: [Reading((slot, x.fqn or ROOT, x.kind), 1) for slot, x in enumerate(v.outliers)]),
     # Self
     _row("component_up", "0 or 1", "0 when a component switched itself off (minimum over the local ranks); its first error is in the log.",
          ("component",), _components),

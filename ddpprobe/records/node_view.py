@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ddpprobe.records.events import FirstCauseEvent
+from ddpprobe.records.site_memory import Outlier
 from ddpprobe.records.step import Anomaly, StepRecord
 
 
@@ -89,7 +90,9 @@ class NodeView:
     first_failure: FirstFailure | None = None
     first_cause: FirstCauseEvent | None = None  # head node only
     merged: StepRecord | None = None
-    nodes_expected: int | None = None  # head node only, and so is:
+    outliers: tuple[Outlier, ...] = ()  # head node only, and so are:
+    update_ratios: Mapping[str, float] = field(default_factory=dict)  # by the parameter's FQN
+    nodes_expected: int | None = None
     node_blocks: Mapping[str, int] = field(default_factory=dict)  # when each other node was heard
     anomalies: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (detector, level)
     exemplars: Mapping[tuple[str, str], Anomaly] = field(default_factory=dict)  # the latest of each

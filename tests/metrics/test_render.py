@@ -26,6 +26,7 @@ from ddpprobe.metrics.labels import (
 from ddpprobe.metrics.render import Exposition, exemplar_of, render
 from ddpprobe.metrics.table import METRICS, POSITIONS
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
+from ddpprobe.records.site_memory import Outlier
 from ddpprobe.records.step import (
     COUNTED_KINDS,
     COUNTS,
@@ -148,6 +149,8 @@ def rich_record() -> StepRecord:
 def rich_view() -> NodeView:
     return a_view(
         ranks=(a_rank(0), a_rank(1, end="SIGKILL")),
+        outliers=(Outlier("blocks.0", "output", 3.5), Outlier("", "output", -1.0)),
+        update_ratios={"w": 0.001},
         merged=rich_record(),
         first_failure=FirstFailure(1, "SIGKILL", 59 * SECOND),
         restarts={"crashed": 1},
@@ -222,6 +225,14 @@ def test_values_of_a_rank() -> None:
     assert value(view, "loss_scale", rank="1") == 1024
     assert value(view, "rank_anomalies_total", rank="1", level="page") == 1
     assert value(view, "last_collect_timestamp_seconds") == 61
+
+
+def test_an_outlier_is_named_by_its_slot_and_a_weight_s_change_by_its_parameter() -> None:
+    view = rich_view()
+    assert value(view, "outlier_score", slot="0") == 3.5
+    assert value(view, "outlier_info", slot="0", fqn="blocks.0", kind="output") == 1
+    assert value(view, "outlier_info", slot="1", fqn="(root)", kind="output") == 1
+    assert value(view, "site_update_ratio", fqn="w", kind="update") == 0.001
 
 
 def test_what_is_not_known_is_absent() -> None:

@@ -32,6 +32,7 @@ from ddpprobe.reader.rank_facts import Event
 from ddpprobe.reader.readings import NodeReading, read_readings
 from ddpprobe.records.events import FirstCauseEvent, StalledEvent, SuspendedEvent
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
+from ddpprobe.records.site_memory import Outliers, UpdateRatios
 from ddpprobe.records.step import Anomaly, StepRecord
 from ddpprobe.rundir import paths
 
@@ -112,6 +113,7 @@ class _Attempt:
         self._hung_ns = _hung_since(events) if self._stuck and part.open_ended else 0
         self._deaths = self._within(deaths_of(ending))
         self._anomalies = sorted(anomalies, key=lambda a: a.step, reverse=True)
+        self._outliers, self._ratios = Outliers(), UpdateRatios()
         self._died: dict[int, str] = {}  # what of, by rank
         self._found: Counter[tuple[str, str]] = Counter()
         self._cause: FirstCauseEvent | None = None
@@ -133,6 +135,9 @@ class _Attempt:
             ranks = [rank for node in self._nodes for rank in node.ranks]
             advance(1 + sum(rank.advance(record.step) for rank in ranks))
             self._judge(record.step)
+            if record.sampled:
+                self._outliers.update(record)
+                self._ratios.update(record)
             yield from self._look(record.wall_time_ns, record)
         if self._hung_ns >= now:
             now = self._hung_ns
@@ -244,6 +249,8 @@ class _Attempt:
             first_failure=node.first_failure,
             first_cause=self._cause if node.is_head else None,
             nodes_expected=len(self._nodes) if node.is_head else None,
+            outliers=self._outliers.now if node.is_head else (),
+            update_ratios=self._ratios.now if node.is_head else {},
             merged=record if record and record.sampled and node.is_head else None,
             anomalies=dict(self._found),
             records_dropped=dropped if over else dict.fromkeys(dropped, 0),
