@@ -139,6 +139,8 @@ def _annotations() -> list[dashboard.AnnotationQuery]:
     ended = NODE + ',state!="running"'
     over = metric("job_state", ended)
     again = f"max by (state) ({events('restarts_total', NODE)}) > 0"
+    ordered = NODE + ',action="capture"'
+    captured = f"max by (action) ({events('orders_total', ordered)}) > 0"
     return [
         _annotation("First cause", cause, "{{detector}} step {{step}} {{fqn}}", RED, timed=True),
         _annotation("First failure", failure, "rank {{rank}} {{signal}}", GREY, timed=True),
@@ -152,6 +154,7 @@ def _annotations() -> list[dashboard.AnnotationQuery]:
             "{{state}}",
             BLUE,
         ),
+        _annotation("Captures", captured, "full tensors are kept", PURPLE),
         _annotation("Restarts", again, "started again, it had {{state}}", PURPLE),
     ]
 

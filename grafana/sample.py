@@ -112,6 +112,7 @@ def views(bad_at: int = 8, dead_at: int = 12, until: int = 16) -> Iterator[NodeV
             ranks=tuple(_rank(r, tick, bad_at, dead_at) for r in range(RANKS)),
             first_failure=(FirstFailure(1, "SIGKILL", times[dead_at]) if tick >= dead_at else None),
             first_cause=first_cause_of(nan) if bad else None,
+            orders={"capture": 1} if bad else {},
             merged=merged,
             outliers=outliers.now,
             update_ratios={f"{fqn}.weight": 1e-3 * (1 + i) for i, fqn in enumerate(MODULES)},

@@ -64,6 +64,7 @@ class DaemonJournal:
         first_causes: pages that begin an episode, ends among them, as they were found.
         first_cause: the one that was told last (see `first_cause.FirstCause`).
         finished: the attempt came to its end and everything of it was merged.
+        orders: of the head's to all ranks, their number by action.
         anomalies, exemplars: number and latest anomaly by (detector, level).
         blamed: number of anomalies by rank and level.
     """
@@ -83,6 +84,7 @@ class DaemonJournal:
         self.first_causes: list[Anomaly] = []
         self.first_cause: events.FirstCauseEvent | None = None
         self.finished = False
+        self.orders: Counter[str] = Counter()
         self.anomalies: Counter[tuple[str, str]] = Counter()
         self.exemplars: dict[tuple[str, str], Anomaly] = {}
         self.blamed: defaultdict[int, Counter[str]] = defaultdict(Counter)
@@ -273,6 +275,8 @@ class DaemonJournal:
                 event.cause is not None
             ):
                 self.settled.add(event.cause)
+                if isinstance(event, events.OrderEvent):
+                    self.orders[event.action] += 1
 
     def _remember_record(self, record: StepRecord) -> None:
         self.last_step = record.step

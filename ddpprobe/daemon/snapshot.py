@@ -70,6 +70,7 @@ def view_of(
         stuck=attempt.ends.stuck if attempt.ends else {},
         first_failure=attempt.ends.first_failure if attempt.ends else None,
         first_cause=daemon_journal.first_cause if daemon_journal and attempt.is_head else None,
+        orders=dict(daemon_journal.orders) if daemon_journal and attempt.is_head else {},
         merged=daemon_journal.merged if daemon_journal and attempt.is_head else None,
         outliers=daemon_journal.outliers.now if daemon_journal and attempt.is_head else (),
         update_ratios=(

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ddpprobe.metrics.labels import ROOT, label_value
 from ddpprobe.records.derived import DERIVED, Derived
+from ddpprobe.records.events import ACTIONS
 from ddpprobe.records.node_view import NodeView, RankView
 from ddpprobe.records.site_memory import SLOTS
 from ddpprobe.records.site_stats import global_grad_norm
@@ -239,6 +240,8 @@ METRICS: tuple[Metric, ...] = (
          ("detector", "level"), _anomalies),
     _row("first_cause_info", "", "1 for the first cause of the newest episode (head node), once all ranks have gone by its step, or 5 s later; what is not known of it is empty, as fqn is of a NaN in the forward of a step that is not sampled (every=1 samples all). ddpprobe anomalies DIRECTORY says what followed.",
          ("detector", "step", "rank", "fqn", "kind", "phase"), _first_cause),
+    _row("orders_total", "orders", "What the head ordered all ranks to do at chosen steps: capture (full tensors), stop, or tell (on_anomaly= is a function); ddpprobe info RUN lists them with their steps and reasons.",
+         ("action",), lambda v: [Reading((action,), v.orders.get(action, 0)) for action in ACTIONS] if v.is_head else []),
     _node("first_cause_timestamp_seconds", "seconds", "Unix time at which that first cause was seen.",
           lambda v: v.first_cause.time_ns / 1e9 if v.first_cause is not None and v.first_cause.time_ns > 0 else None),
     _row("rank_anomalies_total", "anomalies", "Verdicts that blame this rank (head node); many on one rank point to its data or its hardware.",

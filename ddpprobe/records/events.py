@@ -17,6 +17,8 @@ from typing import Any, get_args
 
 from ddpprobe.records.fate import Fate, RaisedError, Rank
 
+ACTIONS = ("capture", "stop", "tell")  # that the head orders
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:

@@ -89,6 +89,7 @@ class NodeView:
     stuck: Mapping[int, str] = field(default_factory=dict)
     first_failure: FirstFailure | None = None
     first_cause: FirstCauseEvent | None = None  # head node only
+    orders: Mapping[str, int] = field(default_factory=dict)  # head node only, by action
     merged: StepRecord | None = None
     outliers: tuple[Outlier, ...] = ()  # head node only, and so are:
     update_ratios: Mapping[str, float] = field(default_factory=dict)  # by the parameter's FQN

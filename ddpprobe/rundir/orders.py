@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
 
+from ddpprobe.records.events import ACTIONS
 from ddpprobe.records.step import Anomaly
 from ddpprobe.rundir import framing, paths, tmpfs, validate
 from ddpprobe.rundir.framing import Frame, FrameError
 from ddpprobe.rundir.validate import MALFORMED, int64
 
-ACTIONS = ("capture", "stop", "tell")
 MAX_BYTES = 64 << 10  # of one order: the names of some hundred modules
 MAX_STEPS = 1000  # that one order may span: more is a mistake that fills a disk
 _CHUNK = framing.HEADER.size + MAX_BYTES

@@ -151,6 +151,7 @@ def rich_view() -> NodeView:
         ranks=(a_rank(0), a_rank(1, end="SIGKILL")),
         outliers=(Outlier("blocks.0", "output", 3.5), Outlier("", "output", -1.0)),
         update_ratios={"w": 0.001},
+        orders={"capture": 2},
         merged=rich_record(),
         first_failure=FirstFailure(1, "SIGKILL", 59 * SECOND),
         restarts={"crashed": 1},
@@ -233,6 +234,11 @@ def test_an_outlier_is_named_by_its_slot_and_a_weight_s_change_by_its_parameter(
     assert value(view, "outlier_info", slot="0", fqn="blocks.0", kind="output") == 1
     assert value(view, "outlier_info", slot="1", fqn="(root)", kind="output") == 1
     assert value(view, "site_update_ratio", fqn="w", kind="update") == 0.001
+
+
+def test_orders_of_the_head_count_from_zero_by_action() -> None:
+    counts = {each: value(rich_view(), "orders_total", action=each) for each in ("capture", "stop")}
+    assert counts == {"capture": 2, "stop": 0}
 
 
 def test_what_is_not_known_is_absent() -> None:

@@ -30,7 +30,7 @@ from ddpprobe.reader.export.selection import Selection
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event
 from ddpprobe.reader.readings import NodeReading, read_readings
-from ddpprobe.records.events import FirstCauseEvent, StalledEvent, SuspendedEvent
+from ddpprobe.records.events import FirstCauseEvent, OrderEvent, StalledEvent, SuspendedEvent
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
 from ddpprobe.records.site_memory import Outliers, UpdateRatios
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -114,6 +114,9 @@ class _Attempt:
         self._deaths = self._within(deaths_of(ending))
         self._anomalies = sorted(anomalies, key=lambda a: a.step, reverse=True)
         self._outliers, self._ratios = Outliers(), UpdateRatios()
+        said = (event.what for event in events)
+        self._orders = [e for e in said if isinstance(e, OrderEvent) and e.cause is not None]
+        self._step = -1
         self._died: dict[int, str] = {}  # what of, by rank
         self._found: Counter[tuple[str, str]] = Counter()
         self._cause: FirstCauseEvent | None = None
@@ -201,6 +204,12 @@ class _Attempt:
             if anomaly.rank is not None:
                 self._blamed[anomaly.rank][anomaly.level] += 1
 
+    def _orders_until(self, record: StepRecord | None) -> Mapping[str, int]:
+        """Return how many orders there were; nothing says when, so each counts from its step on."""
+        if record is not None:
+            self._step = max(self._step, record.step)
+        return Counter(order.action for order in self._orders if order.start <= self._step)
+
     def _look(
         self,
         time_ns: int,
@@ -247,6 +256,7 @@ class _Attempt:
             restarts=self._restarts,
             finished=over and all(r.closed and r.number not in self._died for r in node.ranks),
             first_failure=node.first_failure,
+            orders=self._orders_until(record) if node.is_head else {},
             first_cause=self._cause if node.is_head else None,
             nodes_expected=len(self._nodes) if node.is_head else None,
             outliers=self._outliers.now if node.is_head else (),

@@ -48,6 +48,7 @@ from ...waiting import PATIENCE
 
 START = 1_700_000_000  # seconds; a step each
 STEPS, SKIPPED, UNOBSERVED, BAD = 40, 12, 5, 30
+ORDERED = 33  # step from which on full tensors were to be kept
 EVIL = ['x"} 1\nfake 2', "a\\u0041", "\ud800", "r\ry\0", "=1+1", "#1 {", "z" * 300, ""]
 SITES = (
     *(Site(f"blocks.{i}.mlp", kind) for i in range(2) for kind in ("output", "grad_output")),
@@ -102,6 +103,14 @@ def make(path: Path, steps: int = STEPS) -> Path:
                      "memory_total_bytes": 2e9, "disk_free_bytes": 1e12, "wild": [1]},
         })  # fmt: skip
     made.writer(0).append_json(framing.LIFE, {"event": "closed", "status": "ok"})
+    order = {
+        "event": "order",
+        "number": 0,
+        "action": "capture",
+        "start": ORDERED,
+        "stop": ORDERED + 2,
+    }
+    made.tell(framing.LIFE, {**order, "cause": "page/1", "reason": "nonfinite"})
     death = {"event": "death", "rank": 1, "signal": "SIGKILL", "step": steps - 1, "first": True}
     made.tell(framing.LIFE, {**death, "time_ns": int((START + steps - 0.5) * 1e9)})
     made.close(cleanly=False)
@@ -245,6 +254,20 @@ def test_a_death_is_told_when_it_happened(exported) -> None:
     up = [(t, v) for x, v, t in exported["ddpprobe_rank_up"] if x["rank"] == "1"]
     assert {v for t, v in up if t < when} == {1}
     assert {v for t, v in up if t >= when} == {0}
+
+
+def test_how_a_rank_ended_badly_is_told_from_then_on(exported) -> None:
+    told = exported["ddpprobe_rank_end_info"]
+    assert {(x["rank"], x["signal"], v) for x, v, _ in told} == {("1", "SIGKILL", 1)}
+    assert min(when for _, _, when in told) == START + STEPS - 0.5
+
+
+def test_an_order_counts_from_the_first_step_that_it_is_for(exported) -> None:
+    told = exported["ddpprobe_orders_total"]
+    counts = [(t, v) for x, v, t in told if x["action"] == "capture"]
+    assert {v for t, v in counts if t < START + ORDERED} == {0}
+    assert {v for t, v in counts if t >= START + ORDERED} == {1}
+    assert {v for x, v, _ in told if x["action"] != "capture"} == {0}
 
 
 @pytest.mark.parametrize("moved", [False, True])
