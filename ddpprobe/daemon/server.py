@@ -23,7 +23,7 @@ import hypercorn.asyncio
 import hypercorn.config
 
 from ddpprobe.daemon.blocks import Refusal
-from ddpprobe.daemon.connections import GuardedLoop
+from ddpprobe.daemon.connections import GuardedLoop, is_loopback
 from ddpprobe.metrics.render import OPENMETRICS_CONTENT_TYPE, TEXT_CONTENT_TYPE
 from ddpprobe.rundir.roster import Door
 
@@ -41,6 +41,11 @@ Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 logger = logging.getLogger("ddpprobe.http")
+
+_OPEN = (
+    "ddpprobe: /metrics is served at %s to whoever reaches that port, in the clear and without a "
+    "password; it names modules and hosts. DDPPROBE_LISTEN=ADDRESS:PORT binds it to one network"
+)
 
 _LANDING = b"""<!doctype html><html lang="en"><meta charset="utf-8"><title>ddpprobe</title>
 <h1>ddpprobe node daemon</h1><ul>
@@ -98,7 +103,8 @@ class Server:
     def start(self) -> str:
         """Bind, serve in a thread of its own, and return the address that was bound.
 
-        Raises OSError if no port from the one wanted to a hundred above it is free.
+        Raises OSError if no port from the one wanted to a hundred above it is free. Logs a warning
+        if `/metrics` can be reached from other machines, as anybody there may read it.
         """
         if self._thread is not None:
             msg = "this server has been started already: make another Server"
@@ -114,6 +120,8 @@ class Server:
                 raise
             self.gather_address = format_address(sockets[1])
             self._gather_port = sockets[1].getsockname()[1]
+        if not is_loopback(sockets[0].getsockname()[0]):
+            logger.warning(_OPEN, address)
         self._loop = GuardedLoop()
         self._stopping = asyncio.Event()
         binds = [f"fd://{sock.detach()}" for sock in sockets]

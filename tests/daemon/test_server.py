@@ -340,6 +340,20 @@ def test_no_free_port_says_which_were_tried(monkeypatch: pytest.MonkeyPatch) -> 
             Server(f"127.0.0.1:{port}").start()
 
 
+@pytest.mark.parametrize(("listen", "warned"), [("0.0.0.0:0", 1), ("127.0.0.1:0", 0)])
+def test_a_warning_says_once_that_other_machines_can_read_the_metrics(
+    listen: str, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Server(listen, "127.0.0.1:0")
+    address = made.start()
+    try:
+        told = [r.getMessage() for r in caplog.records if r.name == "ddpprobe.http"]
+    finally:
+        made.stop()
+    assert len(told) == warned
+    assert all(address in line and "DDPPROBE_LISTEN" in line for line in told)
+
+
 def test_ipv6_is_written_in_brackets() -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
