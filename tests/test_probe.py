@@ -70,6 +70,25 @@ def test_a_refused_install_leaves_no_hook_and_can_be_repeated(tmp_path: Path) ->
     ddpprobe.install(net, run_dir=tmp_path / "r", daemon="none").close()
 
 
+def test_outside_linux_it_is_refused_in_one_sentence_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = model()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(sys, "platform", "darwin")
+        with pytest.raises(ddpprobe.InstallError) as caught:
+            ddpprobe.install(net, run_dir=tmp_path / "r", daemon="none")
+        assert str(caught.value).endswith(
+            "install() records on Linux only, and this is darwin: train on Linux, or set "
+            "DDPPROBE_DISABLE=1 to train here without a probe."
+        )
+        assert not list(tmp_path.iterdir())
+        assert not net._forward_hooks
+        elsewhere.setenv("DDPPROBE_DISABLE", "1")
+        assert ddpprobe.install(net, run_dir=tmp_path / "r").run_dir is None
+    ddpprobe.install(net, run_dir=tmp_path / "r", daemon="none").close()
+
+
 def test_a_second_install_on_the_same_model_is_refused_until_the_first_is_closed(tmp_path) -> None:
     net = model()
     first = ddpprobe.install(net, run_dir=tmp_path / "a", daemon="none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -73,8 +74,14 @@ class InstallOptions:
             run_of: returns the run directory of the living probe on a model, None without one.
 
         Raises:
-            ValueError: a wrong argument.
+            ValueError: a wrong argument, or a system on which no run can be recorded.
         """
+        # What a rank leaves to its daemon stands on /proc and /dev/shm, and was tried nowhere else.
+        if sys.platform != "linux":
+            raise ValueError(
+                f"install() records on Linux only, and this is {sys.platform}: train on Linux, or "
+                "set DDPPROBE_DISABLE=1 to train here without a probe."
+            )
         if not isinstance(model, nn.Module):
             raise ValueError(  # noqa: TRY004  (told to all ranks alike)
                 f"install() takes a torch.nn.Module, got {type(model).__name__}. "
