@@ -51,8 +51,8 @@ dashboards: .venv/dev.stamp      # write what is generated in grafana/ and docs/
 bench: .venv-peers/run.stamp     # what all of it costs, beside its peers: docs/benchmarks.md
 	.venv-peers/bin/python -m benchmarks
 
-bench-detection: .venv/dev.stamp  # planted faults and healthy runs: docs/detection.md; [QUICK=1]
-	$(BIN)/python -m benchmarks.detection $(if $(QUICK),--quick)
+bench-detection: .venv/dev.stamp  # planted faults and healthy runs: docs/detection.md; [QUICK=1] [MINUTES=60]
+	$(BIN)/python -m benchmarks.detection $(if $(QUICK),--quick) $(if $(MINUTES),--minutes $(MINUTES))
 
 clean:                           # remove what make and the demo have made
 	rm -rf .venv .venv-* ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants

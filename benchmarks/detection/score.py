@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from benchmarks.detection.faults import Fault
 from ddpprobe.records.step import Anomaly
 
+Spoke = dict[str, list[int]]  # rival -> steps at which it says something
+
 SAMPLES = 5  # that a verdict may take where they are far apart
 
 

@@ -1,0 +1,159 @@
+"""Writes the page of the benchmark: what was run and what is missing, then the tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from benchmarks import tables
+from benchmarks.detection.faults import FAULTS
+from benchmarks.detection.healthy import HEALTHY
+from benchmarks.detection.results import Key, Result
+from benchmarks.detection.rivals import RIVALS
+from benchmarks.detection.score import Outcome, Spoke, wilson
+
+EVERY = (1, 10)
+_TITLE = """# What the verdict finds
+
+Real jobs on 1 to 4 ranks: {faults} runs with one planted fault and {healthy} healthy ones, of
+{seeds} seed(s), sampled at every step and at every 10th. Measured on {machines},
+{dates}, by `make bench-detection`. Step, rank, module and magnitude are drawn by seed; nothing is
+announced, no setting is changed.
+
+A fault is found if a detector that is meant for it warns or pages, within the limit (steps; at the
+interval of 10 at least 5 sampled steps). `rank` and `module`: named rightly, where they are asked
+for. All nets are tiny, on CPU cores, 300 steps: a floor, not a claim.
+"""
+
+
+def page(results: Sequence[Result], missing: Sequence[Key]) -> str:
+    """Return the page, in Markdown.
+
+    Args:
+        results: of this code, in any order.
+        missing: runs that were asked for and have none; the page names them first.
+    """
+    outcomes = [(r.outcome, r.spoke) for r in results]
+    faulty = sum(o.found is not None for o, _ in outcomes)
+    title = _TITLE.format(
+        faults=faulty, healthy=len(outcomes) - faulty, seeds=len({o.seed for o, _ in outcomes}),
+        machines=" and ".join(sorted({r.machine for r in results})) or "no machine yet",
+        dates=" to ".join(sorted({min(days), max(days)})) if (days := [r.date for r in results])
+        else "never",
+    )  # fmt: skip
+    return "\n".join([title, *_gaps(len(results), missing), *_report(outcomes)])
+
+
+def _gaps(there: int, missing: Sequence[Key]) -> Iterator[str]:
+    if not missing:
+        return
+    yield (
+        f"**Not complete: {len(missing)} of {there + len(missing)} runs are missing**, so no share "
+        "below is one of the whole. What is missing:\n"
+    )
+    for seed in sorted({k.seed for k in missing}):
+        for every in EVERY:
+            names = [k.job for k in missing if (k.seed, k.every) == (seed, every)]
+            if names:
+                yield f"- seed {seed}, every={every}: {', '.join(names)}"
+    yield ""
+
+
+def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
+    """Yield the tables."""
+    mine = [o for o, _ in outcomes]
+    faulty = [o for o in mine if o.found is not None]
+    healthy = [o for o in mine if o.found is None]
+    yield "## In one table\n"
+    rows = [_line("ddpprobe", mine), *(_rival_line(rival, outcomes) for rival in RIVALS)]
+    header = (
+        "",
+        "found, every=1",
+        "found, every=10",
+        "spoke in healthy runs",
+        "paged in healthy runs",
+    )
+    yield tables.table(header, rows)
+    late = [o.late for o in faulty if o.late is not None]
+    ranks = [o.rank for o in faulty if o.rank is not None]
+    modules = [o.module for o in faulty if o.module is not None]
+    yield (
+        f"\nOf what was found: the rank was named rightly in {wilson(sum(ranks), len(ranks))}, the "
+        f"module in {wilson(sum(modules), len(modules))}; latency in steps: median "
+        f"{statistics.median(late) if late else '-'}, 90 % within {_p90(late)}.\n"
+    )
+    yield "## The faults\n"
+    yield tables.table(
+        ("", "what is planted", "limit", *(f"every={e}" for e in EVERY), "by", "rank", "module"),
+        [_fault_row(name, [o for o in faulty if o.job == name]) for name in FAULTS],
+    )
+    yield "\n## The healthy runs\n"
+    yield tables.table(
+        ("", "why somebody may think it is not", "runs", "pages", "warnings"),
+        [_healthy_row(name, [o for o in healthy if o.job == name]) for name in HEALTHY],
+    )
+    early = [o for o in faulty if o.pages or o.warns]
+    told = "; ".join(f"{o.job} seed {o.seed}: {', '.join(o.pages + o.warns)}" for o in early)
+    yield f"\nBefore a fault had begun, something was said in {len(early)} runs. {told}\n"
+
+
+def _line(name: str, mine: Sequence[Outcome]) -> list[str]:
+    found = []
+    for every in EVERY:
+        some = [o.found for o in mine if o.found is not None and o.every == every]
+        found.append(wilson(sum(some), len(some)))
+    healthy = [o for o in mine if o.found is None]
+    spoke = sum(bool(o.pages or o.warns) for o in healthy)
+    paged = sum(bool(o.pages) for o in healthy)
+    return [name, *found, wilson(spoke, len(healthy)), wilson(paged, len(healthy))]
+
+
+def _rival_line(rival: str, outcomes: Sequence[tuple[Outcome, Spoke]]) -> list[str]:
+    """A rival finds a fault when it says anything behind it that it had not said before."""
+    found = []
+    for every in EVERY:
+        hits = runs = 0
+        for o, spoke in outcomes:
+            if o.found is None or o.every != every:
+                continue
+            fault = FAULTS[o.job](o.seed, 0)
+            limit = max(fault.expected.within, (1, 5)[every > 1] * every)
+            runs += 1
+            hits += any(fault.start <= s <= fault.start + limit for s in spoke[rival]) and not any(
+                s < fault.start for s in spoke[rival]
+            )
+        found.append(wilson(hits, runs))
+    quiet = [spoke[rival] for o, spoke in outcomes if o.found is None]
+    return [rival, *found, wilson(sum(map(bool, quiet)), len(quiet)), "-"]
+
+
+def _fault_row(name: str, some: Sequence[Outcome]) -> list[object]:
+    fault = FAULTS[name]
+    found = []
+    for every in EVERY:
+        of = [o for o in some if o.every == every]
+        if not of:
+            found.append("not run")
+            continue
+        late = [o.late for o in of if o.late is not None]
+        behind = f", +{round(statistics.median(late))}" if late else ""
+        found.append(f"{sum(bool(o.found) for o in of)}/{len(of)}{behind}")
+    named = [
+        "-" if not (told := [v for o in some if (v := getattr(o, what)) is not None])
+        else f"{sum(told)}/{len(told)}"
+        for what in ("rank", "module")
+    ]  # fmt: skip
+    by = ", ".join(sorted({f"`{o.by}`" for o in some if o.by})) or "-"
+    return [name, fault.says, fault.expected.within, *found, by, *named]
+
+
+def _healthy_row(name: str, some: Sequence[Outcome]) -> list[object]:
+    pages = [p.partition("@")[0] for o in some for p in o.pages]
+    warns = [w.partition("@")[0] for o in some for w in o.warns]
+    said = ", ".join(sorted({f"`{w}`" for w in warns}))
+    told = f"{sum(bool(o.warns) for o in some)}{f' ({said})' if said else ''}"
+    return [name, HEALTHY[name].trap, *([len(some), len(pages), told] if some else ["not run"] * 3)]
+
+
+def _p90(late: Sequence[int]) -> object:
+    return sorted(late)[int(0.9 * (len(late) - 1))] if late else "-"
