@@ -55,6 +55,14 @@ def test_a_few_that_shrink_among_many_that_begin_to_grow_are_left_alone() -> Non
     assert run(WeightJump(), [weights(s, made(s)) for s in range(60)]) == []
 
 
+def test_two_of_many_that_began_at_zero_later_than_the_others_are_not_half_of_them() -> None:
+    def made(step: int) -> dict[str, Made]:
+        late = 1.05**step if step >= 3 else 0.0
+        return {f"l{i}.weight": Made(late if i < 2 else 1.0) for i in range(6)}
+
+    assert run(WeightJump(), [weights(s, made(s)) for s in range(120)]) == []
+
+
 def test_it_is_told_again_after_a_quiet_time_and_a_restart_begins_anew() -> None:
     def weight(step: int, which: int) -> float:
         return 5.0 if step in (AT, AT + 200) and which == 0 else 1.0
