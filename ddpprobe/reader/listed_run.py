@@ -16,10 +16,10 @@ from ddpprobe.ends.judge import RUNNING, UNDECIDED
 from ddpprobe.errors import Error
 from ddpprobe.reader.completeness import steps_taken
 from ddpprobe.reader.endings import ending_of
+from ddpprobe.reader.identity import identity_of
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event
 from ddpprobe.reader.rank_losses import rank_losses
-from ddpprobe.reader.run import identity_of
 from ddpprobe.reader.run_directories import began_ns, default_directory, run_directories
 from ddpprobe.reader.verdicts import is_told
 from ddpprobe.records.events import FinishedEvent

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpprobe.detectors.settings import Settings
 from ddpprobe.detectors.suite import order_of_cause
-from ddpprobe.errors import RunError, RunNotFound, UnknownSeries
+from ddpprobe.errors import RunNotFound
 from ddpprobe.reader.captured_steps import (
     CapturedStep,
     captured_attempts,
@@ -18,43 +17,34 @@ from ddpprobe.reader.captured_steps import (
     damage_of_expiry,
 )
 from ddpprobe.reader.completeness import Completeness, completeness
-from ddpprobe.reader.derived_series import NAMES, DerivedSeries, read_derived
 from ddpprobe.reader.endings import Death, Ending, deaths_of, ending_of
 from ddpprobe.reader.expired import expired_in
+from ddpprobe.reader.identity import identity_of
+from ddpprobe.reader.listed_run import listed
 from ddpprobe.reader.merged_reader import MergedReader
-from ddpprobe.reader.no_data import no_site
-from ddpprobe.reader.not_a_run import WHERE, what_is_there
+from ddpprobe.reader.not_a_run import WHERE
 from ddpprobe.reader.readings import NodeReading, read_readings
-from ddpprobe.reader.run_directories import holds_records
-from ddpprobe.reader.series import (
-    Scalars,
-    Series,
-    known_sites,
-    matches,
-    no_scalars,
-    read_scalars,
-    read_series,
-)
+from ddpprobe.reader.run_directories import newest
+from ddpprobe.reader.run_html import html_of
+from ddpprobe.reader.run_numbers import RunNumbers
 from ddpprobe.reader.summary import summarize
 from ddpprobe.reader.tensors import Captured, GlobalTensor, StoredCall
 from ddpprobe.reader.under_way import is_under_way
 from ddpprobe.reader.verdicts import losses, run_detectors, verdicts
-from ddpprobe.records.near_names import by_nearness
-from ddpprobe.records.step import STATS, Anomaly, StepRecord
-from ddpprobe.rundir import paths, safe_read, store_url
-from ddpprobe.rundir.paths import RunDir
+from ddpprobe.records.step import Anomaly
+from ddpprobe.rundir import store_url
 from ddpprobe.store.manifest import Lost
 from ddpprobe.store.remote.cache import url_of
 from ddpprobe.store.remote.cached_run import copy_of, fetch_captured
 
 if TYPE_CHECKING:
-    import xarray
+    pass
 
 
 LOOKS = 3  # at a run that seems to be incomplete, until two of them agree
 
 
-class Run:
+class Run(RunNumbers):
     """A run directory, read-only: what is in the store, and what only the journals hold yet.
 
     Every call looks at the directory anew, so a live run can be asked again and again.
@@ -65,12 +55,15 @@ class Run:
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self.path = path
+        super().__init__(path)
         self._identity = identity
-        self._merged_reader = MergedReader(RunDir(path))
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the line of `ddpprobe ls` as a small table."""
+        return html_of(listed(self.path), self.where)
 
     @property
     def name(self) -> str:
@@ -151,22 +144,6 @@ class Run:
         url = url_of(self.path)
         return summary if url is None else {**summary, "path": url}
 
-    def records(
-        self, rank: int | None = None, attempt: int | None = None, *, after: int = -1
-    ) -> Iterator[StepRecord]:
-        """Yield step records, ascending within each attempt.
-
-        Args:
-            rank: one rank's own; None: all ranks merged.
-            attempt: of one attempt; None: of all, one after the other.
-            after: of steps above this one only.
-        """
-        for number in self._attempts(attempt):
-            if rank is None:
-                yield from self._merged_reader.merged_records(number, after)
-            else:
-                yield from self._merged_reader.rank_records(number, rank, after)
-
     def readings(self, attempt: int | None = None) -> Iterator[NodeReading]:
         """Yield what the daemons read of their hosts and of the ranks' processes, node by node."""
         for number in self._attempts(attempt):
@@ -222,121 +199,6 @@ class Run:
         return [
             ending_of(self._merged_reader, attempt) for attempt in self._merged_reader.attempts()
         ]
-
-    def series(
-        self,
-        site_glob: str,
-        stat: str,
-        rank: int | None = None,
-        steps: slice = slice(None),
-        attempt: int | None = None,
-    ) -> Series:
-        """Return one statistic of the matching sites over the sampled steps.
-
-        Args:
-            site_glob: over `fqn:kind`, or `fqn` for every kind; `*` and `?` as in file names.
-            stat: one of `records.STATS`.
-            rank: one rank's own rows; None: all ranks merged.
-            steps: slice over step numbers.
-            attempt: None: all of them.
-
-        Raises:
-            UnknownSeries: there is no such statistic or rank, or no such site at any step, although
-                there are others; the text names what comes close. It is a ValueError.
-        """
-        if stat not in STATS:
-            near = ", ".join(by_nearness(stat, STATS))
-            raise UnknownSeries(f"no statistic {stat!r}: choose one of {near}")
-        reader, attempts = self._merged_reader, self._attempts(attempt)
-        found = read_series(reader, attempts, site_glob, stat, rank, steps)
-        if not found.sites:
-            self._check_rank(rank, attempts)
-            known = known_sites(reader, attempts, rank)
-            if known and not any(matches(site, site_glob) for site in known.values()):
-                raise UnknownSeries(no_site(reader, attempts, site_glob, known.values()))
-        return found
-
-    def scalars(
-        self,
-        name: str,
-        rank: int | None = None,
-        steps: slice = slice(None),
-        attempt: int | None = None,
-    ) -> Scalars:
-        """Return one per-rank number, e.g. `loss` or `grad_norm_local`, over the steps.
-
-        Raises:
-            UnknownSeries: there is no such scalar or rank, although there are others.
-        """
-        reader, attempts = self._merged_reader, self._attempts(attempt)
-        found = read_scalars(reader, attempts, name.__eq__, rank, steps)
-        if found:
-            return found[0]
-        self._check_rank(rank, attempts)
-        others = [s.name for s in read_scalars(reader, attempts, bool, rank, steps)]
-        if others:
-            near = ", ".join(by_nearness(name, others))
-            raise UnknownSeries(f"no scalar {name!r} in this run: it has {near}")
-        return no_scalars(name)
-
-    def matching_scalars(
-        self,
-        glob: str = "*",
-        rank: int | None = None,
-        steps: slice = slice(None),
-        attempt: int | None = None,
-    ) -> list[Scalars]:
-        """Return the scalars whose names match a glob, ascending by name; [] if none does."""
-
-        def wanted(name: str) -> bool:
-            return name == glob or fnmatchcase(name, glob)
-
-        attempts = self._attempts(attempt)
-        return read_scalars(self._merged_reader, attempts, wanted, rank, steps)
-
-    def derived(
-        self, glob: str = "*", steps: slice = slice(None), attempt: int | None = None
-    ) -> list[DerivedSeries]:
-        """Return numbers of whole steps that follow from the records: noise scale, growth, balance.
-
-        A number is left out where no step holds what its formula needs.
-
-        Args:
-            glob: over the names in `reader.derived_series.NAMES`.
-            steps: slice over step numbers.
-            attempt: None: all of them.
-
-        Raises:
-            UnknownSeries: there is no such number, in any run.
-        """
-        if not any(fnmatchcase(name, glob) for name in NAMES):
-            near = ", ".join(by_nearness(glob, NAMES))
-            raise UnknownSeries(f"no derived number {glob!r}: choose one of {near}")
-        records = self.records(attempt=attempt)
-        return read_derived(records, lambda name: fnmatchcase(name, glob), steps)
-
-    def to_xarray(self, rank: int | None = None, attempt: int | None = None) -> xarray.Dataset:
-        """Return records as a dataset in memory, with what is not folded yet.
-
-        Dimensions step, site, count_stat, value_stat, and for scalars rank and scalar, named as in
-        the store; of all ranks merged also derived, see `Run.derived`. A large run is better opened
-        lazily: `xarray.open_zarr(RUN/run.zarr, group=...)`.
-
-        Args:
-            rank: one rank's own; None: all ranks merged.
-            attempt: default: the last one.
-
-        Raises:
-            ImportError: xarray is not installed.
-        """
-        try:
-            from ddpprobe.reader.dataset import to_dataset  # noqa: PLC0415
-        except ModuleNotFoundError as error:
-            msg = "Run.to_xarray() needs xarray: pip install 'ddpprobe[xarray]'"
-            raise ImportError(msg) from error
-        attempts = self._merged_reader.attempts()
-        chosen = attempts[-1] if attempt is None and attempts else attempt
-        return to_dataset(list(self.records(rank, chosen)), merged=rank is None)
 
     def captures(self, attempt: int | None = None) -> list[Captured]:
         """Return the steps of which full tensors were kept (of all attempts), ascending."""
@@ -395,63 +257,27 @@ class Run:
         self._merged_reader.lose(*found.lost)
         return found
 
-    def _check_rank(self, rank: int | None, attempts: list[int]) -> None:
-        known = sorted({r for attempt in attempts for r in self._merged_reader.ranks(attempt)})
-        if rank is not None and known and rank not in known:
-            there = ", ".join(map(str, known))
-            raise UnknownSeries(f"no rank {rank} in this run; it has {there}")
 
-    def _attempts(self, attempt: int | None) -> list[int]:
-        return self._merged_reader.attempts() if attempt is None else [attempt]
-
-
-def open_run(path: str | Path, advance: Callable[[int], None] = lambda _: None) -> Run:
+def open_run(
+    path: str | Path | None = None, advance: Callable[[int], None] = lambda _: None
+) -> Run:
     """Open a run for reading: live, sealed or crashed.
 
     Args:
         path: the run directory, or the URL of an object store that it was uploaded to: then what
-            is new there is fetched into a copy in `~/.cache/ddpprobe` first.
+            is new there is fetched into a copy in `~/.cache/ddpprobe` first. None: the newest run
+            of `$DDPPROBE_DIR`, else of `ddpprobe-runs` here, as every verb takes it.
         advance: told 1 for each file that is fetched.
 
     Raises:
-        RunNotFound: it is no run directory; the text says what to give.
+        RunNotFound: it is no run directory, or there is no run; the text says what to give.
         RunError: it is of a version that is not read, or cannot be fetched.
     """
+    if path is None:
+        path = newest()
     directory = copy_of(str(path), advance) if store_url.is_url(path) else Path(path)
     if not directory.exists():
         raise RunNotFound(f"{path}: no such directory; give the one install() made, {WHERE}")
     if not directory.is_dir():
         raise RunNotFound(f"{path}: a file; give the run directory that holds it, {WHERE}")
     return Run(directory, identity_of(directory))
-
-
-def identity_of(directory: Path) -> dict[str, Any]:
-    """Return what the run.json in a run's directory says; {} if it is lost, and records are left.
-
-    Raises:
-        RunNotFound: it is no run directory.
-        RunError: the file is damaged, or of a version that is not read.
-    """
-    run = RunDir(directory)
-    try:
-        data = safe_read.read_regular(directory, paths.RUN_JSON)
-    except FileNotFoundError:
-        if not holds_records(directory):
-            raise RunNotFound(what_is_there(directory)) from None
-        return {}  # it was killed while it started, or run.json was lost: the rest is still there
-    except OSError as error:
-        raise RunError(f"{run.run_json}: cannot be read ({error.strerror})") from error
-    try:
-        identity = safe_read.parse(data)
-    except ValueError:
-        identity = None
-    version = identity.get("format_version") if isinstance(identity, dict) else None
-    if not isinstance(identity, dict) or type(version) is not int:
-        raise RunError(
-            f"{run.run_json}: half written or damaged ({len(data)} bytes, format_version "
-            f"{version!r:.40}); move it away to open what the journals and the store still hold",
-            exit_code=3,
-        )
-    if why := paths.unreadable(version):
-        raise RunError(f"{directory}: {why}")
-    return identity

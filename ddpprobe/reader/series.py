@@ -112,7 +112,7 @@ class _Table:
         attempts = _joined([np.full(len(b.steps), b.attempt, np.int64) for b in self._blocks])
         steps = _joined([b.steps for b in self._blocks])
         absent = _joined([b.absent for b in self._blocks])
-        last = _last_of_each(attempts, steps)
+        last = last_of_each(attempts, steps)
         out = np.full((2, len(steps), len(self.sites)), np.nan)
         start = 0
         for block in self._blocks:
@@ -151,7 +151,7 @@ def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
-def _last_of_each(attempts: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
+def last_of_each(attempts: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the positions of the last occurrence of each (attempt, step), in their order."""
     order = np.lexsort((steps, attempts))  # stable: of equal ones the last one comes last
     same = (np.diff(attempts[order]) == 0) & (np.diff(steps[order]) == 0)
@@ -171,7 +171,7 @@ def read_series(
     table = _Table()
     for attempt in attempts:
         last = _stored_series(merged_reader, attempt, glob, stat, rank, steps, table)
-        for record in _rest(merged_reader, attempt, rank, last):
+        for record in unfolded(merged_reader, attempt, rank, last):
             if record.sampled and is_within(record.step, steps):
                 _put_record(table, record, glob, stat)
     return table.dense(stat)
@@ -189,7 +189,7 @@ def read_scalars(
     journaled: dict[tuple[int, int], Mapping[int, Mapping[str, float]]] = {}
     for attempt in attempts:
         last = -1
-        group = merged_reader.group(attempt, _group_name(rank))
+        group = merged_reader.group(attempt, group_name(rank))
         for name in group.scalar_names() if group else ():
             if group and wanted(name):
                 here = rows.setdefault(name, {})
@@ -197,7 +197,7 @@ def read_scalars(
         if group:
             last = int(group.step_numbers()[0].max(initial=-1))
             merged_reader.note(group)
-        for record in _rest(merged_reader, attempt, rank, last):
+        for record in unfolded(merged_reader, attempt, rank, last):
             journaled[attempt, record.step] = record.scalars
     for name in {n for by_rank in journaled.values() for given in by_rank.values() for n in given}:
         if wanted(name):
@@ -229,24 +229,26 @@ def known_sites(
     """Return every site of all steps, in the order in which they came up."""
     found: dict[Key, Site] = {}
     for attempt in attempts:
-        group = merged_reader.group(attempt, _group_name(rank))
+        group = merged_reader.group(attempt, group_name(rank))
         last, stored = -1, group.sites() if group else []
         found.update((site.key, site) for site in stored or [])
         if group:
             last = int(group.step_numbers()[0].max(initial=-1))
             merged_reader.note(group)
-        for record in _rest(merged_reader, attempt, rank, last):
+        for record in unfolded(merged_reader, attempt, rank, last):
             found.update((site.key, site) for site in record.sites)
     return found
 
 
-def _group_name(rank: int | None) -> str:
+def group_name(rank: int | None) -> str:
+    """Return the name of the stored group of a rank's own rows, or of all ranks merged."""
     return "merged" if rank is None else paths.rank_name(rank)
 
 
-def _rest(
+def unfolded(
     merged_reader: MergedReader, attempt: int, rank: int | None, last: int
 ) -> Iterator[StepRecord]:
+    """Yield the records that a group whose last step is `last` lacks; each replaces its step's."""
     if rank is None:
         return merged_reader.merged_records(attempt, last, gaps_after=-1)
     return merged_reader.rank_records(attempt, rank, last)
@@ -257,7 +259,7 @@ def _stored_series(
     table: _Table,
 ) -> int:  # fmt: skip
     """Take in the committed rows; return the last step among them."""
-    group = merged_reader.group(attempt, _group_name(rank))
+    group = merged_reader.group(attempt, group_name(rank))
     if group is None:
         return -1
     sites = group.sites() or []
@@ -268,8 +270,8 @@ def _stored_series(
     absent = _absent(group) if places and rank is None else {}
     for numbers, here, counts, values in blocks:
         rows = here.any(axis=1) & _are_within(numbers, steps)
-        found = np.where(here, _masked(stat, counts, values), np.nan)
-        bad = np.where(here, _masked("nonfinite", counts, values), np.nan)
+        found = np.where(here, observed(stat, counts, values), np.nan)
+        bad = np.where(here, observed("nonfinite", counts, values), np.nan)
         lacking = np.array([absent.get(n, 0) for n in numbers[rows].tolist()], np.int64)
         table.put(_Block(attempt, numbers[rows], columns, found[rows], bad[rows], lacking))
     merged_reader.note(group)
@@ -291,11 +293,12 @@ def _put_record(table: _Table, record: StepRecord, glob: str, stat: str) -> None
     if rows:
         columns = table.columns_of([record.sites[i] for i in rows])
         counts, values = record.counts[None, rows], record.values[None, rows]
-        found, bad = _masked(stat, counts, values), _masked("nonfinite", counts, values)
+        found, bad = observed(stat, counts, values), observed("nonfinite", counts, values)
         steps, absent = np.array([record.step]), np.array([len(record.missing)])
         table.put(_Block(record.attempt, steps, columns, found, bad, absent))
 
 
-def _masked(stat: str, counts: NDArray[np.int64], values: Floats) -> Floats:
+def observed(stat: str, counts: NDArray[np.int64], values: Floats) -> Floats:
+    """Return a statistic of rows [..., columns]; NaN also where no tensor arrived, as `Series`."""
     found = derive(stat, counts, values)
     return found if stat in _ALWAYS else np.where(counts[..., OBSERVED] > 0, found, np.nan)

@@ -120,7 +120,7 @@ class StoredGroup:
 
     def scalar(self, name: str) -> Iterator[tuple[int, dict[int, float]]]:
         """Yield (step, rank -> value) of one scalar, for the ranks that gave it."""
-        names, ranks = self.scalar_names(), self._ranks()
+        names, ranks = self.scalar_names(), self.ranks()
         if name not in names or ranks is None:
             return
         at: tuple[Any, ...] = (names.index(name),)
@@ -136,12 +136,19 @@ class StoredGroup:
             for step, row, here in cells:
                 yield int(step), {ranks[i]: float(row[i]) for i in np.flatnonzero(here)}
 
+    def ranks(self) -> list[int] | None:
+        """Return the ranks of its rank axis, in its order; None if they are lost."""
+        if "delivered" not in self._arrays.columns:
+            return [int(self._arrays.key.rpartition("_")[2])]
+        found = self._arrays.attempt("rank")
+        return None if found is None else [int(r) for r in found.tolist()]
+
     def delivered(self) -> Iterator[tuple[NDArray[Any], list[int], NDArray[np.bool_]]]:
         """Yield blocks of (sampled steps [rows], ranks, whether each is merged in [rows, ranks]).
 
         Of what retention took away all ranks count as merged in: the head judged it before.
         """
-        ranks, block = self._ranks(), self._rows_of("delivered")
+        ranks, block = self.ranks(), self._rows_of("delivered")
         if ranks is None or "delivered" not in self._arrays.columns:
             return
         for steps, start, stop in self._blocks_of("delivered"):
@@ -155,7 +162,7 @@ class StoredGroup:
 
     def missing(self) -> Iterator[tuple[NDArray[Any], list[int], NDArray[np.bool_]]]:
         """Yield blocks of (steps [rows], ranks, who was waited for in vain [rows, ranks])."""
-        ranks = self._ranks()
+        ranks = self.ranks()
         if ranks is None or "missing" not in self._arrays.columns:
             return
         for steps, start, stop in self._blocks_of("missing"):
@@ -257,7 +264,7 @@ class StoredGroup:
 
     def _decoder(self, attempt: int) -> BlockDecoder | None:
         sites, names = self.sites(), self._arrays.attempt("scalar")
-        ranks = self._ranks()
+        ranks = self.ranks()
         if sites is None or names is None or ranks is None:
             return None
         scalars = [fmt.unescape(str(n)) for n in names.tolist()]
@@ -275,12 +282,6 @@ class StoredGroup:
         found = {name: self._arrays.attempt(name) for name in names}
         whole = {name: column.tolist() for name, column in found.items() if column is not None}
         return whole if len(whole) == len(found) else None
-
-    def _ranks(self) -> list[int] | None:
-        if "delivered" not in self._arrays.columns:
-            return [int(self._arrays.key.rpartition("_")[2])]
-        found = self._arrays.attempt("rank")
-        return None if found is None else [int(r) for r in found.tolist()]
 
 
 def groups_of(run: paths.RunDir, attempt: int) -> list[str]:

@@ -26,8 +26,8 @@ from ddpprobe.cli.serving import serve
 from ddpprobe.errors import RunError
 from ddpprobe.metrics.table import SERIES_LIMIT
 from ddpprobe.reader.export.job import Job
-from ddpprobe.reader.export.selection import EVERY_RANK, Selection
 from ddpprobe.reader.run import Run, open_run
+from ddpprobe.reader.selection import EVERY_RANK, Selection
 from ddpprobe.reader.text import plain, size
 from ddpprobe.rundir import paths
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from ddpprobe.reader.export.table import TYPES, Block, Cells
+from ddpprobe.reader.long_table import TYPES, Block, Cells
 
 _UNSAFE = re.compile("^[=+@-]|[\x01-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
@@ -23,7 +23,7 @@ def write_csv(blocks: Iterable[Block], out: TextIO) -> int:
     """Write blocks of the table; return the number of rows.
 
     Args:
-        blocks: as `table.blocks` makes them.
+        blocks: as `long_table.blocks` makes them.
         out: a text stream opened with `newline=""`.
     """
     writer = csv.writer(out, lineterminator="\n")

@@ -10,13 +10,13 @@ from typing import Any, BinaryIO, cast
 
 from ddpprobe.errors import RunError
 from ddpprobe.metrics.labels import label_value, run_label
-from ddpprobe.reader.export import table
+from ddpprobe.reader import long_table
 from ddpprobe.reader.export.blocks import find_promtool, make_blocks
 from ddpprobe.reader.export.openmetrics import ExportReport, OpenMetrics
 from ddpprobe.reader.export.replayed_views import views
-from ddpprobe.reader.export.selection import Selection
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.run import Run
+from ddpprobe.reader.selection import Selection
 from ddpprobe.reader.under_way import is_live
 from ddpprobe.records.node_view import NodeView
 from ddpprobe.rundir.paths import RunDir, rank_name
@@ -105,7 +105,7 @@ class Job:
 
         text = io.TextIOWrapper(out, encoding="utf-8", newline="")
         try:
-            rows = write_csv(table.blocks(self._merged_reader, self.part, advance), text)
+            rows = write_csv(long_table.blocks(self._merged_reader, self.part, advance), text)
         finally:
             text.detach()  # which flushes; the stream is its owner's to close
         return self._counted(rows)
@@ -115,7 +115,7 @@ class Job:
         from ddpprobe.reader.export.parquet import write_parquet  # noqa: PLC0415
 
         return self._counted(
-            write_parquet(table.blocks(self._merged_reader, self.part, advance), out)
+            write_parquet(long_table.blocks(self._merged_reader, self.part, advance), out)
         )
 
     def _views(self, advance: Advance) -> Iterator[NodeView]:
@@ -128,7 +128,7 @@ class Job:
     def _counted(self, rows: int) -> dict[str, Any]:
         if not rows:
             raise self._nothing()
-        return {"rows": rows, "columns": len(table.TYPES)}
+        return {"rows": rows, "columns": len(long_table.TYPES)}
 
     def _nothing(self) -> RunError:
         if self.lost:

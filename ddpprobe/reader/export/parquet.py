@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import BinaryIO
 
 from ddpprobe.errors import RunError
-from ddpprobe.reader.export.table import TYPES, Block
+from ddpprobe.reader.long_table import TYPES, Block
 
 NO_PYARROW = (
     "Parquet is written by pyarrow, which is not installed: pip install 'ddpprobe[parquet]'"

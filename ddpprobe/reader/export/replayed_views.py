@@ -26,10 +26,10 @@ from ddpprobe.ends.anomalies import TITLES, first_cause_of
 from ddpprobe.ends.judge import HUNG, RUNNING, by_state, stuck_of
 from ddpprobe.reader.endings import Death, deaths_of, ending_of
 from ddpprobe.reader.export.replayed_rank import ReplayedRank, whole
-from ddpprobe.reader.export.selection import Selection
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event
 from ddpprobe.reader.readings import NodeReading, read_readings
+from ddpprobe.reader.selection import Selection
 from ddpprobe.records.events import FirstCauseEvent, OrderEvent, StalledEvent, SuspendedEvent
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
 from ddpprobe.records.site_memory import Outliers, UpdateRatios

@@ -31,11 +31,12 @@ from ddpprobe.daemon.liveness import ProcessWatcher
 from ddpprobe.daemon.snapshot import Readings, view_of
 from ddpprobe.metrics.labels import label_value, run_label
 from ddpprobe.metrics.table import METRICS, SERIES_LIMIT
-from ddpprobe.reader.export import job, openmetrics, table
+from ddpprobe.reader import long_table as table
+from ddpprobe.reader.export import job, openmetrics
 from ddpprobe.reader.export.replayed_views import views
-from ddpprobe.reader.export.selection import EVERY_RANK, Selection
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.run import Run
+from ddpprobe.reader.selection import EVERY_RANK, Selection
 from ddpprobe.records.derived import DERIVED
 from ddpprobe.records.step import COUNTS, STATS, FirstBad, Site, StepRecord
 from ddpprobe.rundir import framing

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.reader.export.selection import Selection
 from ddpprobe.reader.merged_reader import MergedReader
+from ddpprobe.reader.selection import Selection
 from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import (
     COUNTS,

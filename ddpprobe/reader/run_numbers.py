@@ -1,0 +1,271 @@
+"""A run as numbers over its steps: records, series, tables, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpprobe.errors import UnknownSeries
+from ddpprobe.reader import long_table
+from ddpprobe.reader.dataframes import pandas_frame, polars_frame
+from ddpprobe.reader.derived_series import NAMES, DerivedSeries, read_derived
+from ddpprobe.reader.merged_reader import MergedReader
+from ddpprobe.reader.needs import needs
+from ddpprobe.reader.no_data import no_site
+from ddpprobe.reader.selection import Selection
+from ddpprobe.reader.series import (
+    Scalars,
+    Series,
+    known_sites,
+    matches,
+    no_scalars,
+    read_scalars,
+    read_series,
+)
+from ddpprobe.records.near_names import by_nearness
+from ddpprobe.records.step import STATS, StepRecord
+from ddpprobe.rundir.paths import RunDir
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import polars as pl
+    import xarray
+    from matplotlib.figure import Figure
+
+NOT_RECORDED = {
+    "near_zero_ratio": "what is near zero is not counted on the device, and no formula gives it; "
+    "zero_ratio is the share of exact zeros, and ddpprobe.capture(model).stats() has near_zero"
+}
+
+
+class RunNumbers:
+    """What the ranks of a run recorded; `reader.run.Run` adds what became of it.
+
+    Args:
+        path: the run directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._merged_reader = MergedReader(RunDir(path))
+
+    def records(
+        self, rank: int | None = None, attempt: int | None = None, *, after: int = -1
+    ) -> Iterator[StepRecord]:
+        """Yield step records, ascending within each attempt.
+
+        Args:
+            rank: one rank's own; None: all ranks merged.
+            attempt: of one attempt; None: of all, one after the other.
+            after: of steps above this one only.
+        """
+        for number in self._attempts(attempt):
+            if rank is None:
+                yield from self._merged_reader.merged_records(number, after)
+            else:
+                yield from self._merged_reader.rank_records(number, rank, after)
+
+    def series(
+        self,
+        site_glob: str,
+        stat: str,
+        rank: int | None = None,
+        steps: slice = slice(None),
+        attempt: int | None = None,
+    ) -> Series:
+        """Return one statistic of the matching sites over the sampled steps.
+
+        Args:
+            site_glob: over `fqn:kind`, or `fqn` for every kind; `*` and `?` as in file names.
+            stat: one of `records.STATS`, among them mean, std, rms, norm, abs_max, zero_ratio.
+            rank: one rank's own rows; None: all ranks merged.
+            steps: slice over step numbers.
+            attempt: None: all of them.
+
+        Raises:
+            UnknownSeries: there is no such statistic or rank, or no such site at any step, although
+                there are others; the text names what comes close. It is a ValueError.
+        """
+        if stat not in STATS:
+            why = NOT_RECORDED.get(stat, "choose one of " + ", ".join(by_nearness(stat, STATS)))
+            raise UnknownSeries(f"no statistic {stat!r}: {why}")
+        reader, attempts = self._merged_reader, self._attempts(attempt)
+        found = read_series(reader, attempts, site_glob, stat, rank, steps)
+        if not found.sites:
+            self._check_rank(rank, attempts)
+            known = known_sites(reader, attempts, rank)
+            if known and not any(matches(site, site_glob) for site in known.values()):
+                raise UnknownSeries(no_site(reader, attempts, site_glob, known.values()))
+        return found
+
+    def scalars(
+        self,
+        name: str,
+        rank: int | None = None,
+        steps: slice = slice(None),
+        attempt: int | None = None,
+    ) -> Scalars:
+        """Return one per-rank number, e.g. `loss` or `grad_norm_local`, over the steps.
+
+        Raises:
+            UnknownSeries: there is no such scalar or rank, although there are others.
+        """
+        reader, attempts = self._merged_reader, self._attempts(attempt)
+        found = read_scalars(reader, attempts, name.__eq__, rank, steps)
+        if found:
+            return found[0]
+        self._check_rank(rank, attempts)
+        others = [s.name for s in read_scalars(reader, attempts, bool, rank, steps)]
+        if others:
+            near = ", ".join(by_nearness(name, others))
+            raise UnknownSeries(f"no scalar {name!r} in this run: it has {near}")
+        return no_scalars(name)
+
+    def matching_scalars(
+        self,
+        glob: str = "*",
+        rank: int | None = None,
+        steps: slice = slice(None),
+        attempt: int | None = None,
+    ) -> list[Scalars]:
+        """Return the scalars whose names match a glob, ascending by name; [] if none does."""
+
+        def wanted(name: str) -> bool:
+            return name == glob or fnmatchcase(name, glob)
+
+        attempts = self._attempts(attempt)
+        return read_scalars(self._merged_reader, attempts, wanted, rank, steps)
+
+    def derived(
+        self, glob: str = "*", steps: slice = slice(None), attempt: int | None = None
+    ) -> list[DerivedSeries]:
+        """Return numbers of whole steps that follow from the records: noise scale, growth, balance.
+
+        A number is left out where no step holds what its formula needs.
+
+        Args:
+            glob: over the names in `reader.derived_series.NAMES`.
+            steps: slice over step numbers.
+            attempt: None: all of them.
+
+        Raises:
+            UnknownSeries: there is no such number, in any run.
+        """
+        if not any(fnmatchcase(name, glob) for name in NAMES):
+            near = ", ".join(by_nearness(glob, NAMES))
+            raise UnknownSeries(f"no derived number {glob!r}: choose one of {near}")
+        records = self.records(attempt=attempt)
+        return read_derived(records, lambda name: fnmatchcase(name, glob), steps)
+
+    def to_xarray(
+        self,
+        rank: int | None = None,
+        attempt: int | None = None,
+        chunks: int | dict[str, int] | str | None = None,
+    ) -> xarray.Dataset:
+        """Return records as a dataset, with what is not folded yet.
+
+        Dimensions step, site, count_stat, value_stat, and for scalars rank and scalar, named as in
+        the store, whose `values` is called `aggregates` here; every statistic that is derived (rms,
+        mean, ...; NaN where nothing was observed) is a variable [step, site] of its name; of all
+        ranks merged also derived, see `Run.derived`.
+
+        Args:
+            rank: one rank's own; None: all ranks merged.
+            attempt: default: the last one.
+            chunks: None: all of it in memory. Else arrays of dask, which read the store when they
+                are computed, checked as ever: {} for its own blocks of steps, or what
+                `xarray.Dataset.chunk` takes. In memory are only the columns of one number a step
+                and what no daemon has folded yet.
+
+        Raises:
+            ImportError: xarray is not installed; with `chunks`, dask is not.
+            StoreDamaged: with `chunks`, also when they are computed: a part of it is damaged.
+                Without, what is damaged is left out and listed in `lost`.
+        """
+        with needs("Run.to_xarray()", "xarray"):
+            from ddpprobe.reader.dataset import to_dataset  # noqa: PLC0415
+        attempts = self._merged_reader.attempts()
+        chosen = attempts[-1] if attempt is None and attempts else attempt
+        if chunks is None:
+            return to_dataset(list(self.records(rank, chosen)), merged=rank is None)
+        with needs("Run.to_xarray(chunks=...)", "dask"):
+            from ddpprobe.reader.lazy_dataset import lazy_dataset  # noqa: PLC0415
+        dataset = lazy_dataset(self._merged_reader, 0 if chosen is None else chosen, rank)
+        return dataset if chunks == {} else dataset.chunk(chunks)
+
+    def to_pandas(
+        self,
+        rank: int | None = None,
+        steps: slice = slice(None),
+        attempt: int | None = None,
+    ) -> pd.DataFrame:
+        """Return the long table of `ddpprobe export --format parquet` as a pandas DataFrame.
+
+        A row for each site of each sampled step, with every statistic, and for each scalar (kind
+        `scalar`, its name in `fqn`, the number in `value`). It is in memory as a whole. What is
+        absent is `pd.NA` in columns of integers, and NaN in those of floats.
+
+        Args:
+            rank: one rank's own rows; None: of all ranks merged.
+            steps: slice over step numbers.
+            attempt: None: all of them.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return pandas_frame(self._table(rank, steps, attempt))
+
+    def to_polars(
+        self,
+        rank: int | None = None,
+        steps: slice = slice(None),
+        attempt: int | None = None,
+    ) -> pl.DataFrame:
+        """Return the table of `to_pandas` as a polars DataFrame; what is absent is null.
+
+        Raises:
+            ImportError: polars is not installed.
+        """
+        return polars_frame(self._table(rank, steps, attempt))
+
+    def plot(
+        self,
+        site_glob: str,
+        stat: str,
+        rank: int | None = None,
+        steps: slice = slice(None),
+        attempt: int | None = None,
+    ) -> Figure:
+        """Draw one statistic of the matching sites over the steps, as a matplotlib figure.
+
+        A line per site; of more than `series_plot.MOST_LINES` an image, sites in execution order.
+        Steps with elements that are not finite are marked. The arguments are those of `series`.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            UnknownSeries: as `series` does; also if there is nothing to draw.
+        """
+        with needs("Run.plot()", "matplotlib", extra="plot"):
+            from ddpprobe.reader.series_plot import figure_of  # noqa: PLC0415
+        found = self.series(site_glob, stat, rank, steps, attempt)
+        if not found.steps.size or not found.sites:
+            raise UnknownSeries(f"nothing to draw: no step of {site_glob!r} was sampled in there")
+        return figure_of(found)
+
+    def _table(
+        self, rank: int | None, steps: slice, attempt: int | None
+    ) -> Iterator[long_table.Block]:
+        self._check_rank(rank, self._attempts(attempt))
+        return long_table.blocks(self._merged_reader, Selection(rank, steps, attempt))
+
+    def _check_rank(self, rank: int | None, attempts: list[int]) -> None:
+        known = sorted({r for attempt in attempts for r in self._merged_reader.ranks(attempt)})
+        if rank is not None and known and rank not in known:
+            there = ", ".join(map(str, known))
+            raise UnknownSeries(f"no rank {rank} in this run; it has {there}")
+
+    def _attempts(self, attempt: int | None) -> list[int]:
+        return self._merged_reader.attempts() if attempt is None else [attempt]

@@ -1,0 +1,254 @@
+"""A run as data: datasets in memory and lazy, data frames, pictures; the same numbers in all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray
+from matplotlib import colors
+
+import ddpprobe
+from ddpprobe.errors import RunNotFound, StoreDamaged, UnknownSeries
+from ddpprobe.reader.run import Run, open_run
+from ddpprobe.records.step import FORMULAS, StepRecord
+from ddpprobe.store.retention import RetentionLimits
+from ddpprobe.store.row_reader import RowReader
+from ddpprobe.store.writer import StoreWriter
+
+from ..made_runs import NODE, Made, head_merge, record
+from .test_run import STATES, bring
+
+STEPS, FOLDED = 50, 20
+NAMES = ("nonfinite", *FORMULAS)
+
+
+def unobserved(made: StepRecord) -> StepRecord:
+    """Return a record of which the second site did not arrive, and the first has no finite one."""
+    counts, values = made.counts.copy(), made.values.copy()
+    counts[1], values[1] = 0, (np.inf, -np.inf, 0, 0)
+    counts[1, 5] = 1  # tapped
+    counts[0, 1] = counts[0, 0]  # all of them NaN
+    return replace(made, counts=counts, values=values)
+
+
+@pytest.fixture(scope="module", params=STATES)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two ranks; a site is new at a step, one is not observed at another; a daemon has a gap."""
+    made = Made(tmp_path_factory.mktemp(request.param))
+    for step in range(STEPS):
+        parts = [record(r, step, 3 + (step >= 20)) for r in range(2)]
+        parts = [unobserved(p) if step == 7 else p for p in parts]
+        made.write(parts)
+        if not 30 <= step < 35:
+            made.tell(1, head_merge(parts))
+    bring(made, request.param)
+    return open_run(made.path)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_lazy_dataset_holds_the_same_as_the_one_in_memory(run: Run, rank: int | None) -> None:
+    lazy, whole = run.to_xarray(rank, chunks={}), run.to_xarray(rank)
+    assert all(lazy[name].chunks is not None for name in (*NAMES, "counts", "scalars"))
+    xarray.testing.assert_identical(lazy.compute(), whole)
+
+
+@pytest.mark.parametrize("stat", NAMES)
+def test_a_statistic_is_the_same_number_everywhere(run: Run, stat: str) -> None:
+    series = run.series("*", stat)
+    names = [str(site) for site in series.sites]
+    found = run.to_xarray().sel(site=names)[stat]
+    assert np.array_equal(found, series.values, equal_nan=True)
+    frame = run.to_pandas()
+    frame = frame[frame.kind != "scalar"]
+    table = frame.pivot_table(index="step", columns="fqn", values=stat, dropna=False, sort=False)
+    columns = [site.fqn for site in series.sites]
+    assert np.array_equal(table[columns].astype(float), series.values, equal_nan=True)
+    rows = run.to_polars().filter(kind="output")
+    wide = rows.pivot(on="fqn", index="step", values=stat).sort("step")
+    assert np.array_equal(
+        wide.select(columns).cast(float).to_numpy(), series.values, equal_nan=True
+    )
+
+
+def test_what_is_absent_is_missing_and_not_a_number_of_the_run(run: Run) -> None:
+    frame, columns = run.to_pandas(steps=slice(7, 8)), run.to_polars(steps=slice(7, 8))
+    second = frame[frame.fqn == "blocks.1.mlp"]
+    assert second.numel.isna().all()
+    assert second.tapped.notna().all()
+    assert columns.filter(fqn="blocks.1.mlp")["numel"].null_count() == 1
+    assert columns.filter(kind="scalar", fqn="loss")["value"].to_list() == [0.125, 0.125]
+    times = columns["wall_time"].cast(int).to_list()
+    assert set(times) == set(frame.wall_time.astype(np.int64)) == {10**18 + 7}
+
+
+def test_frames_of_no_step_have_all_columns(tmp_path: Path) -> None:
+    made = Made(tmp_path)
+    made.writer(0)
+    run = open_run(made.close().path)
+    assert list(run.to_pandas()) == run.to_polars().columns
+    assert not len(run.to_xarray(chunks={}).step)
+
+
+def test_nothing_of_the_store_is_read_before_a_lazy_array_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Made(tmp_path).whole(STEPS)
+    bring(made, "sealed")
+    read: list[tuple[int, int]] = []
+    kept = RowReader.statistic
+
+    def noted(self: RowReader, stat: str, start: int, stop: int, sites: int) -> object:
+        read.append((start, stop))
+        return kept(self, stat, start, stop, sites)
+
+    monkeypatch.setattr(RowReader, "statistic", noted)
+    monkeypatch.setattr(RowReader, "read", None)  # counts, aggregates and scalars are not needed
+    dataset = open_run(tmp_path).to_xarray(chunks={})
+    assert not read
+    last = dataset.rms.isel(step=-1).compute(scheduler="synchronous")
+    assert read == [(48, 50)]
+    assert np.isfinite(last).all()
+
+
+def test_a_lazy_dataset_is_reduced_in_less_memory_than_it_would_fill(tmp_path: Path) -> None:
+    made = Made(tmp_path, ranks=1)
+    made.write(record(0, step, 500) for step in range(200))
+    bring(made, "sealed")  # in blocks of 8 steps
+    run = open_run(tmp_path)
+    expected = run.series("*", "rms", 0).values.mean(axis=0)
+    lazy = run.to_xarray(0, chunks={})
+    tracemalloc.start()
+    try:
+        found = lazy.rms.mean("step").compute(scheduler="synchronous")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert np.allclose(found, expected)
+    assert peak < lazy.nbytes / 6
+
+
+def test_a_lazy_dataset_can_be_cut_anew_and_sent_to_another_process(tmp_path: Path) -> None:
+    made = Made(tmp_path).whole(STEPS)
+    bring(made, "sealed")
+    dataset = open_run(tmp_path).to_xarray(chunks={"step": 30})
+    assert dataset.rms.chunks[0] == (30, 20)
+    again = pickle.loads(pickle.dumps(dataset))
+    assert np.array_equal(again.rms, open_run(tmp_path).to_xarray().rms)
+
+
+def test_a_damaged_block_raises_when_it_is_read_and_no_other(tmp_path: Path) -> None:
+    made = Made(tmp_path).whole(STEPS)
+    bring(made, "sealed")
+    dataset = open_run(tmp_path).to_xarray(chunks={})
+    (tmp_path / "run.zarr/attempt_000/merged/counts/c/1/0/0").write_bytes(b"no shard")
+    assert np.isfinite(dataset.rms.isel(step=0)).all()
+    with pytest.raises(StoreDamaged, match=r"rows 8 to 15 cannot be read: .*or leave chunks= out"):
+        dataset.rms.isel(step=8).compute()
+
+
+def test_what_retention_took_is_in_no_lazy_dataset(tmp_path: Path) -> None:
+    made = Made(tmp_path).whole(STEPS)
+    bring(made, "sealed")
+    before = open_run(tmp_path).to_xarray(chunks={})
+    limits = RetentionLimits(1)  # the newest block of each group always stays
+    StoreWriter(made.run, NODE, block=8, durable=False, limits=limits).seal()
+    run = open_run(tmp_path)
+    lazy, whole = run.to_xarray(chunks={}), run.to_xarray()
+    assert lazy.step.values.tolist() == [48, 49]
+    xarray.testing.assert_identical(lazy.compute(), whole)
+    with pytest.raises(StoreDamaged, match=r"rows 0 to 7 cannot be read: .*expired"):
+        before.rms.isel(step=0).compute()
+
+
+def test_the_old_name_of_the_aggregates_still_answers_and_says_so(run: Run) -> None:
+    dataset = run.to_xarray().sel(step=3)
+    with pytest.warns(DeprecationWarning, match="calls this variable 'aggregates'"):
+        old = dataset["values"]
+    assert np.array_equal(old, dataset.aggregates, equal_nan=True)
+    assert "values" not in dataset
+    assert dataset[["rms"]].rms.dims == ("site",)
+
+
+def test_few_sites_are_lines_and_many_an_image_with_bad_steps_marked(tmp_path: Path) -> None:
+    made = Made(tmp_path, ranks=1)
+    for step in range(10):
+        made.write([unobserved(record(0, step, 20)) if step == 4 else record(0, step, 20)])
+    run = open_run(made.close(cleanly=False).path)
+    lines = run.plot("blocks.[012].mlp", "rms", steps=slice(2, None)).axes[0]
+    drawn = [line for line in lines.lines if line.get_label().startswith("blocks")]
+    series = run.series("blocks.[012].mlp", "rms", steps=slice(2, None))
+    assert [line.get_label() for line in drawn] == [str(site) for site in series.sites]
+    assert np.array_equal(drawn[2].get_ydata(), series.values[:, 2])
+    assert drawn[1].get_xdata().tolist() == [2, 3, 5, 6, 7, 8, 9]  # at step 4 it is unobserved
+    (mark,) = [line for line in lines.lines if colors.same_color(line.get_color(), "red")]
+    assert list(mark.get_xdata()) == [4, 4]
+    picture = run.plot("*", "std").axes[0]
+    assert picture.collections[0].get_array().shape == (20, 10)
+    assert [(x, y) for x, y in picture.lines[0].get_xydata()] == [(4, 0)]
+    with pytest.raises(UnknownSeries, match="nothing to draw"):
+        run.plot("*", "rms", steps=slice(10**6, None))
+
+
+def test_a_notebook_shows_what_ls_says_and_no_html_of_a_stranger(tmp_path: Path) -> None:
+    made = Made(tmp_path / "<b>run").whole(4)
+    made.close()
+    text = open_run(made.path)._repr_html_()
+    assert "PAGE step 3 rank 0 blocks.1.mlp:output nonfinite" in text
+    assert "&lt;b&gt;run" in text
+    assert "<b>" not in text
+
+
+def test_open_without_a_run_opens_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DDPPROBE_DIR", raising=False)
+    with pytest.raises(RunNotFound, match="no run below ddpprobe-runs"):
+        ddpprobe.open()
+    for name in ("a", "b"):
+        Made(tmp_path / "ddpprobe-runs" / name).whole(1).close()
+    newest = ddpprobe.runs()[0]
+    assert ddpprobe.open().path == newest.path
+    os.environ["DDPPROBE_DIR"] = str(tmp_path / "ddpprobe-runs" / "a")
+    try:
+        assert ddpprobe.open().path.name == "a"
+    finally:
+        del os.environ["DDPPROBE_DIR"]
+
+
+@pytest.mark.parametrize(
+    ("library", "extra", "method"),
+    [
+        ("pandas", "pandas", "to_pandas"),
+        ("polars", "polars", "to_polars"),
+        ("dask", "dask", "to_xarray"),
+        ("matplotlib", "plot", "plot"),
+    ],
+)
+def test_without_a_library_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, extra: str, method: str
+) -> None:
+    made = Made(tmp_path, ranks=1).whole(2)
+    made.close()
+    for name in list(sys.modules):
+        if name.split(".")[0] == library:
+            monkeypatch.setitem(sys.modules, name, None)
+    for name in ("lazy_dataset", "series_plot"):
+        monkeypatch.delitem(sys.modules, f"ddpprobe.reader.{name}", raising=False)
+    given = {"to_xarray": {"chunks": {}}, "plot": {"site_glob": "*", "stat": "rms"}}
+    with pytest.raises(ImportError, match=rf"pip install 'ddpprobe\[{extra}\]'"):
+        getattr(open_run(tmp_path), method)(**given.get(method, {}))
+
+
+def test_a_statistic_that_is_not_recorded_is_refused_with_what_there_is(run: Run) -> None:
+    with pytest.raises(UnknownSeries, match=r"near zero is not counted.*zero_ratio is the share"):
+        run.series("*", "near_zero_ratio")
+    with pytest.raises(UnknownSeries, match="'zeros_ratio': choose one of zero_ratio"):
+        run.series("*", "zeros_ratio")
