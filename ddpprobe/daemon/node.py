@@ -16,6 +16,7 @@ from ddpprobe.daemon.attempt import Attempt
 from ddpprobe.daemon.folding import LAST_TRIES, Folding
 from ddpprobe.daemon.gather_queue import GatherQueue
 from ddpprobe.daemon.liveness import ProcessWatcher
+from ddpprobe.daemon.overview_job import OverviewJob
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.snapshot import Readings, view_of
 from ddpprobe.daemon.uploader import Uploader, destination_of, identity_of
@@ -95,6 +96,7 @@ class NodeDaemon:
         self._server: Server | None = None
         self._exposition: Exposition | None = None
         self._uploader: Uploader | None = None
+        self._overview: OverviewJob | None = None
         self._target_file: TargetFile | None = None
         url = options.head_url
         self._pusher = Pusher(url, self._secret, options.node) if url else None
@@ -160,6 +162,9 @@ class NodeDaemon:
             and self._is_due("fold", now, FOLD_SECONDS)
         ):
             self._seal()
+        if self._overview is not None:
+            self._overview.advance()
+            self._busy = not self._overview.done
         if self._server is not None and self._seen_alive and self._is_due("target", now, 1.0):
             self._fuses["server"].guard(self._ask_to_be_scraped)(now)
         self._render(now)
@@ -177,6 +182,7 @@ class NodeDaemon:
             self._run, self._node, later[0], self._watcher, self._gather_queue, self._pusher
         )
         self._ended_at = None
+        self._overview = None
         self._changed = True
         self._open_gather()
         self._start_uploader()
@@ -218,6 +224,9 @@ class NodeDaemon:
         self._sealed = self._folding.seal(tries, unread)
         if self._sealed and self._attempt is not None and self._attempt.daemon_journal is not None:
             self._attempt.daemon_journal.say(SealedEvent())
+        if self._sealed and self._attempt is not None and self._attempt.is_head:
+            attempt, fuse = self._attempt, self._folding.fuse
+            self._overview = OverviewJob(self._run, attempt.number, lambda: attempt.state, fuse)
 
     def _over(self, started: float) -> bool:
         now = time.monotonic()
@@ -226,7 +235,8 @@ class NodeDaemon:
             return True
         if self._attempt is None:
             return now - started > self._options.wait and self._is_uploaded()
-        return self._linger_is_over(now) and self._is_uploaded()
+        written = self._overview is None or self._overview.done
+        return written and self._linger_is_over(now) and self._is_uploaded()
 
     def _is_uploaded(self) -> bool:
         """Whether nothing more is to be waited for; meanwhile another attempt may begin."""

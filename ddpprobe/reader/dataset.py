@@ -10,9 +10,8 @@ import numpy as np
 import xarray
 
 from ddpprobe.reader.derived_series import NAMES
-from ddpprobe.reader.series import observed
 from ddpprobe.records.derived import DerivedNumbers
-from ddpprobe.records.step import COUNTS, FORMULAS, VALUES, Floats, StepRecord
+from ddpprobe.records.step import COUNTS, FORMULAS, VALUES, Floats, StepRecord, observed
 from ddpprobe.store.columns import LabelAxis, SiteAxis, encode_rows, encode_scalars, step_columns
 
 STATISTICS = ("nonfinite", *FORMULAS)  # each a variable [step, site]

@@ -16,8 +16,8 @@ from ddpprobe.errors import StoreDamaged
 from ddpprobe.reader.dataset import AGGREGATES, STATISTICS, RunDataset, derived_numbers, labelled
 from ddpprobe.reader.derived_series import NAMES
 from ddpprobe.reader.merged_reader import MergedReader
-from ddpprobe.reader.series import group_name, last_of_each, observed, unfolded
-from ddpprobe.records.step import COUNTS, VALUES, Floats, Site
+from ddpprobe.reader.series import group_name, last_of_each, unfolded
+from ddpprobe.records.step import COUNTS, VALUES, Floats, Site, observed
 from ddpprobe.rundir.paths import RunDir
 from ddpprobe.store.columns import (
     Arrays,

@@ -18,6 +18,7 @@ from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.selection import Selection
 from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import (
+    ALWAYS,
     COUNTS,
     NONFINITE,
     NUMEL,
@@ -42,7 +43,6 @@ TYPES = {
     **{stat: "int" if stat in INTEGERS else "float" for stat in STATS},
     "absent": "int",
 }  # fmt: skip
-_ALWAYS = ("tapped", "observed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def _statistics(records: Sequence[StepRecord], is_site: NDArray[np.bool_]) -> Bl
     out: Block = {}
     for stat in STATS:
         if stat in COUNTS:
-            there = is_site if stat in _ALWAYS else seen
+            there = is_site if stat in ALWAYS else seen
             out[stat] = Cells(counts[:, COUNTS.index(stat)], there)
         elif stat == "nonfinite":
             out[stat] = Cells(nonfinite, seen)

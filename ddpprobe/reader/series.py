@@ -11,15 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.reader.merged_reader import MergedReader
-from ddpprobe.records.step import OBSERVED, Site, StepRecord, derive
+from ddpprobe.records.step import Site, StepRecord, observed
 from ddpprobe.rundir import paths
 
 if TYPE_CHECKING:
     from ddpprobe.store.reader import StoredGroup
 
 Floats = NDArray[np.float64]
-# What these say about a site is said whether a tensor arrived or not.
-_ALWAYS = ("tapped", "observed")
 Key = tuple[str, str, str]
 
 
@@ -296,9 +294,3 @@ def _put_record(table: _Table, record: StepRecord, glob: str, stat: str) -> None
         found, bad = observed(stat, counts, values), observed("nonfinite", counts, values)
         steps, absent = np.array([record.step]), np.array([len(record.missing)])
         table.put(_Block(record.attempt, steps, columns, found, bad, absent))
-
-
-def observed(stat: str, counts: NDArray[np.int64], values: Floats) -> Floats:
-    """Return a statistic of rows [..., columns]; NaN also where no tensor arrived, as `Series`."""
-    found = derive(stat, counts, values)
-    return found if stat in _ALWAYS else np.where(counts[..., OBSERVED] > 0, found, np.nan)

@@ -129,6 +129,7 @@ FORMULAS: Mapping[str, Formula] = MappingProxyType(
     }
 )
 STATS = (*COUNTS, *VALUES, "nonfinite", *FORMULAS)
+ALWAYS = ("tapped", "observed")  # what these say is said whether a tensor arrived or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,3 +358,9 @@ def derive(stat: str, counts: Counts, values: Values) -> Floats:
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         out = formula.compute(*map(column, formula.of))
     return np.where(column(formula.over) > 0, out, np.nan)
+
+
+def observed(stat: str, counts: Counts, values: Values) -> Floats:
+    """Compute one statistic as `derive` does; NaN also where no tensor arrived."""
+    found = derive(stat, counts, values)
+    return found if stat in ALWAYS else np.where(counts[..., OBSERVED] > 0, found, np.nan)

@@ -14,7 +14,9 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from ddpprobe.cli import main as cli
@@ -53,6 +55,11 @@ def job(tmp_path: Path) -> Iterator[daemon_harness.Harness]:
         yield made
 
 
+def overview(job: daemon_harness.Harness) -> list[dict[str, Any]]:
+    """Return the rows of the small table that the daemon left."""
+    return pq.read_table(job.run.path / "overview.parquet").to_pylist()
+
+
 def test_two_ranks_are_merged_exactly_and_the_run_is_sealed(job) -> None:
     daemon = job.daemon()
     ranks = [job.rank(n) for n in range(2)]
@@ -67,6 +74,8 @@ def test_two_ranks_are_merged_exactly_and_the_run_is_sealed(job) -> None:
         assert set(record.scalars) == {0, 1}
     assert (job.life("death"), len(job.life("finished"))) == ([], 1)
     assert not job.run.daemon_file("node_0000", "json").exists()
+    (said,) = {(r["state"], r["sampled_steps"]) for r in overview(job)}
+    assert said == ("ended", 40)
 
 
 def test_a_nan_is_named_while_the_ranks_still_run(job) -> None:
@@ -512,6 +521,10 @@ def test_a_dead_run_is_sealed_by_hand_and_then_the_daemon_ends(job) -> None:
     )  # and once more: nothing is left to do
     assert job.merged_steps() == list(range(300))
     assert len(job.life("death")) == 2
+    (said,) = {
+        (r["state"], r["pages"], r["cause_detector"], r["cause_step"]) for r in overview(job)
+    }
+    assert said == ("vanished", 2, "nonfinite", 250)
 
 
 def test_sigterm_ends_it_at_once_and_a_later_daemon_goes_on(job) -> None:

@@ -2,10 +2,12 @@
 
 openmetrics: what /metrics would have said at each sampled step, with its time; blocks: the same as
 blocks of Prometheus's database, by promtool; csv, parquet: a long table with a row for each site
-of each sampled step, and for each scalar (kind `scalar`). --serve starts a throw-away Prometheus on
-the blocks and says which time range to look at; Ctrl-C ends it and leaves nothing behind.
+of each sampled step, and for each scalar (kind `scalar`); overview: a small Parquet file with a
+row for each site and each scalar of the run, to compare many runs by. --serve starts a throw-away
+Prometheus on the blocks and says which time range to look at; Ctrl-C ends it and leaves nothing
+behind.
 
-Without -o the text formats go to standard output, Parquet and blocks into the current directory.
+Without -o the text formats go to standard output, the others into the current directory.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from ddpprobe.reader.selection import EVERY_RANK, Selection
 from ddpprobe.reader.text import plain, size
 from ddpprobe.rundir import paths
 
-SUFFIXES = {"openmetrics": ".om", "blocks": "-blocks", "csv": ".csv", "parquet": ".parquet"}
+SUFFIXES = {"openmetrics": ".om", "blocks": "-blocks", "csv": ".csv", "parquet": ".parquet",
+            "overview": "-overview.parquet"}  # fmt: skip
 TEXTS = ("openmetrics", "csv")
 STDOUT = "-"
 ALL = "all"
@@ -106,7 +109,10 @@ def write(job: Job, format_: str, target: Path | None, *, silent: bool) -> dict[
             assert target is not None  # noqa: S101  (only the text formats go to standard output)
             found = job.blocks(target, bar.advance)
         else:
-            method = {"openmetrics": job.openmetrics, "csv": job.csv, "parquet": job.parquet}
+            method = {
+                "openmetrics": job.openmetrics, "csv": job.csv, "parquet": job.parquet,
+                "overview": job.overview,
+            }  # fmt: skip
             with _opened(target) as out:
                 found = method[format_](out, bar.advance)
     if target is not None:
@@ -168,6 +174,10 @@ def _check(args: argparse.Namespace) -> None:
         raise RunError("--listen says where --serve serves: give both")
     if args.rank == EVERY_RANK and args.format not in ("csv", "parquet"):
         raise RunError("--rank all is for csv and parquet: the metrics are of all ranks anyway")
+    if args.format == "overview" and (
+        args.rank is not None or args.attempt is not None or args.steps != slice(None)
+    ):
+        raise RunError("an overview is of the whole run: leave --rank, --steps and --attempt out")
     if args.output == STDOUT and args.format not in TEXTS:
         raise RunError(f"only {' and '.join(TEXTS)} go to standard output: give -o PATH")
     if args.json and args.format in TEXTS and args.output in (None, STDOUT):

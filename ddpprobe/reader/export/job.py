@@ -118,6 +118,15 @@ class Job:
             write_parquet(long_table.blocks(self._merged_reader, self.part, advance), out)
         )
 
+    def overview(self, out: BinaryIO, advance: Advance) -> dict[str, Any]:
+        """Write a row for each site and each scalar of the whole run as Parquet."""
+        from ddpprobe.reader.export.overview import export_overview  # noqa: PLC0415
+
+        found = export_overview(self.run, out, advance)
+        if not found["rows"]:
+            raise self._nothing()
+        return dict(found)
+
     def _views(self, advance: Advance) -> Iterator[NodeView]:
         live, anomalies = is_live(RunDir(self.run.path)), self.run.anomalies()
         return views(

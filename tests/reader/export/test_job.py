@@ -632,7 +632,13 @@ def test_ctrl_c_ends_it_and_leaves_the_blocks_only(served) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "say what to write with --format (openmetrics, blocks, csv, parquet), or --serve"),
+        (
+            [],
+            (
+                "say what to write with --format (openmetrics, blocks, csv, parquet, overview), "
+                "or --serve"
+            ),
+        ),
         (["--format", "csv", "--serve"], "leave --format out"),
         (["--format", "csv", "--listen", "x"], "give both"),
         (["--format", "parquet", "-o", "-"], "give -o PATH"),

@@ -1,0 +1,80 @@
+"""The overview that the head's daemon leaves in a sealed run, made a block of steps at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from ddpprobe.daemon.uploader import identity_of
+from ddpprobe.detectors.suite import order_of_cause
+from ddpprobe.ends.anomalies import last_words
+from ddpprobe.rundir import paths
+from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.paths import RunDir
+
+logger = logging.getLogger("ddpprobe")
+
+
+class OverviewJob:
+    """Writes `overview.parquet` beside the store.
+
+    Without pyarrow there is none: a run needs nothing of it.
+
+    Args:
+        run: the run directory, sealed.
+        attempt: number of its newest attempt.
+        state: says how that ended; asked when the file is written.
+        fuse: contains what is wrong with ourselves.
+    """
+
+    def __init__(self, run: RunDir, attempt: int, state: Callable[[], str], fuse: Fuse) -> None:
+        self.done = False
+        self._run, self._attempt, self._state = run, attempt, state
+        self._work = self._steps()
+        self._next = fuse.guard(self._advance)
+
+    def advance(self) -> None:
+        """Do a little of what is left."""
+        self.done = self.done or not self._next()
+
+    def _advance(self) -> bool:
+        """Return whether there is more to do."""
+        try:
+            next(self._work)
+        except StopIteration:
+            return False
+        except OSError as error:  # a full disk: `ddpprobe export` makes it again
+            logger.warning("ddpprobe: the overview cannot be written: %s", error)
+            return False
+        return True
+
+    def _steps(self) -> Iterator[None]:
+        if find_spec("pyarrow") is None:
+            logger.info("ddpprobe: no overview.parquet: pip install 'ddpprobe[parquet]'")
+            return
+        # Not at the top: zarr and pyarrow take half a second.
+        from ddpprobe.store.overview import Overview, facts_of  # noqa: PLC0415
+        from ddpprobe.store.overview_file import (  # noqa: PLC0415
+            NAME,
+            noted_config,
+            read_overview,
+            write_overview,
+        )
+
+        overview = Overview()
+        yield from read_overview(self._run, overview)
+        facts: dict[str, Any] = facts_of(
+            identity_of(self._run), noted_config(self._run), state=self._state(),
+            attempt=self._attempt, found=self._found(),
+        )  # fmt: skip
+        with paths.replacing(self._run.path / NAME) as fd, open(fd, "wb", closefd=False) as out:
+            write_overview(overview.rows(facts), out)
+
+    def _found(self) -> list[Any]:
+        from ddpprobe.store.format import attempt_key  # noqa: PLC0415
+        from ddpprobe.store.reader import StoredGroup  # noqa: PLC0415
+
+        group = StoredGroup(self._run, f"{attempt_key(self._attempt)}/anomalies")
+        return order_of_cause(last_words(group.anomalies())) if group.exists else []
