@@ -63,7 +63,7 @@ class Run(RunNumbers):
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the line of `ddpprobe ls` as a small table."""
-        return html_of(listed(self.path), self.where)
+        return html_of(listed(self.path), url_of(self.path) or str(self.path))
 
     @property
     def name(self) -> str:

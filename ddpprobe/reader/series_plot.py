@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,15 @@ MOST_LABELS = 40  # site names beside an image
 _DECADES = 100.0  # largest by smallest value from which on the axis is logarithmic
 
 
+class SeriesFigure(Figure):
+    """A figure that a notebook shows, without pyplot, which keeps every figure that it made."""
+
+    def _repr_png_(self) -> bytes:
+        out = io.BytesIO()
+        self.savefig(out, format="png")
+        return out.getvalue()
+
+
 def figure_of(series: Series) -> Figure:
     """Draw a series: a line per site, or an image with a row per site, first one on top.
 
@@ -26,7 +36,7 @@ def figure_of(series: Series) -> Figure:
     Args:
         series: with at least one row and one site.
     """
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    figure = SeriesFigure(figsize=(9, 4.5), layout="constrained")
     ax = figure.subplots()
     (_lines if len(series.sites) <= MOST_LINES else _image)(ax, series)
     return figure

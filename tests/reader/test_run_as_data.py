@@ -189,7 +189,9 @@ def test_few_sites_are_lines_and_many_an_image_with_bad_steps_marked(tmp_path: P
     assert drawn[1].get_xdata().tolist() == [2, 3, 5, 6, 7, 8, 9]  # at step 4 it is unobserved
     (mark,) = [line for line in lines.lines if colors.same_color(line.get_color(), "red")]
     assert list(mark.get_xdata()) == [4, 4]
-    picture = run.plot("*", "std").axes[0]
+    figure = run.plot("*", "std")
+    assert figure._repr_png_().startswith(b"\x89PNG")  # as a notebook shows it
+    picture = figure.axes[0]
     assert picture.collections[0].get_array().shape == (20, 10)
     assert [(x, y) for x, y in picture.lines[0].get_xydata()] == [(4, 0)]
     with pytest.raises(UnknownSeries, match="nothing to draw"):

@@ -1,0 +1,31 @@
+"""The notebook of the documents can be run from its first cell to its last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from .notebook import NOTEBOOK, executed
+
+
+def kinds(notebook: nbformat.NotebookNode) -> list[list[list[str]]]:
+    """Return of each cell with code what each of its outputs is: text, picture, table."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [[sorted(out.get("data", [out.output_type])) for out in cell.outputs] for cell in cells]
+
+
+def test_every_cell_runs_and_shows_what_the_committed_one_shows(
+    tmp_path: Path, poll: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DDPPROBE_DIR", raising=False)
+    found, told = executed(tmp_path), nbformat.read(NOTEBOOK, as_version=4)
+    assert kinds(found) == kinds(told)
+    assert [["image/png", "text/plain"]] in kinds(found)
+    texts = [out.data["text/plain"] for cell in found.cells for out in cell.get("outputs", [])]
+    assert any(text.startswith("('nonfinite', 'page'") for text in texts)
+    assert "True" in texts  # the lazy dataset gave the number of the one in memory
+    daemons = tmp_path / "ddpprobe-runs" / "notebook" / "daemon"
+    poll(lambda: not list(daemons.glob("*.json")), timeout=60)  # the run's own has ended
