@@ -15,6 +15,7 @@ from ddpprobe.inspect.capture.tensors import CapturedTensor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import Tensor
 
     from ddpprobe.inspect.capture.opening import Opening
 
@@ -78,13 +79,25 @@ class CapturedModule(_Tensors):
         kept = self._session.calls(self._name)
         return [CapturedCall(self._session, self._name, call.index) for call in kept]
 
+    @property
+    def stored(self) -> Tensor | dict[str, Tensor] | None:
+        """This rank's part of the last output, or of each tensor in it; None without a call.
+
+        Raises:
+            CaptureError: keep="stats"; or copy=False and it was changed in place since.
+        """
+        output = self.output
+        if len(output.leaves) < 2:
+            return output.local() if output.leaves else None
+        return {leaf: output[leaf].local() for leaf in output.leaves}
+
     def __repr__(self) -> str:
         return f"<{self.name or '(root)'}: {self.count} calls here>"
 
 
 @final
 class Capture(Mapping[str, CapturedModule]):
-    """A capture: a context manager, and what it has seen, by FQN.
+    """A capture: a context manager, and what it has seen, by FQN, or by position: `seen[0]`.
 
     The names are those captured on any rank, in the same order on all of them, so that a loop over
     them may ask all ranks. What was taken stays readable after the capture is closed.
@@ -113,9 +126,13 @@ class Capture(Mapping[str, CapturedModule]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __getitem__(self, name: str) -> CapturedModule:
+    def __getitem__(self, name: str | int) -> CapturedModule:
         session = self._session
         session.gather()  # raises if this capture was never opened
+        if isinstance(name, int):
+            if not -len(self) <= name < len(self):
+                raise IndexError(f"module {name} of {len(self)} captured ones")
+            name = session.names[name]
         first = session.aliases.get(name, name)
         if first not in session.names:
             close = close_names(name, session.names) or "no module"
@@ -124,6 +141,11 @@ class Capture(Mapping[str, CapturedModule]):
         if session.world_size == 1 and (site is None or not site.count):
             raise nothing(first or "(root)", session.why_nothing(first, "output"))
         return CapturedModule(session, first)
+
+    @property
+    def stored(self) -> list[Tensor | dict[str, Tensor] | None]:
+        """This rank's `CapturedModule.stored` of each module, in order. Asks no other rank."""
+        return [CapturedModule(self._session, name).stored for name in self]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._session.names)

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ddpprobe.errors import SummaryError
+from ddpprobe.inspect.summary.flops import flops_of
 from ddpprobe.inspect.summary.parameters import HeldParameter, held_tensor
 from ddpprobe.inspect.summary.skeleton import Skeleton
 from ddpprobe.rank import torch_private
@@ -31,12 +32,18 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class Calls:
-    """What one module was called with, how often; shapes and dtypes are those of the first call."""
+    """What one module was called with, how often; shapes and dtypes are those of the first call.
+
+    `flops` are of all calls, without those of the modules inside; `uncounted` are the operators in
+    them that are not torch's.
+    """
 
     inputs: Shapes
     outputs: Shapes = ()
     output_dtypes: tuple[str, ...] = ()
     calls: int = 1
+    flops: int = 0
+    uncounted: set[str] = field(default_factory=set)
 
 
 def run_fake(
@@ -72,7 +79,11 @@ def run_fake(
         given = skeleton.inputs(tuple(args)), skeleton.inputs(dict(kwargs))
         for original, module in skeleton.modules.items():
             where.watch(original, module)
-        with _Guard(skeleton, lambda t: made.append((weakref.ref(t), where.innermost))):
+
+        def keep(tensor: Tensor) -> None:
+            made.append((weakref.ref(tensor), where.innermost))
+
+        with _Guard(skeleton, keep, where.count):
             root(*given[0], **given[1])
     del root, given, skeleton, module
     _warn_of_kept(made)
@@ -86,20 +97,31 @@ class _Where:
     def __init__(self, names: Mapping[int, str]) -> None:
         self.calls: dict[int, Calls] = {}
         self._names = names
-        self._running: list[tuple[str, str]] = []
+        self._running: list[tuple[str, str, int]] = []
 
     @property
     def innermost(self) -> str:
         """The module that runs, as `'layers.3' (Router)`."""
-        fqn, kind = self._running[-1] if self._running else ("", "")
+        fqn, kind, _ = self._running[-1] if self._running else ("", "", 0)
         return f"{fqn!r} ({kind})" if fqn else f"the root ({kind})" if kind else "no module"
+
+    def count(self, func: object, args: Sequence[Any], out: object) -> None:
+        """Add an operator to what the running module does."""
+        found = flops_of(func, args, out)
+        if not self._running:
+            return
+        call = self.calls[self._running[-1][2]]
+        if found is None:
+            call.uncounted.add(str(func))
+        else:
+            call.flops += found
 
     def watch(self, original: int, module: nn.Module) -> None:
         """Follow one stand-in."""
         fqn, kind = self._names[original], type(module).__name__
 
         def before(_: nn.Module, args: object, kwargs: object) -> None:
-            self._running.append((fqn, kind))
+            self._running.append((fqn, kind, original))
             known = self.calls.get(original)
             if known is None:
                 self.calls[original] = Calls(_shapes((args, kwargs)))
@@ -127,10 +149,13 @@ class _Guard(torch_private.DispatchMode):
 
     supports_higher_order_operators = True  # such as flex_attention
 
-    def __init__(self, skeleton: Skeleton, on_result: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self, skeleton: Skeleton, on_result: Callable[[Tensor], None],
+        on_call: Callable[[object, Sequence[Any], object], None],
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._skeleton = skeleton
-        self._on_result = on_result
+        self._on_result, self._on_call = on_result, on_call
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None,  # noqa: ANN401
@@ -141,6 +166,7 @@ class _Guard(torch_private.DispatchMode):
             )
         self._refuse_writes(func, args, kwargs or {})
         result = func(*self._fake(args), **self._fake(kwargs or {}))
+        self._on_call(func, args, result)
         for _, tensor in leaves(result):
             self._on_result(tensor)
         return result

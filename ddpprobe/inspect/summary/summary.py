@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch import nn
+from torch.optim import Optimizer
 
+from ddpprobe.errors import SummaryError
+from ddpprobe.inspect.summary.optimizers import OptimizerRow, optimizer_rows
 from ddpprobe.inspect.summary.parameters import HeldParameter, held_parameters, held_tensor
 from ddpprobe.inspect.summary.shapes import Calls, Shapes, run_fake
+from ddpprobe.inspect.summary.sizes import Dtypes, Sizes, inputs_of
 from ddpprobe.inspect.summary.skeleton import unwrapped
 from ddpprobe.inspect.summary.table import render
 from ddpprobe.rank.stats.dense import dtype_name
@@ -55,6 +59,9 @@ class ModuleRow:
         trainable: how many of `params_global` require a gradient.
         placement: how its parameters are spread, such as "Shard(0) over dp(4)".
         calls: how often one forward calls it; 0 without inputs.
+        flops: floating-point operations of all these calls, without those of modules inside it: of
+            matrix products, convolutions, attention and recurrent layers (see `flops`).
+        has_params: whether it, or a module inside it, has parameters.
         parameters: one by one, tied ones included.
     """
 
@@ -70,12 +77,17 @@ class ModuleRow:
     trainable: int
     placement: str
     calls: int
+    flops: int
+    has_params: bool
     parameters: tuple[ParameterRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Elements and bytes of the whole model, and of this rank's part; each tensor counted once."""
+    """Elements and bytes of the whole model, and of this rank's part; each tensor counted once.
+
+    `flops` are those of one forward; 0 without inputs.
+    """
 
     params: int
     params_local: int
@@ -86,6 +98,7 @@ class Totals:
     buffers_local: int
     buffer_bytes: int
     buffer_bytes_local: int
+    flops: int
 
 
 @final
@@ -97,11 +110,34 @@ class Summary:
         rows: the modules, parents first.
         totals: of the model.
         with_shapes: whether inputs were given.
+        uncounted: operators of which no FLOPs are counted: custom ones, and fused layers.
+        optimizers: those that were given.
+        left_out: trainable parameters that are in none of these, by name.
+        loss: name of the loss function that was given.
     """
 
     rows: tuple[ModuleRow, ...]
     totals: Totals
     with_shapes: bool
+    uncounted: tuple[str, ...] = ()
+    optimizers: tuple[OptimizerRow, ...] = ()
+    left_out: tuple[str, ...] = ()
+    loss: str = ""
+
+    @property
+    def num_features(self) -> int:
+        """Size of dimension 1 of the model's first output: channels, features, or tokens.
+
+        Raises:
+            SummaryError: there were no inputs, or the output has no such dimension.
+        """
+        shapes = self.rows[0].output_shapes
+        if not shapes or len(shapes[0]) < 2:
+            raise SummaryError(
+                f"num_features needs an output of at least two dimensions, got {list(shapes)}: "
+                "call ddpprobe.summary(model, batch) or give input_sizes"
+            )
+        return shapes[0][1]
 
     def __getitem__(self, fqn: str) -> ModuleRow:
         """Return the row of a module.
@@ -125,8 +161,16 @@ class Summary:
         return dataclasses.asdict(self)
 
 
-def summary(model: nn.Module, *inputs: object, **kwinputs: object) -> Summary:
-    """Return a table of the model's modules: shapes, parameters, dtypes, sharding.
+def summary(
+    model: nn.Module,
+    *inputs: object,
+    input_sizes: Sizes | None = None,
+    input_dtypes: Dtypes = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    loss_func: Callable[..., object] | None = None,
+    **kwinputs: object,
+) -> Summary:
+    """Return a table of the model's modules: shapes, parameters, dtypes, sharding, FLOPs.
 
     Nothing is run, allocated or communicated, and nothing of the model changes: with inputs, a
     stand-in made of fake tensors goes through one forward. Forward hooks are left out of it, and
@@ -136,17 +180,28 @@ def summary(model: nn.Module, *inputs: object, **kwinputs: object) -> Summary:
         model: plain, or under any wrapper, also on the meta device.
         *inputs: as for the forward; real or meta tensors, of which only shape and dtype are read.
             Without any there are parameters only.
-        **kwinputs: those given by name.
+        input_sizes: in the place of inputs: a size, or a list of sizes, batch included.
+        input_dtypes: of these, one for all or one each; None: the dtype of the first floating-point
+            parameter. Token indices need torch.long.
+        optimizer: one or several: their groups, their state, and which parameters they leave out.
+        loss_func: only its name is read.
+        **kwinputs: inputs given by name.
 
     Raises:
-        TypeError: `model` is not a module.
-        SummaryError: the forward cannot be followed on fake tensors.
+        TypeError: `model` is not a module, or `optimizer` no optimizer.
+        SummaryError: the forward cannot be followed on fake tensors; sizes beside inputs, or wrong.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"summary() takes a torch.nn.Module, got {type(model).__name__}. "
             "Write ddpprobe.summary(model) or ddpprobe.summary(model, batch)."
         )
+    if input_sizes is not None:
+        if inputs:
+            raise SummaryError("give inputs or input_sizes, not both")
+        inputs = inputs_of(model, input_sizes, input_dtypes)
+    elif input_dtypes is not None:
+        raise SummaryError("input_dtypes goes with input_sizes: inputs have their own dtypes")
     modules = [(fqn, m) for fqn, m in walk(unwrapped(model)) if inner(m) is None]
     held = held_parameters(model)
     calls: Mapping[int, Calls] = {}
@@ -158,7 +213,20 @@ def summary(model: nn.Module, *inputs: object, **kwinputs: object) -> Summary:
         _module_row(fqn, module, parameters.of(fqn, module), calls.get(id(module)))
         for fqn, module in modules
     )
-    return Summary(rows, _totals(model, parameters.counted), bool(inputs or kwinputs))
+    optimizers, left_out = optimizer_rows(model, optimizer) if optimizer is not None else ((), ())
+    return Summary(
+        rows,
+        _totals(model, parameters.counted, sum(row.flops for row in rows)),
+        with_shapes=bool(inputs or kwinputs),
+        uncounted=tuple(sorted({name for call in calls.values() for name in call.uncounted})),
+        optimizers=optimizers,
+        left_out=left_out,
+        loss=_name(loss_func) if loss_func is not None else "",
+    )
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 @final
@@ -208,6 +276,8 @@ def _module_row(
         trainable=sum(p.numel for p in own if p.trainable),
         placement=_once(p.placement for p in parameters),
         calls=seen.calls,
+        flops=seen.flops,
+        has_params=next(module.parameters(), None) is not None or bool(parameters),
         parameters=parameters,
     )
 
@@ -216,7 +286,7 @@ def _once(texts: Iterator[str]) -> str:
     return "; ".join(filter(None, dict.fromkeys(texts)))
 
 
-def _totals(model: nn.Module, parameters: list[HeldParameter]) -> Totals:
+def _totals(model: nn.Module, parameters: list[HeldParameter], flops: int) -> Totals:
     buffers = [held_tensor(b) for b in {id(b): b for b in model.buffers()}.values()]
     return Totals(
         params=sum(p.numel for p in parameters),
@@ -228,4 +298,5 @@ def _totals(model: nn.Module, parameters: list[HeldParameter]) -> Totals:
         buffers_local=sum(b.numel_local for b in buffers),
         buffer_bytes=sum(b.numel * b.dtype.itemsize for b in buffers),
         buffer_bytes_local=sum(b.numel_local * b.dtype.itemsize for b in buffers),
+        flops=flops,
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _WIDTHS = {"module": 44, "type": 26, "input": 30, "output": 30, "sharding": 44}
-_NUMBERS = {"params", "on this rank", "calls"}
+_NUMBERS = {"params", "on this rank", "calls", "FLOPs"}
 
 
 def render(summary: Mapping[str, Any]) -> str:
@@ -23,6 +23,9 @@ def render(summary: Mapping[str, Any]) -> str:
         "trainable": [_trainable(row) for row in rows],
         "sharding": [row["placement"] for row in rows],
         "calls": [str(row["calls"] or "") for row in rows],
+        "FLOPs": [
+            _scaled(row["flops"], "kMGTPE", 1000).strip() if row["flops"] else "" for row in rows
+        ],
     }
     if totals["params"] == totals["params_local"]:
         del columns["on this rank"]
@@ -35,7 +38,9 @@ def render(summary: Mapping[str, Any]) -> str:
         [name in _NUMBERS for name in shown],
     )
     rule = "-" * max(map(len, lines))
-    return "\n".join([lines[0], rule, *lines[1:], rule, *_total_lines(totals)])
+    return "\n".join(
+        [lines[0], rule, *lines[1:], rule, *_total_lines(totals), *_more_lines(summary)]
+    )
 
 
 def shorten(text: str, width: int) -> str:
@@ -84,15 +89,55 @@ def _total_lines(totals: Mapping[str, int]) -> list[str]:
         here = f", {local:,}{unit} on this rank" if local != whole else ""
         return f"{name}: {whole:,}{unit}{here}"
 
+    def bytes_line(name: str, whole: int, local: int) -> str:
+        here = f", {_bytes(local)} on this rank" if local != whole else ""
+        return f"{name} in bytes: {_bytes(whole)}{here}"
+
     frozen = totals["params"] - totals["trainable"]
     params = line("params", totals["params"], totals["params_local"], "")
     lines = [
         f"{params} ({totals['trainable']:,} trainable, {frozen:,} frozen)",
-        line("params in bytes", totals["param_bytes"], totals["param_bytes_local"], ""),
+        bytes_line("params", totals["param_bytes"], totals["param_bytes_local"]),
     ]
     if totals["buffers"]:
         lines.append(line("buffers", totals["buffers"], totals["buffers_local"], ""))
-        lines.append(
-            line("buffers in bytes", totals["buffer_bytes"], totals["buffer_bytes_local"], "")
-        )
+        lines.append(bytes_line("buffers", totals["buffer_bytes"], totals["buffer_bytes_local"]))
     return lines
+
+
+def _more_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Say what one forward takes, and what trains the model."""
+    lines, flops = [], summary["totals"]["flops"]
+    if flops:
+        lines.append(f"forward: {flops:,} FLOPs ({_scaled(flops, 'kMGTPE', 1000)}FLOPs)")
+    if summary["uncounted"]:
+        lines.append(f"not counted in FLOPs: {', '.join(summary['uncounted'])}")
+    for one in summary["optimizers"]:
+        rates = ", ".join(dict.fromkeys("?" if r is None else f"{r:g}" for r in one["lr"]))
+        state = one["state_bytes_local"]
+        held = f"state {_bytes(state)} on this rank" if state else "no state before its first step"
+        foreign = f", {one['foreign']} of them not the model's" if one["foreign"] else ""
+        lines.append(
+            f"optimizer: {one['type']}, lr {rates}, {one['tensors']} parameters{foreign}; {held}"
+        )
+    if summary["left_out"]:
+        names = ", ".join(summary["left_out"][:5])
+        more = ", ..." if len(summary["left_out"]) > 5 else ""
+        lines.append(f"trainable, and in no optimizer: {names}{more}")
+    if summary["loss"]:
+        lines.append(f"loss: {summary['loss']}")
+    return lines
+
+
+def _bytes(number: int) -> str:
+    return f"{number:,}" if number < 1024 else f"{number:,} ({_scaled(number, 'KMGTPE', 1024)}iB)"
+
+
+def _scaled(number: float, prefixes: str, base: int) -> str:
+    """Return a number with the prefix of its size, behind which a unit may follow: 1.23 M."""
+    shown = float(number)
+    for prefix in ("", *prefixes):
+        if shown < base or prefix == prefixes[-1]:
+            break
+        shown /= base
+    return f"{shown:.2f} {prefix}" if prefix else f"{number:g} "

@@ -117,6 +117,28 @@ def test_the_calls_asked_for_are_kept_each_with_its_gradient(keep, kept):
             torch.testing.assert_close(upstream, after @ weight)
 
 
+def test_what_was_stored_is_there_by_position_and_in_order():
+    model = net()
+    with ddpprobe.capture(model, "fc", "twice", "idle") as seen:
+        model(X)
+    names = list(seen)
+    assert names == ["fc", "twice", "idle"]
+    assert [seen[i].name for i in (0, 1, -2, -3)] == ["fc", "twice", "twice", "fc"]
+    with pytest.raises(CaptureError, match="idle has no data"):  # as seen["idle"] does
+        seen[2]
+    assert seen[0].stored.equal(seen["fc"].output.local())
+    first, second, idle = seen.stored
+    assert first.equal(seen[0].stored)
+    assert second.equal(seen[1].calls[-1].output.local())
+    assert idle is None
+    with pytest.raises(IndexError, match="module 3 of 3 captured ones"):
+        seen[3]
+    with ddpprobe.capture(model, "fc", keep="stats") as seen:
+        model(X)
+    with pytest.raises(CaptureError, match="keeps no tensors"):
+        _ = seen.stored
+
+
 class Pair(NamedTuple):
     a: torch.Tensor
     b: str
@@ -147,6 +169,8 @@ def test_structures_are_taken_leaf_by_leaf():
     assert torch.equal(out["past"][0].full(), X * 2)
     assert torch.equal(out["past.1.k"].full(), X * 3)
     assert seen[""].input.leaves == ("0", "mask")
+    assert list(seen[0].stored) == ["logits", "past.0.k", "past.1.k"]
+    assert torch.equal(seen[0].stored["past.0.k"], X * 2)
     with pytest.raises(CaptureError, match=r'holds several tensors: choose one of \["logits"\]'):
         out.full()
     with pytest.raises(CaptureError, match=r'\[past\.2\] does not exist; there are: \["logits"\]'):

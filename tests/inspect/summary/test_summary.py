@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.flop_counter import FlopCounterMode
 
 import ddpprobe
 from ddpprobe.errors import SummaryError
@@ -324,7 +325,7 @@ def test_the_dictionary_is_json_and_the_table_is_aligned() -> None:
     assert again["rows"][0]["output_shapes"] == [[4, 11], [4, 6]]
     head, rule, *lines = str(summary).splitlines()
     assert head.split() == ["module", "type", "input", "output", "params", "dtype", "trainable",
-                            "calls"]  # fmt: skip
+                            "calls", "FLOPs"]  # fmt: skip
     assert set(rule) == {"-"}
     at = head.index("type")
     assert all(line[at - 1] == " " and line[at] != " " for line in lines[: len(summary.rows)])
@@ -345,3 +346,124 @@ def test_a_long_name_keeps_both_ends() -> None:
 def test_a_deep_copy_of_the_model_is_not_needed(monkeypatch) -> None:
     monkeypatch.setattr(copy, "deepcopy", lambda *_: pytest.fail("a copy of every weight"))
     assert ddpprobe.summary(net(), tokens()).with_shapes
+
+
+def test_sizes_stand_for_inputs() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)).bfloat16()
+    summary = ddpprobe.summary(model, input_sizes=(2, 3, 8, 8))
+    assert summary.rows == ddpprobe.summary(model, torch.ones(2, 3, 8, 8).bfloat16()).rows
+    assert summary["2"].output_dtypes == ("bfloat16",)
+    assert summary.num_features == 5
+    two = ddpprobe.summary(Two(), input_sizes=[(4,), (4, 6)], input_dtypes=[torch.long, torch.half])
+    assert two[""].output_shapes == ((4, 6),)
+    assert ddpprobe.summary(net(), input_sizes=(4,), input_dtypes=torch.long).num_features == 11
+
+
+class Two(nn.Module):
+    def forward(self, index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        assert (index.dtype, table.dtype) == (torch.long, torch.half)
+        return table[index]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"input_sizes": "8"}, r"input_sizes must be a size such as \(8, 3, 32, 32\).* got '8'"),
+        ({"input_sizes": [(2, -1)]}, r"a list of sizes, got \[\(2, -1\)\]"),
+        ({"input_sizes": [(2,), (3,)], "input_dtypes": [torch.long]}, "each of the 2 sizes"),
+        ({"input_dtypes": torch.long}, "input_dtypes goes with input_sizes"),
+    ],
+)
+def test_wrong_sizes_are_refused(given, message: str) -> None:
+    with pytest.raises(SummaryError, match=message):
+        ddpprobe.summary(nn.Linear(4, 4), **given)
+    with pytest.raises(SummaryError, match="inputs or input_sizes, not both"):
+        ddpprobe.summary(nn.Linear(4, 4), torch.ones(2, 4), input_sizes=(2, 4))
+    with pytest.raises(SummaryError, match="num_features needs an output"):
+        ddpprobe.summary(nn.Linear(4, 4)).num_features  # noqa: B018  (it raises)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).transpose(1, 3).unbind(2)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_operations_are_counted_where_they_are_done_and_as_by_hand() -> None:
+    conv = ddpprobe.summary(nn.Conv2d(6, 4, 3, groups=2), input_sizes=(2, 6, 8, 8))
+    assert conv.totals.flops == 2 * (2 * 4 * 6 * 6) * (3 * 3 * 3)
+    back = ddpprobe.summary(nn.ConvTranspose2d(6, 4, 3), input_sizes=(2, 6, 8, 8))
+    assert back.totals.flops == 2 * (2 * 6 * 8 * 8) * (4 * 3 * 3)
+    attends = ddpprobe.summary(Attends(), input_sizes=(3, 16, 8))
+    assert attends["qkv"].flops == 2 * 3 * 16 * 8 * 24
+    assert attends[""].flops == 2 * 2 * 3 * 2 * 16 * 16 * 4  # also on the CPU, where torch's has 0
+    lstm = ddpprobe.summary(nn.LSTM(6, 5, num_layers=2, bidirectional=True), input_sizes=(7, 2, 6))
+    each = [2 * 7 * 2 * 20 * (width + 5) for width in (6, 6, 10, 10)]
+    assert lstm.totals.flops == sum(each)
+    shared = ddpprobe.summary(net(), tokens())
+    assert shared["shared"].flops == 3 * 2 * 4 * 6 * 6  # three calls
+    assert shared.totals.flops == sum(row.flops for row in shared)
+    assert ddpprobe.summary(net()).totals.flops == 0
+
+
+def test_torch_counts_the_same_operations() -> None:
+    encoder, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.ones(2, 5, 8)
+    with FlopCounterMode(display=False) as counter:
+        encoder(x)
+    assert ddpprobe.summary(encoder, x).totals.flops == counter.get_total_flops()
+
+
+@torch.library.custom_op("ddpprobe_tests::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@double.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_custom_operator_is_named_and_not_counted_as_nothing() -> None:
+    class Custom(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return double(x)
+
+    summary = ddpprobe.summary(Custom(), torch.ones(2))
+    assert summary.uncounted == ("ddpprobe_tests.double.default",)
+    assert "not counted in FLOPs: ddpprobe_tests.double.default" in str(summary)
+
+
+def test_optimizer_and_loss_are_told_and_what_no_optimizer_trains() -> None:
+    model, other = net(), nn.Linear(2, 2)
+    trained = [p for n, p in model.named_parameters() if not n.startswith("unused.")]
+    adam = torch.optim.AdamW([{"params": trained}, {"params": other.parameters(), "lr": 0.5}])
+    before = ddpprobe.summary(model, optimizer=adam)
+    (row,) = before.optimizers
+    assert (row.type, row.lr, row.foreign, row.state_bytes_local) == ("AdamW", (1e-3, 0.5), 2, 0)
+    assert before.left_out == ("unused.weight", "unused.bias")
+    model(tokens())["logits"].sum().backward()
+    adam.step()
+    after = ddpprobe.summary(model, optimizer=[adam], loss_func=nn.functional.mse_loss)
+    stepped = [p for p in trained if p.grad is not None]
+    assert after.optimizers[0].state_bytes_local == sum(8 * p.numel() + 4 for p in stepped)
+    text = str(after)
+    assert "optimizer: AdamW, lr 0.001, 0.5, " in text
+    assert "2 of them not the model's; state 2," in text
+    assert "trainable, and in no optimizer: unused.weight, unused.bias" in text
+    assert text.endswith("loss: mse_loss")
+    assert ddpprobe.summary(model, loss_func=nn.CrossEntropyLoss()).loss == "CrossEntropyLoss"
+    with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer .* got float"):
+        ddpprobe.summary(model, optimizer=[0.1])
+
+
+def test_sizes_are_told_for_people() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.ReLU())
+    summary = ddpprobe.summary(model, input_sizes=(2, 4096))
+    assert "params in bytes: 67,108,864 (64.00 MiB)" in str(summary)
+    assert "forward: 67,108,864 FLOPs (67.11 MFLOPs)" in str(summary)
+    assert [row.has_params for row in summary] == [True, True, False]
