@@ -1,14 +1,19 @@
-"""The notebook of the documents can be run from its first cell to its last."""
+"""The notebook of the documents, and the page beside it, can be run from first to last."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 
+from .made_runs import Made
 from .notebook import NOTEBOOK, executed
+
+CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def kinds(notebook: nbformat.NotebookNode) -> list[list[list[str]]]:
@@ -29,3 +34,17 @@ def test_every_cell_runs_and_shows_what_the_committed_one_shows(
     assert "True" in texts  # the lazy dataset gave the number of the one in memory
     daemons = tmp_path / "ddpprobe-runs" / "notebook" / "daemon"
     poll(lambda: not list(daemons.glob("*.json")), timeout=60)  # the run's own has ended
+
+
+def test_what_the_page_says_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DDPPROBE_DIR", raising=False)
+    Made(tmp_path / "ddpprobe-runs" / "gpt").whole(20).close()
+    names: dict[str, Any] = {}
+    blocks = CODE.findall(NOTEBOOK.with_suffix(".md").read_text())
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, names)
+    assert names["run"].name == "made"
+    assert names["ds"].rms.chunks is not None  # the last one is lazy
+    assert len(names["df"]) == 20 * (3 + 2 * 2)

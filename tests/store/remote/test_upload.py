@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xarray
 
 import ddpprobe
 from ddpprobe.cli import main
@@ -133,7 +134,6 @@ def test_a_job_uploads_itself_and_is_read_like_its_directory_when_that_is_gone(
 def stock_readers_open(url: str) -> None:
     """Zarr and xarray, with the store that they bring for it."""
     import obstore.store
-    import xarray
     import zarr
     from zarr.storage import ObjectStore
 
@@ -488,6 +488,13 @@ def test_captured_arrays_are_fetched_when_they_are_asked_for(cloud):
     assert chunks() == set()
     assert there.tensor(SITE, 9).shape == (64, 32)
     assert chunks() == {"step_0000000009"}
+
+
+def test_a_run_over_there_is_a_lazy_dataset_too(cloud):
+    there = open_run(sealed_at(cloud.endpoint))
+    lazy = there.to_xarray(chunks={})
+    assert lazy.rms.chunks is not None
+    xarray.testing.assert_identical(lazy.compute(), there.to_xarray())
 
 
 # ---- what is refused, and when
