@@ -441,6 +441,7 @@ def test_a_torch_job_on_two_disks_says_so_and_is_collected_into_one(
     )
     sources = [disk / "run" for disk in disks]
     poll(lambda: not list(tmp_path.rglob("daemon/*.json")), 40)  # both have sealed and gone
+    assert [(path / "overview.parquet").exists() for path in sources] == [True, False]  # the head
     parts = [ddpprobe.open(path) for path in sources]
     assert [part.ranks() for part in parts] == [[0, 1], [2, 3]]
     assert main.main(["collect", str(tmp_path / "all"), *map(str, sources)]) == 0

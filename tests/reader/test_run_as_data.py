@@ -59,22 +59,19 @@ def test_a_lazy_dataset_holds_the_same_as_the_one_in_memory(run: Run, rank: int 
     xarray.testing.assert_identical(lazy.compute(), whole)
 
 
-@pytest.mark.parametrize("stat", NAMES)
-def test_a_statistic_is_the_same_number_everywhere(run: Run, stat: str) -> None:
-    series = run.series("*", stat)
-    names = [str(site) for site in series.sites]
-    found = run.to_xarray().sel(site=names)[stat]
-    assert np.array_equal(found, series.values, equal_nan=True)
-    frame = run.to_pandas()
-    frame = frame[frame.kind != "scalar"]
-    table = frame.pivot_table(index="step", columns="fqn", values=stat, dropna=False, sort=False)
-    columns = [site.fqn for site in series.sites]
-    assert np.array_equal(table[columns].astype(float), series.values, equal_nan=True)
-    rows = run.to_polars().filter(kind="output")
-    wide = rows.pivot(on="fqn", index="step", values=stat).sort("step")
-    assert np.array_equal(
-        wide.select(columns).cast(float).to_numpy(), series.values, equal_nan=True
-    )
+def test_a_statistic_is_the_same_number_everywhere(run: Run) -> None:
+    dataset, frame, rows = run.to_xarray(), run.to_pandas(), run.to_polars()
+    frame, rows = frame[frame.kind != "scalar"], rows.filter(kind="output")
+    for stat in NAMES:
+        series = run.series("*", stat)
+        columns = [site.fqn for site in series.sites]
+        found = dataset.sel(site=[str(site) for site in series.sites])[stat]
+        assert np.array_equal(found, series.values, equal_nan=True)
+        wide = frame.pivot_table(index="step", columns="fqn", values=stat, dropna=False, sort=False)
+        assert np.array_equal(wide[columns].astype(float), series.values, equal_nan=True)
+        spread = rows.pivot(on="fqn", index="step", values=stat).sort("step")
+        numbers = spread.select(columns).cast(float).to_numpy()
+        assert np.array_equal(numbers, series.values, equal_nan=True)
 
 
 def test_what_is_absent_is_missing_and_not_a_number_of_the_run(run: Run) -> None:
