@@ -139,15 +139,20 @@ def _variables(
 def _stored(merged_reader: MergedReader, attempt: int, rank: int | None) -> _Stored:
     key = f"{attempt_key(attempt)}/{group_name(rank)}"
     reader = RowReader(merged_reader.run.path, key)
-    group = merged_reader.group(attempt, group_name(rank))
-    if group is None:
-        none = {name: np.empty(0, np.int64) for name in ROW_COLUMNS}
+    none = {name: np.empty(0, np.int64) for name in ROW_COLUMNS}
+    if not reader.exists:
         return _Stored(reader, [], none, [], [], [])
-    blocks, columns = reader.blocks(), reader.columns()
+    # Its rows first: a live run's labels, looked at later, may be more, and never others.
+    sizes, blocks, columns = reader.sizes(), reader.blocks(), reader.columns()
+    group = merged_reader.group(attempt, group_name(rank))
+    if group is None:  # it was written by a newer version: listed as lost
+        return _Stored(reader, [], none, [], [], [])
     sites, ranks, names = group.sites(), group.ranks(), group.scalar_names()
     merged_reader.note(group)
     if sites is None or ranks is None:
         raise StoreDamaged(f"{key}: the labels of its sites or ranks are lost; leave chunks= out")
+    sites, names = sites[: sizes["site"]], names[: sizes["scalar"]]
+    ranks = ranks[: sizes.get("rank", len(ranks))]
     rows = np.concatenate([np.empty(0, np.intp), *(np.arange(a, b) for a, b in blocks)])
     kept = {name: column[rows].astype(np.int64) for name, column in columns.items()}
     return _Stored(reader, blocks, kept, sites, names, ranks)

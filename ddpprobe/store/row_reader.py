@@ -59,6 +59,17 @@ class RowReader:
             empty = {name: arrays.read(name, 0, 0) for name in ROW_COLUMNS}
         return {n: np.concatenate([empty[n], *(part[n] for part in parts)]) for n in ROW_COLUMNS}
 
+    @property
+    def exists(self) -> bool:
+        """False if nothing was committed to the group when it was opened."""
+        with self._lock:
+            return self._group().exists
+
+    def sizes(self) -> dict[str, int]:
+        """Return how long each dimension is, as the rows below are cut."""
+        with self._lock:
+            return dict(self._group().sizes)
+
     def blocks(self) -> list[tuple[int, int]]:
         """Return what is stored together, as spans of rows [start, stop), but what expired."""
         with self._lock:

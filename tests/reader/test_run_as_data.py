@@ -16,8 +16,12 @@ from matplotlib import colors
 
 import ddpprobe
 from ddpprobe.errors import RunNotFound, StoreDamaged, UnknownSeries
+from ddpprobe.reader.lazy_dataset import lazy_dataset
+from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.run import Run, open_run
 from ddpprobe.records.step import FORMULAS, StepRecord
+from ddpprobe.rundir import framing
+from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.retention import RetentionLimits
 from ddpprobe.store.row_reader import RowReader
 from ddpprobe.store.writer import StoreWriter
@@ -129,6 +133,36 @@ def test_a_lazy_dataset_is_reduced_in_less_memory_than_it_would_fill(tmp_path: P
         tracemalloc.stop()
     assert np.allclose(found, expected)
     assert peak < lazy.nbytes / 6
+
+
+def test_a_run_that_grows_while_it_is_opened_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Made(tmp_path).whole(64)
+    folder = StoreWriter(made.run, NODE, block=8, durable=False)
+    folder.fold()
+    before = RowReader(tmp_path, "attempt_000/merged").sizes()
+    kept, grown = MergedReader.group, []
+
+    def grows(self: MergedReader, attempt: int, name: str) -> StoredGroup | None:
+        if not grown:
+            grown.append(name)
+            for step in range(64, 128):  # with a site, and a scalar, that are new
+                parts = [record(r, step, 5) for r in range(2)]
+                parts = [replace(p, scalars={r: {"new": 1.0}}) for r, p in enumerate(parts)]
+                made.write(parts)
+                made.tell(framing.RECORD, head_merge(parts))
+            folder.fold()
+        return kept(self, attempt, name)
+
+    monkeypatch.setattr(MergedReader, "group", grows)
+    run = open_run(tmp_path)
+    lazy = lazy_dataset(MergedReader(made.run), 0, None)
+    assert grown
+    xarray.testing.assert_identical(lazy.compute(), run.to_xarray())
+    assert (before["site"], lazy.sizes["site"]) == (3, 5)
+    folder.close()
+    made.close()
 
 
 def test_a_lazy_dataset_can_be_cut_anew_and_sent_to_another_process(tmp_path: Path) -> None:
