@@ -104,6 +104,34 @@ def lazy_dataset(merged_reader: MergedReader, attempt: int, rank: int | None) ->
     return whole.assign(derived=(("step", "derived"), derived))
 
 
+def cut(dataset: RunDataset, chunks: int | dict[str, int] | str) -> RunDataset:
+    """Cut the arrays of a lazy dataset anew; coordinates stay in memory.
+
+    Args:
+        dataset: of `lazy_dataset`.
+        chunks: {} leaves them as they are; see `Run.to_xarray`.
+
+    Raises:
+        ValueError: one of these dimensions does not exist.
+    """
+    if chunks == {}:
+        return dataset
+    named = chunks if isinstance(chunks, dict) else {}
+    if unknown := sorted(set(named) - set(dataset.sizes)):
+        there = ", ".join(map(str, dataset.sizes))
+        raise ValueError(f"no dimension {', '.join(unknown)} in chunks=: there are {there}")
+    lazy = {name: array for name, array in dataset.data_vars.items() if array.chunks is not None}
+    return dataset.assign(
+        {
+            name: array.variable.chunk(
+                {d: n for d, n in named.items() if d in array.dims} or chunks
+            )
+            for name, array in lazy.items()
+            if not named or set(named) & set(array.dims)
+        }
+    )
+
+
 def _variables(
     array: Callable[..., Any], rest: Arrays, stored: _Stored, places: list[int], *, merged: bool
 ) -> dict[str, tuple[tuple[str, ...], Any]]:

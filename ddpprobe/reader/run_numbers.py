@@ -176,12 +176,13 @@ class RunNumbers:
             rank: one rank's own; None: all ranks merged.
             attempt: default: the last one.
             chunks: None: all of it in memory. Else arrays of dask, which read the store when they
-                are computed, checked as ever: {} for its own blocks of steps, or what
-                `xarray.Dataset.chunk` takes. In memory are only the columns of one number a step
-                and what no daemon has folded yet.
+                are computed, checked as ever: {} for its own blocks of steps, or sizes by
+                dimension, or one for all, or "auto". In memory are only the columns of one number
+                a step, and what no daemon has folded yet.
 
         Raises:
             ImportError: xarray is not installed; with `chunks`, dask is not.
+            ValueError: `chunks` names no dimension of the dataset.
             StoreDamaged: with `chunks`, also when they are computed: a part of it is damaged.
                 Without, what is damaged is left out and listed in `lost`.
         """
@@ -192,9 +193,8 @@ class RunNumbers:
         if chunks is None:
             return to_dataset(list(self.records(rank, chosen)), merged=rank is None)
         with needs("Run.to_xarray(chunks=...)", "dask"):
-            from ddpprobe.reader.lazy_dataset import lazy_dataset  # noqa: PLC0415
-        dataset = lazy_dataset(self._merged_reader, 0 if chosen is None else chosen, rank)
-        return dataset if chunks == {} else dataset.chunk(chunks)
+            from ddpprobe.reader.lazy_dataset import cut, lazy_dataset  # noqa: PLC0415
+        return cut(lazy_dataset(self._merged_reader, chosen or 0, rank), chunks)
 
     def to_pandas(
         self,

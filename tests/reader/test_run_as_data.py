@@ -169,7 +169,14 @@ def test_a_lazy_dataset_can_be_cut_anew_and_sent_to_another_process(tmp_path: Pa
     made = Made(tmp_path).whole(STEPS)
     bring(made, "sealed")
     dataset = open_run(tmp_path).to_xarray(chunks={"step": 30})
-    assert dataset.rms.chunks[0] == (30, 20)
+    assert dataset.rms.chunks == ((30, 20), (3,))
+    by_site = open_run(tmp_path).to_xarray(chunks={"site": 2})
+    assert by_site.rms.chunks[1] == (2, 1)
+    assert by_site.scalars.chunks[0] == (8, 8, 8, 8, 8, 8, 2)
+    assert by_site.fqn.chunks is None
+    assert open_run(tmp_path).to_xarray(chunks="auto").rms.chunks == ((50,), (3,))
+    with pytest.raises(ValueError, match="no dimension sites in chunks=: there are step, site"):
+        open_run(tmp_path).to_xarray(chunks={"sites": 2})
     again = pickle.loads(pickle.dumps(dataset))
     assert np.array_equal(again.rms, open_run(tmp_path).to_xarray().rms)
 
