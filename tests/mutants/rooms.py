@@ -21,25 +21,73 @@ class Room:
 
 
 ROOMS = {
-    "records": Room(("ddpprobe/records/step.py",), ("records/test_step.py",)),
+    "records": Room(
+        (
+            "ddpprobe/records/step.py",
+            "ddpprobe/records/derived.py",
+            "ddpprobe/records/every_loss.py",
+            "ddpprobe/records/site_stats.py",
+        ),
+        ("records/test_step.py", "records/test_derived.py", "records/test_every_loss.py"),
+        "reference_names",  # the documents are not there
+    ),
     "merge": Room(("ddpprobe/records/merge.py",), ("records/test_step.py",)),
     "gather": Room(("ddpprobe/records/gather.py",), ("records/test_gather.py",), "linear_time"),
-    "journal": Room(("ddpprobe/rundir/journal.py",), ("rundir/test_journal.py",), "kill_9"),
+    "journal": Room(
+        (
+            "ddpprobe/rundir/journal.py",
+            "ddpprobe/rundir/framing.py",
+        ),
+        ("rundir/test_journal.py", "rundir/test_framing.py"),
+        "kill_9",
+    ),
     "detectors": Room(("ddpprobe/detectors/*.py",), ("detectors",)),
-    "steps": Room(("ddpprobe/rank/step_clock.py",), ("rank/test_step_clock.py",)),
+    "steps": Room(
+        (
+            "ddpprobe/rank/step_clock.py",
+            "ddpprobe/rank/first_forward.py",
+            "ddpprobe/rank/held_record.py",
+            "ddpprobe/rank/logged_numbers.py",
+            "ddpprobe/rank/unsampled_losses.py",
+        ),
+        (
+            "rank/test_step_clock.py",
+            "rank/test_first_forward.py",
+            "rank/test_held_record.py",
+            "rank/test_unsampled_losses.py",
+        ),
+        "(two_ranks or before_the_process_group)",
+    ),
     "topology": Room(("ddpprobe/rank/topology/*.py",), ("rank/topology",)),
     "hooks": Room(
         ("ddpprobe/rank/hooks/*.py",),
-        ("rank/hooks/test_eager.py", "rank/hooks/test_watch.py", "rank/capture/test_capturing.py"),
+        (
+            "rank/hooks/test_eager.py",
+            "rank/hooks/test_loss_scale.py",
+            "rank/hooks/test_origins.py",
+            "rank/hooks/test_state_check.py",
+            "rank/hooks/test_step_facts.py",
+            "rank/hooks/test_watch.py",
+            "rank/hooks/test_weight_look.py",
+            "rank/hooks/test_witnesses.py",
+            "rank/capture/test_capturing.py",
+        ),
     ),
-    "verify": Room(("ddpprobe/reader/verify/verify.py",), ("reader/verify/test_verify.py",)),
+    "verify": Room(
+        ("ddpprobe/reader/verify/verify.py", "ddpprobe/reader/verify/report.py"),
+        ("reader/verify/test_verify.py",),
+        "every_mutation",  # 13 s
+    ),
     "exits": Room(
         (
             "ddpprobe/cli/main.py",
+            "ddpprobe/cli/output.py",
+            "ddpprobe/cli/verbs.py",
             "ddpprobe/cli/commands/anomalies.py",
             "ddpprobe/cli/commands/verify.py",
         ),
         ("cli/test_main.py", "reader/verify/test_verify.py"),
-        "documents_say_the_same",  # they are not copied
+        "(documents_say_the_same or every_mutation)",  # the documents are not there; and 13 s
     ),
+    "ends": Room(("ddpprobe/ends/*.py", "ddpprobe/records/fate.py"), ("ends",)),
 }
