@@ -86,7 +86,7 @@ ROOMS = {
             "ddpprobe/cli/commands/anomalies.py",
             "ddpprobe/cli/commands/verify.py",
         ),
-        ("cli/test_main.py", "reader/verify/test_verify.py"),
+        ("cli/test_main.py", "cli/test_words.py", "reader/verify/test_verify.py"),
         "(documents_say_the_same or every_mutation)",  # the documents are not there; and 13 s
     ),
     "ends": Room(("ddpprobe/ends/*.py", "ddpprobe/records/fate.py"), ("ends",)),

@@ -1,0 +1,312 @@
+"""What the command line prints and exits with, word by word: scripts read it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddpprobe.cli import completion, main, output
+from ddpprobe.cli.commands import anomalies, info
+from ddpprobe.cli.verbs import MEANINGS, VERBS, exits
+from ddpprobe.ends.evidence import Case
+from ddpprobe.ends.judge import ENDED, HUNG, End
+from ddpprobe.errors import RunError, StoreDamaged
+from ddpprobe.reader.completeness import CLOSED, RUNNING, UNKNOWN, Completeness, RankShare
+from ddpprobe.reader.endings import Ending
+
+from .test_main import damage, make_run
+
+Call = Callable[..., tuple[int, str, str]]
+WHERE = "journal/000/node_0000/rank_00001/00000000.wal"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", steps=4)
+
+
+def test_verify_of_a_whole_run_is_one_line_or_one_object(call: Call, run: Path) -> None:
+    said = "all intact: 0 files of the store and 14 journal frames checked\n"
+    assert call("verify", run) == (0, said, "")
+    code, out, err = call("verify", run, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {
+        "run": "tiny", "format_version": 1, "ok": True, "files": 0, "frames": 14, "notes": [],
+        "damage": [],
+    }  # fmt: skip
+    assert out.startswith('{\n  "run": "tiny",\n')  # for a person, too
+
+
+def test_verify_of_a_damaged_run_lists_each_thing_and_exits_with_3(call: Call, run: Path) -> None:
+    code, out, err = call("verify", damage(run))
+    assert (code, out) == (
+        3, "1 damaged or missing: 0 files of the store and 10 journal frames checked\n",
+    )  # fmt: skip
+    lost, *unknown = err.splitlines()
+    why = lost.removeprefix(f"ddpprobe: lost: {WHERE}: ")
+    assert why.startswith("checksum mismatch at byte ")
+    assert unknown == [
+        "ddpprobe: not known: rank 1: 1 of 4 sampled steps are held, the last one step 0",
+        (
+            "ddpprobe: not known: rank 1: how it ended is not known; 1 sampled step is held, the "
+            "last one step 0"
+        ),
+    ]
+    code, out, err_too = call("verify", run, "--json")
+    assert (code, err_too) == (3, err)
+    found = json.loads(out)
+    assert found["damage"] == [{"where": WHERE, "steps": None, "why": why}]
+    assert (found["ok"], found["frames"]) == (False, 10)
+
+
+def test_verify_tells_a_torn_tail_as_a_note(call: Call, run: Path) -> None:
+    path = run / WHERE
+    path.write_bytes(path.read_bytes()[:-7])
+    code, out, _ = call("verify", run)
+    note, found = out.splitlines()
+    assert code == 4
+    assert note.startswith(f"note: {WHERE}: ")
+    assert note.endswith(" bytes of a frame that was not finished")
+    assert found == "all intact: 0 files of the store and 13 journal frames checked"
+    assert json.loads(call("verify", run, "--json")[1])["notes"] == [note.removeprefix("note: ")]
+
+
+def test_no_anomalies_is_not_said_of_a_damaged_run(call: Call, run: Path) -> None:
+    code, out, _ = call("anomalies", damage(run))
+    said = "nothing found in what is held: 1 of 4 sampled steps of all ranks\n"
+    assert (code, out) == (3, said)
+
+
+def held(*shares: tuple[int, int], end: str = CLOSED, live: bool = False) -> Completeness:
+    """Return what is held of ranks: of each the sampled steps that are held, and that it took."""
+    ranks = tuple(
+        RankShare(0, rank, *share, last_held=None, reached=None, end=end)
+        for rank, share in enumerate(shares)
+    )
+    return Completeness(ranks, {0: len(ranks)}, live)
+
+
+ONE, WHOLE, PART = held((1, 1)), held((9, 9), (9, 9)), held((9, 9), (3, 9))
+LIVE, NONE = held((9, 9), end=RUNNING, live=True), held((0, 2))
+MUTE = held((9, 9), end=UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("known", "damaged", "hidden", "said"),
+    [
+        (WHOLE, False, 0, "no anomalies in 9 sampled steps"),
+        (ONE, False, 0, "no anomalies in 1 sampled step"),
+        (LIVE, False, 0, "no anomalies so far in 9 sampled steps"),
+        (WHOLE, False, 2, "no anomalies at level page or above (2 below) in 9 sampled steps"),
+        (WHOLE, True, 0, "nothing found in what is held: 9 of 9 sampled steps of all ranks"),
+        (MUTE, False, 0, "nothing found in what is held: 9 of 9 sampled steps of all ranks"),
+        (PART, False, 0, "nothing found in what is held: 3 of 9 sampled steps of all ranks"),
+        (
+            PART,
+            False,
+            1,
+            (
+                "nothing found at level page or above (1 below) in what is held: 3 of 9 sampled "
+                "steps of all ranks"
+            ),
+        ),
+        (NONE, False, 0, "nothing found in what is held: no sampled step of all ranks"),
+    ],
+)
+def test_that_nothing_was_found_is_said_of_what_was_judged(
+    known: Completeness, damaged: bool, hidden: int, said: str
+) -> None:
+    assert anomalies.nothing(known, damaged, hidden, "page") == said
+
+
+def test_beside_verdicts_it_is_said_how_much_was_judged() -> None:
+    part = "judged: what is held, {} of all ranks"
+    for known, damaged, said in (
+        (WHOLE, False, "judged: 9 sampled steps"),
+        (LIVE, False, "judged: 9 sampled steps so far"),
+        (ONE, False, "judged: 1 sampled step"),
+        (WHOLE, True, part.format("9 of 9 sampled steps")),
+        (PART, False, part.format("3 of 9 sampled steps")),
+    ):
+        assert anomalies.judged(known, damaged) == said
+
+
+def test_ends_name_their_attempt_where_there_were_several() -> None:
+    hung = End(HUNG, (1,), "", 3, "forward", "no rank came on")
+    one, two = (Ending(n, Case(()), hung) for n in (0, 1))
+    well = Ending(2, Case(()), End(ENDED, message="every rank came to its end"))
+    assert anomalies.told_ends([]) == anomalies.told_ends([well]) == []
+    assert anomalies.told_ends([one]) == ["hung: no rank came on"]
+    assert anomalies.told_ends([one, two, well]) == [
+        "attempt 0: hung: no rank came on", "attempt 1: hung: no rank came on",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (RunError("no such\x1b run"), RunError("").exit_code, "ddpprobe: no such? run\n"),
+        (StoreDamaged("no manifest"), 3, "ddpprobe: {run}: no manifest\n"),
+        (PermissionError(13, "no\x1b access"), 2, "ddpprobe: [Errno 13] no? access\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit("odd"), 0, ""),
+        (SystemExit(5), 5, ""),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_is_one_line_and_an_exit_code(
+    error: BaseException, code: int, said: str, call: Call, run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(info, "run", fail)
+    assert call("info", run) == (code, "", said.format(run=run))
+
+
+def test_a_closed_pipe_exits_with_141_and_the_rest_of_the_output_goes_nowhere(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with (tmp_path / "out").open("w") as out:
+
+        def fail(_: object) -> int:
+            out.write("still buffered")
+            raise BrokenPipeError
+
+        monkeypatch.setattr(info, "run", fail)
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main.main(["info", str(run)]) == 141
+    assert (tmp_path / "out").read_text() == ""
+
+
+def test_without_words_the_command_line_is_the_process_s(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ddpprobe", "verify", str(run)])
+    assert main.main() == 0
+    assert capsys.readouterr().out.startswith("all intact: ")
+
+
+def test_a_shell_that_asks_gets_the_parser_of_the_verb_on_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Answered(Exception):
+        pass
+
+    options: list[str] = []
+
+    def answer(parser: object) -> None:
+        (verbs,) = (a for a in parser._actions if a.dest == "verb")
+        options.extend(o for a in verbs.choices["trace"]._actions for o in a.option_strings)
+        raise Answered
+
+    monkeypatch.setattr(completion, "is_asked", lambda: True)
+    monkeypatch.setattr(completion, "answer", answer)
+    monkeypatch.setattr(completion, "verb_of", lambda: "trace")
+    with pytest.raises(Answered):
+        main.main(["--version"])
+    assert "--site" in options
+
+
+def test_what_is_wrong_with_the_words_is_said_with_all_of_them(call: Call, run: Path) -> None:
+    assert call("info", run, "--no", "--such\x1b") == (
+        2,
+        "",
+        (
+            "usage: ddpprobe [-h] [--version] VERB ...\n"
+            "ddpprobe: error: unrecognized arguments: --no --such?\n"
+        ),
+    )
+
+
+def test_the_version_is_that_of_the_package(call: Call) -> None:
+    assert call("--version") == (0, f"ddpprobe {importlib.metadata.version('ddpprobe')}\n", "")
+
+
+def test_the_help_says_what_the_program_is_for_and_what_a_run_is(call: Call) -> None:
+    _, out, _ = call("--help")
+    assert out.startswith(
+        "usage: ddpprobe [-h] [--version] VERB ...\n\n"
+        "Names the first bad tensor of a distributed PyTorch run.\n"
+    )
+    assert "  --version   show the version and exit\n\nverbs:\n  VERB\n" in out
+    assert "\nexit codes (3 goes before 1, and 1 before 4):\n  0  nothing wrong\n" in out
+    assert out.endswith(f"\n\n{main.RUN}\n")
+    for verb in ("verify", "anomalies"):
+        out = call(verb, "--help")[1]
+        assert "  --json " in out
+        assert "print one JSON object\n" in out
+        assert out.endswith(f"\n\n{main.RUN}\n")
+
+
+def test_exit_codes_are_those_of_the_verb_and_name_a_verb_that_alone_has_one() -> None:
+    assert exits("verify") == [(c, MEANINGS[c]) for c in (0, 2, 3, 4)]
+    assert exits("ls") == [(c, MEANINGS[c]) for c in (0, 2)]
+    everything = dict(exits())
+    assert everything.pop(1) == f"{MEANINGS[1]} (only anomalies)"
+    assert everything == {c: MEANINGS[c] for c in (0, 2, 3, 4)}
+    assert dict(exits("anomalies"))[1] == MEANINGS[1]
+    assert all(0 in verb.codes and 2 in verb.codes for verb in VERBS.values())
+
+
+def test_gaps_are_lines_on_stderr_and_what_is_lost_goes_before_what_is_not_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert output.report_gaps([]) == 0
+    assert output.report_gaps([], ["rank 1\x1b"]) == 4
+    assert output.report_gaps(["a", "b"], ["c"]) == 3
+    assert capsys.readouterr() == (
+        "",
+        (
+            "ddpprobe: not known: rank 1?\nddpprobe: lost: a\nddpprobe: lost: b\n"
+            "ddpprobe: not known: c\n"
+        ),
+    )
+
+
+def test_text_on_its_way_to_a_terminal_may_be_cut_within_a_character() -> None:
+    stream = io.StringIO()
+    shown = output.Shown(stream)
+    data = "größe\x1b[2J\nzwei\n".encode() + b"\xff."
+    assert sum(shown.write(data[at : at + 3]) for at in range(0, len(data), 3)) == len(data)
+    assert shown.writable()
+    assert stream.getvalue() == "größe?[2J\nzwei\n\ufffd."
+
+
+@pytest.mark.parametrize(
+    ("tty", "environ", "coloured"),
+    [
+        (True, {}, True),
+        (True, {"NO_COLOR": ""}, True),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (False, {}, False),
+    ],
+)
+def test_colours_are_for_terminals_that_want_them(
+    tty: bool, environ: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: tty)
+    assert output.colours(stream) is coloured
+
+
+def test_a_table_has_its_columns_two_spaces_apart() -> None:
+    rows = [("site", "n"), ("a\x1b", 100), ("longer one", 7)]
+    assert output.table(rows, right=[1]) == [
+        "site          n",
+        "a?          100",
+        "longer one    7",
+    ]
+    assert output.table(rows) == ["site        n", "a?          100", "longer one  7"]
