@@ -52,6 +52,7 @@ ROOMS = {
         ),
         (
             "rank/test_step_clock.py",
+            "rank/test_step_events.py",
             "rank/test_first_forward.py",
             "rank/test_held_record.py",
             "rank/test_unsampled_losses.py",
