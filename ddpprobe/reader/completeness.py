@@ -80,7 +80,7 @@ class Completeness:
     @property
     def complete(self) -> bool:
         """Whether a verdict on what is held is a verdict on the run, as far as it got."""
-        return all(share.complete for share in self.shares)
+        return bool(self.shares) and all(share.complete for share in self.shares)
 
     @property
     def sampled(self) -> int:
@@ -94,6 +94,10 @@ class Completeness:
 
     def unknown(self) -> list[str]:
         """Say what is not held and what is therefore not known, ranks that lack the same in one."""
+        if not self.shares:
+            return [
+                "nothing is held of any rank: none has begun, or its journals and store are gone"
+            ]
         several = len(self.world) > 1
         texts: dict[tuple[int, str], list[RankShare]] = {}
         for share in self.shares:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,11 @@ from ddpprobe.ends.judge import ENDED, HUNG, End
 from ddpprobe.errors import RunError, StoreDamaged
 from ddpprobe.reader.completeness import CLOSED, RUNNING, UNKNOWN, Completeness, RankShare
 from ddpprobe.reader.endings import Ending
+from ddpprobe.rundir import framing
+from ddpprobe.rundir.journal import JournalWriter
+from ddpprobe.rundir.paths import RunDir, make_dir, write_json
 
-from .test_main import damage, make_run
+from .test_main import BAD, damage, make_run
 
 Call = Callable[..., tuple[int, str, str]]
 WHERE = "journal/000/node_0000/rank_00001/00000000.wal"
@@ -83,6 +87,53 @@ def test_no_anomalies_is_not_said_of_a_damaged_run(call: Call, run: Path) -> Non
     assert (code, out) == (3, said)
 
 
+def damage_beside(run: Path) -> Path:
+    """Damage a daemon's journal: all that the ranks wrote is there."""
+    journal = RunDir(run).daemon_journal(0, "node_0000")
+    writer = JournalWriter(journal, {"role": "daemon", "world_size": 2})
+    for _ in range(3):
+        writer.append_json(framing.LIFE, {"event": "closed", "status": "ok"})
+    writer.close()
+    (segment,) = journal.glob("*.wal")
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    segment.write_bytes(data)
+    return run
+
+
+def test_damage_beside_the_ranks_leaves_their_verdicts_and_qualifies_them(
+    call: Call, run: Path, tmp_path: Path
+) -> None:
+    code, out, _ = call("anomalies", damage_beside(run))
+    said = "nothing found in what is held: 4 of 4 sampled steps of all ranks\n"
+    assert (code, out) == (3, said)
+    sick = make_run(tmp_path / "sick", BAD)
+    code, out, err = call("anomalies", damage_beside(sick))
+    assert (code, err.startswith("ddpprobe: lost: ")) == (3, True)
+    assert out.endswith("\njudged: what is held, 40 of 40 sampled steps of all ranks\n")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_of_which_nothing_is_held_is_never_green(
+    begun: bool, call: Call, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run") if begun else make_dir(tmp_path / "run")
+    if begun:
+        shutil.rmtree(run / "journal")
+    else:  # its first rank has written this and nothing else
+        write_json(RunDir(run).run_json, {"format_version": 1, "name": "tiny", "world_size": 2})
+    unknown = (
+        "ddpprobe: not known: nothing is held of any rank: none has begun, or its journals and "
+        "store are gone\n"
+    )
+    said = "nothing found in what is held: no sampled step of all ranks\n"
+    assert call("anomalies", run) == (4, said, unknown)
+    code, out, _ = call("anomalies", run, "--json")
+    found = json.loads(out)
+    assert (code, found["end"], found["judged"]["complete"]) == (4, None, False)
+    assert call("verify", run)[0] == 4
+
+
 def held(*shares: tuple[int, int], end: str = CLOSED, live: bool = False) -> Completeness:
     """Return what is held of ranks: of each the sampled steps that are held, and that it took."""
     ranks = tuple(
@@ -143,6 +194,7 @@ def test_ends_name_their_attempt_where_there_were_several() -> None:
     well = Ending(2, Case(()), End(ENDED, message="every rank came to its end"))
     assert anomalies.told_ends([]) == anomalies.told_ends([well]) == []
     assert anomalies.told_ends([one]) == ["hung: no rank came on"]
+    assert anomalies.told_ends([one, well]) == ["attempt 0: hung: no rank came on"]
     assert anomalies.told_ends([one, two, well]) == [
         "attempt 0: hung: no rank came on", "attempt 1: hung: no rank came on",
     ]  # fmt: skip

@@ -208,8 +208,9 @@ def test_a_run_with_a_warning_only_shows_it_and_no_first_cause(
 
 def test_a_run_that_recorded_nothing_still_has_a_page(report: Report, tmp_path: Path) -> None:
     page = report(make(tmp_path / "r", steps=0).close().path)
-    assert page.code == 0
+    assert page.code == 4
     assert "No step was recorded" in page.text
+    assert "nothing is held of any rank" in page.err
 
 
 def test_several_attempts_are_told_apart(report: Report, tmp_path: Path) -> None:
