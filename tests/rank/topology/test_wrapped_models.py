@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -9,13 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpprobe.inspect.capture.assemble import region
 from ddpprobe.rank.topology import dtensor_spec, outliving, parts, replicas, stages
 from ddpprobe.rank.topology.describe import Topology, describe, gathered_parameters
+from ddpprobe.rank.topology.naming import own_class
 from ddpprobe.rank.topology.parts import LocalPart
 from ddpprobe.rank.topology.placement import (
     layout_of,
@@ -25,6 +29,7 @@ from ddpprobe.rank.topology.placement import (
     shard_name,
 )
 from ddpprobe.rank.topology.weights import weights
+from ddpprobe.rank.torch_private import sharding
 from ddpprobe.records.shard_spec import MeshAxis, ShardSpec, SpecJson
 
 from .wrapped_models import RANKS, WRAPPED, mesh, net, on_rank, put_gradients, sharded, whole
@@ -499,3 +504,174 @@ def test_replicas_take_turns_in_which_each_is_compared_once() -> None:
     assert replicas.in_turn([], 3) == []
     small = held[:2]
     assert list(replicas.in_turn(small, 0)) == list(replicas.in_turn(small, 7)) == small
+
+
+def test_an_inventory_names_again_only_what_was_exchanged_and_holds_no_tensor() -> None:
+    model = net()
+    topology = describe(model)
+    optimizer = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
+    asked: list[int] = []
+
+    def name() -> list[outliving.OutlivingTensor]:
+        asked.append(1)
+        return list(outliving.outliving(topology, [optimizer]))
+
+    def take() -> dict[outliving.Key, Tensor]:
+        keys, tensors = inventory.take()
+        expected = list(outliving.outliving(topology, [optimizer]))
+        assert keys == tuple(one.key for one in expected)
+        assert all(
+            held.data_ptr() == one.tensor.data_ptr() and torch.equal(held, one.tensor)
+            for held, one in zip(tensors, expected, strict=True)
+        )
+        return dict(zip(keys, tensors, strict=True))
+
+    with torch.no_grad():
+        inventory = outliving.Inventory(topology, lambda: [optimizer], name)
+        assert len(take()) == 11
+        again = inventory.take()[0]
+        assert inventory.take()[0] is again
+        assert len(asked) == 1
+        put_gradients(model)
+        optimizer.step()
+        assert ("optim_state", "0.weight", "exp_avg") in take()
+        model[3].running_mean = torch.full((5,), 7.0)
+        assert take()["buffer", "3.running_mean", ""].sum() == 35
+        model[0].bias = nn.Parameter(torch.full((6,), 2.0))
+        assert take()["param", "0.bias", ""].sum() == 12
+        assert len(asked) == 4
+        freed = weakref.ref(model[3].running_mean)
+        model[3].running_mean = None
+        assert freed() is None
+        assert ("buffer", "3.running_mean", "") not in take()
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1"])
+def test_what_fsdp_keeps_is_named_anew_each_time(wrapper: str) -> None:
+    with on_rank(1), torch.no_grad():
+        topology = describe(WRAPPED[wrapper]())
+        asked: list[int] = []
+
+        def name() -> list[outliving.OutlivingTensor]:
+            asked.append(1)
+            return list(outliving.parameters_of(topology))
+
+        inventory = outliving.Inventory(topology, tuple, name)
+        (keys, _), (again, tensors) = inventory.take(), inventory.take()
+        assert keys is again
+        assert set(keys) == {("param", fqn, "") for fqn in whole()}
+        assert (len(tensors), len(asked)) == (8, 2)
+
+
+def test_a_group_of_replicas_that_gathered_its_parameters_still_has_its_shards() -> None:
+    with on_rank(3), torch.no_grad():
+        topology = describe(WRAPPED["hsdp"]())
+        before = {(f, s): t.clone() for f, s, t in topology.replicated_parameters()}
+        topology.root[0].unshard()
+        after = {(f, s): t for f, s, t in topology.replicated_parameters()}
+        assert set(after) == set(before)
+        assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_a_rank_outside_of_a_mesh_holds_no_shard_of_it() -> None:
+    with on_rank(3):
+        over = DeviceMesh("cpu", [0, 1], mesh_dim_names=("outer",))
+        assert over.get_coordinate() is None
+        tensor = DTensor.from_local(torch.zeros(2), over, [Replicate()], run_check=False)
+        assert shard_name(tensor) is None
+
+
+def test_what_was_made_local_is_known_by_what_autograd_remembers() -> None:
+    with on_rank(1):
+        over = mesh(4)
+        plain_ = torch.zeros(2, 3)
+        origin = dtensor_spec.origin(DTensor.from_local(plain_, over, [Shard(0)], run_check=False))
+        partial = DTensor.from_local(
+            torch.zeros(8, 3, requires_grad=True), over, [Partial()], run_check=False
+        )
+        (axis,) = dtensor_spec.follow(origin, partial.to_local()).axes
+        assert axis == MeshAxis("partial", op="sum")
+        inner_ = DTensor.from_local(
+            torch.zeros(8, 3, requires_grad=True), mesh(2, 2)["inner"], [Partial()],
+            run_check=False,
+        )  # fmt: skip
+        (axis,) = dtensor_spec.follow(origin, inner_.to_local()).axes
+        assert axis == MeshAxis("replicate")  # it is another mesh's: the shape tells
+
+
+def test_wrappers_are_known_in_parts_and_behind_torch_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with on_rank(0):
+        mixed = net()
+        mixed[0] = DistributedDataParallel(mixed[0])
+        fully_shard(mixed[2], mesh=mesh(4))
+        assert describe(mixed).wrapper == "mixed"
+        compiled = torch.compile(net(), backend="eager")
+        around = describe(DistributedDataParallel(compiled))
+        assert around.root is compiled._orig_mod
+        assert around.wrapper == "ddp"
+        assert [fqn for fqn, _ in around.ddps] == [""]
+        unit = WRAPPED["fsdp2"]()
+        assert own_class(unit[0]) is nn.Linear
+        assert own_class(net()[0]) is nn.Linear
+        # What torch keeps in private is not there any more.
+        monkeypatch.setattr(sharding, "sharded_parameters", lambda _: iter(()))
+        assert describe(unit).wrapper == "fsdp2+tp"  # its shards look like those of tensors
+
+
+def test_of_tied_parameters_a_ddp_reduces_all_but_those_it_was_told_to_ignore() -> None:
+    with on_rank(2):
+        model = net()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
+        topology = describe(DistributedDataParallel(model))
+        assert topology.managed_by_ddp(model[0].bias) is None
+        assert topology.managed_by_ddp(model[0].weight) is False  # rank 2 is not the first
+    with on_rank(0):
+        model = net()
+        topology = describe(DistributedDataParallel(model))
+        assert topology.managed_by_ddp(model[0].weight) is True
+
+
+def test_a_forward_remembers_the_modules_until_they_are_forgotten() -> None:
+    model = net()
+    topology = describe(model)
+    topology.remember_modules()
+    first = topology.own_parameters()
+    assert topology.own_parameters() is first
+    assert [fqn for fqn, *_ in first] == list(whole())
+    model.append(nn.Linear(3, 2))
+    model[0].bias = nn.Parameter(torch.zeros(6))  # as FSDP2 exchanges them
+    assert topology.own_parameters() is not first
+    assert next(p for fqn, _, _, p in topology.own_parameters() if fqn == "0.bias").sum() == 0
+    names = [fqn for fqn, _ in topology.named_modules()]
+    topology.forget_modules()
+    assert len([fqn for fqn, _ in topology.named_modules()]) == len(names) + 1
+
+
+def test_two_ranks_with_other_values_differ_only_in_their_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.ones(2))
+            self.same, self.other = nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+            self.plain = nn.ReLU()
+
+    torch.manual_seed(0)
+    model = Outer()
+    topology = replace(describe(model), world_size=2)
+    first = stages.parts(topology)
+    with torch.no_grad():
+        model.other[1].bias += 1
+    second = stages.parts(topology)
+    assert stages.compare([first, second]) == {
+        "cut": [], "differ": ["", "other", "other.0", "other.1", "plain"],
+    }  # fmt: skip
+    with torch.no_grad():
+        model.own += 1
+    third = stages.parts(topology)
+    assert stages.compare([second, third]) == {"cut": [], "differ": ["", "plain"]}
+    meta = replace(describe(nn.Sequential(nn.Linear(2, 2, device="meta"))), world_size=2)
+    assert stages.compare([stages.parts(meta)] * 2) == {"cut": [], "differ": []}
