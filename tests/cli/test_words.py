@@ -14,6 +14,7 @@ import pytest
 
 from ddpprobe.cli import completion, main, output
 from ddpprobe.cli.commands import anomalies, info
+from ddpprobe.cli.progress import Bar
 from ddpprobe.cli.verbs import MEANINGS, VERBS, exits
 from ddpprobe.ends.evidence import Case
 from ddpprobe.ends.judge import ENDED, HUNG, End
@@ -362,3 +363,34 @@ def test_a_table_has_its_columns_two_spaces_apart() -> None:
         "longer one    7",
     ]
     assert output.table(rows) == ["site        n", "a?          100", "longer one  7"]
+
+
+def test_a_run_is_fetched_before_its_verb_reads_it_and_verify_tells_how_far_it_is(
+    run: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[object] = []
+    done: list[int] = []
+    real = Bar.advance
+
+    def advance(bar: Bar, n: int = 1) -> None:
+        done.append(n)
+        real(bar, n)
+
+    monkeypatch.setattr(main, "fetch", lambda args: fetched.append(args.run))
+    monkeypatch.setattr(Bar, "advance", advance)
+    assert call("verify", run)[0] == 0
+    assert fetched == [str(run)]
+    assert sum(done) == 2  # a segment of each rank
+
+
+def test_a_stream_without_an_encoding_gets_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain:
+        text = ""
+
+        def write(self, text: str) -> None:
+            self.text += text
+
+    stream = Plain()
+    monkeypatch.setattr(sys, "stderr", stream)
+    output.complain("größe")
+    assert stream.text == "größe\n"

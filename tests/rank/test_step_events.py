@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpprobe.rank import step_clock
 from ddpprobe.rank.first_forward import FirstForward
+from ddpprobe.rank.logged_numbers import LoggedNumbers
 from ddpprobe.rank.step_clock import BACKWARD, DATA, FORWARD, OPTIMIZER, StepClock
 from ddpprobe.rank.topology.describe import describe
 from ddpprobe.rundir.fuse import Fuse
@@ -527,3 +528,33 @@ def test_of_a_compiled_model_the_first_forward_is_that_of_what_was_compiled() ->
     compiled(X)
     assert told == [model]
     assert not waiting.cancel()
+
+
+def test_a_loss_scale_that_was_logged_once_is_known_in_whatever_step(made: Make) -> None:
+    loop = made(net())
+    unkept: list[tuple[int, list[str]]] = []
+
+    class Writer:
+        def unkept(self, step: int, names: Iterable[str], _: str) -> None:
+            unkept.append((step, list(names)))
+
+    logged = LoggedNumbers(loop.clock, Writer())
+    logged.take({"loss": 1.0}, None, sampling=False)
+    assert (logged.told_scale, unkept) == (False, [(-1, ["loss"])])
+    logged.take({"loss_scale": 2.0}, None, sampling=False)
+    assert logged.told_scale
+    logged.take({"loss": 1.0}, None, sampling=False)
+    assert logged.told_scale
+
+
+def test_where_the_loop_is_is_the_micro_batch_and_the_phase_under_way(made: Make) -> None:
+    loop = made(net(), first_step=4)
+    loop.clock.start()
+    places = []
+    loop.model[0].register_forward_hook(lambda *_: places.append(loop.clock.place()))
+    assert loop.clock.place() == {"step": 4, "steps": 0, "micro": 0, "state": "data"}
+    for _ in range(2):
+        loop.model(X)
+    assert places == [
+        {"step": 4, "steps": 0, "micro": micro, "state": "forward"} for micro in (0, 1)
+    ]

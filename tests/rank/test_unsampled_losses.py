@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ddpprobe
+from ddpprobe.rank.unsampled_losses import MOST, UnsampledLosses
 from ddpprobe.records.every_loss import losses_of
 from ddpprobe.records.step import StepRecord
 
@@ -130,3 +131,48 @@ def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
 class _Nothing:
     def log(self, **_: object) -> None:
         """Stand in for a probe."""
+
+
+class _Rows:
+    """Takes scalars as the rows of a step do."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+
+    def add_scalars(self, names: list[str], values: torch.Tensor) -> None:
+        self.found |= dict(zip(names, values.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_losses_of_a_device_share_one_piece_of_its_memory_and_none_replaces_another(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far.pretend(monkeypatch)
+    losses = UnsampledLosses()
+    for turn in range(3):
+        for step in range(MOST + 3):
+            losses.add(step, torch.tensor(float(turn * 1000 + step), dtype=dtype), logged=True)
+        assert len({loss.cell.untyped_storage().data_ptr() for loss in losses._kept}) == 1
+        rows = _Rows()
+        assert losses.take(MOST + 3, rows) == {}
+        assert sorted(rows.found.values()) == [turn * 1000.0 + n for n in range(3, MOST + 3)]
+        assert rows.found["loss@-1"] == turn * 1000 + MOST + 2
+
+
+def test_only_what_is_not_finite_in_its_own_precision_is_bad(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for near in (True, False):
+        if not near:
+            far.pretend(monkeypatch)
+        losses = UnsampledLosses()
+        losses.add(0, torch.tensor(1e300, dtype=torch.float64), logged=False)
+        assert not losses.has_bad()
+        losses.add(1, torch.tensor(math.nan), logged=False)
+        assert losses.has_bad()
+        losses = UnsampledLosses()
+        for value in (1.0, 2.0, 6.0):
+            losses.add(4, torch.tensor(value), logged=False)
+        losses.add(4, torch.ones(2), logged=False)  # no single number
+        rows = _Rows()
+        assert (losses.take(5, rows) | rows.found) == {"loss@-1": 3.0}
