@@ -71,7 +71,6 @@ ROOMS = {
             "rank/hooks/test_watch.py",
             "rank/hooks/test_weight_look.py",
             "rank/hooks/test_witnesses.py",
-            "rank/capture/test_capturing.py",
         ),
     ),
     "verify": Room(
