@@ -288,3 +288,20 @@ def test_a_place_is_listed_once_and_not_more_than_can_be_read() -> None:
     for name in ("last", "too many"):
         report.add(Lost(name, None, "x"))
     assert (len(report.damage), report.damage[-1].where) == (MOST_DAMAGE, "last")
+
+
+def test_one_frame_that_is_gone_from_the_front_is_missed(tmp_path: Path) -> None:
+    made = make(tmp_path / "run", steps=2)
+    made.close(cleanly=False)
+    (path,) = made.run.rank_journal(0, NODE, 0).iterdir()
+    data = path.read_bytes()
+    path.write_bytes(data[framing.decode_frame(data, 0)[1] :])
+    gone = f"frames 0 to 0 are neither here nor in run.zarr/{GROUP}"
+    assert (str(path.parent.relative_to(made.path)), gone) in found(made.path)
+
+
+def test_captures_are_work_too(sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = open_run(sealed)
+    before = work(run)
+    monkeypatch.setattr(module, "captured_events", lambda *_: [None] * 3)
+    assert work(run) == before + 3
