@@ -91,3 +91,11 @@ def test_wrapping_replacing_and_adding_modules_after_install_cuts_nothing() -> N
         model["layers"][1] = checkpoint_wrapper(model["layers"][1])
 
     assert carve(deep(), change) == frozenset()
+
+
+def test_a_sequence_that_loses_a_layer_is_cut_at_its_root() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    found = replace(describe(model), world_size=2)
+    names = stages.Names(found)
+    del model[2]
+    assert names.cut(replace(describe(model), world_size=2)) == {""}
