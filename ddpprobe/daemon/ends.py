@@ -127,10 +127,12 @@ class Ends:
     @property
     def awaits_launcher(self) -> bool:
         """Whether how the launcher ends may decide what is not decided."""
-        open_ = [f for f in self._own if not f.launcher]
-        left = any(f.may_be_handled and f.how in {"", CLEAN} for f in open_)
-        killed = any(f.how == "SIGKILL" and not f.may_be_handled for f in open_)
-        return self.end.state == UNDECIDED and (left or killed)
+        own = [f for f in self._own if not f.launcher]
+        left = any(f.may_be_handled and f.how in {"", CLEAN} for f in own)
+        killed = len(own) > 1 and all(f.how == "SIGKILL" and not f.may_be_handled for f in own)
+        return (left and self.end.state == UNDECIDED) or (
+            killed and self.end.state in {UNDECIDED, CRASHED}
+        )
 
     def how(self, number: int) -> str:
         """Return what a rank died of, as `End.how`; "" if it is not known to have ended badly."""

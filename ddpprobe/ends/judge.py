@@ -226,11 +226,16 @@ def _same_choice(parts: RankEnds) -> End | None:
 
 
 def _all_killed(parts: RankEnds) -> End | None:
-    """Every rank was killed: no rank's end makes others die like that, but somebody outside can."""
+    """Every rank was killed: no rank's end makes others die like that, but somebody outside can.
+
+    Of ranks that torchrun started it makes no difference who was gone first, as it kills nobody
+    whom SIGTERM ends: each of them was killed on its own.
+    """
     fates, causes = parts.seen, parts.all(CAUSE)
     if len(fates) < 2 or len(causes) < len(fates) or {f.how for f in fates} != {"SIGKILL"}:
         return None
-    if any(f.error or d.died_before(f) for f in fates for d in fates):
+    ordered = any(d.died_before(f) for f in fates for d in fates)
+    if any(f.error for f in fates) or (ordered and not _by_torchrun(fates)):
         return None
     text = (
         f"{ranks_of(fates)} were all killed (SIGKILL), and nothing says by whom or which was first"
@@ -288,12 +293,15 @@ def _is_between_steps(parts: RankEnds) -> bool:
     fates = parts.seen
     places = {f.clock.key for f in fates if f.clock}
     quiet = all(not f.closed and f.clock and f.clock.phase == "data" for f in fates)
-    # Workers may be killed by what started them, when all is done; torchrun does so to none that
-    # SIGTERM ends.
-    by_torchrun = any(f.launcher and not f.may_be_handled for f in fates)
-    killed = len(fates) > 1 and not by_torchrun
+    # Workers may be killed by what started them, when all is done.
+    killed = len(fates) > 1 and not _by_torchrun(fates)
     harmless = {"exit:0", "exit:1", *(["SIGKILL"] if killed else [])}
     return quiet and len(places) == 1 and {f.how for f in fates} <= harmless
+
+
+def _by_torchrun(fates: Iterable[Fate]) -> bool:
+    """Whether torchrun started some of these, and SIGTERM would have ended them."""
+    return any(f.launcher and not f.may_be_handled for f in fates)
 
 
 def _quiet(parts: RankEnds) -> End:

@@ -379,6 +379,7 @@ def test_a_kill_of_all_between_two_steps_is_a_page_where_torchrun_had_started_th
     assert end.message == (
         "ranks 0 and 1 were all killed (SIGKILL), and nothing says by whom or which was first"
     )
+    assert verdict(*(replace(f, order=n) for n, f in enumerate(between))) == end
     deaf = [replace(f, sets_handlers=True) for f in between]  # SIGTERM may not have ended them
     for quiet in (deaf, [replace(f, launcher="") for f in between]):
         end = verdict(*quiet)
