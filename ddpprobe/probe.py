@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import final
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -37,6 +38,7 @@ from ddpprobe.rundir.stopwatch import Stopwatch
 
 _live: set[Probe] = set()  # held here, since a script may drop what install() returned
 _probed: weakref.WeakKeyDictionary[nn.Module, Probe] = weakref.WeakKeyDictionary()
+_told_of_install: list[Callable[[], object]] = []
 _rounds = 0
 
 
@@ -262,14 +264,16 @@ def install(
         TypeError, ValueError: a wrong argument.
         InstallError: some rank refused; the same text on every rank.
     """
+    while _told_of_install:
+        _told_of_install.pop()()
     probe = Probe()
     if os.environ.get("DDPPROBE_DISABLE") == "1":
         return probe
-    options = InstallOptions(
-        run_dir=run_dir, every=every, include=as_globs(include), exclude=as_globs(exclude),
-        capture=as_globs(capture), on_anomaly=on_anomaly, budget=budget, backward=backward,
-        name=name, daemon=daemon, first_step=first_step, detectors=detectors or {}, task=task,
-    ).with_environment()  # fmt: skip
+    options = _options(
+        run_dir=run_dir, every=every, include=include, exclude=exclude, capture=capture,
+        on_anomaly=on_anomaly, budget=budget, backward=backward, name=name, daemon=daemon,
+        first_step=first_step, detectors=detectors, task=task,
+    )  # fmt: skip
     if not _has_group() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         meet = Fuse("install").guard(partial(_meet_group, probe, model, options))
         probe._waits = FirstForward(_described(model, options), meet)  # noqa: SLF001  (same module)
@@ -277,6 +281,45 @@ def install(
     else:
         _join(probe, model, options)
     return probe
+
+
+def install_within(called: nn.Module, model: nn.Module, **options: Any) -> Probe:  # noqa: ANN401
+    """Observe `model` from within its first training forward, on every rank in its own.
+
+    Args:
+        called: the module whose call has just begun: the model, what wraps it, or a part of it.
+        model: as for `install`.
+        options: keywords of `install`; what is not given is as there by default.
+
+    Raises:
+        InstallError: some rank refused; the same text on every rank.
+    """
+    probe = Probe()
+    if os.environ.get("DDPPROBE_DISABLE") == "1":
+        return probe
+    known = inspect.signature(install).parameters.values()
+    defaults = {each.name: each.default for each in known if each.name != "model"}
+    made = _options(**defaults | options)
+    if not _has_group() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _meet_group(probe, model, made, called)
+    else:
+        _join(probe, outermost(model), made, called)
+    return probe
+
+
+def when_installed(act: Callable[[], object]) -> None:
+    """Have `act` called once, as the script's next call of `install()` begins."""
+    _told_of_install.append(act)
+
+
+def _options(
+    *, include: str | Iterable[str], exclude: str | Iterable[str], capture: str | Iterable[str],
+    detectors: Mapping[str, object] | None, **more: Any,  # noqa: ANN401  (as `install` takes them)
+) -> InstallOptions:  # fmt: skip
+    return InstallOptions(
+        include=as_globs(include), exclude=as_globs(exclude), capture=as_globs(capture),
+        detectors=detectors or {}, **more,
+    ).with_environment()  # fmt: skip
 
 
 def _described(model: nn.Module, options: InstallOptions) -> Topology:

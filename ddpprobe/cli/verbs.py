@@ -76,6 +76,10 @@ VERBS = {
         "them",
         (OK, USAGE, DAMAGED),
     ),
+    "run": Verb(
+        "Start a job whose script says nothing of ddpprobe, and observe what it trains",
+        (OK, USAGE),
+    ),
     "daemon": Verb(
         "Run the node daemon by hand or as a service; training that finds one running starts none",
         (OK, USAGE),

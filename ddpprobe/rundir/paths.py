@@ -59,6 +59,7 @@ _INNER = re.compile(
 )
 SD_VARIABLE = "DDPPROBE_SD_DIR"
 RUN_VARIABLE = "DDPPROBE_DIR"
+RUN_OPTIONS_VARIABLE = "DDPPROBE_RUN"  # keywords of `install()` as JSON, from `ddpprobe run`
 RUNS = Path("ddpprobe-runs")  # where `install` makes a run's directory if nobody says where
 LOCK_SECONDS = 10.0  # for another node's daemon to write what all nodes share
 

@@ -1,0 +1,142 @@
+"""A script that says nothing of ddpprobe, started by `ddpprobe run`.
+
+The environment tells each process of the job (`RUN_OPTIONS_VARIABLE`), and Python imports
+`unmodified_path/sitecustomize.py` as it starts. From the first optimizer on this waits for the
+first training forward of what optimizers train, and installs in it. So the model is there as it is
+trained, wrapped, and on several ranks the process group is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ddpprobe.probe import Probe, install_within, when_installed
+from ddpprobe.rundir.fuse import Fuse, logger
+from ddpprobe.rundir.paths import RUN_OPTIONS_VARIABLE
+
+
+def take(optimizer: Optimizer, done: Callable[[], object]) -> None:
+    """Take an optimizer that was just made.
+
+    Args:
+        optimizer: of the script's.
+        done: to be called when no further optimizer is of interest.
+    """
+    Fuse("ddpprobe run").guard(_waiting.take)(optimizer, done)
+
+
+@final
+class _Waiting:
+    """From the first optimizer of this process to its first training forward."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._done: Callable[[], object] = bool
+        self._handle: RemovableHandle | None = None
+        self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that nobody trains
+        self._over = False
+        self._probe: Probe | None = None
+
+    def take(self, optimizer: Optimizer, done: Callable[[], object]) -> None:
+        if self._over or RUN_OPTIONS_VARIABLE not in os.environ:
+            done()
+            return
+        self._done = done
+        self._optimizers.append(weakref.ref(optimizer))
+        self._others.clear()
+        if self._handle is None:
+            self._handle = register_module_forward_pre_hook(self._forward)
+            when_installed(self._yield)
+            atexit.register(self._say_nothing_came)
+
+    def _forward(self, module: nn.Module, _: object) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not module.training:
+            return
+        if module in self._others:
+            return
+        trained = self._trained()
+        if trained.isdisjoint(map(id, module.parameters())):
+            self._others.add(module)
+            return
+        self._end()
+        self._probe = Fuse("ddpprobe run").guard(_observe)(module, trained)
+
+    def _trained(self) -> set[int]:
+        """Return the identities of the parameters that the optimizers train."""
+        living = filter(None, (known() for known in self._optimizers))
+        groups = (group for optimizer in living for group in optimizer.param_groups)
+        return {id(p) for group in groups for p in group["params"] if p.requires_grad}
+
+    def _yield(self) -> None:
+        """Leave it to the script, which calls `install()` itself."""
+        self._end()
+        if self._probe is not None:
+            logger.warning(
+                "ddpprobe run: the script calls ddpprobe.install() in the midst of its training; "
+                "the run %s ends here",
+                self._probe.run_dir,
+            )
+            self._probe.close()
+
+    def _end(self) -> None:
+        self._over = True
+        if self._handle is not None:
+            self._handle.remove()
+        self._done()
+
+    def _say_nothing_came(self) -> None:
+        if not self._over:
+            logger.warning(
+                "ddpprobe run: nothing was recorded: an optimizer was made, and no module that it "
+                "trains was called in training mode"
+            )
+
+
+def _observe(called: nn.Module, trained: set[int]) -> Probe:
+    model = _whole(called, trained)
+    rest = trained.difference(map(id, model.parameters()))
+    options: dict[str, Any] = json.loads(os.environ[RUN_OPTIONS_VARIABLE])
+    probe = install_within(called, model, **options)
+    if probe.run_dir is not None and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"ddpprobe: {type(model).__name__} is observed in {probe.run_dir}\n")
+        if rest:
+            logger.warning(
+                "ddpprobe run: %d of %d parameters that optimizers train belong to other models, "
+                "which are not observed: call ddpprobe.install(model) for the one that you want",
+                len(rest), len(trained),
+            )  # fmt: skip
+    return probe
+
+
+def _whole(called: nn.Module, trained: set[int]) -> nn.Module:
+    """Return the module to observe: what is called, or what holds all that is trained.
+
+    A loop may call the parts of a model and never the model.
+    """
+    if trained.issubset(map(id, called.parameters())):
+        return called
+    everything = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+    around = [
+        module for module in everything
+        if any(m is called for m in module.modules())
+        and trained.issubset(map(id, module.parameters()))
+    ]  # fmt: skip
+    return min(around, key=lambda module: sum(1 for _ in module.modules()), default=called)
+
+
+_waiting = _Waiting()
+
+__all__ = ["take"]
