@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from ddpprobe.daemon.uploader import identity_of
 from ddpprobe.detectors.suite import order_of_cause
 from ddpprobe.ends.anomalies import last_words
-from ddpprobe.rundir import paths
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.paths import RunDir
+
+WRITER = "ddpprobe.store.overview_writer"
+LOOK_SECONDS = 0.05
 
 logger = logging.getLogger("ddpprobe")
 
@@ -54,13 +61,12 @@ class OverviewJob:
         if find_spec("pyarrow") is None:
             logger.info("ddpprobe: no overview.parquet: pip install 'ddpprobe[parquet]'")
             return
-        # Not at the top: zarr and pyarrow take half a second.
+        # Not at the top: zarr takes half a second.
         from ddpprobe.store.overview import Overview, facts_of  # noqa: PLC0415
         from ddpprobe.store.overview_file import (  # noqa: PLC0415
             NAME,
             noted_config,
             read_overview,
-            write_overview,
         )
 
         overview = Overview()
@@ -69,8 +75,7 @@ class OverviewJob:
             identity_of(self._run), noted_config(self._run), state=self._state(),
             attempt=self._attempt, found=self._found(),
         )  # fmt: skip
-        with paths.replacing(self._run.path / NAME) as fd, open(fd, "wb", closefd=False) as out:
-            write_overview(overview.rows(facts), out)
+        yield from _write(overview.rows(facts), self._run.path / NAME)
 
     def _found(self) -> list[Any]:
         from ddpprobe.store.format import attempt_key  # noqa: PLC0415
@@ -78,3 +83,25 @@ class OverviewJob:
 
         group = StoredGroup(self._run, f"{attempt_key(self._attempt)}/anomalies")
         return order_of_cause(last_words(group.anomalies())) if group.exists else []
+
+
+def _write(rows: Mapping[str, Sequence[Any]], path: Path) -> Iterator[None]:
+    """Have a process of its own write the file: pyarrow would make the daemon twice as large."""
+    with tempfile.TemporaryFile("w+") as said:
+        json.dump(rows, said, default=lambda number: number.item())  # NumPy's
+        said.seek(0)
+        process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
+            [sys.executable, "-m", WRITER, str(path)], stdin=said, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    with process:
+        while True:
+            try:
+                code = process.wait(LOOK_SECONDS)
+            except subprocess.TimeoutExpired:
+                yield
+                continue
+            break
+        if code and process.stderr is not None:
+            last = process.stderr.read().strip().rpartition("\n")[2]
+            raise OSError(last or f"its writer ended with {code}")
