@@ -204,9 +204,12 @@ class FirstBad:
     numel: int = 0
 
     @property
-    def place(self) -> tuple[int, int, int, bool, int, str, str, str]:
-        """Order of cause: the smallest one over all ranks is the origin."""
-        when = (self.step, self.micro, PHASES.index(self.phase), self.is_state, self.order)
+    def place(self) -> tuple[int, bool, int, int, int, str, str, str]:
+        """Order of cause: the smallest one over all ranks is the origin.
+
+        What a step left behind comes after all else in it, however many micro-batches a rank had.
+        """
+        when = (self.step, self.is_state, self.micro, PHASES.index(self.phase), self.order)
         return (*when, self.fqn or "", self.kind or "", self.leaf)
 
     @property
