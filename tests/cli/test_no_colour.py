@@ -26,7 +26,7 @@ LINES = {
     "ls": [], "info": [RUN], "anomalies": [RUN], "trace": [RUN, "--plot"], "verify": [RUN],
     "collect": ["merged", RUN], "compare": [RUN, RUN], "top": [RUN, "--once"], "replay": [RUN],
     "report": [RUN, "-o", "page.html"], "export": [RUN, "--format", "csv"], "trigger": [RUN],
-    "daemon": ["--dir", "nowhere"], "up": ["stack", "--no-start"],
+    "run": ["--"], "daemon": ["--dir", "nowhere"], "up": ["stack", "--no-start"],
 }  # fmt: skip
 # All of them in one process, each with the progress bar that a slow one would have.
 SCRIPT = """

@@ -20,7 +20,7 @@ LINES = {
     "info": (), "anomalies": (), "trace": SITE, "verify": (), "replay": (), "top": ("--once",),
     "report": ("-o", "page.html"), "export": ("--format", "csv"),
 }  # fmt: skip
-WITHOUT = {"ls", "collect", "daemon", "up"}  # which take no RUN
+WITHOUT = {"ls", "collect", "run", "daemon", "up"}  # which take no RUN
 SAID = "ddpprobe: the newest run: ddpprobe-runs/new\n"
 
 
