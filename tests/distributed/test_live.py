@@ -62,8 +62,10 @@ class Live:
     prometheus: Any
     daemon: psutil.Process
     exit_code: int = -1
-    first: float = 0.0  # Unix time: the first scrape, the end of training, the end of the daemon
+    # Unix time: the first scrape, the end of training, when it was heard of, the end of the daemon
+    first: float = 0.0
     trained: float = 0.0
+    heard: float = 0.0
     over: float = 0.0
     pages: list[tuple[dict[str, str], float]] = field(default_factory=list)
     exemplars: list[dict[str, str]] = field(default_factory=list)
@@ -87,8 +89,10 @@ def watch(live: Live, training: Launcher) -> None:
         return any(value == 1 for _, value in live.pages) or training.poll() is not None
 
     assert until(prometheus.ready)
-    assert until(lambda: bool(prometheus.now("ddpprobe_steps_total")))
-    live.first = time.time()
+    seen = "min(timestamp(ddpprobe_site_rms))"
+    assert until(lambda: bool(prometheus.now(seen)))
+    # A range from here on holds values from before the fault: behind it some have none any more.
+    live.first = prometheus.now(seen)[0][1]
     let_go(live.run, HELD[0])
     assert until(paged, 60)
     assert until(lambda: bool(orders(live.run)))
@@ -102,6 +106,10 @@ def watch(live: Live, training: Launcher) -> None:
     let_go(live.run, HELD[1])
     live.exit_code = training.wait(60)
     live.trained = time.time()
+    # A point a second behind what Prometheus was told of the end.
+    finished = "ddpprobe_job_finished offset 2s"
+    assert until(lambda: any(v == 1 for _, v in prometheus.now(finished)))
+    live.heard = time.time()
     live.maps = Path(f"/proc/{live.daemon.pid}/maps").read_text()
     live.threads = live.daemon.num_threads()
 
@@ -131,7 +139,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     listen = f"127.0.0.1:{real_job.free_port()}"
     env = {"DDPPROBE_LINGER": str(LINGER), "DDPPROBE_LISTEN": listen}
     prometheus = prometheus_harness.Prometheus(folder, ddpprobe=listen)
-    training = start(script, folder, 4, env, fresh=True)
+    training = start(script, folder, 4, env, fresh=False)
     try:
         assert until(lambda: bool(said(run))), (folder / "torchrun.out").read_text()
         assert said(run)["listen"] == listen
@@ -227,7 +235,7 @@ def test_every_panel_of_the_dashboards_shows_the_run(
 
 def test_annotations_and_variables_find_the_run(live: Live) -> None:
     for annotation in prometheus_harness.ANNOTATIONS:
-        found = live.prometheus.panel(annotation, live.first, live.trained)
+        found = live.prometheus.panel(annotation, live.first, live.heard)
         assert bool(found) == (annotation["name"] not in NOT_IN_THIS_RUN), annotation["name"]
     values = {
         v["name"]: live.prometheus.variable(v, live.first, live.trained)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ import ddpprobe
 from ddpprobe.cli.commands import run as run_verb
 from ddpprobe.cli.main import _parse
 from ddpprobe.records.step import Anomaly
+from ddpprobe.rundir.paths import is_locked
+
+from ..conftest import torchrun_in
+from ..waiting import deadline
 
 STEPS, FAULT = 12, 6
 MODEL = f"""
@@ -76,7 +81,8 @@ def work(rank, where):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(work, (os.path.abspath(f"store-{{os.getpid()}}"),), 2)
+    store, method = os.path.abspath(f"store-{{os.getpid()}}"), os.environ.get("METHOD", "spawn")
+    mp.start_processes(work, (store,), 2, start_method=method)
 """
 SHARDED = f"""{MODEL}
 WHERE = 1
@@ -136,14 +142,27 @@ TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per
 def start(
     where: Path, command: list[str], words: list[str] | None, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a job in a directory: bare, or, with options, by `ddpprobe run`."""
+    """Run a job in a directory: bare, or, with options, by `ddpprobe run`; its daemon has ended."""
     where.mkdir(exist_ok=True)
     job = command if words is None else [*PYTHON, "-m", "ddpprobe", "run", *words, "--", *command]
     known = {k: v for k, v in os.environ.items() if not k.startswith("DDPPROBE_")}
-    return subprocess.run(
-        job, cwd=where, env={**known, "OMP_NUM_THREADS": "1", **more}, capture_output=True,
-        text=True, timeout=600, check=False,
+    known |= {"OMP_NUM_THREADS": "1", "DDPPROBE_LINGER": "0"}
+    done = subprocess.run(
+        job, cwd=where, env={**known, **more}, capture_output=True, text=True, timeout=600,
+        check=False,
     )  # fmt: skip
+    late = deadline(60)
+    while any(map(is_locked, where.glob("ddpprobe-runs/*/daemon/*.lock"))):
+        assert time.monotonic() < late, "the daemon does not end"
+        time.sleep(0.02)
+    return done
+
+
+def bare(where: Path, path: str, nproc: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a job without ddpprobe, in processes that are forked."""
+    where.mkdir(exist_ok=True)
+    with torchrun_in(where) as run:
+        return run(path, nproc, more)
 
 
 def script(where: Path, text: str) -> str:
@@ -159,15 +178,16 @@ def place(anomaly: Anomaly) -> tuple[Any, ...]:
 def test_a_plain_script_has_the_verdict_of_install_and_its_own_bits_and_exit_code(
     tmp_path: Path,
 ) -> None:
-    command = [*PYTHON, script(tmp_path, PLAIN)]
-    ways = {"bare": (None, {}), "own": (None, {"OWN": "1"}), "run": (["--every", "2"], {}),
+    path = script(tmp_path, PLAIN)
+    ways = {"own": (None, {"OWN": "1"}), "run": (["--every", "2"], {}),
             "both": (["--every", "1"], {"OWN": "1"})}  # fmt: skip
     with ThreadPoolExecutor() as pool:
         jobs = {
-            name: pool.submit(start, tmp_path / name, command, words, **more)
+            name: pool.submit(start, tmp_path / name, [*PYTHON, path], words, **more)
             for name, (words, more) in ways.items()
         }
-    done = {name: job.result() for name, job in jobs.items()}
+        done = {"bare": bare(tmp_path / "bare", path)}
+    done |= {name: job.result() for name, job in jobs.items()}
     assert {job.returncode for job in done.values()} == {5}, done
     assert len({job.stdout for job in done.values()}) == 1  # the losses, to the bit
     runs = {
@@ -193,19 +213,18 @@ def test_a_plain_script_has_the_verdict_of_install_and_its_own_bits_and_exit_cod
 
 
 @pytest.mark.parametrize(
-    ("text", "launcher", "wrapper"),
-    [(SPAWNED, PYTHON, "ddp"), (SHARDED, TORCHRUN, "fsdp2")],
+    ("text", "launcher", "nproc", "wrapper"),
+    [(SPAWNED, PYTHON, 0, "ddp"), (SHARDED, TORCHRUN, 2, "fsdp2")],
     ids=["DDP by mp.spawn", "FSDP2 by torchrun"],
 )
 def test_ranks_of_any_launcher_are_one_run_with_their_own_bits(
-    tmp_path: Path, text: str, launcher: list[str], wrapper: str
+    tmp_path: Path, text: str, launcher: list[str], nproc: int, wrapper: str
 ) -> None:
-    command = [*launcher, script(tmp_path, text)]
-    with ThreadPoolExecutor() as pool:
-        bare = pool.submit(start, tmp_path / "bare", command, None)
-        observed = pool.submit(start, tmp_path / "run", command, ["--every", "1"])
-    assert (bare.result().returncode, observed.result().returncode) == (0, 0), observed.result()
-    assert observed.result().stdout == bare.result().stdout
+    path = script(tmp_path, text)
+    observed = start(tmp_path / "run", [*launcher, path], ["--every", "1"])
+    alone = bare(tmp_path / "bare", path, nproc, METHOD="fork")
+    assert (alone.returncode, observed.returncode) == (0, 0), (alone, observed)
+    assert observed.stdout == alone.stdout != ""
     (found,) = ddpprobe.runs(tmp_path / "run" / "ddpprobe-runs")
     run = ddpprobe.open(found.path)
     assert (run.info()["wrapper"], run.info()["world_size"]) == (wrapper, 2)
@@ -215,12 +234,11 @@ def test_ranks_of_any_launcher_are_one_run_with_their_own_bits(
 
 def test_a_trainer_that_calls_parts_of_the_model_is_observed_as_a_whole(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    command = [*PYTHON, script(tmp_path, LIGHTNING)]
-    with ThreadPoolExecutor() as pool:
-        bare = pool.submit(start, tmp_path / "bare", command, None)
-        observed = pool.submit(start, tmp_path / "run", command, ["--every", "1"])
-    assert observed.result().returncode == 0, observed.result()
-    assert observed.result().stdout == bare.result().stdout != ""
+    path = script(tmp_path, LIGHTNING)
+    observed = start(tmp_path / "run", [*PYTHON, path], ["--every", "1"])
+    alone = bare(tmp_path / "bare", path)
+    assert observed.returncode == 0, observed
+    assert observed.stdout == alone.stdout != ""
     (found,) = ddpprobe.runs(tmp_path / "run" / "ddpprobe-runs")
     run = ddpprobe.open(found.path)
     assert [r.step for r in run.records(0)] == list(range(STEPS))
