@@ -100,7 +100,8 @@ def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
     how = fate.how
     if fate.asked or fate.raised or (fate.error and how not in {"", CLEAN, UNKNOWN}):
         return TOLD if fate.asked else _of_error(fate)
-    if fate.closed and not fate.dead and not (how.startswith("exit:") and how != CLEAN):
+    chose = how.startswith("exit:") and how != CLEAN and not _was_over(fate)
+    if fate.closed and not fate.dead and not chose:
         # A signal behind that is torch's threads, which abort now and then in its last moments.
         # Without an exit code nobody knows why one closed in the middle of a step.
         midway = fate.clock is not None and fate.clock.phase != "data" and how in {"", UNKNOWN}
@@ -111,6 +112,15 @@ def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
         alive = not how and case.live
         return ALIVE if alive else LOST if fate.heard else ABSENT
     return _of_status(fate, case, told)
+
+
+def _was_over(fate: Fate) -> bool:
+    """Whether it was told to end when its script had said between two steps that it was over.
+
+    No handler of a signal had run until then: the one that chose the code ran behind it.
+    """
+    between = fate.clock is not None and fate.clock.phase == "data"
+    return _is_asked(fate.how) and between and not fate.at_exit and not fate.handles
 
 
 def _of_status(fate: Fate, case: Case, told: Iterable[Fate]) -> str:

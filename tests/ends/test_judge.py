@@ -147,6 +147,14 @@ VERDICTS = {
                               "SIGTERM"),
     "handlers that exit as a shell would say it": (
         [fate(0, "exit:143", closed=True), raised(1, GONE)], "stopped", [], "exit:143"),
+    "the same behind the end of the training": (
+        [fate(n, "exit:143", at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),
+    "the same, as its handler had closed": (
+        [fate(n, "exit:143", at(40, "data"), closed=True, handles=True) for n in (0, 1)],
+        "stopped", [], "exit:143"),
+    "the same, at the interpreter's end": (
+        [fate(n, "exit:143", at(40, "data"), closed=True, at_exit=True) for n in (0, 1)],
+        "stopped", [], "exit:143"),
     "one handler that exits as a shell would say it, and SIGTERM for the other": (
         [fate(0, "exit:143", closed=True), fate(1, "SIGTERM")], "stopped", [], "SIGTERM"),
     "a handler that exits out of the middle of a forward": (
