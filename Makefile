@@ -6,7 +6,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-frameworks test-mutants test-gpu check \
-  dashboards bench bench-detection clean system-packages
+  dashboards docs bench bench-detection clean system-packages
 
 demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
 	$(BIN)/python launch/demo.py --wrap ddp
@@ -48,6 +48,9 @@ check: .venv/dev.stamp           # lint, format, types
 dashboards: .venv/dev.stamp      # write what is generated in grafana/ and docs/ anew
 	$(BIN)/python -m grafana.build
 
+docs: .venv-docs/run.stamp       # the documentation as a site: .site/index.html
+	.venv-docs/bin/zensical build --strict
+
 bench: .venv-peers/run.stamp     # what all of it costs, beside its peers: docs/benchmarks.md
 	.venv-peers/bin/python -m benchmarks
 
@@ -55,7 +58,7 @@ bench-detection: .venv/dev.stamp  # planted faults and healthy runs: docs/detect
 	$(BIN)/python -m benchmarks.detection $(if $(QUICK),--quick) $(if $(MINUTES),--minutes $(MINUTES))
 
 clean:                           # remove what make and the demo have made
-	rm -rf .venv .venv-* ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants
+	rm -rf .venv .venv-* .site .cache ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
@@ -85,6 +88,11 @@ $(BIN)/python:
 	for peer in $$(grep -v '^#' benchmarks/peers.txt); do \
 	  PIP_CONSTRAINT=constraints.txt .venv-peers/bin/python -m pip install -q $$peer || true; \
 	done
+	@touch $@
+
+.venv-docs/run.stamp: docs/requirements.txt constraints.txt | $(BIN)/python
+	$(BIN)/python -m venv .venv-docs
+	PIP_CONSTRAINT=constraints.txt .venv-docs/bin/python -m pip install -q -r docs/requirements.txt
 	@touch $@
 
 # Each framework has an environment of its own: they bring half a gigabyte, and bounds on each other.

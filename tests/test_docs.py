@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import ddpprobe
+
 HOME = Path(__file__).parent.parent
 PAGES = [*HOME.glob("*.md"), *HOME.glob("docs/**/*.md")]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -52,3 +54,16 @@ def test_a_link_to_nothing_is_found(tmp_path):
     page = tmp_path / "a.md"
     page.write_text("# One thing\n[a](a.md#one-thing) [b](b.md) [c](#two) [d](https://x.y/z)\n")
     assert list(dead_links(page)) == ["b.md", "#two"]
+
+
+def test_every_page_is_in_the_navigation_of_the_site_once():
+    text = (HOME / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r"(\S+\.md)$", text, re.MULTILINE)
+    there = [page.relative_to(HOME / "docs").as_posix() for page in HOME.glob("docs/**/*.md")]
+    assert sorted(listed) == sorted(there)
+
+
+def test_the_api_page_has_everything_that_the_package_exports():
+    page = (HOME / "docs/reference/api.md").read_text()
+    named = re.findall(r"^::: ddpprobe\.(\w+)$", page, re.MULTILINE)
+    assert sorted(named) == sorted(set(ddpprobe.__all__) - {"__version__"})

@@ -32,7 +32,7 @@ and Alertmanager (a scrape and an evaluation every 15 s, `group_wait` 30 s), one
 row, all side by side. Seconds count from the fault. `Fired` is the rule in Prometheus; `notified`,
 `told` (each notification in which something fires) and `resolved` are what the webhook received;
 `-` is what did not happen while it was played. A row may be of a later run than its
-neighbours. What an alert means is in its runbook, see [runbooks](../runbooks).
+neighbours. What an alert means is in its runbook: [the first](../runbooks/DdpprobeFirstCause.md).
 
 """
 COLUMNS = ("What happens", "Fired after", "Notified after", "Told", "Text", "Resolved after")

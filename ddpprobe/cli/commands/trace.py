@@ -198,8 +198,8 @@ def rows(series: Series) -> list[tuple[object, ...]]:
 
     A further column says how many ranks a step lacks, if any step does.
     """
-    lacking = bool(series.absent.any())
-    head = ("attempt", "step", "site", series.stat, "nonfinite")
+    lacking, beside = bool(series.absent.any()), series.stat != "nonfinite"
+    head = ("attempt", "step", "site", series.stat, *["nonfinite"] * beside)
     out: list[tuple[object, ...]] = [(*head, "without")] if lacking else [head]
     names = labels(series.sites)
     for attempt, step, values, bad, absent in zip(
@@ -208,7 +208,7 @@ def rows(series: Series) -> list[tuple[object, ...]]:
     ):  # fmt: skip
         mark = f"{absent} rank{'' if absent == 1 else 's'}" if absent else ""
         for site, value, count in zip(names, values, bad, strict=True):
-            row = (attempt, step, site, number(value), number(count))
+            row = (attempt, step, site, number(value), *[number(count)] * beside)
             out.append((*row, mark) if lacking else row)
     return out
 

@@ -69,6 +69,16 @@ def test_as_json_what_was_not_given_is_told_from_what_is_not_finite(call: Call, 
     assert loss["given"][2:] == [[True, True], [False, True]]
 
 
+def test_what_is_not_finite_stands_beside_every_statistic_once(call: Call, tmp_path: Path) -> None:
+    made = Made(tmp_path / "run", ranks=1)
+    made.write([record(0, 0)])
+    path = made.close().path
+    for stat, last in (("rms", ["rms", "nonfinite"]), ("nonfinite", ["nonfinite"])):
+        lines = cells(call("trace", path, "--site", "*", "--stat", stat)[1])
+        assert lines[0] == ["attempt", "step", "site", *last]
+        assert len(lines[1]) == len(lines[0])
+
+
 def test_a_plot_says_what_it_cannot_draw(call: Call, run: Path) -> None:
     code, out, err = call("trace", run, "--scalar", "loss", "--plot")
     assert code == 0
