@@ -13,11 +13,13 @@ class Room:
         files: patterns, relative to the repository.
         tests: files or folders, relative to `tests/`.
         without: words of a `-k` expression: tests that start processes and take long.
+        left_out: files that match and are not mutated.
     """
 
     files: tuple[str, ...]
     tests: tuple[str, ...]
     without: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 ROOMS = {
@@ -63,15 +65,14 @@ ROOMS = {
     "hooks": Room(
         ("ddpprobe/rank/hooks/*.py",),
         (
-            "rank/hooks/test_eager.py",
-            "rank/hooks/test_loss_scale.py",
-            "rank/hooks/test_origins.py",
-            "rank/hooks/test_state_check.py",
-            "rank/hooks/test_step_facts.py",
-            "rank/hooks/test_watch.py",
-            "rank/hooks/test_weight_look.py",
-            "rank/hooks/test_witnesses.py",
+            "rank/hooks",
+            "rank/stats/test_many.py",
+            "rank/test_first_forward.py",
+            "rank/test_step_clock.py",
         ),
+        # The switch between mutants would become a part of the graphs of torch.compile.
+        "(test_compiled or two_ranks or before_the_process_group)",
+        left_out=("ddpprobe/rank/hooks/compiled.py", "ddpprobe/rank/hooks/record_op.py"),
     ),
     "verify": Room(
         ("ddpprobe/reader/verify/verify.py", "ddpprobe/reader/verify/report.py"),

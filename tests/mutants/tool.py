@@ -33,6 +33,8 @@ SETTINGS = """[mutmut]
 source_paths=ddpprobe
 only_mutate=
 {files}
+do_not_mutate=
+{left_out}
 do_not_mutate_patterns=
     logger\\.
 pytest_add_cli_args=
@@ -153,6 +155,7 @@ def _settings(room: Room) -> str:
 
     return SETTINGS.format(
         files=lines(room.files),
+        left_out=lines(room.left_out),
         tests=lines(f"tests/{name}" for name in room.tests),
         options=lines(("-k", f"not {room.without}") if room.without else ()),
     )
