@@ -13,7 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
 from ddpprobe.rank.hooks.sweep import SMALL, Sweep
+from ddpprobe.rank.hooks.watch import Watch
+from ddpprobe.rank.topology.describe import describe
 from ddpprobe.rank.topology.replicas import ENOUGH, TURNS, in_turn
+from ddpprobe.records.step import FirstBad
+from ddpprobe.rundir.fuse import Fuse
 
 from ... import far
 
@@ -181,3 +185,96 @@ def test_each_parameter_has_its_turn_and_a_small_model_is_compared_whole(sizes: 
         assert turns == [everything] * TURNS
     else:
         assert all(turn < everything for turn in turns)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.micro, self.evaluating, self.entered = 0, False, list[object]()
+
+
+NAN, INF, GOOD = torch.nan, torch.inf, 1.0
+# By step: what the model returns (in a loss, or in logits), its gradient, and the phases told of.
+STEPS = {
+    "finite": ("loss", [(GOOD, GOOD, []), (GOOD, GOOD, [])]),
+    "a bad gradient": (
+        "loss", [(GOOD, NAN, ["backward"]), (GOOD, GOOD, []), (GOOD, -INF, ["backward"])],
+    ),
+    "a bad loss": ("loss", [(NAN, GOOD, ["forward"]), (-INF, GOOD, ["forward"]), (GOOD, GOOD, [])]),
+    "bad from the loss on": ("loss", [(NAN, NAN, ["forward"])]),
+    "a mask": ("logits", [(-INF, GOOD, []), (-INF, GOOD, []), (NAN, GOOD, ["forward"])]),
+    "a mask that does harm": ("logits", [(-INF, NAN, ["forward"]), (-INF, NAN, ["forward"])]),
+    "an infinity where all was finite": (
+        "logits",
+        [(GOOD, GOOD, []), (INF, GOOD, ["forward"]), (INF, GOOD, []), (GOOD, NAN, ["backward"])],
+    ),
+    "a mask, and a gradient that is bad of its own": (
+        "logits", [(INF, GOOD, []), (INF, NAN, ["backward"]), (INF, GOOD, [])],
+    ),
+    "no gradient, so nothing is learned": ("logits", [(INF, None, []), (INF, NAN, ["forward"])]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("far_away", [False, True], ids=["near", "far"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_bad_from_its_first_phase_on_that_did_harm(
+    name: str, far_away: bool, monkeypatch
+) -> None:
+    if far_away:
+        far.pretend(monkeypatch)
+    kind, steps = STEPS[name]
+    model, heard = nn.Linear(2, 1, bias=False), list[FirstBad]()
+    watch = Watch(describe(model), Clock(), 5, Fuse("hooks"), heard.append)
+    for step, (value, gradient, phases) in enumerate(steps):
+        heard.clear()
+        watch.seek()
+        output = torch.tensor(value) if kind == "loss" else torch.tensor([GOOD, value, GOOD])
+        watch.output([torch.arange(3), output])
+        watch.found()
+        if gradient is not None:
+            (model.weight * torch.tensor([[gradient, 2.0]])).sum().backward()
+            watch.backward_ends()
+        watch.end_step(step)
+        watch.poll(wait=True)
+        model.weight.grad = None
+        assert list(dict.fromkeys(bad.phase for bad in heard))[:1] == phases, step
+        assert {bad.step for bad in heard} <= ({step} if far_away else {-1})
+        assert {bad.rank for bad in heard} <= {5}
+        assert watch.lost == 0
+
+
+def test_a_witness_has_its_place_and_its_numbers() -> None:
+    model, heard, clock = net(), list[FirstBad](), Clock()
+    watch = Watch(describe(model), clock, 3, Fuse("hooks"), heard.append)
+    clock.micro = 2
+    watch.seek()
+    watch.output([torch.ones(())])
+    watch.found()
+    bad = torch.ones(4, 4)
+    bad[0] = torch.tensor([NAN, INF, -INF, -INF])
+    (model[1].weight * bad).sum().backward()
+    want = {
+        "step": -1, "micro": 2, "phase": "backward", "order": 2, "rank": 3, "fqn": "1.weight",
+        "kind": "grad_local", "nan": 1, "pos_inf": 1, "neg_inf": 2, "numel": 16,
+    }  # fmt: skip
+    assert [{name: getattr(one, name) for name in want} for one in heard] == [want]
+    watch.end_step(0)
+    clock.micro = -1  # not known
+    watch.output([torch.full((), NAN)])
+    last = heard[-1]
+    assert (last.micro, last.phase, last.order, last.fqn, last.kind, last.numel) == (
+        0, "forward", 1, None, None, 1,
+    )  # fmt: skip
+
+
+def test_nothing_of_a_watch_that_is_closed_hangs_on_anything() -> None:
+    model, heard = net(), list[FirstBad]()
+    watch = Watch(describe(model), Clock(), 0, Fuse("hooks"), heard.append)
+    for _ in range(3):
+        watch.seek()
+        watch.found()
+        hooks = [p._post_accumulate_grad_hooks for p in model.parameters()]
+    assert [len(h) for h in hooks] == [1] * 6
+    watch.close()
+    assert [len(h) for h in hooks] == [0] * 6
+    (model[0].weight * NAN).sum().backward()
+    assert heard == []
