@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import at_least
+from ddpprobe.detectors.sites_of_kind import grown
 from ddpprobe.records.step import (
     IN_TURN,
     OBSERVED,
@@ -26,7 +27,7 @@ from ddpprobe.records.step import (
     StepRecord,
 )
 
-MOST_SITES = 1 << 16  # bounds the state: 20 bytes a site, and its key
+MOST_SITES = 1 << 16  # bounds the state: 50 bytes a site, and its key
 FEWEST_ABSENT = 3
 MOST_STEADY = 1 << 13  # bounds the table of how patient to be
 NEVER = 1 << 30
@@ -40,14 +41,19 @@ class Coverage(SampledDetector):
     A site is steady if it reported at every sampled step since it was first seen, or at the last
     `steady` ones; what comes and goes (LayerDrop, an expert without tokens, a branch) is not. A
     steady site is lost after some sampled steps in a row without it, the fewer the longer it has
-    reported (see `patience`). A rank that reports none of its sites at all is blind, which is said
+    reported (see `patience`). Where sites of its peers come and go (the same names but for the
+    indices: `blocks.*`), it may be away by the same chance, so their rate of absences counts, too.
+    What comes and goes itself is lost when an absence is far too unlikely at that rate, and far
+    longer than any before. A rank that reports none of its sites at all is blind, which is said
     at once. Where a rank is missing or blind, an absence says nothing.
 
     Args:
-        odds: how unlikely an absence by chance must be, one in so many.
+        odds: how unlikely an absence by chance must be, one in so many; of what comes and goes, one
+            in the square of it.
         least: sampled steps at which a site must have reported.
         steady: sampled steps after which a site that was away is steady again.
         fewest_absent: absences in a row without which no site is lost.
+        longer: how many times the longest absence of its peers what comes and goes must be away.
     """
 
     name = "coverage"
@@ -55,20 +61,23 @@ class Coverage(SampledDetector):
 
     def __init__(
         self, *, odds: int = 20_000, least: int = 8, steady: int = 256,
-        fewest_absent: int = FEWEST_ABSENT,
+        fewest_absent: int = FEWEST_ABSENT, longer: int = 4,
     ) -> None:  # fmt: skip
-        at_least(1, odds=odds, least=least, steady=steady, fewest_absent=fewest_absent)
+        at_least(
+            1, odds=odds, least=least, steady=steady, fewest_absent=fewest_absent, longer=longer
+        )
         if steady > MOST_STEADY:
             raise ValueError(f"steady={steady}: expected a number up to {MOST_STEADY}")
         self._needed = np.array(
             [patience(n, odds, least, fewest_absent) for n in range(steady + 1)]
         )
+        self._chance = math.log(odds), longer
         self._reset()
 
     def _reset(self) -> None:
         self._seeing: dict[int, int] = {}  # rank -> sites that it reported when it last did
         self._blind: set[int] = set()
-        self._history = _History(self._needed)
+        self._history = _History(self._needed, *self._chance)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record: a warning for ranks gone blind, or one for sites gone silent."""
@@ -94,14 +103,24 @@ class Coverage(SampledDetector):
 class _History:
     """How long each site has reported, and has not since; arrays over the sites ever seen.
 
-    `run` counts sampled steps in a row at which it reported (up to `steady`), `absent` those since.
+    `run` counts sampled steps in a row at which it reported (up to `steady`), `absent` those since;
+    `present` counts all at which it did, `gaps` those of absences that ended, `longest` is the
+    longest of them. `peers` numbers the sites that are named alike.
+
+    Args:
+        needed: absences that make a steady site lost, by `run`.
+        log_odds: natural logarithm of how unlikely an absence must be.
+        longer: see `Coverage`.
     """
 
-    def __init__(self, needed: NDArray[np.int64]) -> None:
-        self._needed = needed
+    def __init__(self, needed: NDArray[np.int64], log_odds: float, longer: int) -> None:
+        self._needed, self._log_odds, self._longer = needed, log_odds, longer
         self._index: dict[Key, int] = {}
         self._sites: list[Site] = []
+        self._groups: dict[tuple[str, str], int] = {}
         self._run, self._absent = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._present, self._gaps = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._longest, self._peers = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._steady, self._lost = np.zeros(0, bool), np.zeros(0, bool)
         self._table: tuple[Site, ...] = ()
         self._places = np.zeros(0, np.int64)
@@ -119,31 +138,60 @@ class _History:
             return []
         away = ~here & (self._run > 0)
         self._absent[away] += 1
-        new = away & self._steady & ~self._lost & (self._absent >= self._needed[self._run])
-        self._lost |= new
-        return [self._sites[i] for i in np.flatnonzero(new)]
+        long = self._absent >= np.where(self._steady, self._needed[self._run], self._needed[-1])
+        new = np.flatnonzero(away & ~self._lost & long)
+        new = new[self._absent[new] >= self._by_chance(new)] if len(new) else new
+        self._lost[new] = True
+        return [self._sites[i] for i in new]
+
+    def _by_chance(self, sites: NDArray[np.intp]) -> NDArray[np.float64]:
+        """Return how many absences in a row are more than chance, at the rate of site and peers."""
+        groups = len(self._groups)
+        gaps = np.bincount(self._peers, self._gaps, groups)
+        present = np.bincount(self._peers, self._present, groups)
+        longest = np.zeros(groups, np.int64)
+        np.maximum.at(longest, self._peers, self._longest)
+        of = self._peers[sites]
+        pooled = (gaps[of] + 1) / (gaps[of] + present[of] + 2)  # rule of succession
+        own = (self._gaps[sites] + 1) / (self._gaps[sites] + self._present[sites] + 2)
+        steady = self._steady[sites]
+        # A steady site's own rate is what `patience` is about.
+        rate = np.where(steady, pooled, np.maximum(pooled, own))
+        few = self._log_odds * np.where(steady, 1, 2) / -np.log(rate)
+        return np.where(steady, np.where(gaps[of] > 0, few, 0.0),
+                        np.maximum(few, self._longer * longest[of]))  # fmt: skip
 
     def _take(self, here: NDArray[np.bool_]) -> None:
         back = here & (self._absent > 0)
+        self._gaps[back] += self._absent[back]
+        self._longest[back] = np.maximum(self._longest[back], self._absent[back])
         self._run[back], self._absent[back] = 0, 0
         self._steady[back] = self._lost[back] = False
         top = len(self._needed) - 1
         self._run[here] = np.minimum(self._run[here] + 1, top)
+        self._present[here] += 1
         self._steady |= here & (self._run == top)
 
     def _places_of(self, sites: Sequence[Site]) -> NDArray[np.int64]:
+        peers = []
         for site in sites:
             if site.kind in IN_TURN:  # they are away most of the time
                 continue
             if site.key not in self._index and len(self._index) < MOST_SITES:
                 self._index[site.key] = len(self._sites)
                 self._sites.append(site)
-        new = len(self._sites) - len(self._run)
-        self._run = np.append(self._run, np.zeros(new, np.int64))
-        self._absent = np.append(self._absent, np.zeros(new, np.int64))
-        self._steady = np.append(self._steady, np.ones(new, bool))
-        self._lost = np.append(self._lost, np.zeros(new, bool))
+                alike = (_without_indices(site.fqn), site.kind)
+                peers.append(self._groups.setdefault(alike, len(self._groups)))
+        for name in ("_run", "_absent", "_present", "_gaps", "_longest"):
+            setattr(self, name, grown(getattr(self, name), len(self._sites), 0))
+        self._peers = np.append(self._peers, np.array(peers, np.int64))
+        self._steady = grown(self._steady, len(self._sites), 1)
+        self._lost = grown(self._lost, len(self._sites), 0)
         return np.array([self._index.get(site.key, -1) for site in sites], np.int64)
+
+
+def _without_indices(fqn: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
 
 
 def patience(reported: int, odds: int, least: int, fewest_absent: int = FEWEST_ABSENT) -> int:

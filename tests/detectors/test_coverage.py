@@ -142,12 +142,45 @@ def test_a_count_that_is_none_is_taken_as_not_said(number: float) -> None:
     assert run(strange) == []
 
 
-def test_a_site_is_reported_lost_once_and_again_only_when_it_was_steady_again() -> None:
+def test_a_site_that_came_back_is_soon_lost_again_only_when_it_was_steady_again() -> None:
     def on_and_off(back: int) -> Absent:
         return lambda now, s: s.fqn == "embed" and (40 <= now < 80 or now >= 80 + back)
 
-    assert len(run(record(s, on_and_off(255)) for s in range(500))) == 1
-    assert len(run(record(s, on_and_off(256)) for s in range(500))) == 2
+    assert len(run(record(s, on_and_off(255)) for s in range(450))) == 1
+    assert len(run(record(s, on_and_off(256)) for s in range(450))) == 2
+
+
+def test_a_site_that_came_back_is_lost_again_when_it_is_away_far_longer_than_before() -> None:
+    gone: Absent = lambda now, s: s.fqn == "embed" and (40 <= now < 80 or now >= 180)  # noqa: E731
+    first, second = run(record(s, gone) for s in range(400))
+    assert (first.step, second.step) == (43, 180 + 4 * 40 - 1)
+
+
+def layers_record(step: int, present: Sequence[bool]) -> StepRecord:
+    """One sampled step of `layers.0`, `layers.1`, ..., each present or not."""
+    sites = tuple(Site(f"layers.{i}", "output") for i in range(len(present)))
+    counts = np.zeros((len(sites), len(COUNTS)), np.int64)
+    counts[:, OBSERVED] = present
+    return StepRecord(0, step, (0,), step, sites=sites, counts=counts,
+                      values=np.zeros((len(sites), len(VALUES))))  # fmt: skip
+
+
+def test_a_layer_that_was_lucky_so_far_is_not_lost_where_its_peers_come_and_go() -> None:
+    present = np.random.default_rng(0).random((38, 6)) >= 0.2
+    present[:34, 4], present[34:, 4] = True, False  # as in a healthy run with LayerDrop
+    assert run(layers_record(s, present[s]) for s in range(38)) == []
+    present[:, [0, 1, 2, 3, 5]] = True
+    (warning,) = run(layers_record(s, present[s]) for s in range(38))
+    assert (warning.step, warning.module) == (37, "layers.4")
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.2, 0.05])
+def test_a_layer_that_is_gone_for_good_is_named_under_layer_drop(rate: float) -> None:
+    present = np.random.default_rng(int(100 * rate)).random((400, 12)) >= rate
+    present[300:, 7] = False
+    (warning,) = run(layers_record(s, present[s]) for s in range(400))
+    assert (warning.module, warning.values["lost"]) == ("layers.7", 1)
+    assert 300 < warning.step < 380
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.2, 0.1, 0.05, 0.01])
