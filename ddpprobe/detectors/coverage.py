@@ -141,11 +141,15 @@ class _History:
         long = self._absent >= np.where(self._steady, self._needed[self._run], self._needed[-1])
         new = np.flatnonzero(away & ~self._lost & long)
         new = new[self._absent[new] >= self._by_chance(new)] if len(new) else new
+        new = new[[bool(self._steady[i]) or self._is_gone(i) for i in new]]
         self._lost[new] = True
         return [self._sites[i] for i in new]
 
     def _by_chance(self, sites: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Return how many absences in a row are more than chance, at the rate of site and peers."""
+        """Return how many absences in a row are more than chance, at the rate of site and peers.
+
+        Of a site that comes and goes this is the least; see `_is_gone` for its own past.
+        """
         groups = len(self._groups)
         gaps = np.bincount(self._peers, self._gaps, groups)
         present = np.bincount(self._peers, self._present, groups)
@@ -160,6 +164,20 @@ class _History:
         few = self._log_odds * np.where(steady, 1, 2) / -np.log(rate)
         return np.where(steady, np.where(gaps[of] > 0, few, 0.0),
                         np.maximum(few, self._longer * longest[of]))  # fmt: skip
+
+    def _is_gone(self, site: np.intp) -> bool:
+        """Whether an absence of a site that comes and goes is too unlikely by its own past.
+
+        Behind n presences and m absences the next k are absences with a probability of
+        B(m + k + 1, n + 1) / B(m + 1, n + 1), if nothing else is known (rule of succession).
+        """
+        n, m = int(self._present[site]), int(self._gaps[site])
+        k = int(self._absent[site])
+        log_chance = (
+            math.lgamma(m + k + 1) - math.lgamma(m + 1)
+            + math.lgamma(m + n + 2) - math.lgamma(m + n + k + 2)
+        )  # fmt: skip
+        return log_chance < -2 * self._log_odds
 
     def _take(self, here: NDArray[np.bool_]) -> None:
         back = here & (self._absent > 0)

@@ -174,6 +174,14 @@ def test_a_layer_that_was_lucky_so_far_is_not_lost_where_its_peers_come_and_go()
     assert (warning.step, warning.module) == (37, "layers.4")
 
 
+def test_an_expert_that_was_called_now_and_then_is_not_lost() -> None:
+    present = np.ones((300, 8), bool)
+    present[:, [1, 6, 7]] = False
+    present[:, 5] = [s in {4, 9} for s in range(300)]
+    present[30, 3] = False
+    assert run(layers_record(s, present[s]) for s in range(300)) == []
+
+
 @pytest.mark.parametrize("rate", [0.5, 0.2, 0.05])
 def test_a_layer_that_is_gone_for_good_is_named_under_layer_drop(rate: float) -> None:
     present = np.random.default_rng(int(100 * rate)).random((400, 12)) >= rate
