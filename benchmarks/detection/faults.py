@@ -177,7 +177,9 @@ class E03(Fault):
 class E04(Fault):
     says = "one layer begins 30 times too large"
     from_the_start = True
-    expected = Expected(("grad_spike", "output_jump", "vanishing", "saturated", "dead_units"), 50)
+    expected = Expected(
+        ("init_scale", "grad_spike", "output_jump", "vanishing", "dead_units"), 50, module=True
+    )
     modules = ("fc1", "fc2")
 
     def prepare(self) -> None:

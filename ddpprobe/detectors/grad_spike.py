@@ -38,6 +38,7 @@ class _Episode:
     last: int | None = None  # step of the latest spike, reported or not
     worst: float = 0.0  # ratio of the worst one reported
     paged: bool = False
+    told: int = -1  # up to this step no spike is paged again
 
 
 class GradSpike(SampledDetector):
@@ -56,7 +57,7 @@ class GradSpike(SampledDetector):
         repeats: so many spikes within `repeat_steps` are a page.
         repeat_steps: steps that they may be spread over.
         quiet_steps: steps without a spike after which one is reported again.
-        worse: a spike so many times the reported one is reported at once.
+        worse: a spike so many times the reported one is reported at once (behind a page: it warns).
         peer_ratio: a rank is named if it grew so many times as much as any other.
     """
 
@@ -162,7 +163,8 @@ class GradSpike(SampledDetector):
             ratio = spike.anomaly.values["ratio"]
             quiet = episode.last is None or step - episode.last > self._quiet
             if quiet or ratio > self._worse * episode.worst:
-                episode.worst, episode.paged = ratio, False
+                episode.worst = ratio
+                episode.paged &= not quiet  # what is worse behind a page only warns
                 found = [spike.anomaly]
             recent.append(spike)
             episode.last = step
@@ -170,7 +172,7 @@ class GradSpike(SampledDetector):
         page = None if episode.paged else self._page(recent)
         if page is None:
             return found
-        episode.paged = True
+        episode.paged, episode.told = True, page.step
         return [a for a in found if a.step != page.step] + [page]
 
     def _page(self, recent: list[_Spike]) -> Anomaly | None:
@@ -178,6 +180,8 @@ class GradSpike(SampledDetector):
         at = self._loss_spike
         for spike in recent:
             step = spike.anomaly.step
+            if step <= self._episode.told:
+                continue
             if at is not None and abs(at - step) <= self._join:
                 return _raise(spike.anomaly, f"the loss spiked too, at step {at}")
             # Chance outliers of different ranks do not add up to a fault.

@@ -14,6 +14,7 @@ from ddpprobe.detectors.detector import AFTERMATH_STEPS, Detector
 from ddpprobe.detectors.frozen_param import FrozenParam
 from ddpprobe.detectors.grad_none_or_zero import GradNoneOrZero
 from ddpprobe.detectors.grad_spike import GradSpike
+from ddpprobe.detectors.init_scale import InitScale
 from ddpprobe.detectors.loss_runaway import LossRunaway
 from ddpprobe.detectors.loss_scale import LossScale
 from ddpprobe.detectors.loss_spike import LossSpike
@@ -72,6 +73,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     LossScale,
     FrozenParam,
     NeverUpdated,
+    InitScale,
     WeightJump,
     UpdateRatio,
     OutputJump,

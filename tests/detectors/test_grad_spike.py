@@ -111,6 +111,22 @@ def test_a_loss_spike_within_eight_steps_makes_it_a_page_for_the_original_step(a
     assert f"the loss spiked too, at step {at}" in found[-1].message
 
 
+def test_a_gradient_that_explodes_with_the_loss_is_paged_once_and_then_warned_of() -> None:
+    stream = steady(140)
+    for n in range(4):
+        stream[100 + n] = record(100 + n, [100.0**n * 100] * 4, [100.0 * 10**n] * 4)
+    found = [(a.level, a.step) for a in run(stream)]
+    assert found == [("page", 100), ("warn", 101), ("warn", 102), ("warn", 103)]
+
+
+def test_no_step_is_paged_twice_however_short_the_quiet() -> None:
+    stream = steady(140)
+    for step in (100, 102, 104):
+        stream[step] = record(step, [100.0 * 2 ** (step - 100)] * 4, [100.0] * 4)
+    pages = [a.step for a in run(stream, quiet_steps=0) if a.level == "page"]
+    assert pages == [100, 102, 104]
+
+
 @pytest.mark.parametrize("at", [91, 109])
 def test_a_loss_spike_nine_steps_away_does_not(at: int) -> None:
     stream = steady(130)

@@ -1,0 +1,93 @@
+"""`init_scale`: a layer begins with weights many times as large as its number of inputs allows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.sites_of_kind import SitesOfKind
+from ddpprobe.detectors.subtrees import named
+from ddpprobe.records.step import Anomaly, StepRecord
+
+
+class InitScale(SampledDetector):
+    """Warns when a layer's weights are far too large at the first look, also beside others'.
+
+    Judged is the gain: the rms of a weight, times the root of its number of inputs. That number is
+    the weight's elements by its bias's, so a layer without a bias is not judged, nor is a norm. All
+    common ways to begin have a gain of 0.5 to 2 (torch's default 0.58, Glorot about 1, Kaiming's
+    for a ReLU 1.41); where weights were trained before, it is the layers beside it that count.
+
+    Args:
+        gain: above which a layer is too large.
+        ratio: how many times the median gain of the others it must be.
+        others: judged layers without which there is no verdict.
+    """
+
+    name = "init_scale"
+    title = "A layer begins too large"
+
+    def __init__(self, *, gain: float = 6.0, ratio: float = 6.0, others: int = 2) -> None:
+        above_zero(gain=gain, ratio=ratio)
+        at_least(1, others=others)
+        self._gain, self._ratio, self._others = gain, ratio, others
+        self._reset()
+
+    def _reset(self) -> None:
+        self._weights = SitesOfKind("param")
+        self._pairs: list[tuple[int, int]] = []  # places of a weight and its bias
+        self._paired = 0  # parameters among which pairs were looked for
+        self._first: dict[int, float] = {}  # place of a weight -> its gain at the first look
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly, for all layers first seen in it."""
+        if record.missing:  # of what is sharded only a part is there
+            return []
+        rms = self._weights.read(record, "rms")
+        self._pair()
+        fresh = [pair for pair in self._pairs if pair[0] not in self._first]
+        if not fresh:
+            return []
+        numel = self._weights.read(record, "numel")
+        for weight, bias in fresh:
+            inputs = numel[weight] / numel[bias] if numel[bias] > 0 else np.nan
+            gain = rms[weight] * np.sqrt(inputs)
+            if inputs > 1 and gain > 0:  # NaN is neither; what begins at zero is looked at again
+                self._first[weight] = float(gain)
+        return self._verdict(record, [w for w, _ in fresh if w in self._first])
+
+    def _pair(self) -> None:
+        fqns = self._weights.fqns
+        if len(fqns) == self._paired:
+            return
+        self._paired, place = len(fqns), {fqn: i for i, fqn in enumerate(fqns)}
+        self._pairs = []
+        for weight, fqn in enumerate(fqns):
+            module, _, name = fqn.rpartition(".")
+            beside = ".".join(filter(None, (module, name.replace("weight", "bias"))))
+            if beside != fqn and beside in place:
+                self._pairs.append((weight, place[beside]))
+
+    def _verdict(self, record: StepRecord, fresh: list[int]) -> list[Anomaly]:
+        large = []
+        for weight in fresh:
+            others = [g for w, g in self._first.items() if w != weight]
+            if len(others) < self._others or self._first[weight] <= self._gain:
+                continue
+            if self._first[weight] > self._ratio * float(np.median(others)):
+                large.append(weight)
+        if not large:
+            return []
+        large.sort(key=lambda w: -self._first[w])
+        worst = large[0]
+        usual = float(np.median([g for w, g in self._first.items() if w != worst]))
+        fqns = [self._weights.fqns[w] for w in large]
+        others_named = f"; also {named(fqns[1:])}" if len(fqns) > 1 else ""
+        message = (
+            f"its gain (rms of the weight x root of its inputs) is {self._first[worst]:.3g} at the "
+            f"first look, where that of {len(self._first) - 1} other layers is {usual:.3g} "
+            f"(median){others_named}: look at its initialization, or at what was loaded into it"
+        )
+        values = {"gain": self._first[worst], "others": usual, "layers": len(large)}
+        return [self.anomaly(record, "warn", message, values, module=fqns[0], kind="param")]

@@ -1,0 +1,97 @@
+"""A layer that begins many times too large is named; what is usual, or cannot be told, is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from ddpprobe.detectors.init_scale import InitScale
+from ddpprobe.records.step import Site, StepRecord
+from tests.detectors.made_records import record, run
+
+
+def looked_at(step: int, tensors: Mapping[str, torch.Tensor], **changes: object) -> StepRecord:
+    """A sampled step in which these parameters had their turn."""
+    rows = {
+        Site(fqn, "param", placement="replicated", dtype="float32"):
+            {"numel": w.numel(), "rms": float(w.detach().double().square().mean().sqrt())}
+        for fqn, w in tensors.items()
+    }  # fmt: skip
+    return record(step, rows=rows, **changes)
+
+
+def mlp(*sizes: int) -> dict[str, torch.Tensor]:
+    """Linear layers `l0`, `l1`, ..., as torch begins them."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+    return dict(nn.ModuleDict({f"l{i}": x for i, x in enumerate(layers)}).named_parameters())
+
+
+@pytest.mark.parametrize("layer", ["l0", "l1", "l3"])
+def test_a_layer_that_begins_fifteen_times_too_large_is_named_at_the_first_look(layer: str) -> None:
+    made = mlp(64, 256, 32, 512, 10)
+    made[f"{layer}.weight"].data.mul_(15)
+    (warn,) = run(InitScale(), [looked_at(s, made) for s in range(20)])
+    assert (warn.level, warn.step, warn.module) == ("warn", 0, f"{layer}.weight")
+    assert warn.values["gain"] == pytest.approx(15 / math.sqrt(3), rel=0.1)
+    assert warn.values["others"] == pytest.approx(1 / math.sqrt(3), rel=0.1)
+
+
+def test_an_embedding_of_rms_one_and_a_norm_beside_narrow_layers_are_no_fault() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({
+        "embed": nn.Embedding(50, 1024), "up": nn.Linear(1024, 4096), "norm": nn.LayerNorm(4096),
+        "conv": nn.Conv2d(64, 64, 3), "one": nn.Linear(1, 8), "head": nn.Linear(4096, 2),
+    })  # fmt: skip
+    made = dict(model.named_parameters())
+    assert run(InitScale(), [looked_at(0, made)]) == []
+    made["conv.weight"].data.mul_(15)
+    (warn,) = run(InitScale(), [looked_at(0, made)])
+    assert warn.module == "conv.weight"
+
+
+@pytest.mark.parametrize("init", [nn.init.xavier_uniform_, nn.init.kaiming_normal_,
+                                  nn.init.orthogonal_])  # fmt: skip
+def test_layers_that_begin_in_different_usual_ways_are_no_fault(init) -> None:
+    made = mlp(64, 256, 32, 512, 10)
+    init(made["l1.weight"].data)
+    assert run(InitScale(), [looked_at(0, made)]) == []
+
+
+def test_a_model_all_of_whose_layers_are_large_is_meant_to_be() -> None:
+    made = {name: 15 * w for name, w in mlp(64, 256, 32, 512, 10).items()}
+    assert run(InitScale(), [looked_at(0, made)]) == []
+
+
+def test_two_layers_tell_nothing_of_each_other() -> None:
+    made = mlp(64, 256, 32)
+    made["l1.weight"].data.mul_(15)
+    assert run(InitScale(), [looked_at(0, made)]) == []
+
+
+def test_the_parameters_may_take_turns_and_what_begins_at_zero_is_judged_when_it_is_not() -> None:
+    made = mlp(64, 64, 64, 64, 64)
+    zero = torch.zeros(64, 64)
+    large = {"l3.weight": 15 * made["l3.weight"], "l3.bias": made["l3.bias"]}
+    turns = [{k: w for k, w in made.items() if k.startswith(f"l{i}.")} for i in range(3)]
+    steps = [looked_at(i, turn) for i, turn in enumerate(turns)]
+    steps += [looked_at(3, {**large, "l3.weight": zero}), looked_at(4, large)]
+    (warn,) = run(InitScale(), steps)
+    assert (warn.step, warn.module) == (4, "l3.weight")
+
+
+def test_what_grows_later_is_not_judged_here() -> None:
+    made = mlp(64, 256, 32, 512, 10)
+    grown = {k: w * (15 if k == "l1.weight" else 1) for k, w in made.items()}
+    assert run(InitScale(), [looked_at(0, made), looked_at(1, grown)]) == []
+
+
+def test_a_step_of_which_a_shard_is_missing_is_not_looked_at() -> None:
+    made = mlp(64, 256, 32, 512, 10)
+    made["l1.weight"].data.mul_(15)
+    assert run(InitScale(), [looked_at(0, made, missing=(1,))]) == []
