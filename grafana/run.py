@@ -275,13 +275,14 @@ def _training() -> list[Placed]:
         (
             graph_panel(
                 "Gradient norm",
-                "L2 norm of each rank's own gradients before the reduction, and of the reduced ones. The rank that leaves the others is "
+                "L2 norm of each rank's own gradients before the reduction, of the reduced ones, and of what clipping leaves of them. The rank that leaves the others is "
                 "the guilty one. Dashed: above it, or below the lower one, an alert fires; each is drawn as soon as there is enough "
                 f"past to tell ({alerts.EXPLODED_WINDOWS[0]} and {alerts.VANISHED_WINDOWS[0]}). {BANDS}",
                 "short",
                 [
                     *by_rank(norm),
                     Query(f"max({reduced})", "reduced, all ranks"),
+                    Query(f"max({metric('global_grad_norm_used', NODE)})", "behind clipping"),
                     Query(
                         f"max(clamp_min({explodes}, {alerts.LEAST_NORM}))",
                         "explodes",

@@ -44,7 +44,12 @@ def _merged(step: int, bad: bool) -> StepRecord:
     top = np.exp(0.1 * np.arange(n)) * (1 + 0.2 * math.sin(step / 9))
     rms = top / 4
     values = np.stack([-top, top, 0 * top, rms**2 * 4096], axis=1)
-    return StepRecord(0, step, tuple(range(RANKS)), time.time_ns(), True, sites, counts, values)
+    norm = math.sqrt(sum(v[3] for s, v in zip(sites, values, strict=True) if s.kind == "grad"))
+    norms = {"grad_norm": norm, "grad_norm_used": min(norm, 1.0)}  # clipped at 1
+    return StepRecord(
+        0, step, tuple(range(RANKS)), time.time_ns(), True, sites, counts, values,
+        scalars=dict.fromkeys(range(RANKS), norms),
+    )  # fmt: skip
 
 
 def _rank(rank: int, tick: int, bad_at: int, dead_at: int) -> RankView:

@@ -86,6 +86,7 @@ class Recorder:
         self._sampling = False
         self._noted = False  # since the last sampled step
         self._set_up: dict[str, float] = {}  # how the loop is, in the sampled step
+        self._used_norms = gradients.UsedNorms()
         self._told_handlers = False
         self._renewed = False
         self._bad: FirstBad | None = None
@@ -246,6 +247,7 @@ class Recorder:
         observers.weights.remember()
         self._set_up |= step_facts.learning_rate(self._clock.optimizers(), observers.rows)
         scale = loss_scale.of_optimizer(optimizer)
+        self._used_norms.add(optimizer, observers.topology, scale)
         if not observers.gradients_read:
             observers.read_gradients(scaled=scale is not None)
         if not observers.eager.gradients:  # no rows that tell it
@@ -270,6 +272,7 @@ class Recorder:
             if not observers.gradients_read and observers.topology.world_size > 1:
                 observers.rows.add_scalar(UNREDUCED, 1.0)  # so replicas may part: local SGD
             observers.weights.tell(self._clock.micro, skipped=skipped)
+            self._used_norms.tell(observers.rows)
             self._finish_sampled(skipped=skipped, partial=False)
             self._after_step()
         else:
@@ -340,6 +343,7 @@ class Recorder:
             observers.weights.begin(self._pacer.turn(self._clock.step))
             self._logged.names.clear()
             self._set_up = {}
+            self._used_norms.begin_step()
         elif wanted:
             self._frame_writer.life(
                 events.UnsampledEvent(step=self._clock.step, reason=_GRAPH_TOO_EARLY)

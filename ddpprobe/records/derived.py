@@ -23,6 +23,7 @@ from ddpprobe.records.step import (
     OBSERVED,
     SUM_SQ,
     UNREDUCED,
+    USED_NORM,
     Floats,
     Site,
     StepRecord,
@@ -106,6 +107,26 @@ def _signal(record: StepRecord) -> float | None:
     return None if found is None else found[1]
 
 
+def _used_norm(record: StepRecord) -> float | None:
+    """Return the L2 norm of all gradients as the optimizers were given them.
+
+    A rank says the norm of what it holds, before clipping and behind it. How many ranks hold each
+    element follows from the first and from the norm of the whole, if it is the same number for all
+    of them: so it is not told where some gradients are sharded and others are not.
+    """
+    seen = record.counts[:, OBSERVED] > 0
+    placements = {s.placement for s, o in zip(record.sites, seen, strict=True)
+                  if s.kind == "grad" and o}  # fmt: skip
+    whole = global_grad_norm(record)
+    if record.missing or len(placements) != 1 or whole is None:
+        return None
+    said = [record.scalars.get(rank, {}) for rank in record.ranks]
+    before, used = (
+        math.fsum(s.get(name, math.nan) ** 2 for s in said) for name in ("grad_norm", USED_NORM)
+    )
+    return whole * math.sqrt(used / before) if before > 0 and used >= 0 else None
+
+
 def _growth(record: StepRecord, kind: str) -> float | None:
     """Return the mean growth from block to block: ln(rms of the last / of the first) / steps."""
     first, last, steps = _layout(record).ends.get(kind, (None, None, 0))
@@ -150,6 +171,12 @@ _NOISE_SOURCE = "McCandlish et al. 2018, arXiv 1812.06162, appendix A.1"
 _GROWTH_SOURCE = "OLMo Team 2025, arXiv 2501.00656 (growth exponent)"
 _BALANCE_SOURCE = "Wang et al. 2024, arXiv 2408.15664 (MaxVio)"
 DERIVED: tuple[Derived, ...] = (
+    Derived(
+        "global_grad_norm_used", "",
+        "L2 norm of the reduced gradients as the optimizer is given them, over all ranks: behind "
+        "clipping; beside the one before it says how much clipping takes away",
+        "what torch.nn.utils.clip_grad_norm_ leaves", _used_norm,
+    ),
     Derived(
         "grad_noise", "squared gradient",
         "trace of the covariance of one rank's gradient; averaged and divided by grad_signal it is "

@@ -172,6 +172,8 @@ CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were loo
 NOTED = "noted"  # scalar, 1 on the first sampled step behind what `probe.note` announced
 UNREDUCED = "unreduced"  # scalar, 1 on a sampled step whose gradients stayed each rank's own
 LEARNING_RATE = "lr"  # scalar: the largest of all parameter groups; a logged one stands instead
+# Scalar of a sampled step: L2 norm of this rank's gradients as the optimizers are given them.
+USED_NORM = "grad_norm_used"
 TRAINING = "training_share"  # scalar: of the modules, those in training mode in the forward
 TRAINABLE = "trainable_parameters"  # scalar: how many parameters require a gradient
 DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensor given to the model
@@ -235,8 +237,9 @@ class StepRecord:
             the like of the steps since the record before, see `every_loss`;
             `grad_norm_local` (L2, before the reduction), `grad_norm` (L2, after the reduction and
             before clipping, on this rank's part; without rows of `grad`, what the optimizer is
-            given), `output_rms` (geometric mean of the rms of its outputs), `micro_batches`,
-            `<phase>_seconds`, `probe_seconds`, and how the loop is set up (`lr` and below).
+            given), `grad_norm_used` (the same behind clipping), `output_rms` (geometric mean of the
+            rms of its outputs), `micro_batches`, `<phase>_seconds`, `probe_seconds`, and how the
+            loop is set up (`lr` and below).
         first_bad: the earliest non-finite local tensor, if any.
         skipped: the optimizer did not step (a GradScaler found inf).
         partial: the step never reached its end (exception, exit).

@@ -143,7 +143,8 @@ def rich_record() -> StepRecord:
         sites += [Site(f"blocks.{block}.fc", "output"), Site(f"blocks.{block}", "output")]
         sites += [Site(f"blocks.{block}", "grad_output")]
     sites += [Site(f"moe.experts.{expert}", "output") for expert in range(2)]
-    return replace(record(sites), scalars={rank: {"grad_norm_local": 2.0} for rank in range(2)})
+    norms = {"grad_norm_local": 2.0, "grad_norm": 2.0, "grad_norm_used": 1.0}
+    return replace(record(sites), scalars=dict.fromkeys(range(2), norms))
 
 
 def rich_view() -> NodeView:

@@ -164,3 +164,24 @@ def test_the_reference_names_each_number_with_its_unit_and_source() -> None:
         )
         cited = re.search(r"arXiv \S+", each.source)
         assert cited is None or cited[0].strip(",") in table
+
+
+HELD = {"replicated": (5.0, 5.0), "sharded": (3.0, 4.0)}  # norms of two ranks' parts
+
+
+@pytest.mark.parametrize("placement", HELD)
+def test_the_used_norm_is_that_of_the_whole_whatever_a_rank_holds(placement: str) -> None:
+    rows = [(Site("w", "grad", "", placement), 5.0 / math.sqrt(SIZE), SIZE)]
+    parts = HELD[placement]
+    said = {r: {"grad_norm": n, "grad_norm_used": n / 10} for r, n in enumerate(parts)}
+    assert DerivedNumbers().update(merged(rows, said))["global_grad_norm_used"] == pytest.approx(
+        0.5
+    )
+    del said[1]["grad_norm_used"]
+    assert "global_grad_norm_used" not in DerivedNumbers().update(merged(rows, said))
+
+
+def test_the_used_norm_of_gradients_held_in_two_ways_is_not_known() -> None:
+    rows = [(Site(p, "grad", "", p), 1.0, SIZE) for p in HELD]
+    said = {r: {"grad_norm": 1.0, "grad_norm_used": 1.0} for r in range(2)}
+    assert "global_grad_norm_used" not in DerivedNumbers().update(merged(rows, said))

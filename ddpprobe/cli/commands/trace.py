@@ -42,7 +42,8 @@ MOST_LINES = 8  # in one plot: more cannot be told apart
 _ALONE = ("partial", "unknown")  # placements of which a row is one rank's
 PLOT_SIZE = (100, 30)  # columns, lines, where the output is no terminal
 STAT = "rms"
-HEALTH = ("loss", "grad_norm", "grad_norm_local")  # what everybody looks at first
+# What everybody looks at first.
+HEALTH = ("loss", "grad_norm", "grad_norm_used", "grad_norm_local")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Which tensors to hook for a gradient that is still local, whatever wraps the model.
+"""Which tensors to hook for a gradient that is still local, whatever wraps the model; its norms.
 
 Plain, DDP and tensor-parallel parameters are leaves themselves. FSDP2 puts the unsharded parameters
 into the modules only while a unit runs (the same objects on every step). FSDP1 has one flat leaf
@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver
+from ddpprobe.rank.hooks.pending_rows import unless_logged
+from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.stats.dense import local
 from ddpprobe.rank.topology.describe import Topology, gathered_parameters
 from ddpprobe.rank.topology.flat import FlatUnit
 from ddpprobe.rank.torch_private import sharding
+from ddpprobe.records.step import USED_NORM
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.stopwatch import Caller
 
@@ -87,19 +90,75 @@ def norm(topology: Topology) -> Tensor | None:
     for gradient in found:
         if gradient.layout == torch.strided and gradient.numel():
             devices.setdefault(gradient.device, []).append(gradient)
-    # What the host can see goes to a device: the other way it would have to wait.
-    parts = [_norm(dense) for _, dense in sorted(devices.items(), key=lambda d: d[0].type != "cpu")]
+    return _together([_norm(dense) for dense in devices.values()])
+
+
+class UsedNorms:
+    """The norm of the gradients as the optimizers of a step are given them: behind any clipping.
+
+    Each optimizer is asked for its own when its `step` begins, as another may have none left by
+    then, or none yet. On the device of the gradients; nobody waits.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+        self._mine: frozenset[int] | None = None  # ids of the model's parameters
+        self._known = True
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self._parts, self._mine, self._known = [], None, True
+
+    def add(self, optimizer: object, topology: Topology, scale: Tensor | None) -> None:
+        """Take the gradients of the model's parameters that an optimizer is about to use.
+
+        Args:
+            optimizer: of torch; one without parameter groups has none.
+            topology: the model.
+            scale: [] by which it will divide them itself; None: they are what they are.
+        """
+        if self._mine is None:
+            self._mine = frozenset(id(p) for _, p in topology.named_parameters())
+        groups = getattr(optimizer, "param_groups", ())
+        owned = [p for group in groups for p in group["params"] if id(p) in self._mine]
+        found = [g if type(g) is Tensor else local(g) for p in owned if (g := p.grad) is not None]
+        if not all(_has_norm(g) for g in found):
+            self._known = False
+            return
+        devices: dict[torch.device, list[Tensor]] = {}
+        for gradient in found:
+            if gradient.numel():
+                devices.setdefault(gradient.device, []).append(gradient)
+        for dense in devices.values():
+            self._parts.append(_norm(dense) if scale is None else divided(_norm(dense), scale))
+
+    def tell(self, rows: StepRows) -> None:
+        """Put the norm of all of them into the step's rows; nothing where it is not known."""
+        whole = _together(self._parts)
+        if whole is not None and self._known:
+            rows.add_scalar(unless_logged(USED_NORM), whole)
+
+
+def _has_norm(gradient: Tensor) -> bool:
+    """Whether it is a plain tensor with numbers; a sparse one has rows that repeat."""
+    plain = type(gradient) in (Tensor, nn.Parameter) and not gradient.is_nested
+    return plain and gradient.layout is torch.strided and not gradient.is_meta
+
+
+def _together(parts: list[Tensor]) -> Tensor | None:
+    """Return the norm [] of parts whose norms [] these are, on one of their devices."""
     if not parts:
         return None
-    whole = parts[0]
-    for part in parts[1:]:
+    # What the host can see goes to a device: the other way it would have to wait.
+    whole, *others = sorted(parts, key=lambda part: not part.is_cpu)
+    for part in others:
         whole = torch.hypot(_moved(whole, part), part)
     return whole
 
 
 def _norm(dense: list[Tensor]) -> Tensor:
     norms = torch._foreach_norm(dense)  # noqa: SLF001  (what clip_grad_norm_ itself uses)
-    whole: Tensor = torch.linalg.vector_norm(torch.stack([n.double() for n in norms]))
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
     return whole
 
 

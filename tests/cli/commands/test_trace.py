@@ -221,7 +221,8 @@ def test_a_real_run_says_what_it_left_out_and_what_was_never_called(
     for site, answer in answers.items():
         assert answer in call("trace", path, "--site", site)[2]
     head, *rows = cells(call("trace", path)[1])
-    assert head == ["attempt", "step", "rank", "loss", "grad_norm", "grad_norm_local"]
+    norms = ["grad_norm", "grad_norm_used", "grad_norm_local"]
+    assert head == ["attempt", "step", "rank", "loss", *norms]
     assert [row[:3] for row in rows] == [["0", str(step), "0"] for step in range(3)]
     assert all(float(cell) for row in rows for cell in row[3:])
 
