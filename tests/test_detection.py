@@ -8,8 +8,11 @@ import pytest
 
 from benchmarks.detection.faults import FAULTS
 from benchmarks.detection.healthy import HEALTHY
-from benchmarks.detection.rivals import isnan, seven_sigma, zclip
+from benchmarks.detection.report import page
+from benchmarks.detection.results import Key, Result
+from benchmarks.detection.rivals import RIVALS, isnan, seven_sigma, zclip
 from benchmarks.detection.score import judge_fault, judge_healthy, wilson
+from benchmarks.detection.unlisted import UNLISTED
 from ddpprobe.detectors.suite import DETECTORS
 from ddpprobe.records.step import Anomaly
 from tests.detectors.made_records import record
@@ -75,4 +78,18 @@ def test_a_share_has_its_wilson_interval() -> None:
 def test_detectors_that_are_expected_exist_or_are_planned() -> None:
     planned = {"attn_logit", "saturated", "collapse", "hang"}
     known = {d.name for d in DETECTORS} | planned | {"rank_lost"}
-    assert all(set(fault.expected.detectors) <= known for fault in FAULTS.values())
+    every = (*FAULTS.values(), *UNLISTED.values())
+    assert all(set(fault.expected.detectors) <= known for fault in every)
+
+
+def test_what_nobody_listed_is_counted_apart() -> None:
+    listed = judge_fault(FAULTS["F01"](0, 0), 0, 1, [])
+    found = replace(LOUD, detector="mode_flip", step=UNLISTED["U08"](0, 0).start)
+    apart = judge_fault(UNLISTED["U08"](0, 0), 0, 1, [found])
+    silent: dict[str, list[int]] = {rival: [] for rival in RIVALS}
+    results = [Result(o, silent, "code", "machine", "day") for o in (listed, apart)]
+    text = page(results, [Key("U01", 0, 1)])
+    first, second = text.split("## Faults that no list had")
+    assert "| ddpprobe | 0/1" in first
+    assert "every=1: 1/1" in second
+    assert "not run" in second.split("## The healthy runs")[0]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from benchmarks.detection.faults import FAULTS
 from benchmarks.detection.healthy import HEALTHY
 from benchmarks.detection.training import Training
+from benchmarks.detection.unlisted import UNLISTED
 from tests.faults.zygote import start_rank
 
 WAIT_SECONDS = 60  # for a rank that is slow on a busy machine
@@ -21,7 +22,7 @@ STOPPED_SECONDS = 12  # for one that was stopped (D06)
 
 def kind_of(name: str) -> type[Training]:
     """Return the class of a job."""
-    return FAULTS.get(name) or HEALTHY[name]
+    return FAULTS.get(name) or UNLISTED.get(name) or HEALTHY[name]
 
 
 def launch(name: str, seed: int, every: int, directory: str) -> None:

@@ -11,6 +11,7 @@ from benchmarks.detection.healthy import HEALTHY
 from benchmarks.detection.results import Key, Result
 from benchmarks.detection.rivals import RIVALS
 from benchmarks.detection.score import Outcome, Spoke, wilson
+from benchmarks.detection.unlisted import UNLISTED
 
 EVERY = (1, 10)
 _TITLE = """# What the verdict finds
@@ -61,6 +62,8 @@ def _gaps(there: int, missing: Sequence[Key]) -> Iterator[str]:
 
 def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
     """Yield the tables."""
+    unlisted = [o for o, _ in outcomes if o.job in UNLISTED]
+    outcomes = [pair for pair in outcomes if pair[0].job not in UNLISTED]
     mine = [o for o, _ in outcomes]
     faulty = [o for o in mine if o.found is not None]
     healthy = [o for o in mine if o.found is None]
@@ -87,14 +90,33 @@ def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
         ("", "what is planted", "limit", *(f"every={e}" for e in EVERY), "by", "rank", "module"),
         [_fault_row(name, [o for o in faulty if o.job == name]) for name in FAULTS],
     )
+    yield from _unlisted(unlisted)
     yield "\n## The healthy runs\n"
     yield tables.table(
         ("", "why somebody may think it is not", "runs", "pages", "warnings"),
         [_healthy_row(name, [o for o in healthy if o.job == name]) for name in HEALTHY],
     )
-    early = [o for o in faulty if o.pages or o.warns]
+    early = [o for o in (*faulty, *unlisted) if o.pages or o.warns]
     told = "; ".join(f"{o.job} seed {o.seed}: {', '.join(o.pages + o.warns)}" for o in early)
     yield f"\nBefore a fault had begun, something was said in {len(early)} runs. {told}\n"
+
+
+def _unlisted(some: Sequence[Outcome]) -> Iterator[str]:
+    """Yield what was found of the faults that are counted apart."""
+    yield "\n## Faults that no list had\n"
+    found = [sum(bool(o.found) for o in some if o.every == e) for e in EVERY]
+    runs = [sum(o.every == e for o in some) for e in EVERY]
+    shares = "; ".join(
+        f"every={e}: {wilson(n, of)}" for e, n, of in zip(EVERY, found, runs, strict=True) if of
+    )
+    yield (
+        "Written when the detectors were there, and before any of them was run; no threshold was "
+        f"chosen by them. Found at {shares or 'no interval: not run'}.\n"
+    )
+    yield tables.table(
+        ("", "what is planted", "limit", *(f"every={e}" for e in EVERY), "by", "rank", "module"),
+        [_fault_row(name, [o for o in some if o.job == name]) for name in UNLISTED],
+    )
 
 
 def _line(name: str, mine: Sequence[Outcome]) -> list[str]:
@@ -128,7 +150,7 @@ def _rival_line(rival: str, outcomes: Sequence[tuple[Outcome, Spoke]]) -> list[s
 
 
 def _fault_row(name: str, some: Sequence[Outcome]) -> list[object]:
-    fault = FAULTS[name]
+    fault = FAULTS.get(name) or UNLISTED[name]
     found = []
     for every in EVERY:
         of = [o for o in some if o.every == every]

@@ -1,0 +1,146 @@
+"""Ten faults that no list had when the detectors were made: written before any of them was run.
+
+They are reported apart, and no threshold is to be chosen by them. What is expected names every
+detector that speaks of the cause or of what follows from it at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.detection import nets
+from benchmarks.detection.faults import Expected, Fault
+from benchmarks.detection.nets import Batch
+
+
+class U01(Fault):
+    says = "the inputs of one rank are drawn at random, the labels stay"
+    net, world, expected = "gpt", 2, Expected(("rank_outlier",), 10, rank=True)
+
+    def batch(self) -> Batch:
+        x, y = super().batch()
+        if self.lasts and self.mine:
+            x = torch.randint(0, nets.VOCABULARY, x.shape, generator=self.data.own)
+        return x, y
+
+
+class U02(Fault):
+    says = "images are not divided by 100 any more"
+    net = "cnn"
+    expected = Expected(
+        ("output_jump", "grad_spike", "loss_spike", "update_ratio", "loss_runaway"), 2
+    )
+
+    def batch(self) -> Batch:
+        x, y = super().batch()
+        return (x * 100 * self.strength, y) if self.lasts else (x, y)
+
+
+class U03(Fault):
+    says = "the output of an attention is detached"
+    net = "gpt"
+    expected = Expected(("grad_none_or_zero", "frozen_param", "coverage"), 25, module=True)
+    modules = ("blocks.0.attn", "blocks.1.attn")
+
+    def prepare(self) -> None:
+        self.module().register_forward_hook(self._cut)
+
+    def _cut(self, _: nn.Module, __: object, out: Tensor) -> Tensor:
+        return out.detach() if self.lasts else out
+
+
+class U04(Fault):
+    says = "the gain of one layer norm is set to 0"
+    net = "gpt"
+    expected = Expected(
+        ("dead_units", "weight_jump", "output_jump", "grad_spike", "loss_spike",
+         "grad_none_or_zero", "update_ratio"), 5, module=True,
+    )  # fmt: skip
+    modules = ("blocks.0.norm2|blocks.0.up", "blocks.1.norm2|blocks.1.up")
+
+    def before_step(self) -> None:
+        if self.due:
+            self.module().weight.data.zero_()
+
+
+class U05(Fault):
+    says = "the gradients of one rank are 8 times too large before the reduction"
+    world, expected = 3, Expected(("rank_outlier", "grad_spike"), 10, rank=True)
+
+    def prepare(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.register_hook(self._enlarge)
+
+    def _enlarge(self, grad: Tensor) -> Tensor:
+        return grad * 8 * self.strength if self.lasts and self.mine else grad
+
+
+class U06(Fault):
+    says = "one rank is given the same batch again and again"
+    net, world, expected = "cnn", 2, Expected(("stuck_data",), 25, rank=True)
+    kept: Batch | None = None
+
+    def batch(self) -> Batch:
+        if not (self.lasts and self.mine):
+            return super().batch()
+        self.kept = self.kept or super().batch()
+        return self.kept
+
+
+class U07(Fault):
+    says = "the weight decay is 1000 times too high"
+    net = "gpt"
+    expected = Expected(("weight_jump", "loss_runaway", "loss_spike", "update_ratio"), 40)
+
+    def before_step(self) -> None:
+        if self.due:
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] *= 1000 * self.strength
+
+
+class U08(Fault):
+    says = "nobody sets training mode again behind an evaluation"
+    net, expected = "cnn", Expected(("mode_flip",), 25)
+
+    def make_model(self) -> nn.Module:
+        return nets.Residual()
+
+    def before_step(self) -> None:
+        if self.due:
+            self.model.eval()
+
+
+class U09(Fault):
+    says = "the sign of the gradients is wrong: the loss is maximized"
+    net, world = "gpt", 2
+    expected = Expected(
+        ("loss_runaway", "loss_spike", "grad_spike", "output_jump", "weight_jump", "update_ratio"),
+        60,
+    )
+
+    def before_update(self) -> None:
+        if self.lasts:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.neg_()
+
+
+class U10(Fault):
+    says = "gradients are summed over the ranks instead of averaged"
+    world, expected = 3, Expected(("reduction", "grad_spike", "update_ratio"), 10)
+
+    def before_step(self) -> None:
+        if self.step == 0:
+            self.wrapped.register_comm_hook(None, self._reduce)
+
+    def _reduce(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        by = 1 if self.lasts else self.world
+        return done.then(lambda future: future.value()[0] / by)
+
+
+UNLISTED: dict[str, type[Fault]] = {
+    one.__name__: one for one in (U01, U02, U03, U04, U05, U06, U07, U08, U09, U10)
+}
