@@ -133,9 +133,10 @@ class U10(Fault):
 
     def before_step(self) -> None:
         if self.step == 0:
-            self.wrapped.register_comm_hook(None, self._reduce)
+            # DDP reads a hook's annotations, which are strings here; a lambda has none.
+            self.wrapped.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
-    def _reduce(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
         by = 1 if self.lasts else self.world
         return done.then(lambda future: future.value()[0] / by)
