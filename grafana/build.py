@@ -54,6 +54,7 @@ def files() -> dict[str, str]:
     return {
         **{f"grafana/dashboards/{b.UID}.json": dashboard_json(b.build()) for b in BOARDS},
         "grafana/rules/ddpprobe.yml": rule_files.rules_yaml(),
+        "launch/kubernetes/prometheusrule.yml": rule_files.prometheus_rule_yaml(),
         "grafana/alertmanager/alertmanager.yml": routing.alertmanager_yaml(),
         "docs/reference/metrics.md": reference.metrics(),
         "docs/reference/detectors.md": reference.detectors(

@@ -1,4 +1,4 @@
-"""The alert rules as the file that Prometheus reads."""
+"""The alert rules as the file that Prometheus reads, and as the object that its operator reads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,25 @@ _VARIABLES = "var-job={{ $labels.job | urlquery }}&var-run={{ $labels.run | urlq
 
 def rules_yaml() -> str:
     """Return the rule file."""
-    groups = [
+    return written("grafana/alerts.py", {"groups": _groups()})
+
+
+def prometheus_rule_yaml() -> str:
+    """Return the same rules as the object that the Prometheus operator reads."""
+    rule = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "ddpprobe"},
+        "spec": {"groups": _groups()},
+    }
+    return written("grafana/alerts.py", rule)
+
+
+def _groups() -> list[dict[str, Any]]:
+    return [
         {"name": "ddpprobe.rules", "rules": [_recording(r) for r in RECORDINGS]},
         {"name": "ddpprobe.alerts", "rules": [_alert(a) for a in ALERTS]},
     ]
-    return written("grafana/alerts.py", {"groups": groups})
 
 
 def written(source: str, tree: dict[str, Any]) -> str:

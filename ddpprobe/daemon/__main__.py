@@ -29,6 +29,7 @@ _BYTES = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 # `paths.is_locked` takes the lock for an instant to see whether it is free.
 LOCK_TRIES, LOCK_PAUSE_SECONDS = 10, 0.03
+AFTER_PAUSE_SECONDS = 0.25  # a launcher that waits for the daemon's end is in no hurry
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,6 +47,11 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--gather-listen", metavar="A:P", help="for other nodes' records, on the head")
     new.add_argument("--linger", type=float, metavar="S", help="serve on so long after the end")
     new.add_argument("--wait", type=float, metavar="S", help="for the first rank to appear")
+    new.add_argument(
+        "--after",
+        action="store_true",
+        help="where one serves this node already: wait for its end, then do what it left",
+    )
     new.add_argument("--max-bytes", metavar="N", help="what the store may take, e.g. 20GB")
     new.add_argument("--max-age", metavar="T", help="how old it may be, e.g. 14d, 12h")
     return new
@@ -62,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lock = DirectoryLock(run.daemon_file(node, "lock"))
     try:
         paths.make_inner(lock.path.parent)
-        acquired = _acquire(lock)
+        acquired = _acquire(lock, forever=arguments.after)
     except OSError as error:  # somebody else's, or a full disk
         print(f"ddpprobe daemon: {error}", file=sys.stderr)
         return WRONG_USE
@@ -108,6 +114,7 @@ def _options(arguments: argparse.Namespace, run: RunDir, node: str) -> DaemonOpt
         linger = _seconds("DDPPROBE_LINGER")
     if wait is None:
         wait = LOOK_SECONDS if run.attempts() else WAIT_SECONDS
+        wait = 0.0 if arguments.after else wait  # there was one before it: nobody is to come
     return DaemonOptions(
         run=run,
         node=node,
@@ -152,11 +159,15 @@ def _first_node(run: RunDir) -> str:
     return min(names, default=paths.node_name(0))
 
 
-def _acquire(lock: DirectoryLock) -> bool:
+def _acquire(lock: DirectoryLock, *, forever: bool) -> bool:
     for _ in range(LOCK_TRIES):
         if lock.acquire():
             return True
         time.sleep(LOCK_PAUSE_SECONDS)
+    while forever:
+        if lock.acquire():
+            return True
+        time.sleep(AFTER_PAUSE_SECONDS)
     return False
 
 

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -21,7 +22,7 @@ import pytest
 
 from ddpprobe.cli import main as cli
 from ddpprobe.daemon import folding
-from ddpprobe.daemon.__main__ import main
+from ddpprobe.daemon.__main__ import AFTER_PAUSE_SECONDS, main
 from ddpprobe.daemon.daemon_journal import DaemonJournal
 from ddpprobe.daemon.local_rank import LocalRank
 from ddpprobe.daemon.node import DaemonOptions, NodeDaemon, linger_of
@@ -34,6 +35,7 @@ from ddpprobe.rundir import framing, paths
 from ddpprobe.rundir.heartbeat import Heartbeat
 from ddpprobe.rundir.journal import JournalTail, JournalWriter
 from ddpprobe.rundir.journal_tail import RankTail
+from ddpprobe.rundir.paths import RunDir
 from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.writer import StoreWriter
 
@@ -580,6 +582,33 @@ def test_what_serves_inside_a_test_takes_no_signal_from_those_behind_it(tmp_path
         assert main(words) == 0
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     assert [signal.getsignal(number) for number in TAKEN] == before
+
+
+def test_a_launcher_can_wait_for_the_end_of_the_one_that_serves(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    run = RunDir(paths.make_dir(tmp_path / "run"))
+    paths.make_dir(run.path / "daemon")
+    other = paths.DirectoryLock(run.daemon_file(NODE, "lock"))
+    assert other.acquire()
+    pauses, sleep = [], time.sleep
+
+    def ends_after_a_while(seconds: float) -> None:
+        if seconds == AFTER_PAUSE_SECONDS:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                other.release()
+        else:
+            sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", ends_after_a_while)
+    words = ["--dir", str(run.path), "--node", NODE, "--listen", "127.0.0.1:0", "--wait", "0"]
+    assert main(words) == 0
+    assert "one serves node_0000" in capsys.readouterr().err
+    with handlers_kept():
+        assert main([*words[:-2], "--after"]) == 0
+    assert len(pauses) == 3
+    assert "one serves" not in capsys.readouterr().err
 
 
 def test_a_directory_that_is_not_there_is_wrong_use(tmp_path, capsys) -> None:

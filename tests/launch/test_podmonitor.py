@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-FILE = Path(__file__).parents[2] / "grafana" / "kubernetes" / "podmonitor.yml"
+FILE = Path(__file__).parents[2] / "launch" / "kubernetes" / "podmonitor.yml"
 
 
 def snake(value: Any) -> Any:
