@@ -31,6 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["DDPPROBE_LINGER"] = "20"  # a crash is nobody's alert here
 # No test tells a Prometheus of this machine what to scrape; one of its own says where it looks.
 os.environ["DDPPROBE_SD_DIR"] = ""
+os.environ["DDPPROBE_SERVICE"] = ""  # nor is one asked that runs on this machine
 # How long an example takes, or its making, says nothing on a busy machine.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -16,6 +16,8 @@ from pathlib import Path
 from ddpprobe.daemon.bounded_log import BoundedLog
 from ddpprobe.daemon.launch import TOKEN_VARIABLE
 from ddpprobe.daemon.node import DaemonOptions, NodeDaemon
+from ddpprobe.daemon.service import DaemonService
+from ddpprobe.daemon.service_request import SERVICE_VARIABLE, socket_path
 from ddpprobe.rundir import paths
 from ddpprobe.rundir.paths import DirectoryLock, RunDir
 from ddpprobe.rundir.spool import settle_others
@@ -40,7 +42,13 @@ def parser() -> argparse.ArgumentParser:
         "that is over: do what is left of it, and end.",
         epilog=f"exit codes: {OK} nothing wrong; {WRONG_USE} wrong use",
     )
-    new.add_argument("--dir", required=True, type=Path, metavar="RUN", help="run directory")
+    what = new.add_mutually_exclusive_group(required=True)
+    what.add_argument("--dir", type=Path, metavar="RUN", help="run directory")
+    what.add_argument(
+        "--service",
+        action="store_true",
+        help="start the daemons of all your runs on this machine, when training asks for them",
+    )
     new.add_argument("--node", metavar="NAME", help="this node (default: the only or first one)")
     new.add_argument("--head", metavar="URL", help="where the head's daemon takes merged records")
     new.add_argument("--listen", metavar="A:P", help=f"for /metrics (default {LISTEN}, or above)")
@@ -60,6 +68,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the daemon to its end; return the exit code (0, or 2 for wrong use)."""
     arguments = parser().parse_args(argv)
+    if arguments.service:
+        return _be_service()
     run = RunDir(arguments.dir.absolute())
     if not run.path.is_dir():
         print(f"ddpprobe daemon: {arguments.dir} is no directory: give the run's", file=sys.stderr)
@@ -77,18 +87,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     try:
         run.daemon_file(node, "json").unlink(missing_ok=True)  # a killed predecessor's
-        said = logging.StreamHandler()
-        said.addFilter(
-            BoundedLog()
-        )  # on ours alone: who serves within a process has handlers there
-        form = "%(asctime)s %(levelname)s %(message)s"
-        logging.basicConfig(format=form, level=logging.INFO, handlers=[said])
+        _log_to_stderr()
         return _serve(_options(arguments, run, node))
     except WrongUseError as error:
         print(f"ddpprobe daemon: {error}", file=sys.stderr)
         return WRONG_USE
     finally:
         lock.release()
+
+
+def _log_to_stderr() -> None:
+    said = logging.StreamHandler()
+    said.addFilter(BoundedLog())  # on ours alone: who serves within a process has handlers there
+    form = "%(asctime)s %(levelname)s %(message)s"
+    logging.basicConfig(format=form, level=logging.INFO, handlers=[said])
+
+
+def _be_service() -> int:
+    path = socket_path()
+    if path is None:
+        print(f"ddpprobe daemon: {SERVICE_VARIABLE} is empty: unset it", file=sys.stderr)
+        return WRONG_USE
+    _log_to_stderr()
+    try:
+        service = DaemonService(path)
+        if not service.open():
+            print(f"ddpprobe daemon: a service listens at {path} already", file=sys.stderr)
+            return OK
+    except OSError as error:
+        print(f"ddpprobe daemon: no service at {path}: {error}", file=sys.stderr)
+        return WRONG_USE
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: service.stop())
+    service.serve()
+    return OK
 
 
 class WrongUseError(Exception):

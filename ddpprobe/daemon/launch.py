@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from ddpprobe.daemon import service_request
 from ddpprobe.rundir import paths, processes, safe_read, store_url
 from ddpprobe.rundir.paths import RunDir
 
@@ -160,6 +161,9 @@ def start_daemon(
 ) -> None:
     """Start the daemon of `node` and return at once; harmless if one is running already.
 
+    This user's service starts it if there is one, so that it outlives a launcher that ends all
+    processes of a job; else this process does.
+
     Args:
         run: the run directory; `run.path/daemon` is created if missing, `run.path` is there.
         node: the node's name, see `paths.node_name`.
@@ -187,8 +191,11 @@ def start_daemon(
     # -P: a file `queue.py` in the user's working directory is not our standard library.
     command = [sys.executable, "-P", "-m", "ddpprobe.daemon"]
     command += [str(x) for pair in options.items() if pair[1] is not None for x in pair]
+    environment = _environment(token) | _for_upload(run)
     out = paths.open_own(log, os.O_WRONLY | os.O_APPEND)
     try:
+        if service_request.ask(command, environment, log.absolute()):
+            return
         subprocess.run(  # noqa: S603  (our own interpreter and module)
             # The shell puts the daemon into the background and ends: init adopts and reaps it.
             ["/bin/sh", "-c", '"$@" &', "sh", *command],
@@ -196,7 +203,7 @@ def start_daemon(
             stdout=out,
             stderr=out,
             cwd="/",  # keeps no directory of the user's busy
-            env=_environment(token) | _for_upload(run),
+            env=environment,
             close_fds=True,
             start_new_session=True,
             check=True,

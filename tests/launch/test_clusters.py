@@ -220,6 +220,31 @@ def test_what_the_containers_read_is_what_up_writes(
     capsys.readouterr()
 
 
+def verified(unit: str, home: Path) -> str:
+    """Return what systemd says of a user's unit; nothing is good."""
+    tool = shutil.which("systemd-analyze")
+    if tool is None:
+        pytest.skip("no systemd-analyze")
+    command = home / ".local/bin/ddpprobe"
+    if not command.exists():
+        command.parent.mkdir(parents=True)
+        command.symlink_to(BIN / "ddpprobe")
+    (home / "ddpprobe.service").write_text(unit)
+    environment = os.environ | {"HOME": str(home), "XDG_RUNTIME_DIR": str(home)}
+    done = subprocess.run(
+        [tool, "verify", "--user", "--man=no", str(home / "ddpprobe.service")],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    unit = (LAUNCH / "systemd/ddpprobe.service").read_text()
+    assert verified(unit, tmp_path) == ""
+    assert "Unknown key" in verified(unit.replace("KillMode", "KillModus"), tmp_path)
+    assert "not executable" in verified(unit.replace("bin/ddpprobe", "bin/none"), tmp_path)
+
+
 PAGE = (ROOT / "docs/how-to/clusters.md").read_text()
 
 
