@@ -179,7 +179,7 @@ class Recorder:
         for file in self._files:
             file.close()
 
-    # -- step_clock.Events ------------------------------------------------------------------------
+    # -- step_events.Events -----------------------------------------------------------------------
 
     def forward_begins(self) -> None:
         """Attach what this step needs."""
@@ -204,7 +204,7 @@ class Recorder:
             if self._bad is None and observers.rows.bad:  # and the root's output does not show it
                 self._bad = self._explain(observers)
             observers.full.probed()
-            if self._clock.micro == 0:
+            if self._clock.micro == self._clock.lent:
                 self._set_up = step_facts.modes(observers.topology)
             if len(losses) == 1 and "loss" not in self._logged.names:
                 observers.rows.add_scalar(unless_logged("loss"), losses[0])
@@ -258,8 +258,17 @@ class Recorder:
 
     def given_up(self, *, vanished: bool) -> bool:
         """Ask the scalers; if the user told the scale of one that is not torch's, the gradients."""
-        gave_up = self._prepare().loss_scale.gave_up(self._clock.optimizers_of_others)
+        gave_up = self._prepare().loss_scale.gave_up(self._clock.may_own)
         return gave_up or (vanished and self._logged.told_scale and self._bad is not None)
+
+    def lent(self, until: int) -> None:
+        """Count the first micro-batches out: what was bad in them stays known."""
+        observers = self._prepare()
+        self._logged.losses.forget(self._clock.step)
+        if self._sampling:
+            observers.rows.lend(until)
+            observers.gradients_read = False
+            self._set_up = step_facts.modes(observers.topology)
 
     def step_ended(self, *, skipped: bool) -> None:
         """Ship the step and leave the model clean."""
@@ -448,7 +457,7 @@ class Recorder:
         facts = {name: after - before for name, (after, before) in zip(names, spent, strict=True)}
         facts["probe_seconds"] += self._behind + beside - self._told_beside
         self._told_own, self._told_beside = now[-1], beside
-        facts["micro_batches"] = float(self._clock.micro + 1)
+        facts["micro_batches"] = float(self._clock.micro + 1 - self._clock.lent)
         if self._noted:
             self._noted, facts[NOTED] = False, 1.0
         return facts

@@ -4,6 +4,10 @@ torch calls global hooks around every `optimizer.step()`; two hooks on the root 
 forwards. From these few events follow: the step (one `optimizer.step()` over this model's
 parameters, however many optimizers share it), the micro-batches inside it, evaluation passes (root
 forwards without grad), and steps the optimizer never took (a GradScaler that found inf).
+
+Where several models are trained in one process, another model's step may run this model, too: a
+generator learns through the discriminator. The gradients which that leaves here are thrown away
+before this model's own pass, and so is what was counted of it: such a pass is *lent*.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,6 +29,7 @@ from ddpprobe.rank import torch_private
 from ddpprobe.rank.hooks.copy_safe_hook import take_off
 from ddpprobe.rank.hooks.root import RootHooks
 from ddpprobe.rank.hooks.stream_capture import is_captured
+from ddpprobe.rank.step_events import Events
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.torch_private import graph
 from ddpprobe.rundir.fuse import Fuse
@@ -36,50 +41,11 @@ _STATE = tuple(STATES.index(s) for s in ("data", "forward", "backward", "optimiz
 _ANCHORS = 3
 _BLIND_STEPS = 3
 
+_listening: weakref.WeakSet[StepClock] = weakref.WeakSet()  # one for each model of this process
+
 Args = tuple[Any, ...]  # of an optimizer's `step`, itself included
 Kwargs = dict[str, Any]
 Call = tuple[Args, Kwargs]
-
-
-class Events(Protocol):
-    """What the clock tells its owner."""
-
-    def forward_begins(self) -> None:
-        """A training forward of the root starts; `clock.step` and `clock.micro` are set."""
-
-    def evaluation_begins(self) -> None:
-        """A forward of the root without grad starts."""
-
-    def forward_ended(self, outputs: list[Tensor], trained: list[Tensor]) -> None:
-        """It returned these tensors; `trained` are those of them with a gradient to come."""
-
-    def forward_raised(self, error: BaseException) -> None:
-        """A training forward ended in an exception."""
-
-    def backward_computed(self) -> None:
-        """All gradients of this micro-batch are there, still local."""
-
-    def backward_ended(self) -> None:
-        """All gradients of this micro-batch are there, reduced."""
-
-    def gradients_ready(self, optimizer: Optimizer) -> None:
-        """An optimizer that owns some of the parameters is about to step."""
-
-    def given_up(self, *, vanished: bool) -> bool:
-        """Whether a GradScaler found inf and skipped the step.
-
-        `vanished`: the gradients went without a step. If not because of that, an optimizer that is
-        none of torch's took them, or the user threw them away.
-        """
-
-    def step_ended(self, *, skipped: bool) -> None:
-        """The step is over; called once per step."""
-
-    def forward_is_next(self) -> None:
-        """The next forward of the root begins the step `clock.step + 1`."""
-
-    def blind(self) -> bool:
-        """The optimizer steps, but no forward of the root is seen; True: look once more."""
 
 
 @final
@@ -93,6 +59,7 @@ class StepClock:
     Attributes:
         step: the optimizer step under way, from `first_step`.
         micro: index of the training forward within the step, -1 before the first.
+        lent: how many of them, the first ones, were for another model's step.
         evaluating: a root forward without grad is running.
         entered: nodes of autograd's graph at which the backward under way came into the model.
         phase_seconds: cumulative host seconds in data, forward, backward, optimizer.
@@ -104,6 +71,7 @@ class StepClock:
     ) -> None:  # fmt: skip
         self.step = first_step
         self.micro = -1
+        self.lent = 0
         self.evaluating = False
         self.entered: list[object] = []
         self.steps = self.skipped = self.sampled = 0
@@ -130,6 +98,8 @@ class StepClock:
         self._knows_one = False  # until then an optimizer that is not ours is asked again
         self._anchors: list[weakref.ref[nn.Parameter]] = []
         self._anchor_had_grad = False
+        self._through = 0  # training forwards before the last backward that no optimizer called
+        self._others_stepped = False  # since that backward
         self._handles: list[RemovableHandle] = []
         self._act = act
         self._root = RootHooks(
@@ -173,6 +143,7 @@ class StepClock:
         """
         self._root.first = first
         self.hang()
+        _listening.add(self)
         self._handles.append(register_optimizer_step_pre_hook(self._guards["before_step"]))
         self._handles.append(register_optimizer_step_post_hook(self._behind_step))
         self.beat()
@@ -197,6 +168,7 @@ class StepClock:
 
     def stop(self) -> None:
         """Stop listening; every hook is gone."""
+        _listening.discard(self)
         self._root.unhang(for_good=True)
         take_off(self._handles)
 
@@ -205,9 +177,16 @@ class StepClock:
         self._manual = True
         self._end_step(skipped=False)
 
-    def optimizers_of_others(self) -> frozenset[int]:
-        """Return the ids of those living optimizers that stepped and own nothing of this model."""
-        return frozenset(id(o) for o, (_, mine) in self._owned.items() if not mine)
+    def may_own(self, optimizer: int) -> bool:
+        """Whether the living optimizer of this id owns parameters of this model, or may do so.
+
+        One that never stepped may, unless those that did own everything.
+        """
+        for known, (_, mine) in self._owned.items():
+            if id(known) == optimizer:
+                return bool(mine)
+        ours = tuple(id(o) for o, (_, mine) in self._owned.items() if mine)
+        return not (ours and self._is_complete(ours))
 
     def beat(self, state: int | None = None) -> None:
         """Write the heartbeat."""
@@ -257,8 +236,9 @@ class StepClock:
             elif not self._ended and self._anchor_had_grad:
                 vanished = self._vanished()
                 skipped = self._events.given_up(vanished=vanished)
-                if vanished or skipped:
+                if skipped or (vanished and not self._throws_away()):
                     self._end_step(skipped=skipped)
+        self._throw_away()
         if self._ended:  # inside a running step() too: LBFGS calls its closure there
             self._begin_step()
         if self._blind and self._root.in_a_part:  # so the steps before were steps of this model
@@ -279,6 +259,7 @@ class StepClock:
     def _begin_step(self) -> None:
         self.step += 1
         self.micro = -1
+        self.lent = self._through = 0
         self._ended = False
         self._stepped.clear()
         self._anchor_had_grad = False
@@ -299,6 +280,7 @@ class StepClock:
         if not (
             self._queued or is_captured()
         ):  # any of the outputs may be the one the loss came from
+            self._throw_away()  # many loops call zero_grad() between forward and backward
             self._queued = True
             torch_private.after_backward(self._computed, self._over)
 
@@ -308,7 +290,11 @@ class StepClock:
         self._drop_anchor()
         if not (self._anchor_had_grad or self._vanished()):
             self._anchor_had_grad = True
+        if not self._running:
+            self._through, self._others_stepped = self.micro + 1, False
         self._events.backward_ended()
+        if self._was_frozen():
+            self._lend()
 
     def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Call | None:
         """Hear that an optimizer's `step` begins; returns what torch is to call it with, or None.
@@ -317,7 +303,10 @@ class StepClock:
         forward and backward in it. So torch gets one that tells us then.
         """
         self._late = False
-        if self._manual or is_captured() or not self._parameters_of(optimizer):
+        if self._manual or is_captured():
+            return None
+        if not self._parameters_of(optimizer):
+            self._others_stepped |= not self._knows_one and self._is_anothers(optimizer)
             return None
         if id(optimizer) in self._running:  # its last step() raised and never ended
             del self._running[self._running.index(id(optimizer)) :]
@@ -367,11 +356,11 @@ class StepClock:
             return
         self._stepped.append(id(optimizer))
         self._events.forward_is_next()
-        if self._steps_everything():
+        if self._is_complete(tuple(self._stepped)):
             self._end_step(skipped=_found_inf(optimizer))
 
-    def _steps_everything(self) -> bool:
-        optimizers = tuple(self._stepped)
+    def _is_complete(self, optimizers: tuple[int, ...]) -> bool:
+        """Whether the optimizers of these ids own everything that is trained."""
         complete = self._complete.get(optimizers)
         if complete is None:
             trainable = {id(p) for _, p in self._topology.named_parameters() if p.requires_grad}
@@ -404,6 +393,43 @@ class StepClock:
             known = self._owned[optimizer] = (size, ids)
             self._knows_one |= bool(ids)
         return known[1]
+
+    def _throws_away(self) -> bool:
+        """Whether the loop throws away gradients that no torch optimizer of this model took.
+
+        An optimizer that is none of torch's may have taken them, or one of master weights, unless
+        one of torch's was seen to step this model, or another model of ours has just been stepped.
+        """
+        return self._knows_one or self._others_stepped
+
+    def _is_anothers(self, optimizer: Optimizer) -> bool:
+        return any(
+            clock is not self and bool(clock._parameters_of(optimizer))  # noqa: SLF001  (same class)
+            for clock in _listening
+        )
+
+    def _throw_away(self) -> None:
+        """Take for lent what came before a `zero_grad` that no step of this model's followed."""
+        if self._ended or self._stepped or self._through <= self.lent or not self._throws_away():
+            return
+        if self._anchor_had_grad and self._vanished():
+            self._lend()
+
+    def _was_frozen(self) -> bool:
+        """Whether a backward went through this model while none of its weights was to learn.
+
+        A loop that trains another model through it may set `requires_grad` to False for that time.
+        """
+        if self._ended or self._stepped or self._through <= self.lent or not self._throws_away():
+            return False
+        anchors = [anchor() for anchor in self._anchors]
+        if any(parameter is not None and parameter.requires_grad for parameter in anchors):
+            return False
+        return not any(p.requires_grad for _, p in self._topology.named_parameters())
+
+    def _lend(self) -> None:
+        self.lent, self._anchor_had_grad = self._through, False
+        self._events.lent(self.lent)
 
     def _drop_anchor(self) -> None:
         """Choose the parameters whose vanished `.grad` tells that a step was given up."""

@@ -71,6 +71,11 @@ class UnsampledLosses:
         cell = self._cell(far) if far is not None else None
         self._kept.append(_Loss(step, logged, 1, value, cell))
 
+    def forget(self, step: int) -> None:
+        """Drop what the model has returned in `step` so far: it was another model's."""
+        if self._kept and self._kept[-1].step == step and not self._kept[-1].logged:
+            del self._kept[-1]
+
     def take(self, step: int, rows: StepRows) -> dict[str, float]:
         """Empty it for the record of a step.
 

@@ -83,6 +83,9 @@ class Loop:
         self.vanished.append(vanished)
         return self.scaler_gave_up
 
+    def lent(self, until: int) -> None:
+        self.told("lent", until)
+
     def step_ended(self, *, skipped: bool) -> None:
         self.told("step ended", skipped)
 
@@ -266,15 +269,19 @@ def test_an_optimizer_is_ours_from_when_it_owns_parameters_of_the_model(made: Ma
     theirs, ours = sgd(other), torch.optim.SGD(loop.model[0].parameters(), lr=0.1)
     loop.model(X).sum().backward()
     theirs.step()
-    assert (clock.optimizers(), clock.optimizers_of_others()) == ([], frozenset({id(theirs)}))
+    assert clock.optimizers() == []
+    assert (clock.may_own(id(theirs)), clock.may_own(id(ours))) == (False, True)  # not known yet
     ours.step()
     assert clock.optimizers() == [ours]
-    assert clock.optimizers_of_others() == frozenset({id(theirs)})
+    assert (clock.may_own(id(theirs)), clock.may_own(id(ours))) == (False, True)
+    another = sgd(other)
+    assert clock.may_own(id(another))  # which may be that of the second layer
     assert loop.ends() == []  # the second layer has no optimizer yet
     theirs.add_param_group({"params": list(loop.model[1].parameters())})
     theirs.step()
     assert set(clock.optimizers()) == {ours, theirs}
-    assert clock.optimizers_of_others() == frozenset()
+    assert clock.may_own(id(theirs))
+    assert not clock.may_own(id(another))  # it would have nothing to train
     assert loop.ends() == [False]
 
 

@@ -36,11 +36,12 @@ from ddpprobe.rundir.stopwatch import Caller
 class StepPosition(Protocol):
     """What hooks ask the step clock: the micro-batch under way, and whether this is evaluation.
 
-    `entered` are the nodes of the graph at which
-    the backward under way came into the model.
+    `lent` is how many micro-batches of the step were for another model's; `entered` are the nodes
+    of the graph at which the backward under way came into the model.
     """
 
     micro: int
+    lent: int
     evaluating: bool
     entered: list[object]
 
@@ -137,7 +138,8 @@ class EagerHooks:
         self.forward(fqn, output, relayed=_relays(module), tell=False)
         if rows.bad:
             rows.tell_call(before, partial(came_in.first_bad_of, args, kwargs))
-        if not (fqn or self._clock.micro or self._clock.evaluating):
+        first = self._clock.micro == self._clock.lent
+        if first and not (fqn or self._clock.evaluating):
             step_facts.add_digest((args, kwargs), rows)
         self.after_call(fqn, module, args, kwargs, output)
 

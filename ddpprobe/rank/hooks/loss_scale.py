@@ -52,16 +52,16 @@ class LossScaleReader:
         rounds = [torch_private.round_of(s) for ref in self._scalers if (s := ref()) is not None]
         self._rounds = [(round_, torch_private.stepped_in(round_)) for round_ in rounds]
 
-    def gave_up(self, others: Callable[[], frozenset[int]]) -> bool:
+    def gave_up(self, may_own: Callable[[int], bool]) -> bool:
         """Whether a scaler was told to step an optimizer since the last backward.
 
         If that optimizer did not step, the scaler skipped it. The host knows without the device.
 
         Args:
-            others: ids of the optimizers that have nothing of this model.
+            may_own: whether the optimizer of an id has parameters of this model, or may have.
         """
         new = [torch_private.stepped_in(round_) - before for round_, before in self._rounds]
-        return any(new) and any(ids - others() for ids in new)
+        return any(may_own(optimizer) for ids in new for optimizer in ids)
 
     def look_again(self) -> None:
         """Search once more at the next backward, if no scaler is known."""

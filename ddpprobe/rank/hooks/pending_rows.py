@@ -72,6 +72,7 @@ class PendingRows:
     scaled_kinds: tuple[str, ...]
     tapped: NDArray[np.int64]
     confirmed: frozenset[int]
+    lent: int
     came_in: dict[int, CameIn]
     unsupported: Counter[str]
     table: SiteTable
@@ -158,6 +159,7 @@ class PendingRows:
         of_sites = np.flatnonzero(self.slots != SCALAR)
         kinds, micros = self.table.kinds()[self.slots[of_sites]], self.micros[of_sites]
         kept = (kinds != _GRAD) | (micros >= 0)  # -1: forgotten, as each reading is by the next
+        kept &= (micros < 0) | (micros >= self.lent)
         if not partial:
             latest = max(micros.max(initial=0), *self.confirmed, 0)
             trained = np.zeros(latest + 2, bool)  # the last one stands for -1

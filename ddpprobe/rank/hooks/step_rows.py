@@ -70,6 +70,7 @@ class StepRows:
         self._digests: dict[int, tuple[str, str]] = {}
         self._tapped: list[int] = []
         self._confirmed: set[int] = set()
+        self._lent = 0  # micro-batches, the first ones, that were for another model
         self._unsupported: Counter[str] = Counter()
         self.grad_is_scaled = False
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None
@@ -169,6 +170,16 @@ class StepRows:
     def confirm(self, micro: int) -> None:
         """A gradient arrived: this forward was a training micro-batch, not an evaluation."""
         self._confirmed.add(micro)
+
+    def lend(self, until: int) -> None:
+        """Leave the micro-batches below `until` out of the statistics, but not what is bad there.
+
+        Numbers that came before the others' first row, such as a loss, were theirs as well.
+        """
+        with self._lock:
+            self._lent = until
+            own = next((i for i, micro in enumerate(self._micros) if micro >= until), len(self))
+            self._names = {index: name for index, name in self._names.items() if index > own}
 
     def add_scalar(self, name: str, value: Tensor | float) -> None:
         """Keep one number of this step; several under one name are averaged."""
@@ -317,6 +328,7 @@ class StepRows:
         self._digests.clear()
         self._tapped.clear()
         self._confirmed.clear()
+        self._lent = 0
         self._came_in.clear()
         self._bad.clear()
         self._unsupported.clear()
@@ -339,6 +351,7 @@ class StepRows:
             scaled_kinds=(*SCALED_KINDS, "grad") if self.grad_is_scaled else SCALED_KINDS,
             tapped=np.array(self._tapped, np.int64),
             confirmed=frozenset(self._confirmed),
+            lent=self._lent,
             came_in=dict(self._came_in),
             unsupported=Counter(self._unsupported),
             table=self.table,

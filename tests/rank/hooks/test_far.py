@@ -38,7 +38,7 @@ COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
 
 
 class Clock:
-    micro, evaluating = 0, False
+    micro, lent, evaluating = 0, 0, False
     entered = ()
 
 

@@ -184,4 +184,5 @@ def test_a_step_that_another_models_optimizer_took_is_not_one_that_the_scaler_sk
     tmp_path: Path, records_of
 ) -> None:
     adversaries(tmp_path / "r", torch.amp.GradScaler("cpu", init_scale=4.0), steps=4)
-    assert [r.skipped for r in records_of(tmp_path / "r")] == [False] * 8
+    told = [(r.step, r.skipped) for r in records_of(tmp_path / "r") if not r.partial]
+    assert told == [(step, False) for step in range(4)]
