@@ -1,0 +1,95 @@
+"""Models that are trained against each other or beside each other: each has a run of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddpprobe
+from ddpprobe.records.step import Anomaly
+from tests.conftest import torchrun_in
+
+from .models_job import CRITICS, PLANS, TURNS
+
+JOB = Path(__file__).with_name("models_job.py")
+RANKS = 2
+OBSERVED = [plan for plan, (_, _, bad) in PLANS.items() if bad is None]
+STEPS = {
+    "generator": TURNS, "critic": CRITICS * TURNS, "student": TURNS, "actor": 2 * TURNS,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All plans in one launch."""
+    out = tmp_path_factory.mktemp("models")
+    with torchrun_in(out) as torchrun:
+        done = torchrun([JOB, out], nproc=RANKS, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def said(out: Path, plan: str) -> list[dict[str, Any]]:
+    return [json.loads((out / f"{plan}.{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def pages(out: Path, plan: str, model: str) -> list[Anomaly]:
+    found = ddpprobe.open(out / plan / model).anomalies()
+    return [a for a in found if a.level == "page"]
+
+
+@pytest.mark.parametrize("plan", OBSERVED)
+def test_training_of_all_models_is_the_same_to_the_bit(plan: str, trained: Path) -> None:
+    for rank in said(trained, plan):
+        assert rank["probed"] == rank["plain"]
+
+
+@pytest.mark.parametrize("plan", OBSERVED)
+def test_each_model_has_the_steps_of_its_optimizer_and_nothing_is_said_of_a_healthy_one(
+    plan: str, trained: Path
+) -> None:
+    every = PLANS[plan][1]
+    for run in sorted((trained / plan).iterdir()):
+        if run.name == "teacher":
+            continue
+        opened = ddpprobe.open(run)
+        count = TURNS if (plan, run.name) == ("actor-critic", "critic") else STEPS[run.name]
+        records = [r for r in opened.records() if not r.partial]
+        assert [r.step for r in records if r.sampled] == list(range(0, count, every)), run
+        assert all(r.ranks == (0, 1) and not r.missing for r in records), run
+        assert all(s["micro_batches"] == 1.0 for r in records for s in r.scalars.values()), run
+        assert [a for a in opened.anomalies() if a.level != "info"] == [], run
+
+
+def test_a_teacher_that_nobody_steps_has_no_step(trained: Path) -> None:
+    assert list(ddpprobe.open(trained / "distilled" / "teacher").records()) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "step", "micro", "rank", "module"),
+    [
+        ("bad-generator", "generator", 2, 0, 1, "1"),
+        ("bad-critic", "critic", 3 * CRITICS + 1, 0, 0, "1"),
+        ("bad-critic-10", "critic", 2 * CRITICS + 1, 0, 1, "1"),  # not a sampled step
+        # The generator's pass, in the step of the critic that comes next.
+        ("bad-critic-lent", "critic", 3 * CRITICS, 0, 0, "1"),
+    ],
+)
+def test_a_nan_is_named_with_its_model_module_rank_and_step(
+    plan: str, model: str, step: int, micro: int, rank: int, module: str, trained: Path
+) -> None:
+    first = pages(trained, plan, model)[0]
+    assert first.detector == "nonfinite"
+    assert first.first_cause
+    assert (first.step, first.micro, first.rank, first.phase) == (step, micro, rank, "forward")
+    assert first.module == (module if step % PLANS[plan][1] == 0 else None)
+
+
+def test_what_came_into_a_model_bad_is_told_as_what_came_in(trained: Path) -> None:
+    critic = pages(trained, "bad-generator", "critic")[0]
+    assert (critic.module, critic.kind, critic.phase) == ("0", "input", "forward")
+    generator = pages(trained, "bad-critic-lent", "generator")[0]
+    assert (generator.module, generator.kind, generator.phase) == ("2", "grad_output", "backward")
