@@ -215,6 +215,7 @@ def install(
     first_step: int = 0,
     detectors: Mapping[str, object] | None = None,
     task: str | None = None,
+    histograms: str | Iterable[str] = (),
 ) -> Probe:
     """Observe `model` from now on: the one line in a training script.
 
@@ -256,6 +257,9 @@ def install(
             lists them. They are written down: who reads the run judges it as the daemon did.
         task: "gan" or "rl" switches those detectors off that take the numbers of healthy training
             of this kind for faults; `detectors` holds over it.
+        histograms: globs over FQNs of modules and parameters, at most 128 of them, whose outputs
+            and gradients also get a histogram and a share of elements near zero at every sampled
+            step (`Run.histograms`). Each must match something on some rank.
 
     Environment (each overrides the argument): `DDPPROBE_DIR`, `DDPPROBE_EVERY`, `DDPPROBE_BUDGET`,
     `DDPPROBE_LISTEN`, `DDPPROBE_DISABLE=1` (returns a probe that does nothing).
@@ -272,7 +276,7 @@ def install(
     options = _options(
         run_dir=run_dir, every=every, include=include, exclude=exclude, capture=capture,
         on_anomaly=on_anomaly, budget=budget, backward=backward, name=name, daemon=daemon,
-        first_step=first_step, detectors=detectors, task=task,
+        first_step=first_step, detectors=detectors, task=task, histograms=histograms,
     )  # fmt: skip
     if not _has_group() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         meet = Fuse("install").guard(partial(_meet_group, probe, model, options))
@@ -314,11 +318,12 @@ def when_installed(act: Callable[[], object]) -> None:
 
 def _options(
     *, include: str | Iterable[str], exclude: str | Iterable[str], capture: str | Iterable[str],
-    detectors: Mapping[str, object] | None, **more: Any,  # noqa: ANN401  (as `install` takes them)
+    detectors: Mapping[str, object] | None, histograms: str | Iterable[str],
+    **more: Any,  # noqa: ANN401  (as `install` takes them)
 ) -> InstallOptions:  # fmt: skip
     return InstallOptions(
         include=as_globs(include), exclude=as_globs(exclude), capture=as_globs(capture),
-        detectors=detectors or {}, **more,
+        detectors=detectors or {}, histograms=as_globs(histograms), **more,
     ).with_environment()  # fmt: skip
 
 

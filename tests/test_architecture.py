@@ -34,7 +34,10 @@ ONLY_IN = {
     "hypercorn": ("daemon",),
     "plotext": ("cli/commands",), "rich": ("cli",), "argcomplete": ("cli/completion.py",),
     "jinja2": ("report",), "markupsafe": ("report",), "plotly": (),
-    "matplotlib": ("inspect/capture", "reader/run_numbers.py", "reader/series_plot.py"),
+    "matplotlib": (
+        "inspect/capture", "reader/run_numbers.py", "reader/series_plot.py",
+        "reader/histograms.py", "reader/histogram_plot.py",
+    ),
     "pandas": ("reader/run_numbers.py", "reader/dataframes.py"),
     "polars": ("reader/run_numbers.py", "reader/dataframes.py"),
     "dask": ("reader/lazy_dataset.py",),

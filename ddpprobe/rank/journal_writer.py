@@ -221,6 +221,7 @@ class FrameWriter:
             wall_time_ns=ended.wall_time_ns, sampled=ended.sampled, sites=result.sites,
             counts=result.counts, values=result.values, scalars={self._who.rank: scalars},
             first_bad=bad, skipped=ended.skipped, partial=ended.partial, digests=result.digests,
+            binned=result.binned, bins=result.bins,
         )  # fmt: skip
 
     def _report_learned(self, step: int, result: StepResult) -> None:

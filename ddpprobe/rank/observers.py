@@ -8,6 +8,7 @@ from typing import final
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.capture.capturing import Capturing
 from ddpprobe.rank.hooks import lanes
+from ddpprobe.rank.hooks.bin_rows import BinRows
 from ddpprobe.rank.hooks.compiled import CompiledHooks
 from ddpprobe.rank.hooks.eager import EagerHooks
 from ddpprobe.rank.hooks.full import FullHooks
@@ -41,6 +42,7 @@ class Observers:
         captured: called when a hook does nothing because a CUDA graph is captured.
         capturing: keeps full tensors; told of everything that the hooks are told of.
         full_backward: also `grad_input`, by full backward hooks where proven safe.
+        named: whether a module or parameter of this FQN has histograms; None: none has.
 
     Attributes:
         gradients_read: the gradients in the rows of this step are as the backward left them.
@@ -50,10 +52,12 @@ class Observers:
         self, topology: Topology, select: Callable[[str], bool], clock: StepClock, rank: int,
         fuse: Fuse, on_bad: Callable[[FirstBad], None], lost: Callable[[list[str]], None],
         captured: Callable[[], None], capturing: Capturing, *, full_backward: bool,
+        named: Callable[[str], bool] | None = None,
     ) -> None:  # fmt: skip
         self.topology = topology
         fuse = outside_capture(fuse, captured)
-        self.rows = StepRows(topology.device, rank, timed=bool(topology.cut))
+        bins = BinRows(named) if named is not None else None
+        self.rows = StepRows(topology.device, rank, timed=bool(topology.cut), bins=bins)
         self.rows.on_bad = on_bad
         self.compiled = CompiledHooks(select, fuse, lost)
         self.eager = EagerHooks(topology, select, self.rows, clock, fuse, self.compiled)

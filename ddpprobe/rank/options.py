@@ -23,6 +23,7 @@ from ddpprobe.rundir.paths import RUN_VARIABLE
 
 _BACKWARD = ("output", "full")
 _DAEMON = ("auto", "none")
+MOST_NAMED = 128  # modules and parameters with histograms
 _ON_ANOMALY, _TELL = ("record", "stop"), "tell"
 
 
@@ -53,6 +54,7 @@ class InstallOptions:
     first_step: int
     detectors: Mapping[str, object]
     task: str | None
+    histograms: tuple[str, ...] = ()
     listen: str | None = None
     _chosen: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -109,7 +111,14 @@ class InstallOptions:
                 f"this {type(topology.root).__name__} already has a probe (run {owner}). "
                 "Call probe.close() before installing another."
             )
-        settings = [schedule.fingerprint(), self.include, self.exclude, self.backward, step]
+        globs = self.include, self.exclude, self.histograms
+        settings = [schedule.fingerprint(), *globs, self.backward, step]
+        named = sum(map(self.has_histogram, _names(topology)))
+        if named > MOST_NAMED:
+            raise ValueError(
+                f"histograms names {named} modules and parameters, at most {MOST_NAMED} have one: "
+                "name fewer, such as histograms='blocks.*.mlp'"
+            )
         facts = {
             "settings": [*settings, budget, self.response, self.capture, detectors],
             "every": schedule.every,
@@ -162,15 +171,25 @@ class InstallOptions:
             self._chosen[fqn] = _matches(fqn, self.include) and not _matches(fqn, self.exclude)
         return self._chosen[fqn]
 
+    def has_histogram(self, fqn: str) -> bool:
+        """Whether the module or parameter `fqn` has histograms."""
+        return _matches(fqn, self.histograms)
+
     def _unmatched(self, topology: Topology) -> dict[str, str]:
         """Globs that match nothing here, with what to say if they match nothing on any rank."""
         names = [fqn for fqn, _ in topology.named_modules()]
+        every = _names(topology) if self.histograms else []
         some = textwrap.shorten(", ".join(filter(None, names)), 200, placeholder=" ...")
         return {
             f"{option} {glob}": f"{option} glob {glob!r} matches no module. There are: {some}"
             for option in ("include", "exclude", "capture")
             for glob in getattr(self, option)
             if not any(_matches(name, (glob,)) for name in names)
+        } | {
+            f"histograms {glob}": f"histograms glob {glob!r} matches no module and no parameter. "
+            f"There are: {some}"
+            for glob in self.histograms
+            if not any(_matches(name, (glob,)) for name in every)
         }
 
 
@@ -183,6 +202,12 @@ class Checked:
     topology: Topology
     detectors: Settings
     facts: dict[str, Any]
+
+
+def _names(topology: Topology) -> list[str]:
+    """Return the FQNs of all modules and parameters."""
+    modules = [fqn for fqn, _ in topology.named_modules()]
+    return [*modules, *(fqn for fqn, _ in topology.named_parameters())]
 
 
 def _variable(name: str) -> Variable | None:

@@ -330,6 +330,7 @@ class Recorder:
                 topology, self._options.select, self._clock, self._who.rank, self.fuse, self.on_bad,
                 lambda fqns: self._frame_writer.lost(self._clock.step, fqns), self._captured,
                 self.capturing, full_backward=self._options.backward == "full",
+                named=self._options.has_histogram if self._options.histograms else None,
             )  # fmt: skip
             wrapper = "pipeline" if topology.cut else topology.wrapper
             self._frame_writer.life(

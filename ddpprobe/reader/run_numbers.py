@@ -11,6 +11,7 @@ from ddpprobe.errors import UnknownSeries
 from ddpprobe.reader import long_table
 from ddpprobe.reader.dataframes import pandas_frame, polars_frame
 from ddpprobe.reader.derived_series import NAMES, DerivedSeries, read_derived
+from ddpprobe.reader.histograms import Histograms, near_zero_series, read_histograms
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.needs import needs
 from ddpprobe.reader.no_data import no_site
@@ -24,6 +25,7 @@ from ddpprobe.reader.series import (
     read_scalars,
     read_series,
 )
+from ddpprobe.records.histogram import NEAR_ZERO_RATIO
 from ddpprobe.records.near_names import by_nearness
 from ddpprobe.records.step import STATS, StepRecord
 from ddpprobe.rundir.paths import RunDir
@@ -33,11 +35,6 @@ if TYPE_CHECKING:
     import polars as pl
     import xarray
     from matplotlib.figure import Figure
-
-NOT_RECORDED = {
-    "near_zero_ratio": "what is near zero is not counted on the device, and no formula gives it; "
-    "zero_ratio is the share of exact zeros, and ddpprobe.capture(model).stats() has near_zero"
-}
 
 
 class RunNumbers:
@@ -79,7 +76,8 @@ class RunNumbers:
 
         Args:
             site_glob: over `fqn:kind`, or `fqn` for every kind; `*` and `?` as in file names.
-            stat: one of `records.STATS`, among them mean, std, rms, norm, abs_max, zero_ratio.
+            stat: one of `records.STATS`, among them mean, std, rms, norm, abs_max, zero_ratio; or
+                near_zero_ratio (|x| < 2**-4), which sites with a histogram have.
             rank: one rank's own rows; None: all ranks merged.
             steps: slice over step numbers.
             attempt: None: all of them.
@@ -88,9 +86,13 @@ class RunNumbers:
             UnknownSeries: there is no such statistic or rank, or no such site at any step, although
                 there are others; the text names what comes close. It is a ValueError.
         """
+        if stat == NEAR_ZERO_RATIO:
+            return near_zero_series(
+                self.histograms(site_glob, rank, steps, attempt), stat, site_glob
+            )
         if stat not in STATS:
-            why = NOT_RECORDED.get(stat, "choose one of " + ", ".join(by_nearness(stat, STATS)))
-            raise UnknownSeries(f"no statistic {stat!r}: {why}")
+            near = ", ".join(by_nearness(stat, (*STATS, NEAR_ZERO_RATIO)))
+            raise UnknownSeries(f"no statistic {stat!r}: choose one of {near}")
         reader, attempts = self._merged_reader, self._attempts(attempt)
         found = read_series(reader, attempts, site_glob, stat, rank, steps)
         if not found.sites:
@@ -99,6 +101,23 @@ class RunNumbers:
             if known and not any(matches(site, site_glob) for site in known.values()):
                 raise UnknownSeries(no_site(reader, attempts, site_glob, known.values()))
         return found
+
+    def histograms(
+        self,
+        site_glob: str = "*",
+        rank: int | None = None,
+        steps: slice = slice(None),
+        attempt: int | None = None,
+    ) -> Histograms:
+        """Return the histograms of the matching sites: those that `install(histograms=...)` named.
+
+        Arguments as of `series`. Without any it has no sites.
+
+        Raises:
+            UnknownSeries: there is no such rank, although there are others.
+        """
+        self._check_rank(rank, self._attempts(attempt))
+        return read_histograms(self.records(rank, attempt), site_glob, steps)
 
     def scalars(
         self,

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe.records.histogram import BINS, Bins, is_whole, no_histograms
 from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import (
     PLACEMENTS,
@@ -58,6 +59,7 @@ def merge_all(records: Sequence[StepRecord]) -> StepRecord:
         msg = f"cannot merge records that share ranks: {' and '.join(str(r.ranks) for r in parts)}"
         raise ValueError(msg)
     sites, counts, values = _merge_rows(parts)
+    binned, bins = _merge_bins(parts, counts)
     return StepRecord(
         attempt=first.attempt,
         step=first.step,
@@ -73,6 +75,8 @@ def merge_all(records: Sequence[StepRecord]) -> StepRecord:
         partial=any(r.partial for r in parts),
         missing=tuple(sorted(set(chain.from_iterable(r.missing for r in parts)) - set(ranks))),
         digests=merge_digests(*(r.digests for r in parts)),
+        binned=binned,
+        bins=bins,
     )
 
 
@@ -170,6 +174,34 @@ def _merge_rows(parts: Sequence[StepRecord]) -> tuple[Sites, Counts, Values]:
         counts[to], values[to] = part.counts[row], part.values[row]
         sites = plan.sites
     return sites, counts, values
+
+
+def _merge_bins(parts: Sequence[StepRecord], counts: Counts) -> tuple[NDArray[np.int64], Bins]:
+    """Merge the histograms as `_merge_rows` merges the rows.
+
+    A site of which some rank has elements and no histogram has none: a part would pass for all.
+    """
+    if not any(len(part.binned) for part in parts):
+        return no_histograms()
+    sites: Sites = ()
+    bins, has = np.zeros((len(counts), BINS), np.int64), np.zeros(len(counts), bool)
+    for part in parts:
+        plan, known = _plan(sites, part.sites), len(sites)
+        mine, mine_has = (
+            np.zeros((len(part.sites), BINS), np.int64),
+            np.zeros(len(part.sites), bool),
+        )
+        if len(part.binned):
+            mine[part.binned], mine_has[part.binned] = part.bins, True
+        sites = plan.sites
+        bins[known : len(sites)], has[known : len(sites)] = mine[plan.new], mine_has[plan.new]
+        for to, row in plan.added:
+            bins[to] += mine[row]
+            has[to] |= mine_has[row]
+        to, row = plan.kept
+        bins[to], has[to] = mine[row], mine_has[row]
+    rows = np.flatnonzero(has & is_whole(counts, bins))
+    return rows, bins[rows]
 
 
 def _make_plan(merged: Sites, more: Sites) -> _Plan:

@@ -247,6 +247,8 @@ class StepRecord:
         digests: (parameter FQN, shard) -> checksum (64 bits, signed) -> set of the ranks that hold
             it, as a bit mask. Ranks that hold the same shard of one parameter (shard "" if it is
             whole) must agree; the head keeps only the entries in which they do not.
+        binned: int64 [histograms], the rows of `sites` that have one, ascending.
+        bins: int64 [histograms, bins], see `records.histogram`.
     """
 
     attempt: int
@@ -263,6 +265,8 @@ class StepRecord:
     partial: bool = False
     missing: tuple[int, ...] = ()
     digests: Digests = field(default_factory=dict)
+    binned: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    bins: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
     def __post_init__(self) -> None:
         want = (len(self.sites), len(COUNTS)), (len(self.sites), len(VALUES))

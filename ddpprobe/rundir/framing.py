@@ -19,8 +19,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddpprobe.records.events import Event
+from ddpprobe.records.histogram import BINS, Bins, no_histograms
 from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import (
     COUNTS,
@@ -196,6 +198,7 @@ def encode_record(record: StepRecord) -> bytes:
     """Encode a record as the payload of a RECORD frame; it refers to `tables_of` it."""
     tables = {table.type: table.id for table in tables_of(record)}
     held, groups = _encode_digests(record.digests)
+    histograms = encode_histograms(record)
     head = encode_json(
         {
             "sites": tables.get(SITES),
@@ -212,6 +215,7 @@ def encode_record(record: StepRecord) -> bytes:
             "skipped": record.skipped,
             "partial": record.partial,
             "missing": record.missing,
+            **({"histograms": histograms} if histograms else {}),
         }
     )
     head += b" " * (-(len(head) + 4) % 8)  # so that a reader needs no copy of the rows
@@ -240,6 +244,7 @@ def _decode_record(payload: bytes, tables: NameTables) -> StepRecord:
     split = at + n * len(COUNTS) * 8
     end = split + n * len(VALUES) * 8
     parameters = tables.find(PARAMETERS, head["parameters"], step)
+    binned, bins = decode_histograms(head.get("histograms", ()), n)
     return StepRecord(
         attempt=validate.int64(head["attempt"]),
         step=step,
@@ -255,7 +260,47 @@ def _decode_record(payload: bytes, tables: NameTables) -> StepRecord:
         partial=bool(head["partial"]),
         missing=tuple(map(validate.rank, head["missing"])),
         digests=_decode_digests(payload[end:], parameters, head["held"]),
+        binned=binned,
+        bins=bins,
     )
+
+
+def encode_histograms(record: StepRecord) -> list[tuple[int, int, list[int]]]:
+    """Return for each histogram its row, its first bin that is not empty, and the counts from it.
+
+    A reader that knows no histograms passes over a key of the head, but not over more bytes.
+    """
+    out = []
+    for row, counts in zip(record.binned.tolist(), record.bins, strict=True):
+        filled = np.flatnonzero(counts)
+        first, end = (int(filled[0]), int(filled[-1]) + 1) if filled.size else (0, 0)
+        out.append((row, first, counts[first:end].tolist()))
+    return out
+
+
+def decode_histograms(plain: Iterable[Any], rows: int) -> tuple[NDArray[np.int64], Bins]:
+    """Undo `encode_histograms`.
+
+    Args:
+        plain: as JSON gives it.
+        rows: of the record.
+
+    Raises:
+        ValueError: it makes no sense.
+    """
+    given = list(plain)
+    if not given:
+        return no_histograms()
+    binned = np.array([validate.int64(row) for row, _, _ in given], np.int64)
+    bins = np.zeros((len(given), BINS), np.int64)
+    if binned[0] < 0 or binned[-1] >= rows or (np.diff(binned) <= 0).any():
+        raise ValueError(f"histograms of rows that a record of {rows} does not have")
+    for (_, first, counts), out in zip(given, bins, strict=True):
+        numbers = [validate.int64(count) for count in counts]
+        if not 0 <= validate.int64(first) <= BINS - len(numbers) or min(numbers, default=0) < 0:
+            raise ValueError(f"a histogram of other bins than the {BINS} there are")
+        out[first : first + len(numbers)] = numbers
+    return binned, bins
 
 
 def _encode_digests(digests: Digests) -> tuple[bytes, list[tuple[int, str]]]:

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import COUNTS, KINDS, PHASES, VALUES, Digests, FirstBad, Site, StepRecord
-from ddpprobe.rundir import safe_read
+from ddpprobe.rundir import framing, safe_read
 from ddpprobe.store.format import escape, unescape
 
 T = TypeVar("T")
 Arrays = dict[str, NDArray[Any]]
 
 _TABLES = 16  # site tables of one rank; it has one or two
+MOST_HISTOGRAMS_TEXT = 240_000  # characters a record: a block of 256 can be read at once
 _BAD_NUMBERS = ("step", "micro", "order", "rank", "nan", "pos_inf", "neg_inf", "numel")
 
 
@@ -157,6 +158,24 @@ def encode_disputes(records: Sequence[StepRecord]) -> NDArray[Any]:
     return np.array([json.dumps(x, separators=compact) if x else "" for x in plain], object)
 
 
+def encode_histograms(records: Sequence[StepRecord]) -> NDArray[Any]:
+    """Return the histograms of each record as JSON [records]; "" for none.
+
+    Of a record that has more than `MOST_HISTOGRAMS_TEXT` of them the first ones.
+    """
+    out = np.full(len(records), "", object)
+    for at, record in enumerate(records):
+        texts, length = [], 0
+        for one in framing.encode_histograms(record) if len(record.binned) else ():
+            texts.append(json.dumps(one, separators=(",", ":")))
+            length += len(texts[-1]) + 1
+            if length >= MOST_HISTOGRAMS_TEXT:
+                texts.pop()
+                break
+        out[at] = f"[{','.join(texts)}]" if texts else ""
+    return out
+
+
 def plain_digests(digests: Digests) -> list[Any]:
     """Return checksums as JSON can hold them; the sets of ranks are hexadecimal bit masks."""
     return [
@@ -220,6 +239,8 @@ class BlockDecoder:
     def record(self, row: int, block: Arrays) -> StepRecord:
         """Return one row of a block as a record; the arrays of `encode_*`, all with a rank axis."""
         place, sites = self._table(block["order"][row])
+        text = str(block["histograms_json"][row]) if "histograms_json" in block else ""
+        binned, bins = framing.decode_histograms(safe_read.parse(text or "[]"), len(sites))
         return StepRecord(
             attempt=self.attempt,
             step=int(block["step"][row]),
@@ -235,6 +256,8 @@ class BlockDecoder:
             partial=bool(block["partial"][row]),
             missing=self._who(block["missing"][row]),
             digests=self._digests(row, block),
+            binned=binned,
+            bins=bins,
         )
 
     def _digests(self, row: int, block: Arrays) -> Digests:

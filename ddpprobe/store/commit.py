@@ -222,6 +222,7 @@ class GroupWriter:
         documents = {
             name: fmt.array_document(column, self.sizes, self.chunks)
             for name, column in self.columns.items()
+            if not column.optional or self._has(name)
         }
         for name, document in documents.items():
             self._staged[f"{name}/{GROUP_JSON}"] = encode(document)
@@ -241,6 +242,11 @@ class GroupWriter:
             is_text = column.dtype == "string"
             found += [strings(data, *grid) if is_text else numbers(data, column.dtype, grid)]
         return [value for chunk in found for value in chunk.tolist()][:size]
+
+    def _has(self, name: str) -> bool:
+        """Whether anything of an optional array is written, or about to be."""
+        metadata = f"{name}/{GROUP_JSON}" in self._files.manifest.state.files
+        return metadata or any(key.startswith(f"{name}/") for key in self._staged)
 
     def _dtype(self, name: str) -> Any:  # noqa: ANN401  (a NumPy dtype or `object`)
         return fmt.NUMPY.get(self.columns[name].dtype, object)

@@ -56,6 +56,8 @@ class ArraySpec:
             one statistic can be read without the others.
         blocks: one-dimensional, but chunked and written once like the statistics, not rewritten as
             it grows: its strings may be long.
+        optional: it is there only if something of it was written, and then in those blocks; what
+            was never written is `fill`. Readers that do not know it leave it alone.
         attrs: attributes, CF where CF has a word for it.
     """
 
@@ -65,6 +67,7 @@ class ArraySpec:
     fill: int | str
     split: bool = False
     blocks: bool = False
+    optional: bool = False
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -116,6 +119,10 @@ _RECORDS = (
             "long_name": "row of the site in the step's record (execution order); -1: no row",
             **_ON_SITES,
         },
+    ),
+    ArraySpec(
+        "histograms_json", ("step",), "string", "", blocks=True, optional=True,
+        attrs={"long_name": "histograms of named sites, a JSON list; empty: none"},
     ),
     _column("step", "step", "int64", "optimizer step"),
     _column("wall_time", "step", "int64", "end of the step", standard_name="time", **_TIME),

@@ -249,6 +249,7 @@ class StoredGroup:
         names = ["counts", "values", "order", "scalars", "scalar_given"]
         more = ["delivered", "missing", "desync_json"] if merged else ["checksum", "checksum_given"]
         names += more
+        names += ["histograms_json"] if "histograms_json" in self._arrays.chunks else []
         parts = {n: self._arrays.attempt(n, span, a, b) for n in names}
         rows = {n: v for n, v in parts.items() if v is not None}
         if len(rows) < len(parts):

@@ -18,6 +18,7 @@ from ddpprobe.store.columns import (
     digest_columns,
     encode_checksums,
     encode_disputes,
+    encode_histograms,
     encode_rows,
     encode_scalars,
     site_columns,
@@ -172,6 +173,9 @@ class RecordFold:
             old = len(self._digests.labels)
             cells |= encode_checksums(records, self._digests)
             group.append("digest", digest_columns(self._digests.labels[old:]))
+        histograms = encode_histograms(records)
+        if histograms.any():
+            rows["histograms_json"] = histograms
         start = group.sizes["step"]
         for name, data in {**rows, **cells}.items():
             group.put(name, (start, *[0] * (data.ndim - 1)), data)

@@ -253,6 +253,8 @@ class GroupArrays:
             self.lose("", None, "its manifest is missing")
         documents = self._consolidated()
         for name, column in self.columns.items():
+            if column.optional and not {name, f"{name}/{GROUP_JSON}"} & {*documents, *state.files}:
+                continue
             try:
                 own = documents.get(name) or self._document(f"{name}/{GROUP_JSON}")
                 sizes, self.chunks[name] = fmt.check_document(column, own)

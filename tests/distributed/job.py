@@ -80,6 +80,7 @@ def arguments_of(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--daemon", default="none")
     parser.add_argument("--inject")
     parser.add_argument("--capture", action="append", help="modules kept in full, by glob")
+    parser.add_argument("--histograms", default=(), help="modules with a histogram, by glob")
     parser.add_argument("--sleep", type=float, default=0.0)
     parser.add_argument("--hash")
     parser.add_argument("--steps-file", help="report finished steps and, beside them, the process")
@@ -114,7 +115,7 @@ def train(args: argparse.Namespace, rank: int) -> None:
     model = build(args.dropout)
     fault = inject(model, args.inject) if args.inject and args.before else None
     options = {"run_dir": args.out, "every": args.every, "daemon": args.daemon,
-               "backward": args.backward}  # fmt: skip
+               "backward": args.backward, "histograms": args.histograms}  # fmt: skip
     options |= {"capture": tuple(args.capture)} if args.capture else {}
     probe = ddpprobe.install(model, **options) if args.out and args.before else None
     wrapped: nn.Module = model

@@ -383,7 +383,7 @@ def test_every_field_of_two_records_is_merged_by_its_own_law(name: str) -> None:
     for parts in ((one, two), (two, one)):
         merged = merge_all(parts)
         for field in fields(StepRecord):
-            if field.name not in ("counts", "values"):
+            if field.name not in ("counts", "values", "binned", "bins"):
                 assert getattr(merged, field.name) == getattr(wanted, field.name), field.name
 
 

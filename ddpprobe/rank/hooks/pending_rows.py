@@ -10,10 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddpprobe.rank.hooks.bin_rows import PendingBins
 from ddpprobe.rank.hooks.lanes import Arrival
 from ddpprobe.rank.hooks.site_table import SiteTable
 from ddpprobe.rank.hooks.steady import Learned, Steady
 from ddpprobe.rank.stats import rows as stats
+from ddpprobe.records.histogram import (
+    BINS,
+    PATTERNS,
+    Bins,
+    fold,
+    is_whole,
+    no_histograms,
+)
 from ddpprobe.records.step import (
     IN_TURN,
     KINDS,
@@ -40,8 +49,9 @@ CameIn = tuple[str, stats.Nonfinite]
 class StepResult:
     """A sampled step on the host: rows per site, scalars, first bad tensor, what was left out.
 
-    `learned` are sites whose infinities are known to do no harm since this step. Gradients are
-    unscaled: divided by the scalar `loss_scale`, if it is there.
+    `learned` are sites whose infinities are known to do no harm since this step; `binned` and
+    `bins` are as in `StepRecord`. Gradients are unscaled: divided by the scalar `loss_scale`, if it
+    is there.
     """
 
     sites: tuple[Site, ...]
@@ -52,6 +62,8 @@ class StepResult:
     unsupported: Counter[str]
     digests: Digests
     learned: list[Learned]
+    binned: NDArray[np.int64]
+    bins: Bins
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,7 @@ class PendingRows:
 
     rows: Tensor
     parts: tuple[tuple[NDArray[np.int64], Tensor], ...]
+    bins: tuple[PendingBins, ...]
     arrivals: tuple[Arrival, ...]
     slots: NDArray[np.int64]
     micros: NDArray[np.int64]
@@ -106,7 +119,9 @@ class PendingRows:
         for name in [name for name in scalars if name.endswith(_UNLESS_LOGGED)]:
             scalars.setdefault(name.removesuffix(_UNLESS_LOGGED), scalars.pop(name))
         means = {name: sum(v) / len(v) for name, v in scalars.items()}
-        self._unscale(sites, values, means.get("loss_scale", 1.0))
+        scale = means.get("loss_scale", 1.0)
+        binned, bins = self._histograms(keep, sites, counts, scale)
+        self._unscale(sites, values, scale)
         bad, learned = self.steady.judge(
             self.table, rows, self.slots, self._bad(rows),
             finite=math.isfinite(means.get("loss", 0.0)), ended=not (partial or skipped),
@@ -120,7 +135,29 @@ class PendingRows:
             self.unsupported,
             self._checksums(rows),
             learned,
+            binned,
+            bins,
         )
+
+    def _histograms(
+        self, keep: NDArray[np.intp], sites: tuple[Site, ...], counts: Counts, scale: float
+    ) -> tuple[NDArray[np.int64], Bins]:
+        """Return which sites have a histogram, and their bins; gradients' are unscaled."""
+        if not self.bins:
+            return no_histograms()
+        patterns = np.zeros((len(sites), PATTERNS))
+        has = np.zeros(len(sites), bool)
+        for each in self.bins:
+            kept = np.isin(each.rows, keep)
+            slots = self.slots[each.rows[kept]]
+            np.add.at(patterns, slots, each.counts.numpy()[kept])
+            has[slots] = True
+        bins = np.zeros((len(sites), BINS), np.int64)
+        scaled = np.array([site.kind in self.scaled_kinds for site in sites], bool)
+        for chosen, factor in ((has & scaled, scale), (has & ~scaled, 1.0)):
+            bins[chosen] = fold(patterns[chosen], factor)
+        binned = np.flatnonzero(has & is_whole(counts, bins))
+        return binned, bins[binned]
 
     def _joined(self) -> NDArray[np.float64]:
         rows: NDArray[np.float64] = self.rows.numpy()

@@ -19,8 +19,13 @@ _FIRST_CAPACITY = 1024
 class RowBuffer:
     """Rows on a device, each at the place that it has among all rows of the step.
 
+    Args:
+        device: where they are.
+        width: of a row.
+        capacity: how many there is room for at first.
+
     Attributes:
-        rows: float64 [capacity, 9]; what nobody wrote in this step is arbitrary.
+        rows: float64 [capacity, width]; what nobody wrote in this step is arbitrary.
         device: where they are.
         capacity: how many there is room for.
         near: the host can read them at once.
@@ -28,8 +33,10 @@ class RowBuffer:
 
     __slots__ = ("_copied", "_lane", "capacity", "device", "near", "rows")
 
-    def __init__(self, device: torch.device) -> None:
-        shape = _FIRST_CAPACITY, stats.WIDTH
+    def __init__(
+        self, device: torch.device, width: int = stats.WIDTH, capacity: int = _FIRST_CAPACITY
+    ) -> None:
+        shape = capacity, width
         with functorch.outside():  # where the first forward may be
             self.rows = torch.zeros(shape, dtype=torch.float64, device=device)
         self.capacity, self.device = len(self.rows), self.rows.device

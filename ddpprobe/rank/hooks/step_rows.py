@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddpprobe.rank.hooks.bin_rows import BinRows
 from ddpprobe.rank.hooks.lanes import Arrival
 from ddpprobe.rank.hooks.loss_scale import SCALED_KINDS
 from ddpprobe.rank.hooks.pending_rows import SCALAR, CameIn, PendingRows, as_input, witness
@@ -46,13 +47,17 @@ class StepRows:
         rank: this rank.
         timed: order the first bad tensor by the clock rather than by its place in this rank's
             execution: the stages of a pipeline run one after the other, not side by side.
+        bins: makes the histograms, if there are any to be made.
 
     Attributes:
         grad_is_scaled: `.grad` was read before anybody divided it by the loss scale.
         on_bad: called with the first fault of a step at once, where the host sees it.
     """
 
-    def __init__(self, device: torch.device, rank: int, *, timed: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, rank: int, *, timed: bool = False, bins: BinRows | None = None
+    ) -> None:
+        self._bins = bins
         self.table, self._steady = SiteTable(), Steady()
         self.on_bad: Callable[[FirstBad], object] = lambda _: None
         self._told = False  # the first fault of this step
@@ -121,6 +126,8 @@ class StepRows:
                 if not (reused or tensor.is_inference()):
                     self._last = weakref.ref(tensor), tensor._version, index  # noqa: SLF001
             self._note(slot, micro, buffer)
+            if self._bins is not None:
+                self._bins.add(slot, self.table.site(slot), index, tensor)
             if bad:
                 self._bad.append(index)
         if bad and tell:
@@ -157,6 +164,8 @@ class StepRows:
                     self._unsupported[str(reason)] += 1
                     continue
                 self._note(slot, micro, buffer)
+                if self._bins is not None:
+                    self._bins.add(slot, self.table.site(slot), index, tensor)
             if together:
                 known = self._gradients if table is None else table
                 stats.reduce_all(together, self._main.rows[first:], known)
@@ -320,6 +329,8 @@ class StepRows:
         self._main.begin()
         for buffer in self._others.values():
             buffer.begin()
+        if self._bins is not None:
+            self._bins.begin()
         self._elsewhere.clear()
         self._slots, self._micros = [], []
         if self._times is not None:
@@ -339,10 +350,13 @@ class StepRows:
         """Start the copy of this step from each device and return what waits for it."""
         rows, arrival = self._main.to_host(len(self._slots))
         parts = self._parts()
+        bins = self._bins.fetch() if self._bins is not None else ()
+        arrivals = (arrival, *(a for _, _, a in parts), *(each.arrival for each in bins))
         return PendingRows(
             rows=rows,
             parts=tuple((indices, host) for indices, host, _ in parts),
-            arrivals=tuple(a for a in (arrival, *(a for _, _, a in parts)) if a is not None),
+            bins=bins,
+            arrivals=tuple(a for a in arrivals if a is not None),
             slots=np.array(self._slots, np.int64),
             micros=np.array(self._micros, np.int64),
             times=np.array(self._times, np.int64) if self._times is not None else None,
@@ -353,7 +367,8 @@ class StepRows:
             confirmed=frozenset(self._confirmed),
             lent=self._lent,
             came_in=dict(self._came_in),
-            unsupported=Counter(self._unsupported),
+            unsupported=self._unsupported
+            + (self._bins.left_out if self._bins is not None else Counter()),
             table=self.table,
             steady=self._steady,
             rank=self._rank,

@@ -365,6 +365,39 @@ void measure_patterns(const T* p, Request& q) {
   write(q, near_zero);
 }
 
+// Elements by sign and exponent, as a float32 has them in its top nine bits; ZERO of a zero.
+constexpr int ZERO = 512;
+
+int pattern(uint32_t bits) { return bits << 1 ? int(bits >> 23) : ZERO; }
+int pattern(uint16_t bits) { return pattern(uint32_t(bits) << 16); }  // of a bfloat16
+int pattern(Float16 x) {
+  const int sign = x.bits >> 15 << 8, exponent = x.bits >> 10 & 31, mantissa = x.bits & 1023;
+  if (exponent == 31) return sign + 255;
+  if (exponent) return sign + exponent - 15 + 127;
+  return mantissa ? sign + (31 - __builtin_clz(mantissa)) - 24 + 127 : ZERO;
+}
+int pattern(uint64_t bits) {  // of a float64; what a float32 cannot hold is at its ends
+  const int sign = int(bits >> 63) << 8, exponent = int(bits >> 52) & 2047;
+  if (!(bits << 1)) return ZERO;
+  const int moved = exponent - 1023 + 127;
+  return sign + (exponent == 2047 ? 255 : moved < 0 ? 0 : moved > 254 ? 254 : moved);
+}
+
+// Several tables, as neighbours that share a pattern would wait for each other's addition.
+template <class Word>
+void count_exponents(const Word* p, int64_t n, double repeats, double* out) {
+  int64_t table[TABLES][ZERO + 1] = {};
+  int64_t i = 0;
+  for (; i + TABLES <= n; i += TABLES)
+    for (int t = 0; t < TABLES; t++) table[t][pattern(p[i + t])]++;
+  for (; i < n; i++) table[0][pattern(p[i])]++;
+  for (int k = 0; k < ZERO; k++) {
+    int64_t sum = 0;
+    for (int t = 0; t < TABLES; t++) sum += table[t][k];
+    out[k] = double(sum) * repeats;
+  }
+}
+
 }  // namespace
 
 #define ENTRIES(dtype, T, measured)                                                               \
@@ -384,6 +417,15 @@ void add_checksum(const uint64_t* words, int64_t n, const uint64_t* within,
                   const uint64_t* between, uint64_t* out) {
   *out += checksum(words, n, within, between);
 }
+
+#define PATTERNS_OF(dtype, Word)                                                 \
+  void patterns_##dtype(const Word* p, int64_t n, int64_t repeats, double* out) { \
+    count_exponents(p, n, double(repeats), out);                                  \
+  }
+PATTERNS_OF(float32, uint32_t)
+PATTERNS_OF(bfloat16, uint16_t)
+PATTERNS_OF(float16, Float16)
+PATTERNS_OF(float64, uint64_t)
 
 ENTRIES(float32, Float32, measure(p, q))
 ENTRIES(bfloat16, BFloat16, n < FEW || n >> 32 ? measure(p, q) : measure_patterns(p, q))

@@ -60,6 +60,8 @@ row_kernels: dict[torch.dtype, Callable[..., bool]] = {}
 # (elements, numel, repeats, bins, fixed, low, high, eps, counts, wide row): `counts` are int64
 # zeros [TABLES * (bins + 3)]; float64 [HEAD + bins] out, as in `stats.histogram`
 wide_kernels: dict[torch.dtype, Callable[..., None]] = {}
+# (elements, numel, repeats, counts): float64 [PATTERNS] out, as in `stats.patterns`
+pattern_kernels: dict[torch.dtype, Callable[..., None]] = {}
 # (words, how many, within, between, out): as in `stats.checksum`; adds to int64 [] out
 word_kernels: dict[torch.dtype, Callable[..., None]] = {}
 # (bytes, how many, out): as in `stats.crc32`; a positive multiple of FOLDED, uint8 [FOLDED] out.
@@ -97,6 +99,8 @@ def _load() -> bool:
     row_kernels.update(rows)
     for dtype, name in _NAMES.items():
         wide_kernels[dtype] = _function(library, f"wide_{name}", _WIDE)
+    for dtype, name in {**_NAMES, torch.float64: "float64"}.items():
+        pattern_kernels[dtype] = _function(library, f"patterns_{name}", _ROW)
     word_kernels[torch.int64] = _function(library, "add_checksum", _WORDS)
     return True
 
