@@ -60,12 +60,14 @@ class Prometheus:
     Args:
         folder: for its files, empty.
         history: OpenMetrics text of what it knows from before.
+        more: by the name of the job what else its scrape_config says.
         targets: by the name of the job its target, or the target of each run by its label.
     """
 
     def __init__(
-        self, folder: Path, *, history: str = "", **targets: str | Mapping[str, str]
-    ) -> None:
+        self, folder: Path, *, history: str = "", more: Mapping[str, Mapping[str, Any]] = {},
+        **targets: str | Mapping[str, str],
+    ) -> None:  # fmt: skip
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(ROOT / "grafana/rules/ddpprobe.yml")],
@@ -76,6 +78,7 @@ class Prometheus:
                     "static_configs": [{"targets": [target]}]
                     if isinstance(target, str)
                     else [{"targets": [t], "labels": {"run": run}} for run, t in target.items()],
+                    **more.get(job, {}),
                 }
                 for job, target in targets.items()
             ],

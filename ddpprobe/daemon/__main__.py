@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddpprobe.daemon.bounded_log import BoundedLog
-from ddpprobe.daemon.launch import TOKEN_VARIABLE
+from ddpprobe.daemon.launch import TOKEN_VARIABLE, WEB_VARIABLE
 from ddpprobe.daemon.node import DaemonOptions, NodeDaemon
 from ddpprobe.daemon.service import DaemonService
 from ddpprobe.daemon.service_request import SERVICE_VARIABLE, socket_path
@@ -59,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
         "--after",
         action="store_true",
         help="where one serves this node already: wait for its end, then do what it left",
+    )
+    new.add_argument(
+        "--web-config", metavar="FILE", help="TLS and passwords of /metrics (a how-to)"
     )
     new.add_argument("--max-bytes", metavar="N", help="what the store may take, e.g. 20GB")
     new.add_argument("--max-age", metavar="T", help="how old it may be, e.g. 14d, 12h")
@@ -142,6 +145,7 @@ def _serve(options: DaemonOptions) -> int:
 
 def _options(arguments: argparse.Namespace, run: RunDir, node: str) -> DaemonOptions:
     linger, wait = arguments.linger, arguments.wait
+    web = arguments.web_config or os.environ.get(WEB_VARIABLE)
     if linger is None:
         linger = _seconds("DDPPROBE_LINGER")
     if wait is None:
@@ -158,6 +162,7 @@ def _options(arguments: argparse.Namespace, run: RunDir, node: str) -> DaemonOpt
         wait=wait,
         max_bytes=_quantity(arguments.max_bytes, "max-bytes", _BYTES, "20GB"),
         max_age=_quantity(arguments.max_age, "max-age", _SECONDS, "14d"),
+        web=Path(web).absolute() if web else None,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
+import ssl
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ _END = re.compile(rb"\n\r?\n")
 # A client that offers another protocol (some do by default) is answered in the one it speaks.
 _OFFERS = re.compile(rb"\n(?:upgrade|http2-settings):[^\n]*(?=\n)", re.IGNORECASE)
 STALL_SECONDS = 10.0  # Prometheus's own scrape timeout
+HANDSHAKE_SECONDS = 5.0  # for TLS: until then nobody knows who holds the connection
 
 
 class GuardedLoop(asyncio.SelectorEventLoop):
@@ -29,11 +31,16 @@ class GuardedLoop(asyncio.SelectorEventLoop):
 
     A newcomer is always let in. Once the places are taken, the peer that holds most of them loses
     its oldest connection: who floods pays, a scraper with one connection does not. The last
-    connection from loopback goes only if all the others are loopback's too.
+    connection from loopback goes only if all the others are loopback's too. With `tls` its servers
+    speak TLS; a connection is counted when its handshake is done.
     """
 
-    def __init__(self, limit: int = MAX_CONNECTIONS, stall_seconds: float = STALL_SECONDS) -> None:
+    def __init__(
+        self, limit: int = MAX_CONNECTIONS, stall_seconds: float = STALL_SECONDS,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self._tls = {"ssl": tls, "ssl_handshake_timeout": HANDSHAKE_SECONDS} if tls else {}
         self.limit = limit
         self.stall_seconds = stall_seconds
         self.connections: dict[_Watched, str] = {}  # in order of arrival, with the peer's address
@@ -43,7 +50,7 @@ class GuardedLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Server:
         """Start a server, as the base class does, with every connection watched."""
         return await super().create_server(
-            lambda: _Watched(self, protocol_factory()), *args, **kwargs
+            lambda: _Watched(self, protocol_factory()), *args, **{**kwargs, **self._tls}
         )
 
     def admit(self, connection: _Watched, peer: str) -> None:

@@ -52,6 +52,8 @@ _QUICK = (
     f"ddpprobe: the node daemon ends soon after each start; {_SELDOM}. Its log %s ends with: %s"
 )
 
+WEB_VARIABLE = "DDPPROBE_WEB_CONFIG"  # the path of a `web_config`
+
 logger = logging.getLogger("ddpprobe")
 
 
@@ -274,6 +276,8 @@ def _environment(token: str | None) -> dict[str, str]:
     if (targets := os.environ.get(paths.SD_VARIABLE)) is not None:
         # The daemon has another working directory.
         env[paths.SD_VARIABLE] = str(Path(targets).absolute()) if targets else ""
+    if web := os.environ.get(WEB_VARIABLE):
+        env[WEB_VARIABLE] = str(Path(web).absolute())
     # Blocks of the store come and go: without it malloc keeps 75 MiB more of them (measured).
     env["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
     token = token or os.environ.get(TOKEN_VARIABLE)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpprobe.daemon import host
@@ -20,6 +21,7 @@ from ddpprobe.daemon.overview_job import OverviewJob
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.snapshot import Readings, view_of
 from ddpprobe.daemon.uploader import Uploader, destination_of, identity_of
+from ddpprobe.daemon.web_config import WebConfigFile
 from ddpprobe.ends.judge import BAD, RUNNING, UNDECIDED
 from ddpprobe.records.events import SealedEvent
 from ddpprobe.rundir import paths
@@ -52,7 +54,7 @@ class DaemonOptions:
     """What the command line says; `wait`, `linger` and `max_age` in seconds.
 
     `token` is a secret that all nodes share; without one each has its own (see `roster`). Without
-    `linger` how the run ended decides (see `linger_of`).
+    `linger` how the run ended decides (see `linger_of`). `web` is a file of TLS and passwords.
     """
 
     run: RunDir
@@ -65,6 +67,7 @@ class DaemonOptions:
     wait: float = 120.0
     max_bytes: float | None = None
     max_age: float | None = None
+    web: Path | None = None
 
 
 def linger_of(asked: float | None, state: str) -> float:
@@ -98,8 +101,8 @@ class NodeDaemon:
         self._uploader: Uploader | None = None
         self._overview: OverviewJob | None = None
         self._target_file: TargetFile | None = None
-        url = options.head_url
-        self._pusher = Pusher(url, self._secret, options.node) if url else None
+        url, self._web = options.head_url, WebConfigFile(options.web) if options.web else None
+        self._pusher = Pusher(url, self._secret, options.node, self._web) if url else None
         self._gather_queue = GatherQueue(self._run.daemon_file(self._node, "inbox"))
         self._watcher = ProcessWatcher()
         self._readings = Readings()
@@ -276,7 +279,7 @@ class NodeDaemon:
         from ddpprobe.metrics.render import Exposition  # noqa: PLC0415
 
         options = self._options
-        server = Server(options.listen, options.gather_listen)
+        server = Server(options.listen, options.gather_listen, self._web)
         self._address = server.start()
         self._server, self._exposition = server, Exposition()
         self._label = run_label(self._identity()) or self._run.path.name
@@ -307,6 +310,7 @@ class NodeDaemon:
             "pid": os.getpid(),
             "listen": self._address if server else None,
             "gather": server.gather_address if server else None,
+            "scheme": server.scheme if server else None,
             "started_ns": time.time_ns(),
             "run_id": self._run_id(),
         }
@@ -321,7 +325,10 @@ class NodeDaemon:
         if directory is None:
             return
         if self._target_file is None:
-            self._target_file = TargetFile(directory, self._label, self._node, self._address)
+            scheme = self._server.scheme if self._server else "http"
+            self._target_file = TargetFile(
+                directory, self._label, self._node, self._address, scheme
+            )
         self._target_file.keep(now)
 
     def _identity(self) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ddpprobe.daemon.web_config import WebConfig, WebConfigFile
 from ddpprobe.records.events import Asking, Message, to_json
 from ddpprobe.records.step import StepRecord
 from ddpprobe.rundir import framing, safe_read
@@ -56,10 +57,12 @@ class Pusher:
     counted in `dropped`. `acknowledged` is (attempt, step) of the newest record the head took.
 
     Args:
-        url: `http://host:port` of the head's daemon.
+        url: `http://host:port` of the head's daemon, or `https://host:port`.
         token: returns the secret that proves who this is, sent as a bearer token; asked for each
             connection, since a restarted job agrees on new ones.
         node: name of this node.
+        web: of this daemon; whose signature the head's certificate must have, and this one's own
+            certificate. None: those that the machine trusts, and none.
 
     Attributes:
         listen: where this daemon serves its metrics, which the head tells Prometheus; "" as long as
@@ -69,8 +72,10 @@ class Pusher:
         ValueError: the URL is none.
     """
 
-    def __init__(self, url: str, token: Callable[[], str], node: str) -> None:
-        self._host, self._port = _parse(url)
+    def __init__(
+        self, url: str, token: Callable[[], str], node: str, web: WebConfigFile | None = None
+    ) -> None:
+        self._address, self._web = _parse(url), web
         self.dropped: Counter[str] = Counter()
         self.acknowledged = (-1, -1)
         self._token, self._bearer = token, ""
@@ -121,7 +126,7 @@ class Pusher:
         Raises:
             ValueError: the URL is none.
         """
-        self._host, self._port = _parse(url)
+        self._address = _parse(url)
 
     @property
     def pending(self) -> int:
@@ -227,9 +232,7 @@ class Pusher:
         }
         try:
             if self._connection is None:
-                self._connection = http.client.HTTPConnection(
-                    self._host, self._port, timeout=TIMEOUT_SECONDS
-                )
+                self._connection = self._connect()
             self._connection.request("POST", "/gather", body, headers)
             answer = self._connection.getresponse()
             told = answer.read(ANSWER_BYTES)
@@ -248,6 +251,15 @@ class Pusher:
                 self._heard.extend(decode_all(told))
         return answer.status, 0
 
+    def _connect(self) -> http.client.HTTPConnection:
+        tls, host, port = self._address
+        if not tls:
+            return http.client.HTTPConnection(host, port, timeout=TIMEOUT_SECONDS)
+        config = self._web.now if self._web is not None else WebConfig()
+        return http.client.HTTPSConnection(
+            host, port, timeout=TIMEOUT_SECONDS, context=config.client_context()
+        )
+
     def _refused(self, status: int, told: bytes) -> int:
         """Return how many items the head refuses, all if it does not say; log why, once."""
         count, reason = sys.maxsize, told.decode(errors="replace").strip()
@@ -259,7 +271,7 @@ class Pusher:
             self._refusals.add(status)
             logger.warning(
                 "ddpprobe: the head at %s:%s refuses what this node pushes (%d: %s); it is dropped "
-                "and counted, this is said once", self._host, self._port, status,
+                "and counted, this is said once", *self._address[1:], status,
                 reason.encode("unicode_escape").decode()[:MAX_REASON],
             )  # fmt: skip
         return count
@@ -273,7 +285,7 @@ class Pusher:
         """Say once an outage what is wrong."""
         if status not in self._warned and not self._leaving:
             self._warned.add(status)
-            where = f"{self._host}:{self._port}"
+            where = f"{self._address[1]}:{self._address[2]}"
             logger.warning("ddpprobe: the head at %s %s; records are kept and resent", where, what)
 
     def _note_recovery(self) -> None:
@@ -284,16 +296,18 @@ class Pusher:
             return
         self._warned.clear()
         took = f"{lost} records were dropped meanwhile" if lost else "nothing was dropped"
-        where = f"{self._host}:{self._port}"
+        where = f"{self._address[1]}:{self._address[2]}"
         logger.warning("ddpprobe: the head at %s answers again; %s", where, took)
 
 
-def _parse(url: str) -> tuple[str, int]:
+def _parse(url: str) -> tuple[bool, str, int]:
+    """Return whether it speaks TLS, the host, and the port."""
     parts = urllib.parse.urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
         msg = f"cannot push to {url!r}: write http://HOST:PORT, as in http://10.0.0.1:13378"
         raise ValueError(msg)
-    return parts.hostname, parts.port or 80
+    tls = parts.scheme == "https"
+    return tls, parts.hostname, parts.port or (443 if tls else 80)
 
 
 def _item(message: Message) -> _Item:

@@ -7,6 +7,7 @@ asks and how often; what a hostile or broken client can hold is bounded (see `co
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import functools
 import gzip
@@ -16,6 +17,7 @@ import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ import hypercorn.config
 
 from ddpprobe.daemon.blocks import Refusal
 from ddpprobe.daemon.connections import GuardedLoop, is_loopback
+from ddpprobe.daemon.web_config import ReloadingContext, WebConfigFile
 from ddpprobe.metrics.render import OPENMETRICS_CONTENT_TYPE, TEXT_CONTENT_TYPE
 from ddpprobe.rundir.roster import Door
 
@@ -43,10 +46,12 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 logger = logging.getLogger("ddpprobe.http")
 
 _OPEN = (
-    "ddpprobe: /metrics is served at %s to whoever reaches that port, in the clear and without a "
-    "password; it names modules and hosts. DDPPROBE_LISTEN=ADDRESS:PORT binds it to one network"
+    "ddpprobe: /metrics is served at %s to whoever reaches that port, %s; it names modules and "
+    "hosts. DDPPROBE_LISTEN=ADDRESS:PORT binds it to one network, DDPPROBE_WEB_CONFIG=FILE asks "
+    "for certificates or passwords"
 )
 
+_NOSNIFF = (b"x-content-type-options", b"nosniff")
 _LANDING = b"""<!doctype html><html lang="en"><meta charset="utf-8"><title>ddpprobe</title>
 <h1>ddpprobe node daemon</h1><ul>
 <li><a href="/metrics">/metrics</a> for Prometheus (text or OpenMetrics, by Accept)
@@ -84,9 +89,17 @@ class Server:
         listen: "127.0.0.1:13377", "[::1]:13377"; the next free port up is taken if it is in use.
         gather_listen: where other nodes push to, if not at `listen`; only `/gather` and `/healthz`
             answer there, and `/gather` nowhere else. Port 0 takes any.
+        web: TLS, passwords and headers, at both; None: plain HTTP, nobody is asked.
+
+    Attributes:
+        scheme: "https" where it speaks TLS, else "http".
     """
 
-    def __init__(self, listen: str, gather_listen: str | None = None) -> None:
+    def __init__(
+        self, listen: str, gather_listen: str | None = None, web: WebConfigFile | None = None
+    ) -> None:
+        self._web = web
+        self.scheme = "https" if web is not None and web.now.context is not None else "http"
         self._listen = parse_address(listen)
         self._gather_listen = parse_address(gather_listen) if gather_listen else None
         self._gather_port: int | None = None
@@ -95,6 +108,7 @@ class Server:
         self._door: Door | None = None
         self._label = ""
         self._nodes: dict[str, str] = {}  # where the nodes that push serve their metrics
+        self._checker = ThreadPoolExecutor(1, "ddpprobe-password")
         self._loop: GuardedLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
@@ -120,9 +134,10 @@ class Server:
                 raise
             self.gather_address = format_address(sockets[1])
             self._gather_port = sockets[1].getsockname()[1]
-        if not is_loopback(sockets[0].getsockname()[0]):
-            logger.warning(_OPEN, address)
-        self._loop = GuardedLoop()
+        if not is_loopback(sockets[0].getsockname()[0]) and (open_ := self._open_doors()):
+            logger.warning(_OPEN, address, open_)
+        tls = ReloadingContext(self._web) if self._web and self.scheme == "https" else None
+        self._loop = GuardedLoop(tls=tls)
         self._stopping = asyncio.Event()
         binds = [f"fd://{sock.detach()}" for sock in sockets]
         self._thread = threading.Thread(
@@ -130,6 +145,15 @@ class Server:
         )
         self._thread.start()
         return address
+
+    def _open_doors(self) -> str:
+        """Say what keeps nobody out; "" if something does."""
+        config = self._web.now if self._web is not None else None
+        clear = "" if self.scheme == "https" else "in the clear"
+        asked = config is not None and (
+            config.users or (config.context is not None and config.context.verify_mode)
+        )
+        return " and ".join(filter(None, (clear, "" if asked else "without a password")))
 
     def publish(self, text: bytes, openmetrics: bytes) -> None:
         """Replace what `/metrics` answers; from any thread, in one step."""
@@ -163,6 +187,7 @@ class Server:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the thread ended before
             self._loop.call_soon_threadsafe(self._end)
         self._thread.join(10 * SHUTDOWN_SECONDS)
+        self._checker.shutdown(wait=False)
         if self._thread.is_alive():
             msg = f"the HTTP server did not stop within {10 * SHUTDOWN_SECONDS:.0f} s"
             raise TimeoutError(msg)
@@ -197,7 +222,9 @@ class Server:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         else:
-            await _respond(receive, send, await self._answer(scope, receive))
+            answer = await self._answer(scope, receive)
+            fixed = self._web.now.headers if self._web is not None else ()
+            await _respond(receive, send, answer, fixed)
 
     async def _answer(self, scope: Scope, receive: Receive) -> Answer:
         path, method = scope["path"], scope["method"]
@@ -205,6 +232,9 @@ class Server:
         at_gather = self._gather_port is not None and scope["server"][1] == self._gather_port
         if path == "/gather" and (at_gather or self._gather_port is None) and self._handler:
             return await self._gather(method, headers, scope, receive)
+        if self._web is not None and self._web.now.users and not await self._knows(headers):
+            realm = (b"www-authenticate", b'Basic realm="ddpprobe"')
+            return _refusal(401, b"wrong or no name and password\n", realm)
         pages = {"/healthz": lambda: Answer(200, b"ok\n")}
         if not at_gather:
             pages |= {
@@ -219,6 +249,22 @@ class Server:
         if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
             return _refusal(400, b"a request body makes no sense here\n")
         return pages[path]()
+
+    async def _knows(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request has a user's name and password.
+
+        To check one takes 50 ms, so a thread of its own does: nobody else's answer waits for it.
+        """
+        scheme, _, value = headers.get("authorization", "").partition(" ")
+        try:
+            said = base64.b64decode(value, validate=True).decode()
+        except ValueError:
+            return False
+        name, colon, password = said.partition(":")
+        if scheme.lower() != "basic" or not colon or self._web is None or self._loop is None:
+            return False
+        check = self._web.admits
+        return await self._loop.run_in_executor(self._checker, check, name, password)
 
     def _metrics(self, headers: Mapping[str, str]) -> Answer:
         pages = self._pages
@@ -236,6 +282,7 @@ class Server:
         """Return the run's targets for Prometheus's http_sd, this one at the address asked."""
         targets = [join_address(*scope["server"][:2]), *sorted(self._nodes.values())]
         labels = {"run": self._label} if self._label else {}
+        labels |= {"__scheme__": "https"} if self.scheme == "https" else {}
         body = json.dumps([{"targets": targets, "labels": labels}]).encode()
         return Answer(200, body, "application/json")
 
@@ -375,11 +422,13 @@ async def _read_body(receive: Receive) -> bytes | None:
             return bytes(body)
 
 
-async def _respond(receive: Receive, send: Send, answer: Answer) -> None:
+async def _respond(
+    receive: Receive, send: Send, answer: Answer, fixed: tuple[tuple[bytes, bytes], ...] = ()
+) -> None:
     """Send an answer piece by piece, as fast as it is read, to a client that is there."""
     headers = [
         (b"content-type", answer.content_type.encode()),
-        (b"x-content-type-options", b"nosniff"),
+        *(fixed if b"x-content-type-options" in dict(fixed) else (_NOSNIFF, *fixed)),
         *answer.headers,
     ]
     if answer.status != 204:

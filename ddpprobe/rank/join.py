@@ -286,7 +286,7 @@ class _Head:
                 f"the node daemon did not open its gather port within {DAEMON_SECONDS:.0f} s; "
                 f"its log is {run.daemon_file(node, 'log')}"
             )
-        return f"http://{serving['gather']}"
+        return f"{serving.get('scheme') or 'http'}://{serving['gather']}"
 
 
 def _open(
@@ -330,7 +330,7 @@ def _open(
         own.give_up()
         raise
 
-    gather = plan["head"].removeprefix("http://") if is_head and plan["head"] else None
+    gather = plan["head"].partition("://")[2] if is_head and plan["head"] else None
 
     def start() -> None:
         if head.roster is not None:

@@ -68,15 +68,19 @@ class TargetFile:
         run: label that tells the run from all others.
         node: name of the node.
         listen: the address to which the daemon is bound, its port known.
+        scheme: "http" or "https".
     """
 
-    def __init__(self, directory: Path, run: str, node: str, listen: str) -> None:
+    def __init__(
+        self, directory: Path, run: str, node: str, listen: str, scheme: str = "http"
+    ) -> None:
         self._directory, self._listen = directory, listen
         target, local = address_for_others(listen)
         host = _file_part(_hostname())
         name = f"ddpprobe-{_file_part(run)}.{node}.{host}.json"
         self.path = directory / host / name if local else directory / name
-        self._text = json.dumps([{"targets": [target], "labels": {"run": run}}], indent=1) + "\n"
+        labels = {"run": run} | ({"__scheme__": scheme} if scheme != "http" else {})
+        self._text = json.dumps([{"targets": [target], "labels": labels}], indent=1) + "\n"
         self._next = 0.0
         self._refused = self._is_announced = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import http.client
 import json
@@ -441,7 +442,8 @@ def test_a_drip_of_bytes_is_closed(
 
 def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "STALL_SECONDS", 0.3)
-    monkeypatch.setattr(server, "GuardedLoop", lambda: connections.GuardedLoop(stall_seconds=0.3))
+    short = functools.partial(connections.GuardedLoop, stall_seconds=0.3)
+    monkeypatch.setattr(server, "GuardedLoop", short)
     with serving() as (made, address):
         made.publish(os.urandom(32 * 2**20), OPENMETRICS)
         with dial(address) as sock:
