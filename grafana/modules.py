@@ -5,6 +5,7 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import dashboard as models
 
+from ddpprobe.records.histogram import NEAR_ZERO
 from grafana.board import Placed, Row, chosen, listed, of_one_run, placed
 from grafana.panels import (
     Column,
@@ -13,7 +14,7 @@ from grafana.panels import (
     heatmap_panel,
     table_panel,
 )
-from grafana.queries import NODE, ROWS, events, metric
+from grafana.queries import NODE, ROWS, events, metric, rate
 
 UID = "ddpprobe-modules"
 # Values of the variable: ends of names of metrics. The last one is of parameters, and has no kind
@@ -28,6 +29,7 @@ PLACE = f"max by (fqn) ({metric('site_position', NODE)})"
 # of one length, that is the order of execution.
 IN_ORDER = f'* on (fqn) group_left (at) count_values by (fqn) ("at", 10000 + {PLACE})'
 OUTPUTS = NODE + ',kind!="input"'
+QUANTILES = ((0.5, "half"), (0.9, "90 in 100"), (0.99, "99 in 100"))
 NAME = {"custom.width": 320}
 NUMBER = {"unit": "sci", "decimals": 2}
 
@@ -213,11 +215,45 @@ def _one() -> list[Placed]:
     ]
 
 
+def _values() -> list[Placed]:
+    mine = f'{NODE},fqn="$module",kind="$kind"'
+    buckets = f"sum by (le) ({rate('site_magnitude_bucket', mine)})"
+    near, every = (
+        rate("site_magnitude_bucket", f'{mine},le="{le}"') for le in (repr(NEAR_ZERO), "+Inf")
+    )
+    near_zero = f"sum({near}) / sum({every})"
+    return [
+        (
+            graph_panel(
+                "$module: where magnitudes of $kind lie",
+                "Half, nine in ten and 99 in 100 of the elements are below these, right to a factor of four or sixteen (the buckets); 0 where they are zero. Of modules that install(histograms=...) names, "
+                "if the daemon has DDPPROBE_HISTOGRAMS=1; else run.histograms() has them. Falling towards 1e-8 in a float16 gradient: it is about to vanish.",
+                "sci",
+                [Query(f"histogram_quantile({q}, {buckets})", name) for q, name in QUANTILES],
+                no_value="DDPPROBE_HISTOGRAMS=1 shows what histograms= names",
+            ),
+            12,
+        ),
+        (
+            graph_panel(
+                "$module: share near zero, $kind",
+                "Share of elements with a magnitude below 1/16 (the fastai near_zero is 0.05). Near 1 at an output: it hardly says anything; at an input of a ReLU that is usual. Where from: as beside.",
+                "percentunit",
+                [Query(near_zero, "below 1/16")],
+                soft_max=1,
+                no_value="DDPPROBE_HISTOGRAMS=1 shows what histograms= names",
+            ),
+            12,
+        ),
+    ]
+
+
 ROWS_OF_PANELS = (
     Row("", 13, False, _over_time),
     Row("Now", 9, False, _now),
     Row("Not finite, dead", 9, False, _dead),
     Row("One module", 7, False, _one),
+    Row("Where its values lie", 7, False, _values),
 )
 
 

@@ -19,8 +19,9 @@ from ddpprobe.daemon.server import Server
 from ddpprobe.ends.anomalies import TITLES, first_cause_of
 from ddpprobe.ends.judge import BAD
 from ddpprobe.metrics.render import Exposition
+from ddpprobe.records.histogram import BINS
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
-from ddpprobe.records.site_memory import Outliers
+from ddpprobe.records.site_memory import Magnitudes, Outliers
 from ddpprobe.records.step import COUNTS, Anomaly, Site, StepRecord
 
 RANKS = 2
@@ -46,9 +47,12 @@ def _merged(step: int, bad: bool) -> StepRecord:
     values = np.stack([-top, top, 0 * top, rms**2 * 4096], axis=1)
     norm = math.sqrt(sum(v[3] for s, v in zip(sites, values, strict=True) if s.kind == "grad"))
     norms = {"grad_norm": norm, "grad_norm_used": min(norm, 1.0)}  # clipped at 1
+    bins = np.zeros((len(MODULES), BINS), np.int64)
+    middle = 3 * BINS // 4 + step // 20  # magnitudes near 1 that grow slowly
+    bins[:, middle - 6 : middle] = 2 ** np.arange(6) * 60
     return StepRecord(
         0, step, tuple(range(RANKS)), time.time_ns(), True, sites, counts, values,
-        scalars=dict.fromkeys(range(RANKS), norms),
+        scalars=dict.fromkeys(range(RANKS), norms), binned=np.arange(len(MODULES)), bins=bins,
     )  # fmt: skip
 
 
@@ -91,13 +95,14 @@ def _rank(rank: int, tick: int, bad_at: int, dead_at: int) -> RankView:
 def views(bad_at: int = 8, dead_at: int = 12, until: int = 16) -> Iterator[NodeView]:
     """Yield the run, one view per second of it: a NaN on rank 1 at `bad_at`, its death later."""
     times: dict[int, int] = {}  # when each tick was: an event keeps its moment
-    outliers = Outliers()
+    outliers, magnitudes = Outliers(), Magnitudes()
     for tick in range(until):
         times[tick] = time.time_ns()
         step = STEPS_PER_VIEW * tick
         bad = tick >= bad_at
         merged = _merged(step, bad)
         outliers.update(merged)
+        magnitudes.update(merged)
         nan = Anomaly(
             "nonfinite", "page", STEPS_PER_VIEW * bad_at, 0, 1, "blocks.2.mlp", "output",
             "forward", True, "first NaN", {"nan": 512.0}, True, 0, times.get(bad_at, 0),
@@ -121,6 +126,7 @@ def views(bad_at: int = 8, dead_at: int = 12, until: int = 16) -> Iterator[NodeV
             merged=merged,
             outliers=outliers.now,
             update_ratios={f"{fqn}.weight": 1e-3 * (1 + i) for i, fqn in enumerate(MODULES)},
+            magnitudes=magnitudes.now,
             nodes_expected=2,
             node_blocks={"node_0001": time.time_ns()},
             anomalies={("nonfinite", "page"): 1} if bad else {},

@@ -64,6 +64,9 @@ def parser() -> argparse.ArgumentParser:
         "--web-config", metavar="FILE", help="TLS and passwords of /metrics (a how-to)"
     )
     new.add_argument("--max-bytes", metavar="N", help="what the store may take, e.g. 20GB")
+    new.add_argument(
+        "--histograms", action="store_true", help="show those of install(histograms=) in /metrics"
+    )
     new.add_argument("--max-age", metavar="T", help="how old it may be, e.g. 14d, 12h")
     return new
 
@@ -163,6 +166,7 @@ def _options(arguments: argparse.Namespace, run: RunDir, node: str) -> DaemonOpt
         max_bytes=_quantity(arguments.max_bytes, "max-bytes", _BYTES, "20GB"),
         max_age=_quantity(arguments.max_age, "max-age", _SECONDS, "14d"),
         web=Path(web).absolute() if web else None,
+        histograms=arguments.histograms or os.environ.get("DDPPROBE_HISTOGRAMS") == "1",
     )
 
 

@@ -22,7 +22,7 @@ from ddpprobe.ends.evidence import Evidence
 from ddpprobe.ends.judge import End
 from ddpprobe.records import events
 from ddpprobe.records.events import Beat, Event
-from ddpprobe.records.site_memory import Outliers, UpdateRatios
+from ddpprobe.records.site_memory import Magnitudes, Outliers, UpdateRatios
 from ddpprobe.records.step import Anomaly, StepRecord
 from ddpprobe.rundir import framing
 from ddpprobe.rundir.framing import Frame
@@ -53,7 +53,7 @@ class DaemonJournal:
         last_step: the newest merged step; -1 if there is none.
         pushed: the newest step the head acknowledged (on a node that is not the head).
         merged: the newest merged record of a sampled step.
-        outliers, update_ratios: what the merged sampled steps so far say of the sites.
+        outliers, update_ratios, magnitudes: what the merged sampled steps so far say of the sites.
         window: the last merged sampled steps, oldest first.
         recovered: what a predecessor had found.
         settled: causes that an event names: of orders, pinned windows, and what was refused.
@@ -74,6 +74,7 @@ class DaemonJournal:
         self.last_step = self.pushed = -1
         self.merged: StepRecord | None = None
         self.outliers, self.update_ratios = Outliers(), UpdateRatios()
+        self.magnitudes = Magnitudes()
         self.window: deque[int] = deque(maxlen=WINDOW_STEPS)
         self.recovered: list[Anomaly] = []
         self.settled: set[str] = set()
@@ -285,6 +286,7 @@ class DaemonJournal:
             self.window.append(record.step)
             self.outliers.update(record)
             self.update_ratios.update(record)
+            self.magnitudes.update(record)
 
     def _write_anomaly(self, anomaly: Anomaly) -> None:
         self._append(framing.ANOMALY, framing.encode_anomaly(anomaly))

@@ -43,7 +43,7 @@ _INHERITED = (
 )  # fmt: skip
 _OURS = (
     "DDPPROBE_STRICT", "DDPPROBE_LINGER", "DDPPROBE_LISTEN", "DDPPROBE_MAX_BYTES",
-    "DDPPROBE_MAX_AGE",
+    "DDPPROBE_MAX_AGE", "DDPPROBE_HISTOGRAMS",
 )  # fmt: skip
 _GONE = "ddpprobe: the run directory %s is gone: nothing is recorded any more, training goes on"
 _SELDOM = "it is started anew, ever more seldom, and the journals keep the records meanwhile"

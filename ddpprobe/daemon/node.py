@@ -68,6 +68,7 @@ class DaemonOptions:
     max_bytes: float | None = None
     max_age: float | None = None
     web: Path | None = None
+    histograms: bool = False
 
 
 def linger_of(asked: float | None, state: str) -> float:
@@ -360,6 +361,7 @@ class NodeDaemon:
             restarts=self._restarts,
             components={name: not fuse.blown for name, fuse in self._fuses.items()},
             uploader=self._uploader,
+            histograms=self._options.histograms,
         )
         text, openmetrics = (exposition.render(view, flag) for flag in (False, True))
         server.publish(text, openmetrics)

@@ -35,6 +35,7 @@ def view_of(
     restarts: Mapping[str, int],
     components: Mapping[str, bool],
     uploader: Uploader | None = None,
+    histograms: bool = False,
 ) -> NodeView:
     """Return the view of one attempt now.
 
@@ -47,6 +48,7 @@ def view_of(
         restarts: attempts that another one followed, by the state in which they ended.
         components: the daemon's own; False where a fuse has blown.
         uploader: of a run that has a URL.
+        histograms: show them.
     """
     daemon_journal, meta = attempt.daemon_journal, attempt.meta
     lag = time.monotonic() - attempt.unread_since if attempt.unread_since is not None else 0.0
@@ -75,6 +77,11 @@ def view_of(
         outliers=daemon_journal.outliers.now if daemon_journal and attempt.is_head else (),
         update_ratios=(
             daemon_journal.update_ratios.now if daemon_journal and attempt.is_head else {}
+        ),
+        magnitudes=(
+            daemon_journal.magnitudes.now
+            if histograms and daemon_journal and attempt.is_head
+            else {}
         ),
         nodes_expected=attempt.nodes_expected,
         node_blocks=attempt.node_blocks,

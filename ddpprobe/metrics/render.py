@@ -24,7 +24,7 @@ from ddpprobe.metrics.labels import (
     exemplar_labels,
     label_value,
 )
-from ddpprobe.metrics.table import METRICS, SERIES_LIMIT, Metric
+from ddpprobe.metrics.table import LE, METRICS, SERIES_LIMIT, Family, Metric
 from ddpprobe.records.node_view import NodeView
 from ddpprobe.records.site_stats import TensorRows, TensorRowsCache
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -80,7 +80,7 @@ class _ViewCollector(Collector):
 
     def __init__(self, view: NodeView, limit: int) -> None:
         self.dropped = self.refused = 0
-        self._families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        self._families: dict[str, Family] = {}
         view = replace(view, ranks=tuple(sorted(view.ranks, key=lambda r: r.rank)))
         room = limit - 1  # one place is the refusal counter's own
         for metric in METRICS:
@@ -89,31 +89,37 @@ class _ViewCollector(Collector):
 
     def _take(self, metric: Metric, view: NodeView, room: int) -> int:
         """Add the family of one metric; return how many series it has."""
-        family = metric.family()
+        family, fits = metric.family(), True
         seen: set[tuple[str, ...]] = set()
         most = [PATH_BYTES if name == "directory" else LABEL_BYTES for name in metric.labels]
         for labels, value, anomaly in metric.read(view):
             if value is None:
                 continue
             shown = tuple(map(label_value, labels, most))
-            if shown in seen or len(seen) >= room:
+            if metric.kind == "histogram" and shown[-1] == LE[0]:  # all buckets of one, or none
+                fits = len(seen) + len(LE) <= room
+            elif metric.kind != "histogram":
+                fits = len(seen) < room
+            if shown in seen or not fits:
                 self.refused += 1
                 continue
             seen.add(shown)
             if isinstance(family, CounterMetricFamily):
                 exemplar = None if anomaly is None else exemplar_of(anomaly)
                 family.add_metric(shown, float(value), exemplar=exemplar)
-            else:
+            elif isinstance(family, GaugeMetricFamily):
                 family.add_metric(shown, float(value))
+            else:
+                family.add_sample(metric.name, dict(zip(metric.labels, shown, strict=True)), value)
         if seen or metric.name == _DROPPED:
             self._families[metric.name] = family
         return len(seen)
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def collect(self) -> Iterator[Family]:
         for name, family in self._families.items():
             if name == _DROPPED:
                 family.samples.clear()
-                family.add_metric((), self.dropped)
+                family.add_sample(_DROPPED, {}, self.dropped)
             yield family
 
 
@@ -174,11 +180,11 @@ class _Sites(Collector):
             out += [f"{begins[i]}{floatToGoString(value)}" for i, value in shown]  # type: ignore[no-untyped-call]
         return "".join(f"{line}\n" for line in out)
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def collect(self) -> Iterator[Family]:
         for metric in _OF_SITES:
             family = metric.family()
             for labels in self._labels:
-                family.add_metric(labels, 0.0)
+                family.add_sample(metric.name, dict(zip(metric.labels, labels, strict=True)), 0.0)
             yield family
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from ddpprobe.metrics.labels import ROOT, label_value
 from ddpprobe.records.derived import DERIVED, Derived
 from ddpprobe.records.events import ACTIONS
+from ddpprobe.records.histogram import BORDERS
 from ddpprobe.records.node_view import NodeView, RankView
 from ddpprobe.records.site_memory import SLOTS
 from ddpprobe.records.site_stats import global_grad_norm
@@ -22,8 +23,13 @@ from ddpprobe.records.step import COUNTED_KINDS, LEVELS, STEP_PHASES, Anomaly
 
 SERIES_LIMIT = 5_000  # at which rendering both formats costs about 10 ms of one core
 POSITIONS = 500  # modules and parameters whose place in execution order is told
+MAGNITUDES = 32  # sites whose histogram is told
+LE = (*(repr(border) for border in BORDERS), "+Inf")  # labels of the buckets
 RATIOS = 500  # parameters whose update ratio is told: both come before the sites under the cap
 _BASE_UNITS = ("seconds", "bytes", "ratio")
+
+
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class Reading(NamedTuple):
@@ -63,7 +69,9 @@ class Metric:
 
     @property
     def kind(self) -> str:
-        """Return "counter" or "gauge"."""
+        """Return "counter", "histogram" (its buckets, whose last label is `le`) or "gauge"."""
+        if self.name.endswith("_bucket"):
+            return "histogram"
         return "counter" if self.name.endswith("_total") else "gauge"
 
     @property
@@ -71,8 +79,11 @@ class Metric:
         """Return "A" if it is per rank or per node, "B" if it is per site (head node only)."""
         return "B" if self.stat else "A"
 
-    def family(self) -> CounterMetricFamily | GaugeMetricFamily:
+    def family(self) -> Family:
         """Return an empty family of this metric."""
+        if self.kind == "histogram":
+            base = self.name.removesuffix("_bucket")
+            return HistogramMetricFamily(base, self.help, labels=self.labels[:-1])
         unit = self.unit if self.unit in _BASE_UNITS else ""
         if self.kind == "counter":
             base = self.name.removesuffix("_total")
@@ -171,6 +182,13 @@ def _positions(view: NodeView) -> Iterator[Reading]:
         yield Reading((fqn,), place)
 
 
+def _magnitudes(view: NodeView) -> Iterator[Reading]:
+    """Yield the buckets of the first sites, each site's as a whole."""
+    for (fqn, kind), counts in itertools.islice(view.magnitudes.items(), MAGNITUDES):
+        for le, count in zip(LE, counts.tolist(), strict=True):
+            yield Reading((fqn or ROOT, kind, le), count)
+
+
 @functools.cache
 def version() -> str:
     """Return the installed version of ddpprobe; "unknown" when it runs from a bare source tree."""
@@ -257,6 +275,8 @@ METRICS: tuple[Metric, ...] = (
           "zero_ratio"),
     _row("site_update_ratio", "ratio", f"Root mean square of what an optimizer step changed of a parameter over that of the parameter, at its last turn, for the first {RATIOS} (head node): about 0.001 is usual; 0 does not learn, 0.1 and more is thrown about.",
          ("fqn", "kind"), lambda v: [Reading((fqn or ROOT, "update"), ratio) for fqn, ratio in itertools.islice(v.update_ratios.items(), RATIOS)]),
+    _row("site_magnitude_bucket", "elements", f"Elements of all sampled steps whose magnitude is below `le`, zeros among them; +Inf: all elements, NaN among them; over all ranks, for the first {MAGNITUDES} sites that install(histograms=...) names (head node). Only if asked for: DDPPROBE_HISTOGRAMS=1. histogram_quantile over its rate() shows where values lie.",
+         ("fqn", "kind", "le"), _magnitudes),
     _row("outlier_score", "", f"How far the rms of a site is from its usual level, in powers of ten, newest sampled step (head node), for the {SLOTS} that are furthest; who it is says outlier_info of the same slot. Slots are there also for sites that the cap of series leaves out.",
          ("slot",), lambda v: [Reading((slot,), x.score) for slot, x in enumerate(v.outliers)]),
     _row("outlier_info", "", "The site that a slot of outlier_score is about now; always 1.",

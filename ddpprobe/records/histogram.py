@@ -27,6 +27,10 @@ NEAR_ZERO = 2.0**-4
 NEAR_ZERO_RATIO = "near_zero_ratio"  # statistic: share of all elements with |x| < NEAR_ZERO
 # What a tensor's elements are counted by on its device: sign and exponent of a float32.
 PATTERNS, _BIAS, _NO_NUMBER = 512, 127, 255
+# Magnitudes by which the metrics count, of which each is a border of the bins: denser where outputs
+# are, and down to where a gradient of float16 is lost.
+BORDERS = tuple(2.0**n for n in (-36, -32, -28, -24, -20, -16, -14, -12, -10, -8, -6, -4, -2, 0, 2,
+                                 4, 8, 16))  # fmt: skip
 _ZEROS = COUNTS.index("zeros")
 _LEAST = 1e-9  # of an element
 _EXTREMES = [VALUES.index("min"), VALUES.index("max")]
@@ -89,6 +93,22 @@ def near_zero(counts: Counts, bins: Bins, below: float = NEAR_ZERO) -> Floats:
     with np.errstate(invalid="ignore", divide="ignore"):
         share: Floats = np.where(numel > 0, small / numel, np.nan)
     return share
+
+
+def count_below(counts: Counts, bins: Bins) -> NDArray[np.int64]:
+    """Return how many elements are below each of `BORDERS`, and how many there are at all.
+
+    Args:
+        counts: int64 [sites, len(COUNTS)].
+        bins: of the same sites.
+
+    Returns:
+        int64 [sites, len(BORDERS) + 1].
+    """
+    by_size = bins[:, OCTAVES:] + bins[:, OCTAVES - 1 :: -1]
+    up_to = counts[:, [_ZEROS]] + np.cumsum(by_size, axis=1)
+    places = [int(np.log2(border)) - LOWEST - 1 for border in BORDERS]
+    return np.concatenate((up_to[:, places], counts[:, [NUMEL]]), axis=1)
 
 
 def quantiles(counts: Counts, values: Values, bins: Bins, q: Sequence[float]) -> Floats:

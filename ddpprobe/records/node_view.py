@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ddpprobe.records.events import FirstCauseEvent
 from ddpprobe.records.site_memory import Outlier
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -93,6 +96,8 @@ class NodeView:
     merged: StepRecord | None = None
     outliers: tuple[Outlier, ...] = ()  # head node only, and so are:
     update_ratios: Mapping[str, float] = field(default_factory=dict)  # by the parameter's FQN
+    # By FQN and kind, as `records.site_memory.Magnitudes.now`; {} unless it was asked for.
+    magnitudes: Mapping[tuple[str, str], NDArray[np.int64]] = field(default_factory=dict)
     nodes_expected: int | None = None
     node_blocks: Mapping[str, int] = field(default_factory=dict)  # when each other node was heard
     anomalies: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (detector, level)

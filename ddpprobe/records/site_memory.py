@@ -11,6 +11,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe.records.histogram import count_below
 from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.site_stats import TensorRowsCache
 from ddpprobe.records.step import OBSERVED, Site, StepRecord, derive
@@ -102,6 +103,31 @@ class UpdateRatios:
     @property
     def now(self) -> dict[str, float]:
         """By the parameter's FQN, in the order in which they came first."""
+        return dict(self._known)
+
+
+@final
+class Magnitudes:
+    """How many elements of each site with a histogram were below which magnitude so far."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], NDArray[np.int64]] = {}
+
+    def update(self, record: StepRecord) -> None:
+        """Take the next merged record of a sampled step."""
+        if len(record.binned):
+            below = count_below(record.counts[record.binned], record.bins)
+            for row, counts in zip(record.binned.tolist(), below, strict=True):
+                site = record.sites[row]
+                before = self._known.get((site.fqn, site.kind), 0)
+                self._known[site.fqn, site.kind] = before + counts
+
+    @property
+    def now(self) -> dict[tuple[str, str], NDArray[np.int64]]:
+        """By FQN and kind, in the order in which they came first: int64 [len(BORDERS) + 1].
+
+        The last one is of all elements. Several tensors of one output are one site.
+        """
         return dict(self._known)
 
 

@@ -22,6 +22,7 @@ from ddpprobe.reader.text import plain
 from ddpprobe.report import tables
 from ddpprobe.report.close_look import close_looks, numbers_around
 from ddpprobe.report.heat import heat_maps
+from ddpprobe.report.histogram_maps import histogram_maps
 from ddpprobe.report.host import host_panels
 from ddpprobe.report.ranks import rank_maps
 from ddpprobe.report.story import Story
@@ -61,6 +62,7 @@ def figures_of(story: Story) -> Figures:
     found: Figures = {
         "timeline": [each for each in (timeline(story),) if each],
         "map": heat_maps(story),
+        "histograms": histogram_maps(*story.histograms),
         "ranks": rank_maps(story),
         "host": [each for each in (host_panels(story),) if each],
     }

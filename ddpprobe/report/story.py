@@ -14,7 +14,8 @@ from ddpprobe.reader.readings import NodeReading
 from ddpprobe.reader.run import Run
 from ddpprobe.reader.tensors import Captured
 from ddpprobe.records.derived import DerivedNumbers
-from ddpprobe.records.step import Anomaly, StepRecord
+from ddpprobe.records.step import Anomaly, Site, StepRecord
+from ddpprobe.report.bins import SiteBins
 from ddpprobe.report.captured_cause import CapturedCause, look
 from ddpprobe.report.columns import StepColumn, StepColumns, with_gaps
 from ddpprobe.report.history import History, histories_of
@@ -23,6 +24,7 @@ from ddpprobe.report.rows import RunSites, SiteRows
 
 Advance = Callable[[int], None]
 MAP_COLUMNS, LINE_COLUMNS = 80, 250  # of a heat map, of a curve; see `StepColumns`
+BIN_COLUMNS = 60  # of a site's histogram
 MAP_CELLS, FEWEST_COLUMNS = 240_000, 10  # 88 bytes each
 MOST_CAUSES = 3  # first causes with a close look
 SINGLE_RANKS = 8  # ranks whose own rows of the guilty site are read
@@ -38,6 +40,7 @@ class Story:
         anomalies: in order of cause.
         table, maps: the sites, and their rows over the steps.
         labels, lines: ranks and names of numbers, and their values over the steps.
+        histograms: the first sites that have any, and theirs over the steps.
         derived: the same of numbers that follow from merged records, as if rank 0 had said them.
         histories: of the guilty sites.
         readings: of the nodes and the ranks' processes.
@@ -67,6 +70,10 @@ class Story:
     loss_lost: tuple[int, int, list[int]] | None = None
     derived: tuple[Labels, list[StepColumn[Numbers]]] = field(
         default_factory=lambda: (Labels(), [])
+    )
+
+    histograms: tuple[list[Site], list[StepColumn[SiteBins]]] = field(
+        default_factory=lambda: ([], [])
     )
 
     @property
@@ -104,12 +111,16 @@ def gather(run: Run, advance: Advance | None = None) -> Story:
     lines: StepColumns[Numbers] = StepColumns(LINE_COLUMNS, moments)
     whole: StepColumns[Numbers] = StepColumns(LINE_COLUMNS, moments)
     derived, fold = Labels(), DerivedNumbers()
+    bins: StepColumns[SiteBins] = StepColumns(BIN_COLUMNS, moments)
+    binned: dict[Site, int] = {}
     histories = histories_of(causes, MOST_CAUSES)
     story = Story({}, anomalies, table, [], labels, [], histories, [])
     for record in run.records():
         if record.sites:
             maps = maps or StepColumns(_columns_for(len(record.sites)), moments)
             maps.add(record.attempt, record.step, SiteRows.of(record, table))
+        if len(record.binned):
+            bins.add(record.attempt, record.step, SiteBins.of(record, binned))
         if record.scalars or record.sites:
             lines.add(record.attempt, record.step, Numbers.of(record, labels))
             numbers = fold.update(record) if record.sampled else {}
@@ -131,6 +142,7 @@ def gather(run: Run, advance: Advance | None = None) -> Story:
         derived,
         with_gaps(whole, [StepColumn(*hole, Numbers.none(), steps=0) for hole in holes]),
     )
+    story.histograms = list(binned), with_gaps(bins, [])
     story.readings = list(run.readings())
     story.captures = run.captures()
     story.captured = [look(run, cause, story.captures) for cause in causes]

@@ -24,9 +24,10 @@ from ddpprobe.metrics.labels import (
     run_label,
 )
 from ddpprobe.metrics.render import Exposition, exemplar_of, render
-from ddpprobe.metrics.table import METRICS, POSITIONS
+from ddpprobe.metrics.table import LE, METRICS, POSITIONS
+from ddpprobe.records.histogram import EDGES
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
-from ddpprobe.records.site_memory import Outlier
+from ddpprobe.records.site_memory import Magnitudes, Outlier
 from ddpprobe.records.step import (
     COUNTED_KINDS,
     COUNTS,
@@ -36,6 +37,7 @@ from ddpprobe.records.step import (
     Anomaly,
     Site,
     StepRecord,
+    empty_rows,
 )
 
 SECOND = 10**9
@@ -152,6 +154,7 @@ def rich_view() -> NodeView:
         ranks=(a_rank(0), a_rank(1, end="SIGKILL")),
         outliers=(Outlier("blocks.0", "output", 3.5), Outlier("", "output", -1.0)),
         update_ratios={"w": 0.001},
+        magnitudes={("blocks.0", "output"): np.arange(len(LE))},
         orders={"capture": 2},
         merged=rich_record(),
         first_failure=FirstFailure(1, "SIGKILL", 59 * SECOND),
@@ -202,6 +205,7 @@ def test_the_table_keeps_the_naming_rules() -> None:
     for m in METRICS:
         assert m.name.startswith("ddpprobe_")
         assert (m.kind == "counter") == m.name.endswith("_total"), m
+        assert (m.kind == "histogram") == (m.labels[-1:] == ("le",)), m
         assert m.tier in "ABC", m
         assert len(m.help) > 20, m
         assert not {"job", "instance", "host", "cluster", "type"} & set(m.labels), m
@@ -422,6 +426,34 @@ def test_a_site_that_was_not_observed_once_is_absent_once() -> None:
                 shown = {n for n in "mn" if f'site_rms{{fqn="{n}"' in body.decode()}
                 assert shown == known - ({"m"} if nan else set())
     assert b"site_" not in exposition.render(a_view(), False)
+
+
+def test_a_histogram_is_one_of_all_steps_so_far_and_has_all_of_its_buckets_or_none() -> None:
+    x = np.array([0.0, -0.5, 0.5, 3.0, np.nan, np.inf, 2.0**-38])
+    site = Site("mlp", "output")
+    counts, values = empty_rows(1)
+    counts[0] = [x.size, 1, 1, 0, 1, 1, 1]
+    bins = np.histogram(x[np.isfinite(x) & (x != 0)], EDGES)[0][None]
+    merged = StepRecord(0, 1, (0,), 0, sites=(site,), counts=counts, values=values,
+                        binned=np.array([0]), bins=bins)  # fmt: skip
+    fold = Magnitudes()
+    for _ in range(3):
+        fold.update(merged)
+    view = a_view(magnitudes={**fold.now, ("other", "output"): fold.now["mlp", "output"]})
+    for openmetrics in (False, True):
+        found = [s for s in samples(view, openmetrics=openmetrics) if "magnitude" in s.name]
+        mine = {float(s.labels["le"]): s.value for s in found if s.labels["fqn"] == "mlp"}
+        assert list(mine) == sorted(mine)
+        assert mine[2.0**-36] == 3 * 2
+        assert (mine[0.25], mine[1.0], mine[4.0], mine[np.inf]) == (6, 12, 15, 21)
+    text = render(view, False).decode()
+    assert "# TYPE ddpprobe_site_magnitude histogram" in text
+    before = text[: text.index("# HELP ddpprobe_site_magnitude")]
+    others = len([x for x in before.splitlines() if x[0] != "#"])
+    for room in (len(LE) - 1, len(LE), 2 * len(LE) - 1):
+        exposition = Exposition(others + 1 + room)
+        shown = exposition.render(view, False).decode().count("site_magnitude_bucket{")
+        assert shown == room // len(LE) * len(LE)
 
 
 def test_a_small_cap_holds_even_for_the_ranks() -> None:

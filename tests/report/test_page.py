@@ -19,6 +19,7 @@ import pytest
 
 from ddpprobe.cli.main import main
 from ddpprobe.reader.run import open_run
+from ddpprobe.records.histogram import BINS
 from ddpprobe.records.step import Anomaly, FirstBad, Site, StepRecord
 from ddpprobe.report import page
 from ddpprobe.report.columns import NEAR, StepColumns
@@ -372,6 +373,26 @@ def test_ranges_of_a_rank_hold_through_any_merge_and_what_is_not_finite_is_count
     np.testing.assert_array_equal(table.high, [np.nanmax(p, axis=0) for p in pieces])
     np.testing.assert_allclose(table.mean, [np.nanmean(p, axis=0) for p in pieces])
     np.testing.assert_array_equal(table.bad, [np.isnan(p).sum(axis=0) for p in pieces])
+
+
+def test_a_named_module_has_an_image_in_which_every_element_of_a_step_is_counted(tmp_path) -> None:
+    made = make(tmp_path / "run", told=False)
+    binned, parts = np.array([1]), []
+    for step in range(40, 300):
+        bins = np.zeros((1, BINS), np.int64)
+        bins[0, [20, 90]] = 1, 60 - step % 3
+        parts.append(replace(record(0, step, sites(["a", ODD])), binned=binned, bins=bins))
+    made.write(parts)
+    story = gather(open_run(made.close().path))
+    [found], columns = story.histograms
+    assert found.fqn == ODD
+    assert len(columns) < 260
+    assert sum(c.content.bins.sum() for c in columns) == sum(p.bins.sum() for p in parts)
+    [drawn] = page.figures_of(story)["histograms"]
+    assert "(below 0.0625:" in drawn["title"]
+    text = page.render(story)
+    assert "Histograms over steps" in text
+    assert "<b>bold</b>" not in text
 
 
 def test_sites_share_lines_but_never_the_guilty_one() -> None:

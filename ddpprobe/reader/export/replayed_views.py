@@ -32,7 +32,7 @@ from ddpprobe.reader.readings import NodeReading, read_readings
 from ddpprobe.reader.selection import Selection
 from ddpprobe.records.events import FirstCauseEvent, OrderEvent, StalledEvent, SuspendedEvent
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
-from ddpprobe.records.site_memory import Outliers, UpdateRatios
+from ddpprobe.records.site_memory import Magnitudes, Outliers, UpdateRatios
 from ddpprobe.records.step import Anomaly, StepRecord
 from ddpprobe.rundir import paths
 
@@ -114,6 +114,7 @@ class _Attempt:
         self._deaths = self._within(deaths_of(ending))
         self._anomalies = sorted(anomalies, key=lambda a: a.step, reverse=True)
         self._outliers, self._ratios = Outliers(), UpdateRatios()
+        self._magnitudes = Magnitudes()
         said = (event.what for event in events)
         self._orders = [e for e in said if isinstance(e, OrderEvent) and e.cause is not None]
         self._step = -1
@@ -141,6 +142,7 @@ class _Attempt:
             if record.sampled:
                 self._outliers.update(record)
                 self._ratios.update(record)
+                self._magnitudes.update(record)
             yield from self._look(record.wall_time_ns, record)
         if self._hung_ns >= now:
             now = self._hung_ns
@@ -261,6 +263,7 @@ class _Attempt:
             nodes_expected=len(self._nodes) if node.is_head else None,
             outliers=self._outliers.now if node.is_head else (),
             update_ratios=self._ratios.now if node.is_head else {},
+            magnitudes=self._magnitudes.now if node.is_head else {},
             merged=record if record and record.sampled and node.is_head else None,
             anomalies=dict(self._found),
             records_dropped=dropped if over else dict.fromkeys(dropped, 0),
