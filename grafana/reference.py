@@ -12,6 +12,7 @@ from ddpprobe.metrics.table import (
     Metric,
 )
 from ddpprobe.records.step import LEVELS
+from grafana import series_table
 
 _HEAD = f"""# Metrics
 
@@ -40,6 +41,15 @@ text 0.0.4, or OpenMetrics 1.0 with exemplars for a client that asks for it.
 """
 
 
+_ROOM = """## What finds room
+
+Of a transformer on the head's node, how many series are served, of how many there are, counted on
+the exposition. The store has all of them. A series that is refused again and again counts once.
+Without a row here: histograms, which `DDPPROBE_HISTOGRAMS=1` adds before the sites.
+
+"""
+
+
 def _table(title: str, rows: list[Metric]) -> str:
     lines = [
         f"## {title}",
@@ -57,9 +67,10 @@ def _table(title: str, rows: list[Metric]) -> str:
 def metrics() -> str:
     """Return the page."""
     titles = {"A": "Per rank and per node (tier A)", "B": "Per site (tier B)"}
-    return _HEAD + "\n".join(
+    tables = "\n".join(
         _table(title, [m for m in METRICS if m.tier == tier]) for tier, title in titles.items()
     )
+    return _HEAD + _ROOM + series_table.table() + "\n" + tables
 
 
 BEGIN = "<!-- Made by `python -m grafana.build` from the classes in ddpprobe/detectors/. -->\n"

@@ -148,7 +148,7 @@ class _Sites(Collector):
             self._layout, self._begins = layout, {}
             labels = [(label_value(fqn or ROOT), label_value(kind)) for fqn, kind in layout.names]
             first = {label: place for place, label in reversed(list(enumerate(labels)))}
-            matters = _priorities(layout.names)
+            matters = priorities(layout.names)
             self._labels = labels
             self._first = sorted(first.values(), key=lambda place: (matters[place], place))
         numbers = layout.numbers(merged, _STATS)
@@ -188,7 +188,7 @@ class _Sites(Collector):
             yield family
 
 
-def _priorities(names: Sequence[tuple[str, str]]) -> list[int]:
+def priorities(names: Sequence[tuple[str, str]]) -> list[int]:
     """Return for each site, by FQN and kind, what is given room first: 0 is first.
 
     Modules that hold others say of a fault in which block it lies, and a model has few of them.
