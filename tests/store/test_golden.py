@@ -15,6 +15,7 @@ import xarray
 import zarr
 
 from ddpprobe.cli.main import main
+from ddpprobe.daemon.__main__ import main as daemon
 from ddpprobe.errors import RunError
 from ddpprobe.reader.run import open_run
 from ddpprobe.reader.verify.verify import verify
@@ -22,6 +23,7 @@ from ddpprobe.rundir import framing, paths
 from ddpprobe.rundir.paths import FORMAT_VERSION
 
 from .. import golden_store as golden
+from ..conftest import handlers_kept
 
 BUMP = (
     "what is written is not what it was, so the reader of an older ddpprobe may misread it. If "
@@ -62,6 +64,21 @@ def test_a_golden_store_is_whole(run: Path) -> None:
     assert report.damage == []
     assert report.files > 200
     assert report.frames > 30
+
+
+def test_what_was_left_unsealed_is_finished_by_the_daemon_of_today(tmp_path: Path) -> None:
+    run = golden.unpack(FORMAT_VERSION, tmp_path)
+    before, (left,) = golden.values(open_run(run)), open_run(run).info()["unsealed"]
+    words = ["--dir", str(run), "--node", left["node"], "--listen", "127.0.0.1:0", "--after"]
+    with handlers_kept():
+        assert daemon(words) == 0
+    assert open_run(run).info()["unsealed"] == []
+    assert verify(open_run(run)).damage == []
+    after = golden.values(open_run(run))
+    for name in ("stats", "identity", "series", "loss", "captures", "tensors", "expired", "lost"):
+        assert after[name] == before[name], name
+    for name in ("anomalies", "readings"):  # it judges and reads the machine, too
+        assert all(one in after[name] for one in before[name]), name
 
 
 def test_stock_zarr_and_xarray_read_the_same_numbers(run: Path, told: dict[str, Any]) -> None:
