@@ -5,7 +5,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of short processes are started, and each of them would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-frameworks test-mutants test-gpu check \
+.PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-frameworks test-mutants test-gpu test-wheel dist check \
   dashboards docs bench bench-detection clean system-packages
 
 demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
@@ -40,6 +40,13 @@ test-gpu:                        # on a GPU, or DEVICE=cpu as a dry run; [PART=n
 	$(PYTHON) tests/gpu/__main__.py $(PART) $(if $(DEVICE),--device $(DEVICE)) \
 	  $(if $(WHEELS),--wheels $(WHEELS))
 
+test-wheel: .venv/dev.stamp      # the wheel in new environments, with each extra; [EXTRA=name]
+	$(BIN)/python -m tests.wheel $(EXTRA)
+
+dist: .venv/dev.stamp            # the wheel and the source archive of a release, in dist/
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+
 check: .venv/dev.stamp           # lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,7 +65,7 @@ bench-detection: .venv/dev.stamp  # planted faults and healthy runs: docs/detect
 	$(BIN)/python -m benchmarks.detection $(if $(QUICK),--quick) $(if $(MINUTES),--minutes $(MINUTES))
 
 clean:                           # remove what make and the demo have made
-	rm -rf .venv .venv-* .site .cache ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants
+	rm -rf .venv .venv-* .site .cache dist ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
