@@ -8,11 +8,14 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from ddpprobe.rank.hooks.full import FullHooks
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.topology.describe import describe
 from ddpprobe.rundir.fuse import Fuse
+
+from ..topology.wrapped_models import mesh, on_rank
 
 IN_PLACE = "an input or output is changed in place"
 NO_INPUT = "no positional input requires grad: there is no grad_input"
@@ -159,3 +162,15 @@ def test_a_compiled_module_and_what_runs_in_evaluation_or_a_recomputation_is_lef
     hooks.probed()
     assert hooks.unsafe.keys() == {"0"}
     assert hooks.safe == set()
+
+
+def test_a_module_that_fsdp2_has_hooked_itself_gets_no_second_one() -> None:
+    with on_rank(0):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Tanh())
+        fully_shard(model[1], mesh=mesh(4))
+        hooks, _, _ = hooks_of(model)
+        hooks.attach()
+        model(torch.ones(1, 2))
+        hooks.probed()
+    assert hooks.unsafe["1"] == "fully_shard hooks this module's outputs itself"
+    assert hooks.safe == {"2"}

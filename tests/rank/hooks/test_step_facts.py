@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import ddpprobe
+from ddpprobe.rank.hooks import step_facts
 from ddpprobe.rank.hooks.step_facts import DIGEST_BYTES, add_digest
 from ddpprobe.rank.hooks.step_rows import StepRows
+from ddpprobe.rank.topology.describe import describe
 from ddpprobe.records.step import DIGEST, LEARNING_RATE, TRAINABLE, TRAINING
 
 from ... import far
@@ -120,3 +122,24 @@ def test_an_input_without_elements_or_of_another_kind_has_no_digest(
             model(data).sum().backward()
             optimizer.step()
     assert all(DIGEST not in r.scalars[0] for r in records_of(tmp_path / "r"))
+
+
+def test_a_learning_rate_that_is_a_tensor_is_told_unless_the_script_tells_its_own() -> None:
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    groups = [{"params": [weights[0]], "lr": torch.tensor(0.25)}, {"params": [weights[1]]}]
+    for logged, want in ((None, 0.25), (0.5, 0.5)):
+        rows = StepRows(torch.device("cpu"), 0)
+        assert step_facts.learning_rate([torch.optim.SGD(groups, lr=3.0)], rows) == {}
+        if logged is not None:
+            rows.add_scalar(LEARNING_RATE, logged)
+        assert rows.fetch().result(0, partial=True).scalars == {LEARNING_RATE: want}
+    both = [torch.optim.SGD([weights[0]], lr=0.1), torch.optim.SGD([weights[1]], lr=0.2)]
+    assert step_facts.learning_rate(both, rows) == {LEARNING_RATE: 0.2}
+    assert step_facts.learning_rate([], rows) == {}
+
+
+def test_the_modes_of_a_model_are_shares_of_its_modules_and_a_count_of_its_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU())
+    model[0].eval().requires_grad_(False)
+    assert step_facts.modes(describe(model)) == {TRAINING: 0.75, TRAINABLE: 2.0}
+    assert step_facts.modes(describe(nn.Linear(2, 2))) == {TRAINING: 1.0, TRAINABLE: 2.0}

@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddpprobe.rank.hooks import lanes
 from ddpprobe.rank.hooks.pending_rows import StepResult, unless_logged
+from ddpprobe.rank.hooks.row_buffer import RowBuffer
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.records.step import FirstBad, Site
+
+from ... import far
 
 CPU = torch.device("cpu")
 ONE = torch.ones(1)
@@ -293,3 +297,28 @@ def test_more_rows_than_a_buffer_begins_with_keep_their_places() -> None:
     found = result(rows, partial=True)
     assert list(found.scalars.values()) == [float(i) for i in range(2500)]
     assert found.values[0].tolist() == [3.0, 3.0, 6.0, 18.0]
+
+
+@pytest.mark.parametrize("before", [1021, 1022, 1023, 1024])
+def test_numbers_that_are_kept_together_find_room_at_the_end_of_a_buffer(before: int) -> None:
+    rows = rows_of(("a", "output"))
+    assert rows.add_all(0, [(0, ONE)] * before) == before
+    rows.add_scalars(("x", "y"), torch.tensor([3.0, 4.0]))
+    found = result(rows, partial=True)
+    assert found.scalars == {"x": 3.0, "y": 4.0}
+    assert found.counts[0][0] == before
+
+
+def test_rows_are_overwritten_once_their_copy_is_over(monkeypatch) -> None:
+    lane, waited = far.SlowLane(), list[object]()
+    monkeypatch.setattr(lanes, "is_near", lambda _: False)
+    monkeypatch.setattr(lanes, "lane_of", lambda _: lane)
+    monkeypatch.setattr(lane, "follow", waited.append)
+    buffer = RowBuffer(CPU)
+    buffer.begin()
+    assert waited == []
+    host, arrival = buffer.to_host(3)
+    assert host.shape == (3, 9)
+    for _ in range(2):
+        buffer.begin()
+        assert waited == [arrival]

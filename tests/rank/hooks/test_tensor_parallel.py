@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -26,10 +26,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
 from ddpprobe.rank.hooks.eager import EagerHooks
 from ddpprobe.rank.hooks.step_rows import StepRows
+from ddpprobe.rank.hooks.tp_provenance import from_hidden, same_memory
 from ddpprobe.rank.topology.describe import describe
 from ddpprobe.rundir.fuse import Fuse
 from tests.distributed import layouts_job
@@ -155,6 +157,21 @@ def split(net: nn.Module, **plan: object) -> nn.Module:
     return parallelize_module(net, pair(), whole, src_data_rank=None)
 
 
+def uncalled(net: Net, x: Tensor) -> Tensor:
+    """Use a parameter of a module that is never called."""
+    return plain(net, x) + net.spare.bias.to_local()
+
+
+def nested() -> nn.Module:
+    return nn.Sequential(split(Net(plain)))
+
+
+def with_spare() -> nn.Module:
+    net = Net(uncalled)
+    net.spare = nn.Linear(8, 8)
+    return split(net, spare=RowwiseParallel())
+
+
 def late() -> nn.Module:
     """The user feeds each rank its part of the sequence, and says so behind the norm."""
     net = layouts_job.Model("split-input")
@@ -213,7 +230,9 @@ CODE = (
     changed_in_place,
 )
 MODELS = {code.__name__: (lambda code=code: split(Net(code))) for code in CODE}
-MODELS |= {m.__name__: m for m in (late, two_groups, dtensors, sequence, with_fsdp2)}
+MODELS |= {
+    m.__name__: m for m in (nested, with_spare, late, two_groups, dtensors, sequence, with_fsdp2)
+}
 
 
 def placements(build: Callable[[], nn.Module], rank: int, micros: int = 1) -> Placements:
@@ -263,6 +282,35 @@ def test_what_lies_otherwise_in_the_next_micro_batch_is_unknown_from_then_on() -
     assert found["head output"] == ("unknown", True)
     assert found["down output"] == ("local", False)
     assert next(code, None) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_plain_output_was_a_moment_ago_tells_how_it_lies(rank: int) -> None:
+    def of(placement: Placement, *shape: int) -> DTensor:
+        return DTensor.from_local(torch.ones(shape), over, [placement], run_check=False)
+
+    with on_rank(rank):
+        over = pair()
+        whole, half, one = of(Replicate(), 4, 8), of(Shard(0), 2, 8), of(Shard(0), 1, 8)
+        assert from_hidden(half, half.to_local()) == ("sharded", True)
+        assert from_hidden(whole, whole.to_local()) == ("local", rank == 0)
+        # Other memory, so redistributed or cast since: only the shape tells.
+        assert from_hidden(whole, torch.ones(4, 8)) == ("local", rank == 0)
+        assert from_hidden(whole, torch.ones(2, 8)) == ("sharded", True)
+        assert from_hidden(half, torch.ones(2, 8)) == ("sharded", True)
+        assert from_hidden(half, torch.ones(4, 8)) is None  # gathered, or changed otherwise
+        assert from_hidden(whole, torch.ones(2, 4)) is None
+        assert from_hidden(whole, torch.ones(4)) is None
+        assert from_hidden(of(Replicate(), 1, 8), torch.ones(1, 8)) is None
+        assert from_hidden(one, torch.ones(1, 8)) == ("sharded", True)
+        assert from_hidden(whole, whole) is None
+        assert from_hidden(torch.ones(2), torch.ones(2)) is None
+        assert same_memory(half, half.to_local())
+        assert not same_memory(half, half.to_local().double())
+        assert not same_memory(half, half.to_local().view(-1))
+        assert not same_memory(torch.ones(2), torch.ones(2))
+        assert same_memory(torch.ones(0, 2), torch.ones(0, 2))
+        assert not same_memory(torch.ones(0, 2), torch.ones(0, 3))
 
 
 if __name__ == "__main__":

@@ -126,6 +126,8 @@ def test_a_buffer_that_a_graph_writes_anew_is_read_anew() -> None:
     for value in (1.0, 2.0):
         buffer.numpy()[:] = value
         told.hooks.traced_output("m", "y", buffer, trained=True)
+    for value in (1.0, 2.0):
+        buffer.numpy()[:] = value
         told.hooks.traced_gradient("m", "y", buffer)
     found = told.rows.fetch().result(0, partial=True)
     assert found.values[:, 2].tolist() == [6.0, 6.0]

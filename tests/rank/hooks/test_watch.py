@@ -278,3 +278,18 @@ def test_nothing_of_a_watch_that_is_closed_hangs_on_anything() -> None:
     assert [len(h) for h in hooks] == [0] * 6
     (model[0].weight * NAN).sum().backward()
     assert heard == []
+
+
+def test_a_gradient_that_is_taken_away_in_each_backward_has_one_hook_for_good() -> None:
+    model, heard = nn.Linear(2, 1, bias=False), list[FirstBad]()
+    weight = model.weight
+    watch = Watch(describe(model), Clock(), 0, Fuse("hooks"), heard.append)
+    weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    for step in range(4):
+        watch.seek()
+        watch.found()
+        (weight * (NAN if step == 3 else 1.0)).sum().backward()
+        watch.backward_ends()
+        watch.end_step(step)
+        assert len(weight._backward_hooks) == 1
+    assert {(bad.fqn, bad.phase) for bad in heard} == {("weight", "backward")}

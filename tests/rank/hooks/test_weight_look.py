@@ -251,6 +251,9 @@ def test_a_sample_is_a_view_within_its_limit_spread_over_the_whole_tensor(
         assert float(flat[-1]) >= tensor.numel() - tensor.numel() // blocks - blocks
     turned = tensor.t() if tensor.dim() == 2 else tensor
     assert sample(turned, most).numel() > 0
+    if tensor.dim() == 2 and tensor.numel() * 4 > most and 1 not in shape:  # whole rows of it
+        rows = max(1, len(turned) * (most // 4) // tensor.numel())
+        assert torch.equal(sample(turned, most), turned[:rows])
 
 
 def test_a_large_model_takes_turns_and_nothing_is_kept_between_them(monkeypatch) -> None:
