@@ -328,7 +328,7 @@ def test_its_options_are_the_keywords_of_install() -> None:
     words = {
         "run_dir": "runs/a", "every": "5", "include": "a.*", "exclude": "b", "capture": "c",
         "on_anomaly": "stop", "budget": "0.01", "backward": "full", "name": "n", "daemon": "none",
-        "first_step": "3", "detectors": "straggler", "task": "gan",
+        "first_step": "3", "detectors": "straggler", "task": "gan", "histograms": "h",
     }  # fmt: skip
     known = set(inspect.signature(ddpprobe.install).parameters) - {"model"}
     assert set(words) == known
@@ -342,5 +342,6 @@ def test_its_options_are_the_keywords_of_install() -> None:
         "run_dir": str(Path("runs/a").absolute()), "every": 5, "include": ["a.*"], "exclude": ["b"],
         "capture": ["c"], "on_anomaly": "stop", "budget": 0.01, "backward": "full", "name": "n",
         "daemon": "none", "first_step": 3, "detectors": {"straggler": False}, "task": "gan",
+        "histograms": ["h"],
     }  # fmt: skip
     assert run_verb.options(_parse(["run", "--", "python"])) == {}

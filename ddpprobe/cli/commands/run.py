@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in (
         ("include", "modules to observe"), ("exclude", "modules to leave out"),
         ("capture", "modules whose full tensors are kept on every sampled step"),
+        ("histograms", "modules and parameters whose histograms are kept"),
     ):  # fmt: skip
         more = "; may be given more than once"
         add(f"--{name}", metavar="GLOB", action="append", help=f"over names of {what}{more}")

@@ -44,7 +44,8 @@ Placements = dict[str, tuple[str, bool]]
 
 class Clock:
     def __init__(self) -> None:
-        self.micro, self.evaluating, self.entered = 0, False, list[object]()
+        self.micro, self.lent = 0, 0
+        self.evaluating, self.entered = False, list[object]()
 
 
 def pair() -> DeviceMesh:
