@@ -226,8 +226,8 @@ def _values() -> list[Placed]:
         (
             graph_panel(
                 "$module: where magnitudes of $kind lie",
-                "Half, nine in ten and 99 in 100 of the elements are below these, right to a factor of four or sixteen (the buckets); 0 where they are zero. Of modules that install(histograms=...) names, "
-                "if the daemon has DDPPROBE_HISTOGRAMS=1; else run.histograms() has them. Falling towards 1e-8 in a float16 gradient: it is about to vanish.",
+                "Half, nine in ten and 99 in 100 of the elements are below these, right to a factor of four or sixteen (the buckets); 0 where they are zero. Of modules that install(histograms=...) names. "
+                "Empty without DDPPROBE_HISTOGRAMS=1 at the daemon: run.histograms() has them then. Falling towards 1e-8 in a float16 gradient: it is about to vanish.",
                 "sci",
                 [Query(f"histogram_quantile({q}, {buckets})", name) for q, name in QUANTILES],
                 no_value="DDPPROBE_HISTOGRAMS=1 shows what histograms= names",
@@ -237,7 +237,7 @@ def _values() -> list[Placed]:
         (
             graph_panel(
                 "$module: share near zero, $kind",
-                "Share of elements with a magnitude below 1/16 (the fastai near_zero is 0.05). Near 1 at an output: it hardly says anything; at an input of a ReLU that is usual. Where from: as beside.",
+                "Share of elements with a magnitude below 1/16 (the fastai near_zero is 0.05). Near 1 at an output: it hardly says anything; at an input of a ReLU that is usual. Empty where the panel beside it is.",
                 "percentunit",
                 [Query(near_zero, "below 1/16")],
                 soft_max=1,

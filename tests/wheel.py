@@ -44,6 +44,11 @@ USES = {
         "import sys; from ddpprobe.cli.main import main;"
         "sys.exit(main(['export', sys.argv[1], '--format', 'parquet', '-o', sys.argv[2]]))"
     ),
+    "web": (
+        "import pathlib, sys; from ddpprobe.daemon.web_config import read;"
+        "file = pathlib.Path(sys.argv[2]); file.write_text('basic_auth_users: {a: ' + '$2b$10$'"
+        " + 53 * 'a' + '}'); assert read(file).users"
+    ),
     "cloud": "import ddpprobe.store.remote.bucket as b; assert b",
 }
 SAYS_WITHOUT = {"xarray", "dask", "pandas", "polars", "plot", "parquet"}

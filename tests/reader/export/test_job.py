@@ -202,8 +202,9 @@ def test_names_and_labels_are_those_of_the_live_exposition(exported, run) -> Non
     nodes = {"ddpprobe_node_last_block_timestamp_seconds"}
     # No blocks, no experts, and no norms of gradients before the reduction.
     derived = {f"ddpprobe_{each.name}" for each in DERIVED}
-    weights = {"ddpprobe_site_update_ratio"}  # the made run has no rows of them
-    assert absent == {*lost, *uploads, *nodes, *derived, *weights, "ddpprobe_rank_stuck"}
+    # The made run has no rows of weights and no histograms.
+    sites = {"ddpprobe_site_update_ratio", "ddpprobe_site_magnitude_bucket"}
+    assert absent == {*lost, *uploads, *nodes, *derived, *sites, "ddpprobe_rank_stuck"}
 
 
 def test_there_is_one_sample_a_sampled_step_at_its_own_time(exported, run) -> None:
