@@ -11,6 +11,7 @@ its newest value is asked for.
 
 from __future__ import annotations
 
+from ddpprobe.metrics.table import JOINED_ABOVE
 from grafana import alerts
 from grafana.panels import AMBER, BLUE, GREEN, GREY, PURPLE, RED, Query
 
@@ -169,6 +170,7 @@ def by_rank(expr: str, of: str = "rank") -> list[Query]:
 
 
 BANDS = f"Above {LINES} ranks: lowest, median, highest, and the {WORST} worst."
+BY_NODE = f"{BANDS} Above {JOINED_ABOVE:,} ranks: by node, its ranks in one."
 
 
 def seconds_a_step(selector: str) -> str:

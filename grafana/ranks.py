@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
+from ddpprobe.metrics.table import JOINED_ABOVE
 from grafana.board import Placed, Row, of_one_run, placed
 from grafana.panels import (
     RED,
@@ -17,6 +18,7 @@ from grafana.panels import (
 )
 from grafana.queries import (
     BANDS,
+    BY_NODE,
     NODE,
     OWN_SECONDS,
     RANK,
@@ -78,7 +80,8 @@ def _worst() -> list[Placed]:
             table_panel(
                 "The worst ranks",
                 f"The {ROWS} ranks that are waited for or gone, then those with most own work. What is compared is in multiples of the median rank: red from {FAR:g} on. "
-                "Much own work makes all others wait; a high gradient norm or a verdict points to its data or hardware.",
+                "Much own work makes all others wait; a high gradient norm or a verdict points to its data or hardware. "
+                f"Above {JOINED_ABOVE:,} ranks memory is known by node only, and empty here.",
                 "none",
                 [
                     Column("rank"),
@@ -208,7 +211,7 @@ def _processes() -> list[Placed]:
         (
             graph_panel(
                 "Resident memory",
-                f"Of each rank's process. Growing all the time: a leak; the kernel ends it when the node has none left. {BANDS}",
+                f"Of each rank's process. Growing all the time: a leak; the kernel ends it when the node has none left. {BY_NODE}",
                 "bytes",
                 by_rank(metric("rank_resident_memory_bytes", RANK)),
             ),
@@ -217,7 +220,7 @@ def _processes() -> list[Placed]:
         (
             graph_panel(
                 "CPU",
-                f"Cores that each rank's process keeps busy. One rank far below the others waits; far above, it does more than they. {BANDS}",
+                f"Cores that each rank's process keeps busy. One rank far below the others waits; far above, it does more than they. {BY_NODE}",
                 "none",
                 by_rank(rate("rank_cpu_seconds_total", RANK)),
             ),
@@ -226,7 +229,7 @@ def _processes() -> list[Placed]:
         (
             graph_panel(
                 "Overhead of ddpprobe",
-                f"What it adds to a step, by the step's own time. Too much: give budget= or raise every=. {BANDS}",
+                f"What it adds to a step, by the step's own time. Too much: give budget= or raise every=. {BY_NODE}",
                 "percentunit",
                 by_rank(metric("overhead_ratio", RANK)),
             ),

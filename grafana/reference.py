@@ -7,6 +7,7 @@ from ddpprobe.detectors.suite import DETECTORS
 from ddpprobe.ends.anomalies import TITLES
 from ddpprobe.metrics.labels import EXEMPLAR_CHARACTERS, LABEL_BYTES
 from ddpprobe.metrics.table import (
+    JOINED_ABOVE,
     METRICS,
     SERIES_LIMIT,
     Metric,
@@ -50,6 +51,24 @@ Without a row here: histograms, which `DDPPROBE_HISTOGRAMS=1` adds before the si
 """
 
 
+_MANY = f"""## Above {JOINED_ABOVE:,} ranks
+
+What tells who makes the others wait, who lives, and whose loss or gradient is not like the others'
+has a series for each rank in jobs of any size. The rest has one for all ranks of a node above
+{JOINED_ABOVE:,} ranks: the label `rank` says which they are, as `1016-1023`, and the table says how they
+are joined. The store has each rank's.
+
+"""
+
+
+def _joined_metrics() -> str:
+    lines = ["| joined | metrics |", "|---|---|"]
+    for how in ("sum", "mean", "min", "max"):
+        names = ", ".join(f"`{m.name}`" for m in METRICS if m.joined == how)
+        lines.append(f"| {how} | {names} |")
+    return "\n".join(lines) + "\n"
+
+
 def _table(title: str, rows: list[Metric]) -> str:
     lines = [
         f"## {title}",
@@ -70,7 +89,8 @@ def metrics() -> str:
     tables = "\n".join(
         _table(title, [m for m in METRICS if m.tier == tier]) for tier, title in titles.items()
     )
-    return _HEAD + _ROOM + series_table.table() + "\n" + tables
+    many = f"{_joined_metrics()}\n{series_table.table_of_ranks()}\n"
+    return _HEAD + _ROOM + series_table.table() + "\n" + _MANY + many + tables
 
 
 BEGIN = "<!-- Made by `python -m grafana.build` from the classes in ddpprobe/detectors/. -->\n"

@@ -16,6 +16,7 @@ from grafana import sample
 
 RANKS = 8
 SIZES = (1500, 6000)  # sites
+WORLDS = (64, 512, 1_024, 1_032, 10_000)  # ranks of a job
 LEAVES = ("norm", "q", "k", "v", "up", "down")
 _SITE_METRICS = {m.name for m in METRICS if m.stat}
 _FIRST = ("ddpprobe_site_position", "ddpprobe_site_update_ratio")
@@ -45,8 +46,8 @@ def sites_of(n: int) -> tuple[Site, ...]:
     return tuple(found[:n])
 
 
-def view_of(sites: int) -> NodeView:
-    """Return what a head serves of a job of `RANKS` ranks on one node with so many sites."""
+def view_of(sites: int, world: int = RANKS) -> NodeView:
+    """Return what a head with `RANKS` ranks serves of a job of `world` ranks with so many sites."""
     *_, last = sample.views()
     table = sites_of(sites)
     counts = np.zeros((sites, len(COUNTS)), np.int64)
@@ -56,7 +57,7 @@ def view_of(sites: int) -> NodeView:
     ranks = tuple(replace(last.ranks[0], rank=rank, local_rank=rank) for rank in range(RANKS))
     weights = {site.fqn: 1e-3 for site in table if site.kind == "grad"}
     return replace(
-        last, world_size=RANKS, ranks=ranks, merged=merged, update_ratios=weights, magnitudes={}
+        last, world_size=world, ranks=ranks, merged=merged, update_ratios=weights, magnitudes={}
     )
 
 
@@ -75,6 +76,29 @@ def counted(view: NodeView, limit: int) -> list[int]:
         else:
             found[1 + _FIRST.index(name) if name in _FIRST else 0] += 1
     return [found[i] for i in range(len(_CLASSES))]
+
+
+def node_series(world: int) -> int:
+    """Return how many series a node with `RANKS` ranks has that is not the head."""
+    first = view_of(1, world)
+    view = replace(
+        first, is_head=False, merged=None, outliers=(), first_cause=None, first_failure=None,
+        update_ratios={}, anomalies={}, exemplars={}, node_blocks={}, nodes_expected=None,
+    )  # fmt: skip
+    lines = Exposition().render(view, False).decode().splitlines()
+    return sum(not line.startswith("#") for line in lines)
+
+
+def table_of_ranks() -> str:
+    """Return the table of tier A: series of a node and of the nodes of a job, by its ranks."""
+    lines = [
+        f"| ranks, {RANKS} on a node | series of a node that is not the head | of all such nodes |",
+        "|---|---|---|",
+    ]
+    for world in WORLDS:
+        series = node_series(world)
+        lines.append(f"| {world:,} | {series} | {series * (world // RANKS - 1):,} |")
+    return "\n".join(lines) + "\n"
 
 
 def table() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ddpprobe.records.step import Anomaly
@@ -32,6 +32,17 @@ def label_value(value: object, most: int = LABEL_BYTES) -> str:
         mark = "…"
         data = mark.encode() + data[len(data) - most + len(mark.encode()) :]
     return data.decode("utf-8", "ignore")
+
+
+def ranks_label(ranks: Iterable[int]) -> str:
+    """Return ranks in one word, as `8-15` or `0-3,6`: the label `rank` of what they have joined."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return ",".join("-".join(map(str, span)) for span in spans)
 
 
 def run_label(identity: Mapping[str, Any]) -> str:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from ddpprobe.metrics.labels import ROOT, label_value
+from ddpprobe.metrics.labels import ROOT, label_value, ranks_label
 from ddpprobe.records.derived import DERIVED, Derived
 from ddpprobe.records.events import ACTIONS
 from ddpprobe.records.histogram import BORDERS
@@ -26,6 +28,9 @@ POSITIONS = 500  # modules and parameters whose place in execution order is told
 MAGNITUDES = 32  # sites whose histogram is told
 LE = (*(repr(border) for border in BORDERS), "+Inf")  # labels of the buckets
 RATIOS = 500  # parameters whose update ratio is told: both come before the sites under the cap
+# Above so many ranks a node has one series for all its ranks of what names no culprit: of each rank
+# about 13 are left, so that one Prometheus can hold a job of ten thousand.
+JOINED_ABOVE = 1_024
 _BASE_UNITS = ("seconds", "bytes", "ratio")
 
 
@@ -58,6 +63,8 @@ class Metric:
         read: returns its samples in a view, whose ranks are in ascending order.
         stat: of a metric that each site has (tier B), the statistic of `records.STATS`; "" of one
             per rank or per node (tier A).
+        joined: how the ranks of a node are joined above `JOINED_ABOVE` ranks: "sum", "mean", "min"
+            or "max"; "" if each has a series in jobs of any size.
     """
 
     name: str
@@ -66,6 +73,7 @@ class Metric:
     labels: tuple[str, ...]
     read: Callable[[NodeView], Iterable[Reading]]
     stat: str = ""
+    joined: str = ""
 
     @property
     def kind(self) -> str:
@@ -97,9 +105,10 @@ def _row(
     text: str,
     labels: tuple[str, ...],
     read: Callable[[NodeView], Iterable[Reading]],
+    joined: str = "",
 ) -> Metric:
     """Return the row of a metric whose samples have labels of their own."""
-    return Metric(f"ddpprobe_{name}", unit, text, labels, read)
+    return Metric(f"ddpprobe_{name}", unit, text, labels, read, joined=joined)
 
 
 def _node(name: str, unit: str, text: str, get: Callable[[NodeView], float | None]) -> Metric:
@@ -107,13 +116,38 @@ def _node(name: str, unit: str, text: str, get: Callable[[NodeView], float | Non
     return _row(name, unit, text, (), lambda view: [Reading((), get(view))])
 
 
-def _rank(name: str, unit: str, text: str, get: Callable[[RankView], float | None]) -> Metric:
-    """Return the row of a metric with one number for each rank of the node."""
+def _rank(
+    name: str, unit: str, text: str, get: Callable[[RankView], float | None], joined: str = ""
+) -> Metric:
+    """Return the row of a metric with one number for each rank of the node, or for all of them."""
 
     def read(view: NodeView) -> list[Reading]:
+        if joined and view.world_size > JOINED_ABOVE:
+            return _joined(view, joined, get)
         return [Reading((rank.rank,), get(rank)) for rank in view.ranks]
 
-    return _row(name, unit, text, ("rank",), read)
+    return Metric(f"ddpprobe_{name}", unit, text, ("rank",), read, joined=joined)
+
+
+def _joined(view: NodeView, how: str, get: Callable[[RankView], float | None]) -> list[Reading]:
+    """Return one reading for all ranks of the node; it is not known if it is of none of them.
+
+    A mean is of all ranks: over those that are left a counter would begin anew.
+    """
+    if not view.ranks:
+        return []
+    known = [x for rank in view.ranks if (x := get(rank)) is not None]
+    whole = len(known) == len(view.ranks) if how == "mean" else bool(known)
+    return [Reading((_node_ranks(view),), _JOIN[how](known) if whole else None)]
+
+
+def _node_ranks(view: NodeView) -> str:
+    return ranks_label(rank.rank for rank in view.ranks)
+
+
+_JOIN: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
+    {"mean": statistics.fmean, "min": min, "max": max}
+)
 
 
 def _site(name: str, unit: str, text: str, stat: str) -> Metric:
@@ -182,6 +216,17 @@ def _positions(view: NodeView) -> Iterator[Reading]:
         yield Reading((fqn,), place)
 
 
+def _nonfinite(view: NodeView) -> Iterator[Reading]:
+    """Yield of each rank its count by kind; above `JOINED_ABOVE` ranks of all ranks of the node."""
+    for kind in COUNTED_KINDS:
+        counts = [rank.nonfinite.get(kind, 0) for rank in view.ranks]
+        if view.ranks and view.world_size > JOINED_ABOVE:
+            yield Reading((_node_ranks(view), kind), sum(counts))
+        else:
+            ranks = (rank.rank for rank in view.ranks)
+            yield from (Reading((r, kind), n) for r, n in zip(ranks, counts, strict=True))
+
+
 def _magnitudes(view: NodeView) -> Iterator[Reading]:
     """Yield the buckets of the first sites, each site's as a whole."""
     for (fqn, kind), counts in itertools.islice(view.magnitudes.items(), MAGNITUDES):
@@ -230,7 +275,7 @@ METRICS: tuple[Metric, ...] = (
     _rank("steps_total", "steps", "Optimizer steps finished since the rank started; the slowest rank holds up all.",
           lambda r: r.steps),
     _rank("skipped_steps_total", "steps", "Steps a GradScaler skipped because of inf; many in a row mean that the loss scale cannot recover.",
-          lambda r: r.skipped_steps),
+          lambda r: r.skipped_steps, "max"),
     _row("first_failure_timestamp_seconds", "seconds", "Unix time of the end of the rank that is known to be the cause, of this node or (head node) of any; start the search there. Absent where that is not decided: job_state and ddpprobe anomalies RUN name the candidates.",
          ("rank", "signal"), _first_failure),
     # Time
@@ -242,7 +287,7 @@ METRICS: tuple[Metric, ...] = (
     _rank("grad_norm", "", "L2 norm of the rank's local gradients before any reduction; the rank that leaves the others is the guilty one.",
           lambda r: r.grad_norm),
     _rank("loss_scale", "", "Loss scale of the rank's GradScaler; absent without one. If it falls and falls, no step is taken any more.",
-          lambda r: r.loss_scale),
+          lambda r: r.loss_scale, "min"),
     _node("global_grad_norm", "", "L2 norm of the reduced gradients of the newest sampled step, over all ranks; compare with the clipping threshold. Absent where a part of it is not known (placement partial or unknown, a missing rank).",
           lambda v: None if v.merged is None else global_grad_norm(v.merged)),
     *(_derived(each) for each in DERIVED),
@@ -253,7 +298,7 @@ METRICS: tuple[Metric, ...] = (
     _row("node_last_block_timestamp_seconds", "seconds", "Unix time at which another node pushed last, every second or so (head node); of one that never did, since when it is waited for; absent once it has said that its ranks ended. If it stands still, the node or the way to it is lost: look at its daemon's log.",
          ("node",), lambda v: [Reading((node,), ns / 1e9) for node, ns in sorted(v.node_blocks.items())]),
     _row("nonfinite_elements_total", "elements", "NaN and infinite elements seen on the rank; on the first increase run: ddpprobe anomalies RUN.",
-         ("rank", "kind"), lambda v: [Reading((r.rank, k), r.nonfinite.get(k, 0)) for r in v.ranks for k in COUNTED_KINDS]),
+         ("rank", "kind"), _nonfinite, joined="sum"),
     _row("anomalies_total", "anomalies", "Verdicts of the detectors (head node), and rank_lost; the exemplar names step, fqn, kind and rank.",
          ("detector", "level"), _anomalies),
     _row("first_cause_info", "", "1 for the first cause of the newest episode (head node), once all ranks have gone by its step, or 5 s later; what is not known of it is empty, as fqn is of a NaN in the forward of a step that is not sampled (every=1 samples all). ddpprobe anomalies DIRECTORY says what followed.",
@@ -285,21 +330,21 @@ METRICS: tuple[Metric, ...] = (
     _row("component_up", "0 or 1", "0 when a component switched itself off (minimum over the local ranks); its first error is in the log.",
          ("component",), _components),
     _rank("sites_observed", "sites", "Sites that delivered data at the rank's last sampled step; below sites_expected something went unseen; a lasting drop is a loss.",
-          lambda r: r.sites_observed if r.sites_expected > 0 else None),
+          lambda r: r.sites_observed if r.sites_expected > 0 else None, "min"),
     _rank("sites_expected", "sites", "Sites that the rank has ever reported, and selected modules that were never called; ddpprobe info RUN names those.",
-          lambda r: r.sites_expected if r.sites_expected > 0 else None),
+          lambda r: r.sites_expected if r.sites_expected > 0 else None, "max"),
     _row("records_dropped_total", "records", "Records lost before they were stored, refused_* on the head: pushed by a node that may not say so; on an increase look at disk space and the daemon's log.",
          ("reason",), lambda v: [Reading((reason,), count) for reason, count in sorted(v.records_dropped.items())]),
     _rank("unrecorded_steps", "steps", "Sampled steps that the rank took and whose records are not in its journal; one or two may be on their way, but if it grows, the disk refuses them: look at host_disk_free_bytes and the rank's log.",
-          lambda r: r.unrecorded_steps),
+          lambda r: r.unrecorded_steps, "max"),
     _row("series_dropped_total", "series", f"Series refused by the cap of {SERIES_LIMIT} per target, each counted once: the most that one exposition lacked; narrow include=, or read the store for the rest.",
          (), _by_the_renderer),
     _rank("probe_seconds_total", "seconds", "Time that passed in ddpprobe inside the training process: in the training at every call of it, and of a core in its disk thread.",
-          lambda r: r.probe_seconds),
+          lambda r: r.probe_seconds, "max"),
     _rank("overhead_ratio", "ratio", "What ddpprobe adds to a step on average, by the step's own time, measured over the last steps; a floor where every step is sampled, as none is left to compare with; if it is too much, give budget= or raise every=.",
-          lambda r: r.overhead_ratio),
+          lambda r: r.overhead_ratio, "max"),
     _rank("sample_interval_steps", "steps", "Steps from one sampled step to the next; above every= the budget has widened it, and ddpprobe_overhead_ratio says why.",
-          lambda r: r.sample_interval),
+          lambda r: r.sample_interval, "max"),
     _node("journal_lag_seconds", "seconds", "Age of the oldest journal frame not read yet; if it grows, the daemon is short of CPU.",
           lambda v: v.journal_lag_seconds),
     _node("upload_lag_seconds", "seconds", "For how long something stored has been missing at the run's URL, 0 if nothing is, absent without a URL; if it grows, read the daemon's log: the object store refuses or does not answer.",
@@ -310,9 +355,9 @@ METRICS: tuple[Metric, ...] = (
           lambda v: v.time_ns / 1e9),
     # Process and host
     _rank("rank_resident_memory_bytes", "bytes", "Resident memory of the rank's process; steady growth is a leak.",
-          lambda r: r.resident_bytes),
+          lambda r: r.resident_bytes, "max"),
     _rank("rank_cpu_seconds_total", "seconds", "CPU time of the rank's process, user and system.",
-          lambda r: r.cpu_seconds),
+          lambda r: r.cpu_seconds, "mean"),
     _node("host_cpu_ratio", "ratio", "Busy share of the node's CPUs; near 1 the data loader starves the ranks.",
           lambda v: v.host.get("cpu_ratio")),
     _node("host_load1", "processes", "Load average of one minute; compare it with the number of cores.",

@@ -210,14 +210,20 @@ def hostile(view: NodeView) -> NodeView:
 
 
 RANKS = 100  # more than are drawn by line
+VAST, NODE_RANKS = 1032, 8  # more than have a series each of everything, and those of one node
 
 
 def others(view: NodeView) -> dict[str, NodeView]:
-    """Return five more runs at the same moment, by their names; nobody knows a cause there."""
+    """Return six more runs at the same moment, by their names; nobody knows a cause there."""
     unknown = replace(view, first_failure=None, first_cause=None, anomalies={}, exemplars={})
     rank = view.ranks[0]
     return {
         "large": replace(unknown, ranks=tuple(replace(rank, rank=r) for r in range(RANKS))),
+        "vast": replace(
+            unknown,
+            world_size=VAST,
+            ranks=tuple(replace(rank, rank=r) for r in range(VAST - NODE_RANKS, VAST)),
+        ),
         "small": replace(unknown, anomalies={("output_jump", "warn"): int(rank.steps > 12)}),
         "lost": replace(unknown, state="crashed"),
         "killed": replace(
@@ -255,7 +261,7 @@ class Scraped:
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     """A run of two ranks, scraped as it goes: healthy, then a NaN on rank 1, then its death.
 
-    Beside it, five runs of one job without a known cause, and one with hostile names.
+    Beside it, six runs of one job without a known cause, and one with hostile names.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
@@ -316,7 +322,7 @@ def situations(scraped: Scraped) -> list[dict[str, Any]]:
         well,
         *(
             {**whole, "job": "others", "run": run}
-            for run in ("large", "small", "lost", "killed", "hung")
+            for run in ("large", "vast", "small", "lost", "killed", "hung")
         ),
     ]
 
@@ -388,9 +394,18 @@ def test_a_run_of_many_ranks_is_drawn_in_bands_and_a_few_lines(scraped: Scraped)
     assert [name for name, _ in lines] == ["rank 0", "rank 1"]
 
 
+def test_of_a_vast_run_a_line_is_of_a_node_where_the_ranks_are_joined(scraped: Scraped) -> None:
+    of_nodes = ("Resident memory", "CPU", "Overhead of ddpprobe")
+    for title in of_nodes:
+        lines = now(scraped, "ranks", title, job="others", run="vast")
+        assert [name for name, _ in lines] == [f"rank {VAST - NODE_RANKS}-{VAST - 1}"], title
+    lines = now(scraped, "ranks", "Own work per step", job="others", run="vast")
+    assert len(lines) == NODE_RANKS
+
+
 def test_runs_of_one_job_do_not_mix(scraped: Scraped) -> None:
     [(_, ranks)] = scraped.prometheus.now('count(ddpprobe_rank_info{job="others"})')
-    assert ranks == RANKS + 4 * 2
+    assert ranks == RANKS + NODE_RANKS + 4 * 2
     for run, lost in (("large", 0), ("small", 1)):
         [(_, shown)] = now(scraped, "run", "Ranks lost", job="others", run=run)
         assert shown == lost
@@ -398,7 +413,7 @@ def test_runs_of_one_job_do_not_mix(scraped: Scraped) -> None:
 
 def test_the_fleet_has_a_line_per_run_and_counts_them(scraped: Scraped) -> None:
     rows = now(scraped, "fleet", "State by run", job=".*")
-    assert len(rows) == 7
+    assert len(rows) == 8
     [(_, failed)] = now(scraped, "fleet", "Failed or hung", job=".*")
     assert failed == 3
     [verdict] = [

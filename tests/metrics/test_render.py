@@ -21,10 +21,11 @@ from ddpprobe.metrics.labels import (
     LABEL_BYTES,
     PATH_BYTES,
     label_value,
+    ranks_label,
     run_label,
 )
 from ddpprobe.metrics.render import Exposition, exemplar_of, render
-from ddpprobe.metrics.table import LE, METRICS, POSITIONS
+from ddpprobe.metrics.table import JOINED_ABOVE, LE, METRICS, POSITIONS
 from ddpprobe.records.histogram import EDGES
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
 from ddpprobe.records.site_memory import Magnitudes, Outlier
@@ -465,6 +466,58 @@ def test_the_number_of_series_per_rank_and_node_is_as_planned() -> None:
     one, two = (len(series(a_view(ranks=tuple(map(a_rank, range(n)))))) for n in (1, 2))
     assert two - one <= 32
     assert one - (two - one) <= 90
+
+
+def test_above_1024_ranks_a_node_joins_what_names_no_culprit() -> None:
+    ranks = (a_rank(8), a_rank(9, nonfinite={"output": 5}, resident_bytes=3000, cpu_seconds=9.0,
+                                loss_scale=64.0, sites_observed=2, skipped_steps=6))  # fmt: skip
+    by_rank = series(a_view(ranks=ranks, world_size=JOINED_ABOVE))
+    joined = series(a_view(ranks=ranks, world_size=JOINED_ABOVE + 1))
+    table = {m.name: m for m in METRICS}
+    world = "ddpprobe_job_info"  # its label says how large the job is
+    kept, left = (
+        {key for key in each if not table[key[0]].joined and key[0] != world}
+        for each in (by_rank, joined)
+    )
+    assert kept == left
+    assert {dict(labels)["rank"] for name, labels in joined if table[name].joined} == {"8-9"}
+
+    view = a_view(ranks=ranks, world_size=JOINED_ABOVE + 1)
+    assert value(view, "nonfinite_elements_total", rank="8-9", kind="output") == 8
+    assert value(view, "nonfinite_elements_total", rank="8-9", kind="param") == 0
+    assert value(view, "rank_resident_memory_bytes", rank="8-9") == 3000
+    assert value(view, "rank_cpu_seconds_total", rank="8-9") == 7
+    assert value(view, "loss_scale", rank="8-9") == 64
+    assert value(view, "sites_observed", rank="8-9") == 2
+    assert value(view, "sites_expected", rank="8-9") == 10
+    assert value(view, "skipped_steps_total", rank="8-9") == 6
+
+
+def test_above_1024_ranks_a_rank_has_at_most_13_series() -> None:
+    nodes = [
+        a_view(ranks=tuple(map(a_rank, range(n))), world_size=JOINED_ABOVE + 1, is_head=False)
+        for n in (1, 2)
+    ]
+    one, two = map(len, map(series, nodes))
+    assert two - one <= 13
+
+
+def test_a_joined_number_is_of_ranks_that_are_known_and_a_mean_of_all() -> None:
+    dead = a_rank(1, resident_bytes=None, cpu_seconds=None, loss_scale=None)
+    view = a_view(ranks=(a_rank(0, loss_scale=None), dead), world_size=JOINED_ABOVE + 1)
+    assert value(view, "rank_resident_memory_bytes", rank="0-1") == 1000
+    # Over the rank that is left alone it would begin anew, which a rate takes for work.
+    assert value(view, "rank_cpu_seconds_total", rank="0-1") is None
+    assert value(view, "loss_scale", rank="0-1") is None
+    assert series(a_view(ranks=(), world_size=JOINED_ABOVE + 1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "label"),
+    [([], ""), ([3], "3"), ([3, 2], "2-3"), ([0, 1, 2, 6], "0-2,6"), ([9, 7, 5], "5,7,9")],
+)
+def test_ranks_are_one_word(ranks: list[int], label: str) -> None:
+    assert ranks_label(ranks) == label
 
 
 def test_the_exemplar_names_the_tensor_in_openmetrics_only() -> None:
