@@ -323,12 +323,12 @@ def _faults() -> list[Placed]:
         (
             table_panel(
                 "Faults, in order of time",
-                "The first cause of each episode in the shown time: where it began. ddpprobe anomalies says what followed from it. Empty is good.",
+                "The first cause of each episode in the shown time: where it began. ddpprobe anomalies says what followed from it. Warnings are not here, they stand in the time line above.",
                 "none",
                 columns,
                 "seen",
                 ascending=True,
-                no_value="no fault was found",
+                no_value="no page: see the time line for warnings",
             ),
             14,
         ),

@@ -21,7 +21,7 @@ from ddpprobe.records.histogram import BORDERS
 from ddpprobe.records.node_view import NodeView, RankView
 from ddpprobe.records.site_memory import SLOTS
 from ddpprobe.records.site_stats import global_grad_norm
-from ddpprobe.records.step import COUNTED_KINDS, LEVELS, STEP_PHASES, Anomaly
+from ddpprobe.records.step import COUNTED_KINDS, KINDS, LEVELS, STEP_PHASES, Anomaly
 
 SERIES_LIMIT = 5_000  # at which rendering both formats costs about 10 ms of one core
 POSITIONS = 500  # modules and parameters whose place in execution order is told
@@ -228,8 +228,12 @@ def _nonfinite(view: NodeView) -> Iterator[Reading]:
 
 
 def _magnitudes(view: NodeView) -> Iterator[Reading]:
-    """Yield the buckets of the first sites, each site's as a whole."""
-    for (fqn, kind), counts in itertools.islice(view.magnitudes.items(), MAGNITUDES):
+    """Yield the buckets of the first sites, each site's as a whole.
+
+    What modules give comes before gradients: a broad pattern names more weights than have room.
+    """
+    sites = sorted(view.magnitudes.items(), key=lambda site: KINDS.index(site[0][1]))
+    for (fqn, kind), counts in itertools.islice(sites, MAGNITUDES):
         for le, count in zip(LE, counts.tolist(), strict=True):
             yield Reading((fqn or ROOT, kind, le), count)
 
@@ -320,7 +324,7 @@ METRICS: tuple[Metric, ...] = (
           "zero_ratio"),
     _row("site_update_ratio", "ratio", f"Root mean square of what an optimizer step changed of a parameter over that of the parameter, at its last turn, for the first {RATIOS} (head node): about 0.001 is usual; 0 does not learn, 0.1 and more is thrown about.",
          ("fqn", "kind"), lambda v: [Reading((fqn or ROOT, "update"), ratio) for fqn, ratio in itertools.islice(v.update_ratios.items(), RATIOS)]),
-    _row("site_magnitude_bucket", "elements", f"Elements of all sampled steps whose magnitude is below `le`, zeros among them; +Inf: all elements, NaN among them; over all ranks, for the first {MAGNITUDES} sites that install(histograms=...) names (head node). Only if asked for: DDPPROBE_HISTOGRAMS=1. histogram_quantile over its rate() shows where values lie.",
+    _row("site_magnitude_bucket", "elements", f"Elements of all sampled steps whose magnitude is below `le`, zeros among them; +Inf: all elements, NaN among them; over all ranks, for the first {MAGNITUDES} sites that install(histograms=...) names, outputs before gradients (head node). Only if asked for: DDPPROBE_HISTOGRAMS=1. histogram_quantile over its rate() shows where values lie.",
          ("fqn", "kind", "le"), _magnitudes),
     _row("outlier_score", "", f"How far the rms of a site is from its usual level, in powers of ten, newest sampled step (head node), for the {SLOTS} that are furthest; who it is says outlier_info of the same slot. Slots are there also for sites that the cap of series leaves out.",
          ("slot",), lambda v: [Reading((slot,), x.score) for slot, x in enumerate(v.outliers)]),

@@ -25,7 +25,7 @@ from ddpprobe.metrics.labels import (
     run_label,
 )
 from ddpprobe.metrics.render import Exposition, exemplar_of, render
-from ddpprobe.metrics.table import JOINED_ABOVE, LE, METRICS, POSITIONS
+from ddpprobe.metrics.table import JOINED_ABOVE, LE, MAGNITUDES, METRICS, POSITIONS
 from ddpprobe.records.histogram import EDGES
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
 from ddpprobe.records.site_memory import Magnitudes, Outlier
@@ -455,6 +455,18 @@ def test_a_histogram_is_one_of_all_steps_so_far_and_has_all_of_its_buckets_or_no
         exposition = Exposition(others + 1 + room)
         shown = exposition.render(view, False).decode().count("site_magnitude_bucket{")
         assert shown == room // len(LE) * len(LE)
+
+
+def test_outputs_have_histograms_before_gradients_where_not_all_have_room() -> None:
+    counts = np.arange(len(LE))
+    weights = {(f"blocks.{i}.weight", "grad_local"): counts for i in range(MAGNITUDES)}
+    outputs = {(f"blocks.{i}", "output"): counts for i in range(3)}
+    shown = {
+        (s.labels["fqn"], s.labels["kind"])
+        for s in samples(a_view(magnitudes={**weights, **outputs}))
+        if s.name == "ddpprobe_site_magnitude_bucket"
+    }
+    assert shown == {*outputs, *list(weights)[: MAGNITUDES - 3]}
 
 
 def test_a_small_cap_holds_even_for_the_ranks() -> None:
