@@ -338,7 +338,7 @@ def _stuck(parts: RankEnds) -> list[Fate]:
         return []
     here = [f for f in case.fates if f.heard and not f.paused and f not in waited]
     here = [f for f in here if parts.part(f) != LEFT] or waited
-    return _behind(here) if any(f.clock for f in here) else here
+    return _behind(here)
 
 
 def _behind(fates: list[Fate]) -> list[Fate]:

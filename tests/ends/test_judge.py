@@ -34,7 +34,7 @@ def fate(rank: int, how: str = "", clock: Progress | None = None, **more: Any) -
     return Fate(rank, "node_0000", how, clock=clock or at(12), heard=True, **more)
 
 
-def raised(rank: int, error: RaisedError, how: str = "exit:1", **more: Any) -> Fate:
+def raised(rank: int, error: RaisedError | None, how: str = "exit:1", **more: Any) -> Fate:
     return fate(rank, how, closed=True, raised=True, error=error, **more)
 
 
@@ -139,7 +139,22 @@ VERDICTS = {
         [fate(n, "exit:3", closed=True) for n in (0, 1)], "crashed", [0, 1], "exit:3"),
     "only broken connections": ([raised(0, GONE), raised(1, GONE)], "crashed", [0, 1],
                                 "RuntimeError"),
+    "a signal that nobody sends, behind the others, who were told to stop, seen together": (
+        [fate(0, "SIGTERM", at(12, "backward"), order=0), fate(1, "SIGSEGV", order=0)],
+        "crashed", [1], "SIGSEGV"),
+    "killed before its first step, the other told to stop, seen together": (
+        [fate(0, "SIGTERM", order=0), replace(fate(1, "SIGKILL", order=0), clock=None)],
+        "crashed", [1], "SIGKILL"),
+    "killed behind the others, who were told to stop then": (
+        [fate(0, "SIGTERM", at(12, "backward"), order=1), fate(1, "SIGKILL", order=0)],
+        "crashed", [1], "SIGKILL"),
+    "a crash, and an exit code of one that was behind it": (
+        [fate(0, "SIGSEGV", at(12, "backward")), fate(1, "exit:3")], "crashed", [0, 1], "SIGSEGV"),
+    "raised, of a version that did not say what, and exited": (
+        [raised(0, None), fate(1, "SIGTERM")], "crashed", [0], "exit:1"),
     # Told to stop.
+    "raised, of a version that did not say what, and ended by a signal": (
+        [raised(0, None, "SIGTERM"), fate(1, "SIGTERM")], "stopped", [], "SIGTERM"),
     "SIGTERM for all": ([fate(0, "SIGTERM"), fate(1, "SIGTERM")], "stopped", [], "SIGTERM"),
     "SIGINT for all": ([raised(n, replace(PREEMPTED, type="KeyboardInterrupt"), "SIGINT")
                         for n in (0, 1)], "stopped", [], "SIGINT"),
@@ -183,6 +198,11 @@ VERDICTS = {
     "all in one place": (
         [fate(n, "SIGTERM", at(12, "backward"), stalled=True) for n in (0, 1)], "hung", [0, 1],
         "hang"),
+    "one behind three others": (
+        [fate(n, clock=at(12, "backward"), stalled=True) for n in (0, 2, 3)]
+        + [fate(1, stalled=True)], "hung", [1], "hang"),
+    "all stood still, and of one nothing is known": (
+        [fate(0, stalled=True), Fate(1)], "hung", [], "hang"),
     # Nothing to blame anybody for.
     "all closed": (
         [fate(n, "exit:0", at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),
@@ -201,6 +221,15 @@ VERDICTS = {
         [fate(n, "exit:1", at(40, "data")) for n in (0, 1)], "unknown", [], "exit:1"),
     "workers that are killed when all is done": (
         [fate(n, "SIGKILL", at(40, "data")) for n in (0, 1)], "unknown", [], "SIGKILL"),
+    "workers that ended in every way that may be harmless, when all is done": (
+        [fate(n, how, at(40, "data")) for n, how in enumerate(("exit:0", "exit:1", "SIGKILL"))],
+        "unknown", [], "SIGKILL"),
+    "ended without a word, not in the same step": (
+        [fate(n, "exit:0", at(40 + n, "data")) for n in (0, 1)], "unknown", [], "exit:0"),
+    "one told to stop, and one of whom nothing is known": (
+        [fate(0, "SIGTERM"), Fate(1)], "unknown", [], "unknown"),
+    "one told to stop, and one gone without a word": (
+        [fate(0, "SIGTERM"), fate(1)], "unknown", [], "unknown"),
     # Handlers of signals that exit with 0.
     "a handler that exits with 0 out of the middle of a forward": (
         [left(0, at(7)), left(1, at(7, "data"))], "stopped", [], "exit:0"),
@@ -223,6 +252,8 @@ VERDICTS = {
         [left(n, at(7, "data"), at_exit=False) for n in (0, 1)], "ended", [], ""),
     "all in one place, without a handler": (
         [left(n, at(7, "data"), handles=False) for n in (0, 1)], "ended", [], ""),
+    "one in the middle of a forward, without a handler, and one between two steps, with one": (
+        [left(0, at(7), handles=False), left(1, at(7, "data"))], "unknown", [], "unknown"),
     "one in the middle of a forward, without a handler": (
         [left(0, at(7), handles=False), raised(1, GONE)], "crashed", [0], "exit:0"),
     # What a launcher's SIGKILL may have followed from.
@@ -302,6 +333,7 @@ def test_a_bad_end_is_a_page_and_blames_whom_it_names_and_nobody_else(name: str)
     found = anomalies_of(judge(case), case, 0)
     pages = [a for a in found if a.level == "page"]
     grave = judge(case).grave and state == "unknown"
+    assert all(a.sampled is False for a in found)
     assert len(pages) == (grave or state in {"crashed", "hung", "vanished"})
     for page in pages:
         assert page.first_cause
@@ -310,6 +342,17 @@ def test_a_bad_end_is_a_page_and_blames_whom_it_names_and_nobody_else(name: str)
         assert [(a.level, a.rank) for a in found] == [("info", None)]
     assert all(a.level != "page" for a in found if not grave and state in {"unknown", "ended"})
     assert not {a.rank for a in found if a.level == "info"} & set(ranks)
+
+
+def test_an_end_that_followed_from_a_first_cause_is_none_itself() -> None:
+    case = Case((raised(0, OWN), raised(1, GONE)))
+    [page, taken] = anomalies_of(judge(case), case, 0)
+    assert (page.first_cause, taken.first_cause) == (True, False)
+    nan = replace(page, detector="nonfinite", rank=0, kind="output", module="mlp")
+    earlier, later = replace(nan, step=page.step - 1), replace(nan, step=page.step + 50)
+    for causes, first in (([earlier], False), ([later], True), ([later, earlier], False)):
+        [page, _] = anomalies_of(judge(case), case, 0, causes)
+        assert page.first_cause is first
 
 
 def test_an_exit_code_is_not_called_a_signal_that_a_handler_may_not_have_got() -> None:
@@ -330,7 +373,8 @@ def test_a_node_ended_well_whatever_is_known_of_others() -> None:
 
 
 def test_while_ranks_live_only_what_is_certain_is_said() -> None:
-    assert verdict(fate(0), fate(1), live=True).state == "running"
+    end = verdict(fate(0), fate(1), live=True)
+    assert (end.state, end.message) == ("running", "it is under way")
     assert verdict(raised(0, GONE), fate(1), live=True).state == "running"
     assert verdict(fate(0, "SIGKILL"), fate(1), live=True).ranks == (0,)
     stuck = verdict(fate(0, clock=at(12, "backward")), fate(1, suspended=True), live=True)

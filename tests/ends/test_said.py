@@ -28,6 +28,12 @@ def cases() -> dict[str, Case]:
     found["seven killed"] = Case(tuple(killed))
     found["five raised"] = Case(tuple(raised(rank, OWN, time_ns=5) for rank in range(5)))
     found["four of which nothing is heard"] = Case(tuple(Fate(rank) for rank in range(4)))
+    found["no ranks at all"] = Case(())
+    nowhere = replace(raised(0, replace(OWN, where="")), clock=None)
+    found["one that raised before its first step, nobody knows where"] = Case((nowhere,))
+    silent = raised(0, replace(OWN, message=""))
+    found["one that raised without a message"] = Case((silent,))
+    found["one in its second micro-batch"] = Case((fate(0, "SIGSEGV", at(12, micro=1)),))
     found["a part of them"] = Case((fate(0), Fate(1)), partial=True)
     return found
 

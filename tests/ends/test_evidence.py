@@ -1,0 +1,198 @@
+"""Each event and each heartbeat says of a rank exactly what it is for."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpprobe.ends.evidence import Evidence, clock_of
+from ddpprobe.ends.judge import STATES, by_state, told
+from ddpprobe.records.events import (
+    ClosedEvent,
+    ContinuedEvent,
+    DeathEvent,
+    ExitEvent,
+    HandlesEvent,
+    JobEvent,
+    LastBeatsEvent,
+    LauncherEvent,
+    MovingEvent,
+    PausedEvent,
+    ResumedEvent,
+    StalledEvent,
+    SuspendedEvent,
+)
+from ddpprobe.records.fate import Fate, Progress, RaisedError
+from ddpprobe.rundir.heartbeat import Heartbeat
+
+NODE = "node_0003"
+OWN = RaisedError("ValueError", "bad batch", "train.py:40 in step")
+
+
+def beat(steps: int, state: str = "forward", micro: int = 0, step: int | None = None) -> Heartbeat:
+    step = steps + 100 if step is None else step
+    return Heartbeat(1, step, micro, state, steps, 0, steps, (0.0,) * 4, 0.0)
+
+
+def fate_of(evidence: Evidence, rank: int = 0) -> Fate:
+    return evidence.case(1, live=False).fates[rank]
+
+
+@pytest.mark.parametrize(
+    ("steps", "micro", "state", "step", "clock"),
+    [
+        (4, 1, "backward", 104, Progress(4, 1, "backward", 104)),
+        (4, 1, "closed", 104, Progress(4, 1, "data", 104)),
+        (0, 0, "forward", 0, Progress(0, 0, "forward", 0)),
+        (4, 1, "backward", -1, None),
+        (4, 1, "lunch", 104, None),
+    ],
+)
+def test_a_clock_is_of_a_known_state_in_a_step_that_began(
+    steps: int, micro: int, state: str, step: int, clock: Progress | None
+) -> None:
+    assert clock_of(steps, micro, state, step) == clock
+
+
+def test_a_heartbeat_says_where_a_rank_is_and_none_moves_it_back() -> None:
+    evidence = Evidence()
+    evidence.take_beat(0, NODE, beat(4, "backward", 1))
+    assert fate_of(evidence) == Fate(0, NODE, clock=Progress(4, 1, "backward", 104), heard=True)
+    for earlier in (beat(3, "optimizer"), beat(4, "forward", 1), beat(4, "backward", 1)):
+        evidence.take_beat(0, "", earlier)
+        assert fate_of(evidence).clock == Progress(4, 1, "backward", 104)
+    evidence.take_beat(0, "", beat(5, "closed"))
+    assert fate_of(evidence).clock == Progress(5, 0, "data", 105)
+    assert fate_of(evidence).beat_closed
+    assert fate_of(evidence).node == NODE
+
+
+def test_last_beats_are_of_each_rank_that_they_name() -> None:
+    evidence = Evidence()
+    evidence.take_event(LastBeatsEvent(ranks={0: beat(4), 1: beat(6, "data")}), None, NODE)
+    first, second = evidence.case(1, live=False).fates
+    assert (first.clock, second.clock) == (
+        Progress(4, 0, "forward", 104),
+        Progress(6, 0, "data", 106),
+    )
+    assert {first.node, second.node} == {NODE}
+
+
+def test_a_death_of_an_old_version_says_that_and_how_it_died_and_in_which_step() -> None:
+    evidence = Evidence()
+    evidence.take_event(DeathEvent(rank=0, signal="SIGKILL", step=7, time_ns=5), None, NODE)
+    assert fate_of(evidence) == Fate(
+        0, NODE, "SIGKILL", time_ns=5, dead=True, clock=Progress(7, 0, "data", 7), heard=True
+    )
+    seen = Evidence()
+    seen.take_event(exit_of("SIGSEGV"), None, NODE)
+    seen.take_event(DeathEvent(rank=0, signal="SIGKILL", step=7, time_ns=9), None, NODE)
+    assert (fate_of(seen).how, fate_of(seen).time_ns, fate_of(seen).dead) == ("SIGSEGV", 5, True)
+
+
+def exit_of(how: str) -> ExitEvent:
+    return ExitEvent(rank=0, how=how, order=2, witness="w", time_ns=5, state="forward", steps=4,
+                     micro=1, step=104)  # fmt: skip
+
+
+def test_an_exit_says_how_in_which_order_by_whom_when_and_where() -> None:
+    evidence = Evidence()
+    evidence.take_event(exit_of("unknown"), None, NODE)
+    evidence.take_event(exit_of("SIGSEGV"), None, NODE)
+    evidence.take_event(exit_of("SIGKILL"), None, NODE)  # the first that knows is right
+    assert fate_of(evidence) == Fate(
+        0, NODE, "SIGSEGV", order=2, witness="w", time_ns=5, heard=True,
+        clock=Progress(4, 1, "forward", 104),
+    )  # fmt: skip
+
+
+def test_a_goodbye_says_all_that_it_has() -> None:
+    evidence = Evidence()
+    evidence.take_event(
+        ClosedEvent(status="exception", error=OWN, handles=True, at_exit=True, asked=True,
+                    state="optimizer", steps=4, micro=1, step=104),
+        0, NODE,
+    )  # fmt: skip
+    assert fate_of(evidence) == Fate(
+        0, NODE, closed=True, raised=True, error=OWN, handles=True, at_exit=True, asked=True,
+        heard=True, clock=Progress(4, 1, "optimizer", 104),
+    )  # fmt: skip
+    plain = Evidence()
+    plain.take_event(ClosedEvent(), 0, NODE)
+    assert fate_of(plain) == Fate(0, NODE, closed=True, heard=True)
+
+
+def test_a_pause_a_handler_and_the_scheduler_are_kept() -> None:
+    evidence = Evidence()
+    evidence.take_event(PausedEvent(), 0, NODE)
+    assert fate_of(evidence) == Fate(0, NODE, paused=True, heard=True)
+    evidence.take_event(ResumedEvent(), 0, NODE)
+    evidence.take_event(HandlesEvent(), 0, NODE)
+    assert fate_of(evidence) == Fate(0, NODE, sets_handlers=True, heard=True)
+    for scheduler in ("", "Slurm job 7", "another"):
+        evidence.take_event(JobEvent(scheduler=scheduler), 0, NODE)
+    assert evidence.case(1, live=False).scheduler == "Slurm job 7"
+
+
+def test_the_newest_word_of_a_stall_or_a_suspension_holds_whichever_comes_last() -> None:
+    events = [StalledEvent(time_ns=3), MovingEvent(time_ns=2)]
+    events += [SuspendedEvent(rank=0, time_ns=4), ContinuedEvent(rank=0, time_ns=1)]
+    for order in (events, events[::-1]):
+        evidence = Evidence()
+        evidence.take_rank(0, NODE)
+        assert not evidence.is_stalled(NODE)
+        assert not evidence.is_suspended(0)
+        for event in order:
+            evidence.take_event(event, None, NODE)
+        assert fate_of(evidence) == Fate(0, NODE, stalled=True, suspended=True, heard=True)
+        assert not evidence.is_stalled("node_0000")
+        evidence.take_event(MovingEvent(time_ns=9), None, NODE)
+        evidence.take_event(ContinuedEvent(rank=0, time_ns=9), None, NODE)
+        assert fate_of(evidence) == Fate(0, NODE, heard=True)
+        [fate] = evidence.case(1, live=True, stalled=True).fates
+        assert fate.stalled
+
+
+def test_a_launcher_is_of_its_node_and_its_first_known_end_holds() -> None:
+    evidence = Evidence()
+    evidence.take_rank(0, NODE)
+    evidence.take_rank(1, "node_0000")
+    for how in ("unknown", "exit:1", "SIGKILL"):
+        evidence.take_event(LauncherEvent(how=how), None, NODE)
+    assert [f.launcher for f in evidence.case(2, live=False).fates] == ["exit:1", ""]
+
+
+def test_a_case_has_a_fate_for_each_rank_of_the_job_and_for_those_heard_of_beyond() -> None:
+    evidence = Evidence()
+    evidence.take_rank(3, NODE)
+    case = evidence.case(2, live=True, partial=True)
+    assert [f.rank for f in case.fates] == [0, 1, 3]
+    assert [f.heard for f in case.fates] == [False, False, True]
+    assert (case.live, case.partial) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("end", "attempt", "text"),
+    [
+        ({"state": "running", "how": "", "message": "it is under way"}, None, ""),
+        ({"state": "ended", "how": "", "message": "every rank came to its end"}, 2, ""),
+        ({"state": "unknown", "how": "unknown", "message": "not known"}, None, ""),
+        ({"state": "unknown", "how": "exit:1", "message": "open"}, None, "unknown: open"),
+        ({"state": "crashed", "how": "SIGKILL", "message": "rank 1 died"}, None,
+         "crashed: rank 1 died"),
+        ({"state": "crashed", "how": "SIGKILL", "message": "rank 1 died"}, 0,
+         "attempt 0: crashed: rank 1 died"),
+        ({"state": "stopped", "how": "SIGTERM", "message": "stopped from outside: x"}, 3,
+         "attempt 3: stopped from outside: x"),
+    ],
+)  # fmt: skip
+def test_what_is_told_of_an_end_is_its_state_and_its_message_once(
+    end: dict[str, str], attempt: int | None, text: str
+) -> None:
+    assert told(end, attempt) == text
+
+
+def test_counts_by_state_are_of_every_state_that_an_attempt_can_end_in() -> None:
+    counts = by_state({"crashed": 2, "hung": 1})
+    assert set(counts) == set(STATES) - {"running"}
+    assert {state: n for state, n in counts.items() if n} == {"crashed": 2, "hung": 1}
+    assert set(counts.values()) == {0, 1, 2}
