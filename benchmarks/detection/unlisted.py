@@ -55,7 +55,7 @@ class U04(Fault):
     says = "the gain of one layer norm is set to 0"
     net = "gpt"
     expected = Expected(
-        ("dead_units", "weight_jump", "output_jump", "grad_spike", "loss_spike",
+        ("output_drop", "dead_units", "weight_jump", "output_jump", "grad_spike", "loss_spike",
          "grad_none_or_zero", "update_ratio"), 5, module=True,
     )  # fmt: skip
     modules = ("blocks.0.norm2|blocks.0.up", "blocks.1.norm2|blocks.1.up")

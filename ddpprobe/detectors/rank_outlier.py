@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from statistics import median
 
@@ -11,6 +12,7 @@ from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import Anomaly, StepRecord
 
+MOVED = 3.0  # times as far as the other one: then it is the one of two that moved
 NOTHING_DEX = -30.0  # log10 of a zero beside ranks that have something
 _JUDGED = {
     "loss": ("loss", "forward", "loss_dex"),
@@ -18,7 +20,7 @@ _JUDGED = {
     "output_rms": ("rms of the outputs", "forward", "rms_dex"),
 }
 
-Away = dict[int, float]  # rank -> decades from the median of the others
+Away = dict[int, float]  # rank -> decades, mostly from the median of the others
 
 
 class RankOutlier(SampledDetector):
@@ -26,11 +28,16 @@ class RankOutlier(SampledDetector):
 
     Judged in decades: loss, local gradient norm and the geometric mean of the outputs' rms, each
     against the median of the other ranks. How far the rank lay away before is allowed for, so that
-    ranks that differ by design (data of other kinds, a larger batch) are let be. Of two ranks, the
-    one is meant that left its own past.
+    ranks that differ by design (data of other kinds, a larger batch) are let be. Fewer decades are
+    enough where no rank has ever been nearly so far away, and the rank stays there. Of two ranks,
+    the one is meant whose own numbers have moved.
 
     Args:
         loss_dex, norm_dex, rms_dex: decades, beyond those of the window.
+        spread: how many times as far as any rank has been in the window is enough as well,
+        spread_dex: if it is so many decades more than that,
+        steady: behind so many sampled steps in the window,
+        stays: at so many of the last ones.
         window: sampled steps that tell how far a rank lay away before.
         least: sampled steps of them; before that, twice the decades are asked for.
         recent: sampled steps that are judged.
@@ -43,21 +50,30 @@ class RankOutlier(SampledDetector):
 
     def __init__(
         self, *, loss_dex: float = 2.0, norm_dex: float = 2.0, rms_dex: float = 0.3,
+        spread: float = 1.3, spread_dex: float = 0.12, steady: int = 12, stays: int = 4,
         window: int = 32, least: int = 8, recent: int = 5, repeats: int = 3,
         quiet_steps: int = 100,
     ) -> None:  # fmt: skip
-        above_zero(loss_dex=loss_dex, norm_dex=norm_dex, rms_dex=rms_dex)
-        at_least(1, least=least, recent=recent, repeats=repeats)
+        above_zero(
+            loss_dex=loss_dex, norm_dex=norm_dex, rms_dex=rms_dex, spread=spread,
+            spread_dex=spread_dex,
+        )  # fmt: skip
+        at_least(1, least=least, recent=recent, repeats=repeats, steady=steady, stays=stays)
         at_least(least, window=window)
         at_least(0, quiet_steps=quiet_steps)
         self._dex = {"loss_dex": loss_dex, "norm_dex": norm_dex, "rms_dex": rms_dex}
         self._window, self._least = window, least
+        self._spread, self._spread_dex, self._steady = spread, spread_dex, steady
+        self._stays = stays
         self._recent, self._repeats, self._quiet = recent, repeats, quiet_steps
         self._reset()
 
     def _reset(self) -> None:
         # How far each rank was away at the last sampled steps; the newest ones are judged.
         self._past: dict[str, deque[Away]] = {
+            name: deque(maxlen=self._window + self._recent) for name in _JUDGED
+        }
+        self._logs: dict[str, deque[Away]] = {  # each rank's own numbers, of the same steps
             name: deque(maxlen=self._window + self._recent) for name in _JUDGED
         }
         self._telling: dict[int, Telling] = {}
@@ -68,7 +84,9 @@ class RankOutlier(SampledDetector):
             return []
         found: list[Anomaly] = []
         for name in _JUDGED:
-            self._past[name].append(_away(record, name))
+            logs = _logs(record, name)
+            self._logs[name].append(logs)
+            self._past[name].append(_away(logs))
             found = found or self._judge(record, name)
         return found
 
@@ -78,9 +96,12 @@ class RankOutlier(SampledDetector):
         before = list(self._past[name])[: -self._recent]
         now = recent[-1]
         outliers = {r: x for r, x in now.items() if self._times(r, recent, before, setting)}
+        times = self._repeats
+        if not outliers:
+            outliers, times = self._left(recent, before), self._stays
         if not outliers:
             return []
-        rank = self._guilty(outliers, now, before)
+        rank = self._guilty(outliers, now, name)
         told = -1 if rank is None else rank
         if not self._telling.setdefault(told, Telling(self._quiet)).due(record.step):
             return []
@@ -90,7 +111,7 @@ class RankOutlier(SampledDetector):
         )  # fmt: skip
         who = "ranks differ: one's" if rank is None else f"rank {rank}'s"
         message = (
-            f"{who} {what} {apart}, at {self._repeats} of the last {self._recent} sampled steps: "
+            f"{who} {what} {apart}, at {times} of the last {self._recent} sampled steps: "
             "look at the data that it reads"
         )
         values = {"decades": dex, "points": len(before)}
@@ -103,29 +124,68 @@ class RankOutlier(SampledDetector):
         far = [abs(a.get(rank, 0.0)) > limit for a in recent]
         return far[-1] and sum(far) >= self._repeats
 
-    def _guilty(self, outliers: Away, now: Away, before: list[Away]) -> int | None:
-        """Return the one rank that left the others; of two, which has left is not known here."""
-        if len(now) == 2:
-            zero = [r for r, x in outliers.items() if x <= NOTHING_DEX / 2]
+    def _left(self, recent: list[Away], before: list[Away]) -> Away:
+        """Return which ranks stay further away, on one side, than any rank has been.
+
+        What any rank does by chance bounds all of them: in a large job somebody is always furthest,
+        and leaves its own past now and then.
+        """
+        past = [abs(x) for away in before for x in away.values()]
+        now = recent[-1]
+        if len(past) < self._steady * max(1, len(now)):
+            return {}
+        limit = self._spread * max(past) + self._spread_dex
+        return {
+            rank: x
+            for rank, x in now.items()
+            if abs(x) > limit
+            and sum(math.copysign(1, x) * a.get(rank, 0.0) > limit for a in recent) >= self._stays
+        }
+
+    def _guilty(self, outliers: Away, now: Away, name: str) -> int | None:
+        """Return the one rank that left the others; of two, the one whose own numbers moved."""
+        if len(now) > 2:
+            return max(outliers, key=lambda r: abs(outliers[r]))
+        zero = [r for r, x in outliers.items() if x <= NOTHING_DEX / 2]
+        if zero:
             return zero[0] if len(zero) == 1 else None
-        return max(outliers, key=lambda r: abs(outliers[r]))
+        logs = list(self._logs[name])
+        moved = {r: _moved(r, logs[-self._recent :], logs[: -self._recent]) for r in now}
+        first, second = sorted(moved, key=lambda r: -moved[r])
+        return first if moved[first] > MOVED * moved[second] else None
 
 
-def _away(record: StepRecord, name: str) -> Away:
+def _moved(rank: int, recent: list[Away], before: list[Away]) -> float:
+    """Return by how many decades a rank's own median has moved."""
+    now, then = ([a[rank] for a in logs if rank in a] for logs in (recent, before))
+    return abs(median(now) - median(then)) if now and then else 0.0
+
+
+def _logs(record: StepRecord, name: str) -> Away:
+    """Return log10 of the number of each rank that has one, `NOTHING_DEX` of a zero."""
     told = {
         rank: float(record.scalars[rank][name])
         for rank in record.ranks
         if name in record.scalars.get(rank, {})
     }
-    logs = {
+    return {
         rank: math.log10(x) if x > 0 else NOTHING_DEX
         for rank, x in told.items()
         if math.isfinite(x) and x >= 0
     }
+
+
+def _away(logs: Away) -> Away:
+    """Return how far each rank is from the median of the others."""
     # Where all have nothing there is nothing to compare.
     if len(logs) < 2 or max(logs.values()) <= NOTHING_DEX:
         return {}
-    return {
-        rank: max(NOTHING_DEX, log - median(x for r, x in logs.items() if r != rank))
-        for rank, log in logs.items()
-    }
+    ordered = sorted(logs.values())
+    return {rank: max(NOTHING_DEX, x - _median_without(ordered, x)) for rank, x in logs.items()}
+
+
+def _median_without(ordered: list[float], value: float) -> float:
+    """Return the median of ascending numbers without one of them; there are two or more."""
+    place, left = bisect_left(ordered, value), len(ordered) - 1
+    low, high = ((i + (i >= place)) for i in ((left - 1) // 2, left // 2))
+    return (ordered[low] + ordered[high]) / 2

@@ -1,19 +1,23 @@
-"""`reduction`: the gradients that the optimizer gets are each rank's own.
+"""`reduction`: the gradients that the optimizer gets are not the mean of the ranks' own.
 
-Every rank then trains a model of its own on its own data, and every line of the log looks fine:
-DDP has lost its hooks, or what should have reduced did nothing.
+They are each rank's own: every rank then trains a model of its own on its own data, and every line
+of the log looks fine. DDP has lost its hooks, or what should have reduced did nothing. Or they are
+larger than a mean can be: a sum.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import UNREDUCED, Anomaly, StepRecord
 
+Norms = tuple[float, float]  # local, reduced
 SAME = 1e-6  # relative: what one rank's norm differs by when it is computed twice
+MORE = 0.05  # relative: so much above what a mean can be; a reduction in bfloat16 rounds by 0.01
 APART = 1e-3  # relative: norms of ranks that lie closer may be one and the same
 
 
@@ -24,38 +28,50 @@ class Reduction(SampledDetector):
     differ. That pages where a reduction took place, and changed nothing. Where none took place
     (`no_sync` up to the optimizer, or hooks that DDP lost) it warns, and pages after `patience`
     sampled steps in a row if as many before had all been reduced: local SGD begins otherwise.
+    It warns where the reduced norm is larger than the mean of the local ones, which no mean of them
+    can be (triangle inequality), `repeats` times within `recent` sampled steps; whoever sums from
+    the start means to.
 
     Args:
         repeats: sampled steps in a row.
         patience: sampled steps in a row, behind as many with a reduction, that make it a page.
+        recent: sampled steps of which `repeats` must be larger than a mean.
+        mean: sampled steps that were none such, without which a sum may be meant.
         quiet_steps: steps without it after which it is told again.
     """
 
     name = "reduction"
-    title = "Gradients are not reduced"
+    title = "Gradients are not reduced as they should be"
 
-    def __init__(self, *, repeats: int = 3, patience: int = 20, quiet_steps: int = 100) -> None:
-        at_least(1, repeats=repeats, patience=patience)
+    def __init__(
+        self, *, repeats: int = 3, patience: int = 20, recent: int = 5, mean: int = 8,
+        quiet_steps: int = 100,
+    ) -> None:  # fmt: skip
+        at_least(1, repeats=repeats, patience=patience, mean=mean)
+        at_least(repeats, recent=recent)
         at_least(0, quiet_steps=quiet_steps)
         self._repeats, self._patience, self._quiet = repeats, patience, quiet_steps
+        self._recent, self._mean = recent, mean
         self._reset()
 
     def _reset(self) -> None:
         self._reduced = 0  # sampled steps in a row, up to the first that was not
         self._missing = 0  # sampled steps in a row that were not
-        self._telling = {level: Telling(self._quiet) for level in ("warn", "page")}
+        self._telling = {level: Telling(self._quiet) for level in ("warn", "page", "sum")}
+        self._means = 0  # sampled steps whose gradient may be a mean
+        self._sums: deque[bool] = deque(maxlen=self._recent)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
         if record.skipped or record.missing:
             return []
-        alone = _stayed_local(record)
-        if alone is None:
+        norms = _norms(record)
+        if not norms:
             return []
-        if not alone:
+        if not _stayed_local(norms):
             self._reduced = 1 if self._missing else self._reduced + 1
             self._missing = 0
-            return []
+            return self._summed(record, norms)
         self._missing += 1
         if self._missing < self._repeats:
             return []
@@ -64,6 +80,24 @@ class Reduction(SampledDetector):
             return []
         return [_anomaly(record, level, self._missing)]
 
+    def _summed(self, record: StepRecord, norms: list[Norms]) -> list[Anomaly]:
+        local = sum(own / len(norms) for own, _ in norms)
+        ratio = min(reduced for _, reduced in norms) / local if local > 0 else 0.0
+        self._sums.append(ratio > 1 + MORE)
+        if not self._sums[-1]:
+            self._means += 1
+            return []
+        meant = self._means < self._mean or sum(self._sums) < self._repeats
+        if meant or not self._telling["sum"].due(record.step):
+            return []
+        message = (
+            f"the reduced gradient is {ratio:.3g} x as large as the mean of the {len(norms)} "
+            f"ranks' own, at {self._repeats} of the last {self._recent} sampled steps: no mean of "
+            "them can be; they were summed, or scaled behind the reduction"
+        )
+        values = {"ratio": ratio, "repeats": sum(self._sums)}
+        return [self.anomaly(record, "warn", message, values, kind="grad")]
+
     def _level(self, record: StepRecord) -> str:
         if not any(UNREDUCED in scalars for scalars in record.scalars.values()):
             return "page"
@@ -71,13 +105,13 @@ class Reduction(SampledDetector):
         return "page" if lost else "warn"
 
 
-def _stayed_local(record: StepRecord) -> bool | None:
-    """Whether all ranks kept their own gradients; None where that cannot be told."""
+def _norms(record: StepRecord) -> list[Norms]:
+    """Return each rank's local and reduced norm; nothing where they cannot be compared."""
     if len(record.ranks) < 2:
-        return None
+        return []
     placements = {s.placement for s in record.sites if s.kind == "grad"}
     if placements & {"sharded", "partial", "unknown"}:
-        return None
+        return []
     norms = []
     for rank in record.ranks:
         scalars = record.scalars.get(rank, {})
@@ -87,8 +121,13 @@ def _stayed_local(record: StepRecord) -> bool | None:
             not (math.isfinite(local) and math.isfinite(reduced))
             or scalars.get("micro_batches") != 1
         ):
-            return None
+            return []
         norms.append((local, reduced))
+    return norms
+
+
+def _stayed_local(norms: list[Norms]) -> bool:
+    """Whether all ranks kept their own gradients."""
     largest = max(local for local, _ in norms)
     apart = max(r for _, r in norms) - min(r for _, r in norms) > APART * largest
     return apart and all(abs(local - r) <= SAME * largest for local, r in norms)

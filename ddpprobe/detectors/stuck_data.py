@@ -24,6 +24,7 @@ class _Rank:
     step: int = -1
     gap: int = 0  # steps between the last two looks
     same: int = 1  # looks in a row with this digest, at this gap
+    fresh: int = 1  # looks in a row with another digest than the one before, at this gap
     # By gap: how often it changed, and how often it stayed, however long. A loader that goes round
     # without shuffling shows the same batch at one interval and others at another.
     seen: dict[int, list[int]] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class _Rank:
             if self.gap in self.seen:
                 self.seen[self.gap][1] += self.same > 1
             self.same = 1
+        self.fresh = 1 if same or gap != self.gap else self.fresh + 1
         if same:
             self.same += 1
         elif self.step >= 0 and (gap in self.seen or len(self.seen) < MOST_GAPS):
@@ -51,20 +53,22 @@ class StuckData(SampledDetector):
     """Warns when a rank's input is the same, to the bit, at many sampled steps in a row.
 
     What is compared is the first tensor that the model is given in a step. Only a rank whose data
-    used to vary is judged: who trains on one batch from the start means to.
+    used to vary is judged: who trains on one batch from the start means to. Fewer looks are needed
+    while the input of another rank varies: then it is no schedule of the training.
 
     Args:
         looks: sampled steps in a row with the same input.
+        beside: as `looks`, of a rank beside which another one's input was a new one at each.
         quiet_steps: steps without it after which it is told again.
     """
 
     name = "stuck_data"
     title = "A rank is given the same data again and again"
 
-    def __init__(self, *, looks: int = 20, quiet_steps: int = 100) -> None:
-        at_least(2, looks=looks)
+    def __init__(self, *, looks: int = 20, beside: int = 5, quiet_steps: int = 100) -> None:
+        at_least(2, looks=looks, beside=beside)
         at_least(0, quiet_steps=quiet_steps)
-        self._looks, self._quiet = looks, quiet_steps
+        self._looks, self._beside, self._quiet = looks, beside, quiet_steps
         self._reset()
 
     def _reset(self) -> None:
@@ -76,13 +80,18 @@ class StuckData(SampledDetector):
         for rank, scalars in record.scalars.items():
             if DIGEST in scalars:
                 self._ranks.setdefault(rank, _Rank()).take(record.step, float(scalars[DIGEST]))
-        stuck = [r for r, of in self._ranks.items() if of.same >= self._looks and of.varied]
+        looked = {r: of for r, of in self._ranks.items() if of.step == record.step}
+        # Whoever varied has done so for as many looks as any other rank has not.
+        vary = any(of.same == 1 and of.fresh >= self._beside for of in looked.values())
+        least = self._beside if vary else self._looks
+        stuck = [r for r, of in looked.items() if of.same >= least and of.varied]
         if not stuck or not self._telling.due(record.step, len(stuck)):
             return []
+        beside = ", while that of others varied" if vary else ""
         message = (
             f"the first input of {ranks_text(tuple(sorted(stuck)))} has been the same to the bit "
-            f"for {self._looks} sampled steps: look at the loader, its iterator and its sampler"
+            f"for {least} sampled steps{beside}: look at the loader, its iterator and its sampler"
         )
         alone = stuck[0] if len(stuck) == 1 else None
-        values = {"looks": self._looks, "ranks": len(stuck)}
+        values = {"looks": least, "ranks": len(stuck)}
         return [self.anomaly(record, "warn", message, values, rank=alone, phase="forward")]

@@ -21,6 +21,7 @@ from ddpprobe.detectors.loss_spike import LossSpike
 from ddpprobe.detectors.mode_flip import ModeFlip
 from ddpprobe.detectors.never_updated import NeverUpdated
 from ddpprobe.detectors.nonfinite import NonFinite
+from ddpprobe.detectors.output_drop import OutputDrop
 from ddpprobe.detectors.output_jump import OutputJump
 from ddpprobe.detectors.rank_outlier import RankOutlier
 from ddpprobe.detectors.reduction import Reduction
@@ -77,6 +78,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     WeightJump,
     UpdateRatio,
     OutputJump,
+    OutputDrop,
     GradSpike,
     DeadUnits,
     GradNoneOrZero,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
@@ -28,7 +28,9 @@ class WeightJump(SampledDetector):
         window: looks at a parameter that are compared with, and needed.
         rate: change of the norm in a step, as a share, over `over` steps.
         over: steps for which it must go on.
-        settle: steps since the first look at a parameter for which it may grow.
+        shrink: as `rate`, for norms that shrink over `shrink_over` steps.
+        shrink_over: steps for which that must go on.
+        settle: steps since the first look at a parameter for which it may grow, or shrink slowly.
         quiet_steps: steps without a jump after which one is told again.
         worse: a jump so many times the reported one is told at once.
     """
@@ -38,21 +40,22 @@ class WeightJump(SampledDetector):
 
     def __init__(
         self, *, ratio: float = 4.0, window: int = 10, rate: float = 0.03, over: int = 10,
-        settle: int = 50, quiet_steps: int = 100, worse: float = 10.0,
+        shrink: float = 0.008, shrink_over: int = 20, settle: int = 50, quiet_steps: int = 100,
+        worse: float = 10.0,
     ) -> None:  # fmt: skip
-        above_zero(ratio=ratio, rate=rate, worse=worse)
-        at_least(1, window=window, over=over)
+        above_zero(ratio=ratio, rate=rate, shrink=shrink, worse=worse)
+        at_least(1, window=window, over=over, shrink_over=shrink_over)
         at_least(0, settle=settle, quiet_steps=quiet_steps)
         self._ratio, self._window, self._rate, self._over = ratio, window, rate, over
+        self._shrink, self._shrink_over = shrink, shrink_over
         self._settle, self._repeat = settle, (quiet_steps, worse)
         self._reset()
 
     def _reset(self) -> None:
         self._rows = WeightRows()
         self._past = SiteWindow(self._window)
-        self._first = np.zeros(0, np.int64)  # step of the first look
-        self._then = np.zeros(0, np.int64)  # look that the norm is compared with
-        self._norm = np.zeros(0)  # at that look
+        self._pace = _Pace(self._over, self._settle)
+        self._slow_pace = _Pace(self._shrink_over, self._settle)
         self._jumps, self._drifts = Telling(*self._repeat), Telling(*self._repeat)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
@@ -60,7 +63,6 @@ class WeightJump(SampledDetector):
         if record.skipped or record.missing:
             return []
         now = self._rows.read(record)
-        self._grow(len(now.seen), record.step)
         return [*self._jumped(record, now), *self._drifted(record, now)]
 
     def _jumped(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
@@ -89,34 +91,62 @@ class WeightJump(SampledDetector):
         return [self.anomaly(record, "warn", message, values, module=fqns[0], kind="param")]
 
     def _drifted(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
-        steps = record.step - self._then
-        known = now.seen & (now.norm > 0) & (self._norm > 0) & (steps >= self._over)
-        rates = self._rates(now, known, steps)
-        anew = now.seen & ((steps >= self._over) | ~(self._norm > 0))
-        self._then[anew], self._norm[anew] = record.step, now.norm[anew]
-        # What began at zero has a clock of its own: a few such are not half of the model.
-        if len(rates) < max(2, int(now.seen.sum()) / 2):
-            return []
-        rate = float(np.median(rates))
-        if abs(rate) <= math.log1p(self._rate) or not self._drifts.due(record.step, abs(rate)):
-            return []
+        fast, slow = (pace.read(now, record.step) for pace in (self._pace, self._slow_pace))
+        # What is young grows from zero, or shrinks from a start that was too large.
+        rates = np.where(fast.young, np.minimum(fast.rates, 0.0), fast.rates)
+        shrinks = np.where(slow.young, 0.0, np.minimum(slow.rates, 0.0))
+        for moved, found, limit in ((fast, rates, self._rate), (slow, shrinks, self._shrink)):
+            # What began at zero has a clock of its own: a few such are not half of the model.
+            if len(found) < max(2, int(now.seen.sum()) / 2):
+                continue
+            rate = float(np.median(found))
+            if abs(rate) > math.log1p(limit) and self._drifts.due(record.step, abs(rate)):
+                return [self._drift(record, rate, len(found), moved.steps)]
+        return []
+
+    def _drift(self, record: StepRecord, rate: float, parameters: int, steps: int) -> Anomaly:
         way = "grown" if rate > 0 else "shrunk"
         share = math.expm1(rate)
         message = (
-            f"half of {len(rates)} parameters or more have {way} by {abs(share):.1%} a step for "
-            f"{int(steps[known].min())} steps or more: look at weight decay, at what is done to "
-            "the weights beside the optimizer, and at the learning rate"
+            f"half of {parameters} parameters or more have {way} by {abs(share):.1%} a step for "
+            f"{steps} steps or more: look at weight decay, at what is done to the weights beside "
+            "the optimizer, and at the learning rate"
         )
-        values = {"rate": share, "parameters": len(rates)}
-        return [self.anomaly(record, "warn", message, values, module="", kind="param")]
+        values = {"rate": share, "parameters": parameters}
+        return self.anomaly(record, "warn", message, values, module="", kind="param")
 
-    def _rates(self, now: WeightsOfStep, known: Mask, steps: NDArray[np.int64]) -> Floats:
-        """Return the change of log(norm) in a step, of each that is known; 0 for young growth."""
-        rates: Floats = np.log(now.norm[known] / self._norm[known]) / steps[known]
-        young = (self._then - self._first)[known] < self._settle
-        return np.where(young, np.minimum(rates, 0.0), rates)
 
-    def _grow(self, sites: int, step: int) -> None:
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """Of parameters whose norm is known long enough: change of log(norm) in a step.
+
+    `young`: the time began soon behind the first look; `steps` is the shortest time.
+    """
+
+    rates: Floats
+    young: Mask
+    steps: int
+
+
+class _Pace:
+    """How fast the norm of each parameter changes, over so many steps or more."""
+
+    def __init__(self, over: int, settle: int) -> None:
+        self._over, self._settle = over, settle
+        self._first = np.zeros(0, np.int64)  # step of the first look
+        self._then = np.zeros(0, np.int64)  # look that the norm is compared with
+        self._norm = np.zeros(0)  # at that look
+
+    def read(self, now: WeightsOfStep, step: int) -> _Rates:
+        sites = len(now.seen)
         self._first = grown(self._first, sites, step)
         self._then = grown(self._then, sites, step)
         self._norm = grown(self._norm, sites, 0)
+        steps = step - self._then
+        known = now.seen & (now.norm > 0) & (self._norm > 0) & (steps >= self._over)
+        rates: Floats = np.log(now.norm[known] / self._norm[known]) / steps[known]
+        young: Mask = (self._then - self._first)[known] < self._settle
+        shortest = int(steps[known].min()) if known.any() else 0
+        anew = now.seen & ((steps >= self._over) | ~(self._norm > 0))
+        self._then[anew], self._norm[anew] = step, now.norm[anew]
+        return _Rates(rates, young, shortest)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ddpprobe.detectors.rank_outlier import RankOutlier
+from ddpprobe.detectors.rank_outlier import RankOutlier, _away
 from ddpprobe.records.step import StepRecord
 from tests.detectors.made_records import levels, record, run
 
@@ -40,11 +40,66 @@ def test_a_rank_that_contributes_nothing_is_named_from_the_start() -> None:
     assert "is zero" in warn.message
 
 
-def test_of_two_ranks_that_part_none_is_named() -> None:
-    stream = noisy(50, "output_rms", [1.0, 1.0], 0.05)
-    stream += [step(s, "output_rms", [1.0, 30.0]) for s in range(50, 60)]
+@pytest.mark.parametrize("away", [30.0, 0.2])
+def test_of_two_ranks_that_part_the_one_is_named_whose_own_numbers_moved(away: float) -> None:
+    stream = noisy(50, "output_rms", [1.0, 1.0], 0.02)
+    stream += [step(s, "output_rms", [1.0, away]) for s in range(50, 60)]
+    (warn,) = run(RankOutlier(), stream)
+    assert (warn.step, warn.rank) == (52, 1)
+
+
+def test_of_two_ranks_that_both_moved_none_is_named() -> None:
+    stream = noisy(50, "output_rms", [1.0, 1.0], 0.02)
+    stream += [step(s, "output_rms", [0.2, 5.0]) for s in range(50, 60)]
     (warn,) = run(RankOutlier(), stream)
     assert (warn.step, warn.rank) == (52, None)
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm_local"])
+def test_a_rank_that_stays_a_little_away_from_others_that_lie_close_is_named(name: str) -> None:
+    stream = noisy(50, name, [1.0] * 3, 0.03)
+    stream += [step(s, name, [1.0, 1.0, 2.0]) for s in range(50, 60)]
+    (warn,) = run(RankOutlier(), stream)
+    assert (warn.level, warn.step, warn.rank) == ("warn", 53, 2)
+    assert "2 x above" in warn.message
+    assert "at 4 of the last 5" in warn.message
+
+
+def test_what_any_rank_does_by_chance_bounds_all_of_them() -> None:
+    stream = noisy(50, "loss", [1.0] * 4, 0.03)
+    stream[30] = step(30, "loss", [2.0, 1.0, 1.0, 1.0])  # once, another rank
+    stream += [step(s, "loss", [1.0, 1.0, 2.0, 1.0]) for s in range(50, 55)]
+    assert run(RankOutlier(), stream) == []
+
+
+def test_a_rank_that_lies_away_on_both_sides_in_turn_is_let_be() -> None:
+    stream = noisy(50, "loss", [1.0] * 3, 0.03)
+    stream += [step(s, "loss", [1.0, 1.0, (2.0, 0.5)[s % 2]]) for s in range(50, 60)]
+    assert run(RankOutlier(), stream) == []
+
+
+def test_twelve_sampled_steps_must_say_how_far_ranks_lie_apart() -> None:
+    for before, found in ((11, 0), (12, 1)):
+        stream = [step(s, "loss", [1.0, 1.01, 1.02]) for s in range(before)]
+        stream += [step(s, "loss", [1.0, 1.0, 2.0]) for s in range(before, before + 5)]
+        assert len(run(RankOutlier(), stream)) == found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_how_far_a_rank_lies_away_is_from_the_median_of_the_others(ranks: int) -> None:
+    rng = np.random.default_rng(ranks)
+    for _ in range(50):
+        logs = dict(enumerate(rng.integers(-3, 3, ranks).astype(float).tolist()))
+        expected = {r: x - float(np.median([y for q, y in logs.items() if q != r]))
+                    for r, x in logs.items()}  # fmt: skip
+        assert _away(logs) == expected
+
+
+def test_a_job_of_a_thousand_ranks_is_judged_without_comparing_all_with_all() -> None:
+    many = noisy(18, "loss", [1.0] * 1000, 0.03)
+    stream = [*many, *(step(s, "loss", [1.0] * 999 + [3.0]) for s in range(18, 23))]
+    (warn,) = run(RankOutlier(), stream)
+    assert warn.rank == 999
 
 
 def test_ranks_that_differ_by_design_are_let_be() -> None:

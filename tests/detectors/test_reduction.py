@@ -50,6 +50,39 @@ def test_a_reduced_gradient_is_left_alone() -> None:
     assert run(Reduction(), [step(s, reduced=True) for s in range(200)]) == []
 
 
+def of(number: int, reduced: float, local: tuple[float, ...] = (1.0, 0.5)) -> StepRecord:
+    """A step whose reduced gradient has this norm on all ranks."""
+    return record(number, {
+        rank: {"grad_norm_local": own, "grad_norm": reduced, "micro_batches": 1.0}
+        for rank, own in enumerate(local)
+    })  # fmt: skip
+
+
+def test_a_norm_that_no_mean_of_the_ranks_gradients_can_have_is_told_at_the_third_step() -> None:
+    stream = [of(s, 0.7 if s < 50 else 1.4) for s in range(60)]
+    (warn,) = run(Reduction(), stream)
+    assert (warn.level, warn.step, warn.rank, warn.module) == ("warn", 52, None, None)
+    assert "1.87 x as large as the mean of the 2 ranks' own" in warn.message
+    assert warn.values["ratio"] == 1.4 / 0.75
+
+
+def test_of_five_sampled_steps_three_must_be_larger_than_a_mean() -> None:
+    now_and_then = [of(s, 0.7 if s < 50 or s % 3 else 1.4) for s in range(100)]
+    assert run(Reduction(), now_and_then) == []
+    mostly = [of(s, 0.7 if s < 50 or s % 2 else 1.4) for s in range(60)]
+    assert levels(run(Reduction(), mostly)) == [("warn", 54)]
+
+
+def test_whoever_sums_from_the_start_means_to() -> None:
+    assert run(Reduction(), [of(s, 1.4) for s in range(100)]) == []
+    assert run(Reduction(), [of(s, 0.7 if s < 7 else 1.4) for s in range(100)]) == []
+
+
+def test_a_mean_of_equal_gradients_and_what_rounding_adds_is_a_mean() -> None:
+    for most in (0.75, 0.75 * 1.04):
+        assert run(Reduction(), [of(s, 0.5 if s < 50 else most) for s in range(100)]) == []
+
+
 def test_ranks_with_the_same_data_are_not_told_apart() -> None:
     scalars = {r: {"grad_norm_local": 1.0, "grad_norm": 1.0, "micro_batches": 1.0} for r in (0, 1)}
     assert run(Reduction(), [record(s, scalars) for s in range(50)]) == []

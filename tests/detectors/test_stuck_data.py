@@ -8,9 +8,14 @@ from tests.detectors.made_records import levels, record, run
 
 
 def stream(digests: list[float], every: int = 1, **changes: object) -> list[StepRecord]:
+    """A run of one rank that reads these."""
+    return [record(i * every, {0: {DIGEST: d}}, **changes) for i, d in enumerate(digests)]
+
+
+def beside(digests: list[float], every: int = 1) -> list[StepRecord]:
     """Rank 1 reads these, rank 0 something else at every step."""
     return [
-        record(i * every, {0: {DIGEST: 1e6 + i}, 1: {DIGEST: digest}}, **changes)
+        record(i * every, {0: {DIGEST: 1e6 + i}, 1: {DIGEST: digest}})
         for i, digest in enumerate(digests)
     ]
 
@@ -21,13 +26,31 @@ VARIED = [float(i) for i in range(30)]
 def test_a_rank_whose_data_stop_to_vary_is_told_once_and_named() -> None:
     for every in (1, 10):
         (warn,) = run(StuckData(), stream(VARIED + [5.0] * 60, every))
-        assert (warn.level, warn.step, warn.rank) == ("warn", 49 * every, 1)
+        assert (warn.level, warn.step, warn.rank) == ("warn", 49 * every, 0)
+
+
+def test_beside_a_rank_whose_data_vary_five_looks_are_enough() -> None:
+    for every in (1, 10):
+        (warn,) = run(StuckData(), beside(VARIED + [5.0] * 60, every))
+        assert (warn.level, warn.step, warn.rank) == ("warn", 34 * every, 1)
+        assert "while that of others varied" in warn.message
+    assert run(StuckData(), beside(VARIED + [5.0] * 4 + VARIED)) == []
+
+
+def test_a_rank_that_varies_since_less_than_five_looks_itself_says_nothing_of_another() -> (
+    None
+):
+    """All may have been given the same batch on purpose, and go on one after the other."""
+    first = VARIED + [5.0] * 8 + [90.0, 91.0, 92.0]
+    both = [record(i, {0: {DIGEST: d}, 1: {DIGEST: e}})
+            for i, (d, e) in enumerate(zip(first, VARIED + [5.0] * 11, strict=True))]  # fmt: skip
+    assert run(StuckData(), both) == []
 
 
 def test_several_ranks_are_counted_and_none_is_blamed() -> None:
     both = [record(i, {r: {DIGEST: float(min(i, 30))} for r in (0, 1)}) for i in range(60)]
     (warn,) = run(StuckData(), both)
-    assert (warn.rank, warn.values["ranks"]) == (None, 2)
+    assert (warn.rank, warn.step, warn.values["ranks"]) == (None, 49, 2)
 
 
 def test_one_batch_from_the_start_is_meant() -> None:

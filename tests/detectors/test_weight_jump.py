@@ -43,6 +43,28 @@ def test_all_weights_that_shrink_or_grow_in_each_step_are_told(
     assert warn.values["rate"] == pytest.approx(factor - 1)
 
 
+@pytest.mark.parametrize("every", [1, 10])
+def test_weights_that_shrink_slowly_all_together_are_told_and_growth_as_slow_is_not(
+    every: int,
+) -> None:
+    (warn,) = run(WeightJump(), stream(lambda s, _: 0.985 ** max(0, s - AT), 160, every))
+    assert (warn.level, warn.module) == ("warn", "")
+    assert AT + 20 <= warn.step <= AT + 40
+    assert -0.0151 <= warn.values["rate"] <= -0.008
+    assert "shrunk" in warn.message
+    assert run(WeightJump(), stream(lambda s, _: 1.015 ** max(0, s - AT), 160, every)) == []
+
+
+def test_a_start_that_was_too_large_may_shrink_for_fifty_steps_and_later_a_little() -> None:
+    assert run(WeightJump(), stream(lambda s, _: 0.985 ** min(s, 49))) == []
+    assert run(WeightJump(), stream(lambda s, _: 0.993**s)) == []
+
+
+def test_one_of_three_that_shrinks_slowly_is_let_be() -> None:
+    assert run(WeightJump(), stream(lambda s, i: 0.98 ** max(0, s - AT) if i else 1.0)) != []
+    assert run(WeightJump(), stream(lambda s, i: 1.0 if i else 0.98 ** max(0, s - AT))) == []
+
+
 def test_what_begins_at_zero_may_grow_and_one_parameter_may_shrink() -> None:
     assert run(WeightJump(), stream(lambda s, _: 1e-3 * s)) == []
     assert run(WeightJump(), stream(lambda s, i: 0.9 ** max(0, s - AT) if i == 1 else 1.0)) == []
