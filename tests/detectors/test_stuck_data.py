@@ -37,9 +37,7 @@ def test_beside_a_rank_whose_data_vary_five_looks_are_enough() -> None:
     assert run(StuckData(), beside(VARIED + [5.0] * 4 + VARIED)) == []
 
 
-def test_a_rank_that_varies_since_less_than_five_looks_itself_says_nothing_of_another() -> (
-    None
-):
+def test_a_rank_that_varies_since_less_than_five_looks_itself_says_nothing_of_another() -> None:
     """All may have been given the same batch on purpose, and go on one after the other."""
     first = VARIED + [5.0] * 8 + [90.0, 91.0, 92.0]
     both = [record(i, {0: {DIGEST: d}, 1: {DIGEST: e}})
