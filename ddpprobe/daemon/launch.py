@@ -33,6 +33,8 @@ CHECK_SECONDS = 5.0  # between looks at whether the daemon lives
 STEADY_SECONDS = 60.0  # one that dies sooner after its start would die at the next start as well
 MOST_CHECK_SECONDS = 600.0
 QUICK_DEATHS = 3  # after which it is said that the daemon cannot stay
+NOTICES = ("listen", "push")  # in `daemon/<node>.json`: open to all, and not let in by the head
+MAX_NOTICE = 600  # characters
 LOG_BYTES = 4096  # of the end of its log: why it died
 # What a Python process needs to start and to find its files. Everything else (cloud keys, tracking
 # tokens) stays where it is: a daemon that outlives the job must not carry it around.
@@ -96,6 +98,7 @@ class DaemonKeeper:
         self._next = now + CHECK_SECONDS
         if daemon_alive(self._run, self._node):
             self._told.discard("start")
+            self._pass_on()
             if now - self._started > STEADY_SECONDS:
                 self._quick = 0
         elif not self._run.path.is_dir():
@@ -103,6 +106,15 @@ class DaemonKeeper:
             self._say("gone", _GONE, self._run.path)
         else:
             self._start_anew(now)
+
+    def _pass_on(self) -> None:
+        """Say what the daemon wants a reader of the training's log to know."""
+        said = _read_json(self._run.daemon_file(self._node, "json"), "notices")
+        notices = said["notices"] if said is not None else None
+        for what in NOTICES:
+            text = notices.get(what) if isinstance(notices, dict) else None
+            if isinstance(text, str):
+                self._say(what, "%s", _printable(text)[:MAX_NOTICE])
 
     def _start_anew(self, now: float) -> None:
         self._quick = self._quick + 1 if now - self._started <= STEADY_SECONDS else 1
@@ -148,7 +160,11 @@ def last_words(log: Path) -> str:
     finally:
         os.close(fd)
     lines = data.decode(errors="replace").strip().splitlines() or ["nothing"]
-    return "".join(c if c.isprintable() else "?" for c in lines[-1])[:400]
+    return _printable(lines[-1])[:400]
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def start_daemon(

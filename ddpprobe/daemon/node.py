@@ -102,6 +102,7 @@ class NodeDaemon:
         self._uploader: Uploader | None = None
         self._overview: OverviewJob | None = None
         self._target_file: TargetFile | None = None
+        self._noticed: Mapping[str, str] = {}
         url, self._web = options.head_url, WebConfigFile(options.web) if options.web else None
         self._pusher = Pusher(url, self._secret, options.node, self._web) if url else None
         self._gather_queue = GatherQueue(self._run.daemon_file(self._node, "inbox"))
@@ -113,7 +114,7 @@ class NodeDaemon:
         self._fuses["liveness"] = self._watcher.fuse
         if self._pusher is not None:
             self._fuses["push"] = self._pusher.fuse
-        self._due = dict.fromkeys(("sample", "render", "render_idle", "target"), 0.0)
+        self._due = dict.fromkeys(("sample", "render", "render_idle", "target", "notices"), 0.0)
         self._due["fold"] = time.monotonic() + FOLD_SECONDS
         self._changed = True
         self._ended_at: float | None = None
@@ -171,6 +172,8 @@ class NodeDaemon:
             self._busy = not self._overview.done
         if self._server is not None and self._seen_alive and self._is_due("target", now, 1.0):
             self._fuses["server"].guard(self._ask_to_be_scraped)(now)
+        if self._is_due("notices", now, 1.0) and not self._notices().keys() <= self._noticed.keys():
+            self._fuses["server"].guard(self._announce)()
         self._render(now)
 
     def _follow_attempts(self) -> None:
@@ -306,7 +309,7 @@ class NodeDaemon:
 
     def _announce(self) -> None:
         """Say where this daemon serves; atomic, so that nobody reads half of it."""
-        server = self._server
+        server, self._noticed = self._server, self._notices()
         value = {
             "pid": os.getpid(),
             "listen": self._address if server else None,
@@ -314,8 +317,17 @@ class NodeDaemon:
             "scheme": server.scheme if server else None,
             "started_ns": time.time_ns(),
             "run_id": self._run_id(),
+            # What the log of the training is to say as well, once each (`launch.DaemonKeeper`).
+            "notices": self._noticed,
         }
         paths.write_json(self._run.daemon_file(self._node, "json"), value)
+
+    def _notices(self) -> dict[str, str]:
+        said = {
+            "listen": self._server.warning if self._server else "",
+            "push": self._pusher.not_let_in if self._pusher else "",
+        }
+        return {what: text for what, text in said.items() if text}
 
     def _ask_to_be_scraped(self, now: float) -> None:
         """Say where Prometheus finds this daemon, once there is something to watch.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import logging
+import ssl
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ ACCEPTED = (200, 202, 204)
 # changes nothing.
 HOPELESS = (400, 409, 413)
 PARTLY = 409
+UNAUTHORIZED = 401
 SENT = 4096  # items at once
 MAX_REASON = 200  # characters of the head's reason that go into the log
 
@@ -67,6 +69,8 @@ class Pusher:
     Attributes:
         listen: where this daemon serves its metrics, which the head tells Prometheus; "" as long as
             that is not known.
+        not_let_in: why the head does not let this node in, by its certificate or token, which
+            somebody has to mend; "" as soon as it does.
 
     Raises:
         ValueError: the URL is none.
@@ -80,7 +84,8 @@ class Pusher:
         self.acknowledged = (-1, -1)
         self._token, self._bearer = token, ""
         self._node = node
-        self.listen = ""
+        self.listen = self.not_let_in = ""
+        self._answered = False
         self._refusals: set[int] = set()  # statuses of which the log knows
         self._queue: deque[_Item] = deque()
         self._bytes = 0
@@ -238,9 +243,17 @@ class Pusher:
             told = answer.read(ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
             self._disconnect()
-            self._warn(0, f"does not answer ({type(error).__name__}: {error})")
+            what = f"does not answer ({type(error).__name__}: {error})"
+            if self._is_about_tls(error):
+                self._keep_out(what)
+            self._warn(0, what)
             return 0, 0
         self._disconnect()  # the head does so as well: a connection that idles is nobody's to trust
+        self._answered = True
+        if answer.status == UNAUTHORIZED:
+            self._keep_out(f"answers {answer.status} {answer.reason}")
+        else:
+            self.not_let_in = ""
         if answer.status in HOPELESS:
             return answer.status, self._refused(answer.status, told)
         if answer.status not in ACCEPTED:
@@ -258,6 +271,24 @@ class Pusher:
         config = self._web.now if self._web is not None else WebConfig()
         return http.client.HTTPSConnection(
             host, port, timeout=TIMEOUT_SECONDS, context=config.client_context()
+        )
+
+    def _is_about_tls(self, error: Exception) -> bool:
+        """Return whether a certificate is the cause.
+
+        A server that does not like a client's certificate may only hang up: with TLS 1.3 the client
+        has sent its request before it can hear why.
+        """
+        if isinstance(error, ssl.SSLError):
+            return True
+        hung_up = isinstance(error, ConnectionResetError | BrokenPipeError)
+        return self._address[0] and hung_up and not self._answered
+
+    def _keep_out(self, what: str) -> None:
+        where = f"{self._address[1]}:{self._address[2]}"
+        self.not_let_in = (
+            f"ddpprobe: the head at {where} {what}: its view of the job lacks this node; see that "
+            "DDPPROBE_WEB_CONFIG and the certificates it names are right on both"
         )
 
     def _refused(self, status: int, told: bytes) -> int:

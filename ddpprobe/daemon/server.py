@@ -93,6 +93,7 @@ class Server:
 
     Attributes:
         scheme: "https" where it speaks TLS, else "http".
+        warning: what keeps nobody out of `/metrics`, which other machines reach; "" if all is well.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Server:
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
         self.gather_address: str | None = None
+        self.warning = ""
 
     def start(self) -> str:
         """Bind, serve in a thread of its own, and return the address that was bound.
@@ -135,7 +137,8 @@ class Server:
             self.gather_address = format_address(sockets[1])
             self._gather_port = sockets[1].getsockname()[1]
         if not is_loopback(sockets[0].getsockname()[0]) and (open_ := self._open_doors()):
-            logger.warning(_OPEN, address, open_)
+            self.warning = _OPEN % (address, open_)
+            logger.warning("%s", self.warning)
         tls = ReloadingContext(self._web) if self._web and self.scheme == "https" else None
         self._loop = GuardedLoop(tls=tls)
         self._stopping = asyncio.Event()

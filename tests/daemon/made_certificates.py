@@ -15,7 +15,7 @@ NOW = datetime.datetime.now(datetime.UTC)
 
 
 class Authority:
-    """Signs certificates of 127.0.0.1 and localhost, valid from an hour ago.
+    """Signs certificates of an address (by default 127.0.0.1) and localhost, valid by now.
 
     Args:
         folder: for its files.

@@ -85,6 +85,24 @@ def test_one_that_lived_is_started_at_once_and_then_counts_anew(
     assert said(caplog) == []
 
 
+def test_what_a_daemon_wants_the_training_to_know_is_said_once_and_printable(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = DirectoryLock(bench.run.daemon_file(NODE, "lock"))
+    assert lock.acquire()
+    place = bench.run.daemon_file(NODE, "json")
+    for senseless in ({"notices": ["open"]}, {"notices": {"listen": 7, "else": "a"}}, {"pid": 1}):
+        paths.write_json(place, senseless)
+        bench.wait(20)
+    assert said(caplog) == []
+    paths.write_json(place, {"notices": {"listen": "open\x1b[2J", "push": "x" * 5000}})
+    bench.wait(60)
+    paths.write_json(place, {"notices": {"listen": "open elsewhere"}})
+    bench.wait(60)
+    lock.release()
+    assert said(caplog) == ["open?[2J", "x" * 600]
+
+
 def test_memory_that_ran_out_is_said_at_the_first_death(
     bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -287,6 +287,7 @@ def test_a_node_gathers_over_mutual_tls_and_one_without_a_certificate_does_not(
         node = MUTUAL | {"cert_file": "client.crt", "key_file": "client.key"}
         own = pushed(server, tmp_path, **node)
         poll(lambda: own.acknowledged == (0, 0))
+        assert own.not_let_in == ""
         own.close(5.0)
         stranger = Authority(tmp_path, "stranger")
         stranger.sign("theirs")
@@ -298,6 +299,7 @@ def test_a_node_gathers_over_mutual_tls_and_one_without_a_certificate_does_not(
             caplog.clear()
             other = pushed(server, tmp_path, **said)
             poll(lambda: "does not answer" in caplog.text)
+            assert "lacks this node" in other.not_let_in
             assert other.acknowledged == (-1, -1)
             other.close(0.0)
     assert set(came) == {"node_0001"}
@@ -334,6 +336,7 @@ def test_what_keeps_nobody_out_of_metrics_for_all_is_said_once(
     server.start()
     server.stop()
     assert caplog.text.count("to whoever reaches that port") == (open_ is not None)
+    assert bool(server.warning) == (open_ is not None)
     assert open_ is None or f"that port, {open_};" in caplog.text
 
 

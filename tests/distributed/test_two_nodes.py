@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -19,12 +20,14 @@ import pytest
 
 import ddpprobe
 from ddpprobe.cli import main
+from ddpprobe.daemon.launch import DaemonKeeper
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.reader.verify.verify import verify
 from ddpprobe.rundir import roster
 from ddpprobe.rundir.paths import make_dir
 
 from .. import made_cluster
+from ..daemon.made_certificates import Authority
 from ..waiting import PATIENCE
 from . import daemon_harness, rank_process, real_job
 
@@ -350,6 +353,62 @@ def namespaces() -> Iterator[list[str]]:
         ip("netns", "del", name)
 
 
+def web_config(folder: Path, signed: Authority, name: str, address: str, trusts: Path) -> Path:
+    """Write a node's web config, and sign its certificate."""
+    signed.sign(name, address=address)
+    tls = {
+        "cert_file": f"{name}.crt", "key_file": f"{name}.key", "client_ca_file": str(trusts),
+        "client_auth_type": "RequireAndVerifyClientCert",
+    }  # fmt: skip
+    path = folder / f"{name}.yml"
+    path.write_text(json.dumps({"tls_server_config": tls}))
+    return path
+
+
+@pytest.fixture
+def web_configs(tmp_path: Path) -> list[Path]:
+    """Web configs of the two hosts, whose certificates one authority has signed."""
+    folder = make_dir(tmp_path / "tls")
+    ours = Authority(folder)
+    return [web_config(folder, ours, f"node{n}", f"10.213.7.{n + 1}", ours.file) for n in range(2)]
+
+
+def test_two_hosts_gather_over_mutual_tls_and_a_wrong_certificate_is_told_to_the_training(
+    nodes, namespaces, web_configs, tmp_path: Path, caplog
+) -> None:
+    """A daemon that shows another authority's certificate first; the right one follows it."""
+    head, other = nodes
+    inside = [["ip", "netns", "exec", name] for name in namespaces]
+    folder = web_configs[0].parent
+    stranger = Authority(folder, "stranger")
+    wrong = web_config(folder, stranger, "wrong", "10.213.7.2", folder / "authority.crt")
+    gather = ["--gather-listen", "10.213.7.1:13378", "--web-config", str(web_configs[0])]
+    leader = head.daemon(0, *gather, prefix=inside[0])
+    url = ["--head", "https://10.213.7.1:13378"]
+    # It serves its metrics to all, and asks those for a certificate: that is nothing to warn of.
+    to_all = ["--listen", "0.0.0.0:13377"]
+    refused = other.daemon(1, *url, *to_all, "--web-config", str(wrong), prefix=inside[1])
+    end = head.run.path / "end"
+    ranks = start_ranks(nodes, steps=60, go_on=str(end))
+    told = wait(lambda: (other.said(1) or {}).get("notices"))
+    assert list(told) == ["push"]
+    keeper = DaemonKeeper(other.run, "node_0001", lambda: None)
+    keeper._next = 0.0
+    for _ in range(2):
+        keeper.look()
+        keeper._next = 0.0
+    (line,) = [r.getMessage() for r in caplog.records if "lacks this node" in r.getMessage()]
+    assert line.startswith("ddpprobe: the head at 10.213.7.1:13378 does not answer (")
+    kill(refused)
+    daemon = other.daemon(1, *url, "--web-config", str(web_configs[1]), prefix=inside[1])
+    wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step == 59], 40)
+    assert (other.said(1) or {})["notices"] == {}
+    end.touch()
+    assert [r.wait(40 * PATIENCE) for r in ranks] == [0] * 4
+    assert [leader.wait(40 * PATIENCE), daemon.wait(40 * PATIENCE)] == [0, 0]
+    assert_all_merged(head, 60)
+
+
 def test_two_hosts_on_a_network_gather_and_a_cut_cable_is_survived(nodes, namespaces) -> None:
     head, other = nodes
     inside = [["ip", "netns", "exec", name] for name in namespaces]
@@ -373,8 +432,8 @@ def test_two_hosts_on_a_network_gather_and_a_cut_cable_is_survived(nodes, namesp
     assert_all_merged(head, 200)
 
 
-def test_a_torch_job_over_two_hosts_has_one_verdict_and_complete_statistics(
-    namespaces, tmp_path: Path, poll
+def test_a_torch_job_over_two_hosts_and_mutual_tls_has_one_verdict_and_complete_statistics(
+    namespaces, web_configs, tmp_path: Path, poll
 ) -> None:
     job, launched = Path(__file__).with_name("job.py"), []
     for index, host in enumerate(namespaces):
@@ -385,7 +444,8 @@ def test_a_torch_job_over_two_hosts_has_one_verdict_and_complete_statistics(
             "--steps", "16", "--every", "2", "--out", str(tmp_path / "run"), "--daemon", "auto",
             "--inject", "nan:step=8,rank=3,module=blocks.1.down",
         ]  # fmt: skip
-        env = {"GLOO_SOCKET_IFNAME": f"ddpp{index}", "DDPPROBE_LINGER": "1"}
+        env = {"GLOO_SOCKET_IFNAME": f"ddpp{index}", "DDPPROBE_LINGER": "1",
+               "DDPPROBE_WEB_CONFIG": str(web_configs[index])}  # fmt: skip
         with (tmp_path / f"{index}.log").open("w") as log:
             launched.append(
                 subprocess.Popen(command, env={**os.environ, **env}, stdout=log, stderr=log)
