@@ -27,6 +27,7 @@ _PROVISIONED = "/etc/grafana/dashboards/ddpprobe"
 _SOURCE = "http://127.0.0.1:9090"
 _RULE_FILES, _TARGET_FILES = "[../rules/ddpprobe.yml]", '["targets/*.json"]'
 _ALERTMANAGERS = "[{static_configs: [{targets: [127.0.0.1:9093]}]}]"
+_JOB = "  - job_name: ddpprobe\n"
 _NO_WEBHOOK = "webhook_configs: []"
 _RUNBOOK = "runbook_url: docs/runbooks/"
 _DASHBOARD = f"dashboard_url: {GRAFANA}/"
@@ -47,6 +48,7 @@ class Stack:
         webhook: URL that our own Alertmanager notifies; "" is none.
         runbook_base: what stands before `/<alert>.md` in the alerts.
         grafana: URL of Grafana, where the alerts lead to the dashboard.
+        http: how Prometheus asks the daemons: keys of a scrape_config; {}: plain HTTP.
     """
 
     directory: Path
@@ -57,6 +59,7 @@ class Stack:
     webhook: str
     runbook_base: str
     grafana: str
+    http: Mapping[str, Mapping[str, str]]
 
     def files(self) -> dict[str, str]:
         """Return the text of each file by its path below the directory."""
@@ -72,6 +75,10 @@ class Stack:
                     _RULE_FILES: json.dumps([str(self.directory / RULES)]),
                     _TARGET_FILES: json.dumps(target_files),
                     _ALERTMANAGERS: json.dumps(self._alertmanagers()),
+                    _JOB: _JOB
+                    + "".join(
+                        f"    {name}: {json.dumps(said)}\n" for name, said in self.http.items()
+                    ),
                 },
             ),
             ALERTMANAGER: _replaced(
@@ -92,7 +99,11 @@ class Stack:
             f"grafana/{sources}": _replaced(stack / sources, {_SOURCE: self.prometheus}),
         }
         if self.targets:
-            out[TARGETS] = json.dumps([{"targets": self.targets, "labels": {}}], indent=2) + "\n"
+            # Those that announce themselves say it for themselves.
+            labels = {"__scheme__": "https"} if "tls_config" in self.http else {}
+            out[TARGETS] = (
+                json.dumps([{"targets": self.targets, "labels": labels}], indent=2) + "\n"
+            )
         runbooks = json.dumps(f"{self.runbook_base.rstrip('/')}/")[:-1]
         for board in sorted((stack / "dashboards").glob("*.json")):
             text = _replaced(board, {_RUNBOOK_LINK: f'"url": {runbooks}'})

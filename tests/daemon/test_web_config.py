@@ -19,6 +19,7 @@ import bcrypt
 import pytest
 import yaml
 
+from ddpprobe.cli.main import main
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.server import Server, parse_address
 from ddpprobe.daemon.web_config import WebConfigError, WebConfigFile, read
@@ -255,6 +256,90 @@ def test_a_real_prometheus_scrapes_with_its_tls_config_and_basic_auth(tmp_path, 
             lambda: {labels["job"]: v for labels, v in made.now("up")} == {"right": 1, "wrong": 0}
         )
         assert made.now('a{job="right"}')[0][1] == 1
+
+
+def client_half(folder: Path, **said: dict[str, str]) -> Path:
+    """Write what `--http-config` takes, beside the certificates."""
+    (folder / "password").write_text("right\n")
+    path = folder / "http.yml"
+    basic = {"username": "scraper", "password_file": "password"}
+    tls = {"ca_file": "authority.crt", "cert_file": "client.crt", "key_file": "client.key"}
+    path.write_text(yaml.safe_dump({"basic_auth": basic, "tls_config": tls} | said))
+    return path
+
+
+def test_what_up_writes_lets_a_real_prometheus_in(tmp_path, authority, monkeypatch, capfd) -> None:
+    monkeypatch.setenv("DDPPROBE_SD_DIR", str(tmp_path / "announced"))
+    with serving(written(tmp_path, USER, **MUTUAL)) as (_, address), contextlib.ExitStack() as ends:
+        TargetFile(tmp_path / "announced", "run", "node_0000", address, "https").keep(0.0)
+        half = client_half(tmp_path)
+        monkeypatch.chdir(tmp_path)
+        words = ["up", "stack", "--no-start"]
+        assert main([*words, "--http-config", "http.yml", "--target", "a:1"]) == 0
+        assert main(words) == 0  # it is remembered
+        stack = tmp_path / "stack"
+        (job,) = yaml.safe_load((stack / "prometheus.yml").read_text())["scrape_configs"]
+        assert job["basic_auth"] == {
+            "username": "scraper", "password_file": str(tmp_path / "password"),
+        }  # fmt: skip
+        named = yaml.safe_load((stack / "targets/ddpprobe.json").read_text())
+        assert named == [{"targets": ["a:1"], "labels": {"__scheme__": "https"}}]
+        folder = tmp_path / "prometheus"
+        folder.mkdir()
+        more = {"up": {n: job[n] for n in ("basic_auth", "tls_config", "file_sd_configs")}}
+        made = Prometheus(folder, more=more, up={})
+        ends.callback(made.close)
+        assert until(made.ready)
+        assert until(lambda: {"run": "run", "job": "up"}.items() <= answering(made).items())
+        # Without it there is no trace of it.
+        assert main([*words, "--http-config", "", "--target", "a:1"]) == 0
+        assert "basic_auth" not in (stack / "prometheus.yml").read_text()
+        half.unlink()
+        assert main([*words, "--http-config", "http.yml"]) == 2
+        assert "http.yml" in capfd.readouterr().err
+
+
+def answering(prometheus: Prometheus) -> dict[str, str]:
+    return next((dict(labels) for labels, value in prometheus.now("up") if value == 1), {})
+
+
+def test_top_shows_a_daemon_that_asks_for_a_certificate_and_a_password(
+    tmp_path, authority, capsys
+) -> None:
+    with serving(written(tmp_path, USER, **MUTUAL)) as (server, address):
+        view = b"# TYPE ddpprobe_build_info gauge\nddpprobe_build_info 1\n"
+        server.publish(view, view + b"# EOF\n")
+        words = ["top", f"https://{address}", "--once"]
+        file = ["--http-config", str(client_half(tmp_path))]
+        assert main([*words, *file]) == 0
+        assert address in capsys.readouterr().out
+        assert main(words) == 2
+        (tmp_path / "password").write_text("wrong")
+        assert main([*words, *file]) == 2
+        assert "answers 401" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ({"bearer_token": "a"}, "'bearer_token', which is not known here: basic_auth, tls_config"),
+        ({"basic_auth": {"username": "a", "password": "open"}}, "write password_file, the path"),
+        ({"basic_auth": {"username": "a"}}, "needs username and password_file"),
+        ({"tls_config": {"cert_file": "client.crt"}}, "cert_file and key_file go together"),
+        ({"tls_config": {"insecure_skip_verify": True}}, "'insecure_skip_verify', which is not"),
+        ({"tls_config": {"ca_file": 3}}, "ca_file is 3, expected text"),
+        ({"tls_config": {"ca_file": "none.crt"}}, "none.crt: [Errno 2] No such file"),
+        ({"tls_config": {"server_name": "a"}}, "give a URL with that name in it"),
+        ({"tls_config": ["a"]}, "tls_config is no mapping, expected ca_file"),
+    ],
+)
+def test_what_is_wrong_with_the_clients_half_is_said(tmp_path, capsys, said, error) -> None:
+    path = tmp_path / "http.yml"
+    path.write_text(yaml.safe_dump(said))
+    assert main(["top", "https://127.0.0.1:1", "--http-config", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert error in err
+    assert "open" not in err
 
 
 def test_curl_with_the_authority_reads_and_without_it_does_not(tmp_path, authority) -> None:

@@ -18,14 +18,16 @@ import time
 import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddpprobe.cli.http_config import read
 from ddpprobe.cli.output import report_gaps, say, say_json
 from ddpprobe.cli.run_argument import add_run
 from ddpprobe.cli.top_frame import STYLES, Line, frame
 from ddpprobe.errors import RunError
 from ddpprobe.reader.live.live_from_files import RunWatch
-from ddpprobe.reader.live.live_from_metrics import UrlWatch
+from ddpprobe.reader.live.live_from_metrics import UrlWatch, fetch
 from ddpprobe.reader.live.live_view import UNREACHABLE, LiveView
 from ddpprobe.reader.run import open_run
 
@@ -40,13 +42,16 @@ SIZE = (100, 40)  # columns, lines, where the output is no terminal
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run(parser, "run directory, or http://HOST:PORT of a daemon", "RUN|URL")
+    parser.add_argument(
+        "--http-config", metavar="FILE", help="certificates and password for a URL (a how-to)"
+    )
     parser.add_argument("--once", action="store_true", help="print one look and end")
     parser.add_argument("--json", action="store_true", help="print one look as a JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Show a run until it is enough; 3 if what was read of its store is damaged."""
-    watch = watch_of(args.run)
+    watch = watch_of(args.run, args.http_config)
     try:
         if args.json:
             say_json({"format_version": 1, **dataclasses.asdict(_once(watch))})
@@ -59,17 +64,24 @@ def run(args: argparse.Namespace) -> int:
         watch.close()
 
 
-def watch_of(where: str) -> RunWatch | UrlWatch:
+def watch_of(where: str, http_config: str | None = None) -> RunWatch | UrlWatch:
     """Open what is to be watched.
 
+    Args:
+        where: a run, or the URL of a daemon.
+        http_config: path of a file that says how to ask a URL, see `ddpprobe.cli.http_config`.
+
     Raises:
-        RunError: it is neither a run nor a URL; the text says what to do.
+        RunError: it is neither a run nor a URL, or the file is wrong; the text says what to do.
     """
     if "://" in where:
+        ask = read(Path(http_config)).fetch() if http_config else fetch
         try:
-            return UrlWatch(where)
+            return UrlWatch(where, ask)
         except ValueError as error:
             raise RunError(str(error)) from error
+    if http_config:
+        raise RunError("--http-config is for a URL: https://HOST:PORT of a daemon")
     return RunWatch(open_run(where))
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ddpprobe.cli import local_prometheus, stack_files, stack_process, stack_status
+from ddpprobe.cli import http_config, local_prometheus, stack_files, stack_process, stack_status
 from ddpprobe.cli.local_prometheus import LISTEN, PORTS_TRIED
 from ddpprobe.cli.local_server import (
     LocalServer,
@@ -43,6 +43,7 @@ DIRECTORY = "ddpprobe-stack"
 # What the next `up` goes on with.
 OPTIONS = (
     "target", "listen", "webhook", "alertmanager", "prometheus", "runbook_base", "grafana_url",
+    "http_config",
 )  # fmt: skip
 URLS = ("webhook", "alertmanager", "prometheus", "runbook_base", "grafana_url")
 
@@ -87,6 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grafana-url",
         metavar="URL",
         help=f"where alerts find the dashboard (default: {stack_files.GRAFANA})",
+    )
+    parser.add_argument(
+        "--http-config",
+        metavar="FILE",
+        help="certificates and password that daemons ask Prometheus for (a how-to)",
     )
     parser.add_argument("--no-start", action="store_true", help="only write the files")
     parser.add_argument("--force", action="store_true", help="overwrite files that were changed")
@@ -134,6 +140,8 @@ def _options(args: argparse.Namespace, before: Mapping[str, Any]) -> dict[str, A
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     if "target" in given:
         given["target"] = [target for target in given["target"] if target]
+    if given.get("http_config"):
+        given["http_config"] = str(Path(given["http_config"]).absolute())
     known = {name: value for name, value in before.items() if name in OPTIONS}
     options = {name: value for name, value in (known | given).items() if value}
     for address in (*options.get("target", ()), options.get("listen", LISTEN)):
@@ -235,7 +243,7 @@ def _beside(listen: str) -> str:
 def _stack(
     directory: Path, options: Mapping[str, Any], url: str, alertmanager: str, base: str
 ) -> Stack:
-    discovered = paths.sd_dir()
+    discovered, path = paths.sd_dir(), options.get("http_config")
     return Stack(
         directory=directory,
         prometheus=url,
@@ -245,6 +253,7 @@ def _stack(
         webhook=options.get("webhook", ""),
         runbook_base=options.get("runbook_base") or base,
         grafana=options.get("grafana_url") or stack_files.GRAFANA,
+        http=http_config.read(Path(path)).scrape_config() if path else {},
     )
 
 

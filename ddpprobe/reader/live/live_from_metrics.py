@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import math
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -43,22 +44,34 @@ class NoMetricsError(Exception):
     """What answers at a URL is not a daemon of ddpprobe; the text says what it is."""
 
 
-def fetch(url: str) -> tuple[bytes, str]:
+def fetch(
+    url: str, *, authorization: str = "", context: ssl.SSLContext | None = None
+) -> tuple[bytes, str]:
     """Return body and content type of a GET.
 
     Not through a proxy: daemons listen inside the cluster, on 127.0.0.1 by default.
+
+    Args:
+        url: see `target`.
+        authorization: the header of that name, which no redirection is told; "": none.
+        context: of TLS; None: the authorities that the machine trusts.
 
     Raises:
         OSError: nobody answers, or not within `TIMEOUT_SECONDS`.
         NoMetricsError: the answer is no exposition.
     """
     request = urllib.request.Request(url, headers={"Accept": _ACCEPT})  # noqa: S310  (`target` checks)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    if authorization:
+        request.add_unredirected_header("Authorization", authorization)
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+    )
     try:
         with opener.open(request, timeout=TIMEOUT_SECONDS) as answer:
             body = answer.read(MOST_BYTES + 1)
             kind = answer.headers.get("Content-Type", "")
     except urllib.error.HTTPError as error:
+        error.close()
         raise NoMetricsError(f"answers {error.code} {error.reason}") from error
     except http.client.HTTPException as error:
         raise NoMetricsError(f"speaks no HTTP ({type(error).__name__})") from error
