@@ -5,7 +5,10 @@ export OMP_NUM_THREADS := 1
 # Hundreds of short processes are started, and each of them would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-frameworks test-mutants test-gpu test-wheel dist check \
+# torch is not among them: it is that of who installs the wheel.
+SBOM_EXTRAS := xarray,dask,pandas,polars,plot,parquet,web,cloud
+
+.PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-frameworks test-mutants test-gpu test-wheel dist sbom check \
   dashboards docs bench bench-detection clean system-packages
 
 demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
@@ -47,6 +50,14 @@ dist: .venv/dev.stamp            # the wheel and the source archive of a release
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
 
+sbom: dist .venv-cyclonedx/run.stamp  # what is installed with that wheel: sbom/ddpprobe.cdx.json
+	rm -rf .venv-sbom sbom && mkdir sbom
+	$(BIN)/python -m venv --without-pip .venv-sbom
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip --python .venv-sbom/bin/python install -q \
+	  "$$(ls dist/*.whl)[$(SBOM_EXTRAS)]"
+	.venv-cyclonedx/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library \
+	  --output-reproducible --validate --of JSON -o sbom/ddpprobe.cdx.json .venv-sbom/bin/python
+
 check: .venv/dev.stamp           # lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,7 +76,7 @@ bench-detection: .venv/dev.stamp  # planted faults and healthy runs: docs/detect
 	$(BIN)/python -m benchmarks.detection $(if $(QUICK),--quick) $(if $(MINUTES),--minutes $(MINUTES))
 
 clean:                           # remove what make and the demo have made
-	rm -rf .venv .venv-* .site .cache dist ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants
+	rm -rf .venv .venv-* .site .cache dist sbom ddpprobe-runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
@@ -100,6 +111,11 @@ $(BIN)/python:
 .venv-docs/run.stamp: docs/requirements.txt constraints.txt | $(BIN)/python
 	$(BIN)/python -m venv .venv-docs
 	PIP_CONSTRAINT=constraints.txt .venv-docs/bin/python -m pip install -q -r docs/requirements.txt
+	@touch $@
+
+.venv-cyclonedx/run.stamp: tests/sbom.txt constraints.txt | $(BIN)/python
+	$(BIN)/python -m venv .venv-cyclonedx
+	PIP_CONSTRAINT=constraints.txt .venv-cyclonedx/bin/python -m pip install -q -r tests/sbom.txt
 	@touch $@
 
 # Each framework has an environment of its own: they bring half a gigabyte, and bounds on each other.

@@ -1,7 +1,8 @@
 """Whether a commit may be released under a tag: `python tests/release.py v1.2.3`.
 
 The versions of pyproject.toml and of the package, and a section of the changelog, have to say what
-the tag says. It needs nothing but Python, so that a release workflow can begin with it.
+the tag says, and pyproject.toml where the project lives. It needs nothing but Python, so that a
+release workflow can begin with it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def problems(tag: str, root: Path = ROOT) -> Iterator[str]:
         yield f"expected a tag like v1.2.3 or v1.2.3rc1, got {tag!r}"
         return
     version = tag.removeprefix("v")
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    parsed = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    project = parsed["version"]
     if project != version:
         yield f"pyproject.toml says version {project}: write {version}, or another tag"
     package = re.search(
@@ -30,6 +32,8 @@ def problems(tag: str, root: Path = ROOT) -> Iterator[str]:
     if package is None or package[1] != version:
         said = package and package[1]
         yield f"ddpprobe/__init__.py says version {said}: write {version}, or another tag"
+    if not parsed.get("urls"):
+        yield "pyproject.toml has no [project.urls]: PyPI shows nobody where source and issues are"
     changes = (root / "CHANGELOG.md").read_text()
     if not re.search(rf"^## {re.escape(version)}( |$)", changes, re.MULTILINE):
         yield (

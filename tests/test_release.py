@@ -23,7 +23,9 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 def tree(tmp_path: Path) -> Path:
     """A repository that is ready to be released as 1.2.3."""
     (tmp_path / "ddpprobe").mkdir()
-    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nversion = "1.2.3"\n[project.urls]\nSource = "https://example.org"\n'
+    )
     (tmp_path / "ddpprobe/__init__.py").write_text('import os\n__version__ = "1.2.3"\n')
     (tmp_path / "CHANGELOG.md").write_text("## Unreleased\n\n## 1.2.3 - 2026-01-01\n\n- x\n")
     return tmp_path
@@ -40,6 +42,12 @@ def test_a_file_that_was_forgotten_is_named(tree: Path, name: str) -> None:
     (problem,) = release.problems("v1.2.3", tree)
     assert problem.startswith(name)
     assert "1.2.3" in problem
+
+
+def test_a_release_says_where_the_project_lives(tree: Path) -> None:
+    (tree / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
+    (problem,) = release.problems("v1.2.3", tree)
+    assert "[project.urls]" in problem
 
 
 @pytest.mark.parametrize("tag", ["1.2.3", "v1.2", "v1.2.3-final", "main", ""])
@@ -89,6 +97,11 @@ def test_only_the_job_that_publishes_may_speak_for_the_repository() -> None:
 def test_the_wheel_is_tried_with_every_extra() -> None:
     assert wheel.extras().keys() == wheel.USES.keys()
     assert wheel.SAYS_WITHOUT.issubset(wheel.USES)
+
+
+def test_the_list_of_what_a_release_is_installed_with_has_every_extra_but_torch() -> None:
+    (named,) = re.findall(r"^SBOM_EXTRAS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(named.split(",")) == wheel.extras().keys() - {"train"}
 
 
 def test_what_a_wheel_lacks_or_has_too_much_is_named(tmp_path: Path) -> None:
