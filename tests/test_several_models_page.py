@@ -8,6 +8,8 @@ from pathlib import Path
 import ddpprobe
 from ddpprobe.reader.run_directories import run_directories
 
+from .pages import blocks
+
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "several-models.md"
 # What a reader's own script has before it comes to this.
 BEFORE = """
@@ -23,7 +25,7 @@ noise, real, turns = lambda: torch.randn(4, 2), lambda: torch.randn(4, 4), 10
 
 
 def test_the_code_of_the_page_leaves_a_run_of_each_model_with_its_own_steps(
-    torchrun, tmp_path: Path
+    torchrun, call, monkeypatch, tmp_path: Path
 ) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     done = torchrun(BEFORE + code, nproc=0, env={"DDPPROBE_EVERY": "1"})
@@ -37,3 +39,8 @@ def test_the_code_of_the_page_leaves_a_run_of_each_model_with_its_own_steps(
         assert {record.scalars[0]["micro_batches"] for record in records} == {passes}
         assert all("loss" in record.scalars[0] for record in records)
         assert [a for a in run.anomalies() if a.level != "info"] == []
+    monkeypatch.chdir(tmp_path)
+    (shown,) = [block for block in blocks("docs/how-to/several-models") if block.kind == ""]
+    for words, _ in shown.commands:
+        code, out, err = call(*words.removeprefix("ddpprobe ").split())
+        assert code == 0, (words, out, err)
