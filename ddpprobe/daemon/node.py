@@ -24,7 +24,7 @@ from ddpprobe.daemon.uploader import Uploader, destination_of, identity_of
 from ddpprobe.daemon.web_config import WebConfigFile
 from ddpprobe.ends.judge import BAD, RUNNING, UNDECIDED
 from ddpprobe.records.events import SealedEvent
-from ddpprobe.rundir import paths
+from ddpprobe.rundir import paths, targets
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.journal import segments_of
 from ddpprobe.rundir.paths import RunDir
@@ -103,6 +103,7 @@ class NodeDaemon:
         self._overview: OverviewJob | None = None
         self._target_file: TargetFile | None = None
         self._noticed: Mapping[str, str] = {}
+        self._label = ""  # by which its metrics tell the run from others
         url, self._web = options.head_url, WebConfigFile(options.web) if options.web else None
         self._pusher = Pusher(url, self._secret, options.node, self._web) if url else None
         self._gather_queue = GatherQueue(self._run.daemon_file(self._node, "inbox"))
@@ -404,6 +405,9 @@ class NodeDaemon:
         self._run.daemon_file(self._node, "json").unlink(missing_ok=True)
         if self._target_file is not None:
             self._target_file.remove()
+        elif self._label and (directory := paths.sd_dir()) is not None:
+            # A killed one's: it would be scraped in vain for an hour, as if the machine was lost.
+            targets.withdraw(directory, self._label, self._node)
         self._folding.close()
         if self._server is not None:
             self._server.stop()

@@ -59,6 +59,22 @@ def prune(directory: Path) -> None:
                 path.unlink()
 
 
+def withdraw(directory: Path, run: str, node: str) -> None:
+    """Delete what a killed daemon of this machine left of a node that has ended; raises nothing.
+
+    For who has the lock of that node, so that no daemon of it lives.
+
+    Args:
+        directory: see `TargetFile`.
+        run: its label, as there.
+        node: name of the node.
+    """
+    name = _name(run, node)
+    for place in (directory, directory / _file_part(_hostname())):
+        with contextlib.suppress(OSError):
+            (place / name).unlink(missing_ok=True)
+
+
 @final
 class TargetFile:
     """The file of one daemon, from `keep` to `remove`; neither raises what a disk can refuse.
@@ -76,9 +92,8 @@ class TargetFile:
     ) -> None:
         self._directory, self._listen = directory, listen
         target, local = address_for_others(listen)
-        host = _file_part(_hostname())
-        name = f"ddpprobe-{_file_part(run)}.{node}.{host}.json"
-        self.path = directory / host / name if local else directory / name
+        name = _name(run, node)
+        self.path = directory / _file_part(_hostname()) / name if local else directory / name
         labels = {"run": run} | ({"__scheme__": scheme} if scheme != "http" else {})
         self._text = json.dumps([{"targets": [target], "labels": labels}], indent=1) + "\n"
         self._next = 0.0
@@ -166,6 +181,10 @@ def _files(directory: Path) -> list[Path]:
         with contextlib.suppress(OSError):
             found += [place / name for name in os.listdir(place) if _OURS.fullmatch(name)]
     return found
+
+
+def _name(run: str, node: str) -> str:
+    return f"ddpprobe-{_file_part(run)}.{node}.{_file_part(_hostname())}.json"
 
 
 def _target_in(path: Path) -> str:

@@ -170,6 +170,10 @@ def test_prometheus_is_told_where_a_daemon_serves_until_it_ends(job, tmp_path, m
     before = directory.stat().st_mtime_ns, (path.parent).stat().st_mtime_ns
     assert job.daemon(linger=0.0).wait(30 * PATIENCE) == 0
     assert before == (directory.stat().st_mtime_ns, (path.parent).stat().st_mtime_ns)
+    # What a killed one left would be scraped in vain, and TargetDown would fire behind the job.
+    path.write_text(json.dumps([group]))
+    assert job.daemon(linger=0.0).wait(30 * PATIENCE) == 0
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("word", ["stopped", "crashed", "hung", "vanished"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddpprobe.rundir import paths, targets
-from ddpprobe.rundir.targets import KEEP_SECONDS, STALE_SECONDS, TargetFile
+from ddpprobe.rundir.targets import KEEP_SECONDS, STALE_SECONDS, TargetFile, withdraw
 
 HOST = socket.gethostname()
 
@@ -64,6 +64,19 @@ def test_who_takes_the_port_of_a_killed_daemon_takes_its_place(tmp_path) -> None
     assert sorted(said(tmp_path)) == [("127.0.0.1:13377", "new"), ("127.0.0.1:13378", "beside")]
     TargetFile(tmp_path, "newest", "node_0000", "0.0.0.0:13377").keep(0.0)
     assert sorted(run for _, run in said(tmp_path)) == ["beside", "newest"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_who_finishes_a_run_takes_away_what_its_killed_daemon_left(tmp_path, host) -> None:
+    runs = [("gpt", "node_0000"), ("gpt", "node_0001"), ("other", "node_0000")]
+    files = [
+        TargetFile(tmp_path, run, node, f"{host}:{13377 + n}") for n, (run, node) in enumerate(runs)
+    ]
+    for file in files:
+        file.keep(0.0)
+    withdraw(tmp_path, "gpt", "node_0000")
+    assert [file.path.exists() for file in files] == [False, True, True]
+    withdraw(tmp_path / "none", "gpt", "node_0000")
 
 
 def test_a_file_without_a_sign_of_life_goes_and_what_others_put_there_stays(tmp_path) -> None:
