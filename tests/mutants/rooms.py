@@ -92,7 +92,8 @@ ROOMS = {
             "ddpprobe/cli/commands/verify.py",
         ),
         ("cli/test_main.py", "cli/test_words.py", "reader/verify/test_verify.py"),
-        "(documents_say_the_same or every_mutation or python_m_ddpprobe)",  # no documents; 13 s; a warning of mutmut's
+        # No documents are there; 13 s; what mutmut warns of is printed by the process it starts.
+        "(documents_say_the_same or every_mutation or python_m_ddpprobe)",
     ),
     "ends": Room(("ddpprobe/ends/*.py", "ddpprobe/records/fate.py"), ("ends",)),
 }
