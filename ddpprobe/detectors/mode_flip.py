@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.telling import Telling
@@ -12,13 +14,23 @@ FEWEST_LOOKS = 3  # sampled steps that a mode must have lasted
 _Modes = tuple[float, float]  # share of modules in training mode, parameters with a gradient
 
 
+@dataclass(slots=True)
+class _Apart:
+    """A rank in evaluation mode: since which step, for how many looks, and whether it was told."""
+
+    since: int
+    looks: int = 0
+    told: bool = False
+
+
 class ModeFlip(SampledDetector):
     """Warns when a model that trained in training mode goes on training in evaluation mode.
 
     Dropout is off then and batch norms use what they had learned: `model.train()` was forgotten
-    behind an evaluation. That another part of the modules is in training mode, or that another
-    number of parameters requires a gradient, is told as information; so is training in evaluation
-    mode from the start, which may be meant.
+    behind an evaluation. So it does of a rank that is in evaluation mode while others are not. That
+    another part of the modules is in training mode, or that another number of parameters requires a
+    gradient, is told as information; so is training in evaluation mode from the start, which may be
+    meant.
 
     Args:
         steps: steps for which evaluation mode must last.
@@ -39,6 +51,7 @@ class ModeFlip(SampledDetector):
         self._since: int | None = None  # all ranks have been in evaluation mode
         self._lasted = 0
         self._told = False
+        self._apart: dict[int, _Apart] = {}  # ranks in evaluation mode while others are not
         self._telling = Telling(self._quiet, worse=1.0)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
@@ -49,6 +62,7 @@ class ModeFlip(SampledDetector):
         modes = max(float(s[TRAINING]) for s in told), max(float(s[TRAINABLE]) for s in told)
         before, self._modes = self._modes, modes
         lasting = self._evaluates(record, training=modes[0] > 0)
+        lasting = lasting or self._alone(record)
         if lasting is not None:
             return [lasting]
         if before is None or before == modes or not self._telling.due(record.step, 1.0):
@@ -63,6 +77,26 @@ class ModeFlip(SampledDetector):
             "training_before": before[0], "trainable_before": before[1],
         }  # fmt: skip
         return [self.anomaly(record, "info", message, values, phase="forward")]
+
+    def _alone(self, record: StepRecord) -> Anomaly | None:
+        """Return what is to be said of a rank that evaluates while others train."""
+        share = {r: float(s[TRAINING]) for r, s in record.scalars.items() if TRAINING in s}
+        still = [r for r, x in share.items() if x == 0] if any(share.values()) else []
+        self._apart = {r: self._apart.get(r) or _Apart(record.step) for r in still}
+        for rank, apart in self._apart.items():
+            apart.looks += 1
+            long = apart.looks >= FEWEST_LOOKS and record.step - apart.since >= self._steps
+            if apart.told or not long or not self._trained:
+                continue
+            apart.told = True
+            message = (
+                f"no module of rank {rank} has been in training mode since step {apart.since}, "
+                "while other ranks train: its dropout is off, and its batch norms do not learn; "
+                "call model.train() on every rank"
+            )
+            values = {"since": apart.since, "ranks": len(still)}
+            return self.anomaly(record, "warn", message, values, rank=rank, phase="forward")
+        return None
 
     def _evaluates(self, record: StepRecord, *, training: bool) -> Anomaly | None:
         if training:

@@ -44,3 +44,22 @@ def test_networks_that_train_in_turn_are_told_once() -> None:
 def test_records_without_the_numbers_are_left_alone() -> None:
     assert run(ModeFlip(), [record(s, {0: {"loss": 1.0}}) for s in range(50)]) == []
     assert run(ModeFlip(), [StepRecord(0, 1, (), 0)]) == []
+
+
+def of_ranks(number: int, *training: float) -> StepRecord:
+    modes = {r: {TRAINING: share, TRAINABLE: 8.0} for r, share in enumerate(training)}
+    return record(number, modes)
+
+
+def test_a_rank_that_evaluates_while_others_train_is_warned_of_and_named() -> None:
+    for every in (1, 10):
+        stream = [of_ranks(s, 1.0, 1.0 if s < 100 else 0.0, 1.0) for s in range(0, 200, every)]
+        (warn,) = run(ModeFlip(), stream)
+        assert (warn.level, warn.step, warn.rank, warn.values["since"]) == ("warn", 120, 1, 100)
+
+
+def test_a_rank_that_evaluates_for_a_few_steps_is_let_be_and_each_of_two_is_told() -> None:
+    stream = [of_ranks(s, 1.0, 0.0 if 100 <= s < 115 else 1.0) for s in range(200)]
+    assert run(ModeFlip(), stream) == []
+    both = run(ModeFlip(), [of_ranks(s, 1.0, 0.0, 0.0) for s in range(60)])
+    assert [(a.level, a.step, a.rank) for a in both] == [("warn", 20, 1), ("warn", 21, 2)]

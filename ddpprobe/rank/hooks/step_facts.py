@@ -52,10 +52,26 @@ def add_digest(given: Iterable[object], rows: StepRows) -> None:
     tensor = next((tensor for one in given for _, tensor in leaves(one)), None)
     if tensor is None or tensor.is_meta or torch_private.in_functorch():
         return
-    if not lies_on(tensor, tensor.device) or not tensor.numel():
-        return
     with torch.no_grad():
-        part = tensor.detach().view(-1)[: DIGEST_BYTES // tensor.element_size()]
+        part = _beginning(tensor.detach())
+        if part is None:
+            return
         word = torch.zeros((), dtype=torch.int64, device=tensor.device)
         checksum(part, word)
         rows.add_scalar(DIGEST, ((word >> (64 - _BITS)) & ((1 << _BITS) - 1)).double())
+
+
+def _beginning(tensor: Tensor) -> Tensor | None:
+    """Return the first elements of a plain tensor [n], at most `DIGEST_BYTES`; None of others.
+
+    What is not contiguous (`tokens[:, :-1]`, channels last) is copied, and no more of it than rows
+    are needed.
+    """
+    most = DIGEST_BYTES // tensor.element_size()
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not plain or tensor.is_nested or not tensor.numel():
+        return None
+    if not tensor.is_contiguous():
+        row = tensor.numel() // tensor.shape[0]
+        tensor = tensor[: -(-most // row)].contiguous()
+    return tensor.view(-1)[:most] if lies_on(tensor, tensor.device) else None
