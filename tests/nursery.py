@@ -30,7 +30,8 @@ from typing import Any
 
 _IMPORTED = (
     "ddpprobe.daemon.node", "ddpprobe.daemon.server", "ddpprobe.metrics.render",
-    "ddpprobe.store.writer", "ddpprobe.rundir.heartbeat", "ddpprobe.rundir.journal", "argparse",
+    "ddpprobe.store.writer", "ddpprobe.store.overview_file", "ddpprobe.rundir.heartbeat",
+    "ddpprobe.rundir.journal", "ddpprobe.daemon.launch", "argparse", "encodings.idna", "numpy.ma",
     "psutil",
 )  # fmt: skip
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>

@@ -41,7 +41,7 @@ ONLY_IN = {
     "pandas": ("reader/run_numbers.py", "reader/dataframes.py"),
     "polars": ("reader/run_numbers.py", "reader/dataframes.py"),
     "dask": ("reader/lazy_dataset.py",),
-    "pyarrow": ("reader/export/parquet.py", "store/overview_file.py"),
+    "pyarrow": ("reader/export/parquet.py", "store/overview_writer.py"),
     "obstore": ("store/remote/bucket.py",),
     "transformers": ("integrations/huggingface.py",),
     "accelerate": ("integrations/huggingface.py", "integrations/accelerate.py"),

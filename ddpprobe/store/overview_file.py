@@ -1,16 +1,15 @@
-"""The overview of a run as a Parquet file in its directory, made from what the store holds."""
+"""What the overview of a run is made from: the merged records and notes that its store holds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 from ddpprobe.errors import StoreDamaged
 from ddpprobe.records.events import NoteEvent
 from ddpprobe.rundir import validate
 from ddpprobe.rundir.paths import RunDir
-from ddpprobe.store.format import escape
-from ddpprobe.store.overview import TYPES, Overview
+from ddpprobe.store.overview import Overview
 from ddpprobe.store.reader import StoredGroup, attempts_of, groups_of
 from ddpprobe.store.row_reader import RowReader
 
@@ -72,32 +71,3 @@ def noted_config(run: RunDir) -> dict[str, str]:
                 if isinstance(event, NoteEvent):
                     config |= event.config
     return config
-
-
-def write_overview(rows: Mapping[str, Sequence[Any]], out: BinaryIO) -> int:
-    """Write a table as Parquet to a binary file; return the number of rows.
-
-    Args:
-        rows: a list for each of `overview.TYPES`.
-        out: where to.
-
-    Raises:
-        ModuleNotFoundError: pyarrow is not installed.
-    """
-    import pyarrow as pa  # noqa: PLC0415  (an extra)
-    import pyarrow.parquet as pq  # noqa: PLC0415
-
-    types = {
-        "int": pa.int64(), "float": pa.float64(), "text": pa.string(),
-        "time": pa.timestamp("ns", tz="UTC"),
-    }  # fmt: skip
-    arrays = {
-        name: pa.array(_escaped(rows[name]) if kind == "text" else rows[name], types[kind])
-        for name, kind in TYPES.items()
-    }
-    pq.write_table(pa.table(arrays), out, compression="zstd")
-    return len(rows["kind"])
-
-
-def _escaped(texts: Sequence[str | None]) -> list[str | None]:
-    return [None if text is None else escape(text) for text in texts]

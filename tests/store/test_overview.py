@@ -116,6 +116,18 @@ def test_export_writes_what_the_daemon_writes(run: RunDir, tmp_path: Path) -> No
         assert mine == theirs
 
 
+def test_the_daemon_s_writer_imports_neither_pandas_nor_zarr(tmp_path: Path) -> None:
+    rows = {name: ["a" if kind == "text" else 1] for name, kind in TYPES.items()}
+    command = [sys.executable, "-X", "importtime", "-m", overview_job.WRITER, tmp_path / NAME]
+    done = subprocess.run(
+        command, input=json.dumps(rows), capture_output=True, text=True, check=True
+    )
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "pyarrow.parquet" in loaded
+    assert not {"pandas._libs", "zarr", "numcodecs"} & loaded
+    assert pq.read_table(tmp_path / NAME).num_rows == 1
+
+
 def test_a_part_of_a_run_has_no_overview(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["export", str(run.path), "--format", "overview", "--steps", "3:"]
     assert cli.main(asked) == 2

@@ -17,7 +17,7 @@ from ddpprobe.reader.run import Run
 from ddpprobe.records.step import StepRecord
 from ddpprobe.store.columns import LabelAxis, SiteAxis, encode_rows, encode_scalars
 from ddpprobe.store.overview import TYPES, Overview, facts_of
-from ddpprobe.store.overview_file import write_overview
+from ddpprobe.store.overview_writer import write_overview
 
 _BATCH = 64  # records that are in memory together
 
