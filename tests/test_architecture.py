@@ -72,13 +72,21 @@ class Source:
     def module(self) -> str:
         return self.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
-    def imports(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield (module, names) of every import, those for the type checker included."""
-        for node in ast.walk(self.tree):
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree: every rule looks at them, and to walk it takes as long as that."""
+        return list(ast.walk(self.tree))
+
+    @functools.cached_property
+    def imports(self) -> list[tuple[str, list[str]]]:
+        """(module, names) of every import, those for the type checker included."""
+        found: list[tuple[str, list[str]]] = []
+        for node in self.nodes:
             if isinstance(node, ast.Import):
-                yield from ((alias.name, []) for alias in node.names)
+                found += ((alias.name, []) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                yield "." * node.level + (node.module or ""), [a.name for a in node.names]
+                found.append(("." * node.level + (node.module or ""), [a.name for a in node.names]))
+        return found
 
 
 def sources(package: Path) -> list[Source]:
@@ -98,7 +106,7 @@ def package() -> list[Source]:
 
 def inside(source: Source, known: set[str]) -> Iterator[str]:
     """Modules of the package that a file imports, without the `ddpprobe.` in front."""
-    for module, names in source.imports():
+    for module, names in source.imports:
         if module == "ddpprobe":
             yield from (name if name in known else "__init__" for name in names or [""])
         elif module.startswith("ddpprobe."):
@@ -174,7 +182,7 @@ def definitions(tree: ast.Module) -> Iterator[str]:
 
 def relative_imports(files: list[Source]) -> Iterator[str]:
     for source in files:
-        if any(module.startswith(".") for module, _ in source.imports()):
+        if any(module.startswith(".") for module, _ in source.imports):
             yield f"{source.name}: a relative import hides where it goes"
 
 
@@ -189,7 +197,7 @@ def import_cycles(files: list[Source]) -> Iterator[str]:
 
 def strangers(files: list[Source]) -> Iterator[str]:
     for source in files:
-        for module, _ in source.imports():
+        for module, _ in source.imports:
             allowed = ONLY_IN.get(module.split(".")[0])
             if allowed is not None and not any(
                 source.name == place or source.name.startswith(f"{place}/") for place in allowed
@@ -199,7 +207,7 @@ def strangers(files: list[Source]) -> Iterator[str]:
 
 def dangerous_calls(files: list[Source]) -> Iterator[str]:
     for source in files:
-        for call in (n for n in ast.walk(source.tree) if isinstance(n, ast.Call)):
+        for call in (n for n in source.nodes if isinstance(n, ast.Call)):
             name = ast.unparse(call.func)
             if name in DANGEROUS:
                 yield f"{source.name}:{call.lineno}: calls {name}"
@@ -212,7 +220,7 @@ def dangerous_calls(files: list[Source]) -> Iterator[str]:
 def broad_handlers(files: list[Source]) -> Iterator[str]:
     """Yield each place that swallows anything; a clean-up that always re-raises does not."""
     for source in files:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ExceptHandler) and is_broad(node.type) and not reraises(node):
                 yield f"{source.name}:{node.lineno}: broad except"
             suppresses = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress")
@@ -238,7 +246,7 @@ def sizes(files: list[Source]) -> Iterator[str]:
             yield f"{source.name}: says nothing about what is in it"
         if source.lines > FILE_LINES:
             yield f"{source.name}: {source.lines} lines, at most {FILE_LINES}"
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) is not None else node.body
                 lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
@@ -250,7 +258,7 @@ def double_names(files: list[Source]) -> Iterator[str]:
     """Yield each public class name with more than one meaning; private ones are free."""
     homes = defaultdict(list)
     for source in files:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(f"{source.name}:{node.lineno}")
     for name, places in sorted(homes.items()):
