@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
@@ -30,7 +30,7 @@ from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver, take_off
 from ddpprobe.rank.hooks.eager import StepPosition
 from ddpprobe.rank.hooks.outputs import leaves
 from ddpprobe.rank.hooks.step_rows import StepRows
-from ddpprobe.rank.stats.dense import local
+from ddpprobe.rank.stats.dense import Unsupported, dense
 from ddpprobe.rank.topology import parts
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.records.shard_spec import OWN, WHOLE
@@ -198,8 +198,15 @@ class FirstBadCapture:
 
 
 def _are_bad(values: object) -> bool:
-    """Whether a floating tensor in them has a NaN or an infinity; read only where one came out."""
-    return any(
-        t.is_cpu and t.is_floating_point() and not bool(local(t).isfinite().all())
-        for _, t in leaves(values)
-    )
+    """Whether a tensor in them has a NaN or an infinity; read only where one came out."""
+    return any(t.is_cpu and _is_bad(t) for _, t in leaves(values))
+
+
+def _is_bad(tensor: Tensor) -> bool:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    try:
+        flat, _ = dense(tensor)  # PyTorch has no `isfinite` for some of the 8-bit dtypes
+    except Unsupported:  # it has no row either, so nobody called it bad
+        return False
+    return not bool(flat.isfinite().all())
