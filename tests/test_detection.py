@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
+from benchmarks.detection.breadth import BREADTH
 from benchmarks.detection.faults import FAULTS
 from benchmarks.detection.healthy import HEALTHY
+from benchmarks.detection.jobs import JOBS, PLANTED, QUIET
 from benchmarks.detection.report import page
 from benchmarks.detection.results import Key, Result
 from benchmarks.detection.rivals import RIVALS, isnan, seven_sigma, zclip
 from benchmarks.detection.score import judge_fault, judge_healthy, wilson
+from benchmarks.detection.sharded import SHARDED
 from benchmarks.detection.unlisted import UNLISTED
+from benchmarks.detection.zoo import ZOO
 from ddpprobe.detectors.suite import DETECTORS
 from ddpprobe.records.step import Anomaly
 from tests.detectors.made_records import record
@@ -22,7 +27,7 @@ LOUD = Anomaly("dead_units", "warn", 0, 0, None, "act1", None, "forward", first_
 
 
 def test_a_fault_is_the_same_on_all_ranks_and_another_with_another_seed() -> None:
-    for kind in FAULTS.values():
+    for kind in PLANTED.values():
         drawn = {(f.start, f.victim, f.strength, f.where) for f in (kind(3, 0), kind(3, 1))}
         assert len(drawn) == 1
     assert len({FAULTS["N02"](seed, 0).start for seed in range(8)}) > 4
@@ -78,7 +83,7 @@ def test_a_share_has_its_wilson_interval() -> None:
 def test_detectors_that_are_expected_exist_or_are_planned() -> None:
     planned = {"attn_logit", "saturated", "collapse", "hang"}
     known = {d.name for d in DETECTORS} | planned | {"rank_lost"}
-    every = (*FAULTS.values(), *UNLISTED.values())
+    every = PLANTED.values()
     assert all(set(fault.expected.detectors) <= known for fault in every)
 
 
@@ -93,3 +98,44 @@ def test_what_nobody_listed_is_counted_apart() -> None:
     assert "| ddpprobe | 0/1" in first
     assert "every=1: 1/1" in second
     assert "not run" in second.split("## The healthy runs")[0]
+
+
+def test_no_two_jobs_share_a_name_and_each_draws_by_its_own() -> None:
+    groups = (FAULTS, UNLISTED, SHARDED, HEALTHY, BREADTH, ZOO)
+    assert len(JOBS) == sum(map(len, groups)) == len(PLANTED) + len(QUIET)
+    assert all(kind.__name__ == name for name, kind in JOBS.items())
+
+
+def test_a_fault_under_fsdp2_has_shards_on_all_its_ranks() -> None:
+    assert len(SHARDED) >= 10
+    assert all(kind.wrap == "fsdp2" and kind.world >= 2 for kind in SHARDED.values())
+    assert all(issubclass(kind, FAULTS[name[:3]]) for name, kind in SHARDED.items())
+
+
+def test_what_is_healthy_in_other_ways_and_what_is_sharded_stay_out_of_the_first_table() -> None:
+    silent: dict[str, list[int]] = {rival: [] for rival in RIVALS}
+    warned = [judge_healthy(job, 0, 1, [LOUD]) for job in ("Y01", "Z01")]
+    outcomes = [*warned, judge_fault(SHARDED["S01-fsdp2"](0, 0), 0, 1, [])]
+    text = page([Result(o, silent, "code", "machine", "day") for o in outcomes], [])
+    assert "| ddpprobe | - | - | - | - |" in text
+    ways = text.split("## Healthy runs in other ways to train")[1]
+    assert ways.count("1 runs: 0 with a page, 1 with a warning.") == 2
+    assert "| 1 | 0 | 1 (`dead_units`) |" in ways
+    sharded = text.split("## The faults under FSDP2")[1].split("## The healthy runs")[0]
+    assert "every=1: 0/1" in sharded
+
+
+def test_an_architecture_is_trained_by_a_warm_up_and_a_cosine_that_ends_near_zero() -> None:
+    job = ZOO["Z01"](0, 0)
+    job.model = nn.Linear(2, 2)
+    job.optimizer = job.make_optimizer()
+    assert [g["weight_decay"] for g in job.optimizer.param_groups] == [0.05, 0.0]
+    rates = []
+    for step in range(job.steps):
+        job.step = step
+        job.before_step()
+        rates.append(job.optimizer.param_groups[0]["lr"])
+    peak = rates.index(max(rates))
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[0] < 0.1 * max(rates) == 0.1 * job.rate
+    assert rates[-1] == pytest.approx(0.01 * job.rate)

@@ -1,10 +1,12 @@
 """Runs what has no result yet, and writes docs/detection.md once all is there.
 
-`make bench-detection` may take an hour, in as many sittings as you like: `MINUTES=10` starts
+`make bench-detection` may take three hours, in as many sittings as you like: `MINUTES=10` starts
 nothing more behind ten minutes. Each run is a line of `.bench/detection.jsonl`, and is not run
 again until the code changes. `--quick` (`make bench-detection QUICK=1`): one seed, 15 minutes,
-prints only. `--jobs U01 H05` runs some of the jobs only. What nobody listed (`unlisted.py`) stands
-in a table of its own.
+prints only. `--jobs U01 H05` runs some of the jobs only. What nobody listed (`unlisted.py`), what
+is sharded (`sharded.py`), other ways to train (`breadth.py`) and the architectures (`zoo.py`) stand
+in tables of their own. The architectures need transformers and timm, which the command's own
+environment has (`.venv-zoo`).
 """
 
 from __future__ import annotations
@@ -20,13 +22,11 @@ from pathlib import Path
 
 import ddpprobe
 from benchmarks import tables
-from benchmarks.detection.faults import FAULTS
-from benchmarks.detection.healthy import HEALTHY
+from benchmarks.detection.jobs import JOBS, PLANTED
 from benchmarks.detection.report import EVERY, page
 from benchmarks.detection.results import Key, Result, Results, code
 from benchmarks.detection.rivals import RIVALS
 from benchmarks.detection.score import Outcome, Spoke, judge_fault, judge_healthy
-from benchmarks.detection.unlisted import UNLISTED
 from tests.faults.zygote import Zygote
 
 _HOME = Path(__file__).parent.parent.parent
@@ -55,7 +55,7 @@ def run_job(zygote: Zygote, key: Key, place: Path) -> tuple[Outcome, Spoke]:
         said, records = run.anomalies(), list(run.records())
     finally:
         shutil.rmtree(directory, ignore_errors=True)  # a daemon may not have ended yet
-    planted = FAULTS.get(name) or UNLISTED.get(name)
+    planted = PLANTED.get(name)
     if planted is not None:
         outcome = judge_fault(planted(seed, 0), seed, every, said)
     else:
@@ -96,15 +96,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.detection", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, 15 minutes, prints only")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2")
-    parser.add_argument(
-        "--jobs", nargs="+", help="default: all", choices=[*FAULTS, *UNLISTED, *HEALTHY]
-    )
+    parser.add_argument("--jobs", nargs="+", help="default: all", choices=list(JOBS), metavar="JOB")
     parser.add_argument("--minutes", type=float, help="start no run behind them; 0: only the table")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="write the table there even if runs are missing")
     asked = parser.parse_args(argv)
     seeds = asked.seeds or ([0] if asked.quick else [0, 1, 2])
-    jobs = asked.jobs or [*FAULTS, *UNLISTED, *HEALTHY]
+    jobs = asked.jobs or list(JOBS)
     minutes = _QUICK_MINUTES if asked.quick and asked.minutes is None else asked.minutes
     keys = [Key(job, seed, every) for seed in seeds for job in jobs for every in EVERY]
     results = Results(asked.results, code())

@@ -10,19 +10,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.detection.faults import FAULTS
-from benchmarks.detection.healthy import HEALTHY
-from benchmarks.detection.training import Training
-from benchmarks.detection.unlisted import UNLISTED
+from benchmarks.detection.jobs import JOBS
 from tests.faults.zygote import start_rank
 
 WAIT_SECONDS = 60  # for a rank that is slow on a busy machine
 STOPPED_SECONDS = 12  # for one that was stopped (D06)
-
-
-def kind_of(name: str) -> type[Training]:
-    """Return the class of a job."""
-    return FAULTS.get(name) or UNLISTED.get(name) or HEALTHY[name]
 
 
 def launch(name: str, seed: int, every: int, directory: str) -> None:
@@ -31,9 +23,9 @@ def launch(name: str, seed: int, every: int, directory: str) -> None:
     Raises:
         RuntimeError: a rank failed, and no fault has made it.
     """
-    place, world = Path(directory), kind_of(name).world
+    place, world = Path(directory), JOBS[name].world
     reading, writing = os.pipe()
-    stops = name == "D06"
+    stops = name.startswith("D06")
 
     def body(rank: int) -> None:
         if world > 1:
@@ -42,7 +34,7 @@ def launch(name: str, seed: int, every: int, directory: str) -> None:
                 "gloo", store=store, rank=rank, world_size=world,
                 timeout=timedelta(seconds=STOPPED_SECONDS if stops else WAIT_SECONDS),
             )  # fmt: skip
-        kind_of(name)(seed, rank).run(place / "run", every)
+        JOBS[name](seed, rank).run(place / "run", every)
         if world > 1:
             dist.destroy_process_group()
 
@@ -52,7 +44,7 @@ def launch(name: str, seed: int, every: int, directory: str) -> None:
         store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
         os.write(writing, f"{store.port:05}".encode() * world)
     if stops:
-        _end_stopped(pids, victim=kind_of(name)(seed, 0).victim)
+        _end_stopped(pids, victim=JOBS[name](seed, 0).victim)
         return
     failed = [pid for pid in pids if os.waitpid(pid, 0)[1]]
     if failed:

@@ -54,10 +54,11 @@ class Result:
 
 
 def code(home: Path = _HOME) -> str:
-    """Return a fingerprint of all that a result depends on: the probe, the jobs, and torch."""
+    """Return a fingerprint of all that a result depends on: the probe, jobs, libraries."""
     found = hashlib.sha256(torch.__version__.encode())
     jobs = (home / "benchmarks" / "detection").glob("*.py")
-    measured = [*(home / "ddpprobe").rglob("*.py"), *(f for f in jobs if f.name not in _ONLY_SHOW)]
+    measured = [*(home / "ddpprobe").rglob("*.py"), *(f for f in jobs if f.name not in _ONLY_SHOW),
+                *(home / "benchmarks").glob("zoo.txt")]  # fmt: skip
     for file in sorted(measured):
         found.update(f"{file.relative_to(home)}\0".encode() + file.read_bytes() + b"\0")
     return found.hexdigest()[:16]

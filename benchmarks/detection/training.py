@@ -9,6 +9,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
@@ -27,12 +28,14 @@ class Training:
 
     Attributes:
         net: "mlp", "cnn" or "gpt", unless `make_model` says otherwise.
-        world: ranks; from two on under DDP.
+        world: ranks; from two on wrapped as `wrap` says.
+        wrap: "ddp" or "fsdp2".
         daemon: as `install()` takes it; only a rank's end needs one.
     """
 
     net: ClassVar[str] = "mlp"
     world: ClassVar[int] = 1
+    wrap: ClassVar[str] = "ddp"
     steps: ClassVar[int] = STEPS
     micros: ClassVar[int] = 1
     daemon: ClassVar[str] = "none"
@@ -55,6 +58,16 @@ class Training:
 
     def prepare(self) -> None:
         """Before the model is wrapped, on all ranks alike."""
+
+    def wrap_model(self) -> nn.Module:
+        """Return what is called in a forward: the model, for several ranks, wrapped."""
+        if self.world == 1:
+            return self.model
+        if self.wrap == "ddp":
+            return DistributedDataParallel(self.model)
+        for block in getattr(self.model, "blocks", ()):
+            fully_shard(block)
+        return fully_shard(self.model)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         parameters = self.model.parameters()
@@ -115,8 +128,7 @@ class Training:
         torch.manual_seed(self.seed)
         self.model = self.make_model()
         self.prepare()
-        several = self.world > 1
-        self.wrapped: nn.Module = DistributedDataParallel(self.model) if several else self.model
+        self.wrapped: nn.Module = self.wrap_model()
         self.optimizer = self.make_optimizer()
         options = {"run_dir": directory, "every": every, "daemon": self.daemon}
         with ddpprobe.install(self.wrapped, **options) as self.probe:
