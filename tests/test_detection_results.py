@@ -14,7 +14,8 @@ from benchmarks.detection.results import Key, Result, Results, code
 from benchmarks.detection.score import Outcome
 
 FOUND = Outcome("F01", 0, 1, True, "dead_units", 3, None, True, (), ("loss_spike@7",))
-RESULT = Result(FOUND, {"isnan": [4], "ZClip, z > 2.5": [], "7 sigma": [], "dead >= 0.7": []},
+RESULT = Result(FOUND, {"isnan": [4], "ZClip, z > 2.5": [], "7 sigma": [], "dead >= 0.7": [],
+                       "reference, 9 rules": []},
                 "now", "a machine", "2026-01-02")  # fmt: skip
 
 

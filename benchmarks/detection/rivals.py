@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from benchmarks.detection.reference import reference
 from ddpprobe.detectors.loss import mean_losses
 from ddpprobe.records.step import NONFINITE, StepRecord, derive
 
@@ -66,6 +67,7 @@ def dead(records: Sequence[StepRecord]) -> list[int]:
 
 RIVALS: dict[str, Rule] = {
     "isnan": isnan, "ZClip, z > 2.5": zclip, "7 sigma": seven_sigma, "dead >= 0.7": dead,
+    "reference, 9 rules": reference,
 }  # fmt: skip
 
 
