@@ -139,3 +139,20 @@ def test_an_architecture_is_trained_by_a_warm_up_and_a_cosine_that_ends_near_zer
     assert rates[: peak + 1] == sorted(rates[: peak + 1])
     assert rates[0] < 0.1 * max(rates) == 0.1 * job.rate
     assert rates[-1] == pytest.approx(0.01 * job.rate)
+
+
+def test_each_detector_has_its_own_finds_and_false_alarms() -> None:
+    silent: dict[str, list[int]] = {rival: [] for rival in RIVALS}
+    fault = FAULTS["F01"](0, 0)  # meant for `dead_units` and `grad_none_or_zero`
+    outcomes = [
+        judge_fault(fault, 0, 1, [replace(LOUD, step=fault.start + 3)]),
+        judge_fault(fault, 0, 10, []),
+        judge_healthy("H01", 0, 1, [LOUD, replace(LOUD, detector="desync", level="page")]),
+    ]
+    text = page([Result(o, silent, "code", "machine", "day") for o in outcomes], [])
+    rows = text.split("## By detector")[1].split("## The faults")[0].splitlines()
+    told = {row.split("`")[1]: row for row in rows if row.startswith("| `")}
+    assert set(told) == {d.name for d in DETECTORS} | {"rank_lost"}
+    assert told["dead_units"] == "| `dead_units` | 2 | 1 | 1 | 3, 3 | 0 | 1 |"
+    assert told["grad_none_or_zero"] == "| `grad_none_or_zero` | 2 | 0 | 1 | - | 0 | 0 |"
+    assert told["desync"] == "| `desync` | 0 | 0 | 0 | - | 1 | 0 |"
