@@ -68,7 +68,7 @@ _SHARDED = """
 The same faults on shards, on two ranks or more, where they mean something there; not in the
 tables above."""
 _ZOO = """Small configurations of models of transformers and timm, from random weights, on a task
-that they learn, by a usual recipe: AdamW, warm-up and cosine, gradients clipped at 1.
+that can be learned, by a usual recipe: AdamW, warm-up and cosine, gradients clipped at 1.
 """
 
 

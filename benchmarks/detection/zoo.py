@@ -72,6 +72,7 @@ class Text(Recipe):
 
     name: ClassVar[str]
     options: ClassVar[Mapping[str, object]]
+    rate: ClassVar[float] = 5e-3  # by 1e-3 so narrow a Llama has not begun to copy in 300 steps
     masked: ClassVar[bool] = False
 
     def make_model(self) -> nn.Module:
