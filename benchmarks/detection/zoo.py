@@ -185,7 +185,7 @@ _MADE = (
     _image("vit_tiny_patch16_224", "ViT, stochastic depth, two ranks", world=2,
            drop_path_rate=0.1, **_VIT),
     _image("regnetx_002", "RegNet X"),
-    _image("mixer_s16_224", "MLP-Mixer", img_size=PIXELS, embed_dim=48, num_blocks=3),
+    _image("mixer_s16_224", "MLP-Mixer", img_size=PIXELS),
     _image("densenet121", "DenseNet", growth_rate=8, block_config=(2, 2, 2, 2)),
 )  # fmt: skip
 ZOO: dict[str, type[Healthy]] = {
