@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import SitesOfKind
+from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
 from ddpprobe.records.step import Anomaly, StepRecord
+
+_NUMBER = re.compile(r"\d+")
 
 
 class Vanishing(SampledDetector):
     """Warns, once, when some weight's gradient is many decades below another's, and stays so.
 
-    Compared is the rms over a weight; biases, and gradients of zeros only, are not (a gradient that
-    stopped is what `grad_none_or_zero` finds).
+    Compared is the rms over a weight with those of the same name but for numbers in it, in other
+    layers; where there are none, with all. Queries and keys may get far less than an embedding in
+    good health, but not than those of the next layer. Biases, and gradients of zeros only, are not
+    looked at (a gradient that stopped is what `grad_none_or_zero` finds).
 
     Args:
         decades: between the largest and the smallest rms.
@@ -40,6 +46,7 @@ class Vanishing(SampledDetector):
         self._lasted = 0
         self._told = False
         self._weight = np.zeros(0, bool)  # of each gradient: whether it is a weight's
+        self._peers = np.zeros(0, np.intp)  # of each gradient: which have its name in other layers
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
@@ -49,10 +56,12 @@ class Vanishing(SampledDetector):
         fqns = self._gradients.fqns
         if len(self._weight) < len(fqns):
             self._weight = np.array([not fqn.endswith("bias") for fqn in fqns])
+            names = [_NUMBER.sub("#", fqn) for fqn in fqns]
+            self._peers = np.unique(names, return_inverse=True)[1]
         weights = np.flatnonzero(self._weight & (rms > 0))
         if len(weights) < 2:
             return []
-        smallest, largest = weights[np.argmin(rms[weights])], weights[np.argmax(rms[weights])]
+        smallest, largest = self._furthest(rms, weights)
         decades = math.log10(rms[largest]) - math.log10(rms[smallest])
         if not decades > self._decades:
             self._since, self._lasted = None, 0
@@ -79,3 +88,14 @@ class Vanishing(SampledDetector):
                 phase="backward",
             )
         ]  # fmt: skip
+
+    def _furthest(self, rms: Floats, weights: NDArray[np.intp]) -> tuple[int, int]:
+        """Return which weight is furthest below which of those that it is compared with."""
+        peers, logs = self._peers[weights], np.log10(rms[weights])
+        best = np.full(len(self._peers), -1)  # by group: place in `weights` of the largest one
+        ascending = np.argsort(logs, kind="stable")
+        best[peers[ascending]] = ascending  # the last one stays
+        alone = np.bincount(peers, minlength=len(best))[peers] == 1
+        beside = np.where(alone, ascending[-1], best[peers])
+        worst = int(np.argmax(logs[beside] - logs))
+        return int(weights[worst]), int(weights[beside[worst]])

@@ -29,6 +29,20 @@ def test_four_decades_are_left_alone_and_so_are_biases_and_zeros() -> None:
         assert run(Vanishing(), [step(s, first, bias) for s in range(300)]) == []
 
 
+def test_a_weight_is_compared_with_those_of_its_name_in_other_layers() -> None:
+    def of(**rms: float) -> list[StepRecord]:
+        rows = {Site(f"{n.replace('__', '.')}.weight", "grad"): {"rms": x} for n, x in rms.items()}
+        return [record(s, rows=rows) for s in range(100)]
+
+    small = {"blocks__0__q": 1e-7, "blocks__1__q": 1e-6}
+    assert run(Vanishing(), of(embed=1.0, **small)) == []
+    (warn,) = run(Vanishing(), of(embed=1.0, **small, blocks__2__q=1.0))
+    assert (warn.module, warn.values["decades"]) == ("blocks.0.q.weight", 7.0)
+    assert "below that of blocks.2.q.weight" in warn.message
+    (warn,) = run(Vanishing(), of(embed=10.0, stem=1e-7, **small))  # it has none: with all
+    assert (warn.module, warn.values["largest"]) == ("stem.weight", 10.0)
+
+
 def test_a_step_in_between_begins_the_count_anew() -> None:
     assert run(Vanishing(), [step(s, 1e-7 if s % 40 else 1.0) for s in range(300)]) == []
 
