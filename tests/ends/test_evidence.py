@@ -119,6 +119,8 @@ def test_a_goodbye_says_all_that_it_has() -> None:
     plain = Evidence()
     plain.take_event(ClosedEvent(), 0, NODE)
     assert fate_of(plain) == Fate(0, NODE, closed=True, heard=True)
+    plain.take_event(ClosedEvent(step=9), 0, NODE)  # without a state it is between two steps
+    assert fate_of(plain).clock == Progress(9, 0, "data", 9)
 
 
 def test_a_pause_a_handler_and_the_scheduler_are_kept() -> None:
@@ -128,6 +130,9 @@ def test_a_pause_a_handler_and_the_scheduler_are_kept() -> None:
     evidence.take_event(ResumedEvent(), 0, NODE)
     evidence.take_event(HandlesEvent(), 0, NODE)
     assert fate_of(evidence) == Fate(0, NODE, sets_handlers=True, heard=True)
+    first = Evidence()
+    first.take_event(HandlesEvent(), 0, NODE)
+    assert fate_of(first) == Fate(0, NODE, sets_handlers=True, heard=True)
     for scheduler in ("", "Slurm job 7", "another"):
         evidence.take_event(JobEvent(scheduler=scheduler), 0, NODE)
     assert evidence.case(1, live=False).scheduler == "Slurm job 7"

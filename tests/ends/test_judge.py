@@ -11,7 +11,7 @@ import pytest
 
 from ddpprobe.ends.anomalies import anomalies_of
 from ddpprobe.ends.evidence import Case, Evidence
-from ddpprobe.ends.judge import End, is_well, judge
+from ddpprobe.ends.judge import End, is_well, judge, stuck_of
 from ddpprobe.ends.stalls import is_still
 from ddpprobe.records.events import ClosedEvent, ExitEvent, FateEvent
 from ddpprobe.records.fate import Fate, Progress, RaisedError
@@ -152,6 +152,10 @@ VERDICTS = {
         [fate(0, "SIGSEGV", at(12, "backward")), fate(1, "exit:3")], "crashed", [0, 1], "SIGSEGV"),
     "raised, of a version that did not say what, and exited": (
         [raised(0, None), fate(1, "SIGTERM")], "crashed", [0], "exit:1"),
+    "two gone without a last word in one phase, and their peer by a broken connection": (
+        [fate(0), fate(1, "unknown"), raised(2, GONE)], "crashed", [0, 1], "unknown"),
+    "an error that was caught, and killed behind it by nobody knows whom": (
+        [fate(0, "", error=OWN), raised(1, GONE)], "crashed", [0], "unknown"),
     # Told to stop.
     "raised, of a version that did not say what, and ended by a signal": (
         [raised(0, None, "SIGTERM"), fate(1, "SIGTERM")], "stopped", [], "SIGTERM"),
@@ -342,6 +346,22 @@ def test_a_bad_end_is_a_page_and_blames_whom_it_names_and_nobody_else(name: str)
         assert [(a.level, a.rank) for a in found] == [("info", None)]
     assert all(a.level != "page" for a in found if not grave and state in {"unknown", "ended"})
     assert not {a.rank for a in found if a.level == "info"} & set(ranks)
+
+
+def test_the_scheduler_that_may_have_ended_a_job_is_named() -> None:
+    fates = [fate(n, "SIGTERM") for n in (0, 1)]
+    assert verdict(*fates, scheduler="Slurm job 7, time limit").message == (
+        "stopped from outside: ranks 0 and 1 ended because of SIGTERM; Slurm job 7, time limit"
+    )
+
+
+def test_who_is_waited_for_is_told_with_the_phase_and_only_while_it_hangs() -> None:
+    case = Case((fate(0, clock=at(12, "backward"), stalled=True), fate(1, stalled=True)))
+    assert stuck_of(judge(case), case) == {1: "forward"}
+    nowhere = Case((replace(fate(0, stalled=True), clock=None),))
+    assert stuck_of(judge(nowhere), nowhere) == {0: ""}
+    dead = Case((fate(0, "SIGKILL"), fate(1, "SIGTERM")))
+    assert stuck_of(judge(dead), dead) == {}
 
 
 def test_an_end_that_followed_from_a_first_cause_is_none_itself() -> None:

@@ -305,3 +305,33 @@ def test_captures_are_work_too(sealed: Path, monkeypatch: pytest.MonkeyPatch) ->
     before = work(run)
     monkeypatch.setattr(module, "captured_events", lambda *_: [None] * 3)
     assert work(run) == before + 3
+
+
+def test_a_group_whose_metadata_is_damaged_is_told_with_the_reason(sealed: Path) -> None:
+    (sealed / "run.zarr" / GROUP / "zarr.json").write_bytes(b"{")
+    told = dict(found(sealed))
+    for where in (f"run.zarr/{GROUP}", f"run.zarr/{GROUP}/zarr.json"):
+        assert "zarr.json" in told[where] or "committed" in told[where], told
+
+
+def test_a_file_beside_the_groups_of_an_attempt_was_never_committed(sealed: Path) -> None:
+    (sealed / "run.zarr" / "attempt_000" / "stray").write_text("x")
+    (sealed / "run.zarr" / "elsewhere").mkdir()
+    (sealed / "run.zarr" / "elsewhere" / "more").write_text("x")
+    report = verify(open_run(sealed))
+    assert report.notes == ["run.zarr: 1 files that were never committed"]
+
+
+def test_behind_a_segment_that_cannot_be_read_the_next_ones_are_looked_at(tmp_path: Path) -> None:
+    made = make(tmp_path / "run", steps=30)
+    made.close()
+    first, second, third, *_ = sorted(made.run.rank_journal(0, NODE, 0).iterdir())
+    first.unlink()
+    first.mkdir()
+    data = bytearray(second.read_bytes())
+    data[-1] ^= 1  # of its last frame: how long the segment was is not known
+    second.write_bytes(data)
+    told = [where for where, _ in found(made.path)]
+    assert [told.count(str(p.relative_to(made.path))) for p in (first, second)] == [1, 1]
+    # What the third one begins with was due behind the second, which nobody can tell.
+    assert told.count(str(third.relative_to(made.path))) == 0
