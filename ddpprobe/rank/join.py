@@ -17,7 +17,7 @@ from torch import distributed as dist
 from ddpprobe.daemon import launch
 from ddpprobe.daemon.launch import DaemonKeeper
 from ddpprobe.detectors.settings import Settings
-from ddpprobe.rank import attempts, record_files, rendezvous
+from ddpprobe.rank import attempts, record_files, rendezvous, versions
 from ddpprobe.rank.attempts import Claimed
 from ddpprobe.rank.interval import IntervalChannel, IntervalFile
 from ddpprobe.rank.options import Checked, InstallOptions
@@ -131,6 +131,8 @@ def join_run(
     topology = checked[0].topology
     topology.cut, topology.differ = frozenset(held["cut"]), frozenset(held["differ"])
     _tell_refused(opened[0].run, held["refused"])
+    if rank == 0:
+        versions.tell_untried()
     return opened[0], checked[0]
 
 
