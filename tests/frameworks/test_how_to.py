@@ -18,7 +18,7 @@ CODE = {
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 }
 NEEDS = {"huggingface": "transformers", "lightning": "lightning", "fabric": "lightning",
-         "accelerate": "accelerate"}  # fmt: skip
+         "accelerate": "accelerate", "ray": "ray"}  # fmt: skip
 # What a reader's own script has before it comes to this.
 BEFORE = {
     "huggingface": """
@@ -47,6 +47,14 @@ optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(20
 """,
 }
 BEFORE["accelerate"] = BEFORE["fabric"]
+BEFORE["ray"] = """
+import os
+import torch
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+storage, batches = os.getcwd(), torch.randn(20, 2, 4)
+def build():
+    return torch.nn.Linear(4, 1)
+"""
 AT_ONCE = 'import os\nos.environ["DDPPROBE_EVERY"] = "1"\n'
 
 
