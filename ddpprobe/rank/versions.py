@@ -32,5 +32,5 @@ def untried(python: str, torch_version: str) -> str:
         return ""
     return (
         f"it was not tried on {' and '.join(here)}, but on Python {', '.join(PYTHONS)} and torch "
-        f"{', '.join(TORCHES)}; training is not touched if it fails"
+        f"{', '.join(TORCHES)}"
     )

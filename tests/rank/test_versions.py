@@ -39,7 +39,7 @@ def test_it_is_said_once_in_a_process_however_many_runs_it_has(
             ddpprobe.install(nn.Linear(1, 1), run_dir=tmp_path / name, daemon="none").close()
     versions.tell_untried.cache_clear()
     (line,) = [r.getMessage() for r in caplog.records if "not tried" in r.getMessage()]
-    assert "torch 1.0; training is not touched" in line
+    assert line.endswith("torch 1.0")
 
 
 def test_the_documents_name_the_versions_that_were_tried() -> None:
