@@ -323,7 +323,10 @@ def test_top_shows_a_daemon_that_asks_for_a_certificate_and_a_password(
     ("said", "error"),
     [
         ({"bearer_token": "a"}, "'bearer_token', which is not known here: basic_auth, tls_config"),
-        ({"basic_auth": {"username": "a", "password": "open"}}, "write password_file, the path"),
+        (
+            {"basic_auth": {"username": "a", "password": "in the clear"}},
+            "write password_file, the path",
+        ),
         ({"basic_auth": {"username": "a"}}, "needs username and password_file"),
         ({"tls_config": {"cert_file": "client.crt"}}, "cert_file and key_file go together"),
         ({"tls_config": {"insecure_skip_verify": True}}, "'insecure_skip_verify', which is not"),
@@ -339,7 +342,7 @@ def test_what_is_wrong_with_the_clients_half_is_said(tmp_path, capsys, said, err
     assert main(["top", "https://127.0.0.1:1", "--http-config", str(path)]) == 2
     err = capsys.readouterr().err
     assert error in err
-    assert "open" not in err
+    assert "in the clear" not in err
 
 
 def test_curl_with_the_authority_reads_and_without_it_does_not(tmp_path, authority) -> None:
