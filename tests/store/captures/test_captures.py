@@ -24,9 +24,10 @@ from ddpprobe.store.captures import commit as capture_commit
 from ddpprobe.store.captures import dtypes
 from ddpprobe.store.captures import event as capture_event
 from ddpprobe.store.captures import fold as capture_fold
+from ddpprobe.store.captures.event import captures_key
 from ddpprobe.store.captures.fold import CaptureFold
 from ddpprobe.store.captures.reader import StoredEvent
-from ddpprobe.store.manifest import Lost
+from ddpprobe.store.manifest import Lost, Manifest, manifest_path
 from ddpprobe.store.root import Root
 from ddpprobe.store.writer import StoreWriter
 
@@ -553,6 +554,17 @@ def test_a_damaged_list_of_what_expired_hides_nothing(run):
     (lost,) = verify(opened).damage
     assert lost.where == "run.zarr/attempt_000/captures"
     assert "zarr.json" in lost.why
+
+
+def test_a_damaged_line_of_the_captures_manifest_is_told_as_the_manifests(run):
+    made.write(run, [(made.KEY, made.sharded(made.whole([8], "float32"), [2], [0]))])
+    fold(run)
+    log = Manifest(manifest_path(run, captures_key(0))).path
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(lines[0].replace(b'"', b"'", 1) + b"".join(lines[1:]))
+    told = [lost for lost in verify(open_run(run.path)).damage if log.name in lost.where]
+    assert told == [Lost(f"manifest/{log.name}", None, text) for text in Manifest(log).damage]
+    assert told
 
 
 def test_reading_captures_loads_neither_torch_nor_zarr(run):
