@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from ddpprobe.inspect.summary.summary import summary as summary
     from ddpprobe.probe import Probe as Probe
     from ddpprobe.probe import install as install
+    from ddpprobe.rank.probes import Probes as Probes
     from ddpprobe.rank.schedule import Schedule as Schedule
     from ddpprobe.reader.listed_run import ListedRun as ListedRun
     from ddpprobe.reader.listed_run import runs as runs
+    from ddpprobe.reader.models import Models as Models
+    from ddpprobe.reader.models import open_models as open_models
     from ddpprobe.reader.run import Run as Run
     from ddpprobe.reader.run import open_run as open  # noqa: A004, F401  (ddpprobe.open)
     from ddpprobe.records.step import Anomaly as Anomaly
@@ -58,7 +61,9 @@ _HOMES = {
     "Anomaly": ("ddpprobe.records.step", "Anomaly"),
     "FirstBad": ("ddpprobe.records.step", "FirstBad"),
     "ListedRun": ("ddpprobe.reader.listed_run", "ListedRun"),
+    "Models": ("ddpprobe.reader.models", "Models"),
     "Probe": ("ddpprobe.probe", "Probe"),
+    "Probes": ("ddpprobe.rank.probes", "Probes"),
     "Run": ("ddpprobe.reader.run", "Run"),
     "Schedule": ("ddpprobe.rank.schedule", "Schedule"),
     "Site": ("ddpprobe.records.step", "Site"),
@@ -66,6 +71,7 @@ _HOMES = {
     "capture": ("ddpprobe.inspect.capture.capture", "capture"),
     "install": ("ddpprobe.probe", "install"),
     "open": ("ddpprobe.reader.run", "open_run"),
+    "open_models": ("ddpprobe.reader.models", "open_models"),
     "runs": ("ddpprobe.reader.listed_run", "runs"),
     "summary": ("ddpprobe.inspect.summary.summary", "summary"),
 }

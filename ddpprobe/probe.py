@@ -8,9 +8,8 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Any, final, overload
 
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -26,6 +25,7 @@ from ddpprobe.rank.join import Joined, join_run
 from ddpprobe.rank.journal_writer import Identity
 from ddpprobe.rank.options import InstallOptions, as_globs
 from ddpprobe.rank.order_handler import OrderHandler
+from ddpprobe.rank.probes import Probes, install_each
 from ddpprobe.rank.recorder import Recorder
 from ddpprobe.rank.schedule import Schedule
 from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
@@ -199,8 +199,19 @@ class Probe:
             self._joined.lock.forget()
 
 
+@overload
 def install(
-    model: nn.Module,
+    model: nn.Module, *, run_dir: str | os.PathLike[str] | None = ..., every: int | Schedule = ...,
+    include: str | Iterable[str] = ..., exclude: str | Iterable[str] = ...,
+    capture: str | Iterable[str] = ..., on_anomaly: str | Callable[[Anomaly], object] = ...,
+    budget: float | None = ..., backward: str = ..., name: str | None = ..., daemon: str = ...,
+    first_step: int = ..., detectors: Mapping[str, object] | None = ..., task: str | None = ...,
+    histograms: str | Iterable[str] = ...,
+) -> Probe: ...  # fmt: skip
+@overload
+def install(model: Mapping[str, nn.Module], **options: Any) -> Probes[Probe]: ...  # noqa: ANN401
+def install(  # type: ignore[misc]  # a keyword that is none of these is a TypeError
+    model: nn.Module | Mapping[str, nn.Module],
     *,
     run_dir: str | os.PathLike[str] | None = None,
     every: int | Schedule = 10,
@@ -216,7 +227,7 @@ def install(
     detectors: Mapping[str, object] | None = None,
     task: str | None = None,
     histograms: str | Iterable[str] = (),
-) -> Probe:
+) -> Probe | Probes[Probe]:
     """Observe `model` from now on: the one line in a training script.
 
     Call it on every rank, before or after wrapping the model. Before `init_process_group` it only
@@ -226,7 +237,8 @@ def install(
     Args:
         model: plain, or under DistributedDataParallel, FullyShardedDataParallel (FSDP1),
             fully_shard (FSDP2, HSDP), parallelize_module (tensor parallelism) or a mixture; of a
-            pipeline, this rank's stage.
+            pipeline, this rank's stage. Or several by name, such as a generator and its critic:
+            see `Probes`; an option may then be a mapping from these names, too.
         run_dir: directory of this run, created 0700; by default `ddpprobe-runs/<name>` here. A
             directory that holds a finished run gets a further attempt. Or the URL of an object
             store, `s3://BUCKET/PREFIX/RUN` (gs://, az://): the run is in `ddpprobe-runs/RUN` here
@@ -270,14 +282,23 @@ def install(
     """
     while _told_of_install:
         _told_of_install.pop()()
+    said = {
+        "run_dir": run_dir, "every": every, "include": include, "exclude": exclude,
+        "capture": capture, "on_anomaly": on_anomaly, "budget": budget, "backward": backward,
+        "name": name, "daemon": daemon, "first_step": first_step, "detectors": detectors,
+        "task": task, "histograms": histograms,
+    }  # fmt: skip
+    if isinstance(model, Mapping):
+        defaults = _defaults()
+        return install_each(model, said, lambda one, o: _install(one, _options(**defaults | o)))
+    return _install(model, _options(**said))  # type: ignore[arg-type]  # as the signature says
+
+
+def _install(model: nn.Module, options: InstallOptions) -> Probe:
+    """Observe one model from now on."""
     probe = Probe()
     if os.environ.get("DDPPROBE_DISABLE") == "1":
         return probe
-    options = _options(
-        run_dir=run_dir, every=every, include=include, exclude=exclude, capture=capture,
-        on_anomaly=on_anomaly, budget=budget, backward=backward, name=name, daemon=daemon,
-        first_step=first_step, detectors=detectors, task=task, histograms=histograms,
-    )  # fmt: skip
     if not _has_group() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         meet = Fuse("install").guard(partial(_meet_group, probe, model, options))
         probe._waits = FirstForward(_described(model, options), meet)  # noqa: SLF001  (same module)
@@ -301,14 +322,17 @@ def install_within(called: nn.Module, model: nn.Module, **options: Any) -> Probe
     probe = Probe()
     if os.environ.get("DDPPROBE_DISABLE") == "1":
         return probe
-    known = inspect.signature(install).parameters.values()
-    defaults = {each.name: each.default for each in known if each.name != "model"}
-    made = _options(**defaults | options)
+    made = _options(**_defaults() | options)
     if not _has_group() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _meet_group(probe, model, made, called)
     else:
         _join(probe, outermost(model), made, called)
     return probe
+
+
+def _defaults() -> dict[str, Any]:
+    known = inspect.signature(install).parameters.values()
+    return {each.name: each.default for each in known if each.name != "model"}
 
 
 def when_installed(act: Callable[[], object]) -> None:
@@ -361,7 +385,7 @@ def _is_not_alone(
     if found is None or not _has_group() or dist.get_world_size() == 1:
         return False
     probe.close()
-    options = replace(options, run_dir=probe.run_dir)
+    options = options.continuing(probe.run_dir)
     Fuse("install").guard(_join)(probe, outermost(found), options, called)
     return True
 
@@ -469,4 +493,4 @@ def _abandon_all() -> None:
 atexit.register(_close_all)
 os.register_at_fork(before=_rest_all, after_in_child=_abandon_all)
 
-__all__ = ["Probe", "install"]
+__all__ = ["Probe", "Probes", "install"]

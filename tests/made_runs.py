@@ -82,6 +82,7 @@ class Made:
     segment_frames: int = 8
     pid: int = DEAD_PID
     node: str = NODE
+    process: str = ""  # what it has in common with other models' runs
     daemon: JournalWriter | None = None
     writers: dict[int, JournalWriter] = field(default_factory=dict)
 
@@ -156,7 +157,7 @@ class Made:
             "node_index": int(self.node[5:]),
             "pid": self.pid, "pid_start": began,
             "local_world_size": self.ranks, "attempt": self.attempt, "device": "cpu",
-            "head": self.node == NODE,
+            "head": self.node == NODE, **({"process": self.process} if self.process else {}),
         }  # fmt: skip
 
 

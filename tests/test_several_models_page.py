@@ -25,9 +25,9 @@ noise, real, turns = lambda: torch.randn(4, 2), lambda: torch.randn(4, 4), 10
 
 
 def test_the_code_of_the_page_leaves_a_run_of_each_model_with_its_own_steps(
-    torchrun, call, monkeypatch, tmp_path: Path
+    torchrun, call, monkeypatch, capsys, tmp_path: Path
 ) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    code, look = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     done = torchrun(BEFORE + code, nproc=0, env={"DDPPROBE_EVERY": "1"})
     assert done.returncode == 0, done.stderr
     home = tmp_path / "ddpprobe-runs" / "faces"
@@ -40,6 +40,8 @@ def test_the_code_of_the_page_leaves_a_run_of_each_model_with_its_own_steps(
         assert all("loss" in record.scalars[0] for record in records)
         assert [a for a in run.anomalies() if a.level != "info"] == []
     monkeypatch.chdir(tmp_path)
+    exec(look, {"ddpprobe": ddpprobe})
+    assert capsys.readouterr().out == ""  # of healthy models none was first
     (shown,) = [block for block in blocks("docs/how-to/several-models") if block.kind == ""]
     for words, _ in shown.commands:
         code, out, err = call(*words.removeprefix("ddpprobe ").split())

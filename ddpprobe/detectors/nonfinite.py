@@ -18,6 +18,7 @@ from ddpprobe.detectors.settings import at_least
 from ddpprobe.records.every_loss import losses_of
 from ddpprobe.records.step import (
     IN_TURN,
+    LENT,
     NAN,
     NONFINITE,
     NUMEL,
@@ -98,9 +99,17 @@ def _origin(record: StepRecord) -> FirstBad | None:
     witness, loss = record.first_bad, _bad_loss(record)
     if loss is not None and loss.step < (witness.step if witness else record.step):
         return loss
-    if witness is not None and (witness.phase == "forward" or witness.step < record.step):
+    if witness is not None and (
+        witness.phase == "forward" or witness.step < record.step or was_lent(record, witness)
+    ):
         return witness
     return loss or witness or _bad_reduced(record)
+
+
+def was_lent(record: StepRecord, witness: FirstBad) -> bool:
+    """Whether it was bad in a pass for another model's step, which came before any loss of this."""
+    whose = record.ranks if witness.rank == SEVERAL else (witness.rank,)
+    return any(witness.micro < record.scalars.get(rank, {}).get(LENT, 0) for rank in whose)
 
 
 def _did_no_harm(record: StepRecord, origin: FirstBad) -> bool:

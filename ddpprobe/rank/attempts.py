@@ -46,14 +46,17 @@ class Claimed:
 
 
 def claim(
-    run_dir: str | os.PathLike[str] | None, name: str | None, facts: Mapping[str, Any]
-) -> Claimed:
+    run_dir: str | os.PathLike[str] | None, name: str | None, facts: Mapping[str, Any],
+    model: str = "",
+) -> Claimed:  # fmt: skip
     """Find out which attempt of which run this job is, and take its directory.
 
     Args:
         run_dir: as `install()` was given it.
         name: as `install()` was given it.
         facts: what run.json will say of a new run, besides its names.
+        model: of several that are installed together: its run lies below what `run_dir` and `name`
+            say, in a directory of this name.
 
     Raises:
         ValueError: the directory cannot be used, is held by a live run, or is none; or what is
@@ -62,9 +65,13 @@ def claim(
     stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     run_id = f"{stamp}-{os.urandom(3).hex()}"
     url = store_url.wanted(run_dir)
-    name = name or (store_url.name_of(url) if url else run_id)
     here = run_dir if url is None else None
-    run = RunDir(Path(here or paths.RUNS / name).absolute())
+    if not name and model and here:
+        name = Path(here).name
+    name = name or (store_url.name_of(url) if url else run_id)
+    run = RunDir(Path(here or paths.RUNS / name, model).absolute())
+    if model:
+        name, url = f"{name}/{model}", url and f"{url}/{model}"
     if _holds_something_else(run):
         raise ValueError(
             f"{run.path} is not empty and not a ddpprobe run. Give run_dir= a new directory."

@@ -21,6 +21,7 @@ from ddpprobe.rank import attempts, record_files, rendezvous, versions
 from ddpprobe.rank.attempts import Claimed
 from ddpprobe.rank.interval import IntervalChannel, IntervalFile
 from ddpprobe.rank.options import Checked, InstallOptions
+from ddpprobe.rank.passes import OF_THE_PROCESS
 from ddpprobe.rank.record_files import RecordFiles, Spot
 from ddpprobe.rank.rendezvous import Store
 from ddpprobe.rank.scheduler import restarts_left, scheduler
@@ -236,6 +237,7 @@ class _Head:
             "relays": _relays(heard),
             "apart": any(part["model"] != heard[0]["model"] for part in heard), "refused": "",
             "disk": attempts.mark_disk(claimed.run) if len(nodes) > 1 else "",
+            "process": OF_THE_PROCESS.token,
         }  # fmt: skip
         if self.roster is not None and self._options.starts_daemon:
             try:
@@ -266,8 +268,12 @@ class _Head:
             "wrapper": _wrapper(heard), "torch": torch.__version__, "backend": backend(),
             "hostname": self.place.hostname,
         }  # fmt: skip
-        claimed = attempts.claim(self._options.run_dir, self._options.name, facts)
+        options = self._options
+        run_dir = options.run_dir or next(iter(options.beside), None)
+        claimed = attempts.claim(run_dir, options.name, facts, options.model)
         self.lock = claimed.lock
+        if options.model and not options.beside:
+            options.beside.append(str(claimed.run.path.parent))
         return claimed
 
     def _start_head(self, run: RunDir, others: Roster) -> str:
@@ -319,7 +325,7 @@ def _open(
         "head": is_head, "head_url": plan["head"],
         "restarts_left": restarts_left(os.environ),
         "on_anomaly": options.response, "include": options.include, "exclude": options.exclude,
-        "detectors": detectors, "task": options.task,
+        "detectors": detectors, "task": options.task, "process": plan["process"],
     }  # fmt: skip
     own = RecordFiles(Spot(run, attempt, node, rank), meta, plan["memory"], place.memory.refused)
     if job := scheduler(os.environ):

@@ -19,6 +19,7 @@ from ddpprobe.rank.hooks import stream_capture
 from ddpprobe.rank.hooks.pending_rows import PendingRows, StepResult
 from ddpprobe.rank.hooks.state_check import Looks
 from ddpprobe.rank.hooks.steady import MINUS, PLUS
+from ddpprobe.rank.passes import Passes
 from ddpprobe.rank.torch_private import functorch
 from ddpprobe.records import events
 from ddpprobe.records.events import Event
@@ -93,8 +94,9 @@ class EndedStep:
 class FrameWriter:
     """Turns ended steps and alarms into journal frames of one rank."""
 
-    def __init__(self, journal: JournalWriter, who: Identity) -> None:
+    def __init__(self, journal: JournalWriter, who: Identity, passes: Passes) -> None:
         self._journal = journal
+        self._passes = passes
         self._who = who
         self._ended: deque[EndedStep] = deque()
         # Of the last one shipped: step, skipped, FQN.
@@ -136,10 +138,12 @@ class FrameWriter:
                 if not partial:
                     self._last_bad = (at, skipped, fqn)
                 return
+        passes = self._passes.told(at, bad)
         self._append(
             StepRecord(
                 attempt=self._who.attempt, step=at, ranks=(self._who.rank,),
                 wall_time_ns=time.time_ns(), sampled=sampled, first_bad=bad,
+                scalars={self._who.rank: passes} if passes else {},
                 partial=partial, skipped=skipped,
             )
         )  # fmt: skip
@@ -202,7 +206,7 @@ class FrameWriter:
             bad = ended.state.origin(bad)
         if bad is not None:
             self._last_bad = (ended.step, ended.skipped, bad.fqn)
-        scalars = {**ended.facts, **result.scalars}
+        scalars = {**ended.facts, **result.scalars, **self._passes.told(ended.step, bad)}
         if ended.sampled:
             scalars |= self._report_coverage(result, ended)
         rows = self._rows_by_kind(result.sites)

@@ -39,6 +39,8 @@ class InstallOptions:
     """The arguments of `install()` on this rank, and what the environment says instead.
 
     As they came: `check` is where a wrong one is refused. `listen` is where the daemon serves.
+    `model` is the name of one of several that are installed together, "" of a lone one, and
+    `beside` the directory that holds their runs, once the first of them has it.
     """
 
     run_dir: str | os.PathLike[str] | None
@@ -56,6 +58,8 @@ class InstallOptions:
     task: str | None
     histograms: tuple[str, ...] = ()
     listen: str | None = None
+    model: str = ""
+    beside: list[str] = field(default_factory=list)
     _chosen: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def with_environment(self) -> InstallOptions:
@@ -112,7 +116,7 @@ class InstallOptions:
                 "Call probe.close() before installing another."
             )
         globs = self.include, self.exclude, self.histograms
-        settings = [schedule.fingerprint(), *globs, self.backward, step]
+        settings = [schedule.fingerprint(), *globs, self.backward, step, self.model]
         named = sum(map(self.has_histogram, _names(topology)))
         if named > MOST_NAMED:
             raise ValueError(
@@ -126,6 +130,10 @@ class InstallOptions:
             "unmatched": self._unmatched(topology), "parts": stages.parts(topology),
         }  # fmt: skip
         return Checked(schedule, budget, topology, detectors, facts)
+
+    def continuing(self, run_dir: str | None) -> InstallOptions:
+        """Return them for a further attempt of the run in a directory."""
+        return replace(self, run_dir=run_dir, model="")
 
     @property
     def response(self) -> str:

@@ -70,7 +70,6 @@ class Recorder:
         self._pacer = pacer
         self.capturing = capturing
         self._options = options
-        self._frame_writer = FrameWriter(journal, who)
         self._heartbeat = heartbeat
         self._files = (journal, heartbeat, pacer, order_handler)
         self._after_step = joined.after_step
@@ -80,6 +79,7 @@ class Recorder:
             topology, self, self._clock_fuse, heartbeat, stopwatch, options.first_step,
             order_handler.act,
         )  # fmt: skip
+        self._frame_writer = FrameWriter(journal, who, self._clock.passes)
         self.declare_step = self._clock.declare_step
         self._logged = LoggedNumbers(self._clock, self._frame_writer)
         self._observers: Observers | None = None

@@ -29,6 +29,7 @@ from ddpprobe.rank import torch_private
 from ddpprobe.rank.hooks.copy_safe_hook import take_off
 from ddpprobe.rank.hooks.root import RootHooks
 from ddpprobe.rank.hooks.stream_capture import is_captured
+from ddpprobe.rank.passes import Passes
 from ddpprobe.rank.step_events import Events
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.torch_private import graph
@@ -61,6 +62,7 @@ class StepClock:
         micro: index of the training forward within the step, -1 before the first.
         lent: how many of them, the first ones, were for another model's step.
         evaluating: a root forward without grad is running.
+        passes: the order of this model's forwards and backwards among those of other models.
         entered: nodes of autograd's graph at which the backward under way came into the model.
         phase_seconds: cumulative host seconds in data, forward, backward, optimizer.
     """
@@ -73,6 +75,7 @@ class StepClock:
         self.micro = -1
         self.lent = 0
         self.evaluating = False
+        self.passes = Passes()
         self.entered: list[object] = []
         self.steps = self.skipped = self.sampled = 0
         self.phase_seconds = [0.0, 0.0, 0.0, 0.0]
@@ -142,6 +145,7 @@ class StepClock:
             first: see `RootHooks`.
         """
         self._root.first = first
+        self.passes.begin()
         self.hang()
         _listening.add(self)
         self._handles.append(register_optimizer_step_pre_hook(self._guards["before_step"]))
@@ -168,6 +172,8 @@ class StepClock:
 
     def stop(self) -> None:
         """Stop listening; every hook is gone."""
+        if self in _listening:
+            self.passes.close()
         _listening.discard(self)
         self._root.unhang(for_good=True)
         take_off(self._handles)
@@ -244,6 +250,7 @@ class StepClock:
         if self._blind and self._root.in_a_part:  # so the steps before were steps of this model
             self.step, self._blind = self.step + self._blind, 0
         self.micro += 1
+        self.passes.forward()
         self._open = True
         self._enter(FORWARD)
         self._events.forward_begins()
@@ -282,10 +289,12 @@ class StepClock:
         ):  # any of the outputs may be the one the loss came from
             self._throw_away()  # many loops call zero_grad() between forward and backward
             self._queued = True
+            self.passes.backward(self.micro)
             torch_private.after_backward(self._computed, self._over)
 
     def _backward_over(self) -> None:
         self._queued = False
+        self.passes.backward_over()
         self.entered.clear()
         self._drop_anchor()
         if not (self._anchor_had_grad or self._vanished()):
@@ -374,6 +383,7 @@ class StepClock:
         if self._ended:
             return
         self._ended = True
+        self.passes.end_step(self.step)
         self.steps += 1
         self.skipped += skipped
         self._enter(DATA)
@@ -429,6 +439,7 @@ class StepClock:
 
     def _lend(self) -> None:
         self.lent, self._anchor_had_grad = self._through, False
+        self.passes.lend(self.lent)
         self._events.lent(self.lent)
 
     def _drop_anchor(self) -> None:

@@ -85,6 +85,13 @@ class Run(RunNumbers):
         """What calls so far found damaged or missing; `verify` looks everywhere."""
         return self._merged_reader.lost
 
+    @property
+    def process(self) -> str:
+        """What it has in common with runs of the same process's other models; "": not known."""
+        attempts = self.attempts()
+        told = self._merged_reader.rank_meta(attempts[-1]).get("process") if attempts else None
+        return told if isinstance(told, str) else ""
+
     def attempts(self) -> list[int]:
         """Numbers of the starts of this run, ascending."""
         return self._merged_reader.attempts()

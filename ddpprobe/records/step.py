@@ -177,6 +177,11 @@ USED_NORM = "grad_norm_used"
 TRAINING = "training_share"  # scalar: of the modules, those in training mode in the forward
 TRAINABLE = "trainable_parameters"  # scalar: how many parameters require a gradient
 DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensor given to the model
+# Scalar: how many micro-batches of the step, the first ones, were for another model's step.
+LENT = "lent_passes"
+# Scalars where several models of a process are probed, see `rank.passes`: the number of the step's
+# last pass, and of the one in which `first_bad` was bad first.
+PASS, PASS_OF_BAD = "pass", "pass_of_first_bad"
 SEVERAL = -1  # in place of a rank: more than one, and none of them first
 
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ PLANS: dict[str, tuple[str, int, tuple[str, int, str, int] | None]] = {
     "bad-critic": ("gan", 1, ("critic", 3, "own", 0)),
     "bad-critic-10": ("gan", 10, ("critic", 2, "own", 1)),
     "bad-critic-lent": ("gan", 1, ("critic", 2, "lent", 0)),
+    "bad-generator-10": ("gan", 10, ("generator", 2, "lent", 0)),
+    "bad-loss": ("gan", 1, ("loss", 2, "lent", 0)),
+    "bad-actor": ("actor_critic", 1, ("actor", 2, "own", 1)),
 }
 
 
@@ -57,6 +60,7 @@ class Job:
             name: torch.optim.Adam(model.parameters(), lr=1e-3) for name, model in models.items()
         }
         self.bad, self.losses = bad, list[float]()
+        self.probes: Mapping[str, ddpprobe.Probe] = {}
         self.data = torch.Generator().manual_seed(dist.get_rank())
 
     def random(self, size: int) -> Tensor:
@@ -66,12 +70,15 @@ class Job:
     def place(self, turn: int, where: str):
         """Make the middle module of a model return NaN here, if the plan says so."""
         model, at, place, rank = self.bad or ("", -1, "", -1)
-        if (turn, where, dist.get_rank()) != (at, place, rank):
+        if (turn, where, dist.get_rank()) != (at, place, rank) or model == "loss":
             yield
             return
         hook = self.models[model][1].register_forward_hook(lambda _m, _a, out: out * torch.nan)
         yield
         hook.remove()
+
+    def probe(self, name: str) -> ddpprobe.Probe:
+        return self.probes.get(name) or ddpprobe.Probe()
 
     def update(self, name: str, loss: Tensor) -> None:
         """Throw the old gradients away between forward and backward, as most loops do."""
@@ -91,13 +98,18 @@ def gan(job: Job, turn: int) -> None:
         job.update("critic", scores[:4].mean() - scores[4:].mean())
     with job.place(turn, "lent"):
         loss = -critic(generator(job.random(2))).mean()
+    if job.bad == ("loss", turn, "lent", dist.get_rank()):
+        loss = loss * torch.nan
+    job.probe("generator").log(loss=loss)
     job.update("generator", loss)
 
 
 def actor_critic(job: Job, turn: int) -> None:
     actor, critic, x = job.ddp["actor"], job.ddp["critic"], job.random(4)
     value = critic(x)
-    job.update("actor", -(actor(x).mean(1, keepdim=True) * value.detach()).mean())
+    with job.place(turn, "own"):
+        action = actor(x)
+    job.update("actor", -(action.mean(1, keepdim=True) * value.detach()).mean())
     job.update("critic", value.square().mean())
     job.update("actor", -critic(actor(x)).mean())  # as in DDPG, through the critic
 
@@ -127,9 +139,9 @@ def train(plan: str, out: Path | None) -> dict[str, Any]:
     turn, models = LOOPS[loop]
     job = Job(models(), bad)
     with contextlib.ExitStack() as stack:
-        for name, model in job.ddp.items() if out is not None else ():
+        if out is not None:
             how = {"every": every, "daemon": "none", "task": "gan"}
-            stack.enter_context(ddpprobe.install(model, run_dir=out / plan / name, **how))
+            job.probes = stack.enter_context(ddpprobe.install(job.ddp, run_dir=out / plan, **how))
         for at in range(TURNS):
             turn(job, at)
     hashes = [state_hash(m, job.optimizers[name]) for name, m in job.models.items()]

@@ -4,6 +4,9 @@ One line a verdict: level, step and micro-batch, rank (- where no single rank is
 phase, detector and its numbers; then how much of the run was judged. Exits with 1 if there is a
 page among them, whatever --level shows, and with 4 if there is none, but only a part of the run is
 held: then it may have been elsewhere.
+
+RUN may also be the directory that holds the runs of several models of one process: then it is said
+first which of them was bad first.
 """
 
 from __future__ import annotations
@@ -11,10 +14,20 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ddpprobe.cli.output import DAMAGED, PAGED, report_gaps, say, say_json, table
+from ddpprobe.cli.output import (
+    DAMAGED,
+    INCOMPLETE,
+    OK,
+    PAGED,
+    report_gaps,
+    say,
+    say_json,
+    table,
+)
 from ddpprobe.cli.run_argument import add_run
 from ddpprobe.detectors.suite import Episode, episodes
 from ddpprobe.ends.judge import told
+from ddpprobe.reader.models import FirstOfModels, Models, models_in
 from ddpprobe.reader.run import Run, open_run
 from ddpprobe.reader.text import UNOBSERVED
 from ddpprobe.records.step import LEVELS
@@ -28,6 +41,7 @@ FIELDS = (
     "detector", "level", "step", "micro", "rank", "module", "kind", "phase", "first_cause",
     "message", "values", "sampled",
 )  # fmt: skip
+_WORST = (DAMAGED, PAGED, INCOMPLETE, OK)  # exit codes: what one model has, all of them have
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,24 +58,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the verdicts; 3 if the store is damaged, else 1 at a page, else 4 if part is held."""
+    models = models_in(args.run)
+    if models is not None:
+        return _run_models(models, args)
     run_ = open_run(args.run)
     found = run_.anomalies()
-    shown = [a for a in found if LEVELS.index(a.level) <= LEVELS.index(args.level)]
     held = run_.completeness()
-    endings = run_.endings()
     if args.json:
-        end = endings[-1].end.to_json() if endings else None
-        say_json({**as_json(run_.name, shown, held), "end": end})
-        return _exit_code(run_, found, held)
-    for line in told_ends(endings):
+        say_json(_told(run_, found, held, args.level))
+    else:
+        _say(run_, found, held, args.level)
+    return _exit_code(run_, found, held)
+
+
+def _run_models(models: Models, args: argparse.Namespace) -> int:
+    """Print which model was bad first, then the verdicts of each; the first code in `_WORST`."""
+    judged_ = {name: (r, r.anomalies(), r.completeness()) for name, r in models.items()}
+    firsts = models.first_causes()
+    if args.json:
+        each = {name: _told(*known, args.level) for name, known in judged_.items()}
+        first = [{"model": one.model, **_fields(one.anomaly)} for one in firsts]
+        told_ = {"format_version": 1, "directory": str(models.path), "first_causes": first}
+        say_json({**told_, "models": each})
+    else:
+        for line in first_of_models(firsts):
+            say(line)
+        for name, known in judged_.items():
+            say("")
+            say(f"{name} ({models[name].where})")
+            _say(*known, args.level)
+    codes = {_exit_code(*known) for known in judged_.values()}
+    return next(code for code in _WORST if code in codes)
+
+
+def first_of_models(firsts: list[FirstOfModels]) -> list[str]:
+    """Say which model was bad first, or between which of them it is not known."""
+    if not firsts:
+        return ["no model has a first cause"]
+    rows = [(one.model, *row(one.anomaly)) for one in firsts]
+    if len({one.model for one in firsts}) == 1:
+        return ["first of all models:", *table(rows[:1])]
+    return ["which of these was first is not known:", *table(rows)]
+
+
+def _told(run_: Run, found: list[Anomaly], held: Completeness, level: str) -> dict[str, Any]:
+    endings = run_.endings()
+    end = endings[-1].end.to_json() if endings else None
+    return {**as_json(run_.name, _shown(found, level), held), "end": end}
+
+
+def _say(run_: Run, found: list[Anomaly], held: Completeness, level: str) -> None:
+    for line in told_ends(run_.endings()):
         say(line)
+    shown = _shown(found, level)
     if shown:
         for line in lines(episodes(shown)):
             say(line)
         say(judged(held, bool(run_.lost)))
     else:
-        say(nothing(held, bool(run_.lost), len(found), args.level))
-    return _exit_code(run_, found, held)
+        say(nothing(held, bool(run_.lost), len(found), level))
+
+
+def _shown(found: list[Anomaly], level: str) -> list[Anomaly]:
+    return [a for a in found if LEVELS.index(a.level) <= LEVELS.index(level)]
 
 
 def _exit_code(run_: Run, found: list[Anomaly], held: Completeness) -> int:
@@ -105,8 +164,12 @@ def as_json(name: str, ordered: list[Anomaly], held: Completeness) -> dict[str, 
         "run": name,
         "format_version": 1,
         "judged": held.to_json(),
-        "anomalies": [{field: getattr(a, field) for field in FIELDS} for a in ordered],
+        "anomalies": [_fields(a) for a in ordered],
     }
+
+
+def _fields(anomaly: Anomaly) -> dict[str, Any]:
+    return {field: getattr(anomaly, field) for field in FIELDS}
 
 
 def lines(groups: list[Episode]) -> list[str]:

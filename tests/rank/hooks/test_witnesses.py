@@ -10,6 +10,7 @@ import pytest
 
 from ddpprobe.detectors.nonfinite import NonFinite
 from ddpprobe.rank.journal_writer import FrameWriter, Identity
+from ddpprobe.rank.passes import Passes
 from ddpprobe.records.gather import Gather
 from ddpprobe.records.step import Anomaly, FirstBad, StepRecord
 from ddpprobe.rundir.journal import JournalWriter
@@ -109,7 +110,7 @@ def test_behind_a_bad_step_an_alarm_is_written_only_if_it_says_more(
     second: FirstBad, at: int, written: list[int], partial: bool, tmp_path: Path, records_of
 ) -> None:
     journal = JournalWriter(RunDir(tmp_path).rank_journal(0, "node_0000", 0), {})
-    frame_writer = FrameWriter(journal, Identity(rank=0, world_size=1, attempt=0))
+    frame_writer = FrameWriter(journal, Identity(rank=0, world_size=1, attempt=0), Passes())
     frame_writer.alarm(WITNESS, 10, partial=False, skipped=False, sampled=False)
     frame_writer.alarm(second, at, partial=partial, skipped=False, sampled=False)
     journal.close()
@@ -120,7 +121,7 @@ def test_an_alarm_right_behind_a_step_that_a_scaler_gave_up_is_written(
     tmp_path: Path, records_of
 ) -> None:
     journal = JournalWriter(RunDir(tmp_path).rank_journal(0, "node_0000", 0), {})
-    frame_writer = FrameWriter(journal, Identity(rank=0, world_size=1, attempt=0))
+    frame_writer = FrameWriter(journal, Identity(rank=0, world_size=1, attempt=0), Passes())
     for at, skipped in ((10, True), (11, True), (12, False), (13, False)):
         frame_writer.alarm(
             replace(WITNESS, step=at), at, partial=False, skipped=skipped, sampled=False

@@ -1,0 +1,161 @@
+"""Which of several models was bad first is said where the records tell it, and only there."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import ddpprobe
+from ddpprobe.records.step import LENT, PASS, PASS_OF_BAD, FirstBad
+from tests.made_runs import Made, record
+
+RANKS = 2
+# Of the step that is bad: where, and the scalars of each rank besides its last pass.
+Bad = tuple[FirstBad | None, Mapping[str, float]]
+
+
+def bad(phase: str = "forward", rank: int = 1, micro: int = 0, step: int = 3) -> FirstBad:
+    return FirstBad(step, micro, phase, 4, rank, "blocks.1.mlp", "output", nan=3, numel=8)
+
+
+def model(
+    home: Path, name: str, told: Bad | None = None, *, process: str = "p", apart: bool = False,
+    passes: bool = True, offset: int = 0,
+) -> None:  # fmt: skip
+    """Write six steps, of ten passes each; `told` is of step 3."""
+    made = Made(home / name, ranks=RANKS, process=process)
+    for step in range(6):
+        for rank in range(RANKS):
+            scalars = {"loss": 1.0}
+            if passes:
+                scalars[PASS] = 10.0 * (step + 1) + offset + (apart and rank)
+            found = None
+            if told is not None and step == 3:
+                found = told[0] if told[0] is not None and told[0].rank == rank else None
+                scalars |= told[1] if found or told[0] is None else {}
+            made.write([record(rank, step, scalars={rank: scalars}, first_bad=found)])
+    made.close()
+
+
+def firsts(home: Path) -> list[tuple[str, int]]:
+    found = ddpprobe.open_models(home).first_causes()
+    return sorted((one.model, one.anomaly.step) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "first"),
+    [
+        ((bad(), {PASS_OF_BAD: 32.0}), (bad(), {PASS_OF_BAD: 33.0}), ["a"]),
+        ((bad(), {PASS_OF_BAD: 33.0}), (bad(rank=0), {PASS_OF_BAD: 32.0}), ["b"]),
+        # One backward came to both: the one that it came to first.
+        (
+            (bad("backward"), {PASS_OF_BAD: 33.0}),
+            (bad("backward"), {PASS_OF_BAD: 33.0 + 2**-10}),
+            ["a"],
+        ),
+        # The loss of b lies before the backward that comes to both, and behind the forward of a.
+        (
+            (bad("backward"), {PASS_OF_BAD: 33.0}),
+            (bad("backward"), {PASS_OF_BAD: 33.0 + 2**-10, "loss": math.nan}),
+            ["b"],
+        ),
+        (
+            (bad("forward"), {PASS_OF_BAD: 32.0}),
+            (bad("backward"), {PASS_OF_BAD: 33.0, "loss": math.nan}),
+            ["a"],
+        ),
+        # The loss of a is of its own pass, behind the lent one.
+        (
+            (bad("backward"), {PASS_OF_BAD: 33.0, "loss": math.nan, LENT: 1.0}),
+            (bad("backward"), {PASS_OF_BAD: 33.0 + 2**-10, "loss": math.nan}),
+            ["b"],
+        ),
+        # What is known of a is its step only, in which the pass of b lies.
+        ((None, {"loss": math.nan}), (bad(), {PASS_OF_BAD: 33.0}), ["a", "b"]),
+        ((None, {"loss": math.nan}), (bad(), {PASS_OF_BAD: 30.0}), ["b"]),
+        ((None, {"loss": math.nan}), (bad(), {PASS_OF_BAD: 41.0}), ["a"]),
+        ((bad(), {}), (bad(), {PASS_OF_BAD: 33.0}), ["a", "b"]),
+        ((bad(), {PASS_OF_BAD: 33.0}), None, ["a"]),
+        (None, None, []),
+    ],
+)
+def test_the_first_model_is_that_whose_pass_was_first(
+    a: Bad | None, b: Bad | None, first: list[str], tmp_path: Path
+) -> None:
+    model(tmp_path, "a", a)
+    model(tmp_path, "b", b)
+    assert firsts(tmp_path) == [(name, 3) for name in first]
+
+
+def test_ranks_whose_loops_differ_say_nothing_of_each_other(tmp_path: Path) -> None:
+    model(tmp_path, "a", (bad(), {PASS_OF_BAD: 32.0}), apart=True)
+    model(tmp_path, "b", (bad(), {PASS_OF_BAD: 33.0}))
+    assert firsts(tmp_path) == [("a", 3), ("b", 3)]
+
+
+def test_records_without_passes_say_nothing(tmp_path: Path) -> None:
+    model(tmp_path, "a", (bad(), {}), passes=False)
+    model(tmp_path, "b", (bad(), {PASS_OF_BAD: 33.0}))
+    assert firsts(tmp_path) == [("a", 3), ("b", 3)]
+
+
+@pytest.mark.parametrize("process", ["", "another"])
+def test_runs_of_other_processes_are_not_compared(process: str, tmp_path: Path) -> None:
+    model(tmp_path, "a")
+    model(tmp_path, "b", process=process)
+    with pytest.raises(ddpprobe.RunNotFound, match="one process"):
+        ddpprobe.open_models(tmp_path)
+
+
+def test_what_holds_no_models_says_what_to_give(tmp_path: Path) -> None:
+    model(tmp_path, "a")
+    for path in (tmp_path / "a", tmp_path / "none", "s3://bucket/job"):
+        with pytest.raises(ddpprobe.RunNotFound, match=r"the run_dir that install\(\{\.\.\.\}\)"):
+            ddpprobe.open_models(path)
+
+
+def test_anomalies_of_the_directory_says_the_first_of_all_models_first(
+    call, tmp_path: Path
+) -> None:
+    model(tmp_path, "a", (bad(), {PASS_OF_BAD: 33.0}))
+    model(tmp_path, "b", (bad(rank=0), {PASS_OF_BAD: 32.0}))
+    code, out, _ = call("anomalies", tmp_path)
+    head, first, empty, of_a, *_ = out.splitlines()
+    assert code == 1
+    assert head == "first of all models:"
+    assert first.startswith("b  PAGE  step 3 micro 0  rank 0  blocks.1.mlp:output  forward")
+    assert (empty, of_a) == ("", f"a ({tmp_path / 'a'})")
+    assert out.count("(first cause)") == 3  # of all, of a, of b
+
+
+def test_anomalies_of_the_directory_says_between_which_it_is_not_known(
+    call, tmp_path: Path
+) -> None:
+    model(tmp_path, "a", (bad(), {}))
+    model(tmp_path, "b", (bad(), {PASS_OF_BAD: 32.0}))
+    _, out, _ = call("anomalies", tmp_path)
+    head, *between = out.splitlines()[:3]
+    assert head == "which of these was first is not known:"
+    assert [line.split()[0] for line in between] == ["a", "b"]
+
+
+def test_anomalies_as_json_holds_all_models(call, tmp_path: Path) -> None:
+    model(tmp_path, "a")
+    model(tmp_path, "b", (bad(), {PASS_OF_BAD: 32.0}))
+    code, out, _ = call("anomalies", tmp_path, "--json")
+    said = json.loads(out)
+    assert code == 1
+    assert [(one["model"], one["step"]) for one in said["first_causes"]] == [("b", 3)]
+    assert {name: len(one["anomalies"]) for name, one in said["models"].items()} == {"a": 0, "b": 1}
+
+
+def test_anomalies_of_healthy_models_says_so(call, tmp_path: Path) -> None:
+    model(tmp_path, "a")
+    model(tmp_path, "b")
+    code, out, _ = call("anomalies", tmp_path)
+    assert out.splitlines()[0] == "no model has a first cause"
+    assert code in {0, 4}
