@@ -229,7 +229,10 @@ class Recorder:
     def backward_ended(self) -> None:
         """Read the reduced gradients, before the user clips them."""
         observers = self._prepare()
-        observers.loss_scale.remember(told="loss_scale" in self._logged.names)
+        observers.loss_scale.remember(
+            told="loss_scale" in self._logged.names, owned=self._clock.stepped_by,
+            may_own=self._clock.may_own,
+        )  # fmt: skip
         self.capturing.backward_ended(observers.loss_scale.last)
         if self._sampling:
             observers.weights.remember()

@@ -103,6 +103,7 @@ class StepClock:
         self._anchor_had_grad = False
         self._through = 0  # training forwards before the last backward that no optimizer called
         self._others_stepped = False  # since that backward
+        self._leaves_none = False  # the backward under way, see `_goes_by`
         self._handles: list[RemovableHandle] = []
         self._act = act
         self._root = RootHooks(
@@ -182,6 +183,10 @@ class StepClock:
         """The user says that a step is over (a loop without a torch optimizer)."""
         self._manual = True
         self._end_step(skipped=False)
+
+    def stepped_by(self) -> set[int]:
+        """Return the ids of living optimizers that stepped parameters of this model."""
+        return {id(optimizer) for optimizer in self.optimizers()}
 
     def may_own(self, optimizer: int) -> bool:
         """Whether the living optimizer of this id owns parameters of this model, or may do so.
@@ -289,6 +294,7 @@ class StepClock:
         ):  # any of the outputs may be the one the loss came from
             self._throw_away()  # many loops call zero_grad() between forward and backward
             self._queued = True
+            self._leaves_none = self._goes_by()
             self.passes.backward(self.micro)
             torch_private.after_backward(self._computed, self._over)
 
@@ -297,9 +303,9 @@ class StepClock:
         self.passes.backward_over()
         self.entered.clear()
         self._drop_anchor()
-        if not (self._anchor_had_grad or self._vanished()):
+        if not (self._anchor_had_grad or self._leaves_none or self._vanished()):
             self._anchor_had_grad = True
-        if not self._running:
+        if not (self._running or self._leaves_none):
             self._through, self._others_stepped = self.micro + 1, False
         self._events.backward_ended()
         if self._was_frozen():
@@ -441,6 +447,17 @@ class StepClock:
         self.lent, self._anchor_had_grad = self._through, False
         self.passes.lend(self.lent)
         self._events.lent(self.lent)
+
+    def _goes_by(self) -> bool:
+        """Whether the backward under way leaves older gradients as they are: a penalty's, say.
+
+        Its `autograd.grad` goes through the model before the loop throws those of the step before
+        away, which are then none of the forwards up to here.
+        """
+        if not self._anchors or self._vanished():
+            return False
+        anchors = (anchor() for anchor in self._anchors)
+        return not graph.leaves_gradients(p for p in anchors if p is not None)
 
     def _drop_anchor(self) -> None:
         """Choose the parameters whose vanished `.grad` tells that a step was given up."""

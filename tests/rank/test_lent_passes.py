@@ -408,3 +408,65 @@ def test_a_lent_pass_before_a_closure_is_no_pass_of_the_closure(made: Make) -> N
 
 
 X = torch.ones(BATCH, 4)
+
+
+class PenalizedGan(Gan):
+    """The critic's loss has a gradient penalty: a gradient through the critic, in its forward.
+
+    Its gradients are thrown away behind the penalty ("late"), or before the forwards ("before").
+    """
+
+    def critic_step(self) -> None:
+        self.at += 1
+        if self.clean == "before":
+            self.od.zero_grad()
+        with torch.no_grad():
+            fake = self.g(noise(self.at))
+        loss = self.d(fake).mean() - self.d(real(self.at)).mean()
+        between = ((fake + real(self.at)) / 2).requires_grad_()
+        (slope,) = torch.autograd.grad(self.d(between).sum(), between, create_graph=True)
+        loss = loss + (slope.norm(dim=1) - 1).square().mean()
+        if self.clean == "late":
+            self.od.zero_grad()
+        loss.backward()
+        self.od.step()
+        self.losses.append(loss.item())
+
+
+@pytest.mark.parametrize("clean", ["late", "before"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_passes_before_a_gradient_penalty_are_those_of_the_step(
+    clean: str, every: int, tmp_path: Path, records_of
+) -> None:
+    without, gan = PenalizedGan(clean), PenalizedGan(clean)
+    how = {"every": every, "daemon": "none"}
+    with (
+        ddpprobe.install(gan.g, run_dir=tmp_path / "g", **how),
+        ddpprobe.install(gan.d, run_dir=tmp_path / "d", **how),
+    ):
+        for _ in range(4):
+            gan.turn()
+            without.turn()
+    assert gan.losses == without.losses
+    for name, count, passes in (("g", 4, 1), ("d", 4 * CRITICS, 3)):
+        records = whole(records_of(tmp_path / name))
+        assert [r.step for r in records] == list(range(0, count, every))
+        assert {r.scalars[0]["micro_batches"] for r in records} == {passes}
+        assert {rows(r)["0", "output"][OBSERVED] for r in records} == {passes}
+        assert {rows(r)["0.weight", "grad_local"][OBSERVED] for r in records} == {1}
+
+
+def test_a_skipped_step_behind_a_gradient_penalty_is_still_told(tmp_path: Path, records_of) -> None:
+    gan, scaler = PenalizedGan("late"), torch.amp.GradScaler("cpu", init_scale=4.0)
+    with ddpprobe.install(gan.d, run_dir=tmp_path / "d", every=1, daemon="none"):
+        for at in range(4):
+            between = real(at).requires_grad_()
+            score = gan.d(between).mean()
+            (slope,) = torch.autograd.grad(score, between, create_graph=True)
+            gan.od.zero_grad()
+            loss = score + slope.norm() * (torch.inf if at == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(gan.od)
+            scaler.update()
+    records = whole(records_of(tmp_path / "d"))
+    assert [(r.step, r.skipped) for r in records] == [(s, s == 2) for s in range(4)]

@@ -1,8 +1,10 @@
 """The scale that a GradScaler has multiplied the loss with, so that gradients can be told unscaled.
 
 A script does not hand us its scaler, and torch keeps no list of them, so it is looked for among the
-living objects: once, at the first backward, and again when a step is skipped while none is known.
-Two enabled scalers in one process cannot be told apart: then none is taken, and said.
+living objects: at the first two backwards (the first may be that of a gradient penalty, before any
+loss is scaled), and again when a step is skipped while none is known. Of several enabled scalers in
+one process ours is the one that was told to step an optimizer of this model. Until one was, none is
+taken, and said.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from ddpprobe.rundir.fuse import logger
 # Kinds that a backward produces; `grad` too, as long as nobody has unscaled it.
 SCALED_KINDS = ("grad_output", "grad_input", "grad_local")
 
+_LOOKS = 2
+
 
 @final
 class LossScaleReader:
@@ -32,25 +36,36 @@ class LossScaleReader:
     def __init__(self) -> None:
         self._warned = False
         self.last: Tensor | None = None
-        self._looked = False
-        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None  # if it is the only one
+        self._looks = _LOOKS
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
+        self._ours: weakref.ref[torch.amp.GradScaler] | None = None  # stepped our optimizer
+        self._others: set[weakref.ref[torch.amp.GradScaler]] = set()  # stepped none of ours
         # Of each: what it notes of optimizers until its next update(), and those stepped by now.
-        self._rounds: list[tuple[object, frozenset[int]]] = []
+        self._rounds: list[tuple[weakref.ref[torch.amp.GradScaler], object, frozenset[int]]] = []
 
-    def remember(self, *, told: bool) -> None:
+    def remember(
+        self, *, told: bool, owned: Callable[[], set[int]], may_own: Callable[[int], bool]
+    ) -> None:
         """At the end of a backward: keep its scale, which a skipped step lowers.
 
-        `told`: the user has given the scale, so nothing is amiss if it cannot be found.
+        Args:
+            told: the user has given the scale, so nothing is amiss if it cannot be found.
+            owned: returns the ids of optimizers that stepped this model.
+            may_own: as of `gave_up`.
         """
-        if not self._looked:
-            self._looked = True
-            self._look(told=told)
-        scaler = self._living()
+        if self._looks:
+            self._looks -= 1
+            self._look()
+        self._learn(owned, may_own)
+        scaler = self._choose(told=told)
         scale = torch_private.scale_of(scaler) if scaler is not None else None
         self.last = scale.clone() if scale is not None else None
-        rounds = [torch_private.round_of(s) for ref in self._scalers if (s := ref()) is not None]
-        self._rounds = [(round_, torch_private.stepped_in(round_)) for round_ in rounds]
+        self._rounds = [
+            (ref, round_, torch_private.stepped_in(round_))
+            for ref in self._scalers
+            if (scaler := ref()) is not None
+            and (round_ := torch_private.round_of(scaler)) is not None
+        ]
 
     def gave_up(self, may_own: Callable[[int], bool]) -> bool:
         """Whether a scaler was told to step an optimizer since the last backward.
@@ -60,27 +75,43 @@ class LossScaleReader:
         Args:
             may_own: whether the optimizer of an id has parameters of this model, or may have.
         """
-        new = [torch_private.stepped_in(round_) - before for round_, before in self._rounds]
-        return any(may_own(optimizer) for ids in new for optimizer in ids)
+        return any(may_own(optimizer) for _, ids in self._stepped() for optimizer in ids)
 
     def look_again(self) -> None:
         """Search once more at the next backward, if no scaler is known."""
-        self._looked = self._living() is not None
+        if not any(ref() is not None for ref in self._scalers):
+            self._looks = 1
 
-    def _living(self) -> torch.amp.GradScaler | None:
-        return self._scaler() if self._scaler is not None else None
+    def _stepped(self) -> list[tuple[weakref.ref[torch.amp.GradScaler], frozenset[int]]]:
+        """Return the ids of optimizers that scalers were told to step since the last backward."""
+        return [(s, torch_private.stepped_in(now) - before) for s, now, before in self._rounds]
 
-    def _look(self, *, told: bool) -> None:
+    def _look(self) -> None:
         used = [s for s in torch_private.loss_scalers() if torch_private.scale_of(s) is not None]
         self._scalers = [weakref.ref(scaler) for scaler in used]
-        self._scaler = self._scalers[0] if len(used) == 1 else None
-        if len(used) > 1 and not (told or self._warned):
+
+    def _learn(self, owned: Callable[[], set[int]], may_own: Callable[[int], bool]) -> None:
+        """Hear which scaler steps whose optimizers."""
+        for scaler, ids in self._stepped():
+            if ids & owned():
+                self._ours = scaler
+                self._others.discard(scaler)
+            elif ids and scaler != self._ours and not any(map(may_own, ids)):
+                self._others.add(scaler)
+
+    def _choose(self, *, told: bool) -> torch.amp.GradScaler | None:
+        if self._ours is not None and (ours := self._ours()) is not None:
+            return ours
+        fit = [s for ref in self._scalers if ref not in self._others and (s := ref()) is not None]
+        if len(fit) > 1 and not (told or self._warned):
             self._warned = True
             logger.warning(
                 "ddpprobe: several enabled GradScalers live in this process, so which one scales "
-                "this loss is not known: gradients are recorded as they are. Tell the scale with "
+                "this loss is not known until it steps an optimizer of this model: gradients are "
+                "recorded as they are. Tell the scale with "
                 "probe.log(loss_scale=scaler.get_scale()) before backward()."
             )
+        return fit[0] if len(fit) == 1 else None
 
 
 def of_optimizer(optimizer: object) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from ddpprobe.rank.torch_private import _lookup
 
 _current_node = _lookup("torch._C", "_current_autograd_node")
+_will_execute = _lookup("torch._C", "_will_engine_execute_node")
 
 
 def current_node() -> Any:  # noqa: ANN401  (torch has no public type for all kinds of nodes)
@@ -19,6 +20,20 @@ def current_node() -> Any:  # noqa: ANN401  (torch has no public type for all ki
     told by the order in which they arrived.
     """
     return _current_node() if _current_node is not None else None
+
+
+def leaves_gradients(leaves: Iterable[torch.Tensor]) -> bool:
+    """Return whether the backward under way may leave a gradient with any of these leaves.
+
+    `torch.autograd.grad` leaves none: it returns those that it is asked for.
+
+    Degradation: True, as of a `backward()`.
+    """
+    if _will_execute is None:
+        return True
+    wanted = [leaf for leaf in leaves if leaf.requires_grad and leaf.is_leaf]
+    nodes = (torch.autograd.graph.get_gradient_edge(leaf).node for leaf in wanted)
+    return not wanted or any(_will_execute(node) for node in nodes)
 
 
 def uses_of_leaves(nodes: Iterable[Any]) -> dict[int, set[int]]:
@@ -55,7 +70,13 @@ def self_test() -> dict[str, bool]:
     whole.register_hook(lambda _: nodes.append(current_node()))
     whole.sum().backward()
     uses = uses_of_leaves(nodes)
+    leaving: list[bool] = []
+    z = x * y
+    z.register_hook(lambda _: leaving.append(leaves_gradients([y])))
+    z.sum().backward(retain_graph=True)
+    torch.autograd.grad(z.sum(), x)
     return {
+        "leaves_gradients": leaving == [True, False],
         "current_node": nodes == [whole.grad_fn] and current_node() is None,
         "uses_of_leaves": len(uses[id(x)]) == 2 and max(uses[id(x)]) < min(uses[id(y)]),
     }

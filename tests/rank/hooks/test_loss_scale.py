@@ -102,16 +102,46 @@ def test_every_skipped_step_is_a_record_sampled_or_not(
         assert record.scalars[0]["loss_scale"] == 2.0 ** (127 - record.step)
 
 
-def test_two_scalers_are_told_apart_by_nobody_so_gradients_stay_as_they_are(
+def test_of_two_scalers_the_one_that_steps_our_optimizer_is_taken(
     tmp_path: Path, records_of, caplog
 ) -> None:
     other = torch.amp.GradScaler("cpu", init_scale=8.0)
     other.scale(torch.ones(1))
     with caplog.at_level(logging.WARNING, "ddpprobe"):
-        train(tmp_path / "r", torch.amp.GradScaler("cpu", init_scale=4.0), steps=2)
-    assert [r.getMessage() for r in caplog.records if "several enabled" in r.getMessage()]
-    assert all("loss_scale" not in r.scalars[0] for r in records_of(tmp_path / "r"))
-    del other
+        train(tmp_path / "r", torch.amp.GradScaler("cpu", init_scale=4.0), steps=3)
+    (said,) = [r.getMessage() for r in caplog.records if "several enabled" in r.getMessage()]
+    assert "until it steps an optimizer of this model" in said
+    scales = [r.scalars[0].get("loss_scale") for r in records_of(tmp_path / "r")]
+    assert scales == [None, 4.0, 4.0]  # before its first step it is not known
+    del other  # a lone one would be taken for that of the run below
+    train(tmp_path / "plain", torch.amp.GradScaler("cpu", enabled=False), steps=3)
+    plain, scaled = (records_of(tmp_path / name)[1] for name in ("plain", "r"))
+    for site, values in gradients(plain).items():
+        assert gradients(scaled)[site] == pytest.approx(values, rel=1e-5), site
+
+
+def test_a_scaler_that_steps_only_another_model_is_not_that_of_this_one(
+    tmp_path: Path, records_of
+) -> None:
+    gc.collect()
+    torch.manual_seed(0)
+    model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=1e-3) for m in (model, other))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    norms = []
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        for _ in range(3):
+            scaler.scale(other(torch.ones(2, 4)).sum()).backward()
+            scaler.step(theirs)
+            scaler.update()
+            model(torch.ones(2, 4)).sum().backward()
+            norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+            ours.step()
+            ours.zero_grad()
+            theirs.zero_grad()
+    told = [r.scalars[0] for r in records_of(tmp_path / "r")]
+    assert ["loss_scale" in scalars for scalars in told] == [True, False, False]
+    assert [s["grad_norm"] for s in told[1:]] == pytest.approx(norms[1:])
 
 
 def test_a_scale_told_by_the_user_is_taken(tmp_path: Path, records_of, caplog) -> None:

@@ -13,7 +13,9 @@ def test_every_private_name_passes_its_self_test() -> None:
     assert tcp_store.self_test() == {"bounded_store": True}
     assert functorch.self_test() == {"outside_functorch": True}
     assert anomaly.self_test() == {"traceback_of": True}
-    assert graph.self_test() == {"current_node": True, "uses_of_leaves": True}
+    assert graph.self_test() == {
+        "current_node": True, "leaves_gradients": True, "uses_of_leaves": True,
+    }  # fmt: skip
     assert modes.self_test() == {"outside_functions": True, "plain_mode": True}
 
 
