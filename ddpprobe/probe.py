@@ -160,6 +160,10 @@ class Probe:
         if recorder is None:
             return
         words = Fuse("last words").guard(last_words.goodbye)(at_exit=at_exit)
+        if self._joined is not None:
+            error = None if words is None else words.error
+            broken = error is not None and error.collective and not error.timed_out
+            Fuse("close").guard(self._joined.peer_watcher.close)(awaits=broken)
         Fuse("close").guard(recorder.close)(words)
         if self._joined is not None:
             Fuse("close").guard(self._joined.record_files.close)()
@@ -184,8 +188,14 @@ class Probe:
         return recorder
 
     def _rest(self) -> None:
+        if self._joined is not None:
+            self._joined.peer_watcher.rest()
         if self._joined is not None and self._joined.record_files.disk_thread is not None:
             self._joined.record_files.disk_thread.rest()
+
+    def _go_on(self) -> None:
+        if self._joined is not None:
+            Fuse("watching the other ranks").guard(self._joined.peer_watcher.go_on)()
 
     def _abandon(self) -> None:
         if self._waits is not None:
@@ -194,6 +204,7 @@ class Probe:
         if recorder is not None:
             recorder.abandon()
         if self._joined is not None:
+            self._joined.peer_watcher.abandon()
             self._joined.record_files.abandon()
         if self._joined is not None and self._joined.lock is not None:
             self._joined.lock.forget()
@@ -435,6 +446,7 @@ def _join(
         {p.dtype for p in parameters},
     )
     Fuse("starting the disk thread").guard(joined.start)()
+    Fuse("watching the other ranks").guard(joined.watch_peers)()
     Fuse("signal handlers").guard(OF_THE_SCRIPT.look)()
     first = None if _has_group() else partial(_is_not_alone, probe, weakref.ref(model), options)
     recorder.start(inside, first)
@@ -485,12 +497,17 @@ def _rest_all() -> None:
         probe._rest()  # noqa: SLF001  (same module)
 
 
+def _go_on_all() -> None:
+    for probe in list(_live):
+        probe._go_on()  # noqa: SLF001  (same module)
+
+
 def _abandon_all() -> None:
     for probe in list(_live):
         probe._abandon()  # noqa: SLF001  (same module)
 
 
 atexit.register(_close_all)
-os.register_at_fork(before=_rest_all, after_in_child=_abandon_all)
+os.register_at_fork(before=_rest_all, after_in_child=_abandon_all, after_in_parent=_go_on_all)
 
 __all__ = ["Probe", "Probes", "install"]

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -190,6 +190,33 @@ def test_deaths_are_drawn_by_their_seed_and_of_every_sort() -> None:
         for daemon in death_plans.DAEMONS
     }
     assert {p.fault for p in drawn} == set(death_plans.FAULTS)
+
+
+@pytest.mark.parametrize(
+    ("fault", "how", "world", "daemon"),
+    [
+        ("signal", "SIGKILL", 2, "stopped"),
+        ("signal", "SIGKILL", 4, "dead"),
+        ("signal", "SIGSEGV", 2, "dead"),
+        ("exit", "os._exit:7", 4, "late"),
+        ("exception", "KeyError", 2, "late"),
+    ],
+)
+def test_a_single_rank_s_death_is_decided_where_no_daemon_saw_it(
+    tmp_path: Path, zygote: zygotes.Zygote, fault: str, how: str, world: int, daemon: str
+) -> None:
+    plan = dataclasses.replace(
+        DEATH, fault=fault, how=how, world=world, daemon=daemon, launcher="idle"
+    )
+    line = deaths.carry(zygote, plan.as_json(), tmp_path)
+    assert (line["verdict"], line["why"]) == ("right", ""), line
+    assert (line["end"]["ranks"], line["exit"]) == ([1], 1)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[zygotes.Zygote]:
+    with zygotes.Zygote() as started:
+        yield started
 
 
 PAGE = {

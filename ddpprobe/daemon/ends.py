@@ -112,7 +112,10 @@ class Ends:
         live = any(rank.exit is None for rank in ranks.values()) and not over
         partial = len({*ranks, *evidence.told}) < self._world
         self._case = evidence.case(self._world, live=live, partial=partial)
-        if not over and any(rank.exit is not None and not rank.spent for rank in ranks.values()):
+        ended = {fate.rank for fate in self._case.fates if fate.how}
+        if not over and any(
+            not r.spent and (r.exit is not None or (r.up and n in ended)) for n, r in ranks.items()
+        ):
             return  # its last words, which decide, are still to be read
         self._report()
         if over:

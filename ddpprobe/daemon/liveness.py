@@ -1,35 +1,23 @@
 """Noticing the death of a rank at once, and how it died, although it is not our child.
 
-A pidfd becomes readable the moment its process dies. The wait status then stands in field 52 of
-`/proc/<pid>/stat` until the parent (torchrun, which looks every 0.1 s) reaps the zombie, and from
-then on, since Linux 6.15, in the answer to PIDFD_GET_INFO. Without either it is "unknown".
+See `rundir.pidfds`.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import select
-import signal
-import struct
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.pidfds import UNKNOWN, closure, how_it_ended, open_pidfd
 from ddpprobe.rundir.processes import is_process
 
 Key = tuple[int, int]  # attempt, rank
 
-UNKNOWN = "unknown"
 SLOW_POLL_SECONDS = 1.0
-# struct pidfd_info, first version: mask and cgroupid u64, eleven ids u32, exit_code s32.
-_INFO = struct.Struct("<QQ11Ii")
-_GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11  # _IOWR(0xFF, 11, struct pidfd_info)
-_INFO_EXIT = 1 << 3
-_EXIT_CODE_FIELD = 52  # of /proc/<pid>/stat, counted from 1 (proc(5)); a wait status
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +55,7 @@ class ProcessWatcher:
 
         Returns False for a process that is gone already; it is reported with time 0.
         """
-        fd = _open(pid)
+        fd = open_pidfd(pid)
         alive = is_process(pid, started)  # asked after opening: the pidfd is of this one
         with self._lock:
             if not alive:
@@ -108,7 +96,7 @@ class ProcessWatcher:
             ready = {fd for fd, _ in poll.poll(SLOW_POLL_SECONDS * 1000 if slow else None)}
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            self._collect(_closure(poll, ready) - {self._wake})
+            self._collect(closure(poll, ready) - {self._wake})
 
     def _collect(self, fds: set[int]) -> None:
         """Take the ends of these; all others were alive after the last of them had died."""
@@ -116,7 +104,7 @@ class ProcessWatcher:
         ended = []
         for fd in sorted(fds):
             key, pid = self._watched[fd]
-            ended.append(Exit(key, describe(_wait_status(pid, fd)), now, self._batches))
+            ended.append(Exit(key, how_it_ended(pid, fd), now, self._batches))
         self._batches += bool(fds)
         with self._lock:
             for key, (pid, started) in list(self._slow.items()):
@@ -127,59 +115,3 @@ class ProcessWatcher:
                 del self._watched[fd]
                 os.close(fd)
             self._exits += ended
-
-
-def _closure(poll: select.poll, ready: set[int]) -> set[int]:
-    """Return which processes are dead when those that are not are looked at once more.
-
-    One look goes from process to process: of those that it found alive one may have died before
-    another that it found dead.
-    """
-    while True:
-        again = {fd for fd, _ in poll.poll(0)}
-        if again <= ready:
-            return ready
-        ready |= again
-
-
-def describe(status: int | None) -> str:
-    """Return a wait status in words: "SIGKILL", "exit:1"; "unknown" for None."""
-    if status is None:
-        return UNKNOWN
-    number = status & 0x7F
-    if number == 0:
-        return f"exit:{(status >> 8) & 0xFF}"
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal:{number}"
-
-
-def _open(pid: int) -> int | None:
-    """Return a pidfd; None if there is no such process or no such system call."""
-    try:
-        return os.pidfd_open(pid)
-    except OSError as error:
-        if error.errno in (errno.ESRCH, errno.ENOSYS, errno.EPERM, errno.EINVAL):
-            return None
-        raise
-
-
-def _wait_status(pid: int, fd: int) -> int | None:
-    """Return the wait status of a dead process: from its zombie, else from its pidfd."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        # The pid may be somebody else's by now; a pidfd is never: trust a zombie only.
-        fields = stat[stat.rindex(")") + 2 :].split()
-        if fields[0] in "ZX":
-            return int(fields[_EXIT_CODE_FIELD - 3])
-    except (OSError, ValueError, IndexError):
-        pass  # reaped in between
-    answer = bytearray(_INFO.size)
-    struct.pack_into("<Q", answer, 0, _INFO_EXIT)
-    try:
-        fcntl.ioctl(fd, _GET_INFO, answer)
-    except OSError:  # before Linux 6.13, or a sandbox that does not know it
-        return None
-    mask, *_, status = _INFO.unpack(answer)
-    return int(status) if mask & _INFO_EXIT else None

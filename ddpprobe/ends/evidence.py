@@ -24,6 +24,7 @@ from ddpprobe.records.events import (
     LauncherEvent,
     MovingEvent,
     PausedEvent,
+    PeerExitEvent,
     ResumedEvent,
     StalledEvent,
     SuspendedEvent,
@@ -60,6 +61,7 @@ class Evidence:
     _told: dict[int, Fate] = field(default_factory=dict)  # of other nodes' ranks, second-hand
     _stalls: dict[str, tuple[int, bool]] = field(default_factory=dict)  # node -> (when, still)
     _suspended: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    _peers: dict[int, PeerExitEvent] = field(default_factory=dict)  # by who ended: all that is told
     _launchers: dict[str, str] = field(default_factory=dict)  # node -> how it ended
     _scheduler: str = ""
 
@@ -80,6 +82,8 @@ class Evidence:
                 self._set(rank, node, sets_handlers=True)
             case JobEvent():
                 self._scheduler = self._scheduler or event.scheduler
+            case PeerExitEvent():
+                self._peer_exit(node, event)
 
     def _take_daemon_s(self, event: Event, node: str) -> None:
         match event:
@@ -143,7 +147,7 @@ class Evidence:
         if rank not in self._fates and rank in self._told:
             told = self._told[rank]
             return replace(told, stalled=stalled or told.stalled)
-        fate = self._fates.get(rank, Fate(rank))
+        fate = _as_peers_say(self._fates.get(rank, Fate(rank)), self._peers.get(rank))
         return replace(
             fate, suspended=self.is_suspended(rank), stalled=stalled or self.is_stalled(fate.node),
             launcher=self._launchers.get(fate.node, ""),
@@ -164,6 +168,14 @@ class Evidence:
             handles=event.handles, at_exit=event.at_exit, asked=event.asked,
         )  # fmt: skip
         self._beaten(rank, node, event)
+
+    def _peer_exit(self, node: str, event: PeerExitEvent) -> None:
+        """Put what one rank says of another's end to what others say of that."""
+        self._set(event.rank, node)
+        known = self._peers.get(event.rank, event)
+        first, other = sorted((known, event), key=lambda e: (e.how == UNKNOWN, e.time_ns, e.how))
+        alive = tuple(sorted({*first.alive, *other.alive}))
+        self._peers[event.rank] = replace(first, alive=alive)
 
     def _exit(self, node: str, event: ExitEvent) -> None:
         if self._fates.get(event.rank, Fate(event.rank)).how in {"", UNKNOWN}:
@@ -188,6 +200,15 @@ class Evidence:
         self._set(rank, node, **({"beat_closed": True} if state == "closed" else {}))
         steps = step if said.steps is None else said.steps
         self._moved(rank, node, clock_of(steps, said.micro or 0, state, step))
+
+
+def _as_peers_say(fate: Fate, said: PeerExitEvent | None) -> Fate:
+    """Add what other ranks saw: how and when a rank ended only if no daemon did."""
+    if said is None:
+        return fate
+    if fate.how in {"", UNKNOWN}:
+        fate = replace(fate, how=said.how, time_ns=said.time_ns)
+    return replace(fate, outlived_by=said.alive)
 
 
 def clock_of(steps: int, micro: int, state: str, step: int) -> Progress | None:

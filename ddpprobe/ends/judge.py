@@ -9,11 +9,11 @@ more than one, all of them are named.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddpprobe.ends.candidates import candidates, is_killed, is_ordered, unseen_of
 from ddpprobe.ends.evidence import UNKNOWN, Case, named
 from ddpprobe.ends.rank_ends import (
     ABORTED,
@@ -32,15 +32,22 @@ from ddpprobe.ends.rank_ends import (
     asked_in_words,
     may_be_told,
 )
-from ddpprobe.ends.words import describe, died_of, how_of, place_of, ranks_of
+from ddpprobe.ends.words import (
+    describe,
+    died_of,
+    how_of,
+    last_step_of,
+    phase_of,
+    place_of,
+    ranks_of,
+    step_of,
+)
 from ddpprobe.records.fate import Fate
 
 RUNNING, ENDED, STOPPED = "running", "ended", "stopped"
 CRASHED, HUNG, VANISHED, UNDECIDED = "crashed", "hung", "vanished", "unknown"
 STATES = (RUNNING, ENDED, STOPPED, CRASHED, HUNG, VANISHED, UNDECIDED)
 BAD = (CRASHED, HUNG, VANISHED)  # states that are a page
-# Exceptions, by their names, of a script's own connections: a peer's end may be behind them.
-_OF_CONNECTIONS = re.compile(r"connection|time_?d?_?out|broken_?pipe|eof|disconnect", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +112,9 @@ def judge(case: Case) -> End:
     """Return how an attempt ended, or that it is under way."""
     parts = RankEnds(case)
     if parts.has(CAUSE, CHOSE, ABORTED):
-        pool = _suspects(parts)
-        open_ = _same_choice(parts) or _all_killed(parts) or _watched(parts, pool)
+        pool = candidates(parts)
+        open_ = _unseen_but_killed(parts) or _same_choice(parts) or _all_killed(parts)
+        open_ = open_ or _watched(parts, pool)
         return open_ or _last_resort(parts, pool) or _crashed(pool)
     if parts.has(SILENT) and not parts.has(VICTIM):
         return _quiet(parts)
@@ -136,69 +144,19 @@ def stuck_of(end: End, case: Case) -> dict[int, str]:
     return {f.rank: f.clock.phase if f.clock else "" for f in named}
 
 
-def _suspects(parts: RankEnds) -> list[Fate]:
-    """Return whose end is not known to have followed from somebody else's."""
-    causes, others = _without_killed(parts), parts.all(CHOSE, ABORTED)
-    pool = causes or others
-    if causes:
-        first = min((f.clock.key for f in causes if f.clock), default=None)
-        pool = [*causes, *(f for f in others if _may_be_first(f, causes, first))]
-    proven = [f for f in pool if f.error is not None or not any(d.died_before(f) for d in pool)]
-    pool = proven or pool
-    if causes or len(pool) < 2 or not all(f.clock for f in pool):
-        return sorted(pool, key=lambda f: f.rank)
-    # An exit code may be a script's answer to a peer's end, but not of one who was further on.
-    least = min(f.clock.key for f in pool if f.clock)
-    return sorted((f for f in pool if f.clock and f.clock.key == least), key=lambda f: f.rank)
+def _unseen_but_killed(parts: RankEnds) -> End | None:
+    """Ranks were seen to be killed, and of all the others nobody saw how they ended.
 
-
-def _without_killed(parts: RankEnds) -> list[Fate]:
-    """Return the causes, without who was killed (SIGKILL) where that followed from another's end.
-
-    A launcher kills those that are left, and a rank whose end a kill cannot bring about is the one
-    that it followed from: of its own exception, or of a signal that nobody sends; or of an exit
-    code, if it was behind those that were killed. All communication up to there they had passed, so
-    that none of it can have been broken by their end.
+    Somebody may have killed all of them, one after the other.
     """
-    causes = parts.all(CAUSE)
-    killed = [f for f in causes if _is_killed(f)]
-    first = min((f.clock.key for f in killed if f.clock), default=None)
-
-    def is_first(fate: Fate) -> bool:
-        if fate in killed or not all(_may_come_before(fate, k) for k in killed):
-            return False
-        if parts.part(fate) == CAUSE:
-            return not _may_follow(fate)
-        behind = fate.clock is not None and first is not None and fate.clock.key < first
-        return behind and not fate.may_be_handled
-
-    found = any(is_first(f) for f in parts.all(CAUSE, CHOSE))
-    return [f for f in causes if f not in killed] if found else causes
-
-
-def _may_come_before(fate: Fate, other: Fate) -> bool:
-    """Whether a daemon saw both ends, and this one not later."""
-    return fate.witness == other.witness and 0 <= fate.order <= other.order
-
-
-def _may_follow(fate: Fate) -> bool:
-    """Whether another rank's end may be behind an exception, other than by broken communication."""
-    return fate.error is not None and bool(_OF_CONNECTIONS.search(fate.error.type))
-
-
-def _may_be_first(fate: Fate, causes: list[Fate], first: tuple[int, ...] | None) -> bool:
-    """Whether an exit code may be the cause beside these: they may have followed from it."""
-    behind = fate.clock is not None and first is not None and fate.clock.key < first
-    killed = all(_is_killed(c) and _may_come_before(fate, c) for c in causes)
-    return behind or killed or any(fate.died_before(c) for c in causes)
-
-
-def _is_ordered(fate: Fate, other: Fate) -> bool:
-    return fate.died_before(other) or other.died_before(fate)
-
-
-def _is_killed(fate: Fate) -> bool:
-    return fate.how == "SIGKILL" and fate.error is None
+    killed = [f for f in parts.all(CAUSE) if is_killed(f)]
+    unseen = unseen_of(parts)
+    if not killed or not unseen or len(killed) + len(unseen) < len(parts.case.fates):
+        return None
+    step = last_step_of(parts.case.fates)
+    where = "" if step is None else f"; the last step begun is {step}"
+    text = f"{ranks_of(killed)} died (SIGKILL), and nobody saw how {ranks_of(unseen)} ended{where}"
+    return End(VANISHED, (), UNKNOWN, step, None, text)
 
 
 def _same_choice(parts: RankEnds) -> End | None:
@@ -207,21 +165,23 @@ def _same_choice(parts: RankEnds) -> End | None:
     A script's handler of a signal exits with whatever code it likes; and workers that nobody lets
     come to the end of their interpreter are ended by an exit code, or killed, when all is done.
     """
-    fates = parts.seen
+    unseen = unseen_of(parts)
+    fates = [f for f in parts.seen if f not in unseen]
     quiet = all(parts.part(f) in {CHOSE, SILENT, CAUSE, TOLD} for f in fates)
     if not quiet or any(f.error for f in fates):
         return None
     hows = {f.how for f in fates}
     if not parts.has(CAUSE) and len(hows) == 1 and any(f.may_be_handled for f in fates):
         inside = any(f.clock and f.clock.phase in INSIDE for f in fates)
-        said = f"every rank ended with exit code {next(iter(hows))[5:]}"
+        who = ranks_of(fates) if unseen else "every rank"
+        said = f"{who} ended with exit code {next(iter(hows))[5:]}"
         # Where no script calls sys.exit(), and a signal's handler may. Of several nodes the
         # launcher sends the signal because of the other one, too.
-        if inside and not parts.has(ABSENT):
+        if inside and not parts.has(ABSENT) and not unseen:
             return _stopped(parts, f"{said} out of a handler of SIGTERM or SIGINT")
         why = "by the script's handler of a signal, or by its own choice"
-        text = f"{said}: {why}{_unseen(parts)}"
-        return End(UNDECIDED, (), next(iter(hows)), _step(fates), None, text)
+        text, grave = f"{said}: {why}{_besides(parts)}", bool(unseen)
+        return End(UNDECIDED, (), next(iter(hows)), step_of(fates), None, text, grave)
     return _quiet(parts) if _is_between_steps(parts) else None
 
 
@@ -240,8 +200,8 @@ def _all_killed(parts: RankEnds) -> End | None:
     text = (
         f"{ranks_of(fates)} were all killed (SIGKILL), and nothing says by whom or which was first"
     )
-    text += _unseen(parts)
-    return End(UNDECIDED, (), "SIGKILL", _step(fates), _phase(fates), text, grave=True)
+    text += _besides(parts)
+    return End(UNDECIDED, (), "SIGKILL", step_of(fates), phase_of(fates), text, grave=True)
 
 
 def _watched(parts: RankEnds, pool: list[Fate]) -> End | None:
@@ -251,9 +211,10 @@ def _watched(parts: RankEnds, pool: list[Fate]) -> End | None:
     Told to stop may also be who was killed (SIGKILL), if nothing says which of the two was first.
     """
     aborted = [f for f in pool if parts.part(f) == ABORTED]
-    killed = [f for f in parts.all(CAUSE) if _is_killed(f)]
-    killed = [f for f in killed if not any(_is_ordered(f, a) for a in aborted)]
-    if not aborted or any(f.clock is None or f not in [*aborted, *killed] for f in pool):
+    killed = [f for f in parts.all(CAUSE) if is_killed(f)]
+    killed = [f for f in killed if not any(is_ordered(f, a) for a in aborted)]
+    known = [*aborted, *killed, *unseen_of(parts)]
+    if not aborted or any(f.clock is None or f not in known for f in pool):
         return None
     least = min(f.clock.key for f in aborted if f.clock)
     after = [*parts.all(TOLD, LOST), *killed]
@@ -264,7 +225,7 @@ def _watched(parts: RankEnds, pool: list[Fate]) -> End | None:
     text = f"{describe(aborted[0])} while {place_of(behind)}, was behind: "
     text += "it failed, or had waited for it"
     ranks = tuple(f.rank for f in both)
-    return End(UNDECIDED, ranks, "SIGABRT", _step(both), None, text, grave=True)
+    return End(UNDECIDED, ranks, "SIGABRT", step_of(both), None, text, grave=True)
 
 
 def _last_resort(parts: RankEnds, pool: list[Fate]) -> End | None:
@@ -273,30 +234,34 @@ def _last_resort(parts: RankEnds, pool: list[Fate]) -> End | None:
     Its death may be why, or it had hung behind them and did not go when it was told to. A broken
     connection would say that it was gone before.
     """
-    if len(pool) != 1 or not _is_killed(pool[0]) or pool[0].clock is None:
+    if len(pool) != 1 or not is_killed(pool[0]) or pool[0].clock is None:
         return None
     lost, others = pool[0], [f for f in parts.case.fates if f is not pool[0]]
     last = min((f.clock.key for f in others if f.clock), default=pool[0].clock.key)
     together = all(
-        parts.part(f) == TOLD and f.order == lost.order >= 0 and f.witness == lost.witness
+        parts.part(f) == TOLD
+        and f.order == lost.order >= 0
+        and f.witness == lost.witness
+        and not lost.died_before(f)
         for f in others
     )
     if not others or not together or last <= pool[0].clock.key:
         return None
     text = f"{describe(lost)}, behind the others, who were told to stop: because of that, or "
     text += "because it had hung, and it was killed as it did not go"
-    return End(UNDECIDED, (lost.rank,), lost.how, _step(pool), _phase(pool), text, grave=True)
+    return End(UNDECIDED, (lost.rank,), lost.how, step_of(pool), phase_of(pool), text, grave=True)
 
 
 def _is_between_steps(parts: RankEnds) -> bool:
     """Whether all ranks ended without a word in the same place, behind a whole step."""
-    fates = parts.seen
+    fates, unseen = parts.seen, unseen_of(parts)
     places = {f.clock.key for f in fates if f.clock}
     quiet = all(not f.closed and f.clock and f.clock.phase == "data" for f in fates)
     # Workers may be killed by what started them, when all is done.
     killed = len(fates) > 1 and not _by_torchrun(fates)
     harmless = {"exit:0", "exit:1", *(["SIGKILL"] if killed else [])}
-    return quiet and len(places) == 1 and {f.how for f in fates} <= harmless
+    hows = {f.how for f in fates if f not in unseen}
+    return quiet and len(places) == 1 and hows <= harmless
 
 
 def _by_torchrun(fates: Iterable[Fate]) -> bool:
@@ -307,15 +272,15 @@ def _by_torchrun(fates: Iterable[Fate]) -> bool:
 def _quiet(parts: RankEnds) -> End:
     fates = parts.all(SILENT, CHOSE, CAUSE)
     hows = sorted({f.how for f in fates})
-    step = _step(fates)
+    step = step_of(fates)
     where = "" if step is None else f" behind step {step}"
     said = f"{ranks_of(fates)} ended ({', '.join(hows)}){where} without a last word"
-    text = f"{said}: nothing says whether training was over{_unseen(parts)}"
-    return End(UNDECIDED, (), hows[0], step, None, text)
+    text = f"{said}: nothing says whether training was over{_besides(parts)}"
+    return End(UNDECIDED, (), hows[0], step, None, text, grave=bool(unseen_of(parts)))
 
 
 def _crashed(pool: list[Fate]) -> End:
-    step, phase, how = _step(pool), _phase(pool), how_of(pool[0])
+    step, phase, how = step_of(pool), phase_of(pool), how_of(pool[0])
     text = describe(pool[0])
     if len(pool) > 1:
         each = "; ".join(describe(f) for f in pool[:4]) + ("; ..." if len(pool) > 4 else "")
@@ -347,7 +312,7 @@ def _behind(fates: list[Fate]) -> list[Fate]:
 
 
 def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
-    step, phase = _step(stuck), _phase(stuck)
+    step, phase = step_of(stuck), phase_of(stuck)
     ranks = tuple(f.rank for f in stuck)
     if parts.case.partial or parts.has(ABSENT):
         text = (
@@ -378,22 +343,22 @@ def _broken(parts: RankEnds) -> End:
     if parts.has(ABSENT):  # who left, or ended unseen, is no better a candidate than those
         among = "may not be" if gone else "is not"
         text = f"{said}, and the cause {among} among the ranks that are known here"
-        return End(CRASHED, (), how_of(victims[0]), _step(victims), _phase(victims), text)
+        return End(CRASHED, (), how_of(victims[0]), step_of(victims), phase_of(victims), text)
     if len(gone) == 1:
         text = f"{describe(gone[0])}; {said}"
         how = how_of(gone[0])
-        return End(CRASHED, (gone[0].rank,), how, _step(gone), _phase(gone), text)
+        return End(CRASHED, (gone[0].rank,), how, step_of(gone), phase_of(gone), text)
     if gone:
         ranks = tuple(f.rank for f in gone)
         text = f"{named(ranks, 'or')} is gone without a last word, and {said}"
-        return End(CRASHED, ranks, UNKNOWN, _step(gone), _phase(gone), text)
+        return End(CRASHED, ranks, UNKNOWN, step_of(gone), phase_of(gone), text)
     if parts.has(ALIVE):
         return End(RUNNING, message=f"{said}; the other ranks live")
     if parts.has(TOLD):
         return _stopped(parts)
     ranks = tuple(f.rank for f in victims)
     text = f"{said}, and no rank is known to have failed on its own"
-    return End(CRASHED, ranks, how_of(victims[0]), _step(victims), _phase(victims), text)
+    return End(CRASHED, ranks, how_of(victims[0]), step_of(victims), phase_of(victims), text)
 
 
 def _missed(parts: RankEnds) -> list[Fate]:
@@ -409,10 +374,13 @@ def _stopped(parts: RankEnds, said: str = "") -> End:
         return _without_word(parts)
     hows = sorted({_asked_by(f) for f in told}, key=lambda how: (how == "SIGKILL", how))
     text = said or f"{ranks_of(told)} ended because of {' and '.join(map(asked_in_words, hows))}"
+    text += _besides(parts)
     by = f"; {case.scheduler}" if case.scheduler else ""
     fates = told or case.fates
     how = hows[0] if hows else case.fates[0].how
-    return End(STOPPED, (), how, _step(fates), _phase(fates), f"stopped from outside: {text}{by}")
+    return End(
+        STOPPED, (), how, step_of(fates), phase_of(fates), f"stopped from outside: {text}{by}"
+    )
 
 
 def _asked_by(fate: Fate) -> str:
@@ -424,7 +392,7 @@ def _asked_by(fate: Fate) -> str:
 
 def _without_cause(parts: RankEnds) -> End:
     """Nobody failed and nobody waited."""
-    if parts.has(TOLD) and not parts.has(LOST, ABSENT):
+    if parts.has(TOLD) and (not parts.has(LOST, ABSENT) or _is_first_told(parts)):
         return _stopped(parts)
     if parts.has(ALIVE):
         return End(RUNNING, message="it is under way")
@@ -436,8 +404,8 @@ def _without_word(parts: RankEnds) -> End:
     if parts.only(LEFT) and case.fates:
         if any(map(may_be_told, case.fates)):
             return _by_handler(parts, case.fates)
-        return End(ENDED, step=_last_step(case.fates), message="every rank came to its end")
-    lost, step = parts.all(LOST), _last_step(case.fates)
+        return End(ENDED, step=last_step_of(case.fates), message="every rank came to its end")
+    lost, step = parts.all(LOST), last_step_of(case.fates)
     where = "" if step is None else f"; the last step begun is {step}"
     # Without a heartbeat this is a copy of records, which tells of no process.
     quiet = parts.only(LOST) and not any(f.closed for f in lost)
@@ -454,7 +422,7 @@ def _without_word(parts: RankEnds) -> End:
 def _by_handler(parts: RankEnds, left: Iterable[Fate]) -> End:
     """Ranks left without an error, and a handler of a signal may have made them."""
     left, victims = list(left), parts.all(VICTIM)
-    step = _last_step(left)
+    step = last_step_of(left)
     text = (
         f"{ranks_of(left)} ended (exit code 0), by a handler of SIGTERM or SIGINT or at the end of "
     )
@@ -464,20 +432,14 @@ def _by_handler(parts: RankEnds, left: Iterable[Fate]) -> End:
     return End(UNDECIDED, (), CLEAN if victims else UNKNOWN, step, None, text, grave=bool(victims))
 
 
-def _unseen(parts: RankEnds) -> str:
-    absent = parts.all(ABSENT)
-    return f"; of {ranks_of(absent)} nothing is known here" if absent else ""
+def _is_first_told(parts: RankEnds) -> bool:
+    """Whether a rank was told to end when all the others lived: because of no other one's end."""
+    others = {f.rank for f in parts.all(LOST, ABSENT)}
+    return any(others <= set(f.outlived_by) for f in parts.all(TOLD))
 
 
-def _step(fates: Iterable[Fate]) -> int | None:
-    steps = {f.clock.step if f.clock else None for f in fates}
-    return steps.pop() if len(steps) == 1 else None
-
-
-def _last_step(fates: Iterable[Fate]) -> int | None:
-    return max((f.clock.step for f in fates if f.clock), default=None)
-
-
-def _phase(fates: Iterable[Fate]) -> str | None:
-    phases = {f.clock.phase if f.clock else None for f in fates}
-    return phases.pop() if len(phases) == 1 else None
+def _besides(parts: RankEnds) -> str:
+    """Say of which ranks there is no evidence."""
+    absent, unseen = parts.all(ABSENT), unseen_of(parts)
+    text = f"; nobody saw how {ranks_of(unseen)} ended" if unseen else ""
+    return text + (f"; of {ranks_of(absent)} nothing is known here" if absent else "")

@@ -46,3 +46,20 @@ def ranks_of(fates: Iterable[Fate]) -> str:
     """Name ranks, or say how many they are."""
     ranks = [f.rank for f in fates]
     return named(ranks, "and") if len(ranks) <= 4 else f"{len(ranks)} ranks"
+
+
+def last_step_of(fates: Iterable[Fate]) -> int | None:
+    """Return the last step that any of these was in; None if that is of none known."""
+    return max((f.clock.step for f in fates if f.clock), default=None)
+
+
+def step_of(fates: Iterable[Fate]) -> int | None:
+    """Return the step that these were in; None if it is not known, or not the same for all."""
+    steps = {f.clock.step if f.clock else None for f in fates}
+    return steps.pop() if len(steps) == 1 else None
+
+
+def phase_of(fates: Iterable[Fate]) -> str | None:
+    """Return the phase that these were in; None as `step_of`."""
+    phases = {f.clock.phase if f.clock else None for f in fates}
+    return phases.pop() if len(phases) == 1 else None

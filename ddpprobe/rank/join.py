@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ddpprobe.rank.attempts import Claimed
 from ddpprobe.rank.interval import IntervalChannel, IntervalFile
 from ddpprobe.rank.options import Checked, InstallOptions
 from ddpprobe.rank.passes import OF_THE_PROCESS
+from ddpprobe.rank.peer_watcher import PeerWatcher, Process
 from ddpprobe.rank.record_files import RecordFiles, Spot
 from ddpprobe.rank.rendezvous import Store
 from ddpprobe.rank.scheduler import restarts_left, scheduler
@@ -53,12 +54,18 @@ class Joined:
     node: str
     channel: IntervalChannel
     board: OrderReader
+    peer_watcher: PeerWatcher
+    peers: Mapping[int, Process]
     refused: str = ""
     _keeper: DaemonKeeper | None = None
 
     def start(self) -> None:
         """Let the disk thread begin, if there is one, now that this process is about to train."""
         self.record_files.start(self.keep_daemon)
+
+    def watch_peers(self) -> None:
+        """Let the other ranks of the node be watched."""
+        self.peer_watcher.start(self.peers)
 
     def after_step(self) -> None:
         """Look after the daemon at the end of a sampled step, where nobody else does."""
@@ -194,6 +201,7 @@ class _Place:
         except OSError:  # it was deleted
             directory = ""
         said = {"node_index": self.node_index, "machine": self.machine, "cwd": directory}
+        said["process"] = asdict(Process.own())
         return {**said, "digest": roster.digest(self.secret)}  # the secret is nobody else's
 
 
@@ -232,6 +240,10 @@ class _Head:
             "attempt": claimed.attempt, "claim": claimed.token, "head": None,
             "leaders": {str(n): r for n, r in leaders.items()},
             "members": {str(n): m for n, m in members.items()},
+            "processes": {
+                str(n): {r: p["process"] for r, p in enumerate(heard) if p["node_index"] == n}
+                for n in nodes
+            },
             "machines": {str(n): heard[r]["machine"] for n, r in leaders.items()},
             "memory": tmpfs.token(),
             "relays": _relays(heard),
@@ -358,9 +370,11 @@ def _open(
         except launch.START_ERRORS as error:  # tried again while training goes on
             refused = str(error) or type(error).__name__
         _tell_trouble(run, node)
+    processes_here = plan["processes"][str(place.node_index)].items()
+    peers = {int(r): Process(**said) for r, said in processes_here if int(r) != rank}
     return Joined(
         run, identity["run_id"], attempt, own, head.lock, starter, node, IntervalChannel(),
-        board, refused=refused,
+        board, PeerWatcher(rank, own.journal.append_event), peers, refused=refused,
     )  # fmt: skip
 
 

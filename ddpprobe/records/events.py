@@ -163,6 +163,20 @@ class PausedEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerExitEvent:
+    """The process of another rank of the node ended: `how`, as `ends.evidence.Fate` has it.
+
+    Attributes:
+        alive: ranks that were seen alive after that, the one that says so among them.
+    """
+
+    rank: Rank
+    how: str
+    alive: tuple[Rank, ...]
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedEvent:
     """The pause is over."""
 
@@ -433,9 +447,9 @@ Event = (
     BlindEvent | BudgetEvent | CapturedEvent | ClosedEvent | CommandEvent | ContinuedEvent
     | DeathEvent | DroppedEvent | EndEvent | ExitEvent | FateEvent | FinishedEvent | FirstCauseEvent
     | FuseEvent | HandlesEvent | JobEvent | LastBeatsEvent | LateOrderEvent | LauncherEvent
-    | MovingEvent | NoteEvent | OrderEvent | OrderDroppedEvent | PausedEvent | PinnedEvent
-    | PushedEvent | ResumedEvent | SealedEvent | SitesEvent | StalledEvent | SteadyEvent
-    | SuspendedEvent | TopologyEvent | TriggerEvent | UncapturedEvent | UnkeptEvent
+    | MovingEvent | NoteEvent | OrderEvent | OrderDroppedEvent | PausedEvent | PeerExitEvent
+    | PinnedEvent | PushedEvent | ResumedEvent | SealedEvent | SitesEvent | StalledEvent
+    | SteadyEvent | SuspendedEvent | TopologyEvent | TriggerEvent | UncapturedEvent | UnkeptEvent
     | UnsampledEvent
 )  # fmt: skip
 KINDS = {

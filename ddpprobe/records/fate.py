@@ -72,6 +72,7 @@ class Fate:
         order: in one daemon's eyes, a number that is less than that of every process that was
             proven to live after this one's death; -1: nothing is proven.
         witness: which daemon's eyes; orders of different ones say nothing.
+        outlived_by: ranks that another rank saw alive after this one's death, itself included.
         time_ns: Unix time at which the end was noticed; 0: not known.
         closed: it said that nothing more will come.
         raised: and that an exception was the reason.
@@ -95,6 +96,7 @@ class Fate:
     how: str = ""
     order: int = -1
     witness: str = ""
+    outlived_by: tuple[Rank, ...] = ()
     time_ns: int = 0
     closed: bool = False
     raised: bool = False
@@ -120,4 +122,4 @@ class Fate:
     def died_before(self, other: Fate) -> bool:
         """Whether the other one was seen alive after this one's death."""
         same = self.witness == other.witness and min(self.order, other.order) >= 0
-        return same and self.order < other.order
+        return (same and self.order < other.order) or other.rank in self.outlived_by

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,8 @@ READ_BYTES = 4 << 20
 
 class JournalWriter:
     """Appends frames; a full or failing disk costs frames, never an exception.
+
+    Any thread may append.
 
     `place` is where readers find them.
 
@@ -72,6 +75,8 @@ class JournalWriter:
         self._fd = -1
         self._tables: set[tuple[int, int]] = set()  # type and id of those in this segment
         self._retry_at = 0.0
+        # A handler of a signal may append in the middle of an append of the same thread.
+        self._lock = threading.RLock()
         self._rotate()
 
     @property
@@ -81,7 +86,8 @@ class JournalWriter:
 
     def append(self, type_: int, payload: bytes) -> bool:
         """Append one frame; False if the disk refused it (counted in `dropped`)."""
-        return self._write([(type_, payload)])
+        with self._lock:
+            return self._write([(type_, payload)])
 
     def append_json(self, type_: int, value: Mapping[str, Any]) -> bool:
         """Append one JSON frame."""
@@ -93,6 +99,10 @@ class JournalWriter:
 
     def append_record(self, record: StepRecord) -> bool:
         """Append a record, and those of its tables that this segment does not hold yet."""
+        with self._lock:
+            return self._append_record(record)
+
+    def _append_record(self, record: StepRecord) -> bool:
         if self._is_full:
             self._tables.clear()  # the record will open a new segment, which needs them again
         tables = [t for t in framing.tables_of(record) if (t.type, t.id) not in self._tables]

@@ -18,6 +18,7 @@ from ddpprobe.records.events import (
     HandlesEvent,
     JobEvent,
     PausedEvent,
+    PeerExitEvent,
     ResumedEvent,
     SitesEvent,
     TriggerEvent,
@@ -30,6 +31,8 @@ from ddpprobe.rundir.validate import MALFORMED, count
 
 # The every-step watch knows the phase, not always the site: where its witness is looked for.
 _WATCHED_KIND = {"forward": "output", "backward": "grad_local", "step": "grad"}
+
+_OF_ENDS = ClosedEvent | HandlesEvent | JobEvent | PausedEvent | PeerExitEvent | ResumedEvent
 
 
 @dataclass(slots=True)
@@ -91,7 +94,7 @@ class JournalFacts:
                 self.paused = isinstance(event, PausedEvent)
             case SitesEvent():
                 self.sites_expected, self.sites_observed = event.expected, event.observed
-        if isinstance(event, ClosedEvent | HandlesEvent | JobEvent | PausedEvent | ResumedEvent):
+        if isinstance(event, _OF_ENDS):
             self.words.append(event)
 
 

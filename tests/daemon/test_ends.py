@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ddpprobe.daemon import ends
-from ddpprobe.daemon.liveness import UNKNOWN, Exit
+from ddpprobe.daemon.liveness import Exit
 from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.rundir.pidfds import UNKNOWN
 
 from ..made_cluster import cluster
 

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from ddpprobe.daemon.liveness import UNKNOWN, Exit, ProcessWatcher, describe, is_process
+from ddpprobe.daemon.liveness import Exit, ProcessWatcher
+from ddpprobe.rundir.pidfds import UNKNOWN, describe, how_it_ended
+from ddpprobe.rundir.processes import is_process
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 Poll = Callable[..., object]
@@ -103,14 +105,12 @@ def kernel_at_least(*wanted: int) -> bool:
 
 @pytest.mark.skipif(not kernel_at_least(6, 15), reason="PIDFD_INFO_EXIT needs Linux 6.15")
 def test_the_signal_is_known_although_the_zombie_is_gone(start) -> None:
-    from ddpprobe.daemon.liveness import _wait_status
-
     process = start()
     fd = os.pidfd_open(process.pid)
     process.kill()
     process.wait()
     try:
-        assert describe(_wait_status(process.pid, fd)) == "SIGKILL"
+        assert how_it_ended(process.pid, fd) == "SIGKILL"
     finally:
         os.close(fd)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ddpprobe.ends.evidence import Evidence, clock_of
@@ -17,6 +19,7 @@ from ddpprobe.records.events import (
     LauncherEvent,
     MovingEvent,
     PausedEvent,
+    PeerExitEvent,
     ResumedEvent,
     StalledEvent,
     SuspendedEvent,
@@ -87,6 +90,32 @@ def test_a_death_of_an_old_version_says_that_and_how_it_died_and_in_which_step()
     seen.take_event(exit_of("SIGSEGV"), None, NODE)
     seen.take_event(DeathEvent(rank=0, signal="SIGKILL", step=7, time_ns=9), None, NODE)
     assert (fate_of(seen).how, fate_of(seen).time_ns, fate_of(seen).dead) == ("SIGSEGV", 5, True)
+
+
+def test_a_peer_s_word_says_how_a_rank_ended_if_no_daemon_does_and_who_lived_then() -> None:
+    evidence = Evidence()
+    evidence.take_event(peer_exit("unknown", (1,), 4), 1, NODE)
+    evidence.take_event(peer_exit("SIGSEGV", (2,), 6), 2, NODE)
+    told = Fate(0, NODE, "SIGSEGV", outlived_by=(1, 2), time_ns=6, heard=True)
+    assert fate_of(evidence) == told
+    evidence.take_event(
+        ExitEvent(rank=0, how="unknown", order=-1, witness="w", time_ns=9), None, NODE
+    )
+    assert fate_of(evidence) == replace(told, witness="w")
+    seen = Evidence()
+    seen.take_event(exit_of("SIGKILL"), None, NODE)
+    seen.take_event(peer_exit("unknown", (1,), 6), 1, NODE)
+    assert fate_of(seen) == Fate(
+        0, NODE, "SIGKILL", order=2, witness="w", outlived_by=(1,), time_ns=5, heard=True,
+        clock=Progress(4, 1, "forward", 104),
+    )  # fmt: skip
+    first, second = Fate(0, outlived_by=(1,)), Fate(1)
+    assert first.died_before(second)
+    assert not second.died_before(first)
+
+
+def peer_exit(how: str, alive: tuple[int, ...], time_ns: int) -> PeerExitEvent:
+    return PeerExitEvent(rank=0, how=how, alive=alive, time_ns=time_ns)
 
 
 def exit_of(how: str) -> ExitEvent:

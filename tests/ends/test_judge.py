@@ -83,6 +83,38 @@ VERDICTS = {
     "who chose its code while the other was behind it answered": (
         [fate(0, "exit:3", at(12)), fate(1, "exit:1", at(12, "backward"))], "crashed", [0],
         "exit:3"),
+    # Seen by other ranks only, who say who lived then (`outlived_by`).
+    "a crash, and nobody saw how its peers ended": (
+        [fate(0, "SIGSEGV", outlived_by=(1, 2)), fate(1), fate(2)], "crashed", [0], "SIGSEGV"),
+    "an exit code, and nobody saw how its peers ended then": (
+        [fate(0), fate(1, "exit:7", outlived_by=(0,))], "crashed", [1], "exit:7"),
+    "the same, of which the peer was dead before, for all that is known": (
+        [fate(0), fate(1, "exit:7")], "crashed", [0, 1], "unknown"),
+    "the same, and the peer was further on, so that it is no reason": (
+        [fate(0, clock=at(12, "backward")), fate(1, "exit:7")], "crashed", [1], "exit:7"),
+    "an exit code of a script with a handler of signals, which all may have heard": (
+        [fate(0), fate(1, "exit:7", outlived_by=(0,), sets_handlers=True)],
+        "unknown", [], "exit:7"),
+    "an exit code between two steps, as of a worker that is not needed any more": (
+        [fate(0, clock=at(12, "data")), fate(1, "exit:1", at(12, "data"), outlived_by=(0,))],
+        "unknown", [], "exit:1"),
+    "a killed rank, and nobody saw how its peers ended then: one, or all of them": (
+        [fate(0, "SIGKILL", outlived_by=(1, 2)), fate(1), fate(2)], "vanished", [], "unknown"),
+    "a killed rank, its peers told to stop then, and the daemon saw them together": (
+        [fate(0, "SIGTERM", at(12, "backward"), order=0),
+         fate(1, "SIGKILL", order=0, outlived_by=(0,))], "crashed", [1], "SIGKILL"),
+    "a killed rank behind one that was told to stop, seen together by the daemon": (
+        [fate(0, "SIGTERM", at(12, "backward"), order=0, outlived_by=(1,)),
+         fate(1, "SIGKILL", order=0)], "stopped", [], "SIGTERM"),
+    "an abort while nobody was behind, and nobody saw how its peers ended then": (
+        [fate(0, "SIGABRT", outlived_by=(1,)), fate(1)], "crashed", [0], "SIGABRT"),
+    "an abort while one was behind of which nobody saw how it ended then": (
+        [fate(0, "SIGABRT", at(12, "backward"), outlived_by=(1,)), fate(1)],
+        "unknown", [0, 1], "SIGABRT"),
+    "told to stop when all the others lived, of which nobody saw how they ended": (
+        [fate(0, "SIGTERM", outlived_by=(1, 2)), fate(1), fate(2)], "stopped", [], "SIGTERM"),
+    "told to stop when one was dead, for all that is known": (
+        [fate(0, "SIGTERM", outlived_by=(1,)), fate(1), fate(2)], "unknown", [], "unknown"),
     # More than one may be it.
     "two killed, and a third one told to stop": (
         [fate(0, "SIGTERM"), fate(1, "SIGKILL"), fate(3, "SIGKILL")], "crashed", [1, 3], "SIGKILL"),

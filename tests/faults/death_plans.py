@@ -42,6 +42,8 @@ class Plan:
         launcher: what it does at the first death (of a hang: at its end). "torchrun": SIGTERM to
             the others, SIGKILL to who is left after a grace. "kill": SIGKILL. "idle": nothing.
             "watchdog" (of a hang): SIGABRT to those that wait, as NCCL's does, then as torchrun.
+        looks: seconds from the first death until it does that, but for a hang: torchrun looks every
+            0.1 s, others hear of it at once.
         handler: what the script's own handler of SIGTERM and SIGINT does.
         wrapped: the script catches what its training raises and says sys.exit(1).
         teardown: seconds from the last word of a failed rank to the end of its process.
@@ -58,6 +60,7 @@ class Plan:
     phase: str
     daemon: str
     launcher: str
+    looks: float = 0.0
     handler: str = "default"
     wrapped: bool = False
     teardown: float = 0.6
@@ -86,6 +89,7 @@ class Plan:
         words += f" {self.phase}, daemon {self.daemon}, launcher {self.launcher}"
         if self.handler != "default":
             words += f", handler {self.handler}"
+        words += f", which looks {self.looks} s later" if self.looks else ""
         return words + (", wrapped" if self.wrapped else "") + f", teardown {self.teardown} s"
 
 
@@ -102,7 +106,10 @@ def draw(seed: int, number: int) -> Plan:
         teardown=rng.choice((0.0, 0.6, 0.6, 0.6, 0.6, 6.0)), reaped=rng.random() < 0.7,
         every=rng.choice((1, 2, 10)),
     )  # fmt: skip
-    return _fitting(rng, plan)
+    # By numbers of its own: what else a seed draws is what it was before.
+    late = random.Random(f"looks {seed} {number}")
+    looks = late.choice((0.0, round(late.uniform(0.01, 0.1), 3)))
+    return replace(_fitting(rng, plan), looks=looks)
 
 
 def _fitting(rng: random.Random, plan: Plan) -> Plan:

@@ -3,7 +3,8 @@
 `launch` runs in a process forked for it. It forks the ranks, holds them until the daemon watches,
 and once more before the step of the fault until all are there and the daemon is as the plan wants
 it, lets them go, and does what a launcher does.
-Everything happens in the order of events; only a hang has a duration.
+Everything happens in the order of events; only a hang, and the time until the launcher looks, have
+a duration.
 """
 
 from __future__ import annotations
@@ -301,6 +302,7 @@ def launch(plan_json: dict[str, Any], directory: str, *, linger: float = 0.0) ->
 def _death(launcher: _Launcher, _daemon: int | None) -> None:
     launcher.let_go()
     assert launcher.watch(WAIT_SECONDS, until=1), "nobody has died"
+    time.sleep(launcher.plan.looks)
     launcher.end_the_rest()
 
 
@@ -309,6 +311,7 @@ def _death_while_waiting(launcher: _Launcher, _daemon: int | None) -> None:
     launcher.hear(IN_COLLECTIVE, [rank])
     launcher.kill(signal.SIGKILL, [rank])
     assert launcher.watch(WAIT_SECONDS, until=1), "a killed rank lives"
+    time.sleep(launcher.plan.looks)
     launcher.let_go()
     launcher.end_the_rest()
 

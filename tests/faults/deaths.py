@@ -6,6 +6,8 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +43,16 @@ def _judged(line: Line) -> Line:
 
 
 def run(
-    scratch: Path, results: Path, runs: int, seed: int, only: int | None = None, jobs: int = 2
-) -> tuple[Counter[str], list[str]]:
-    """Carry out `runs` deaths of a seed; return a table, and what is not as it must be."""
-    numbers = range(runs) if only is None else [only]
-    plans = [draw(seed, number).as_json() for number in numbers]
+    scratch: Path, results: Path, runs: int, seed: int, only: int | None = None, jobs: int = 2,
+    *, unseen: bool = False,
+) -> tuple[Counter[str], list[str]]:  # fmt: skip
+    """Carry out `runs` deaths of a seed; return a table, and what is not as it must be.
+
+    `unseen`: of those that are drawn only single ranks' own deaths that no daemon looked at.
+    """
+    drawn = map(partial(draw, seed), count() if only is None else [only])
+    chosen = (plan for plan in drawn if not unseen or (plan.alone and plan.daemon != "alive"))
+    plans = [plan.as_json() for plan in islice(chosen, runs)]
     lines = [_judged(line) for line in carry_out(plans, carry, scratch, results, jobs)]
     return table(lines), problems(lines)
 
@@ -82,4 +89,5 @@ def of_deaths(scratch: Path, args: argparse.Namespace) -> tuple[Counter[str], li
     results.parent.mkdir(parents=True, exist_ok=True)
     if args.only is not None:  # again, and to be looked at
         results = scratch / "only.jsonl"
-    return run(scratch, results, args.runs or RUNS, args.seed, args.only, args.jobs)
+    return run(scratch, results, args.runs or RUNS, args.seed, args.only, args.jobs,
+               unseen=args.unseen)  # fmt: skip

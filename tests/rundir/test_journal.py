@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -305,3 +306,28 @@ def test_other_files_are_no_segments(tmp_path: Path) -> None:
     for name in ("00000002.wal", "00000001.wal", "00000003.tmp.wal", "lost.wal", "00000004"):
         (tmp_path / name).touch()
     assert journal.segments_of(tmp_path) == [1, 2]
+
+
+def test_what_another_thread_appends_in_the_middle_of_an_append_comes_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = JournalWriter(tmp_path / "j", {})
+    other = threading.Thread(target=writer.append_event, args=(events.PausedEvent(reason="other"),))
+    write = os.pwrite
+
+    def interrupted(fd: int, data: bytes, at: int) -> int:
+        if other.ident is None:
+            other.start()
+            other.join(0.2)  # it waits, or has done it
+        return write(fd, data, at)
+
+    monkeypatch.setattr(journal.os, "pwrite", interrupted)
+    assert writer.append_record(record(1, SITES))
+    other.join()
+    writer.close()
+    tail = JournalTail(tmp_path / "j")
+    frames = list(tail.poll())
+    tail.close()
+    assert [f.seq for f in frames] == list(range(len(frames)))
+    kinds = [f.type for f in frames]
+    assert kinds[-2:] == [framing.RECORD, framing.LIFE]

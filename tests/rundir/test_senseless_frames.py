@@ -53,10 +53,12 @@ OF_ENDS: tuple[dict[str, Any], ...] = (
     {"event": "continued", "rank": 1, "time_ns": 6},
     {"event": "job", "scheduler": "Slurm job 17"},
     {"event": "handles"},
+    {"event": "peer_exit", "rank": 1, "how": "SIGKILL", "alive": [0, 2], "time_ns": 5},
     {"event": "launcher", "how": "exit:1", "time_ns": 5},
     {"event": "fate", "fate": {
         "rank": 3, "node": "node_0001", "how": "SIGKILL", "order": 0, "witness": "node_0001/7/1.5",
-        "time_ns": 5, "closed": False, "raised": False, "error": None, "sets_handlers": False,
+        "outlived_by": [2], "time_ns": 5, "closed": False, "raised": False, "error": None,
+        "sets_handlers": False,
         "handles": False, "at_exit": False, "asked": False, "beat_closed": False,
         "clock": {"steps": 4, "micro": 0, "phase": "forward", "step": 3}, "suspended": False,
         "stalled": False, "heard": True, "dead": True, "paused": False, "launcher": ""}},

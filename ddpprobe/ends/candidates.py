@@ -1,0 +1,96 @@
+"""Whose end may have been the cause: all but those whose end followed from somebody else's."""
+
+from __future__ import annotations
+
+import re
+
+from ddpprobe.ends.rank_ends import ABORTED, CAUSE, CHOSE, LOST, RankEnds
+from ddpprobe.records.fate import Fate
+
+# Exceptions, by their names, of a script's own connections: a peer's end may be behind them.
+_OF_CONNECTIONS = re.compile(r"connection|time_?d?_?out|broken_?pipe|eof|disconnect", re.IGNORECASE)
+
+
+def candidates(parts: RankEnds) -> list[Fate]:
+    """Return whose end is not known to have followed from somebody else's."""
+    causes, others = _without_killed(parts), parts.all(CHOSE, ABORTED)
+    pool = causes or others
+    if causes:
+        first = min((f.clock.key for f in causes if f.clock), default=None)
+        pool = [*causes, *(f for f in others if _may_be_first(f, causes, first))]
+    proven = [f for f in pool if f.error is not None or not any(d.died_before(f) for d in pool)]
+    pool = proven or pool
+    if not causes and len(pool) > 1 and all(f.clock for f in pool):
+        # An exit code may be a script's answer to a peer's end, but not of one who was further on.
+        least = min(f.clock.key for f in pool if f.clock)
+        pool = [f for f in pool if f.clock and f.clock.key == least]
+    return sorted([*pool, *_unseen_before(parts, pool)], key=lambda f: f.rank)
+
+
+def _unseen_before(parts: RankEnds, pool: list[Fate]) -> list[Fate]:
+    """Return whose end nobody saw, and it may be the reason of all of these ends."""
+    if any(parts.part(f) == CAUSE and not is_killed(f) for f in pool):
+        return []
+
+    def may_follow(fate: Fate, unseen: Fate) -> bool:
+        ahead = fate.clock and unseen.clock and unseen.clock.key > fate.clock.key
+        return not fate.died_before(unseen) and (is_killed(fate) or not ahead)
+
+    return [u for u in unseen_of(parts) if all(may_follow(f, u) for f in pool)]
+
+
+def _without_killed(parts: RankEnds) -> list[Fate]:
+    """Return the causes, without who was killed (SIGKILL) where that followed from another's end.
+
+    A launcher kills those that are left, and a rank whose end a kill cannot bring about is the one
+    that it followed from: of its own exception, or of a signal that nobody sends; or of an exit
+    code, if it was behind those that were killed. All communication up to there they had passed, so
+    that none of it can have been broken by their end.
+    """
+    causes = parts.all(CAUSE)
+    killed = [f for f in causes if is_killed(f)]
+    first = min((f.clock.key for f in killed if f.clock), default=None)
+
+    def is_first(fate: Fate) -> bool:
+        if fate in killed or not all(_may_come_before(fate, k) for k in killed):
+            return False
+        if parts.part(fate) == CAUSE:
+            return not _may_follow(fate)
+        behind = fate.clock is not None and first is not None and fate.clock.key < first
+        return behind and not fate.may_be_handled
+
+    found = any(is_first(f) for f in parts.all(CAUSE, CHOSE))
+    return [f for f in causes if f not in killed] if found else causes
+
+
+def _may_come_before(fate: Fate, other: Fate) -> bool:
+    """Whether it was seen that this one was not later."""
+    together = fate.witness == other.witness and 0 <= fate.order <= other.order
+    return together or fate.died_before(other)
+
+
+def _may_follow(fate: Fate) -> bool:
+    """Whether another rank's end may be behind an exception, other than by broken communication."""
+    return fate.error is not None and bool(_OF_CONNECTIONS.search(fate.error.type))
+
+
+def _may_be_first(fate: Fate, causes: list[Fate], first: tuple[int, ...] | None) -> bool:
+    """Whether an exit code may be the cause beside these: they may have followed from it."""
+    behind = fate.clock is not None and first is not None and fate.clock.key < first
+    killed = all(is_killed(c) and _may_come_before(fate, c) for c in causes)
+    return behind or killed or any(fate.died_before(c) for c in causes)
+
+
+def is_ordered(fate: Fate, other: Fate) -> bool:
+    """Whether it is known which of two died first."""
+    return fate.died_before(other) or other.died_before(fate)
+
+
+def is_killed(fate: Fate) -> bool:
+    """Whether it died of SIGKILL, which comes from outside."""
+    return fate.how == "SIGKILL" and fate.error is None
+
+
+def unseen_of(parts: RankEnds) -> list[Fate]:
+    """Return the ranks that ended without a word, and nobody saw how."""
+    return [f for f in parts.all(LOST) if not f.closed]

@@ -1,0 +1,178 @@
+"""Ranks see how other ranks of their node end, and say so before anything can happen to them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from ddpprobe.rank import peer_watcher
+from ddpprobe.rank.peer_watcher import PeerWatcher, Process
+from ddpprobe.records.events import PeerExitEvent
+from ddpprobe.rundir import pidfds
+
+OWN_RANK = 3
+SCRIPT = "import sys; sys.exit(int(sys.stdin.readline() or 9))"  # its code is what it is told
+
+
+class Peers:
+    """Processes in the place of other ranks, and what is said of them."""
+
+    def __init__(self) -> None:
+        self.said: list[PeerExitEvent] = []
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.watcher = PeerWatcher(OWN_RANK, self.said.append)  # type: ignore[arg-type]  # of one kind
+
+    def start(self, ranks: int) -> dict[int, Process]:
+        """Start processes; return them by rank."""
+        found = {}
+        for rank in range(ranks):
+            command = [sys.executable, "-S", "-c", SCRIPT]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE)
+            self.started.append(process)
+            started = psutil.Process(process.pid).create_time()
+            found[rank] = replace(Process.own(), pid=process.pid, started=started)
+        return found
+
+    def watch(self, ranks: int) -> None:
+        """Start processes and watch them."""
+        self.watcher.start(self.start(ranks))
+
+    def end(self, rank: int, code: int) -> None:
+        """End one by an exit code."""
+        self.started[rank].communicate(f"{code}\n".encode())
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self.watcher.close()
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    made = Peers()
+    yield made
+    made.close()
+
+
+def open_files() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def places(said: list[PeerExitEvent]) -> list[tuple[int, str, tuple[int, ...]]]:
+    return [(event.rank, event.how, event.alive) for event in said]
+
+
+def test_how_each_peer_ended_is_said_and_who_was_alive_then(
+    peers: Peers, poll: Callable[..., object]
+) -> None:
+    peers.watch(3)
+    peers.started[1].kill()
+    poll(lambda: len(peers.said) == 1)
+    peers.end(2, 7)
+    poll(lambda: len(peers.said) == 2)
+    peers.end(0, 0)
+    poll(lambda: len(peers.said) == 3)
+    assert places(peers.said) == [
+        (1, "SIGKILL", (0, 2, 3)), (2, "exit:7", (0, 3)), (0, "exit:0", (3,)),
+    ]  # fmt: skip
+    times = [event.time_ns for event in peers.said]
+    assert times == sorted(times)
+
+
+def test_of_peers_that_are_seen_dead_together_none_is_said_to_have_outlived_the_other(
+    peers: Peers, poll: Callable[..., object]
+) -> None:
+    peers.watch(3)
+    peers.watcher.rest()
+    peers.started[0].kill()
+    peers.started[1].kill()
+    for process in peers.started[:2]:
+        process.wait()
+    peers.watcher.go_on()
+    poll(lambda: len(peers.said) == 2)
+    how = "SIGKILL" if _tells_the_reaped() else "unknown"
+    assert sorted(places(peers.said)) == [(0, how, (2, 3)), (1, how, (2, 3))]
+
+
+def _tells_the_reaped() -> bool:
+    """Whether the kernel says how a process ended that was reaped: since Linux 6.15."""
+    major, minor = os.uname().release.split(".")[:2]
+    return (int(major), int(minor)) >= (6, 15)
+
+
+def test_nobody_is_watched_in_the_place_of_a_rank_that_is_not_seen_from_here(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = open_files(), threading.active_count()
+    peers.start(1)
+    (process,) = peers.start(1).values()
+    files = open_files()
+    elsewhere = replace(process, namespace="pid:[1]")
+    another = replace(process, started=(process.started or 0.0) - 60.0)  # its number was used again
+    peers.watcher.start({0: elsewhere, 1: another, 2: replace(process, pid=1 << 22)})
+    assert (open_files(), threading.active_count()) == (files, before[1])
+    monkeypatch.setattr(pidfds, "open_pidfd", lambda _: None)  # of an old kernel
+    peers.watcher.start({0: process})
+    assert (open_files(), threading.active_count()) == (files, before[1])
+
+
+def test_closing_leaves_no_thread_and_no_descriptor(
+    peers: Peers, poll: Callable[..., object]
+) -> None:
+    found = peers.start(2)
+    before = open_files(), threading.active_count()
+    for dead in (False, True):
+        peers.watcher.start({0: found[0]} if dead else found)
+        assert threading.active_count() == before[1] + 1
+        if dead:
+            peers.started[0].kill()
+            poll(lambda: peers.said)
+        peers.watcher.close()
+        assert (open_files(), threading.active_count()) == before
+
+
+def test_whose_connection_broke_waits_for_the_death_that_is_behind_it(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_watcher, "DEATH_SECONDS", 60.0)
+    peers.watch(2)
+    threading.Timer(0.2, peers.started[1].kill).start()
+    peers.watcher.close(awaits=True)
+    assert places(peers.said) == [(1, "SIGKILL", (0, 3))]
+
+
+def test_who_waits_for_a_death_that_does_not_come_goes_on(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_watcher, "DEATH_SECONDS", 0.01)
+    peers.watch(1)
+    peers.watcher.close(awaits=True)
+    assert peers.said == []
+
+
+def test_the_thread_is_not_there_while_the_process_forks_and_a_child_leaves_the_parent_s_watch(
+    peers: Peers, poll: Callable[..., object]
+) -> None:
+    peers.watch(2)
+    peers.watcher.rest()
+    assert "ddpprobe peers" not in {thread.name for thread in threading.enumerate()}
+    files = open_files()
+    child = os.fork()
+    if child == 0:
+        peers.watcher.abandon()
+        os._exit(len(files - open_files()))
+    peers.watcher.go_on()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 2  # a descriptor of each peer
+    peers.started[0].kill()
+    poll(lambda: peers.said)
+    assert places(peers.said) == [(0, "SIGKILL", (1, 3))]
