@@ -7,9 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -18,7 +22,11 @@ import ddpprobe
 from ddpprobe.daemon import launch, local_rank
 from ddpprobe.daemon.__main__ import main as daemon_main
 from ddpprobe.rank import disk_thread
+from ddpprobe.rank.peer_watcher import Process
 from ddpprobe.reader.verify.verify import verify
+from ddpprobe.rundir import framing
+from ddpprobe.rundir.journal import JournalTail
+from ddpprobe.rundir.paths import RunDir
 
 LOCAL = "127.0.0.1:0"
 
@@ -247,6 +255,36 @@ def test_a_forked_child_is_inert(tmp_path: Path, records_of) -> None:
         assert os.waitpid(child, 0)[1] == 0
         train(net, steps=1)
     assert [r.step for r in records_of(tmp_path / "r")] == [0, 1]
+
+
+def test_another_rank_is_watched_through_a_fork_until_the_probe_is_closed(
+    tmp_path: Path, poll: Callable[..., object]
+) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as other:
+        started = psutil.Process(other.pid).create_time()
+        before = threading.active_count()
+        probe = ddpprobe.install(model(), run_dir=tmp_path / "r", daemon="none")
+        watcher = probe._joined.peer_watcher
+        watcher.start({1: replace(Process.own(), pid=other.pid, started=started)})
+        child = os.fork()
+        if child == 0:
+            held = [fd.read_text() for fd in Path("/proc/self/fdinfo").iterdir() if fd.exists()]
+            os._exit(any("Pid:" in text for text in held))
+        assert os.waitpid(child, 0)[1] == 0
+        other.kill()
+        journal = JournalTail(RunDir(tmp_path / "r").rank_journal(0, "node_0000", 0))
+        told: list[dict[str, object]] = []
+
+        def is_told() -> bool:
+            told.extend(f.json() for f in journal.poll() if f.type == framing.LIFE)
+            return any(said["event"] == "peer_exit" for said in told)
+
+        poll(is_told)
+        probe.close()
+        journal.close()
+        assert threading.active_count() == before
+    (said,) = [said for said in told if said["event"] == "peer_exit"]
+    assert (said["rank"], said["how"], said["alive"]) == (1, "SIGKILL", [0])
 
 
 SCRIPT = """

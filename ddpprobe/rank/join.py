@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,7 @@ class _Place:
         except OSError:  # it was deleted
             directory = ""
         said = {"node_index": self.node_index, "machine": self.machine, "cwd": directory}
-        said["process"] = asdict(Process.own())
+        said["process"] = astuple(Process.own())
         return {**said, "digest": roster.digest(self.secret)}  # the secret is nobody else's
 
 
@@ -371,7 +371,7 @@ def _open(
             refused = str(error) or type(error).__name__
         _tell_trouble(run, node)
     processes_here = plan["processes"][str(place.node_index)].items()
-    peers = {int(r): Process(**said) for r, said in processes_here if int(r) != rank}
+    peers = {int(r): Process(*said) for r, said in processes_here if int(r) != rank}
     return Joined(
         run, identity["run_id"], attempt, own, head.lock, starter, node, IntervalChannel(),
         board, PeerWatcher(rank, own.journal.append_event), peers, refused=refused,

@@ -27,19 +27,22 @@ _NAMESPACE = Path("/proc/self/ns/pid")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What a process is to others: its number, in which namespace that counts, and its start."""
+    """What a process is to others: its number, in which PID namespace that counts, and its start.
+
+    `namespace` is 0, `started` (Unix time) None, if that is not known.
+    """
 
     pid: int
-    namespace: str
+    namespace: int
     started: float | None
 
     @classmethod
     def own(cls) -> Process:
         """Return this process."""
         try:
-            namespace = str(_NAMESPACE.readlink())
+            namespace = _NAMESPACE.stat().st_ino
         except OSError:  # no /proc, or it hides that
-            namespace = ""
+            namespace = 0
         return cls(os.getpid(), namespace, processes.own_start())
 
 

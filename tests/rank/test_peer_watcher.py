@@ -116,7 +116,7 @@ def test_nobody_is_watched_in_the_place_of_a_rank_that_is_not_seen_from_here(
     peers.start(1)
     (process,) = peers.start(1).values()
     files = open_files()
-    elsewhere = replace(process, namespace="pid:[1]")
+    elsewhere = replace(process, namespace=1)
     another = replace(process, started=(process.started or 0.0) - 60.0)  # its number was used again
     peers.watcher.start({0: elsewhere, 1: another, 2: replace(process, pid=1 << 22)})
     assert (open_files(), threading.active_count()) == (files, before[1])
