@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -110,7 +111,7 @@ def _observe(called: nn.Module, trained: set[int]) -> Probe:
     rest = trained.difference(map(id, model.parameters()))
     options: dict[str, Any] = json.loads(os.environ[RUN_OPTIONS_VARIABLE])
     probe = install_within(called, model, **options)
-    if probe.run_dir is not None and os.environ.get("RANK", "0") == "0":
+    if probe.run_dir is not None and _is_first():
         sys.stderr.write(f"ddpprobe: {type(model).__name__} is observed in {probe.run_dir}\n")
         if rest:
             logger.warning(
@@ -119,6 +120,12 @@ def _observe(called: nn.Module, trained: set[int]) -> Probe:
                 len(rest), len(trained),
             )  # fmt: skip
     return probe
+
+
+def _is_first() -> bool:
+    """Whether this rank speaks for all: by the group, as mp.spawn and Slurm set no `RANK`."""
+    there = dist.is_available() and dist.is_initialized()
+    return not there or dist.get_rank() == 0
 
 
 def _whole(called: nn.Module, trained: set[int]) -> nn.Module:

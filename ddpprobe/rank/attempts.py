@@ -16,11 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ddpprobe.daemon import launch
 from ddpprobe.rundir import paths, safe_read, store_url
-from ddpprobe.rundir.paths import DirectoryLock, RunDir
+from ddpprobe.rundir.paths import RUN_JSON, DirectoryLock, RunDir
+from ddpprobe.rundir.processes import SAME_START_SECONDS
+from ddpprobe.rundir.validate import MALFORMED
 
 DISK = "daemon/disk"  # in the head's directory, new at each start: see `is_shared`
+LAUNCH = "launch"  # in run.json: the torchrun that may start the ranks again
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+STAMP = "%Y%m%dT%H%M%SZ"  # with which a run begins that nobody gave a name
 MOST_NODES = 8  # named in a line
 
 logger = logging.getLogger("ddpprobe")
@@ -62,13 +69,13 @@ def claim(
         ValueError: the directory cannot be used, is held by a live run, or is none; or what is
             there cannot be continued. The text says what to do.
     """
-    stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    stamp = datetime.datetime.now(tz=datetime.UTC).strftime(STAMP)
     run_id = f"{stamp}-{os.urandom(3).hex()}"
     url = store_url.wanted(run_dir)
     here = run_dir if url is None else None
     if not name and model and here:
         name = Path(here).name
-    name = name or (store_url.name_of(url) if url else run_id)
+    name = name or (store_url.name_of(url) if url else _restarted(facts, model) or run_id)
     run = RunDir(Path(here or paths.RUNS / name, model).absolute())
     if model:
         name, url = f"{name}/{model}", url and f"{url}/{model}"
@@ -93,6 +100,23 @@ def claim(
         lock.release()
         raise
     return Claimed(run, identity, attempt, token, lock)
+
+
+def launch_of(call: str) -> dict[str, Any]:
+    """Return what run.json says of who started this rank, if that may start it again: torchrun.
+
+    Args:
+        call: name of this call of `install()`, of which a script may have several.
+    """
+    agent = psutil.Process().parent() if RESTARTS in os.environ else None
+    if agent is None:
+        return {}
+    try:
+        began = agent.create_time()
+    except psutil.Error:
+        return {}
+    number = call.rpartition("/")[2]
+    return {LAUNCH: {"pid": agent.pid, "pid_start": began, "call": number}}
 
 
 def arrive(run: RunDir, node: str, identity: Mapping[str, Any], attempt: int, token: str) -> None:
@@ -156,6 +180,33 @@ def say_where(claimed: Claimed, own: Sequence[int], *, moved: bool) -> None:
     else:
         then = "when the job has ended, merge them: ddpprobe collect DEST DIR..."
         logger.warning("ddpprobe: %s; %s", where, then)
+
+
+def _restarted(facts: Mapping[str, Any], model: str) -> str | None:
+    """Return the name of the run in which the attempt before was, if torchrun started us again.
+
+    Runs without a name of their own begin with the time, so those before torchrun are not read.
+    """
+    mine = facts.get(LAUNCH)
+    if mine is None or os.environ.get(RESTARTS) == "0":
+        return None
+    began = datetime.datetime.fromtimestamp(
+        mine["pid_start"] - 2 * SAME_START_SECONDS, datetime.UTC
+    )
+    for path in sorted(paths.RUNS.glob(str(Path("2*Z-*", model, RUN_JSON))), reverse=True):
+        name = path.relative_to(paths.RUNS).parts[0]
+        if name < began.strftime(STAMP):
+            return None
+        try:
+            said = safe_read.parse(path.read_bytes())
+            theirs = said[LAUNCH]
+            apart = abs(float(theirs["pid_start"]) - mine["pid_start"])
+        except (OSError, *MALFORMED):
+            continue
+        same = all(theirs.get(key) == mine[key] for key in ("pid", "call"))
+        if same and apart <= SAME_START_SECONDS and said.get("hostname") == facts["hostname"]:
+            return name
+    return None
 
 
 def _keep(run: RunDir, attempt: int, token: str) -> None:

@@ -99,7 +99,7 @@ def join_run(
         InstallError: some rank refused, on every rank with the same text.
     """
     place = _Place.here(rank)
-    head = _Head(place, options, world_size)
+    head = _Head(place, options, world_size, attempts.launch_of(name))
     checked: list[Checked] = []
     parts: dict[str, Any] = {}
 
@@ -176,19 +176,16 @@ def _tell_trouble(run: RunDir, node: str) -> None:
 class _Place:
     rank: int
     node_index: int
-    local_rank: int
     hostname: str
     memory: tmpfs.Tmpfs
     secret: str
 
     @classmethod
     def here(cls, rank: int) -> _Place:
-        """Read torchrun's variables; without them all ranks are on one node."""
+        """Read torchrun's variables, else Slurm's; without them all ranks are on one node."""
         env = os.environ
-        return cls(
-            rank, int(env.get("GROUP_RANK", "0")), int(env.get("LOCAL_RANK", rank)),
-            socket.gethostname(), record_files.look(), roster.new_secret(),
-        )  # fmt: skip
+        node = env.get("GROUP_RANK", env.get("SLURM_NODEID", "0"))
+        return cls(rank, int(node), socket.gethostname(), record_files.look(), roster.new_secret())
 
     @property
     def machine(self) -> str:
@@ -208,8 +205,11 @@ class _Place:
 class _Head:
     """What rank 0 decides for all."""
 
-    def __init__(self, place: _Place, options: InstallOptions, world_size: int) -> None:
+    def __init__(
+        self, place: _Place, options: InstallOptions, world_size: int, launched: dict[str, Any]
+    ) -> None:
         self.place = place
+        self._launched = launched
         self.lock: DirectoryLock | None = None
         self.roster: Roster | None = None
         self._options = options
@@ -230,7 +230,7 @@ class _Head:
                 raise ValueError(message)
         nodes = sorted({part["node_index"] for part in heard})
         leaders = {n: min(r for r, p in enumerate(heard) if p["node_index"] == n) for n in nodes}
-        members = {n: sum(p["node_index"] == n for p in heard) for n in nodes}
+        members = _members(heard, leaders)
         claimed = self._claim(heard, nodes)
         self._claimed, self._heard = claimed, heard
         if len(nodes) > 1:
@@ -278,7 +278,7 @@ class _Head:
             "format_version": paths.FORMAT_VERSION, "world_size": self._world_size,
             "nodes": len(nodes), "created_ns": time.time_ns(), "every": heard[0]["every"],
             "wrapper": _wrapper(heard), "torch": torch.__version__, "backend": backend(),
-            "hostname": self.place.hostname,
+            "hostname": self.place.hostname, **self._launched,
         }  # fmt: skip
         options = self._options
         run_dir = options.run_dir or next(iter(options.beside), None)
@@ -327,7 +327,8 @@ def _open(
         attempts.arrive(run, node, identity, attempt, plan["claim"])
         spool.clear_away(run, node)
     meta = {
-        "rank": rank, "local_rank": place.local_rank, "world_size": world_size,
+        "rank": rank, "local_rank": rank - plan["leaders"][str(place.node_index)],
+        "world_size": world_size,
         "local_world_size": plan["members"][str(place.node_index)], "node": node,
         "node_index": place.node_index, "attempt": attempt, "pid": os.getpid(),
         "pid_start": processes.own_start(), "hostname": place.hostname,
@@ -396,6 +397,23 @@ def _channel(
     path = RunDir(Path(plan["run_dir"])).pace(plan["attempt"], paths.node_name(place.node_index))
     line = rendezvous.StoreChannel(store, name) if place.rank in plan["relays"] else None
     return IntervalChannel(IntervalFile(own.shared(path)), line)
+
+
+def _members(heard: list[dict[str, Any]], leaders: Mapping[int, int]) -> dict[int, int]:
+    """Return how many ranks each node has, by its index; `leaders` are the first of them.
+
+    Raises:
+        ValueError: they do not follow each other, which a daemon counts its node's ranks by.
+    """
+    members = {n: sum(part["node_index"] == n for part in heard) for n in leaders}
+    for rank, part in enumerate(heard):
+        node = part["node_index"]
+        if rank - leaders[node] >= members[node]:
+            raise ValueError(
+                f"the ranks of node {node} do not follow each other: {rank} is one of them, and "
+                "one before it is not. Start them node after node: srun --distribution=block."
+            )
+    return members
 
 
 def _relays(heard: list[dict[str, Any]]) -> list[int]:

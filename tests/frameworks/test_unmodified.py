@@ -1,0 +1,41 @@
+"""`ddpprobe run` on scripts of trainers: the same bits and verdict as with `install()`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..integrations.three_ways import PYTHON, TORCHRUN, Done, assert_same, start, the_run
+from .trained import FULL, need
+
+pytestmark = FULL
+# Accelerate has no launcher for several processes on CPUs but the one that is meant for GPUs.
+ACCELERATE = [
+    str(Path(sys.executable).with_name("accelerate")), "launch", "--multi_gpu", "--num_machines=1",
+    "--num_processes=2", "--mixed_precision=no", "--dynamo_backend=no",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "launcher"),
+    [
+        ("transformers", "huggingface", TORCHRUN),
+        ("accelerate", "accelerate", ACCELERATE),
+        ("lightning", "lightning", PYTHON),
+    ],
+)
+def test_a_script_has_the_verdict_of_install_and_its_own_bits_on_two_ranks(
+    tmp_path: Path, package: str, name: str, launcher: list[str]
+) -> None:
+    need(package)
+    told = {"FAULT_RANK": "1", "DEVICES": "2"}
+
+    def fresh(where: Path, path: str) -> Done:
+        return start(where, [*launcher, path], None, **told)
+
+    done = assert_same(tmp_path, fresh, launcher, name, **told)
+    assert done["run"].returncode == 0
+    info = the_run(tmp_path / "run").info()
+    assert (info["wrapper"], info["world_size"]) == ("ddp", 2)

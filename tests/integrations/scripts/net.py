@@ -1,0 +1,40 @@
+"""What the scripts beside this one train: a small model, one layer of which gives a NaN once."""
+
+import os
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+STEPS, FAULT = 12, 6
+
+
+class Bad(nn.Module):
+    """Passes on what it gets, but for the step FAULT on the rank $FAULT_RANK, if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        here = dist.get_rank() if dist.is_initialized() else os.environ.get("LOCAL_RANK", "0")
+        self.here = str(here) == os.environ.get("FAULT_RANK")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return x / 0 * 0 if self.here and self.calls == FAULT + 1 else x
+
+
+class Net(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.bad, self.down = nn.Linear(4, 8), Bad(), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.bad(self.up(x))).square().mean()
+
+
+def batch(step: int, rank: int = 0) -> Tensor:
+    """Return what a rank trains on at a step."""
+    return torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * rank + step))
