@@ -574,6 +574,9 @@ def test_inductor_keeps_every_record_reads_no_buffer_too_late_and_splits_cuda_gr
     monkeypatch.setattr(scheduler.Scheduler, "should_partition", should_partition)
     monkeypatch.setattr(config, "graph_partition", True)
     monkeypatch.setattr(config, "custom_should_partition_ops", ["theirs::op"])
+    # Scalar code: what vectors this machine has takes six compiler runs to find out.
+    monkeypatch.setattr(config.cpp, "simdlen", 1)
+    monkeypatch.setattr(config.cpp, "vec_isa_ok", True)
     for _ in range(2):
         keep_out_of_cuda_graphs()
     assert config.custom_should_partition_ops == ["theirs::op", "ddpprobe::record"]
