@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -58,20 +58,23 @@ class Launcher:
         cwd, env: where it runs, and its whole environment.
         out, err: files for what it and its ranks print; they may be one.
         fresh: whether each rank is an interpreter of its own.
+        enter: what is called in its process before all else.
     """
 
     def __init__(
         self, options: Sequence[object] | None, script: Sequence[object], *, cwd: Path,
         env: Mapping[str, str], out: Path, err: Path, fresh: bool,
+        enter: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         ends = [] if fresh else [_ENDS]
         words = [*ends, *script]
         if options is not None:
-            words = ["--standalone", *([] if fresh else FORKED), *options, *words]
+            alone = [] if "--nnodes" in options else ["--standalone"]
+            words = [*alone, *([] if fresh else FORKED), *options, *words]
         self._words = [*map(str, words)]
         for file in (out, err):
             file.write_bytes(b"")
-        given = (self._words, str(cwd), dict(env), str(out), str(err))
+        given = (self._words, enter, str(cwd), dict(env), str(out), str(err))
         begun = _torchrun if options is not None else _script
         self._process = _server.Process(target=begun, args=given)
         with _alone:
@@ -140,7 +143,9 @@ def _script(words: list[str], *where: Any) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
-def _move(cwd: str, env: dict[str, str], out: str, err: str) -> None:
+def _move(
+    enter: Callable[[], None] | None, cwd: str, env: dict[str, str], out: str, err: str
+) -> None:
     """Take on the directory, the environment and the output of a launch."""
     # A thread of the parent is none here, and would leave its locks as they were.
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread"
@@ -149,6 +154,8 @@ def _move(cwd: str, env: dict[str, str], out: str, err: str) -> None:
     os.close(forkserver._forkserver._forkserver_alive_fd)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     os.setsid()
+    if enter is not None:
+        enter()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

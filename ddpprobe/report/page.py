@@ -9,6 +9,7 @@ so that a name that got through all of this would still not run.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -71,6 +72,7 @@ def figures_of(story: Story) -> Figures:
     return {where: figures for where, figures in found.items() if figures}
 
 
+@functools.cache  # with the compiled templates
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ddpprobe", "report"),

@@ -9,10 +9,9 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +27,10 @@ from ddpprobe.rundir.paths import make_dir
 
 from .. import made_cluster
 from ..daemon.made_certificates import Authority
+from ..launcher import Launcher
 from ..waiting import PATIENCE
 from . import daemon_harness, rank_process, real_job
+from .host import Host
 
 wait, kill = daemon_harness.wait, daemon_harness.kill
 Harness = daemon_harness.Harness
@@ -432,25 +433,33 @@ def test_two_hosts_on_a_network_gather_and_a_cut_cable_is_survived(nodes, namesp
     assert_all_merged(head, 200)
 
 
+def launch_on(
+    index: int, host: Host, words: Sequence[object], *, log: Path, cwd: Path, **env: str
+) -> Launcher:
+    """Start the job's part on one of two hosts; rank 3 plants a NaN at step 8."""
+    options = ["--nnodes", "2", "--node-rank", index, "--nproc-per-node", "2",
+               "--master-addr", "10.213.7.1", "--master-port", "29500"]  # fmt: skip
+    script = [
+        Path(__file__).with_name("job.py"), "--wrap", "ddp", "--every", "2", "--daemon", "auto",
+        "--inject", "nan:step=8,rank=3,module=blocks.1.down", *words,
+    ]  # fmt: skip
+    env |= {"GLOO_SOCKET_IFNAME": f"ddpp{index}", "DDPPROBE_LINGER": "1"}
+    where = {"cwd": cwd, "env": {**os.environ, **env}, "out": log, "err": log}
+    return Launcher(options, script, **where, fresh=False, enter=host.enter)
+
+
 def test_a_torch_job_over_two_hosts_and_mutual_tls_has_one_verdict_and_complete_statistics(
     namespaces, web_configs, tmp_path: Path, poll
 ) -> None:
-    job, launched = Path(__file__).with_name("job.py"), []
-    for index, host in enumerate(namespaces):
-        command = [
-            "ip", "netns", "exec", host, sys.executable, "-m", "tests.launcher",
-            "--nnodes", "2", "--node-rank", str(index), "--nproc-per-node", "2",
-            "--master-addr", "10.213.7.1", "--master-port", "29500", str(job), "--wrap", "ddp",
-            "--steps", "16", "--every", "2", "--out", str(tmp_path / "run"), "--daemon", "auto",
-            "--inject", "nan:step=8,rank=3,module=blocks.1.down",
-        ]  # fmt: skip
-        env = {"GLOO_SOCKET_IFNAME": f"ddpp{index}", "DDPPROBE_LINGER": "1",
-               "DDPPROBE_WEB_CONFIG": str(web_configs[index])}  # fmt: skip
-        with (tmp_path / f"{index}.log").open("w") as log:
-            launched.append(
-                subprocess.Popen(command, env={**os.environ, **env}, stdout=log, stderr=log)
-            )
-    codes = [process.wait(120 * PATIENCE) for process in launched]
+    words = ["--steps", "16", "--out", tmp_path / "run"]
+    launched = [
+        launch_on(
+            index, Host(host), words, log=tmp_path / f"{index}.log", cwd=tmp_path,
+            DDPPROBE_WEB_CONFIG=str(web_configs[index]),
+        )
+        for index, host in enumerate(namespaces)
+    ]  # fmt: skip
+    codes = [process.wait(120) for process in launched]
     told = "\n".join(p.read_text() for p in tmp_path.glob("*.log"))
     assert codes == [0, 0], told
     assert "rank 0's disk" not in told  # one directory for both
@@ -470,26 +479,17 @@ def test_a_torch_job_on_two_disks_says_so_and_is_collected_into_one(
     namespaces, tmp_path: Path, poll
 ) -> None:
     """Each host has its own directory under the one path that rank 0's relative one stands for."""
-    job, launched = Path(__file__).with_name("job.py"), []
     disks = [make_dir(tmp_path / f"disk{n}") for n in range(2)]
-    home, root = make_dir(tmp_path / "home"), Path(__file__).parents[2]
-    for index, host in enumerate(namespaces):
-        mounted = 'mount --bind "$1" "$2" && cd "$3" && shift 3 && exec "$@"'
-        command = [
-            "ip", "netns", "exec", host, "unshare", "--mount", "sh", "-c", mounted, "sh",
-            disks[index], home, tmp_path if index else home, sys.executable, "-m", "tests.launcher",
-            "--nnodes", "2", "--node-rank", str(index), "--nproc-per-node", "2",
-            "--master-addr", "10.213.7.1", "--master-port", "29500", str(job), "--wrap", "ddp",
-            "--steps", "12", "--every", "2", "--out", "run", "--daemon", "auto",
-            "--capture", "blocks.1", "--inject", "nan:step=8,rank=3,module=blocks.1.down",
-        ]  # fmt: skip
-        env = {"GLOO_SOCKET_IFNAME": f"ddpp{index}", "DDPPROBE_LINGER": "1",
-               "PYTHONPATH": str(root)}  # fmt: skip
-        with (tmp_path / f"{index}.log").open("w") as log:
-            launched.append(
-                subprocess.Popen(command, env={**os.environ, **env}, stdout=log, stderr=log)
-            )
-    codes = [process.wait(240 * PATIENCE) for process in launched]
+    home = make_dir(tmp_path / "home")
+    words = ["--steps", "12", "--out", "run", "--capture", "blocks.1"]
+    launched = [
+        launch_on(
+            index, Host(host, disk=(disks[index], home)), words, log=tmp_path / f"{index}.log",
+            cwd=tmp_path if index else home,
+        )
+        for index, host in enumerate(namespaces)
+    ]  # fmt: skip
+    codes = [process.wait(240) for process in launched]
     logs = [p.read_text() for p in sorted(tmp_path.glob("*.log"))]
     assert codes == [0, 0], "\n".join(logs)
     said = [line for text in logs for line in text.splitlines() if "ddpprobe: " in line]
