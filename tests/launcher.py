@@ -30,7 +30,8 @@ from typing import Any
 
 from .waiting import deadline
 
-# All that the jobs of this suite import from torch. ddpprobe is not among it: it is what is tested.
+# What the jobs of this suite import from torch, and ddpprobe from NumPy. ddpprobe is not among it:
+# it is what is tested.
 _IMPORTED = (
     "torch.distributed.run",
     "torch.distributed.checkpoint.state_dict",
@@ -38,6 +39,8 @@ _IMPORTED = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
+    "numpy.ma",
+    "numpy.typing",
 )
 FORKED = ("--run-path", "--start-method=fork")  # torchrun's own words for it
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
