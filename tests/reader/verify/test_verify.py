@@ -259,6 +259,10 @@ def test_files_from_before_the_last_commit_are_damage_in_a_settled_store(
     assert [lost for lost in run.lost if "it is not what was committed" in lost.why]  # readers, too
     assert {p.name for p in older} > {"zarr.json"}  # chunks too
     assert set(records) <= {key(record(0, step)) for step in range(60)}
+    # Nor are they excused where it cannot be told whether the commit has happened.
+    (group / "zarr.json").write_bytes(b"{")
+    told = {lost.where for lost in look(journals.path)[0].damage}
+    assert {str(p.relative_to(journals.path)) for p in (*older, group / "zarr.json")} <= told
 
 
 def test_a_chunk_that_was_damaged_before_an_append_stays_damage_behind_it(journals: Made) -> None:

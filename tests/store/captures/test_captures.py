@@ -581,3 +581,16 @@ def test_reading_captures_loads_neither_torch_nor_zarr(run):
 
 def test_every_dtype_of_a_pack_can_be_stored():
     assert all(dtypes.item_bytes(name) == size for name, size in tensor_pack.ITEM_SIZES.items())
+
+
+def test_a_part_that_its_node_lost_before_it_folded_is_named_with_its_step(run):
+    named = [(made.KEY, made.sharded(made.whole([8, 4], "float32"), [4], [0]))]
+    made.write(run, named, per_node=2)
+    fold(run, "node_0000")
+    assert verify(open_run(run.path)).ok
+    for rank in (2, 3):
+        run.pack(0, "node_0001", rank, 7).unlink()
+    assert verify(open_run(run.path)).damage == [
+        Lost(f"run.zarr/{GROUP}/t00000", (7, 7), f"{SITE}: the part of ranks [{rank}] is nowhere")
+        for rank in (2, 3)
+    ]
