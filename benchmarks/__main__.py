@@ -23,6 +23,7 @@ SECTIONS = (
     "scale",
     "capture",
     "queries",
+    "object_store",
     "soak",
 )
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "benchmarks.md"

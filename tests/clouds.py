@@ -85,9 +85,11 @@ def serving(directory: Path) -> Iterator[Cloud]:
     with subprocess.Popen(
         [sys.executable, str(SERVER), str(orders)], stdout=subprocess.PIPE, text=True
     ) as process:
-        port = process.stdout.readline().strip()
-        yield Cloud(f"http://127.0.0.1:{port}", orders)
-        process.kill()
+        try:
+            port = process.stdout.readline().strip()
+            yield Cloud(f"http://127.0.0.1:{port}", orders)
+        finally:
+            process.kill()
 
 
 def url_of(request: pytest.FixtureRequest) -> str:
