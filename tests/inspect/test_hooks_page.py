@@ -59,6 +59,6 @@ def test_what_the_page_says_can_be_typed() -> None:
     exec(block, names)
     assert names["seen"][0].stored.shape == (8, 8)
     table = names["table"]
-    assert (table.num_features, table["layers.0"].flops) == (4, 2 * 8 * 16 * 8)
+    assert (table.num_features_model, table["layers.0"].flops) == (4, 2 * 8 * 16 * 8)
     assert (table[""].has_params, table["layers.1"].has_params) == (True, False)
     assert [row.output_shapes for row in table][-1] == ((8, 4),)

@@ -78,6 +78,12 @@ def test_a_statistic_is_the_same_number_everywhere(run: Run) -> None:
         assert np.array_equal(numbers, series.values, equal_nan=True)
 
 
+def test_who_asks_for_zeros_ratio_is_told_our_word_first(tmp_path: Path) -> None:
+    run = open_run(Made(tmp_path).whole(2).close().path)
+    with pytest.raises(UnknownSeries, match="choose one of zero_ratio, "):
+        run.series("*", "zeros_ratio")
+
+
 def test_what_is_absent_is_missing_and_not_a_number_of_the_run(run: Run) -> None:
     frame, columns = run.to_pandas(steps=slice(7, 8)), run.to_polars(steps=slice(7, 8))
     second = frame[frame.fqn == "blocks.1.mlp"]

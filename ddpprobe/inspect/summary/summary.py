@@ -125,7 +125,7 @@ class Summary:
     loss: str = ""
 
     @property
-    def num_features(self) -> int:
+    def num_features_model(self) -> int:
         """Size of dimension 1 of the model's first output: channels, features, or tokens.
 
         Raises:
@@ -134,8 +134,8 @@ class Summary:
         shapes = self.rows[0].output_shapes
         if not shapes or len(shapes[0]) < 2:
             raise SummaryError(
-                f"num_features needs an output of at least two dimensions, got {list(shapes)}: "
-                "call ddpprobe.summary(model, batch) or give input_sizes"
+                "num_features_model needs an output of at least two dimensions, got "
+                f"{list(shapes)}: call ddpprobe.summary(model, batch) or give input_sizes"
             )
         return shapes[0][1]
 

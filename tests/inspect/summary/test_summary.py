@@ -353,10 +353,11 @@ def test_sizes_stand_for_inputs() -> None:
     summary = ddpprobe.summary(model, input_sizes=(2, 3, 8, 8))
     assert summary.rows == ddpprobe.summary(model, torch.ones(2, 3, 8, 8).bfloat16()).rows
     assert summary["2"].output_dtypes == ("bfloat16",)
-    assert summary.num_features == 5
+    assert summary.num_features_model == 5
     two = ddpprobe.summary(Two(), input_sizes=[(4,), (4, 6)], input_dtypes=[torch.long, torch.half])
     assert two[""].output_shapes == ((4, 6),)
-    assert ddpprobe.summary(net(), input_sizes=(4,), input_dtypes=torch.long).num_features == 11
+    one = ddpprobe.summary(net(), input_sizes=(4,), input_dtypes=torch.long)
+    assert one.num_features_model == 11
 
 
 class Two(nn.Module):
@@ -379,8 +380,8 @@ def test_wrong_sizes_are_refused(given, message: str) -> None:
         ddpprobe.summary(nn.Linear(4, 4), **given)
     with pytest.raises(SummaryError, match="inputs or input_sizes, not both"):
         ddpprobe.summary(nn.Linear(4, 4), torch.ones(2, 4), input_sizes=(2, 4))
-    with pytest.raises(SummaryError, match="num_features needs an output"):
-        ddpprobe.summary(nn.Linear(4, 4)).num_features  # noqa: B018  (it raises)
+    with pytest.raises(SummaryError, match="num_features_model needs an output"):
+        ddpprobe.summary(nn.Linear(4, 4)).num_features_model  # noqa: B018  (it raises)
 
 
 class Attends(nn.Module):
