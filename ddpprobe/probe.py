@@ -166,7 +166,7 @@ class Probe:
             Fuse("close").guard(self._joined.peer_watcher.close)(awaits=broken)
         Fuse("close").guard(recorder.close)(words)
         if self._joined is not None:
-            Fuse("close").guard(self._joined.record_files.close)()
+            Fuse("close").guard(self._joined.close)()
         if self._joined is not None and self._joined.lock is not None:
             self._joined.lock.release()
         _live.discard(self)

@@ -90,10 +90,14 @@ class DaemonKeeper:
         self._next = self._started + CHECK_SECONDS
         self._over = False
 
-    def look(self) -> None:
-        """Start the daemon if it died and it is time; raises nothing that a start can fail with."""
+    def look(self, *, last: bool = False) -> None:
+        """Start the daemon if it died and it is time; raises nothing that a start can fail with.
+
+        Args:
+            last: nobody looks after this one; it is time, unless a start may still be under way.
+        """
         now = self._clock()
-        if self._over or now < self._next:
+        if self._over or now < (self._started + CHECK_SECONDS if last else self._next):
             return
         self._next = now + CHECK_SECONDS
         if daemon_alive(self._run, self._node):

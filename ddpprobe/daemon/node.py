@@ -120,7 +120,7 @@ class NodeDaemon:
         self._changed = True
         self._ended_at: float | None = None
         self._restarts = Counter[str]()  # attempts that another one followed, by their state
-        self._seen_alive = self._busy = self._sealed = False
+        self._seen_alive = self._succeeds = self._busy = self._sealed = False
 
     def stop(self) -> None:
         """Seal and end now; safe in a signal handler."""
@@ -171,7 +171,7 @@ class NodeDaemon:
         if self._overview is not None:
             self._overview.advance()
             self._busy = not self._overview.done
-        if self._server is not None and self._seen_alive and self._is_due("target", now, 1.0):
+        if self._server is not None and self._is_watched and self._is_due("target", now, 1.0):
             self._fuses["server"].guard(self._ask_to_be_scraped)(now)
         if self._is_due("notices", now, 1.0) and not self._notices().keys() <= self._noticed.keys():
             self._fuses["server"].guard(self._announce)()
@@ -259,10 +259,19 @@ class NodeDaemon:
         if self._attempt.awaits_restart(now):
             self._ended_at = now  # it lingers from when nobody is to come any more
             return False
-        # Nobody scrapes a run that was over before this daemon began.
+        # Nobody scrapes a run that was over before a daemon began.
         ends = self._attempt.ends
         linger = linger_of(self._options.linger, RUNNING if ends is None else ends.end.state)
-        return now - self._ended_at > (linger if self._seen_alive else 0.0)
+        return now - self._ended_at > (linger if self._is_watched else 0.0)
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether a Prometheus waits for the end of this run.
+
+        Of a run that ended before this daemon began it does if it scraped one that was killed just
+        now: that one could not tell the end. Who comes later would tell of it anew.
+        """
+        return self._seen_alive or self._succeeds
 
     def _housekeeping(self, attempt: Attempt, now: float) -> None:
         if self._is_due("sample", now, host.INTERVAL_SECONDS):
@@ -289,6 +298,8 @@ class NodeDaemon:
         self._server, self._exposition = server, Exposition()
         self._label = run_label(self._identity()) or self._run.path.name
         server.set_run(self._label)
+        if (directory := paths.sd_dir()) is not None:
+            self._succeeds = targets.was_left_just_now(directory, self._label, self._node)
         if self._pusher is not None:
             self._pusher.listen = self._address
         self._open_gather()
@@ -331,10 +342,7 @@ class NodeDaemon:
         return {what: text for what, text in said.items() if text}
 
     def _ask_to_be_scraped(self, now: float) -> None:
-        """Say where Prometheus finds this daemon, once there is something to watch.
-
-        Who comes when all is over, to finish what a killed daemon left, would tell of it anew.
-        """
+        """Say where Prometheus finds this daemon, once there is something to watch."""
         directory = paths.sd_dir()
         if directory is None:
             return

@@ -72,14 +72,27 @@ class Joined:
         if self.record_files.disk_thread is None:
             self.keep_daemon()
 
-    def keep_daemon(self) -> None:
-        """Start this node's daemon anew if it died; looks at most every five seconds."""
+    def close(self) -> None:
+        """Close this rank's files, and leave a daemon behind that tells the end.
+
+        One that was killed since the last look would tell nobody, and Prometheus would go on
+        asking for it, as if the machine was lost.
+        """
+        self.record_files.close()
+        self.keep_daemon(last=True)
+
+    def keep_daemon(self, *, last: bool = False) -> None:
+        """Start this node's daemon anew if it died; looks at most every five seconds.
+
+        Args:
+            last: look now, as the rank ends.
+        """
         if self.restart is None:
             return
         if self._keeper is None:
             told = bool(self.refused)
             self._keeper = DaemonKeeper(self.run, self.node, self.restart, told=told)
-        self._keeper.look()
+        self._keeper.look(last=last)
 
 
 def join_run(

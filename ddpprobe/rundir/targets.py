@@ -21,6 +21,7 @@ from typing import final
 from ddpprobe.rundir import paths, safe_read
 
 KEEP_SECONDS = 60.0  # between two signs of life
+RECENT_SECONDS = 2 * KEEP_SECONDS  # a killed daemon's last one, if it was killed just now
 # Without one for so long a file is of a daemon that is gone for good. Until then its target is
 # scraped in vain, which is how a machine is missed.
 STALE_SECONDS = 3600.0
@@ -69,10 +70,22 @@ def withdraw(directory: Path, run: str, node: str) -> None:
         run: its label, as there.
         node: name of the node.
     """
-    name = _name(run, node)
-    for place in (directory, directory / _file_part(_hostname())):
+    for path in _places(directory, run, node):
         with contextlib.suppress(OSError):
-            (place / name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+
+
+def was_left_just_now(directory: Path, run: str, node: str) -> bool:
+    """Whether a daemon of this machine, that told Prometheus of a node, was killed minutes ago.
+
+    For who has the lock of that node. Arguments as for `withdraw`.
+    """
+    since = time.time() - RECENT_SECONDS
+    for path in _places(directory, run, node):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_mtime > since:
+                return True
+    return False
 
 
 @final
@@ -181,6 +194,11 @@ def _files(directory: Path) -> list[Path]:
         with contextlib.suppress(OSError):
             found += [place / name for name in os.listdir(place) if _OURS.fullmatch(name)]
     return found
+
+
+def _places(directory: Path, run: str, node: str) -> tuple[Path, Path]:
+    name = _name(run, node)
+    return directory / name, directory / _file_part(_hostname()) / name
 
 
 def _name(run: str, node: str) -> str:

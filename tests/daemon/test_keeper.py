@@ -85,6 +85,31 @@ def test_one_that_lived_is_started_at_once_and_then_counts_anew(
     assert said(caplog) == []
 
 
+def test_the_last_look_does_not_wait_for_its_time(bench: Bench) -> None:
+    lock = DirectoryLock(bench.run.daemon_file(NODE, "lock"))
+    assert lock.acquire()
+    bench.wait(60)
+    bench.keeper.look(last=True)
+    assert bench.starts == []  # it lives
+    lock.release()
+    bench.keeper.look()
+    assert bench.starts == []
+    bench.keeper.look(last=True)
+    assert bench.starts == [bench.now]
+
+
+def test_the_last_look_leaves_a_daemon_the_time_to_start(bench: Bench) -> None:
+    bench.keeper.look(last=True)
+    bench.now += CHECK_SECONDS - 1
+    bench.keeper.look(last=True)
+    assert bench.starts == []
+    bench.now += 1
+    bench.keeper.look(last=True)
+    bench.now += CHECK_SECONDS - 1
+    bench.keeper.look(last=True)  # nor is what it has started itself started twice
+    assert bench.starts == [CHECK_SECONDS]
+
+
 def test_what_a_daemon_wants_the_training_to_know_is_said_once_and_printable(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -16,7 +17,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+import ddpprobe
 from ddpprobe.daemon.launch import daemon_alive, start_daemon, wait_for_daemon
 from ddpprobe.rundir.paths import RunDir, make_dir, write_json
 
@@ -176,3 +179,34 @@ def test_half_a_file_is_no_answer(run) -> None:
     make_dir(run.path / "daemon")
     run.daemon_file(NODE, "json").write_text(json.dumps({"pid": os.getpid()})[:-3])
     assert wait_for_daemon(run, NODE, 0.0) is None
+
+
+def test_a_daemon_killed_as_the_job_ends_is_followed_by_one_that_ends_what_it_left(
+    tmp_path, monkeypatch, poll: Poll
+) -> None:
+    """No look of the training comes between the kill and the end of the job."""
+    targets = tmp_path / "targets"
+    for name, value in {"LISTEN": "127.0.0.1:0", "LINGER": "0", "SD_DIR": str(targets)}.items():
+        monkeypatch.setenv(f"DDPPROBE_{name}", value)
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    probe = ddpprobe.install(net, run_dir=tmp_path / "run", every=1)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    run, joined = RunDir(tmp_path / "run"), probe._joined
+    assert joined is not None
+    said = wait_for_daemon(run, NODE, 20 * PATIENCE)
+    poll(lambda: list(targets.rglob("*.json")))
+    poll(lambda: joined._keeper)
+    keeper = joined._keeper
+    assert keeper is not None
+    keeper._next, keeper._started = math.inf, -math.inf  # the daemon has been there for long
+    daemon = psutil.Process(said["pid"])
+    daemon.kill()
+    daemon.wait(10 * PATIENCE)
+    poll(lambda: not daemon_alive(run, NODE))
+    assert list(targets.rglob("*.json"))
+    probe.close()
+    poll(lambda: not list(targets.rglob("*.json")))
+    poll(lambda: not daemon_alive(run, NODE))
+    assert ddpprobe.open(run.path).info()["state"] == "ended"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import os
 import random
 import re
 import signal
@@ -36,6 +37,7 @@ from ddpprobe.rundir.heartbeat import Heartbeat
 from ddpprobe.rundir.journal import JournalTail, JournalWriter
 from ddpprobe.rundir.journal_tail import RankTail
 from ddpprobe.rundir.paths import RunDir
+from ddpprobe.rundir.targets import RECENT_SECONDS
 from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.writer import StoreWriter
 
@@ -172,7 +174,32 @@ def test_prometheus_is_told_where_a_daemon_serves_until_it_ends(job, tmp_path, m
     assert before == (directory.stat().st_mtime_ns, (path.parent).stat().st_mtime_ns)
     # What a killed one left would be scraped in vain, and TargetDown would fire behind the job.
     path.write_text(json.dumps([group]))
-    assert job.daemon(linger=0.0).wait(30 * PATIENCE) == 0
+    os.utime(path, (0, time.time() - RECENT_SECONDS - 1))
+    assert job.daemon(linger=600.0).wait(30 * PATIENCE) == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(("exit_code", "state"), [(0, "ended"), (3, "crashed")])
+def test_who_succeeds_a_daemon_killed_just_now_tells_prometheus_the_end(
+    job, tmp_path, monkeypatch, exit_code, state
+) -> None:
+    """The daemon is killed first, then its ranks end, then another one comes."""
+    directory = tmp_path / "targets"
+    monkeypatch.setenv("DDPPROBE_SD_DIR", str(directory))
+    daemon, gate = job.daemon(), job.run.path / "gate"
+    status = {"status": "exception"} if exit_code else {}
+    rank = job.rank(0, world=1, steps=5, go_on=str(gate), exit=exit_code, **status)
+    (path,) = wait(lambda: list(directory.rglob("*.json")))
+    kill(daemon)
+    gate.touch()
+    assert rank.wait(30 * PATIENCE) == exit_code
+    before = path.read_bytes()
+    successor = job.daemon(linger=600.0)
+    wait(lambda: path.read_bytes() != before)
+    assert json.loads(path.read_bytes())[0]["targets"] == [job.said()["listen"]]
+    wait(lambda: f'ddpprobe_job_state{{state="{state}"}} 1.0' in job.metrics())
+    successor.terminate()
+    assert successor.wait(30 * PATIENCE) == 0
     assert not path.exists()
 
 

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from ddpprobe.rundir import paths, targets
-from ddpprobe.rundir.targets import KEEP_SECONDS, STALE_SECONDS, TargetFile, withdraw
+from ddpprobe.rundir.targets import (
+    KEEP_SECONDS,
+    RECENT_SECONDS,
+    STALE_SECONDS,
+    TargetFile,
+    was_left_just_now,
+    withdraw,
+)
 
 HOST = socket.gethostname()
 
@@ -77,6 +84,21 @@ def test_who_finishes_a_run_takes_away_what_its_killed_daemon_left(tmp_path, hos
     withdraw(tmp_path, "gpt", "node_0000")
     assert [file.path.exists() for file in files] == [False, True, True]
     withdraw(tmp_path / "none", "gpt", "node_0000")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_what_was_left_just_now_is_told_from_what_was_left_long_ago(tmp_path, host) -> None:
+    file = TargetFile(tmp_path, "gpt", "node_0000", f"{host}:13377")
+    assert not was_left_just_now(tmp_path, "gpt", "node_0000")
+    file.keep(0.0)
+    assert was_left_just_now(tmp_path, "gpt", "node_0000")
+    assert not was_left_just_now(tmp_path, "gpt", "node_0001")
+    assert not was_left_just_now(tmp_path, "other", "node_0000")
+    assert not was_left_just_now(tmp_path / "none", "gpt", "node_0000")
+    # A daemon gives its last sign of life up to a minute before it is killed.
+    for age, recent in ((KEEP_SECONDS + 30, True), (RECENT_SECONDS + 1, False)):
+        os.utime(file.path, (0, time.time() - age))
+        assert was_left_just_now(tmp_path, "gpt", "node_0000") == recent
 
 
 def test_a_file_without_a_sign_of_life_goes_and_what_others_put_there_stays(tmp_path) -> None:
