@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from ddpprobe.records.merge import disagreements, merge_all
-from ddpprobe.records.step import PHASES, StepRecord
+from ddpprobe.records.step import OBSERVED, PHASES, StepRecord
 from tests.grid.axes import DDP, Cell
 from tests.grid.cell import Outcome, Run, journal_of
 from tests.grid.loops import BACKWARD_STEP, FORWARD_STEP, STEPS, planned
 from tests.grid.models import build
-from tests.grid.reference import Expected, Key, Reference
+from tests.grid.reference import Reference
+from tests.site_values import Expected, Key, Measured, differ
 
 # Of the largest magnitude of the tensor (sums: of the sum of magnitudes).
 TOLERANCE = {"fp32": 1e-5, "autocast": 2.0**-6, "mixed": 2.0**-6, "scaler": 2.0**-9}
 # Of the largest gradient: below this, whether it is 0 depends on the order of a sum.
 NOISE = {**TOLERANCE, "fp32": 1e-6}
-_NUMEL, _NAN, _POS, _NEG, _ZEROS, _TAPPED, _OBSERVED = range(7)
 
 LOST = "autograd drops the gradient hook of a view that is changed in place"
 UNKNOWN = "plain tensors inside a tensor-parallel region are labelled, not merged"
@@ -138,7 +138,7 @@ def _compare(
             elif key in expected.values:
                 outcome.problems.append(f"{where}: no such site")
             continue
-        site, observed = merged.sites[row], int(merged.counts[row, _OBSERVED])
+        site, observed = merged.sites[row], int(merged.counts[row, OBSERVED])
         if site.placement in LIMITS:
             limits[LIMITS[site.placement]] += 1
             continue
@@ -160,7 +160,9 @@ def _compare(
         if key[1] == "update":  # of two numbers that are close to each other
             noise = _rounding(expected, key)
             tolerance += noise
-        problem, worst = _differ(counts, values, expected.of(key), tolerance, noise)
+        whole = expected.of(key)
+        doubtful = _doubtful(whole, noise)
+        problem, worst = differ(counts, values, Measured.of(whole), tolerance, doubtful)
         outcome.worst = max(outcome.worst, worst)
         if problem:
             outcome.problems.append(f"{where} ({site.placement}): {problem}")
@@ -168,9 +170,9 @@ def _compare(
         if site.placement == "local" and observed != calls:
             outcome.problems.append(f"{where}: observed {observed} times, expected {calls}")
     for key, row in rows.items():
-        if key not in expected.values and merged.counts[row, _OBSERVED]:
+        if key not in expected.values and merged.counts[row, OBSERVED]:
             outcome.problems.append(
-                f"step {number} {_text(key)}: observed {int(merged.counts[row, _OBSERVED])}, "
+                f"step {number} {_text(key)}: observed {int(merged.counts[row, OBSERVED])}, "
                 "the reference has no such site"
             )
 
@@ -198,41 +200,15 @@ def _alike(
             outcome.problems.append(f"step {number}: loss scale {told}, expected {expected.scale}")
 
 
-def _differ(counts, values, want: Tensor, tolerance: float, noise: float) -> tuple[str, float]:
-    """Compare one row with all elements; returns what differs, and the worst relative error."""
-    finite = want[torch.isfinite(want)]
-    exact = {
-        "numel": want.numel(), "nan": int(want.isnan().sum()),
-        "pos_inf": int((want == torch.inf).sum()), "neg_inf": int((want == -torch.inf).sum()),
-        "zeros": int((want == 0).sum()),
-    }  # fmt: skip
-    # Gradients that cancel exactly in theory (the key bias of attention) are rounding noise around
-    # 0: whether such an element is 0 depends on the order of a sum.
-    sizes = finite.abs()
-    small = noise * float(sizes.max()) if len(finite) else 0.0
-    doubtful = int(((sizes > 0) & (sizes <= small)).sum())
-    wrong = [
-        f"{name} {int(counts[i])}, expected {value}"
-        for i, (name, value) in enumerate(exact.items())
-        if int(counts[i]) != value
-        and not (name == "zeros" and doubtful and 0 <= counts[i] <= value + doubtful)
-    ]
-    if wrong or not finite.numel():
-        return "; ".join(wrong), 0.0
-    peak = float(finite.abs().max())
-    total = float(finite.abs().sum())
-    worst = 0.0
-    for got, expected, scale, name in (
-        (values[0], float(finite.min()), peak, "min"),
-        (values[1], float(finite.max()), peak, "max"),
-        (values[2], float(finite.sum()), total, "sum"),
-        (values[3], float(finite.square().sum()), float(finite.square().sum()), "sum_sq"),
-    ):
-        error = abs(got - expected) / scale if scale else abs(got)
-        worst = max(worst, error)
-        if not error <= tolerance * (2 if name == "sum_sq" else 1):
-            wrong.append(f"{name} {got:.9g}, expected {expected:.9g} (off {error:.1e})")
-    return "; ".join(wrong), worst
+def _doubtful(want: Tensor, noise: float) -> int:
+    """How many values may be 0 on one side only.
+
+    Gradients that cancel exactly in theory (the key bias of attention) are rounding noise around 0:
+    whether such an element is 0 depends on the order of a sum.
+    """
+    sizes = want[torch.isfinite(want)].abs()
+    small = noise * float(sizes.max()) if len(sizes) else 0.0
+    return int(((sizes > 0) & (sizes <= small)).sum())
 
 
 def _faults(cell: Cell, steps: dict[int, StepRecord], outcome: Outcome) -> None:

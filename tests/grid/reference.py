@@ -1,14 +1,12 @@
 """What every site must show: the unsharded model in one process, seen by plain torch hooks.
 
 One replica per data-parallel rank sees that rank's batches; gradients are averaged by hand. Nothing
-of ddpprobe is imported here. Values are kept whole, in float64, and reduced when compared.
+of ddpprobe is imported here.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,36 +14,7 @@ from torch import Tensor, nn
 from tests.grid.axes import FSDP1, Cell
 from tests.grid.loops import BACKOFF, LR, SCALE, STEPS, autocast, branch_of, make_optimizers
 from tests.grid.models import Base, batch, build, loss_of
-
-Key = tuple[str, str, str]  # module or parameter path, kind, leaf
-
-
-@dataclass
-class Expected:
-    """One step: the values of every site over all calls, micro-batches and ranks.
-
-    `values[key]` are 1-D float64; `tapped` counts hooks placed, so that a key with hooks and no
-    value is one whose hook autograd itself has dropped. `skipped`: the step was given up.
-    `scale`: what the first rank multiplies its loss with.
-    """
-
-    values: dict[Key, list[Tensor]] = field(default_factory=dict)
-    tapped: dict[Key, int] = field(default_factory=dict)
-    skipped: bool = False
-    scale: float = 1.0
-
-    def see(self, key: Key, tensor: Tensor, scale: float = 1.0) -> None:
-        """Keep a copy of what arrived, divided by the loss scale."""
-        stored = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
-        self.values.setdefault(key, []).append(stored.double().reshape(-1).clone() / scale)
-
-    def tap(self, key: Key) -> None:
-        """A hook was placed for `key`."""
-        self.tapped[key] = self.tapped.get(key, 0) + 1
-
-    def of(self, key: Key) -> Tensor:
-        """All values of a site, float64 [n]."""
-        return torch.cat(self.values[key])
+from tests.site_values import Expected, GradientHook, Key, OutputHook
 
 
 @dataclass
@@ -102,11 +71,16 @@ class Reference:
             model.requires_grad_(True)  # the outputs of frozen modules have one, too
         optimizers = [] if self.cell.loop == "no-optimizer" else make_optimizers(self.cell, trained)
         replica = Replica(model, rank, masters, optimizers)
+
+        def see(key: Key, tensor: Tensor) -> None:
+            scaled = key[1] in ("grad_output", "grad_local")
+            self.see(key, tensor, self.loss_scale(replica) if scaled else 1.0)
+
         for name, module in model.named_modules():
-            module.register_forward_hook(_Output(self, replica, name))
+            module.register_forward_hook(OutputHook(see, self.tap, name))
         for name, parameter in model.named_parameters():
             if name in self._chosen:
-                parameter.register_hook(_Gradient(self, replica, (name, "grad_local", "")))
+                parameter.register_hook(GradientHook(see, (name, "grad_local", "")))
         return replica
 
     def see(self, key: Key, tensor: Tensor, scale: float = 1.0) -> None:
@@ -256,49 +230,3 @@ def _publish(replica: Replica) -> None:
         for master, parameter in zip(replica.masters, replica.model.parameters(), strict=True):
             if master is not parameter:
                 parameter.copy_(master)
-
-
-@dataclass(frozen=True)
-class _Output:
-    reference: Reference
-    replica: Replica
-    path: str
-
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        if not torch.is_grad_enabled():
-            return
-        for leaf, tensor in _tensors(output, ""):
-            if tensor.is_floating_point():
-                key = (self.path, "output", leaf)
-                self.reference.tap(key)
-                self.reference.see(key, tensor)
-            if tensor.requires_grad and not tensor.is_leaf:
-                key = (self.path, "grad_output", leaf)
-                self.reference.tap(key)
-                tensor.register_hook(_Gradient(self.reference, self.replica, key))
-
-
-@dataclass(frozen=True)
-class _Gradient:
-    reference: Reference
-    replica: Replica
-    key: Key
-
-    def __call__(self, gradient: Tensor) -> None:
-        self.reference.see(self.key, gradient, self.reference.loss_scale(self.replica))
-
-
-def _tensors(value: object, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-        return
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, tuple | list):
-        items = list(enumerate(value))
-    elif dataclasses.is_dataclass(value):
-        items = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-    else:
-        items = []
-    for key, child in items:
-        yield from _tensors(child, f"{path}.{key}" if path else str(key))
