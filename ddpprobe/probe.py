@@ -23,6 +23,7 @@ from ddpprobe.rank.hooks.stream_capture import is_captured
 from ddpprobe.rank.interval import Pacer
 from ddpprobe.rank.join import Joined, join_run
 from ddpprobe.rank.journal_writer import Identity
+from ddpprobe.rank.listener import Listener
 from ddpprobe.rank.options import InstallOptions, as_globs
 from ddpprobe.rank.order_handler import OrderHandler
 from ddpprobe.rank.probes import Probes, install_each
@@ -66,6 +67,7 @@ class Probe:
         self._note: Callable[..., object] = _nothing
         self._config: dict[str, object] = {}  # of all notes
         self._waits: FirstForward | None = None  # for a process group that may come
+        self._told_close: list[Callable[[], object]] = []
 
     def _begin(
         self, recorder: Recorder, joined: Joined, order_handler: OrderHandler, stopwatch: Stopwatch
@@ -118,6 +120,21 @@ class Probe:
         if what or config:
             self._config |= config or {}
             self._note(what, config or {})
+
+    def listen(self, listener: Listener) -> None:
+        """Have somebody in this process told of the sampled steps of this rank, and of `close()`.
+
+        It is told inside the training loop, so what it takes is counted as ddpprobe's. There is one
+        listener; another one takes its place for the steps to come.
+
+        Raises:
+            RuntimeError: there is no run yet (`run_dir` is None), or none any more.
+        """
+        if self._recorder is None:
+            raise RuntimeError("listen() needs a run: call it while this probe has a run_dir")
+        fuse = Fuse("listener")
+        self._recorder.listen(fuse.guard(listener.sampled))
+        self._told_close = [fuse.guard(listener.closed)]
 
     def trigger(self, reason: str = "asked for") -> None:
         """Ask for a capture, as an anomaly would: of the next steps, the same on all ranks.
@@ -174,6 +191,8 @@ class Probe:
             Fuse("signal handlers").guard(OF_THE_SCRIPT.release)()
         for root in [root for root, probe in _probed.items() if probe is self]:
             del _probed[root]
+        while self._told_close and not at_exit:
+            self._told_close.pop()()
 
     def __enter__(self) -> Probe:
         return self

@@ -6,11 +6,14 @@ probe = install(accelerator, model, every=10)
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, final
 
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from torch import nn
 
+from ddpprobe.integrations.loggers import LoggerLink, Sink, sink_of
 from ddpprobe.integrations.run_directory import run_directory
 from ddpprobe.probe import Probe
 from ddpprobe.probe import install as install_probe
@@ -26,7 +29,8 @@ def install(
     """Observe `model`, before or after `accelerator.prepare`; call it on every rank.
 
     The loss is the model's own: `accelerator.backward` divides it later. Trackers that are there
-    (`init_trackers`) are told where the run is, as `ddpprobe_run`.
+    (`init_trackers`) are told of the run, and of its verdict by `close()`: see
+    `loggers.LoggerLink`.
 
     Args:
         accelerator: its `project_dir` is where a new run lies, below `project_dir/ddpprobe`; a
@@ -43,7 +47,27 @@ def install(
         raise TypeError(f"install() takes an Accelerator, got {type(accelerator).__name__}")
     if accelerator.project_dir is not None:
         options = {"run_dir": run_directory(accelerator.project_dir, first_step), **options}
+    # Rank 0 has the trackers, and all ranks know what they were to be.
+    link = LoggerLink((lambda: map(_sink, accelerator.trackers)) if accelerator.log_with else None)
+    options["on_anomaly"] = link.counting(options.get("on_anomaly", "record"))
     probe = install_probe(model, first_step=first_step, **options)
-    for tracker in accelerator.trackers if probe.run_dir is not None else ():
-        tracker.store_init_configuration({"ddpprobe_run": probe.run_dir})
+    link.begin(probe)
     return probe
+
+
+@final
+class _TrackerSink:
+    """A tracker whose client is not known, through Accelerate's own interface."""
+
+    def __init__(self, tracker: GeneralTracker) -> None:
+        self._tracker = tracker
+
+    def numbers(self, values: Mapping[str, float], step: int) -> None:
+        self._tracker.log(dict(values), step=step)
+
+    def facts(self, values: Mapping[str, str]) -> None:
+        self._tracker.store_init_configuration(dict(values))
+
+
+def _sink(tracker: GeneralTracker) -> Sink:
+    return sink_of(tracker.tracker) or _TrackerSink(tracker)

@@ -7,11 +7,14 @@ probe = install(fabric, model, every=10)
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 from lightning.fabric import Fabric
 from torch import nn
 
+from ddpprobe.integrations.lightning_loggers import sinks_of
+from ddpprobe.integrations.loggers import LoggerLink
 from ddpprobe.integrations.run_directory import run_directory
 from ddpprobe.probe import Probe
 from ddpprobe.probe import install as install_probe
@@ -27,7 +30,8 @@ def install(
 ) -> Probe:
     """Observe what `fabric.setup` or `fabric.setup_module` returned; call it on every rank.
 
-    Modules have the names that they have in your own model: Fabric's wrapper is left out.
+    Modules have the names that they have in your own model: Fabric's wrapper is left out. Fabric's
+    loggers are told of the run, and of its verdict by `close()` (see `loggers.LoggerLink`).
 
     Args:
         fabric: launched, so that the process group is there.
@@ -49,4 +53,9 @@ def install(
             "fabric.setup(model, optimizer) first, and pass that model."
         )
     options = {"run_dir": run_directory(root_dir, first_step), **options}
-    return install_probe(inner, first_step=first_step, **options)
+    loggers = fabric.loggers
+    link = LoggerLink(partial(sinks_of, loggers) if loggers else None)
+    options["on_anomaly"] = link.counting(options.get("on_anomaly", "record"))
+    probe = install_probe(inner, first_step=first_step, **options)
+    link.begin(probe)
+    return probe

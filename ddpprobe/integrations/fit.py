@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 from torch import nn
 
+from ddpprobe.integrations.loggers import LoggerLink, Sink
 from ddpprobe.integrations.run_directory import run_directory
 from ddpprobe.probe import Probe, install
 from ddpprobe.records.step import Anomaly
@@ -35,13 +37,17 @@ class Fit:
         self._options = options
         self._paused = contextlib.ExitStack()
 
-    def begin(self, model: nn.Module, base: str | os.PathLike[str], step: int) -> Probe:
+    def begin(
+        self, model: nn.Module, base: str | os.PathLike[str], step: int,
+        sinks: Callable[[], Iterable[Sink]] | None = None,
+    ) -> Probe:  # fmt: skip
         """Observe `model` from the optimizer step `step` on.
 
         Args:
             model: as the framework trains it.
             base: directory of the framework's output, below which the run lies by default.
             step: optimizer steps taken before, by an earlier job that is resumed.
+            sinks: see `LoggerLink`.
 
         Raises:
             InstallError: see `ddpprobe.install`.
@@ -51,9 +57,12 @@ class Fit:
         options = {"run_dir": run_directory(base, step), **self._options}
         if options.get("on_anomaly") == "stop":
             options["on_anomaly"] = self._stop
+        link = LoggerLink(sinks)
+        options["on_anomaly"] = link.counting(options.get("on_anomaly", "record"))
         self.probe = install(model, **options, first_step=step)
         if self.probe.run_dir is not None and os.environ.get("RANK", "0") == "0":
             logger.info("ddpprobe: the run is in %s", self.probe.run_dir)
+        link.begin(self.probe)
         return self.probe
 
     def pause(self, reason: str) -> None:

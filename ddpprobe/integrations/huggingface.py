@@ -6,7 +6,11 @@ trainer = Trainer(..., callbacks=[DdpprobeCallback(every=10)])
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -17,9 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ddpprobe.integrations.fit import Fit
+from ddpprobe.integrations.loggers import Sink, TensorBoardSink, sink_of
 from ddpprobe.probe import Probe
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver
 from ddpprobe.rundir.fuse import Fuse
+
+_LOGGERS = frozenset({"wandb", "mlflow", "tensorboard"})
 
 
 @final
@@ -29,6 +36,8 @@ class DdpprobeCallback(TrainerCallback):
     Steps are numbered as `state.global_step` counts them, also when training resumes. The loss is
     the one that the model returns, as the mean over the tokens of the step (see `_log_loss`).
     Between the end of a step and the next one the probe pauses if the trainer evaluates or saves.
+    wandb, MLflow and TensorBoard, if `report_to` names them, are told of the run (see
+    `loggers.LoggerLink`).
 
     Args:
         options: keywords of `ddpprobe.install`. `run_dir` is by default a new directory below
@@ -41,6 +50,7 @@ class DdpprobeCallback(TrainerCallback):
         self._fit = Fit(options)
         self._loss_hook: RemovableHandle | None = None
         self._micros = self._share = 1
+        self._writer: Any = None
 
     @property
     def probe(self) -> Probe | None:
@@ -52,7 +62,9 @@ class DdpprobeCallback(TrainerCallback):
         model: nn.Module, **_: Any,  # noqa: ANN401  (the trainer's)
     ) -> None:  # fmt: skip
         """Install: the model is wrapped, the process group there, a checkpoint loaded."""
-        self._fit.begin(model, args.output_dir, state.global_step)
+        names = _LOGGERS.intersection(args.report_to)
+        sinks = partial(self._sinks, names, args) if names else None
+        self._fit.begin(model, args.output_dir, state.global_step, sinks)
         self._share = args.world_size if args.average_tokens_across_devices else 1
         # In front of the probe's own hooks, which would take the model's loss as it is.
         log = Fuse("the loss of the Trainer").guard(self._log_loss)
@@ -99,6 +111,25 @@ class DdpprobeCallback(TrainerCallback):
         """Close the run."""
         self._take_off()
         self._fit.end()
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+    def _sinks(self, names: frozenset[str], args: TrainingArguments) -> Iterator[Sink]:
+        """Yield those of `report_to` that are known; the trainer's callbacks have started them."""
+        for name, run in (("wandb", "run"), ("mlflow", "active_run")):
+            client = getattr(sys.modules.get(name), run, None) if name in names else None
+            sink = sink_of(client() if callable(client) else client, commit=True)
+            if sink is not None:
+                yield sink
+        if "tensorboard" in names:
+            # The trainer's own writer cannot be had, and a file takes one: this is a second file,
+            # which TensorBoard shows below the same directory.
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (if it is there)
+
+            where = os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir) / "runs"
+            self._writer = SummaryWriter(Path(where).expanduser() / "ddpprobe")
+            yield TensorBoardSink(self._writer)
 
     def _take_off(self) -> None:
         if self._loss_hook is not None:

@@ -6,12 +6,14 @@ trainer = Trainer(..., callbacks=[LightningCallback(every=10)])
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
 from ddpprobe.integrations.fit import Fit
+from ddpprobe.integrations.lightning_loggers import sinks_of
 from ddpprobe.probe import Probe
 from ddpprobe.rank import torch_private
 
@@ -31,7 +33,8 @@ class LightningCallback(Callback):
 
     Steps are numbered as `trainer.global_step` counts them (of several optimizers it counts each),
     also when training resumes. With automatic optimization the loss of each sampled step is kept as
-    `training_step` returned it. The probe pauses while the trainer validates or saves.
+    `training_step` returned it. The probe pauses while the trainer validates or saves. The
+    trainer's loggers are told of the run (see `loggers.LoggerLink`).
 
     Args:
         options: keywords of `ddpprobe.install`. `run_dir` is by default a new directory below
@@ -51,7 +54,8 @@ class LightningCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install: the module is wrapped, the process group there, a checkpoint loaded."""
         model = trainer.strategy.model or pl_module
-        self._fit.begin(model, trainer.default_root_dir, trainer.global_step)
+        sinks = partial(sinks_of, trainer.loggers) if trainer.loggers else None
+        self._fit.begin(model, trainer.default_root_dir, trainer.global_step, sinks)
 
     def on_train_batch_start(self, *_: object) -> None:
         """Go on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -107,6 +107,7 @@ class FrameWriter:
         self._warned = False
         self._unkept: set[str] = set()  # names of numbers of which it was said
         self._captured = -1  # the last step in which a CUDA graph was captured
+        self.on_sampled: Callable[[StepRecord], object] | None = None  # told of what was shipped
 
     def push(self, ended: EndedStep) -> None:
         """Take a step; `ship` writes it when its rows are there."""
@@ -121,7 +122,10 @@ class FrameWriter:
                 ended = self._ended.popleft()
                 if wait:
                     ended.wait()
-                self._append(self._record(ended))
+                record = self._record(ended)
+                self._append(record)
+                if ended.sampled and self.on_sampled is not None:
+                    self.on_sampled(record)
 
     def alarm(self, bad: FirstBad, at: int, *, partial: bool, skipped: bool, sampled: bool) -> None:
         """Write that step `at` went bad. `partial`: it is not over, but the process may be soon.

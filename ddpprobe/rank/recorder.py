@@ -23,6 +23,7 @@ from ddpprobe.rank.hooks.state_check import Looks
 from ddpprobe.rank.interval import Pacer
 from ddpprobe.rank.join import Joined
 from ddpprobe.rank.journal_writer import EndedStep, FrameWriter, Identity
+from ddpprobe.rank.listener import tell
 from ddpprobe.rank.logged_numbers import LoggedNumbers
 from ddpprobe.rank.observers import Observers
 from ddpprobe.rank.options import InstallOptions
@@ -118,6 +119,11 @@ class Recorder:
         """Write down what the script says; what it announces is marked on the next sampled step."""
         self._noted |= bool(what)
         self._frame_writer.note(self._clock.step, what, config)
+
+    def listen(self, sampled: Callable[[int, Mapping[str, float]], object]) -> None:
+        """Have a `Listener` told of sampled steps; its errors must be contained already."""
+        told = functools.partial(tell, sampled, self._who.world_size, self._heartbeat)
+        self._frame_writer.on_sampled = told
 
     def pause(self, reason: str) -> None:
         """Take every hook off the model until `resume`."""

@@ -84,7 +84,7 @@ def over_accelerate(out: Path, options: dict[str, Any] | None, steps: range, fau
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-    return net, losses, probe, notes.told.get("ddpprobe_run")
+    return net, losses, probe, notes.told.get("ddpprobe/run_dir")
 
 
 def over_fabric(out: Path, options: dict[str, Any] | None, steps: range, fault: int) -> Any:
