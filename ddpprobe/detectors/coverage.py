@@ -8,7 +8,7 @@ not called any more, hooks that another library took off.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.sites_of_kind import grown
+from ddpprobe.detectors.subtrees import by_subtree, common_module, named
 from ddpprobe.records.step import (
     IN_TURN,
     OBSERVED,
@@ -84,7 +85,7 @@ class Coverage(SampledDetector):
         found = self._blind_ranks(record)
         lost = self._history.add(record, judge=not record.missing and not self._blind)
         if lost:
-            found.append(_lost_sites(record, lost, self._history.reporting))
+            found.append(_lost_sites(record, lost, self._history.kept(), self._history.reporting))
         return found
 
     def _blind_ranks(self, record: StepRecord) -> list[Anomaly]:
@@ -144,6 +145,10 @@ class _History:
         new = new[[bool(self._steady[i]) or self._is_gone(i) for i in new]]
         self._lost[new] = True
         return [self._sites[i] for i in new]
+
+    def kept(self) -> list[Site]:
+        """Return the sites that are not lost, in the order in which they were first seen."""
+        return [self._sites[i] for i in np.flatnonzero(~self._lost)]
 
     def _by_chance(self, sites: NDArray[np.intp]) -> NDArray[np.float64]:
         """Return how many absences in a row are more than chance, at the rate of site and peers.
@@ -249,28 +254,25 @@ def _gone_blind(record: StepRecord, ranks: list[int], sites: int) -> Anomaly:
     return Coverage.anomaly(record, "warn", message, values, rank=rank, phase="forward")
 
 
-def _lost_sites(record: StepRecord, lost: list[Site], reporting: int) -> Anomaly:
+def _lost_sites(record: StepRecord, lost: list[Site], kept: list[Site], reporting: int) -> Anomaly:
+    """Return the warning for sites that are lost; `kept` are those known that are not."""
     kinds = {site.kind for site in lost}
     phase = min((PHASE_OF_KIND.get(k, "step") for k in kinds), key=PHASES.index)
     if phase == "forward":
         why = "not called any more (a branch, an expert), or compiled, replaced, stripped of hooks"
     else:
         why = "frozen (requires_grad=False), detached, or left out of the loss or the optimizer"
-    many = "1 site reports" if len(lost) == 1 else f"{len(lost)} sites below it report"
-    names = ", ".join(sorted(kinds))
+    # A subtree of one lost site only is named by it, and not by all that lies around it.
+    silent = by_subtree((s.fqn for s in lost), (s.fqn for s in kept if s.kind in kinds))
+    modules = [common_module(names) for names in silent.values()]
+    many = "1 site" if len(lost) == 1 else f"{len(lost)} sites"
+    report = "reports" if len(lost) == 1 else "report"
     message = (
-        f"{many} no more ({names}), {reporting} others do: {why}; if that was meant, all is well"
+        f"{many} in {named(modules)} {report} no more ({', '.join(sorted(kinds))}), {reporting} "
+        f"others do: {why}; if that was meant, all is well"
     )
-    values = {"lost": len(lost), "reporting": reporting}
+    values = {"lost": len(lost), "reporting": reporting, "modules": len(modules)}
     kind = next(iter(kinds)) if len(kinds) == 1 else None
-    module = prefix_of(s.fqn for s in lost)
-    return Coverage.anomaly(record, "warn", message, values, module=module, kind=kind, phase=phase)
-
-
-def prefix_of(names: Iterable[str]) -> str:
-    """Return the longest module path that all names lie in; "" is the root."""
-    first, *rest = (name.split(".") for name in names)
-    for other in rest:
-        same = zip(first, other, strict=False)
-        first = first[: next((i for i, (a, b) in enumerate(same) if a != b), len(other))]
-    return ".".join(first)
+    return Coverage.anomaly(
+        record, "warn", message, values, module=modules[0], kind=kind, phase=phase
+    )

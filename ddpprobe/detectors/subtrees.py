@@ -12,11 +12,27 @@ def subtrees(part: Iterable[str], rest: Iterable[str]) -> list[str]:
 
     A name of `part` that is also in `rest`, or around a name of it, stands for itself.
     """
+    return list(by_subtree(part, rest))
+
+
+def by_subtree(part: Iterable[str], rest: Iterable[str]) -> dict[str, list[str]]:
+    """Return the modules of `subtrees`, each with the names of `part` that lie in it."""
     taken = {prefix for name in rest for prefix in _prefixes(name)}
-    found: dict[str, None] = {}
+    found: dict[str, list[str]] = {}
     for name in part:
-        found[next((p for p in _prefixes(name) if p not in taken), name)] = None
-    return list(found)
+        found.setdefault(next((p for p in _prefixes(name) if p not in taken), name), []).append(
+            name
+        )
+    return found
+
+
+def common_module(names: Iterable[str]) -> str:
+    """Return the deepest module path that all names lie in; "" is the root."""
+    first, *rest = (name.split(".") for name in names)
+    for other in rest:
+        same = zip(first, other, strict=False)
+        first = first[: next((i for i, (a, b) in enumerate(same) if a != b), len(other))]
+    return ".".join(first)
 
 
 def named(modules: list[str]) -> str:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpprobe.detectors.coverage import FEWEST_ABSENT, NEVER, Coverage, patience, prefix_of
+from ddpprobe.detectors.coverage import FEWEST_ABSENT, NEVER, Coverage, patience
+from ddpprobe.detectors.subtrees import by_subtree, common_module, subtrees
 from ddpprobe.records.step import COUNTS, VALUES, Anomaly, Site, StepRecord
 
 OBSERVED = COUNTS.index("observed")
@@ -51,8 +52,10 @@ def test_a_module_that_falls_silent_is_one_warning_that_covers_all_its_sites(lis
     assert (warning.detector, warning.level, warning.step) == ("coverage", "warn", 102)
     assert (warning.module, warning.kind, warning.phase) == ("layers.2", None, "forward")
     assert (warning.rank, warning.first_cause) == (None, False)
-    assert dict(warning.values) == {"lost": 5, "reporting": len(SITES) - 5}
-    assert warning.message.startswith("5 sites below it report no more (grad, grad_output, output)")
+    assert dict(warning.values) == {"lost": 5, "reporting": len(SITES) - 5, "modules": 1}
+    assert warning.message.startswith(
+        "5 sites in layers.2 report no more (grad, grad_output, output)"
+    )
     assert "\n" not in warning.message
 
 
@@ -70,21 +73,48 @@ def test_weights_which_take_turns_are_neither_lost_nor_counted() -> None:
             )
         )  # fmt: skip
     (warning,) = run(records)
-    assert dict(warning.values) == {"lost": 1, "reporting": len(SITES) - 1}
+    assert dict(warning.values) == {"lost": 1, "reporting": len(SITES) - 1, "modules": 1}
 
 
 def test_one_site_is_named_itself() -> None:
     (warning,) = run(record(s, after(100, "embed")) for s in range(200))
     assert (warning.module, warning.kind) == ("embed", "output")
-    assert warning.message.startswith("1 site reports no more (output)")
+    assert warning.message.startswith("1 site in embed reports no more (output)")
 
 
-def test_sites_of_the_whole_model_are_covered_by_the_root() -> None:
-    (warning,) = run(record(s, after(100, "", ("grad",))) for s in range(200))
-    assert (warning.module, warning.kind, warning.phase) == ("layers", "grad", "step")
+def test_the_largest_silent_modules_are_named_and_not_what_lies_around_them() -> None:
     gone = lambda now, site: now >= 100 and site.fqn in {"embed", "layers.0.attn"}  # noqa: E731
     (warning,) = run(record(s, gone) for s in range(200))
-    assert warning.module == ""
+    assert (warning.module, warning.values["modules"]) == ("embed", 2)
+    assert warning.message.startswith("3 sites in embed, layers.0.attn report no more")
+
+
+def test_two_layers_are_named_and_not_their_list() -> None:
+    gone = lambda now, site: now >= 100 and site.fqn[:8] in {"layers.1", "layers.3"}  # noqa: E731
+    (warning,) = run(record(s, gone) for s in range(200))
+    assert (warning.module, warning.values["modules"]) == ("layers.1", 2)
+    assert "in layers.1, layers.3 report no more" in warning.message
+
+
+def test_what_falls_silent_later_is_named_itself_and_not_with_what_was_told_before() -> None:
+    def gone(now: int, site: Site) -> bool:
+        begun = {"layers.2.attn": 100, "layers.2.mlp": 120, "layers.2.mlp.weight": 120}
+        return now >= begun.get(site.fqn, 999)
+
+    first, second = run(record(s, gone) for s in range(200))
+    assert (first.module, second.module) == ("layers.2.attn", "layers.2.mlp")
+    assert (first.values["lost"], second.values["lost"]) == (2, 3)
+
+
+def test_all_sites_of_a_kind_are_named_by_the_deepest_module_that_holds_them() -> None:
+    (warning,) = run(record(s, after(100, "", ("grad",))) for s in range(200))
+    assert (warning.module, warning.kind, warning.phase) == ("layers", "grad", "step")
+
+
+def test_what_is_silent_in_one_kind_only_stays_out_of_the_name_of_another() -> None:
+    gone = after(100, "layers.2", ("output",))
+    (warning,) = run(record(s, gone) for s in range(200))
+    assert (warning.module, warning.kind) == ("layers.2", "output")
 
 
 def test_gradients_alone_are_said_to_be_frozen_or_detached() -> None:
@@ -225,10 +255,31 @@ def test_the_longer_a_site_has_reported_the_sooner_it_is_missed() -> None:
 
 @given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_the_prefix_covers_every_name_and_is_the_longest(names: list[list[str]]) -> None:
-    common = [p for p in prefix_of(".".join(n) for n in names).split(".") if p]
+    common = [p for p in common_module(".".join(n) for n in names).split(".") if p]
     assert all(n[: len(common)] == common for n in names)
     longer = {tuple(n[: len(common) + 1]) for n in names}
     assert len(longer) > 1 or any(len(n) == len(common) for n in names)
+
+
+PATHS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(".".join)
+
+
+@given(st.sets(PATHS, min_size=1, max_size=8), st.sets(PATHS, max_size=8))
+def test_subtrees_hold_every_name_and_nothing_of_the_rest_and_cannot_be_larger(
+    part: set[str], rest: set[str]
+) -> None:
+    def is_in(name: str, module: str) -> bool:
+        return not module or f"{name}.".startswith(f"{module}.")
+
+    found = by_subtree(part, rest)
+    assert list(found) == subtrees(part, rest)
+    assert sorted(n for names in found.values() for n in names) == sorted(part)
+    for module, inside in found.items():
+        assert all(is_in(name, module) for name in inside)
+        alone = any(is_in(other, module) for other in rest)
+        assert not alone or inside == [module]
+        around = module.rpartition(".")[0]
+        assert not module or alone or any(is_in(other, around) for other in rest)
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), max_size=80))
