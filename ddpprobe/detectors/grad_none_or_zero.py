@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.detectors.coverage import NEVER, patience
+from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.rank_gradients import Lost, RankGradients
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import SitesOfKind
 from ddpprobe.detectors.subtrees import named, subtrees
@@ -25,6 +27,7 @@ class GradNoneOrZero(SampledDetector):
     A parameter whose gradient comes and goes (an expert, LayerDrop, a branch) is left alone: how
     long one must be away follows from how long it had been there without a break, as for
     `coverage`. Where a large part of the model stops at one step, `least_away` sampled steps do.
+    So are those that only some ranks have lost, which the reduction hides; the rank is named.
 
     Args:
         steps: steps for which it must have been away.
@@ -45,6 +48,7 @@ class GradNoneOrZero(SampledDetector):
         at_least(1, least=least, odds=odds, least_away=least_away)
         above_zero(part=part)
         self._steps, self._least_away, self._part = steps, least_away, part
+        self._least = least
         self._needed = np.array(
             [patience(n, odds, least, least_away) for n in range(MOST_ACTIVE + 1)]
         )
@@ -52,6 +56,7 @@ class GradNoneOrZero(SampledDetector):
 
     def _reset(self) -> None:
         self._gradients = SitesOfKind("grad")
+        self._of_ranks = RankGradients(self._needed, self._least, self._steps)
         self._active = np.zeros(0, np.int64)  # sampled steps in a row with a gradient
         self._away = np.zeros(0, np.int64)  # sampled steps in a row without, since then
         self._since = np.zeros(0, np.int64)  # the first step of these
@@ -70,8 +75,9 @@ class GradNoneOrZero(SampledDetector):
         long = record.step - self._since >= self._steps
         gone = ~here & long & (self._away >= self._wanted(here))
         found = gone & ~self._told
+        lost = self._of_ranks.update(record)
         if not found.any():
-            return []
+            return [] if lost is None else [self._of_some_ranks(record, lost)]
         self._told |= found
         return [self._verdict(record, found, here, norm)]
 
@@ -119,3 +125,17 @@ class GradNoneOrZero(SampledDetector):
         return self.anomaly(
             record, "warn", message, values, module=modules[0], kind="grad", phase="backward"
         )
+
+    def _of_some_ranks(self, record: StepRecord, lost: Lost) -> Anomaly:
+        have = "has" if len(lost.ranks) == 1 else "have"
+        where = f", in {named(list(lost.modules))}" if lost.modules else ""
+        message = (
+            f"{ranks_text(lost.ranks)} {have} had no gradient, or one of zeros, of "
+            f"{lost.parameters} parameters since step {lost.since}{where}; the other ranks have "
+            "theirs, and the mean over all hides it: detached, masked or not called there"
+        )
+        values = {"parameters": lost.parameters, "ranks": len(lost.ranks), "since": lost.since}
+        return self.anomaly(
+            record, "warn", message, values, rank=lost.ranks[0] if len(lost.ranks) == 1 else None,
+            module=lost.modules[0] if lost.modules else None, kind="grad_local", phase="backward",
+        )  # fmt: skip

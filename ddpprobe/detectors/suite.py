@@ -12,6 +12,7 @@ from ddpprobe.detectors.dead_units import DeadUnits
 from ddpprobe.detectors.desync import Desync
 from ddpprobe.detectors.detector import AFTERMATH_STEPS, Detector
 from ddpprobe.detectors.frozen_param import FrozenParam
+from ddpprobe.detectors.grad_altered import GradAltered
 from ddpprobe.detectors.grad_none_or_zero import GradNoneOrZero
 from ddpprobe.detectors.grad_spike import GradSpike
 from ddpprobe.detectors.init_scale import InitScale
@@ -71,6 +72,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     NonFinite,
     Desync,
     Reduction,
+    GradAltered,
     LossScale,
     FrozenParam,
     NeverUpdated,

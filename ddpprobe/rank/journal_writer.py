@@ -25,13 +25,16 @@ from ddpprobe.records import events
 from ddpprobe.records.events import Event
 from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import (
+    ACTIVE,
     IN_TURN,
     KINDS,
     NONFINITE,
+    NUMEL,
     OBSERVED,
     PHASES,
     STATE_KINDS,
     SUM_SQ,
+    ZEROS,
     FirstBad,
     Site,
     StepRecord,
@@ -221,6 +224,9 @@ class FrameWriter:
             if name in result.scalars:
                 self.unkept(ended.step, [name], "this is measured; log yours by another name")
             scalars[name] = norm
+        active = _active(result, rows["grad_local"])
+        if active is not None:
+            scalars[ACTIVE] = active
         rms = _output_rms(result, rows["output"])
         if rms is not None:
             scalars["output_rms"] = rms
@@ -295,6 +301,18 @@ def _norm(result: StepResult, rows: NDArray[np.intp]) -> float | None:
     if result.counts[rows][:, NONFINITE].any():
         return float("nan")
     return float(result.values[rows, SUM_SQ].sum() ** 0.5)
+
+
+def _active(result: StepResult, rows: NDArray[np.intp]) -> float | None:
+    """Count the parameters whose local gradient has an element that is not zero.
+
+    The merged rows do not tell a rank whose gradient is lost from the others. None where no local
+    gradient has a row.
+    """
+    if not len(rows):
+        return None
+    counts = result.counts[rows]
+    return float(((counts[:, OBSERVED] > 0) & (counts[:, ZEROS] < counts[:, NUMEL])).sum())
 
 
 def _output_rms(result: StepResult, rows: NDArray[np.intp]) -> float | None:

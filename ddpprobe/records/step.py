@@ -94,7 +94,9 @@ _EXTREMES = [(i, c.merge) for i, c in enumerate(_VALUES) if c.merge is not np.ad
 VALUE_IDENTITY = np.array([c.identity for c in _VALUES])
 SQUARES = np.array([c.unit == SQUARED for c in _VALUES])  # divided by the square of a scale
 
-NUMEL, NAN, TAPPED, OBSERVED = map(COUNTS.index, ("numel", "nan", "tapped", "observed"))
+NUMEL, NAN, ZEROS, TAPPED, OBSERVED = map(
+    COUNTS.index, ("numel", "nan", "zeros", "tapped", "observed")
+)
 NONFINITE = slice(NAN, COUNTS.index("neg_inf") + 1)
 SUM_SQ = VALUES.index("sum_sq")
 
@@ -174,6 +176,8 @@ UNREDUCED = "unreduced"  # scalar, 1 on a sampled step whose gradients stayed ea
 LEARNING_RATE = "lr"  # scalar: the largest of all parameter groups; a logged one stands instead
 # Scalar of a sampled step: L2 norm of this rank's gradients as the optimizers are given them.
 USED_NORM = "grad_norm_used"
+# Scalar of a sampled step: how many parameters had a local gradient on this rank that is not zero.
+ACTIVE = "active_gradients"
 TRAINING = "training_share"  # scalar: of the modules, those in training mode in the forward
 TRAINABLE = "trainable_parameters"  # scalar: how many parameters require a gradient
 DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensor given to the model
@@ -243,8 +247,9 @@ class StepRecord:
             `grad_norm_local` (L2, before the reduction), `grad_norm` (L2, after the reduction and
             before clipping, on this rank's part; without rows of `grad`, what the optimizer is
             given), `grad_norm_used` (the same behind clipping), `output_rms` (geometric mean of the
-            rms of its outputs), `micro_batches`, `<phase>_seconds`, `probe_seconds`, and how the
-            loop is set up (`lr` and below).
+            rms of its outputs), `active_gradients` (parameters whose local gradient is not zero),
+            `micro_batches`, `<phase>_seconds`, `probe_seconds`, and how the loop is set up (`lr`
+            and below).
         first_bad: the earliest non-finite local tensor, if any.
         skipped: the optimizer did not step (a GradScaler found inf).
         partial: the step never reached its end (exception, exit).

@@ -1,0 +1,71 @@
+"""Gradients that grow between the backward and the optimizer are found; those clipped are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from ddpprobe.detectors.grad_altered import GradAltered
+from ddpprobe.records.step import USED_NORM, StepRecord
+from tests.detectors.made_records import levels, record, run
+
+
+def step(number: int, ratios: Sequence[float], **changes: object) -> StepRecord:
+    """Each rank's gradient, and that of its optimizer: so many times as large."""
+    norm = 1 + number % 5
+    said = {r: {"grad_norm": norm, USED_NORM: norm * x} for r, x in enumerate(ratios)}
+    return record(number, said, **changes)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("ratio", [1.01, 2.0, 1e30])
+def test_gradients_that_become_larger_are_found_at_the_third_sampled_step(
+    every: int, ratio: float
+) -> None:
+    stream = [step(s, [ratio if s >= 160 else 1.0]) for s in range(0, 300, every)]
+    (warn,) = run(GradAltered(), stream)
+    assert (warn.level, warn.step, warn.rank) == ("warn", 160 + 2 * every, 0)
+    assert warn.values == {"ratio": pytest.approx(ratio), "since": 160, "ranks": 1}
+
+
+def test_one_rank_is_named_and_several_are_not() -> None:
+    for bad, rank in (([1, 2, 1], 1), ([1, 2, 2], None), ([2, 2, 2], None)):
+        stream = [step(s, bad if s >= 60 else [1, 1, 1]) for s in range(90)]
+        (warn,) = run(GradAltered(), stream)
+        assert (warn.rank, warn.values["ranks"]) == (rank, bad.count(2))
+
+
+def test_clipping_that_begins_and_two_norms_of_bfloat16_are_left_alone() -> None:
+    rng = np.random.default_rng(0)
+    stream = [step(s, [1.0 if s < 60 else rng.uniform(0.01, 1.0)]) for s in range(200)]
+    assert run(GradAltered(), stream) == []
+    stream = [step(s, [1 + rng.uniform(-0.004, 0.004)]) for s in range(500)]
+    assert run(GradAltered(), stream) == []
+
+
+@pytest.mark.parametrize("factor", [3.0, 1e-5])
+def test_a_scale_that_was_there_from_the_start_is_meant(factor: float) -> None:
+    assert run(GradAltered(), [step(s, [3.0 + s % 2]) for s in range(100)]) == []
+    stream = [step(s, [3.0 if s % 4 == 0 else factor]) for s in range(100)]
+    assert run(GradAltered(), stream) == []
+
+
+def test_two_steps_in_a_row_are_too_few() -> None:
+    stream = [step(s, [2.0 if s in {60, 61, 90} else 1.0]) for s in range(100)]
+    assert run(GradAltered(), stream) == []
+
+
+def test_it_is_told_again_behind_a_quiet_time() -> None:
+    stream = [step(s, [2.0 if 60 <= s < 70 or s >= 200 else 1.0]) for s in range(300)]
+    assert levels(run(GradAltered(), stream)) == [("warn", 62), ("warn", 202)]
+
+
+def test_numbers_that_are_none_and_steps_that_were_skipped_say_nothing() -> None:
+    quiet = [step(s, [1.0]) for s in range(60)]
+    for said in ({}, {"grad_norm": 0.0, USED_NORM: 1.0}, {"grad_norm": np.nan, USED_NORM: 1.0},
+                 {"grad_norm": 1.0}, {"grad_norm": 1.0, USED_NORM: np.inf}):  # fmt: skip
+        assert run(GradAltered(), [*quiet, *(record(s, {0: said}) for s in range(60, 90))]) == []
+    skipped = [step(s, [2.0], skipped=True) for s in range(60, 90)]
+    assert run(GradAltered(), [*quiet, *skipped]) == []
