@@ -40,6 +40,8 @@ class Cnn(nn.Module):
 
 
 class Attention(nn.Module):
+    causal = True
+
     def __init__(self, width: int, heads: int = 2) -> None:
         super().__init__()
         self.heads = heads
@@ -51,7 +53,7 @@ class Attention(nn.Module):
             part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in (self.q, self.k, self.v)
         )
-        h = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(h.transpose(1, 2).flatten(2))
 
 

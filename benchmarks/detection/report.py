@@ -55,14 +55,13 @@ _UNLISTED = """
 ## Faults that no list had
 
 Written when the detectors were there, and before any of them was run; no threshold was chosen by
-them. Two of them showed what was mended since: no digest of inputs that are not contiguous (U20),
-and the mode of one rank (U17); before that 18 of 30 at every=1
-and 17 of 30 at every=10 were found."""
+them."""
 _LEARNED = """
 ## Faults that were learned from
 
-These had been such once, before `output_drop` and four more rules were made from what they showed:
-16 of 30 at every=1 and 14 of 30 at every=10 were found then."""
+Two times ten that had been such once, before rules were made from what they showed. Of the first
+ten (U01 to U10) 16 of 30 were found at every=1 and 14 of 30 at every=10 then, of the second ten 18
+and 17."""
 _SHARDED = """
 ## The faults under FSDP2
 
