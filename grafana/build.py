@@ -58,7 +58,8 @@ def files() -> dict[str, str]:
         "grafana/alertmanager/alertmanager.yml": routing.alertmanager_yaml(),
         "docs/reference/metrics.md": reference.metrics(),
         "docs/reference/detectors.md": reference.detectors(
-            (HOME / "docs/reference/detectors.md").read_text("utf-8")
+            (HOME / "docs/reference/detectors.md").read_text("utf-8"),
+            (HOME / "docs/detection.md").read_text("utf-8"),
         ),
     }
 

@@ -13,7 +13,7 @@ from ddpprobe.metrics.table import (
     Metric,
 )
 from ddpprobe.records.step import LEVELS
-from grafana import series_table
+from grafana import measured, series_table
 
 _HEAD = f"""# Metrics
 
@@ -97,9 +97,14 @@ BEGIN = "<!-- Made by `python -m grafana.build` from the classes in ddpprobe/det
 END = "<!-- End of what is made. -->\n"
 
 
-def detectors(page: str) -> str:
-    """Return the detectors' page with what is said of each one and of its settings made anew."""
-    before, rest = page.split(BEGIN)
+def detectors(page: str, detection: str) -> str:
+    """Return the detectors' page with what is measured of each one, and its settings, made anew.
+
+    Args:
+        page: as it is.
+        detection: the page of the benchmark.
+    """
+    before, rest = measured.told(page, measured.read(detection)).split(BEGIN)
     _, after = rest.split(END)
     lines = ["", "| Detector | In a report | What it does |", "|---|---|---|"]
     lines += [f"| `{d.name}` | {d.title} | {summary(d)} |" for d in DETECTORS]

@@ -116,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked.out.write_text(text)
     elif not missing and not asked.quick and not asked.jobs and not asked.seeds:
         _DOCUMENT.write_text(text)
+        print("what the detectors' reference says of it: python -m grafana.build", file=sys.stderr)
     return bool(failed)
 
 

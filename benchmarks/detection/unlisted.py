@@ -2,8 +2,8 @@
 
 They were written before any of them was run, and 16 and 14 of 30 were found then. What they and
 those of `learned` had in common has become rules, so that they say of other faults no more than the
-listed ones; those of `fresh` do. What is expected names every detector that speaks of the cause or of what follows from
-it at once.
+listed ones; those of `fresh` do. What is expected names every detector that speaks of the cause or
+of what follows from it at once.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ddpprobe.detectors.coverage import NEVER, patience
 from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
-from ddpprobe.detectors.rank_gradients import Lost, RankGradients
+from ddpprobe.detectors.rank_gradients import LostGradients, RankGradients
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import SitesOfKind
 from ddpprobe.detectors.subtrees import named, subtrees
@@ -126,7 +126,7 @@ class GradNoneOrZero(SampledDetector):
             record, "warn", message, values, module=modules[0], kind="grad", phase="backward"
         )
 
-    def _of_some_ranks(self, record: StepRecord, lost: Lost) -> Anomaly:
+    def _of_some_ranks(self, record: StepRecord, lost: LostGradients) -> Anomaly:
         have = "has" if len(lost.ranks) == 1 else "have"
         where = f", in {named(list(lost.modules))}" if lost.modules else ""
         message = (

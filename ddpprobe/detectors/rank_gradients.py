@@ -17,7 +17,7 @@ from ddpprobe.records.step import ACTIVE, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostGradients:
     """Gradients that some ranks have lost.
 
     Attributes:
@@ -51,7 +51,7 @@ class RankGradients:
         self._gradients = SitesOfKind("grad_local")
         self._begin(NEVER)
 
-    def update(self, record: StepRecord) -> Lost | None:
+    def update(self, record: StepRecord) -> LostGradients | None:
         """Take the next whole record; return what has been lost as of it."""
         now = {r: int(s[ACTIVE]) for r, s in record.scalars.items() if s.get(ACTIVE, -1) >= 0}
         alive = self._alive(record)
@@ -90,7 +90,7 @@ class RankGradients:
 
     def _judge(
         self, record: StepRecord, now: dict[int, int], low: set[int], alive: NDArray[np.float64]
-    ) -> Lost | None:
+    ) -> LostGradients | None:
         lost = [
             rank
             for rank in sorted(low)
@@ -108,7 +108,7 @@ class RankGradients:
         modules = subtrees(names, [fqns[i] for i in np.flatnonzero(~away)])
         parameters = self._lowest - min(now[rank] for rank in lost)
         since = min(self._since[rank] for rank in lost)
-        return Lost(tuple(lost), parameters, since, tuple(modules))
+        return LostGradients(tuple(lost), parameters, since, tuple(modules))
 
     def _alive(self, record: StepRecord) -> NDArray[np.float64]:
         """Return how many elements of each local gradient are not zero, of all ranks together."""
