@@ -64,8 +64,8 @@ class GradAltered(SampledDetector):
             "between the two (scaling, rounding, masks); no clipping makes it larger"
         )
         values = {"ratio": ratio, "since": since, "ranks": len(found)}
-        rank = found[0] if len(found) == 1 else None
-        return [self.anomaly(record, "warn", message, values, rank=rank, kind="grad")]
+        alone = found[0] if len(found) == 1 else None
+        return [self.anomaly(record, "warn", message, values, rank=alone, kind="grad")]
 
     def _follow(self, rank: int, *, larger: bool, step: int) -> None:
         if not larger:

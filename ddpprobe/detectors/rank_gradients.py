@@ -51,6 +51,18 @@ class RankGradients:
         self._gradients = SitesOfKind("grad_local")
         self._begin(NEVER)
 
+    def _begin(self, lowest: int) -> None:
+        self._lowest: int = (
+            lowest  # of all ranks and sampled steps, but of those that are below it now
+        )
+        self._known, self._seen = 0, 0  # numbers, and sampled steps, that it is the lowest of
+        self._since: dict[int, int] = {}  # rank that is below it -> first step,
+        self._away: dict[int, int] = {}  # sampled steps in a row,
+        self._least: dict[int, int] = {}  # and the lowest number at them
+        self._told: set[int] = set()
+        # Elements of each gradient that were not zero, of all ranks together: the fewest.
+        self._usual = np.zeros(0)
+
     def update(self, record: StepRecord) -> LostGradients | None:
         """Take the next whole record; return what has been lost as of it."""
         now = {r: int(s[ACTIVE]) for r, s in record.scalars.items() if s.get(ACTIVE, -1) >= 0}
@@ -77,16 +89,6 @@ class RankGradients:
             self._usual = np.fmin(grown(self._usual, len(alive), np.inf), alive)
             return None
         return self._judge(record, now, low, alive)
-
-    def _begin(self, lowest: int) -> None:
-        self._lowest = lowest  # of all ranks and sampled steps, but of those that are below it now
-        self._known, self._seen = 0, 0  # numbers, and sampled steps, that it is the lowest of
-        self._since: dict[int, int] = {}  # rank that is below it -> first step,
-        self._away: dict[int, int] = {}  # sampled steps in a row,
-        self._least: dict[int, int] = {}  # and the lowest number at them
-        self._told: set[int] = set()
-        # Elements of each gradient that were not zero, of all ranks together: the fewest.
-        self._usual = np.zeros(0)
 
     def _judge(
         self, record: StepRecord, now: dict[int, int], low: set[int], alive: NDArray[np.float64]
