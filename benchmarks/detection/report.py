@@ -54,8 +54,10 @@ In turn ddpprobe needs no other program to learn from.
 _UNLISTED = """
 ## Faults that no list had
 
-Written when the detectors were there, and before any of them was run; no threshold was chosen by
-them."""
+Written when the detectors were there, and before any of them was run: 13 of 30 were found then at
+every=1, and 13 of 30 at every=10. Since then `grad_zeros` was made from what U26 and U30 showed,
+and U28 was planted in another way, as it had stopped the count of its rank's steps; no threshold
+was chosen by the others."""
 _LEARNED = """
 ## Faults that were learned from
 

@@ -15,6 +15,7 @@ from ddpprobe.detectors.frozen_param import FrozenParam
 from ddpprobe.detectors.grad_altered import GradAltered
 from ddpprobe.detectors.grad_none_or_zero import GradNoneOrZero
 from ddpprobe.detectors.grad_spike import GradSpike
+from ddpprobe.detectors.grad_zeros import GradZeros
 from ddpprobe.detectors.init_scale import InitScale
 from ddpprobe.detectors.loss_runaway import LossRunaway
 from ddpprobe.detectors.loss_scale import LossScale
@@ -84,6 +85,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     GradSpike,
     DeadUnits,
     GradNoneOrZero,
+    GradZeros,
     Vanishing,
     LossSpike,
     LossRunaway,
