@@ -67,7 +67,7 @@ def test_a_rank_that_torchrun_starts_again_goes_on_in_the_run_of_the_same_call(
         {"pid": os.getpid()}, {"pid_start": psutil.Process().parent().create_time() - 60},
         {"call": "2"}, {"pid_start": "x"},
     ],
-    ids=str,
+    ids=["another process", "another start", "another call", "no start"],
 )  # fmt: skip
 def test_a_run_that_another_torchrun_has_started_is_not_gone_on_in(
     restarted: None, change: dict[str, object]
