@@ -13,9 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from ddpprobe.ends.rank_ends import CLEAN
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event, Steps
-from ddpprobe.records.events import BlindEvent, ClosedEvent, DeathEvent, LastBeatsEvent
+from ddpprobe.records.events import (
+    BlindEvent,
+    ClosedEvent,
+    DeathEvent,
+    LastBeatsEvent,
+    PeerExitEvent,
+)
 from ddpprobe.rundir import heartbeat, paths, safe_read
 from ddpprobe.rundir.heartbeat import Heartbeat
 
@@ -194,9 +201,13 @@ def _elsewhere(merged_reader: MergedReader, attempt: int) -> set[int]:
 
 @dataclass(slots=True)
 class _Word:
-    """What a rank, or its daemon, said of it last; `exact`: it took so many and no more."""
+    """What a rank, or its daemon, said of it last; `exact`: it took so many and no more.
+
+    `fell`: other ranks saw it end, and not as one that comes to its end.
+    """
 
     end: str = ""
+    fell: bool = False
     sampled: int = 0
     exact: bool = False
     reached: int | None = None
@@ -228,7 +239,7 @@ def _shares(merged_reader: MergedReader, attempt: int, *, live: bool) -> list[Ra
             RankShare(
                 attempt, rank, count, max(sampled_steps, count),
                 int(steps[-1]) if count else None, word.reached,
-                word.end or (RUNNING if live else UNKNOWN), rank in absent,
+                word.end or (DIED if word.fell else RUNNING if live else UNKNOWN), rank in absent,
                 blind=word.blind and not sampled_steps,
             )
         )  # fmt: skip
@@ -267,6 +278,8 @@ def _take_event(words: dict[int, _Word], event: Event) -> None:
             words[event.rank].blind = True
         case DeathEvent(rank=rank) if rank in words:
             words[rank].end = DIED
+        case PeerExitEvent(rank=rank, how=how) if rank in words:
+            words[rank].fell |= how not in {UNKNOWN, CLEAN}
         case LastBeatsEvent(ranks=ranks):
             for rank in ranks.keys() & words.keys():
                 beat = ranks[rank]

@@ -271,6 +271,20 @@ def test_a_death_in_a_partial_view_is_no_first_cause(tmp_path: Path) -> None:
     assert ends == {0: UNKNOWN, 1: UNKNOWN, 2: DIED, 3: CLOSED}
 
 
+@pytest.mark.parametrize(
+    ("how", "end"), [("SIGSEGV", DIED), ("exit:7", DIED), ("exit:0", UNKNOWN), ("unknown", UNKNOWN)]
+)
+def test_the_end_of_a_rank_that_another_one_saw_fall_is_known(
+    tmp_path: Path, how: str, end: str
+) -> None:
+    made = Made(tmp_path / "run", ranks=2).whole(6)
+    seen = {"event": "peer_exit", "rank": 1, "how": how, "alive": [0], "time_ns": 5}
+    made.writer(0).append_json(framing.LIFE, seen)
+    made.close(cleanly=False)
+    shares = open_run(made.path).completeness().shares
+    assert [share.end for share in shares] == [UNKNOWN, end]
+
+
 def test_the_head_s_own_directory_keeps_its_verdict_and_names_what_is_elsewhere(
     tmp_path: Path, call: Call
 ) -> None:
