@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ddpprobe.errors import InstallError
-from ddpprobe.rank import last_words, rendezvous, torch_private
+from ddpprobe.rank import last_words, peer_watcher, rendezvous, torch_private
 from ddpprobe.rank.capture.capturing import Capturing
 from ddpprobe.rank.capture.pack_writer import PackWriter
 from ddpprobe.rank.first_forward import FirstForward
@@ -178,9 +178,9 @@ class Probe:
             return
         words = Fuse("last words").guard(last_words.goodbye)(at_exit=at_exit)
         if self._joined is not None:
-            error = None if words is None else words.error
-            broken = error is not None and error.collective and not error.timed_out
-            Fuse("close").guard(self._joined.peer_watcher.close)(awaits=broken)
+            midway = at_exit and recorder.is_inside_a_step
+            seconds = 0.0 if words is None else peer_watcher.patience(words, midway=midway)
+            Fuse("close").guard(self._joined.peer_watcher.close)(seconds)
         Fuse("close").guard(recorder.close)(words)
         if self._joined is not None:
             Fuse("close").guard(self._joined.close)()

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from ddpprobe.records.events import Event, PeerExitEvent
+from ddpprobe.records.events import ClosedEvent, Event, PeerExitEvent
 from ddpprobe.rundir import pidfds, processes
 from ddpprobe.rundir.fuse import Fuse
 
 JOIN_SECONDS = 2.0  # for a thread that writes where a disk may not answer
-# A process that dies closes its connections first, and who waited there may end before it is dead.
-DEATH_SECONDS = 1.0
+# A process that dies closes its connections first, and who waited there may end before it is dead:
+# so long it waits for that if its connection broke, or if its script may have caught such an error.
+BROKEN_SECONDS, CAUGHT_SECONDS = 1.0, 0.2
 _NAMESPACE = Path("/proc/self/ns/pid")
 
 
@@ -107,14 +108,14 @@ class PeerWatcher:
                 self._thread = None
                 self._close_wake()
 
-    def close(self, *, awaits: bool = False) -> None:
+    def close(self, seconds: float = 0.0) -> None:
         """Watch nobody any more; leave no thread and no descriptor.
 
         Args:
-            awaits: one of them is about to die, as it seems: wait for that, a second at most.
+            seconds: one of them may be about to die: wait for that, so long at most.
         """
-        if awaits and self._thread is not None and self._thread.is_alive():
-            self._seen.wait(DEATH_SECONDS)
+        if seconds and self._thread is not None and self._thread.is_alive():
+            self._seen.wait(seconds)
         self.rest()
         if self._thread is None:  # or the descriptors are still its own
             self.abandon()
@@ -158,3 +159,15 @@ class PeerWatcher:
             how = pidfds.how_it_ended(pid, fd)
             self._say(PeerExitEvent(rank=rank, how=how, alive=tuple(alive), time_ns=now))
             self._seen.set()
+
+
+def patience(words: ClosedEvent, *, midway: bool) -> float:
+    """Return how long to wait for the death of another rank that may be why this one ends.
+
+    Args:
+        words: its last ones.
+        midway: its interpreter ends in the middle of a step, be it that nobody says why.
+    """
+    if words.error is None:
+        return CAUGHT_SECONDS if midway and not words.asked else 0.0
+    return BROKEN_SECONDS if words.error.collective and not words.error.timed_out else 0.0

@@ -178,6 +178,11 @@ class Recorder:
         # torch goes over the hooks that there were when a call began: one of ours may be still due.
         self.fuse.blown = self._clock_fuse.blown = True
 
+    @property
+    def is_inside_a_step(self) -> bool:
+        """Whether a step has begun and is not known to have ended."""
+        return self._clock.is_inside_a_step
+
     def abandon(self) -> None:
         """In a forked child: let go of everything without a trace in the parent's files."""
         self._open = False

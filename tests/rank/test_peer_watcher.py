@@ -8,13 +8,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
 
-from ddpprobe.rank import peer_watcher
-from ddpprobe.rank.peer_watcher import PeerWatcher, Process
-from ddpprobe.records.events import PeerExitEvent
+from ddpprobe.rank.peer_watcher import (
+    BROKEN_SECONDS,
+    CAUGHT_SECONDS,
+    PeerWatcher,
+    Process,
+    patience,
+)
+from ddpprobe.records.events import ClosedEvent, PeerExitEvent
+from ddpprobe.records.fate import RaisedError
 from ddpprobe.rundir import pidfds
 
 OWN_RANK = 3
@@ -140,23 +147,38 @@ def test_closing_leaves_no_thread_and_no_descriptor(
         assert (open_files(), threading.active_count()) == before
 
 
-def test_whose_connection_broke_waits_for_the_death_that_is_behind_it(
-    peers: Peers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peer_watcher, "DEATH_SECONDS", 60.0)
+def test_who_closes_can_wait_for_a_death_that_is_about_to_come(peers: Peers) -> None:
     peers.watch(2)
     threading.Timer(0.2, peers.started[1].kill).start()
-    peers.watcher.close(awaits=True)
+    peers.watcher.close(60.0)
     assert places(peers.said) == [(1, "SIGKILL", (0, 3))]
 
 
-def test_who_waits_for_a_death_that_does_not_come_goes_on(
-    peers: Peers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peer_watcher, "DEATH_SECONDS", 0.01)
+def test_who_waits_for_a_death_that_does_not_come_goes_on(peers: Peers) -> None:
     peers.watch(1)
-    peers.watcher.close(awaits=True)
+    peers.watcher.close(0.01)
     assert peers.said == []
+
+
+GONE = RaisedError("RuntimeError", "[gloo] Connection closed by peer", collective=True)
+
+
+@pytest.mark.parametrize(
+    ("said", "midway", "seconds"),
+    [
+        ({}, False, 0.0),
+        ({}, True, CAUGHT_SECONDS),
+        ({"asked": True}, True, 0.0),
+        ({"error": GONE}, True, BROKEN_SECONDS),
+        ({"error": GONE}, False, BROKEN_SECONDS),
+        ({"error": replace(GONE, message="[gloo] Timed out waiting 10ms")}, True, 0.0),
+        ({"error": RaisedError("ValueError", "bad batch")}, True, 0.0),
+    ],
+)
+def test_only_who_may_have_lost_a_peer_waits_for_a_death(
+    said: dict[str, Any], midway: bool, seconds: float
+) -> None:
+    assert patience(ClosedEvent(**said), midway=midway) == seconds
 
 
 def test_the_thread_is_not_there_while_the_process_forks_and_a_child_leaves_the_parent_s_watch(
