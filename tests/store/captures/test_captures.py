@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from ddpprobe.errors import PackDamaged, StoreDamaged, TensorError
 from ddpprobe.reader.run import open_run
+from ddpprobe.reader.verify import captures as verify_captures
 from ddpprobe.reader.verify.verify import verify
 from ddpprobe.rundir import framing, tensor_pack
 from ddpprobe.rundir.paths import DirectoryLock, RunDir, make_dir
@@ -594,3 +595,24 @@ def test_a_part_that_its_node_lost_before_it_folded_is_named_with_its_step(run):
         Lost(f"run.zarr/{GROUP}/t00000", (7, 7), f"{SITE}: the part of ranks [{rank}] is nowhere")
         for rank in (2, 3)
     ]
+
+
+def test_the_captures_of_every_attempt_are_checked(run):
+    for attempt, step in ((0, 7), (0, 9), (1, 3)):
+        named = [(made.KEY, made.sharded(made.whole([8], "float32"), [2], [0]))]
+        made.write(run, named, attempt=attempt, step=step)
+    assert verify_captures.captured_events(run, [0, 1]) == [(0, 7), (0, 9), (1, 3)]
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_what_is_damaged_otherwise_at_every_look_is_damage_at_the_last_one(
+    run, monkeypatch, settles
+):
+    """Each look but the last compares two readings, and a fold may move all between them."""
+    made.write(run, [(made.KEY, made.sharded(made.whole([8], "float32"), [2], [0]))])
+    readings = [Lost(str(n), (7, 7), "damaged") for n in range(2 * (verify_captures.LOOKS - 1))]
+    last = [] if settles else [Lost("last", (7, 7), "damaged")]
+    said = iter([*([lost] for lost in readings), last])
+    monkeypatch.setattr(verify_captures, "_damage", lambda *_: next(said))
+    assert verify(open_run(run.path)).damage == last
+    assert next(said, None) is None
