@@ -616,3 +616,13 @@ def test_what_is_damaged_otherwise_at_every_look_is_damage_at_the_last_one(
     monkeypatch.setattr(verify_captures, "_damage", lambda *_: next(said))
     assert verify(open_run(run.path)).damage == last
     assert next(said, None) is None
+
+
+def test_a_tensor_that_was_damaged_in_its_pack_is_named_with_its_step(run):
+    made.write(run, [(made.KEY, made.sharded(made.whole([8], "float32"), [2], [0]))])
+    path = run.pack(0, "node_0000", 1, 7)
+    data, part = path.read_bytes(), made.whole([8], "float32")[4:].tobytes()
+    assert data.count(part) == 1
+    path.write_bytes(data.replace(part, bytes(len(part))))
+    (lost,) = verify(open_run(run.path)).damage
+    assert (lost.where, lost.steps) == (str(path.relative_to(run.path)), (7, 7))
