@@ -39,7 +39,7 @@ def no_site(
     kinds = {site.kind for site in known if kind and fnmatchcase(site.fqn, module)}
     if kinds:
         why.append(f"{module} has no {kind}, but {', '.join(sorted(kinds))}")
-    near = nearest(glob, (str(site) if ":" in glob else site.fqn for site in known))
+    near = nearest(glob, (str(site) if ":" in glob else site.printed_fqn for site in known))
     return "; ".join([f"no site matches {glob!r}", *why, f"nearest: {near}"])
 
 

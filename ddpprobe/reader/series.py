@@ -67,7 +67,7 @@ class Scalars:
 
 def matches(site: Site, glob: str) -> bool:
     """Return whether a glob matches `fqn`, `fqn:kind` or `fqn[leaf]:kind`, as sites are printed."""
-    names = (str(site), site.fqn, f"{site.fqn}:{site.kind}")
+    names = (str(site), site.fqn, f"{site.fqn}:{site.kind}", site.printed_fqn)
     return any(fnmatchcase(name, glob) for name in names)
 
 

@@ -165,9 +165,14 @@ class Site:
         """Identity across ranks and attempts: (fqn, kind, leaf)."""
         return (self.fqn, self.kind, self.leaf)
 
+    @property
+    def printed_fqn(self) -> str:
+        """FQN as it is printed, and may be typed: that of the model itself is `(root)`."""
+        return self.fqn or "(root)"
+
     def __str__(self) -> str:
         leaf = f"[{self.leaf}]" if self.leaf else ""
-        return f"{self.fqn or '(root)'}{leaf}:{self.kind}"
+        return f"{self.printed_fqn}{leaf}:{self.kind}"
 
 
 CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were looked at behind it

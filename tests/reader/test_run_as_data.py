@@ -19,14 +19,14 @@ from ddpprobe.errors import RunNotFound, StoreDamaged, UnknownSeries
 from ddpprobe.reader.lazy_dataset import lazy_dataset
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.run import Run, open_run
-from ddpprobe.records.step import FORMULAS, StepRecord
+from ddpprobe.records.step import FORMULAS, Site, StepRecord
 from ddpprobe.rundir import framing
 from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.retention import RetentionLimits
 from ddpprobe.store.row_reader import RowReader
 from ddpprobe.store.writer import StoreWriter
 
-from ..made_runs import NODE, Made, head_merge, record
+from ..made_runs import NODE, Made, head_merge, record, sites
 from .test_run import STATES, bring
 
 STEPS, FOLDED = 50, 20
@@ -82,6 +82,16 @@ def test_who_asks_for_zeros_ratio_is_told_our_word_first(tmp_path: Path) -> None
     run = open_run(Made(tmp_path).whole(2).close().path)
     with pytest.raises(UnknownSeries, match="choose one of zero_ratio, "):
         run.series("*", "zeros_ratio")
+
+
+def test_the_model_itself_is_named_as_it_may_be_typed(tmp_path: Path) -> None:
+    made = Made(tmp_path, ranks=1)
+    root = Site("", "output", dtype="float32")
+    made.write(replace(record(0, step, 2), sites=(root, sites(1)[0])) for step in range(2))
+    run = open_run(made.close().path)
+    with pytest.raises(UnknownSeries, match=r"nearest: \(root\), blocks\.0\.mlp"):
+        run.series("layer.7", "rms", 0)
+    assert run.series("(root)", "rms", 0).sites == run.series("", "rms", 0).sites == (root,)
 
 
 def test_what_is_absent_is_missing_and_not_a_number_of_the_run(run: Run) -> None:

@@ -30,10 +30,11 @@ class Contained:
 
     Args:
         what: whose code it is, for the text.
+        advice: the end of the text, unless something cannot be imported.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, advice: str = "") -> None:
+        self._what, self._advice = what, advice
 
     def __enter__(self) -> None:
         return None
@@ -50,10 +51,16 @@ class Contained:
         theirs = [f for f in frames if not f.filename.startswith((_TORCH, os.fspath(_HERE), "<"))]
         where = f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
         text = " ".join(str(error).split())[:_LONGEST]
-        raise RunError(f"{self._what} raised {type(error).__name__}{where}: {text}") from error
+        raised = f"{self._what} raised {type(error).__name__}{where}: {text}"
+        advice = "" if isinstance(error, ImportError) else self._advice
+        raise RunError(f"{raised}{advice}") from error
 
 
 _HERE = Path(__file__).parent
+_IMPORTED = (
+    ". The file is imported: what trains belongs behind `if __name__ == '__main__':`, or the model "
+    "into a file of its own"
+)
 
 
 def build(spec: str) -> nn.Module:
@@ -70,7 +77,7 @@ def build(spec: str) -> nn.Module:
         raise RunError(f"--build {spec}: expected pkg.mod:fn, such as train:build_model")
     if os.getcwd() not in sys.path:  # noqa: PTH109  (sys.path holds texts)
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
-    with Contained(f"--build {spec}: importing {path}"):
+    with Contained(f"--build {spec}: importing {path}", _IMPORTED):
         found = importlib.import_module(path)
     function = getattr(found, name, None)
     if not callable(function):

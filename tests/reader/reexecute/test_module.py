@@ -376,7 +376,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ("spec", "says"),
     [
         ("{}", "expected pkg.mod:fn"),
-        ("nowhere_at_all:fn", "importing nowhere_at_all raised ModuleNotFoundError"),
+        ("nowhere_at_all:fn", "importing nowhere_at_all raised ModuleNotFoundError.*all'$"),
         ("{}:modle", "no function 'modle' in user_.*did you mean model"),
         ("{}:number", "no function 'number'"),
         ("{}:wrong", "returned int, not an nn.Module"),
@@ -387,6 +387,14 @@ def test_what_is_wrong_with_a_build_is_said(user: str, spec: str, says: str) -> 
     with pytest.raises(RunError, match=says) as caught:
         build(spec.format(user))
     assert caught.value.exit_code == 2
+
+
+def test_a_script_that_trains_when_it_is_imported_is_told_what_to_change(
+    tmp_path: Path, user: str
+) -> None:
+    (tmp_path / f"{user}.py").write_text("raise ValueError('RANK expected')")
+    with pytest.raises(RunError, match="RANK expected. The file is imported: what trains belongs"):
+        build(f"{user}:model")
 
 
 def test_the_module_is_found_in_the_model_or_is_what_was_built(user: str) -> None:
