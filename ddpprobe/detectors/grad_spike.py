@@ -19,6 +19,7 @@ from ddpprobe.detectors.loss import mean_losses
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.records.step import NONFINITE, SUM_SQ, Anomaly, StepRecord
 
+ROUNDING = 0.05  # relative: a reduction in bfloat16 rounds by 0.01
 Source = tuple[str, int | None]  # ("grad" | "grad_norm" | "grad_norm_local" | "loss", rank or None)
 
 
@@ -102,6 +103,7 @@ class GradSpike(SampledDetector):
     def _reset(self) -> None:
         self._histories: dict[Source, LogHistory] = {}
         self._groups = GroupNorms(*self._memory[:2])
+        self._summed: set[int] = set()  # ranks whose part was larger than a mean, without a spike
         self._loss_spike: int | None = None  # step of the latest one
         self._begun: int | None = None  # the first step
         self._episode = _Episode()
@@ -117,6 +119,8 @@ class GradSpike(SampledDetector):
         for source, value in _norms(record).items():
             self._history(source).add(value)
         self._groups.add(record)
+        if spike is None:
+            self._summed.update(_beyond_mean(record))
         return self._report(record.step, spike)
 
     def _history(self, source: Source) -> LogHistory:
@@ -142,10 +146,21 @@ class GradSpike(SampledDetector):
         if rank is None and len(record.ranks + record.missing) == 1:
             rank = record.ranks[0]
         source = max(spikes, key=lambda s: spikes[s].dex)
-        module = self._groups.largest(record)
-        anomaly = _anomaly(record, spikes[source], rank, module, local=_is_local(source))
         one_rank = rank is not None and all(_is_local(s) for s in spikes)
+        # Of what one rank has alone, the rows of all of them show the less, the more they are.
+        module = self._groups.largest(record, of_one=len(record.ranks) if rank is not None else 1)
+        if rank is None and not any(_is_local(s) for s in spikes):
+            rank = self._shard(record)
+        anomaly = _anomaly(record, spikes[source], rank, module, local=_is_local(source))
         return _Spike(anomaly, rank if one_rank else None)
+
+    def _shard(self, record: StepRecord) -> int | None:
+        """Return the one rank whose part of the reduced gradient no mean of local ones can be.
+
+        None where another rank's is, too, or this one's has been: they may be summed.
+        """
+        found = _beyond_mean(record)
+        return found[0] if len(found) == 1 and found[0] not in self._summed else None
 
     def _watch_loss(self, record: StepRecord) -> None:
         history = self._history(("loss", None))
@@ -221,6 +236,27 @@ def _norms(record: StepRecord) -> dict[Source, float]:
         if "grad_norm_local" in scalars:
             out["grad_norm_local", rank] = float(scalars["grad_norm_local"])
     return out
+
+
+def _beyond_mean(record: StepRecord) -> list[int]:
+    """Return the ranks that hold a part of the reduced gradient larger than a mean can be.
+
+    A mean of gradients has no part with a larger norm than the largest of them (triangle
+    inequality). Nothing where gradients are not all sharded, or some rank's norms are not known.
+    """
+    placements = {s.placement for s in record.sites if s.kind == "grad"}
+    if placements != {"sharded"} or record.missing:
+        return []
+    said = {rank: record.scalars.get(rank, {}) for rank in record.ranks}
+    parts = {rank: float(s.get("grad_norm", math.nan)) for rank, s in said.items()}
+    largest = max(
+        (float(s.get("grad_norm_local", math.nan)) for s in said.values()),
+        key=lambda x: (math.isnan(x), x),
+    )
+    one = all(s.get("micro_batches") == 1 for s in said.values())
+    if not (one and math.isfinite(largest) and all(map(math.isfinite, parts.values()))):
+        return []
+    return [rank for rank, part in parts.items() if part > (1 + ROUNDING) * largest]
 
 
 def _guilty(

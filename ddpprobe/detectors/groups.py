@@ -33,19 +33,33 @@ class GroupNorms:
         """Remember a record's norms."""
         self._past.append(self._norms(record))
 
-    def largest(self, record: StepRecord) -> str | None:
-        """Name the group whose norm grew most against its own median; None if none stands out."""
+    def largest(self, record: StepRecord, *, of_one: int = 1) -> str | None:
+        """Name the group whose norm grew most against its own median; None if none stands out.
+
+        Args:
+            record: that is judged.
+            of_one: how many ranks the rows are the sum of, if one of them alone is meant. What it
+                has is then what is there beyond the others' usual share, and a group that does not
+                exceed all of the window by that is not told from what the others do by chance.
+        """
         now = self._norms(record)
         if len(self._past) < self._least or len(self._names) < 2:
             return None
-        middle = np.median(np.stack(self._past), axis=0)
+        past = np.stack(self._past)
+        middle = np.median(past, axis=0)
         known = np.flatnonzero((middle > 0) & np.isfinite(now))
         if len(known) == 0:
             return None
         with np.errstate(over="ignore"):
-            ratio = now[known] / middle[known]
+            whole = np.square(now[known] / middle[known])
+        ratio = np.sqrt(np.maximum(1 + of_one * (whole - 1), 0))
         best = int(np.argmax(ratio))
-        return self._names[known[best]] if ratio[best] > STANDS_OUT * np.median(ratio) else None
+        typical = float(np.median(ratio))
+        if of_one > 1:
+            if now[known[best]] <= past[:, known[best]].max():
+                return None
+            typical = max(1.0, typical)
+        return self._names[known[best]] if ratio[best] > STANDS_OUT * typical else None
 
     def _norms(self, record: StepRecord) -> NDArray[np.float64]:
         if record.sites is not self._sites and record.sites != self._sites:

@@ -219,6 +219,73 @@ def test_the_global_norm_comes_from_the_reduced_rows_and_the_module_that_grew_is
     assert everywhere.module is None
 
 
+def with_local_rows(base: StepRecord, of_ranks: list[dict[str, float]]) -> StepRecord:
+    """The local gradients of all ranks merged: their squares are added."""
+    names = list(of_ranks[0])
+    values = np.zeros((len(names), len(VALUES)))
+    values[:, SUM_SQ] = [sum(rank[name] ** 2 for rank in of_ranks) for name in names]
+    counts = np.ones((len(names), len(COUNTS)), np.int64)
+    counts[:, 1:4] = 0
+    sites = tuple(Site(f"{name}.weight", "grad_local") for name in names)
+    return replace(base, sites=sites, counts=counts, values=values)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_the_module_of_one_ranks_spike_is_named_however_many_ranks_hide_it(ranks: int) -> None:
+    rng = np.random.default_rng(0)
+    names = ("embed", "blocks.0.mlp", "blocks.1.mlp", "head")
+    stream = []
+    for step in range(101):
+        own = [{n: float(np.exp(0.1 * rng.standard_normal())) for n in names} for _ in range(ranks)]
+        if step == 100:
+            own[1]["blocks.1.mlp"] *= 30
+        norms = [float(np.sqrt(sum(x * x for x in o.values()))) for o in own]
+        stream.append(with_local_rows(record(step, norms), own))
+    (warn,) = run(stream)
+    assert (warn.rank, warn.module) == (1, "blocks.1.mlp")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_module_is_named_where_all_of_one_ranks_gradients_grew(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    names = ("embed", "blocks.0.mlp", "blocks.1.mlp", "head")
+    stream = []
+    for step in range(101):
+        grown = [30 if (step, r) == (100, 1) else 1 for r in range(16)]
+        own = [{n: g * float(np.exp(0.1 * rng.standard_normal())) for n in names} for g in grown]
+        norms = [float(np.sqrt(sum(x * x for x in o.values()))) for o in own]
+        stream.append(with_local_rows(record(step, norms), own))
+    (warn,) = run(stream)
+    assert (warn.rank, warn.module) == (1, None)
+
+
+def sharded(step: int, parts: tuple[float, float]) -> StepRecord:
+    """Two ranks whose local norm is about 2; `parts` are those that each holds of the mean."""
+    local = 2 + 0.1 * (step % 3)
+    said = {r: {"grad_norm_local": local, "grad_norm": x, "loss": 1.0, "micro_batches": 1}
+            for r, x in enumerate(parts)}  # fmt: skip
+    norm = float(np.sqrt(sum(x * x for x in parts)))
+    rows = with_rows(record(step, [local] * 2), {"a": norm, "b": 0.01}, placement="sharded")
+    return replace(rows, scalars=said)
+
+
+def test_the_rank_whose_shard_is_larger_than_any_mean_is_named() -> None:
+    quiet = [sharded(s, (1 + 0.1 * (s % 4), 1)) for s in range(100)]
+    (warn,) = run([*quiet, sharded(100, (1, 90))])
+    assert (warn.rank, warn.kind) == (1, "grad")
+    (warn,) = run([*quiet, sharded(100, (90, 90))])
+    assert warn.rank is None
+
+
+def test_no_rank_is_named_by_a_shard_that_a_mean_may_have_or_where_gradients_are_summed() -> None:
+    quiet = [sharded(s, (0.1 + 0.01 * (s % 4), 0.1)) for s in range(100)]
+    (warn,) = run([*quiet, sharded(100, (0.1, 2.0))])
+    assert warn.rank is None
+    summed = [sharded(s, (1, 4 + 0.1 * (s % 4))) for s in range(100)]
+    (warn,) = run([*summed, sharded(100, (1, 90))])
+    assert warn.rank is None
+
+
 def test_a_shard_missing_from_the_global_norm_is_no_reading() -> None:
     norms = dict.fromkeys(BLOCKS, 1.0)
     stream = [with_rows(r, norms, placement="sharded") for r in steady(100)]
