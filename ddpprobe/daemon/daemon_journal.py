@@ -21,6 +21,7 @@ from ddpprobe.ends.anomalies import RANK_LOST, code_of, last_words, retells
 from ddpprobe.ends.evidence import Evidence
 from ddpprobe.ends.judge import End
 from ddpprobe.records import events
+from ddpprobe.records.derived import NoiseScale
 from ddpprobe.records.events import Beat, Event
 from ddpprobe.records.site_memory import Magnitudes, Outliers, UpdateRatios
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -54,6 +55,7 @@ class DaemonJournal:
         pushed: the newest step the head acknowledged (on a node that is not the head).
         merged: the newest merged record of a sampled step.
         outliers, update_ratios, magnitudes: what the merged sampled steps so far say of the sites.
+        noise_scale: what they say of the gradients' noise.
         window: the last merged sampled steps, oldest first.
         recovered: what a predecessor had found.
         settled: causes that an event names: of orders, pinned windows, and what was refused.
@@ -74,7 +76,7 @@ class DaemonJournal:
         self.last_step = self.pushed = -1
         self.merged: StepRecord | None = None
         self.outliers, self.update_ratios = Outliers(), UpdateRatios()
-        self.magnitudes = Magnitudes()
+        self.magnitudes, self.noise_scale = Magnitudes(), NoiseScale()
         self.window: deque[int] = deque(maxlen=WINDOW_STEPS)
         self.recovered: list[Anomaly] = []
         self.settled: set[str] = set()
@@ -287,6 +289,7 @@ class DaemonJournal:
             self.outliers.update(record)
             self.update_ratios.update(record)
             self.magnitudes.update(record)
+            self.noise_scale.update(record)
 
     def _write_anomaly(self, anomaly: Anomaly) -> None:
         self._append(framing.ANOMALY, framing.encode_anomaly(anomaly))

@@ -83,6 +83,9 @@ def view_of(
             if histograms and daemon_journal and attempt.is_head
             else {}
         ),
+        noise_scale=(
+            daemon_journal.noise_scale.now if daemon_journal and attempt.is_head else None
+        ),
         nodes_expected=attempt.nodes_expected,
         node_blocks=attempt.node_blocks,
         anomalies=dict(daemon_journal.anomalies) if daemon_journal else {},

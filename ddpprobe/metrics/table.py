@@ -15,7 +15,7 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from ddpprobe.metrics.labels import ROOT, label_value, ranks_label
-from ddpprobe.records.derived import DERIVED, Derived
+from ddpprobe.records.derived import DERIVED, NOISE_SCALE, Derived
 from ddpprobe.records.events import ACTIONS
 from ddpprobe.records.histogram import BORDERS
 from ddpprobe.records.node_view import NodeView, RankView
@@ -295,6 +295,8 @@ METRICS: tuple[Metric, ...] = (
     _node("global_grad_norm", "", "L2 norm of the reduced gradients of the newest sampled step, over all ranks; compare with the clipping threshold. Absent where a part of it is not known (placement partial or unknown, a missing rank).",
           lambda v: None if v.merged is None else global_grad_norm(v.merged)),
     *(_derived(each) for each in DERIVED),
+    _node(NOISE_SCALE.name, NOISE_SCALE.unit, f"{NOISE_SCALE.text[:1].upper()}{NOISE_SCALE.text[1:]}. {NOISE_SCALE.source}.",
+          lambda v: v.noise_scale),
     _node("missing_ranks", "ranks", "Ranks that are not in the newest merged step (head node): above 0, site_abs_max and site_rms lack them; look at rank_up and at the other nodes.",
           lambda v: None if v.merged is None else len(v.merged.missing)),
     _node("nodes_expected", "nodes", "Nodes of the job (head node).",

@@ -229,28 +229,46 @@ NOISE_SCALE = Derived(
 
 
 @final
+class NoiseScale:
+    """The gradient noise scale over the merged steps of an attempt, in their order: a pure fold.
+
+    Attributes:
+        now: as of the newest step that told noise and signal; None where it is not known.
+    """
+
+    def __init__(self) -> None:
+        self.now: float | None = None
+        self._attempt = -1
+        self._parts: deque[tuple[float, float]] = deque(maxlen=NOISE_WINDOW)
+
+    def update(self, record: StepRecord) -> float | None:
+        """Take the next record; return the scale as of it, None where it does not tell it."""
+        if record.attempt != self._attempt:
+            self._attempt = record.attempt
+            self._parts.clear()
+            self.now = None
+        parts = _noises(record)
+        if parts is None:
+            return None
+        self._parts.append(parts)
+        noise, signal = map(math.fsum, zip(*self._parts, strict=True))
+        known = len(self._parts) == NOISE_WINDOW and signal > 0
+        self.now = noise / signal if known else None
+        return self.now
+
+
+@final
 class DerivedNumbers:
     """What is known of each merged step, in the order of the steps: a pure fold."""
 
     def __init__(self) -> None:
-        self._attempt = -1
-        self._noise: deque[tuple[float, float]] = deque(maxlen=NOISE_WINDOW)
+        self._noise_scale = NoiseScale()
 
     def update(self, record: StepRecord) -> dict[str, float]:
         """Return the numbers of a step by name; what is not known of it is not there."""
-        if record.attempt != self._attempt:
-            self._attempt = record.attempt
-            self._noise.clear()
         found = {each.name: each.of(record) for each in DERIVED}
-        noise, signal = found["grad_noise"], found["grad_signal"]
-        if noise is not None and signal is not None:
-            self._noise.append((noise, signal))
-            found[NOISE_SCALE.name] = self._noise_scale()
+        found[NOISE_SCALE.name] = self._noise_scale.update(record)
         return {name: value for name, value in found.items() if value is not None}
-
-    def _noise_scale(self) -> float | None:
-        noise, signal = map(math.fsum, zip(*self._noise, strict=True))
-        return noise / signal if len(self._noise) == NOISE_WINDOW and signal > 0 else None
 
 
 def _layout(record: StepRecord) -> _Layout:

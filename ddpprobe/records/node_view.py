@@ -98,6 +98,7 @@ class NodeView:
     update_ratios: Mapping[str, float] = field(default_factory=dict)  # by the parameter's FQN
     # By FQN and kind, as `records.site_memory.Magnitudes.now`; {} unless it was asked for.
     magnitudes: Mapping[tuple[str, str], NDArray[np.int64]] = field(default_factory=dict)
+    noise_scale: float | None = None  # as `records.derived.NoiseScale.now`
     nodes_expected: int | None = None
     node_blocks: Mapping[str, int] = field(default_factory=dict)  # when each other node was heard
     anomalies: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (detector, level)

@@ -156,6 +156,7 @@ def rich_view() -> NodeView:
         outliers=(Outlier("blocks.0", "output", 3.5), Outlier("", "output", -1.0)),
         update_ratios={"w": 0.001},
         magnitudes={("blocks.0", "output"): np.arange(len(LE))},
+        noise_scale=3.0,
         orders={"capture": 2},
         merged=rich_record(),
         first_failure=FirstFailure(1, "SIGKILL", 59 * SECOND),

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddpprobe.records.derived import DERIVED, NOISE_SCALE, NOISE_WINDOW, DerivedNumbers
+from ddpprobe.records.derived import DERIVED, NOISE_SCALE, NOISE_WINDOW, DerivedNumbers, NoiseScale
 from ddpprobe.records.step import COUNTS, SUM_SQ, Site, StepRecord, empty_rows
 
 HOME = Path(__file__).parent.parent.parent
@@ -72,6 +72,20 @@ def test_equal_gradients_have_no_noise_and_another_attempt_starts_anew() -> None
     assert found["grad_signal"] == pytest.approx(SIZE)
     assert found["grad_noise_scale"] == pytest.approx(0, abs=1e-9)
     assert "grad_noise_scale" not in fold.update(replace(of_gradients(same), attempt=1))
+
+
+def test_the_noise_scale_stands_over_steps_that_do_not_tell_it() -> None:
+    rng, fold, numbers = np.random.default_rng(0), NoiseScale(), DerivedNumbers()
+    for step in range(NOISE_WINDOW):
+        assert fold.now is None
+        each = of_gradients(1 + rng.normal(size=(3, SIZE)), step)
+        assert fold.update(each) == numbers.update(each).get("grad_noise_scale")
+    known = fold.now
+    assert known is not None
+    assert fold.update(replace(each, skipped=True)) is None
+    assert fold.now == known
+    assert fold.update(replace(each, attempt=1)) is None
+    assert fold.now is None
 
 
 OWN = np.random.default_rng(1).normal(size=(2, SIZE))

@@ -30,6 +30,7 @@ from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event
 from ddpprobe.reader.readings import NodeReading, read_readings
 from ddpprobe.reader.selection import Selection
+from ddpprobe.records.derived import NoiseScale
 from ddpprobe.records.events import FirstCauseEvent, OrderEvent, StalledEvent, SuspendedEvent
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
 from ddpprobe.records.site_memory import Magnitudes, Outliers, UpdateRatios
@@ -114,7 +115,7 @@ class _Attempt:
         self._deaths = self._within(deaths_of(ending))
         self._anomalies = sorted(anomalies, key=lambda a: a.step, reverse=True)
         self._outliers, self._ratios = Outliers(), UpdateRatios()
-        self._magnitudes = Magnitudes()
+        self._magnitudes, self._noise_scale = Magnitudes(), NoiseScale()
         said = (event.what for event in events)
         self._orders = [e for e in said if isinstance(e, OrderEvent) and e.cause is not None]
         self._step = -1
@@ -143,6 +144,7 @@ class _Attempt:
                 self._outliers.update(record)
                 self._ratios.update(record)
                 self._magnitudes.update(record)
+                self._noise_scale.update(record)
             yield from self._look(record.wall_time_ns, record)
         if self._hung_ns >= now:
             now = self._hung_ns
@@ -264,6 +266,7 @@ class _Attempt:
             outliers=self._outliers.now if node.is_head else (),
             update_ratios=self._ratios.now if node.is_head else {},
             magnitudes=self._magnitudes.now if node.is_head else {},
+            noise_scale=self._noise_scale.now if node.is_head else None,
             merged=record if record and record.sampled and node.is_head else None,
             anomalies=dict(self._found),
             records_dropped=dropped if over else dict.fromkeys(dropped, 0),

@@ -37,7 +37,7 @@ from ddpprobe.reader.export.replayed_views import views
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.run import Run
 from ddpprobe.reader.selection import EVERY_RANK, Selection
-from ddpprobe.records.derived import DERIVED
+from ddpprobe.records.derived import DERIVED, NOISE_SCALE
 from ddpprobe.records.step import COUNTS, STATS, FirstBad, Site, StepRecord
 from ddpprobe.rundir import framing
 from ddpprobe.rundir.paths import RunDir
@@ -201,7 +201,7 @@ def test_names_and_labels_are_those_of_the_live_exposition(exported, run) -> Non
     # When a node pushed is nobody's record.
     nodes = {"ddpprobe_node_last_block_timestamp_seconds"}
     # No blocks, no experts, and no norms of gradients before the reduction.
-    derived = {f"ddpprobe_{each.name}" for each in DERIVED}
+    derived = {f"ddpprobe_{each.name}" for each in (*DERIVED, NOISE_SCALE)}
     # The made run has no rows of weights and no histograms.
     sites = {"ddpprobe_site_update_ratio", "ddpprobe_site_magnitude_bucket"}
     assert absent == {*lost, *uploads, *nodes, *derived, *sites, "ddpprobe_rank_stuck"}
