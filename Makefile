@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # torch is not among them: it is that of who installs the wheel.
 SBOM_EXTRAS := xarray,dask,pandas,polars,plot,parquet,web,cloud
 
-.PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-frameworks test-mutants test-gpu test-wheel dist sbom check \
+.PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-frameworks test-models test-mutants test-gpu test-wheel dist sbom check \
   dashboards docs bench bench-detection clean system-packages
 
 demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
@@ -33,6 +33,9 @@ test-frameworks: .venv-lightning/run.stamp .venv-huggingface/run.stamp .venv-ray
 	for name in lightning huggingface ray; do \
 	  TEST_FRAMEWORKS=1 .venv-$$name/bin/python -m pytest tests/frameworks || exit 1; \
 	done
+
+test-models: .venv-models/run.stamp  # models of others: bits, statistics, faults; [MODEL=word] [SEED=1]
+	.venv-models/bin/python -m tests.models $(MODEL) $(if $(SEED),--seed $(SEED))
 
 test-mutants: .venv/mutants.stamp  # change the code a little, again and again: do the tests notice?
 	$(BIN)/python -m tests.mutants $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE)) \
@@ -113,6 +116,12 @@ $(BIN)/python:
 	$(BIN)/python -m venv .venv-zoo
 	PIP_CONSTRAINT=constraints.txt .venv-zoo/bin/python -m pip install -q -e '.[train]' \
 	  -r benchmarks/zoo.txt
+	@touch $@
+
+.venv-models/run.stamp: constraints.txt pyproject.toml tests/models/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv .venv-models
+	PIP_CONSTRAINT=constraints.txt .venv-models/bin/python -m pip install -q -e '.[train]' \
+	  -r tests/models/requirements.txt
 	@touch $@
 
 .venv-docs/run.stamp: docs/requirements.txt constraints.txt | $(BIN)/python

@@ -122,6 +122,22 @@ class Measured:
             tuple(map(float, values)), float(finite.abs().sum()),
         )  # fmt: skip
 
+    def merged(self, other: Measured) -> Measured:
+        """Return the statistics of the values of both."""
+        counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
+        if not (self.finite and other.finite):
+            return dataclasses.replace(self if self.finite else other, counts=counts)
+        (low, high, *sums), (low_2, high_2, *sums_2) = self.values, other.values
+        added = (a + b for a, b in zip(sums, sums_2, strict=True))
+        values = (min(low, low_2), max(high, high_2), *added)
+        return Measured(counts, values, self.total + other.total)
+
+    @property
+    def finite(self) -> int:
+        """How many of the values are finite."""
+        numel, *bad, _ = self.counts
+        return numel - sum(bad)
+
     @property
     def peak(self) -> float:
         """The largest magnitude of a finite value."""
@@ -143,8 +159,7 @@ def differ(
         for name, got, value in zip(names, counts, want.counts, strict=False)
         if int(got) != value and not (name == "zeros" and doubtful and 0 <= got <= value + doubtful)
     ]
-    numel, *bad, _ = want.counts
-    if wrong or numel == sum(bad):
+    if wrong or not want.finite:
         return "; ".join(wrong), 0.0
     scales = (want.peak, want.peak, want.total, want.values[3])
     worst = 0.0

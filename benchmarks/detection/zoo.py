@@ -7,7 +7,6 @@ linear warm-up and cosine, gradients clipped at 1, dropout as the configuration 
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.detection import nets
 from benchmarks.detection.healthy import Healthy
+from benchmarks.detection.libraries import load
 from benchmarks.detection.nets import Batch
 
 PIXELS, CHANNELS, IMAGES = 32, 3, 10
@@ -76,7 +76,7 @@ class Text(Recipe):
     masked: ClassVar[bool] = False
 
     def make_model(self) -> nn.Module:
-        kind = getattr(_library("transformers"), self.name)
+        kind = getattr(load("transformers"), self.name)
         model: nn.Module = kind(kind.config_class(**_COMMON, **self.options))
         return model.train()
 
@@ -118,29 +118,13 @@ class Image(Recipe):
         coarse = torch.randn(IMAGES, CHANNELS, 8, 8, generator=task)
         self.patterns = nn.functional.interpolate(coarse, size=PIXELS, mode="bilinear")
         options = {"pretrained": False, "num_classes": IMAGES, **self.options}
-        model: nn.Module = _library("timm").create_model(self.name, **options)
+        model: nn.Module = load("timm").create_model(self.name, **options)
         return model.train()
 
     def batch(self) -> Batch:
         y = torch.randint(0, IMAGES, (8,), generator=self.data.own)
         noise = torch.randn(8, CHANNELS, PIXELS, PIXELS, generator=self.data.own)
         return self.patterns[y] + 0.5 * noise, y
-
-
-def _library(name: str) -> Any:  # a module without types
-    """Import transformers or timm; both import torchvision.
-
-    The torchvision of a package index is built for a CUDA torch: beside one for the CPU its
-    operators do not load, and its import fails unless those that it describes are declared. No
-    model here calls them.
-    """
-    if not hasattr(torch.ops.torchvision, "nms"):
-        for operator in ("nms", "qnms"):
-            _OPERATORS.define(f"{operator}(Tensor dets, Tensor scores, float overlap) -> Tensor")
-    return importlib.import_module(name)
-
-
-_OPERATORS = torch.library.Library("torchvision", "FRAGMENT")  # they last as long as it does
 
 
 def _text(

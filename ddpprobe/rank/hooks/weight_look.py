@@ -2,9 +2,10 @@
 
 The change is the weight behind the optimizer less the weight before it, so a copy is needed, and
 parameters take turns, as for the checksums: a turn copies about 4 MiB, and no more than 8. Up to
-64 MiB each parameter has its turn at every 16th sampled step at the latest. Of more than that the
-large ones are not copied whole: the change is that of `BLOCKS` stretches of elements, evenly
-spread. The row of the weight itself is of all its elements.
+64 MiB each parameter has its turn at every 16th sampled step at the latest; of more than that, less
+is copied of each. A parameter of more than 4 MiB, or of more than this, is not copied whole: the
+change is that of `BLOCKS` stretches of elements, evenly spread. The row of the weight itself is of
+all its elements.
 
 The copy is taken at the end of the first backward of the step, or before the first optimizer if
 that steps inside the backward. So the change is right for several optimizers, for closures, and for

@@ -141,6 +141,20 @@ def test_rows_are_of_the_weights_behind_the_step_and_of_their_change_to_the_bit(
     assert all(torch.equal(bare[name], state[name]) for name in bare)
 
 
+def test_the_change_of_a_weight_of_more_than_four_mebibytes_is_that_of_stretches_of_it(
+    tmp_path: Path, records_of
+) -> None:
+    model = nn.Linear(1024, 1100, bias=False)
+    before = model.weight.detach().clone()
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        model(torch.randn(2, 1024)).square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    (record,) = records_of(tmp_path / "r")
+    change = (model.weight.detach() - before).view(256, -1)[:, :4096]
+    assert_row(row(record, "weight", "param"), model.weight.detach())
+    assert_row(row(record, "weight", "update"), change)
+
+
 def test_a_weight_that_did_not_move_has_a_change_of_zeros_only(tmp_path: Path, records_of) -> None:
     def between(step: int, _model: nn.Module, optimizers) -> None:
         optimizers[0].param_groups[0]["lr"] = 0.0 if step == 3 else 0.1
