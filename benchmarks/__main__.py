@@ -17,6 +17,7 @@ SECTIONS = (
     "gpu",
     "overhead",
     "own_cost",
+    "unmodified",
     "footprint",
     "slow_disk",
     "daemon_cost",

@@ -87,7 +87,12 @@ class Completeness:
     @property
     def complete(self) -> bool:
         """Whether a verdict on what is held is a verdict on the run, as far as it got."""
-        return bool(self.shares) and all(share.complete for share in self.shares)
+        return bool(self.shares) and all(s.complete for s in self.shares) and not self.unsampled
+
+    @property
+    def unsampled(self) -> bool:
+        """Whether the run is over and took no sampled step: then there is nothing to judge."""
+        return not self.live and not self.sampled
 
     @property
     def sampled(self) -> int:
@@ -114,6 +119,11 @@ class Completeness:
         for (attempt, text), shares in texts.items():
             where = f"attempt {attempt}, " if several else ""
             said.append(f"{where}{_ranks(s.rank for s in shares)}{text}")
+        if self.unsampled and not said:
+            said.append(
+                "the run took no sampled step: it ended before the first one, or its loop trains "
+                "without a call of the module that install() was given"
+            )
         return said
 
     def to_json(self) -> dict[str, Any]:

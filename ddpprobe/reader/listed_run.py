@@ -91,7 +91,7 @@ class ListedRun:
         }  # fmt: skip
 
     def _nothing(self) -> str:
-        if self.whole:
+        if self.whole and (self.judged or self.state == RUNNING):
             so_far = " so far" if self.state == RUNNING else ""
             return f"no anomalies{so_far} in {_steps(self.judged)}"
         if self.judged:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ..integrations.three_ways import PYTHON, TORCHRUN, Done, assert_same, start, the_run
+import ddpprobe
+
+from ..integrations.three_ways import FAULT, PYTHON, TORCHRUN, Done, assert_same, start, the_run
 from .trained import FULL, need
 
 pytestmark = FULL
@@ -39,3 +41,16 @@ def test_a_script_has_the_verdict_of_install_and_its_own_bits_on_two_ranks(
     assert done["run"].returncode == 0
     info = the_run(tmp_path / "run").info()
     assert (info["wrapper"], info["world_size"]) == ("ddp", 2)
+    if name == "huggingface":
+        assert_losses_are_shares(the_run(tmp_path / "run"), done["run"].stdout)
+
+
+def assert_losses_are_shares(run: ddpprobe.Run, told: str) -> None:
+    """Claim: what the model of each rank returns adds up to what the Trainer reports."""
+    lines = [line.split() for line in told.splitlines()]
+    reported = {int(step) - 1: float(loss) for step, loss, *_ in lines if loss != "None"}
+    records = [r for r in run.records() if r.step < FAULT]
+    assert [r.step for r in records] == list(range(0, FAULT, 2))
+    for record in records:
+        shares = [record.scalars[k]["loss"] * record.scalars[k]["micro_batches"] for k in (0, 1)]
+        assert sum(shares) == pytest.approx(reported[record.step], rel=1e-5)

@@ -207,6 +207,50 @@ def test_a_run_in_which_no_forward_was_seen_is_never_green(tmp_path: Path, call)
     assert "no training forward of the model was seen" in err
 
 
+class Bare:
+    """Trainings that `install` sees nothing of, or not soon enough."""
+
+    @staticmethod
+    def of_a_copy(net: nn.Linear) -> None:
+        other = copy.deepcopy(net)
+        train(other, lambda x: other(x).mean(), steps=6)
+
+    @staticmethod
+    def without_a_forward(net: nn.Linear) -> None:
+        train(net, lambda x: nn.functional.linear(x, net.weight, net.bias).mean(), steps=2)
+
+    @staticmethod
+    def of_nothing(net: nn.Linear) -> None:
+        with torch.no_grad():
+            net(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("way", [Bare.of_a_copy, Bare.without_a_forward, Bare.of_nothing])
+def test_a_run_without_a_sampled_step_is_never_green(tmp_path: Path, call, way) -> None:
+    net = nn.Linear(4, 1)
+    with ddpprobe.install(net, run_dir=tmp_path / "r", every=1, daemon="none"):
+        way(net)
+    code, out, err = call("anomalies", tmp_path / "r")
+    assert (code, out) == (4, "nothing found in what is held: no sampled step of all ranks\n")
+    assert "the run took no sampled step" in err
+    assert not ddpprobe.open(tmp_path / "r").info()["complete"]
+    assert ddpprobe.runs(tmp_path)[0].verdict == "not judged"
+
+
+def test_steps_that_the_loop_declares_without_a_forward_are_no_green_run(
+    tmp_path: Path, call
+) -> None:
+    net = nn.Linear(4, 1)
+    with ddpprobe.install(net, run_dir=tmp_path / "r", every=1, daemon="none") as probe:
+        for _ in range(6):
+            nn.functional.linear(torch.ones(2, 4), net.weight, net.bias).mean().backward()
+            net.zero_grad()
+            probe.step()
+    code, _, err = call("anomalies", tmp_path / "r")
+    assert code == 4
+    assert "the run took no sampled step" in err
+
+
 def test_without_a_group_in_the_first_forward_training_goes_on_and_a_line_says_why(
     tmp_path: Path, monkeypatch, caplog
 ) -> None:
