@@ -131,17 +131,21 @@ def _is_first() -> bool:
 def _whole(called: nn.Module, trained: set[int]) -> nn.Module:
     """Return the module to observe: what is called, or what holds all that is trained.
 
-    A loop may call the parts of a model and never the model.
+    A loop may call the parts of a model and never the model. Lightning's module is one, also where
+    all that is trained is in one part: by its names the user knows the model.
     """
-    if trained.issubset(map(id, called.parameters())):
-        return called
-    everything = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
     around = [
-        module for module in everything
-        if any(m is called for m in module.modules())
+        module
+        for module in gc.get_objects()
+        if issubclass(type(module), nn.Module)
+        and "_modules" in vars(module)  # else its constructor has not run
+        and any(m is called for m in module.modules())
         and trained.issubset(map(id, module.parameters()))
-    ]  # fmt: skip
-    return min(around, key=lambda module: sum(1 for _ in module.modules()), default=called)
+    ]
+    asked = [module for module in around if callable(getattr(module, "training_step", None))]
+    if called in around and not asked:
+        return called
+    return min(asked or around, key=lambda m: sum(1 for _ in m.modules()), default=called)
 
 
 _waiting = _Waiting()

@@ -75,7 +75,8 @@ def claim(
     here = run_dir if url is None else None
     if not name and model and here:
         name = Path(here).name
-    name = name or (store_url.name_of(url) if url else _restarted(facts, model) or run_id)
+    again = _restarted(facts, model) if run_dir is None else None
+    name = name or (store_url.name_of(url) if url else again or run_id)
     run = RunDir(Path(here or paths.RUNS / name, model).absolute())
     if model:
         name, url = f"{name}/{model}", url and f"{url}/{model}"

@@ -1,4 +1,4 @@
-"""Scripts that say nothing of ddpprobe: plain, replicas, shards; trainers are in `frameworks/`."""
+"""Scripts that say nothing of ddpprobe; trainers on several ranks are in `frameworks/`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from .three_ways import LINE, PYTHON, QUIET, TORCHRUN, Done, assert_same, start,
 
 @pytest.mark.parametrize(
     ("name", "world_size", "wrapper", "code"),
-    [("plain", 1, "none", 5), ("ddp", 2, "ddp", 0), ("fsdp2", 2, "fsdp2", 0)],
+    [
+        ("plain", 1, "none", 5),
+        ("ddp", 2, "ddp", 0),
+        ("fsdp2", 2, "fsdp2", 0),
+        ("lightning", 1, "none", 0),
+    ],
 )
 def test_a_script_has_the_verdict_of_install_and_its_own_bits_and_exit_code(
     tmp_path: Path, name: str, world_size: int, wrapper: str, code: int
 ) -> None:
-    told = {"FAULT_RANK": str(world_size - 1)}
+    if name == "lightning":
+        pytest.importorskip("lightning")
+    told = {"FAULT_RANK": str(world_size - 1), "DEVICES": "1"}
     nproc = world_size if world_size > 1 else 0
 
     def forked(where: Path, path: str) -> Done:

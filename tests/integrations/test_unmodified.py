@@ -6,6 +6,7 @@ import inspect
 import json
 import signal
 import sys
+import sysconfig
 from pathlib import Path
 
 import ddpprobe
@@ -20,6 +21,7 @@ from torch import nn
 torch.manual_seed(0)
 net = nn.ModuleDict(dict(up=nn.Linear(4, 8), down=nn.Linear(8, 1)))
 frozen = nn.Linear(4, 1).requires_grad_(False)
+half_made = nn.Linear.__new__(nn.Linear)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 for step in range(3):
     frozen(torch.randn(4, 4))
@@ -63,6 +65,18 @@ def test_a_process_that_trains_nothing_imports_nothing_and_a_user_s_sitecustomiz
     assert done.stdout == f"['mine'] {[str(tmp_path)]} False\n", done
     observed = start(tmp_path / "run", [*PYTHON, "-c", "import sitecustomize"], [], PYTHONPATH="")
     assert observed.returncode == 0  # there is one now, and it does nothing
+
+
+def test_nothing_of_it_is_installed_for_processes_outside_of_the_job(tmp_path: Path) -> None:
+    packages = Path(sysconfig.get_path("purelib"))
+    before = sorted(path.name for path in packages.iterdir())
+    show = "import sys; print([type(f).__name__ for f in sys.meta_path if type(f) is not type], "
+    show += "'sitecustomize' in sys.modules)"
+    inside, outside = (start(tmp_path, [*PYTHON, "-c", show], words) for words in ([], None))
+    assert inside.stdout.startswith("['_Finder'"), inside
+    assert "_Finder" not in outside.stdout
+    assert outside.returncode == 0
+    assert sorted(path.name for path in packages.iterdir()) == before
 
 
 def test_an_error_in_a_user_s_sitecustomize_is_shown_as_python_shows_it(tmp_path: Path) -> None:
