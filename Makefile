@@ -8,8 +8,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # torch is not among them: it is that of who installs the wheel.
 SBOM_EXTRAS := xarray,dask,pandas,polars,plot,parquet,web,cloud
 
-.PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-frameworks test-models test-mutants test-gpu test-wheel dist sbom check \
-  dashboards docs bench bench-detection clean system-packages
+.PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-frameworks test-models test-versions test-mutants test-gpu \
+  test-wheel dist sbom check dashboards docs bench bench-detection clean system-packages
 
 demo: .venv/run.stamp            # train 4 ranks under DDP, plant a NaN, print the verdict
 	$(BIN)/python launch/demo.py --wrap ddp
@@ -36,6 +36,10 @@ test-frameworks: .venv-lightning/run.stamp .venv-huggingface/run.stamp .venv-ray
 
 test-models: .venv-models/run.stamp  # models of others: bits, statistics, faults; [MODEL=word] [SEED=1]
 	.venv-models/bin/python -m tests.models $(MODEL) $(if $(SEED),--seed $(SEED))
+
+test-versions: .venv/dev.stamp    # Pythons and torches, an environment each; [PYTHONS="3.12 3.13"] [TORCHES=2.6] [KEEP=1]
+	$(BIN)/python -m tests.versions $(foreach v,$(PYTHONS),--python $(v)) \
+	  $(foreach v,$(TORCHES),--torch $(v)) $(if $(KEEP),--keep)
 
 test-mutants: .venv/mutants.stamp  # change the code a little, again and again: do the tests notice?
 	$(BIN)/python -m tests.mutants $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE)) \

@@ -13,6 +13,7 @@ from ddpprobe.rank.hooks.compiled import CompiledHooks
 from ddpprobe.rank.hooks.eager import EagerHooks
 from ddpprobe.rank.hooks.full import FullHooks
 from ddpprobe.rank.hooks.loss_scale import LossScaleReader
+from ddpprobe.rank.hooks.root import called
 from ddpprobe.rank.hooks.state_check import StateCheck
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.hooks.stream_capture import outside_capture
@@ -87,7 +88,9 @@ class Observers:
             self._late |= not len(self.compiled)
             sampled = sampled and self.compiled.flag.on
         elif sampled or self._warm:
-            inside = dynamo.in_a_compiled_call()
+            # Older torches call the hooks of what is compiled around the model as any module's.
+            around = called(self.topology) is not self.topology.root
+            inside = around or dynamo.in_a_compiled_call()
             if self.compiled.find(self.topology, root_is_in_one=inside):
                 self.compiled.renew()
                 self._warm = True

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from ddpprobe.rank.torch_private import dynamo
 from ddpprobe.records.step import IN_TURN
 
 JOB = """
@@ -145,6 +147,7 @@ time.sleep(0.5)
 """
 
 
+@pytest.mark.skipif(not dynamo.SPEAKING, reason="its graphs are without us")
 def test_every_way_to_compile_a_distributed_model_gives_what_the_eager_one_gives(
     torchrun, tmp_path: Path, records_of
 ) -> None:

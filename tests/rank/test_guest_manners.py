@@ -330,7 +330,10 @@ def several_optimizers(model: Net) -> torch.optim.Optimizer:
 
 def other_defaults(model: Net) -> torch.optim.Optimizer:
     optimizer = sgd(model)
-    batches = [batch(step) for step in range(STEPS)]
+    first, *batches = [batch(step) for step in range(STEPS)]
+    model(first).square().sum().backward()
+    optimizer.step()  # it makes its state, in torch 2.6 on the default device
+    optimizer.zero_grad()
     torch.set_default_device("meta")  # as others do with "cuda", for what they make themselves
     torch.set_default_dtype(torch.float64)
     try:

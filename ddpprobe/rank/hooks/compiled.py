@@ -63,7 +63,7 @@ class Resident(CopySafeHook):
             if self._flag.on:
                 self._target(module, args, output)
         # The graph of an evaluation must not depend on the flag: it is one and the same.
-        elif torch.is_grad_enabled() and self._flag.on and not torch.compiler.is_exporting():
+        elif not dynamo.is_silent() and torch.is_grad_enabled() and self._flag.on:
             trace_outputs(output, self._slot)
 
 
@@ -134,7 +134,10 @@ class CompiledHooks:
         return len(self._places)
 
     def find(self, topology: Topology, *, root_is_in_one: bool) -> bool:
-        """Give residents to the modules of compiled regions; whether any region has old graphs."""
+        """Give residents to the modules of compiled regions; whether any region has old graphs.
+
+        Those of a torch that leaves residents out count as old: `renew` then says so.
+        """
         admit_dtensors()
         if topology.device.type != "cpu":
             keep_out_of_cuda_graphs()
@@ -143,6 +146,9 @@ class CompiledHooks:
             new = self._settle(topology, region, chain[-1])
             # Where torch gave the region's own frame up, it has graphs of the frames below.
             stale |= new and any(dynamo.was_compiled(m) for m in chain[0].modules())
+            if new and not dynamo.SPEAKING and region not in self._renewed:
+                self._renewed.add(region)
+                stale = True
             if new and region not in self._regions and len(chain) > 1:
                 ran = CopySafeObserver(
                     self.fuse.guard(partial(self._region_ran, region), Caller.MODULE)
@@ -189,7 +195,8 @@ class CompiledHooks:
             if id(module) in inside and module not in self._places and self._select(fqn):
                 place = _Place(self, fqn, region, self.flag)
                 self._places[module] = fqn, place
-                self._handles.append(module.register_forward_hook(place.resident))
+                if dynamo.SPEAKING:  # else it would be guarded, with a graph for each module
+                    self._handles.append(module.register_forward_hook(place.resident))
                 found = True
         return found
 
@@ -210,7 +217,18 @@ class CompiledHooks:
 
 
 def renew_graphs(what: str) -> None:
-    """Drop all graphs of torch.compile, which were made without the probe's hooks."""
+    """Drop all graphs of torch.compile, which were made without the probe's hooks.
+
+    With a torch that leaves the hooks out of every graph it only says so.
+    """
+    if not dynamo.SPEAKING:
+        logger.warning(
+            "ddpprobe: torch %s leaves the probe out of its graphs of %s, so what is inside them "
+            "is not observed; with a newer torch it is. ddpprobe.install() on what "
+            "torch.compile() returned observes at least the model as a whole.",
+            torch.__version__, what,
+        )  # fmt: skip
+        return
     logger.warning(
         "ddpprobe: torch.compile has graphs of %s that were made without the probe: it makes them "
         "anew now, once. ddpprobe.install() before the first compiled call avoids that.",

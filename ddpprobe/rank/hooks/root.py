@@ -217,7 +217,7 @@ class _Before(_Speaker):
         if not torch.compiler.is_compiling():
             with torch_private.outside_modes():
                 self._target(*args)
-        elif not torch.compiler.is_exporting():
+        elif not dynamo.is_silent():
             trace_event(self._slot, _BEGIN if torch.is_grad_enabled() else _EVALUATION_BEGIN)
 
 
@@ -229,7 +229,7 @@ class _After(_Speaker):
         if not torch.compiler.is_compiling():
             with torch_private.outside_modes():
                 self._target(module, args, output)
-        elif torch.compiler.is_exporting():
+        elif dynamo.is_silent():
             return
         elif torch.is_grad_enabled():
             trace_outputs(output, self._slot)

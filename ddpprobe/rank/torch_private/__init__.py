@@ -41,7 +41,10 @@ _is_functorch = _lookup("torch._C", "_functorch", "is_functorch_wrapped_tensor")
 _depth_of_modes = _lookup("torch._C", "_len_torch_dispatch_stack")
 _without_modes = _lookup("torch.utils._python_dispatch", "_disable_current_modes")
 _functorch_level = _lookup("torch._C", "_functorch", "maybe_current_level")
-_has_global_hooks = _lookup("torch.nn.modules.module", "_has_any_global_hook")
+_global_hooks = [
+    _lookup("torch.nn.modules.module", f"_global_{table}_hooks")
+    for table in ("forward_pre", "forward", "backward_pre", "backward")
+]
 _NOTHING = contextlib.nullcontext()
 _active_ddp = _lookup("torch.nn.parallel", "DistributedDataParallel", "_get_active_ddp_module")
 
@@ -194,7 +197,7 @@ def has_global_hooks() -> bool:
 
     Degradation: True; what a hook takes is then measured without torch's part of it.
     """
-    return _has_global_hooks is None or bool(_has_global_hooks())
+    return any(table is None or len(table) for table in _global_hooks)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -353,6 +356,6 @@ def self_test() -> dict[str, bool]:
         "outside_modes": _depth_of_modes is not None and _without_modes is not None,
         "stepped_in": not before and stepped_in(rounds) == {id(optimizer)},
         "active_ddp": _active_ddp is not None,
-        "has_global_hooks": _has_global_hooks is not None,
+        "has_global_hooks": None not in _global_hooks,
         "fake_tensors": _lookup("torch._subclasses.fake_tensor", "FakeTensorMode") is not None,
     }

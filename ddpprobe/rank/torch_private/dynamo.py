@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -16,6 +17,21 @@ import torch
 
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)  # noqa: SLF001
 _COMPILE_FILE, _NOT_COMPILED = "torch/_dynamo/eval_frame.py", "DisableContext."
+
+
+# Whether graphs may hold our operators, which a torch that keeps no operator for its effect drops.
+# Torch 2.6 also breaks a graph off at a hook of a tensor made inside, and 2.7 makes one for each
+# module until its limit: with `fullgraph=True` both would raise (measured).
+SPEAKING = hasattr(torch.library, "_register_effectful_op")
+
+
+def _always() -> bool:
+    return True
+
+
+# Whether the graph that is traced here may hold nothing of ours, as one that is exported.
+# Degradation: True; what is inside a compiled region is then not observed, and said to be so.
+is_silent: Callable[[], bool] = torch.compiler.is_exporting if SPEAKING else _always
 
 
 def run_as_python(code: CodeType) -> bool:

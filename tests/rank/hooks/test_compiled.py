@@ -24,14 +24,20 @@ from ddpprobe.rank.hooks import compiled as compiled_hooks
 from ddpprobe.rank.hooks import copy_safe_hook, root
 from ddpprobe.rank.hooks.eager import EagerHooks
 from ddpprobe.rank.hooks.record_op import keep_out_of_cuda_graphs
+from ddpprobe.rank.torch_private import dynamo
 from ddpprobe.records.step import IN_TURN, StepRecord
 from ddpprobe.rundir import framing
 from ddpprobe.rundir.journal import JournalTail
 from ddpprobe.rundir.paths import RunDir
 from ddpprobe.testing import state_hash
 
-# What torch's compiler imports is deprecated by torch itself.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    # What torch's compiler imports is deprecated by torch itself.
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(
+        not dynamo.SPEAKING, reason="its graphs are without us: test_graphs_without_us"
+    ),
+]
 
 BLOCKS = 9  # one more than torch's recompile limit
 Sites = dict[tuple[int, str, str, str], tuple[list[int], list[float]]]

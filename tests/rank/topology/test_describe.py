@@ -140,6 +140,8 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+# torch 2.6 warns of DTensors on a CPU.
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
 @pytest.mark.parametrize("steps", [0, 1], ids=["before", "after"])
 def test_ddp_around_tensor_parallelism_is_refused_before_its_first_step_and_after_it(
     steps: int, alone: None

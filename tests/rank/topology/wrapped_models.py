@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.tensor import debug
+from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def on_rank(rank: int) -> Iterator[None]:
     """Be this rank of four."""
     # What DTensor remembers holds the mesh of another rank, which is equal to that of this one.
-    debug._clear_sharding_prop_cache()
+    _forget_shardings()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(RANKS))
     try:
         with warnings.catch_warnings():
@@ -36,6 +36,13 @@ def on_rank(rank: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+
+
+def _forget_shardings() -> None:
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:  # an older torch, with one cache only
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
 
 
 def net(*, frozen: bool = True) -> nn.Sequential:
