@@ -31,8 +31,10 @@ test-alerts: .venv/dev.stamp system-packages  # faults in real jobs, until a web
 
 test-frameworks: .venv-lightning/run.stamp .venv-huggingface/run.stamp .venv-ray/run.stamp  # each trained with the probe
 	for name in lightning huggingface ray; do \
-	  TEST_FRAMEWORKS=1 .venv-$$name/bin/python -m pytest tests/frameworks || exit 1; \
+	  TEST_FRAMEWORKS=1 .venv-$$name/bin/python -m pytest --junitxml=.venv-$$name/proof.xml \
+	    tests/frameworks || exit 1; \
 	done
+	$(BIN)/python -m tests.frameworks.proof
 
 test-models: .venv-models/run.stamp  # models of others: bits, statistics, faults; [MODEL=word] [SEED=1]
 	.venv-models/bin/python -m tests.models $(MODEL) $(if $(SEED),--seed $(SEED))
