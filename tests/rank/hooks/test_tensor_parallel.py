@@ -36,7 +36,7 @@ from ddpprobe.rank.topology.describe import describe
 from ddpprobe.rundir.fuse import Fuse
 from tests.distributed import layouts_job
 
-from ..topology.wrapped_models import mesh, on_rank
+from ..topology.wrapped_models import WITHOUT_RANK_0, mesh, on_rank
 
 FILE = Path(__file__).parent / "tensor_parallel.json"
 Placements = dict[str, tuple[str, bool]]
@@ -155,7 +155,7 @@ def changed_in_place(net: Net, x: Tensor) -> Tensor:
 
 def split(net: nn.Module, **plan: object) -> nn.Module:
     whole = {"up": ColwiseParallel(), "down": RowwiseParallel(), **plan}
-    return parallelize_module(net, pair(), whole, src_data_rank=None)
+    return parallelize_module(net, pair(), whole, **WITHOUT_RANK_0)
 
 
 def uncalled(net: Net, x: Tensor) -> Tensor:
@@ -180,14 +180,14 @@ def late() -> nn.Module:
         input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
     )
     plan = {"block": said, "block.inner.up": ColwiseParallel(), "block.down": RowwiseParallel()}
-    return parallelize_module(net, pair(), plan, src_data_rank=None)
+    return parallelize_module(net, pair(), plan, **WITHOUT_RANK_0)
 
 
 def two_groups() -> nn.Module:
     net, both = Net(plain), mesh(2, 2)
-    parallelize_module(net, both["inner"], {"up": ColwiseParallel()}, src_data_rank=None)
+    parallelize_module(net, both["inner"], {"up": ColwiseParallel()}, **WITHOUT_RANK_0)
     rows = RowwiseParallel(input_layouts=Replicate())
-    parallelize_module(net, both["outer"], {"head": rows}, src_data_rank=None)
+    parallelize_module(net, both["outer"], {"head": rows}, **WITHOUT_RANK_0)
     net.down = nn.Linear(8, 8)
     return net
 
@@ -212,7 +212,7 @@ def sequence() -> nn.Module:
 def with_fsdp2() -> nn.Module:
     net, both = Net(plain), mesh(2, 2)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    parallelize_module(net, both["inner"], plan, src_data_rank=None)
+    parallelize_module(net, both["inner"], plan, **WITHOUT_RANK_0)
     fully_shard(net.norm, mesh=both["outer"])
     return fully_shard(net, mesh=both["outer"])
 
