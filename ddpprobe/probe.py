@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ddpprobe.errors import InstallError
-from ddpprobe.rank import last_words, peer_watcher, rendezvous, torch_private
-from ddpprobe.rank.capture.capturing import Capturing
-from ddpprobe.rank.capture.pack_writer import PackWriter
+from ddpprobe.rank import last_words, peer_watcher, process_group
 from ddpprobe.rank.first_forward import FirstForward
 from ddpprobe.rank.hooks.stream_capture import is_captured
-from ddpprobe.rank.interval import Pacer
 from ddpprobe.rank.join import Joined, join_run
-from ddpprobe.rank.journal_writer import Identity
 from ddpprobe.rank.listener import Listener
+from ddpprobe.rank.made_recorder import make_recorder
 from ddpprobe.rank.options import InstallOptions, as_globs
 from ddpprobe.rank.order_handler import OrderHandler
 from ddpprobe.rank.probes import Probes, install_each
@@ -40,7 +37,6 @@ from ddpprobe.rundir.stopwatch import Stopwatch
 _live: set[Probe] = set()  # held here, since a script may drop what install() returned
 _probed: weakref.WeakKeyDictionary[nn.Module, Probe] = weakref.WeakKeyDictionary()
 _told_of_install: list[Callable[[], object]] = []
-_rounds = 0
 
 
 @final
@@ -329,7 +325,7 @@ def _install(model: nn.Module, options: InstallOptions) -> Probe:
     probe = Probe()
     if os.environ.get("DDPPROBE_DISABLE") == "1":
         return probe
-    if not _has_group() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not process_group.exists() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         meet = Fuse("install").guard(partial(_meet_group, probe, model, options))
         probe._waits = FirstForward(_described(model, options), meet)  # noqa: SLF001  (same module)
         _live.add(probe)
@@ -353,7 +349,7 @@ def install_within(called: nn.Module, model: nn.Module, **options: Any) -> Probe
     if os.environ.get("DDPPROBE_DISABLE") == "1":
         return probe
     made = _options(**_defaults() | options)
-    if not _has_group() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not process_group.exists() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _meet_group(probe, model, made, called)
     else:
         _join(probe, outermost(model), made, called)
@@ -392,7 +388,7 @@ def _described(model: nn.Module, options: InstallOptions) -> Topology:
 def _meet_group(probe: Probe, model: nn.Module, options: InstallOptions, called: nn.Module) -> None:
     """In the first training forward after an `install()` that waits: join the process group."""
     probe._waits = None  # noqa: SLF001  (same module)
-    if _has_group():
+    if process_group.exists():
         _join(probe, outermost(model), options, called)
         return
     logger.warning(
@@ -412,7 +408,7 @@ def _is_not_alone(
     which all ranks are; the recorder that asks is closed.
     """
     found = model()
-    if found is None or not _has_group() or dist.get_world_size() == 1:
+    if found is None or not process_group.exists() or dist.get_world_size() == 1:
         return False
     probe.close()
     options = options.continuing(probe.run_dir)
@@ -434,29 +430,17 @@ def _join(
     Raises:
         InstallError: some rank refused; the same text on every rank.
     """
-    rank, world_size, store = _job()
+    rank, world_size, store = process_group.job()
     joined, checked = join_run(
-        store, _round_name(), rank, world_size, options, lambda: options.check(model, _run_of)
+        store,
+        process_group.round_name(),
+        rank,
+        world_size,
+        options,
+        lambda: options.check(model, _run_of),
     )
     topology = checked.topology
-    journal, disk_thread = joined.record_files.journal, joined.record_files.disk_thread
-    pacer = Pacer(
-        checked.schedule, checked.budget, joined.channel, journal, joined.record_files.heartbeat,
-        leads=rank == 0, ahead=topology.device.type != "cpu",
-    )  # fmt: skip
-    path = partial(joined.run.pack, joined.attempt, joined.node, rank)
-    header = {"attempt": joined.attempt, "rank": rank, "world_size": world_size}
-    stopwatch = Stopwatch()
-    if disk_thread is not None:
-        disk_thread.tell_cpu = partial(setattr, stopwatch, "beside")
-    capturing = Capturing(
-        options.capture, PackWriter(path, header, journal, disk_thread), rank, stopwatch
-    )
-    order_handler = OrderHandler(
-        joined.board, pacer.add, capturing.capture, journal, options.on_anomaly
-    )
-    who = Identity(rank, world_size, joined.attempt)
-    recorder = Recorder(topology, who, options, joined, pacer, order_handler, capturing, stopwatch)
+    recorder, order_handler, stopwatch = make_recorder(joined, checked, options, rank, world_size)
     # Here, where waiting is allowed: no step ever compiles anything.
     native.prepare()
     parameters = list(topology.root.parameters())
@@ -467,7 +451,11 @@ def _join(
     Fuse("starting the disk thread").guard(joined.start)()
     Fuse("watching the other ranks").guard(joined.watch_peers)()
     Fuse("signal handlers").guard(OF_THE_SCRIPT.look)()
-    first = None if _has_group() else partial(_is_not_alone, probe, weakref.ref(model), options)
+    first = (
+        None
+        if process_group.exists()
+        else partial(_is_not_alone, probe, weakref.ref(model), options)
+    )
     recorder.start(inside, first)
     probe._begin(recorder, joined, order_handler, stopwatch)  # noqa: SLF001  (same module)
     _probed[topology.root] = probe
@@ -482,28 +470,6 @@ def _run_of(root: nn.Module) -> str | None:
     """Return the run directory of the living probe on `root`, None without one."""
     probe = _probed.get(root)
     return probe.run_dir if probe in _live else None
-
-
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _job() -> tuple[int, int, rendezvous.Store]:
-    if not _has_group():
-        return 0, 1, dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
-    store = torch_private.default_store()
-    if store is None:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]  # not in its __all__
-    return dist.get_rank(), dist.get_world_size(), store
-
-
-def _round_name() -> str:
-    """Name this round in the store: the same on all ranks, new for each call and restart."""
-    global _rounds  # noqa: PLW0603  (the count of them is what all ranks have in common)
-    # Rank 0 may have been a job of its own before, which the others know nothing of.
-    _rounds += _has_group()
-    return f"ddpprobe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_rounds}"
 
 
 def _close_all() -> None:

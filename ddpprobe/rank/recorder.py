@@ -30,12 +30,13 @@ from ddpprobe.rank.options import InstallOptions
 from ddpprobe.rank.order_handler import OrderHandler
 from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
 from ddpprobe.rank.step_clock import StepClock
+from ddpprobe.rank.step_times import StepTimes
 from ddpprobe.rank.topology import stages
 from ddpprobe.rank.topology.describe import Topology, describe, outermost
 from ddpprobe.rank.topology.replicas import in_turn
 from ddpprobe.rank.torch_private import dynamo, functorch
 from ddpprobe.records import events
-from ddpprobe.records.step import CHECKED, NOTED, STEP_PHASES, UNREDUCED, FirstBad
+from ddpprobe.records.step import CHECKED, NOTED, UNREDUCED, FirstBad
 from ddpprobe.rundir.fuse import Fuse, logger
 from ddpprobe.rundir.heartbeat import STATES
 from ddpprobe.rundir.stopwatch import Caller, Stopwatch
@@ -92,8 +93,7 @@ class Recorder:
         self._renewed = False
         self._bad: FirstBad | None = None
         self._stopwatch = stopwatch
-        self._base = self._readings()
-        self._told_own = self._told_beside = self._behind = 0.0  # see `_facts`
+        self._times = StepTimes(self._clock.phase_seconds, stopwatch)
         self._calls_are_measured = False
         self._open = True
         self._room: Room | None = None
@@ -308,9 +308,7 @@ class Recorder:
             Fuse("measuring what hooks take").guard(self._measure_calls)()
         self._pacer.end_step(*self._clock.reading(), sampled=sampled)
         self._order_handler.hear(self._clock.step)
-        self._base = self._readings()
-        if sampled:
-            self._behind = self._base[-1] - self._told_own
+        self._times.end_step(sampled=sampled)
 
     def forward_is_next(self) -> None:
         """Choose the graphs of the next step."""
@@ -461,24 +459,12 @@ class Recorder:
         self._frame_writer.ship()
 
     def _facts(self) -> dict[str, float]:
-        """Return what is known of this step without its rows.
-
-        A record cannot tell what it takes to write it. So the next one does: what passed behind the
-        last record in its step, and what the disk thread has taken since.
-        """
-        names = [*(f"{phase}_seconds" for phase in STEP_PHASES), "probe_seconds"]
-        now, beside = self._readings(), self._stopwatch.beside
-        spent = zip(now, self._base, strict=True)
-        facts = {name: after - before for name, (after, before) in zip(names, spent, strict=True)}
-        facts["probe_seconds"] += self._behind + beside - self._told_beside
-        self._told_own, self._told_beside = now[-1], beside
+        """Return what is known of this step without its rows."""
+        facts = self._times.told()
         facts["micro_batches"] = float(self._clock.micro + 1 - self._clock.lent)
         if self._noted:
             self._noted, facts[NOTED] = False, 1.0
         return facts
-
-    def _readings(self) -> tuple[float, ...]:
-        return *self._clock.phase_seconds, self._stopwatch.seconds
 
     def _measure_calls(self) -> None:
         """Learn what calls of ours take besides, once: behind the first step, where torch rests."""

@@ -1,0 +1,35 @@
+"""The job that this process is a rank of, as torch knows it."""
+
+from __future__ import annotations
+
+import os
+
+from torch import distributed as dist
+
+from ddpprobe.rank import rendezvous, torch_private
+
+_rounds = 0
+
+
+def exists() -> bool:
+    """Whether the script has begun a process group by now."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def job() -> tuple[int, int, rendezvous.Store]:
+    """Return this process's rank, the number of ranks, and a store that all of them see."""
+    if not exists():
+        return 0, 1, dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
+    store = torch_private.default_store()
+    if store is None:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]  # not in its __all__
+    return dist.get_rank(), dist.get_world_size(), store
+
+
+def round_name() -> str:
+    """Name this round in the store: the same on all ranks, new for each call and restart."""
+    global _rounds  # noqa: PLW0603  (the count of them is what all ranks have in common)
+    # Rank 0 may have been a job of its own before, which the others know nothing of.
+    _rounds += exists()
+    return f"ddpprobe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_rounds}"

@@ -1,0 +1,47 @@
+"""What a step took on the host, by phase, and what of it was ours."""
+
+from __future__ import annotations
+
+from typing import final
+
+from ddpprobe.records.step import STEP_PHASES
+from ddpprobe.rundir.stopwatch import Stopwatch
+
+_NAMES = (*(f"{phase}_seconds" for phase in STEP_PHASES), "probe_seconds")
+
+
+@final
+class StepTimes:
+    """Turns running sums of seconds into those of a step.
+
+    Args:
+        phase_seconds: of all steps so far, by phase; changed by its owner.
+        stopwatch: of what was ours.
+    """
+
+    def __init__(self, phase_seconds: list[float], stopwatch: Stopwatch) -> None:
+        self._phase_seconds, self._stopwatch = phase_seconds, stopwatch
+        self._base = self._readings()
+        self._told_own = self._told_beside = self._behind = 0.0  # see `told`
+
+    def told(self) -> dict[str, float]:
+        """Return the scalars of the step under way.
+
+        A record cannot tell what it takes to write it. So the next one does: what passed behind the
+        last record in its step, and what the disk thread has taken since.
+        """
+        now, beside = self._readings(), self._stopwatch.beside
+        spent = zip(now, self._base, strict=True)
+        told = {name: after - before for name, (after, before) in zip(_NAMES, spent, strict=True)}
+        told["probe_seconds"] += self._behind + beside - self._told_beside
+        self._told_own, self._told_beside = now[-1], beside
+        return told
+
+    def end_step(self, *, sampled: bool) -> None:
+        """Begin anew, behind a step."""
+        self._base = self._readings()
+        if sampled:
+            self._behind = self._base[-1] - self._told_own
+
+    def _readings(self) -> tuple[float, ...]:
+        return *self._phase_seconds, self._stopwatch.seconds
