@@ -1,4 +1,4 @@
-"""The pairs of Python and torch that `make test-versions` passes; others are told, not refused."""
+"""The pairs of Python and torch that `make test` passes with; others are told, not refused."""
 
 from __future__ import annotations
 

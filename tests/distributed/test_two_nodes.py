@@ -403,7 +403,7 @@ def test_two_hosts_gather_over_mutual_tls_and_a_wrong_certificate_is_told_to_the
     kill(refused)
     daemon = other.daemon(1, *url, "--web-config", str(web_configs[1]), prefix=inside[1])
     wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step == 59], 40)
-    assert (other.said(1) or {})["notices"] == {}
+    wait(lambda: (other.said(1) or {}).get("notices") == {})
     end.touch()
     assert [r.wait(40 * PATIENCE) for r in ranks] == [0] * 4
     assert [leader.wait(40 * PATIENCE), daemon.wait(40 * PATIENCE)] == [0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
 import json
@@ -483,6 +484,7 @@ class Terminal:
         )  # fmt: skip
         os.close(theirs)
         self.seen = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()  # a read may cut a character
 
     def until(self, says: str, seconds: float = 30.0) -> None:
         """Read until what is drawn from now on holds a text."""
@@ -495,7 +497,7 @@ class Terminal:
         with contextlib.suppress(OSError):  # EIO: the other side is gone
             if select.select([self._ours], [], [], seconds)[0]:
                 data = os.read(self._ours, 1 << 16)
-                self.seen += data.decode()
+                self.seen += self._decoder.decode(data)
                 return bool(data)
         return False
 
