@@ -46,6 +46,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("house")
     for part in ("ddpprobe", "grafana", "docs/reference"):
         shutil.copytree(HOME / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(HOME / "docs/detection.md", root / "docs")
     for diff in RECIPES:
         apply(diff, root)
     return root

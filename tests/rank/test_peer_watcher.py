@@ -74,6 +74,14 @@ def open_files() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
 def places(said: list[PeerExitEvent]) -> list[tuple[int, str, tuple[int, ...]]]:
     return [(event.rank, event.how, event.alive) for event in said]
 
@@ -187,11 +195,11 @@ def test_the_thread_is_not_there_while_the_process_forks_and_a_child_leaves_the_
     peers.watch(2)
     peers.watcher.rest()
     assert "ddpprobe peers" not in {thread.name for thread in threading.enumerate()}
-    files = open_files()
+    held = list(peers.watcher._watched)
     child = os.fork()
     if child == 0:
         peers.watcher.abandon()
-        os._exit(len(files - open_files()))
+        os._exit(sum(not is_open(fd) for fd in held))
     peers.watcher.go_on()
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 2  # a descriptor of each peer

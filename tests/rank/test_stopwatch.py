@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddpprobe
-from ddpprobe import probe
+from ddpprobe.rank import made_recorder
 from ddpprobe.rank.disk_thread import DiskThread
 from ddpprobe.rank.hooks import call_cost
 from ddpprobe.rank.hooks.step_rows import StepRows
@@ -58,7 +58,7 @@ class Time:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     """The clock of every stopwatch that `install` makes; calls take nothing besides."""
     made = Time()
-    monkeypatch.setattr(probe, "Stopwatch", lambda: Stopwatch(now=made))
+    monkeypatch.setattr(made_recorder, "Stopwatch", lambda: Stopwatch(now=made))
     monkeypatch.setattr("ddpprobe.rank.disk_thread.time.thread_time", lambda: 0.0)
     monkeypatch.setattr(call_cost, "measure", lambda: [0.0] * len(Caller))
     return made
