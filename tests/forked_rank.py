@@ -21,7 +21,9 @@ for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv = sys.argv[1:]
 try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    # Held to the end of the process. Where the last name of a process group is a DDP model's, torch
+    # joins gloo's threads under the GIL, which one of them may wait for (seen with torch 2.13).
+    sys.held_globals = runpy.run_path(sys.argv[0], run_name="__main__")  # type: ignore[attr-defined]
 except SystemExit as end:
     code = end.code
 except BaseException:  # noqa: BLE001  (whatever it is, Python prints it)
