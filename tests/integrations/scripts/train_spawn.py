@@ -1,12 +1,15 @@
 """Replicas that are started by mp.spawn, which sets no variable."""
 
 import sys
+import time
 
 import torch
 from net import STEPS, Net, batch
 from torch import distributed as dist
 from torch import multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
+
+HELD: list[torch.nn.Module] = []
 
 
 def work(rank: int, where: str) -> None:
@@ -20,7 +23,12 @@ def work(rank: int, where: str) -> None:
         optimizer.step()
         if rank == 0:
             print(loss.item())
+    # torch may abort or stand still where a rank takes its connections down under another's feet,
+    # and where a DDP model is the last to hold them.
+    HELD.append(model)
+    dist.barrier()
     dist.destroy_process_group()
+    time.sleep(0.5)
 
 
 if __name__ == "__main__":
