@@ -1,6 +1,8 @@
 """What the scripts beside this one train: a small model, one layer of which gives a NaN once."""
 
 import os
+import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -38,3 +40,33 @@ class Net(nn.Module):
 def batch(step: int, rank: int = 0) -> Tensor:
     """Return what a rank trains on at a step."""
     return torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0,
+    before_step: Callable[[int], None] = lambda _: None,
+) -> None:  # fmt: skip
+    """Train for STEPS steps; rank 0 prints its losses."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(batch(step, rank))
+        loss.backward()
+        before_step(step)
+        optimizer.step()
+        if rank == 0:
+            print(loss.item())
+
+
+def leave(model: nn.Module) -> None:
+    """End the process group of a model, together with the other ranks.
+
+    torch may abort or stand still where a rank takes its connections down under another's feet, and
+    where a DDP model is the last to hold them.
+    """
+    _held.append(model)
+    dist.barrier()
+    dist.destroy_process_group()
+    time.sleep(0.5)
+
+
+_held: list[nn.Module] = []

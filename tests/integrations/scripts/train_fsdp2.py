@@ -1,7 +1,7 @@
 """Shards, started by torchrun."""
 
 import torch
-from net import STEPS, Net, batch
+from net import Net, leave, train
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
@@ -12,11 +12,5 @@ for part in (model.up, model.down, model):
     fully_shard(part)
 optimizer = torch.optim.AdamW(model.parameters())
 # The model is made.
-for step in range(STEPS):
-    optimizer.zero_grad()
-    loss = model(batch(step, rank))
-    loss.backward()
-    optimizer.step()
-    if rank == 0:
-        print(loss.item())
-dist.destroy_process_group()
+train(model, optimizer, rank)
+leave(model)

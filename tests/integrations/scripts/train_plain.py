@@ -1,15 +1,10 @@
 """A loop in one process."""
 
 import torch
-from net import STEPS, Net, batch
+from net import Net, train
 
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters())
 # The model is made.
-for step in range(STEPS):
-    optimizer.zero_grad()
-    loss = model(batch(step))
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+train(model, optimizer)
 raise SystemExit(5)

@@ -4,7 +4,7 @@ import os
 import sys
 
 import torch
-from net import STEPS, Net, batch
+from net import Net, leave, train
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,9 +14,5 @@ dist.init_process_group(
 )
 model = DistributedDataParallel(Net())
 optimizer = torch.optim.AdamW(model.parameters())
-for step in range(STEPS):
-    optimizer.zero_grad()
-    loss = model(batch(step, rank))
-    loss.backward()
-    optimizer.step()
-dist.destroy_process_group()
+train(model, optimizer, rank)
+leave(model)
