@@ -52,9 +52,8 @@ class RankGradients:
         self._begin(NEVER)
 
     def _begin(self, lowest: int) -> None:
-        self._lowest: int = (
-            lowest  # of all ranks and sampled steps, but of those that are below it now
-        )
+        # Of all ranks and sampled steps, but of those that are below it now.
+        self._lowest: int = lowest
         self._known, self._seen = 0, 0  # numbers, and sampled steps, that it is the lowest of
         self._since: dict[int, int] = {}  # rank that is below it -> first step,
         self._away: dict[int, int] = {}  # sampled steps in a row,

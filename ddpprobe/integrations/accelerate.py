@@ -13,10 +13,9 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from torch import nn
 
-from ddpprobe.integrations.loggers import LoggerLink, Sink, sink_of
+from ddpprobe.integrations.loggers import Sink, install_linked, sink_of
 from ddpprobe.integrations.run_directory import run_directory
 from ddpprobe.probe import Probe
-from ddpprobe.probe import install as install_probe
 
 
 def install(
@@ -48,11 +47,8 @@ def install(
     if accelerator.project_dir is not None:
         options = {"run_dir": run_directory(accelerator.project_dir, first_step), **options}
     # Rank 0 has the trackers, and all ranks know what they were to be.
-    link = LoggerLink((lambda: map(_sink, accelerator.trackers)) if accelerator.log_with else None)
-    options["on_anomaly"] = link.counting(options.get("on_anomaly", "record"))
-    probe = install_probe(model, first_step=first_step, **options)
-    link.begin(probe)
-    return probe
+    sinks = (lambda: map(_sink, accelerator.trackers)) if accelerator.log_with else None
+    return install_linked(model, sinks, first_step=first_step, **options)
 
 
 @final

@@ -14,10 +14,9 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from ddpprobe.integrations.lightning_loggers import sinks_of
-from ddpprobe.integrations.loggers import LoggerLink
+from ddpprobe.integrations.loggers import install_linked
 from ddpprobe.integrations.run_directory import run_directory
 from ddpprobe.probe import Probe
-from ddpprobe.probe import install as install_probe
 
 
 def install(
@@ -53,9 +52,5 @@ def install(
             "fabric.setup(model, optimizer) first, and pass that model."
         )
     options = {"run_dir": run_directory(root_dir, first_step), **options}
-    loggers = fabric.loggers
-    link = LoggerLink(partial(sinks_of, loggers) if loggers else None)
-    options["on_anomaly"] = link.counting(options.get("on_anomaly", "record"))
-    probe = install_probe(inner, first_step=first_step, **options)
-    link.begin(probe)
-    return probe
+    sinks = partial(sinks_of, fabric.loggers) if fabric.loggers else None
+    return install_linked(inner, sinks, first_step=first_step, **options)

@@ -9,9 +9,9 @@ from typing import Any, final
 
 from torch import nn
 
-from ddpprobe.integrations.loggers import LoggerLink, Sink
+from ddpprobe.integrations.loggers import Sink, install_linked
 from ddpprobe.integrations.run_directory import run_directory
-from ddpprobe.probe import Probe, install
+from ddpprobe.probe import Probe
 from ddpprobe.records.step import Anomaly
 from ddpprobe.rundir.fuse import logger
 
@@ -57,12 +57,9 @@ class Fit:
         options = {"run_dir": run_directory(base, step), **self._options}
         if options.get("on_anomaly") == "stop":
             options["on_anomaly"] = self._stop
-        link = LoggerLink(sinks)
-        options["on_anomaly"] = link.counting(options.get("on_anomaly", "record"))
-        self.probe = install(model, **options, first_step=step)
+        self.probe = install_linked(model, sinks, **options, first_step=step)
         if self.probe.run_dir is not None and os.environ.get("RANK", "0") == "0":
             logger.info("ddpprobe: the run is in %s", self.probe.run_dir)
-        link.begin(self.probe)
         return self.probe
 
     def pause(self, reason: str) -> None:

@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, final
 
-from torch import distributed as dist
+from torch import nn
 
 from ddpprobe.integrations.verdict import verdict
-from ddpprobe.probe import Probe
+from ddpprobe.probe import Probe, install
+from ddpprobe.rank import process_group
 from ddpprobe.records.step import Anomaly
 from ddpprobe.rundir.fuse import Fuse
 
@@ -135,7 +136,7 @@ class LoggerLink:
     def __init__(self, sinks: Callable[[], Iterable[Sink]] | None) -> None:
         self._is_wanted = sinks is not None
         made: list[Sink] = []
-        if sinks is not None and _leads():
+        if sinks is not None and process_group.leads():
             Fuse("loggers").guard(lambda: made.extend(sinks()))()
         self._sinks = [(sink, Fuse(f"telling {type(sink).__name__}")) for sink in made]
         self._pages = 0
@@ -182,6 +183,25 @@ class LoggerLink:
             fuse.guard(sink.facts)(facts)
 
 
+def install_linked(
+    model: nn.Module,
+    sinks: Callable[[], Iterable[Sink]] | None,
+    **options: Any,  # noqa: ANN401
+) -> Probe:
+    """Observe a model as `ddpprobe.install` does, and tell its loggers of the run.
+
+    Args:
+        model: as for `install`.
+        sinks: as of `LoggerLink`.
+        options: keywords of `install`.
+    """
+    link = LoggerLink(sinks)
+    options["on_anomaly"] = link.counting(options.get("on_anomaly", "record"))
+    probe = install(model, **options)
+    link.begin(probe)
+    return probe
+
+
 def attach(probe: Probe, *clients: object) -> None:
     """Tell loggers of a probe's run, in a loop of your own; call it on rank 0.
 
@@ -204,8 +224,3 @@ def attach(probe: Probe, *clients: object) -> None:
             )
         sinks.append(sink)
     LoggerLink(lambda: sinks).begin(probe)
-
-
-def _leads() -> bool:
-    """Whether this is rank 0 of the job, or its only process."""
-    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0

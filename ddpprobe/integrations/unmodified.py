@@ -18,13 +18,13 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.probe import Probe, install_within, when_installed
+from ddpprobe.rank import process_group
 from ddpprobe.rundir.fuse import Fuse, logger
 from ddpprobe.rundir.paths import RUN_OPTIONS_VARIABLE
 
@@ -111,7 +111,7 @@ def _observe(called: nn.Module, trained: set[int]) -> Probe:
     rest = trained.difference(map(id, model.parameters()))
     options: dict[str, Any] = json.loads(os.environ[RUN_OPTIONS_VARIABLE])
     probe = install_within(called, model, **options)
-    if probe.run_dir is not None and _is_first():
+    if probe.run_dir is not None and process_group.leads():
         sys.stderr.write(f"ddpprobe: {type(model).__name__} is observed in {probe.run_dir}\n")
         if rest:
             logger.warning(
@@ -120,12 +120,6 @@ def _observe(called: nn.Module, trained: set[int]) -> Probe:
                 len(rest), len(trained),
             )  # fmt: skip
     return probe
-
-
-def _is_first() -> bool:
-    """Whether this rank speaks for all: by the group, as mp.spawn and Slurm set no `RANK`."""
-    there = dist.is_available() and dist.is_initialized()
-    return not there or dist.get_rank() == 0
 
 
 def _whole(called: nn.Module, trained: set[int]) -> nn.Module:

@@ -109,12 +109,14 @@ def launch_of(call: str) -> dict[str, Any]:
     Args:
         call: name of this call of `install()`, of which a script may have several.
     """
-    agent = psutil.Process().parent() if RESTARTS in os.environ else None
-    if agent is None:
+    if RESTARTS not in os.environ:
         return {}
     try:
+        agent = psutil.Process().parent()
+        if agent is None:
+            return {}
         began = agent.create_time()
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return {}
     number = call.rpartition("/")[2]
     return {LAUNCH: {"pid": agent.pid, "pid_start": began, "call": number}}

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from ddpprobe.daemon import launch
 from ddpprobe.daemon.launch import DaemonKeeper
 from ddpprobe.detectors.settings import Settings
-from ddpprobe.rank import attempts, record_files, rendezvous, versions
+from ddpprobe.rank import attempts, process_group, record_files, rendezvous, versions
 from ddpprobe.rank.attempts import Claimed
 from ddpprobe.rank.interval import IntervalChannel, IntervalFile
 from ddpprobe.rank.options import Checked, InstallOptions
@@ -466,7 +466,7 @@ def _daemon_file(run: RunDir, node: str, suffix: str) -> Path:
 
 def backend() -> str:
     """Name of the process group's backend, "" without one."""
-    return str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""
+    return str(dist.get_backend()) if process_group.exists() else ""
 
 
 def _device() -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections import deque
 from collections.abc import Mapping
 from typing import final
 
@@ -88,7 +87,7 @@ class Passes:
         self._count = count
         self._several = False  # this model has not been the only one
         self._now = _Step()
-        self._ended: deque[tuple[int, _Step]] = deque(maxlen=_KEPT_STEPS)
+        self._ended: dict[int, _Step] = {}  # by number, oldest first
 
     def begin(self) -> None:
         """Be one of the models of the process, until `close`."""
@@ -122,19 +121,20 @@ class Passes:
     def end_step(self, step: int) -> None:
         """Hear that a step is over."""
         self._now.end = float(self._count.number)
-        self._ended.append((step, self._now))
+        self._ended[step] = self._now
+        if len(self._ended) > _KEPT_STEPS:
+            del self._ended[next(iter(self._ended))]
         self._now = _Step()
 
     def told(self, step: int, bad: FirstBad | None) -> Mapping[str, float]:
         """Return scalars of a step: what was lent, and if this model is not alone, its passes."""
-        ended = dict(self._ended)
-        now = ended.get(step, self._now)
+        now = self._ended.get(step, self._now)
         found = {LENT: float(now.lent)} if now.lent else {}
         if not self._several:
             return found
         found[PASS] = float(self._count.number) if now.end is None else now.end
         if bad is not None:
-            number = self._number_of(bad, now if bad.step == step else ended.get(bad.step))
+            number = self._number_of(bad, now if bad.step == step else self._ended.get(bad.step))
             if number is not None:
                 found[PASS_OF_BAD] = number
         return found

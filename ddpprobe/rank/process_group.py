@@ -16,6 +16,11 @@ def exists() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def leads() -> bool:
+    """Whether this is rank 0 of the process group, or there is none (yet)."""
+    return not exists() or dist.get_rank() == 0
+
+
 def job() -> tuple[int, int, rendezvous.Store]:
     """Return this process's rank, the number of ranks, and a store that all of them see."""
     if not exists():

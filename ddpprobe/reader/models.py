@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -61,13 +61,20 @@ class Models(Mapping[str, Run]):
     def __len__(self) -> int:
         return len(self._runs)
 
-    def first_causes(self) -> list[FirstOfModels]:
+    def first_causes(
+        self, judged: Mapping[str, Sequence[Anomaly]] | None = None
+    ) -> list[FirstOfModels]:
         """Return what was wrong first in any of them; several where it is not known which of these.
 
         The newest attempts are compared, by the order of forwards and backwards in the process. Of
         a lone model it is the first cause of its run. Empty: no run has one.
+
+        Args:
+            judged: by model, what `Run.anomalies()` has said; None: it is asked.
         """
-        found = [cause for model, run in self._runs.items() for cause in _causes(model, run)]
+        found: list[FirstOfModels] = []
+        for model, run in self._runs.items():
+            found += _causes(model, run, run.anomalies() if judged is None else judged[model])
         return [one for one in found if not any(other.ended < one.began for other in found)]
 
 
@@ -101,9 +108,9 @@ def models_in(directory: str | Path) -> Models | None:
     return Models(path, runs) if len(processes) == 1 and "" not in processes else None
 
 
-def _causes(model: str, run: Run) -> Iterator[FirstOfModels]:
+def _causes(model: str, run: Run, anomalies: Sequence[Anomaly]) -> Iterator[FirstOfModels]:
     newest = run.attempts()[-1:]
-    causes = [a for a in run.anomalies() if a.first_cause and a.attempt in newest]
+    causes = [a for a in anomalies if a.first_cause and a.attempt in newest]
     if not causes:
         return
     bad_losses: set[int] = set()  # steps that are told by the sampled step behind them

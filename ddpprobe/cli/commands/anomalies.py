@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_models(models: Models, args: argparse.Namespace) -> int:
     """Print which model was bad first, then the verdicts of each; the first code in `_WORST`."""
     judged_ = {name: (r, r.anomalies(), r.completeness()) for name, r in models.items()}
-    firsts = models.first_causes()
+    firsts = models.first_causes({name: found for name, (_, found, _) in judged_.items()})
     if args.json:
         each = {name: _told(*known, args.level) for name, known in judged_.items()}
         first = [{"model": one.model, **_fields(one.anomaly)} for one in firsts]
