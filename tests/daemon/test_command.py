@@ -28,7 +28,7 @@ def tree(tmp_path: Path) -> Path:
     where = tmp_path / "tree"
     where.mkdir()
     git(where, "init", "-q")
-    (where / "train.py").write_text("import sys; sys.stdin.read()")
+    (where / "train.py").write_text("import sys; print('runs', flush=True); sys.stdin.read()")
     git(where, "add", ".")
     git(where, "commit", "-q", "-m", "first")
     return where
@@ -38,6 +38,8 @@ def tree(tmp_path: Path) -> Path:
 def job(tree: Path) -> Iterator[int]:
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, *WORDS], cwd=tree, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # in the middle of an exec a process has no words
         yield process.pid
 
 
