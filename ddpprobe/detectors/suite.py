@@ -17,6 +17,7 @@ from ddpprobe.detectors.grad_none_or_zero import GradNoneOrZero
 from ddpprobe.detectors.grad_spike import GradSpike
 from ddpprobe.detectors.grad_zeros import GradZeros
 from ddpprobe.detectors.init_scale import InitScale
+from ddpprobe.detectors.level_shift import LevelShift
 from ddpprobe.detectors.loss_runaway import LossRunaway
 from ddpprobe.detectors.loss_scale import LossScale
 from ddpprobe.detectors.loss_spike import LossSpike
@@ -89,6 +90,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Vanishing,
     LossSpike,
     LossRunaway,
+    LevelShift,
     RankOutlier,
     SameData,
     StuckData,
@@ -113,11 +115,10 @@ def default_suite(settings: Settings | None = None) -> Suite:
 # What a kind of training does to numbers that a detector takes for faults elsewhere.
 TASKS: Mapping[str, Settings] = MappingProxyType(
     {
-        "gan": {
-            "loss_spike": None,
-            "loss_runaway": None,
-        },  # two losses that work against each other
-        "rl": {"loss_spike": None, "loss_runaway": None, "grad_spike": None},  # heavy tails
+        # two losses that work against each other
+        "gan": dict.fromkeys(("loss_spike", "loss_runaway", "level_shift")),
+        # heavy tails
+        "rl": dict.fromkeys(("loss_spike", "loss_runaway", "level_shift", "grad_spike")),
     }
 )
 _KNOWN = {kind.name: kind for kind in DETECTORS}

@@ -48,7 +48,9 @@ def test_detectors_are_switched_off_and_set_by_name() -> None:
     assert "loss_spike" in names(None)
     assert "loss_spike" not in names(chosen({"loss_spike": False}, None))
     assert "loss_spike" not in names(chosen({"loss_spike": {"ratio": 100}}, None))
-    assert chosen({"loss_spike": True}, "gan") == {"loss_spike": {}, "loss_runaway": None}
+    assert chosen({"loss_spike": True}, "gan") == {
+        "loss_spike": {}, "loss_runaway": None, "level_shift": None,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -158,7 +160,8 @@ def test_info_and_report_show_what_was_chosen_and_said(
     train(path, noted=True, task="rl", detectors={"straggler": {"steps": 30}})
     assert main(["info", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "detectors: loss_spike off, loss_runaway off, grad_spike off, straggler steps=30" in out
+    off = "loss_spike off, loss_runaway off, level_shift off, grad_spike off"
+    assert f"detectors: {off}, straggler steps=30" in out
     assert "config: lr=0.001, optimizer=<class 'torch.optim.sgd.SGD'>" in out
     assert "noted behind step 78: harder data" in out
     main(["info", str(path), "--json"])
@@ -167,7 +170,7 @@ def test_info_and_report_show_what_was_chosen_and_said(
     shown = dict(facts(gather(open_run(path))))
     assert shown["noted"] == "harder data (behind step 78)"
     assert shown["config"].startswith("lr=0.001, ")
-    assert shown["detectors off"] == "loss_spike, loss_runaway, grad_spike"
+    assert shown["detectors off"] == "loss_spike, loss_runaway, level_shift, grad_spike"
 
 
 def test_long_notes_are_kept_in_part(tmp_path: Path) -> None:

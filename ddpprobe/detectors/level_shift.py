@@ -1,0 +1,181 @@
+"""`level_shift`: loss, gradients or outputs move to another level at once, and stay there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.level_window import LevelWindow
+from ddpprobe.detectors.loss import PositiveLoss
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
+from ddpprobe.detectors.subtrees import named
+from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, Anomaly, StepRecord
+
+# So few values are enough where a shift is so many times as large, in decades.
+QUICK, QUICK_BLOCKS, QUICK_TIMES = 4, 8, 2.0
+# In decades: what a loop changes on purpose explains a shift. The learning rate, how many
+# parameters are trained, and how many elements all outputs have (the size of a batch).
+MEANT = np.array([0.04, 1e-6, 0.1])
+NUMBERS = (
+    ("loss", "forward"),
+    ("gradient norm", "backward"),
+    ("gradient norm by loss", "backward"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shift:
+    """One series that has shifted: `place` of it, its last `values`; the rest as in `Shifts`."""
+
+    place: int
+    values: int
+    size: float
+    clear: float
+
+
+class LevelShift(SampledDetector):
+    """Warns when a number of the run has moved to another level at once and stays there.
+
+    Other data, other labels, a loss that is scaled otherwise, weights that were loaded, a module
+    that computes something else. Judged are the loss of every step and, on sampled steps, the
+    gradient norm, both upwards only, the gradient norm divided by the loss, and the rms of each
+    module's output. All of the last values must lie beyond all of those before, and the step
+    between them must be larger than any before it. Nothing is said where the learning rate, the
+    number of trained parameters or the size of the outputs has changed meanwhile.
+
+    Args:
+        loss_ratio: how many times the loss of the block before.
+        norm_ratio: the same of the gradient norm, and of it by the loss.
+        output_ratio: the same of the output of one module among many.
+        clear: how many times the largest step between two blocks before,
+        output_clear: the same of an output.
+        recent: values of a block; all of the last block must lie beyond those before.
+        blocks: so many blocks before it are compared with.
+        quiet_steps: steps without a shift after which the next one is told.
+    """
+
+    name = "level_shift"
+    title = "A number moved to another level"
+
+    def __init__(
+        self, *, loss_ratio: float = 1.12, norm_ratio: float = 1.4, output_ratio: float = 2.0,
+        clear: float = 3.0, output_clear: float = 10.0, recent: int = 8, blocks: int = 6,
+        quiet_steps: int = 100,
+    ) -> None:  # fmt: skip
+        above_zero(
+            loss_ratio=loss_ratio, norm_ratio=norm_ratio, output_ratio=output_ratio, clear=clear,
+            output_clear=output_clear,
+        )  # fmt: skip
+        at_least(1, recent=recent)
+        at_least(2, blocks=blocks)
+        at_least(0, quiet_steps=quiet_steps)
+        self._of_loss = math.log10(loss_ratio), clear
+        self._of_norm = math.log10(norm_ratio), clear
+        self._of_output = math.log10(output_ratio), output_clear
+        self._recent, self._blocks, self._quiet = recent, blocks, quiet_steps
+        self._reset()
+
+    def _is_about(self, record: StepRecord) -> bool:
+        """Whether it looks at this record: also at one that is there for its losses alone."""
+        return not record.partial
+
+    def _reset(self) -> None:
+        length = max(self._recent * (self._blocks + 1), QUICK * (QUICK_BLOCKS + 1))
+        self._loss = PositiveLoss()
+        self._losses, self._norms, self._rms, self._meant = (LevelWindow(length) for _ in range(4))
+        self._outputs, self._gradients = SitesOfKind("output"), SitesOfKind("grad")
+        self._telling = Telling(self._quiet)
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        numbers: dict[int, _Shift] = {}
+        loss = math.nan
+        for step, value in self._loss.read(record):
+            self._losses.push(_logs([value]))
+            for shift in self._found(self._losses, *self._of_loss):
+                if shift.size > 0:  # one that falls is what training is for
+                    numbers[0] = shift
+            loss = value if step == record.step else math.nan
+        outputs: list[_Shift] = []
+        if record.sampled and not record.skipped and not record.missing:
+            norm = float(np.sqrt(np.nansum(np.square(self._gradients.read(record, "norm")))))
+            self._norms.push(_logs([norm, norm / loss if loss > 0 else math.nan]))
+            self._rms.push(_logs(self._outputs.read(record, "rms")))
+            elements = float(np.nansum(self._outputs.read(record, "numel")))
+            chosen = [_largest(record, name) for name in (LEARNING_RATE, TRAINABLE)]
+            self._meant.push(_logs([*chosen, elements]))
+            for shift in self._found(self._norms, *self._of_norm):
+                if shift.place or shift.size > 0:
+                    numbers[1 + shift.place] = shift
+            outputs = self._found(self._rms, *self._of_output)
+        if not (numbers or outputs) or (self._meant.largest_step(QUICK) > MEANT).any():
+            return []
+        return [self._verdict(record, numbers, outputs)] if self._telling.due(record.step) else []
+
+    def _found(self, window: LevelWindow, dex: float, clear: float) -> list[_Shift]:
+        """Return the series of a window that have shifted, far and clearly enough."""
+        tests = (
+            (self._recent, self._blocks, 1.0),
+            (QUICK, QUICK_BLOCKS, QUICK_TIMES),
+        )
+        found: dict[int, _Shift] = {}
+        for values, blocks, times in tests:
+            shifts = window.shifts(values, blocks)
+            enough: NDArray[np.bool_] = np.abs(shifts.size) >= times * dex
+            enough &= shifts.clear >= clear
+            for place in np.flatnonzero(enough).tolist():
+                shift = _Shift(place, values, float(shifts.size[place]), float(shifts.clear[place]))
+                found.setdefault(place, shift)
+        return list(found.values())
+
+    def _verdict(
+        self, record: StepRecord, numbers: dict[int, _Shift], outputs: list[_Shift]
+    ) -> Anomaly:
+        """Return what is to be said; the first output in execution order stands for all else."""
+        by_place = {shift.place: shift for shift in outputs}
+        modules = [place for place in self._outputs.order().tolist() if place in by_place]
+        module = kind = None
+        if modules:
+            shift, module, kind = by_place[modules[0]], self._outputs.fqns[modules[0]], "output"
+            what, phase = "rms of the output", "forward"
+        else:
+            number = min(numbers)
+            shift, (what, phase) = numbers.pop(number), NUMBERS[number]
+        others = [self._outputs.fqns[place] for place in modules[1:]]
+        also = [NUMBERS[number][0] for number in sorted(numbers)]
+        also += [f"the outputs of {named(others)}"] if others else []
+        joined = f"; with it {', '.join(also)}" if also else ""
+        way, of = "above" if shift.size > 0 else "below", "" if what == "loss" else "sampled "
+        message = (
+            f"{what} has been {10 ** abs(shift.size):.3g} x {way} its level before, at each of the "
+            f"last {shift.values} {of}steps: {shift.clear:.3g} x as far as it ever moved in its "
+            f"window{joined}. Learning rate and sizes are as before: look at the "
+            "data, the labels, the scale of the loss, and what was loaded"
+        )
+        values = {
+            "ratio": 10.0**shift.size,
+            "clear": shift.clear,
+            "values": shift.values,
+            "outputs": len(outputs),
+        }
+        return self.anomaly(record, "warn", message, values, module=module, kind=kind, phase=phase)
+
+
+def _logs(numbers: Sequence[float] | Floats) -> Floats:
+    """Return log10 of numbers [n]; NaN where there is none."""
+    given = np.asarray(numbers, np.float64)
+    known = np.isfinite(given) & (given > 0)
+    return np.log10(given, out=np.full(given.shape, np.nan), where=known)
+
+
+def _largest(record: StepRecord, name: str) -> float:
+    """Return the largest of the ranks' scalars of this name; NaN where none has it."""
+    said = (float(said[name]) for said in record.scalars.values() if name in said)
+    return max(said, default=math.nan)

@@ -1,0 +1,76 @@
+"""The last values of many series, and which of them moved to another level and stayed there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddpprobe.detectors.sites_of_kind import Floats
+
+LEAST_NOISE = 0.01  # decades: a series that hardly moves is not judged by its own rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Shifts:
+    """How each series [n] lies against its past; 0 where it has not shifted, or is not known.
+
+    Attributes:
+        size: decades from the median of the block before to that of the last one; negative: down.
+        clear: how many times the largest such step between two blocks before it.
+    """
+
+    size: Floats
+    clear: Floats
+
+
+class LevelWindow:
+    """The last `length` values of each series, as log10; NaN where there was none.
+
+    A series has shifted if all of its last k values lie beyond all of the n before. Of values that
+    come in any order the last k are the largest by chance once in (n + k)! / (n! k!). A trend does
+    it all the time, so the step between the medians of the last two blocks of k is compared with
+    those between the blocks before.
+
+    Args:
+        length: values that are remembered of each series.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._past = np.full((length, 0), np.nan, np.float32)
+
+    def push(self, logs: Floats) -> None:
+        """Remember the next value of each series [n]; they may be more than before, never fewer."""
+        more = len(logs) - self._past.shape[1]
+        if more:
+            fresh = np.full((len(self._past), more), np.nan, np.float32)
+            self._past = np.concatenate((self._past, fresh), axis=1)
+        self._past[:-1] = self._past[1:]
+        self._past[-1] = logs
+
+    def shifts(self, recent: int, blocks: int) -> Shifts:
+        """Return what has shifted: the last `recent` values against `blocks` times as many."""
+        past = self._past[-recent * (blocks + 1) :]
+        now, before = past[-recent:], past[:-recent]
+        # A NaN makes both comparisons false: such a series is not known.
+        apart = (now.min(0) > before.max(0)) | (now.max(0) < before.min(0))
+        size, clear = np.zeros(past.shape[1]), np.zeros(past.shape[1])
+        where = np.flatnonzero(apart)
+        if len(where):
+            steps = _steps(past[:, where].astype(np.float64), recent)
+            noise = np.maximum(np.abs(steps[:-1]).max(0), LEAST_NOISE)
+            size[where], clear[where] = steps[-1], np.abs(steps[-1]) / noise
+        return Shifts(size, clear)
+
+    def largest_step(self, recent: int) -> Floats:
+        """Return the largest step between the medians of two blocks that are known [n], decades."""
+        whole = self._past[len(self._past) % recent :].astype(np.float64)
+        steps: Floats = np.fmax.reduce(np.abs(_steps(whole, recent)), axis=0, initial=0.0)
+        return steps
+
+
+def _steps(past: Floats, recent: int) -> Floats:
+    """Return the steps between the medians of neighbouring blocks of the values [blocks - 1, n]."""
+    medians = np.median(past.reshape(-1, recent, past.shape[1]), axis=1)
+    steps: Floats = np.diff(medians, axis=0)
+    return steps

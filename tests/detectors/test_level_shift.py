@@ -1,0 +1,205 @@
+"""What moves at once and stays is told, and where; noise, trends, and what is meant are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+
+from ddpprobe.detectors.level_shift import LevelShift
+from ddpprobe.detectors.suite import chosen, default_suite
+from ddpprobe.records.every_loss import name_of
+from ddpprobe.records.step import NOTED, Anomaly, Site, StepRecord
+from tests.detectors.made_records import levels, record, run
+
+A, B = (Site(name, "output") for name in ("a", "b"))
+GRAD = Site("a.weight", "grad")
+AT = 100
+
+
+def step(
+    number: int, *, loss: float = 1.0, a: float = 1.0, b: float = 1.0, grad: float = 1.0,
+    more: dict[str, float] | None = None, numel: int = 100, **changes: object,
+) -> StepRecord:  # fmt: skip
+    rows = {A: {"rms": a, "numel": numel}, B: {"rms": b, "numel": numel}, GRAD: {"rms": grad}}
+    scalars = {0: {"loss": loss, "lr": 0.1, "trainable_parameters": 4.0, **(more or {})}}
+    return record(number, scalars, rows, **changes)
+
+
+def noisy(
+    changed: Callable[[int], dict[str, object]], steps: int = 160, spread: float = 0.1
+) -> list[StepRecord]:
+    """Steps whose numbers scatter, each multiplied by what `changed` says of it."""
+    rng = np.random.default_rng(0)
+    out = []
+    for number in range(steps):
+        says = changed(number)
+        kept = {k: says.pop(k) for k in [*says] if k not in ("loss", "a", "b", "grad")}
+        noise = np.exp(spread * rng.standard_normal(4)).tolist()
+        values = {
+            name: float(says.get(name, 1.0)) * x  # type: ignore[arg-type]
+            for name, x in zip(("loss", "a", "b", "grad"), noise, strict=True)
+        }
+        out.append(step(number, **values, **kept))  # type: ignore[arg-type]
+    return out
+
+
+def behind(**factors: object) -> Callable[[int], dict[str, object]]:
+    return lambda number: dict(factors) if number >= AT else {}
+
+
+def only(found: Iterable[Anomaly]) -> Anomaly:
+    (one,) = found
+    return one
+
+
+def test_a_loss_that_rises_at_once_and_stays_is_told_once() -> None:
+    warn = only(run(LevelShift(), noisy(behind(loss=2.0), steps=400)))
+    assert (warn.level, warn.module, warn.kind, warn.rank) == ("warn", None, None, None)
+    assert (warn.phase, warn.step) == ("forward", AT + 3)  # a large one is told by four values
+    assert 1.7 < warn.values["ratio"] < 2.3
+    assert warn.message.startswith("loss has been ")
+
+
+def test_a_smaller_rise_takes_eight_values() -> None:
+    warn = only(run(LevelShift(), noisy(behind(loss=1.2), spread=0.03)))
+    assert (warn.step, warn.values["values"]) == (AT + 7, 8)
+    assert run(LevelShift(loss_ratio=1.5), noisy(behind(loss=1.2), spread=0.03)) == []
+
+
+def test_a_loss_that_falls_at_once_is_what_training_is_for() -> None:
+    falls = noisy(lambda n: {"loss": 0.3, "grad": 0.3} if n >= AT else {})
+    assert run(LevelShift(), falls) == []
+
+
+def test_gradients_that_leave_their_relation_to_the_loss_are_told_in_both_directions() -> None:
+    for factor in (3.0, 1 / 3):
+        # The gradient follows the loss, which scatters by a decade and hides it.
+        rng = np.random.default_rng(1)
+        losses = np.exp(1.0 * rng.standard_normal(160)).tolist()
+        stream = [
+            step(n, loss=x, grad=x * (factor if n >= AT else 1.0) * (1 + 0.05 * math.sin(n)))
+            for n, x in enumerate(losses)
+        ]
+        warn = only(run(LevelShift(), stream))
+        assert warn.message.startswith("gradient norm by loss has been ")
+        assert (warn.phase, warn.step <= AT + 7) == ("backward", True)
+        assert warn.values["ratio"] == pytest.approx(factor, rel=0.1)
+
+
+def test_a_gradient_norm_that_rises_is_told_also_without_a_loss() -> None:
+    stream = noisy(behind(grad=3.0))
+    bare = [record(r.step, {0: {"lr": 0.1}}, _rows(r)) for r in stream]
+    warn = only(run(LevelShift(), bare))
+    assert (warn.message[:13], warn.phase) == ("gradient norm", "backward")
+    down = [record(r.step, {0: {"lr": 0.1}}, _rows(r)) for r in noisy(behind(grad=0.2))]
+    assert run(LevelShift(), down) == []
+
+
+def _rows(made: StepRecord) -> dict[Site, dict[str, float]]:
+    return {
+        site: {"numel": 100, "sum_sq": float(made.values[row, 3])}
+        for row, site in enumerate(made.sites)
+    }
+
+
+def test_the_first_module_in_execution_order_is_named_and_the_others_told() -> None:
+    for factor, way in ((5.0, "above"), (0.2, "below")):
+        warn = only(run(LevelShift(), noisy(behind(a=factor, b=factor, loss=2.0), spread=0.02)))
+        assert (warn.module, warn.kind, warn.phase) == ("a", "output", "forward")
+        assert way in warn.message
+        assert "with it loss, the outputs of b" in warn.message
+        assert warn.values["outputs"] == 2
+    second = only(run(LevelShift(), noisy(behind(b=3.0), spread=0.02)))
+    assert (second.module, second.values["outputs"]) == ("b", 1)
+
+
+def test_one_module_among_many_must_be_clearer_than_a_number_of_the_run() -> None:
+    stream = noisy(lambda n: {"a": 1.3 ** (n // 8 % 2) * (3.0 if n >= AT + 4 else 1.0)}, spread=0.0)
+    assert run(LevelShift(), stream) == []
+    assert len(run(LevelShift(output_clear=1.0), stream)) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"more": {"lr": 0.2}},
+        {"more": {"lr": 0.05}},
+        {"more": {"trainable_parameters": 5.0}},
+        {"numel": 200},
+    ],
+)
+def test_what_the_loop_changes_on_purpose_explains_a_shift(change: dict[str, object]) -> None:
+    shift = behind(loss=2.0, a=3.0, grad=3.0, **change)
+    assert run(LevelShift(), noisy(shift, spread=0.02)) == []
+
+
+def test_a_learning_rate_that_moves_slowly_explains_nothing() -> None:
+    def slow(number: int) -> dict[str, object]:
+        return {"loss": 2.0 if number >= AT else 1.0, "more": {"lr": 0.1 * 0.99**number}}
+
+    assert len(run(LevelShift(), noisy(slow))) == 1
+
+
+@pytest.mark.parametrize("rate", [1.02, 0.98])
+def test_a_trend_is_no_shift(rate: float) -> None:
+    trend = noisy(lambda n: dict.fromkeys(("loss", "a", "b", "grad"), rate**n), spread=0.02)
+    assert run(LevelShift(), trend) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_heavy_tails_are_no_shift(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tails = np.exp(rng.standard_t(2, (400, 4))).tolist()
+    stream = [step(n, loss=x, a=y, b=z, grad=w) for n, (x, y, z, w) in enumerate(tails)]
+    assert run(LevelShift(), stream) == []
+
+
+def test_what_comes_back_is_no_shift() -> None:
+    spike = noisy(lambda n: {"loss": 9.0, "a": 9.0} if AT <= n < AT + 3 else {})
+    assert run(LevelShift(), spike) == []
+
+
+def test_the_loss_of_every_step_is_judged_where_few_are_sampled() -> None:
+    whole = noisy(behind(loss=2.0), steps=200)
+    losses = [float(r.scalars[0]["loss"]) for r in whole]
+    kept = []
+    for number in range(0, 200, 10):
+        scalars = {"loss": losses[number], "lr": 0.1}
+        scalars |= {name_of(back): losses[number - back] for back in range(1, 10) if number >= back}
+        kept.append(record(number, {0: scalars}))
+    assert levels(run(LevelShift(), kept)) == [("warn", AT + 10)]
+
+
+def test_a_note_a_restart_and_a_long_quiet_make_it_new() -> None:
+    noted = noisy(
+        lambda n: {"loss": 2.0} | ({"more": {NOTED: 1.0}} if n == AT else {}) if n >= AT else {}
+    )
+    assert run(LevelShift(), noted) == []
+    twice = noisy(lambda n: {"loss": 2.0 ** (n // 150)}, steps=450)
+    assert levels(run(LevelShift(), twice)) == [("warn", 153), ("warn", 303)]
+    assert levels(run(LevelShift(quiet_steps=200), twice)) == [("warn", 153)]
+
+
+def test_partial_skipped_and_incomplete_steps_are_not_taken() -> None:
+    for changes in ({"partial": True}, {"skipped": True}, {"missing": (1,)}):
+        shifted = [step(n, a=3.0, grad=3.0, **changes) for n in range(AT, 2 * AT)]  # type: ignore[arg-type]
+        assert run(LevelShift(), [*(step(n) for n in range(AT)), *shifted]) == []
+
+
+def test_gans_and_rewards_are_left_alone() -> None:
+    for task in ("gan", "rl"):
+        suite = default_suite(chosen({}, task))
+        found = [a for r in noisy(behind(loss=2.0)) for a in suite.update(r)]
+        assert not [a for a in found if a.detector == "level_shift"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"norm_ratio": 0.0}, {"clear": -1.0}, {"recent": 0}, {"blocks": 1}, {"loss_ratio": math.inf}],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        LevelShift(**wrong)  # type: ignore[arg-type]
