@@ -52,7 +52,8 @@ _SELDOM = "it is started anew, ever more seldom, and the journals keep the recor
 # What Python, the loader and NumPy's OpenBLAS say where there is no memory. A thread may be refused
 # for other reasons, too, unless what a process may address is limited.
 _NO_MEMORY = (
-    "MemoryError", "Cannot allocate memory", "failed to map segment", "Memory allocation still failed",
+    "MemoryError", "Cannot allocate memory", "failed to map segment",
+    "Memory allocation still failed",
 )  # fmt: skip
 _NO_THREAD = "can't start new thread"
 _MEMORY = f"ddpprobe: the node daemon ran out of memory%s; {_SELDOM} (%s)"
