@@ -644,7 +644,7 @@ def test_the_documents_say_the_same() -> None:
     assert found == {name: verb.codes for name, verb in VERBS.items()}
 
 
-def test_the_report_says_the_last_step_and_not_the_last_sampled_one(
+def test_info_and_the_report_say_the_last_step_and_not_the_last_sampled_one(
     call: Call, tmp_path: Path
 ) -> None:
     path = make_run(tmp_path / "run", ranks=1)  # steps 0 to 39
@@ -654,3 +654,6 @@ def test_the_report_says_the_last_step_and_not_the_last_sampled_one(
     beat.close()
     assert call("report", path, "-o", tmp_path / "page.html")[0] == 0
     assert "The last step is 49." in (tmp_path / "page.html").read_text()
+    told = call("info", path)[1]
+    assert told.count("0 to 49, recorded up to 39") == 2  # of the run and of its attempt
+    assert json.loads(call("info", path, "--json")[1])["reached"] == 49
