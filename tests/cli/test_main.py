@@ -271,6 +271,19 @@ def test_info_says_what_each_rank_sees_and_what_it_does_not(call: Call, healthy:
     assert first["silent"] == ["head\x1b", ""]
 
 
+def test_info_lists_where_infinities_do_no_harm(call: Call, healthy: Path) -> None:
+    for rank in (0, 1):
+        directory = RunDir(healthy).rank_journal(0, "node_0000", rank)
+        writer = JournalWriter(directory, {}, first_segment=1, first_seq=10**6)
+        said = {"fqn": "blocks.0.mask\x1b", "kind": "output", "values": ["-Inf"], "step": 2}
+        writer.append_json(framing.LIFE, {"event": "steady", **said})
+        writer.close()
+    code, out, _ = call("info", healthy)
+    assert code == 0
+    line = "ranks 0, 1: infinite without harm since step 2: blocks.0.mask?:output (-Inf)"
+    assert f"\n{line}\n" in out
+
+
 def tell_orders(path: Path) -> None:
     """Let the head order captures and a stop, and the ranks say what they did."""
     directory = RunDir(path).daemon_journal(0, "node_0000")
