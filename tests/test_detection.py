@@ -15,6 +15,8 @@ from benchmarks.detection.report import page
 from benchmarks.detection.results import Key, Result
 from benchmarks.detection.rivals import RIVALS, isnan, seven_sigma, zclip
 from benchmarks.detection.score import judge_fault, judge_healthy, wilson
+from benchmarks.detection.set_a import SET_A
+from benchmarks.detection.set_b import SET_B
 from benchmarks.detection.sharded import SHARDED
 from benchmarks.detection.unlisted import UNLISTED
 from benchmarks.detection.zoo import ZOO
@@ -81,7 +83,7 @@ def test_a_share_has_its_wilson_interval() -> None:
 
 
 def test_detectors_that_are_expected_exist_or_are_planned() -> None:
-    planned = {"attn_logit", "saturated", "collapse", "hang"}
+    planned = {"attn_logit", "saturated", "collapse", "hang", "level_shift", "sample_outlier"}
     known = {d.name for d in DETECTORS} | planned | {"rank_lost"}
     every = PLANTED.values()
     assert all(set(fault.expected.detectors) <= known for fault in every)
@@ -98,6 +100,23 @@ def test_what_nobody_listed_is_counted_apart() -> None:
     assert "| ddpprobe | 0/1" in first
     assert "every=1: 1/1" in second
     assert "not run" in second.split("## The healthy runs")[0]
+
+
+def test_the_two_sets_that_were_written_without_the_rules_are_counted_each_on_its_own() -> None:
+    silent: dict[str, list[int]] = {rival: [] for rival in RIVALS}
+    told = replace(LOUD, detector="grad_spike", step=SET_A["U35"](0, 0).start)
+    outcomes = [
+        judge_fault(SET_A["U35"](0, 0), 0, 1, [told]),
+        *(judge_fault(SET_B[name](0, 0), 0, 1, []) for name in ("U49", "U50")),
+    ]
+    text = page([Result(o, silent, "code", "machine", "day") for o in outcomes], [])
+    held_out, learned = (
+        text.split("## Set B")[1].split("## Faults that no list had")[0].split("## Set A")
+    )
+    assert "every=1: 0/2" in held_out
+    assert "every=1: 1/1" in learned
+    assert all(f"| {name} |" in held_out for name in SET_B)
+    assert all(f"| {name} |" in learned for name in SET_A)
 
 
 def test_no_two_jobs_share_a_name_and_each_draws_by_its_own() -> None:

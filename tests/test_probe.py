@@ -415,3 +415,18 @@ def test_without_proc_it_trains_and_its_records_can_be_folded(tmp_path: Path) ->
     assert [r.step for r in run.records()] == list(range(4))
     assert list((tmp_path / "r").rglob("rank_*/*.wal")) == []
     assert verify(run).ok
+
+
+@pytest.mark.parametrize(
+    "first", [[], ["sh", "-c", '"$@"; exit $?', "sh"]], ids=["itself", "a script of the shell"]
+)
+def test_a_container_that_ends_with_the_job_is_told_once(tmp_path: Path, first: list[str]) -> None:
+    job = [sys.executable, "-c", WITHOUT_PROC, str(tmp_path / "r"), "auto"]
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", *first, *job],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if "unshare failed" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"a PID namespace needs root: {done.stderr.strip()}")
+    assert (done.returncode, "trained" in done.stdout) == (0, True), done.stderr
+    assert done.stderr.count("process 1 of this PID namespace (a container?) is of the job") == 1

@@ -14,6 +14,8 @@ from benchmarks.detection.jobs import APART, PLANTED
 from benchmarks.detection.results import Key, Result
 from benchmarks.detection.rivals import RIVALS
 from benchmarks.detection.score import Outcome, Spoke, wilson
+from benchmarks.detection.set_a import SET_A
+from benchmarks.detection.set_b import SET_B
 from benchmarks.detection.sharded import SHARDED
 from benchmarks.detection.unlisted import LEARNED
 from benchmarks.detection.zoo import ZOO
@@ -64,6 +66,16 @@ _LEARNED = """
 Two times ten that had been such once, before rules were made from what they showed. Of the first
 ten (U01 to U10) 16 of 30 were found at every=1 and 14 of 30 at every=10 then, of the second ten 18
 and 17."""
+_SET_B = """
+## Set B: written without the rules, and not learned from
+
+Twenty more faults were drawn from papers and issue trackers by somebody who had not read the
+detectors' rules, and who ran none of them with the probe; each names its source in the code. A lot
+split them into two sets. These ten were run once, behind the last rule."""
+_SET_A = """
+## Set A: written without the rules
+
+The other ten of the twenty, from which may be learned."""
 _SHARDED = """
 ## The faults under FSDP2
 
@@ -138,6 +150,8 @@ def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
         ("", "what is planted", "limit", *(f"every={e}" for e in EVERY), "by", "rank", "module"),
         [_fault_row(name, [o for o in faulty if o.job == name]) for name in FAULTS],
     )
+    yield from _faults_apart(apart, SET_B, _SET_B)
+    yield from _faults_apart(apart, SET_A, _SET_A)
     yield from _faults_apart(apart, FRESH, _UNLISTED)
     yield from _faults_apart(apart, LEARNED, _LEARNED)
     yield from _faults_apart(apart, SHARDED, _SHARDED)

@@ -2,8 +2,8 @@
 
 They were written before any of them was run, and 16 and 14 of 30 were found then. What they and
 those of `learned` had in common has become rules, so that they say of other faults no more than the
-listed ones; those of `fresh` do. What is expected names every detector that speaks of the cause or
-of what follows from it at once.
+listed ones; those of `fresh`, `set_a` and `set_b` do. What is expected names every detector that
+speaks of the cause or of what follows from it at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from benchmarks.detection.faults import Expected, Fault
 from benchmarks.detection.fresh import FRESH
 from benchmarks.detection.learned import SECOND
 from benchmarks.detection.nets import Batch
+from benchmarks.detection.set_a import SET_A
+from benchmarks.detection.set_b import SET_B
 
 
 class U01(Fault):
@@ -150,4 +152,4 @@ FIRST: dict[str, type[Fault]] = {
     one.__name__: one for one in (U01, U02, U03, U04, U05, U06, U07, U08, U09, U10)
 }
 LEARNED = FIRST | SECOND
-UNLISTED = LEARNED | FRESH
+UNLISTED = LEARNED | FRESH | SET_A | SET_B

@@ -49,6 +49,13 @@ _OURS = (
 )  # fmt: skip
 _GONE = "ddpprobe: the run directory %s is gone: nothing is recorded any more, training goes on"
 _SELDOM = "it is started anew, ever more seldom, and the journals keep the records meanwhile"
+# What Python, the loader and NumPy's OpenBLAS say where there is no memory. A thread may be refused
+# for other reasons, too, unless what a process may address is limited.
+_NO_MEMORY = (
+    "MemoryError", "Cannot allocate memory", "failed to map segment",
+    "Memory allocation still failed",
+)  # fmt: skip
+_NO_THREAD = "can't start new thread"
 _MEMORY = f"ddpprobe: the node daemon ran out of memory%s; {_SELDOM} (%s)"
 _QUICK = (
     f"ddpprobe: the node daemon ends soon after each start; {_SELDOM}. Its log %s ends with: %s"
@@ -139,8 +146,9 @@ class DaemonKeeper:
     def _say_why(self) -> None:
         log = self._run.daemon_file(self._node, "log")
         last = last_words(log)
-        if "MemoryError" in last or "Cannot allocate memory" in last:
-            self._say("memory", _MEMORY, processes.memory_limit(), last)
+        limit = processes.memory_limit()
+        if any(word in last for word in (*_NO_MEMORY, *([_NO_THREAD] if limit else []))):
+            self._say("memory", _MEMORY, limit, last)
         elif self._quick >= QUICK_DEATHS:
             self._say("quick", _QUICK, log, last)
 

@@ -25,6 +25,7 @@ class DerivedSeries:
         attempts: int64 [rows].
         steps: int64 [rows].
         values: float64 [rows].
+        absent: int64 [rows]; how many ranks were expected at the step and are not merged in.
     """
 
     name: str
@@ -32,6 +33,7 @@ class DerivedSeries:
     attempts: NDArray[np.int64]
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
+    absent: NDArray[np.int64]
 
 
 def read_derived(
@@ -46,18 +48,18 @@ def read_derived(
         steps: over step numbers.
     """
     fold = DerivedNumbers()
-    rows: dict[str, list[tuple[int, int, float]]] = {}
+    rows: dict[str, list[tuple[int, int, float, int]]] = {}
     for record in records:
         if record.sampled:
             for name, value in fold.update(record).items():
                 if wanted(name) and is_within(record.step, steps):
-                    rows.setdefault(name, []).append((record.attempt, record.step, value))
+                    where = record.attempt, record.step
+                    rows.setdefault(name, []).append((*where, value, len(record.missing)))
     return [_series(each.name, each.unit, rows[each.name])
             for each in (*DERIVED, NOISE_SCALE) if each.name in rows]  # fmt: skip
 
 
-def _series(name: str, unit: str, rows: list[tuple[int, int, float]]) -> DerivedSeries:
-    attempts, steps, values = zip(*rows, strict=True)
-    return DerivedSeries(
-        name, unit, np.array(attempts, np.int64), np.array(steps, np.int64), np.array(values)
-    )
+def _series(name: str, unit: str, rows: list[tuple[int, int, float, int]]) -> DerivedSeries:
+    attempts, steps, values, absent = zip(*rows, strict=True)
+    places = np.array(attempts, np.int64), np.array(steps, np.int64)
+    return DerivedSeries(name, unit, *places, np.array(values), np.array(absent, np.int64))

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ddpprobe.errors import UnknownSeries
 from ddpprobe.reader.series_plot import SeriesFigure
+from ddpprobe.reader.text import lacking
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,15 +24,18 @@ _COLUMNS = 3
 
 def figure_of(
     sites: Sequence[Site], steps: NDArray[np.int64], edges: NDArray[np.float64],
-    bins: NDArray[np.int64],
+    bins: NDArray[np.int64], absent: NDArray[np.int64],
 ) -> Figure:  # fmt: skip
     """Draw an image per site, in execution order; the steps of further attempts follow.
+
+    The title says how many of the steps lack ranks, if any does.
 
     Args:
         sites: at most `MOST_SITES`.
         steps: int64 [rows].
         edges: float64 [bins + 1].
         bins: int64 [rows, sites, bins].
+        absent: int64 [rows]; how many ranks each step lacks.
 
     Raises:
         UnknownSeries: there is no histogram, or there are too many sites.
@@ -42,8 +46,10 @@ def figure_of(
             "some, such as run.histograms('blocks.0.*')"
         )
     columns = min(_COLUMNS, len(sites))
-    lines = -(-len(sites) // columns)
+    lines, without = -(-len(sites) // columns), lacking(absent)
     figure = SeriesFigure(figsize=(4.2 * columns, 2.6 * lines), layout="constrained")
+    if without:
+        figure.suptitle(without, fontsize="small")
     axes = figure.subplots(lines, columns, squeeze=False).ravel()
     for column, ax in enumerate(axes):
         if column < len(sites):

@@ -83,7 +83,7 @@ class Histograms:
         """
         with needs("Histograms.plot()", "matplotlib", extra="plot"):
             from ddpprobe.reader.histogram_plot import figure_of  # noqa: PLC0415
-        return figure_of(self.sites, self.steps, self.edges, self.bins)
+        return figure_of(self.sites, self.steps, self.edges, self.bins, self.absent)
 
 
 def read_histograms(records: Iterable[StepRecord], glob: str, steps: slice) -> Histograms:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
+from ddpprobe.reader.text import lacking
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -31,7 +33,8 @@ def figure_of(series: Series) -> Figure:
     """Draw a series: a line per site, or an image with a row per site, first one on top.
 
     Positions on the horizontal axis are steps; a restarted run's further attempts are lines, or
-    columns, of their own. Steps at which a site had elements that are not finite are marked red.
+    columns, of their own. Steps at which a site had elements that are not finite are marked red;
+    the title says how many of the steps lack ranks, if any does.
 
     Args:
         series: with at least one row and one site.
@@ -39,6 +42,7 @@ def figure_of(series: Series) -> Figure:
     figure = SeriesFigure(figsize=(9, 4.5), layout="constrained")
     ax = figure.subplots()
     (_lines if len(series.sites) <= MOST_LINES else _image)(ax, series)
+    ax.set_title(lacking(series.absent), fontsize="small")
     return figure
 
 

@@ -57,6 +57,7 @@ def summarize(
         "unknown": held.unknown(),
         "attempts": attempts,
         "steps": {"first": min(first, default=None), "last": max(last, default=None)},
+        "reached": max((n for s in attempts if (n := s["reached"]) is not None), default=None),
         "pace": attempts[-1]["pace"] if attempts else None,
         "overhead": attempts[-1]["overhead"] if attempts else None,
         "sites": max((s["sites"] for s in attempts), default=0),
@@ -136,6 +137,7 @@ def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) ->
     return {
         "attempt": attempt,
         "steps": {"first": min(steps, default=None), "last": max(steps, default=None)},
+        "reached": max((n for s in shares.values() if (n := s.reached) is not None), default=None),
         "pace": _pace(events),
         "overhead": _overhead(ranks),
         "sites": len({key for f in facts for key in f.sites}),

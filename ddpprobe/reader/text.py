@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 UNOBSERVED = "-"  # there is no value; never printed as 0
 
@@ -29,6 +33,22 @@ def number(value: float) -> str:
     if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return str(int(value))
     return f"{value:.6g}"
+
+
+def lacking(absent: NDArray[np.int64]) -> str:
+    """Say at how many of the steps ranks are not in the numbers; "" if none lacks any.
+
+    Args:
+        absent: int64 [steps]; how many ranks each step lacks.
+    """
+    steps, most = int((absent > 0).sum()), int(absent.max(initial=0))
+    ranks = f"{'up to ' if most > 1 else ''}{most} rank{'' if most == 1 else 's'}"
+    return f"{steps} of {len(absent)} steps without {ranks}" if steps else ""
+
+
+def without(ranks: int) -> str:
+    """Say how many ranks a step lacks; "" if it lacks none."""
+    return f"{ranks} rank{'' if ranks == 1 else 's'}" if ranks else ""
 
 
 def size(n_bytes: float) -> str:

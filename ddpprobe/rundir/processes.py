@@ -15,6 +15,8 @@ SAME_START_SECONDS = 2.0
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _PROC = Path("/proc/self")
 _NAMESPACE = Path("/proc/self/ns/pid")
+# What a container starts a job by, and what ends when that does.
+_STARTERS = {"sh", "bash", "dash", "ash", "zsh", "busybox", "tini", "dumb-init", "docker-init"}
 _INITIAL_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of the kernel: no container's
 
 
@@ -81,14 +83,29 @@ def namespace_trouble() -> str:
                 "/proc is of another PID namespace than this process (mount it anew: unshare "
                 "--mount-proc), so that it may take other processes for the ranks"
             )
-        if _NAMESPACE.readlink().name == _INITIAL_NAMESPACE or not _is_of_job(1):
+        if _NAMESPACE.readlink().name == _INITIAL_NAMESPACE:
             return ""
-    except OSError:  # no /proc, or it hides others' processes
+        if not (_is_of_job(1) or _has_started_job(1)):
+            return ""
+    except (OSError, psutil.Error):  # no /proc, or it hides others' processes
         return ""
     return (
         "process 1 of this PID namespace (a container?) is of the job, and takes all others with "
         "it when it ends"
     )
+
+
+def _has_started_job(pid: int) -> bool:
+    """Return whether a process is a script of the shell, or the like, that has started this job.
+
+    A shell without a script is somebody's at a terminal, and stays.
+    """
+    line = [psutil.Process(), *psutil.Process().parents()]
+    if len(line) < 2 or line[-1].pid != pid:
+        return False
+    name, *words = line[-1].cmdline() or [""]
+    scripted = any(not word.startswith("-") for word in words)
+    return scripted and os.path.basename(name) in _STARTERS and _is_of_job(line[-2].pid)  # noqa: PTH119
 
 
 def _is_of_job(pid: int) -> bool:

@@ -271,6 +271,19 @@ def test_info_says_what_each_rank_sees_and_what_it_does_not(call: Call, healthy:
     assert first["silent"] == ["head\x1b", ""]
 
 
+def test_info_lists_where_infinities_do_no_harm(call: Call, healthy: Path) -> None:
+    for rank in (0, 1):
+        directory = RunDir(healthy).rank_journal(0, "node_0000", rank)
+        writer = JournalWriter(directory, {}, first_segment=1, first_seq=10**6)
+        said = {"fqn": "blocks.0.mask\x1b", "kind": "output", "values": ["-Inf"], "step": 2}
+        writer.append_json(framing.LIFE, {"event": "steady", **said})
+        writer.close()
+    code, out, _ = call("info", healthy)
+    assert code == 0
+    line = "ranks 0, 1: infinite without harm since step 2: blocks.0.mask?:output (-Inf)"
+    assert f"\n{line}\n" in out
+
+
 def tell_orders(path: Path) -> None:
     """Let the head order captures and a stop, and the ranks say what they did."""
     directory = RunDir(path).daemon_journal(0, "node_0000")
@@ -644,7 +657,7 @@ def test_the_documents_say_the_same() -> None:
     assert found == {name: verb.codes for name, verb in VERBS.items()}
 
 
-def test_the_report_says_the_last_step_and_not_the_last_sampled_one(
+def test_info_and_the_report_say_the_last_step_and_not_the_last_sampled_one(
     call: Call, tmp_path: Path
 ) -> None:
     path = make_run(tmp_path / "run", ranks=1)  # steps 0 to 39
@@ -654,3 +667,6 @@ def test_the_report_says_the_last_step_and_not_the_last_sampled_one(
     beat.close()
     assert call("report", path, "-o", tmp_path / "page.html")[0] == 0
     assert "The last step is 49." in (tmp_path / "page.html").read_text()
+    told = call("info", path)[1]
+    assert told.count("0 to 49, recorded up to 39") == 2  # of the run and of its attempt
+    assert json.loads(call("info", path, "--json")[1])["reached"] == 49

@@ -128,14 +128,34 @@ def test_what_a_daemon_wants_the_training_to_know_is_said_once_and_printable(
     assert said(caplog) == ["open?[2J", "x" * 600]
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "MemoryError",
+        "sh: error while loading shared libraries: Cannot allocate memory",
+        "Original error was: libscipy_openblas64_.so: failed to map segment from shared object",
+        "OpenBLAS error: Memory allocation still failed after 10 retries, giving up.",
+        "RuntimeError: can't start new thread",
+    ],
+)
 def test_memory_that_ran_out_is_said_at_the_first_death(
-    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (512 << 20, -1))
-    bench.log.write_text("Traceback\nMemoryError\n")
+    bench.log.write_text(f"Traceback\n{word}\n")
     bench.wait(600)
     (text,) = said(caplog)
     assert "ran out of memory (RLIMIT_AS, `ulimit -v`, is 512 MiB here)" in text
+
+
+def test_without_a_limit_of_memory_a_thread_that_cannot_start_may_have_other_reasons(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, -1))
+    bench.log.write_text("RuntimeError: can't start new thread\n")
+    bench.wait(600)
+    (text,) = said(caplog)
+    assert text.endswith("ends with: RuntimeError: can't start new thread")
 
 
 def test_a_start_that_is_refused_is_said_once_an_outage(

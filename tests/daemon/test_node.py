@@ -296,7 +296,9 @@ def test_a_killed_rank_is_named_although_its_victims_end_was_noticed_with_it(job
     assert [a.level for a in job.anomalies()] == ["page", "info", "info"]
 
 
-def test_a_suspended_rank_is_named_while_it_lasts_and_when_its_launcher_has_killed_it(job) -> None:
+def test_a_suspended_rank_is_named_while_it_lasts_and_when_its_launcher_has_killed_it(
+    job, capsys
+) -> None:
     daemon = job.daemon()
     waiting, stopped = job.rank(0, steps=10, hang=True), job.rank(1, steps=10, hang=True)
     wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 2)
@@ -304,6 +306,11 @@ def test_a_suspended_rank_is_named_while_it_lasts_and_when_its_launcher_has_kill
     stopped.send_signal(signal.SIGSTOP)
     wait(lambda: 'ddpprobe_job_state{state="hung"} 1.0' in job.metrics())
     assert re.search(r'ddpprobe_rank_stuck\{phase="data",rank="1"\} 1\.0', job.metrics())
+    assert cli.main(["top", str(job.run.path), "--once"]) == 0
+    # Nobody holds the run's lock: so it is on the disk of a node that rank 0 is not on.
+    assert "hung: rank 1, in data of step 10, was suspended" in capsys.readouterr().out
+    assert cli.main(["top", f"http://{job.said()['listen']}", "--once"]) == 0
+    assert "hung: rank 1 is behind the others" in capsys.readouterr().out
     wait(lambda: 'detector="rank_lost",level="page"} 1.0' in job.metrics())
     waiting.terminate()
     waiting.wait(20 * PATIENCE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,3 +187,43 @@ def test_a_probe_that_is_closed_inside_a_hook_of_a_captured_step_is_not_called_a
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert "contained" not in caplog.text
+
+
+@pytest.mark.parametrize("where", ["within the forward", "within the backward"])
+def test_inference_in_another_thread_in_the_middle_of_a_step_switches_nothing_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    monkeypatch.setenv("DDPPROBE_STRICT", "1")
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    raised: list[BaseException] = []
+
+    def infer() -> None:
+        try:
+            with torch.no_grad():
+                model(torch.ones(3, 2))
+        except BaseException as error:  # noqa: BLE001  (a thread would only print it)
+            raised.append(error)
+
+    def beside(*_: object) -> None:
+        if torch.is_grad_enabled() or where == "within the backward":
+            thread = threading.Thread(target=infer)
+            thread.start()
+            thread.join()
+
+    if where == "within the forward":
+        model[1].register_forward_hook(beside)
+    else:
+        model[2].weight.register_hook(beside)
+    with ddpprobe.install(model, run_dir=tmp_path / "run", every=1, daemon="none", capture="*"):
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert raised == []
+    assert "contained" not in caplog.text
+    run = ddpprobe.open(tmp_path / "run")
+    assert [(r.step, r.scalars[0]["micro_batches"]) for r in run.records()] == [
+        (step, 1.0) for step in range(4)
+    ]
+    assert [captured.step for captured in run.captures()] == [0, 1, 2, 3]

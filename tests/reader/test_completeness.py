@@ -10,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ddpprobe.reader.completeness import CLOSED, DIED, RUNNING, UNKNOWN
 from ddpprobe.reader.run import open_run
+from ddpprobe.reader.series_plot import figure_of
+from ddpprobe.records.step import Site
 from ddpprobe.report.heat import column_names
 from ddpprobe.report.story import gather
 from ddpprobe.rundir import framing, heartbeat
@@ -21,7 +24,7 @@ from ddpprobe.rundir.journal import JournalWriter
 from ddpprobe.rundir.paths import write_json
 from ddpprobe.store.writer import StoreWriter
 
-from ..made_runs import ANOMALY, NODE, Made, bad, head_merge, record, tree
+from ..made_runs import ANOMALY, NODE, Made, bad, head_merge, record, sites, tree
 
 Call = Callable[..., tuple[int, str, str]]
 STEPS, HELD = 40, 16
@@ -310,6 +313,42 @@ def test_trace_marks_merged_steps_that_lack_a_rank(tmp_path: Path, call: Call, s
     plotted = call(*words, "--plot")[1]
     assert "(2 of 4 steps without 1 rank)" in plotted
     assert "without" not in call(*words, "--rank", 0, "--plot")[1]
+
+
+@pytest.mark.parametrize("store", [False, True], ids=["journals", "store"])
+def test_numbers_of_a_whole_step_are_marked_where_it_lacks_a_rank(
+    tmp_path: Path, call: Call, store: bool
+) -> None:
+    made = Made(tmp_path)
+    blocks = (*sites(3), *(Site(f"blocks.{n}", "output") for n in range(3)))
+    for step in range(4):
+        parts = [replace(record(r, step, 6), sites=blocks) for r in range(1 + (step < 2))]
+        made.write(parts)
+        missing = () if step < 2 else (1,)
+        made.tell(framing.RECORD, replace(head_merge(parts), missing=missing))
+    made.close()
+    if store:
+        folded(made)
+    (growth,) = open_run(tmp_path).derived("output_growth")
+    assert growth.absent.tolist() == [0, 0, 1, 1]
+    words = ("trace", tmp_path, "--derived", "output_growth")
+    out = call(*words)[1].splitlines()
+    assert out[0].split() == ["attempt", "step", "output_growth", "without"]
+    assert [line.endswith("1 rank") for line in out[1:]] == [False, False, True, True]
+    assert json.loads(call(*words, "--json")[1])["derived"][0]["absent"] == [0, 0, 1, 1]
+    assert "(2 of 4 steps without 1 rank)" in call(*words, "--plot")[1]
+    whole = call(*words, "--steps", "0:2")[1]
+    assert "without" not in whole
+
+
+def test_a_picture_says_at_how_many_steps_it_lacks_a_rank(tmp_path: Path) -> None:
+    run = open_run(dead_journal(tmp_path).path)
+    title = "24 of 40 steps without 1 rank"
+    assert title in run.plot("*:output", "rms").axes[0].get_title()
+    many = replace(run.series("*:output", "rms"), sites=sites(20), values=np.ones((40, 20)),
+                   nonfinite=np.zeros((40, 20)))  # fmt: skip
+    assert title in figure_of(many).axes[0].get_title()
+    assert run.plot("*:output", "rms", steps=slice(16)).axes[0].get_title() == ""
 
 
 def test_a_table_and_a_report_mark_what_is_merged_without_a_rank(

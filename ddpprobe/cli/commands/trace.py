@@ -34,7 +34,7 @@ from ddpprobe.reader.derived_series import NAMES, DerivedSeries
 from ddpprobe.reader.no_data import sampled_around, why_empty
 from ddpprobe.reader.run import Run, open_run
 from ddpprobe.reader.series import Scalars, Series
-from ddpprobe.reader.text import UNOBSERVED, number, plain
+from ddpprobe.reader.text import UNOBSERVED, lacking, number, plain, without
 from ddpprobe.records.near_names import by_nearness
 from ddpprobe.records.step import Site
 
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
             return report_gaps(run_.lost)
         raise _no_step(run_, args)
     if args.plot:
-        say(plot(_curves(series), f"{series.stat}{_lacking(series)}", "--site"))
+        say(plot(_curves(series), f"{series.stat}{_lacking(series.absent)}", "--site"))
     elif args.json:
         say_json({"run": run_.name, "format_version": 1, "rank": args.rank, **as_json(series)})
     else:
@@ -137,7 +137,8 @@ def _derived(run_: Run, args: argparse.Namespace) -> int:
         )
     if args.plot:
         curves = (c for s in found for c in _by_attempt(s.name, s.attempts, s.steps, s.values))
-        say(plot(curves, ", ".join(s.name for s in found), "--derived"))
+        title = ", ".join(s.name + _lacking(s.absent) for s in found)
+        say(plot(curves, title, "--derived"))
     elif args.json:
         told = [derived_json(s) for s in found]
         say_json({"run": run_.name, "format_version": 1, "derived": told})
@@ -147,15 +148,24 @@ def _derived(run_: Run, args: argparse.Namespace) -> int:
 
 
 def derived_rows(found: Sequence[DerivedSeries]) -> list[tuple[object, ...]]:
-    """One row a step of which any of these is known: attempt, step, and the numbers."""
+    """One row a step of which any of these is known: attempt, step, and the numbers.
+
+    A further column says how many ranks a step lacks, if any step does.
+    """
     cells: dict[tuple[int, int], dict[str, str]] = {}
+    marks: dict[tuple[int, int], str] = {}
     for each in found:
-        places = zip(each.attempts.tolist(), each.steps.tolist(), each.values, strict=True)
-        for attempt, step, value in places:
-            cells.setdefault((attempt, step), {})[each.name] = number(value)
+        places = zip(each.attempts.tolist(), each.steps.tolist(), strict=True)
+        for at, value, absent in zip(places, each.values, each.absent.tolist(), strict=True):
+            cells.setdefault(at, {})[each.name] = number(value)
+            marks[at] = without(absent)
     names = [each.name for each in found]
-    rows_ = [(*at, *(cells[at].get(n, UNOBSERVED) for n in names)) for at in sorted(cells)]
-    return [("attempt", "step", *names), *rows_]
+    mark = any(marks.values())
+    rows_ = [
+        (*at, *(cells[at].get(n, UNOBSERVED) for n in names), *[marks[at]] * mark)
+        for at in sorted(cells)
+    ]
+    return [("attempt", "step", *names, *["without"] * mark), *rows_]
 
 
 def derived_json(series: DerivedSeries) -> dict[str, Any]:
@@ -163,6 +173,7 @@ def derived_json(series: DerivedSeries) -> dict[str, Any]:
     return {
         "name": series.name, "unit": series.unit, "attempts": series.attempts.tolist(),
         "steps": series.steps.tolist(), "values": series.values.tolist(),
+        "absent": series.absent.tolist(),
     }  # fmt: skip
 
 
@@ -199,18 +210,18 @@ def rows(series: Series) -> list[tuple[object, ...]]:
 
     A further column says how many ranks a step lacks, if any step does.
     """
-    lacking, beside = bool(series.absent.any()), series.stat != "nonfinite"
+    some, beside = bool(series.absent.any()), series.stat != "nonfinite"
     head = ("attempt", "step", "site", series.stat, *["nonfinite"] * beside)
-    out: list[tuple[object, ...]] = [(*head, "without")] if lacking else [head]
+    out: list[tuple[object, ...]] = [(*head, "without")] if some else [head]
     names = labels(series.sites)
     for attempt, step, values, bad, absent in zip(
         series.attempts.tolist(), series.steps.tolist(), series.values.tolist(),
         series.nonfinite.tolist(), series.absent.tolist(), strict=True,
     ):  # fmt: skip
-        mark = f"{absent} rank{'' if absent == 1 else 's'}" if absent else ""
+        mark = without(absent)
         for site, value, count in zip(names, values, bad, strict=True):
             row = (attempt, step, site, number(value), *[number(count)] * beside)
-            out.append((*row, mark) if lacking else row)
+            out.append((*row, mark) if some else row)
     return out
 
 
@@ -312,12 +323,9 @@ def _not_drawn(scalars: Iterable[Scalars]) -> Iterator[str]:
                 yield f"not drawn: {scalar.name} of rank {rank} is not finite {where}"
 
 
-def _lacking(series: Series) -> str:
-    """Say at how many of the steps ranks are not in the numbers."""
-    steps = int((series.absent > 0).sum())
-    most = int(series.absent.max(initial=0))
-    ranks = f"{'up to ' if most > 1 else ''}{most} rank{'' if most == 1 else 's'}"
-    return f" ({steps} of {len(series.steps)} steps without {ranks})" if steps else ""
+def _lacking(absent: NDArray[np.int64]) -> str:
+    said = lacking(absent)
+    return f" ({said})" if said else ""
 
 
 def thinned(steps: Any, values: Any, parts: int) -> tuple[Any, Any]:  # noqa: ANN401  (of NumPy)

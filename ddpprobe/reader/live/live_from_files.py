@@ -32,8 +32,8 @@ from ddpprobe.reader.live.live_view import (
 )
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.run import Run
-from ddpprobe.reader.under_way import is_live
-from ddpprobe.records.events import DeathEvent, Event
+from ddpprobe.reader.under_way import has_daemon, is_live
+from ddpprobe.records.events import DeathEvent, Event, FinishedEvent
 from ddpprobe.records.site_stats import global_grad_norm
 from ddpprobe.records.step import STEP_PHASES, Anomaly, StepRecord, derive
 from ddpprobe.rundir import framing, heartbeat, safe_read, validate
@@ -86,7 +86,8 @@ class RunWatch:
         if attempts and attempts[-1] != self._attempt:
             self._begin(attempts[-1])
         self._read_daemons()
-        live = is_live(self._directory)
+        live = self._is_under_way()
+        self._state = "" if live else self._state
         found = order_of_cause(list(self._anomalies.values()))
         beats = dict(self._beats())
         pages = Counter(a.rank for a in found if a.level == "page")
@@ -109,6 +110,11 @@ class RunWatch:
                 *self._others(beats),
             ),
         )
+
+    def _is_under_way(self) -> bool:
+        """As `under_way.is_under_way`, by what was read here already."""
+        followed = self._attempt >= 0 and not self._finished and has_daemon(self._directory)
+        return is_live(self._directory) or followed
 
     def _last_state(self) -> str:
         """Return how the newest attempt ended; it is judged once, as nothing of it changes."""
@@ -153,7 +159,7 @@ class RunWatch:
         self._steps, self._cpus = Rates(), Rates()
         self._world_size = 0
         self._evidence = Evidence()
-        self._state = ""
+        self._state, self._finished = "", False
         if attempt >= 0:
             self._read_store(attempt)
 
@@ -226,6 +232,7 @@ class RunWatch:
             self._evidence.take_event(event, None)
         if isinstance(event, DeathEvent):
             self._deaths[event.rank] = event.signal
+        self._finished = self._finished or isinstance(event, FinishedEvent)
 
     def _take_reading(self, reading: Mapping[str, Any]) -> None:
         self._host = {k: float(v) for k, v in reading["host"].items()}
