@@ -14,7 +14,10 @@ from benchmarks.detection import nets
 from benchmarks.detection.faults import Expected, Fault
 from benchmarks.detection.nets import Batch
 
-LOUD = ("loss_spike", "loss_runaway", "output_jump", "grad_spike", "update_ratio", "weight_jump")
+LOUD = (
+    "loss_spike", "loss_runaway", "level_shift", "output_jump", "grad_spike", "update_ratio",
+    "weight_jump",
+)  # fmt: skip
 
 
 class U11(Fault):
