@@ -28,6 +28,7 @@ NUMBERS = (
     ("gradient norm", "backward"),
     ("gradient norm by loss", "backward"),
 )
+FEWEST_TOGETHER = 4  # outputs that must move together: fewer may be one and those behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,9 @@ class LevelShift(SampledDetector):
         loss_ratio: how many times the loss of the block before.
         norm_ratio: the same of the gradient norm, and of it by the loss.
         output_ratio: the same of the output of one module among many.
+        together_ratio: the same of outputs, where half of all move in one direction.
         clear: how many times the largest step between two blocks before,
-        output_clear: the same of an output.
+        output_clear: the same of one output.
         recent: values of a block; all of the last block must lie beyond those before.
         blocks: so many blocks before it are compared with.
         quiet_steps: steps without a shift after which the next one is told.
@@ -66,18 +68,19 @@ class LevelShift(SampledDetector):
 
     def __init__(
         self, *, loss_ratio: float = 1.12, norm_ratio: float = 1.4, output_ratio: float = 2.0,
-        clear: float = 3.0, output_clear: float = 10.0, recent: int = 8, blocks: int = 6,
-        quiet_steps: int = 100,
+        together_ratio: float = 1.2, clear: float = 3.0, output_clear: float = 10.0,
+        recent: int = 8, blocks: int = 6, quiet_steps: int = 100,
     ) -> None:  # fmt: skip
         above_zero(
-            loss_ratio=loss_ratio, norm_ratio=norm_ratio, output_ratio=output_ratio, clear=clear,
-            output_clear=output_clear,
+            loss_ratio=loss_ratio, norm_ratio=norm_ratio, output_ratio=output_ratio,
+            together_ratio=together_ratio, clear=clear, output_clear=output_clear,
         )  # fmt: skip
         at_least(1, recent=recent)
         at_least(2, blocks=blocks)
         at_least(0, quiet_steps=quiet_steps)
         self._of_loss = math.log10(loss_ratio), clear
         self._of_norm = math.log10(norm_ratio), clear
+        self._together_dex = math.log10(together_ratio)
         self._of_output = math.log10(output_ratio), output_clear
         self._recent, self._blocks, self._quiet = recent, blocks, quiet_steps
         self._reset()
@@ -107,17 +110,27 @@ class LevelShift(SampledDetector):
         if record.sampled and not record.skipped and not record.missing:
             norm = float(np.sqrt(np.nansum(np.square(self._gradients.read(record, "norm")))))
             self._norms.push(_logs([norm, norm / loss if loss > 0 else math.nan]))
-            self._rms.push(_logs(self._outputs.read(record, "rms")))
+            rms = _logs(self._outputs.read(record, "rms"))
+            self._rms.push(rms)
             elements = float(np.nansum(self._outputs.read(record, "numel")))
             chosen = [_largest(record, name) for name in (LEARNING_RATE, TRAINABLE)]
             self._meant.push(_logs([*chosen, elements]))
             for shift in self._found(self._norms, *self._of_norm):
                 if shift.place or shift.size > 0:
                     numbers[1 + shift.place] = shift
-            outputs = self._found(self._rms, *self._of_output)
+            outputs = self._shifted_outputs(int(np.isfinite(rms).sum()))
         if not (numbers or outputs) or (self._meant.largest_step(QUICK) > MEANT).any():
             return []
         return [self._verdict(record, numbers, outputs)] if self._telling.due(record.step) else []
+
+    def _shifted_outputs(self, known: int) -> list[_Shift]:
+        """Return the outputs that have shifted: one far and clearly, or half of them together."""
+        some = self._found(self._rms, self._together_dex, self._of_norm[1])
+        for way in (1, -1):
+            same = [shift for shift in some if way * shift.size > 0]
+            if len(same) >= max(FEWEST_TOGETHER, known / 2):
+                return same
+        return self._found(self._rms, *self._of_output)
 
     def _found(self, window: LevelWindow, dex: float, clear: float) -> list[_Shift]:
         """Return the series of a window that have shifted, far and clearly enough."""

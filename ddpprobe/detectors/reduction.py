@@ -2,7 +2,7 @@
 
 They are each rank's own: every rank then trains a model of its own on its own data, and every line
 of the log looks fine. DDP has lost its hooks, or what should have reduced did nothing. Or they are
-larger than a mean can be: a sum.
+larger than a mean can be, a sum, or smaller than one is: divided twice.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from ddpprobe.records.step import UNREDUCED, Anomaly, StepRecord
 Norms = tuple[float, float]  # local, reduced
 SAME = 1e-6  # relative: what one rank's norm differs by when it is computed twice
 MORE = 0.05  # relative: so much above what a mean can be; a reduction in bfloat16 rounds by 0.01
+# Of the mean's square, times the ranks, by the mean of the squares: 1 for gradients that have
+# nothing in common, and more where they have. A mean that is divided by n once more has at most
+# 1 / n. Healthy runs: 1.02 or more at one of the first 8 sampled steps.
+TWICE = 0.7
 APART = 1e-3  # relative: norms of ranks that lie closer may be one and the same
 
 
@@ -30,13 +34,16 @@ class Reduction(SampledDetector):
     sampled steps in a row if as many before had all been reduced: local SGD begins otherwise.
     It warns where the reduced norm is larger than the mean of the local ones, which no mean of them
     can be (triangle inequality), `repeats` times within `recent` sampled steps; whoever sums from
-    the start means to.
+    the start means to. And it warns where it is smaller, at each of the first `young` sampled
+    steps, than the mean of gradients that have nothing in common.
 
     Args:
         repeats: sampled steps in a row.
         patience: sampled steps in a row, behind as many with a reduction, that make it a page.
         recent: sampled steps of which `repeats` must be larger than a mean.
         mean: sampled steps that were none such, without which a sum may be meant.
+        young: first sampled steps of an attempt; later, gradients of ranks that read the same
+            batches again and again cancel each other in good health.
         quiet_steps: steps without it after which it is told again.
     """
 
@@ -45,13 +52,13 @@ class Reduction(SampledDetector):
 
     def __init__(
         self, *, repeats: int = 3, patience: int = 20, recent: int = 5, mean: int = 8,
-        quiet_steps: int = 100,
+        young: int = 8, quiet_steps: int = 100,
     ) -> None:  # fmt: skip
-        at_least(1, repeats=repeats, patience=patience, mean=mean)
+        at_least(1, repeats=repeats, patience=patience, mean=mean, young=young)
         at_least(repeats, recent=recent)
         at_least(0, quiet_steps=quiet_steps)
         self._repeats, self._patience, self._quiet = repeats, patience, quiet_steps
-        self._recent, self._mean = recent, mean
+        self._recent, self._mean, self._young = recent, mean, young
         self._reset()
 
     def _reset(self) -> None:
@@ -59,6 +66,7 @@ class Reduction(SampledDetector):
         self._missing = 0  # sampled steps in a row that were not
         self._telling = {level: Telling(self._quiet) for level in ("warn", "page", "sum")}
         self._means = 0  # sampled steps whose gradient may be a mean
+        self._looks, self._divided = 0, True  # of the first ones: whether all were too small
         self._sums: deque[bool] = deque(maxlen=self._recent)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
@@ -71,7 +79,7 @@ class Reduction(SampledDetector):
         if not _stayed_local(norms):
             self._reduced = 1 if self._missing else self._reduced + 1
             self._missing = 0
-            return self._summed(record, norms)
+            return self._summed(record, norms) or self._divided_twice(record, norms)
         self._missing += 1
         if self._missing < self._repeats:
             return []
@@ -97,6 +105,22 @@ class Reduction(SampledDetector):
         )
         values = {"ratio": ratio, "repeats": sum(self._sums)}
         return [self.anomaly(record, "warn", message, values, kind="grad")]
+
+    def _divided_twice(self, record: StepRecord, norms: list[Norms]) -> list[Anomaly]:
+        squares = sum(own * own for own, _ in norms)
+        largest = max(reduced for _, reduced in norms)
+        common = (len(norms) * largest) ** 2 / squares if squares > 0 else math.inf
+        self._looks += 1
+        self._divided &= common < TWICE
+        if self._looks != self._young or not self._divided:
+            return []
+        message = (
+            f"the reduced gradient is {(common / len(norms)) ** 0.5:.3g} x as large as the "
+            f"{len(norms)} ranks' own, at each of the first {self._young} sampled steps: the "
+            "mean even of gradients that have nothing in common is larger; it was divided by the "
+            "number of ranks twice, or scaled"
+        )
+        return [self.anomaly(record, "warn", message, {"common": common}, kind="grad")]
 
     def _level(self, record: StepRecord) -> str:
         if not any(UNREDUCED in scalars for scalars in record.scalars.values()):

@@ -1,4 +1,4 @@
-"""`weight_jump`: weights that are suddenly large, or grow or shrink all together step by step."""
+"""`weight_jump`: weights that are suddenly others, or grow or shrink all together step by step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,23 @@ from ddpprobe.detectors.telling import Telling
 from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
 from ddpprobe.records.step import Anomaly, StepRecord
 
+LEAST_MOVE = 0.005  # of the logarithm of a norm: one that hardly moves is not judged by less
+
 
 class WeightJump(SampledDetector):
     """Warns when the largest weight of a parameter is many times the largest of its last looks.
 
-    A flipped bit, a bad load, one layer written over. It warns as well when half of the parameters
-    or more change their norm, in one direction, faster than training does: a decay that is applied
-    at each step, or is too strong. What has just begun to be trained may grow fast, from zero.
+    A flipped bit, a bad load, one layer written over. It warns as well when the norm of a parameter
+    moves between two looks many times as far as it ever did, up or down, and when half of the
+    parameters or more change their norm, in one direction, faster than training does: a decay that
+    is applied at each step, or is too strong. What has just begun to be trained may grow fast, from
+    zero.
 
     Args:
         ratio: how many times the largest of the window.
         window: looks at a parameter that are compared with, and needed.
+        moved: how many times the largest move of the norm in the window,
+        share: and at least so much of the norm.
         rate: change of the norm in a step, as a share, over `over` steps.
         over: steps for which it must go on.
         shrink: as `rate`, for norms that shrink over `shrink_over` steps.
@@ -39,14 +45,15 @@ class WeightJump(SampledDetector):
     title = "Weights jumped"
 
     def __init__(
-        self, *, ratio: float = 4.0, window: int = 10, rate: float = 0.03, over: int = 10,
-        shrink: float = 0.008, shrink_over: int = 20, settle: int = 50, quiet_steps: int = 100,
-        worse: float = 10.0,
+        self, *, ratio: float = 4.0, window: int = 10, moved: float = 20.0, share: float = 0.1,
+        rate: float = 0.03, over: int = 10, shrink: float = 0.008, shrink_over: int = 20,
+        settle: int = 50, quiet_steps: int = 100, worse: float = 10.0,
     ) -> None:  # fmt: skip
-        above_zero(ratio=ratio, rate=rate, shrink=shrink, worse=worse)
+        above_zero(ratio=ratio, moved=moved, share=share, rate=rate, shrink=shrink, worse=worse)
         at_least(1, window=window, over=over, shrink_over=shrink_over)
         at_least(0, settle=settle, quiet_steps=quiet_steps)
         self._ratio, self._window, self._rate, self._over = ratio, window, rate, over
+        self._moved, self._share = moved, math.log1p(share)
         self._shrink, self._shrink_over = shrink, shrink_over
         self._settle, self._repeat = settle, (quiet_steps, worse)
         self._reset()
@@ -54,6 +61,8 @@ class WeightJump(SampledDetector):
     def _reset(self) -> None:
         self._rows = WeightRows()
         self._past = SiteWindow(self._window)
+        self._last = np.zeros(0)  # norm at the last look at each parameter
+        self._moves = SiteWindow(self._window)  # of its logarithm, from look to look
         self._pace = _Pace(self._over, self._settle)
         self._slow_pace = _Pace(self._shrink_over, self._settle)
         self._jumps, self._drifts = Telling(*self._repeat), Telling(*self._repeat)
@@ -63,7 +72,8 @@ class WeightJump(SampledDetector):
         if record.skipped or record.missing:
             return []
         now = self._rows.read(record)
-        return [*self._jumped(record, now), *self._drifted(record, now)]
+        jumped, stepped = self._jumped(record, now), self._stepped(record, now)
+        return [*(jumped or stepped), *self._drifted(record, now)]
 
     def _jumped(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
         sites = len(now.seen)
@@ -89,6 +99,38 @@ class WeightJump(SampledDetector):
             "parameters": len(fqns),
         }
         return [self.anomaly(record, "warn", message, values, module=fqns[0], kind="param")]
+
+    def _stepped(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
+        sites = len(now.seen)
+        last = grown(self._last, sites, 0)
+        known = now.seen & (now.norm > 0) & (last > 0)
+        move = np.abs(np.log(now.norm, out=np.zeros(sites), where=known)
+                      - np.log(last, out=np.zeros(sites), where=known))  # fmt: skip
+        largest = np.maximum(self._moves.highest(sites), LEAST_MOVE)
+        far = known & (self._moves.points(sites) >= self._window) & (move > self._share)
+        times = np.divide(move, largest, out=np.zeros(sites), where=far)
+        self._moves.add(np.where(known, move, np.nan))
+        self._last = np.where(now.seen, now.norm, last)
+        worst = int(times.argmax()) if sites else 0
+        if not sites or times[worst] < self._moved:
+            return []
+        if not self._jumps.due(record.step, float(times[worst])):
+            return []
+        others = [self._rows.fqns[i] for i in np.flatnonzero(times >= self._moved) if i != worst]
+        also = f"; also {named(others)}" if others else ""
+        message = (
+            f"norm of the weight went from {last[worst]:.3g} to {now.norm[worst]:.3g} between two "
+            f"looks, {times[worst]:.3g} x as far as at any of the {self._window} before{also}: "
+            "look at what wrote to it beside the optimizer"
+        )
+        values = {
+            "norm": float(now.norm[worst]),
+            "before": float(last[worst]),
+            "times": float(times[worst]),
+            "parameters": 1 + len(others),
+        }
+        fqn = self._rows.fqns[worst]
+        return [self.anomaly(record, "warn", message, values, module=fqn, kind="param")]
 
     def _drifted(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
         fast, slow = (pace.read(now, record.step) for pace in (self._pace, self._slow_pace))

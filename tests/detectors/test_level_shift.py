@@ -116,6 +116,21 @@ def test_the_first_module_in_execution_order_is_named_and_the_others_told() -> N
     assert (second.module, second.values["outputs"]) == ("b", 1)
 
 
+def test_half_of_the_outputs_may_move_less_if_they_move_together() -> None:
+    names = [Site(f"m{i}", "output") for i in range(6)]
+    for moved, found in ((3, 0), (4, 1), (6, 1)):
+        rng = np.random.default_rng(0)
+        stream = []
+        for number in range(160):
+            sizes = np.exp(0.03 * rng.standard_normal(6))
+            sizes[:moved] *= 0.7 if number >= AT else 1.0
+            rows = {site: {"rms": float(x)} for site, x in zip(names, sizes, strict=True)}
+            stream.append(record(number, {0: {"lr": 0.1}}, rows))
+        told = run(LevelShift(), stream)
+        assert len(told) == found
+        assert [(a.module, a.values["outputs"]) for a in told] == [("m0", moved)][:found]
+
+
 def test_one_module_among_many_must_be_clearer_than_a_number_of_the_run() -> None:
     stream = noisy(lambda n: {"a": 1.3 ** (n // 8 % 2) * (3.0 if n >= AT + 4 else 1.0)}, spread=0.0)
     assert run(LevelShift(), stream) == []

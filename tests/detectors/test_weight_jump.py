@@ -10,6 +10,11 @@ from tests.detectors.made_records import levels, run
 from tests.detectors.made_weights import Made, weights
 
 AT = 100
+OFF = 1e9  # times as far as ever: the rule of one norm that moves is off
+
+
+def of_size_and_pace() -> WeightJump:
+    return WeightJump(moved=OFF)
 
 
 def stream(weight, steps: int = 160, every: int = 1) -> list[StepRecord]:
@@ -28,7 +33,7 @@ def test_a_weight_that_is_five_times_as_large_is_told_with_its_name(every: int) 
 
 
 def test_three_times_is_not_enough_nor_are_fewer_than_ten_looks() -> None:
-    assert run(WeightJump(), stream(lambda s, i: 3.0 if s >= AT and i == 1 else 1.0)) == []
+    assert run(of_size_and_pace(), stream(lambda s, i: 3.0 if s >= AT and i == 1 else 1.0)) == []
     assert run(WeightJump(), stream(lambda s, i: 5.0 if s >= 9 and i == 1 else 1.0)) == []
 
 
@@ -47,12 +52,12 @@ def test_all_weights_that_shrink_or_grow_in_each_step_are_told(
 def test_weights_that_shrink_slowly_all_together_are_told_and_growth_as_slow_is_not(
     every: int,
 ) -> None:
-    (warn,) = run(WeightJump(), stream(lambda s, _: 0.985 ** max(0, s - AT), 160, every))
+    (warn,) = run(of_size_and_pace(), stream(lambda s, _: 0.985 ** max(0, s - AT), 160, every))
     assert (warn.level, warn.module) == ("warn", "")
     assert AT + 20 <= warn.step <= AT + 40
     assert -0.0151 <= warn.values["rate"] <= -0.008
     assert "shrunk" in warn.message
-    assert run(WeightJump(), stream(lambda s, _: 1.015 ** max(0, s - AT), 160, every)) == []
+    assert run(of_size_and_pace(), stream(lambda s, _: 1.015 ** max(0, s - AT), 160, every)) == []
 
 
 def test_a_start_that_was_too_large_may_shrink_for_fifty_steps_and_later_a_little() -> None:
@@ -67,7 +72,38 @@ def test_one_of_three_that_shrinks_slowly_is_let_be() -> None:
 
 def test_what_begins_at_zero_may_grow_and_one_parameter_may_shrink() -> None:
     assert run(WeightJump(), stream(lambda s, _: 1e-3 * s)) == []
-    assert run(WeightJump(), stream(lambda s, i: 0.9 ** max(0, s - AT) if i == 1 else 1.0)) == []
+    shrinks = stream(lambda s, i: 0.9 ** max(0, s - AT) if i == 1 else 1.0)
+    assert run(of_size_and_pace(), shrinks) == []
+
+
+def noisy(step: int, which: int) -> float:
+    """A weight whose norm moves by up to half a percent between two looks."""
+    return 1.0 + 0.005 * ((step * (which + 3)) % 2)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("factor", [0.85, 1.15])
+def test_a_norm_that_moves_far_further_than_ever_is_told_with_its_name(
+    every: int, factor: float
+) -> None:
+    late = 2 * AT
+    moved = stream(lambda s, i: noisy(s, i) * (factor if s >= late and i == 1 else 1.0), 300, every)
+    (warn,) = run(WeightJump(), moved)
+    assert (warn.level, warn.step, warn.module, warn.kind) == ("warn", late, "l1.weight", "param")
+    assert warn.values["norm"] / warn.values["before"] == pytest.approx(factor, abs=0.01)
+    assert (warn.values["times"] > 20, warn.values["parameters"]) == (True, 1)
+
+
+def test_all_norms_that_moved_are_told_in_one_line() -> None:
+    warn, *_ = run(WeightJump(), stream(lambda s, i: noisy(s, i) * (0.5 if s >= AT else 1.0)))
+    assert (warn.values["parameters"], warn.message.count("also ")) == (3, 1)
+
+
+def test_a_norm_that_moves_less_than_a_tenth_or_as_before_or_too_soon_is_left_alone() -> None:
+    little = stream(lambda s, i: noisy(s, i) * (1.09 if s >= AT else 1.0))
+    lively = stream(lambda s, i: (1.0 + 0.2 * (s % 2)) * (0.6 if s >= AT and not i else 1.0))
+    soon = stream(lambda s, i: noisy(s, i) * (0.6 if s >= 10 and not i else 1.0))
+    assert [run(WeightJump(), each) for each in (little, lively, soon)] == [[], [], []]
 
 
 def test_a_few_that_shrink_among_many_that_begin_to_grow_are_left_alone() -> None:
