@@ -46,7 +46,7 @@ FORKED = ("--run-path", "--start-method=fork")  # torchrun's own words for it
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _ENDS = Path(__file__).with_name("forked_rank.py")
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload([*_IMPORTED, __name__])
+_server.set_forkserver_preload([*_IMPORTED, "tests.older_torch", __name__])
 # Two threads that ask for one exit code would take it from each other, and so would one that starts
 # a process from one that waits.
 _alone = threading.Lock()

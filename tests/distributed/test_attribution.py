@@ -10,8 +10,6 @@ import pytest
 
 import ddpprobe
 
-from ..older_torch import needs_fsdp2_on_cpu
-
 FAULTS = Path(__file__).with_name("faults.py")
 LEAVES = ("norm", "up", "act", "down", "drop")
 MODULES = ["embed", "head"] + [
@@ -32,7 +30,7 @@ def draws(seed: int, *, sampled: bool) -> list[list[object]]:
     return found
 
 
-@pytest.mark.parametrize("wrap", ["ddp", pytest.param("fsdp2", marks=needs_fsdp2_on_cpu)])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("every", [1, 10], ids=["sampled", "unsampled"])
 def test_twenty_random_faults_are_named_exactly_and_clean_runs_raise_no_page(
     wrap: str, every: int, torchrun, tmp_path: Path

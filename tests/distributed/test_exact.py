@@ -15,7 +15,6 @@ from ddpprobe.records.histogram import EDGES
 from ddpprobe.records.merge import merge_all
 from ddpprobe.records.step import IN_TURN, StepRecord, derive
 
-from ..older_torch import needs_fsdp2_on_cpu
 from .reference import Reference
 
 JOB = Path(__file__).parent / "job.py"
@@ -27,11 +26,7 @@ MICROS = 2
 
 
 @pytest.mark.parametrize(
-    ("wraps", "nproc"),
-    [
-        (["none"], 1),
-        *[pytest.param(["ddp", "fsdp2"], ranks, marks=needs_fsdp2_on_cpu) for ranks in (2, 3)],
-    ],
+    ("wraps", "nproc"), [(["none"], 1), (["ddp", "fsdp2"], 2), (["ddp", "fsdp2"], 3)]
 )
 def test_merged_statistics_equal_the_unsharded_reference(
     wraps: list[str], nproc: int, torchrun, tmp_path: Path, records_of
@@ -110,7 +105,7 @@ def assert_equal(merged: StepRecord, reference: Reference) -> None:
     assert norm == pytest.approx(truth, rel=1e-5)
 
 
-@pytest.mark.parametrize("wrap", ["ddp", pytest.param("fsdp2", marks=needs_fsdp2_on_cpu)])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_fifty_steps_are_bit_identical_with_and_without_the_probe(
     wrap: str, torchrun, tmp_path: Path
 ) -> None:

@@ -60,7 +60,8 @@ def test_it_is_said_once_in_a_process_however_many_runs_it_has(
 
 def test_the_documents_name_the_pairs_that_were_tried() -> None:
     page = (ROOT / "docs/reference/python.md").read_text()
-    assert f"`make test` passes on {versions.listed()}." in page
+    passes = "`make test-versions` (real jobs, and the fast tests of what touches torch) on"
+    assert f"{passes} {versions.listed()}." in page
 
 
 def test_the_workflows_run_on_a_python_that_was_tried() -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ddpprobe.errors import ModelRefused
 from ddpprobe.rank.torch_private import is_a
 
 if TYPE_CHECKING:
@@ -22,18 +23,29 @@ if TYPE_CHECKING:
 _CONVERSIONS = 8  # autograd nodes between a converted input and the plain one
 _REHEARSAL_DEPTH = 24  # frames between the stage and a hook of its module, DDP and FSDP included
 _FSDP = "torch.distributed.fsdp"
+_SPECS = ("_unsharded_dtensor_spec", "_tp_spec")  # the second is that of torch 2.6
 
 
 def tensor_meshes(model: nn.Module) -> list[DeviceMesh]:
     """Return the meshes over which FSDP2's parameters are spread besides FSDP's own axes.
 
-    Degradation: none; a model that is both sharded and tensor-parallel is then taken for one that
-    is only sharded.
+    Degradation: refused. Taken for one that is only sharded, a model that is tensor-parallel as
+    well would have its activations counted once for each rank of a group.
+
+    Raises:
+        ModelRefused: there is such a mesh, and its name is not known.
     """
     found: list[DeviceMesh] = []
     for held in _held_by_fsdp2(model):
-        spec = getattr(held, "_unsharded_dtensor_spec", None)
-        if getattr(held, "is_dtensor", False) and spec is not None:
+        if getattr(held, "is_dtensor", False):
+            specs = (getattr(held, name, None) for name in _SPECS)
+            spec = next((s for s in specs if s is not None), None)
+            if spec is None:
+                raise ModelRefused(
+                    "the model is sharded by fully_shard over tensor-parallel parts, and this "
+                    "torch does not say over which mesh those lie. Use another torch, or leave "
+                    "tensor parallelism out."
+                )
             found.append(spec.mesh)
     return found
 

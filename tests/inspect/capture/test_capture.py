@@ -415,6 +415,7 @@ def test_apply_keeps_what_a_function_makes():
     assert seen["fc"].output.full().shape == (6,)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch 2.14's compiler looks at it
 def test_a_compiled_module_is_refused_or_run_eagerly():
     model = net()
     whole = torch.compile(model, backend="eager")

@@ -18,7 +18,7 @@ from ddpprobe.records.step import FirstBad
 from ddpprobe.rundir.fuse import Fuse
 
 from ... import far
-from ..topology.wrapped_models import flat, on_rank
+from ..topology.wrapped_models import HIDDEN, flat, on_rank
 
 
 class Clock:
@@ -76,7 +76,7 @@ CASES = {
     "one parameter": ({"2_bias": torch.nan}, [("2.bias", "grad_local", 1, 5)]),
     "infinite": ({"2_bias": torch.inf}, [("2.bias", "grad_local", 0, 5)]),
     "one module": (
-        {"2_weight": torch.nan, "2_bias": torch.nan}, [("2.weight", "grad_local", 1, 30)],
+        {"2_weight": torch.nan, "2_bias": torch.nan}, [("2.weight", "grad_local", 1, 5 * HIDDEN)],
     ),
     "two modules": ({"0_bias": torch.nan, "2_bias": torch.nan}, [(None, None, 0, 0)]),
 }  # fmt: skip

@@ -13,8 +13,6 @@ import ddpprobe
 from ddpprobe.records.derived import DerivedNumbers
 from ddpprobe.records.step import USED_NORM
 
-from ...older_torch import needs_fsdp2_on_cpu
-
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
@@ -55,7 +53,6 @@ time.sleep(0.5)
 """
 
 
-@needs_fsdp2_on_cpu
 def test_the_norms_of_all_ranks_before_and_behind_clipping_are_torch_s(
     tmp_path: Path, torchrun
 ) -> None:

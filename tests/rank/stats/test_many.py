@@ -328,10 +328,11 @@ for name in ("_add", "_total"):
     counted(triton_words, name)
 cases = torch.load(sys.argv[1])
 rows = torch.full((len(cases) + 1, 9), torch.nan, dtype=torch.float64)
-assert many.reduce_many([(x, i % 3 + 1, i + 1) for i, x in enumerate(cases)], rows, many.Table())
+found = [(x, i % 3 + 1, i + 1) for i, x in enumerate(cases)]
+assert many.reduce_many(found, rows, many.KernelTable())
 print(*runs)
 words = torch.zeros((len(cases), 9), dtype=torch.int64)
-assert many.checksum_many([(x, i) for i, x in enumerate(cases)], words, many.Table())
+assert many.checksum_many([(x, i) for i, x in enumerate(cases)], words, many.KernelTable())
 scratch = torch.empty((3, 9), dtype=torch.float64)
 for i, x in enumerate(cases):
     alone = torch.full((9,), torch.nan, dtype=torch.float64)

@@ -29,7 +29,17 @@ from ddpprobe.rank.topology.weights import weights
 from ddpprobe.rank.torch_private import sharding
 from ddpprobe.records.shard_spec import MeshAxis
 
-from .wrapped_models import RANKS, WRAPPED, mesh, net, on_rank, put_gradients, sharded, whole
+from .wrapped_models import (
+    HIDDEN,
+    RANKS,
+    WRAPPED,
+    mesh,
+    net,
+    on_rank,
+    put_gradients,
+    sharded,
+    whole,
+)
 
 
 def test_what_differs_by_rank_is_apart_unless_a_wrapper_vouches_for_it() -> None:
@@ -58,23 +68,25 @@ def test_of_a_plain_gradient_in_a_group_a_caller_says_whether_its_ranks_have_the
 
 
 def test_a_unit_that_is_gathered_gives_its_leaves_by_the_names_of_the_model() -> None:
+    shapes = {"0.weight": (HIDDEN, 4), "0.bias": (HIDDEN,)}
+    last = (HIDDEN - 3 * 2, 4)  # two rows to each rank before
     with on_rank(3):
         topology = describe(WRAPPED["fsdp2"]())
         unit = topology.root[0]
         assert list(gathered_parameters("0", unit)) == []  # sharded
         unit.unshard()
         found = dict(gathered_parameters("0", unit))
-        assert {n: tuple(p.shape) for n, p in found.items()} == {"0.weight": (6, 4), "0.bias": (6,)}
+        assert {n: tuple(p.shape) for n, p in found.items()} == shapes
         assert all(p.is_leaf for p in found.values())
         assert [n for n, _ in gathered_parameters("", unit)] == ["weight", "bias"]
         held = {p.fqn: p.tensor for p in parts.parameters(topology, 3)}
-        assert tuple(held["0.weight"].to_local().shape) == (0, 4)  # its own shard all the same
+        assert tuple(held["0.weight"].to_local().shape) == last  # its own shard all the same
         assert dict(topology.leaves()) == {n: found[n] for n in found}
         with torch.no_grad():
             mine = {w.fqn: tuple(w.tensor.shape) for w in weights(topology)}
             outlives = {o.fqn: tuple(o.tensor.shape) for o in outliving.parameters_of(topology)}
             alike = {f for f, *_ in topology.replicated_parameters()}
-        assert mine["0.weight"] == outlives["0.weight"] == (0, 4)
+        assert mine["0.weight"] == outlives["0.weight"] == last
         assert alike == set()
 
 
@@ -201,8 +213,8 @@ def test_an_inventory_names_again_only_what_was_exchanged_and_holds_no_tensor() 
         assert ("optim_state", "0.weight", "exp_avg") in take()
         model[3].running_mean = torch.full((5,), 7.0)
         assert take()["buffer", "3.running_mean", ""].sum() == 35
-        model[0].bias = nn.Parameter(torch.full((6,), 2.0))
-        assert take()["param", "0.bias", ""].sum() == 12
+        model[0].bias = nn.Parameter(torch.full((HIDDEN,), 2.0))
+        assert take()["param", "0.bias", ""].sum() == 2 * HIDDEN
         assert len(asked) == 4
         freed = weakref.ref(model[3].running_mean)
         model[3].running_mean = None
@@ -305,7 +317,7 @@ def test_a_forward_remembers_the_modules_until_they_are_forgotten() -> None:
     assert topology.own_parameters() is first
     assert [fqn for fqn, *_ in first] == list(whole())
     model.append(nn.Linear(3, 2))
-    model[0].bias = nn.Parameter(torch.zeros(6))  # as FSDP2 exchanges them
+    model[0].bias = nn.Parameter(torch.zeros(HIDDEN))  # as FSDP2 exchanges them
     assert topology.own_parameters() is not first
     assert next(p for fqn, _, _, p in topology.own_parameters() if fqn == "0.bias").sum() == 0
     names = [fqn for fqn, _ in topology.named_modules()]

@@ -11,6 +11,7 @@ from ddpprobe.errors import ModelRefused
 from ddpprobe.rank.topology import parts
 from ddpprobe.rank.topology.describe import describe
 from ddpprobe.rank.topology.refusals import refuse
+from ddpprobe.rank.torch_private import sharding
 
 from .test_describe import Packed, elsewhere, engine, partitioned, scripted, subclassed
 from .wrapped_models import WRAPPED, on_rank, put_gradients, sharded
@@ -101,6 +102,17 @@ def test_tensor_parallelism_within_ddp_is_refused_by_the_name_of_its_module() ->
         "here and activations counted twice. Use torch.distributed.fsdp.fully_shard over the same "
         "mesh."
     )
+
+
+def test_tensor_parallelism_within_fsdp2_is_refused_where_torch_does_not_say_over_which_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sharding, "_SPECS", ("of_another_torch",))
+    with on_rank(0):
+        for wrapper in ("tp", "fsdp2"):
+            describe(WRAPPED[wrapper]())
+        with pytest.raises(ModelRefused, match="fully_shard over tensor-parallel parts"):
+            describe(WRAPPED["fsdp2+tp"]())
 
 
 def test_a_flat_parameter_over_tensor_parallel_parts_is_refused_by_its_name(

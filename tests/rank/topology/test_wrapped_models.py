@@ -18,7 +18,7 @@ from ddpprobe.rank.topology.parts import LocalPart
 from ddpprobe.rank.topology.weights import weights
 from ddpprobe.records.shard_spec import MeshAxis, ShardSpec, SpecJson
 
-from .wrapped_models import RANKS, WRAPPED, net, on_rank, put_gradients, whole
+from .wrapped_models import HIDDEN, RANKS, WRAPPED, net, on_rank, put_gradients, whole
 
 EVERY = pytest.mark.parametrize("wrapper", WRAPPED)
 ALL, FIRST, PAIRS = {0, 1, 2, 3}, {0}, {0, 2}
@@ -138,8 +138,8 @@ def test_weights_say_who_counts_them_and_all_ranks_deal_turns_by_the_same_sizes(
         assert len({held[fqn][1] for held in ranks}) == 1
     frozen = {"4.weight", "4.bias"} if wrapper != "fsdp1 flattened" else set()
     assert {fqn for held in ranks for fqn in held} == set(whole()) - frozen
-    of_weight = {"fsdp2": 24, "hsdp": 48, "tp": 24, "tp of pairs": 48, "fsdp2+tp": 24}
-    assert ranks[0]["0.weight"][1] == of_weight.get(wrapper, 96)
+    parts_ = {"fsdp2": 4, "hsdp": 2, "tp": 4, "tp of pairs": 2, "fsdp2+tp": 4}
+    assert ranks[0]["0.weight"][1] == HIDDEN * 4 * 4 // parts_.get(wrapper, 1)
 
 
 _WHOLE, _SPLIT, _OWN = (("replicated", ALL),) * 3, (("sharded", ALL),) * 3, ("local", ALL)
