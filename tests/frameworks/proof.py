@@ -31,6 +31,9 @@ ROWS = {
     "Lightning Fabric": ("test_loops", "('fabric', "),
     "Accelerate": ("test_loops", "('accelerate', "),
     "Ray Train": ("test_ray", ""),
+    "DeepSpeed ZeRO-1": ("test_deepspeed", "('zero1', "),
+    "DeepSpeed ZeRO-2": ("test_deepspeed", "('zero2', "),
+    "DeepSpeed ZeRO-2, bf16": ("test_deepspeed", "('zero2-bf16', "),
 }
 Results = dict[tuple[str, str, str], str]  # by file, test, parameters
 
