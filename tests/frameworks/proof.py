@@ -22,11 +22,11 @@ COLUMNS = {
     "stop": "test_for_an_anomaly_the_trainer_stops",
     "fault named": "test_a_nan_is_named_by",
 }
-# Row: the file of its tests, and what their parameters begin with.
-ROWS = {
+# Row: the file of its tests, and what their parameters begin with, one of several.
+ROWS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "Hugging Face `Trainer`": ("test_huggingface", ""),
-    "TRL `SFTTrainer`": ("test_trl", "('sft', "),
-    "TRL `DPOTrainer`": ("test_trl", "('dpo', "),
+    "TRL `SFTTrainer`": ("test_trl", ("('sft', ", "sft]")),
+    "TRL `DPOTrainer`": ("test_trl", ("('dpo', ", "dpo]")),
     "Lightning `Trainer`": ("test_lightning", ""),
     "Lightning Fabric": ("test_loops", "('fabric', "),
     "Accelerate": ("test_loops", "('accelerate', "),
