@@ -29,8 +29,9 @@ test-faults: .venv/dev.stamp     # kill every writer at every system call, mutat
 test-alerts: .venv/dev.stamp system-packages  # faults in real jobs, until a webhook has heard of them
 	$(BIN)/python -m tests.alerts $(CASE)
 
-test-frameworks: .venv-lightning/run.stamp .venv-huggingface/run.stamp .venv-ray/run.stamp  # each trained with the probe
-	for name in lightning huggingface ray; do \
+FRAMEWORKS := lightning huggingface ray deepspeed
+test-frameworks: $(FRAMEWORKS:%=.venv-%/run.stamp)  # each trained with the probe
+	for name in $(FRAMEWORKS); do \
 	  TEST_FRAMEWORKS=1 .venv-$$name/bin/python -m pytest --junitxml=.venv-$$name/proof.xml \
 	    tests/frameworks || exit 1; \
 	done

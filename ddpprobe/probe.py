@@ -8,6 +8,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, final, overload
 
@@ -16,6 +17,7 @@ from torch import distributed as dist
 
 from ddpprobe.errors import InstallError
 from ddpprobe.rank import last_words, peer_watcher, process_group
+from ddpprobe.rank.announcements import announce_install
 from ddpprobe.rank.first_forward import FirstForward
 from ddpprobe.rank.hooks.stream_capture import is_captured
 from ddpprobe.rank.join import Joined, join_run
@@ -30,13 +32,13 @@ from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
 from ddpprobe.rank.stats import native
 from ddpprobe.rank.stats.warm_up import warm_up
 from ddpprobe.rank.topology.describe import Topology, outermost
+from ddpprobe.rank.topology.engine import Engine
 from ddpprobe.records.step import Anomaly
 from ddpprobe.rundir.fuse import Fuse, logger
 from ddpprobe.rundir.stopwatch import Stopwatch
 
 _live: set[Probe] = set()  # held here, since a script may drop what install() returned
 _probed: weakref.WeakKeyDictionary[nn.Module, Probe] = weakref.WeakKeyDictionary()
-_told_of_install: list[Callable[[], object]] = []
 
 
 @final
@@ -306,8 +308,7 @@ def install(  # type: ignore[misc]  # a keyword that is none of these is a TypeE
         TypeError, ValueError: a wrong argument.
         InstallError: some rank refused; the same text on every rank.
     """
-    while _told_of_install:
-        _told_of_install.pop()()
+    announce_install()
     said = {
         "run_dir": run_dir, "every": every, "include": include, "exclude": exclude,
         "capture": capture, "on_anomaly": on_anomaly, "budget": budget, "backward": backward,
@@ -356,14 +357,14 @@ def install_within(called: nn.Module, model: nn.Module, **options: Any) -> Probe
     return probe
 
 
+def install_driven(model: nn.Module, engine: Engine, **options: Any) -> Probe:  # noqa: ANN401
+    """Observe a model as `install` does, while an engine tells of its steps and gradients."""
+    return _install(model, replace(_options(**_defaults() | options), engine=engine))
+
+
 def _defaults() -> dict[str, Any]:
     known = inspect.signature(install).parameters.values()
     return {each.name: each.default for each in known if each.name != "model"}
-
-
-def when_installed(act: Callable[[], object]) -> None:
-    """Have `act` called once, as the script's next call of `install()` begins."""
-    _told_of_install.append(act)
 
 
 def _options(

@@ -47,7 +47,7 @@ ONLY_IN = {
     "accelerate": ("integrations/huggingface.py", "integrations/accelerate.py"),
     "lightning": ("integrations/lightning.py", "integrations/fabric.py"),
     "pytorch_lightning": ("integrations/lightning.py",),
-    "ray": ("integrations/ray.py",),
+    "ray": ("integrations/ray.py",), "deepspeed": ("integrations/deepspeed.py",),
     "triton": ("rank/stats/triton_rows.py", "rank/stats/triton_words.py"),
     **dict.fromkeys(("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"), ()),
 }  # fmt: skip
@@ -319,7 +319,10 @@ def test_at_most_18_names_stand_in_the_package():
     [
         ("ddpprobe", "torch zarr numpy"),
         ("ddpprobe.probe", "zarr prometheus_client hypercorn plotext xarray triton obstore"),
-        ("ddpprobe.probe, ddpprobe.integrations", "transformers accelerate lightning ray"),
+        (
+            "ddpprobe.probe, ddpprobe.integrations",
+            "transformers accelerate lightning ray deepspeed",
+        ),
         ("ddpprobe.daemon.node", "torch obstore"),
         ("ddpprobe.store.reader", "torch prometheus_client"),
         ("ddpprobe.detectors.suite", "torch zarr prometheus_client"),

@@ -5,25 +5,26 @@ trainer = Trainer(..., callbacks=[DdpprobeCallback(every=10)])
 
 from __future__ import annotations
 
-import math
+import gc
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from ddpprobe.integrations.fit import Fit
 from ddpprobe.integrations.loggers import Sink, TensorBoardSink, sink_of
 from ddpprobe.probe import Probe
-from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver
 from ddpprobe.rundir.fuse import Fuse
 
 _LOGGERS = frozenset({"wandb", "mlflow", "tensorboard"})
@@ -34,7 +35,7 @@ class DdpprobeCallback(TrainerCallback):
     """Observes the model of a `Trainer` from `train()` on.
 
     Steps are numbered as `state.global_step` counts them, also when training resumes. The loss is
-    the one that the model returns, as the mean over the tokens of the step (see `_log_loss`).
+    the one that the trainer trains on and reports, whatever the model returns (see `_listen`).
     Between the end of a step and the next one the probe pauses if the trainer evaluates or saves.
     wandb, MLflow and TensorBoard, if `report_to` names them, are told of the run (see
     `loggers.LoggerLink`).
@@ -48,8 +49,8 @@ class DdpprobeCallback(TrainerCallback):
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401  (install's)
         self._fit = Fit(options)
-        self._loss_hook: RemovableHandle | None = None
-        self._micros = self._share = 1
+        self._trainer: Any = None
+        self._own_step: Any = None  # an attribute that somebody had put in front of the method
         self._writer: Any = None
 
     @property
@@ -65,28 +66,16 @@ class DdpprobeCallback(TrainerCallback):
         names = _LOGGERS.intersection(args.report_to)
         sinks = partial(self._sinks, names, args) if names else None
         self._fit.begin(model, args.output_dir, state.global_step, sinks)
-        self._share = args.world_size if args.average_tokens_across_devices else 1
-        # In front of the probe's own hooks, which would take the model's loss as it is.
-        log = Fuse("the loss of the Trainer").guard(self._log_loss)
         self._take_off()
-        self._loss_hook = extract_model_from_parallel(
-            model, keep_torch_compile=False
-        ).register_forward_hook(CopySafeObserver(log, takes=4), prepend=True, with_kwargs=True)
+        for trainer in filter(self._is_in, gc.get_objects()):
+            self._listen(trainer)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
-        train_dataloader: DataLoader[Any] | None = None, **_: Any,  # noqa: ANN401  (the trainer's)
+        **_: Any,  # noqa: ANN401  (the trainer's)
     ) -> None:  # fmt: skip
-        """Go on, and know of how many micro-batches the step is."""
+        """Go on."""
         self._fit.go_on()
-        self._micros = args.gradient_accumulation_steps
-        try:
-            batches = len(train_dataloader) if train_dataloader is not None else 0
-        except TypeError:  # of an IterableDataset
-            return
-        steps = math.ceil(batches / self._micros)
-        if steps and state.global_step % steps == steps - 1:  # the last of an epoch takes the rest
-            self._micros = batches - (steps - 1) * self._micros
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
@@ -115,6 +104,13 @@ class DdpprobeCallback(TrainerCallback):
             self._writer.close()
         self._writer = None
 
+    def _is_in(self, found: object) -> bool:
+        """Whether it is the trainer of this callback, which is told of everything but that."""
+        if not issubclass(type(found), Trainer):
+            return False
+        handler = getattr(found, "callback_handler", None)
+        return any(known is self for known in getattr(handler, "callbacks", ()))
+
     def _sinks(self, names: frozenset[str], args: TrainingArguments) -> Iterator[Sink]:
         """Yield those of `report_to` that are known; the trainer's callbacks have started them."""
         for name, run in (("wandb", "run"), ("mlflow", "active_run")):
@@ -131,23 +127,31 @@ class DdpprobeCallback(TrainerCallback):
             self._writer = SummaryWriter(Path(where).expanduser() / "ddpprobe")
             yield TensorBoardSink(self._writer)
 
-    def _take_off(self) -> None:
-        if self._loss_hook is not None:
-            self._loss_hook.remove()
-        self._loss_hook = None
+    def _listen(self, trainer: Trainer) -> None:
+        """Log what `training_step` returns of each micro-batch, times their number in the step.
 
-    def _log_loss(
-        self, _: nn.Module, __: object, kwargs: Mapping[str, object], output: object
-    ) -> None:
-        """Log the loss that a micro-batch would have alone.
-
-        Told the number of tokens of the whole step (`num_items_in_batch`), the model divides by
-        that what it has summed up over one micro-batch on one rank: with 4 micro-batches on 2 ranks
-        its loss is an eighth of what it says. Untold, it divides by its own tokens, and the probe
-        takes the loss as it is.
+        That is its share of the loss that the trainer reports, however it is divided. What the
+        model returns is something else under many trainers: TRL's DPO has labels in its inputs, so
+        the model returns a language model's loss, which nobody trains.
         """
-        if self.probe is None or not torch.is_grad_enabled():
-            return
-        loss = output.get("loss") if isinstance(output, Mapping) else None
-        if isinstance(loss, Tensor) and kwargs.get("num_items_in_batch") is not None:
-            self.probe.log(loss=loss.detach() * (self._micros * self._share))
+        log = Fuse("the loss of the Trainer").guard(self._log_loss)
+        step = trainer.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the trainer's)
+            loss = step(*args, **kwargs)
+            log(trainer, loss)
+            return loss
+
+        self._trainer, self._own_step = trainer, vars(trainer).get("training_step")
+        trainer.training_step = training_step
+
+    def _take_off(self) -> None:
+        if self._trainer is not None and self._own_step is not None:
+            self._trainer.training_step = self._own_step
+        elif self._trainer is not None:
+            del self._trainer.training_step
+        self._trainer = None
+
+    def _log_loss(self, trainer: Trainer, loss: Tensor) -> None:
+        if self.probe is not None:
+            self.probe.log(loss=loss.detach() * trainer.current_gradient_accumulation_steps)

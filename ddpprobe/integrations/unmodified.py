@@ -18,13 +18,14 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ddpprobe.probe import Probe, install_within, when_installed
+from ddpprobe.probe import Probe, install_within
 from ddpprobe.rank import process_group
+from ddpprobe.rank.announcements import when_installed
 from ddpprobe.rundir.fuse import Fuse, logger
 from ddpprobe.rundir.paths import RUN_OPTIONS_VARIABLE
 
@@ -68,6 +69,10 @@ class _Waiting:
             return
         if module in self._others:
             return
+        if _is_engine(module):
+            self._end()
+            self._probe = Fuse("ddpprobe run").guard(_observe_engine)(module)
+            return
         trained = self._trained()
         if trained.isdisjoint(map(id, module.parameters())):
             self._others.add(module)
@@ -109,17 +114,42 @@ class _Waiting:
 def _observe(called: nn.Module, trained: set[int]) -> Probe:
     model = _whole(called, trained)
     rest = trained.difference(map(id, model.parameters()))
-    options: dict[str, Any] = json.loads(os.environ[RUN_OPTIONS_VARIABLE])
-    probe = install_within(called, model, **options)
-    if probe.run_dir is not None and process_group.leads():
-        sys.stderr.write(f"ddpprobe: {type(model).__name__} is observed in {probe.run_dir}\n")
-        if rest:
-            logger.warning(
-                "ddpprobe run: %d of %d parameters that optimizers train belong to other models, "
-                "which are not observed: call ddpprobe.install(model) for the one that you want",
-                len(rest), len(trained),
-            )  # fmt: skip
+    probe = install_within(called, model, **_options())
+    if _told(probe, model) and rest:
+        logger.warning(
+            "ddpprobe run: %d of %d parameters that optimizers train belong to other models, "
+            "which are not observed: call ddpprobe.install(model) for the one that you want",
+            len(rest), len(trained),
+        )  # fmt: skip
     return probe
+
+
+def _is_engine(module: nn.Module) -> bool:
+    """Whether it is DeepSpeed's, whose optimizer owns no parameter of the model."""
+    kind = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def _observe_engine(engine: nn.Module) -> Probe:
+    """Observe what an engine is about to call for the first time."""
+    from ddpprobe.integrations import deepspeed  # noqa: PLC0415  (only where it is installed)
+
+    probe = deepspeed.observe(engine, **_options())
+    _told(probe, engine.module)
+    return probe
+
+
+def _options() -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(os.environ[RUN_OPTIONS_VARIABLE])
+    return told
+
+
+def _told(probe: Probe, model: nn.Module | Tensor) -> bool:
+    """Say once for the job where its run is."""
+    is_told = probe.run_dir is not None and process_group.leads()
+    if is_told:
+        sys.stderr.write(f"ddpprobe: {type(model).__name__} is observed in {probe.run_dir}\n")
+    return is_told
 
 
 def _whole(called: nn.Module, trained: set[int]) -> nn.Module:

@@ -18,6 +18,8 @@ from ddpprobe.detectors.suite import chosen
 from ddpprobe.rank.schedule import Schedule, as_schedule
 from ddpprobe.rank.topology import stages
 from ddpprobe.rank.topology.describe import Topology, describe
+from ddpprobe.rank.topology.engine import Engine
+from ddpprobe.rank.topology.refusals import refuse_taken
 from ddpprobe.records.step import Anomaly
 from ddpprobe.rundir.paths import RUN_VARIABLE
 
@@ -40,7 +42,8 @@ class InstallOptions:
 
     As they came: `check` is where a wrong one is refused. `listen` is where the daemon serves.
     `model` is the name of one of several that are installed together, "" of a lone one, and
-    `beside` the directory that holds their runs, once the first of them has it.
+    `beside` the directory that holds their runs, once the first of them has it. `engine` trains the
+    model, if one does.
     """
 
     run_dir: str | os.PathLike[str] | None
@@ -60,6 +63,7 @@ class InstallOptions:
     listen: str | None = None
     model: str = ""
     beside: list[str] = field(default_factory=list)
+    engine: Engine | None = None
     _chosen: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def with_environment(self) -> InstallOptions:
@@ -108,7 +112,8 @@ class InstallOptions:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"first_step must be a step number, 0 or more, got {step!r}")
         detectors = chosen(self.detectors, self.task)
-        topology = describe(model, self.select)
+        topology = describe(model, self.select, self.engine)
+        refuse_taken(topology.named_parameters(), self.engine)
         owner = run_of(topology.root)
         if owner is not None:
             raise ValueError(

@@ -33,6 +33,7 @@ from ddpprobe.rank.step_clock import StepClock
 from ddpprobe.rank.step_times import StepTimes
 from ddpprobe.rank.topology import stages
 from ddpprobe.rank.topology.describe import Topology, describe, outermost
+from ddpprobe.rank.topology.refusals import refuse_taken
 from ddpprobe.rank.topology.replicas import in_turn
 from ddpprobe.rank.torch_private import dynamo, functorch
 from ddpprobe.records import events
@@ -252,8 +253,8 @@ class Recorder:
                 observers.read_gradients(scaled=True)
                 observers.gradients_read = True
 
-    def gradients_ready(self, optimizer: object) -> None:
-        """Read what the optimizer will use."""
+    def gradients_ready(self, optimizer: object, *, by_engine: bool = False) -> None:
+        """Read what the optimizer will use; what an engine has reduced it has not clipped yet."""
         observers = self._prepare()
         self.capturing.gradients_ready()
         if not self._sampling:
@@ -263,7 +264,8 @@ class Recorder:
         scale = loss_scale.of_optimizer(optimizer)
         self._used_norms.add(optimizer, observers.topology, scale)
         if not observers.gradients_read:
-            observers.read_gradients(scaled=scale is not None)
+            observers.read_gradients(scaled=by_engine or scale is not None)
+            observers.gradients_read = by_engine
         if not observers.eager.gradients:  # no rows that tell it
             norm = gradients.norm(observers.topology)
             if norm is not None:
@@ -335,7 +337,8 @@ class Recorder:
     def _prepare(self) -> Observers:
         if self._observers is None:
             given = outermost(self._topology.outer)
-            topology = describe(given, self._options.select)
+            topology = describe(given, self._options.select, self._topology.engine)
+            refuse_taken(topology.named_parameters(), topology.engine)
             topology.cut = self._topology.cut | self._names.cut(topology)
             topology.differ = self._topology.differ
             self._observers = Observers(

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
+from ddpprobe.rank.anchors import Anchors
 from ddpprobe.rank.hooks.copy_safe_hook import take_off
 from ddpprobe.rank.hooks.root import RootHooks
 from ddpprobe.rank.hooks.stream_capture import is_captured
@@ -39,7 +40,6 @@ from ddpprobe.rundir.stopwatch import Stopwatch
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
 _STATE = tuple(STATES.index(s) for s in ("data", "forward", "backward", "optimizer"))
-_ANCHORS = 3
 _BLIND_STEPS = 3
 
 _listening: weakref.WeakSet[StepClock] = weakref.WeakSet()  # one for each model of this process
@@ -99,7 +99,7 @@ class StepClock:
             weakref.WeakKeyDictionary()
         )
         self._knows_one = False  # until then an optimizer that is not ours is asked again
-        self._anchors: list[weakref.ref[nn.Parameter]] = []
+        self._anchors = Anchors(topology)
         self._anchor_had_grad = False
         self._through = 0  # training forwards before the last backward that no optimizer called
         self._others_stepped = False  # since that backward
@@ -112,8 +112,9 @@ class StepClock:
         )  # fmt: skip
         self._guards = {
             name: fuse.guard(getattr(self, f"_{name}"))
-            for name in ("before_step", "closure_ended", "after_step", "settle")
-        }
+            for name in ("before_step", "closure_ended", "after_step", "settle",
+                         "engine_ready", "engine_stepped")
+        }  # fmt: skip
         self._computed = _void(fuse.guard(events.backward_computed))
         self._over = _void(fuse.guard(self._backward_over))
 
@@ -133,7 +134,9 @@ class StepClock:
         return self.micro >= 0 and not self._ended
 
     def optimizers(self) -> list[Optimizer]:
-        """Return those that were seen to step and own parameters of this model."""
+        """Return those that were seen to step parameters of this model, or its engine's."""
+        if self._topology.engine is not None:
+            return [self._topology.engine.optimizer]
         return [optimizer for optimizer, (_, ids) in self._owned.items() if ids]
 
     def start(
@@ -151,6 +154,11 @@ class StepClock:
         _listening.add(self)
         self._handles.append(register_optimizer_step_pre_hook(self._guards["before_step"]))
         self._handles.append(register_optimizer_step_post_hook(self._behind_step))
+        engine = self._topology.engine
+        if engine is not None:  # whose optimizer owns no parameter of the model
+            self._manual = True
+            ready, over = self._guards["engine_ready"], self._guards["engine_stepped"]
+            engine.listen(ready, over, self._act)
         self.beat()
         if inside is not None:
             self._late = True
@@ -176,6 +184,8 @@ class StepClock:
         if self in _listening:
             self.passes.close()
         _listening.discard(self)
+        if self._topology.engine is not None:
+            self._topology.engine.mute()
         self._root.unhang(for_good=True)
         take_off(self._handles)
 
@@ -183,6 +193,18 @@ class StepClock:
         """The user says that a step is over (a loop without a torch optimizer)."""
         self._manual = True
         self._end_step(skipped=False)
+
+    def _engine_ready(self) -> None:
+        engine = self._topology.engine
+        if engine is not None and self.micro >= 0 and not self._ended:
+            self._enter(OPTIMIZER)
+            self._events.gradients_ready(engine.optimizer, by_engine=True)
+
+    def _engine_stepped(self, skipped: bool) -> None:  # noqa: FBT001  (a callback's argument)
+        if not self._ended and self.micro < 0:
+            self._stepped_unseen()
+            return
+        self._end_step(skipped=skipped)
 
     def stepped_by(self) -> set[int]:
         """Return the ids of living optimizers that stepped parameters of this model."""
@@ -245,7 +267,7 @@ class StepClock:
             if not self._ended and self._stepped:
                 self._end_step(skipped=False)  # some parameters belong to no optimizer
             elif not self._ended and self._anchor_had_grad:
-                vanished = self._vanished()
+                vanished = self._anchors.vanished()
                 skipped = self._events.given_up(vanished=vanished)
                 if skipped or (vanished and not self._throws_away()):
                     self._end_step(skipped=skipped)
@@ -265,7 +287,7 @@ class StepClock:
             return
         if self._stepped:
             self._end_step(skipped=False)
-        elif self._anchor_had_grad and self._events.given_up(vanished=self._vanished()):
+        elif self._anchor_had_grad and self._events.given_up(vanished=self._anchors.vanished()):
             self._end_step(skipped=True)
 
     def _begin_step(self) -> None:
@@ -302,8 +324,8 @@ class StepClock:
         self._queued = False
         self.passes.backward_over()
         self.entered.clear()
-        self._drop_anchor()
-        if not (self._anchor_had_grad or self._leaves_none or self._vanished()):
+        self._anchors.drop()
+        if not (self._anchor_had_grad or self._leaves_none or self._anchors.vanished()):
             self._anchor_had_grad = True
         if not (self._running or self._leaves_none):
             self._through, self._others_stepped = self.micro + 1, False
@@ -363,16 +385,20 @@ class StepClock:
         del self._running[self._running.index(id(optimizer)) :]
         if self._running or self._ended:  # in a pause, optimizers step on
             return
-        if self.micro < 0:  # loading a checkpoint may take one step to make the state
-            self._blind += not self._root.deaf
-            self._root.listen_to_parts()
-            if self._blind == _BLIND_STEPS and self._events.blind():
-                self._blind = 0
+        if self.micro < 0:
+            self._stepped_unseen()
             return
         self._stepped.append(id(optimizer))
         self._events.forward_is_next()
         if self._is_complete(tuple(self._stepped)):
             self._end_step(skipped=_found_inf(optimizer))
+
+    def _stepped_unseen(self) -> None:
+        """Hear of a step without a forward; loading a checkpoint may take one to make the state."""
+        self._blind += not self._root.deaf
+        self._root.listen_to_parts()
+        if self._blind == _BLIND_STEPS and self._events.blind():
+            self._blind = 0
 
     def _is_complete(self, optimizers: tuple[int, ...]) -> bool:
         """Whether the optimizers of these ids own everything that is trained."""
@@ -428,7 +454,7 @@ class StepClock:
         """Take for lent what came before a `zero_grad` that no step of this model's followed."""
         if self._ended or self._stepped or self._through <= self.lent or not self._throws_away():
             return
-        if self._anchor_had_grad and self._vanished():
+        if self._anchor_had_grad and self._anchors.vanished():
             self._lend()
 
     def _was_frozen(self) -> bool:
@@ -438,8 +464,7 @@ class StepClock:
         """
         if self._ended or self._stepped or self._through <= self.lent or not self._throws_away():
             return False
-        anchors = [anchor() for anchor in self._anchors]
-        if any(parameter is not None and parameter.requires_grad for parameter in anchors):
+        if any(parameter.requires_grad for parameter in self._anchors.living()):
             return False
         return not any(p.requires_grad for _, p in self._topology.named_parameters())
 
@@ -454,25 +479,9 @@ class StepClock:
         Its `autograd.grad` goes through the model before the loop throws those of the step before
         away, which are then none of the forwards up to here.
         """
-        if not self._anchors or self._vanished():
+        if not self._anchors.dropped or self._anchors.vanished():
             return False
-        anchors = (anchor() for anchor in self._anchors)
-        return not graph.leaves_gradients(p for p in anchors if p is not None)
-
-    def _drop_anchor(self) -> None:
-        """Choose the parameters whose vanished `.grad` tells that a step was given up."""
-        if self._anchors:
-            return
-        with_grad = [p for _, p in self._topology.named_parameters() if p.grad is not None]
-        self._anchors = [weakref.ref(p) for p in with_grad[:_ANCHORS]]
-
-    def _vanished(self) -> bool:
-        """Whether the gradients that were there after the backward are gone."""
-        for anchor in self._anchors:
-            parameter = anchor()
-            if parameter is not None and parameter.grad is not None:
-                return False
-        return True
+        return not graph.leaves_gradients(self._anchors.living())
 
 
 def _found_inf(optimizer: Optimizer) -> bool:

@@ -29,8 +29,8 @@ class Events(Protocol):
     def backward_ended(self) -> None:
         """All gradients of this micro-batch are there, reduced."""
 
-    def gradients_ready(self, optimizer: Optimizer) -> None:
-        """An optimizer that owns some of the parameters is about to step."""
+    def gradients_ready(self, optimizer: Optimizer, *, by_engine: bool = False) -> None:
+        """An optimizer that owns some of the parameters is about to step, or that of an engine."""
 
     def given_up(self, *, vanished: bool) -> bool:
         """Whether a GradScaler found inf and skipped the step.

@@ -22,15 +22,18 @@ COLUMNS = {
     "stop": "test_for_an_anomaly_the_trainer_stops",
     "fault named": "test_a_nan_is_named_by",
 }
-# Row: the file of its tests, and what their parameters begin with.
-ROWS = {
+# Row: the file of its tests, and what their parameters begin with, one of several.
+ROWS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "Hugging Face `Trainer`": ("test_huggingface", ""),
-    "TRL `SFTTrainer`": ("test_trl", "('sft', "),
-    "TRL `DPOTrainer`": ("test_trl", "('dpo', "),
+    "TRL `SFTTrainer`": ("test_trl", ("('sft', ", "sft]")),
+    "TRL `DPOTrainer`": ("test_trl", ("('dpo', ", "dpo]")),
     "Lightning `Trainer`": ("test_lightning", ""),
     "Lightning Fabric": ("test_loops", "('fabric', "),
     "Accelerate": ("test_loops", "('accelerate', "),
     "Ray Train": ("test_ray", ""),
+    "DeepSpeed ZeRO-1": ("test_deepspeed", "('zero1', "),
+    "DeepSpeed ZeRO-2": ("test_deepspeed", "('zero2', "),
+    "DeepSpeed ZeRO-2, bf16": ("test_deepspeed", "('zero2-bf16', "),
 }
 Results = dict[tuple[str, str, str], str]  # by file, test, parameters
 

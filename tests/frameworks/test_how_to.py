@@ -13,12 +13,14 @@ from .trained import FULL, need
 
 pytestmark = FULL
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "frameworks.md"
+BLOCK = re.compile(r"^(<!-- illustration[^\n]*\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CODE = {
     re.search(r"ddpprobe\.integrations\.(\w+)", block)[1]: block
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    for not_run, block in BLOCK.findall(PAGE.read_text())
+    if not not_run
 }
 NEEDS = {"huggingface": "transformers", "lightning": "lightning", "fabric": "lightning",
-         "accelerate": "accelerate", "ray": "ray"}  # fmt: skip
+         "accelerate": "accelerate", "ray": "ray", "deepspeed": "deepspeed"}  # fmt: skip
 # What a reader's own script has before it comes to this.
 BEFORE = {
     "huggingface": """
@@ -54,6 +56,16 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 storage, batches = os.getcwd(), torch.randn(20, 2, 4)
 def build():
     return torch.nn.Linear(4, 1)
+"""
+BEFORE["deepspeed"] = """
+import os
+os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+import socket, torch, deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for a minute or two
+with socket.create_server(("127.0.0.1", 0)) as server:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+model = torch.nn.Linear(4, 1)
+optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(80, 2, 4)
 """
 AT_ONCE = 'import os\nos.environ["DDPPROBE_EVERY"] = "1"\n'
 

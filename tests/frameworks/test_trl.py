@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import ddpprobe
 
 from ..conftest import torchrun_in
 from .trained import FULL, Trained, assert_named, assert_resumed, assert_right, need, train
@@ -37,9 +41,27 @@ def test_steps_are_those_of_the_trainer(trained) -> None:
     assert [r.scalars[0]["micro_batches"] for r in trained.records()] == [2] * STEPS
 
 
+def test_the_loss_is_the_one_that_the_trainer_trains_on(trained) -> None:
+    seen = [sum(r.scalars[k]["loss"] for k in r.ranks) / len(r.ranks) for r in trained.records()]
+    assert seen == pytest.approx(trained.told[0]["losses"], abs=1e-3)  # as it rounds them
+    if trained.out.name.startswith("dpo"):  # at first the policy is the reference
+        assert seen[0] == pytest.approx(math.log(2), rel=1e-5)
+
+
 def test_a_resumed_training_is_a_further_attempt_at_the_trainers_step(trained) -> None:
     assert_resumed(trained, SAVED, STEPS)
 
 
 def test_a_nan_is_named_by_step_rank_and_module(trained) -> None:
     assert_named(trained, 2, "transformer.h.1.mlp.c_proj")
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_for_an_anomaly_the_trainer_stops_by_itself(torchrun, tmp_path: Path, name: str) -> None:
+    need("trl")
+    done = torchrun([JOB, tmp_path, name, "stop"], nproc=0, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / f"{name}.0.json").read_text())
+    assert found["for"] == [2, 0]
+    assert found["step"] > 2
+    assert ddpprobe.open(tmp_path / "stopped").info()["state"] == "ended"

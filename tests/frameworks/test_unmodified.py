@@ -45,6 +45,22 @@ def test_a_script_has_the_verdict_of_install_and_its_own_bits_on_two_ranks(
         assert_losses_are_shares(the_run(tmp_path / "run"), done["run"].stdout)
 
 
+def test_an_engine_of_deepspeed_is_observed_as_its_own_install_does(tmp_path: Path) -> None:
+    need("deepspeed")
+
+    def fresh(where: Path, path: str) -> Done:
+        return start(where, [*TORCHRUN, path], None, FAULT_RANK="1")
+
+    line = (
+        "from ddpprobe.integrations.deepspeed import install\n"
+        "install(engine, every=2, run_dir='ddpprobe-runs/own')\n"
+    )
+    done = assert_same(tmp_path, fresh, TORCHRUN, "deepspeed", line, FAULT_RANK="1")
+    assert done["run"].returncode == 0
+    info = the_run(tmp_path / "run").info()
+    assert (info["wrapper"], info["world_size"]) == ("zero2", 2)
+
+
 def assert_losses_are_shares(run: ddpprobe.Run, told: str) -> None:
     """Claim: what the model of each rank returns adds up to what the Trainer reports."""
     lines = [line.split() for line in told.splitlines()]

@@ -1,7 +1,7 @@
-"""TRL's trainers train with the callback and without it: trl_job.py OUT sft|dpo.
+"""TRL's trainers train with the callback and without it: trl_job.py OUT sft|dpo [stop].
 
-It trains without the probe, with it, on from a checkpoint, and with a fault on the last rank. What
-it saw is in OUT/NAME.RANK.json.
+It trains without the probe, with it, on from a checkpoint, and with a fault on the last rank; or
+until it is stopped. What it saw is in OUT/NAME.RANK.json.
 """
 
 from __future__ import annotations
@@ -71,11 +71,22 @@ class Seen(TrainerCallback):
     """Notes where the run is, while it is one, and how many steps there were."""
 
     def __init__(self, callback: DdpprobeCallback) -> None:
-        self.callback, self.run, self.steps = callback, "", []
+        self.callback, self.run, self.steps, self.losses = callback, "", [], []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.run = str(self.callback.probe.run_dir)
         self.steps.append(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+
+
+class Patient(TrainerCallback):
+    """Gives the daemon the time that it takes."""
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        time.sleep(0.02)
 
 
 def rows() -> Dataset:
@@ -93,15 +104,16 @@ def rows() -> Dataset:
 
 
 def train(
-    out: Path, *callbacks: TrainerCallback, fault_at: int = -1, resume: str | None = None
-) -> str:
+    out: Path, *callbacks: TrainerCallback, fault_at: int = -1, resume: str | None = None,
+    steps: int = STEPS,
+) -> str:  # fmt: skip
     """Train; return a digest of the parameters."""
     options: dict[str, Any] = {
-        "output_dir": str(out), "max_steps": STEPS, "per_device_train_batch_size": 2,
+        "output_dir": str(out), "max_steps": steps, "per_device_train_batch_size": 2,
         "use_cpu": True, "gradient_accumulation_steps": MICROS, "report_to": [], "seed": 3,
         "disable_tqdm": True, "save_strategy": "steps", "save_steps": SAVED, "max_length": 32,
         "learning_rate": 0.01, "bf16": False, "gradient_checkpointing": False,
-        "logging_nan_inf_filter": False,
+        "logging_nan_inf_filter": False, "logging_steps": 1,
     }  # fmt: skip
     given: dict[str, Any] = {
         "train_dataset": rows(), "processing_class": tokenizer(), "callbacks": list(callbacks)
@@ -118,12 +130,24 @@ def train(
     return hashlib.sha256(bits).hexdigest()
 
 
-if __name__ == "__main__":
+def stop() -> dict[str, Any]:
+    callback = DdpprobeCallback(every=1, on_anomaly="stop", run_dir=OUT / "stopped")
+    seen = Seen(callback)
+    # Until it is stopped, or the test's own time is up.
+    train(OUT / "stop", callback, seen, Patient(), fault_at=2, steps=10**6)
+    stopped = callback._fit.stopped_for
+    return {"step": seen.steps[-1], "for": stopped and [stopped.step, stopped.rank]}
+
+
+if __name__ == "__main__" and sys.argv[3:] == ["stop"]:
+    (OUT / f"{NAME}.{RANK}.json").write_text(json.dumps(stop()))
+elif __name__ == "__main__":
     alone = train(OUT / "alone")
     callback = DdpprobeCallback(every=1, daemon="none")
     seen = Seen(callback)
     bits = train(OUT / "fit", callback, seen)
     told: dict[str, Any] = {"same": bits == alone, "run": seen.run, "steps": seen.steps}
+    told["losses"] = seen.losses
     told["closed"] = callback.probe is None
     seen = Seen(callback)
     train(OUT / "fit", callback, seen, resume=str(OUT / "fit" / f"checkpoint-{SAVED}"))

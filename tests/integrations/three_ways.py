@@ -79,8 +79,9 @@ def the_run(where: Path) -> ddpprobe.Run:
 
 
 def assert_same(
-    tmp_path: Path, train: Callable[[Path, str], Done], launcher: list[str], name: str, **more: str
-) -> dict[str, Done]:
+    tmp_path: Path, train: Callable[[Path, str], Done], launcher: list[str], name: str,
+    line: str = LINE, **more: str,
+) -> dict[str, Done]:  # fmt: skip
     """Claim: a script has its own bits and exit code, and the records and verdict of `install()`.
 
     Args:
@@ -89,6 +90,7 @@ def assert_same(
         train: trains a script without `ddpprobe run`: (directory, path of the script).
         launcher: what starts the script.
         name: of the script.
+        line: what a script has that observes its model itself.
         more: environment of the job.
 
     Returns:
@@ -96,7 +98,7 @@ def assert_same(
     """
     done = {
         "bare": train(tmp_path / "bare", written(tmp_path / "bare", name, "")),
-        "own": train(tmp_path / "own", written(tmp_path / "own", name, LINE)),
+        "own": train(tmp_path / "own", written(tmp_path / "own", name, line)),
         "run": start(tmp_path / "run", [*launcher, script(name)], ["--every", "2"], **more),
     }
     wait_for_daemons(tmp_path / "own")

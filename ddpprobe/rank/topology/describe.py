@@ -14,11 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpprobe.errors import ModelRefused
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.topology.devices import device_of
+from ddpprobe.rank.topology.engine import Engine, EngineGradient
 from ddpprobe.rank.topology.flat import FlatUnit, flat_units
 from ddpprobe.rank.topology.naming import clean, held, inner, walk
 from ddpprobe.rank.topology.placement import (
     LOCAL,
     REPLICATED,
+    SHARDED,
     UNKNOWN,
     TpPlacement,
     is_dtensor,
@@ -46,7 +48,8 @@ class Topology:
 
     Attributes:
         root: the user's own module.
-        wrapper: none, ddp, fsdp1, fsdp2, hsdp, tp, one of these + tp, pipeline or mixed.
+        wrapper: none, ddp, fsdp1, fsdp2, hsdp, tp, one of these + tp, pipeline, mixed, or what the
+            engine is called.
         world_size: number of ranks of the job.
         device: where it computes, or most of it, if that is on several.
         outer: the outermost wrapper that is known around `root`, or `root`.
@@ -55,6 +58,7 @@ class Topology:
         tensor_meshes: the meshes its tensors are split over: tensor parallelism.
         cut: FQNs of modules of which each rank holds another part (pipeline stages).
         differ: FQNs of modules whose parameters differ by rank, though no wrapper spreads them.
+        engine: reduces its gradients and steps it, instead of a wrapper and an optimizer of torch.
     """
 
     root: nn.Module
@@ -67,6 +71,7 @@ class Topology:
     tensor_meshes: tuple[DeviceMesh, ...] = ()
     cut: frozenset[str] = frozenset()
     differ: frozenset[str] = frozenset()
+    engine: Engine | None = None
     _replicated: dict[int, bool] | None = field(default=None, repr=False)
     _has_units: bool | None = field(default=None, repr=False)
     _walked: list[tuple[str, nn.Module]] | None = field(default=None, repr=False)
@@ -146,9 +151,13 @@ class Topology:
 
     def gradients_are_reduced(self) -> bool:
         """Whether `.grad` is the reduced gradient after this backward (not so in `no_sync`)."""
-        return all(ddp.require_backward_grad_sync for _, ddp in self.ddps) and (
-            not self.flat
-            or all(sharding.is_synchronized(m) for m in self.outer.modules() if _is_fsdp1(m))
+        return (
+            self.engine is None
+            and all(ddp.require_backward_grad_sync for _, ddp in self.ddps)
+            and (
+                not self.flat
+                or all(sharding.is_synchronized(m) for m in self.outer.modules() if _is_fsdp1(m))
+            )
         )
 
     def reduced_gradients(self) -> Iterator[tuple[str, Tensor, TpPlacement]]:
@@ -157,11 +166,23 @@ class Topology:
         A DTensor stands for its local part. The layout says nothing of the ranks of a
         tensor-parallel group where the gradient is a plain tensor or spread over other ranks.
         """
+        if self.engine is not None:
+            for fqn, part in self.engine_gradients():
+                yield fqn, part.elements, SHARDED
+            return
         for unit in self.flat:
             yield from unit.gradients()
         for fqn, _, _, parameter in self.own_parameters():
             if parameter.grad is not None:
                 yield fqn, parameter.grad, self._gradient_layout(parameter)
+
+    def engine_gradients(self) -> Iterator[tuple[str, EngineGradient]]:
+        """Yield (FQN, this rank's part of a reduced gradient) as an engine has them."""
+        if self.engine is not None:
+            names = {id(parameter): fqn for fqn, _, _, parameter in self.own_parameters()}
+            for part in self.engine.gradients():
+                if id(part.parameter) in names:
+                    yield names[id(part.parameter)], part
 
     def _gradient_layout(self, parameter: Tensor) -> TpPlacement:
         return self._layout_as_held(parameter.grad, self.managed_by_ddp(parameter))
@@ -255,8 +276,10 @@ class Topology:
     def managed_by_ddp(self, parameter: Tensor) -> bool | None:
         """Whether this rank is the first of those to whom a DDP gives the same gradient.
 
-        None if no DDP reduces it.
+        None if no DDP reduces it. An engine keeps all parameters equal, as a DDP would.
         """
+        if self.engine is not None:
+            return self.world_size == 1 or dist.get_rank() == 0
         if self._replicated is None:
             self._replicated = dict(reduced_by_ddp(self.root, self.ddps))
         return self._replicated.get(id(parameter))
@@ -265,8 +288,14 @@ class Topology:
 def describe(
     model: nn.Module,
     select: Callable[[str], bool] = lambda _: True,
+    engine: Engine | None = None,
 ) -> Topology:
     """Recognise what wraps `model`; modules that `select` leaves out may be of any kind.
+
+    Args:
+        model: plain or wrapped.
+        select: whether a module of this FQN is observed.
+        engine: trains it, if one does.
 
     Raises:
         ModelRefused: a wrapper whose numbers would be wrong or silently absent.
@@ -289,9 +318,9 @@ def describe(
         root, "", dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         device_of(root, model), model,
         tuple((f, m) for f, m in walked if isinstance(m, DistributedDataParallel)),
-        flat_units(model, names), _tensor_meshes(root),
+        flat_units(model, names), _tensor_meshes(root), engine=engine,
     )  # fmt: skip
-    topology.wrapper = _wrapper(topology)
+    topology.wrapper = _wrapper(topology) if engine is None else engine.wrapper
     return topology
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.topology import dtensor_spec
 from ddpprobe.rank.topology.describe import Topology
+from ddpprobe.rank.topology.engine import EngineGradient
 from ddpprobe.rank.topology.flat import FlatUnit
 from ddpprobe.rank.topology.naming import held
 from ddpprobe.rank.topology.placement import TpPlacement, is_dtensor, ranks_of
@@ -66,6 +67,10 @@ def gradients(
         within_group: says how the gradient of a plain parameter lies within a tensor-parallel
             group: `local` if all its ranks have the same.
     """
+    for fqn, mine in topology.engine_gradients():
+        yield LocalPart(fqn, mine.elements, _stretch(mine), first=True)
+    if topology.engine is not None:
+        return
     for unit in topology.flat:
         yield from _flat_gradients(unit)
     for fqn, _, _, parameter in topology.own_parameters():
@@ -155,8 +160,15 @@ def _flat_gradients(unit: FlatUnit) -> Iterator[LocalPart]:
 
 def _range(part: FlatPart) -> SpecJson:
     start = part.element if part.numel_local else 0
-    stop = start + part.numel_local
-    return {"kind": "flat", "start": start, "stop": stop, "shape": list(part.shape)}
+    return _flat(start, part.numel_local, part.shape)
+
+
+def _stretch(part: EngineGradient) -> SpecJson:
+    return _flat(part.start, part.elements.numel(), part.parameter.shape)
+
+
+def _flat(start: int, count: int, shape: Sequence[int]) -> SpecJson:
+    return {"kind": "flat", "start": start, "stop": start + count, "shape": list(shape)}
 
 
 def _gathered(topology: Topology) -> dict[tuple[int, str], Tensor]:

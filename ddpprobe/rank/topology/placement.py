@@ -20,6 +20,7 @@ TpPlacement = tuple[str, bool]
 LOCAL: TpPlacement = ("local", True)
 REPLICATED: TpPlacement = ("replicated", True)
 PARTIAL: TpPlacement = ("partial", True)
+SHARDED: TpPlacement = ("sharded", True)
 UNKNOWN: TpPlacement = ("unknown", True)
 _PLAIN = (Tensor, Parameter)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpprobe.errors import ModelRefused
 from ddpprobe.rank import torch_private
+from ddpprobe.rank.topology.engine import Engine
 from ddpprobe.rank.topology.placement import is_dtensor
 from ddpprobe.rank.torch_private import sharding
 
@@ -18,6 +19,10 @@ _ENGINES = ("apex", "colossalai", "deepspeed", "fairscale", "horovod", "megatron
 # Where tensors can be read, and the host hears of it without waiting; ROCm calls itself cuda.
 # What is on meta has no memory yet, and gets it by `to_empty`.
 _DEVICES = ("cpu", "cuda", "meta")
+_ENGINE_INSTALL = (
+    "With ZeRO of stage 1 or 2, write from ddpprobe.integrations.deepspeed import install, and "
+    "install(engine) with what deepspeed.initialize() returned."
+)
 _PLAIN_DISPATCH = Tensor.__torch_dispatch__
 
 
@@ -39,6 +44,11 @@ def refuse_module(fqn: str, module: nn.Module) -> None:
             f"{where} is a ScriptModule, which takes no hooks. Pass the eager model{leave_out}."
         )
     engine = type(module).__module__.split(".")[0]
+    if any(kind.__name__ == "DeepSpeedEngine" for kind in type(module).__mro__):
+        raise ModelRefused(
+            f"{where} is an engine of DeepSpeed, which takes the gradients away before anybody "
+            f"sees them reduced. {_ENGINE_INSTALL}"
+        )
     if engine in _ENGINES:
         raise ModelRefused(
             f"{where} is a {type(module).__name__} of {engine}, which keeps gradients where torch "
@@ -127,6 +137,21 @@ def refuse(
                 f"parameter {part.name!r} is sharded by FullyShardedDataParallel (FSDP1) over "
                 "tensor-parallel parts. Use torch.distributed.fsdp.fully_shard with "
                 "tensor parallelism."
+            )
+
+
+def refuse_taken(parameters: Iterable[tuple[str, Tensor]], engine: Engine | None) -> None:
+    """Refuse a model whose gradients DeepSpeed takes away before anybody sees them reduced.
+
+    No step of it would ever be seen to end, unless its engine is asked.
+
+    Raises:
+        ModelRefused: the first parameter (FQN, parameter) of which this is known.
+    """
+    for fqn, parameter in parameters if engine is None else ():
+        if hasattr(parameter, "_hp_mapping"):
+            raise ModelRefused(
+                f"parameter {fqn!r} is trained by an engine of DeepSpeed. {_ENGINE_INSTALL}"
             )
 
 
