@@ -43,7 +43,11 @@ ROOMS = {
         ("rundir/test_journal.py", "rundir/test_framing.py"),
         "kill_9",
     ),
-    "detectors": Room(("ddpprobe/detectors/*.py",), ("detectors",)),
+    "detectors": Room(
+        ("ddpprobe/detectors/*.py",),
+        ("detectors",),
+        "section_of_each_detector",  # the documents are not there
+    ),
     "steps": Room(
         (
             "ddpprobe/rank/step_clock.py",
@@ -60,6 +64,10 @@ ROOMS = {
             "rank/test_unsampled_losses.py",
         ),
         "(two_ranks or before_the_process_group)",
+    ),
+    "models": Room(
+        ("ddpprobe/rank/passes.py", "ddpprobe/reader/models.py"),
+        ("rank/test_passes.py", "reader/test_models.py"),
     ),
     "topology": Room(("ddpprobe/rank/topology/*.py",), ("rank/topology",)),
     "hooks": Room(
@@ -94,6 +102,15 @@ ROOMS = {
         ("cli/test_main.py", "cli/test_words.py", "reader/verify/test_verify.py"),
         # No documents are there; 13 s; what mutmut warns of is printed by the process it starts.
         "(documents_say_the_same or every_mutation or python_m_ddpprobe or closed_pipe)",
+    ),
+    "witnesses": Room(
+        ("ddpprobe/rank/peer_watcher.py", "ddpprobe/rank/last_words.py"),
+        (
+            "rank/test_peer_watcher.py",
+            "rank/test_last_words.py",
+            "rank/test_signal_handlers.py",
+        ),
+        "end_of_the_interpreter",  # what mutmut warns of is printed by the process it starts
     ),
     "ends": Room(("ddpprobe/ends/*.py", "ddpprobe/records/fate.py"), ("ends",)),
 }

@@ -54,6 +54,24 @@ def while_handling(broken: Callable[[], Any]) -> None:
         own()
 
 
+def from_nothing(broken: Callable[[], Any]) -> None:
+    try:
+        broken()
+    except RuntimeError:
+        raise OSError("training failed") from None
+
+
+def handled_again(times: int, broken: Callable[[], Any]) -> None:
+    """Raise so many errors, one over the other, above that of `broken`."""
+    try:
+        if times > 1:
+            handled_again(times - 1, broken)
+        else:
+            broken()
+    finally:
+        own()
+
+
 class DistBackendError(RuntimeError):
     """Named as torch's."""
 
@@ -74,6 +92,10 @@ def dist_error() -> None:
         (dist_error, True),
         (lambda: from_it(inside(ENGINE, GONE)), True),
         (lambda: while_handling(inside(ENGINE, GONE)), True),
+        (lambda: inside(ENGINE, GONE)(), True),  # noqa: PLW0108  (a frame of ours around it)
+        (lambda: from_nothing(inside(ENGINE, GONE)), False),
+        (lambda: handled_again(15, inside(ENGINE, GONE)), True),
+        (lambda: handled_again(16, inside(ENGINE, GONE)), False),
     ],
 )
 def test_an_error_out_of_communication_is_told_from_one_of_its_own(raise_it, collective) -> None:
@@ -87,6 +109,17 @@ def test_type_message_and_the_innermost_place_outside_of_torch_are_told() -> Non
     assert told.where.endswith(" in own")
     torch = describe(caught(inside("torch.nn.functional", "raise ValueError('x')")))
     assert torch.where.endswith(" in caught")
+    ours = describe(caught(inside("ddpprobe.rank.recorder", "raise ValueError('x')")))
+    assert ours.where.endswith(" in caught")
+    assert describe(ValueError("never raised")).where == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", ""), ("\n  \n  told  \nmore", "told"), ("x" * 301, "x" * 300)],
+)
+def test_the_first_line_that_says_something_is_told(text, message) -> None:
+    assert describe(ValueError(text)).message == message
 
 
 def test_a_text_that_cannot_be_made_costs_the_text_only() -> None:
@@ -124,6 +157,20 @@ def test_ctrl_c_was_asked_for_and_is_no_handler_of_the_script_s() -> None:
     assert describe(caught(interrupt)).asked
     assert not goodbye().handles
 
+    def while_saving() -> None:
+        try:
+            interrupt()
+        finally:
+            own()
+
+    assert describe(caught(while_saving)).asked
+    try:
+        interrupt()
+    except KeyboardInterrupt:
+        told = goodbye()
+    assert told.error is not None
+    assert (told.error.asked, told.asked) == (True, False)
+
 
 def test_an_error_that_is_under_way_is_told_and_does_not_count_as_uncaught(monkeypatch) -> None:
     for name in ("last_exc", "last_value"):
@@ -135,6 +182,20 @@ def test_an_error_that_is_under_way_is_told_and_does_not_count_as_uncaught(monke
     assert (told.status, told.error.type) == ("ok", "ValueError")
     assert goodbye() == ClosedEvent()
     assert goodbye(at_exit=True) == ClosedEvent(at_exit=True)
+
+
+@pytest.mark.parametrize("name", ["last_exc", "last_value"])  # the first one since Python 3.12
+def test_an_error_that_nobody_caught_is_told_as_such(monkeypatch, name: str) -> None:
+    for each in ("last_exc", "last_value"):
+        monkeypatch.setattr(sys, each, None, raising=False)
+    monkeypatch.setattr(sys, name, caught(own))
+    with pytest.raises(OSError) as under_way:  # noqa: PT011
+        raise OSError("under way")
+    try:
+        raise under_way.value
+    except OSError:
+        told = goodbye()
+    assert (told.status, told.error) == ("exception", describe(caught(own)))
 
 
 def test_an_exit_out_of_a_handler_was_asked_for_and_no_other_exit(on_term) -> None:

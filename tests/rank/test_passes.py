@@ -55,7 +55,7 @@ def test_passes_are_in_the_order_of_the_loop() -> None:
     assert order == sorted(order)
     assert len(set(order)) == len(order)
     # One backward came to both: there is no pass between its two numbers.
-    assert int(order[2]) == int(order[3])
+    assert [int(pass_) for pass_ in order] == [1, 2, 3, 3, 3, 4]
     assert g.told(0, None) == {PASS: float(int(order[3]))}
 
 
@@ -119,8 +119,37 @@ def test_a_model_that_was_not_always_alone_goes_on_counting() -> None:
     other.close()
     one.end_step(0)
     assert PASS in one.told(0, None)
-    later = Passes(one._count)
-    assert later.told(0, None) == {}
+
+
+def test_a_model_is_alone_when_all_others_have_closed_and_not_behind_the_next() -> None:
+    one, other = models(2)
+    for each in (one, other):
+        each.close()
+    alone, second = (Passes(one._count) for _ in range(2))
+    alone.begin()
+    alone.forward()
+    assert alone.told(0, None) == {}
+    second.begin()
+    second.forward()
+    assert PASS in second.told(0, None)
+
+
+def test_of_a_step_of_very_many_passes_only_the_first_are_known() -> None:
+    one, _ = models(2)
+    for micro in range(1030):
+        one.forward()
+        one.backward(micro)
+        one.backward_over()
+    for phase in ("forward", "backward"):
+        known = [m for m in range(1030) if number(one, 0, bad(phase, m)) is not None]
+        assert known == list(range(1024))
+
+
+def test_of_a_micro_batch_that_has_not_been_nothing_is_known() -> None:
+    one, _ = models(2)
+    one.forward()
+    assert number(one, 0, bad("forward", micro=1)) is None
+    assert number(one, 0, bad("forward", micro=-1)) is None
 
 
 def test_a_forked_child_is_a_process_of_its_own() -> None:

@@ -8,11 +8,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from ddpprobe.rank import peer_watcher
 from ddpprobe.rank.peer_watcher import (
     BROKEN_SECONDS,
     CAUGHT_SECONDS,
@@ -138,6 +140,42 @@ def test_nobody_is_watched_in_the_place_of_a_rank_that_is_not_seen_from_here(
     monkeypatch.setattr(pidfds, "open_pidfd", lambda _: None)  # of an old kernel
     peers.watcher.start({0: process})
     assert (open_files(), threading.active_count()) == (files, before[1])
+    peers.watcher.close(60.0)  # there is nobody to wait for
+    assert (open_files(), threading.active_count()) == (files, before[1])
+
+
+def test_where_the_namespace_is_hidden_nobody_is_watched(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(peer_watcher, "_NAMESPACE", tmp_path / "hidden")
+    assert Process.own().namespace == 0
+    found = peers.start(1)
+    before = open_files(), threading.active_count()
+    peers.watcher.start(found)
+    assert (open_files(), threading.active_count()) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "where", "name"),
+    [(OSError, pidfds, "open_pidfd"), (RuntimeError, threading.Thread, "start")],
+)
+def test_where_no_thread_or_descriptor_is_to_be_had_none_is_left(
+    error: type[Exception], where: object, name: str, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = peers.start(2)
+    before = open_files()
+    given = iter([pidfds.open_pidfd(found[0].pid)]) if where is pidfds else iter(())
+
+    def refuse(*_: object) -> int:
+        try:
+            return next(given)
+        except StopIteration:
+            raise error from None
+
+    monkeypatch.setattr(where, name, refuse)
+    with pytest.raises(error):
+        peers.watcher.start(found)
+    assert open_files() == before
 
 
 def test_closing_leaves_no_thread_and_no_descriptor(
@@ -147,12 +185,42 @@ def test_closing_leaves_no_thread_and_no_descriptor(
     before = open_files(), threading.active_count()
     for dead in (False, True):
         peers.watcher.start({0: found[0]} if dead else found)
+        peers.watcher.go_on()  # as behind a fork of which it has not heard before
         assert threading.active_count() == before[1] + 1
+        (thread,) = [t for t in threading.enumerate() if t.name == "ddpprobe peers"]
+        assert thread.daemon  # no script waits for it
+        assert not any(map(os.get_inheritable, [peers.watcher._wake, *peers.watcher._watched]))
         if dead:
             peers.started[0].kill()
             poll(lambda: peers.said)
-        peers.watcher.close()
-        assert (open_files(), threading.active_count()) == before
+        for _ in range(2):
+            peers.watcher.close()
+            assert (open_files(), threading.active_count()) == before
+
+
+def test_a_thread_that_cannot_write_is_not_waited_for_and_keeps_its_descriptors(
+    peers: Peers, poll: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_watcher, "JOIN_SECONDS", 0.01)
+    saying, disk = threading.Event(), threading.Event()
+
+    def say(_: object) -> None:
+        saying.set()
+        disk.wait()
+
+    watcher = PeerWatcher(OWN_RANK, say)
+    watcher.start(peers.start(2))
+    (thread,) = [t for t in threading.enumerate() if t.name == "ddpprobe peers"]
+    peers.started[0].kill()
+    assert saying.wait(60.0)
+    held = [watcher._wake, *watcher._watched]
+    watcher.close()
+    assert thread.is_alive()
+    assert all(map(is_open, held))
+    disk.set()
+    poll(lambda: not thread.is_alive())
+    watcher.close()
+    assert not any(map(is_open, held))
 
 
 def test_who_closes_can_wait_for_a_death_that_is_about_to_come(peers: Peers) -> None:

@@ -24,20 +24,24 @@ def bad(phase: str = "forward", rank: int = 1, micro: int = 0, step: int = 3) ->
 
 def model(
     home: Path, name: str, told: Bad | None = None, *, process: str = "p", apart: bool = False,
-    passes: bool = True, offset: int = 0,
+    passes: bool = True, at: int = 3, without: int | None = None, attempt: int = 0,
 ) -> None:  # fmt: skip
-    """Write six steps, of ten passes each; `told` is of step 3."""
-    made = Made(home / name, ranks=RANKS, process=process)
+    """Write six steps, of ten passes each, or five; `told` is of step 3, or `at`."""
+    made = Made(home / name, ranks=RANKS, process=process, attempt=attempt)
     for step in range(6):
         for rank in range(RANKS):
+            if step == without:
+                continue
             scalars = {"loss": 1.0}
             if passes:
-                scalars[PASS] = 10.0 * (step + 1) + offset + (apart and rank)
+                scalars[PASS] = 10.0 * (step + 1) + (apart and rank)
             found = None
-            if told is not None and step == 3:
+            if told is not None and step == at:
                 found = told[0] if told[0] is not None and told[0].rank == rank else None
                 scalars |= told[1] if found or told[0] is None else {}
-            made.write([record(rank, step, scalars={rank: scalars}, first_bad=found)])
+            made.write(
+                [record(rank, step, scalars={rank: scalars}, first_bad=found, attempt=attempt)]
+            )
     made.close()
 
 
@@ -101,6 +105,37 @@ def test_records_without_passes_say_nothing(tmp_path: Path) -> None:
     model(tmp_path, "a", (bad(), {}), passes=False)
     model(tmp_path, "b", (bad(), {PASS_OF_BAD: 33.0}))
     assert firsts(tmp_path) == [("a", 3), ("b", 3)]
+
+
+def test_before_the_first_record_there_may_have_been_passes(tmp_path: Path) -> None:
+    model(tmp_path, "a", (None, {"loss": math.nan}), at=0)
+    model(tmp_path, "b", (bad(step=0), {PASS_OF_BAD: 1.0}), at=0)
+    assert firsts(tmp_path) == [("a", 0), ("b", 0)]
+
+
+def test_of_a_step_without_a_record_it_is_not_known_when_it_was(tmp_path: Path) -> None:
+    model(tmp_path, "a", (bad(step=2), {PASS_OF_BAD: 22.0}), without=2)
+    model(tmp_path, "b", (bad(step=3), {PASS_OF_BAD: 0.5}))
+    assert firsts(tmp_path) == [("a", 2), ("b", 3)]
+
+
+def test_the_newest_attempts_are_compared(tmp_path: Path) -> None:
+    for attempt in (0, 1):
+        first, then = (33.0, 32.0) if attempt else (32.0, 33.0)
+        model(tmp_path, "a", (bad(), {PASS_OF_BAD: first}), attempt=attempt)
+        model(tmp_path, "b", (bad(), {PASS_OF_BAD: then}), attempt=attempt)
+    (found,) = ddpprobe.open_models(tmp_path).first_causes()
+    assert (found.model, found.anomaly.attempt) == ("b", 1)
+    assert (found.began, found.ended) == (32.0, 32.0)
+
+
+def test_models_are_a_mapping_from_names_to_runs_in_the_order_of_names(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        model(tmp_path, name)
+    models = ddpprobe.open_models(tmp_path)
+    assert (list(models), len(models), models.path) == (["a", "b"], 2, tmp_path)
+    assert models["b"].path == tmp_path / "b"
+    assert repr(models) == f"Models({str(tmp_path)!r}: a, b)"
 
 
 @pytest.mark.parametrize("process", ["", "another"])
