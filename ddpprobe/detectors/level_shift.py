@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.level_window import LevelWindow
@@ -141,11 +140,10 @@ class LevelShift(SampledDetector):
         found: dict[int, _Shift] = {}
         for values, blocks, times in tests:
             shifts = window.shifts(values, blocks)
-            enough: NDArray[np.bool_] = np.abs(shifts.size) >= times * dex
-            enough &= shifts.clear >= clear
-            for place in np.flatnonzero(enough).tolist():
-                shift = _Shift(place, values, float(shifts.size[place]), float(shifts.clear[place]))
-                found.setdefault(place, shift)
+            for place, size, how in zip(shifts.places, shifts.size, shifts.clear, strict=True):
+                if abs(size) >= times * dex and how >= clear:
+                    shift = _Shift(int(place), values, float(size), float(how))
+                    found.setdefault(shift.place, shift)
         return list(found.values())
 
     def _verdict(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddpprobe.detectors.sites_of_kind import Floats
 
@@ -13,15 +14,20 @@ LEAST_NOISE = 0.01  # decades: a series that hardly moves is not judged by its o
 
 @dataclass(frozen=True, slots=True)
 class Shifts:
-    """How each series [n] lies against its past; 0 where it has not shifted, or is not known.
+    """Which series have shifted, and how each lies against its past; arrays [shifted].
 
     Attributes:
+        places: of the series, ascending.
         size: decades from the median of the block before to that of the last one; negative: down.
         clear: how many times the largest such step between two blocks before it.
     """
 
+    places: NDArray[np.intp]
     size: Floats
     clear: Floats
+
+
+_NONE = Shifts(np.zeros(0, np.intp), np.zeros(0), np.zeros(0))
 
 
 class LevelWindow:
@@ -51,16 +57,20 @@ class LevelWindow:
     def shifts(self, recent: int, blocks: int) -> Shifts:
         """Return what has shifted: the last `recent` values against `blocks` times as many."""
         past = self._past[-recent * (blocks + 1) :]
-        now, before = past[-recent:], past[:-recent]
-        # A NaN makes both comparisons false: such a series is not known.
-        apart = (now.min(0) > before.max(0)) | (now.max(0) < before.min(0))
-        size, clear = np.zeros(past.shape[1]), np.zeros(past.shape[1])
-        where = np.flatnonzero(apart)
-        if len(where):
-            steps = _steps(past[:, where].astype(np.float64), recent)
-            noise = np.maximum(np.abs(steps[:-1]).max(0), LEAST_NOISE)
-            size[where], clear[where] = steps[-1], np.abs(steps[-1]) / noise
-        return Shifts(size, clear)
+        # Few series pass a look at the ends of both parts, which costs little.
+        first, last, end, start = past[-recent], past[-1], past[-recent - 1], past[0]
+        up = (first > end) & (last > end) & (first > start) & (last > start)
+        down = (first < end) & (last < end) & (first < start) & (last < start)
+        places = (up | down).nonzero()[0]
+        if len(places):
+            now, before = past[-recent:, places], past[:-recent, places]
+            # A NaN makes both comparisons false: such a series is not known.
+            places = places[(now.min(0) > before.max(0)) | (now.max(0) < before.min(0))]
+        if not len(places):
+            return _NONE
+        steps = _steps(past[:, places].astype(np.float64), recent)
+        noise = np.maximum(np.abs(steps[:-1]).max(0), LEAST_NOISE)
+        return Shifts(places, steps[-1], np.abs(steps[-1]) / noise)
 
     def largest_step(self, recent: int) -> Floats:
         """Return the largest step between the medians of two blocks that are known [n], decades."""

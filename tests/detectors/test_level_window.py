@@ -22,7 +22,7 @@ def window(*series: list[float]) -> LevelWindow:
 
 def shift(values: list[float]) -> tuple[float, float]:
     found = window(values).shifts(RECENT, BLOCKS)
-    return float(found.size[0]), float(found.clear[0])
+    return (float(found.size[0]), float(found.clear[0])) if len(found.places) else (0.0, 0.0)
 
 
 BEFORE = [0.0, 0.1, 0.0, 0.1, 0.1, 0.1, 0.1, 0.2, 0.0, 0.1, 0.0, 0.1]  # medians .05, .1, .05
@@ -66,7 +66,7 @@ def test_series_that_come_later_are_known_from_there_on() -> None:
     for value in (*BEFORE, 0.7, 0.5, 0.6, 0.8):
         made.push(np.array([0.0, value]))
     found = made.shifts(RECENT, BLOCKS)
-    assert found.size.tolist() == [0.0, pytest.approx(0.6, rel=1e-5)]
+    assert (found.places.tolist(), found.size.tolist()) == ([1], [pytest.approx(0.6, rel=1e-5)])
 
 
 def test_the_last_values_count_and_older_ones_are_forgotten() -> None:
@@ -76,9 +76,9 @@ def test_the_last_values_count_and_older_ones_are_forgotten() -> None:
 
 def test_a_shorter_look_takes_the_last_of_what_is_remembered() -> None:
     made = window([5.0, -5.0, 5.0, -5.0, *[0.0, 0.1] * 4, *[0.5] * 4])
-    assert made.shifts(2, 5).size[0] == 0.0  # the last two are no more than those before
+    assert not len(made.shifts(2, 5).places)  # the last two are no more than those before
     assert made.shifts(4, 2).size[0] == pytest.approx(0.45, rel=1e-5)
-    assert made.shifts(4, 3).size[0] == 0.0  # 5 is above all of it
+    assert not len(made.shifts(4, 3).places)  # 5 is above all of it
 
 
 def test_the_largest_step_is_that_between_any_two_blocks_that_are_known() -> None:
