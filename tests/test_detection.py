@@ -96,7 +96,7 @@ def test_what_nobody_listed_is_counted_apart() -> None:
     silent: dict[str, list[int]] = {rival: [] for rival in RIVALS}
     results = [Result(o, silent, "code", "machine", "day") for o in (listed, apart)]
     text = page(results, [Key("U01", 0, 1)])
-    first, second = text.split("## Faults that no list had")
+    first, second = text.split("## The third ten that no list had")
     assert "| ddpprobe | 0/1" in first
     assert "every=1: 1/1" in second
     assert "not run" in second.split("## The healthy runs")[0]
@@ -111,7 +111,7 @@ def test_the_two_sets_that_were_written_without_the_rules_are_counted_each_on_it
     ]
     text = page([Result(o, silent, "code", "machine", "day") for o in outcomes], [])
     held_out, learned = (
-        text.split("## Set B")[1].split("## Faults that no list had")[0].split("## Set A")
+        text.split("## Set B")[1].split("## The third ten that no list had")[0].split("## Set A")
     )
     assert "every=1: 0/2" in held_out
     assert "every=1: 1/1" in learned
