@@ -13,6 +13,7 @@ import pytest
 
 from ddpprobe.daemon.command import Command
 from ddpprobe.records.events import CommandEvent
+from tests.waiting import deadline
 
 IDENTITY = ["-c", "user.name=n", "-c", "user.email=e@example.invalid", "-c", "commit.gpgsign=false"]
 WORDS = ["train.py", "--lr=3e-4", "--api-key", "abc", "--max-tokens", "64", "--hub.token=def"]
@@ -44,7 +45,9 @@ def job(tree: Path) -> Iterator[int]:
 
 
 def ask(command: Command) -> CommandEvent:
+    late = deadline(20)
     while (said := command.poll()) is None:
+        assert time.monotonic() < late
         time.sleep(0.01)
     return said
 
@@ -92,7 +95,9 @@ def test_nobody_waits_for_a_git_that_hangs(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     command = Command(job)
+    late = deadline(20)
     while not begun.exists():
+        assert time.monotonic() < late
         time.sleep(0.01)
     assert command.poll() is None
     said = command.poll(over=True)
