@@ -163,15 +163,17 @@ class LevelShift(SampledDetector):
         also = [NUMBERS[number][0] for number in sorted(numbers)]
         also += [f"the outputs of {named(others)}"] if others else []
         joined = f"; with it {', '.join(also)}" if also else ""
-        way, of = "above" if shift.size > 0 else "below", "" if what == "loss" else "sampled "
+        of = "" if what == "loss" else "sampled "
+        ratio = 10.0**shift.size
+        level = f"{ratio:.3g} x its level" if ratio > 1 else f"{1 / ratio:.3g} x below its level"
         message = (
-            f"{what} has been {10 ** abs(shift.size):.3g} x {way} its level before, at each of the "
-            f"last {shift.values} {of}steps: {shift.clear:.3g} x as far as it ever moved in its "
-            f"window{joined}. Learning rate and sizes are as before: look at the "
-            "data, the labels, the scale of the loss, and what was loaded"
+            f"{what} has been {level} before, at each of the last {shift.values} {of}steps: "
+            f"{shift.clear:.3g} x as far as it ever moved in its window{joined}. No change of "
+            "learning rate or sizes was seen: look at the data, the labels, the scale of the loss, "
+            "and what was loaded"
         )
         values = {
-            "ratio": 10.0**shift.size,
+            "ratio": ratio,
             "clear": shift.clear,
             "values": shift.values,
             "outputs": len(outputs),

@@ -106,7 +106,7 @@ def _rows(made: StepRecord) -> dict[Site, dict[str, float]]:
 
 
 def test_the_first_module_in_execution_order_is_named_and_the_others_told() -> None:
-    for factor, way in ((5.0, "above"), (0.2, "below")):
+    for factor, way in ((5.0, " x its level before"), (0.2, " x below its level before")):
         warn = only(run(LevelShift(), noisy(behind(a=factor, b=factor, loss=2.0), spread=0.02)))
         assert (warn.module, warn.kind, warn.phase) == ("a", "output", "forward")
         assert way in warn.message
