@@ -62,7 +62,7 @@ def test_survivors_are_new_listed_or_equivalent() -> None:
     assert verdict.rate == 0.7
     assert judge(10, [SURVIVOR], [same]).rate == 1.0
     assert judge(10, [SURVIVOR], []).new == (SURVIVOR,)
-    assert judge(0, [], []).rate == 1.0
+    assert judge(0, [], []).rate == 0.0  # nothing was tried, so nothing is shown
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,9 @@ def test_the_third_spike_within_fifty_steps_is_a_page_for_the_first() -> None:
     stream = steady(160)
     for step, norm in ((100, 60.0), (120, 70.0), (149, 80.0)):
         stream[step] = record(step, [norm] * 4)
-    assert [(a.level, a.step) for a in run(stream)] == [("warn", 100), ("page", 100)]
+    warn, page = run(stream)
+    assert [(a.level, a.step) for a in (warn, page)] == [("warn", 100), ("page", 100)]
+    assert page.message == f"{warn.message}; 3 spikes within 50 steps: 100, 120, 149"
     stream[149], stream[150] = steady(1)[0], record(150, [80.0] * 4)
     stream[149] = replace(stream[149], step=149)
     assert [(a.level, a.step) for a in run(stream)] == [("warn", 100)]
@@ -214,6 +216,7 @@ def test_the_global_norm_comes_from_the_reduced_rows_and_the_module_that_grew_is
     norms = dict.fromkeys(BLOCKS, 1.0)
     (warn,) = run([*stream, with_rows(record(100, [1.0]), {**norms, BLOCKS[3]: 300.0})])
     assert warn.module == "blocks.1.mlp"
+    assert warn.message.startswith("gradient norm ")
     assert warn.values["norm"] == pytest.approx(np.sqrt(300.0**2 + 5))
     (everywhere,) = run([*stream, with_rows(record(100, [1.0]), dict.fromkeys(BLOCKS, 300.0))])
     assert everywhere.module is None

@@ -74,6 +74,15 @@ def test_at_any_interval_the_same_is_said_as_of_records_of_every_step(
     assert len(run(detector(), alone)) == len(every_step)
 
 
+def test_a_spike_that_is_still_below_the_first_loss_is_told() -> None:
+    stream = [step(s, 3.0 * 10 ** (-min(s, 20) / 40)) for s in range(100)]  # down to a third
+    (warn,) = run(LossSpike(), [*stream, step(100, 2.9)])
+    assert warn.step == 100
+    deep = [step(s, 3.0 * 10 ** (-min(s, 120) / 40)) for s in range(200)]  # to a thousandth
+    assert run(LossSpike(), [*deep, step(200, 0.14)]) == []
+    assert len(run(LossSpike(), [*deep, step(200, 0.16)])) == 1
+
+
 def test_one_ranks_outlier_among_many_is_no_spike() -> None:
     many = [step(s, *np.exp(0.1 * np.random.default_rng(s).standard_normal(64))) for s in range(80)]
     assert run(LossSpike(), [*many, step(80, 20.0, *[1.0] * 63)]) == []

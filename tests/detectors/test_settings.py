@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from ddpprobe.detectors.detector import Detector
-from ddpprobe.detectors.settings import defaults, meanings, summary
+from ddpprobe.detectors.settings import above_zero, at_least, defaults, meanings, summary
 from ddpprobe.detectors.suite import DETECTORS
 from ddpprobe.records.step import Anomaly, StepRecord
 
@@ -45,6 +47,26 @@ def test_every_setting_of_every_detector_is_explained(detector: type[Detector]) 
     assert all(meanings(detector).values())
     assert summary(detector)
     assert detector.title
+
+
+ALL = [(detector, name) for detector in DETECTORS for name in defaults(detector)]
+
+
+@pytest.mark.parametrize(("detector", "name"), ALL, ids=[f"{d.name}-{n}" for d, n in ALL])
+def test_every_setting_refuses_what_makes_no_sense_by_its_name(
+    detector: type[Detector], name: str
+) -> None:
+    for wrong in (-1, math.inf):
+        with pytest.raises(ValueError, match=f"^{name}={wrong}: expected a number "):
+            detector(**{name: wrong})
+
+
+def test_zero_is_not_above_zero_and_is_at_least_zero() -> None:
+    above_zero(ratio=1e-300)
+    at_least(0, steps=0)
+    for refused in (lambda: above_zero(ratio=0.0), lambda: at_least(1, steps=0)):
+        with pytest.raises(ValueError, match="expected a number "):
+            refused()
 
 
 def test_a_verdict_on_an_earlier_step_is_not_of_the_sampled_one() -> None:

@@ -43,6 +43,7 @@ def test_a_rank_that_is_slow_in_its_forward_is_named(every: int) -> None:
     assert (warn.level, warn.rank, warn.phase) == ("warn", 1, "forward")
     assert 150 < warn.step <= (165 if every == 1 else 190)
     assert warn.values["behind"] == pytest.approx(SLOW, rel=0.3)
+    assert warn.values["share"] == warn.values["behind"] / warn.values["step_seconds"]
 
 
 def test_noise_is_left_alone() -> None:

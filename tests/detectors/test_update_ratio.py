@@ -49,3 +49,14 @@ def test_a_bias_about_zero_does_not_count_for_more_than_it_is() -> None:
 def test_it_is_told_again_when_ten_times_worse_or_after_a_quiet_time() -> None:
     records = stream(0.2, 0.2, 3.0, *[USUAL] * 200, 9.1)
     assert levels(run(UpdateRatio(), records)) == [("warn", 40), ("warn", 42), ("warn", 243)]
+
+
+@pytest.mark.parametrize("changes", [{"skipped": True}, {"missing": (1,)}])
+def test_a_step_that_was_skipped_or_lacks_a_rank_is_neither_judged_nor_usual(
+    changes: dict[str, object],
+) -> None:
+    made = {"fc.weight": Made(1.0, 0.9)}
+    odd = [weights(s, made, **changes) for s in range(40, 80)]
+    assert run(UpdateRatio(), [*stream(), *odd]) == []
+    later = [weights(s, made) for s in range(80, 81)]
+    assert levels(run(UpdateRatio(), [*stream(), *odd, *later])) == [("warn", 80)]

@@ -34,7 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in args.rooms or ROOMS:
         verdict = _try_room(name, args, known, deadline)
         _say(name, verdict)
-        bad += bool(verdict.new) or verdict.rate < ENOUGH
+        bad += bool(verdict.new) or verdict.rate < ENOUGH  # 0 where nothing was tried
     return bool(bad)
 
 
@@ -69,6 +69,8 @@ def _try_room(
     if left and time.monotonic() < deadline:
         workshop.try_(left, args.jobs, deadline - time.monotonic())
     tried = sum(s != UNCHECKED for n, s in workshop.statuses().items() if n in chosen)
+    if tried < len(chosen):  # the time was up, or the tool ended early
+        print(f"{name}: {len(chosen) - tried} were not tried, see {workshop.log}", flush=True)
     return judge(tried, _survivors(workshop, chosen), known)
 
 

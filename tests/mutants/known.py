@@ -61,9 +61,9 @@ class Verdict:
 
     @property
     def rate(self) -> float:
-        """The share killed of those that can be; 1.0 if there are none."""
+        """The share killed of those that can be; nothing is shown where nothing was tried."""
         those = self.tried - len(self.equivalents)
-        return self.killed / those if those else 1.0
+        return self.killed / those if those else float(self.tried > 0)
 
 
 def load(file: Path = FILE) -> list[Known]:

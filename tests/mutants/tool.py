@@ -106,10 +106,15 @@ class Workshop:
         pairs = (line.strip().rpartition(": ") for line in lines)
         return {name: status for name, _, status in pairs if "__mutmut_" in name}
 
+    @property
+    def log(self) -> Path:
+        """What the tool printed when it last ran."""
+        return self.directory / "run.log"
+
     def try_(self, names: Sequence[str], jobs: int, seconds: float) -> bool:
         """Run the tests against these mutants; False if the time was up before the end."""
         command = [_program(), "run", "--max-children", str(jobs), *names]
-        with (self.directory / "run.log").open("wb") as log:
+        with self.log.open("wb") as log:
             process = subprocess.Popen(
                 command, cwd=self.directory, env=_environment(), start_new_session=True,
                 stdout=log, stderr=log,
