@@ -18,8 +18,6 @@ from benchmarks.detection.faults import LINEARS, Expected, Fault
 from benchmarks.detection.learned import LOUD
 from benchmarks.detection.nets import Batch
 
-SHIFT = (*LOUD, "level_shift")
-
 
 class U31(Fault):
     # FunASR pull request 3472: the condition of no_sync is off by one.
@@ -83,7 +81,7 @@ class U34(Fault):
     says = "images are not normalized: values as in a file, from 0 to 255"
     net, from_the_start = "cnn", True
     expected = Expected(
-        (*SHIFT, "dead_units", "grad_none_or_zero", "grad_zeros", "frozen_param", "vanishing",
+        (*LOUD, "dead_units", "grad_none_or_zero", "grad_zeros", "frozen_param", "vanishing",
          "init_scale", "nonfinite", "output_drop"), 30,
     )  # fmt: skip
 
@@ -96,7 +94,7 @@ class U35(Fault):
     # Dixit et al., arXiv 2102.11245: what comes back from a bad core or a file is zero.
     says = "a page of memory (4 KiB) of one weight is zero"
     net = "gpt"
-    expected = Expected((*SHIFT, "output_drop", "dead_units"), 50, module=True)
+    expected = Expected((*LOUD, "output_drop", "dead_units"), 50, module=True)
     modules = LINEARS
 
     def before_step(self) -> None:
@@ -108,7 +106,7 @@ class U35(Fault):
 class U36(Fault):
     # stylegan2-ada-pytorch issue 108: the state of Adam is not in the checkpoint.
     says = "the optimizer's state is lost: a resume without it"
-    net, world, expected = "gpt", 2, Expected(SHIFT, 20)
+    net, world, expected = "gpt", 2, Expected(LOUD, 20)
 
     def before_step(self) -> None:
         if self.due:
@@ -119,7 +117,7 @@ class U37(Fault):
     # bnnr issue 394, super-gradients pull request 1202: an augmentation expects 0 to 1.
     says = "inputs that are normalized are clipped to between 0 and 1"
     world = 2
-    expected = Expected((*SHIFT, "output_drop", "dead_units", "grad_zeros"), 30)
+    expected = Expected((*LOUD, "output_drop", "dead_units", "grad_zeros"), 30)
 
     def batch(self) -> Batch:
         x, y = super().batch()
@@ -131,7 +129,7 @@ class U38(Fault):
     says = "the learning rate is 30 times too high from the start"
     net, world, from_the_start = "cnn", 2, True
     expected = Expected(
-        (*SHIFT, "dead_units", "grad_none_or_zero", "grad_zeros", "vanishing", "frozen_param",
+        (*LOUD, "dead_units", "grad_none_or_zero", "grad_zeros", "vanishing", "frozen_param",
          "nonfinite"), 50,
     )  # fmt: skip
 
@@ -154,7 +152,7 @@ class U40(Fault):
     # arXiv 2605.04213: faults of a GPU that stick hit the same lanes again and again.
     says = "one rank gets one unit of a layer 16 times too large: a lane of its multiplier sticks"
     world = 3
-    expected = Expected(("rank_outlier", *SHIFT), 30, rank=True, module=True)
+    expected = Expected(("rank_outlier", *LOUD), 30, rank=True, module=True)
     modules = ("fc1|act1", "fc2|act2")
 
     def prepare(self) -> None:

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.detection import nets
 from benchmarks.detection.faults import LINEARS, Expected, Fault
+from benchmarks.detection.learned import LOUD
 from benchmarks.detection.nets import Batch
-from benchmarks.detection.set_a import SHIFT
 
 
 class U41(Fault):
@@ -79,7 +79,7 @@ class U44(Fault):
     # arXiv 2604.00726: corruption of gradients by hardware in the training of LLaMA.
     says = "a bit of one weight's gradient is flipped on one rank before the reduction"
     net, world = "gpt", 3
-    expected = Expected(("nonfinite", "rank_outlier", *SHIFT), 10, rank=True, module=True)
+    expected = Expected(("nonfinite", "rank_outlier", *LOUD), 10, rank=True, module=True)
     modules = LINEARS
 
     def prepare(self) -> None:
@@ -96,7 +96,7 @@ class U45(Fault):
     # ROCm Megatron-LM pull request 63: parts of a distributed checkpoint in the wrong places.
     says = "every rank loads the shard of its neighbour"
     net, world, wrap = "gpt", 4, "fsdp2"
-    expected = Expected((*SHIFT, "output_drop"), 10)
+    expected = Expected((*LOUD, "output_drop"), 10)
 
     def before_step(self) -> None:
         if self.due:
@@ -145,7 +145,7 @@ class U48(Fault):
     # AtacWorks issue 207: every sample of a batch is the same one.
     says = "on one rank, all samples of a batch are copies of its first"
     net, world = "gpt", 3
-    expected = Expected(("rank_outlier", "same_data", "stuck_data", *SHIFT), 30, rank=True)
+    expected = Expected(("rank_outlier", "same_data", "stuck_data", *LOUD), 30, rank=True)
 
     def batch(self) -> Batch:
         x, y = super().batch()
@@ -156,7 +156,7 @@ class U49(Fault):
     # OpenJarvis pull request 521: the labels of padding are not masked.
     says = "padding counts in the loss"
     net = "gpt"
-    expected = Expected((*SHIFT, "output_drop"), 30)
+    expected = Expected((*LOUD, "output_drop"), 30)
 
     def batch(self) -> Batch:
         x, y = super().batch()
@@ -185,7 +185,7 @@ class U50(Fault):
     says = "all characters are told to stand at the first place"
     net, world = "gpt", 2
     expected = Expected(
-        (*SHIFT, "output_drop", "grad_zeros", "grad_none_or_zero", "frozen_param"), 20
+        (*LOUD, "output_drop", "grad_zeros", "grad_none_or_zero", "frozen_param"), 20
     )
 
     def make_model(self) -> nn.Module:
