@@ -106,7 +106,7 @@ class U35(Fault):
 class U36(Fault):
     # stylegan2-ada-pytorch issue 108: the state of Adam is not in the checkpoint.
     says = "the optimizer's state is lost: a resume without it"
-    net, world, expected = "gpt", 2, Expected(LOUD, 20)
+    net, world, expected = "gpt", 2, Expected(("optimizer_reset", *LOUD), 20)
 
     def before_step(self) -> None:
         if self.due:

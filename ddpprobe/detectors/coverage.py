@@ -17,7 +17,7 @@ from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.sites_of_kind import grown
-from ddpprobe.detectors.subtrees import by_subtree, common_module, named
+from ddpprobe.detectors.subtrees import by_subtree, common_module, named, without_indices
 from ddpprobe.records.step import (
     IN_TURN,
     OBSERVED,
@@ -203,7 +203,7 @@ class _History:
             if site.key not in self._index and len(self._index) < MOST_SITES:
                 self._index[site.key] = len(self._sites)
                 self._sites.append(site)
-                alike = (_without_indices(site.fqn), site.kind)
+                alike = (without_indices(site.fqn), site.kind)
                 peers.append(self._groups.setdefault(alike, len(self._groups)))
         for name in ("_run", "_absent", "_present", "_gaps", "_longest"):
             setattr(self, name, grown(getattr(self, name), len(self._sites), 0))
@@ -211,10 +211,6 @@ class _History:
         self._steady = grown(self._steady, len(self._sites), 1)
         self._lost = grown(self._lost, len(self._sites), 0)
         return np.array([self._index.get(site.key, -1) for site in sites], np.int64)
-
-
-def _without_indices(fqn: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
 
 
 def patience(reported: int, odds: int, least: int, fewest_absent: int = FEWEST_ABSENT) -> int:

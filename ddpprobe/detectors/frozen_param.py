@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.faded_rate import FadedRate
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import grown
 from ddpprobe.detectors.subtrees import named, subtrees
@@ -20,7 +21,9 @@ class FrozenParam(SampledDetector):
     A page if none of the model's does: what is computed from now on is lost. A warning, once for
     all that stopped together, if a part of it does not. A gradient must be there, as it was when
     they last moved; an expert without tokens, or a frozen part, has none. Changes that had come
-    down to the spacing of the numbers were stopped by rounding: the end of a schedule.
+    down to the spacing of the numbers were stopped by rounding: the end of a schedule. A learning
+    rate that has come down to next to nothing, and goes on like that for longer than any schedule
+    ends, is told by itself.
 
     Args:
         steps: steps for which they must have stood still.
@@ -29,6 +32,7 @@ class FrozenParam(SampledDetector):
         gradient: share that must still be there of the gradient's norm when it last moved.
         spacings: of the numbers about the largest weight, which the last change must have had.
         quiet_steps: steps in which nothing stops, after which a part is told again.
+        rate: share of the highest learning rate that is next to nothing.
     """
 
     name = "frozen_param"
@@ -36,17 +40,19 @@ class FrozenParam(SampledDetector):
 
     def __init__(
         self, *, steps: int = 20, least: int = 8, looks: int = 2, gradient: float = 0.01,
-        spacings: float = 16.0, quiet_steps: int = 100,
+        spacings: float = 16.0, quiet_steps: int = 100, rate: float = 1e-5,
     ) -> None:  # fmt: skip
         at_least(1, steps=steps, least=least, looks=looks)
         at_least(0, quiet_steps=quiet_steps)
-        above_zero(gradient=gradient, spacings=spacings)
+        above_zero(gradient=gradient, spacings=spacings, rate=rate)
         self._steps, self._least, self._looks = steps, least, looks
         self._gradient, self._spacings, self._quiet = gradient, spacings, quiet_steps
+        self._share_of_rate = rate
         self._reset()
 
     def _reset(self) -> None:
         self._rows = WeightRows()
+        self._rate = FadedRate(self._share_of_rate, self._steps)
         self._print = np.zeros((0, 4))
         self._since = np.zeros(0, np.int64)  # first look at which it was what it is now
         self._active = np.zeros(0, np.int64)  # looks in a row at which it moved, before that
@@ -61,6 +67,9 @@ class FrozenParam(SampledDetector):
         """Take the next record; at most one anomaly."""
         if record.skipped or record.missing:
             return []
+        faded = self._rate.update(record)
+        if faded is not None:
+            return [self._of_rate(record, *faded)]
         now = self._rows.read(record)
         self._grow(len(now.seen))
         self._follow(now, record.step)
@@ -127,6 +136,16 @@ class FrozenParam(SampledDetector):
         self._pull = grown(self._pull, sites, np.nan)
         self._change = grown(self._change, sites, np.nan)
         self._told = grown(self._told, sites, 0)
+
+    def _of_rate(self, record: StepRecord, rate: float, since: int) -> Anomaly:
+        highest = self._rate.highest
+        message = (
+            f"the learning rate is {rate:.3g}, {rate / highest:.2g} of its highest, and has been "
+            f"next to nothing since step {since}: the weights hardly move any more; a "
+            "schedule that is stepped per batch and was meant per epoch, or one for fewer steps"
+        )
+        values = {"lr": rate, "highest": highest, "since": since}
+        return self.anomaly(record, "warn", message, values, kind="update")
 
     def _verdict(
         self, record: StepRecord, now: WeightsOfStep, found: Mask, since: int, *, whole: bool

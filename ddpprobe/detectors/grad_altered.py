@@ -10,6 +10,11 @@ from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import USED_NORM, Anomaly, StepRecord
 
+# Gradients that are clipped to 0.01 or more behind the scaler have 40 or more, times the scale.
+LEAST_SCALE, MOST_CLIPPED = 4096.0, 20.0
+CUT_TO = 0.01  # of a gradient, which ordinary clipping comes to as well, but not to such a norm
+SAME = 0.01  # by which norms that were clipped to one number may differ
+
 
 class GradAltered(SampledDetector):
     """Warns when gradients begin to grow between the backward and the optimizer, and go on.
@@ -18,26 +23,31 @@ class GradAltered(SampledDetector):
     optimizers are given. Clipping makes the second one smaller; nothing usual makes it larger that
     did not from the start. So a rank is judged once its gradients were passed on unchanged, or
     clipped, at enough sampled steps. Gradients that are rounded, scaled twice or damaged there do
-    not show in any row, as those are of what the backward has left.
+    not show in any row, as those are of what the backward has left. In one case it is told that
+    little is left of them: if that norm, times the loss scale, is always the same, they were
+    clipped before the scaler divided them.
 
     Args:
         share: by which the norm must be larger; two norms in bfloat16 differ by 0.002.
         least: sampled steps in a row at which it was not, without which there is no verdict.
         repeats: sampled steps in a row at which it is.
         quiet_steps: steps without it after which it is told again.
+        cut: sampled steps in a row at which scaled gradients were clipped.
     """
 
     name = "grad_altered"
     title = "The optimizer is given other gradients"
 
     def __init__(
-        self, *, share: float = 0.005, least: int = 8, repeats: int = 3, quiet_steps: int = 100
-    ) -> None:
+        self, *, share: float = 0.005, least: int = 8, repeats: int = 3, quiet_steps: int = 100,
+        cut: int = 5,
+    ) -> None:  # fmt: skip
         above_zero(share=share)
         at_least(1, least=least, repeats=repeats)
+        at_least(2, cut=cut)
         at_least(0, quiet_steps=quiet_steps)
         self._share, self._least, self._repeats = share, least, repeats
-        self._quiet = quiet_steps
+        self._quiet, self._cut = quiet_steps, cut
         self._reset()
 
     def _reset(self) -> None:
@@ -45,11 +55,16 @@ class GradAltered(SampledDetector):
         self._larger: dict[int, int] = {}  # rank -> those since then at which they were
         self._since: dict[int, int] = {}  # the first step of these
         self._telling = Telling(self._quiet)
+        self._norms: list[float] = []  # of clipped scaled gradients, at sampled steps in a row
+        self._of_scaled = Telling(self._quiet)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
         if record.skipped:
             return []
+        clipped = self._clipped_while_scaled(record)
+        if clipped is not None:
+            return [clipped]
         ratios = _ratios(record)
         for rank, ratio in ratios.items():
             self._follow(rank, larger=ratio > 1 + self._share, step=record.step)
@@ -66,6 +81,27 @@ class GradAltered(SampledDetector):
         values = {"ratio": ratio, "since": since, "ranks": len(found)}
         alone = found[0] if len(found) == 1 else None
         return [self.anomaly(record, "warn", message, values, rank=alone, kind="grad")]
+
+    def _clipped_while_scaled(self, record: StepRecord) -> Anomaly | None:
+        """Return what is to be said of a norm that clipping has set before it was unscaled."""
+        first = record.scalars.get(min(record.scalars, default=0), {})
+        scale = float(first.get("loss_scale", math.nan))
+        ratio = _ratios(record).get(min(record.scalars, default=0), math.nan)
+        norm = float(first.get(USED_NORM, math.nan)) * scale
+        if not (scale >= LEAST_SCALE and ratio <= CUT_TO and 0 < norm <= MOST_CLIPPED):
+            self._norms.clear()
+            return None
+        self._norms = [*self._norms[1 - self._cut :], norm]
+        same = max(self._norms) <= min(self._norms) * (1 + SAME)
+        if len(self._norms) < self._cut or not same or not self._of_scaled.due(record.step):
+            return None
+        message = (
+            f"of each gradient the optimizer is given {ratio:.2g}: its norm, times the loss scale "
+            f"({scale:.6g}), is always {norm:.4g}, so the gradients are clipped before the scaler "
+            "divides them; call scaler.unscale_(optimizer) before clipping"
+        )
+        values = {"ratio": ratio, "clipped_to": norm, "loss_scale": scale}
+        return self.anomaly(record, "warn", message, values, kind="grad")
 
     def _follow(self, rank: int, *, larger: bool, step: int) -> None:
         if not larger:

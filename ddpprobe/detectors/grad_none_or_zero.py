@@ -15,7 +15,7 @@ from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.rank_gradients import LostGradients, RankGradients
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import SitesOfKind
-from ddpprobe.detectors.subtrees import named, subtrees
+from ddpprobe.detectors.subtrees import named, subtrees, without_indices
 from ddpprobe.records.step import Anomaly, StepRecord
 
 MOST_ACTIVE = 256  # sampled steps that are counted
@@ -27,7 +27,9 @@ class GradNoneOrZero(SampledDetector):
     A parameter whose gradient comes and goes (an expert, LayerDrop, a branch) is left alone: how
     long one must be away follows from how long it had been there without a break, as for
     `coverage`. Where a large part of the model stops at one step, `least_away` sampled steps do.
-    So are those that only some ranks have lost, which the reduction hides; the rank is named.
+    So are those that only some ranks have lost, which the reduction hides; the rank is named. A
+    module whose gradients have been exactly zero from the first look on, while others have theirs,
+    is told once: weights of zeros or a dead activation behind it.
 
     Args:
         steps: steps for which it must have been away.
@@ -35,6 +37,8 @@ class GradNoneOrZero(SampledDetector):
         odds: how unlikely an absence by chance must be, one in so many.
         least_away: sampled steps for which it must have been away.
         part: share of the parameters that makes a large part of the model.
+        never: steps from the first look on in which a module had a gradient of zeros.
+        least_never: sampled steps of these.
     """
 
     name = "grad_none_or_zero"
@@ -42,13 +46,14 @@ class GradNoneOrZero(SampledDetector):
 
     def __init__(
         self, *, steps: int = 15, least: int = 8, odds: int = 20_000, least_away: int = 3,
-        part: float = 0.25,
+        part: float = 0.25, never: int = 40, least_never: int = 5,
     ) -> None:  # fmt: skip
         at_least(0, steps=steps)
-        at_least(1, least=least, odds=odds, least_away=least_away)
+        at_least(1, least=least, odds=odds, least_away=least_away, never=never)
+        at_least(1, least_never=least_never)
         above_zero(part=part)
         self._steps, self._least_away, self._part = steps, least_away, part
-        self._least = least
+        self._least, self._never, self._least_never = least, never, least_never
         self._needed = np.array(
             [patience(n, odds, least, least_away) for n in range(MOST_ACTIVE + 1)]
         )
@@ -61,6 +66,9 @@ class GradNoneOrZero(SampledDetector):
         self._away = np.zeros(0, np.int64)  # sampled steps in a row without, since then
         self._since = np.zeros(0, np.int64)  # the first step of these
         self._told = np.zeros(0, bool)
+        self._zeros = np.zeros(0, np.int64)  # sampled steps with one of zeros and without any other
+        self._zeros_since = np.zeros(0, np.int64)  # the first step of these
+        self._ever = np.zeros(0, bool)  # it had one that was not zero
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
@@ -76,10 +84,34 @@ class GradNoneOrZero(SampledDetector):
         gone = ~here & long & (self._away >= self._wanted(here))
         found = gone & ~self._told
         lost = self._of_ranks.update(record)
-        if not found.any():
-            return [] if lost is None else [self._of_some_ranks(record, lost)]
-        self._told |= found
-        return [self._verdict(record, found, here, norm)]
+        if found.any():
+            self._told |= found
+            return [self._verdict(record, found, here, norm)]
+        if lost is not None:
+            return [self._of_some_ranks(record, lost)]
+        never = self._never_there(here, norm, record.step)
+        self._told |= never
+        return [self._of_the_start(record, never)] if never.any() else []
+
+    def _never_there(
+        self, here: NDArray[np.bool_], norm: NDArray[np.float64], step: int
+    ) -> NDArray[np.bool_]:
+        """Return the gradients of whole modules that were zero at each look there has been."""
+        zero = norm == 0
+        self._zeros_since[zero & (self._zeros == 0)] = step
+        self._zeros[zero] += 1
+        self._ever |= here
+        long = (step - self._zeros_since >= self._never) & (self._zeros >= self._least_never)
+        found = zero & long & ~self._ever & ~self._told
+        if not found.any() or not here.any():
+            return np.zeros(len(here), bool)
+        # An expert may have none for ever while its likes are chosen.
+        fqns = self._gradients.fqns
+        kinds = np.array([without_indices(fqn) for fqn in fqns], np.str_)
+        owners = np.array([fqn.rpartition(".")[0] for fqn in fqns], np.str_)
+        whole: NDArray[np.bool_] = ~np.isin(owners, owners[~found])
+        dead: NDArray[np.bool_] = found & whole & ~np.isin(kinds, kinds[self._ever])
+        return dead
 
     def _wanted(self, here: NDArray[np.bool_]) -> NDArray[np.int64]:
         wanted: NDArray[np.int64] = self._needed[self._active]
@@ -105,6 +137,9 @@ class GradNoneOrZero(SampledDetector):
             self._active, self._away = np.append(self._active, more), np.append(self._away, more)
             self._since = np.append(self._since, more)
             self._told = np.append(self._told, more > 0)
+            self._zeros = np.append(self._zeros, more)
+            self._zeros_since = np.append(self._zeros_since, more)
+            self._ever = np.append(self._ever, more > 0)
 
     def _verdict(
         self, record: StepRecord, found: NDArray[np.bool_], here: NDArray[np.bool_],
@@ -124,6 +159,23 @@ class GradNoneOrZero(SampledDetector):
         values = {"parameters": len(gone), "zero": zero, "since": since}
         return self.anomaly(
             record, "warn", message, values, module=modules[0], kind="grad", phase="backward"
+        )
+
+    def _of_the_start(self, record: StepRecord, found: NDArray[np.bool_]) -> Anomaly:
+        fqns = self._gradients.fqns
+        zero = [fqns[i] for i in self._gradients.order() if found[i]]
+        modules = subtrees(zero, [fqns[i] for i in np.flatnonzero(~found)])
+        last = zero[-1].rpartition(".")[0]
+        since = int(self._zeros_since[found].min())
+        message = (
+            f"the gradients of {len(zero)} of {len(fqns)} parameters have been exactly zero since "
+            f"the first look at step {since}, in {named(modules)}, though they are computed: they "
+            f"do not learn; look at {last or 'the model'} and what is behind it (weights of zeros, "
+            "a dead activation, a product with 0)"
+        )
+        values = {"parameters": len(zero), "zero": len(zero), "since": since}
+        return self.anomaly(
+            record, "warn", message, values, module=last, kind="grad", phase="backward"
         )
 
     def _of_some_ranks(self, record: StepRecord, lost: LostGradients) -> Anomaly:

@@ -13,7 +13,7 @@ from ddpprobe.detectors.level_window import LevelWindow
 from ddpprobe.detectors.loss import PositiveLoss
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
-from ddpprobe.detectors.subtrees import named
+from ddpprobe.detectors.subtrees import common_module, named
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, Anomaly, StepRecord
 
@@ -27,12 +27,18 @@ NUMBERS = (
     ("gradient norm", "backward"),
     ("gradient norm by loss", "backward"),
 )
+# Of one module or parameter: kind of site, phase.
+RMS, MEAN, SHARE = "rms of the output", "mean of the output by its rms", "share of the gradient"
+PLACES = {RMS: ("output", "forward"), MEAN: ("output", "forward"), SHARE: ("grad", "backward")}
 FEWEST_TOGETHER = 4  # outputs that must move together: fewer may be one and those behind it
 
 
 @dataclass(frozen=True, slots=True)
 class _Shift:
-    """One series that has shifted: `place` of it, its last `values`; the rest as in `Shifts`."""
+    """One series that has shifted: `place` of it, its last `values`; the rest as in `Shifts`.
+
+    Means have no decades: their `size` is in the unit of the rms.
+    """
 
     place: int
     values: int
@@ -45,18 +51,21 @@ class LevelShift(SampledDetector):
 
     Other data, other labels, a loss that is scaled otherwise, weights that were loaded, a module
     that computes something else. Judged are the loss of every step and, on sampled steps, the
-    gradient norm, both upwards only, the gradient norm divided by the loss, and the rms of each
-    module's output. All of the last values must lie beyond all of those before, and the step
-    between them must be larger than any before it. Nothing is said where the learning rate, the
-    number of trained parameters or the size of the outputs has changed meanwhile.
+    gradient norm, both upwards only, the gradient norm divided by the loss, the rms of each
+    module's output, its mean divided by that, and the share that each parameter has of the
+    gradient norm. All of the last values must lie beyond all of those before, and the step between
+    them must be larger than any before it. Nothing is said where the learning rate, the number of
+    trained parameters or the size of the outputs has changed meanwhile.
 
     Args:
         loss_ratio: how many times the loss of the block before.
         norm_ratio: the same of the gradient norm, and of it by the loss.
-        output_ratio: the same of the output of one module among many.
+        output_ratio: the same of the output of one module among many, and of a parameter's share.
         together_ratio: the same of outputs, where half of all move in one direction.
-        clear: how many times the largest step between two blocks before,
-        output_clear: the same of one output.
+        mean_move: by how much the mean of an output must have moved, in units of its rms.
+        clear: how many times the largest step between two blocks before it.
+        output_clear: the same of one output, and of a parameter's share.
+        mean_clear: the same of the mean of an output.
         recent: values of a block; all of the last block must lie beyond those before.
         blocks: so many blocks before it are compared with.
         quiet_steps: steps without a shift after which the next one is told.
@@ -67,12 +76,14 @@ class LevelShift(SampledDetector):
 
     def __init__(
         self, *, loss_ratio: float = 1.12, norm_ratio: float = 1.4, output_ratio: float = 2.0,
-        together_ratio: float = 1.2, clear: float = 3.0, output_clear: float = 10.0,
-        recent: int = 8, blocks: int = 6, quiet_steps: int = 100,
+        together_ratio: float = 1.2, mean_move: float = 0.3, clear: float = 3.0,
+        output_clear: float = 10.0, mean_clear: float = 12.0, recent: int = 8, blocks: int = 6,
+        quiet_steps: int = 100,
     ) -> None:  # fmt: skip
         above_zero(
             loss_ratio=loss_ratio, norm_ratio=norm_ratio, output_ratio=output_ratio,
-            together_ratio=together_ratio, clear=clear, output_clear=output_clear,
+            together_ratio=together_ratio, mean_move=mean_move, clear=clear,
+            output_clear=output_clear, mean_clear=mean_clear,
         )  # fmt: skip
         at_least(1, recent=recent)
         at_least(2, blocks=blocks)
@@ -81,6 +92,7 @@ class LevelShift(SampledDetector):
         self._of_norm = math.log10(norm_ratio), clear
         self._together_dex = math.log10(together_ratio)
         self._of_output = math.log10(output_ratio), output_clear
+        self._of_mean = mean_move, mean_clear
         self._recent, self._blocks, self._quiet = recent, blocks, quiet_steps
         self._reset()
 
@@ -91,7 +103,8 @@ class LevelShift(SampledDetector):
     def _reset(self) -> None:
         length = max(self._recent * (self._blocks + 1), QUICK * (QUICK_BLOCKS + 1))
         self._loss = PositiveLoss()
-        self._losses, self._norms, self._rms, self._meant = (LevelWindow(length) for _ in range(4))
+        self._losses, self._norms, self._meant = (LevelWindow(length) for _ in range(3))
+        self._rms, self._means, self._shares = (LevelWindow(length) for _ in range(3))
         self._outputs, self._gradients = SitesOfKind("output"), SitesOfKind("grad")
         self._telling = Telling(self._quiet)
 
@@ -105,22 +118,37 @@ class LevelShift(SampledDetector):
                 if shift.size > 0:  # one that falls is what training is for
                     numbers[0] = shift
             loss = value if step == record.step else math.nan
-        outputs: list[_Shift] = []
+        places: dict[str, list[_Shift]] = {}
         if record.sampled and not record.skipped and not record.missing:
-            norm = float(np.sqrt(np.nansum(np.square(self._gradients.read(record, "norm")))))
+            norms = self._gradients.read(record, "norm")
+            norm = float(np.sqrt(np.nansum(np.square(norms))))
             self._norms.push(_logs([norm, norm / loss if loss > 0 else math.nan]))
-            rms = _logs(self._outputs.read(record, "rms"))
-            self._rms.push(rms)
             elements = float(np.nansum(self._outputs.read(record, "numel")))
             chosen = [_largest(record, name) for name in (LEARNING_RATE, TRAINABLE)]
             self._meant.push(_logs([*chosen, elements]))
             for shift in self._found(self._norms, *self._of_norm):
                 if shift.place or shift.size > 0:
                     numbers[1 + shift.place] = shift
-            outputs = self._shifted_outputs(int(np.isfinite(rms).sum()))
-        if not (numbers or outputs) or (self._meant.largest_step(QUICK) > MEANT).any():
+            places = self._shifted_places(record, norms, norm)
+        if not (numbers or places) or (self._meant.largest_step(QUICK) > MEANT).any():
             return []
-        return [self._verdict(record, numbers, outputs)] if self._telling.due(record.step) else []
+        return [self._verdict(record, numbers, places)] if self._telling.due(record.step) else []
+
+    def _shifted_places(
+        self, record: StepRecord, norms: Floats, norm: float
+    ) -> dict[str, list[_Shift]]:
+        """Return what has shifted at single modules and parameters, by what of them."""
+        rms, mean = (self._outputs.read(record, stat) for stat in ("rms", "mean"))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self._means.push(mean / rms)
+            self._shares.push(_logs(norms / norm))
+        self._rms.push(_logs(rms))
+        found = {
+            RMS: self._shifted_outputs(int((rms > 0).sum())),
+            MEAN: self._found(self._means, *self._of_mean),
+            SHARE: self._found(self._shares, *self._of_output),
+        }
+        return {what: shifts for what, shifts in found.items() if shifts}
 
     def _shifted_outputs(self, known: int) -> list[_Shift]:
         """Return the outputs that have shifted: one far and clearly, or half of them together."""
@@ -147,38 +175,52 @@ class LevelShift(SampledDetector):
         return list(found.values())
 
     def _verdict(
-        self, record: StepRecord, numbers: dict[int, _Shift], outputs: list[_Shift]
+        self, record: StepRecord, numbers: dict[int, _Shift], places: dict[str, list[_Shift]]
     ) -> Anomaly:
-        """Return what is to be said; the first output in execution order stands for all else."""
-        by_place = {shift.place: shift for shift in outputs}
-        modules = [place for place in self._outputs.order().tolist() if place in by_place]
+        """Return what is to be said; the first module in execution order stands for all else."""
         module = kind = None
-        if modules:
-            shift, module, kind = by_place[modules[0]], self._outputs.fqns[modules[0]], "output"
-            what, phase = "rms of the output", "forward"
+        also: list[str] = []
+        if places:
+            what, shifts = next(iter(places.items()))
+            kind, phase = PLACES[what]
+            sites = self._outputs if kind == "output" else self._gradients
+            by_place = {shift.place: shift for shift in shifts}
+            first, *others = [p for p in sites.order().tolist() if p in by_place]
+            shift, module = by_place[first], sites.fqns[first]
+            if what == SHARE:  # all shares move where one of them is large
+                owners = [sites.fqns[p].rpartition(".")[0] for p in by_place]
+                module = common_module(owners) or None
+            also += [f"that of {named([sites.fqns[p] for p in others])}"] if others else []
         else:
             number = min(numbers)
             shift, (what, phase) = numbers.pop(number), NUMBERS[number]
-        others = [self._outputs.fqns[place] for place in modules[1:]]
-        also = [NUMBERS[number][0] for number in sorted(numbers)]
-        also += [f"the outputs of {named(others)}"] if others else []
+        also += [NUMBERS[number][0] for number in sorted(numbers)]
         joined = f"; with it {', '.join(also)}" if also else ""
         of = "" if what == "loss" else "sampled "
-        ratio = 10.0**shift.size
-        level = f"{ratio:.3g} x its level" if ratio > 1 else f"{1 / ratio:.3g} x below its level"
         message = (
-            f"{what} has been {level} before, at each of the last {shift.values} {of}steps: "
-            f"{shift.clear:.3g} x as far as it ever moved in its window{joined}. No change of "
-            "learning rate or sizes was seen: look at the data, the labels, the scale of the loss, "
-            "and what was loaded"
+            f"{what} has been {_moved(what, shift.size)}, at each of the last {shift.values} {of}"
+            f"steps: {shift.clear:.3g} x as far as it ever moved in its window{joined}. No change "
+            "of learning rate or sizes was seen: look at the data, the labels, the scale of the "
+            "loss, and what was loaded"
         )
         values = {
-            "ratio": ratio,
+            "moved" if what == MEAN else "ratio": shift.size if what == MEAN else 10**shift.size,
             "clear": shift.clear,
             "values": shift.values,
-            "outputs": len(outputs),
+            "outputs": len(places.get(RMS, [])),
         }
         return self.anomaly(record, "warn", message, values, module=module, kind=kind, phase=phase)
+
+
+def _moved(what: str, size: float) -> str:
+    if what == MEAN:
+        return f"{abs(size):.3g} {'above' if size > 0 else 'below'} its level before"
+    ratio = 10.0**size
+    return (
+        f"{ratio:.3g} x its level before"
+        if ratio > 1
+        else f"{1 / ratio:.3g} x below its level before"
+    )
 
 
 def _logs(numbers: Sequence[float] | Floats) -> Floats:

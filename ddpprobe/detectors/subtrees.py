@@ -35,6 +35,11 @@ def common_module(names: Iterable[str]) -> str:
     return ".".join(first)
 
 
+def without_indices(fqn: str) -> str:
+    """Return a name that is the same for layers, or experts, that are numbered."""
+    return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
+
+
 def named(modules: list[str]) -> str:
     """Return modules as prose names them."""
     names = ", ".join(name or "the whole model" for name in modules[:MOST_NAMED])

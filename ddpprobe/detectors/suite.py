@@ -24,10 +24,12 @@ from ddpprobe.detectors.loss_spike import LossSpike
 from ddpprobe.detectors.mode_flip import ModeFlip
 from ddpprobe.detectors.never_updated import NeverUpdated
 from ddpprobe.detectors.nonfinite import NonFinite
+from ddpprobe.detectors.optimizer_reset import OptimizerReset
 from ddpprobe.detectors.output_drop import OutputDrop
 from ddpprobe.detectors.output_jump import OutputJump
 from ddpprobe.detectors.rank_outlier import RankOutlier
 from ddpprobe.detectors.reduction import Reduction
+from ddpprobe.detectors.router import Router
 from ddpprobe.detectors.same_data import SameData
 from ddpprobe.detectors.settings import Number, Settings, parse
 from ddpprobe.detectors.straggler import Straggler
@@ -76,6 +78,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Reduction,
     GradAltered,
     LossScale,
+    OptimizerReset,
     FrozenParam,
     NeverUpdated,
     InitScale,
@@ -92,6 +95,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     LossRunaway,
     LevelShift,
     RankOutlier,
+    Router,
     SameData,
     StuckData,
     ModeFlip,

@@ -260,7 +260,8 @@ class Recorder:
         if not self._sampling:
             return
         observers.weights.remember()
-        self._set_up |= step_facts.learning_rate(self._clock.optimizers(), observers.rows)
+        owners = self._clock.optimizers()
+        self._set_up |= step_facts.of_optimizer(optimizer, owners, observers.rows)
         scale = loss_scale.of_optimizer(optimizer)
         self._used_norms.add(optimizer, observers.topology, scale)
         if not observers.gradients_read:

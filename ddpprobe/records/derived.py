@@ -144,11 +144,22 @@ def _rms(record: StepRecord, rows: Rows) -> float | None:
     return math.sqrt(square / finite) if finite else None
 
 
+def expert_loads(record: StepRecord) -> list[tuple[tuple[str, ...], Floats]]:
+    """Return of each group of experts that got anything its FQNs [n] and their loads [n].
+
+    A load is the elements of an expert's output: its tokens times the width of each.
+    """
+    found = []
+    for rows in _layout(record).experts:
+        load = record.counts[rows, NUMEL].astype(np.float64)
+        if load.sum() > 0:
+            found.append((tuple(record.sites[row].fqn for row in rows), load))
+    return found
+
+
 def _worst(record: StepRecord, of: Callable[[Floats], float]) -> float | None:
     """Return the largest number of any group of experts; None without one that got anything."""
-    loads = (record.counts[rows, NUMEL].astype(np.float64) for rows in _layout(record).experts)
-    found = [of(load) for load in loads if load.sum() > 0]
-    return max(found, default=None)
+    return max((of(load) for _, load in expert_loads(record)), default=None)
 
 
 def _violation(load: Floats) -> float:

@@ -185,6 +185,8 @@ USED_NORM = "grad_norm_used"
 ACTIVE = "active_gradients"
 TRAINING = "training_share"  # scalar: of the modules, those in training mode in the forward
 TRAINABLE = "trainable_parameters"  # scalar: how many parameters require a gradient
+# Scalar: steps that the optimizer's state has counted before this one; absent if it counts none.
+OPTIMIZER_STEPS = "optimizer_steps"
 DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensor given to the model
 # Scalar: how many micro-batches of the step, the first ones, were for another model's step.
 LENT = "lent_passes"

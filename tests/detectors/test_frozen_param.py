@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ddpprobe.detectors.frozen_param import FrozenParam
-from ddpprobe.records.step import StepRecord
-from tests.detectors.made_records import levels, run
+from ddpprobe.records.step import LEARNING_RATE, StepRecord
+from tests.detectors.made_records import levels, record, run
 from tests.detectors.made_weights import Made, weights
 
 FQNS = ("embed.weight", "fc.weight", "fc.bias", "head.weight")
@@ -100,3 +100,33 @@ def test_an_attempt_begins_anew() -> None:
     still = dict.fromkeys(FQNS, Made(1.0, 0.0))
     later = [weights(s, still, attempt=1) for s in range(there, there + 60)]
     assert run(FrozenParam(), stream(steps=there) + later) == []
+
+
+def rated(number: int, rate: float, **changes: object) -> StepRecord:
+    return record(number, {0: {LEARNING_RATE: rate}}, **changes)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_learning_rate_that_is_halved_in_each_step_is_told_once(every: int) -> None:
+    rates = [1e-3 * 0.5 ** max(0, s - 100) for s in range(0, 400, every)]
+    (warn,) = run(FrozenParam(), [rated(i * every, rate) for i, rate in enumerate(rates)])
+    assert (warn.level, warn.module, warn.kind) == ("warn", None, "update")
+    assert warn.values["since"] == (117 if every == 1 else 120)
+    assert warn.step == (137 if every == 1 else 140)
+    assert warn.values["highest"] == 1e-3
+
+
+def test_a_short_fading_is_the_end_of_a_schedule() -> None:
+    for degree in (1, 2, 4):
+        rates = [(1 - s / 2000) ** degree for s in range(2000)]
+        assert run(FrozenParam(), [rated(s, rate) for s, rate in enumerate(rates)]) == []
+    cosine = [0.5 + 0.5 * np.cos(np.pi * s / 20_000) for s in range(20_000)]
+    assert run(FrozenParam(), [rated(s, rate) for s, rate in enumerate(cosine)]) == []
+
+
+def test_a_rate_of_0_is_left_to_the_weights_and_one_that_comes_back_begins_anew() -> None:
+    assert run(FrozenParam(), [rated(s, 1.0 if s < 50 else 0.0) for s in range(200)]) == []
+    stream = [rated(s, 1e-9 if s % 100 > 60 else 1.0) for s in range(300)]
+    assert levels(run(FrozenParam(), stream)) == [("warn", 81), ("warn", 181), ("warn", 281)]
+    warmup = [rated(s, 1e-9 * 1.5 ** min(s, 50)) for s in range(200)]
+    assert run(FrozenParam(), warmup) == []

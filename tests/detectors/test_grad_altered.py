@@ -69,3 +69,35 @@ def test_numbers_that_are_none_and_steps_that_were_skipped_say_nothing() -> None
         assert run(GradAltered(), [*quiet, *(record(s, {0: said}) for s in range(60, 90))]) == []
     skipped = [step(s, [2.0], skipped=True) for s in range(60, 90)]
     assert run(GradAltered(), [*quiet, *skipped]) == []
+
+
+def clipped(number: int, to: float, scale: float, *, unscaled: bool) -> StepRecord:
+    """A gradient of norm 5 to 9 that is clipped behind the scaler's division, or before it."""
+    norm = 5.0 + number % 5
+    used = to if unscaled else to / scale
+    return record(number, {0: {"grad_norm": norm, USED_NORM: used, "loss_scale": scale}})
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("to", [0.1, 1.0, 10.0])
+def test_gradients_that_are_clipped_while_they_are_scaled_are_told_once(
+    to: float, every: int
+) -> None:
+    scales = [2.0**16 if s < 100 else 2.0**17 for s in range(0, 300, every)]
+    stream = [clipped(i * every, to, s, unscaled=False) for i, s in enumerate(scales)]
+    (warn,) = run(GradAltered(), stream)
+    assert (warn.level, warn.step, warn.rank) == ("warn", 4 * every, None)
+    assert warn.values["clipped_to"] == pytest.approx(to)
+    assert "scaler.unscale_(optimizer)" in warn.message
+
+
+@pytest.mark.parametrize("to", [0.01, 0.5, 1.0])
+def test_gradients_that_are_clipped_behind_the_scaler_are_left_alone(to: float) -> None:
+    assert run(GradAltered(), [clipped(s, to, 2.0**16, unscaled=True) for s in range(200)]) == []
+    assert run(GradAltered(), [clipped(s, to, 1.0, unscaled=True) for s in range(200)]) == []
+
+
+def test_small_gradients_that_are_not_always_the_same_are_not_said_to_be_clipped() -> None:
+    rng = np.random.default_rng(0)
+    stream = [clipped(s, rng.uniform(0.5, 1.0), 2.0**16, unscaled=False) for s in range(200)]
+    assert run(GradAltered(), stream) == []

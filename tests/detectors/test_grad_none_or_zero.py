@@ -70,3 +70,36 @@ def test_a_gradient_that_is_not_finite_is_one() -> None:
     rows = {s: {"nan": 100} for s in SITES}
     stream = [*(step(s) for s in range(60)), *(record(s, rows=rows) for s in range(60, 120))]
     assert run(GradNoneOrZero(), stream) == []
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_module_whose_gradients_were_zero_from_the_first_look_is_told_once(every: int) -> None:
+    names = ("embed.weight", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias", "head.weight",
+             "head.bias")  # fmt: skip
+    dead = names[1:6]  # the head's bias learns, so the head is not dead as a whole
+    sites = [Site(name, "grad") for name in names]
+    rows = {s: {"rms": 0.0, "zeros": 100} if s.fqn in dead else {"rms": 0.1} for s in sites}
+    stream = [record(s, rows=rows) for s in range(0, 200, every)]
+    (warn,) = run(GradNoneOrZero(), stream)
+    assert (warn.level, warn.step, warn.module) == ("warn", 40, "fc2")  # the last one in order
+    assert warn.values == {"parameters": 4, "zero": 4, "since": 0}
+    assert "fc1, fc2" in warn.message
+    (late,) = run(GradNoneOrZero(never=90, least_never=8), stream)
+    assert late.step == 90
+
+
+def test_zeros_from_the_start_are_left_alone_where_one_is_not_zero_or_is_not_there() -> None:
+    assert run(GradNoneOrZero(), [step(s, "embed") for s in range(200)]) == []  # None: frozen
+    stream = [step(s, "embed", "zero" if s != 20 else "None") for s in range(200)]
+    assert [a.step for a in run(GradNoneOrZero(), stream)] == [40]  # one look without does no harm
+    once = [step(s, "embed" if s else "-", "zero") for s in range(12)]
+    assert run(GradNoneOrZero(), once) == []
+    nothing = [step(s, "", "zero") for s in range(200)]  # a model that nobody trains just now
+    assert run(GradNoneOrZero(), nothing) == []
+
+
+def test_an_expert_that_is_never_chosen_is_left_alone_while_its_likes_are() -> None:
+    stream = [step(s, "blocks.1", "zero") for s in range(200)]
+    assert run(GradNoneOrZero(), stream) == []
+    (warn,) = run(GradNoneOrZero(), [step(s, "blocks", "zero") for s in range(200)])
+    assert (warn.module, warn.values["parameters"]) == ("blocks.1.fc", 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.stats.checksum import checksum
 from ddpprobe.rank.stats.dense import lies_on
 from ddpprobe.rank.topology.describe import Topology
-from ddpprobe.records.step import DIGEST, LEARNING_RATE, TRAINABLE, TRAINING
+from ddpprobe.records.step import DIGEST, LEARNING_RATE, OPTIMIZER_STEPS, TRAINABLE, TRAINING
 
 DIGEST_BYTES = 1 << 18  # of an input: more tells two batches apart no better
 # So many bits are exact in a float64. The upper ones of a checksum depend on every bit below them,
@@ -30,16 +30,29 @@ def modes(topology: Topology) -> dict[str, float]:
     return {TRAINING: sum(training) / max(len(training), 1), TRAINABLE: float(trained)}
 
 
-def learning_rate(optimizers: Iterable[Optimizer], rows: StepRows) -> dict[str, float]:
-    """Return the largest learning rate of all parameter groups, before the optimizer's step.
+def of_optimizer(optimizer: object, all_: Sequence[Optimizer], rows: StepRows) -> dict[str, float]:
+    """Return the largest learning rate of all parameter groups, before an optimizer's step.
 
-    Where one is a tensor the host may not read it: it is put into `rows` instead.
+    Where one is a tensor the host may not read it: it is put into `rows` instead. So is how many
+    steps the first one of the optimizers has counted, if it is this one; 0 without a state yet.
     """
-    rates = [group["lr"] for o in optimizers for group in o.param_groups if "lr" in group]
+    if all_ and all_[0] is optimizer:
+        _add_steps(all_[0], rows)
+    rates = [group["lr"] for o in all_ for group in o.param_groups if "lr" in group]
     far = [rate for rate in rates if isinstance(rate, Tensor)]
     if far:
         rows.add_scalar(unless_logged(LEARNING_RATE), far[0])
     return {LEARNING_RATE: float(max(rates))} if rates and not far else {}
+
+
+def _add_steps(optimizer: Optimizer, rows: StepRows) -> None:
+    # One parameter stands for all. Whether others hold a state first differs by rank, and is no
+    # matter: their counts are the same. SGD has a state that counts nothing.
+    state = getattr(optimizer, "state", None)  # a wrapper may be without
+    of_one = next(iter(state.values()), {"step": 0.0}) if isinstance(state, Mapping) else {}
+    steps = of_one.get("step") if isinstance(of_one, Mapping) else None
+    if isinstance(steps, Tensor | int | float):
+        rows.add_scalar(OPTIMIZER_STEPS, steps)
 
 
 def add_digest(given: Iterable[object], rows: StepRows) -> None:

@@ -13,7 +13,7 @@ from ddpprobe.rank.hooks import step_facts
 from ddpprobe.rank.hooks.step_facts import DIGEST_BYTES, add_digest
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.topology.describe import describe
-from ddpprobe.records.step import DIGEST, LEARNING_RATE, TRAINABLE, TRAINING
+from ddpprobe.records.step import DIGEST, LEARNING_RATE, OPTIMIZER_STEPS, TRAINABLE, TRAINING
 
 from ... import far
 
@@ -54,6 +54,49 @@ def test_rate_modes_and_trained_parameters_are_those_of_the_step(
     assert [s[LEARNING_RATE] for s in told] == [0.5, 0.25, 0.125, 7.0]
     assert [s[TRAINING] for s in told] == [1.0, 0.0, 1.0, 1.0]
     assert [s[TRAINABLE] for s in told] == [4.0, 4.0, 3.0, 4.0]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("kind", "more", "counts"),
+    [
+        (torch.optim.AdamW, {}, [0, 1, 2, 0, 1]),
+        (torch.optim.Adam, {"fused": True}, [0, 1, 2, 0, 1]),
+        (torch.optim.Adagrad, {}, [0, 1, 2, 0, 1]),
+        (torch.optim.SGD, {"momentum": 0.9}, [0, None, None, 0, None]),
+    ],
+)
+def test_the_steps_that_an_optimizer_has_counted_are_told_before_each(
+    kind: type[torch.optim.Optimizer], more: dict[str, object], counts: list[int | None],
+    tmp_path: Path, records_of,
+) -> None:  # fmt: skip
+    model = Model()
+    optimizer = kind(model.parameters(), lr=0.01, **more)
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        for step in range(5):
+            model(torch.randn(2, 4)).sum().backward()
+            if step == 3:
+                optimizer.state.clear()
+                if kind is torch.optim.Adagrad:  # it makes its state when it is built
+                    optimizer = kind(model.parameters(), lr=0.01)
+            optimizer.step()
+    said = [r.scalars[0].get(OPTIMIZER_STEPS) for r in records_of(tmp_path / "r")]
+    assert said == counts
+
+
+def test_of_two_optimizers_the_first_one_tells(tmp_path: Path, records_of) -> None:
+    model = Model()
+    first, later = (
+        torch.optim.Adam(part.parameters(), lr=0.01) for part in (model.first, model.last)
+    )
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        for step in range(4):
+            model(torch.randn(2, 4)).sum().backward()
+            first.step()
+            if step > 1:
+                later.step()
+    said = [r.scalars[0].get(OPTIMIZER_STEPS) for r in records_of(tmp_path / "r")]
+    assert said[:3] == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.usefixtures("device")
@@ -145,13 +188,15 @@ def test_a_learning_rate_that_is_a_tensor_is_told_unless_the_script_tells_its_ow
     groups = [{"params": [weights[0]], "lr": torch.tensor(0.25)}, {"params": [weights[1]]}]
     for logged, want in ((None, 0.25), (0.5, 0.5)):
         rows = StepRows(torch.device("cpu"), 0)
-        assert step_facts.learning_rate([torch.optim.SGD(groups, lr=3.0)], rows) == {}
+        optimizer = torch.optim.SGD(groups, lr=3.0)
+        assert step_facts.of_optimizer(optimizer, [optimizer], rows) == {}
         if logged is not None:
             rows.add_scalar(LEARNING_RATE, logged)
-        assert rows.fetch().result(0, partial=True).scalars == {LEARNING_RATE: want}
+        told = rows.fetch().result(0, partial=True).scalars
+        assert told == {LEARNING_RATE: want, OPTIMIZER_STEPS: 0.0}
     both = [torch.optim.SGD([weights[0]], lr=0.1), torch.optim.SGD([weights[1]], lr=0.2)]
-    assert step_facts.learning_rate(both, rows) == {LEARNING_RATE: 0.2}
-    assert step_facts.learning_rate([], rows) == {}
+    assert step_facts.of_optimizer(both[0], both, rows) == {LEARNING_RATE: 0.2}
+    assert step_facts.of_optimizer(both[0], [], rows) == {}
 
 
 def test_the_modes_of_a_model_are_shares_of_its_modules_and_a_count_of_its_parameters() -> None:
