@@ -18,6 +18,7 @@ from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.sites_of_kind import grown
 from ddpprobe.detectors.subtrees import by_subtree, common_module, named, without_indices
+from ddpprobe.records.derived import is_in_expert
 from ddpprobe.records.step import (
     IN_TURN,
     OBSERVED,
@@ -38,6 +39,8 @@ Key = tuple[str, str, str]
 
 class Coverage(SampledDetector):
     """Warns when sites that always reported do not any more; once for all that stopped together.
+
+    Of experts alone it is an information: a router may choose one no more (see `router`).
 
     A site is steady if it reported at every sampled step since it was first seen, or at the last
     `steady` ones; what comes and goes (LayerDrop, an expert without tokens, a branch) is not. A
@@ -251,7 +254,7 @@ def _gone_blind(record: StepRecord, ranks: list[int], sites: int) -> Anomaly:
 
 
 def _lost_sites(record: StepRecord, lost: list[Site], kept: list[Site], reporting: int) -> Anomaly:
-    """Return the warning for sites that are lost; `kept` are those known that are not."""
+    """Return what is to be said of sites that are lost; `kept` are those known that are not."""
     kinds = {site.kind for site in lost}
     phase = min((PHASE_OF_KIND.get(k, "step") for k in kinds), key=PHASES.index)
     if phase == "forward":
@@ -269,6 +272,7 @@ def _lost_sites(record: StepRecord, lost: list[Site], kept: list[Site], reportin
     )
     values = {"lost": len(lost), "reporting": reporting, "modules": len(modules)}
     kind = next(iter(kinds)) if len(kinds) == 1 else None
+    level = "info" if all(is_in_expert(site.fqn) for site in lost) else "warn"
     return Coverage.anomaly(
-        record, "warn", message, values, module=modules[0], kind=kind, phase=phase
+        record, level, message, values, module=modules[0], kind=kind, phase=phase
     )

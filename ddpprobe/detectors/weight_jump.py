@@ -13,7 +13,7 @@ from ddpprobe.detectors.sites_of_kind import Floats, SiteWindow, grown
 from ddpprobe.detectors.subtrees import named
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
-from ddpprobe.records.step import Anomaly, StepRecord
+from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 
 LEAST_MOVE = 0.005  # of the logarithm of a norm: one that hardly moves is not judged by less
 
@@ -26,6 +26,9 @@ class WeightJump(SampledDetector):
     parameters or more change their norm, in one direction, faster than training does: a decay that
     is applied at each step, or is too strong. What has just begun to be trained may grow fast, from
     zero.
+
+    A largest weight below the learning rate is not judged: one step of Adam may set it (the bias
+    of keys, whose gradient is rounding alone).
 
     Args:
         ratio: how many times the largest of the window.
@@ -79,6 +82,7 @@ class WeightJump(SampledDetector):
         sites = len(now.seen)
         highest = self._past.highest(sites)
         known = now.seen & (self._past.points(sites) >= self._window) & (highest > 0)
+        known &= now.largest > self._rate_of(record)
         ratio = np.divide(now.largest, highest, out=np.zeros(sites), where=known)
         self._past.add(now.largest)
         jumped = ratio > self._ratio
@@ -99,6 +103,11 @@ class WeightJump(SampledDetector):
             "parameters": len(fqns),
         }
         return [self.anomaly(record, "warn", message, values, module=fqns[0], kind="param")]
+
+    @staticmethod
+    def _rate_of(record: StepRecord) -> float:
+        said = (float(s[LEARNING_RATE]) for s in record.scalars.values() if LEARNING_RATE in s)
+        return max(said, default=0.0)
 
     def _stepped(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
         sites = len(now.seen)

@@ -35,6 +35,7 @@ NOISE_WINDOW = 32  # sampled steps over which the parts of the noise scale are a
 _TABLES = 8  # of sites: of the last attempts, and of steps that lack ranks
 _ROUNDING = 1e-3  # relative: norms of reduced gradients, in bfloat16 too
 _NUMBERED = re.compile(r"^(?P<chain>.+)\.(?P<number>\d+)$")
+_EXPERT = re.compile(r"(^|\.)[^.]*experts\.\d+(\.|$)")
 
 
 class Derived(NamedTuple):
@@ -155,6 +156,11 @@ def expert_loads(record: StepRecord) -> list[tuple[tuple[str, ...], Floats]]:
         if load.sum() > 0:
             found.append((tuple(record.sites[row].fqn for row in rows), load))
     return found
+
+
+def is_in_expert(fqn: str) -> bool:
+    """Whether a name is that of an expert, or of something in one."""
+    return _EXPERT.search(fqn) is not None
 
 
 def _worst(record: StepRecord, of: Callable[[Floats], float]) -> float | None:

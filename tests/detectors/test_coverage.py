@@ -246,6 +246,31 @@ def test_an_expert_without_tokens_is_no_loss() -> None:
     assert run(records) == []
 
 
+@pytest.mark.parametrize(
+    ("names", "level"),
+    [
+        (("experts.1", "experts.1.up"), "info"),
+        (("blocks.0.mlp.local_experts.1.up",), "info"),
+        (("experts.1", "head"), "warn"),
+        (("branches.1",), "warn"),
+        (("experts.norm",), "warn"),
+    ],
+)
+def test_experts_that_are_chosen_no_more_are_an_information(
+    names: tuple[str, ...], level: str
+) -> None:
+    sites = tuple(Site(name, "output") for name in ("embed", *names))
+    counts = np.ones((len(sites), len(COUNTS)), np.int64)
+    gone = counts.copy()
+    gone[1:, COUNTS.index("observed")] = 0
+    values = np.zeros((len(sites), len(VALUES)))
+    (told,) = run(
+        StepRecord(0, s, (0,), s, sites=sites, counts=counts if s < 60 else gone, values=values)
+        for s in range(80)
+    )
+    assert (told.level, told.values["lost"]) == (level, len(names))
+
+
 def test_the_longer_a_site_has_reported_the_sooner_it_is_missed() -> None:
     needed = [patience(n, 20_000, 8) for n in range(300)]
     assert set(needed[:8]) == {NEVER}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ddpprobe.detectors.weight_jump import WeightJump
-from ddpprobe.records.step import StepRecord
+from ddpprobe.records.step import LEARNING_RATE, StepRecord
 from tests.detectors.made_records import levels, run
 from tests.detectors.made_weights import Made, weights
 
@@ -30,6 +32,18 @@ def test_a_weight_that_is_five_times_as_large_is_told_with_its_name(every: int) 
     (warn,) = run(WeightJump(), stream(lambda s, i: 5.0 if s >= AT and i == 1 else 1.0, 200, every))
     assert (warn.level, warn.step, warn.module, warn.kind) == ("warn", AT, "l1.weight", "param")
     assert warn.values["ratio"] == pytest.approx(5.0)
+
+
+def test_a_largest_weight_below_the_learning_rate_is_left_alone() -> None:
+    def size(step: int, which: int) -> float:
+        return 1.0 if which else 1e-5 if step < AT else 2.4e-4
+
+    for rate, told in ((3e-4, []), (1e-4, [("warn", AT)])):
+        found = run(
+            WeightJump(moved=OFF),
+            [replace(r, scalars={0: {LEARNING_RATE: rate}}) for r in stream(size)],
+        )
+        assert levels(found) == told
 
 
 def test_three_times_is_not_enough_nor_are_fewer_than_ten_looks() -> None:
