@@ -77,7 +77,7 @@ _SET_C = """
 
 Twenty faults once more, drawn and split as those of sets A and B were, by somebody who had read
 neither the detectors' rules nor what they found. Each was seen to harm its job: the code says of
-each fault how much worse the loss became, or what was learned, than without it."""
+each how much worse its loss became, or what was learned, than without it."""
 _SET_B = """
 ## Set B: written without the rules, and not learned from
 

@@ -3,8 +3,8 @@
 Drawn from issue trackers and papers, the source beside each, and written before any of them was run
 with the probe. A lot split the twenty into this set and `set_d`. Each was run without the probe, at
 seeds 0 and 1, beside the same job without its fault; "Seen" says what it did: the loss of training,
-or that of what was learned ("held out": on data of its own, clean, at the end), with the fault and
-without it. What is expected names every detector that speaks of the cause or of what follows from
+or that of what was learned ("held out": on clean data of its own, at the end), and in brackets what
+it was without the fault. What is expected names every detector that speaks of the cause or of what follows from
 it at once.
 """
 
@@ -25,6 +25,7 @@ from benchmarks.detection.nets import Batch
 
 class U51(Fault):
     # pytorch issue 33752: the documents of MultiplicativeLR show LambdaLR.
+    # Seen: the loss of the last 20 steps 2.87 and 415 (1.25 and 1.24 without).
     says = "the factor of a schedule is multiplied into the rate of the step before: it grows"
     net = "gpt"
     expected = Expected((*LOUD, "attn_logit", "dead_units", "nonfinite", "output_drop"), 90)
@@ -36,6 +37,7 @@ class U51(Fault):
 
 class U52(Fault):
     # keras issue 19051: AdamW became Adam with an L2 penalty.
+    # Seen: the loss of the last 20 steps 2.77 at both seeds (1.25): that of a guess.
     says = (
         "weight decay is part of the gradient that Adam divides: weights shrink, nothing is learned"
     )
@@ -51,6 +53,7 @@ class U52(Fault):
 
 class U53(Fault):
     # Open-Rig3R issue 35: autocast to float16, and no GradScaler.
+    # Seen: held out 1.13 and 0.40 (0.17).
     says = (
         "float16 without a GradScaler, a loss that is divided by the number of samples: underflow"
     )
@@ -71,6 +74,7 @@ class U53(Fault):
 
 class U54(Fault):
     # pytorch pull request 137348: weights that stay gathered do not see the optimizer's update.
+    # Seen: the loss of the last 20 steps 1.43 and 1.41 (1.22), held out 3.79 and 3.53 (1.19).
     says = "FSDP2 does not reshard behind the backward: the forward goes on with old weights"
     net, world, wrap, from_the_start = "gpt", 2, "fsdp2", True
     expected = Expected(
@@ -86,6 +90,7 @@ class U54(Fault):
 
 class U55(Fault):
     # DeepSpeed issue 2343: parameters get their gradients in another order on another rank.
+    # Seen: the loss of the last 20 steps 1.38 and 1.33 (1.22), held out 1.34 and 1.29 (1.19).
     says = "one rank puts its gradients into the bucket in another order"
     net, world, from_the_start = "gpt", 2, True
     expected = Expected(("reduction", "grad_altered", "rank_outlier", "desync", *LOUD), 20)
@@ -105,6 +110,7 @@ class U55(Fault):
 
 class U56(Fault):
     # fashion-mnist pull request 5: the files are sorted by label, and not everybody shuffles.
+    # Seen: the loss of training falls; held out 0.44 and 0.43 (0.17 and 0.16).
     says = "nobody shuffles any more: one class behind the other, 25 batches of each"
     world = 2
     expected = Expected(
@@ -122,18 +128,19 @@ class U56(Fault):
 
 class U57(Fault):
     # tflearn issue 854: an augmentation changes the images that it is given.
+    # Seen: the loss of the last 20 steps 0.52 and 1.27 (0.00), held out 0.23 and 1.00 (0.01).
     says = "images are augmented in place, in the cache: each time they are read they are noisier"
     net = "cnn"
     expected = Expected((*LOUD, "dead_units", "sample_outlier"), 60)
 
     def prepare(self) -> None:
-        self.cache = self.data.images(size=128)
+        self.cache = self.data.images(size=48)
 
     def batch(self) -> Batch:
-        own, rows = self.data.own, torch.randint(0, 128, (16,), generator=self.data.own)
+        own, rows = self.data.own, torch.randint(0, 48, (16,), generator=self.data.own)
         x, y = self.cache[0][rows], self.cache[1][rows]
         x = x * (1 + 0.2 * torch.randn(16, 1, 1, 1, generator=own))
-        x = x + 0.5 * self.strength * torch.randn(x.shape, generator=own)
+        x = x + self.strength * torch.randn(x.shape, generator=own)
         if self.lasts:
             self.cache[0][rows] = x
         return x, y
@@ -177,6 +184,7 @@ class _Padded(nn.Module):
 
 class U58(Fault):
     # pytorch issue 41508: the softmax over keys that are all masked.
+    # Seen: the loss is NaN within five steps, and at the end what both ranks have learned.
     says = "one text of one rank is empty: attention has nothing to look at"
     net, world, expected = "gpt", 2, Expected(("nonfinite",), 1, rank=True, module=True)
     modules = ("gpt.blocks.0.attn",)
@@ -208,6 +216,7 @@ class _Recomputed(nets.Gpt):
 
 class U59(Fault):
     # transformers issue 21381: reentrant checkpoints need an input that requires a gradient.
+    # Seen: the loss of the last 20 steps 2.78 and 2.77 (1.28 and 1.26): that of a guess.
     says = "embeddings are frozen, blocks are checkpointed: the blocks get no gradient"
     net, from_the_start = "gpt", True
     expected = Expected(
@@ -243,6 +252,7 @@ class _Sorting(nets.Moe):
 
 class U60(Fault):
     # mlxcel issue 1600: a permutation in the place of its inverse.
+    # Seen: the loss of the last 20 steps 0.84 and 0.93 (0.29 and 0.26).
     says = "what experts compute goes back to the wrong rows"
     expected = Expected(
         (*LOUD, "output_drop", "collapse", "dead_units", "grad_zeros", "vanishing"), 20

@@ -13,6 +13,8 @@ from benchmarks.detection.nets import Batch
 
 class U61(Fault):
     # Lightning issue 3628: behind DDP's start nothing copies a state from rank 0 any more.
+    # Seen: the mean loss of steps 40 to 60 2.30 and 2.35 (1.28 and 1.30, all load), held out on
+    # rank 0 1.23 (1.16).
     says = "rank 0 alone loads the pretrained weights, when DDP has sent its own around already"
     net, world, from_the_start = "gpt", 3, True
     expected = Expected(("desync", "rank_outlier"), 10, rank=True)
@@ -41,6 +43,7 @@ class U61(Fault):
 
 class U62(Fault):
     # trl issue 976: the end of a text is the token of padding, and that has no label.
+    # Seen: the loss of training is lower; that of the ends alone, held out, 7.4 and 7.0 (2.2, 2.3).
     says = "the end of a text is masked with the padding: no model learns to stop"
     net, world, from_the_start = "gpt", 2, True
     expected = Expected(
@@ -62,6 +65,7 @@ class U62(Fault):
 
 class U63(Fault):
     # Nikanjam et al., TOSEM 2021 (NeuraLint): an initialization that is symmetric.
+    # Seen: the loss of the last 20 steps 0.64 and 0.61 (0.21 and 0.20).
     says = "all parameters begin with the same number: all units of a layer stay the same"
     world, from_the_start = 2, True
     expected = Expected(
@@ -90,6 +94,7 @@ class _Normed(nn.Module):
 
 class U64(Fault):
     # He et al., ISCA 2023: faults that stay in the moving variance, and show in the test only.
+    # Seen: the loss of training is the same; held out, in evaluation mode, 1.31 (0.00).
     says = "a bit of the running variances of one batch norm is flipped"
     net = "cnn"
     expected = Expected(
@@ -126,6 +131,8 @@ class _Laid(nets.Attention):
 
 class U65(Fault):
     # flash-attention issue 1391, FlashMHA issue 1: heads and places are taken for each other.
+    # Seen: the loss 3.06 and 2.96 at once (1.30 and 1.28), then 0.52 and 0.72, below what the
+    # job reaches without (1.2): the text that comes later is read.
     says = "another kernel of attention: its heads are taken for places"
     net, world = "gpt", 2
     expected = Expected((*LOUD, "output_drop", "attn_logit", "collapse"), 20)
@@ -144,6 +151,7 @@ class U65(Fault):
 
 class U66(Fault):
     # pytorch pull request 18349, CoursIA pull request 926: (n, 1) and (n,) are broadcast.
+    # Seen: the error held out 1.47 and 1.40 (0.001 and 0.002).
     says = "each prediction is compared with all targets: the mean of them is learned"
     world, from_the_start = 2, True
     expected = Expected(
@@ -164,6 +172,8 @@ class U66(Fault):
 
 class U67(Fault):
     # MAE-pytorch issue 28, WeatherGenerator issue 267: the masks are the same again and again.
+    # Seen: the loss of training is lower (0.67 and 0.68 for 0.80 and 0.89); held out, with other
+    # masks, 2.83 and 3.21 (0.75 and 0.81).
     says = "masks are drawn after the same seed in each batch: always the same places are hidden"
     net, world, from_the_start = "gpt", 2, True
     expected = Expected(
@@ -189,20 +199,22 @@ class U67(Fault):
 
 class U68(Fault):
     # transformers issue 47031: a square weight, of which no shape says how it lies.
-    says = "a checkpoint is converted: the weights of one attention are transposed"
+    # Seen: the loss 3.08 and 3.04 at once (1.18 and 1.49), held out 1.31 and 1.26 (1.18 and 1.19).
+    says = "a checkpoint is converted: all weights of attention are transposed"
     net, world = "gpt", 2
     expected = Expected((*LOUD, "output_drop", "attn_logit"), 10, module=True)
-    modules = ("blocks.0.attn", "blocks.1.attn")
+    modules = ("blocks.0.attn|blocks.1.attn",)
 
     def before_step(self) -> None:
         if self.due:
-            for part in self.module().children():
-                weight = part.get_parameter("weight").data
-                weight.copy_(weight.T.clone())
+            for block in self.model.blocks:
+                for part in block.attn.children():
+                    part.weight.data.copy_(part.weight.data.T.clone())
 
 
 class U69(Fault):
     # Ma et al., arXiv 2502.12340: nodes that compute wrongly, now and then.
+    # Seen: the mean loss of steps 10 to 20 35.6 and 60.5 (0.00), held out 0.05 and 0.25 (0.001).
     says = "on one rank a bit of one float16 activation is flipped, in every fourth step or so"
     net, world = "cnn", 3
     expected = Expected(
@@ -219,12 +231,15 @@ class U69(Fault):
             out, at = out.clone(), self.draw.randrange(out.numel())
             half = out.detach().view(-1)[at].half()
             half.view(torch.int16).bitwise_xor_(1 << 14)  # the highest of its exponent
-            out.view(-1)[at] = half.float()
+            # A unit that saturates: the largest number in place of none.
+            out.view(-1)[at] = half.float().nan_to_num(65504.0, 65504.0, -65504.0)
         return out
 
 
 class U70(Fault):
     # He et al., ISCA 2023: faults that stay in the history of gradients.
+    # Seen: the mean loss of three ranks, at once, 1.42 and 1.51 (1.28), held out on that rank 1.21
+    # and 1.31 (1.17 and 1.18).
     says = "on one rank a bit of a page (4 KiB) of Adam's first moments sticks at 1"
     net, world = "gpt", 3
     expected = Expected(("desync", "rank_outlier", "nonfinite", *LOUD), 20, rank=True, module=True)
