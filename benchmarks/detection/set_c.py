@@ -2,10 +2,10 @@
 
 Drawn from issue trackers and papers, the source beside each, and written before any of them was run
 with the probe. A lot split the twenty into this set and `set_d`. Each was run without the probe, at
-seeds 0 and 1, beside the same job without its fault; "Seen" says what it did: the loss of training,
+seeds 0 and 1, beside the same job without its fault. "Seen" says what it did: the loss of training,
 or that of what was learned ("held out": on clean data of its own, at the end), and in brackets what
-it was without the fault. What is expected names every detector that speaks of the cause or of what follows from
-it at once.
+it was without the fault. What is expected names every detector that speaks of the cause or of what
+follows from it at once.
 """
 
 from __future__ import annotations
