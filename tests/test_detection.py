@@ -17,6 +17,8 @@ from benchmarks.detection.rivals import RIVALS, isnan, seven_sigma, zclip
 from benchmarks.detection.score import judge_fault, judge_healthy, wilson
 from benchmarks.detection.set_a import SET_A
 from benchmarks.detection.set_b import SET_B
+from benchmarks.detection.set_c import SET_C
+from benchmarks.detection.set_d import SET_D
 from benchmarks.detection.sharded import SHARDED
 from benchmarks.detection.unlisted import UNLISTED
 from benchmarks.detection.zoo import ZOO
@@ -117,6 +119,22 @@ def test_the_two_sets_that_were_written_without_the_rules_are_counted_each_on_it
     assert "every=1: 1/1" in learned
     assert all(f"| {name} |" in held_out for name in SET_B)
     assert all(f"| {name} |" in learned for name in SET_A)
+
+
+def test_each_of_the_later_two_sets_has_a_table_of_its_own_too() -> None:
+    silent: dict[str, list[int]] = {rival: [] for rival in RIVALS}
+    told = replace(LOUD, detector="grad_spike", step=SET_C["U60"](0, 0).start)
+    outcomes = [
+        judge_fault(SET_C["U60"](0, 0), 0, 1, [told]),
+        *(judge_fault(SET_D[name](0, 0), 0, 1, []) for name in ("U62", "U65")),
+    ]
+    text = page([Result(o, silent, "code", "machine", "day") for o in outcomes], [])
+    second, first = text.split("## Set D")[1].split("## Set B")[0].split("## Set C")
+    assert "every=1: 0/2" in second
+    assert "every=1: 1/1" in first
+    assert all(f"| {name} |" in second for name in SET_D)
+    assert all(f"| {name} |" in first for name in SET_C)
+    assert not {*SET_C, *SET_D} & {*SET_A, *SET_B}
 
 
 def test_no_two_jobs_share_a_name_and_each_draws_by_its_own() -> None:

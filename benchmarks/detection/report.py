@@ -16,6 +16,8 @@ from benchmarks.detection.rivals import RIVALS
 from benchmarks.detection.score import Outcome, Spoke, wilson
 from benchmarks.detection.set_a import SET_A
 from benchmarks.detection.set_b import SET_B
+from benchmarks.detection.set_c import SET_C
+from benchmarks.detection.set_d import SET_D
 from benchmarks.detection.sharded import SHARDED
 from benchmarks.detection.unlisted import LEARNED
 from benchmarks.detection.zoo import ZOO
@@ -66,6 +68,16 @@ _LEARNED = """
 Two times ten that had been such once, before rules were made from what they showed. Of the first
 ten (U01 to U10) 16 of 30 were found at every=1 and 14 of 30 at every=10 then, of the second ten 18
 and 17."""
+_SET_D = """
+## Set D: written without the rules, like set C
+
+The other ten of the twenty that set C is from."""
+_SET_C = """
+## Set C: written without the rules
+
+Twenty faults once more, drawn and split as those of sets A and B were, by somebody who had read
+neither the detectors' rules nor what they found. Each was seen to harm its job: the code says of
+each how much worse its loss became, or what was learned, than without it."""
 _SET_B = """
 ## Set B: written without the rules, and not learned from
 
@@ -153,6 +165,8 @@ def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
         ("", "what is planted", "limit", *(f"every={e}" for e in EVERY), "by", "rank", "module"),
         [_fault_row(name, [o for o in faulty if o.job == name]) for name in FAULTS],
     )
+    yield from _faults_apart(apart, SET_D, _SET_D)
+    yield from _faults_apart(apart, SET_C, _SET_C)
     yield from _faults_apart(apart, SET_B, _SET_B)
     yield from _faults_apart(apart, SET_A, _SET_A)
     yield from _faults_apart(apart, FRESH, _UNLISTED)
