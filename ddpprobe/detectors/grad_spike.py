@@ -68,7 +68,7 @@ class GradSpike(SampledDetector):
     def __init__(
         self,
         *,
-        z: float = 8.0,
+        z: float = 10.0,
         ratio: float = 4.0,
         loss_z: float = 8.0,
         loss_ratio: float = 2.0,

@@ -28,17 +28,14 @@ NUMBERS = (
     ("gradient norm by loss", "backward"),
 )
 # Of one module or parameter: kind of site, phase.
-RMS, MEAN, SHARE = "rms of the output", "mean of the output by its rms", "share of the gradient"
-PLACES = {RMS: ("output", "forward"), MEAN: ("output", "forward"), SHARE: ("grad", "backward")}
+RMS, SHARE = "rms of the output", "share of the gradient norm"
+PLACES = {RMS: ("output", "forward"), SHARE: ("grad", "backward")}
 FEWEST_TOGETHER = 4  # outputs that must move together: fewer may be one and those behind it
 
 
 @dataclass(frozen=True, slots=True)
 class _Shift:
-    """One series that has shifted: `place` of it, its last `values`; the rest as in `Shifts`.
-
-    Means have no decades: their `size` is in the unit of the rms.
-    """
+    """One series that has shifted: `place` of it, its last `values`; the rest as in `Shifts`."""
 
     place: int
     values: int
@@ -52,20 +49,19 @@ class LevelShift(SampledDetector):
     Other data, other labels, a loss that is scaled otherwise, weights that were loaded, a module
     that computes something else. Judged are the loss of every step and, on sampled steps, the
     gradient norm, both upwards only, the gradient norm divided by the loss, the rms of each
-    module's output, its mean divided by that, and the share that each parameter has of the
-    gradient norm. All of the last values must lie beyond all of those before, and the step between
-    them must be larger than any before it. Nothing is said where the learning rate, the number of
-    trained parameters or the size of the outputs has changed meanwhile.
+    module's output, and the share that each parameter has of the gradient norm. All of the last
+    values must lie beyond all of those before, and the step between them must be larger than any
+    before it. Nothing is said where the learning rate, the number of trained parameters or the size
+    of the outputs has changed meanwhile.
 
     Args:
         loss_ratio: how many times the loss of the block before.
         norm_ratio: the same of the gradient norm, and of it by the loss.
         output_ratio: the same of the output of one module among many, and of a parameter's share.
         together_ratio: the same of outputs, where half of all move in one direction.
-        mean_move: by how much the mean of an output must have moved, in units of its rms.
         clear: how many times the largest step between two blocks before it.
+        by_loss_clear: the same of the gradient norm by the loss.
         output_clear: the same of one output, and of a parameter's share.
-        mean_clear: the same of the mean of an output.
         recent: values of a block; all of the last block must lie beyond those before.
         blocks: so many blocks before it are compared with.
         quiet_steps: steps without a shift after which the next one is told.
@@ -76,14 +72,13 @@ class LevelShift(SampledDetector):
 
     def __init__(
         self, *, loss_ratio: float = 1.12, norm_ratio: float = 1.4, output_ratio: float = 2.0,
-        together_ratio: float = 1.2, mean_move: float = 0.3, clear: float = 3.0,
-        output_clear: float = 10.0, mean_clear: float = 12.0, recent: int = 8, blocks: int = 6,
-        quiet_steps: int = 100,
+        together_ratio: float = 1.2, clear: float = 3.0, by_loss_clear: float = 4.0,
+        output_clear: float = 10.0, recent: int = 8, blocks: int = 6, quiet_steps: int = 100,
     ) -> None:  # fmt: skip
         above_zero(
             loss_ratio=loss_ratio, norm_ratio=norm_ratio, output_ratio=output_ratio,
-            together_ratio=together_ratio, mean_move=mean_move, clear=clear,
-            output_clear=output_clear, mean_clear=mean_clear,
+            together_ratio=together_ratio, clear=clear, by_loss_clear=by_loss_clear,
+            output_clear=output_clear,
         )  # fmt: skip
         at_least(1, recent=recent)
         at_least(2, blocks=blocks)
@@ -92,7 +87,7 @@ class LevelShift(SampledDetector):
         self._of_norm = math.log10(norm_ratio), clear
         self._together_dex = math.log10(together_ratio)
         self._of_output = math.log10(output_ratio), output_clear
-        self._of_mean = mean_move, mean_clear
+        self._by_loss_clear = by_loss_clear
         self._recent, self._blocks, self._quiet = recent, blocks, quiet_steps
         self._reset()
 
@@ -104,7 +99,7 @@ class LevelShift(SampledDetector):
         length = max(self._recent * (self._blocks + 1), QUICK * (QUICK_BLOCKS + 1))
         self._loss = PositiveLoss()
         self._losses, self._norms, self._meant = (LevelWindow(length) for _ in range(3))
-        self._rms, self._means, self._shares = (LevelWindow(length) for _ in range(3))
+        self._rms, self._shares = LevelWindow(length), LevelWindow(length)
         self._outputs, self._gradients = SitesOfKind("output"), SitesOfKind("grad")
         self._telling = Telling(self._quiet)
 
@@ -127,7 +122,7 @@ class LevelShift(SampledDetector):
             chosen = [_largest(record, name) for name in (LEARNING_RATE, TRAINABLE)]
             self._meant.push(_logs([*chosen, elements]))
             for shift in self._found(self._norms, *self._of_norm):
-                if shift.place or shift.size > 0:
+                if shift.clear >= self._by_loss_clear if shift.place else shift.size > 0:
                     numbers[1 + shift.place] = shift
             places = self._shifted_places(record, norms, norm)
         if not (numbers or places) or (self._meant.largest_step(QUICK) > MEANT).any():
@@ -138,14 +133,11 @@ class LevelShift(SampledDetector):
         self, record: StepRecord, norms: Floats, norm: float
     ) -> dict[str, list[_Shift]]:
         """Return what has shifted at single modules and parameters, by what of them."""
-        rms, mean = (self._outputs.read(record, stat) for stat in ("rms", "mean"))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self._means.push(mean / rms)
-            self._shares.push(_logs(norms / norm))
-        self._rms.push(_logs(rms))
+        rms = _logs(self._outputs.read(record, "rms"))
+        self._rms.push(rms)
+        self._shares.push(_logs(norms) - _logs([norm]))
         found = {
-            RMS: self._shifted_outputs(int((rms > 0).sum())),
-            MEAN: self._found(self._means, *self._of_mean),
+            RMS: self._shifted_outputs(int(np.isfinite(rms).sum())),
             SHARE: self._found(self._shares, *self._of_output),
         }
         return {what: shifts for what, shifts in found.items() if shifts}
@@ -197,30 +189,21 @@ class LevelShift(SampledDetector):
         also += [NUMBERS[number][0] for number in sorted(numbers)]
         joined = f"; with it {', '.join(also)}" if also else ""
         of = "" if what == "loss" else "sampled "
+        ratio = 10.0**shift.size
+        moved = f"{ratio:.3g} x" if ratio > 1 else f"{1 / ratio:.3g} x below"
         message = (
-            f"{what} has been {_moved(what, shift.size)}, at each of the last {shift.values} {of}"
+            f"{what} has been {moved} its level before, at each of the last {shift.values} {of}"
             f"steps: {shift.clear:.3g} x as far as it ever moved in its window{joined}. No change "
             "of learning rate or sizes was seen: look at the data, the labels, the scale of the "
             "loss, and what was loaded"
         )
         values = {
-            "moved" if what == MEAN else "ratio": shift.size if what == MEAN else 10**shift.size,
+            "ratio": ratio,
             "clear": shift.clear,
             "values": shift.values,
             "outputs": len(places.get(RMS, [])),
         }
         return self.anomaly(record, "warn", message, values, module=module, kind=kind, phase=phase)
-
-
-def _moved(what: str, size: float) -> str:
-    if what == MEAN:
-        return f"{abs(size):.3g} {'above' if size > 0 else 'below'} its level before"
-    ratio = 10.0**size
-    return (
-        f"{ratio:.3g} x its level before"
-        if ratio > 1
-        else f"{1 / ratio:.3g} x below its level before"
-    )
 
 
 def _logs(numbers: Sequence[float] | Floats) -> Floats:

@@ -24,7 +24,8 @@ class OutputJump(SampledDetector):
     Args:
         ratio: how many times the largest of the window.
         window: sampled steps that are remembered.
-        least: sampled steps of them without which there is no verdict on a module.
+        least: sampled steps of them without which there is no verdict on a module,
+        few: and below so many the ratio must be twice as large.
         quiet_steps: steps without a jump after which one is told again.
         worse: a jump so many times the reported one is told at once.
     """
@@ -33,14 +34,14 @@ class OutputJump(SampledDetector):
     title = "Outputs exploded"
 
     def __init__(
-        self, *, ratio: float = 4.0, window: int = 64, least: int = 8, quiet_steps: int = 100,
-        worse: float = 10.0,
+        self, *, ratio: float = 4.0, window: int = 64, least: int = 8, few: int = 16,
+        quiet_steps: int = 100, worse: float = 10.0,
     ) -> None:  # fmt: skip
         above_zero(ratio=ratio, worse=worse)
-        at_least(1, least=least)
+        at_least(1, least=least, few=few)
         at_least(least, window=window)
         at_least(0, quiet_steps=quiet_steps)
-        self._ratio, self._window, self._least = ratio, window, least
+        self._ratio, self._window, self._least, self._few = ratio, window, least, few
         self._repeat = (quiet_steps, worse)
         self._reset()
 
@@ -52,10 +53,11 @@ class OutputJump(SampledDetector):
         """Take the next record; at most one anomaly."""
         now = self._outputs.read(record, "abs_max")
         highest = np.maximum(self._past.highest(len(now)), LEAST)
-        known = self._past.points(len(now)) >= self._least
+        points = self._past.points(len(now))
+        needed = np.where(points < self._few, 2 * self._ratio, self._ratio)
         with np.errstate(invalid="ignore", over="ignore"):
-            ratio = np.where(known, now / highest, 0.0)
-            jumped = ratio > self._ratio
+            ratio = np.where(points >= self._least, now / highest, 0.0)
+            jumped = ratio > needed
         self._past.add(now)
         if not jumped.any() or not self._telling.due(record.step, float(np.nanmax(ratio))):
             return []

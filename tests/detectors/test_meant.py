@@ -63,8 +63,8 @@ def test_a_task_switches_known_detectors_off(task: str) -> None:
     ("detectors", "task", "says"),
     [
         ({"strangler": False}, None, "no detector 'strangler': choose one of straggler"),
-        ({"grad_spike": {"zz": 3}}, None, "grad_spike has no setting 'zz'; it has z=8.0"),
-        ({"grad_spike": {"z": "much"}}, None, "z=much: expected a number, such as 8.0"),
+        ({"grad_spike": {"zz": 3}}, None, "grad_spike has no setting 'zz'; it has z=10.0"),
+        ({"grad_spike": {"z": "much"}}, None, "z=much: expected a number, such as 10.0"),
         ({"grad_spike": {"window": 3.5}}, None, "window=3.5: expected a whole number"),
         ({"grad_spike": {"window": 10**9}}, None, "window=1000000000: expected a number from"),
         ({"grad_spike": 3}, None, "must be True, False or settings, got 3"),

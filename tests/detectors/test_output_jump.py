@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from ddpprobe.detectors.output_jump import OutputJump
-from ddpprobe.records.step import Site, StepRecord
+from ddpprobe.records.step import VALUES, Site, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 A, B, C = (Site(name, "output") for name in ("a", "b", "c"))
@@ -37,6 +38,14 @@ def test_of_several_ranks_none_is_named() -> None:
 def test_eight_sampled_steps_of_a_module_are_needed() -> None:
     assert run(OutputJump(), [*quiet(7), step(7, 100.0)]) == []
     assert levels(run(OutputJump(), [*quiet(8), step(8, 100.0)])) == [("warn", 8)]
+
+
+@pytest.mark.parametrize(("samples", "ratio", "told"), [(15, 7, 0), (15, 9, 1), (16, 7, 1)])
+def test_below_sixteen_sampled_steps_a_jump_must_be_twice_as_far(
+    samples: int, ratio: float, told: int
+) -> None:
+    highest = max(r.values[0, VALUES.index("max")] for r in quiet(samples))
+    assert len(run(OutputJump(), [*quiet(samples), step(samples, ratio * highest)])) == told
 
 
 def test_growth_however_far_is_no_jump() -> None:
