@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
-from ddpprobe.detectors.faded_rate import FadedRate
+from ddpprobe.detectors.learning_rate import FadedRate
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import grown
 from ddpprobe.detectors.subtrees import named, subtrees

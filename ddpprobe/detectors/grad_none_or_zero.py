@@ -16,6 +16,7 @@ from ddpprobe.detectors.rank_gradients import LostGradients, RankGradients
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import SitesOfKind
 from ddpprobe.detectors.subtrees import named, subtrees, without_indices
+from ddpprobe.records.derived import is_in_expert
 from ddpprobe.records.step import Anomaly, StepRecord
 
 MOST_ACTIVE = 256  # sampled steps that are counted
@@ -157,8 +158,9 @@ class GradNoneOrZero(SampledDetector):
             "behind them; if that was meant, all is well"
         )
         values = {"parameters": len(gone), "zero": zero, "since": since}
+        level = "info" if all(map(is_in_expert, gone)) else "warn"
         return self.anomaly(
-            record, "warn", message, values, module=modules[0], kind="grad", phase="backward"
+            record, level, message, values, module=modules[0], kind="grad", phase="backward"
         )
 
     def _of_the_start(self, record: StepRecord, found: NDArray[np.bool_]) -> Anomaly:

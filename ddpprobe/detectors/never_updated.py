@@ -7,9 +7,9 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import grown
-from ddpprobe.detectors.subtrees import named, subtrees
+from ddpprobe.detectors.subtrees import named, subtrees, without_indices
 from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
-from ddpprobe.records.step import Anomaly, StepRecord
+from ddpprobe.records.step import TRAINABLE, Anomaly, StepRecord
 
 
 class NeverUpdated(SampledDetector):
@@ -18,20 +18,25 @@ class NeverUpdated(SampledDetector):
     All parameters of the module must be; one of them must have a gradient by which it would have
     moved if the optimizer did with it what it does with the others, by the smaller of two guesses:
     as far as the median of them (Adam), or as far in proportion to the gradient (SGD). So a bias in
-    front of a norm, an unused part, or a gain of 1 in bfloat16 is none.
+    front of a norm, an unused part, or a gain of 1 in bfloat16 is none. A large part of the model
+    that requires a gradient and has never had one is told, too: the graph does not reach it.
 
     Args:
         steps: steps for which they must not have moved, from the first look on.
         looks: looks for which they must not have.
         spacings: of the numbers about the largest weight, by which one would have moved.
+        part: share of the parameters that makes a large part of the model.
     """
 
     name = "never_updated"
     title = "Weights that are never trained"
 
-    def __init__(self, *, steps: int = 50, looks: int = 3, spacings: float = 8.0) -> None:
+    def __init__(
+        self, *, steps: int = 50, looks: int = 3, spacings: float = 8.0, part: float = 0.25
+    ) -> None:
         at_least(1, steps=steps, looks=looks)
-        above_zero(spacings=spacings)
+        above_zero(spacings=spacings, part=part)
+        self._part = part
         self._steps, self._looks, self._spacings = steps, looks, spacings
         self._reset()
 
@@ -43,6 +48,7 @@ class NeverUpdated(SampledDetector):
         self._never = np.zeros(0, bool)
         self._would = np.zeros(0, bool)  # have moved
         self._told = np.zeros(0, bool)
+        self._pulled = np.zeros(0, bool)  # had a gradient, if of zeros
         self._usual: tuple[float, float] | None = None  # change, and change over gradient
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
@@ -54,6 +60,10 @@ class NeverUpdated(SampledDetector):
         self._follow(now, record.step)
         old = (record.step - self._since >= self._steps) & (self._seen >= self._looks)
         found = self._never & old & ~self._told
+        cut = self._cut_off(record, found)
+        if cut.any():
+            self._told |= cut
+            return [self._without_gradient(record, cut)]
         if not (found & now.seen & self._would).any():
             return []
         whole = self._whole_modules(found)
@@ -68,6 +78,7 @@ class NeverUpdated(SampledDetector):
         self._seen[now.seen] += 1
         other = now.seen & (now.print != self._first).any(axis=1)
         self._never &= ~(now.moved | other)
+        self._pulled |= np.isfinite(now.gradient)
         moved = np.flatnonzero(now.moved & (now.gradient_rms > 0))
         if len(moved):
             change = now.change[moved]
@@ -77,6 +88,18 @@ class NeverUpdated(SampledDetector):
             with np.errstate(invalid="ignore"):
                 expected = np.minimum(self._usual[0], self._usual[1] * now.gradient_rms)
                 self._would |= now.seen & (expected > self._spacings * now.spacing)
+
+    def _cut_off(self, record: StepRecord, found: Mask) -> Mask:
+        """Return those that never had a gradient, if they are many and require one."""
+        without: Mask = found & ~self._pulled
+        kinds = np.array([without_indices(fqn) for fqn in self._rows.fqns], np.str_)
+        without &= ~np.isin(kinds, kinds[self._pulled])  # an expert that is never chosen
+        trained = [float(s[TRAINABLE]) for s in record.scalars.values() if TRAINABLE in s]
+        spare = min(trained, default=0.0) - self._pulled.sum()
+        many = without.sum() >= self._part * len(found)
+        return (
+            without if many and self._pulled.any() and spare >= without.sum() else without & False
+        )
 
     def _whole_modules(self, found: Mask) -> Mask:
         """Return those of `found` in whose module nothing has moved, and something would have."""
@@ -93,6 +116,20 @@ class NeverUpdated(SampledDetector):
         self._never = grown(self._never, sites, 1)
         self._would = grown(self._would, sites, 0)
         self._told = grown(self._told, sites, 0)
+        self._pulled = grown(self._pulled, sites, 0)
+
+    def _without_gradient(self, record: StepRecord, found: Mask) -> Anomaly:
+        fqns = self._rows.fqns
+        cut = [fqns[i] for i in np.flatnonzero(found)]
+        modules = subtrees(cut, [fqns[i] for i in np.flatnonzero(~found)])
+        since = int(self._since[found].min())
+        message = (
+            f"{len(cut)} of {len(fqns)} parameters require a gradient and have never had one since "
+            f"step {since}, in {named(modules)}: the graph does not reach them (detach, no_grad, a "
+            "checkpoint whose inputs require none), or requires_grad=False is missing"
+        )
+        values = {"parameters": len(cut), "since": since}
+        return self.anomaly(record, "warn", message, values, module=modules[0], kind="grad")
 
     def _verdict(self, record: StepRecord, now: WeightsOfStep, found: Mask) -> Anomaly:
         fqns = self._rows.fqns

@@ -11,7 +11,9 @@ import math
 from collections import deque
 
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.misplaced import Misplaced
 from ddpprobe.detectors.settings import at_least
+from ddpprobe.detectors.subtrees import common_module, named
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import UNREDUCED, Anomaly, StepRecord
 
@@ -32,6 +34,8 @@ class Reduction(SampledDetector):
     differ. That pages where a reduction took place, and changed nothing. Where none took place
     (`no_sync` up to the optimizer, or hooks that DDP lost) it warns, and pages after `patience`
     sampled steps in a row if as many before had all been reduced: local SGD begins otherwise.
+    It warns, with the module, where that of single parameters is larger than a mean can be and
+    that of all together is not: they got another one's gradient.
     It warns where the reduced norm is larger than the mean of the local ones, which no mean of them
     can be (triangle inequality), `repeats` times within `recent` sampled steps; whoever sums from
     the start means to. And it warns where it is smaller, at each of the first `young` sampled
@@ -64,10 +68,11 @@ class Reduction(SampledDetector):
     def _reset(self) -> None:
         self._reduced = 0  # sampled steps in a row, up to the first that was not
         self._missing = 0  # sampled steps in a row that were not
-        self._telling = {level: Telling(self._quiet) for level in ("warn", "page", "sum")}
+        self._telling = {level: Telling(self._quiet) for level in ("warn", "page", "sum", "parts")}
         self._means = 0  # sampled steps whose gradient may be a mean
         self._looks, self._divided = 0, True  # of the first ones: whether all were too small
         self._sums: deque[bool] = deque(maxlen=self._recent)
+        self._parameters = Misplaced(self._repeats)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
@@ -79,7 +84,8 @@ class Reduction(SampledDetector):
         if not _stayed_local(norms):
             self._reduced = 1 if self._missing else self._reduced + 1
             self._missing = 0
-            return self._summed(record, norms) or self._divided_twice(record, norms)
+            found = self._summed(record, norms) or self._divided_twice(record, norms)
+            return found or self._of_parameters(record)
         self._missing += 1
         if self._missing < self._repeats:
             return []
@@ -121,6 +127,23 @@ class Reduction(SampledDetector):
             "number of ranks twice, or scaled"
         )
         return [self.anomaly(record, "warn", message, {"common": common}, kind="grad")]
+
+    def _of_parameters(self, record: StepRecord) -> list[Anomaly]:
+        found = self._parameters.update(record)
+        if not found or not self._telling["parts"].due(record.step):
+            return []
+        fqns = list(found)
+        worst = max(found, key=lambda fqn: found[fqn])
+        also = f"; also {named([f for f in fqns if f != worst])}" if len(fqns) > 1 else ""
+        message = (
+            f"the reduced gradient of {worst} is {found[worst]:.3g} x as large as any mean of the "
+            f"ranks' own can be, at {self._repeats} sampled steps in a row{also}, and that of all "
+            "parameters together is not: they got what belongs to others (a bucket that is in "
+            "another order on one rank, a communication hook)"
+        )
+        values = {"ratio": found[worst], "parameters": len(fqns)}
+        module = common_module(fqn.rpartition(".")[0] for fqn in fqns) or None
+        return [self.anomaly(record, "warn", message, values, module=module, kind="grad")]
 
     def _level(self, record: StepRecord) -> str:
         if not any(UNREDUCED in scalars for scalars in record.scalars.values()):

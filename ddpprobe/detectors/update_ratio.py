@@ -8,6 +8,7 @@ from statistics import median
 import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.learning_rate import RisenRate
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.detectors.weight_rows import WeightRows
@@ -19,7 +20,8 @@ class UpdateRatio(SampledDetector):
 
     The share is the root mean square of the change over that of the weights, over all parameters
     that were looked at, so that biases about zero count for as little as they are. A learning rate
-    or a loss that became many times too large does that, before the loss tells.
+    or a loss that became many times too large does that, before the loss tells. A learning rate
+    that rises far above its highest, behind a rest, is told by itself.
 
     Args:
         share: below it, no change is too large.
@@ -29,6 +31,7 @@ class UpdateRatio(SampledDetector):
         least: looks of them without which there is no verdict.
         quiet_steps: steps without one after which it is told again.
         worse: a share so many times the reported one is told at once.
+        rate: how many times its highest before a rest the learning rate must be.
     """
 
     name = "update_ratio"
@@ -37,8 +40,10 @@ class UpdateRatio(SampledDetector):
     def __init__(
         self, *, share: float = 0.05, ratio: float = 20.0, over_highest: float = 3.0,
         window: int = 64, least: int = 8, quiet_steps: int = 100, worse: float = 10.0,
+        rate: float = 3.0,
     ) -> None:  # fmt: skip
-        above_zero(share=share, ratio=ratio, over_highest=over_highest, worse=worse)
+        above_zero(share=share, ratio=ratio, over_highest=over_highest, worse=worse, rate=rate)
+        self._risen = rate
         at_least(1, least=least)
         at_least(least, window=window)
         at_least(0, quiet_steps=quiet_steps)
@@ -47,7 +52,7 @@ class UpdateRatio(SampledDetector):
         self._reset()
 
     def _reset(self) -> None:
-        self._rows = WeightRows()
+        self._rows, self._rate = WeightRows(), RisenRate(self._risen)
         self._past: deque[float] = deque(maxlen=self._window)
         self._telling = Telling(*self._repeat)
 
@@ -55,6 +60,9 @@ class UpdateRatio(SampledDetector):
         """Take the next record; at most one anomaly."""
         if record.skipped or record.missing:
             return []
+        risen = self._rate.update(record)
+        if risen is not None:
+            return [self._of_rate(record, *risen)]
         now = self._rows.read(record)
         both = now.seen & np.isfinite(now.change)
         weights = float(np.square(now.rms[both]).sum())
@@ -78,3 +86,11 @@ class UpdateRatio(SampledDetector):
         )
         values = {"share": share, "median": middle, "highest": highest}
         return [self.anomaly(record, "warn", message, values, kind="update")]
+
+    def _of_rate(self, record: StepRecord, rate: float, highest: float) -> Anomaly:
+        message = (
+            f"the learning rate is {rate:.3g}, {rate / highest:.3g} x its highest ({highest:.3g}) "
+            "before it rested, and the parameters to train are the same: look at the schedule"
+        )
+        values = {"lr": rate, "highest": highest}
+        return self.anomaly(record, "warn", message, values, kind="update")

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.learning_rate import rate_of
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, SiteWindow, grown
 from ddpprobe.detectors.subtrees import named
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
-from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
+from ddpprobe.records.step import Anomaly, StepRecord
 
 LEAST_MOVE = 0.005  # of the logarithm of a norm: one that hardly moves is not judged by less
 
@@ -82,7 +83,7 @@ class WeightJump(SampledDetector):
         sites = len(now.seen)
         highest = self._past.highest(sites)
         known = now.seen & (self._past.points(sites) >= self._window) & (highest > 0)
-        known &= now.largest > self._rate_of(record)
+        known &= ~(now.largest <= rate_of(record))
         ratio = np.divide(now.largest, highest, out=np.zeros(sites), where=known)
         self._past.add(now.largest)
         jumped = ratio > self._ratio
@@ -103,11 +104,6 @@ class WeightJump(SampledDetector):
             "parameters": len(fqns),
         }
         return [self.anomaly(record, "warn", message, values, module=fqns[0], kind="param")]
-
-    @staticmethod
-    def _rate_of(record: StepRecord) -> float:
-        said = (float(s[LEARNING_RATE]) for s in record.scalars.values() if LEARNING_RATE in s)
-        return max(said, default=0.0)
 
     def _stepped(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
         sites = len(now.seen)

@@ -103,3 +103,13 @@ def test_an_expert_that_is_never_chosen_is_left_alone_while_its_likes_are() -> N
     assert run(GradNoneOrZero(), stream) == []
     (warn,) = run(GradNoneOrZero(), [step(s, "blocks", "zero") for s in range(200)])
     assert (warn.module, warn.values["parameters"]) == ("blocks.1.fc", 4)
+
+
+def test_experts_that_lose_their_gradients_are_an_information() -> None:
+    for name, level in (("experts.1", "info"), ("branch.1", "warn")):
+        sites = [Site(f"{name}.weight", "grad"), Site("head.weight", "grad")]
+        stream = [
+            record(s, rows={sites[0]: {"rms": 0.1 * (s < 100)}, sites[1]: {"rms": 0.1}})
+            for s in range(200)
+        ]
+        assert [a.level for a in run(GradNoneOrZero(), stream)] == [level]

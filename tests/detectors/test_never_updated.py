@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpprobe.detectors.never_updated import NeverUpdated
-from ddpprobe.records.step import StepRecord
+from ddpprobe.records.step import TRAINABLE, StepRecord
 from tests.detectors.made_records import run
 from tests.detectors.made_weights import Made, weights
 
@@ -53,3 +53,47 @@ def test_a_part_that_is_trained_later_is_looked_at_from_then_on() -> None:
     records = stream(60) + stream(160, head__weight=NEVER)[60:]
     (warn,) = run(NeverUpdated(), records)
     assert (warn.step, warn.module) == (110, "head")
+
+
+def cut_off(trained: float, *names: str, every: int = 1, alive: int = 4) -> list[StepRecord]:
+    """Parameters that move, and others that never have a gradient; so many require one."""
+    none = {name: Made(1.0, 0.0, None) for name in names}
+    return [
+        weights(
+            s, {f"fc.{i}": Made(1 + 1e-3 * s) for i in range(alive)} | none,
+            scalars={0: {TRAINABLE: trained}},
+        )
+        for s in range(0, 200, every)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_large_part_that_requires_a_gradient_and_never_had_one_is_told_once(every: int) -> None:
+    names = ("blocks.0.weight", "blocks.1.weight", "blocks.1.bias")
+    (warn,) = run(NeverUpdated(), cut_off(7, *names, every=every))
+    assert (warn.level, warn.step, warn.module, warn.kind) == ("warn", 50, "blocks", "grad")
+    assert warn.values == {"parameters": 3, "since": 0}
+    assert "3 of 7 parameters require a gradient and have never had one" in warn.message
+
+
+def test_what_is_frozen_or_a_small_part_or_one_of_many_alike_is_left_alone() -> None:
+    names = ("blocks.0.weight", "blocks.1.weight", "blocks.1.bias")
+    assert run(NeverUpdated(), cut_off(4, *names)) == []  # requires_grad=False
+    assert run(NeverUpdated(), cut_off(7, *names, alive=0)) == []  # nothing is trained just now
+    pooler = cut_off(10, "pooler.weight", "pooler.bias", alive=8)
+    assert run(NeverUpdated(), pooler) == []
+    assert run(NeverUpdated(part=0.2), pooler)
+    experts = [f"fc.{i}" for i in range(10, 14)]  # named as those that have one
+    assert run(NeverUpdated(), cut_off(8, *experts)) == []
+
+
+def test_what_moves_without_a_gradient_at_any_look_is_left_alone() -> None:
+    """A generator whose turn is never in a sampled step."""
+    records = [
+        weights(
+            s, {"fc.0": Made(1 + s), "generator.0": Made(1 + s, 0.0, None)},
+            scalars={0: {TRAINABLE: 2.0}},
+        )
+        for s in range(0, 200, 2)
+    ]  # fmt: skip
+    assert run(NeverUpdated(), records) == []

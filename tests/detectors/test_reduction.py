@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 
 from ddpprobe.detectors.reduction import Reduction
 from ddpprobe.records.step import UNREDUCED, Site, StepRecord
@@ -123,3 +124,52 @@ def test_values_that_nobody_expects_do_not_raise() -> None:
         told = {"grad_norm_local": odd[s % 5], "grad_norm": odd[s % 3], "micro_batches": 1.0}
         stream.append(record(s, {0: told, 1: {**told, "grad_norm": 1.0}}))
     run(Reduction(), [*stream, StepRecord(0, 200, (0, 1), 0)])
+
+
+def of_parameters(
+    number: int, local: dict[str, float], reduced: dict[str, float], ranks: int = 2, micro: int = 1
+) -> StepRecord:
+    """Norms of each parameter; `local` of each of the ranks, whose merged row holds all."""
+    rows = {}
+    for kind, norms in (("grad_local", local), ("grad", reduced)):
+        for fqn, norm in norms.items():
+            many = ranks if kind == "grad_local" else 1
+            placement = "local" if kind == "grad_local" else "replicated"
+            rows[Site(fqn, kind, placement=placement)] = {"numel": 1, "sum_sq": many * norm**2}
+    said = {
+        "grad_norm_local": math.hypot(*local.values()),
+        "grad_norm": math.hypot(*reduced.values()),
+        "micro_batches": float(micro),
+    }
+    apart = {
+        r: {**said, "grad_norm_local": said["grad_norm_local"] * (1 + 0.1 * r)} for r in range(2)
+    }
+    return record(number, apart, rows)
+
+
+def test_a_parameter_that_gets_what_belongs_to_another_is_named_at_the_third_look() -> None:
+    local = {"a.weight": 1.0, "a.bias": 0.1, "b.weight": 2.0}
+    crossed = {"a.weight": 0.07, "a.bias": 0.7, "b.weight": 1.4}
+    mean = {fqn: norm / 2**0.5 for fqn, norm in local.items()}
+    for every in (1, 10):
+        stream = [
+            of_parameters(s, local, crossed if s >= 50 else mean) for s in range(0, 200, every)
+        ]
+        (warn,) = run(Reduction(), stream)
+        assert (warn.level, warn.step, warn.module) == ("warn", 50 + 2 * every, "a")
+        assert warn.values == {"ratio": pytest.approx(7.0), "parameters": 1}
+        assert "a.bias is 7 x as large" in warn.message
+    now_and_then = [of_parameters(s, local, mean if s % 3 == 0 else crossed) for s in range(200)]
+    assert run(Reduction(), now_and_then) == []
+
+
+def test_gradients_that_are_equal_or_summed_from_the_start_are_not_said_to_be_anothers() -> None:
+    local = {"a.weight": 1.0, "a.bias": 0.1, "b.weight": 2.0}
+    assert run(Reduction(), [of_parameters(s, local, local) for s in range(100)]) == []
+    summed = {fqn: 2 * norm for fqn, norm in local.items()}
+    assert run(Reduction(), [of_parameters(s, local, summed) for s in range(100)]) == []
+    crossed = {"a.weight": 0.07, "a.bias": 0.7, "b.weight": 1.4}
+    accumulated = [of_parameters(s, local, crossed, micro=2) for s in range(100)]
+    assert run(Reduction(), accumulated) == []
+    alone = [of_parameters(s, {"b.weight": 2.0}, crossed) for s in range(100)]
+    assert run(Reduction(), alone) == []  # what has no local row is not known

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from ddpprobe.detectors.update_ratio import UpdateRatio
-from ddpprobe.records.step import StepRecord
-from tests.detectors.made_records import levels, run
+from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, StepRecord
+from tests.detectors.made_records import levels, record, run
 from tests.detectors.made_weights import Made, weights
 
 USUAL = 2e-3
@@ -60,3 +62,32 @@ def test_a_step_that_was_skipped_or_lacks_a_rank_is_neither_judged_nor_usual(
     assert run(UpdateRatio(), [*stream(), *odd]) == []
     later = [weights(s, made) for s in range(80, 81)]
     assert levels(run(UpdateRatio(), [*stream(), *odd, *later])) == [("warn", 80)]
+
+
+def rated(number: int, rate: float, trained: float = 4.0) -> StepRecord:
+    return record(number, {0: {LEARNING_RATE: rate, TRAINABLE: trained}})
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_rate_that_rises_behind_a_rest_is_told_once(every: int) -> None:
+    rates = [1e-3 * 1.05 ** max(0, s - 100) for s in range(0, 300, every)]
+    (warn,) = run(UpdateRatio(), [rated(i * every, rate) for i, rate in enumerate(rates)])
+    assert (warn.level, warn.step, warn.kind) == ("warn", 123 if every == 1 else 130, "update")
+    assert warn.values["highest"] == 1e-3
+    assert 3 <= warn.values["lr"] / 1e-3 < 6
+
+
+def test_rises_that_schedules_have_are_left_alone() -> None:
+    warm = [1e-7 * 1.05 ** min(s, 200) for s in range(400)]
+    restarts = [0.5 + 0.5 * math.cos(math.pi * (s % 100) / 100) for s in range(400)]
+    one_cycle = [1e-4 + 1e-2 * math.sin(math.pi * s / 400) for s in range(400)]
+    twice = [1e-3 if s < 200 else 2e-3 for s in range(400)]
+    for rates in (warm, restarts, one_cycle, twice):
+        assert run(UpdateRatio(), [rated(s, rate) for s, rate in enumerate(rates)]) == []
+
+
+def test_other_parameters_may_bring_a_rate_of_their_own() -> None:
+    unfrozen = [rated(s, 1e-4, 2.0) if s < 100 else rated(s, 1e-2, 8.0) for s in range(300)]
+    assert run(UpdateRatio(), unfrozen) == []
+    same = [rated(s, 1e-4 if s < 100 else 1e-2) for s in range(300)]
+    assert levels(run(UpdateRatio(), same)) == [("warn", 100)]

@@ -1,0 +1,101 @@
+"""A learning rate that fades long before the end, or rises behind a rest."""
+
+from __future__ import annotations
+
+import math
+
+from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, StepRecord
+
+LOOKS = 3  # sampled steps that it must have lasted
+# Of the steps so far that it must have lasted. A cosine is below 1e-5 of its highest rate for the
+# last 0.2 % of its steps, a line for 0.001 %, a polynomial of degree 4 for 5.6 %.
+PART = 0.07
+
+
+REST_STEPS, REST_LOOKS = 50, 5  # in which it was no higher than before: what rises is no warm-up
+SAME = 1.01  # so much higher is no rise
+
+
+class FadedRate:
+    """Follows the learning rate; a rate of 0 is left to who looks at the weights.
+
+    Args:
+        share: of its highest that is next to nothing.
+        steps: for which it must have been no more than that.
+    """
+
+    def __init__(self, share: float, steps: int) -> None:
+        self._share, self._steps = share, steps
+        self._first: int | None = None
+        self.highest = 0.0
+        self._since: int | None = None
+        self._looks = 0
+        self._told = False
+
+    def update(self, record: StepRecord) -> tuple[float, int] | None:
+        """Take the next sampled step; return rate and first step of a fading, once for each."""
+        rate = rate_of(record)
+        if not math.isfinite(rate):
+            return None
+        self._first = record.step if self._first is None else self._first
+        self.highest = max(self.highest, rate)
+        if rate > self._share * self.highest or rate == 0:
+            self._since, self._looks, self._told = None, 0, False
+            return None
+        self._since = record.step if self._since is None else self._since
+        self._looks += 1
+        lasted, all_steps = record.step - self._since, record.step - self._first
+        long = lasted >= max(self._steps, PART * all_steps) and self._looks >= LOOKS
+        if not long or self._told:
+            return None
+        self._told = True
+        return rate, self._since
+
+
+class RisenRate:
+    """Follows the learning rate; once it has rested, no schedule takes it far above its highest.
+
+    A warm restart comes back to the highest, and one cycle rises from the start. Other parameters
+    to train may bring a rate of their own, and begin anew.
+
+    Args:
+        ratio: how many times its highest before the rest.
+    """
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+        self._trained = math.nan
+        self._begin()
+
+    def _begin(self) -> None:
+        self._highest, self._at = 0.0, 0  # and the step of it
+        self._looks = 0  # since then
+        self._rested: float | None = None  # the highest behind which it rested
+        self._told = False
+
+    def update(self, record: StepRecord) -> tuple[float, float] | None:
+        """Take the next sampled step; return rate and highest before, once for each rise."""
+        rate = rate_of(record)
+        trained = max((float(s.get(TRAINABLE, 0)) for s in record.scalars.values()), default=0.0)
+        if not math.isfinite(rate):
+            return None
+        if trained != self._trained:
+            self._trained = trained
+            self._begin()
+        if rate <= SAME * self._highest:
+            self._looks += 1
+            rested = self._looks >= REST_LOOKS and record.step - self._at >= REST_STEPS
+            if rested and not self._told:
+                self._rested = self._highest
+            return None
+        self._highest, self._at, self._looks = rate, record.step, 0
+        if self._told or self._rested is None or rate < self._ratio * self._rested:
+            return None
+        self._told = True
+        return rate, self._rested
+
+
+def rate_of(record: StepRecord) -> float:
+    """Return the largest learning rate of all ranks; NaN where none says it."""
+    said = (float(s[LEARNING_RATE]) for s in record.scalars.values() if LEARNING_RATE in s)
+    return max(said, default=math.nan)

@@ -1,0 +1,48 @@
+"""Parameters whose reduced gradient is larger than a mean of the ranks' own can be."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ddpprobe.detectors.sites_of_kind import SitesOfKind, grown
+from ddpprobe.records.step import StepRecord
+
+MORE = 1.5  # times a bound that is exact: a hook that compresses may go a little beyond
+
+
+class Misplaced:
+    """Follows each parameter's gradient, before the reduction and behind it.
+
+    For n ranks with gradients g_r: |mean g_r|^2 <= mean |g_r|^2 (Jensen), and a merged row of local
+    gradients holds the sum of |g_r|^2. A sum over the ranks is larger for nearly all of them, and
+    for all together: that is not judged here.
+
+    Args:
+        repeats: sampled steps in a row at which a parameter must be beyond.
+    """
+
+    def __init__(self, repeats: int) -> None:
+        self._repeats = repeats
+        self._local, self._reduced = SitesOfKind("grad_local"), SitesOfKind("grad")
+        self._beyond = np.zeros(0, np.int64)  # sampled steps in a row, by reduced gradient
+
+    def update(self, record: StepRecord) -> dict[str, float]:
+        """Take the next whole sampled step of several ranks that reduced one micro-batch each.
+
+        Returns:
+            FQN -> how many times the largest norm that a mean can have.
+        """
+        norms = self._local.read(record, "norm")
+        local = dict(zip(self._local.fqns, norms.tolist(), strict=True))
+        reduced = self._reduced.read(record, "norm")
+        own = np.array([local.get(fqn, np.nan) for fqn in self._reduced.fqns])
+        self._beyond = grown(self._beyond, len(reduced), 0)
+        known = np.isfinite(own) & np.isfinite(reduced) & (own > 0)
+        ranks = len(record.ranks) ** 0.5
+        ratio = np.divide(ranks * reduced, own, out=np.zeros(len(own)), where=known)
+        whole = ranks * np.sqrt(np.square(reduced[known]).sum())
+        a_mean = whole <= np.sqrt(np.square(own[known]).sum())
+        beyond = (ratio > MORE) & a_mean
+        self._beyond = np.where(beyond, self._beyond + 1, 0)
+        places = np.flatnonzero(self._beyond >= self._repeats)
+        return {self._reduced.fqns[place]: float(ratio[place]) for place in places}
