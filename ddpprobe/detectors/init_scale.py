@@ -1,4 +1,4 @@
-"""`init_scale`: a layer begins with weights many times as large as its number of inputs allows."""
+"""`init_scale`: a layer begins far too large for its number of inputs, or with one number alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ddpprobe.detectors.sites_of_kind import SitesOfKind
 from ddpprobe.detectors.subtrees import named
 from ddpprobe.records.step import Anomaly, StepRecord
 
+ALIKE = 1e-6  # relative: rows are taken behind the first step, and of float32
+
 
 class InitScale(SampledDetector):
     """Warns when a layer's weights are far too large at the first look, also beside others'.
@@ -17,7 +19,9 @@ class InitScale(SampledDetector):
     Judged is the gain: the rms of a weight, times the root of its number of inputs. That number is
     the weight's elements by its bias's, so a layer without a bias is not judged, nor is a norm. All
     common ways to begin have a gain of 0.5 to 2 (torch's default 0.58, Glorot about 1, Kaiming's
-    for a ReLU 1.41); where weights were trained before, it is the layers beside it that count.
+    for a ReLU 1.41); where weights were trained before, it is the layers beside it that count. A
+    layer all of whose weights are the same number, and not 0, is told as well: its units get the
+    same gradient, and stay alike.
 
     Args:
         gain: above which a layer is too large.
@@ -49,13 +53,31 @@ class InitScale(SampledDetector):
         fresh = [pair for pair in self._pairs if pair[0] not in self._first]
         if not fresh:
             return []
+        alike = self._alike(record, fresh)
         numel = self._weights.read(record, "numel")
         for weight, bias in fresh:
             inputs = numel[weight] / numel[bias] if numel[bias] > 0 else np.nan
             gain = rms[weight] * np.sqrt(inputs)
             if inputs > 1 and gain > 0:  # NaN is neither; what begins at zero is looked at again
                 self._first[weight] = float(gain)
-        return self._verdict(record, [w for w, _ in fresh if w in self._first])
+        return alike or self._verdict(record, [w for w, _ in fresh if w in self._first])
+
+    def _alike(self, record: StepRecord, fresh: list[tuple[int, int]]) -> list[Anomaly]:
+        low, high, numel = (self._weights.read(record, s) for s in ("min", "max", "numel"))
+        same = [
+            self._weights.fqns[w]
+            for w, b in fresh
+            if numel[w] > numel[b] and abs(low[w]) > 0 and high[w] - low[w] <= ALIKE * abs(low[w])
+        ]
+        if not same:
+            return []
+        others = f"; also {named(same[1:])}" if len(same) > 1 else ""
+        message = (
+            f"all of its weights are the same number at the first look{others}: the units of such "
+            "a layer get the same gradient and stay alike; give it a random initialization"
+        )
+        values = {"layers": len(same)}
+        return [self.anomaly(record, "warn", message, values, module=same[0], kind="param")]
 
     def _pair(self) -> None:
         fqns = self._weights.fqns

@@ -19,7 +19,8 @@ def looked_at(step: int, tensors: Mapping[str, torch.Tensor], **changes: object)
     """A sampled step in which these parameters had their turn."""
     rows = {
         Site(fqn, "param", placement="replicated", dtype="float32"):
-            {"numel": w.numel(), "rms": float(w.detach().double().square().mean().sqrt())}
+            {"numel": w.numel(), "rms": float(w.detach().double().square().mean().sqrt()),
+             "min": float(w.detach().min()), "max": float(w.detach().max())}
         for fqn, w in tensors.items()
     }  # fmt: skip
     return record(step, rows=rows, **changes)
@@ -95,3 +96,18 @@ def test_a_step_of_which_a_shard_is_missing_is_not_looked_at() -> None:
     made = mlp(64, 256, 32, 512, 10)
     made["l1.weight"].data.mul_(15)
     assert run(InitScale(), [looked_at(0, made, missing=(1,))]) == []
+
+
+def test_a_layer_all_of_whose_weights_are_one_number_is_told_once_and_zeros_are_not() -> None:
+    made = mlp(64, 256, 32, 10)
+    for name in ("l1", "l2"):
+        nn.init.constant_(made[f"{name}.weight"], 0.1)
+    (warn,) = run(InitScale(), [looked_at(s, made) for s in range(20)])
+    assert (warn.level, warn.step, warn.module) == ("warn", 0, "l1.weight")
+    assert warn.values == {"layers": 2}
+    assert "also l2.weight" in warn.message
+    for name in ("l1", "l2"):
+        nn.init.zeros_(made[f"{name}.weight"])
+    assert run(InitScale(), [looked_at(0, made)]) == []
+    norms = {f"norm.{name}": torch.ones(64) for name in ("weight", "bias")}
+    assert run(InitScale(), [looked_at(0, {**mlp(64, 256, 32, 10), **norms})]) == []
