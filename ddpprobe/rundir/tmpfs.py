@@ -169,9 +169,11 @@ def _origin(place: Path) -> Path | None:
         status = place.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return None
+        # Before all that opens files: each start of a rank looks at every run of the host.
+        if time.time() - status.st_mtime <= SETTLED_SECONDS:
+            return None
         pointer = Path(safe_read.read_regular(place, ORIGIN, most=4096).decode())
-        settled = time.time() - status.st_mtime > SETTLED_SECONDS
         lives = any(map(paths.is_locked, place.glob("rank_*")))
     except (OSError, ValueError):  # one that is being made just now
         return None
-    return pointer.parent if settled and not lives else None
+    return None if lives else pointer.parent

@@ -8,6 +8,7 @@ torchrun ... sabotage.py HOW[@STEP] [arguments of job.py]    the small job; HOW 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -147,8 +148,11 @@ def sweep(wrap: str, out: Path) -> None:
     dist.init_process_group("gloo")
     breaker = Breaker()
     bare = train(wrap, None, breaker)
-    found = []
-    for i, (place, at) in enumerate(list(attempts_to_break(wrap, out, breaker))):
+    places, found = list(attempts_to_break(wrap, out, breaker)), []
+    # By now all is imported. `install` and the collector look through the rest, 300 times.
+    gc.collect()
+    gc.freeze()
+    for i, (place, at) in enumerate(places):
         breaker.target, breaker.at, breaker.raised = place, at, 0
         breaker.calls.clear()
         options = {"run_dir": out / str(i), "every": 2, "backward": "full"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ..conftest import torchrun_in
-from .three_ways import LINE, PYTHON, QUIET, TORCHRUN, Done, assert_same, start, the_run, written
+from .three_ways import LINE, PYTHON, QUIET, Done, assert_same, start, the_run, written
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,7 @@ def test_a_script_has_the_verdict_of_install_and_its_own_bits_and_exit_code(
         with torchrun_in(where) as run:
             return run(path, nproc, QUIET | told)
 
-    launcher = TORCHRUN if nproc else PYTHON
-    done = assert_same(tmp_path, forked, launcher, name, **told)
+    done = assert_same(tmp_path, forked, nproc or PYTHON, name, **told)
     assert done["run"].returncode == code
     assert the_run(tmp_path / "run").info()["wrapper"] == wrapper
 

@@ -5,20 +5,34 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .three_ways import FAULT, PYTHON, STEPS, TORCHRUN, place, script, start, the_run
+from ..conftest import torchrun_in
+from .three_ways import (
+    FAULT,
+    PYTHON,
+    QUIET,
+    STEPS,
+    TORCHRUN,
+    place,
+    script,
+    start,
+    the_run,
+    written,
+)
 
 NAN = ("nonfinite", "page", FAULT, 1, "bad", "output", True)
 EVERY = ["--every", "1"]
 
 
 def test_processes_of_mp_spawn_are_one_run_with_their_own_bits(tmp_path: Path) -> None:
-    done = {}
-    for way, words in (("bare", None), ("run", EVERY)):
-        command = [*PYTHON, script("spawn"), str(tmp_path / f"store-{way}")]
-        done[way] = start(tmp_path / way, command, words, FAULT_RANK="1")
-        assert done[way].returncode == 0, done
-    assert done["run"].stdout == done["bare"].stdout != ""
-    assert done["run"].stderr.count("DistributedDataParallel is observed in ") == 1
+    """Bare, the same replicas are forked: three interpreters less have to import torch."""
+    done = start(
+        tmp_path / "run", [*PYTHON, script("spawn"), str(tmp_path / "store")], EVERY, FAULT_RANK="1"
+    )
+    with torchrun_in(tmp_path / "bare") as run:
+        bare = run(written(tmp_path / "bare", "ddp", ""), 2, QUIET | {"FAULT_RANK": "1"})
+    assert (done.returncode, bare.returncode) == (0, 0), (done, bare)
+    assert done.stdout == bare.stdout != ""
+    assert done.stderr.count("DistributedDataParallel is observed in ") == 1
     run = the_run(tmp_path / "run")
     assert (run.info()["wrapper"], run.info()["world_size"]) == ("ddp", 2)
     assert [r.step for r in run.records(1)] == list(range(STEPS))

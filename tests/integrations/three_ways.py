@@ -14,6 +14,8 @@ import ddpprobe
 from ddpprobe.records.step import Anomaly
 from ddpprobe.rundir.paths import is_locked
 
+from ..conftest import end_tree
+from ..launcher import Launcher
 from ..waiting import deadline
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -39,6 +41,25 @@ def start(where: Path, command: list[str], words: list[str] | None, **more: str)
     )  # fmt: skip
     wait_for_daemons(where)
     return done
+
+
+def start_ranks(where: Path, nproc: int, path: str, words: list[str], **more: str) -> Done:
+    """Run `torchrun SCRIPT` by `ddpprobe run`: its ranks are interpreters of their own, it is not.
+
+    Nothing of ddpprobe happens in torchrun, which takes 2 s to import torch. So `ddpprobe run` only
+    says which environment it gives to a job.
+    """
+    said = start(where, ["env", "-0"], words, **more)
+    env = dict(line.split("=", 1) for line in said.stdout.split("\0")[:-1])
+    out, err = where / "torchrun.out", where / "torchrun.err"
+    options = ["--nproc-per-node", nproc]
+    launcher = Launcher(options, [path], cwd=where, env=env, out=out, err=err, fresh=True)
+    try:
+        code = launcher.wait(120)
+    finally:
+        end_tree(launcher)
+    wait_for_daemons(where)
+    return Done([], code, out.read_text(), err.read_text())
 
 
 def wait_for_daemons(where: Path) -> None:
@@ -79,7 +100,7 @@ def the_run(where: Path) -> ddpprobe.Run:
 
 
 def assert_same(
-    tmp_path: Path, train: Callable[[Path, str], Done], launcher: list[str], name: str,
+    tmp_path: Path, train: Callable[[Path, str], Done], launcher: list[str] | int, name: str,
     line: str = LINE, **more: str,
 ) -> dict[str, Done]:  # fmt: skip
     """Claim: a script has its own bits and exit code, and the records and verdict of `install()`.
@@ -88,7 +109,7 @@ def assert_same(
         tmp_path: of the test; the run by `ddpprobe run` is in `run` of it, that of the line in
             `own`.
         train: trains a script without `ddpprobe run`: (directory, path of the script).
-        launcher: what starts the script.
+        launcher: what starts the script; a number is that of `start_ranks`.
         name: of the script.
         line: what a script has that observes its model itself.
         more: environment of the job.
@@ -96,10 +117,13 @@ def assert_same(
     Returns:
         How each of them ended.
     """
+    where, path, words = tmp_path / "run", script(name), ["--every", "2"]
     done = {
         "bare": train(tmp_path / "bare", written(tmp_path / "bare", name, "")),
         "own": train(tmp_path / "own", written(tmp_path / "own", name, line)),
-        "run": start(tmp_path / "run", [*launcher, script(name)], ["--every", "2"], **more),
+        "run": start_ranks(where, launcher, path, words, **more)
+        if isinstance(launcher, int)
+        else start(where, [*launcher, path], words, **more),
     }
     wait_for_daemons(tmp_path / "own")
     assert {job.returncode for job in done.values()} == {done["bare"].returncode}, done

@@ -157,6 +157,7 @@ def test_only_what_belongs_to_no_run_and_no_process_may_be_deleted(
         os._exit(0)
     os.read(reading, 1)
     try:
+        os.utime(place, (0, 0))
         assert place not in tmpfs.origins()
         shutil.rmtree(tmp_path / "run")
         spool.clear_away(RunDir(tmp_path / "another"), NODE)
@@ -166,11 +167,26 @@ def test_only_what_belongs_to_no_run_and_no_process_may_be_deleted(
         os.waitpid(child, 0)
         os.close(reading)
         os.close(writing)
+    os.utime(place)
     spool.clear_away(RunDir(tmp_path / "another"), NODE)
     assert place.exists(), "a rank may begin there whose run directory is not seen from here"
     os.utime(place, (0, 0))
     spool.clear_away(RunDir(tmp_path / "another"), NODE)
     assert not place.exists()
+
+
+def test_of_a_run_that_may_live_nothing_is_opened(own: Path, monkeypatch) -> None:
+    """Each start of a rank looks at all runs of its host, and there may be hundreds."""
+    place = tmpfs.make(own, tmpfs.token())
+    opened: list[Path] = []
+
+    def read(base: Path, *_: object, **__: object) -> bytes:
+        opened.append(base)
+        return b"nowhere"
+
+    monkeypatch.setattr(tmpfs.safe_read, "read_regular", read)
+    tmpfs.origins()
+    assert place not in opened
 
 
 def test_a_beat_is_never_there_without_its_lock(own: Path, monkeypatch) -> None:
