@@ -328,7 +328,7 @@ def _install(model: nn.Module, options: InstallOptions) -> Probe:
         return probe
     if not process_group.exists() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         meet = Fuse("install").guard(partial(_meet_group, probe, model, options))
-        probe._waits = FirstForward(_described(model, options), meet)  # noqa: SLF001  (same module)
+        probe._waits = FirstForward(_described(model, options), meet, always=options.follows)  # noqa: SLF001  (same module)
         _live.add(probe)
     else:
         _join(probe, model, options)

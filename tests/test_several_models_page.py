@@ -22,14 +22,26 @@ generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-4)
 critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-4)
 noise, real, turns = lambda: torch.randn(4, 2), lambda: torch.randn(4, 4), 10
 """
+BEFORE_THE_TEACHER = """
+teacher, student = (nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2))
+student_optimizer = torch.optim.Adam(student.parameters(), lr=1e-4)
+batches = [torch.randn(4, 2) for _ in range(6)]
+"""
 
 
 def test_the_code_of_the_page_leaves_a_run_of_each_model_with_its_own_steps(
     torchrun, call, monkeypatch, capsys, tmp_path: Path
 ) -> None:
-    code, look = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    done = torchrun(BEFORE + code, nproc=0, env={"DDPPROBE_EVERY": "1"})
+    code, taught, look = re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
+    both = BEFORE + code + BEFORE_THE_TEACHER + taught
+    done = torchrun(both, nproc=0, env={"DDPPROBE_EVERY": "1"})
     assert done.returncode == 0, done.stderr
+    for model in ("student", "teacher"):
+        run = ddpprobe.open(tmp_path / "ddpprobe-runs" / "distilled" / model)
+        assert [record.step for record in run.records()] == list(range(6)), model
+        assert [a for a in run.anomalies() if a.level != "info"] == []
     home = tmp_path / "ddpprobe-runs" / "faces"
     assert sorted(path.name for path in run_directories(home)) == ["critic", "generator"]
     for model, steps, passes in (("critic", 30, 2), ("generator", 10, 1)):

@@ -23,13 +23,16 @@ class FirstForward:
     Args:
         topology: the model.
         act: called with the module whose call begins.
+        always: in the first forward, with gradients or without.
     """
 
-    def __init__(self, topology: Topology, act: Callable[[nn.Module], object]) -> None:
+    def __init__(
+        self, topology: Topology, act: Callable[[nn.Module], object], *, always: bool = False
+    ) -> None:
         outer, self._handles = called(topology), list[RemovableHandle]()
 
         def begins(module: nn.Module, *_: object) -> None:
-            if torch.is_grad_enabled() and self.cancel():
+            if (torch.is_grad_enabled() or always) and self.cancel():
                 act(topology.root if module is outer else module)
 
         self._hook = CopySafeObserver(begins)

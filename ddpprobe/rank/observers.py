@@ -67,7 +67,7 @@ class Observers:
         told = self._was_read, self._flat_was_read
         self.watch = Watch(topology, clock, rank, fuse, on_bad, *told)
         self.loss_scale = LossScaleReader()
-        self.state = StateCheck(topology, clock.optimizers, rank)
+        self.state = StateCheck(topology, clock.owners.optimizers, rank)
         self.weights = WeightLook(topology, select, self.rows)
         self.gradients_read = False
         self.capturing = capturing

@@ -15,6 +15,7 @@ from torch import nn
 
 from ddpprobe.detectors.settings import Settings
 from ddpprobe.detectors.suite import chosen
+from ddpprobe.rank.host import Host
 from ddpprobe.rank.schedule import Schedule, as_schedule
 from ddpprobe.rank.topology import stages
 from ddpprobe.rank.topology.describe import Topology, describe
@@ -43,7 +44,8 @@ class InstallOptions:
     As they came: `check` is where a wrong one is refused. `listen` is where the daemon serves.
     `model` is the name of one of several that are installed together, "" of a lone one, and
     `beside` the directory that holds their runs, once the first of them has it. `engine` trains the
-    model, if one does.
+    model, if one does. `host` is the model that frozen ones follow, or, if this one `follows`, its
+    host.
     """
 
     run_dir: str | os.PathLike[str] | None
@@ -64,6 +66,8 @@ class InstallOptions:
     model: str = ""
     beside: list[str] = field(default_factory=list)
     engine: Engine | None = None
+    host: Host | None = None
+    follows: bool = False
     _chosen: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def with_environment(self) -> InstallOptions:

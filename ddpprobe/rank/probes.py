@@ -10,6 +10,8 @@ from typing import Any, Generic, Protocol, TypeVar, final
 
 from torch import nn
 
+from ddpprobe.rank.host import Host
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@-]*")  # a directory, and a part of a URL
 
 
@@ -110,16 +112,29 @@ def install_each(
                 "digits and . _ - = + @"
             )
     beside: list[str] = []
+    hosts = _hosts(models)
     probes: dict[str, _Probe] = {}
     try:
         for name, model in models.items():
             own = {key: _own(value, name, models) for key, value in options.items()}
             given = {key: value for key, value in own.items() if value is not _DEFAULT}
-            probes[name] = install(model, {**given, "model": name, "beside": beside})
+            given |= {"model": name, "beside": beside, **hosts.get(name, {})}
+            probes[name] = install(model, given)
     except BaseException:
         Probes(probes).close()
         raise
     return Probes(probes)
+
+
+def _hosts(models: Mapping[str, nn.Module]) -> dict[str, dict[str, object]]:
+    """Return options of the frozen models, which follow the first of the others, and of that."""
+    trained = [name for name, m in models.items() if any(p.requires_grad for p in m.parameters())]
+    frozen = [name for name in models if name not in trained]
+    host = Host()
+    if not (trained and frozen):
+        return {}
+    options: dict[str, dict[str, object]] = {trained[0]: {"host": host}}
+    return options | {name: {"host": host, "follows": True} for name in frozen}
 
 
 _DEFAULT = object()

@@ -80,7 +80,7 @@ class Recorder:
         self._order_handler = order_handler
         self._clock = StepClock(
             topology, self, self._clock_fuse, heartbeat, stopwatch, options.first_step,
-            order_handler.act,
+            order_handler.act, options.host, follows=options.follows,
         )  # fmt: skip
         self._frame_writer = FrameWriter(journal, who, self._clock.passes)
         self.declare_step = self._clock.declare_step
@@ -242,8 +242,8 @@ class Recorder:
         """Read the reduced gradients, before the user clips them."""
         observers = self._prepare()
         observers.loss_scale.remember(
-            told="loss_scale" in self._logged.names, owned=self._clock.stepped_by,
-            may_own=self._clock.may_own,
+            told="loss_scale" in self._logged.names, owned=self._clock.owners.stepped_by,
+            may_own=self._clock.owners.may_own,
         )  # fmt: skip
         self.capturing.backward_ended(observers.loss_scale.last)
         if self._sampling:
@@ -260,7 +260,7 @@ class Recorder:
         if not self._sampling:
             return
         observers.weights.remember()
-        owners = self._clock.optimizers()
+        owners = self._clock.owners.optimizers()
         self._set_up |= step_facts.of_optimizer(optimizer, owners, observers.rows)
         scale = loss_scale.of_optimizer(optimizer)
         self._used_norms.add(optimizer, observers.topology, scale)
@@ -275,7 +275,7 @@ class Recorder:
 
     def given_up(self, *, vanished: bool) -> bool:
         """Ask the scalers; if the user told the scale of one that is not torch's, the gradients."""
-        gave_up = self._prepare().loss_scale.gave_up(self._clock.may_own)
+        gave_up = self._prepare().loss_scale.gave_up(self._clock.owners.may_own)
         return gave_up or (vanished and self._logged.told_scale and self._bad is not None)
 
     def lent(self, until: int) -> None:

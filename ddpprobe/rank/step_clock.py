@@ -30,6 +30,8 @@ from ddpprobe.rank.anchors import Anchors
 from ddpprobe.rank.hooks.copy_safe_hook import take_off
 from ddpprobe.rank.hooks.root import RootHooks
 from ddpprobe.rank.hooks.stream_capture import is_captured
+from ddpprobe.rank.host import Host
+from ddpprobe.rank.owners import Owners
 from ddpprobe.rank.passes import Passes
 from ddpprobe.rank.step_events import Events
 from ddpprobe.rank.topology.describe import Topology
@@ -54,6 +56,7 @@ class StepClock:
     """Counts steps and micro-batches, and tells its owner.
 
     Args:
+        host: whose steps a frozen model takes for its own, if this one `follows`; else it is this.
         act: called behind each event at which a step may be over, outside of the fuse: what it
             raises is meant for the training loop.
 
@@ -64,12 +67,15 @@ class StepClock:
         evaluating: a root forward without grad is running.
         passes: the order of this model's forwards and backwards among those of other models.
         entered: nodes of autograd's graph at which the backward under way came into the model.
+        owners: the optimizers whose steps are steps of this model.
+        without_grad: the last forward of the root was one of a model that follows, and counts.
         phase_seconds: cumulative host seconds in data, forward, backward, optimizer.
     """
 
     def __init__(
         self, topology: Topology, events: Events, fuse: Fuse, heartbeat: HeartbeatWriter,
         stopwatch: Stopwatch, first_step: int = 0, act: Callable[[], object] = lambda: None,
+        host: Host | None = None, *, follows: bool = False,
     ) -> None:  # fmt: skip
         self.step = first_step
         self.micro = -1
@@ -94,11 +100,7 @@ class StepClock:
         self._running: list[int] = []  # ids of optimizers inside step(), outermost first
         self._blind = 0  # optimizer steps before any forward of the root was seen
         self._stepped: list[int] = []  # ids of the optimizers that did, in this step
-        self._complete: dict[tuple[int, ...], bool] = {}  # do these step every parameter?
-        self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._knows_one = False  # until then an optimizer that is not ours is asked again
+        self.owners = Owners(topology)
         self._anchors = Anchors(topology)
         self._anchor_had_grad = False
         self._through = 0  # training forwards before the last backward that no optimizer called
@@ -106,6 +108,8 @@ class StepClock:
         self._leaves_none = False  # the backward under way, see `_goes_by`
         self._handles: list[RemovableHandle] = []
         self._act = act
+        self._host, self._follows = host, follows
+        self.without_grad = False
         self._root = RootHooks(
             topology, fuse, self._begin_forward, self._end_forward, self._output_gradient, act,
             events.forward_raised,
@@ -113,7 +117,7 @@ class StepClock:
         self._guards = {
             name: fuse.guard(getattr(self, f"_{name}"))
             for name in ("before_step", "closure_ended", "after_step", "settle",
-                         "engine_ready", "engine_stepped")
+                         "engine_ready", "engine_stepped", "host_stepped")
         }  # fmt: skip
         self._computed = _void(fuse.guard(events.backward_computed))
         self._over = _void(fuse.guard(self._backward_over))
@@ -133,12 +137,6 @@ class StepClock:
         """Whether a step has begun and is not known to have ended."""
         return self.micro >= 0 and not self._ended
 
-    def optimizers(self) -> list[Optimizer]:
-        """Return those that were seen to step parameters of this model, or its engine's."""
-        if self._topology.engine is not None:
-            return [self._topology.engine.optimizer]
-        return [optimizer for optimizer, (_, ids) in self._owned.items() if ids]
-
     def start(
         self, inside: nn.Module | None = None, first: Callable[[nn.Module], bool] | None = None
     ) -> None:
@@ -152,8 +150,13 @@ class StepClock:
         self.passes.begin()
         self.hang()
         _listening.add(self)
-        self._handles.append(register_optimizer_step_pre_hook(self._guards["before_step"]))
-        self._handles.append(register_optimizer_step_post_hook(self._behind_step))
+        if self._host is not None:
+            self._host.hear(self, self._guards["host_stepped"] if self._follows else None)
+        if self._follows:
+            self._root.counts = self._counts_here
+        else:
+            self._handles.append(register_optimizer_step_pre_hook(self._guards["before_step"]))
+            self._handles.append(register_optimizer_step_post_hook(self._behind_step))
         engine = self._topology.engine
         if engine is not None:  # whose optimizer owns no parameter of the model
             self._manual = True
@@ -183,6 +186,8 @@ class StepClock:
         """Stop listening; every hook is gone."""
         if self in _listening:
             self.passes.close()
+            if self._host is not None:
+                self._host.leave(self)
         _listening.discard(self)
         if self._topology.engine is not None:
             self._topology.engine.mute()
@@ -205,21 +210,6 @@ class StepClock:
             self._stepped_unseen()
             return
         self._end_step(skipped=skipped)
-
-    def stepped_by(self) -> set[int]:
-        """Return the ids of living optimizers that stepped parameters of this model."""
-        return {id(optimizer) for optimizer in self.optimizers()}
-
-    def may_own(self, optimizer: int) -> bool:
-        """Whether the living optimizer of this id owns parameters of this model, or may do so.
-
-        One that never stepped may, unless those that did own everything.
-        """
-        for known, (_, mine) in self._owned.items():
-            if id(known) == optimizer:
-                return bool(mine)
-        ours = tuple(id(o) for o, (_, mine) in self._owned.items() if mine)
-        return not (ours and self._is_complete(ours))
 
     def beat(self, state: int | None = None) -> None:
         """Write the heartbeat."""
@@ -260,6 +250,7 @@ class StepClock:
             self._events.evaluation_begins()
             return
         self.evaluating = False
+        self._follow()
         if self._root.by_parts and self._open and not self._ended:
             self._enter(FORWARD)  # the same forward goes on in another part
             return
@@ -304,6 +295,7 @@ class StepClock:
             self.leave_out()
             return
         self._enter(BACKWARD)
+        trained = tensors if self._follows else trained  # nothing else tells of what it returns
         self._queued = False
         self.entered.clear()  # a backward may have raised
         self._events.forward_ended(tensors, trained)
@@ -342,8 +334,8 @@ class StepClock:
         self._late = False
         if self._manual or is_captured():
             return None
-        if not self._parameters_of(optimizer):
-            self._others_stepped |= not self._knows_one and self._is_anothers(optimizer)
+        if not self.owners.parameters_of(optimizer):
+            self._others_stepped |= not self.owners.any and self._is_anothers(optimizer)
             return None
         if id(optimizer) in self._running:  # its last step() raised and never ended
             del self._running[self._running.index(id(optimizer)) :]
@@ -377,7 +369,7 @@ class StepClock:
         self._act()
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        if self._late and self._parameters_of(optimizer):
+        if self._late and self.owners.parameters_of(optimizer):
             self._late = False
             self._running = [id(optimizer)]  # a closure, as Lightning's, had the first forward
         if id(optimizer) not in self._running or is_captured():
@@ -390,7 +382,7 @@ class StepClock:
             return
         self._stepped.append(id(optimizer))
         self._events.forward_is_next()
-        if self._is_complete(tuple(self._stepped)):
+        if self.owners.is_complete(tuple(self._stepped)):
             self._end_step(skipped=_found_inf(optimizer))
 
     def _stepped_unseen(self) -> None:
@@ -399,17 +391,6 @@ class StepClock:
         self._root.listen_to_parts()
         if self._blind == _BLIND_STEPS and self._events.blind():
             self._blind = 0
-
-    def _is_complete(self, optimizers: tuple[int, ...]) -> bool:
-        """Whether the optimizers of these ids own everything that is trained."""
-        complete = self._complete.get(optimizers)
-        if complete is None:
-            trainable = {id(p) for _, p in self._topology.named_parameters() if p.requires_grad}
-            for optimizer, (_, parameters) in self._owned.items():
-                if id(optimizer) in optimizers:
-                    trainable -= parameters
-            complete = self._complete[optimizers] = not trainable
-        return complete
 
     def _end_step(self, *, skipped: bool) -> None:
         if self._ended:
@@ -422,19 +403,33 @@ class StepClock:
         self._events.step_ended(skipped=skipped)
         self._root.end_step()
         self._events.forward_is_next()
+        if self._host is not None:
+            self._host.stepped(self, skipped=skipped)
 
-    def _parameters_of(self, optimizer: Optimizer) -> frozenset[int]:
-        """Ids of the parameters of this model that `optimizer` owns; empty: it is not ours."""
-        size = sum([len(group["params"]) for group in optimizer.param_groups])
-        known = self._owned.get(optimizer)
-        if known is None or known[0] != size or not (known[1] or self._knows_one):
-            mine = {id(p) for _, p in self._topology.named_parameters()}
-            ids = frozenset(
-                id(p) for g in optimizer.param_groups for p in g["params"] if id(p) in mine
-            )
-            known = self._owned[optimizer] = (size, ids)
-            self._knows_one |= bool(ids)
-        return known[1]
+    @property
+    def next_step(self) -> int:
+        """The step that a forward now belongs to."""
+        return self.step + self._ended
+
+    @property
+    def trains(self) -> bool:
+        """Whether the model is in training mode."""
+        return self._topology.root.training
+
+    def _counts_here(self) -> bool:
+        clock = self._host.clock if self._host is not None else None
+        self.without_grad = clock is None or clock.trains
+        return self.without_grad
+
+    def _follow(self) -> None:
+        clock = self._host.clock if self._host is not None and self._follows else None
+        if clock is not None and (self._ended or self.micro < 0):
+            self._begin_step()
+            self.step = clock.next_step
+
+    def _host_stepped(self, skipped: bool) -> None:  # noqa: FBT001  (a callback's argument)
+        if self.micro >= 0:
+            self._end_step(skipped=skipped)
 
     def _throws_away(self) -> bool:
         """Whether the loop throws away gradients that no torch optimizer of this model took.
@@ -442,11 +437,11 @@ class StepClock:
         An optimizer that is none of torch's may have taken them, or one of master weights, unless
         one of torch's was seen to step this model, or another model of ours has just been stepped.
         """
-        return self._knows_one or self._others_stepped
+        return self.owners.any or self._others_stepped
 
     def _is_anothers(self, optimizer: Optimizer) -> bool:
         return any(
-            clock is not self and bool(clock._parameters_of(optimizer))  # noqa: SLF001  (same class)
+            clock is not self and bool(clock.owners.parameters_of(optimizer))
             for clock in _listening
         )
 

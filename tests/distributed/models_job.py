@@ -37,6 +37,8 @@ PLANS: dict[str, tuple[str, int, tuple[str, int, str, int] | None]] = {
     "bad-generator-10": ("gan", 10, ("generator", 2, "lent", 0)),
     "bad-loss": ("gan", 1, ("loss", 2, "lent", 0)),
     "bad-actor": ("actor_critic", 1, ("actor", 2, "own", 1)),
+    "bad-teacher": ("distilled", 1, ("teacher", 3, "own", 1)),
+    "bad-teacher-10": ("distilled", 10, ("teacher", 3, "own", 0)),
 }
 
 
@@ -116,7 +118,7 @@ def actor_critic(job: Job, turn: int) -> None:
 
 def distilled(job: Job, turn: int) -> None:
     student, teacher, x = job.ddp["student"], job.ddp["teacher"], job.random(2)
-    with torch.no_grad():
+    with torch.no_grad(), job.place(turn, "own"):
         wanted = teacher(x)
     job.update("student", (student(x) - wanted).square().mean())
     with torch.no_grad():

@@ -19,6 +19,7 @@ RANKS = 2
 OBSERVED = [plan for plan, (_, _, bad) in PLANS.items() if bad is None]
 STEPS = {
     "generator": TURNS, "critic": CRITICS * TURNS, "student": TURNS, "actor": 2 * TURNS,
+    "teacher": TURNS,  # it follows the student
 }  # fmt: skip
 
 BEFORE_THE_GROUP = """
@@ -74,8 +75,6 @@ def test_each_model_has_the_steps_of_its_optimizer_and_nothing_is_said_of_a_heal
 ) -> None:
     every = PLANS[plan][1]
     for run in sorted((trained / plan).iterdir()):
-        if run.name == "teacher":
-            continue
         opened = ddpprobe.open(run)
         count = TURNS if (plan, run.name) == ("actor-critic", "critic") else STEPS[run.name]
         records = [r for r in opened.records() if not r.partial]
@@ -102,6 +101,8 @@ def test_no_model_of_a_healthy_job_was_first(plan: str, trained: Path) -> None:
         ("bad-critic-lent", "critic", 3 * CRITICS),
         ("bad-loss", "generator", 2),
         ("bad-actor", "actor", 4),
+        ("bad-teacher", "teacher", 3),
+        ("bad-teacher-10", "teacher", 3),
     ],
 )
 def test_of_all_models_the_one_is_first_in_which_the_nan_was_born(
@@ -133,10 +134,6 @@ def test_models_that_are_installed_before_the_process_group_lie_side_by_side(
         assert [(r.step, r.ranks) for r in run.records()] == [(0, (0, 1)), (1, (0, 1))]
 
 
-def test_a_teacher_that_nobody_steps_has_no_step(trained: Path) -> None:
-    assert list(ddpprobe.open(trained / "distilled" / "teacher").records()) == []
-
-
 @pytest.mark.parametrize(
     ("plan", "model", "step", "micro", "rank", "module"),
     [
@@ -145,6 +142,8 @@ def test_a_teacher_that_nobody_steps_has_no_step(trained: Path) -> None:
         ("bad-critic-10", "critic", 2 * CRITICS + 1, 0, 1, "1"),  # not a sampled step
         # The generator's pass, in the step of the critic that comes next.
         ("bad-critic-lent", "critic", 3 * CRITICS, 0, 0, "1"),
+        ("bad-teacher", "teacher", 3, 0, 1, "1"),
+        ("bad-teacher-10", "teacher", 3, 0, 0, None),  # what it returns is known, and no more
     ],
 )
 def test_a_nan_is_named_with_its_model_module_rank_and_step(

@@ -269,19 +269,20 @@ def test_an_optimizer_is_ours_from_when_it_owns_parameters_of_the_model(made: Ma
     theirs, ours = sgd(other), torch.optim.SGD(loop.model[0].parameters(), lr=0.1)
     loop.model(X).sum().backward()
     theirs.step()
-    assert clock.optimizers() == []
-    assert (clock.may_own(id(theirs)), clock.may_own(id(ours))) == (False, True)  # not known yet
+    assert clock.owners.optimizers() == []
+    may_own = clock.owners.may_own
+    assert (may_own(id(theirs)), may_own(id(ours))) == (False, True)  # not known yet
     ours.step()
-    assert clock.optimizers() == [ours]
-    assert (clock.may_own(id(theirs)), clock.may_own(id(ours))) == (False, True)
+    assert clock.owners.optimizers() == [ours]
+    assert (may_own(id(theirs)), may_own(id(ours))) == (False, True)
     another = sgd(other)
-    assert clock.may_own(id(another))  # which may be that of the second layer
+    assert may_own(id(another))  # which may be that of the second layer
     assert loop.ends() == []  # the second layer has no optimizer yet
     theirs.add_param_group({"params": list(loop.model[1].parameters())})
     theirs.step()
-    assert set(clock.optimizers()) == {ours, theirs}
-    assert clock.may_own(id(theirs))
-    assert not clock.may_own(id(another))  # it would have nothing to train
+    assert set(clock.owners.optimizers()) == {ours, theirs}
+    assert may_own(id(theirs))
+    assert not may_own(id(another))  # it would have nothing to train
     assert loop.ends() == [False]
 
 

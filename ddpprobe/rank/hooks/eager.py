@@ -37,13 +37,15 @@ class StepPosition(Protocol):
     """What hooks ask the step clock: the micro-batch under way, and whether this is evaluation.
 
     `lent` is how many micro-batches of the step were for another model's; `entered` are the nodes
-    of the graph at which the backward under way came into the model.
+    of the graph at which the backward under way came into the model. `without_grad`: the last
+    forward of the root was one of a model that follows another's steps, and counts.
     """
 
     micro: int
     lent: int
     evaluating: bool
     entered: list[object]
+    without_grad: bool
 
 
 @final
@@ -156,7 +158,8 @@ class EagerHooks:
         with several tensors none is taken, and they count as unobserved.
         """
         # The clock's own hook on the root has run by now: it says that the evaluation is over.
-        if self._clock.evaluating or (not fqn and not torch.is_grad_enabled()):
+        counts = torch.is_grad_enabled() or self._clock.without_grad
+        if self._clock.evaluating or not (fqn or counts):
             return
         self._called.add(fqn)
         micro = self._clock.micro

@@ -57,6 +57,7 @@ class RootHooks:
     Attributes:
         in_graph: the last event came from inside a graph.
         deaf: the hooks are off, or tell nothing.
+        counts: says whether a forward that begins is one of training: one with gradients.
         first: called with the module whose first training forward begins, before anything else;
             True: it is another recorder's from here on.
     """
@@ -68,6 +69,7 @@ class RootHooks:
     ) -> None:  # fmt: skip
         self.in_graph = self._trains = False
         self.first: Callable[[nn.Module], bool] | None = None
+        self.counts = torch.is_grad_enabled
         self._topology = topology
         self._begins, self._ended, self._gradient = begins, ended, gradient
         self._raised = raised
@@ -140,7 +142,7 @@ class RootHooks:
         self.in_graph = False
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         rehearsal = sharding.rehearses() or tracing or self._captured()
-        self._trains = torch.is_grad_enabled() and not rehearsal
+        self._trains = self.counts() and not rehearsal
         if self._trains:
             self._parts.trains()
             first, self.first = self.first, None
