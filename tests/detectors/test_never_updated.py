@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from ddpprobe.detectors.never_updated import NeverUpdated
@@ -53,3 +55,8 @@ def test_a_part_that_is_trained_later_is_looked_at_from_then_on() -> None:
     records = stream(60) + stream(160, head__weight=NEVER)[60:]
     (warn,) = run(NeverUpdated(), records)
     assert (warn.step, warn.module) == (110, "head")
+
+
+def test_gradients_too_large_for_their_squares_neither_raise_nor_tell() -> None:
+    made = {"fc.weight": Made(1.0, 1e-3, math.inf), "head.weight": Made(1.0, 0.0, 0.0)}
+    assert run(NeverUpdated(), [weights(step, made) for step in range(100)]) == []
