@@ -30,17 +30,24 @@ ROOMS = {
             "ddpprobe/records/every_loss.py",
             "ddpprobe/records/site_stats.py",
         ),
-        ("records/test_step.py", "records/test_derived.py", "records/test_every_loss.py"),
+        (
+            "records/test_step.py",
+            "records/test_derived.py",
+            "records/test_every_loss.py",
+            "records/test_site_stats.py",
+        ),
         "reference_names",  # the documents are not there
     ),
-    "merge": Room(("ddpprobe/records/merge.py",), ("records/test_step.py",)),
+    "merge": Room(
+        ("ddpprobe/records/merge.py",), ("records/test_step.py", "records/test_histogram.py")
+    ),
     "gather": Room(("ddpprobe/records/gather.py",), ("records/test_gather.py",), "linear_time"),
     "journal": Room(
         (
             "ddpprobe/rundir/journal.py",
             "ddpprobe/rundir/framing.py",
         ),
-        ("rundir/test_journal.py", "rundir/test_framing.py"),
+        ("rundir/test_journal.py", "rundir/test_framing.py", "records/test_histogram.py"),
         "kill_9",
     ),
     "detectors": Room(

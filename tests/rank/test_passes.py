@@ -59,6 +59,14 @@ def test_passes_are_in_the_order_of_the_loop() -> None:
     assert g.told(0, None) == {PASS: float(int(order[3]))}
 
 
+def test_a_backward_has_a_whole_number_where_it_comes_in_and_each_other_model_a_share_more() -> None:
+    count = PassCount()
+    assert count.forward() == 1.0
+    assert (count.backward(), count.backward()) == (2.0, 2.0 + 2**-10)
+    count.backward_over()
+    assert count.backward() == 3.0
+
+
 def test_two_backwards_of_one_turn_have_numbers_of_their_own() -> None:
     a, c = models(2)
     for one in (a, c):

@@ -101,6 +101,12 @@ def test_ranks_whose_loops_differ_say_nothing_of_each_other(tmp_path: Path) -> N
     assert firsts(tmp_path) == [("a", 3), ("b", 3)]
 
 
+def test_where_loops_differ_it_may_have_been_from_the_very_first_pass_on(tmp_path: Path) -> None:
+    model(tmp_path, "a", (bad(), {PASS_OF_BAD: 32.0}), apart=True)
+    model(tmp_path, "b", (bad(), {PASS_OF_BAD: 0.5}))
+    assert firsts(tmp_path) == [("a", 3), ("b", 3)]
+
+
 def test_records_without_passes_say_nothing(tmp_path: Path) -> None:
     model(tmp_path, "a", (bad(), {}), passes=False)
     model(tmp_path, "b", (bad(), {PASS_OF_BAD: 33.0}))

@@ -199,3 +199,11 @@ def test_the_used_norm_of_gradients_held_in_two_ways_is_not_known() -> None:
     rows = [(Site(p, "grad", "", p), 1.0, SIZE) for p in HELD]
     said = {r: {"grad_norm": 1.0, "grad_norm_used": 1.0} for r in range(2)}
     assert "global_grad_norm_used" not in DerivedNumbers().update(merged(rows, said))
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-4])
+def test_the_used_norm_is_told_of_small_gradients_and_of_none_that_are_zero(norm: float) -> None:
+    rows = [(Site("w", "grad", "", "replicated"), norm / math.sqrt(SIZE), SIZE)]
+    said = {r: {"grad_norm": norm, "grad_norm_used": norm / 10} for r in range(2)}
+    found = DerivedNumbers().update(merged(rows, said)).get("global_grad_norm_used")
+    assert found == (pytest.approx(norm / 10) if norm else None)

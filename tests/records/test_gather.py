@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 
@@ -370,3 +371,42 @@ def test_a_record_of_another_attempt_is_set_aside() -> None:
     assert (merged.ranks, merged.missing, gather.set_aside) == ((0,), (1,), 1)
     with pytest.raises(ValueError, match="attempt"):
         merge_all([full(0, 1), replace(full(1, 1), attempt=1)])
+
+
+def test_the_log_says_once_why_a_part_was_set_aside(caplog) -> None:
+    gather = Gather((0, 1))
+    for step in (1, 2):
+        gather.add(full(0, step), 0.0)
+        gather.add(replace(full(1, step), attempt=1), 0.0)
+    gather.drain()
+    assert gather.set_aside == 2
+    (said,) = caplog.messages
+    assert re.search(r"a part of step 1 cannot be merged .* \(.*attempt.*\); said once", said)
+
+
+def test_what_a_late_part_saw_that_is_bad_is_kept_for_whom_it_concerns() -> None:
+    gather = Gather((0, 1), after=1)
+    gather.add(full(0, 3), 0.0)
+    gather.ready(5.0)
+    late = full(1, 3, bad=True)
+    for record in (full(1, 1, bad=True), full(1, 2), late):
+        gather.add(record, 6.0)
+    assert (gather.late, list(gather.late_witnesses)) == (2, [late])
+
+
+def test_a_record_of_an_earlier_step_takes_back_nothing_of_where_a_rank_is() -> None:
+    gather = Gather((0, 1))
+    for record in (full(0, 5), full(0, 4), full(1, 5)):
+        gather.add(record, 0.0)
+    assert gather.is_past(5)
+    assert [merged.step for merged in gather.ready(0.0)] == [4, 5]
+
+
+def test_of_a_step_that_one_rank_samples_the_others_alarm_is_not_the_last_word() -> None:
+    gather = Gather((0, 1))
+    gather.add(full(0, 3), 0.0)
+    gather.add(alarm(1, 3), 0.0)
+    assert gather.ready(1.0) == []
+    gather.add(full(1, 3), 1.0)
+    (merged,) = gather.ready(1.0)
+    assert same(merged, head_merge([full(0, 3), replace(full(1, 3), first_bad=witness(1, 3, None))]))

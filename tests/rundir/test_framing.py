@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpprobe.records.step import COUNTS, VALUES, Anomaly, FirstBad, Site, StepRecord
-from ddpprobe.rundir import framing
+from ddpprobe.rundir import framing, validate
 
 names = st.text(max_size=20)  # module names are a stranger's: any text, lone surrogates too
 numbers = st.floats(allow_nan=True, allow_infinity=True)
@@ -60,9 +60,29 @@ def test_a_flipped_bit_is_always_noticed(payload: bytes, data: st.DataObject) ->
 @given(st.binary(max_size=64), st.data())
 def test_a_cut_frame_is_torn_and_not_damaged(payload: bytes, data: st.DataObject) -> None:
     frame = framing.encode_frame(framing.LIFE, 5, payload)
-    with pytest.raises(framing.FrameError) as error:
-        framing.decode_frame(frame[: data.draw(st.integers(0, len(frame) - 1))])
+    cut = data.draw(st.integers(0, len(frame) - 1))
+    where = "header" if cut < framing.HEADER.size else "payload"
+    with pytest.raises(framing.FrameError, match=f"^the stream ends inside a {where}$") as error:
+        framing.decode_frame(frame[:cut])
     assert error.value.torn
+
+
+def test_a_block_of_frames_is_read_to_its_end_and_no_further_than_what_is_torn() -> None:
+    frames = [framing.encode_frame(framing.LIFE, seq, b"{}" * seq) for seq in range(3)]
+    block = b"".join(frames)
+    assert [(f.seq, f.payload) for f in framing.iter_frames(block)] == [
+        (0, b""), (1, b"{}"), (2, b"{}{}"),
+    ]  # fmt: skip
+    assert list(framing.iter_frames(b"")) == []
+    with pytest.raises(framing.FrameError, match="ends inside a payload"):
+        list(framing.iter_frames(block[:-1]))
+
+
+def test_the_length_of_a_frame_is_read_ahead_where_its_header_is_whole() -> None:
+    data = b"before" + framing.encode_frame(framing.LIFE, 5, b"x" * 300)
+    assert framing.length_at(data, 6) == 300
+    assert framing.length_at(data[: 6 + framing.HEADER.size], 6) == 300
+    assert framing.length_at(data[: 5 + framing.HEADER.size], 6) == framing.HEADER.size
 
 
 def test_an_absurd_length_is_refused_without_reading_it() -> None:
@@ -112,6 +132,18 @@ def test_checksums_of_what_a_record_does_not_name_are_refused() -> None:
         garbled = len(made).to_bytes(4, "little") + made + payload[4 + size :]
         with pytest.raises(ValueError, match="a checksum of"):
             framing.decode_record(garbled, tables_for(record))
+
+
+def test_sets_of_ranks_that_are_too_large_together_are_refused() -> None:
+    record = of_rank(3)
+    payload = framing.encode_record(record)
+    size = int.from_bytes(payload[:4], "little")
+    far = f'[{validate.MAX_RANKS - 1},"1"]'
+    many = ",".join([far] * (framing.MAX_MASK_BITS // validate.MAX_RANKS))
+    made = payload[4 : 4 + size].replace(b'[3,"1"]', many.encode())
+    garbled = len(made).to_bytes(4, "little") + made + payload[4 + size :]
+    with pytest.raises(ValueError, match="sets of ranks that are too large to be kept"):
+        framing.decode_record(garbled, tables_for(record))
 
 
 def test_equal_tables_are_one_object_whoever_wrote_them() -> None:

@@ -253,6 +253,14 @@ def test_a_segment_grows_with_all_the_tables_that_it_repeats(tmp_path: Path) -> 
     assert size >= journal.SEGMENT_HEADS * len(head)
 
 
+def test_a_segment_is_closed_at_the_size_that_was_given(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path / "j", {}, segment_bytes=10_000)
+    for _ in range(8):
+        assert writer.append(framing.LIFE, b"x" * 2_000)
+    writer.close()
+    assert writer.segment == 1
+
+
 def test_frames_beyond_what_is_read_at_once_are_read_from_closed_segments_too(
     tmp_path: Path, monkeypatch
 ) -> None:
