@@ -69,6 +69,8 @@ ROOMS = {
             "rank/test_first_forward.py",
             "rank/test_held_record.py",
             "rank/test_unsampled_losses.py",
+            "rank/test_lent_passes.py",
+            "rank/test_engine.py",
         ),
         "(two_ranks or before_the_process_group)",
     ),
@@ -76,7 +78,9 @@ ROOMS = {
         ("ddpprobe/rank/passes.py", "ddpprobe/reader/models.py"),
         ("rank/test_passes.py", "reader/test_models.py"),
     ),
-    "topology": Room(("ddpprobe/rank/topology/*.py",), ("rank/topology",)),
+    "topology": Room(
+        ("ddpprobe/rank/topology/*.py",), ("rank/topology", "rank/test_engine.py")
+    ),
     "hooks": Room(
         ("ddpprobe/rank/hooks/*.py",),
         (
@@ -106,7 +110,12 @@ ROOMS = {
             "ddpprobe/cli/commands/anomalies.py",
             "ddpprobe/cli/commands/verify.py",
         ),
-        ("cli/test_main.py", "cli/test_words.py", "reader/verify/test_verify.py"),
+        (
+            "cli/test_main.py",
+            "cli/test_words.py",
+            "reader/test_models.py",
+            "reader/verify/test_verify.py",
+        ),
         # No documents are there; 13 s; what mutmut warns of is printed by the process it starts.
         "(documents_say_the_same or every_mutation or python_m_ddpprobe or closed_pipe)",
     ),

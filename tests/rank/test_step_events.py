@@ -450,6 +450,39 @@ def test_gradients_that_vanish_or_a_scaler_end_a_step_that_no_optimizer_took(
     assert loop.vanished == [gone]
 
 
+def test_the_optimizer_of_what_nobody_observes_is_no_sign_that_gradients_are_thrown_away(
+    made: Make,
+) -> None:
+    """Who steps this model may be no optimizer of torch's, and use one of torch's elsewhere."""
+    loop, elsewhere = made(net()), sgd(net())
+    loop.clock.start()
+    for _ in range(3):
+        loop.model(X).sum().backward()
+        elsewhere.step()
+        loop.model.zero_grad()
+    loop.model(X)
+    assert loop.ends() == [False] * 3
+    assert not any(event[0] == "lent" for event in loop.heard)
+
+
+def test_of_a_closure_that_is_called_again_and_again_the_first_gradients_are_told(
+    made: Make,
+) -> None:
+    loop = made(net())
+    loop.clock.start()
+    optimizer = torch.optim.LBFGS(loop.model.parameters(), max_iter=4)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loop.model(X).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert sum(event[0] == "forward" for event in loop.heard) > 1
+    assert loop.ready == [optimizer]
+
+
 def test_before_a_backward_no_gradient_can_vanish(made: Make) -> None:
     loop = made(net())
     loop.scaler_gave_up = True

@@ -176,3 +176,23 @@ def test_only_what_is_not_finite_in_its_own_precision_is_bad(
         losses.add(4, torch.ones(2), logged=False)  # no single number
         rows = _Rows()
         assert (losses.take(5, rows) | rows.found) == {"loss@-1": 3.0}
+
+
+def test_the_mean_of_two_micro_batches_on_a_device_is_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    far.pretend(monkeypatch)
+    losses, rows = UnsampledLosses(), _Rows()
+    for value in (1.0, 4.0):
+        losses.add(4, torch.tensor(value), logged=False)
+    assert (losses.take(5, rows) | rows.found) == {"loss@-1": 2.5}
+
+
+def test_a_bad_number_of_the_hosts_is_not_forgotten_beside_one_on_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    far.pretend(monkeypatch)
+    losses = UnsampledLosses()
+    losses.add(0, math.nan, logged=True)
+    losses.add(1, torch.tensor(1.0), logged=False)
+    assert losses.has_bad()

@@ -75,6 +75,12 @@ def test_the_same_rows_of_the_next_attempts_table_are_the_same_layout() -> None:
     assert cache.of(record(SITES[1:2], [1.0])).names == (("b", "output"),)
 
 
+def test_another_table_of_as_many_sites_is_another_layout() -> None:
+    cache = TensorRowsCache()
+    for name in "ab":
+        assert cache.of(record((Site(name, "output"),), [1.0])).names == ((name, "output"),)
+
+
 def test_what_takes_turns_is_no_tensor_of_a_series() -> None:
     made = record((Site("a", "output"), Site("w", "param")), [1.0, 1.0])
     assert TensorRowsCache().of(made).names == (("a", "output"),)

@@ -187,6 +187,7 @@ def test_a_parameter_that_came_bad_is_of_no_step(tmp_path: Path, records_of) -> 
             optimizer.zero_grad()
     bad = next(r.first_bad for r in records_of(tmp_path / "r") if r.first_bad)
     assert place(bad) == (3, "forward", "param", "b.bias", "", 0)
+    assert bad.order == -1  # before any module's output
 
 
 def test_on_a_device_nobody_waits_and_the_same_is_told(

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ddpprobe.rank.hooks import lanes
+from ddpprobe.rank.hooks.bin_rows import BinRows
 from ddpprobe.rank.hooks.pending_rows import StepResult, unless_logged
 from ddpprobe.rank.hooks.row_buffer import RowBuffer
 from ddpprobe.rank.hooks.step_rows import StepRows
+from ddpprobe.records.histogram import BINS
 from ddpprobe.records.step import FirstBad, Site
 
 from ... import far
@@ -287,6 +289,22 @@ def test_what_has_no_statistics_is_counted_by_reason_and_makes_no_row() -> None:
     rows.begin()
     assert result(rows).unsupported == {}
     assert found.unsupported  # what was fetched stays
+
+
+def test_of_a_step_of_which_no_forward_counts_there_are_no_histograms() -> None:
+    rows = StepRows(CPU, 0, bins=BinRows(lambda _: True))
+    rows.add(rows.table.slot(Site("a", "output")), 0, torch.ones(3))
+    found = result(rows)
+    assert (len(found.sites), found.binned.tolist(), found.bins.shape) == (0, [], (0, BINS))
+    assert (found.binned.dtype, found.bins.dtype) == (np.int64, np.int64)
+
+
+def test_counts_of_a_histogram_are_whole_numbers() -> None:
+    rows = StepRows(CPU, 0, bins=BinRows(lambda _: True))
+    rows.add(rows.table.slot(Site("a", "output")), 0, torch.ones(3))
+    found = result(rows, partial=True)
+    assert found.bins.sum() == 3
+    assert found.bins.dtype == np.int64
 
 
 def test_more_rows_than_a_buffer_begins_with_keep_their_places() -> None:

@@ -21,9 +21,11 @@ from torch import nn
 import ddpprobe
 from ddpprobe.rank import stats
 from ddpprobe.rank.hooks import step_rows
+from ddpprobe.rank.hooks.bin_rows import BinRows
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.stats import many, rows, warm_up
 from ddpprobe.rank.stats.checksum import checksum
+from ddpprobe.records.histogram import EDGES
 from ddpprobe.records.step import Site, StepRecord
 from ddpprobe.rundir.fuse import Fuse
 
@@ -123,6 +125,18 @@ def test_what_has_no_statistics_is_counted_and_leaves_no_gap(launches) -> None:
     given.add_all(0, [(0, torch.ones(3)), (5, torch.ones(3, device="meta")), (1, torch.ones(4))])
     assert table_of(given, 2)[1][0] == 4
     assert given.fetch().unsupported == {"a meta tensor has no values": 1}
+    given.add_all(0, [(5, torch.ones(3, device="meta"))])
+    assert given.fetch().unsupported == {"a meta tensor has no values": 2}
+
+
+def test_what_is_taken_together_has_histograms_where_its_site_is_to_have_one(launches) -> None:
+    given = StepRows(CPU, 0, bins=BinRows(lambda fqn: fqn == "b"))
+    for slot, fqn in enumerate("abc"):
+        assert given.table.slot(Site(fqn, "grad")) == slot
+    given.add_all(0, ((slot, torch.full((4,), float(slot))) for slot in range(3)))
+    found = given.fetch().result(1, partial=False)
+    assert found.binned.tolist() == [1]
+    assert found.bins[0].nonzero()[0].tolist() == [EDGES.tolist().index(1.0)]
 
 
 def test_checksums_taken_together_are_those_taken_one_by_one(launches) -> None:

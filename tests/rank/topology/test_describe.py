@@ -123,6 +123,11 @@ def test_a_parameter_class_of_ones_own_with_plain_elements_is_observed() -> None
     assert describe(model).wrapper == "none"
 
 
+def test_a_process_without_a_group_is_a_world_of_its_own() -> None:
+    topology = describe(nn.Linear(2, 2))
+    assert (topology.world_size, topology.wrapper) == (1, "none")
+
+
 def test_tied_parameters_and_shared_modules_are_named_once() -> None:
     shared = nn.Linear(2, 2)
     model = nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(2, 2))
