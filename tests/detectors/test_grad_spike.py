@@ -63,6 +63,7 @@ def test_a_spike_on_all_ranks_warns_at_once_and_names_none() -> None:
 def test_a_spike_of_one_rank_names_it() -> None:
     (warn,) = run([*steady(100), record(100, [1.0, 1.0, 100.0, 1.0])])
     assert (warn.rank, warn.kind, warn.phase) == (2, "grad_local", "backward")
+    assert warn.message.startswith("local gradient norm ")
 
 
 def test_a_rank_that_hardly_passes_its_peers_is_not_blamed() -> None:
@@ -222,6 +223,15 @@ def test_the_global_norm_comes_from_the_reduced_rows_and_the_module_that_grew_is
     assert everywhere.module is None
 
 
+def test_on_all_ranks_a_module_must_have_grown_twice_as_much_as_the_others() -> None:
+    rows = {**dict.fromkeys(BLOCKS, 1.0), BLOCKS[3]: 100.0}
+    stream = [with_rows(record(s, [1.0] * 4), rows) for s in range(100)]
+    for others, module in ((2.3, None), (2.2, "blocks.1.mlp")):
+        now = {**dict.fromkeys(BLOCKS, others), BLOCKS[3]: 450.0}
+        (warn,) = run([*stream, with_rows(record(100, [1.0] * 4), now)])
+        assert (warn.rank, warn.module) == (None, module)
+
+
 def with_local_rows(base: StepRecord, of_ranks: list[dict[str, float]]) -> StepRecord:
     """The local gradients of all ranks merged: their squares are added."""
     names = list(of_ranks[0])
@@ -286,6 +296,16 @@ def test_no_rank_is_named_by_a_shard_that_a_mean_may_have_or_where_gradients_are
     assert warn.rank is None
     summed = [sharded(s, (1, 4 + 0.1 * (s % 4))) for s in range(100)]
     (warn,) = run([*summed, sharded(100, (1, 90))])
+    assert warn.rank is None
+
+
+def test_no_rank_is_named_by_a_shard_where_a_gradient_is_the_sum_of_micro_batches() -> None:
+    stream = [*(sharded(s, (1 + 0.1 * (s % 4), 1)) for s in range(100)), sharded(100, (1, 90))]
+    several = [
+        replace(r, scalars={rank: {**s, "micro_batches": 2} for rank, s in r.scalars.items()})
+        for r in stream
+    ]
+    (warn,) = run(several)
     assert warn.rank is None
 
 

@@ -77,6 +77,15 @@ def test_nine_skips_in_a_row_after_the_warm_up_are_a_page(start: int) -> None:
     assert page.values["skipped_in_a_row"] == 9
 
 
+@pytest.mark.parametrize(("quiet", "pages"), [(100, 1), (101, 2)])
+def test_it_pages_again_only_after_more_than_a_hundred_steps_without_a_skip(
+    quiet: int, pages: int
+) -> None:
+    again = 208 + quiet  # the last skip of the first time is that of step 208
+    fits = lambda s: 0.0 if 200 <= s < 209 or again <= s < again + 9 else 65536.0  # noqa: E731
+    assert len(run(amp(fits, again + 20, scale=2.0**20))) == pages
+
+
 def test_skips_of_a_late_warm_up_do_not_count_as_skips_behind_it() -> None:
     assert run(amp(lambda s: 0.0 if 80 <= s < 108 else 65536.0, 200, scale=2.0**20)) == []
     (page,) = run(amp(lambda s: 0.0 if 80 <= s < 109 else 65536.0, 200, scale=2.0**20))

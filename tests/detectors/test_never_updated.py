@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from ddpprobe.detectors.never_updated import NeverUpdated
@@ -97,3 +99,8 @@ def test_what_moves_without_a_gradient_at_any_look_is_left_alone() -> None:
         for s in range(0, 200, 2)
     ]  # fmt: skip
     assert run(NeverUpdated(), records) == []
+
+
+def test_gradients_too_large_for_their_squares_neither_raise_nor_tell() -> None:
+    made = {"fc.weight": Made(1.0, 1e-3, math.inf), "head.weight": Made(1.0, 0.0, 0.0)}
+    assert run(NeverUpdated(), [weights(step, made) for step in range(100)]) == []

@@ -44,6 +44,7 @@ def test_the_rank_and_the_module_are_named(how: str, every: int, world: int) -> 
     assert (warn.level, warn.rank, warn.module) == ("warn", 1, "blocks.0")
     assert (warn.kind, warn.phase) == ("grad_local", "backward")
     assert warn.values == {"parameters": 2, "ranks": 1, "since": 160}
+    assert "2 parameters since step 160, in blocks.0; " in warn.message
     assert 175 <= warn.step <= 160 + 5 * every + 15
 
 

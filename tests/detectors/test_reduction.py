@@ -40,6 +40,18 @@ def test_hooks_that_were_lost_warn_first_and_page_when_nothing_is_reduced_any_mo
     assert "no reduction took place" in found[0].message
 
 
+def test_only_behind_twenty_steps_in_a_row_that_were_reduced_hooks_count_as_lost() -> None:
+    for before in (0, 30):  # then one step without, and what came before it counts no more
+        for reduced, levels_ in ((19, ["warn"]), (20, ["warn", "page"])):
+            first = before + bool(before)
+            until = first + reduced
+            stream = [
+                step(s, reduced=s < until and (s != before or not before), told=s >= until)
+                for s in range(until + 25)
+            ]
+            assert [a.level for a in run(Reduction(), stream)] == levels_
+
+
 def test_local_sgd_is_warned_of_and_never_pages() -> None:
     apart = [step(s, reduced=False, told=True) for s in range(400)]
     assert {a.level for a in run(Reduction(), apart)} == {"warn"}

@@ -18,6 +18,13 @@ def test_what_is_not_finite_is_no_point_of_its_site_nor_of_others() -> None:
     assert window.lowest(2).tolist() == [1.0, 5.0]
 
 
+def test_values_are_remembered_in_single_precision() -> None:
+    """There are as many of them as sites times looks."""
+    window = SiteWindow(3)
+    window.add(np.array([0.1]))
+    assert window.highest(1).tolist() == window.lowest(1).tolist() == [float(np.float32(0.1))]
+
+
 def test_each_site_forgets_its_own_oldest_value() -> None:
     window = SiteWindow(2)
     for values in ([9.0, 7.0], [1.0, NAN], [2.0, NAN]):

@@ -77,3 +77,11 @@ def test_it_is_told_again_behind_a_quiet_time() -> None:
     quiet = [1000.0 + i for i in range(120)]
     found = run(StuckData(), stream(VARIED + [5.0] * 30 + quiet + [6.0] * 30))
     assert [level for level, _ in levels(found)] == ["warn", "warn"]
+
+
+def test_a_quiet_time_is_more_than_a_hundred_steps_without_it() -> None:
+    for steps, told in ((100, 1), (101, 2)):
+        # The last look of the first time is 59; the 20th look makes the second one known.
+        varied = [1000.0 + i for i in range(steps - 20)]
+        found = run(StuckData(), stream(VARIED + [5.0] * 30 + varied + [6.0] * 20))
+        assert len(found) == told

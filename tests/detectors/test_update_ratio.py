@@ -36,6 +36,8 @@ def test_a_step_twenty_times_as_large_as_usual_is_told() -> None:
         stream(*[0.03] * 3, 0.08),  # below three times the largest
         stream(0.9, first=7),  # too early to know
         stream(*[0.0] * 20, USUAL),  # steps without a change
+        stream(*[0.0] * 64, 0.06, usual=4e-3),  # which are not what is usual either
+        [*stream(), weights(40, {"fc.weight": Made(0.0, 0.1)})],  # no share of nothing
     ],
 )
 def test_what_is_large_but_not_out_of_proportion_is_left_alone(records: list[StepRecord]) -> None:

@@ -62,6 +62,17 @@ def test_all_weights_that_shrink_or_grow_in_each_step_are_told(
     assert warn.values["rate"] == pytest.approx(factor - 1)
 
 
+@pytest.mark.parametrize(("parameters", "told"), [(1, False), (2, True)])
+def test_a_model_of_two_parameters_shrinks_and_of_one_parameter_alone_nobody_speaks(
+    parameters: int, told: bool
+) -> None:
+    records = [
+        weights(s, {f"l{i}.weight": Made(0.9 ** max(0, s - AT)) for i in range(parameters)})
+        for s in range(140)
+    ]
+    assert any("rate" in a.values for a in run(WeightJump(), records)) is told
+
+
 @pytest.mark.parametrize("every", [1, 10])
 def test_weights_that_shrink_slowly_all_together_are_told_and_growth_as_slow_is_not(
     every: int,

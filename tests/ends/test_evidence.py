@@ -56,6 +56,11 @@ def test_a_clock_is_of_a_known_state_in_a_step_that_began(
     assert clock_of(steps, micro, state, step) == clock
 
 
+def test_a_phase_that_no_step_has_is_refused_by_those_it_has() -> None:
+    with pytest.raises(ValueError, match="no phase 'lunch': it is one of data, forward, backward"):
+        Progress(0, 0, "lunch", 0)
+
+
 def test_a_heartbeat_says_where_a_rank_is_and_none_moves_it_back() -> None:
     evidence = Evidence()
     evidence.take_beat(0, NODE, beat(4, "backward", 1))

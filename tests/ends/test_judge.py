@@ -12,6 +12,7 @@ import pytest
 from ddpprobe.ends.anomalies import anomalies_of
 from ddpprobe.ends.evidence import Case, Evidence
 from ddpprobe.ends.judge import End, is_well, judge, stuck_of
+from ddpprobe.ends.rank_ends import may_be_told
 from ddpprobe.ends.stalls import is_still
 from ddpprobe.records.events import ClosedEvent, ExitEvent, FateEvent
 from ddpprobe.records.fate import Fate, Progress, RaisedError
@@ -503,6 +504,19 @@ def test_a_broken_connection_is_no_rank_s_doing_while_another_node_is_not_seen()
         end = verdict(here, raised(1, GONE), Fate(2), partial=True)
         assert (end.state, end.ranks) == ("crashed", ()), end.message
         assert "rank 0" not in end.message
+        assert end.message.endswith(
+            "the cause may not be among the ranks that are known here"
+        )
+    end = verdict(raised(1, GONE), Fate(2), partial=True)
+    assert end.message.endswith("the cause is not among the ranks that are known here")
+
+
+def test_an_end_without_a_word_may_be_told_as_well_as_one_that_is_known() -> None:
+    may = {how for how in ("", "exit:0", "unknown", "exit:1", "SIGKILL")
+           if may_be_told(fate(0, how, handles=True, at_exit=True))}  # fmt: skip
+    assert may == {"", "exit:0", "unknown"}
+    assert not may_be_told(fate(0, handles=True))
+    assert not may_be_told(fate(0, at_exit=True))
 
 
 def test_the_logical_clock_orders_micro_batches_and_phases_within_a_step() -> None:

@@ -24,7 +24,7 @@ from ddpprobe.rank.peer_watcher import (
 )
 from ddpprobe.records.events import ClosedEvent, PeerExitEvent
 from ddpprobe.records.fate import RaisedError
-from ddpprobe.rundir import pidfds
+from ddpprobe.rundir import pidfds, processes
 
 OWN_RANK = 3
 SCRIPT = "import sys; sys.exit(int(sys.stdin.readline() or 9))"  # its code is what it is told
@@ -142,6 +142,19 @@ def test_nobody_is_watched_in_the_place_of_a_rank_that_is_not_seen_from_here(
     assert (open_files(), threading.active_count()) == (files, before[1])
     peers.watcher.close(60.0)  # there is nobody to wait for
     assert (open_files(), threading.active_count()) == (files, before[1])
+
+
+def test_only_who_still_has_its_number_is_watched(
+    peers: Peers, poll: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = peers.start(2)
+    own = found[1].pid, found[1].started
+    monkeypatch.setattr(processes, "is_process", lambda *asked: asked == own)
+    peers.watcher.start(found)
+    peers.end(0, 5)
+    peers.end(1, 7)
+    poll(lambda: peers.said)
+    assert [(event.rank, event.how) for event in peers.said] == [(1, "exit:7")]
 
 
 def test_where_the_namespace_is_hidden_nobody_is_watched(
