@@ -8,7 +8,7 @@ import pytest
 
 from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.settings import above_zero, at_least, defaults, meanings, summary
-from ddpprobe.detectors.suite import DETECTORS
+from ddpprobe.detectors.suite import DETECTORS, read_settings
 from ddpprobe.records.step import Anomaly, StepRecord
 
 
@@ -73,3 +73,18 @@ def test_a_verdict_on_an_earlier_step_is_not_of_the_sampled_one() -> None:
     (page,) = Told().update(StepRecord(2, 7, (0,), 5, sampled=True))
     assert (page.detector, page.step, page.sampled, page.first_cause) == ("told", 6, False, True)
     assert (page.attempt, page.wall_time_ns) == (2, 5)
+
+
+def test_settings_of_several_detectors_are_kept_apart() -> None:
+    given = [("desync", "quiet_steps=7"), ("nonfinite", "quiet_steps=9"), ("coverage", None)]
+    found = read_settings(given)
+    assert found == {"desync": {"quiet_steps": 7}, "nonfinite": {"quiet_steps": 9}}
+
+
+def test_a_typed_setting_is_an_assignment_to_a_detector_that_there_is() -> None:
+    with pytest.raises(ValueError, match=r"^'z': expected key=value, such as quiet_steps=20$"):
+        read_settings([("desync", "z")])
+    with pytest.raises(ValueError, match="no detector 'grad': choose one of grad_spike, "):
+        read_settings([("grad", None)])
+    with pytest.raises(ValueError, match="desync has no setting 'z'; it has quiet_steps"):
+        read_settings([("desync", "z=1")])

@@ -504,11 +504,17 @@ def test_a_broken_connection_is_no_rank_s_doing_while_another_node_is_not_seen()
         end = verdict(here, raised(1, GONE), Fate(2), partial=True)
         assert (end.state, end.ranks) == ("crashed", ()), end.message
         assert "rank 0" not in end.message
-        assert end.message.endswith(
-            "the cause may not be among the ranks that are known here"
-        )
+        assert end.message.endswith("the cause may not be among the ranks that are known here")
     end = verdict(raised(1, GONE), Fate(2), partial=True)
     assert end.message.endswith("the cause is not among the ranks that are known here")
+
+
+def test_who_was_aborted_in_its_wait_waited_though_a_rank_left_well_to_all_appearance() -> None:
+    end = verdict(
+        fate(0, "SIGABRT", at(12, "backward"), stalled=True), fate(1, "SIGTERM", stalled=True),
+        left(2, at(12, "backward"), stalled=True),
+    )  # fmt: skip
+    assert (end.state, end.ranks, end.phase) == ("hung", (1,), "forward")
 
 
 def test_an_end_without_a_word_may_be_told_as_well_as_one_that_is_known() -> None:

@@ -39,7 +39,8 @@ ROOMS = {
         "reference_names",  # the documents are not there
     ),
     "merge": Room(
-        ("ddpprobe/records/merge.py",), ("records/test_step.py", "records/test_histogram.py")
+        ("ddpprobe/records/merge.py",),
+        ("records/test_step.py", "records/test_first_bad.py", "records/test_histogram.py"),
     ),
     "gather": Room(("ddpprobe/records/gather.py",), ("records/test_gather.py",), "linear_time"),
     "journal": Room(
@@ -78,9 +79,7 @@ ROOMS = {
         ("ddpprobe/rank/passes.py", "ddpprobe/reader/models.py"),
         ("rank/test_passes.py", "reader/test_models.py"),
     ),
-    "topology": Room(
-        ("ddpprobe/rank/topology/*.py",), ("rank/topology", "rank/test_engine.py")
-    ),
+    "topology": Room(("ddpprobe/rank/topology/*.py",), ("rank/topology", "rank/test_engine.py")),
     "hooks": Room(
         ("ddpprobe/rank/hooks/*.py",),
         (
@@ -99,6 +98,7 @@ ROOMS = {
             "reader/verify/test_findings.py",
             "reader/verify/test_verify.py",
             "store/captures/test_captures.py",
+            "store/test_retention.py",
         ),
         "every_mutation",  # 13 s
     ),

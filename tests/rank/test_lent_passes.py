@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ddpprobe
-from ddpprobe.records.step import NUMEL, OBSERVED, StepRecord
+from ddpprobe.records.step import LENT, NUMEL, OBSERVED, StepRecord
 
 from .test_step_events import Loop, Make, made, net, sgd
 
@@ -352,6 +352,7 @@ def test_before_ours_was_ever_stepped_a_pass_for_another_observed_model_is_lent(
     loop.model(X)
     assert (loop.ends(), theirs.ends()) == ([], [False, False])
     assert (loop.clock.step, loop.clock.micro, loop.clock.lent) == (0, 2, 2)
+    assert loop.clock.passes.told(0, None)[LENT] == 2.0
 
 
 def test_gradients_that_an_optimizer_of_master_weights_takes_end_a_step_each(made: Make) -> None:

@@ -59,7 +59,9 @@ def test_passes_are_in_the_order_of_the_loop() -> None:
     assert g.told(0, None) == {PASS: float(int(order[3]))}
 
 
-def test_a_backward_has_a_whole_number_where_it_comes_in_and_each_other_model_a_share_more() -> None:
+def test_a_backward_has_a_whole_number_where_it_comes_in_and_each_other_model_a_share_more() -> (
+    None
+):
     count = PassCount()
     assert count.forward() == 1.0
     assert (count.backward(), count.backward()) == (2.0, 2.0 + 2**-10)

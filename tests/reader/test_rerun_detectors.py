@@ -14,7 +14,7 @@ import pytest
 
 from ddpprobe.cli.main import main
 from ddpprobe.detectors.settings import defaults
-from ddpprobe.detectors.suite import DETECTORS, default_suite, read_settings
+from ddpprobe.detectors.suite import DETECTORS, default_suite
 from ddpprobe.reader.rerun_detectors import rerun
 from ddpprobe.reader.run import open_run
 from ddpprobe.rundir import framing
@@ -134,12 +134,6 @@ def test_every_setting_is_listed_with_its_default_and_changes_something(replay) 
     for name, told in listed.items():
         assert f"{name}: " in plain
         assert all(f"{key} " in plain for key in told["settings"])
-
-
-def test_settings_of_several_detectors_are_kept_apart() -> None:
-    given = [("desync", "quiet_steps=7"), ("nonfinite", "quiet_steps=9"), ("coverage", None)]
-    found = read_settings(given)
-    assert found == {"desync": {"quiet_steps": 7}, "nonfinite": {"quiet_steps": 9}}
 
 
 def test_a_run_without_a_daemon_is_judged_as_often_as_one_likes(tmp_path: Path) -> None:

@@ -409,4 +409,6 @@ def test_of_a_step_that_one_rank_samples_the_others_alarm_is_not_the_last_word()
     assert gather.ready(1.0) == []
     gather.add(full(1, 3), 1.0)
     (merged,) = gather.ready(1.0)
-    assert same(merged, head_merge([full(0, 3), replace(full(1, 3), first_bad=witness(1, 3, None))]))
+    assert same(
+        merged, head_merge([full(0, 3), replace(full(1, 3), first_bad=witness(1, 3, None))])
+    )

@@ -85,22 +85,6 @@ def test_merging_ranks_in_any_order_and_grouping_gives_the_same_record(records, 
         assert content(pool[0]) == expected
 
 
-def test_what_a_step_left_behind_comes_after_the_forwards_of_a_rank_with_more_micro_batches() -> (
-    None
-):
-    """Else the blame would depend on which two of these three were merged first."""
-    late = FirstBad(3, 1, "step", 0, 0, "a", "param")
-    early = FirstBad(3, 0, "step", 0, 1, "a", "param")
-    forward = FirstBad(3, 1, "forward", 0, 2, "b", "output")
-    counts, values = empty_rows(0)
-    a, b, c = (
-        StepRecord(0, 3, (bad.rank,), 1, True, (), counts, values, first_bad=bad)
-        for bad in (late, early, forward)
-    )
-    assert merge_all([merge_all([a, c]), b]).first_bad == forward
-    assert merge_all([a, merge_all([b, c])]).first_bad == merge_all([a, b, c]).first_bad == forward
-
-
 @given(several)
 def test_local_rows_and_primary_shards_add_up_and_replicas_do_not(records) -> None:
     merged = merge_all(records)

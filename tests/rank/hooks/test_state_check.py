@@ -190,6 +190,20 @@ def test_a_parameter_that_came_bad_is_of_no_step(tmp_path: Path, records_of) -> 
     assert bad.order == -1  # before any module's output
 
 
+def test_a_buffer_that_came_bad_and_harms_nobody_was_so_before_any_forward(
+    tmp_path: Path, records_of
+) -> None:
+    model = Net()
+    model.mean.fill_(math.nan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        model(torch.randn(2, 4)).backward()
+        optimizer.step()
+    (record,) = records_of(tmp_path / "r")
+    assert place(record.first_bad) == (0, "forward", "buffer", "mean", "", 0)
+    assert (record.first_bad.micro, record.first_bad.order) == (0, -1)
+
+
 def test_on_a_device_nobody_waits_and_the_same_is_told(
     tmp_path: Path, records_of, monkeypatch
 ) -> None:
