@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import ddpprobe
-from ddpprobe.records.step import LENT, PASS, PASS_OF_BAD, FirstBad
+from ddpprobe.cli.commands.anomalies import first_of_models
+from ddpprobe.reader.models import FirstOfModels
+from ddpprobe.records.step import LENT, PASS, PASS_OF_BAD, Anomaly, FirstBad
 from tests.made_runs import Made, record
 
 RANKS = 2
@@ -171,6 +174,13 @@ def test_anomalies_of_the_directory_says_the_first_of_all_models_first(
     assert first.startswith("b  PAGE  step 3 micro 0  rank 0  blocks.1.mlp:output  forward")
     assert (empty, of_a) == ("", f"a ({tmp_path / 'a'})")
     assert out.count("(first cause)") == 3  # of all, of a, of b
+
+
+def test_of_a_model_with_two_first_causes_at_once_the_first_line_is_one() -> None:
+    cause = Anomaly("desync", "page", 3, 0, 1, "a", "output", "forward", True, "x", {}, True)
+    two = [FirstOfModels("b", replace(cause, step=step), 1.0, 2.0) for step in (3, 4)]
+    assert len(first_of_models(two)) == 2
+    assert len(first_of_models([two[0], replace(two[1], model="a")])) == 3
 
 
 def test_anomalies_of_the_directory_says_between_which_it_is_not_known(
