@@ -92,14 +92,14 @@ class NeverUpdated(SampledDetector):
     def _cut_off(self, record: StepRecord, found: Mask) -> Mask:
         """Return those that never had a gradient, if they are many and require one."""
         without: Mask = found & ~self._pulled
+        fewest = max(1.0, self._part * len(found))
+        if without.sum() < fewest or not self._pulled.any():
+            return without & False
         kinds = np.array([without_indices(fqn) for fqn in self._rows.fqns], np.str_)
         without &= ~np.isin(kinds, kinds[self._pulled])  # an expert that is never chosen
         trained = [float(s[TRAINABLE]) for s in record.scalars.values() if TRAINABLE in s]
         spare = min(trained, default=0.0) - self._pulled.sum()
-        many = without.sum() >= self._part * len(found)
-        return (
-            without if many and self._pulled.any() and spare >= without.sum() else without & False
-        )
+        return without & bool(without.sum() >= fewest and spare >= without.sum())
 
     def _whole_modules(self, found: Mask) -> Mask:
         """Return those of `found` in whose module nothing has moved, and something would have."""
