@@ -97,6 +97,14 @@ def test_of_a_thousand_ranks_the_worst_are_shown_and_the_rest_is_summed_up():
     assert lines[-2:] == ["anomalies (1)", "PAGE x"]
 
 
+def test_the_title_says_how_many_ranks_of_a_run_are_late():
+    ranks = (RankNow(0, "late", "backward"), RankNow(1, "up"), RankNow(2, "late", "forward"))
+    assert text(LiveView("r", "running", "/r", 3, ranks)).startswith(
+        "r · running, 2 late · 3 ranks"
+    )
+    assert text(LiveView("r", "running", "/r", 1, ranks[1:2])).startswith("r · running · 1 rank ")
+
+
 def test_worst_sites_are_nonfinite_then_growing_then_large():
     nan = math.nan
     known = {"calm": (9.0, 1.0, 0, 1.0), "grows": (1.0, 1.0, 0, 50.0), "bad": (nan, nan, 7, None)}
