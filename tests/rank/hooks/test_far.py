@@ -41,6 +41,7 @@ COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
 class Clock:
     micro, lent, evaluating = 0, 0, False
     entered = ()
+    without_grad = False
 
 
 def watch_of(model: nn.Module) -> tuple[Watch, list[tuple[int, str]]]:

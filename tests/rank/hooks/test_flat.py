@@ -24,6 +24,7 @@ from ..topology.wrapped_models import HIDDEN, flat, on_rank
 class Clock:
     def __init__(self) -> None:
         self.micro, self.evaluating, self.entered = 2, False, list[object]()
+        self.without_grad = False
 
 
 @pytest.fixture

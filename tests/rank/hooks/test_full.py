@@ -25,6 +25,7 @@ VIEW = "an output is a view, whose base may be changed in place"
 class Clock:
     def __init__(self) -> None:
         self.micro, self.evaluating, self.entered = 0, False, list[object]()
+        self.without_grad = False
 
 
 class Pair(NamedTuple):

@@ -46,6 +46,7 @@ class Clock:
     def __init__(self) -> None:
         self.micro, self.lent = 0, 0
         self.evaluating, self.entered = False, list[object]()
+        self.without_grad = False
 
 
 def pair() -> DeviceMesh:

@@ -20,6 +20,7 @@ SITES = (("m", "output", "y"), ("m", "grad_output", "y"))
 class Clock:
     def __init__(self) -> None:
         self.micro, self.evaluating, self.entered = 0, False, list[object]()
+        self.without_grad = False
 
 
 class Told:

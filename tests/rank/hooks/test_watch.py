@@ -190,6 +190,7 @@ def test_each_parameter_has_its_turn_and_a_small_model_is_compared_whole(sizes: 
 class Clock:
     def __init__(self) -> None:
         self.micro, self.evaluating, self.entered = 0, False, list[object]()
+        self.without_grad = False
 
 
 NAN, INF, GOOD = torch.nan, torch.inf, 1.0
