@@ -52,6 +52,11 @@ def test_a_scale_that_was_there_from_the_start_is_meant(factor: float) -> None:
     assert run(GradAltered(), stream) == []
 
 
+def test_with_a_quiet_of_0_each_is_told_that_comes_behind_a_step_without() -> None:
+    found = run(GradAltered(quiet_steps=0), [step(s, [2.0 if s >= 60 else 1.0]) for s in range(70)])
+    assert levels(found) == [("warn", s) for s in range(62, 70)]
+
+
 def test_two_steps_in_a_row_are_too_few() -> None:
     stream = [step(s, [2.0 if s in {60, 61, 90} else 1.0]) for s in range(100)]
     assert run(GradAltered(), stream) == []

@@ -112,6 +112,14 @@ def test_a_loss_spike_within_eight_steps_makes_it_a_page_for_the_original_step(a
     assert f"the loss spiked too, at step {at}" in found[-1].message
 
 
+@pytest.mark.parametrize(("times", "level"), [(2.5, "page"), (1.5, "warn")])
+def test_the_loss_must_be_twice_its_median_for_a_page(times: float, level: str) -> None:
+    stream = steady(130)
+    usual = [said["loss"] for said in stream[100].scalars.values()]
+    stream[100] = record(100, [100.0] * 4, [times * loss for loss in usual])
+    assert [a.level for a in run(stream)] == [level]
+
+
 def test_a_gradient_that_explodes_with_the_loss_is_paged_once_and_then_warned_of() -> None:
     stream = steady(140)
     for n in range(4):

@@ -61,6 +61,7 @@ def test_a_loss_that_rises_at_once_and_stays_is_told_once() -> None:
     assert (warn.phase, warn.step) == ("forward", AT + 3)  # a large one is told by four values
     assert 1.7 < warn.values["ratio"] < 2.3
     assert warn.message.startswith("loss has been ")
+    assert "at each of the last 4 steps" in warn.message
 
 
 def test_a_smaller_rise_takes_eight_values() -> None:
@@ -244,6 +245,7 @@ def test_the_share_of_one_parameter_is_told_and_its_module_named() -> None:
     warn = only(run(LevelShift(), with_rows(lambda s: grads if s >= AT else {})))
     assert (warn.module, warn.kind, warn.phase, warn.step) == ("a", "grad", "backward", AT + 3)
     assert "share of the gradient" in warn.message
+    assert "at each of the last 4 sampled steps" in warn.message
 
 
 def test_shares_that_move_in_several_modules_name_none_of_them() -> None:

@@ -98,6 +98,13 @@ def test_a_mean_that_is_divided_once_more_is_told_at_the_eighth_step() -> None:
             (warn,) = run(Reduction(), [of(s, 0.95 * mean / ranks, local) for s in range(300)])
             assert (warn.level, warn.step, warn.kind) == ("warn", 7, "grad")
             assert "divided" in warn.message
+            # Of the root of the mean of the squares, which is near 1 here.
+            assert float(warn.message.split(" is ")[1].split(" x ")[0]) == pytest.approx(
+                0.95 * mean / ranks, rel=0.03
+            )
+            assert warn.values["common"] == pytest.approx(
+                ranks * (0.95 * mean / ranks) ** 2, rel=0.06
+            )
             assert run(Reduction(), [of(s, 0.95 * mean, local) for s in range(100)]) == []
 
 

@@ -42,6 +42,7 @@ def test_an_expert_that_gets_nearly_all_is_named_once(every: int) -> None:
     assert (warn.level, warn.module, warn.kind) == ("warn", "blocks.1.experts.1", "output")
     assert warn.step == (120 if every == 1 else 170)  # 20 steps, and 8 looks
     assert warn.values == {"share": 30 / 32, "since": 100, "experts": 4}
+    assert "has got 94% of what the 4 experts of its layer are given since step 100" in warn.message
 
 
 def test_it_is_told_again_when_another_one_gets_all() -> None:

@@ -29,6 +29,12 @@ def test_equal_numbers_at_three_sampled_steps_are_told_once() -> None:
     assert warn.message.startswith("ranks 0-2 report the same")
 
 
+def test_two_ranks_are_enough_and_one_has_none_to_share_with() -> None:
+    (warn,) = run(SameData(), [equal(s, ranks=2) for s in range(20)])
+    assert warn.message.startswith("ranks 0-1 report the same")
+    assert run(SameData(), [equal(s, ranks=1) for s in range(20)]) == []
+
+
 def test_two_of_four_ranks_that_share_a_shard_are_told() -> None:
     rng = np.random.default_rng(0)
     stream = []

@@ -32,6 +32,7 @@ def test_a_weight_that_is_five_times_as_large_is_told_with_its_name(every: int) 
     (warn,) = run(WeightJump(), stream(lambda s, i: 5.0 if s >= AT and i == 1 else 1.0, 200, every))
     assert (warn.level, warn.step, warn.module, warn.kind) == ("warn", AT, "l1.weight", "param")
     assert warn.values["ratio"] == pytest.approx(5.0)
+    assert warn.values["parameters"] == 1
 
 
 def test_a_largest_weight_below_the_learning_rate_is_left_alone() -> None:

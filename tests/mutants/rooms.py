@@ -60,6 +60,8 @@ ROOMS = {
         (
             "ddpprobe/rank/step_clock.py",
             "ddpprobe/rank/first_forward.py",
+            "ddpprobe/rank/host.py",
+            "ddpprobe/rank/owners.py",
             "ddpprobe/rank/held_record.py",
             "ddpprobe/rank/logged_numbers.py",
             "ddpprobe/rank/unsampled_losses.py",
@@ -69,6 +71,7 @@ ROOMS = {
             "rank/test_step_events.py",
             "rank/test_first_forward.py",
             "rank/test_held_record.py",
+            "rank/test_teacher.py",
             "rank/test_unsampled_losses.py",
             "rank/test_lent_passes.py",
             "rank/test_engine.py",
