@@ -16,7 +16,7 @@ from typing import Any
 import ray
 import ray.train.torch
 import torch
-from ray.train import RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import Tensor, nn
 
@@ -49,7 +49,7 @@ def work(config: dict[str, Any]) -> None:
     model = ray.train.torch.prepare_model(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     told: dict[str, Any] = {"losses": [], "directory": os.getcwd()}
-    first = config.get("first", 0)
+    first, died = config.get("first", 0), Path(config["out"], "died")
 
     def loop() -> None:
         for step in range(first, STEPS):
@@ -64,6 +64,10 @@ def work(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             if step == config.get("raises"):
                 raise ValueError("the data are bad")
+            if step == config.get("dies_once") and not died.exists():
+                if rank == 0:
+                    died.touch()
+                raise OSError("the disk is gone")
 
     if config["part"] == "alone":
         loop()
@@ -78,9 +82,12 @@ def work(config: dict[str, Any]) -> None:
 
 
 def all_of_it(out: Path, world: int) -> None:
-    def fit(part: str, **config: Any) -> None:
+    def fit(part: str, failures: int = 0, **config: Any) -> None:
         config |= {"part": part, "out": str(out)}
-        run_config = RunConfig(name="experiment", storage_path=str(out / "storage"))
+        run_config = RunConfig(
+            name="experiment", storage_path=str(out / "storage"),
+            failure_config=FailureConfig(max_failures=failures),
+        )  # fmt: skip
         scaling = ScalingConfig(num_workers=world, use_gpu=False)
         TorchTrainer(
             work, train_loop_config=config, scaling_config=scaling, run_config=run_config
@@ -89,17 +96,19 @@ def all_of_it(out: Path, world: int) -> None:
     fit("alone")
     fit("fit")
     fit("resumed", first=SAVED)
+    fit("again", failures=1, dies_once=1)
     fit("faulty", fault=FAULT, options={"run_dir": str(out / "faulty")})
     try:
         fit("raised", raises=1, options={"run_dir": str(out / "raised")})
     except ray.train.TrainingFailedError:
         print("the training function raised")
     for rank in range(world):
-        alone, told, resumed = (
+        alone, told, resumed, again = (
             json.loads((out / f"{part}.{rank}.json").read_text())
-            for part in ("alone", "fit", "resumed")
+            for part in ("alone", "fit", "resumed", "again")
         )
         told |= {"same": told["digest"] == alone["digest"], "resumed_run": resumed["run"]}
+        told["started_again_run"] = again["run"]
         (out / f"ray.{rank}.json").write_text(json.dumps(told))
 
 

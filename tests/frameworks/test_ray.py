@@ -51,6 +51,16 @@ def test_a_resumed_training_is_a_further_attempt_at_the_users_step(trained) -> N
     assert_resumed(trained, SAVED, STEPS)
 
 
+def test_workers_that_ray_starts_again_go_on_in_the_run_that_they_had(trained) -> None:
+    runs = {one["started_again_run"] for one in trained.told}
+    assert len(runs) == 1
+    assert runs != {one["run"] for one in trained.told}  # each fit() has its own
+    run = ddpprobe.open(runs.pop())
+    assert [(r.attempt, r.step) for r in run.records()] == [
+        *((0, s) for s in range(2)), *((1, s) for s in range(STEPS))
+    ]  # fmt: skip
+
+
 def test_a_nan_is_named_by_step_rank_and_module(trained) -> None:
     assert_named(trained, 2, "down")
 

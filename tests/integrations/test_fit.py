@@ -44,6 +44,17 @@ def test_a_new_training_gets_a_new_directory_and_a_resumed_one_goes_on_in_the_ne
     assert run_directory(tmp_path, 0).name not in {p.name for p in tmp_path.rglob("*")}
 
 
+def test_a_job_that_is_begun_again_has_the_directory_that_it_had(tmp_path: Path) -> None:
+    first = run_directory(tmp_path, 0, "ab12")
+    assert first.name.endswith("Z-ab12")
+    first.mkdir(parents=True)
+    assert run_directory(tmp_path, 0, "ab12").parent == first.parent  # of a start that made no run
+    (first / "run.json").touch()
+    assert run_directory(tmp_path, 0, "ab12") == run_directory(tmp_path, 7, "ab12") == first
+    assert run_directory(tmp_path, 0, "cd34") != first  # another job is a new training,
+    assert run_directory(tmp_path, 7, "cd34") == first  # or goes on with this one
+
+
 def test_a_resumed_training_without_an_earlier_run_begins_one(tmp_path: Path) -> None:
     assert not run_directory(tmp_path, 5).exists()
 
