@@ -128,8 +128,9 @@ def install_each(
 
 def _hosts(models: Mapping[str, nn.Module]) -> dict[str, dict[str, object]]:
     """Return options of the frozen models, which follow the first of the others, and of that."""
-    trained = [name for name, m in models.items() if any(p.requires_grad for p in m.parameters())]
-    frozen = [name for name in models if name not in trained]
+    known = {name: m for name, m in models.items() if isinstance(m, nn.Module)}  # else refused
+    trained = [name for name, m in known.items() if any(p.requires_grad for p in m.parameters())]
+    frozen = [name for name in known if name not in trained]
     host = Host()
     if not (trained and frozen):
         return {}
