@@ -71,20 +71,23 @@ and 17."""
 _SET_D = """
 ## Set D: written without the rules, like set C
 
-The other ten of the twenty that set C is from."""
+The other ten of the twenty that set C is from. When no rule had been made from either, 15 of 30
+were found at every=1, and 15 of 30 at every=10; one rule was made from them since. Three (U62, U64,
+U67) leave no trace in what a rank computes in training: they stand for what nobody here sees."""
 _SET_C = """
 ## Set C: written without the rules
 
 Twenty faults once more, drawn and split as those of sets A and B were, by somebody who had read
 neither the detectors' rules nor what they found. Each was seen to harm its job: the code says of
-each how much worse its loss became, or what was learned, than without it."""
+each how much worse its loss became, or what was learned, than without it. When no rule had been
+made from them, 16 of 30 were found at every=1, and 13 of 30 at every=10; three rules were since."""
 _SET_B = """
-## Set B: written without the rules, and not learned from
+## Set B: written without the rules
 
 Twenty more faults were drawn from papers and issue trackers by somebody who had not read the
 detectors' rules, and who ran none of them with the probe; each names its source in the code. A lot
-split them into two sets. These ten were run for the first time when no rule was changed any more:
-21 of 30 were found at every=1, and 14 of 30 at every=10."""
+split them into two sets. When no rule had been made from these ten, 21 of 30 were found at
+every=1, and 14 of 30 at every=10; two rules were since."""
 _SET_A = """
 ## Set A: written without the rules
 

@@ -1,4 +1,4 @@
-"""Set B: the other ten of the twenty; see `set_a`. No rule was made from what they show.
+"""Set B: the other ten of the twenty; see `set_a`. Rules were made from U41 and U42.
 
 They were written with those of set A, by somebody who had not read the detectors' rules and had not
 run any of them with the probe.
