@@ -98,6 +98,18 @@ def test_a_step_is_the_engines_however_often_it_takes_the_gradients_away(
     assert all("unreduced" not in r.scalars[0] for r in records)
 
 
+def test_a_step_of_one_micro_batch_is_the_engines_too(tmp_path: Path, records_of) -> None:
+    model = net()
+    engine = Partitioned(model)
+    with install_driven(model, engine, run_dir=tmp_path / "r", every=1, daemon="none"):
+        for _ in range(3):
+            engine.backward(model(X).sum())
+            engine.step()
+    records = records_of(tmp_path / "r")
+    assert [(r.step, r.partial) for r in records] == [(0, False), (1, False), (2, False)]
+    assert {r.scalars[0]["micro_batches"] for r in records} == {1.0}
+
+
 def test_the_reduced_gradients_are_this_ranks_parts_before_they_are_clipped(
     tmp_path: Path, records_of
 ) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import ddpprobe
+from ddpprobe.rank.first_forward import FirstForward
+from ddpprobe.rank.topology.describe import describe
 
 BEFORE_THE_GROUP = """
 import json, os, sys
@@ -280,3 +282,14 @@ def test_without_a_group_a_wrong_argument_is_still_refused_at_once(monkeypatch) 
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ddpprobe.InstallError, match="every must be"):
         ddpprobe.install(nn.Linear(4, 1), every=-1, daemon="none")
+
+
+def test_it_comes_before_the_hooks_that_users_have_hung_on_the_model() -> None:
+    model, told = nn.Linear(2, 2), list[str]()
+    model.register_forward_pre_hook(lambda *_: told.append("theirs"))
+    waits = FirstForward(describe(model), lambda _: told.append("ours"))
+    assert waits.cancel()
+    waits.hang()
+    model(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    assert told == ["ours", "theirs", "theirs"]

@@ -225,6 +225,23 @@ def test_an_evaluation_ends_with_its_forward_and_its_time_is_no_phases(made: Mak
     assert not loop.clock.is_inside_a_step
 
 
+def test_the_first_training_forward_is_asked_for_once_before_anything_is_told(made: Make) -> None:
+    loop, asked = made(net()), list[object]()
+
+    def first(module: nn.Module) -> bool:
+        asked.append((module, list(loop.heard)))
+        return False
+
+    loop.clock.start(first=first)
+    with torch.no_grad():
+        loop.model(X)
+    loop.heard.clear()
+    loop.model(X)
+    loop.model(X)
+    assert asked == [(loop.model, [])]
+    assert [event[0] for event in loop.heard] == ["forward", "forward ended"] * 2
+
+
 def test_a_forward_that_raises_is_told_and_the_next_is_another_micro_batch(made: Make) -> None:
     loop = made(net())
     loop.clock.start()
