@@ -27,7 +27,10 @@ class _Group:
 
 
 class Router(SampledDetector):
-    """Warns, once, of a layer in which one expert gets nearly all tokens, or most get none.
+    """Warns, once, of a layer in which one expert gets nearly all tokens.
+
+    That most experts of a layer get none is an information: without a loss that balances them it
+    happens in small jobs that learn well.
 
     Judged are modules in a list that is called `experts`, by the size of their outputs over all
     ranks. It must be the same expert, or the same ones, at each of the looks: in a small batch many
@@ -121,5 +124,5 @@ class Router(SampledDetector):
         )
         values = {"idle": len(gone), "since": max(gone), "experts": len(fqns)}
         return self.anomaly(
-            record, "warn", message, values, module=layer, kind="output", phase="forward"
+            record, "info", message, values, module=layer, kind="output", phase="forward"
         )

@@ -63,9 +63,9 @@ def test_a_batch_so_small_that_one_gets_all_by_chance_is_left_alone() -> None:
 
 
 def test_most_experts_without_a_token_for_100_looks_are_told_once_with_their_layer() -> None:
-    (warn,) = run(Router(), steps(balanced_until(50, [16, 0, 16, 0, 0, 0])))
-    assert (warn.module, warn.step) == ("blocks.1.experts", 149)
-    assert warn.values == {"idle": 4, "since": 50, "experts": 6}
+    (info,) = run(Router(), steps(balanced_until(50, [16, 0, 16, 0, 0, 0])))
+    assert (info.level, info.module, info.step) == ("info", "blocks.1.experts", 149)
+    assert info.values == {"idle": 4, "since": 50, "experts": 6}
     assert run(Router(), steps(balanced_until(50, [16, 0, 16, 0, 0, 16]))) == []  # half is not most
     assert run(Router(), steps(lambda s: [16, 0, 0, 0, 16 * (s % 99 == 0), 16])) == []
 
