@@ -178,6 +178,12 @@ def test_the_new_kinds_of_verdict_are_one_line_each(call: Call, tmp_path: Path) 
     ]
 
 
+def test_a_level_that_there_is_not_is_refused_with_those_there_are(call, tmp_path: Path) -> None:
+    code, out, err = call("anomalies", tmp_path, "--level", "error")
+    assert (code, out) == (2, "")
+    assert "invalid choice: 'error' (choose from" in err
+
+
 def test_level_hides_what_is_below_and_does_not_change_the_exit_code(
     call: Call, tmp_path: Path
 ) -> None:

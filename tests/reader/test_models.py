@@ -200,6 +200,7 @@ def test_anomalies_as_json_holds_all_models(call, tmp_path: Path) -> None:
     code, out, _ = call("anomalies", tmp_path, "--json")
     said = json.loads(out)
     assert code == 1
+    assert (said["format_version"], said["directory"]) == (1, str(tmp_path))
     assert [(one["model"], one["step"]) for one in said["first_causes"]] == [("b", 3)]
     assert {name: len(one["anomalies"]) for name, one in said["models"].items()} == {"a": 0, "b": 1}
 

@@ -412,3 +412,35 @@ def test_of_a_step_that_one_rank_samples_the_others_alarm_is_not_the_last_word()
     assert same(
         merged, head_merge([full(0, 3), replace(full(1, 3), first_bad=witness(1, 3, None))])
     )
+
+
+def test_a_record_in_which_a_rank_stands_twice_is_set_aside_and_said(caplog) -> None:
+    gather = Gather((0, 1))
+    gather.add(replace(full(0, 3), ranks=(0, 0)), 0.0)
+    gather.add(full(0, 3), 0.0)
+    gather.add(full(1, 3), 0.0)
+    (merged,) = gather.ready(0.0)
+    assert (merged.ranks, gather.set_aside, gather.late) == ((0, 1), 1, 0)
+    (said,) = caplog.messages
+    assert "a part of step 3 cannot be merged" in said
+    assert "a rank stands twice in (0, 0)" in said
+
+
+def test_what_overlaps_others_is_counted_each_time_and_what_says_no_more_is_not() -> None:
+    gather = Gather(range(4))
+    gather.add(merge_all([full(0, 3), full(1, 3)]), 0.0)
+    for _ in range(2):
+        gather.add(merge_all([full(1, 3), full(2, 3)]), 0.0)  # whose are the numbers of rank 1?
+    assert gather.late == 2
+    gather.add(full(3, 3), 0.0)
+    gather.add(alarm(3, 3), 0.0)  # behind the whole of it
+    assert gather.late == 2
+
+
+def test_an_alarm_comes_out_at_once_when_all_others_are_past_its_step() -> None:
+    gather = Gather((0, 1))
+    gather.add(alarm(0, 3), 0.0)
+    assert gather.ready(0.0) == []
+    gather.add(full(1, 4), 0.0)
+    (out,) = gather.ready(0.0)
+    assert (out.step, out.ranks) == (3, (0,))
