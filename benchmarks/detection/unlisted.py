@@ -141,8 +141,7 @@ class U10(Fault):
 
     def before_step(self) -> None:
         if self.step == 0:
-            # DDP reads a hook's annotations, which are strings here; a lambda has none.
-            self.wrapped.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+            self.reduce_by(self._reduce)
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
