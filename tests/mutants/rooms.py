@@ -101,7 +101,6 @@ ROOMS = {
             "reader/verify/test_findings.py",
             "reader/verify/test_verify.py",
             "store/captures/test_captures.py",
-            "store/test_retention.py",
         ),
         "every_mutation",  # 13 s
     ),
