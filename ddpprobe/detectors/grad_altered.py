@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
@@ -62,10 +63,10 @@ class GradAltered(SampledDetector):
         """Take the next record; at most one anomaly."""
         if record.skipped:
             return []
-        clipped = self._clipped_while_scaled(record)
+        ratios = _ratios(record)
+        clipped = self._clipped_while_scaled(record, ratios)
         if clipped is not None:
             return [clipped]
-        ratios = _ratios(record)
         for rank, ratio in ratios.items():
             self._follow(rank, larger=ratio > 1 + self._share, step=record.step)
         found = [rank for rank in sorted(ratios) if self._larger.get(rank, 0) >= self._repeats]
@@ -82,12 +83,14 @@ class GradAltered(SampledDetector):
         alone = found[0] if len(found) == 1 else None
         return [self.anomaly(record, "warn", message, values, rank=alone, kind="grad")]
 
-    def _clipped_while_scaled(self, record: StepRecord) -> Anomaly | None:
+    def _clipped_while_scaled(
+        self, record: StepRecord, ratios: Mapping[int, float]
+    ) -> Anomaly | None:
         """Return what is to be said of a norm that clipping has set before it was unscaled."""
-        first = record.scalars.get(min(record.scalars, default=0), {})
-        scale = float(first.get("loss_scale", math.nan))
-        ratio = _ratios(record).get(min(record.scalars, default=0), math.nan)
-        norm = float(first.get(USED_NORM, math.nan)) * scale
+        rank = min(record.scalars, default=0)  # one stands for all
+        said, ratio = record.scalars.get(rank, {}), ratios.get(rank, math.nan)
+        scale = float(said.get("loss_scale", math.nan))
+        norm = float(said.get(USED_NORM, math.nan)) * scale
         if not (scale >= LEAST_SCALE and ratio <= CUT_TO and 0 < norm <= MOST_CLIPPED):
             self._norms.clear()
             return None

@@ -15,7 +15,7 @@ from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.rank_gradients import LostGradients, RankGradients
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import SitesOfKind
-from ddpprobe.detectors.subtrees import named, subtrees, without_indices
+from ddpprobe.detectors.subtrees import named, named_alike, subtrees
 from ddpprobe.records.derived import is_in_expert
 from ddpprobe.records.step import Anomaly, StepRecord
 
@@ -108,10 +108,9 @@ class GradNoneOrZero(SampledDetector):
             return np.zeros(len(here), bool)
         # An expert may have none for ever while its likes are chosen.
         fqns = self._gradients.fqns
-        kinds = np.array([without_indices(fqn) for fqn in fqns], np.str_)
         owners = np.array([fqn.rpartition(".")[0] for fqn in fqns], np.str_)
         whole: NDArray[np.bool_] = ~np.isin(owners, owners[~found])
-        dead: NDArray[np.bool_] = found & whole & ~np.isin(kinds, kinds[self._ever])
+        dead: NDArray[np.bool_] = found & whole & ~named_alike(fqns, self._ever)
         return dead
 
     def _wanted(self, here: NDArray[np.bool_]) -> NDArray[np.int64]:

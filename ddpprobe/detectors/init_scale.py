@@ -6,8 +6,8 @@ import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import SitesOfKind
-from ddpprobe.detectors.subtrees import named
+from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
+from ddpprobe.detectors.subtrees import and_also
 from ddpprobe.records.step import Anomaly, StepRecord
 
 ALIKE = 1e-6  # relative: rows are taken behind the first step, and of float32
@@ -53,8 +53,8 @@ class InitScale(SampledDetector):
         fresh = [pair for pair in self._pairs if pair[0] not in self._first]
         if not fresh:
             return []
-        alike = self._alike(record, fresh)
         numel = self._weights.read(record, "numel")
+        alike = self._alike(record, fresh, numel)
         for weight, bias in fresh:
             inputs = numel[weight] / numel[bias] if numel[bias] > 0 else np.nan
             gain = rms[weight] * np.sqrt(inputs)
@@ -62,8 +62,10 @@ class InitScale(SampledDetector):
                 self._first[weight] = float(gain)
         return alike or self._verdict(record, [w for w, _ in fresh if w in self._first])
 
-    def _alike(self, record: StepRecord, fresh: list[tuple[int, int]]) -> list[Anomaly]:
-        low, high, numel = (self._weights.read(record, s) for s in ("min", "max", "numel"))
+    def _alike(
+        self, record: StepRecord, fresh: list[tuple[int, int]], numel: Floats
+    ) -> list[Anomaly]:
+        low, high = (self._weights.read(record, stat) for stat in ("min", "max"))
         same = [
             self._weights.fqns[w]
             for w, b in fresh
@@ -71,7 +73,7 @@ class InitScale(SampledDetector):
         ]
         if not same:
             return []
-        others = f"; also {named(same[1:])}" if len(same) > 1 else ""
+        others = and_also(same[1:])
         message = (
             f"all of its weights are the same number at the first look{others}: the units of such "
             "a layer get the same gradient and stay alike; give it a random initialization"
@@ -105,7 +107,7 @@ class InitScale(SampledDetector):
         worst = large[0]
         usual = float(np.median([g for w, g in self._first.items() if w != worst]))
         fqns = [self._weights.fqns[w] for w in large]
-        others_named = f"; also {named(fqns[1:])}" if len(fqns) > 1 else ""
+        others_named = and_also(fqns[1:])
         message = (
             f"its gain (rms of the weight x root of its inputs) is {self._first[worst]:.3g} at the "
             f"first look, where that of {len(self._first) - 1} other layers is {usual:.3g} "

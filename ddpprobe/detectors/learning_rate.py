@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
+from ddpprobe.detectors.rank_scalars import largest, scalars
 from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, StepRecord
 
 LOOKS = 3  # sampled steps that it must have lasted
 # Of the steps so far that it must have lasted. A cosine is below 1e-5 of its highest rate for the
 # last 0.2 % of its steps, a line for 0.001 %, a polynomial of degree 4 for 5.6 %.
 PART = 0.07
-
-
 REST_STEPS, REST_LOOKS = 50, 5  # in which it was no higher than before: what rises is no warm-up
 SAME = 1.01  # so much higher is no rise
 
@@ -22,6 +21,9 @@ class FadedRate:
     Args:
         share: of its highest that is next to nothing.
         steps: for which it must have been no more than that.
+
+    Attributes:
+        highest: the highest rate so far.
     """
 
     def __init__(self, share: float, steps: int) -> None:
@@ -34,7 +36,7 @@ class FadedRate:
 
     def update(self, record: StepRecord) -> tuple[float, int] | None:
         """Take the next sampled step; return rate and first step of a fading, once for each."""
-        rate = rate_of(record)
+        rate = largest(record, LEARNING_RATE)
         if not math.isfinite(rate):
             return None
         self._first = record.step if self._first is None else self._first
@@ -75,8 +77,8 @@ class RisenRate:
 
     def update(self, record: StepRecord) -> tuple[float, float] | None:
         """Take the next sampled step; return rate and highest before, once for each rise."""
-        rate = rate_of(record)
-        trained = max((float(s.get(TRAINABLE, 0)) for s in record.scalars.values()), default=0.0)
+        rate = largest(record, LEARNING_RATE)
+        trained = max(scalars(record, TRAINABLE), default=0.0)
         if not math.isfinite(rate):
             return None
         if trained != self._trained:
@@ -93,9 +95,3 @@ class RisenRate:
             return None
         self._told = True
         return rate, self._rested
-
-
-def rate_of(record: StepRecord) -> float:
-    """Return the largest learning rate of all ranks; NaN where none says it."""
-    said = (float(s[LEARNING_RATE]) for s in record.scalars.values() if LEARNING_RATE in s)
-    return max(said, default=math.nan)

@@ -11,6 +11,7 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.level_window import LevelWindow
 from ddpprobe.detectors.loss import PositiveLoss
+from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
 from ddpprobe.detectors.subtrees import common_module, named
@@ -119,7 +120,7 @@ class LevelShift(SampledDetector):
             norm = float(np.sqrt(np.nansum(np.square(norms))))
             self._norms.push(_logs([norm, norm / loss if loss > 0 else math.nan]))
             elements = float(np.nansum(self._outputs.read(record, "numel")))
-            chosen = [_largest(record, name) for name in (LEARNING_RATE, TRAINABLE)]
+            chosen = [largest(record, name) for name in (LEARNING_RATE, TRAINABLE)]
             self._meant.push(_logs([*chosen, elements]))
             for shift in self._found(self._norms, *self._of_norm):
                 if shift.clear >= self._by_loss_clear if shift.place else shift.size > 0:
@@ -211,9 +212,3 @@ def _logs(numbers: Sequence[float] | Floats) -> Floats:
     given = np.asarray(numbers, np.float64)
     known = np.isfinite(given) & (given > 0)
     return np.log10(given, out=np.full(given.shape, np.nan), where=known)
-
-
-def _largest(record: StepRecord, name: str) -> float:
-    """Return the largest of the ranks' scalars of this name; NaN where none has it."""
-    said = (float(said[name]) for said in record.scalars.values() if name in said)
-    return max(said, default=math.nan)

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from ddpprobe.detectors.detector import Detector
+from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.records.step import Anomaly, FirstBad, StepRecord
 
@@ -100,7 +101,7 @@ class _Memory:
 
     def follow(self, record: StepRecord, *, settled: bool) -> None:
         """Take the scale over; of several ranks' the lowest."""
-        scales = [float(s["loss_scale"]) for s in record.scalars.values() if "loss_scale" in s]
+        scales = scalars(record, "loss_scale")
         known = [s for s in scales if math.isfinite(s)]
         if not known:
             return

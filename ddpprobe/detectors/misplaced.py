@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ddpprobe.detectors.sites_of_kind import SitesOfKind, grown
+from ddpprobe.detectors.sites_of_kind import Beside, SitesOfKind, grown
 from ddpprobe.records.step import StepRecord
 
 MORE = 1.5  # times a bound that is exact: a hook that compresses may go a little beyond
@@ -23,7 +23,8 @@ class Misplaced:
 
     def __init__(self, repeats: int) -> None:
         self._repeats = repeats
-        self._local, self._reduced = SitesOfKind("grad_local"), SitesOfKind("grad")
+        self._reduced = SitesOfKind("grad")
+        self._local = Beside(self._reduced, "grad_local")
         self._beyond = np.zeros(0, np.int64)  # sampled steps in a row, by reduced gradient
 
     def update(self, record: StepRecord) -> dict[str, float]:
@@ -32,10 +33,7 @@ class Misplaced:
         Returns:
             FQN -> how many times the largest norm that a mean can have.
         """
-        norms = self._local.read(record, "norm")
-        local = dict(zip(self._local.fqns, norms.tolist(), strict=True))
-        reduced = self._reduced.read(record, "norm")
-        own = np.array([local.get(fqn, np.nan) for fqn in self._reduced.fqns])
+        reduced, own = (sites.read(record, "norm") for sites in (self._reduced, self._local))
         self._beyond = grown(self._beyond, len(reduced), 0)
         known = np.isfinite(own) & np.isfinite(reduced) & (own > 0)
         ranks = len(record.ranks) ** 0.5

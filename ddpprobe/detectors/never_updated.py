@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import grown
-from ddpprobe.detectors.subtrees import named, subtrees, without_indices
+from ddpprobe.detectors.subtrees import named, named_alike, subtrees
 from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
 from ddpprobe.records.step import TRAINABLE, Anomaly, StepRecord
 
@@ -95,10 +96,8 @@ class NeverUpdated(SampledDetector):
         fewest = max(1.0, self._part * len(found))
         if without.sum() < fewest or not self._pulled.any():
             return without & False
-        kinds = np.array([without_indices(fqn) for fqn in self._rows.fqns], np.str_)
-        without &= ~np.isin(kinds, kinds[self._pulled])  # an expert that is never chosen
-        trained = [float(s[TRAINABLE]) for s in record.scalars.values() if TRAINABLE in s]
-        spare = min(trained, default=0.0) - self._pulled.sum()
+        without &= ~named_alike(self._rows.fqns, self._pulled)  # an expert that is never chosen
+        spare = min(scalars(record, TRAINABLE), default=0.0) - self._pulled.sum()
         return without & bool(without.sum() >= fewest and spare >= without.sum())
 
     def _whole_modules(self, found: Mask) -> Mask:

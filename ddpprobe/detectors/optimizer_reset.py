@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ddpprobe.detectors.detector import Detector
+from ddpprobe.detectors.rank_scalars import largest, scalars
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.records.step import NOTED, OPTIMIZER_STEPS, TRAINABLE, Anomaly, StepRecord
 
@@ -46,13 +46,13 @@ class OptimizerReset(Detector):
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
-        counts = _scalars(record, OPTIMIZER_STEPS)
+        counts = scalars(record, OPTIMIZER_STEPS)
         if not record.sampled or not counts:
             return []
-        trained = max(_scalars(record, TRAINABLE), default=math.nan)
+        trained = largest(record, TRAINABLE)
         last, now = self._last, _Seen(record.attempt, record.step, max(counts), trained)
         self._last = now
-        if last is None or _scalars(record, NOTED) or now.trained != last.trained:
+        if last is None or scalars(record, NOTED) or now.trained != last.trained:
             return []
         # A resume may go back to an earlier step, where the optimizer had counted less.
         expected = min(last.count, last.count + now.step - last.step)
@@ -71,7 +71,3 @@ class OptimizerReset(Detector):
         )
         values = {"count": now.count, "before": last.count}
         return [self.anomaly(record, "warn", message, values)]
-
-
-def _scalars(record: StepRecord, name: str) -> list[float]:
-    return [float(said[name]) for said in record.scalars.values() if name in said]

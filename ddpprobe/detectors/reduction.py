@@ -12,8 +12,9 @@ from collections import deque
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.misplaced import Misplaced
+from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.detectors.settings import at_least
-from ddpprobe.detectors.subtrees import common_module, named
+from ddpprobe.detectors.subtrees import and_also, common_module
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import UNREDUCED, Anomaly, StepRecord
 
@@ -134,7 +135,7 @@ class Reduction(SampledDetector):
             return []
         fqns = list(found)
         worst = max(found, key=lambda fqn: found[fqn])
-        also = f"; also {named([f for f in fqns if f != worst])}" if len(fqns) > 1 else ""
+        also = and_also([f for f in fqns if f != worst])
         message = (
             f"the reduced gradient of {worst} is {found[worst]:.3g} x as large as any mean of the "
             f"ranks' own can be, at {self._repeats} sampled steps in a row{also}, and that of all "
@@ -146,7 +147,7 @@ class Reduction(SampledDetector):
         return [self.anomaly(record, "warn", message, values, module=module, kind="grad")]
 
     def _level(self, record: StepRecord) -> str:
-        if not any(UNREDUCED in scalars for scalars in record.scalars.values()):
+        if not any(UNREDUCED in said for said in record.scalars.values()):
             return "page"
         lost = self._missing >= self._patience <= self._reduced
         return "page" if lost else "warn"
@@ -161,13 +162,10 @@ def _norms(record: StepRecord) -> list[Norms]:
         return []
     norms = []
     for rank in record.ranks:
-        scalars = record.scalars.get(rank, {})
-        local = float(scalars.get("grad_norm_local", math.nan))
-        reduced = float(scalars.get("grad_norm", math.nan))
-        if (
-            not (math.isfinite(local) and math.isfinite(reduced))
-            or scalars.get("micro_batches") != 1
-        ):
+        said = record.scalars.get(rank, {})
+        local = float(said.get("grad_norm_local", math.nan))
+        reduced = float(said.get("grad_norm", math.nan))
+        if not (math.isfinite(local) and math.isfinite(reduced)) or said.get("micro_batches") != 1:
             return []
         norms.append((local, reduced))
     return norms
@@ -181,8 +179,8 @@ def _stayed_local(norms: list[Norms]) -> bool:
 
 
 def _anomaly(record: StepRecord, level: str, repeats: int) -> Anomaly:
-    norms = [float(s["grad_norm"]) for s in record.scalars.values() if "grad_norm" in s]
-    none_took_place = any(UNREDUCED in scalars for scalars in record.scalars.values())
+    norms = scalars(record, "grad_norm")
+    none_took_place = any(UNREDUCED in said for said in record.scalars.values())
     why = (
         "no reduction took place (no_sync up to the optimizer, or DDP lost its hooks: a model that "
         "was moved or cast behind the wrap)"

@@ -106,11 +106,10 @@ class Router(SampledDetector):
         self, record: StepRecord, group: _Group, layer: str, fqns: tuple[str, ...],
         load: Floats,
     ) -> Anomaly | None:  # fmt: skip
-        for fqn in [f for f, got in zip(fqns, load, strict=True) if got > 0]:
-            group.idle.pop(fqn, None)
-        for fqn in [f for f, got in zip(fqns, load, strict=True) if got == 0]:
-            since, looks = group.idle.get(fqn, (record.step, 0))
-            group.idle[fqn] = since, looks + 1
+        for fqn, got in zip(fqns, load, strict=True):
+            since, looks = group.idle.pop(fqn, (record.step, 0))
+            if got == 0:
+                group.idle[fqn] = since, looks + 1
         gone = [since for since, looks in group.idle.values() if looks >= self._idle_looks]
         if len(gone) <= self._idle * len(fqns):
             group.told_idle = False

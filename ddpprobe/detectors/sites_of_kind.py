@@ -69,6 +69,30 @@ class SitesOfKind:
         self._rows, self._slots = np.array(rows, np.intp), np.array(slots, np.intp)
 
 
+class Beside:
+    """What another kind of site says of the same parameters; NaN where it says nothing.
+
+    Args:
+        of: whose FQNs count; it has read each record before.
+        kind: the other one of `KINDS`.
+    """
+
+    def __init__(self, of: SitesOfKind, kind: str) -> None:
+        self._of, self._other = of, SitesOfKind(kind)
+        self._size = (0, 0)  # for which `_places` are
+        self._places = np.zeros(0, np.intp)
+
+    def read(self, record: StepRecord, stat: str) -> Floats:
+        """Return a statistic beside each site of the first kind [sites]."""
+        found = np.append(self._other.read(record, stat), np.nan)
+        size = len(self._of.fqns), len(self._other.fqns)
+        if size != self._size:
+            index = {fqn: place for place, fqn in enumerate(self._other.fqns)}
+            self._places = np.array([index.get(fqn, -1) for fqn in self._of.fqns], np.intp)
+            self._size = size
+        return found[self._places]
+
+
 class SiteWindow:
     """The last `window` values of each site; NaN is no value and is not remembered."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 MOST_NAMED = 4  # modules in a message
 
@@ -38,6 +41,17 @@ def common_module(names: Iterable[str]) -> str:
 def without_indices(fqn: str) -> str:
     """Return a name that is the same for layers, or experts, that are numbered."""
     return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
+
+
+def named_alike(fqns: Sequence[str], those: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which names [n] are, but for their indices, that of one of `those`."""
+    kinds = np.array([without_indices(fqn) for fqn in fqns], np.str_)
+    return np.isin(kinds, kinds[those])
+
+
+def and_also(names: list[str]) -> str:
+    """Return what a message says of others, behind the one that it is about."""
+    return f"; also {named(names)}" if names else ""
 
 
 def named(modules: list[str]) -> str:

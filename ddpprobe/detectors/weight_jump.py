@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
-from ddpprobe.detectors.learning_rate import rate_of
+from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, SiteWindow, grown
-from ddpprobe.detectors.subtrees import named
+from ddpprobe.detectors.subtrees import and_also
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
-from ddpprobe.records.step import Anomaly, StepRecord
+from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 
 LEAST_MOVE = 0.005  # of the logarithm of a norm: one that hardly moves is not judged by less
 
@@ -83,7 +83,7 @@ class WeightJump(SampledDetector):
         sites = len(now.seen)
         highest = self._past.highest(sites)
         known = now.seen & (self._past.points(sites) >= self._window) & (highest > 0)
-        known &= ~(now.largest <= rate_of(record))
+        known &= ~(now.largest <= largest(record, LEARNING_RATE))
         ratio = np.divide(now.largest, highest, out=np.zeros(sites), where=known)
         self._past.add(now.largest)
         jumped = ratio > self._ratio
@@ -92,7 +92,7 @@ class WeightJump(SampledDetector):
         order = np.argsort(-ratio)
         fqns = [self._rows.fqns[i] for i in order[: int(jumped.sum())]]
         worst = order[0]
-        others = f"; also {named(fqns[1:])}" if len(fqns) > 1 else ""
+        others = and_also(fqns[1:])
         message = (
             f"largest weight {now.largest[worst]:.3g} is {ratio[worst]:.3g} x the largest "
             f"{highest[worst]:.3g} of the last {self._window} looks at it{others}"
@@ -111,9 +111,9 @@ class WeightJump(SampledDetector):
         known = now.seen & (now.norm > 0) & (last > 0)
         move = np.abs(np.log(now.norm, out=np.zeros(sites), where=known)
                       - np.log(last, out=np.zeros(sites), where=known))  # fmt: skip
-        largest = np.maximum(self._moves.highest(sites), LEAST_MOVE)
+        furthest = np.maximum(self._moves.highest(sites), LEAST_MOVE)
         far = known & (self._moves.points(sites) >= self._window) & (move > self._share)
-        times = np.divide(move, largest, out=np.zeros(sites), where=far)
+        times = np.divide(move, furthest, out=np.zeros(sites), where=far)
         self._moves.add(np.where(known, move, np.nan))
         self._last = np.where(now.seen, now.norm, last)
         worst = int(times.argmax()) if sites else 0
@@ -122,7 +122,7 @@ class WeightJump(SampledDetector):
         if not self._jumps.due(record.step, float(times[worst])):
             return []
         others = [self._rows.fqns[i] for i in np.flatnonzero(times >= self._moved) if i != worst]
-        also = f"; also {named(others)}" if others else ""
+        also = and_also(others)
         message = (
             f"norm of the weight went from {last[worst]:.3g} to {now.norm[worst]:.3g} between two "
             f"looks, {times[worst]:.3g} x as far as at any of the {self._window} before{also}: "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
+from ddpprobe.detectors.sites_of_kind import Beside, Floats, SitesOfKind
 from ddpprobe.records.step import VALUES, StepRecord
 
 Mask = NDArray[np.bool_]
@@ -61,10 +61,10 @@ class WeightRows:
     """
 
     def __init__(self) -> None:
-        self._weights, self._changes = SitesOfKind("param"), SitesOfKind("update")
-        self._gradients = SitesOfKind("grad")
+        self._weights = SitesOfKind("param")
+        self._changes = Beside(self._weights, "update")
+        self._gradients = Beside(self._weights, "grad")
         self._spacing = np.zeros(0)
-        self._places: dict[SitesOfKind, tuple[tuple[int, int], NDArray[np.intp]]] = {}
 
     @property
     def fqns(self) -> list[str]:
@@ -83,20 +83,9 @@ class WeightRows:
             norm=self._weights.read(record, "norm"),
             largest=largest,
             rms=self._weights.read(record, "rms"),
-            change=self._beside(self._changes, record, "rms"),
-            largest_change=self._beside(self._changes, record, "abs_max"),
-            gradient=self._beside(self._gradients, record, "norm"),
-            gradient_rms=self._beside(self._gradients, record, "rms"),
+            change=self._changes.read(record, "rms"),
+            largest_change=self._changes.read(record, "abs_max"),
+            gradient=self._gradients.read(record, "norm"),
+            gradient_rms=self._gradients.read(record, "rms"),
             spacing=largest * self._spacing,
         )
-
-    def _beside(self, sites: SitesOfKind, record: StepRecord, stat: str) -> Floats:
-        """Return a statistic of another kind of the same parameters."""
-        found = np.append(sites.read(record, stat), np.nan)
-        size = len(self.fqns), len(sites.fqns)
-        known, places = self._places.get(sites, ((0, 0), np.zeros(0, np.intp)))
-        if known != size:
-            index = {fqn: place for place, fqn in enumerate(sites.fqns)}
-            places = np.array([index.get(fqn, -1) for fqn in self.fqns], np.intp)
-            self._places[sites] = size, places
-        return found[places]

@@ -22,12 +22,16 @@ def run_directory(base: str | os.PathLike[str], first_step: int, job: str = "") 
         job: letters and digits by which the framework knows this job, if it has such.
     """
     folder = Path(base).absolute() / FOLDER
-    again = sorted(path.parent for path in folder.glob(f"*-{job}/run.json")) if job else []
-    if again:
-        return again[-1]
-    # Names begin with the time, so the last one is the newest.
-    known = sorted(path.parent for path in folder.glob("*/run.json")) if first_step else []
-    if known:
-        return known[-1]
+    found = _newest(folder, f"*-{job}") if job else None
+    if found is None and first_step:
+        found = _newest(folder, "*")
+    if found is not None:
+        return found
     stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     return folder / f"{stamp}-{job or os.urandom(3).hex()}"
+
+
+def _newest(folder: Path, names: str) -> Path | None:
+    """Return the newest directory of a run whose name is as a pattern says; None without one."""
+    # Names begin with the time.
+    return max((path.parent for path in folder.glob(f"{names}/run.json")), default=None)

@@ -30,7 +30,7 @@ from ddpprobe.rank.anchors import Anchors
 from ddpprobe.rank.hooks.copy_safe_hook import take_off
 from ddpprobe.rank.hooks.root import RootHooks
 from ddpprobe.rank.hooks.stream_capture import is_captured
-from ddpprobe.rank.host import Host
+from ddpprobe.rank.host import Clock, Host
 from ddpprobe.rank.owners import Owners
 from ddpprobe.rank.passes import Passes
 from ddpprobe.rank.step_events import Events
@@ -416,13 +416,17 @@ class StepClock:
         """Whether the model is in training mode."""
         return self._topology.root.training
 
+    def _leader(self) -> Clock | None:
+        """Return the clock that this one follows; None: none, or one that is over."""
+        return self._host.clock if self._host is not None and self._follows else None
+
     def _counts_here(self) -> bool:
-        clock = self._host.clock if self._host is not None else None
+        clock = self._leader()
         self.without_grad = clock is None or clock.trains
         return self.without_grad
 
     def _follow(self) -> None:
-        clock = self._host.clock if self._host is not None and self._follows else None
+        clock = self._leader()
         if clock is not None and (self._ended or self.micro < 0):
             self._begin_step()
             self.step = clock.next_step

@@ -10,6 +10,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, final
 
 import numpy as np
@@ -35,7 +36,6 @@ NOISE_WINDOW = 32  # sampled steps over which the parts of the noise scale are a
 _TABLES = 8  # of sites: of the last attempts, and of steps that lack ranks
 _ROUNDING = 1e-3  # relative: norms of reduced gradients, in bfloat16 too
 _NUMBERED = re.compile(r"^(?P<chain>.+)\.(?P<number>\d+)$")
-_EXPERT = re.compile(r"(^|\.)[^.]*experts\.\d+(\.|$)")
 
 
 class Derived(NamedTuple):
@@ -160,7 +160,8 @@ def expert_loads(record: StepRecord) -> list[tuple[tuple[str, ...], Floats]]:
 
 def is_in_expert(fqn: str) -> bool:
     """Whether a name is that of an expert, or of something in one."""
-    return _EXPERT.search(fqn) is not None
+    names = pairwise(fqn.split("."))
+    return any(number.isdecimal() and _is_of_experts(chain) for chain, number in names)
 
 
 def _worst(record: StepRecord, of: Callable[[Floats], float]) -> float | None:

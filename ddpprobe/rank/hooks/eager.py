@@ -158,8 +158,9 @@ class EagerHooks:
         with several tensors none is taken, and they count as unobserved.
         """
         # The clock's own hook on the root has run by now: it says that the evaluation is over.
-        counts = torch.is_grad_enabled() or self._clock.without_grad
-        if self._clock.evaluating or not (fqn or counts):
+        if self._clock.evaluating or not (
+            fqn or torch.is_grad_enabled() or self._clock.without_grad
+        ):
             return
         self._called.add(fqn)
         micro = self._clock.micro

@@ -1,0 +1,17 @@
+"""What the ranks of a record say under one name."""
+
+from __future__ import annotations
+
+import math
+
+from ddpprobe.records.step import StepRecord
+
+
+def scalars(record: StepRecord, name: str) -> list[float]:
+    """Return the numbers of the ranks that have a scalar of this name."""
+    return [float(said[name]) for said in record.scalars.values() if name in said]
+
+
+def largest(record: StepRecord, name: str) -> float:
+    """Return the largest of them; NaN where no rank has one."""
+    return max(scalars(record, name), default=math.nan)
