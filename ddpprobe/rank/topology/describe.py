@@ -104,10 +104,17 @@ class Topology:
         Under FSDP1 these are flat parameters or views of them: see `reduced_gradients`.
         """
         seen: set[int] = set()
-        for fqn, _, _, parameter in held(self.walk()):
+        for fqn, _, _, parameter in self.placed_parameters():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield fqn, parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (FQN, buffer) of every module, one that several share at each of its places."""
+        for path, module in self.walk():
+            for name, buffer in dictionaries(module)[1].items():
+                if isinstance(buffer, Tensor):
+                    yield (f"{path}.{name}" if path else name), buffer
 
     def units(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (FQN, module) of the FSDP2 units, which gather their parameters before they run."""
@@ -139,11 +146,23 @@ class Topology:
             self._own = ids, list(self._list_own())
         return self._own[1]
 
+    def placed_parameters(self) -> Iterator[_Owned]:
+        """Yield (FQN, module, name, parameter) of every place of a parameter.
+
+        Where an FSDP2 unit holds it gathered, this is the sharded one all the same: the optimizer
+        has that one, and the reduced gradient is there.
+        """
+        units = self._sharded_by_units()
+        sharded = sharding.sharded_parameters(self.root) if units else ()
+        stored = {(id(module), name): parameter for module, name, parameter in sharded}
+        for fqn, module, name, parameter in held(self.walk()):
+            yield fqn, module, name, stored.get((id(module), name), parameter)
+
     def _list_own(self) -> Iterator[_Owned]:
         flat = {id(unit.flat) for unit in self.flat}
         parts = {place for unit in self.flat for place in unit.places}
         seen: set[int] = set()
-        for fqn, module, name, parameter in held(self.walk()):
+        for fqn, module, name, parameter in self.placed_parameters():
             if id(parameter) in seen or id(parameter) in flat or (id(module), name) in parts:
                 continue
             seen.add(id(parameter))
@@ -244,15 +263,10 @@ class Topology:
             yield from unit.replicas()
         if self.world_size == 1:
             return
-        gathered: dict[tuple[int, str], Tensor] = {}
-        if self._sharded_by_units():
-            for module, name, stored in sharding.sharded_parameters(self.root):
-                gathered[id(module), name] = stored
-        for fqn, module, name, parameter in self.own_parameters():
-            stored = gathered.get((id(module), name), parameter)
-            shard = self.replica_shard(stored)
+        for fqn, _, _, parameter in self.own_parameters():
+            shard = self.replica_shard(parameter)
             if shard is not None:
-                yield fqn, shard, _plain(stored) if is_dtensor(stored) else stored
+                yield fqn, shard, _plain(parameter) if is_dtensor(parameter) else parameter
 
     def replica_shard(self, parameter: Tensor) -> str | None:
         """Name of the shard of `parameter` that other ranks hold as well: "" is the whole of it.

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ddpprobe.rank.stats.dense import local
 from ddpprobe.rank.topology.flat import FlatUnit
-from ddpprobe.rank.torch_private import dictionaries, sharding
+from ddpprobe.rank.torch_private import dictionaries
 
 if TYPE_CHECKING:
     from ddpprobe.rank.topology.describe import Topology
@@ -113,22 +113,14 @@ def parameters_of(topology: Topology) -> Iterator[OutlivingTensor]:
     """
     for unit in topology.flat:
         yield from parts_of(unit)
-    stored = {}
-    if any(True for _ in topology.units()):
-        for module, name, parameter in sharding.sharded_parameters(topology.root):
-            stored[id(module), name] = parameter
-    for fqn, module, name, parameter in topology.own_parameters():
-        here = stored.get((id(module), name), parameter) if stored else parameter
-        yield OutlivingTensor("param", fqn, "", on_this_rank(here), id(here))
+    for fqn, _, _, parameter in topology.own_parameters():
+        yield OutlivingTensor("param", fqn, "", on_this_rank(parameter), id(parameter))
 
 
 def outliving(topology: Topology, optimizers: Iterable[Optimizer]) -> Iterator[OutlivingTensor]:
     """Yield all of it in the order in which one spoils the next, as far as there is one."""
-    for path, module in topology.walk():
-        for name, buffer in dictionaries(module)[1].items():
-            if isinstance(buffer, Tensor):
-                fqn = f"{path}.{name}" if path else name
-                yield OutlivingTensor("buffer", fqn, "", on_this_rank(buffer), id(buffer))
+    for fqn, buffer in topology.named_buffers():
+        yield OutlivingTensor("buffer", fqn, "", on_this_rank(buffer), id(buffer))
     parameters = list(parameters_of(topology))
     names: dict[int, str] = {}
     for held in parameters:

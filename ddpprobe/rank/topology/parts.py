@@ -16,9 +16,8 @@ from ddpprobe.rank.topology import dtensor_spec
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.engine import EngineGradient
 from ddpprobe.rank.topology.flat import FlatUnit
-from ddpprobe.rank.topology.naming import held
 from ddpprobe.rank.topology.placement import TpPlacement, is_dtensor, ranks_of
-from ddpprobe.rank.torch_private import FlatPart, dictionaries, sharding
+from ddpprobe.rank.torch_private import FlatPart
 from ddpprobe.records.shard_spec import OWN, REPLICATE, WHOLE, MeshAxis, ShardSpec, SpecJson
 
 
@@ -42,10 +41,8 @@ class LocalPart:
 def parameters(topology: Topology, rank: int) -> Iterator[LocalPart]:
     """Yield the parameters, as the optimizer knows them; a tied one once."""
     yield from flat_parameters(topology)
-    sharded = _gathered(topology)
-    for fqn, module, name, parameter in topology.own_parameters():
-        stored = sharded.get((id(module), name), parameter)
-        yield _part(topology, rank, fqn, stored, managed=topology.managed_by_ddp(stored))
+    for fqn, _, _, parameter in topology.own_parameters():
+        yield _part(topology, rank, fqn, parameter, managed=topology.managed_by_ddp(parameter))
 
 
 def flat_parameters(topology: Topology) -> Iterator[LocalPart]:
@@ -89,10 +86,8 @@ def gradients(
 def buffers(topology: Topology) -> Iterator[LocalPart]:
     """Yield the buffers, each rank's own: what a wrapper broadcasts has been changed since."""
     spec = WHOLE if topology.world_size == 1 else OWN
-    for path, module in topology.walk():
-        for name, buffer in dictionaries(module)[1].items():
-            if buffer is not None:
-                yield LocalPart(f"{path}.{name}" if path else name, buffer, spec, first=True)
+    for fqn, buffer in topology.named_buffers():
+        yield LocalPart(fqn, buffer, spec, first=True)
 
 
 def names(topology: Topology) -> dict[str, str]:
@@ -171,11 +166,6 @@ def _flat(start: int, count: int, shape: Sequence[int]) -> SpecJson:
     return {"kind": "flat", "start": start, "stop": start + count, "shape": list(shape)}
 
 
-def _gathered(topology: Topology) -> dict[tuple[int, str], Tensor]:
-    """FSDP2's own shards, by where the model may hold them gathered now."""
-    return {(id(m), name): t for m, name, t in sharding.sharded_parameters(topology.root)}
-
-
 def _identities(topology: Topology) -> Iterator[tuple[str, object]]:
     """Yield (FQN, what it is) of every place of a parameter."""
     paths = {id(module): path for path, module in topology.walk()}
@@ -185,7 +175,6 @@ def _identities(topology: Topology) -> Iterator[tuple[str, object]]:
         prefix = paths.get(id(part.module), "")
         seen.add((id(part.module), part.name))
         yield f"{prefix}.{part.name}" if prefix else part.name, part.identity
-    sharded = _gathered(topology)
-    for path, module, name, parameter in held(topology.walk()):
+    for path, module, name, parameter in topology.placed_parameters():
         if id(parameter) not in flat and (id(module), name) not in seen:
-            yield path, id(sharded.get((id(module), name), parameter))
+            yield path, id(parameter)

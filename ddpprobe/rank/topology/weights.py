@@ -8,23 +8,43 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ddpprobe.rank.topology.describe import Topology
-from ddpprobe.rank.topology.flat import layout, trains
+from ddpprobe.rank.topology.flat import FlatUnit, layout, trains
 from ddpprobe.rank.topology.outliving import on_this_rank, parts_of
-from ddpprobe.rank.topology.placement import TpPlacement, is_dtensor
-from ddpprobe.rank.torch_private import sharding
+from ddpprobe.rank.topology.placement import LOCAL, TpPlacement, is_dtensor
 
 
 class Weight(NamedTuple):
     """A parameter: FQN, this rank's part of it, placement, and bytes by which turns are dealt.
 
     `size` is the same on all ranks, however uneven their parts are: so that all look at the same
-    parameter in the same step.
+    parameter in the same step. `owner` is what an optimizer keeps its state under; in a flat one of
+    FSDP1, `unit`, that is of all parameters of the unit.
     """
 
     fqn: str
     tensor: Tensor
     layout: TpPlacement
     size: int
+    owner: Tensor
+    unit: FlatUnit | None = None
+
+    def part_of(self, name: str, state: Tensor) -> Tensor:
+        """Return this rank's part of what an optimizer keeps under a name for `owner`."""
+        if self.unit is None:
+            return on_this_rank(state)
+        return next(p.tensor for p in parts_of(self.unit, name, state) if p.fqn == self.fqn)
+
+
+def buffers(topology: Topology) -> Iterator[Weight]:
+    """Yield the floating buffers, each rank's own, for a place where grad is off.
+
+    Of a tensor-parallel group the first rank's counts, as what follows from equal batches is equal.
+    """
+    place = LOCAL[0], topology.leads_tensor_group()
+    for fqn, buffer in topology.named_buffers():
+        if buffer.is_floating_point():
+            here = on_this_rank(buffer)
+            yield Weight(fqn, here, place, here.nbytes, buffer)
 
 
 def weights(topology: Topology) -> Iterator[Weight]:
@@ -33,16 +53,14 @@ def weights(topology: Topology) -> Iterator[Weight]:
         for (fqn, part), mine in zip(unit.parts, parts_of(unit), strict=True):
             if trains(part):
                 size = part.shape.numel() * mine.tensor.element_size()
-                yield Weight(fqn, mine.tensor, layout(part), size)
-    stored: dict[tuple[int, str], Tensor] = {}
-    if any(True for _ in topology.units()):  # which may still hold them gathered
-        for module, name, sharded in sharding.sharded_parameters(topology.root):
-            stored[id(module), name] = sharded
-    for fqn, module, name, parameter in topology.own_parameters():
+                own = part.parameter
+                owner, shared = (unit.flat, unit) if own is None else (own, None)
+                yield Weight(fqn, mine.tensor, layout(part), size, owner, shared)
+    for fqn, _, _, parameter in topology.own_parameters():
         if parameter.requires_grad:
-            held = stored.get((id(module), name), parameter)
-            size = -(-held.numel() // _shards(held)) * held.element_size()
-            yield Weight(fqn, on_this_rank(held), topology.weight_layout(fqn, held), size)
+            size = -(-parameter.numel() // _shards(parameter)) * parameter.element_size()
+            place = topology.weight_layout(fqn, parameter)
+            yield Weight(fqn, on_this_rank(parameter), place, size, parameter)
 
 
 def _shards(tensor: Tensor) -> int:

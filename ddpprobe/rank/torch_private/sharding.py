@@ -50,7 +50,7 @@ def tensor_meshes(model: nn.Module) -> list[DeviceMesh]:
     return found
 
 
-def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yield (module, name, DTensor) of FSDP2's parameters, also while a unit holds them gathered.
 
     A root unit keeps them gathered from its forward on until its backward.
@@ -64,13 +64,38 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tenso
             yield module, name, held.sharded_param
 
 
+def gathered(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the first parameter of each unit of FSDP2 that is gathered now: what it computes with.
+
+    That is this rank's part of the gathered one, which may be of a lower precision, and its shard.
+
+    Degradation: nothing.
+    """
+    for group in _groups_of_fsdp2(model):
+        for held in group.fsdp_params:
+            full, mesh = getattr(held, "_unsharded_param", None), held.mesh_info
+            gathered = getattr(getattr(held, "sharded_state", None), "name", "") == "UNSHARDED"
+            shard, size = held.sharded_param.to_local(), getattr(mesh, "shard_mesh_size", 1)
+            if not gathered or full is None or hasattr(full, "to_local"):
+                break
+            dim, rank = held.fsdp_placement.dim, getattr(mesh, "shard_mesh_rank", 0)
+            parts = full.detach().chunk(size, dim)
+            if shard.numel() and rank < len(parts) and parts[rank].shape == shard.shape:
+                yield parts[rank], shard.detach()
+                break
+
+
 def _held_by_fsdp2(model: nn.Module) -> Iterator[Any]:
+    for group in _groups_of_fsdp2(model):
+        yield from group.fsdp_params
+
+
+def _groups_of_fsdp2(model: nn.Module) -> Iterator[Any]:
     for unit in model.modules():
         if is_a(unit, _FSDP, "FSDPModule"):
             state: Any = getattr(unit, "_get_fsdp_state", lambda: None)()
             one = getattr(state, "_fsdp_param_group", None)
-            for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
-                yield from group.fsdp_params
+            yield from getattr(state, "_fsdp_param_groups", [one] if one else [])
 
 
 def fsdp_wrapper(root: nn.Module) -> nn.Module | None:

@@ -15,7 +15,7 @@ from ddpprobe.inspect.capture.assemble import region
 from ddpprobe.rank.topology import outliving, parts, stages
 from ddpprobe.rank.topology.describe import Topology, describe
 from ddpprobe.rank.topology.parts import LocalPart
-from ddpprobe.rank.topology.weights import weights
+from ddpprobe.rank.topology.weights import buffers, weights
 from ddpprobe.records.shard_spec import MeshAxis, ShardSpec, SpecJson
 
 from .wrapped_models import HIDDEN, RANKS, WRAPPED, net, on_rank, put_gradients, whole
@@ -119,6 +119,47 @@ def test_the_gradients_of_all_ranks_are_those_of_the_model_and_each_is_counted_o
     trained = {n for n, p in net().named_parameters() if p.requires_grad}
     trained |= set(whole()) if wrapper == "fsdp1 flattened" else set()
     assert check_parts(wrapper, look, 2) == trained
+
+
+@EVERY
+def test_the_part_of_a_second_moment_is_that_of_its_weight_element_by_element(
+    wrapper: str,
+) -> None:
+    for rank in RANKS:
+        with on_rank(rank):
+            model = WRAPPED[wrapper]()
+            put_gradients(model)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.0, 0.75))
+            before = {}
+            with torch.no_grad():
+                for weight in weights(describe(model)):
+                    before[weight.fqn] = weight.tensor.clone()
+            optimizer.step()
+            with torch.no_grad():
+                for weight in weights(describe(model)):
+                    state = optimizer.state.get(weight.owner)
+                    if not weight.tensor.numel() and not state:
+                        continue
+                    moment = weight.part_of("exp_avg_sq", state["exp_avg_sq"])
+                    # The gradient is twice the weight, so it keeps a quarter of four squares.
+                    assert torch.allclose(moment.reshape(-1), before[weight.fqn].reshape(-1) ** 2)
+
+
+def test_buffers_are_each_ranks_own_and_of_a_tensor_parallel_group_the_first_ones_count() -> None:
+    for wrapper, counting in (("none", ALL), ("ddp", ALL), ("fsdp2", ALL), ("tp of pairs", PAIRS),
+                              ("tp", FIRST), ("fsdp2+tp", PAIRS)):  # fmt: skip
+        for rank in RANKS:
+            with on_rank(rank), torch.no_grad():
+                model = WRAPPED[wrapper]()
+                topology = describe(model)
+                topology.root.register_buffer("mean", torch.arange(3.0))
+                topology.root.register_buffer("count", torch.arange(3))
+                named = {buffer.fqn: buffer for buffer in buffers(topology)}
+                assert "count" not in named
+                held = named["mean"]
+                assert held.size == 12
+                assert torch.equal(held.tensor, torch.arange(3.0))
+                assert held.layout == ("local", rank in counting)
 
 
 @EVERY
