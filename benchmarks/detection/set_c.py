@@ -79,7 +79,7 @@ class U54(Fault):
     net, world, wrap, from_the_start = "gpt", 2, "fsdp2", True
     expected = Expected(
         (*LOUD, "never_updated", "frozen_param", "reduction", "desync", "coverage",
-         "grad_altered"), 50,
+         "grad_altered", "stale_weights"), 50,
     )  # fmt: skip
 
     def wrap_model(self) -> nn.Module:

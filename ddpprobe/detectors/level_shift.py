@@ -20,6 +20,10 @@ from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, Anomaly, StepRecord
 
 # So few values are enough where a shift is so many times as large, in decades.
 QUICK, QUICK_BLOCKS, QUICK_TIMES = 4, 8, 2.0
+# Or so few blocks before them, so many steps behind the first, where a shift is so many times as
+# large and so clear: a run that is sampled at every tenth step has no more in its first 360.
+EARLY_BLOCKS, EARLY_STEPS = 3, 100
+EARLY_TOGETHER, EARLY_SHARE = (1.5, 6.0), (6.0, 6.0)
 # In decades: what a loop changes on purpose explains a shift. The learning rate, how many
 # parameters are trained, and how many elements all outputs have (the size of a batch).
 MEANT = np.array([0.04, 1e-6, 0.1])
@@ -103,9 +107,13 @@ class LevelShift(SampledDetector):
         self._rms, self._shares = LevelWindow(length), LevelWindow(length)
         self._outputs, self._gradients = SitesOfKind("output"), SitesOfKind("grad")
         self._telling = Telling(self._quiet)
+        self._begun: int | None = None  # the first step
+        self._late = False  # it is long behind
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
+        self._begun = record.step if self._begun is None else self._begun
+        self._late = record.step - self._begun >= EARLY_STEPS
         numbers: dict[int, _Shift] = {}
         loss = math.nan
         for step, value in self._loss.read(record):
@@ -139,30 +147,38 @@ class LevelShift(SampledDetector):
         self._shares.push(_logs(norms) - _logs([norm]))
         found = {
             RMS: self._shifted_outputs(int(np.isfinite(rms).sum())),
-            SHARE: self._found(self._shares, *self._of_output),
+            SHARE: self._found(self._shares, *self._of_output, EARLY_SHARE),
         }
         return {what: shifts for what, shifts in found.items() if shifts}
 
     def _shifted_outputs(self, known: int) -> list[_Shift]:
         """Return the outputs that have shifted: one far and clearly, or half of them together."""
-        some = self._found(self._rms, self._together_dex, self._of_norm[1])
+        some = self._found(self._rms, self._together_dex, self._of_norm[1], EARLY_TOGETHER)
         for way in (1, -1):
             same = [shift for shift in some if way * shift.size > 0]
             if len(same) >= max(FEWEST_TOGETHER, known / 2):
                 return same
         return self._found(self._rms, *self._of_output)
 
-    def _found(self, window: LevelWindow, dex: float, clear: float) -> list[_Shift]:
-        """Return the series of a window that have shifted, far and clearly enough."""
-        tests = (
-            (self._recent, self._blocks, 1.0),
-            (QUICK, QUICK_BLOCKS, QUICK_TIMES),
-        )
+    def _found(
+        self, window: LevelWindow, dex: float, clear: float,
+        early: tuple[float, float] | None = None,
+    ) -> list[_Shift]:  # fmt: skip
+        """Return the series of a window that have shifted, far and clearly enough.
+
+        `early`: how many times as far, and as clearly, where there are few values.
+        """
+        tests = [
+            (self._recent, self._blocks, 1.0, clear),
+            (QUICK, QUICK_BLOCKS, QUICK_TIMES, clear),
+        ]
+        if early is not None and self._late:
+            tests.append((QUICK, EARLY_BLOCKS, *early))
         found: dict[int, _Shift] = {}
-        for values, blocks, times in tests:
+        for values, blocks, times, least in tests:
             shifts = window.shifts(values, blocks)
             for place, size, how in zip(shifts.places, shifts.size, shifts.clear, strict=True):
-                if abs(size) >= times * dex and how >= clear:
+                if abs(size) >= times * dex and how >= least:
                     shift = _Shift(int(place), values, float(size), float(how))
                     found.setdefault(shift.place, shift)
         return list(found.values())

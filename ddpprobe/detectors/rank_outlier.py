@@ -37,6 +37,7 @@ class RankOutlier(SampledDetector):
         spread: how many times as far as any rank has been in the window is enough as well,
         spread_dex: if it is so many decades more than that,
         steady: behind so many sampled steps in the window,
+        settle: and so many steps of the attempt,
         stays: at so many of the last ones.
         window: sampled steps that tell how far a rank lay away before.
         least: sampled steps of them; before that, twice the decades are asked for.
@@ -50,8 +51,8 @@ class RankOutlier(SampledDetector):
 
     def __init__(
         self, *, loss_dex: float = 2.0, norm_dex: float = 2.0, rms_dex: float = 0.3,
-        spread: float = 1.3, spread_dex: float = 0.12, steady: int = 12, stays: int = 4,
-        window: int = 32, least: int = 8, recent: int = 5, repeats: int = 3,
+        spread: float = 1.3, spread_dex: float = 0.12, steady: int = 12, settle: int = 50,
+        stays: int = 4, window: int = 32, least: int = 8, recent: int = 5, repeats: int = 3,
         quiet_steps: int = 100,
     ) -> None:  # fmt: skip
         above_zero(
@@ -60,11 +61,11 @@ class RankOutlier(SampledDetector):
         )  # fmt: skip
         at_least(1, least=least, recent=recent, repeats=repeats, steady=steady, stays=stays)
         at_least(least, window=window)
-        at_least(0, quiet_steps=quiet_steps)
+        at_least(0, quiet_steps=quiet_steps, settle=settle)
         self._dex = {"loss_dex": loss_dex, "norm_dex": norm_dex, "rms_dex": rms_dex}
         self._window, self._least = window, least
         self._spread, self._spread_dex, self._steady = spread, spread_dex, steady
-        self._stays = stays
+        self._settle, self._stays = settle, stays
         self._recent, self._repeats, self._quiet = recent, repeats, quiet_steps
         self._reset()
 
@@ -77,11 +78,13 @@ class RankOutlier(SampledDetector):
             name: deque(maxlen=self._window + self._recent) for name in _JUDGED
         }
         self._telling: dict[int, Telling] = {}
+        self._begun: int | None = None  # the first step
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
         if record.skipped or len(record.ranks) < 2:
             return []
+        self._begun = record.step if self._begun is None else self._begun
         found: list[Anomaly] = []
         for name in _JUDGED:
             logs = _logs(record, name)
@@ -97,7 +100,8 @@ class RankOutlier(SampledDetector):
         now = recent[-1]
         outliers = {r: x for r, x in now.items() if self._times(r, recent, before, setting)}
         times = self._repeats
-        if not outliers:
+        settled = record.step - (self._begun or 0) >= self._settle
+        if not outliers and settled:
             outliers, times = self._left(recent, before), self._stays
         if not outliers:
             return []

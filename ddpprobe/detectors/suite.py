@@ -32,8 +32,10 @@ from ddpprobe.detectors.reduction import Reduction
 from ddpprobe.detectors.router import Router
 from ddpprobe.detectors.same_data import SameData
 from ddpprobe.detectors.settings import Number, Settings, parse
+from ddpprobe.detectors.stale_weights import StaleWeights
 from ddpprobe.detectors.straggler import Straggler
 from ddpprobe.detectors.stuck_data import StuckData
+from ddpprobe.detectors.unsampled_spike import UnsampledSpike
 from ddpprobe.detectors.update_ratio import UpdateRatio
 from ddpprobe.detectors.vanishing import Vanishing
 from ddpprobe.detectors.weight_jump import WeightJump
@@ -78,6 +80,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Reduction,
     GradAltered,
     LossScale,
+    StaleWeights,
     OptimizerReset,
     FrozenParam,
     NeverUpdated,
@@ -87,6 +90,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     OutputJump,
     OutputDrop,
     GradSpike,
+    UnsampledSpike,
     DeadUnits,
     GradNoneOrZero,
     GradZeros,

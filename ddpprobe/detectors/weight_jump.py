@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,13 +11,15 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Floats, SiteWindow, grown
+from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind, SiteWindow, grown
 from ddpprobe.detectors.subtrees import and_also
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
 from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 
 LEAST_MOVE = 0.005  # of the logarithm of a norm: one that hardly moves is not judged by less
+_WORDS = {"param": "weight", "buffer": "buffer"}
+_BESIDE = {"param": " beside the optimizer", "buffer": ""}
 
 
 class WeightJump(SampledDetector):
@@ -26,7 +29,8 @@ class WeightJump(SampledDetector):
     moves between two looks many times as far as it ever did, up or down, and when half of the
     parameters or more change their norm, in one direction, faster than training does: a decay that
     is applied at each step, or is too strong. What has just begun to be trained may grow fast, from
-    zero.
+    zero. But for that last rule buffers are judged as parameters are: the running variance of a
+    batch norm, say, which only evaluation uses.
 
     A largest weight below the learning rate is not judged: one step of Adam may set it (the bias
     of keys, whose gradient is rounding alone).
@@ -63,10 +67,9 @@ class WeightJump(SampledDetector):
         self._reset()
 
     def _reset(self) -> None:
-        self._rows = WeightRows()
-        self._past = SiteWindow(self._window)
-        self._last = np.zeros(0)  # norm at the last look at each parameter
-        self._moves = SiteWindow(self._window)  # of its logarithm, from look to look
+        self._rows, self._buffers = WeightRows(), SitesOfKind("buffer")
+        limits = self._ratio, self._moved, self._share
+        self._own = {kind: _Past(self._window, *limits) for kind in ("param", "buffer")}
         self._pace = _Pace(self._over, self._settle)
         self._slow_pace = _Pace(self._shrink_over, self._settle)
         self._jumps, self._drifts = Telling(*self._repeat), Telling(*self._repeat)
@@ -76,66 +79,52 @@ class WeightJump(SampledDetector):
         if record.skipped or record.missing:
             return []
         now = self._rows.read(record)
-        jumped, stepped = self._jumped(record, now), self._stepped(record, now)
+        floor = largest(record, LEARNING_RATE)
+        peaks, norms = (self._buffers.read(record, stat) for stat in ("abs_max", "norm"))
+        leaps = [
+            ("param", self._rows.fqns, *self._own["param"].read(now.largest, now.norm, floor)),
+            ("buffer", self._buffers.fqns, *self._own["buffer"].read(peaks, norms, math.nan)),
+        ]
+        jumped = [
+            a for kind, fqns, jump, _ in leaps for a in self._jumped(record, kind, fqns, jump)
+        ]
+        stepped = [
+            a for kind, fqns, _, step in leaps for a in self._stepped(record, kind, fqns, step)
+        ]
         return [*(jumped or stepped), *self._drifted(record, now)]
 
-    def _jumped(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
-        sites = len(now.seen)
-        highest = self._past.highest(sites)
-        known = now.seen & (self._past.points(sites) >= self._window) & (highest > 0)
-        known &= ~(now.largest <= largest(record, LEARNING_RATE))
-        ratio = np.divide(now.largest, highest, out=np.zeros(sites), where=known)
-        self._past.add(now.largest)
-        jumped = ratio > self._ratio
-        if not jumped.any() or not self._jumps.due(record.step, float(ratio.max())):
+    def _jumped(
+        self, record: StepRecord, kind: str, fqns: Sequence[str], leap: _Leap | None
+    ) -> list[Anomaly]:
+        if leap is None or not self._jumps.due(record.step, leap.times[0]):
             return []
-        order = np.argsort(-ratio)
-        fqns = [self._rows.fqns[i] for i in order[: int(jumped.sum())]]
-        worst = order[0]
-        others = and_also(fqns[1:])
+        mine = [fqns[place] for place in leap.places]
         message = (
-            f"largest weight {now.largest[worst]:.3g} is {ratio[worst]:.3g} x the largest "
-            f"{highest[worst]:.3g} of the last {self._window} looks at it{others}"
+            f"largest {_WORDS[kind]} {leap.now:.3g} is {leap.times[0]:.3g} x the largest "
+            f"{leap.before:.3g} of the last {self._window} looks at it{and_also(mine[1:])}"
         )
         values = {
-            "abs_max": float(now.largest[worst]),
-            "highest": float(highest[worst]),
-            "ratio": float(ratio[worst]),
-            "parameters": len(fqns),
-        }
-        return [self.anomaly(record, "warn", message, values, module=fqns[0], kind="param")]
+            "abs_max": leap.now, "highest": leap.before, "ratio": leap.times[0],
+            "parameters": len(mine),
+        }  # fmt: skip
+        return [self.anomaly(record, "warn", message, values, module=mine[0], kind=kind)]
 
-    def _stepped(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
-        sites = len(now.seen)
-        last = grown(self._last, sites, 0)
-        known = now.seen & (now.norm > 0) & (last > 0)
-        move = np.abs(np.log(now.norm, out=np.zeros(sites), where=known)
-                      - np.log(last, out=np.zeros(sites), where=known))  # fmt: skip
-        furthest = np.maximum(self._moves.highest(sites), LEAST_MOVE)
-        far = known & (self._moves.points(sites) >= self._window) & (move > self._share)
-        times = np.divide(move, furthest, out=np.zeros(sites), where=far)
-        self._moves.add(np.where(known, move, np.nan))
-        self._last = np.where(now.seen, now.norm, last)
-        worst = int(times.argmax()) if sites else 0
-        if not sites or times[worst] < self._moved:
+    def _stepped(
+        self, record: StepRecord, kind: str, fqns: Sequence[str], leap: _Leap | None
+    ) -> list[Anomaly]:
+        if leap is None or not self._jumps.due(record.step, leap.times[0]):
             return []
-        if not self._jumps.due(record.step, float(times[worst])):
-            return []
-        others = [self._rows.fqns[i] for i in np.flatnonzero(times >= self._moved) if i != worst]
-        also = and_also(others)
+        mine = [fqns[place] for place in leap.places]
         message = (
-            f"norm of the weight went from {last[worst]:.3g} to {now.norm[worst]:.3g} between two "
-            f"looks, {times[worst]:.3g} x as far as at any of the {self._window} before{also}: "
-            "look at what wrote to it beside the optimizer"
+            f"norm of the {_WORDS[kind]} went from {leap.before:.3g} to {leap.now:.3g} between two "
+            f"looks, {leap.times[0]:.3g} x as far as at any of the {self._window} before"
+            f"{and_also(mine[1:])}: look at what wrote to it{_BESIDE[kind]}"
         )
         values = {
-            "norm": float(now.norm[worst]),
-            "before": float(last[worst]),
-            "times": float(times[worst]),
-            "parameters": 1 + len(others),
-        }
-        fqn = self._rows.fqns[worst]
-        return [self.anomaly(record, "warn", message, values, module=fqn, kind="param")]
+            "norm": leap.now, "before": leap.before, "times": leap.times[0],
+            "parameters": len(mine),
+        }  # fmt: skip
+        return [self.anomaly(record, "warn", message, values, module=mine[0], kind=kind)]
 
     def _drifted(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
         fast, slow = (pace.read(now, record.step) for pace in (self._pace, self._slow_pace))
@@ -161,6 +150,66 @@ class WeightJump(SampledDetector):
         )
         values = {"rate": share, "parameters": parameters}
         return self.anomaly(record, "warn", message, values, module="", kind="param")
+
+
+@dataclass(frozen=True, slots=True)
+class _Leap:
+    """Tensors that leapt, the furthest first: places, how many times, and numbers of the first."""
+
+    places: list[int]
+    times: list[float]
+    now: float
+    before: float
+
+
+class _Past:
+    """The last looks at each tensor of a kind: its largest magnitude, and its norm."""
+
+    def __init__(self, window: int, ratio: float, moved: float, share: float) -> None:
+        self._window, self._ratio, self._moved, self._share = window, ratio, moved, share
+        self._largest = SiteWindow(window)
+        self._moves = SiteWindow(window)  # of the logarithm of the norm, from look to look
+        self._norm = np.zeros(0)  # at the last look at each
+
+    def read(
+        self, largest: Floats, norm: Floats, floor: float
+    ) -> tuple[_Leap | None, _Leap | None]:
+        """Take a look at the tensors [n]; NaN: not seen. Return leaps of magnitude, and of norm.
+
+        A magnitude that is not above `floor` is not judged; NaN: all are.
+        """
+        return self._jump(largest, floor), self._step(norm)
+
+    def _jump(self, now: Floats, floor: float) -> _Leap | None:
+        sites = len(now)
+        highest = self._largest.highest(sites)
+        known = np.isfinite(now) & (self._largest.points(sites) >= self._window) & (highest > 0)
+        known &= ~(now <= floor)
+        ratio = np.divide(now, highest, out=np.zeros(sites), where=known)
+        self._largest.add(now)
+        return _leap(ratio, self._ratio, now, highest)
+
+    def _step(self, now: Floats) -> _Leap | None:
+        sites = len(now)
+        last = grown(self._norm, sites, 0)
+        known = (now > 0) & (last > 0)
+        move = np.abs(np.log(now, out=np.zeros(sites), where=known)
+                      - np.log(last, out=np.zeros(sites), where=known))  # fmt: skip
+        furthest = np.maximum(self._moves.highest(sites), LEAST_MOVE)
+        far = known & (self._moves.points(sites) >= self._window) & (move > self._share)
+        times = np.divide(move, furthest, out=np.zeros(sites), where=far)
+        self._moves.add(np.where(known, move, np.nan))
+        self._norm = np.where(np.isfinite(now), now, last)
+        return _leap(times, self._moved, now, last)
+
+
+def _leap(times: Floats, limit: float, now: Floats, before: Floats) -> _Leap | None:
+    """Return those that leapt by more than a limit; None if none did."""
+    order = np.argsort(-times, kind="stable")[: int((times > limit).sum())]
+    if not len(order):
+        return None
+    first = order[0]
+    return _Leap(order.tolist(), times[order].tolist(), float(now[first]), float(before[first]))
 
 
 @dataclass(frozen=True, slots=True)

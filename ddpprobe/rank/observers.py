@@ -68,7 +68,9 @@ class Observers:
         self.watch = Watch(topology, clock, rank, fuse, on_bad, *told)
         self.loss_scale = LossScaleReader()
         self.state = StateCheck(topology, clock.owners.optimizers, rank)
-        self.weights = WeightLook(topology, select, self.rows)
+        self.weights = WeightLook(
+            topology, select, self.rows, clock.owners.optimizers, self.state.may_be_mask
+        )
         self.gradients_read = False
         self.capturing = capturing
         after_call = capturing.meet(topology, clock, self.compiled, self.rows)

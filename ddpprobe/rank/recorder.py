@@ -367,6 +367,7 @@ class Recorder:
         self._bad = None
         if self._sampling:
             observers.weights.begin(self._pacer.turn(self._clock.step))
+            step_facts.add_stale_units(observers.topology, observers.rows)
             self._logged.names.clear()
             self._set_up = {}
             self._used_norms.begin_step()

@@ -25,8 +25,9 @@ KINDS = (
 )  # fmt: skip
 # What outlives a step. Whether it is finite is looked at apart from the rows, all of it at once.
 STATE_KINDS = ("param", "buffer", "optim_state")
-# Of these a sampled step has rows of some parameters only, behind the optimizer: they take turns.
-IN_TURN = ("param", "update")
+# Of these a sampled step has rows of some parameters and buffers only, behind the optimizer: they
+# take turns. Of an optimizer's state that is the second moment.
+IN_TURN = ("param", "buffer", "optim_state", "update")
 # Whose elements are counted where they are not finite; a change is as bad as its weight.
 COUNTED_KINDS = tuple(kind for kind in KINDS if kind != "update")
 PLACEMENTS = ("local", "sharded", "replicated", "partial", "unknown")
@@ -187,6 +188,10 @@ TRAINING = "training_share"  # scalar: of the modules, those in training mode in
 TRAINABLE = "trainable_parameters"  # scalar: how many parameters require a gradient
 # Scalar: steps that the optimizer's state has counted before this one; absent if it counts none.
 OPTIMIZER_STEPS = "optimizer_steps"
+# Scalar: by how much the optimizers keep of their second moments in a step; absent if they differ.
+MOMENT_DECAY = "second_moment_decay"
+# Scalar: how many units of FSDP2 were gathered before the optimizer stepped, and not again since.
+STALE = "stale_units"
 DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensor given to the model
 # Scalar: how many micro-batches of the step, the first ones, were for another model's step.
 LENT = "lent_passes"

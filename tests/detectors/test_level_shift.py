@@ -253,3 +253,44 @@ def test_shares_that_move_in_several_modules_name_none_of_them() -> None:
     (warn,) = run(LevelShift(), with_rows(lambda s: grads if s >= AT else {}))
     assert (warn.module, warn.kind) == (None, "grad")
     assert "with it that of c.weight" in warn.message
+
+
+def of_many(changed: Callable[[int, int], float], first: int = 0) -> list[StepRecord]:
+    """Every tenth step of five outputs that scatter little; `changed` says factors of these."""
+    rng = np.random.default_rng(2)
+    sites = [Site(name, "output") for name in "abcde"]
+    out = []
+    for number in range(first, 300, 10):
+        noise = np.exp(0.01 * rng.standard_normal(5)).tolist()
+        rows = {s: {"rms": noise[i] * changed(number, i)} for i, s in enumerate(sites)}
+        out.append(record(number, {0: {"lr": 0.1, "trainable_parameters": 4.0}}, rows))
+    return out
+
+
+def test_outputs_that_move_together_are_told_behind_twelve_values_of_a_run_of_a_hundred_steps(
+) -> None:  # fmt: skip
+    for at, told in ((100, []), (110, []), (120, [150]), (170, [200])):
+        moved = of_many(lambda s, _, at=at: 1.5 if s >= at else 1.0)
+        assert [a.step for a in run(LevelShift(), moved)] == told
+    late = of_many(lambda s, _: 1.5 if s >= 200 + 90 else 1.0, first=200)
+    assert run(LevelShift(), late) == []
+
+
+def test_of_few_values_a_small_move_one_alone_and_one_that_comes_and_goes_say_nothing() -> None:
+    small = of_many(lambda s, _: 1.25 if s >= 150 else 1.0)
+    alone = of_many(lambda s, i: 9.0 if s >= 150 and not i else 1.0)
+    lively = of_many(lambda s, _: (1.0 + 0.15 * (s // 40 % 2)) * (1.5 if s >= 150 else 1.0))
+    assert [run(LevelShift(), each) for each in (small, alone, lively)] == [[], [], []]
+
+
+@pytest.mark.parametrize(("factor", "told"), [(1e-3, [200]), (0.1, [])])
+def test_of_few_values_the_share_of_a_gradient_must_move_by_two_decades(
+    factor: float, told: list[int]
+) -> None:
+    stream = with_rows(lambda s: {"a": factor} if s >= 17 else {}, steps=24)
+    tenth = [record(10 * r.step, dict(r.scalars), _rows_of(r)) for r in stream]
+    assert [a.step for a in run(LevelShift(), tenth)] == told
+
+
+def _rows_of(r: StepRecord) -> dict[Site, dict[str, float]]:
+    return {site: {"sum_sq": r.values[i, 3]} for i, site in enumerate(r.sites)}

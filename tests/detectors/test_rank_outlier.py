@@ -82,7 +82,14 @@ def test_twelve_sampled_steps_must_say_how_far_ranks_lie_apart() -> None:
     for before, found in ((11, 0), (12, 1)):
         stream = [step(s, "loss", [1.0, 1.01, 1.02]) for s in range(before)]
         stream += [step(s, "loss", [1.0, 1.0, 2.0]) for s in range(before, before + 5)]
-        assert len(run(RankOutlier(), stream)) == found
+        assert len(run(RankOutlier(settle=0), stream)) == found
+
+
+def test_what_is_far_only_against_the_past_waits_for_fifty_steps() -> None:
+    for far, begins, told in ((2.0, 44, []), (2.0, 46, [50]), (300.0, 20, [22])):
+        stream = [step(s, "loss", [1.0, 1.01, 1.02]) for s in range(begins)]
+        stream += [step(s, "loss", [1.0, 1.0, far]) for s in range(begins, begins + 5)]
+        assert [a.step for a in run(RankOutlier(), stream)] == told
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
@@ -98,7 +105,7 @@ def test_how_far_a_rank_lies_away_is_from_the_median_of_the_others(ranks: int) -
 def test_a_job_of_a_thousand_ranks_is_judged_without_comparing_all_with_all() -> None:
     many = noisy(18, "loss", [1.0] * 1000, 0.03)
     stream = [*many, *(step(s, "loss", [1.0] * 999 + [3.0]) for s in range(18, 23))]
-    (warn,) = run(RankOutlier(), stream)
+    (warn,) = run(RankOutlier(settle=0), stream)
     assert warn.rank == 999
 
 

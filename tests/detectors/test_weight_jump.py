@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ddpprobe.detectors.weight_jump import WeightJump
-from ddpprobe.records.step import LEARNING_RATE, StepRecord
-from tests.detectors.made_records import levels, run
+from ddpprobe.records.step import LEARNING_RATE, Site, StepRecord
+from tests.detectors.made_records import levels, record, run
 from tests.detectors.made_weights import Made, weights
 
 AT = 100
@@ -154,3 +154,43 @@ def test_it_is_told_again_after_a_quiet_time_and_a_restart_begins_anew() -> None
     assert levels(run(WeightJump(), stream(weight, 400))) == [("warn", AT), ("warn", AT + 200)]
     later = [weights(s, {"l0.weight": Made(90.0)}, attempt=1) for s in range(160, 200)]
     assert run(WeightJump(), stream(lambda *_: 1.0) + later) == []
+
+
+def statistics(size, *, rate: float = 0.0) -> list[StepRecord]:
+    """Steps of a buffer of 100 elements, `size` of step large, and of a learning rate."""
+    site = Site("norm.running_var", "buffer")
+    rows = [{site: {"rms": size(s), "max": size(s)}} for s in range(160)]
+    return [record(s, {0: {LEARNING_RATE: rate}}, row) for s, row in enumerate(rows)]
+
+
+def test_a_buffer_that_jumps_or_moves_as_never_before_is_told_as_a_weight_is() -> None:
+    for factor, told in (
+        (5.0, "largest buffer 5 is 4.98 x"),
+        (0.85, "norm of the buffer went from"),
+    ):
+        jumped = statistics(lambda s, f=factor: noisy(s, 0) * (f if s >= AT else 1.0))
+        (warn,) = run(WeightJump(), jumped)
+        assert (warn.level, warn.step) == ("warn", AT)
+        assert (warn.module, warn.kind) == ("norm.running_var", "buffer")
+        assert told in warn.message
+        assert "beside the optimizer" not in warn.message
+
+
+def test_a_buffer_may_be_below_the_learning_rate_and_may_shrink_or_grow_slowly() -> None:
+    small = statistics(lambda s: 1e-3 * (5.0 if s >= AT else 1.0), rate=0.1)
+    assert levels(run(WeightJump(), small)) == [("warn", AT)]
+    for factor in (0.9, 1.1):
+        assert run(WeightJump(), statistics(lambda s, f=factor: f**s)) == []
+
+
+def test_a_weight_and_a_buffer_that_jump_at_once_are_told_once() -> None:
+    both = []
+    for number in range(160):
+        size = 5.0 if number >= AT else 1.0
+        rows = {
+            Site("w", "param"): {"rms": size, "max": size},
+            Site("b", "buffer"): {"rms": size, "max": size},
+        }
+        both.append(record(number, rows=rows))
+    (warn,) = run(WeightJump(), both)
+    assert (warn.module, warn.kind) == ("w", "param")

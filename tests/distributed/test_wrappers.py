@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddpprobe.records.merge import disagreements, merge_all
-from ddpprobe.records.step import StepRecord
+from ddpprobe.records.step import STALE, StepRecord
 from tests.distributed import whole_tensors
 from tests.distributed import wrappers_job as job
 from tests.distributed.reference import Reference
@@ -50,8 +50,7 @@ ALL_OF_TWO = {
     **dict.fromkeys(
         ("ddp", "fsdp1", "fsdp1-own", "fsdp1-grad-op", "fsdp1-grad-op-own", "fsdp1-no-shard",
          "fsdp1-no-shard-own", "fsdp1-bf16", "fsdp1-checkpoint", "fsdp2", "fsdp2-bf16",
-         "mixed", "mixed-composed",
-         "handmade"), range(2)),
+         "fsdp2-kept", "mixed", "mixed-composed", "handmade"), range(2)),
     **dict.fromkeys(("tp", "tp-dtensor", "tp-sequence"), range(1)),
     "pipeline": range(1, 2),
 }  # fmt: skip
@@ -71,8 +70,19 @@ NORMS = {
     for name in ("norm", "blocks.0.norm", "blocks.1.norm")
     for part in ("weight", "bias")
 }
+# Of FSDP2, however wrapped: their first forward computes with what they were built with.
+WITH_UNITS = (
+    "fsdp2",
+    "fsdp2-bf16",
+    "hsdp",
+    "fsdp2-tp",
+    "fsdp2-tp-sequence",
+    "mixed",
+    "mixed-composed",
+)
 WRAPPERS = {
-    "mixed-composed": "mixed", "hsdp": "hsdp", "fsdp2-bf16": "fsdp2", "tp-sequence": "tp",
+    "mixed-composed": "mixed", "hsdp": "hsdp", "fsdp2-bf16": "fsdp2", "fsdp2-kept": "fsdp2",
+    "tp-sequence": "tp",
     "tp-dtensor": "tp", "fsdp2-tp": "fsdp2+tp", "fsdp2-tp-sequence": "fsdp2+tp",
     "pipeline": "pipeline", "handmade": "none",
 }  # fmt: skip
@@ -105,6 +115,9 @@ def test_statistics_are_exact_or_labelled_tensors_whole_and_training_bit_identic
         assert seen(merged) == expected(case, reference), case
         assert labelled(merged) == labels(case, reference), case
         assert not disagreements(merged.digests), case
+        units = 3.0 if case == "fsdp2-kept" else 0.0 if case in WITH_UNITS else None
+        stale = [{r.scalars[rank].get(STALE) for r in records[rank]} for rank in range(nproc)]
+        assert stale == [{0.0, units} if units is not None else {None}] * nproc, case
         identity = json.loads((run / "run.json").read_text())
         if run.name == case:  # installed before wrapping it cannot know yet
             assert identity["wrapper"] == WRAPPERS.get(case, case.split("-")[0]), case

@@ -134,6 +134,13 @@ def fsdp2(model: Net, mesh: object = None, **options: object) -> Wrapped:
     return model, dist.get_rank(), lambda: unsynchronized(model)
 
 
+def kept_gathered(model: Net) -> Wrapped:
+    """A mistake: from the second step on its forward computes with the weights of the first."""
+    wrapped, *rest = fsdp2(model)
+    wrapped.set_reshard_after_backward(False)
+    return wrapped, *rest
+
+
 def hsdp(model: Net) -> Wrapped:
     return fsdp2(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")))
 
@@ -262,6 +269,7 @@ CASES: dict[str, Callable[[Net], Wrapped]] = {
     "fsdp2": fsdp2,
     "fsdp2-bf16": lambda model: fsdp2(model, mp_policy=MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
+    "fsdp2-kept": kept_gathered,
     "hsdp": hsdp,
     "tp": tp(),
     "tp-dtensor": tp(local=False),

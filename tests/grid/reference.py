@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tests.grid.axes import FSDP1, Cell
+from tests.grid.axes import DDP, FSDP1, Cell
 from tests.grid.loops import BACKOFF, LR, SCALE, STEPS, autocast, branch_of, make_optimizers
 from tests.grid.models import Base, batch, build, loss_of
 from tests.site_values import Expected, GradientHook, Key, OutputHook
@@ -46,12 +46,24 @@ class Reference:
                 self._lbfgs(number)
             else:
                 for micro in range(self.cell.micros):
+                    if micro == 0 or self.cell.loop != "no-sync":
+                        self._broadcast_buffers()
                     for replica in self._replicas:
                         self._pass(replica, number, micro)
+                    if self.cell.loop == "eval":
+                        self._broadcast_buffers()
                 self._reduce()
                 self._step()
             steps.append(self._now)
         return steps
+
+    def _broadcast_buffers(self) -> None:
+        """DDP does so before a forward, unless the one before it was within `no_sync`."""
+        if self.cell.wrapper in DDP:
+            lead, *others = (list(replica.model.buffers()) for replica in self._replicas)
+            for other in others:
+                for mine, theirs in zip(other, lead, strict=True):
+                    mine.copy_(theirs)
 
     def parameters(self) -> dict[str, Tensor]:
         """The first replica's parameters as they are now."""
@@ -168,6 +180,9 @@ class Reference:
                             master.sub_(master.grad, alpha=LR)
             if replica is self._replicas[0] or self.cell.wrapper == "plain":
                 self._see_weights(replica, before)
+            for name, buffer in replica.model.named_buffers():
+                if buffer.is_floating_point():
+                    self.see((name, "buffer", ""), buffer)
             _clear(replica)
             _publish(replica)
 

@@ -22,7 +22,7 @@ from tests.site_values import Key, Measured, differ
 
 FAULT_STEP = 1
 TOLERANCE = 1e-6  # of the largest magnitude, of the sum of magnitudes, of the sum of squares
-ALIKE = ("grad", "param", "update")  # the same on all ranks
+ALIKE = ("grad", "param", "update", "optim_state")  # the same on all ranks
 _KIND = {"forward": "output", "backward": "grad_output"}  # where a fault of a phase is born
 
 

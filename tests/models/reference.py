@@ -48,6 +48,11 @@ class _Watch:
         self._parameters = {
             name: p for name, p in training.model.named_parameters() if p.requires_grad
         }
+        self._buffers = {  # but for masks, which have infinities
+            name: b
+            for name, b in training.model.named_buffers()
+            if b.is_floating_point() and not b.isinf().any()
+        }
         for path, module in training.model.named_modules():
             module.register_forward_hook(OutputHook(self._see, self._tap, path))
         for name, parameter in self._parameters.items():
@@ -74,6 +79,11 @@ class _Watch:
         for name, parameter in self._parameters.items():
             self._now.see((name, "param", ""), parameter)
             self._now.see((name, "update", ""), _looked_at(parameter.detach() - before[name]))
+            state = self._training.optimizer.state.get(parameter, {})
+            if "exp_avg_sq" in state:
+                self._now.see((name, "optim_state", "exp_avg_sq"), state["exp_avg_sq"])
+        for name, buffer in self._buffers.items():
+            self._now.see((name, "buffer", ""), buffer)
         keys = self._now.values
         return Seen(
             {key: Measured.of(self._now.of(key)) for key in keys},

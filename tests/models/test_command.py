@@ -18,7 +18,7 @@ def test_a_model_is_trained_alike_seen_right_and_its_faults_are_named_on_one_ran
     *lines, end = capsys.readouterr().out.splitlines()
     assert end == "2 models are right, 0 are not"
     assert [line.split()[:2] for line in lines] == [["right", "torch"]] * 2
-    assert all("114 rows" in line and "named: forward, backward" in line for line in lines)
+    assert all("132 rows" in line and "named: forward, backward" in line for line in lines)
 
 
 def test_other_bits_a_wrong_count_a_row_too_many_and_a_wrong_name_are_refused(

@@ -69,7 +69,7 @@ class Training:
         if architecture.world > 1:
             self.called = DistributedDataParallel(self.model)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.01)
 
     def backward(self) -> None:
         """Compute the gradients of the next step."""
@@ -80,8 +80,8 @@ class Training:
 
     def update(self) -> None:
         """Let the optimizer take the step."""
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def run(self, steps: int = STEPS) -> Trained:
         """Take all steps."""
@@ -94,7 +94,7 @@ class Training:
         """Return what has come of it."""
         digest = hashlib.sha256()
         drawn = (torch.get_rng_state(), np.random.get_state(), random.getstate())
-        state = (self.model.state_dict(), self._optimizer.state_dict(), drawn)
+        state = (self.model.state_dict(), self.optimizer.state_dict(), drawn)
         for leaf in pytree.tree_leaves(state):
             digest.update(_bytes_of(leaf))
         return Trained(digest.hexdigest(), self.losses)

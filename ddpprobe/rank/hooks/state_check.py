@@ -183,6 +183,11 @@ class StateCheck:
             guilty.append(self._told[one.key])
         return min(guilty, key=lambda found: found.place, default=None)
 
+    def may_be_mask(self, fqn: str) -> bool:
+        """Whether a buffer has infinities that are meant; True as long as nobody knows."""
+        self._settle()
+        return self._first is not None or ("buffer", fqn, "") in self._steady
+
     def _blaming(self) -> Iterable[FirstBad]:
         return (
             found

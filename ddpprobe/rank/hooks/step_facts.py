@@ -15,12 +15,22 @@ from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.stats.checksum import checksum
 from ddpprobe.rank.stats.dense import lies_on
 from ddpprobe.rank.topology.describe import Topology
-from ddpprobe.records.step import DIGEST, LEARNING_RATE, OPTIMIZER_STEPS, TRAINABLE, TRAINING
+from ddpprobe.rank.torch_private import sharding
+from ddpprobe.records.step import (
+    DIGEST,
+    LEARNING_RATE,
+    MOMENT_DECAY,
+    OPTIMIZER_STEPS,
+    STALE,
+    TRAINABLE,
+    TRAINING,
+)
 
 DIGEST_BYTES = 1 << 18  # of an input: more tells two batches apart no better
 # So many bits are exact in a float64. The upper ones of a checksum depend on every bit below them,
 # the lower ones on none above.
 _BITS = 52
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def modes(topology: Topology) -> dict[str, float]:
@@ -42,7 +52,37 @@ def of_optimizer(optimizer: object, all_: Sequence[Optimizer], rows: StepRows) -
     far = [rate for rate in rates if isinstance(rate, Tensor)]
     if far:
         rows.add_scalar(unless_logged(LEARNING_RATE), far[0])
-    return {LEARNING_RATE: float(max(rates))} if rates and not far else {}
+    told = {LEARNING_RATE: float(max(rates))} if rates and not far else {}
+    return told | _moment_decay(all_)
+
+
+def _moment_decay(all_: Sequence[Optimizer]) -> dict[str, float]:
+    """Return the decay of second moments: Adam's second beta, RMSprop's alpha; {} if unknown."""
+    groups = [group for optimizer in all_ for group in optimizer.param_groups]
+    found = {g["betas"][1] if "betas" in g else g.get("alpha", g.get("rho")) for g in groups}
+    decay = found.pop() if len(found) == 1 else None
+    return {MOMENT_DECAY: decay} if isinstance(decay, float) else {}
+
+
+def add_stale_units(topology: Topology, rows: StepRows) -> None:
+    """Before a forward: add how many units of FSDP2 will compute with the weights of a step before.
+
+    What is still gathered by now was gathered behind the optimizer, by the script, or before it.
+    The first parameter of a unit stands for all, which are gathered together.
+    """
+    if not any(True for _ in topology.units()):
+        return
+    with torch.no_grad():
+        stale = [
+            (_bits(part) != _bits(shard.to(part.dtype))).any()
+            for part, shard in sharding.gathered(topology.root)
+        ]
+        rows.add_scalar(STALE, torch.stack(stale).sum() if stale else 0.0)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a plain tensor as integers of its size: a NaN is equal to itself there."""
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
 def _add_steps(optimizer: Optimizer, rows: StepRows) -> None:

@@ -13,7 +13,14 @@ from ddpprobe.rank.hooks import step_facts
 from ddpprobe.rank.hooks.step_facts import DIGEST_BYTES, add_digest
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.topology.describe import describe
-from ddpprobe.records.step import DIGEST, LEARNING_RATE, OPTIMIZER_STEPS, TRAINABLE, TRAINING
+from ddpprobe.records.step import (
+    DIGEST,
+    LEARNING_RATE,
+    MOMENT_DECAY,
+    OPTIMIZER_STEPS,
+    TRAINABLE,
+    TRAINING,
+)
 
 from ... import far
 
@@ -82,6 +89,28 @@ def test_the_steps_that_an_optimizer_has_counted_are_told_before_each(
             optimizer.step()
     said = [r.scalars[0].get(OPTIMIZER_STEPS) for r in records_of(tmp_path / "r")]
     assert said == counts
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "decay"),
+    [
+        (torch.optim.AdamW, {"betas": (0.9, 0.95)}, 0.95),
+        (torch.optim.RMSprop, {"alpha": 0.9}, 0.9),
+        (torch.optim.Adadelta, {"rho": 0.8}, 0.8),
+        (torch.optim.SGD, {"momentum": 0.9}, None),
+        (torch.optim.Adagrad, {}, None),
+    ],
+)
+def test_how_much_of_the_second_moments_a_step_keeps_is_told_where_all_groups_agree(
+    kind: type[torch.optim.Optimizer], more: dict[str, object], decay: float | None
+) -> None:
+    rows = StepRows(torch.device("cpu"), 0)
+    first, second = ([nn.Parameter(torch.ones(1))] for _ in range(2))
+    one, other = kind(first, lr=0.1, **more), kind(second, lr=0.1, **more)
+    for all_ in ([one], [one, other]):
+        assert step_facts.of_optimizer(one, all_, rows).get(MOMENT_DECAY) == decay
+    odd = torch.optim.Adam(second, lr=0.1, betas=(0.9, 0.5))
+    assert MOMENT_DECAY not in step_facts.of_optimizer(one, [one, odd], rows)
 
 
 def test_of_two_optimizers_the_first_one_tells(tmp_path: Path, records_of) -> None:

@@ -311,3 +311,58 @@ def test_a_parameter_that_was_exchanged_in_between_has_no_change(tmp_path: Path)
     result = rows.fetch().result(0, partial=False)
     kinds = {(s.fqn, s.kind) for i, s in enumerate(result.sites) if result.counts[i, OBSERVED]}
     assert kinds == {("weight", "param"), ("bias", "param"), ("bias", "update")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaf"), [(torch.optim.AdamW, "exp_avg_sq"), (torch.optim.RMSprop, "square_avg")]
+)
+def test_second_moments_have_rows_of_all_their_elements_where_an_optimizer_keeps_them(
+    kind: type[torch.optim.Optimizer], leaf: str, tmp_path: Path, records_of
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    optimizers = [kind(model[0].parameters(), lr=0.1), torch.optim.SGD(model[1].parameters(), 0.1)]
+    want: list[dict[str, Tensor]] = []
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        for _ in range(3):
+            model(torch.randn(2, 4)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            state = optimizers[0].state
+            want.append({n: state[p][leaf].clone() for n, p in model[0].named_parameters()})
+    for record, moments in zip(records_of(tmp_path / "r"), want, strict=True):
+        sites = {s.key: i for i, s in enumerate(record.sites) if s.kind == "optim_state"}
+        assert sites.keys() == {(f"0.{name}", "optim_state", leaf) for name in moments}
+        for name, moment in moments.items():
+            i = sites[f"0.{name}", "optim_state", leaf]
+            assert record.values[i, 2] == pytest.approx(float(moment.double().sum()), rel=1e-6)
+            assert record.counts[i, 0] == moment.numel()
+
+
+def test_floating_buffers_have_rows_but_for_masks_and_numbers(tmp_path: Path, records_of) -> None:
+    torch.manual_seed(0)
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.fc = nn.BatchNorm1d(4), nn.Linear(4, 1)
+            self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.norm(x)).square().sum()
+
+    model = Normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    want = []
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        for _ in range(3):
+            model(torch.randn(8, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            want.append(model.norm.running_var.clone())
+    for record, variance in zip(records_of(tmp_path / "r"), want, strict=True):
+        named = {site.fqn for site in record.sites if site.kind == "buffer"}
+        assert named == {"norm.running_mean", "norm.running_var"}
+        assert_row(row(record, "norm.running_var", "buffer"), variance)
+        assert record.counts[:, 1:4].sum() == 0
