@@ -19,6 +19,8 @@ from benchmarks.detection.set_a import SET_A
 from benchmarks.detection.set_b import SET_B
 from benchmarks.detection.set_c import SET_C
 from benchmarks.detection.set_d import SET_D
+from benchmarks.detection.set_e import SET_E
+from benchmarks.detection.set_f import SET_F
 from benchmarks.detection.sharded import SHARDED
 from benchmarks.detection.unlisted import UNLISTED
 from benchmarks.detection.zoo import ZOO
@@ -135,6 +137,21 @@ def test_each_of_the_later_two_sets_has_a_table_of_its_own_too() -> None:
     assert all(f"| {name} |" in second for name in SET_D)
     assert all(f"| {name} |" in first for name in SET_C)
     assert not {*SET_C, *SET_D} & {*SET_A, *SET_B}
+
+
+def test_the_sets_by_how_often_people_report_it_have_tables_of_their_own() -> None:
+    silent: dict[str, list[int]] = {rival: [] for rival in RIVALS}
+    told = replace(LOUD, detector="nonfinite", step=SET_F["U75"](0, 0).start)
+    outcomes = [
+        judge_fault(SET_F["U75"](0, 0), 0, 1, [told]),
+        *(judge_fault(SET_E[name](0, 0), 0, 1, []) for name in ("U76", "U80")),
+    ]
+    text = page([Result(o, silent, "code", "machine", "day") for o in outcomes], [])
+    second, first = text.split("## Set F")[1].split("## Set D")[0].split("## Set E")
+    assert "every=1: 1/1" in second
+    assert "every=1: 0/2" in first
+    assert all(f"| {name} |" in second for name in SET_F)
+    assert all(f"| {name} |" in first for name in SET_E)
 
 
 def test_no_two_jobs_share_a_name_and_each_draws_by_its_own() -> None:

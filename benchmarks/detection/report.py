@@ -18,6 +18,8 @@ from benchmarks.detection.set_a import SET_A
 from benchmarks.detection.set_b import SET_B
 from benchmarks.detection.set_c import SET_C
 from benchmarks.detection.set_d import SET_D
+from benchmarks.detection.set_e import SET_E
+from benchmarks.detection.set_f import SET_F
 from benchmarks.detection.sharded import SHARDED
 from benchmarks.detection.unlisted import LEARNED
 from benchmarks.detection.zoo import ZOO
@@ -68,19 +70,31 @@ _LEARNED = """
 Two times ten that had been such once, before rules were made from what they showed. Of the first
 ten (U01 to U10) 16 of 30 were found at every=1 and 14 of 30 at every=10 then, of the second ten 18
 and 17."""
+_SET_F = """
+## Set F: written without the rules, by how often people report it
+
+The other ten of the twenty that set E is from. When no rule had been made from either, 9 of 30 were
+found at every=1, and 9 of 30 at every=10; two rules were since."""
+_SET_E = """
+## Set E: written without the rules, by how often people report it
+
+Twenty faults that were drawn from issue trackers, forums and papers by how often people ask for
+help with such a thing, by somebody who had not read the rules, and split by lot. When no rule had
+been made from either set, 14 of 30 were found at every=1, and 12 of 30 at every=10: half of the
+twenty are there from the first step on, where no past is left. Two rules were made since."""
 _SET_D = """
 ## Set D: written without the rules, like set C
 
 The other ten of the twenty that set C is from. When no rule had been made from either, 15 of 30
-were found at every=1, and 15 of 30 at every=10; one rule was made from them since. Three (U62, U64,
-U67) leave no trace in what a rank computes in training: they stand for what nobody here sees."""
+were found at every=1, and 15 of 30 at every=10; two rules were made from them since. Two (U62, U67)
+leave no trace in what a rank computes in training: they stand for what nobody here sees."""
 _SET_C = """
 ## Set C: written without the rules
 
 Twenty faults once more, drawn and split as those of sets A and B were, by somebody who had read
 neither the detectors' rules nor what they found. Each was seen to harm its job: the code says of
 each how much worse its loss became, or what was learned, than without it. When no rule had been
-made from them, 16 of 30 were found at every=1, and 13 of 30 at every=10; three rules were since."""
+made from them, 16 of 30 were found at every=1, and 13 of 30 at every=10; four rules were since."""
 _SET_B = """
 ## Set B: written without the rules
 
@@ -168,6 +182,8 @@ def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
         ("", "what is planted", "limit", *(f"every={e}" for e in EVERY), "by", "rank", "module"),
         [_fault_row(name, [o for o in faulty if o.job == name]) for name in FAULTS],
     )
+    yield from _faults_apart(apart, SET_F, _SET_F)
+    yield from _faults_apart(apart, SET_E, _SET_E)
     yield from _faults_apart(apart, SET_D, _SET_D)
     yield from _faults_apart(apart, SET_C, _SET_C)
     yield from _faults_apart(apart, SET_B, _SET_B)

@@ -187,7 +187,9 @@ class U87(Fault):
     # (0.72 and 0.69).
     says = "gradients are set to zero before each micro-batch: only the last of eight counts"
     net, world, micros, from_the_start = "cnn", 2, 8, True
-    expected = Expected(("grad_altered", "update_ratio", "coverage", "level_shift"), 50)
+    expected = Expected(
+        ("grad_dropped", "grad_altered", "update_ratio", "coverage", "level_shift"), 50
+    )
 
     def batch(self) -> Batch:
         return self.data.images(noise=6.0)

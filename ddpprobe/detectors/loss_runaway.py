@@ -9,6 +9,7 @@ from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.records.step import Anomaly, StepRecord
 
 SMOOTH_STEPS, SMOOTH_SAMPLES = 10, 3  # of the running mean, whichever is longer
+FIRST_LOSSES = 5  # that what comes behind them is compared with
 
 
 class LossRunaway(LossDetector):
@@ -16,7 +17,9 @@ class LossRunaway(LossDetector):
 
     What was learned is lost: labels that are wrong, a shard that is corrupt, weights that blew up.
     A loss that has been zero or negative has no ratio and is not judged, and one that is still a
-    small part of the first losses is not lost. It is told again when a new best was reached.
+    small part of the first losses is not lost. It is told again when a new best was reached. Once
+    in an attempt it warns as well where all losses of a while are above those that it began with:
+    training makes the model worse.
 
     Args:
         ratio: how many times the best.
@@ -24,6 +27,9 @@ class LossRunaway(LossDetector):
         samples: losses for which it must last.
         least: losses of the attempt before which there is no best.
         small: share of the first losses below which nothing is lost.
+        start: how many times the mean of the first losses,
+        above: at so many losses in a row,
+        settle: so many steps behind the first one.
     """
 
     name = "loss_runaway"
@@ -31,11 +37,12 @@ class LossRunaway(LossDetector):
 
     def __init__(
         self, *, ratio: float = 3.0, steps: int = 15, samples: int = 3, least: int = 8,
-        small: float = 0.5,
+        small: float = 0.5, start: float = 1.5, above: int = 50, settle: int = 100,
     ) -> None:  # fmt: skip
-        above_zero(ratio=ratio, small=small)
-        at_least(0, steps=steps)
-        at_least(1, samples=samples, least=least)
+        above_zero(ratio=ratio, small=small, start=start)
+        at_least(0, steps=steps, settle=settle)
+        at_least(1, samples=samples, least=least, above=above)
+        self._start, self._above, self._settle = start, above, settle
         self._ratio, self._small = ratio, small
         self._steps, self._samples, self._least = steps, samples, least
         self._reset()
@@ -48,8 +55,32 @@ class LossRunaway(LossDetector):
         self._since: int | None = None  # it has been far above the best
         self._lasted = 0
         self._told = False
+        self._firsts: list[tuple[int, float]] = []  # steps and losses that it began with
+        self._worse = 0  # losses in a row above them
+        self._told_worse = False
 
     def _judge(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
+        return self._ran_away(record, step, loss) or self._grew(record, step, loss)
+
+    def _grew(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
+        if len(self._firsts) < FIRST_LOSSES:
+            self._firsts.append((step, loss))
+            return None
+        began = math.fsum(first / FIRST_LOSSES for _, first in self._firsts)
+        self._worse = self._worse + 1 if loss > self._start * began else 0
+        settled = step - self._firsts[0][0] >= self._settle
+        if self._told_worse or self._told or not settled or self._worse < self._above:
+            return None
+        self._told_worse = True
+        message = (
+            f"each of the last {self._worse} losses is more than {self._start:.3g} x the mean "
+            f"{began:.3g} of the first {FIRST_LOSSES}: training makes the model worse; look at the "
+            "learning rate, at gradients that explode, and at the sign of the loss"
+        )
+        values = {"loss": self._mean, "first": began, "ratio": self._mean / began}
+        return self.anomaly(record, "warn", message, values, phase="forward", step=step)
+
+    def _ran_away(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
         self._smooth(loss, step)
         if self._seen <= self._least:
             return None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
-from ddpprobe.detectors.rank_scalars import scalars
+from ddpprobe.detectors.rank_scalars import largest, scalars
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import grown
 from ddpprobe.detectors.subtrees import named, named_alike, subtrees
 from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
-from ddpprobe.records.step import TRAINABLE, Anomaly, StepRecord
+from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, Anomaly, StepRecord
 
 
 class NeverUpdated(SampledDetector):
@@ -20,7 +20,8 @@ class NeverUpdated(SampledDetector):
     moved if the optimizer did with it what it does with the others, by the smaller of two guesses:
     as far as the median of them (Adam), or as far in proportion to the gradient (SGD). So a bias in
     front of a norm, an unused part, or a gain of 1 in bfloat16 is none. A large part of the model
-    that requires a gradient and has never had one is told, too: the graph does not reach it.
+    that requires a gradient and has never had one is told, too: the graph does not reach it. That
+    nothing of the model was ever changed is a page.
 
     Args:
         steps: steps for which they must not have moved, from the first look on.
@@ -61,6 +62,10 @@ class NeverUpdated(SampledDetector):
         self._follow(now, record.step)
         old = (record.step - self._since >= self._steps) & (self._seen >= self._looks)
         found = self._never & old & ~self._told
+        gradient = self._of_all(record, now, found)
+        if gradient > 0:
+            self._told |= found
+            return [self._nothing(record, found, gradient)]
         cut = self._cut_off(record, found)
         if cut.any():
             self._told |= cut
@@ -89,6 +94,13 @@ class NeverUpdated(SampledDetector):
             with np.errstate(invalid="ignore"):
                 expected = np.minimum(self._usual[0], self._usual[1] * now.gradient_rms)
                 self._would |= now.seen & (expected > self._spacings * now.spacing)
+
+    def _of_all(self, record: StepRecord, now: WeightsOfStep, found: Mask) -> float:
+        """Return the norm of all gradients if an optimizer never changed anything; else 0."""
+        trains = len(found) and np.isfinite(largest(record, LEARNING_RATE))
+        if not trains or self._usual is not None or not found.all():
+            return 0.0
+        return float(np.sqrt(np.nansum(np.square(now.gradient))))
 
     def _cut_off(self, record: StepRecord, found: Mask) -> Mask:
         """Return those that never had a gradient, if they are many and require one."""
@@ -129,6 +141,22 @@ class NeverUpdated(SampledDetector):
         )
         values = {"parameters": len(cut), "since": since}
         return self.anomaly(record, "warn", message, values, module=modules[0], kind="grad")
+
+    def _nothing(self, record: StepRecord, found: Mask, gradient: float) -> Anomaly:
+        since, rate = int(self._since[found].min()), largest(record, LEARNING_RATE)
+        why = (
+            "the optimizer has other tensors (it was made before fully_shard, or for another copy "
+            "of the model), or no step is as large as the spacing of numbers"
+            if rate > 0
+            else "the learning rate is 0"
+        )
+        message = (
+            f"no bit of the model has changed since step {since}, though an optimizer steps and "
+            f"there are gradients (norm {gradient:.3g}): {why}"
+        )
+        values = {"parameters": len(found), "since": since, "gradient": gradient}
+        level = "page" if rate > 0 else "warn"  # which may be how it is meant
+        return self.anomaly(record, level, message, values, module="", kind="update")
 
     def _verdict(self, record: StepRecord, now: WeightsOfStep, found: Mask) -> Anomaly:
         fqns = self._rows.fqns

@@ -13,6 +13,7 @@ from ddpprobe.detectors.desync import Desync
 from ddpprobe.detectors.detector import AFTERMATH_STEPS, Detector
 from ddpprobe.detectors.frozen_param import FrozenParam
 from ddpprobe.detectors.grad_altered import GradAltered
+from ddpprobe.detectors.grad_dropped import GradDropped
 from ddpprobe.detectors.grad_none_or_zero import GradNoneOrZero
 from ddpprobe.detectors.grad_spike import GradSpike
 from ddpprobe.detectors.grad_zeros import GradZeros
@@ -84,6 +85,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     OptimizerReset,
     FrozenParam,
     NeverUpdated,
+    GradDropped,
     InitScale,
     WeightJump,
     UpdateRatio,

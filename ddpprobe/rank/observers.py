@@ -17,6 +17,7 @@ from ddpprobe.rank.hooks.root import called
 from ddpprobe.rank.hooks.state_check import StateCheck
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.hooks.stream_capture import outside_capture
+from ddpprobe.rank.hooks.unregistered import Unregistered
 from ddpprobe.rank.hooks.watch import Watch
 from ddpprobe.rank.hooks.weight_look import WeightLook
 from ddpprobe.rank.stats import checksum
@@ -71,6 +72,7 @@ class Observers:
         self.weights = WeightLook(
             topology, select, self.rows, clock.owners.optimizers, self.state.may_be_mask
         )
+        self.unregistered = Unregistered(topology)
         self.gradients_read = False
         self.capturing = capturing
         after_call = capturing.meet(topology, clock, self.compiled, self.rows)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import final
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ddpprobe.rank.topology.describe import Topology
@@ -52,13 +54,24 @@ class Owners:
         size = sum([len(group["params"]) for group in optimizer.param_groups])
         known = self._owned.get(optimizer)
         if known is None or known[0] != size or not (known[1] or self.any):
-            mine = {id(p) for _, p in self._topology.named_parameters()}
-            ids = frozenset(
-                id(p) for g in optimizer.param_groups for p in g["params"] if id(p) in mine
-            )
+            own = [p for _, p in self._topology.named_parameters()]
+            mine = set(map(id, own))
+            given = [p for group in optimizer.param_groups for p in group["params"]]
+            ids = frozenset(id(p) for p in given if id(p) in mine)
+            if not (ids or self.any) and _is_out_of_date(given, own):
+                ids = frozenset(map(id, given))
             known = self._owned[optimizer] = (size, ids)
             self.any |= bool(ids)
         return known[1]
+
+    def have(self, parameter: Tensor) -> bool:
+        """Whether an optimizer was seen to step that has a parameter, of this model or not."""
+        return any(
+            parameter is each
+            for optimizer in self._owned
+            for group in optimizer.param_groups
+            for each in group["params"]
+        )
 
     def is_complete(self, optimizers: tuple[int, ...]) -> bool:
         """Whether the optimizers of these ids own everything that is trained."""
@@ -70,3 +83,20 @@ class Owners:
                     trainable -= parameters
             complete = self._complete[optimizers] = not trainable
         return complete
+
+
+def _is_out_of_date(given: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
+    """Whether an optimizer was made for tensors that the model has exchanged since.
+
+    `fully_shard` does so, and whoever builds the model anew. Such an optimizer has parameters of
+    the model's shapes and not one gradient, where the model has some: it steps nothing, but it is
+    what the loop takes its steps with.
+
+    Args:
+        given: to the optimizer.
+        own: the model's.
+    """
+    if any(p.grad is not None for p in given) or all(p.grad is None for p in own):
+        return False
+    shapes = [sorted(tuple(p.shape) for p in all_ if p.requires_grad) for all_ in (given, own)]
+    return shapes[0] == shapes[1]

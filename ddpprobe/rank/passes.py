@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping
 from typing import final
 
-from ddpprobe.records.step import LENT, PASS, PASS_OF_BAD, FirstBad
+from ddpprobe.records.step import DROPPED, LENT, PASS, PASS_OF_BAD, FirstBad
 
 _KEPT_STEPS = 64  # for rows that come late from a device
 _MOST = 1024  # forwards, and backwards, that are kept of a step
@@ -64,12 +64,13 @@ os.register_at_fork(after_in_child=OF_THE_PROCESS.begin)
 class _Step:
     """The passes of a step."""
 
-    __slots__ = ("backwards", "end", "forwards", "lent")
+    __slots__ = ("backwards", "end", "forwards", "lent", "thrown")
 
     def __init__(self) -> None:
         self.forwards: list[float] = []  # by micro-batch
         self.backwards: list[tuple[int, float]] = []  # micro-batch, number
         self.lent = 0
+        self.thrown = 0  # times that gradients were, before any optimizer stepped
         self.end: float | None = None  # the last pass of any model
 
     def backward_of(self, micro: int) -> float | None:
@@ -86,6 +87,7 @@ class Passes:
     def __init__(self, count: PassCount = OF_THE_PROCESS) -> None:
         self._count = count
         self._several = False  # this model has not been the only one
+        self._another_stepped = False  # since gradients were thrown away
         self._now = _Step()
         self._ended: dict[int, _Step] = {}  # by number, oldest first
 
@@ -118,6 +120,15 @@ class Passes:
         """Hear that the micro-batches below `until` were for another model's step."""
         self._now.lent = until
 
+    def another_steps(self) -> None:
+        """Hear that an optimizer of something else steps."""
+        self._another_stepped = True
+
+    def throw_away(self) -> None:
+        """Hear that gradients are gone which no optimizer of this model took."""
+        self._now.thrown += not self._another_stepped
+        self._another_stepped = False
+
     def end_step(self, step: int) -> None:
         """Hear that a step is over."""
         self._now.end = float(self._count.number)
@@ -129,7 +140,8 @@ class Passes:
     def told(self, step: int, bad: FirstBad | None) -> Mapping[str, float]:
         """Return scalars of a step: what was lent, and if this model is not alone, its passes."""
         now = self._ended.get(step, self._now)
-        found = {LENT: float(now.lent)} if now.lent else {}
+        told = {LENT: float(now.lent), DROPPED: float(now.thrown)}
+        found = {name: number for name, number in told.items() if number}
         if not self._several:
             return found
         found[PASS] = float(self._count.number) if now.end is None else now.end

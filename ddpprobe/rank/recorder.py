@@ -260,8 +260,9 @@ class Recorder:
         if not self._sampling:
             return
         observers.weights.remember()
-        owners = self._clock.owners.optimizers()
-        self._set_up |= step_facts.of_optimizer(optimizer, owners, observers.rows)
+        owners = self._clock.owners
+        self._set_up |= step_facts.of_optimizer(optimizer, owners.optimizers(), observers.rows)
+        self._set_up |= observers.unregistered.told(owners.have)
         scale = loss_scale.of_optimizer(optimizer)
         self._used_norms.add(optimizer, observers.topology, scale)
         if not observers.gradients_read:

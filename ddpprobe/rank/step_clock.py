@@ -336,6 +336,7 @@ class StepClock:
             return None
         if not self.owners.parameters_of(optimizer):
             self._others_stepped |= not self.owners.any and self._is_anothers(optimizer)
+            self.passes.another_steps()
             return None
         if id(optimizer) in self._running:  # its last step() raised and never ended
             del self._running[self._running.index(id(optimizer)) :]
@@ -454,6 +455,7 @@ class StepClock:
         if self._ended or self._stepped or self._through <= self.lent or not self._throws_away():
             return
         if self._anchor_had_grad and self._anchors.vanished():
+            self.passes.throw_away()
             self._lend()
 
     def _was_frozen(self) -> bool:

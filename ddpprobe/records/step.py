@@ -195,6 +195,11 @@ STALE = "stale_units"
 DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensor given to the model
 # Scalar: how many micro-batches of the step, the first ones, were for another model's step.
 LENT = "lent_passes"
+# Scalar: how many times in the step gradients were thrown away before any optimizer took them.
+DROPPED = "dropped_gradients"
+# Scalars, each with the attribute's path behind it: how many parameters in a Python list of modules
+# have a gradient, and no optimizer.
+UNREGISTERED = "unregistered@"
 # Scalars where several models of a process are probed, see `rank.passes`: the number of the step's
 # last pass, and of the one in which `first_bad` was bad first.
 PASS, PASS_OF_BAD = "pass", "pass_of_first_bad"

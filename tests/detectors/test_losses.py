@@ -132,3 +132,32 @@ def test_values_that_nobody_expects_do_not_raise(detector: type[Detector]) -> No
 def test_a_loss_that_is_zero_once_ends_the_judgement() -> None:
     stream = [*falling(100), step(100, 0.0)] + [step(s, 9.0) for s in range(101, 200)]
     assert levels(run(LossRunaway(), stream)) == []
+
+
+def growing(factor: float, steps: int = 300) -> list[StepRecord]:
+    """A loss that begins with 3, and grows by so much within a hundred steps, with some noise."""
+    rng = np.random.default_rng(1)
+    mean = [3.0 * (1 + (factor - 1) * min(s / 100, 1.0)) for s in range(steps)]
+    return [step(s, m * math.exp(0.05 * rng.standard_normal())) for s, m in enumerate(mean)]
+
+
+def test_a_loss_that_training_has_made_worse_than_it_began_is_told_once() -> None:
+    (warn,) = run(LossRunaway(ratio=100), growing(3.0))
+    assert (warn.level, warn.phase, warn.module, warn.rank) == ("warn", "forward", None, None)
+    assert warn.step == 100  # as soon as it may be: since step 50 or so all losses are above
+    assert warn.values["first"] == pytest.approx(3.0, rel=0.1)
+    assert "training makes the model worse" in warn.message
+    assert run(LossRunaway(ratio=100), growing(1.4)) == []
+
+
+def test_what_is_above_the_start_must_be_so_fifty_times_in_a_row() -> None:
+    for above, told in ((50, []), (51, [220])):  # the first of them decides what is the last
+        stream = [step(s, 9.0 if 170 <= s < 170 + above else 3.0) for s in range(300)]
+        found = run(LossRunaway(ratio=100, above=51), stream)
+        assert [a.step for a in found] == told
+
+
+def test_a_run_that_ran_away_is_not_told_to_be_worse_as_well() -> None:
+    stream = [*falling(100), *(step(s, 9.0) for s in range(100, 300))]
+    (warn,) = run(LossRunaway(), stream)
+    assert "the best" in warn.message

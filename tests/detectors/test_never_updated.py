@@ -7,8 +7,8 @@ import math
 import pytest
 
 from ddpprobe.detectors.never_updated import NeverUpdated
-from ddpprobe.records.step import TRAINABLE, StepRecord
-from tests.detectors.made_records import run
+from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, StepRecord
+from tests.detectors.made_records import levels, run
 from tests.detectors.made_weights import Made, weights
 
 NEVER = Made(1.0, 0.0)
@@ -104,3 +104,29 @@ def test_what_moves_without_a_gradient_at_any_look_is_left_alone() -> None:
 def test_gradients_too_large_for_their_squares_neither_raise_nor_tell() -> None:
     made = {"fc.weight": Made(1.0, 1e-3, math.inf), "head.weight": Made(1.0, 0.0, 0.0)}
     assert run(NeverUpdated(), [weights(step, made) for step in range(100)]) == []
+
+
+def still(rate: float | None, *, gradient: float | None = 0.1, moves: int = 999):
+    """Two parameters that an optimizer steps and does not change, before step `moves`."""
+    said = {} if rate is None else {LEARNING_RATE: rate}
+    made = [
+        Made(1.0 if s < moves else 1.0 + s, 0.0 if s < moves else 1.0, gradient) for s in range(200)
+    ]
+    return [weights(s, {"a": m, "b": m}, scalars={0: said}) for s, m in enumerate(made)]
+
+
+def test_a_model_of_which_the_optimizer_changes_nothing_is_paged_once() -> None:
+    (page,) = run(NeverUpdated(), still(0.1))
+    assert (page.level, page.step, page.module, page.kind) == ("page", 50, "", "update")
+    assert page.values == {"parameters": 2, "since": 0, "gradient": pytest.approx(2**0.5)}
+    assert "made before fully_shard" in page.message
+    (warn,) = run(NeverUpdated(), still(0.0))
+    assert (warn.level, warn.step) == ("warn", 50)
+    assert "the learning rate is 0" in warn.message
+
+
+def test_a_model_without_an_optimizer_or_gradients_or_that_moved_once_is_not_paged() -> None:
+    assert run(NeverUpdated(), still(None)) == []
+    assert run(NeverUpdated(), still(0.1, gradient=0.0)) == []
+    assert run(NeverUpdated(), still(0.1, gradient=None)) == []
+    assert "page" not in {level for level, _ in levels(run(NeverUpdated(), still(0.1, moves=40)))}
