@@ -177,7 +177,10 @@ def _gathered(topology: Topology) -> dict[tuple[int, str], Tensor]:
 
 
 def _identities(topology: Topology) -> Iterator[tuple[str, object]]:
-    """Yield (FQN, what it is) of every place of a parameter."""
+    """Yield (FQN, what it is) of every place of a parameter.
+
+    FSDP2 puts the same object into all places of one, sharded or gathered.
+    """
     paths = {id(module): path for path, module in topology.walk()}
     flat = {id(unit.flat) for unit in topology.flat}
     seen = set()
@@ -185,7 +188,6 @@ def _identities(topology: Topology) -> Iterator[tuple[str, object]]:
         prefix = paths.get(id(part.module), "")
         seen.add((id(part.module), part.name))
         yield f"{prefix}.{part.name}" if prefix else part.name, part.identity
-    sharded = _gathered(topology)
     for path, module, name, parameter in held(topology.walk()):
         if id(parameter) not in flat and (id(module), name) not in seen:
-            yield path, id(sharded.get((id(module), name), parameter))
+            yield path, id(parameter)

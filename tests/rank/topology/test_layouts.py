@@ -111,6 +111,9 @@ def test_a_tied_parameter_is_told_by_its_first_name_and_known_at_every_place() -
                 places = parts.names(topology)
                 assert (places["last.weight"], places["last.bias"]) == ("2.weight", "last.bias")
                 assert [n for n, _ in topology.named_parameters()].count("2.weight") <= 1
+                for _, unit in topology.units():
+                    unit.unshard()
+                    assert parts.names(topology) == places
 
 
 def test_devices_and_placements_that_a_mesh_tells() -> None:
@@ -220,6 +223,37 @@ def test_an_inventory_names_again_only_what_was_exchanged_and_holds_no_tensor() 
         model[3].running_mean = None
         assert freed() is None
         assert ("buffer", "3.running_mean", "") not in take()
+
+
+def test_whatever_is_exchanged_under_its_name_gives_other_keys() -> None:
+    """By the object that they are a caller knows the tensors, whose sizes it remembers."""
+    model = net()
+    topology = describe(model)
+    optimizer = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
+    put_gradients(model)
+    optimizer.step()
+
+    def name() -> list[outliving.OutlivingTensor]:
+        return list(outliving.outliving(topology, [optimizer]))
+
+    def buffer() -> None:
+        model[3].running_mean = torch.zeros(7)
+
+    def parameter() -> None:
+        model[4].bias = nn.Parameter(torch.zeros(9), requires_grad=False)
+
+    def state() -> None:
+        optimizer.state[model[0].bias]["exp_avg"] = torch.zeros(11)
+
+    with torch.no_grad():
+        inventory = outliving.Inventory(topology, lambda: [optimizer], name)
+        before, _ = inventory.take()
+        for exchange in (buffer, parameter, state):
+            exchange()
+            after, _ = inventory.take()
+            assert (after is before, after == before) == (False, True)
+            assert inventory.take()[0] is after
+            before = after
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1"])
