@@ -273,6 +273,25 @@ def test_what_fsdp_keeps_is_named_anew_each_time(wrapper: str) -> None:
         assert (len(tensors), len(asked)) == (8, 2)
 
 
+@pytest.mark.parametrize("wrapper", ["none", "ddp", "tp", "fsdp1"])
+def test_without_units_of_fsdp2_no_step_looks_for_what_they_gathered(
+    wrapper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_rank(0), torch.no_grad():
+        topology = describe(WRAPPED[wrapper]())
+        topology.managed_by_ddp(topology.root[0].weight)  # is found out once
+
+        def looks(_: nn.Module) -> None:
+            raise AssertionError("all modules were walked for nothing")
+
+        monkeypatch.setattr(sharding, "sharded_parameters", looks)
+        for each in (
+            topology.leaves(), topology.replicated_parameters(), weights(topology),
+            outliving.parameters_of(topology), topology.reduced_gradients(),
+        ):  # fmt: skip
+            list(each)
+
+
 def test_a_group_of_replicas_that_gathered_its_parameters_still_has_its_shards() -> None:
     with on_rank(3), torch.no_grad():
         topology = describe(WRAPPED["hsdp"]())
