@@ -75,6 +75,7 @@ ROOMS = {
             "rank/test_unsampled_losses.py",
             "rank/test_lent_passes.py",
             "rank/test_engine.py",
+            "rank/test_clocks_of_others.py",
         ),
         "(two_ranks or before_the_process_group)",
     ),
