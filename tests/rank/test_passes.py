@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -164,6 +165,7 @@ def test_of_a_micro_batch_that_has_not_been_nothing_is_known() -> None:
 
 def test_a_forked_child_is_a_process_of_its_own() -> None:
     token = OF_THE_PROCESS.token
+    assert re.fullmatch("[0-9a-f]{16}", token)
     read, write = os.pipe()
     child = os.fork()
     if not child:
