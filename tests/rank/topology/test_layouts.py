@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -360,6 +361,30 @@ def test_of_tied_parameters_a_ddp_reduces_all_but_those_it_was_told_to_ignore() 
         model = net()
         topology = describe(DistributedDataParallel(model))
         assert topology.managed_by_ddp(model[0].weight) is True
+
+
+@pytest.mark.parametrize(("rank", "first"), [(1, None), (2, True), (3, False)])
+def test_a_ddp_of_some_ranks_has_its_first_rank_count(rank: int, first: bool | None) -> None:
+    with on_rank(rank):
+        group = dist.new_group([2, 3])
+        model = net()
+        if first is not None:
+            model[0] = DistributedDataParallel(model[0], process_group=group)
+        topology = describe(model)
+        weights_ = dict(topology.named_parameters())
+        assert topology.managed_by_ddp(weights_["0.weight"]) is first
+        assert topology.managed_by_ddp(weights_["2.weight"]) is None
+
+
+def test_alone_every_gradient_is_the_whole_one() -> None:
+    with torch.no_grad():
+        model = net()
+        put_gradients(model)
+        topology = describe(model)
+        assert {layout for _, _, layout in topology.reduced_gradients()} == {("replicated", True)}
+        assert {w.layout for w in weights(topology)} == {("replicated", True)}
+        assert {p.spec["kind"] for p in parts.parameters(topology, 0)} == {"replicated"}
+        assert list(topology.replicated_parameters()) == []
 
 
 def test_a_forward_remembers_the_modules_until_they_are_forgotten() -> None:
