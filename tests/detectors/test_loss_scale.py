@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ddpprobe.detectors.loss_scale import LossScale
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.records.step import Anomaly, FirstBad, StepRecord
+from tests.detectors import made_records
 
 EVERY = 10
 BAD = FirstBad(0, 0, "backward", 7, 1, "blocks.3.fc", "grad_output", "", 0, 5, 0, 64)
@@ -44,8 +45,7 @@ def amp(
 
 
 def run(records: Iterable[StepRecord]) -> list[Anomaly]:
-    detector = LossScale()
-    return [a for r in records for a in detector.update(r)] + detector.finish()
+    return made_records.run(LossScale(), records)
 
 
 @pytest.mark.parametrize("settles", [2.0**-4, 2.0**-1, 1.0, 2.0**10, 2.0**16])

@@ -159,7 +159,9 @@ def test_what_becomes_of_a_dtensor_is_followed() -> None:
         assert dtensor_spec.follow(origin, local.detach()) == spec  # the same memory
 
         def becomes(*shape: int) -> MeshAxis:
-            (axis,) = dtensor_spec.follow(origin, torch.zeros(shape)).axes
+            found = dtensor_spec.follow(origin, torch.zeros(shape))
+            assert replace(found, axes=spec.axes) == spec
+            (axis,) = found.axes
             return axis
 
         assert becomes(8, 3) == MeshAxis("replicate")
@@ -440,6 +442,10 @@ def test_a_part_of_a_model_that_is_replicated_is_reduced_and_what_fsdp_shards_is
             topology = describe(model)
             assert topology.managed_by_ddp(model[0].weight) is (rank == 0)
             assert topology.managed_by_ddp(model[2].weight) is None
+            assert topology.wrapper == "mixed"
+            plain = net()
+            replicate(plain)
+            assert describe(plain).wrapper == "ddp"
 
 
 def test_alone_nothing_is_held_by_others_and_a_mesh_of_one_splits_nothing() -> None:

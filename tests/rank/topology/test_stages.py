@@ -118,6 +118,17 @@ def test_a_ddp_over_all_ranks_vouches_for_a_model_that_lost_layers_alike(
         assert names.cut(describe(ddp)) == cut
 
 
+def test_any_text_is_a_name() -> None:
+    def named(name: str) -> nn.ModuleDict:
+        model = nn.ModuleDict({"a": make(0, nn.Linear)})
+        model.add_module(name, make(1, nn.Linear))
+        return model
+
+    heard = [parts(named("\ud800")) for _ in range(2)]
+    assert stages.compare(heard) == {"cut": [], "differ": []}
+    assert stages.compare([heard[0], parts(named("\ud801"))]) == {"cut": [""], "differ": []}
+
+
 def test_alone_nothing_is_cut() -> None:
     model = deep()
     names = stages.Names(describe(model))
