@@ -4,7 +4,8 @@ A test asserts what its claim is about. What else a verdict holds is kept there:
 numbers and their names, its place. After a change that is meant write it anew, and read the
 difference:
 
-    DDPPROBE_WRITE_SAID=1 python -m pytest -q -p no:randomly tests/detectors
+    rm tests/detectors/said.json
+    DDPPROBE_WRITE_SAID=1 python -m pytest -q tests/detectors
 """
 
 from __future__ import annotations

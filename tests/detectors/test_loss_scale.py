@@ -167,6 +167,6 @@ def test_no_value_makes_it_raise_and_a_run_without_skips_says_nothing(
         StepRecord(0, i, (0,), i, skipped=skip, scalars={0: {} if x is None else {"loss_scale": x}})
         for i, (skip, x) in enumerate(steps)
     ]
-    found = run(records)
-    assert found == run(records)
-    assert run(replace(r, skipped=False) for r in records) == []
+    found = made_records.hear(LossScale(), records)
+    assert found == made_records.hear(LossScale(), records)
+    assert made_records.hear(LossScale(), [replace(r, skipped=False) for r in records]) == []

@@ -1,11 +1,11 @@
 """How two ranks can have ended, side by side: `survey.txt` keeps what each such end is taken for.
 
-A line is a pair of ends, with + where a third rank was told to stop. A column is what is known of
-the two: where they were (both as far, the first or the second one behind, both between two steps),
-and in which order they were seen (? not, 0 together, 1 or 2 the first or the second one before).
-Which of these are right, the cases of `test_judge` say; the survey shows what a change to the judge
-reaches beyond them. After one that is meant: `python -m tests.ends.test_survey`, and read the
-difference.
+First each by itself. Then a line is a pair of ends, with + where a third rank was told to stop. A
+column is what is known of the two: where they were (both as far, the first or the second one
+behind, both between two steps), and in which order they were seen (? not, 0 together, 1 or 2 the
+first or the second one before). Which of these are right, the cases of `test_judge` say; the survey
+shows what a change to the judge reaches beyond them. After one that is meant:
+`python -m tests.ends.test_survey`, and read the difference.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ ENDS = {
     "asked": raised(0, PREEMPTED),
     "stopped": fate(0, "SIGKILL", suspended=True),
     "stands": fate(0, stalled=True),
+    "paused": fate(0, paused=True),
 }
 PLACES = {"=": (at(12), at(12)), "<": (at(12), at(12, "backward")),
           ">": (at(12, "backward"), at(12)), "|": (at(12, "data"), at(12, "data"))}  # fmt: skip
@@ -59,6 +60,9 @@ def pair(names: tuple[str, str], place: str, order: str) -> tuple[Fate, Fate]:
 def verdict(*fates: Fate) -> str:
     """Return what a job is taken for whose ranks ended so: a letter, and whom it blames."""
     end = judge(Case(tuple(sorted(fates, key=lambda f: f.rank))))
+    ways = {f.how for f in fates} | {f.error.type for f in fates if f.error}
+    named = {"unknown", "hang", "SIGSTOP", *ways} - {""}
+    assert any(way in end.how for way in named) == (end.state not in ("ended", "running"))
     return LETTERS[end.state] + "".join(map(str, end.ranks))
 
 
@@ -66,7 +70,10 @@ def survey() -> str:
     """Return the table: of the pair, and of it with a third rank that was told to stop."""
     columns = [place + order for place, order in product(PLACES, ORDERS)]
     third = fate(2, "SIGTERM", at(12, "backward"))
-    lines = [" " * 24 + "".join(f"{column:<6}" for column in columns)]
+    lines = [" " * 24 + f"{'alone':<12}beside one of whom nothing is known"]
+    for name, alone in ENDS.items():
+        lines.append(f"{name:<24}{verdict(alone):<12}{verdict(alone, Fate(1))}")
+    lines += ["", " " * 24 + "".join(f"{column:<6}" for column in columns)]
     for names in combinations_with_replacement(ENDS, 2):
         for more in ((), (third,)):
             found = [verdict(*pair(names, *column), *more) for column in columns]

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from ddpprobe.rank.host import Host
+from ddpprobe.rank.passes import OF_THE_PROCESS
 from ddpprobe.rank.topology import describe as topology_of
+from ddpprobe.rundir.fuse import Fuse
 
 from .test_step_events import Loop, Make, X, made, net, sgd
 
@@ -183,3 +185,58 @@ def test_what_one_of_two_optimizers_has_stepped_is_no_pass_of_another_models(mad
         loop.model.zero_grad()
     assert loop.ends() == [False] * 3
     assert not lent(loop)
+
+
+def test_a_gradient_that_goes_before_anybody_was_seen_to_step_is_lent_to_nobody(made: Make) -> None:
+    """Who takes it may be an optimizer that is none of torch's."""
+    loop = made(net())
+    loop.clock.start()
+    loop.model(X).sum().backward()
+    out = loop.model(X).sum()
+    loop.model.zero_grad()
+    out.backward()
+    assert not lent(loop)
+    assert (loop.ends(), loop.clock.micro) == ([], 1)
+
+
+def test_a_step_in_the_middle_of_which_an_optimizer_raised_is_not_over_at_the_end(
+    made: Make,
+) -> None:
+    loop = made(net())
+    halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in loop.model]
+    loop.clock.start()
+    loop.model(X).sum().backward()
+    halves[0].step()
+
+    def closure() -> float:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        halves[1].step(closure)
+    loop.clock.settle()
+    assert loop.ends() == []
+
+
+def test_a_clock_that_stops_is_no_model_of_the_process_any_more(made: Make) -> None:
+    before = OF_THE_PROCESS.models
+    host, loop, other = Host(), made(net()), made(net())
+    other.clock.stop()  # it has not begun
+    assert OF_THE_PROCESS.models == before
+    loop.clock._host = host
+    loop.clock.start()
+    assert (OF_THE_PROCESS.models, host.clock) == (before + 1, loop.clock)
+    for _ in range(2):
+        loop.clock.stop()
+        assert (OF_THE_PROCESS.models, host.clock) == (before, None)
+
+
+def test_the_nodes_at_which_a_backward_came_into_the_model_are_known(made: Make) -> None:
+    loop, entered = made(net()), []
+    loop.backward_computed = lambda: entered.extend(loop.clock.entered)
+    loop.clock.__init__(loop.topology, loop, Fuse("steps", stopwatch=loop.watch), loop, loop.watch)
+    loop.clock.start()
+    out = loop.model(X)
+    (2 * out).sum().backward()
+    assert len(entered) == 1
+    assert entered[0] is not None
+    assert loop.clock.entered == []

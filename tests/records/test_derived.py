@@ -163,6 +163,31 @@ def test_growth_is_by_block_where_some_are_not_there_and_of_all_leaves_of_an_out
     )
 
 
+def test_no_growth_is_told_of_a_block_of_which_an_output_did_not_arrive() -> None:
+    rows = [*blocks(GROWING), (Site("model.layers.11", "output", "1"), 0.0, 0)]
+    found = DerivedNumbers().update(merged(rows, {0: {}}))
+    assert "output_growth" not in found
+    assert found["grad_output_growth"] == pytest.approx(-0.25)
+
+
+def test_growth_is_that_of_the_elements_that_are_finite() -> None:
+    rows = [*blocks(GROWING), (Site("model.layers.11", "output", "1"), GROWING[11], SIZE)]
+    record = merged(rows, {0: {}})
+    counts, values = record.counts.copy(), record.values.copy()
+    for row in (-1, -3):  # both outputs of the last block
+        counts[row, [COUNTS.index(name) for name in ("nan", "pos_inf", "neg_inf")]] = 8, 16, 24
+        values[row, SUM_SQ] *= (SIZE - 48) / SIZE
+    assert record.sites[-3].key == ("model.layers.11", "output", "")
+    found = DerivedNumbers().update(replace(record, counts=counts, values=values))
+    assert found["output_growth"] == pytest.approx(0.25)
+
+
+def test_gradients_that_clipping_has_made_zero_have_a_norm_of_zero() -> None:
+    rows = [(Site("w", "grad", "", "replicated"), 1.0, SIZE)]
+    said = {r: {"grad_norm": 8.0, "grad_norm_used": 0.0} for r in range(2)}
+    assert DerivedNumbers().update(merged(rows, said))["global_grad_norm_used"] == 0.0
+
+
 @pytest.mark.parametrize("placement", ["partial", "unknown"])
 def test_one_ranks_part_tells_no_growth_and_no_balance(placement: str) -> None:
     rows = [*blocks(GROWING), *experts([1, 1, 1, 1])]

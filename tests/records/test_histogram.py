@@ -166,6 +166,12 @@ def test_a_frame_holds_the_histograms_and_a_frame_without_any_is_as_it_was() -> 
     assert told(framing.decode_record(framing.encode_record(none), tables)) == {}
 
 
+def test_bins_of_other_rows_than_are_said_to_have_them_are_not_written() -> None:
+    made = record(0, {site: numbers(1, 9) for site in SITES})
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        framing.encode_histograms(replace(made, bins=made.bins[:2]))
+
+
 @pytest.mark.parametrize(
     ("filled", "plain"),
     [
@@ -192,7 +198,8 @@ def test_of_a_histogram_no_more_is_written_than_from_its_first_filled_bin_to_its
 @pytest.mark.parametrize(
     "plain",
     [
-        [[3, 0, [1]]], [[-1, 0, [1]]], [[1, 0, [1]], [1, 0, [1]]], [[0, 120, [1] * 9]],
+        [[3, 0, [1]]], [[-1, 0, [1]]], [[-1, 0, [1]], [0, 0, [1]]], [[1, 0, [1]], [3, 0, [1]]],
+        [[1, 0, [1]], [1, 0, [1]]], [[0, 120, [1] * 9]],
         [[0, -1, [1]]], [[0, 0, [-1]]], [[0, 0, [1 << 63]]], [[0, 0]], [[0, 0, [float("inf")]]],
         [["x", 0, [1]]], 7, [None], [[0, 0, "x"]],
     ],

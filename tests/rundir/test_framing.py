@@ -42,6 +42,7 @@ def records(draw: st.DrawFn) -> StepRecord:
 @given(records())
 def test_a_record_comes_back_bit_for_bit(record: StepRecord) -> None:
     back = framing.decode_record(framing.encode_record(record), tables_for(record))
+    assert (back.attempt, back.step) == (2, 7)
     assert back.counts.tobytes() == record.counts.tobytes()
     assert back.values.tobytes() == record.values.tobytes()
     assert back.digests == record.digests
@@ -58,6 +59,13 @@ def test_a_flipped_bit_is_always_noticed(payload: bytes, data: st.DataObject) ->
     at = data.draw(st.integers(0, len(frame) * 8 - 1))
     frame[at // 8] ^= 1 << at % 8
     with pytest.raises(framing.FrameError):
+        framing.decode_frame(bytes(frame))
+
+
+def test_a_flipped_sign_is_noticed_as_any_other_bit() -> None:
+    frame = bytearray(framing.encode_frame(framing.LIFE, 5, b"x"))
+    frame[framing.HEADER.size - 1] ^= 0x80  # of its number
+    with pytest.raises(framing.FrameError, match="checksum mismatch at byte 0"):
         framing.decode_frame(bytes(frame))
 
 
@@ -93,6 +101,47 @@ def test_an_absurd_length_is_refused_without_reading_it() -> None:
     header = framing.HEADER.pack(framing.MAGIC, framing.LIFE, 0, 2**32 - 1, 0, 0)
     with pytest.raises(framing.FrameError, match="no frame at byte 0"):
         framing.decode_frame(header)
+
+
+def test_the_longest_payload_that_there_may_be_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "MAX_PAYLOAD", 10)
+    frame, _ = framing.decode_frame(framing.encode_frame(framing.LIFE, 0, b"x" * 10))
+    assert frame.payload == b"x" * 10
+    with pytest.raises(framing.FrameError, match="no frame at byte 0"):
+        framing.decode_frame(framing.encode_frame(framing.LIFE, 0, b"x" * 11))
+
+
+def test_frames_that_are_tables_are_known_and_their_sites_told() -> None:
+    tables = framing.NameTables()
+    for type_, payload, taken in (
+        (framing.SITES, b'[["a","output","","local",true,""]]', True),
+        (framing.PARAMETERS, b'[["w",""]]', True),
+        (framing.LIFE, b"{}", False),
+    ):
+        assert tables.take(framing.Frame(type_, 0, payload)) is taken
+    assert list(tables.sites()) == [Site("a", "output")]
+    with pytest.raises(ValueError, match="^not a table: "):
+        tables.take(framing.Frame(framing.SITES, 0, b"[1]"))
+
+
+def test_a_record_without_sites_or_checksums_has_no_tables() -> None:
+    plain = StepRecord(0, 4, (0,), 0)
+    assert framing.tables_of(plain) == []
+    assert [t.type for t in framing.tables_of(of_rank(0))] == [framing.PARAMETERS]
+    back = framing.decode_record(framing.encode_record(plain), framing.NameTables())
+    assert (back.sites, back.digests) == ((), {})
+
+
+def test_rows_of_any_type_and_order_are_written_as_those_of_the_format() -> None:
+    sites = (Site("a", "output"), Site("b", "output"))
+    counts, values = np.arange(14).reshape(2, 7), np.arange(8.0).reshape(2, 4)
+    for as_counts, as_values in (("<i4", "<f4"), (">i8", ">f8"), ("<u2", "<f2")):
+        odd = StepRecord(
+            0, 4, (0,), 0, True, sites, np.asfortranarray(counts.astype(as_counts)),
+            np.asfortranarray(values.astype(as_values)),
+        )  # fmt: skip
+        back = framing.decode_record(framing.encode_record(odd), tables_for(odd))
+        assert (back.counts.tolist(), back.values.tolist()) == (counts.tolist(), values.tolist())
 
 
 def test_a_record_without_its_site_table_is_refused() -> None:

@@ -66,9 +66,8 @@ def test_a_dtensor_that_waits_on_the_cpu_computes_on_the_device_of_its_mesh(
     waiting = at("cpu")
     waiting.device_mesh = SimpleNamespace(device_type=kind)
     monkeypatch.setattr(devices, "is_dtensor", lambda p: hasattr(p, "device_mesh"))
-    monkeypatch.setattr(
-        torch, "get_device_module", lambda _: SimpleNamespace(current_device=lambda: 3)
-    )
+    modules = {kind: SimpleNamespace(current_device=lambda: 3)}
+    monkeypatch.setattr(torch, "get_device_module", modules.__getitem__)
     model = nn.ParameterList([waiting])
     assert devices.device_of(model, model) == torch.device(device)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -115,6 +114,20 @@ def test_a_tied_parameter_is_told_by_its_first_name_and_known_at_every_place() -
                 for _, unit in topology.units():
                     unit.unshard()
                     assert parts.names(topology) == places
+
+
+@pytest.mark.parametrize("wrapper", ["none", "tp"])
+def test_an_activation_that_is_a_dtensor_says_how_it_lies(wrapper: str) -> None:
+    with on_rank(1), torch.no_grad():
+        topology = describe(WRAPPED[wrapper]())
+        tensor = DTensor.from_local(torch.zeros(2, 3), mesh(4), [Shard(0)], run_check=False)
+        told = dtensor_spec.of(tensor).to_json()
+        other = replace(dtensor_spec.of(tensor), shape=(9, 9))
+        assert told["kind"] == "dtensor"
+        assert parts.activation(topology, "0", tensor) == told
+        assert parts.activation(topology, "0", tensor, other) == told  # what is said of plain ones
+        topology.cut = frozenset({"0"})
+        assert parts.activation(topology, "0", tensor) == {"kind": "local"}
 
 
 def test_devices_and_placements_that_a_mesh_tells() -> None:
@@ -259,6 +272,23 @@ def test_whatever_is_exchanged_under_its_name_gives_other_keys() -> None:
             before = after
 
 
+def test_state_that_another_parameter_is_given_has_its_name() -> None:
+    model = net()
+    topology, held = describe(model), torch.ones(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inventory = outliving.Inventory(
+        topology, lambda: [optimizer], lambda: outliving.outliving(topology, [optimizer])
+    )
+    for fqn in ("0.weight", "0.bias"):
+        optimizer.state.clear()
+        optimizer.state[model.get_parameter(fqn)] = {"momentum_buffer": held}
+        with torch.no_grad():
+            keys, tensors = inventory.take()
+        (place,) = (i for i, (kind, *_) in enumerate(keys) if kind == "optim_state")
+        assert keys[place] == ("optim_state", fqn, "momentum_buffer")
+        assert tensors[place] is held
+
+
 @pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1"])
 def test_what_fsdp_keeps_is_named_anew_each_time(wrapper: str) -> None:
     with on_rank(1), torch.no_grad():
@@ -363,19 +393,6 @@ def test_of_tied_parameters_a_ddp_reduces_all_but_those_it_was_told_to_ignore() 
         model = net()
         topology = describe(DistributedDataParallel(model))
         assert topology.managed_by_ddp(model[0].weight) is True
-
-
-@pytest.mark.parametrize(("rank", "first"), [(1, None), (2, True), (3, False)])
-def test_a_ddp_of_some_ranks_has_its_first_rank_count(rank: int, first: bool | None) -> None:
-    with on_rank(rank):
-        group = dist.new_group([2, 3])
-        model = net()
-        if first is not None:
-            model[0] = DistributedDataParallel(model[0], process_group=group)
-        topology = describe(model)
-        weights_ = dict(topology.named_parameters())
-        assert topology.managed_by_ddp(weights_["0.weight"]) is first
-        assert topology.managed_by_ddp(weights_["2.weight"]) is None
 
 
 def test_alone_every_gradient_is_the_whole_one() -> None:
