@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from pathlib import Path
 
+from ddpprobe.ends.anomalies import anomalies_of
 from ddpprobe.ends.judge import judge
 from ddpprobe.records.fate import Fate
 
@@ -93,6 +94,21 @@ def test_it_makes_no_difference_which_rank_is_which() -> None:
         other = verdict(*pair(names[::-1], mirrored[0][place], mirrored[1][order]))
         swapped = "".join(sorted(other[1:].translate(str.maketrans("01", "10"))))
         assert one == other[0] + swapped, (names, place, order)
+
+
+def test_of_ranks_that_never_told_where_they_are_the_ends_are_told_as_well() -> None:
+    nowhere = (None, None), (at(12), None), (None, at(12))
+    for names, clocks, order in product(product(ENDS, ENDS), nowhere, ORDERS):
+        fates = tuple(
+            replace(one, clock=clock)
+            for one, clock in zip(pair(names, "=", order), clocks, strict=True)
+        )
+        case = Case((*fates, fate(2, "SIGTERM"), Fate(3)))
+        end = judge(case)
+        told = anomalies_of(end, case, 0)
+        assert {one.rank for one in told} <= {None, 0, 1, 2}
+        assert all(one.step in (0, 12) and one.message for one in told), names
+        assert end.step in (None, 12)
 
 
 if __name__ == "__main__":
