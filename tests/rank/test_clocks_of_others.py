@@ -240,3 +240,20 @@ def test_the_nodes_at_which_a_backward_came_into_the_model_are_known(made: Make)
     assert len(entered) == 1
     assert entered[0] is not None
     assert loop.clock.entered == []
+
+
+def test_a_pass_that_leaves_no_gradients_says_nothing_of_those_of_the_step_before(
+    made: Make,
+) -> None:
+    """A penalty's `autograd.grad`, before the loop throws the older ones away."""
+    loop = made(net())
+    optimizer = sgd(loop.model)
+    loop.clock.start()
+    for _ in range(3):
+        x = X.clone().requires_grad_()
+        torch.autograd.grad(loop.model(x).sum(), x, create_graph=True)
+        optimizer.zero_grad()
+        loop.model(X).sum().backward()
+        optimizer.step()
+    assert (loop.ends(), loop.vanished) == ([False] * 3, [])
+    assert not lent(loop)
