@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.hooks import lanes
 
+CPU = torch.device("cpu")
 aten = torch.ops.aten
 # What gives the host a number, or a tensor of a size that only the device knows.
 WAITS = {
@@ -75,7 +76,8 @@ class Arrival:
 class SlowLane:
     """A lane whose copies arrive when they have been asked for a few times."""
 
-    def __init__(self, polls: int = 2) -> None:
+    def __init__(self, polls: int = 2, device: torch.device = CPU) -> None:
+        assert isinstance(device, torch.device)  # of which a real lane makes its streams
         self.polls = polls
         self.rooms: list[Tensor] = []
 
@@ -99,7 +101,7 @@ class SlowLane:
 def pretend(monkeypatch, polls: int = 2) -> None:
     """From now on nothing is near; our operators are seen by dispatch modes."""
     monkeypatch.setattr(lanes, "is_near", lambda _: False)
-    monkeypatch.setattr(lanes, "lane_of", lambda _: SlowLane(polls))
+    monkeypatch.setattr(lanes, "lane_of", lambda device: SlowLane(polls, device))
     monkeypatch.setattr(torch_private, "outside_modes", contextlib.nullcontext)
 
 

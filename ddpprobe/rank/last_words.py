@@ -101,10 +101,14 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
         trace = trace.tb_next
 
 
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))  # of none, "None" is no module of torch's either
+
+
 def _is_collective(error: BaseException) -> bool:
     if any(kind.__name__ in _DIST_ERRORS for kind in type(error).__mro__):
         return True
-    modules = [str(f.f_globals.get("__name__", "")) for f in _frames(error.__traceback__)]
+    modules = [_module_of(frame) for frame in _frames(error.__traceback__)]
     inner = modules[-1] if modules else ""
     if isinstance(error, RuntimeError) and inner.startswith(_TALKING):
         return True
@@ -116,8 +120,7 @@ def _origin(trace: TracebackType | None) -> str:
     found = ""
     while trace is not None:
         frame = trace.tb_frame
-        module = str(frame.f_globals.get("__name__", ""))
-        if not module.startswith(("torch.", "ddpprobe.")):
+        if not _module_of(frame).startswith(("torch.", "ddpprobe.")):
             code = frame.f_code
             found = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"  # noqa: PTH119
         trace = trace.tb_next

@@ -93,7 +93,7 @@ class PeerWatcher:
     def go_on(self) -> None:
         """Behind a fork, in the parent: watch again."""
         if self._watched and self._thread is None:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._wake = os.eventfd(0)  # no program that a child starts gets it
             run = self._fuse.guard(self._run)
             thread = threading.Thread(target=run, name="ddpprobe peers", daemon=True)
             thread.start()

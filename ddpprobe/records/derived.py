@@ -130,9 +130,10 @@ def _used_norm(record: StepRecord) -> float | None:
 
 def _growth(record: StepRecord, kind: str) -> float | None:
     """Return the mean growth from block to block: ln(rms of the last / of the first) / steps."""
-    first, last, steps = _layout(record).ends.get(kind, (None, None, 0))
-    if first is None or last is None:
+    ends = _layout(record).ends.get(kind)
+    if ends is None:
         return None
+    first, last, steps = ends
     low, high = (_rms(record, rows) for rows in (first, last))
     return math.log(high / low) / steps if low and high else None
 

@@ -133,7 +133,7 @@ def iter_frames(data: bytes) -> Iterator[Frame]:
         yield frame
 
 
-def encode_json(value: Mapping[str, Any]) -> bytes:
+def encode_json(value: Mapping[str, Any] | Sequence[object]) -> bytes:
     """Encode a JSON payload; NaN and Infinity are written as Python's json does."""
     return json.dumps(value, separators=(",", ":"), default=_plain).encode()
 
@@ -297,7 +297,7 @@ def decode_histograms(plain: Iterable[Any], rows: int) -> tuple[NDArray[np.int64
         raise ValueError(f"histograms of rows that a record of {rows} does not have")
     for (_, first, counts), out in zip(given, bins, strict=True):
         numbers = [validate.int64(count) for count in counts]
-        if not 0 <= validate.int64(first) <= BINS - len(numbers) or min(numbers, default=0) < 0:
+        if not 0 <= validate.int64(first) <= BINS - len(numbers) or any(n < 0 for n in numbers):
             raise ValueError(f"a histogram of other bins than the {BINS} there are")
         out[first : first + len(numbers)] = numbers
     return binned, bins
@@ -315,8 +315,7 @@ def _encode_digests(digests: Digests) -> tuple[bytes, list[tuple[int, str]]]:
         for parameter, held in enumerate(digests.values())
         for checksum, ranks in held.items()
     ]
-    lowest = [(mask & -mask).bit_length() - 1 for mask in groups]
-    named = [(low, f"{mask >> low:x}") for low, mask in zip(lowest, groups, strict=True)]
+    named = [(low := (mask & -mask).bit_length() - 1, f"{mask >> low:x}") for mask in groups]
     return np.array(rows, _HELD).tobytes(), named
 
 
@@ -355,7 +354,7 @@ def decode_anomaly(payload: bytes) -> Anomaly:
 
 
 def _table(type_: int, rows: Sequence[Sequence[object]]) -> NameTable:
-    payload = json.dumps(rows, separators=(",", ":")).encode()
+    payload = encode_json(rows)
     return NameTable(type_, zlib.crc32(payload), payload)
 
 

@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from ddpprobe.rundir import framing
 from ddpprobe.rundir.journal import JournalWriter
 from ddpprobe.rundir.paths import RunDir, make_dir, write_json
 
+from ..made_runs import ANOMALY
 from .test_main import BAD, damage, make_run
 
 Call = Callable[..., tuple[int, str, str]]
@@ -363,6 +365,24 @@ def test_a_table_has_its_columns_two_spaces_apart() -> None:
         "longer one    7",
     ]
     assert output.table(rows) == ["site        n", "a?          100", "longer one  7"]
+
+
+def test_rows_of_a_table_that_are_not_of_one_length_are_a_mistake() -> None:
+    for rows in ([("site", "n"), ("a",)], [("site",), ("a", 1)]):
+        with pytest.raises(ValueError, match="argument 2 is"):
+            output.table(rows)
+    assert output.table([]) == []
+
+
+def test_a_verdict_is_a_row_of_columns() -> None:
+    one = replace(ANOMALY, first_cause=False, level="warn", step=3, micro=1, rank=2)
+    site = (one.place, one.phase, f"{one.detector}: {one.message}")
+    assert anomalies.row(one) == ("WARN", "step 3 micro 1", "rank 2", *site)
+    assert anomalies.row(one, "  ")[0] == "  WARN"
+    nowhere = replace(one, rank=None, module=None, kind=None, attempt=4, first_cause=True)
+    assert anomalies.row(nowhere) == (
+        "WARN", "step 3 micro 1 attempt 4", "rank -", "-", one.phase, f"{site[-1]} (first cause)",
+    )  # fmt: skip
 
 
 def test_a_run_is_fetched_before_its_verb_reads_it_and_verify_tells_how_far_it_is(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ddpprobe.detectors.detector import Detector
 from ddpprobe.records.step import COUNTS, VALUES, Anomaly, Site, StepRecord, empty_rows
+from tests.detectors import said
 
 Row = Mapping[str, float]  # statistic of `COUNTS` or `VALUES` -> number; "rms" sets the squares
 
@@ -43,9 +44,16 @@ def _table(sites: tuple[Site, ...]) -> tuple[Site, ...]:
     return _TABLES.setdefault(sites, sites)
 
 
-def run(detector: Detector, records: Iterable[StepRecord]) -> list[Anomaly]:
+def hear(detector: Detector, records: Iterable[StepRecord]) -> list[Anomaly]:
     """Everything that a detector says of a stream."""
     return [a for r in records for a in detector.update(r)] + detector.finish()
+
+
+def run(detector: Detector, records: Iterable[StepRecord]) -> list[Anomaly]:
+    """The same, which is what it said of it before."""
+    found = hear(detector, records)
+    said.check(found)
+    return found
 
 
 def levels(found: Iterable[Anomaly]) -> list[tuple[str, int]]:

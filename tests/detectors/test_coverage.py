@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ddpprobe.detectors.coverage import FEWEST_ABSENT, NEVER, Coverage, patience
 from ddpprobe.detectors.subtrees import by_subtree, common_module, subtrees
 from ddpprobe.records.step import COUNTS, VALUES, Anomaly, Site, StepRecord
+from tests.detectors import made_records
 
 OBSERVED = COUNTS.index("observed")
 LAYERS = tuple(
@@ -34,8 +35,7 @@ def record(step: int, gone: Absent = lambda *_: False, *, listed: bool = True) -
 
 
 def run(records: Iterable[StepRecord]) -> list[Anomaly]:
-    detector = Coverage()
-    return [a for r in records for a in detector.update(r)] + detector.finish()
+    return made_records.run(Coverage(), records)
 
 
 def after(step: int, prefix: str, kinds: Sequence[str] = ()) -> Absent:
@@ -319,7 +319,10 @@ def test_the_verdict_does_not_depend_on_how_an_absence_is_written(seen: list[lis
         some = tuple(sites[i] for i in rows)
         return StepRecord(0, step, (0,), step, sites=some, counts=counts, values=values)
 
-    first, second = (run(made(s, listed=x) for s in range(len(seen))) for x in (True, False))
+    first, second = (
+        made_records.hear(Coverage(), (made(s, listed=x) for s in range(len(seen))))
+        for x in (True, False)
+    )
     assert [(a.step, a.module, dict(a.values)) for a in first] == [
         (a.step, a.module, dict(a.values)) for a in second
     ]

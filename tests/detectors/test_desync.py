@@ -11,6 +11,7 @@ from ddpprobe.detectors.desync import Desync, ranks_text
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.records.merge import merge_all
 from ddpprobe.records.step import Anomaly, FirstBad, StepRecord
+from tests.detectors import made_records
 
 Digests = dict[tuple[str, str], dict[int, int]]
 
@@ -29,8 +30,7 @@ def split(step: int, *sides: tuple[int, ...], fqn: str = "fc.weight") -> StepRec
 
 
 def run(*records: StepRecord) -> list[Anomaly]:
-    detector = Desync()
-    return [a for r in records for a in detector.update(r)] + detector.finish()
+    return made_records.run(Desync(), records)
 
 
 def test_the_one_rank_that_differs_is_named_with_the_parameter() -> None:

@@ -62,6 +62,14 @@ def test_two_steps_in_a_row_are_too_few() -> None:
     assert run(GradAltered(), stream) == []
 
 
+@pytest.mark.parametrize(("before", "found"), [(7, 0), (8, 1)])
+def test_what_was_passed_on_unchanged_counts_from_the_last_time_that_it_was_not(
+    before: int, found: int
+) -> None:
+    ratios = [*[1.0] * 7, 2.0, *[1.0] * before, *[2.0] * 5]
+    assert len(run(GradAltered(), [step(s, [x]) for s, x in enumerate(ratios)])) == found
+
+
 def test_it_is_told_again_behind_a_quiet_time() -> None:
     stream = [step(s, [2.0 if 60 <= s < 70 or s >= 200 else 1.0]) for s in range(300)]
     assert levels(run(GradAltered(), stream)) == [("warn", 62), ("warn", 202)]

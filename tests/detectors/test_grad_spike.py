@@ -14,6 +14,7 @@ from ddpprobe.detectors.grad_spike import GradSpike
 from ddpprobe.detectors.groups import group_of
 from ddpprobe.detectors.history import LogHistory
 from ddpprobe.records.step import COUNTS, VALUES, Anomaly, Site, StepRecord
+from tests.detectors import made_records
 
 SUM_SQ = VALUES.index("sum_sq")
 HUGE = 1e308
@@ -48,8 +49,7 @@ def steady(steps: int, ranks: int = 4, seed: int = 0, start: int = 0) -> list[St
 
 
 def run(records: Iterable[StepRecord], **settings: float) -> list[Anomaly]:
-    detector = GradSpike(**settings)  # type: ignore[arg-type]
-    return [a for r in records for a in detector.update(r)] + detector.finish()
+    return made_records.run(GradSpike(**settings), records)  # type: ignore[arg-type]
 
 
 def test_a_spike_on_all_ranks_warns_at_once_and_names_none() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ddpprobe.detectors.loss_scale import LossScale
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.records.step import Anomaly, FirstBad, StepRecord
+from tests.detectors import made_records
 
 EVERY = 10
 BAD = FirstBad(0, 0, "backward", 7, 1, "blocks.3.fc", "grad_output", "", 0, 5, 0, 64)
@@ -44,8 +45,7 @@ def amp(
 
 
 def run(records: Iterable[StepRecord]) -> list[Anomaly]:
-    detector = LossScale()
-    return [a for r in records for a in detector.update(r)] + detector.finish()
+    return made_records.run(LossScale(), records)
 
 
 @pytest.mark.parametrize("settles", [2.0**-4, 2.0**-1, 1.0, 2.0**10, 2.0**16])
@@ -167,6 +167,6 @@ def test_no_value_makes_it_raise_and_a_run_without_skips_says_nothing(
         StepRecord(0, i, (0,), i, skipped=skip, scalars={0: {} if x is None else {"loss_scale": x}})
         for i, (skip, x) in enumerate(steps)
     ]
-    found = run(records)
-    assert found == run(records)
-    assert run(replace(r, skipped=False) for r in records) == []
+    found = made_records.hear(LossScale(), records)
+    assert found == made_records.hear(LossScale(), records)
+    assert made_records.hear(LossScale(), [replace(r, skipped=False) for r in records]) == []

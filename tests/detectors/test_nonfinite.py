@@ -19,6 +19,7 @@ from ddpprobe.records.step import (
     Site,
     StepRecord,
 )
+from tests.detectors import made_records
 
 WITNESS = FirstBad(412, 1, "backward", 7, 5, "layers.17.attn.wo", "grad_output", "", 3, 0, 0, 4096)
 
@@ -29,8 +30,7 @@ def record(step: int, bad: FirstBad | None = None, **changes: object) -> StepRec
 
 
 def run(*records: StepRecord) -> list[Anomaly]:
-    detector = NonFinite()
-    return [a for r in records for a in detector.update(r)] + detector.finish()
+    return made_records.run(NonFinite(), records)
 
 
 def bad_at(step: int, rank: int = 0) -> StepRecord:

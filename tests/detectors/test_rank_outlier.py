@@ -40,10 +40,13 @@ def test_a_rank_that_contributes_nothing_is_named_from_the_start() -> None:
     assert "is zero" in warn.message
 
 
+@pytest.mark.parametrize("level", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("away", [30.0, 0.2])
-def test_of_two_ranks_that_part_the_one_is_named_whose_own_numbers_moved(away: float) -> None:
-    stream = noisy(50, "output_rms", [1.0, 1.0], 0.02)
-    stream += [step(s, "output_rms", [1.0, away]) for s in range(50, 60)]
+def test_of_two_ranks_that_part_the_one_is_named_whose_own_numbers_moved(
+    away: float, level: float
+) -> None:
+    stream = noisy(50, "output_rms", [level, level], 0.02)
+    stream += [step(s, "output_rms", [level, level * away]) for s in range(50, 60)]
     (warn,) = run(RankOutlier(), stream)
     assert (warn.step, warn.rank) == (52, 1)
 

@@ -88,3 +88,27 @@ def test_a_typed_setting_is_an_assignment_to_a_detector_that_there_is() -> None:
         read_settings([("grad", None)])
     with pytest.raises(ValueError, match="desync has no setting 'z'; it has quiet_steps"):
         read_settings([("desync", "z=1")])
+
+
+# Smallest whole numbers that are not 1; of a window that is the number of steps it must hold.
+SMALLEST = {
+    "reduction-recent": 3, "grad_altered-cut": 2, "loss_scale-warm_up": 0, "weight_jump-settle": 0,
+    "update_ratio-window": 8, "output_jump-window": 8, "output_drop-window": 12,
+    "grad_spike-window": 12, "grad_spike-least_steps": 0, "grad_spike-join_steps": 0,
+    "dead_units-steps": 0, "grad_none_or_zero-steps": 0, "grad_zeros-window": 8,
+    "vanishing-steps": 0, "loss_spike-window": 16, "loss_runaway-steps": 0, "level_shift-blocks": 2,
+    "rank_outlier-window": 8, "stuck_data-looks": 2, "stuck_data-beside": 2, "mode_flip-steps": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("detector", "name"), ALL, ids=[f"{d.name}-{n}" for d, n in ALL])
+def test_every_setting_takes_the_smallest_that_makes_sense(
+    detector: type[Detector], name: str
+) -> None:
+    whole = isinstance(defaults(detector)[name], int)
+    other = 0 if name == "quiet_steps" else 1
+    least = SMALLEST.get(f"{detector.name}-{name}", other) if whole else 1e-300
+    detector(**{name: least})
+    if least:
+        with pytest.raises(ValueError, match=f"^{name}="):
+            detector(**{name: least - 1 if whole else 0.0})

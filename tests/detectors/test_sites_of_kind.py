@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from ddpprobe.detectors.sites_of_kind import SiteWindow
+from ddpprobe.detectors import sites_of_kind
+from ddpprobe.detectors.sites_of_kind import Beside, SitesOfKind, SiteWindow
+from ddpprobe.records.step import Site
+from tests.detectors.made_records import record
 
 NAN = np.nan
 
@@ -39,3 +43,57 @@ def test_sites_that_come_later_have_no_points_before() -> None:
     assert window.points(3).tolist() == [2, 1, 0]
     assert window.highest(3).tolist() == [2.0, 8.0, -np.inf]
     assert window.lowest(3).tolist() == [1.0, 8.0, np.inf]
+
+
+def rows(kind: str, **sizes: float) -> dict[Site, dict[str, float]]:
+    return {Site(fqn, kind, dtype="float32"): {"rms": size} for fqn, size in sizes.items()}
+
+
+def test_a_site_keeps_its_place_whatever_a_record_lacks_and_in_whatever_order() -> None:
+    sites = SitesOfKind("output")
+    first = record(0, rows=rows("output", a=1.0, b=2.0) | rows("grad", a=9.0))
+    assert sites.read(first, "rms").tolist() == [1.0, 2.0]
+    assert (sites.fqns, sites.dtypes, sites.order().tolist()) == (
+        ["a", "b"], ["float32"] * 2, [0, 1],
+    )  # fmt: skip
+    found = sites.read(record(1, rows=rows("output", c=3.0, b=4.0)), "rms")
+    np.testing.assert_array_equal(found, [NAN, 4.0, 3.0])
+    assert (sites.fqns, sites.order().tolist()) == (["a", "b", "c"], [2, 1])
+    assert sites.read(first, "max").tolist()[:2] == [0.0, 0.0]
+
+
+def test_what_was_not_observed_or_is_one_ranks_part_has_no_number() -> None:
+    sites = SitesOfKind("output")
+    given = rows("output", a=1.0, b=2.0)
+    given[Site("b", "output", dtype="float32")]["observed"] = 0
+    for placement in ("partial", "unknown"):
+        given[Site(placement, "output", "", placement)] = {"rms": 5.0}
+    for placement in ("sharded", "replicated"):
+        given[Site(placement, "output", "", placement)] = {"rms": 6.0}
+    found = sites.read(record(0, rows=given), "rms")
+    assert sites.fqns == ["a", "b", "sharded", "replicated"]
+    np.testing.assert_array_equal(found, [1.0, NAN, 6.0, 6.0])
+
+
+def test_there_are_not_more_sites_than_may_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites_of_kind, "MOST_SITES", 2)
+    sites = SitesOfKind("output")
+    assert sites.read(record(0, rows=rows("output", a=1.0, b=2.0, c=3.0)), "rms").size == 2
+    assert sites.read(record(1, rows=rows("output", c=3.0, b=4.0)), "rms")[1] == 4.0
+
+
+@pytest.mark.parametrize("mine", [{}, {"a": 1.0}, {"a": 1.0, "b": 1.0}])
+@pytest.mark.parametrize("others", [{}, {"b": 7.0}, {"c": 8.0, "a": 9.0}])
+def test_beside_a_site_is_what_another_kind_says_of_the_same_parameter(
+    mine: dict[str, float], others: dict[str, float]
+) -> None:
+    sites = SitesOfKind("grad")
+    beside = Beside(sites, "param")
+    for more in ({}, {"late": 3.0}):
+        made = record(
+            len(more), rows=rows("grad", **mine, **more) | rows("param", **others, **more)
+        )
+        sites.read(made, "rms")
+        found = beside.read(made, "rms")
+        want = [{**others, **more}.get(fqn, NAN) for fqn in (*mine, *more)]
+        np.testing.assert_array_equal(found, want)

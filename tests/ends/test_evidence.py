@@ -13,6 +13,7 @@ from ddpprobe.records.events import (
     ContinuedEvent,
     DeathEvent,
     ExitEvent,
+    FateEvent,
     HandlesEvent,
     JobEvent,
     LastBeatsEvent,
@@ -189,6 +190,18 @@ def test_the_newest_word_of_a_stall_or_a_suspension_holds_whichever_comes_last()
         assert fate_of(evidence) == Fate(0, NODE, heard=True)
         [fate] = evidence.case(1, live=True, stalled=True).fates
         assert fate.stalled
+
+
+@pytest.mark.parametrize("told_of", [False, True])
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_rank_of_another_node_stands_still_if_it_is_told_or_seen(
+    told_of: bool, seen: bool
+) -> None:
+    evidence, far = Evidence(), Fate(1, NODE, heard=True, stalled=told_of, suspended=True)
+    evidence.take_event(FateEvent(fate=far), None, "node_0000")
+    case = evidence.case(2, live=True, stalled=seen)
+    assert case.fates[1] == replace(far, stalled=told_of or seen)
+    assert not evidence.is_suspended(1)  # that is for its own node's daemon to say
 
 
 def test_a_launcher_is_of_its_node_and_its_first_known_end_holds() -> None:

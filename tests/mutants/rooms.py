@@ -75,6 +75,7 @@ ROOMS = {
             "rank/test_unsampled_losses.py",
             "rank/test_lent_passes.py",
             "rank/test_engine.py",
+            "rank/test_clocks_of_others.py",
         ),
         "(two_ranks or before_the_process_group)",
     ),
@@ -119,7 +120,7 @@ ROOMS = {
             "reader/verify/test_verify.py",
         ),
         # No documents are there; 13 s; what mutmut warns of is printed by the process it starts.
-        "(documents_say_the_same or every_mutation or python_m_ddpprobe or closed_pipe)",
+        "(documents_say_the_same or every_mutation or python_m_ddpprobe or pipe_is_quiet)",
     ),
     "witnesses": Room(
         ("ddpprobe/rank/peer_watcher.py", "ddpprobe/rank/last_words.py"),

@@ -112,6 +112,9 @@ def test_type_message_and_the_innermost_place_outside_of_torch_are_told() -> Non
     ours = describe(caught(inside("ddpprobe.rank.recorder", "raise ValueError('x')")))
     assert ours.where.endswith(" in caught")
     assert describe(ValueError("never raised")).where == ""
+    nameless: dict[str, Any] = {}
+    exec("def call():\n    raise ValueError('x')", nameless)
+    assert describe(caught(nameless["call"])).where.endswith(" in call")
 
 
 @pytest.mark.parametrize(

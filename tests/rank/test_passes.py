@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -67,6 +68,7 @@ def test_a_backward_has_a_whole_number_where_it_comes_in_and_each_other_model_a_
     assert (count.backward(), count.backward()) == (2.0, 2.0 + 2**-10)
     count.backward_over()
     assert count.backward() == 3.0
+    assert PassCount().backward() == 1.0  # of a model that was called before it was probed
 
 
 def test_two_backwards_of_one_turn_have_numbers_of_their_own() -> None:
@@ -164,6 +166,8 @@ def test_of_a_micro_batch_that_has_not_been_nothing_is_known() -> None:
 
 def test_a_forked_child_is_a_process_of_its_own() -> None:
     token = OF_THE_PROCESS.token
+    assert re.fullmatch("[0-9a-f]{16}", PassCount().token)
+    assert PassCount().token != token
     read, write = os.pipe()
     child = os.fork()
     if not child:

@@ -243,6 +243,21 @@ def test_who_closes_can_wait_for_a_death_that_is_about_to_come(peers: Peers) -> 
     assert places(peers.said) == [(1, "SIGKILL", (0, 3))]
 
 
+def test_who_closes_without_a_word_waits_for_nobody(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers.watch(1)
+    monkeypatch.setattr(peers.watcher._seen, "wait", lambda _: pytest.fail("it has waited"))
+    peers.watcher.close()
+    assert peers.said == []
+
+
+def test_a_process_knows_itself() -> None:
+    own = Process.own()
+    assert (own.pid, own.started) == (os.getpid(), processes.own_start())
+    assert own.namespace == Path("/proc/self/ns/pid").stat().st_ino
+
+
 def test_who_waits_for_a_death_that_does_not_come_goes_on(peers: Peers) -> None:
     peers.watch(1)
     peers.watcher.close(0.01)

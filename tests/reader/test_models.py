@@ -12,7 +12,7 @@ import pytest
 
 import ddpprobe
 from ddpprobe.cli.commands.anomalies import first_of_models
-from ddpprobe.reader.models import FirstOfModels
+from ddpprobe.reader.models import FirstOfModels, models_in
 from ddpprobe.records.step import LENT, PASS, PASS_OF_BAD, Anomaly, FirstBad
 from tests.made_runs import Made, record
 
@@ -211,3 +211,15 @@ def test_anomalies_of_healthy_models_says_so(call, tmp_path: Path) -> None:
     code, out, _ = call("anomalies", tmp_path)
     assert out.splitlines()[0] == "no model has a first cause"
     assert code in {0, 4}
+
+
+def test_a_folder_that_is_called_as_an_object_store_is_none_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    home = Path("s3:/bucket")
+    home.mkdir(parents=True)
+    for name in ("a", "b"):
+        model(home, name)
+    assert models_in(home) is not None
+    assert models_in("s3://bucket") is None

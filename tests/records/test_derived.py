@@ -11,7 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddpprobe.records.derived import DERIVED, NOISE_SCALE, NOISE_WINDOW, DerivedNumbers, NoiseScale
+from ddpprobe.records.derived import (
+    DERIVED,
+    NOISE_SCALE,
+    NOISE_WINDOW,
+    DerivedNumbers,
+    NoiseScale,
+    expert_loads,
+    is_in_expert,
+)
 from ddpprobe.records.step import COUNTS, SUM_SQ, Site, StepRecord, empty_rows
 
 HOME = Path(__file__).parent.parent.parent
@@ -130,12 +138,66 @@ def blocks(rms: Sequence[float], chain: str = "model.layers") -> list[tuple[Site
     return rows
 
 
-def test_growth_is_told_of_the_longest_chain_of_blocks() -> None:
-    rms = [math.exp(0.25 * n) for n in range(5)]
-    rows = [*blocks(rms), *blocks([1, 9, 9], "head.layers")]
+GROWING = [math.exp(0.25 * n) for n in range(12)]
+
+
+@pytest.mark.parametrize("other", ["head.layers", "tail.layers"])
+def test_growth_is_told_of_the_longest_chain_of_blocks(other: str) -> None:
+    for rows in (
+        [*blocks(GROWING), *blocks([1, 9, 9], other)],
+        [*blocks([1, 9, 9], other), *blocks(GROWING)],
+    ):
+        found = DerivedNumbers().update(merged(rows, {0: {}}))
+        assert found["output_growth"] == pytest.approx(0.25)
+        assert found["grad_output_growth"] == pytest.approx(-0.25)
+
+
+def test_growth_is_by_block_where_some_are_not_there_and_of_all_leaves_of_an_output() -> None:
+    """Of a pipeline's stage, or of a step in which some blocks were left out."""
+    rows = [row for row in blocks(GROWING) if not re.search(r"\.[0167]\b", row[0].fqn)]
+    assert DerivedNumbers().update(merged(rows, {0: {}}))["output_growth"] == pytest.approx(0.25)
+    # A second leaf of the last output, three times as large: its rms is that of both together.
+    rows.append((Site("model.layers.11", "output", "1"), 0.0, 2 * SIZE))
+    assert DerivedNumbers().update(merged(rows, {0: {}}))["output_growth"] == pytest.approx(
+        0.25 - math.log(3) / 2 / 9
+    )
+
+
+def test_no_growth_is_told_of_a_block_of_which_an_output_did_not_arrive() -> None:
+    rows = [*blocks(GROWING), (Site("model.layers.11", "output", "1"), 0.0, 0)]
     found = DerivedNumbers().update(merged(rows, {0: {}}))
-    assert found["output_growth"] == pytest.approx(0.25)
+    assert "output_growth" not in found
     assert found["grad_output_growth"] == pytest.approx(-0.25)
+
+
+def test_growth_is_that_of_the_elements_that_are_finite() -> None:
+    rows = [*blocks(GROWING), (Site("model.layers.11", "output", "1"), GROWING[11], SIZE)]
+    record = merged(rows, {0: {}})
+    counts, values = record.counts.copy(), record.values.copy()
+    for row in (-1, -3):  # both outputs of the last block
+        counts[row, [COUNTS.index(name) for name in ("nan", "pos_inf", "neg_inf")]] = 8, 16, 24
+        values[row, SUM_SQ] *= (SIZE - 48) / SIZE
+    assert record.sites[-3].key == ("model.layers.11", "output", "")
+    found = DerivedNumbers().update(replace(record, counts=counts, values=values))
+    assert found["output_growth"] == pytest.approx(0.25)
+
+
+def test_gradients_that_clipping_has_made_zero_have_a_norm_of_zero() -> None:
+    rows = [(Site("w", "grad", "", "replicated"), 1.0, SIZE)]
+    said = {r: {"grad_norm": 8.0, "grad_norm_used": 0.0} for r in range(2)}
+    assert DerivedNumbers().update(merged(rows, said))["global_grad_norm_used"] == 0.0
+
+
+@pytest.mark.parametrize("placement", ["partial", "unknown"])
+def test_one_ranks_part_tells_no_growth_and_no_balance(placement: str) -> None:
+    rows = [*blocks(GROWING), *experts([1, 1, 1, 1])]
+    whole = DerivedNumbers().update(merged(rows, {0: {}}))
+    assert whole["expert_idle"] == 0
+    parts = [(replace(site, placement=placement), rms, n) for site, rms, n in rows]
+    assert DerivedNumbers().update(merged(parts, {0: {}})) == {}
+    # Beside the whole of a tensor it adds nothing to it.
+    beside = [(replace(s, leaf="part", placement=placement), 1e3, 8 * SIZE) for s, _, _ in rows]
+    assert DerivedNumbers().update(merged([*rows, *beside], {0: {}})) == whole
 
 
 def test_no_growth_is_told_of_few_blocks_bare_layers_or_a_block_that_was_not_called() -> None:
@@ -146,15 +208,16 @@ def test_no_growth_is_told_of_few_blocks_bare_layers_or_a_block_that_was_not_cal
         assert "output_growth" not in DerivedNumbers().update(merged(rows, {0: {}}))
 
 
+def experts(*layers: Sequence[int]) -> list[tuple[Site, float, int]]:
+    return [
+        (Site(f"layers.{layer}.moe.experts.{expert}", "output"), 1.0, tokens * 8)
+        for layer, loads in enumerate(layers)
+        for expert, tokens in enumerate(loads)
+    ]
+
+
 def of_experts(*layers: Sequence[int]) -> StepRecord:
-    return merged(
-        [
-            (Site(f"layers.{layer}.moe.experts.{expert}", "output"), 1.0, tokens * 8)
-            for layer, loads in enumerate(layers)
-            for expert, tokens in enumerate(loads)
-        ],
-        {0: {}},
-    )
+    return merged(experts(*layers), {0: {}})
 
 
 def test_the_balance_of_experts_is_that_of_the_worst_layer() -> None:
@@ -167,6 +230,28 @@ def test_the_balance_of_experts_is_that_of_the_worst_layer() -> None:
         {"expert_violation": 0, "expert_concentration": 0, "expert_idle": 0}, abs=1e-12
     )
     assert DerivedNumbers().update(of_experts([0, 0])) == {}
+
+
+def test_experts_are_told_in_the_order_of_their_numbers_with_the_elements_of_each() -> None:
+    loads = list(range(12))
+    first, second = expert_loads(of_experts([5, 5], loads, [3], [0, 0]))
+    assert (first[0], first[1].tolist()) == (
+        ("layers.0.moe.experts.0", "layers.0.moe.experts.1"), [40.0, 40.0],
+    )  # fmt: skip
+    assert second[0] == tuple(f"layers.1.moe.experts.{n}" for n in loads)
+    assert second[1].tolist() == [8.0 * n for n in loads]
+
+
+@pytest.mark.parametrize(
+    ("fqn", "inside"),
+    [
+        ("layers.0.moe.experts.3", True), ("experts.0.fc.weight", True),
+        ("mlp.routed_experts.10", True), ("moe.experts", False), ("moe.experts.router", False),
+        ("experts_of.3", False), ("layers.0.fc", False), ("", False),
+    ],
+)  # fmt: skip
+def test_what_is_in_an_expert_is_known_by_its_name(fqn: str, inside: bool) -> None:
+    assert is_in_expert(fqn) is inside
 
 
 def test_the_reference_names_each_number_with_its_unit_and_source() -> None:

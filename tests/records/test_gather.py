@@ -444,3 +444,20 @@ def test_an_alarm_comes_out_at_once_when_all_others_are_past_its_step() -> None:
     gather.add(full(1, 4), 0.0)
     (out,) = gather.ready(0.0)
     assert (out.step, out.ranks) == (3, (0,))
+
+
+def test_what_a_final_block_says_is_missing_is_not_waited_for_on_any_step() -> None:
+    for block in (alarm(0, 3), full(0, 3)):
+        head = Gather((0, 1))
+        head.add(replace(block, missing=(1,)), 0.0, final=True)
+        (out,) = head.ready(0.0)
+        assert (out.step, out.ranks) == (3, (0,))
+
+
+def test_who_is_missing_in_another_ranks_block_is_not_waited_for_behind_an_alarm() -> None:
+    head = Gather((0, 1, 2))
+    head.add(replace(alarm(2, 3), missing=(0,)), 0.0, final=True)
+    assert head.ready(0.0) == []
+    head.add(alarm(1, 3), 0.0)
+    (out,) = head.ready(0.0)
+    assert (out.step, out.ranks) == (3, (1, 2))

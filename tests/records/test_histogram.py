@@ -166,10 +166,40 @@ def test_a_frame_holds_the_histograms_and_a_frame_without_any_is_as_it_was() -> 
     assert told(framing.decode_record(framing.encode_record(none), tables)) == {}
 
 
+def test_bins_of_other_rows_than_are_said_to_have_them_are_not_written() -> None:
+    made = record(0, {site: numbers(1, 9) for site in SITES})
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        framing.encode_histograms(replace(made, bins=made.bins[:2]))
+
+
+@pytest.mark.parametrize(
+    ("filled", "plain"),
+    [
+        ({}, (0, [])),
+        ({0: 4}, (0, [4])),
+        ({BINS - 1: 4}, (BINS - 1, [4])),
+        ({3: 2, 6: 5}, (3, [2, 0, 0, 5])),
+        (dict.fromkeys(range(BINS), 1), (0, [1] * BINS)),
+    ],
+)
+def test_of_a_histogram_no_more_is_written_than_from_its_first_filled_bin_to_its_last(
+    filled: dict[int, int], plain: tuple[int, list[int]]
+) -> None:
+    made = record(0, {site: numbers(1, 9) for site in SITES}, without=("a",))
+    made.bins[:] = 0
+    for place, count in filled.items():
+        made.bins[1, place] = count
+    assert framing.encode_histograms(made) == [(1, 0, []), (2, *plain)]
+    binned, bins = framing.decode_histograms([(1, 0, []), (2, *plain)], 3)
+    assert (binned.tolist(), bins.tolist()) == ([1, 2], made.bins.tolist())
+    assert {part.dtype for part in (binned, bins)} == {np.dtype(np.int64)}
+
+
 @pytest.mark.parametrize(
     "plain",
     [
-        [[3, 0, [1]]], [[-1, 0, [1]]], [[1, 0, [1]], [1, 0, [1]]], [[0, 120, [1] * 9]],
+        [[3, 0, [1]]], [[-1, 0, [1]]], [[-1, 0, [1]], [0, 0, [1]]], [[1, 0, [1]], [3, 0, [1]]],
+        [[1, 0, [1]], [1, 0, [1]]], [[0, 120, [1] * 9]],
         [[0, -1, [1]]], [[0, 0, [-1]]], [[0, 0, [1 << 63]]], [[0, 0]], [[0, 0, [float("inf")]]],
         [["x", 0, [1]]], 7, [None], [[0, 0, "x"]],
     ],

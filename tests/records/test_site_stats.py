@@ -16,6 +16,7 @@ from ddpprobe.records.step import (
     VALUES,
     Site,
     StepRecord,
+    columns_of,
     derive,
     empty_rows,
     observed,
@@ -133,3 +134,20 @@ def test_of_a_tensor_that_did_not_arrive_only_that_is_known() -> None:
             np.testing.assert_array_equal(found, derived)
         else:
             np.testing.assert_array_equal(found, [np.nan, derived[1]])
+
+
+@pytest.mark.parametrize("stat", STATS)
+def test_a_statistic_follows_from_the_columns_that_it_needs_and_no_other_one_changes_it(
+    stat: str,
+) -> None:
+    needed = columns_of(stat)
+    assert needed <= {*COUNTS, *VALUES}
+    rng = np.random.default_rng(0)
+    counts = np.concatenate([rng.integers(50, 99, (5, 1)), rng.integers(0, 9, (5, 6))], axis=1)
+    values = rng.uniform(10, 20, (5, 4))
+    before = derive(stat, counts, values)
+    for name in {*COUNTS, *VALUES} - needed:
+        others = counts.copy(), values.copy()
+        columns, rows = (COUNTS, others[0]) if name in COUNTS else (VALUES, others[1])
+        rows[:, columns.index(name)] += 1
+        np.testing.assert_array_equal(derive(stat, *others), before)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import ChainMap
+from types import MappingProxyType
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -38,6 +42,7 @@ def records(draw: st.DrawFn) -> StepRecord:
 @given(records())
 def test_a_record_comes_back_bit_for_bit(record: StepRecord) -> None:
     back = framing.decode_record(framing.encode_record(record), tables_for(record))
+    assert (back.attempt, back.step) == (2, 7)
     assert back.counts.tobytes() == record.counts.tobytes()
     assert back.values.tobytes() == record.values.tobytes()
     assert back.digests == record.digests
@@ -54,6 +59,13 @@ def test_a_flipped_bit_is_always_noticed(payload: bytes, data: st.DataObject) ->
     at = data.draw(st.integers(0, len(frame) * 8 - 1))
     frame[at // 8] ^= 1 << at % 8
     with pytest.raises(framing.FrameError):
+        framing.decode_frame(bytes(frame))
+
+
+def test_a_flipped_sign_is_noticed_as_any_other_bit() -> None:
+    frame = bytearray(framing.encode_frame(framing.LIFE, 5, b"x"))
+    frame[framing.HEADER.size - 1] ^= 0x80  # of its number
+    with pytest.raises(framing.FrameError, match="checksum mismatch at byte 0"):
         framing.decode_frame(bytes(frame))
 
 
@@ -89,6 +101,47 @@ def test_an_absurd_length_is_refused_without_reading_it() -> None:
     header = framing.HEADER.pack(framing.MAGIC, framing.LIFE, 0, 2**32 - 1, 0, 0)
     with pytest.raises(framing.FrameError, match="no frame at byte 0"):
         framing.decode_frame(header)
+
+
+def test_the_longest_payload_that_there_may_be_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "MAX_PAYLOAD", 10)
+    frame, _ = framing.decode_frame(framing.encode_frame(framing.LIFE, 0, b"x" * 10))
+    assert frame.payload == b"x" * 10
+    with pytest.raises(framing.FrameError, match="no frame at byte 0"):
+        framing.decode_frame(framing.encode_frame(framing.LIFE, 0, b"x" * 11))
+
+
+def test_frames_that_are_tables_are_known_and_their_sites_told() -> None:
+    tables = framing.NameTables()
+    for type_, payload, taken in (
+        (framing.SITES, b'[["a","output","","local",true,""]]', True),
+        (framing.PARAMETERS, b'[["w",""]]', True),
+        (framing.LIFE, b"{}", False),
+    ):
+        assert tables.take(framing.Frame(type_, 0, payload)) is taken
+    assert list(tables.sites()) == [Site("a", "output")]
+    with pytest.raises(ValueError, match="^not a table: "):
+        tables.take(framing.Frame(framing.SITES, 0, b"[1]"))
+
+
+def test_a_record_without_sites_or_checksums_has_no_tables() -> None:
+    plain = StepRecord(0, 4, (0,), 0)
+    assert framing.tables_of(plain) == []
+    assert [t.type for t in framing.tables_of(of_rank(0))] == [framing.PARAMETERS]
+    back = framing.decode_record(framing.encode_record(plain), framing.NameTables())
+    assert (back.sites, back.digests) == ((), {})
+
+
+def test_rows_of_any_type_and_order_are_written_as_those_of_the_format() -> None:
+    sites = (Site("a", "output"), Site("b", "output"))
+    counts, values = np.arange(14).reshape(2, 7), np.arange(8.0).reshape(2, 4)
+    for as_counts, as_values in (("<i4", "<f4"), (">i8", ">f8"), ("<u2", "<f2")):
+        odd = StepRecord(
+            0, 4, (0,), 0, True, sites, np.asfortranarray(counts.astype(as_counts)),
+            np.asfortranarray(values.astype(as_values)),
+        )  # fmt: skip
+        back = framing.decode_record(framing.encode_record(odd), tables_for(odd))
+        assert (back.counts.tolist(), back.values.tolist()) == (counts.tolist(), values.tolist())
 
 
 def test_a_record_without_its_site_table_is_refused() -> None:
@@ -167,3 +220,56 @@ def test_an_anomaly_comes_back_equal() -> None:
         "nonfinite", "page", 4, 0, 1, "a.b", "output", "forward", True, "x", {"nan": 3}, True
     )
     assert framing.decode_anomaly(framing.encode_anomaly(anomaly)) == anomaly
+
+
+def test_the_bytes_of_a_record_are_those_that_were_always_written() -> None:
+    """What an older version has written is read by a newer one, and the other way round."""
+    sites = (Site("a", "output", "0", "sharded", False, "float32"), Site("", "grad"))
+    counts, values = np.arange(14).reshape(2, 7), np.arange(8.0).reshape(2, 4)
+    bad = FirstBad(4, 1, "backward", 12, 3, None, None, nan=3, numel=9)
+    record = StepRecord(
+        1, 4, (3, 5), 77, sites=sites, counts=counts, values=values, scalars={3: {"loss": 0.5}},
+        first_bad=bad, missing=(4,), digests={("w", "0/2"): {-9: 0b101000}, ("v", ""): {8: 1}},
+        binned=np.array([1]), bins=np.arange(128)[None] % 2 * (np.arange(128) < 4),
+    )  # fmt: skip
+    table, other = framing.tables_of(record)
+    assert (table.type, table.payload) == (
+        framing.SITES,
+        b'[["a","output","0","sharded",false,"float32"],["","grad","","local",true,""]]',
+    )
+    assert (other.type, other.payload) == (framing.PARAMETERS, b'[["w","0/2"],["v",""]]')
+    assert [t.id for t in (table, other)] == [zlib.crc32(t.payload) for t in (table, other)]
+    payload = framing.encode_record(record)
+    size = int.from_bytes(payload[:4], "little")
+    head, rows = payload[4 : 4 + size], payload[4 + size :]
+    assert head.rstrip().decode() == (
+        f'{{"sites":{table.id},"parameters":{other.id},"n":2,"held":[[3,"5"],[0,"1"]],'
+        '"attempt":1,"step":4,"ranks":[3,5],"wall_time_ns":77,"sampled":true,'
+        '"scalars":{"3":{"loss":0.5}},"first_bad":{"step":4,"micro":1,"phase":"backward",'
+        '"order":12,"rank":3,"fqn":null,"kind":null,"leaf":"","nan":3,"pos_inf":0,"neg_inf":0,'
+        '"numel":9},"skipped":false,"partial":false,"missing":[4],"histograms":[[1,1,[1,0,1]]]}'
+    )
+    held = b"".join(
+        p.to_bytes(4, "little") + c.to_bytes(8, "little", signed=True) + g.to_bytes(4, "little")
+        for p, c, g in ((0, -9, 0), (1, 8, 1))
+    )
+    assert rows == counts.astype("<i8").tobytes() + values.astype("<f8").tobytes() + held
+
+
+@given(names)
+def test_the_rows_of_a_record_begin_where_eight_bytes_do_and_no_later(name: str) -> None:
+    payload = framing.encode_record(StepRecord(0, 4, (0,), 0, scalars={0: {name: 1.0}}))
+    size = int.from_bytes(payload[:4], "little")
+    head = payload[4 : 4 + size]
+    assert (4 + size) % 8 == 0
+    assert size - len(head.rstrip()) < 8
+
+
+def test_whatever_mapping_and_number_is_written_is_plain_json() -> None:
+    value = {
+        "read-only": MappingProxyType({"a": np.float32(1.5)}),
+        "of several": ChainMap({"b": np.int64(3)}, {"c": np.bool_(True)}),
+    }
+    assert framing.encode_json(value) == (b'{"read-only":{"a":1.5},"of several":{"c":true,"b":3}}')
+    with pytest.raises(TypeError, match="^cannot encode set as JSON$"):
+        framing.encode_json({"a": {1}})

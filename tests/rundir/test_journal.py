@@ -97,7 +97,8 @@ def test_a_flipped_byte_is_reported_and_reading_goes_on_behind_it(tmp_path: Path
     tail = JournalTail(tmp_path / "j")
     steps = [r.step for r in read(tail)]
     tail.close()
-    assert list(tail.damage) == ["00000001.wal"]
+    ((name, why),) = tail.damage.items()
+    assert (name, why.rstrip("0123456789")) == ("00000001.wal", "checksum mismatch at byte ")
     assert steps[-1] == 39
     assert steps == sorted(set(steps))
     assert len(steps) < 40
@@ -339,3 +340,146 @@ def test_what_another_thread_appends_in_the_middle_of_an_append_comes_behind_it(
     assert [f.seq for f in frames] == list(range(len(frames)))
     kinds = [f.type for f in frames]
     assert kinds[-2:] == [framing.RECORD, framing.LIFE]
+
+
+def frames_of(directory: Path, first_segment: int = 0) -> list[framing.Frame]:
+    tail = JournalTail(directory, first_segment)
+    found = list(tail.poll())
+    tail.close()
+    assert tail.damage == {}
+    return found
+
+
+def test_a_successor_goes_on_where_the_dead_writer_ended(tmp_path: Path) -> None:
+    first = JournalWriter(tmp_path / "j", {"rank": 0})
+    assert first.append_record(record(0, SITES))
+    first.close()
+    seqs = [f.seq for f in frames_of(tmp_path / "j")]
+    after = JournalWriter(tmp_path / "j", {"rank": 0}, first_segment=3, first_seq=seqs[-1] + 1)
+    assert (after.segment, after.directory, after.place) == (3, tmp_path / "j", tmp_path / "j")
+    assert after.append_record(record(1, SITES))
+    after.close()
+    assert journal.segments_of(tmp_path / "j") == [0, 3]
+    frames = frames_of(tmp_path / "j")
+    assert [f.seq for f in frames] == list(range(6))
+    assert [f.type for f in frames] == [framing.META, framing.SITES, framing.RECORD] * 2
+    assert len(frames_of(tmp_path / "j", first_segment=1)) == 3
+
+
+@pytest.mark.parametrize(("frames", "first"), [(1, 1), (2, 2), (5, 5)])
+def test_a_segment_has_no_more_frames_than_it_may(tmp_path: Path, frames: int, first: int) -> None:
+    writer = JournalWriter(tmp_path / "j", {}, segment_frames=frames)
+    for _ in range(12):
+        assert writer.append(framing.LIFE, b"{}")
+    writer.close()
+    sizes = [
+        len(list(framing.iter_frames(p.read_bytes()))) for p in sorted((tmp_path / "j").iterdir())
+    ]
+    assert max(sizes) <= max(frames, 2)  # the head, and what it was opened for
+    assert (sum(sizes) - len(sizes), sizes[0]) == (12, first)
+
+
+def test_a_segment_is_no_larger_than_a_reader_takes_in_whatever_its_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "MAX_SEGMENT_BYTES", 4_000)
+    writer = JournalWriter(tmp_path / "j", {"long": "x" * 1_000}, segment_bytes=1 << 30)
+    for _ in range(8):
+        assert writer.append(framing.LIFE, b"x" * 1_000)
+    writer.close()
+    sizes = [len(list(framing.iter_frames(p.read_bytes()))) for p in sorted(writer.place.iterdir())]
+    assert sizes == [4, 4, 3]  # with the head of each
+
+
+def test_when_the_disk_has_been_left_alone_for_long_enough_it_is_written_to_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, now = JournalWriter(tmp_path / "j", {}), [100.0]
+    monkeypatch.setattr(journal.time, "monotonic", lambda: now[0])
+    disk = FullDisk(0)
+    monkeypatch.setattr(journal.os, "pwrite", disk)
+    assert not writer.append(framing.LIFE, b"{}")
+    disk.room = 1 << 20
+    now[0] += journal.BACK_OFF_SECONDS * 0.99
+    assert not writer.append(framing.LIFE, b"{}")
+    now[0] += journal.BACK_OFF_SECONDS * 0.02
+    assert writer.append(framing.LIFE, b"{}")
+    writer.close()
+    assert writer.dropped == {"ENOSPC": 1, "back_off": 1}
+    assert [f.seq for f in frames_of(tmp_path / "j")] == [0, 1]
+
+
+def test_a_handler_of_a_signal_may_append_in_the_middle_of_an_append(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, write, calls = JournalWriter(tmp_path / "j", {}), os.pwrite, []
+
+    def interrupted(fd: int, data: bytes, at: int) -> int:
+        done = write(fd, data, at)
+        if not calls:
+            calls.append(1)
+            writer.append(framing.SAMPLE, b"{}")  # deadlocks if another thread's lock were taken
+        return done
+
+    monkeypatch.setattr(journal.os, "pwrite", interrupted)
+    for append in (
+        lambda: writer.append(framing.LIFE, b"{}"),
+        lambda: writer.append_record(record(1, SITES)),
+    ):
+        calls.clear()
+        append()
+    writer.close()
+
+
+def test_what_is_written_and_not_decoded_is_told_in_bytes(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path / "j", {})
+    tail = JournalTail(tmp_path / "j")
+    assert tail.lag_bytes == 0  # nothing was looked at yet
+    assert [f.type for f in tail.poll()] == [framing.META]
+    assert tail.lag_bytes == 0
+    path = tmp_path / "j" / "00000000.wal"
+    size = path.stat().st_size
+    assert writer.append(framing.LIFE, b"{}")
+    assert tail.lag_bytes == path.stat().st_size - size > 0
+    os.truncate(path, size + 5)  # torn: it stays undecoded
+    assert list(tail.poll()) == []
+    assert tail.lag_bytes == 5
+    os.truncate(path, 3)  # never less than nothing
+    assert tail.lag_bytes == 0
+    tail.close()
+    assert tail.lag_bytes == 0
+    writer.close()
+
+
+def test_a_tail_goes_on_with_the_next_segment_there_is_when_some_are_gone(tmp_path: Path) -> None:
+    directory = tmp_path / "j"
+    tail = JournalTail(directory)
+    assert list(tail.poll()) == []  # nobody has begun
+    writer = JournalWriter(directory, {}, segment_frames=3)
+    for step in range(2):
+        assert writer.append_record(record(step, SITES))
+    assert [r.step for r in read(tail)] == [0, 1]
+    assert tail.segment == 1
+    for step in range(2, 6):
+        assert writer.append_record(record(step, SITES))
+    for n in (2, 3):
+        (directory / f"{n:08d}.wal").unlink()
+    assert [r.step for r in read(tail)] == [4, 5]
+    assert tail.segment == writer.segment == 5
+    writer.close()
+    tail.close()
+
+
+def test_a_frame_that_is_larger_than_any_file_may_be_is_damage_and_the_next_segment_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "READ_BYTES", 64)
+    monkeypatch.setattr(journal.safe_read, "MAX_FILE_BYTES", 512)
+    writer = JournalWriter(tmp_path / "j", {}, segment_frames=2)
+    for payload in (b"x" * 400, b"x" * 600, b"{}"):
+        assert writer.append(framing.LIFE, payload)
+    writer.close()
+    tail = JournalTail(tmp_path / "j")
+    assert [len(f.payload) for f in tail.poll() if f.type == framing.LIFE] == [400, 2]
+    tail.close()
+    assert tail.damage == {"00000001.wal": "no frame in 512 bytes"}

@@ -325,7 +325,7 @@ def describe(
             f"{type(model).__name__} has no parameters, so there is nothing to train and nothing "
             "to observe. Pass the model that the optimizer updates."
         )
-    walked = list(walk(root, model))
+    walked = list(walk(model))
     refuse(walked, select, model)
     names = {id(m): fqn for fqn, m in walked if inner(m) is None}
     topology = Topology(

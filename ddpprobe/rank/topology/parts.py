@@ -167,14 +167,15 @@ def _flat(start: int, count: int, shape: Sequence[int]) -> SpecJson:
 
 
 def _identities(topology: Topology) -> Iterator[tuple[str, object]]:
-    """Yield (FQN, what it is) of every place of a parameter."""
+    """Yield (FQN, what it is) of every place of a parameter.
+
+    FSDP1 with parameters of the user's and FSDP2 put one object into all places of one.
+    """
     paths = {id(module): path for path, module in topology.walk()}
     flat = {id(unit.flat) for unit in topology.flat}
-    seen = set()
     for part in torch_private.flat_parts(topology.outer):
         prefix = paths.get(id(part.module), "")
-        seen.add((id(part.module), part.name))
         yield f"{prefix}.{part.name}" if prefix else part.name, part.identity
-    for path, module, name, parameter in topology.placed_parameters():
-        if id(parameter) not in flat and (id(module), name) not in seen:
+    for path, _, _, parameter in topology.placed_parameters():
+        if id(parameter) not in flat:
             yield path, id(parameter)

@@ -38,9 +38,8 @@ def parts(topology: Topology) -> Parts:
         path = fqn
         while True:
             if path in kinds:
-                below = fqn.removeprefix(path)
-                kinds[path].append(f"{below} {kind}")
-                values[path].append(f"{below} {value}")
+                kinds[path].append(f"{fqn} {kind}")
+                values[path].append(f"{fqn} {value}")
             if not path:
                 break
             path = path.rpartition(".")[0]

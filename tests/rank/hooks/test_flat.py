@@ -59,6 +59,7 @@ def test_each_parameter_in_it_has_its_own_row(topology: Topology) -> None:
     gradient = gradient_of(unit)
     arrive(unit, gradient)
     hooks.detach()
+    assert unit.flat._backward_hooks is None  # not even an empty table of them
     arrive(unit, gradient)
     found = rows.fetch().result(0, partial=True)
     want = {fqn: part for fqn, part in unit.split(gradient) if fqn.rpartition(".")[0] in chosen}

@@ -12,6 +12,7 @@ import ddpprobe
 from ddpprobe.rank.hooks import step_facts
 from ddpprobe.rank.hooks.step_facts import DIGEST_BYTES, add_digest
 from ddpprobe.rank.hooks.step_rows import StepRows
+from ddpprobe.rank.stats.checksum import checksum
 from ddpprobe.rank.topology.describe import describe
 from ddpprobe.records.step import (
     DIGEST,
@@ -162,6 +163,16 @@ def test_tokens_and_masks_have_digests_too(dtype: torch.dtype) -> None:
     two[2, 6] = 1
     assert digest(one) == digest(one.clone())
     assert digest(one) != digest(two)
+
+
+def test_a_digest_is_the_upper_bits_of_the_checksum() -> None:
+    for seed in range(20):
+        data = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+        rows, word = StepRows(torch.device("cpu"), 0), torch.zeros((), dtype=torch.int64)
+        add_digest(((data,),), rows)
+        checksum(data.view(-1), word)
+        (found,) = rows.fetch().result(0, partial=False).scalars.values()
+        assert found == (word.item() % 2**64) >> 12
 
 
 @pytest.mark.parametrize("large", [False, True])

@@ -202,6 +202,31 @@ def test_what_came_in_bad_is_told_of_every_output_of_that_call_and_of_no_other()
     assert (first.fqn, first.kind, first.nan) == ("a", "output", 1)
 
 
+MASK = torch.tensor([1.0, -math.inf])
+
+
+@pytest.mark.parametrize(
+    ("loss", "skipped", "fault"),
+    [(None, False, False), (1.0, False, False), (math.nan, False, True), (math.inf, False, True),
+     (1.0, True, False), (math.nan, True, True)],
+)  # fmt: skip
+def test_infinities_are_no_fault_unless_the_loss_shows_that_they_did_harm(
+    loss: float | None, skipped: bool, fault: bool
+) -> None:
+    rows = rows_of(("mask", "output"), ("w", "grad_local"))
+    rows.begin()
+    rows.add(0, 0, MASK)
+    rows.add(1, 0, ONE)
+    if loss is not None:
+        rows.add_scalar("loss", loss)
+    rows.add_scalar("other", math.nan)  # of the script's, which says nothing of the loss
+    found = result(rows, skipped=skipped)
+    assert (found.first_bad is not None) == fault
+    assert [(one.site.fqn, one.told) for one in found.learned] == (
+        [] if fault or skipped else [("mask", False)]
+    )
+
+
 def test_without_a_local_witness_a_reduced_gradient_is_the_first_bad_tensor() -> None:
     rows = rows_of(("w", "grad"), ("v", "grad"), ("w", "param"))
     rows.add(2, 0, NAN)  # left to those who look at all weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,17 @@ def test_a_witness_has_its_place_and_its_numbers() -> None:
     assert (last.micro, last.phase, last.order, last.fqn, last.kind, last.numel) == (
         0, "forward", 1, None, None, 1,
     )  # fmt: skip
+
+
+def test_in_a_pipeline_the_time_says_which_stage_was_bad_first(monkeypatch) -> None:
+    monkeypatch.setattr("time.time_ns", lambda: 10**18 + 7)
+    for cut, order in ((frozenset(), 1), (frozenset({"0"}), 10**18 + 7)):
+        model, heard = net(), list[FirstBad]()
+        topology = replace(describe(model), cut=cut)
+        watch = Watch(topology, Clock(), 0, Fuse("hooks"), heard.append)
+        watch.seek()
+        watch.output([torch.full((), NAN)])
+        assert [bad.order for bad in heard] == [order]
 
 
 def test_nothing_of_a_watch_that_is_closed_hangs_on_anything() -> None:

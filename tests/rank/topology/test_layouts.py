@@ -113,6 +113,23 @@ def test_a_tied_parameter_is_told_by_its_first_name_and_known_at_every_place() -
                 places = parts.names(topology)
                 assert (places["last.weight"], places["last.bias"]) == ("2.weight", "last.bias")
                 assert [n for n, _ in topology.named_parameters()].count("2.weight") <= 1
+                for _, unit in topology.units():
+                    unit.unshard()
+                    assert parts.names(topology) == places
+
+
+@pytest.mark.parametrize("wrapper", ["none", "tp"])
+def test_an_activation_that_is_a_dtensor_says_how_it_lies(wrapper: str) -> None:
+    with on_rank(1), torch.no_grad():
+        topology = describe(WRAPPED[wrapper]())
+        tensor = DTensor.from_local(torch.zeros(2, 3), mesh(4), [Shard(0)], run_check=False)
+        told = dtensor_spec.of(tensor).to_json()
+        other = replace(dtensor_spec.of(tensor), shape=(9, 9))
+        assert told["kind"] == "dtensor"
+        assert parts.activation(topology, "0", tensor) == told
+        assert parts.activation(topology, "0", tensor, other) == told  # what is said of plain ones
+        topology.cut = frozenset({"0"})
+        assert parts.activation(topology, "0", tensor) == {"kind": "local"}
 
 
 def test_devices_and_placements_that_a_mesh_tells() -> None:
@@ -157,7 +174,9 @@ def test_what_becomes_of_a_dtensor_is_followed() -> None:
         assert dtensor_spec.follow(origin, local.detach()) == spec  # the same memory
 
         def becomes(*shape: int) -> MeshAxis:
-            (axis,) = dtensor_spec.follow(origin, torch.zeros(shape)).axes
+            found = dtensor_spec.follow(origin, torch.zeros(shape))
+            assert replace(found, axes=spec.axes) == spec
+            (axis,) = found.axes
             return axis
 
         assert becomes(8, 3) == MeshAxis("replicate")
@@ -224,6 +243,54 @@ def test_an_inventory_names_again_only_what_was_exchanged_and_holds_no_tensor() 
         assert ("buffer", "3.running_mean", "") not in take()
 
 
+def test_whatever_is_exchanged_under_its_name_gives_other_keys() -> None:
+    """By the object that they are a caller knows the tensors, whose sizes it remembers."""
+    model = net()
+    topology = describe(model)
+    optimizer = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
+    put_gradients(model)
+    optimizer.step()
+
+    def name() -> list[outliving.OutlivingTensor]:
+        return list(outliving.outliving(topology, [optimizer]))
+
+    def buffer() -> None:
+        model[3].running_mean = torch.zeros(7)
+
+    def parameter() -> None:
+        model[4].bias = nn.Parameter(torch.zeros(9), requires_grad=False)
+
+    def state() -> None:
+        optimizer.state[model[0].bias]["exp_avg"] = torch.zeros(11)
+
+    with torch.no_grad():
+        inventory = outliving.Inventory(topology, lambda: [optimizer], name)
+        before, _ = inventory.take()
+        for exchange in (buffer, parameter, state):
+            exchange()
+            after, _ = inventory.take()
+            assert (after is before, after == before) == (False, True)
+            assert inventory.take()[0] is after
+            before = after
+
+
+def test_state_that_another_parameter_is_given_has_its_name() -> None:
+    model = net()
+    topology, held = describe(model), torch.ones(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inventory = outliving.Inventory(
+        topology, lambda: [optimizer], lambda: outliving.outliving(topology, [optimizer])
+    )
+    for fqn in ("0.weight", "0.bias"):
+        optimizer.state.clear()
+        optimizer.state[model.get_parameter(fqn)] = {"momentum_buffer": held}
+        with torch.no_grad():
+            keys, tensors = inventory.take()
+        (place,) = (i for i, (kind, *_) in enumerate(keys) if kind == "optim_state")
+        assert keys[place] == ("optim_state", fqn, "momentum_buffer")
+        assert tensors[place] is held
+
+
 @pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1"])
 def test_what_fsdp_keeps_is_named_anew_each_time(wrapper: str) -> None:
     with on_rank(1), torch.no_grad():
@@ -239,6 +306,25 @@ def test_what_fsdp_keeps_is_named_anew_each_time(wrapper: str) -> None:
         assert keys is again
         assert set(keys) == {("param", fqn, "") for fqn in whole()}
         assert (len(tensors), len(asked)) == (8, 2)
+
+
+@pytest.mark.parametrize("wrapper", ["none", "ddp", "tp", "fsdp1"])
+def test_without_units_of_fsdp2_no_step_looks_for_what_they_gathered(
+    wrapper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_rank(0), torch.no_grad():
+        topology = describe(WRAPPED[wrapper]())
+        topology.managed_by_ddp(topology.root[0].weight)  # is found out once
+
+        def looks(_: nn.Module) -> None:
+            raise AssertionError("all modules were walked for nothing")
+
+        monkeypatch.setattr(sharding, "sharded_parameters", looks)
+        for each in (
+            topology.leaves(), topology.replicated_parameters(), weights(topology),
+            outliving.parameters_of(topology), topology.reduced_gradients(),
+        ):  # fmt: skip
+            list(each)
 
 
 def test_a_group_of_replicas_that_gathered_its_parameters_still_has_its_shards() -> None:
@@ -311,6 +397,17 @@ def test_of_tied_parameters_a_ddp_reduces_all_but_those_it_was_told_to_ignore() 
         assert topology.managed_by_ddp(model[0].weight) is True
 
 
+def test_alone_every_gradient_is_the_whole_one() -> None:
+    with torch.no_grad():
+        model = net()
+        put_gradients(model)
+        topology = describe(model)
+        assert {layout for _, _, layout in topology.reduced_gradients()} == {("replicated", True)}
+        assert {w.layout for w in weights(topology)} == {("replicated", True)}
+        assert {p.spec["kind"] for p in parts.parameters(topology, 0)} == {"replicated"}
+        assert list(topology.replicated_parameters()) == []
+
+
 def test_a_forward_remembers_the_modules_until_they_are_forgotten() -> None:
     model = net()
     topology = describe(model)
@@ -364,6 +461,10 @@ def test_a_part_of_a_model_that_is_replicated_is_reduced_and_what_fsdp_shards_is
             topology = describe(model)
             assert topology.managed_by_ddp(model[0].weight) is (rank == 0)
             assert topology.managed_by_ddp(model[2].weight) is None
+            assert topology.wrapper == "mixed"
+            plain = net()
+            replicate(plain)
+            assert describe(plain).wrapper == "ddp"
 
 
 def test_alone_nothing_is_held_by_others_and_a_mesh_of_one_splits_nothing() -> None:

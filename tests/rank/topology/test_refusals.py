@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -10,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddpprobe.errors import ModelRefused
 from ddpprobe.rank.topology import parts
 from ddpprobe.rank.topology.describe import describe
-from ddpprobe.rank.topology.refusals import refuse
+from ddpprobe.rank.topology.refusals import refuse, refuse_parameter, refuse_taken
 from ddpprobe.rank.torch_private import sharding
 
 from .test_describe import Packed, elsewhere, engine, partitioned, scripted, subclassed
-from .wrapped_models import WRAPPED, on_rank, put_gradients, sharded
+from .wrapped_models import WRAPPED, net, on_rank, put_gradients, sharded
 
 SUBCLASS = f"{Packed.__module__}.{Packed.__qualname__}"
 
@@ -87,6 +89,61 @@ def test_a_refusal_says_what_came_and_what_to_type(make, text: str) -> None:
     with pytest.raises(ModelRefused) as refused:
         describe(make())
     assert str(refused.value) == text
+
+
+@pytest.mark.parametrize("name", ["the model", "module '0'"])
+def test_an_engine_of_deepspeed_is_refused_with_what_to_type(name: str) -> None:
+    """Known by its name: whoever derives from it, and wherever it is."""
+    engine_ = type("DeepSpeedEngine", (nn.Linear,), {})
+    derived = type("Ours", (engine_,), {})(2, 2)
+    with pytest.raises(ModelRefused) as refused:
+        describe(derived if name == "the model" else nn.Sequential(derived))
+    assert str(refused.value) == (
+        f"{name} is an engine of DeepSpeed, which takes the "
+        "gradients away before anybody sees them reduced. With ZeRO of stage 1 or 2, write from "
+        "ddpprobe.integrations.deepspeed import install, and install(engine) with what "
+        "deepspeed.initialize() returned."
+    )
+
+
+def test_parameters_that_an_engine_takes_are_refused_unless_it_is_asked() -> None:
+    model = net()
+    parameters = list(model.named_parameters())
+    refuse_taken(parameters, None)
+    model[2].bias._hp_mapping = None
+    with pytest.raises(ModelRefused) as refused:
+        refuse_taken(parameters, None)
+    assert str(refused.value).startswith("parameter '2.bias' is trained by an engine of DeepSpeed.")
+    refuse_taken(parameters, SimpleNamespace(wrapper="zero2"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("package", ["apex", "colossalai", "fairscale", "horovod", "megatron"])
+def test_a_module_of_an_engine_may_be_left_out_and_is_known_by_its_package(package: str) -> None:
+    def of(module: str) -> nn.Module:
+        kind = type("Layer", (nn.Linear,), {"__module__": module})
+        return nn.Sequential(nn.Linear(2, 2), kind(2, 2))
+
+    with pytest.raises(ModelRefused, match=rf"^module '1' is a Layer of {package}, .*exclude='1"):
+        describe(of(f"{package}.deep.inside"))
+    describe(of(f"{package}.deep.inside"), lambda fqn: fqn != "1")
+    describe(of(f"mine.{package}"))
+    describe(of(f"{package}_like.layers"))
+
+
+def test_a_dtensor_is_refused_by_the_device_of_its_mesh() -> None:
+    with on_rank(0):
+        model = WRAPPED["tp"]()
+        weight = model[0].weight
+        refuse_parameter("0", "weight", weight)
+        for mesh_of, refused in (("cuda", False), ("hpu", True)):
+            other = SimpleNamespace(device_type=mesh_of)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(type(weight), "device_mesh", property(lambda _, m=other: m))
+                if refused:
+                    with pytest.raises(ModelRefused, match="'0.weight' is on 'hpu'"):
+                        refuse_parameter("0", "weight", weight)
+                else:
+                    refuse_parameter("0", "weight", weight)
 
 
 def test_tensor_parallelism_within_ddp_is_refused_by_the_name_of_its_module() -> None:

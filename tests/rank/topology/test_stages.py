@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpprobe.rank.topology import stages
 from ddpprobe.rank.topology.describe import describe
+
+from .wrapped_models import WRAPPED, on_rank
 
 
 def parts(model: nn.Module) -> stages.Parts:
@@ -99,3 +104,51 @@ def test_a_sequence_that_loses_a_layer_is_cut_at_its_root() -> None:
     names = stages.Names(found)
     del model[2]
     assert names.cut(replace(describe(model), world_size=2)) == {""}
+
+
+@pytest.mark.parametrize(("ranks", "cut"), [(range(4), set()), ((0, 2), {"", "layers", "act"})])
+def test_a_ddp_over_all_ranks_vouches_for_a_model_that_lost_layers_alike(
+    ranks: Iterable[int], cut: set[str]
+) -> None:
+    with on_rank(0):
+        model = deep()
+        ddp = DistributedDataParallel(model, process_group=dist.new_group(list(ranks)))
+        names = stages.Names(describe(ddp))
+        model["layers"][1] = None
+        assert names.cut(describe(ddp)) == cut
+
+
+def test_any_text_is_a_name() -> None:
+    def named(name: str) -> nn.ModuleDict:
+        model = nn.ModuleDict({"a": make(0, nn.Linear)})
+        model.add_module(name, make(1, nn.Linear))
+        return model
+
+    heard = [parts(named("\ud800")) for _ in range(2)]
+    assert stages.compare(heard) == {"cut": [], "differ": []}
+    assert stages.compare([heard[0], parts(named("\ud801"))]) == {"cut": [""], "differ": []}
+
+
+def test_alone_nothing_is_cut() -> None:
+    model = deep()
+    names = stages.Names(describe(model))
+    model["layers"][1] = None
+    assert names.cut(describe(model)) == frozenset()
+
+
+def test_values_are_not_compared_where_ranks_hold_other_parts_by_design() -> None:
+    """Of tensor parallelism and of FSDP1; a shape says what can be said."""
+    for wrapper in ("tp", "fsdp1 flattened"):
+        with on_rank(0), torch.no_grad():
+            model = WRAPPED[wrapper]()
+            before = stages.parts(describe(model))
+            for parameter in model.parameters():
+                parameter.mul_(3)
+            assert stages.parts(describe(model)) == before
+    with on_rank(0), torch.no_grad():
+        model = WRAPPED["none"]()
+        before = stages.parts(describe(model))
+        model[0].bias[0] += 1
+        assert {f for f, p in stages.parts(describe(model)).items() if p != before[f]} == {
+            "", "0", "1",
+        }  # fmt: skip

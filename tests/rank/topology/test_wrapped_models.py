@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ddpprobe.inspect.capture.assemble import region
@@ -18,7 +20,7 @@ from ddpprobe.rank.topology.parts import LocalPart
 from ddpprobe.rank.topology.weights import buffers, weights
 from ddpprobe.records.shard_spec import MeshAxis, ShardSpec, SpecJson
 
-from .wrapped_models import HIDDEN, RANKS, WRAPPED, net, on_rank, put_gradients, whole
+from .wrapped_models import CPU, HIDDEN, RANKS, WRAPPED, mesh, net, on_rank, put_gradients, whole
 
 EVERY = pytest.mark.parametrize("wrapper", WRAPPED)
 ALL, FIRST, PAIRS = {0, 1, 2, 3}, {0}, {0, 2}
@@ -393,3 +395,45 @@ def test_names_wrapper_and_leaves_are_those_of_the_model(wrapper: str) -> None:
             }  # fmt: skip
 
     on_each_rank(wrapper, look)
+
+
+class Lone(nn.Module):
+    """A model whose only tensors are its own, as a module in another one would have them."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 1 + math.prod(shape)).view(shape))
+        self.register_buffer("mean", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("shape", [(4,), (5, 3), (8, 2)])
+@pytest.mark.parametrize("wrapper", ["none", "ddp", "fsdp1", "fsdp1 flattened", "fsdp2"])
+def test_what_the_model_itself_holds_has_no_prefix_and_is_held_once(
+    wrapper: str, shape: tuple[int, ...]
+) -> None:
+    wrap = {
+        "none": lambda model: model,
+        "ddp": nn.parallel.DistributedDataParallel,
+        "fsdp1": lambda m: FullyShardedDataParallel(m, device_id=CPU, use_orig_params=True),
+        "fsdp1 flattened": lambda m: FullyShardedDataParallel(m, device_id=CPU),
+        "fsdp2": lambda m: fully_shard(m, mesh=mesh(4)),
+    }[wrapper]
+    pieces: list[Tensor] = []
+    for rank in RANKS:
+        with on_rank(rank), torch.no_grad():
+            topology = describe(wrap(Lone(*shape)))
+            assert parts.names(topology) == {"weight": "weight", "mean": "mean"}
+            assert [p.fqn for p in parts.buffers(topology)] == ["mean"]
+            (part,) = parts.parameters(topology, rank)
+            (outlives,) = outliving.parameters_of(topology)
+            (weight,) = weights(topology)
+            assert part.fqn == outlives.fqn == weight.fqn == "weight"
+            pieces.append(plain(part.tensor))
+            for other in (outlives.tensor, weight.tensor):
+                assert torch.equal(plain(other), pieces[-1])
+    whole_ = Lone(*shape).weight.detach().view(-1)
+    copies = 4 if wrapper in ("none", "ddp") else 1
+    assert torch.equal(torch.cat(pieces), whole_.repeat(copies))

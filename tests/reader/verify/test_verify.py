@@ -163,6 +163,22 @@ def test_the_torn_end_of_a_killed_writer_is_a_note(journals: Made) -> None:
     assert "not finished" in report.notes[0]
 
 
+def test_frames_are_counted_and_a_damaged_one_is_told_with_its_place(journals: Made) -> None:
+    paths = segments(journals)
+    frames = [len(list(framing.iter_frames(path.read_bytes()))) for path in paths]
+    assert verify(open_run(journals.path)).frames == sum(frames)
+    data = bytearray(paths[2].read_bytes())
+    fourth = framing.decode_frame(data, framing.decode_frame(data, 0)[1])[1]
+    data[fourth + framing.HEADER.size] ^= 16
+    paths[2].write_bytes(data)
+    report = verify(open_run(journals.path))
+    assert [(lost.where.rpartition("/")[2], lost.why) for lost in report.damage] == [
+        (paths[2].name, f"checksum mismatch at byte {fourth}")
+    ]
+    assert report.frames == sum(frames) - frames[2] + 2
+    assert report.notes == []
+
+
 @pytest.mark.parametrize("at", [9, 40, -400])
 def test_a_flipped_bit_in_the_middle_of_a_journal_is_damage(journals: Made, at: int) -> None:
     path = segments(journals)[2]

@@ -1,0 +1,259 @@
+"""Steps that an engine or another clock tells, and passes that count for no step of ours."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpprobe.rank.host import Host
+from ddpprobe.rank.passes import OF_THE_PROCESS
+from ddpprobe.rank.topology import describe as topology_of
+from ddpprobe.rundir.fuse import Fuse
+
+from .test_step_events import Loop, Make, X, made, net, sgd
+
+__all__ = ["made"]  # the fixture
+
+
+class Clock:
+    """A clock of which only the identity matters."""
+
+    next_step, trains = 3, True
+
+
+def test_followers_hear_the_steps_of_the_model_they_follow_and_of_no_other() -> None:
+    host, leader, students = Host(), Clock(), [Clock(), Clock()]
+    heard: list[tuple[int, bool]] = []
+    assert host.clock is None
+    for number, student in enumerate(students):
+        host.hear(student, lambda skipped, number=number: heard.append((number, skipped)))
+    assert host.clock is None  # those follow, nobody leads
+    host.hear(leader, None)
+    assert host.clock is leader
+    host.stepped(students[0], skipped=False)
+    assert heard == []
+    host.stepped(leader, skipped=True)
+    assert sorted(heard) == [(0, True), (1, True)]
+
+
+def test_who_leaves_hears_no_more_and_leaves_the_others_as_they_were() -> None:
+    host, leader, student, other = Host(), Clock(), Clock(), Clock()
+    heard: list[str] = []
+    host.hear(leader, None)
+    host.hear(student, lambda _: heard.append("student"))
+    host.hear(other, lambda _: heard.append("other"))
+    host.leave(student)
+    host.leave(student)
+    host.leave(Clock())  # it never came
+    assert host.clock is leader
+    host.stepped(leader, skipped=False)
+    assert heard == ["other"]
+    host.leave(leader)
+    assert host.clock is None
+    host.stepped(leader, skipped=False)
+    assert heard == ["other"]
+
+
+def test_a_host_keeps_no_clock_alive() -> None:
+    host, leader, student, heard = Host(), Clock(), Clock(), []
+    host.hear(leader, None)
+    host.hear(student, heard.append)
+    del student
+    gc.collect()
+    host.stepped(leader, skipped=False)
+    assert heard == []
+    del leader
+    gc.collect()
+    assert host.clock is None
+
+
+class Engine:
+    """What an engine is to a clock: its optimizer owns nothing of the model."""
+
+    wrapper = "zero2"
+
+    def __init__(self) -> None:
+        self.optimizer = sgd(nn.Linear(1, 1))
+        self.muted = 0
+        self.ready: Callable[[], object] = lambda: None
+        self.over: Callable[[bool], object] = lambda _: None
+        self.act: Callable[[], object] = lambda: None
+
+    def gradients(self) -> Any:
+        return iter(())
+
+    def listen(self, ready: Any, over: Any, act: Any) -> None:
+        self.ready, self.over, self.act = ready, over, act
+
+    def mute(self) -> None:
+        self.muted += 1
+
+
+class Driven(Loop):
+    """A loop whose steps an engine takes."""
+
+    def gradients_ready(self, optimizer: object, *, by_engine: bool = False) -> None:
+        assert by_engine
+        super().gradients_ready(optimizer)
+
+
+@pytest.fixture
+def driven(monkeypatch: pytest.MonkeyPatch) -> tuple[Driven, Engine]:
+    engine = Engine()
+    monkeypatch.setattr(
+        "tests.rank.test_step_events.describe",
+        lambda model: topology_of.describe(model, engine=engine),
+    )
+    loop = Driven(net())
+    loop.clock.start()
+    return loop, engine
+
+
+def test_the_steps_of_an_engine_are_told_with_its_optimizer(driven: tuple[Driven, Engine]) -> None:
+    loop, engine = driven
+    ours = sgd(loop.model)
+    for step in range(3):
+        loop.model(X).sum().backward()
+        engine.ready()
+        assert loop.clock.place()["state"] == "optimizer"
+        ours.step()  # the engine tells the steps, no optimizer of torch does
+        loop.model.zero_grad()  # nor do gradients that vanish
+        engine.over(step == 1)
+        engine.act()
+        assert (loop.clock.steps, loop.clock.skipped) == (step + 1, int(step >= 1))
+    assert loop.ready == [engine.optimizer] * 3
+    assert loop.ends() == [False, True, False]
+    assert [event[-2] for event in loop.heard if event[0] == "step ended"] == [0, 1, 2]
+    assert loop.acts > 0
+    loop.clock.stop()
+    assert engine.muted == 1
+
+
+def test_what_an_engine_tells_outside_of_a_step_is_none(driven: tuple[Driven, Engine]) -> None:
+    loop, engine = driven
+    engine.ready()  # no forward was seen
+    assert (loop.ready, loop.ends()) == ([], [])
+    for steps in range(1, 4):
+        engine.over(False)
+        assert [event[0] for event in loop.heard].count("blind") == int(steps == 3)
+    loop.model(X).sum().backward()
+    engine.ready()
+    engine.over(False)
+    engine.ready()  # the step is over
+    engine.over(False)
+    assert (loop.ready, loop.ends()) == ([engine.optimizer], [False])
+    loop.clock.stop()
+
+
+def lent(loop: Loop) -> bool:
+    return any(event[0] == "lent" for event in loop.heard)
+
+
+def test_what_a_scaler_gave_up_is_a_skipped_step_and_no_pass_of_another_models(made: Make) -> None:
+    loop = made(net())
+    optimizer = sgd(loop.model)
+    loop.clock.start()
+    for skipped in (False, True, True, False):
+        loop.model(X).sum().backward()
+        loop.scaler_gave_up = skipped
+        if not skipped:
+            optimizer.step()
+        loop.model.zero_grad()
+    loop.model(X)
+    assert loop.ends() == [False, True, True, False]
+    assert not lent(loop)
+    assert (loop.clock.step, loop.clock.micro, loop.clock.lent) == (4, 0, 0)
+
+
+def test_what_one_of_two_optimizers_has_stepped_is_no_pass_of_another_models(made: Make) -> None:
+    """Its gradients are thrown away between the backwards of a step."""
+    loop = made(net())
+    halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in loop.model]
+    loop.clock.start()
+    for _ in range(3):
+        first, second = loop.model(X).sum(), loop.model(X).sum()
+        first.backward()
+        halves[0].step()
+        loop.model.zero_grad()
+        second.backward()
+        halves[1].step()
+        loop.model.zero_grad()
+    assert loop.ends() == [False] * 3
+    assert not lent(loop)
+
+
+def test_a_gradient_that_goes_before_anybody_was_seen_to_step_is_lent_to_nobody(made: Make) -> None:
+    """Who takes it may be an optimizer that is none of torch's."""
+    loop = made(net())
+    loop.clock.start()
+    loop.model(X).sum().backward()
+    out = loop.model(X).sum()
+    loop.model.zero_grad()
+    out.backward()
+    assert not lent(loop)
+    assert (loop.ends(), loop.clock.micro) == ([], 1)
+
+
+def test_a_step_in_the_middle_of_which_an_optimizer_raised_is_not_over_at_the_end(
+    made: Make,
+) -> None:
+    loop = made(net())
+    halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in loop.model]
+    loop.clock.start()
+    loop.model(X).sum().backward()
+    halves[0].step()
+
+    def closure() -> float:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        halves[1].step(closure)
+    loop.clock.settle()
+    assert loop.ends() == []
+
+
+def test_a_clock_that_stops_is_no_model_of_the_process_any_more(made: Make) -> None:
+    before = OF_THE_PROCESS.models
+    host, loop, other = Host(), made(net()), made(net())
+    other.clock.stop()  # it has not begun
+    assert OF_THE_PROCESS.models == before
+    loop.clock._host = host
+    loop.clock.start()
+    assert (OF_THE_PROCESS.models, host.clock) == (before + 1, loop.clock)
+    for _ in range(2):
+        loop.clock.stop()
+        assert (OF_THE_PROCESS.models, host.clock) == (before, None)
+
+
+def test_the_nodes_at_which_a_backward_came_into_the_model_are_known(made: Make) -> None:
+    loop, entered = made(net()), []
+    loop.backward_computed = lambda: entered.extend(loop.clock.entered)
+    loop.clock.__init__(loop.topology, loop, Fuse("steps", stopwatch=loop.watch), loop, loop.watch)
+    loop.clock.start()
+    out = loop.model(X)
+    (2 * out).sum().backward()
+    assert len(entered) == 1
+    assert entered[0] is not None
+    assert loop.clock.entered == []
+
+
+def test_a_pass_that_leaves_no_gradients_says_nothing_of_those_of_the_step_before(
+    made: Make,
+) -> None:
+    """A penalty's `autograd.grad`, before the loop throws the older ones away."""
+    loop = made(net())
+    optimizer = sgd(loop.model)
+    loop.clock.start()
+    for _ in range(3):
+        x = X.clone().requires_grad_()
+        torch.autograd.grad(loop.model(x).sum(), x, create_graph=True)
+        optimizer.zero_grad()
+        loop.model(X).sum().backward()
+        optimizer.step()
+    assert (loop.ends(), loop.vanished) == ([False] * 3, [])
+    assert not lent(loop)
