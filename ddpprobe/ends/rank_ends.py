@@ -115,10 +115,13 @@ def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
 
 
 def _was_over(fate: Fate) -> bool:
-    """Whether it was told to end when its script had said between two steps that it was over.
+    """Whether its script had said that it was over, and the exit code is not the script's choice.
 
-    No handler of a signal had run until then: the one that chose the code ran behind it.
+    A pool of workers ends its processes as it likes. Others were told to end between two steps, and
+    no handler of a signal had run until then: the one that chose the code ran behind it.
     """
+    if fate.pooled:
+        return True
     between = fate.clock is not None and fate.clock.phase == "data"
     return _is_asked(fate.how) and between and not fate.at_exit and not fate.handles
 

@@ -14,6 +14,7 @@ _KNOWN = {
 }
 _END = "SLURM_JOB_END_TIME"  # Unix seconds, since Slurm 22.05
 _RESTARTS = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
+_POOL = "RAY_RAYLET_PID"  # the process of Ray that starts the workers of a node, and ends them
 _DIGITS = 10  # of a number of restarts; more of them are none
 _NUMBER = re.compile(r"[\w.\[\]-]{1,64}")
 
@@ -31,6 +32,18 @@ def scheduler(environment: Mapping[str, str]) -> str:
             limit = f", whose time was to end at {when}"
         return f"{name} job {job}{limit}: {command.format(job)}"
     return ""
+
+
+def is_pooled(environment: Mapping[str, str], parent: int) -> bool:
+    """Return whether a process is a worker of Ray.
+
+    What such a worker starts has its environment, and is none: torchrun in a job of Ray.
+
+    Args:
+        environment: of the process.
+        parent: its parent's number.
+    """
+    return environment.get(_POOL) == str(parent)
 
 
 def restarts_left(environment: Mapping[str, str]) -> int:
