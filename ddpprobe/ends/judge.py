@@ -387,6 +387,8 @@ def _asked_by(fate: Fate) -> str:
     if fate.error is not None and fate.error.asked:
         interrupt = fate.error.type == "KeyboardInterrupt"
         return "SIGINT" if interrupt else f"a handler of a signal ({fate.error.type})"
+    if fate.pool:
+        return f"{fate.pool} ({fate.how or UNKNOWN})"
     return fate.how
 
 

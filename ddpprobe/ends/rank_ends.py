@@ -101,6 +101,8 @@ def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
     if fate.asked or fate.raised or (fate.error and how not in {"", CLEAN, UNKNOWN}):
         return TOLD if fate.asked else _of_error(fate)
     chose = how.startswith("exit:") and how != CLEAN and not _was_over(fate)
+    if fate.pool and fate.at_exit:
+        return TOLD  # its script had not said that it was over: the pool did not wait for that
     if fate.closed and not fate.dead and not chose:
         # A signal behind that is torch's threads, which abort now and then in its last moments.
         # Without an exit code nobody knows why one closed in the middle of a step.
@@ -117,10 +119,10 @@ def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
 def _was_over(fate: Fate) -> bool:
     """Whether its script had said that it was over, and the exit code is not the script's choice.
 
-    A pool of workers ends its processes as it likes. Others were told to end between two steps, and
-    no handler of a signal had run until then: the one that chose the code ran behind it.
+    A pool ends its workers as it likes. Others were told to end between two steps, and no handler
+    of a signal had run until then: the one that chose the code ran behind it.
     """
-    if fate.pooled:
+    if fate.pool:
         return True
     between = fate.clock is not None and fate.clock.phase == "data"
     return _is_asked(fate.how) and between and not fate.at_exit and not fate.handles

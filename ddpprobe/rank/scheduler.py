@@ -14,7 +14,8 @@ _KNOWN = {
 }
 _END = "SLURM_JOB_END_TIME"  # Unix seconds, since Slurm 22.05
 _RESTARTS = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
-_POOL = "RAY_RAYLET_PID"  # the process of Ray that starts the workers of a node, and ends them
+# By the variable that holds the process which starts the workers of a node, and ends them.
+_POOLS = {"RAY_RAYLET_PID": "Ray"}
 _DIGITS = 10  # of a number of restarts; more of them are none
 _NUMBER = re.compile(r"[\w.\[\]-]{1,64}")
 
@@ -34,16 +35,16 @@ def scheduler(environment: Mapping[str, str]) -> str:
     return ""
 
 
-def is_pooled(environment: Mapping[str, str], parent: int) -> bool:
-    """Return whether a process is a worker of Ray.
+def pool(environment: Mapping[str, str], parent: int) -> str:
+    """Return what has started a process as a worker: "Ray", or "" if it is none.
 
-    What such a worker starts has its environment, and is none: torchrun in a job of Ray.
+    What such a worker starts has its environment, and is none itself: torchrun in a job of Ray.
 
     Args:
         environment: of the process.
         parent: its parent's number.
     """
-    return environment.get(_POOL) == str(parent)
+    return next((name for key, name in _POOLS.items() if environment.get(key) == str(parent)), "")
 
 
 def restarts_left(environment: Mapping[str, str]) -> int:

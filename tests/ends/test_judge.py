@@ -208,15 +208,18 @@ VERDICTS = {
         [fate(n, "exit:143", at(40, "data"), closed=True, at_exit=True) for n in (0, 1)],
         "stopped", [], "exit:143"),
     "workers that closed, and that their pool ended by an exit code": (
-        [fate(0, "exit:1", at(40, "data"), closed=True, pooled=True),
-         fate(1, "exit:1", at(40, "backward"), closed=True, pooled=True)], "ended", [], ""),
+        [fate(0, "exit:1", at(40, "data"), closed=True, pool="Ray"),
+         fate(1, "exit:1", at(40, "backward"), closed=True, pool="Ray")], "ended", [], ""),
     "the same of processes that nobody else ends": (
         [fate(n, "exit:1", at(40, "data"), closed=True) for n in (0, 1)], "crashed", [0, 1],
         "exit:1"),
     "a worker that raised, and its peer, which waited until the pool ended both": (
         [fate(0, "exit:1", at(13, "backward")),
-         fate(1, "exit:1", at(12, "backward"), closed=True, pooled=True, error=OWN)],
+         fate(1, "exit:1", at(12, "backward"), closed=True, pool="Ray", error=OWN)],
         "crashed", [1], "ValueError"),
+    "workers that had not closed when their pool was ended": (
+        [fate(n, "SIGKILL", at(40, "data"), closed=True, handles=True, at_exit=True, pool="Ray")
+         for n in (0, 1)], "stopped", [], "Ray (SIGKILL)"),
     "one handler that exits as a shell would say it, and SIGTERM for the other": (
         [fate(0, "exit:143", closed=True), fate(1, "SIGTERM")], "stopped", [], "SIGTERM"),
     "a handler that exits out of the middle of a forward": (

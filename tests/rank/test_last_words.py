@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddpprobe.rank.last_words import describe, goodbye
-from ddpprobe.rank.scheduler import is_pooled, restarts_left, scheduler
+from ddpprobe.rank.scheduler import pool, restarts_left, scheduler
 from ddpprobe.records.events import ClosedEvent
 
 pytestmark = pytest.mark.usefixtures("python_s_own_handlers")
@@ -271,12 +271,12 @@ def test_torchrun_s_restarts_are_counted_and_nonsense_is_none(limit, count, left
 
 
 def test_a_worker_that_ray_has_started_says_that_ray_ends_it(monkeypatch) -> None:
-    assert not goodbye().pooled
+    assert goodbye().pool == ""
     monkeypatch.setenv("RAY_RAYLET_PID", str(os.getppid()))
-    assert goodbye().pooled
+    assert goodbye().pool == "Ray"
 
 
 @pytest.mark.parametrize("said", [{}, {"RAY_RAYLET_PID": "11"}, {"RAY_RAYLET_PID": "no number"}])
 def test_what_a_worker_of_ray_has_started_is_none(said: dict[str, str]) -> None:
-    assert not is_pooled(said, 12)
-    assert is_pooled(said | {"RAY_RAYLET_PID": "12"}, 12)
+    assert pool(said, 12) == ""
+    assert pool(said | {"RAY_RAYLET_PID": "12"}, 12) == "Ray"
