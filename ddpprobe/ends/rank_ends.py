@@ -12,6 +12,7 @@ CLEAN = "exit:0"
 _ASKED = ("SIGTERM", "SIGINT", "SIGHUP")
 # By a convention of shells a process that ends because of a signal exits with 128 and its number.
 _ASKED_CODES = {"exit:143": "SIGTERM", "exit:130": "SIGINT", "exit:129": "SIGHUP"}
+OWN_STOP = "AnomalyStop"  # what `install(on_anomaly="stop")` raises, on every rank
 INSIDE = {"forward", "optimizer"}  # phases that no script leaves but by an exception
 # What each rank's end is on its own.
 ALIVE, LEFT, SILENT, LOST, ABSENT = "alive", "left", "silent", "lost", "absent"
@@ -138,7 +139,8 @@ def _of_error(fate: Fate) -> str:
     error = fate.error
     if error is None:  # of a version that did not say which: it may be anybody's
         return TOLD if fate.how in _ASKED else CHOSE
-    return TOLD if error.asked else VICTIM if error.collective else CAUSE
+    asked = error.asked or error.type == OWN_STOP
+    return TOLD if asked else VICTIM if error.collective else CAUSE
 
 
 def _of_signal(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
