@@ -71,6 +71,18 @@ def test_for_an_anomaly_the_trainer_stops_by_itself(torchrun, tmp_path: Path) ->
 
 
 @FULL
+def test_ctrl_c_stops_the_run_and_is_no_crash_though_lightning_exits_with_1(
+    torchrun, poll, tmp_path: Path
+) -> None:
+    need("lightning")
+    assert torchrun([JOB, tmp_path, "interrupted"], nproc=0, timeout=240).returncode == 1
+    run = ddpprobe.open(tmp_path / "interrupted")
+    poll(lambda: run.info()["attempts"][0]["sealed"], 60)
+    assert run.info()["state"] == "stopped"
+    assert "SIGINT" in run.info()["end"]["message"]
+
+
+@FULL
 def test_the_callback_is_one_of_pytorch_lightnings_where_that_is_in_use(
     torchrun, tmp_path: Path
 ) -> None:
