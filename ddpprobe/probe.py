@@ -15,7 +15,7 @@ from typing import Any, final, overload
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ddpprobe.errors import InstallError
+from ddpprobe.errors import AnomalyStop, InstallError
 from ddpprobe.rank import last_words, peer_watcher, process_group
 from ddpprobe.rank.announcements import announce_install
 from ddpprobe.rank.first_forward import FirstForward
@@ -189,7 +189,9 @@ class Probe:
             Fuse("signal handlers").guard(OF_THE_SCRIPT.release)()
         for root in [root for root, probe in _probed.items() if probe is self]:
             del _probed[root]
-        while self._told_close and not at_exit:
+        error = None if words is None else words.error
+        raised = error is not None and error.type != AnomalyStop.__name__
+        while self._told_close and not at_exit and not raised:
             self._told_close.pop()()
 
     def __enter__(self) -> Probe:

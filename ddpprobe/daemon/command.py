@@ -46,7 +46,7 @@ class Command:
         self._said = False
         try:
             process = _typed(psutil.Process(pid))
-            self._words, self._directory = process.cmdline(), process.cwd()
+            self._words, self._directory = _without_padding(process.cmdline()), process.cwd()
         except (psutil.Error, OSError):  # it ended, or its directory was deleted
             return
         self._git = threading.Thread(target=self._ask_git, name="git", daemon=True)
@@ -80,6 +80,16 @@ def _typed(process: psutil.Process) -> psutil.Process:
             break
         process = parent
     return process
+
+
+def _without_padding(words: list[str]) -> list[str]:
+    """Return a command line without the empty words at its end.
+
+    A process that gives itself a name, as a worker of Ray, fills what was there with zeros.
+    """
+    while words and not words[-1]:
+        words.pop()
+    return words
 
 
 def _state_of(lines: Sequence[str]) -> tuple[str | None, bool | None]:

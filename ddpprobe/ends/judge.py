@@ -25,6 +25,7 @@ from ddpprobe.ends.rank_ends import (
     INSIDE,
     LEFT,
     LOST,
+    OWN_STOP,
     SILENT,
     TOLD,
     VICTIM,
@@ -372,6 +373,10 @@ def _stopped(parts: RankEnds, said: str = "") -> End:
     told = parts.all(TOLD)
     if not told and not said:
         return _without_word(parts)
+    own = [f for f in told if f.error is not None and f.error.type == OWN_STOP]
+    if own:
+        text = f"stopped: {ranks_of(own)} ended as on_anomaly='stop' asks for{_besides(parts)}"
+        return End(STOPPED, (), OWN_STOP, step_of(own), phase_of(own), text)
     hows = sorted({_asked_by(f) for f in told}, key=lambda how: (how == "SIGKILL", how))
     text = said or f"{ranks_of(told)} ended because of {' and '.join(map(asked_in_words, hows))}"
     text += _besides(parts)
@@ -387,6 +392,8 @@ def _asked_by(fate: Fate) -> str:
     if fate.error is not None and fate.error.asked:
         interrupt = fate.error.type == "KeyboardInterrupt"
         return "SIGINT" if interrupt else f"a handler of a signal ({fate.error.type})"
+    if fate.pool:
+        return f"{fate.pool} ({fate.how or UNKNOWN})"
     return fate.how
 
 

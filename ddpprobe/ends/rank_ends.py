@@ -12,6 +12,7 @@ CLEAN = "exit:0"
 _ASKED = ("SIGTERM", "SIGINT", "SIGHUP")
 # By a convention of shells a process that ends because of a signal exits with 128 and its number.
 _ASKED_CODES = {"exit:143": "SIGTERM", "exit:130": "SIGINT", "exit:129": "SIGHUP"}
+OWN_STOP = "AnomalyStop"  # what `install(on_anomaly="stop")` raises, on every rank
 INSIDE = {"forward", "optimizer"}  # phases that no script leaves but by an exception
 # What each rank's end is on its own.
 ALIVE, LEFT, SILENT, LOST, ABSENT = "alive", "left", "silent", "lost", "absent"
@@ -101,6 +102,8 @@ def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
     if fate.asked or fate.raised or (fate.error and how not in {"", CLEAN, UNKNOWN}):
         return TOLD if fate.asked else _of_error(fate)
     chose = how.startswith("exit:") and how != CLEAN and not _was_over(fate)
+    if fate.pool and fate.at_exit:
+        return TOLD  # its script had not said that it was over: the pool did not wait for that
     if fate.closed and not fate.dead and not chose:
         # A signal behind that is torch's threads, which abort now and then in its last moments.
         # Without an exit code nobody knows why one closed in the middle of a step.
@@ -115,10 +118,13 @@ def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
 
 
 def _was_over(fate: Fate) -> bool:
-    """Whether it was told to end when its script had said between two steps that it was over.
+    """Whether its script had said that it was over, and the exit code is not the script's choice.
 
-    No handler of a signal had run until then: the one that chose the code ran behind it.
+    A pool ends its workers as it likes. Others were told to end between two steps, and no handler
+    of a signal had run until then: the one that chose the code ran behind it.
     """
+    if fate.pool:
+        return True
     between = fate.clock is not None and fate.clock.phase == "data"
     return _is_asked(fate.how) and between and not fate.at_exit and not fate.handles
 
@@ -133,7 +139,8 @@ def _of_error(fate: Fate) -> str:
     error = fate.error
     if error is None:  # of a version that did not say which: it may be anybody's
         return TOLD if fate.how in _ASKED else CHOSE
-    return TOLD if error.asked else VICTIM if error.collective else CAUSE
+    asked = error.asked or error.type == OWN_STOP
+    return TOLD if asked else VICTIM if error.collective else CAUSE
 
 
 def _of_signal(fate: Fate, case: Case, told: Iterable[Fate]) -> str:

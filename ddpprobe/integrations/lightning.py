@@ -85,6 +85,16 @@ class LightningCallback(Callback):
         """Pause while the trainer writes."""
         self._fit.pause("checkpoint")
 
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Close the run for Ctrl-C: Lightning catches it, and ends the process by exit code 1.
+
+        All others reach the script, which may catch them; who ends by one says so at its end.
+        """
+        if isinstance(exception, KeyboardInterrupt):
+            self._fit.end()
+
     def on_train_end(self, *_: object) -> None:
         """Close the run."""
         self._fit.end()

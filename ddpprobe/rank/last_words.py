@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
 
+from ddpprobe.rank.scheduler import pool
 from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT, is_called_by_a_signal, stack
 from ddpprobe.records.events import ClosedEvent
 from ddpprobe.records.fate import RaisedError
@@ -51,6 +52,7 @@ def goodbye(*, at_exit: bool = False) -> ClosedEvent:
         error=None if raised is None or ended else describe(raised),
         handles=handlers.may_have_run, at_exit=at_exit,
         asked=asked or (isinstance(raised, SystemExit) and _is_asked([raised])),
+        pool=pool(os.environ, os.getppid()),
     )  # fmt: skip
 
 

@@ -27,7 +27,8 @@ class Listener(Protocol):
     def closed(self) -> object:
         """Hear that `Probe.close()` was called and this rank's files are complete.
 
-        Nobody is told where the process ends without it.
+        Nobody is told where the process ends without it, or where an exception is under way, but
+        `AnomalyStop`: the other ranks may wait for this one, and the verdict is to come.
         """
 
 

@@ -14,6 +14,8 @@ _KNOWN = {
 }
 _END = "SLURM_JOB_END_TIME"  # Unix seconds, since Slurm 22.05
 _RESTARTS = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
+# By the variable that holds the process which starts the workers of a node, and ends them.
+_POOLS = {"RAY_RAYLET_PID": "Ray"}
 _DIGITS = 10  # of a number of restarts; more of them are none
 _NUMBER = re.compile(r"[\w.\[\]-]{1,64}")
 
@@ -31,6 +33,18 @@ def scheduler(environment: Mapping[str, str]) -> str:
             limit = f", whose time was to end at {when}"
         return f"{name} job {job}{limit}: {command.format(job)}"
     return ""
+
+
+def pool(environment: Mapping[str, str], parent: int) -> str:
+    """Return what has started a process as a worker: "Ray", or "" if it is none.
+
+    What such a worker starts has its environment, and is none itself: torchrun in a job of Ray.
+
+    Args:
+        environment: of the process.
+        parent: its parent's number.
+    """
+    return next((name for key, name in _POOLS.items() if environment.get(key) == str(parent)), "")
 
 
 def restarts_left(environment: Mapping[str, str]) -> int:

@@ -97,6 +97,8 @@ class ClosedEvent(_Place):
         handles: a handler of SIGTERM or SIGINT of the script's has run, or may have.
         at_exit: it is said at the end of the interpreter.
         asked: it is said in such a handler, or on the way to sys.exit() out of one.
+        pool: what has started its process as a worker, and ends it when it likes, by an exit code
+            of its own choice ("Ray"); "" if nothing does.
     """
 
     sampled: int = -1
@@ -105,6 +107,7 @@ class ClosedEvent(_Place):
     handles: bool = False
     at_exit: bool = False
     asked: bool = False
+    pool: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

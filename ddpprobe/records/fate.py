@@ -81,6 +81,7 @@ class Fate:
         handles: and, as it closed, a handler of these had run, or may have.
         at_exit: it closed at the end of its interpreter; its script had not said that it was over.
         asked: it closed in such a handler, or on its way to sys.exit() out of one.
+        pool: it closed in a worker of this ("Ray"), which ends it when it likes; "" if in none.
         beat_closed: its last heartbeat says that it closed.
         clock: how far it had come; None: not known.
         suspended: it was stopped (SIGSTOP) when last looked at.
@@ -105,6 +106,7 @@ class Fate:
     handles: bool = False
     at_exit: bool = False
     asked: bool = False
+    pool: str = ""
     beat_closed: bool = False
     clock: Progress | None = None
     suspended: bool = False

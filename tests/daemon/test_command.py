@@ -13,6 +13,7 @@ import pytest
 
 from ddpprobe.daemon.command import Command
 from ddpprobe.records.events import CommandEvent
+from tests.conftest import ROOT
 from tests.waiting import deadline
 
 IDENTITY = ["-c", "user.name=n", "-c", "user.email=e@example.invalid", "-c", "commit.gpgsign=false"]
@@ -58,6 +59,17 @@ def test_the_command_is_told_without_what_its_options_call_secrets(job: int, tre
         "train.py", "--lr=3e-4", "--api-key", "***", "--max-tokens", "64", "--hub.token=***",
     )  # fmt: skip
     assert said.directory == str(tree)
+
+
+def test_a_process_that_has_named_itself_has_no_words_behind_its_name() -> None:
+    name = "import sys; from tests.launcher import _be_called; _be_called('worker', 'x')"
+    code = f"{name}; print('runs', flush=True); sys.stdin.read()"
+    pipe = subprocess.PIPE
+    words = [sys.executable, "-c", code, *["more words"] * 9]
+    with subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert ask(Command(process.pid)).words == ("worker", "x")
 
 
 def test_the_commit_is_that_of_the_directory_and_changes_are_told(job: int, tree: Path) -> None:

@@ -144,12 +144,12 @@ def test_a_goodbye_says_all_that_it_has() -> None:
     evidence = Evidence()
     evidence.take_event(
         ClosedEvent(status="exception", error=OWN, handles=True, at_exit=True, asked=True,
-                    state="optimizer", steps=4, micro=1, step=104),
+                    pool="Ray", state="optimizer", steps=4, micro=1, step=104),
         0, NODE,
     )  # fmt: skip
     assert fate_of(evidence) == Fate(
         0, NODE, closed=True, raised=True, error=OWN, handles=True, at_exit=True, asked=True,
-        heard=True, clock=Progress(4, 1, "optimizer", 104),
+        pool="Ray", heard=True, clock=Progress(4, 1, "optimizer", 104),
     )  # fmt: skip
     plain = Evidence()
     plain.take_event(ClosedEvent(), 0, NODE)

@@ -23,6 +23,7 @@ GONE = RaisedError("RuntimeError", "[gloo] Connection closed by peer", "train.py
 TIMED_OUT = RaisedError("RuntimeError", "[gloo] Timed out waiting 1800000ms", "train.py:9", True)
 OWN = RaisedError("ValueError", "bad batch", "train.py:40 in step")
 REFUSED = RaisedError("ConnectionResetError", "by peer", "train.py:40 in fetch")
+OWN_STOP = RaisedError("AnomalyStop", "nonfinite at step 6, rank 1", "train.py:50 in train")
 PREEMPTED = RaisedError("Preempted", "", "train.py:7 in on_term", asked=True)
 
 
@@ -207,6 +208,25 @@ VERDICTS = {
     "the same, at the interpreter's end": (
         [fate(n, "exit:143", at(40, "data"), closed=True, at_exit=True) for n in (0, 1)],
         "stopped", [], "exit:143"),
+    "stopped for an anomaly, as the user wants it": (
+        [raised(n, OWN_STOP, clock=at(20, "data")) for n in (0, 1)], "stopped", [], "AnomalyStop"),
+    "the same, and the launcher ends the one that is slower": (
+        [raised(0, OWN_STOP), fate(1, "SIGTERM")], "stopped", [], "AnomalyStop"),
+    "the same, and another one failed on its own": (
+        [raised(0, OWN_STOP), raised(1, OWN)], "crashed", [1], "ValueError"),
+    "workers that closed, and that their pool ended by an exit code": (
+        [fate(0, "exit:1", at(40, "data"), closed=True, pool="Ray"),
+         fate(1, "exit:1", at(40, "backward"), closed=True, pool="Ray")], "ended", [], ""),
+    "the same of processes that nobody else ends": (
+        [fate(n, "exit:1", at(40, "data"), closed=True) for n in (0, 1)], "crashed", [0, 1],
+        "exit:1"),
+    "a worker that raised, and its peer, which waited until the pool ended both": (
+        [fate(0, "exit:1", at(13, "backward")),
+         fate(1, "exit:1", at(12, "backward"), closed=True, pool="Ray", error=OWN)],
+        "crashed", [1], "ValueError"),
+    "workers that had not closed when their pool was ended": (
+        [fate(n, "SIGKILL", at(40, "data"), closed=True, handles=True, at_exit=True, pool="Ray")
+         for n in (0, 1)], "stopped", [], "Ray (SIGKILL)"),
     "one handler that exits as a shell would say it, and SIGTERM for the other": (
         [fate(0, "exit:143", closed=True), fate(1, "SIGTERM")], "stopped", [], "SIGTERM"),
     "a handler that exits out of the middle of a forward": (

@@ -6,39 +6,27 @@ with a fault; `stop` ends for a fault.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from ddpprobe.integrations.huggingface import DdpprobeCallback
+from tests.frameworks.job_parts import MICROS, WORLD, digest, leave, tell
+from tests.frameworks.trainer_parts import Patient, Seen, plant, stopped
 
-STEPS, MICROS, SAVED = 5, 2, 3
-RANK = int(os.environ.get("LOCAL_RANK", "0"))
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+STEPS, SAVED = 5, 3
 
 
 def model(fault_at: int = -1) -> GPT2LMHeadModel:
     torch.manual_seed(1)
     config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=64, n_positions=16)
     built = GPT2LMHeadModel(config)
-    calls = 0
-
-    def plant(module: nn.Module, args: object, output: Tensor) -> Tensor | None:
-        nonlocal calls
-        calls += torch.is_grad_enabled()
-        bad = calls == fault_at * MICROS + 1 and RANK == WORLD - 1
-        return output * float("nan") if bad else None
-
     if fault_at >= 0:
-        built.transformer.h[1].mlp.c_proj.register_forward_hook(plant)
+        plant(built, fault_at)
     return built
 
 
@@ -53,27 +41,6 @@ class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
         labels = ids.clone()
         labels[: index % 9] = -100
         return {"input_ids": ids, "labels": labels}
-
-
-class Seen(TrainerCallback):
-    """Notes where the run is, while it is one, and what the Trainer says of its loss."""
-
-    def __init__(self, callback: DdpprobeCallback) -> None:
-        self.callback, self.run, self.losses = callback, "", []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.run = str(self.callback.probe.run_dir)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if "loss" in logs:
-            self.losses.append(float(logs["loss"]))
-
-
-class Patient(TrainerCallback):
-    """Gives the daemon the time that it takes."""
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        time.sleep(0.02)
 
 
 def train(
@@ -93,8 +60,7 @@ def train(
         eval_dataset=torch.utils.data.Subset(Tokens(), range(2)), callbacks=list(callbacks),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
-    bits = b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters())
-    return hashlib.sha256(bits).hexdigest(), trainer
+    return digest(trainer.model), trainer
 
 
 def all_of_it(out: Path) -> dict[str, Any]:
@@ -117,14 +83,11 @@ def stop(out: Path) -> dict[str, Any]:
     callback = DdpprobeCallback(every=1, on_anomaly="stop", run_dir=out / "stopped")
     steps = 10**6  # until it is stopped, or the test's own time is up
     _, trainer = train(out / "stop", callback, Patient(), fault_at=2, steps=steps)
-    stopped = callback._fit.stopped_for
-    return {"step": trainer.state.global_step, "for": stopped and [stopped.step, stopped.rank]}
+    return stopped(callback, trainer.state.global_step)
 
 
 if __name__ == "__main__":
     where, part = Path(sys.argv[1]), sys.argv[2]
     found = {"fit": all_of_it, "stop": stop}[part](where)
-    (where / f"{part}.{RANK}.json").write_text(json.dumps(found))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-        time.sleep(0.5)
+    tell(where, part, found)
+    leave()

@@ -1,15 +1,13 @@
 """Lightning trains with the callback and without it: lightning_job.py OUT PART [DEVICES].
 
 Parts leave what they saw in OUT/PART.RANK.json. `fit` is one training twice, a resumed one, and one
-with a fault; `stop` ends for a fault; `before` calls `ddpprobe.install` in front of `fit()`.
-$LIGHTNING is the package that has the Trainer.
+with a fault; `stop` ends for a fault, `interrupted` by Ctrl-C; `before` calls `ddpprobe.install` in
+front of `fit()`. $LIGHTNING is the package that has the Trainer.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
 import os
 import sys
 import time
@@ -21,11 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddpprobe
+from tests.frameworks.job_parts import MICROS, digest, leave, tell
 
 pl: Any = importlib.import_module(os.environ.get("LIGHTNING", "lightning.pytorch"))
 from ddpprobe.integrations.lightning import LightningCallback  # noqa: E402  (looks at the above)
 
-STEPS, MICROS, SAVED = 6, 2, 4
+STEPS, SAVED = 6, 4
 
 
 class Module(pl.LightningModule):
@@ -78,8 +77,7 @@ def fit(
         **{"enable_checkpointing": False, **options},
     )  # fmt: skip
     trainer.fit(module, data(), data(), ckpt_path=checkpoint)
-    bits = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
-    return hashlib.sha256(bits).hexdigest(), module, trainer
+    return digest(module), module, trainer
 
 
 class Seen(pl.Callback):
@@ -126,6 +124,22 @@ def stop(out: Path, devices: int) -> dict[str, Any]:
     return {"step": trainer.global_step, "for": stopped and [stopped.step, stopped.rank]}
 
 
+class Interrupted(pl.Callback):
+    """Presses Ctrl-C in the third step, once the daemon is there to see how it ends."""
+
+    def on_train_batch_start(self, trainer: Any, *_: object) -> None:
+        if trainer.global_step == 2:
+            while not any(Path(trainer.default_root_dir, "daemon").glob("*.json")):
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+
+def interrupted(out: Path, devices: int) -> dict[str, Any]:
+    callback = LightningCallback(every=1, run_dir=out / "interrupted")
+    fit(out / "interrupted", devices, callback, Interrupted())
+    return {}  # it does not come here: Lightning ends the process
+
+
 def before(out: Path, devices: int) -> dict[str, Any]:
     pl.seed_everything(3)
     module = Module()
@@ -143,9 +157,7 @@ def before(out: Path, devices: int) -> dict[str, Any]:
 if __name__ == "__main__":
     where, part = Path(sys.argv[1]), sys.argv[2]
     count = int(sys.argv[3] if len(sys.argv) > 3 else os.environ.get("WORLD_SIZE", "1"))
-    found = {"fit": all_of_it, "stop": stop, "before": before}[part](where, count)
-    rank = os.environ.get("LOCAL_RANK", "0")
-    (where / f"{part}.{rank}.json").write_text(json.dumps(found))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-        time.sleep(0.5)
+    parts = {"fit": all_of_it, "stop": stop, "interrupted": interrupted, "before": before}
+    found = parts[part](where, count)
+    tell(where, part, found)
+    leave()

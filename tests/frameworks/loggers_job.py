@@ -6,13 +6,10 @@ seen is in OUT/NAME.RANK.json.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
 import os
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.frameworks.job_parts import RANK, WORLD, digest, leave, tell
+
 OUT, NAME = Path(sys.argv[1]), sys.argv[2]
 STEPS = 4
-RANK = int(os.environ.get("LOCAL_RANK", "0"))
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(OUT)}
 os.environ |= {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_TRACKING_URI": f"file://{OUT}/mlflow"}
 OPTIONS: dict[str, Any] = {"every": 1, "daemon": "none"}
@@ -46,12 +43,6 @@ def seeded() -> Net:
     random.seed(1)
     np.random.seed(1)
     return Net()
-
-
-def bits(net: nn.Module) -> str:
-    return hashlib.sha256(
-        b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-    ).hexdigest()
 
 
 def batch(step: int) -> Tensor:
@@ -196,8 +187,5 @@ if __name__ == "__main__":
     net, run = train(OUT / "probed", probed=True)
     if "wandb" in sys.modules and sys.modules["wandb"].run is not None:
         sys.modules["wandb"].finish()
-    told = {"same": bits(net) == bits(alone), "run": run}
-    (OUT / f"{NAME}.{RANK}.json").write_text(json.dumps(told))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-        time.sleep(0.5)
+    tell(OUT, NAME, {"same": digest(net) == digest(alone), "run": run})
+    leave()

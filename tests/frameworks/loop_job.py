@@ -6,42 +6,16 @@ What it saw is in OUT/NAME.RANK.json.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-STEPS, MICROS, SAVED = 4, 2, 2
-RANK = int(os.environ.get("LOCAL_RANK", "0"))
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+from tests.frameworks.job_parts import MICROS, RANK, WORLD, Net, batch, digest, leave, tell
 
-
-class Net(nn.Module):
-    """Returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1)
-        self.fault = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x).tanh()
-        if self.fault:
-            hidden = hidden * float("nan")
-        return (self.down(hidden) - x.sum(1, keepdim=True)).pow(2).mean()
-
-
-def batch(step: int, micro: int) -> Tensor:
-    seed = (step * MICROS + micro) * WORLD + RANK
-    return torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+STEPS, SAVED = 4, 2
 
 
 def over_accelerate(out: Path, options: dict[str, Any] | None, steps: range, fault: int) -> Any:
@@ -125,18 +99,8 @@ def all_of_it(out: Path, over: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-def digest(net: nn.Module) -> str:
-    return hashlib.sha256(b"".join(map(bytes_of, net.parameters()))).hexdigest()
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    return tensor.detach().numpy().tobytes()
-
-
 if __name__ == "__main__":
     where, name = Path(sys.argv[1]), sys.argv[2]
     result = all_of_it(where, {"accelerate": over_accelerate, "fabric": over_fabric}[name])
-    (where / f"{name}.{RANK}.json").write_text(json.dumps(result))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-        time.sleep(0.5)
+    tell(where, name, result)
+    leave()

@@ -1,15 +1,17 @@
 """A training function of Ray Train: ray_job.py OUT WORLD.
 
-It trains without the probe, with it, on from the middle, with a fault on the last rank, and until
-its function raises. What each worker saw is in OUT/ray.RANK.json.
+It trains without the probe, with it, on from the middle, until the last rank raises or is killed
+and Ray starts all of them again, with a fault on the last rank, and until its function raises. What
+each worker saw is in OUT/ray.RANK.json.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +20,12 @@ import ray.train.torch
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from torch import Tensor, nn
 
-STEPS, MICROS, SAVED, FAULT = 4, 2, 2, 2
+from tests.frameworks.job_parts import MICROS, Net, batch, digest, tell
 
-
-class Net(nn.Module):
-    """Returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1)
-        self.fault = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x).tanh()
-        if self.fault:
-            hidden = hidden * float("nan")
-        return (self.down(hidden) - x.sum(1, keepdim=True)).pow(2).mean()
+STEPS, SAVED, FAULT = 4, 2, 2
+# Where the last rank dies once, and whether the first one has saved a checkpoint by then.
+DEATHS = {"raised_once": {"dies": 1}, "killed_once": {"dies": 3, "saves": True}}
 
 
 def work(config: dict[str, Any]) -> None:
@@ -49,36 +38,40 @@ def work(config: dict[str, Any]) -> None:
     model = ray.train.torch.prepare_model(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     told: dict[str, Any] = {"losses": [], "directory": os.getcwd()}
-    first, died = config.get("first", 0), Path(config["out"], "died")
+    out, part = Path(config["out"]), config["part"]
+    died, saved = out / f"{part}.died", out / f"{part}.saved"
+    first = SAVED if saved.exists() else config.get("first", 0)
 
     def loop() -> None:
         for step in range(first, STEPS):
             for micro in range(MICROS):
                 net.fault = step == config.get("fault") and rank == world - 1
-                seed = (step * MICROS + micro) * world + rank
-                x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
-                loss = model(x)
+                loss = model(batch(step, micro, rank, world))
+                if step == config.get("dies") and rank == world - 1 and not died.exists():
+                    died.touch()
+                    while not any(Path(told["run"], "daemon").glob("*.json")):
+                        time.sleep(0.01)  # for the daemon, which is to see it
+                    if part == "killed_once":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise OSError("the disk is gone")
                 told["losses"].append(loss.item())
                 (loss / MICROS).backward()
             optimizer.step()
             optimizer.zero_grad()
             if step == config.get("raises"):
                 raise ValueError("the data are bad")
-            if step == config.get("dies_once") and not died.exists():
-                if rank == 0:
-                    died.touch()
-                raise OSError("the disk is gone")
+            if step == SAVED - 1 and rank == 0 and config.get("saves"):
+                saved.touch()
 
-    if config["part"] == "alone":
+    if part == "alone":
         loop()
     else:
-        options = {"every": 1, "daemon": "none", **config.get("options", {})}
+        options = {"every": 1, **config.get("options", {})}
         with install(model, first_step=first, **options) as probe:
             told["run"] = probe.run_dir
             loop()
-    bits = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-    told["digest"] = hashlib.sha256(bits).hexdigest()
-    Path(config["out"], f"{config['part']}.{rank}.json").write_text(json.dumps(told))
+    told["digest"] = digest(net)
+    tell(out, part, told, rank)
 
 
 def all_of_it(out: Path, world: int) -> None:
@@ -96,20 +89,21 @@ def all_of_it(out: Path, world: int) -> None:
     fit("alone")
     fit("fit")
     fit("resumed", first=SAVED)
-    fit("again", failures=1, dies_once=1)
+    for part, how in DEATHS.items():
+        fit(part, failures=1, **how)
     fit("faulty", fault=FAULT, options={"run_dir": str(out / "faulty")})
     try:
         fit("raised", raises=1, options={"run_dir": str(out / "raised")})
     except ray.train.TrainingFailedError:
         print("the training function raised")
     for rank in range(world):
-        alone, told, resumed, again = (
+        alone, told, resumed, *started_again = (
             json.loads((out / f"{part}.{rank}.json").read_text())
-            for part in ("alone", "fit", "resumed", "again")
+            for part in ("alone", "fit", "resumed", *DEATHS)
         )
         told |= {"same": told["digest"] == alone["digest"], "resumed_run": resumed["run"]}
-        told["started_again_run"] = again["run"]
-        (out / f"ray.{rank}.json").write_text(json.dumps(told))
+        told |= {part: one["run"] for part, one in zip(DEATHS, started_again, strict=True)}
+        tell(out, "ray", told, rank)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import ddpprobe
 from ddpprobe.records.step import StepRecord, derive
 
 from ..conftest import torchrun_in
 from .trained import (
     FULL,
     Trained,
+    assert_losses,
     assert_named,
     assert_resumed,
     assert_right,
+    assert_stopped,
     need,
-    steps_of,
     train,
 )
 
@@ -51,9 +51,7 @@ def test_training_is_the_same_and_everything_is_observed(trained) -> None:
 
 
 def test_the_loss_is_the_models_own(trained) -> None:
-    for rank, one in enumerate(trained.told):
-        seen = [r.scalars[rank]["loss"] for r in trained.records()]
-        assert seen == pytest.approx(steps_of(one["losses"], MICROS), rel=1e-5)
+    assert_losses(trained, MICROS)
 
 
 def test_reduced_gradients_are_those_that_deepspeed_tells_before_it_clips_them(trained) -> None:
@@ -87,12 +85,7 @@ def test_a_nan_is_named_by_step_rank_and_module(trained) -> None:
 
 def test_for_an_anomaly_the_engines_step_raises(torchrun, tmp_path: Path) -> None:
     need("deepspeed")
-    done = torchrun([JOB, tmp_path, "stop"], nproc=0, timeout=240)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "stop.0.json").read_text())
-    assert found["for"] == [2, 0]
-    assert found["step"] > 2
-    assert ddpprobe.open(tmp_path / "stopped").info()["state"] == "ended"
+    assert_stopped(torchrun, tmp_path, JOB, "stop", "stop")
 
 
 def test_what_would_be_wrong_is_refused_with_its_reason(torchrun, tmp_path: Path) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import ddpprobe
-
 from ..conftest import torchrun_in
-from .trained import FULL, Trained, assert_named, assert_resumed, assert_right, need, train
+from .trained import (
+    FULL,
+    Trained,
+    assert_named,
+    assert_resumed,
+    assert_right,
+    assert_stopped,
+    need,
+    train,
+)
 
 pytestmark = FULL
 JOB = Path(__file__).with_name("huggingface_job.py")
@@ -54,9 +60,4 @@ def test_a_nan_is_named_by_step_rank_and_module(trained) -> None:
 
 def test_for_an_anomaly_the_trainer_stops_by_itself(torchrun, tmp_path: Path) -> None:
     need("transformers")
-    done = torchrun([JOB, tmp_path, "stop"], nproc=0, timeout=240)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "stop.0.json").read_text())
-    assert found["for"] == [2, 0]
-    assert found["step"] > 2
-    assert ddpprobe.open(tmp_path / "stopped").info()["state"] == "ended"
+    assert_stopped(torchrun, tmp_path, JOB, "stop", "stop")

@@ -15,11 +15,12 @@ from ..conftest import torchrun_in
 from .trained import (
     FULL,
     Trained,
+    assert_losses,
     assert_named,
     assert_resumed,
     assert_right,
+    assert_stopped,
     need,
-    steps_of,
     train,
 )
 
@@ -46,9 +47,7 @@ def test_the_probe_pauses_for_validation_and_checkpoints(trained) -> None:
 
 
 def test_the_loss_is_the_one_that_training_step_returned(trained) -> None:
-    for rank, one in enumerate(trained.told):
-        seen = [r.scalars[rank]["loss"] for r in trained.records()]
-        assert seen == pytest.approx(steps_of(one["losses"], MICROS), rel=1e-5)
+    assert_losses(trained, MICROS)
 
 
 def test_the_gradient_norm_is_the_one_of_the_whole_step(trained) -> None:
@@ -68,12 +67,19 @@ def test_a_nan_is_named_by_step_rank_and_module(trained) -> None:
 @FULL
 def test_for_an_anomaly_the_trainer_stops_by_itself(torchrun, tmp_path: Path) -> None:
     need("lightning")
-    done = torchrun([JOB, tmp_path, "stop"], nproc=0, timeout=240)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "stop.0.json").read_text())
-    assert found["for"] == [2, 0]
-    assert found["step"] > 2
-    assert ddpprobe.open(tmp_path / "stopped").info()["state"] == "ended"
+    assert_stopped(torchrun, tmp_path, JOB, "stop", "stop")
+
+
+@FULL
+def test_ctrl_c_stops_the_run_and_is_no_crash_though_lightning_exits_with_1(
+    torchrun, poll, tmp_path: Path
+) -> None:
+    need("lightning")
+    assert torchrun([JOB, tmp_path, "interrupted"], nproc=0, timeout=240).returncode == 1
+    run = ddpprobe.open(tmp_path / "interrupted")
+    poll(lambda: run.info()["attempts"][0]["sealed"], 60)
+    assert run.info()["state"] == "stopped"
+    assert "SIGINT" in run.info()["end"]["message"]
 
 
 @FULL

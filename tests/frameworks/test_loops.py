@@ -11,11 +11,11 @@ from ..conftest import torchrun_in
 from .trained import (
     FULL,
     Trained,
+    assert_losses,
     assert_named,
     assert_resumed,
     assert_right,
     need,
-    steps_of,
     train,
 )
 
@@ -39,9 +39,7 @@ def test_training_is_the_same_and_everything_is_observed(trained) -> None:
 
 
 def test_the_loss_is_the_models_own(trained) -> None:
-    for rank, one in enumerate(trained.told):
-        seen = [r.scalars[rank]["loss"] for r in trained.records()]
-        assert seen == pytest.approx(steps_of(one["losses"], MICROS), rel=1e-5)
+    assert_losses(trained, MICROS)
 
 
 def test_a_resumed_training_is_a_further_attempt_at_the_users_step(trained) -> None:

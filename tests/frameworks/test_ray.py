@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +13,23 @@ import ddpprobe
 from ddpprobe.records.events import ClosedEvent
 
 from ..conftest import torchrun_in
-from .trained import FULL, Trained, assert_named, assert_resumed, assert_right, need, steps_of
+from ..waiting import deadline
+from .trained import (
+    FULL,
+    Trained,
+    assert_losses,
+    assert_named,
+    assert_resumed,
+    assert_right,
+    need,
+)
 
 pytestmark = FULL
 JOB = Path(__file__).with_name("ray_job.py")
 STEPS, MICROS, SAVED = 4, 2, 2
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0"}
+# Part of the job: what its last worker dies of once.
+DEATHS = {"raised_once": "OSError: the disk is gone", "killed_once": "SIGKILL"}
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -28,7 +40,17 @@ def trained(request, tmp_path_factory) -> Iterator[Trained]:
         done = run([JOB, out, str(world)], nproc=0, timeout=300, env=ENVIRONMENT)
         assert done.returncode == 0, done.stderr
         told = [json.loads((out / f"ray.{rank}.json").read_text()) for rank in range(world)]
+        wait_until_sealed(out)
         yield Trained(done, told, out)
+
+
+def wait_until_sealed(out: Path) -> None:
+    """Wait until the daemons have written down how each attempt of each run ended."""
+    late = deadline(60)
+    for path in out.rglob("run.json"):
+        while not all(one["sealed"] for one in ddpprobe.open(path.parent).info()["attempts"]):
+            assert time.monotonic() < late, f"the daemon of {path.parent} does not end"
+            time.sleep(0.1)
 
 
 def test_training_is_the_same_and_everything_is_observed(trained) -> None:
@@ -42,23 +64,39 @@ def test_the_run_lies_with_the_experiment_and_not_where_ray_runs_the_worker(trai
 
 
 def test_the_loss_is_the_models_own(trained) -> None:
-    for rank, one in enumerate(trained.told):
-        seen = [r.scalars[rank]["loss"] for r in trained.records()]
-        assert seen == pytest.approx(steps_of(one["losses"], MICROS), rel=1e-5)
+    assert_losses(trained, MICROS)
 
 
 def test_a_resumed_training_is_a_further_attempt_at_the_users_step(trained) -> None:
     assert_resumed(trained, SAVED, STEPS)
 
 
-def test_workers_that_ray_starts_again_go_on_in_the_run_that_they_had(trained) -> None:
-    runs = {one["started_again_run"] for one in trained.told}
-    assert len(runs) == 1
-    assert runs != {one["run"] for one in trained.told}  # each fit() has its own
-    run = ddpprobe.open(runs.pop())
-    assert [(r.attempt, r.step) for r in run.records()] == [
-        *((0, s) for s in range(2)), *((1, s) for s in range(STEPS))
-    ]  # fmt: skip
+def test_each_fit_has_a_run_and_no_worker_leaves_another_one(trained) -> None:
+    runs = {one[part] for one in trained.told for part in ("run", *DEATHS)}
+    assert len(runs) == 1 + len(DEATHS)
+    found = {str(path.parent) for path in trained.out.rglob("run.json")}
+    assert found == runs | {str(trained.out / name) for name in ("faulty", "raised")}
+
+
+@pytest.mark.parametrize(("part", "how"), DEATHS.items(), ids=DEATHS)
+def test_workers_that_ray_starts_again_go_on_in_the_run_that_they_had(
+    trained, call, part: str, how: str
+) -> None:
+    last, first_step = len(trained.told) - 1, {"raised_once": 0, "killed_once": SAVED}[part]
+    run = ddpprobe.open(trained.told[0][part])
+    records = [(r.attempt, r.step, r.ranks) for r in run.records() if r.attempt]
+    assert records == [(1, step, tuple(range(last + 1))) for step in range(first_step, STEPS)]
+    assert {r.attempt for r in run.records()} == {0, 1}
+    assert run.info()["state"] == "ended"  # is how the last attempt ended
+    (page,) = [a for a in run.anomalies() if a.level == "page"]
+    assert (page.attempt, page.detector, page.rank) == (0, "rank_lost", last)
+    code, out, _ = call("anomalies", run.path)
+    assert code == 1
+    assert f"attempt 0: crashed: rank {last} died ({how}" in out
+    assert "attempt 1" not in out
+    code, out, _ = call("verify", run.path)
+    assert code in {0, 4}  # 4: a step of the rank that died was under way
+    assert out.startswith("all intact")
 
 
 def test_a_nan_is_named_by_step_rank_and_module(trained) -> None:

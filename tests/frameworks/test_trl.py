@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import ddpprobe
-
 from ..conftest import torchrun_in
-from .trained import FULL, Trained, assert_named, assert_resumed, assert_right, need, train
+from .trained import (
+    FULL,
+    Trained,
+    assert_named,
+    assert_resumed,
+    assert_right,
+    assert_stopped,
+    need,
+    train,
+)
 
 pytestmark = FULL
 JOB = Path(__file__).with_name("trl_job.py")
@@ -59,9 +65,4 @@ def test_a_nan_is_named_by_step_rank_and_module(trained) -> None:
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_for_an_anomaly_the_trainer_stops_by_itself(torchrun, tmp_path: Path, name: str) -> None:
     need("trl")
-    done = torchrun([JOB, tmp_path, name, "stop"], nproc=0, timeout=240)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / f"{name}.0.json").read_text())
-    assert found["for"] == [2, 0]
-    assert found["step"] > 2
-    assert ddpprobe.open(tmp_path / "stopped").info()["state"] == "ended"
+    assert_stopped(torchrun, tmp_path, JOB, f"{name} stop", name)

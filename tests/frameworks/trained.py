@@ -77,6 +77,13 @@ def assert_right(trained: Trained, steps: int, sites: set[str], wrapper: str) ->
         assert sites <= {s.fqn for s in record.sites if s.kind == "grad_output"}
 
 
+def assert_losses(trained: Trained, micros: int) -> None:
+    """Claim: the loss of each rank in each step is the mean of what its micro-batches had."""
+    for rank, one in enumerate(trained.told):
+        seen = [r.scalars[rank]["loss"] for r in trained.records()]
+        assert seen == pytest.approx(steps_of(one["losses"], micros), rel=1e-5)
+
+
 def assert_resumed(trained: Trained, first: int, steps: int) -> None:
     """Claim: the resumed training is a further attempt, at the framework's own step number."""
     assert {one["resumed_run"] for one in trained.told} == {trained.told[0]["run"]}
@@ -88,3 +95,13 @@ def assert_named(trained: Trained, step: int, module: str) -> None:
     first = ddpprobe.open(trained.out / "faulty").anomalies()[0]
     assert (first.detector, first.level, first.first_cause) == ("nonfinite", "page", True)
     assert (first.step, first.rank, first.module) == (step, len(trained.told) - 1, module)
+
+
+def assert_stopped(run: Callable[..., Any], out: Path, job: Path, words: str, name: str) -> None:
+    """Claim: for the fault of step 2 a job in one process stops some steps later, and ends well."""
+    done = run([job, out, *words.split()], nproc=0, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((out / f"{name}.0.json").read_text())
+    assert found["for"] == [2, 0]
+    assert found["step"] > 2
+    assert ddpprobe.open(out / "stopped").info()["state"] == "ended"

@@ -6,11 +6,8 @@ until it is stopped. What it saw is in OUT/NAME.RANK.json.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(OUT / "datasets")
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
 from transformers import (  # noqa: E402
     GPT2Config,
     GPT2LMHeadModel,
@@ -30,10 +26,10 @@ from transformers import (  # noqa: E402
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 from ddpprobe.integrations.huggingface import DdpprobeCallback  # noqa: E402
+from tests.frameworks.job_parts import MICROS, digest, leave, tell  # noqa: E402
+from tests.frameworks.trainer_parts import Patient, Seen, plant, stopped  # noqa: E402
 
-STEPS, MICROS, SAVED = 4, 2, 2
-RANK = int(os.environ.get("LOCAL_RANK", "0"))
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+STEPS, SAVED = 4, 2
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))]
 
 
@@ -52,41 +48,6 @@ def model() -> GPT2LMHeadModel:
         bos_token_id=1,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
-
-
-def plant(net: GPT2LMHeadModel, fault_at: int) -> None:
-    """Make one output NaN, in the second micro-batch of a step of the last rank."""
-    calls = 0
-
-    def hook(module: nn.Module, args: object, output: Tensor) -> Tensor | None:
-        nonlocal calls
-        calls += torch.is_grad_enabled()
-        bad = calls == fault_at * MICROS + 1 and RANK == WORLD - 1
-        return output * float("nan") if bad else None
-
-    net.transformer.h[1].mlp.c_proj.register_forward_hook(hook)
-
-
-class Seen(TrainerCallback):
-    """Notes where the run is, while it is one, and how many steps there were."""
-
-    def __init__(self, callback: DdpprobeCallback) -> None:
-        self.callback, self.run, self.steps, self.losses = callback, "", [], []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.run = str(self.callback.probe.run_dir)
-        self.steps.append(state.global_step)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if "loss" in logs:
-            self.losses.append(float(logs["loss"]))
-
-
-class Patient(TrainerCallback):
-    """Gives the daemon the time that it takes."""
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        time.sleep(0.02)
 
 
 def rows() -> Dataset:
@@ -126,8 +87,7 @@ def train(
     else:
         trainer = DPOTrainer(net, ref_model=model(), args=DPOConfig(**options), **given)
     trainer.train(resume_from_checkpoint=resume)
-    bits = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-    return hashlib.sha256(bits).hexdigest()
+    return digest(net)
 
 
 def stop() -> dict[str, Any]:
@@ -135,12 +95,11 @@ def stop() -> dict[str, Any]:
     seen = Seen(callback)
     # Until it is stopped, or the test's own time is up.
     train(OUT / "stop", callback, seen, Patient(), fault_at=2, steps=10**6)
-    stopped = callback._fit.stopped_for
-    return {"step": seen.steps[-1], "for": stopped and [stopped.step, stopped.rank]}
+    return stopped(callback, seen.steps[-1])
 
 
 if __name__ == "__main__" and sys.argv[3:] == ["stop"]:
-    (OUT / f"{NAME}.{RANK}.json").write_text(json.dumps(stop()))
+    tell(OUT, NAME, stop())
 elif __name__ == "__main__":
     alone = train(OUT / "alone")
     callback = DdpprobeCallback(every=1, daemon="none")
@@ -154,7 +113,5 @@ elif __name__ == "__main__":
     told["resumed_run"] = seen.run
     faulty = DdpprobeCallback(every=1, daemon="none", run_dir=OUT / "faulty")
     train(OUT / "bad", faulty, fault_at=2)
-    (OUT / f"{NAME}.{RANK}.json").write_text(json.dumps(told))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-        time.sleep(0.5)
+    tell(OUT, NAME, told)
+    leave()

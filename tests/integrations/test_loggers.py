@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import ddpprobe
+from ddpprobe import AnomalyStop
 from ddpprobe.integrations import verdict
 from ddpprobe.integrations.fit import Fit
 from ddpprobe.integrations.loggers import LoggerLink, attach, sink_of
@@ -107,6 +108,21 @@ def test_a_logger_hears_of_the_run_of_each_sampled_step_and_of_the_verdict(tmp_p
         "ddpprobe/run_dir": str(run_dir),
         "ddpprobe/verdict": "no anomalies in 3 sampled steps",
     }
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(ValueError("bad batch"), False), (AnomalyStop(PAGE, 4), True)]
+)
+def test_a_training_that_raises_has_no_verdict_but_for_the_stop_that_was_asked_for(
+    tmp_path: Path, error: Exception, told: bool
+) -> None:
+    writer, net = Writer(), nn.Linear(4, 1)
+    options = {"every": 1, "daemon": "none", "run_dir": tmp_path / "run"}
+    with pytest.raises(type(error)), ddpprobe.install(net, **options) as probe:
+        attach(probe, writer)
+        raise error
+    assert any(said[0] == "ddpprobe/run_id" for said in writer.said)
+    assert any(said[0] == "ddpprobe/verdict" for said in writer.said) == told
 
 
 def test_the_verdict_names_the_first_cause(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddpprobe.rank.last_words import describe, goodbye
-from ddpprobe.rank.scheduler import restarts_left, scheduler
+from ddpprobe.rank.scheduler import pool, restarts_left, scheduler
 from ddpprobe.records.events import ClosedEvent
 
 pytestmark = pytest.mark.usefixtures("python_s_own_handlers")
@@ -270,3 +271,15 @@ def test_the_scheduler_is_named_by_what_it_gave_to_the_process(environment, says
 def test_torchrun_s_restarts_are_counted_and_nonsense_is_none(limit, count, left) -> None:
     said = {"TORCHELASTIC_MAX_RESTARTS": limit, "TORCHELASTIC_RESTART_COUNT": count}
     assert restarts_left({name: text for name, text in said.items() if text}) == left
+
+
+def test_a_worker_that_ray_has_started_says_that_ray_ends_it(monkeypatch) -> None:
+    assert goodbye().pool == ""
+    monkeypatch.setenv("RAY_RAYLET_PID", str(os.getppid()))
+    assert goodbye().pool == "Ray"
+
+
+@pytest.mark.parametrize("said", [{}, {"RAY_RAYLET_PID": "11"}, {"RAY_RAYLET_PID": "no number"}])
+def test_what_a_worker_of_ray_has_started_is_none(said: dict[str, str]) -> None:
+    assert pool(said, 12) == ""
+    assert pool(said | {"RAY_RAYLET_PID": "12"}, 12) == "Ray"
