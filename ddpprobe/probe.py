@@ -182,16 +182,16 @@ class Probe:
         Fuse("close").guard(recorder.close)(words)
         if self._joined is not None:
             Fuse("close").guard(self._joined.close)()
-        if self._joined is not None and self._joined.lock is not None:
-            self._joined.lock.release()
+            if self._joined.lock is not None:
+                self._joined.lock.release()
         _live.discard(self)
         if not _live:
             Fuse("signal handlers").guard(OF_THE_SCRIPT.release)()
         for root in [root for root, probe in _probed.items() if probe is self]:
             del _probed[root]
         error = None if words is None else words.error
-        raised = error is not None and error.type != AnomalyStop.__name__
-        while self._told_close and not at_exit and not raised:
+        stopped = error is None or error.type == AnomalyStop.__name__
+        while self._told_close and stopped and not at_exit:
             self._told_close.pop()()
 
     def __enter__(self) -> Probe:
@@ -219,8 +219,7 @@ class Probe:
     def _abandon(self) -> None:
         if self._waits is not None:
             self._waits.cancel()
-        recorder = self._let_go()
-        if recorder is not None:
+        if (recorder := self._let_go()) is not None:
             recorder.abandon()
         if self._joined is not None:
             self._joined.peer_watcher.abandon()
