@@ -308,3 +308,25 @@ def test_a_step_that_one_of_two_optimizers_has_taken_is_lent_to_nobody(made: Mak
     loop.model.requires_grad_(False)
     second.backward()
     assert not lent(loop)
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_an_optimizer_gets_its_own_arguments_beside_the_closure(keyword: bool, made: Make) -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Callable[[], float], *more: int, last: int = 0) -> object:  # type: ignore[override]
+            return closure(), more, last
+
+    loop = made(net())
+    loop.clock.start()
+    optimizer = Odd(loop.model.parameters(), lr=0.1)
+
+    def closure() -> str:
+        loop.model(X).sum().backward()
+        return "loss"
+
+    if keyword:
+        assert optimizer.step(closure=closure, last=3) == ("loss", (), 3)
+    else:
+        assert optimizer.step(closure, 7, 8, last=3) == ("loss", (7, 8), 3)
+    assert loop.ready == [optimizer]
+    assert loop.ends() == [False]
