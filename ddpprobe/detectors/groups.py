@@ -21,7 +21,7 @@ class GroupNorms:
     observed, else the reduced one. A new table of sites starts anew.
     """
 
-    def __init__(self, window: int = 64, least: int = 32) -> None:
+    def __init__(self, window: int, least: int) -> None:
         self._least = least
         self._past: deque[NDArray[np.float64]] = deque(maxlen=window)
         self._sites: tuple[Site, ...] = ()

@@ -69,3 +69,17 @@ def test_steps_that_were_skipped_or_lack_a_rank_say_nothing() -> None:
     for change in ({"skipped": True}, {"missing": (1,)}, {"partial": True}, {"sampled": False}):
         loud = [step(s, {"embed.weight": 50}, **change) for s in range(60, 120)]
         assert run(GradZeros(), [*quiet, *loud]) == []
+
+
+@pytest.mark.parametrize(("before", "found"), [(7, 0), (8, 1)])
+def test_eight_sampled_steps_before_are_enough(before: int, found: int) -> None:
+    stream = [step(s, {"embed.weight": 50 if s >= before else 3}) for s in range(before + 4)]
+    assert len(run(GradZeros(), stream)) == found
+
+
+def test_of_several_the_one_is_told_in_which_most_became_zero() -> None:
+    usual = {"embed.weight": 60, "head.weight": 3}
+    now = {"embed.weight": 90, "head.weight": 50, "blocks.0.fc.weight": 20}  # which is no fault
+    (warn,) = run(GradZeros(), [step(s, now if s >= 60 else usual) for s in range(100)])
+    assert warn.message.startswith("50% of the gradient of head.weight ")
+    assert (warn.values["usual"], warn.values["parameters"]) == (pytest.approx(0.03), 2)

@@ -76,3 +76,10 @@ def test_steps_without_all_ranks_or_times_are_not_judged() -> None:
     untold = [record(s, {0: {"forward_seconds": 1.0}, 1: {}}) for s in range(50, 100)]
     odd = [step(s, [math.nan, SLOW]) for s in range(100, 150)]
     assert run(Straggler(), [*missing, *untold, *odd]) == []
+
+
+def test_of_two_ranks_the_slower_one_is_named_and_of_one_nobody_speaks() -> None:
+    stream = [step(s, [0.004, 0.004 + (SLOW if s >= 20 else 0.0)]) for s in range(100)]
+    (warn,) = run(Straggler(), stream)
+    assert (warn.rank, warn.values["behind"]) == (1, pytest.approx(SLOW))
+    assert run(Straggler(), [step(s, [0.004 + SLOW]) for s in range(100)]) == []

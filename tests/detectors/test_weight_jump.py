@@ -54,10 +54,11 @@ def test_three_times_is_not_enough_nor_are_fewer_than_ten_looks() -> None:
 
 @pytest.mark.parametrize(("every", "step"), [(1, 110), (10, 110)])
 @pytest.mark.parametrize("factor", [0.9, 1.1])
+@pytest.mark.parametrize("size", [1.0, 1e-3])
 def test_all_weights_that_shrink_or_grow_in_each_step_are_told(
-    every: int, step: int, factor: float
+    every: int, step: int, factor: float, size: float
 ) -> None:
-    found = run(WeightJump(), stream(lambda s, _: factor ** max(0, s - AT), 140, every))
+    found = run(WeightJump(), stream(lambda s, _: size * factor ** max(0, s - AT), 140, every))
     (warn,) = [a for a in found if "rate" in a.values]
     assert (warn.level, warn.module, warn.step) == ("warn", "", step)
     assert warn.values["rate"] == pytest.approx(factor - 1)

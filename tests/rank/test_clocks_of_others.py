@@ -257,3 +257,76 @@ def test_a_pass_that_leaves_no_gradients_says_nothing_of_those_of_the_step_befor
         optimizer.step()
     assert (loop.ends(), loop.vanished) == ([False] * 3, [])
     assert not lent(loop)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_pass_through_a_frozen_model_is_lent_once_and_none_of_its_own_is(
+    before: bool, made: Make
+) -> None:
+    loop, other = made(net()), nn.Linear(4, 4)
+    ours, theirs = sgd(loop.model), sgd(other)
+    loop.clock.start()
+    for step in range(4):
+        loop.model(X).sum().backward()
+        ours.step()
+        assert (loop.clock.step, loop.clock.micro) == (step, int(step > 0))
+        if not before:
+            ours.zero_grad()
+        loop.model.requires_grad_(False)
+        loop.model(other(X)).sum().backward()
+        theirs.step()
+        loop.model.requires_grad_(True)
+        if before:
+            ours.zero_grad()
+    told = [event[1:] for event in loop.heard if event[0] == "lent"]
+    assert told == [(1, step, 0) for step in (1, 2, 3, 4)]
+
+
+def test_of_what_the_model_returns_it_is_told_what_can_be_trained(made: Make) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            out = self.layer(x)
+            return out, out.detach() > 0
+
+    loop = made(Two())
+    loop.clock.start()
+    loop.model(X)
+    assert ("forward ended", 2, 1, 0, 0) in loop.heard
+
+
+def test_a_step_that_one_of_two_optimizers_has_taken_is_lent_to_nobody(made: Make) -> None:
+    loop = made(net())
+    halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in loop.model]
+    loop.clock.start()
+    first, second = loop.model(X).sum(), loop.model(X).sum()
+    first.backward()
+    halves[0].step()
+    loop.model.requires_grad_(False)
+    second.backward()
+    assert not lent(loop)
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_an_optimizer_gets_its_own_arguments_beside_the_closure(keyword: bool, made: Make) -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Callable[[], float], *more: int, last: int = 0) -> object:  # type: ignore[override]
+            return closure(), more, last
+
+    loop = made(net())
+    loop.clock.start()
+    optimizer = Odd(loop.model.parameters(), lr=0.1)
+
+    def closure() -> str:
+        loop.model(X).sum().backward()
+        return "loss"
+
+    if keyword:
+        assert optimizer.step(closure=closure, last=3) == ("loss", (), 3)
+    else:
+        assert optimizer.step(closure, 7, 8, last=3) == ("loss", (7, 8), 3)
+    assert loop.ready == [optimizer]
+    assert loop.ends() == [False]

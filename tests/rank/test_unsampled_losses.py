@@ -196,3 +196,20 @@ def test_a_bad_number_of_the_hosts_is_not_forgotten_beside_one_on_a_device(
     losses.add(0, math.nan, logged=True)
     losses.add(1, torch.tensor(1.0), logged=False)
     assert losses.has_bad()
+
+
+def test_losses_of_several_devices_are_told_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    far.pretend(monkeypatch)
+    told: list[tuple[list[str], torch.device]] = []
+
+    class Rows:
+        def add_scalars(self, names: list[str], values: torch.Tensor) -> None:
+            told.append((names, values.device))
+
+    losses = UnsampledLosses()
+    for step, device in enumerate(("cpu", "meta", "cpu")):
+        losses.add(step, torch.zeros((), device=device), logged=True)
+    assert losses.take(3, Rows()) == {}
+    assert told == [
+        (["loss@-3", "loss@-1"], torch.device("cpu")), (["loss@-2"], torch.device("meta")),
+    ]  # fmt: skip

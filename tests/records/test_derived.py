@@ -230,6 +230,10 @@ def test_the_balance_of_experts_is_that_of_the_worst_layer() -> None:
         {"expert_violation": 0, "expert_concentration": 0, "expert_idle": 0}, abs=1e-12
     )
     assert DerivedNumbers().update(of_experts([0, 0])) == {}
+    single = [(Site(f"experts.{n}", "output"), 1.0, int(n < 2)) for n in range(4)]
+    assert DerivedNumbers().update(merged(single, {0: {}})) == pytest.approx(
+        {"expert_violation": 1.0, "expert_concentration": 0.5, "expert_idle": 0.5}
+    )
 
 
 def test_experts_are_told_in_the_order_of_their_numbers_with_the_elements_of_each() -> None:

@@ -25,6 +25,7 @@ from ddpprobe.records.step import (
 SITES = (
     Site("a", "output", "0"), Site("b", "output"), Site("a", "output", "1"),
     Site("a", "output", "2", "partial"), Site("b", "optim_state"),
+    Site("a", "output", "3", "unknown"),
 )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def unseen(of: StepRecord, row: int) -> StepRecord:
 
 
 def test_leaves_of_one_output_are_one_tensor_and_one_ranks_part_is_none() -> None:
-    made = record(SITES, [3.0, 5.0, 4.0, 100.0, 1.0])
+    made = record(SITES, [3.0, 5.0, 4.0, 100.0, 1.0, 100.0])
     rows = TensorRowsCache().of(made)
     assert rows.names[:2] == (("a", "output"), ("b", "output"))
     assert rows.rows[:3].tolist() == [0, 2, 1]
@@ -71,8 +72,8 @@ def test_the_rows_of_a_table_are_laid_out_anew_when_another_site_was_seen() -> N
 
 def test_the_same_rows_of_the_next_attempts_table_are_the_same_layout() -> None:
     cache = TensorRowsCache()
-    first = cache.of(record(SITES, [1.0] * 5))
-    assert cache.of(record(tuple(map(replace, SITES)), [1.0] * 5)) is first
+    first = cache.of(record(SITES, [1.0] * 6))
+    assert cache.of(record(tuple(map(replace, SITES)), [1.0] * 6)) is first
     assert cache.of(record(SITES[1:2], [1.0])).names == (("b", "output"),)
 
 

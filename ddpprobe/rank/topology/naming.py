@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -67,5 +66,6 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class as the user wrote it: `fully_shard` puts one of its own in front."""
     kind = type(module)
     if is_a(module, "torch.distributed.fsdp", "FSDPModule"):
-        return cast("type[nn.Module]", kind.__mro__[2])
+        own: type[nn.Module] = kind.__mro__[2]
+        return own
     return kind

@@ -250,8 +250,10 @@ def test_whatever_is_exchanged_under_its_name_gives_other_keys() -> None:
     optimizer = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
     put_gradients(model)
     optimizer.step()
+    asked: list[int] = []
 
     def name() -> list[outliving.OutlivingTensor]:
+        asked.append(1)
         return list(outliving.outliving(topology, [optimizer]))
 
     def buffer() -> None:
@@ -272,6 +274,7 @@ def test_whatever_is_exchanged_under_its_name_gives_other_keys() -> None:
             assert (after is before, after == before) == (False, True)
             assert inventory.take()[0] is after
             before = after
+    assert len(asked) == 4
 
 
 def test_state_that_another_parameter_is_given_has_its_name() -> None:
@@ -471,6 +474,8 @@ def test_alone_nothing_is_held_by_others_and_a_mesh_of_one_splits_nothing() -> N
     with on_rank(0):
         topology = describe(WRAPPED["ddp"]())
         weight = topology.root[0].weight
+        assert topology.replica_shard(weight) == ""
+        topology.world_size = 2
         assert topology.replica_shard(weight) == ""
         topology.world_size = 1
         assert topology.replica_shard(weight) is None

@@ -626,3 +626,18 @@ def test_a_tensor_that_was_damaged_in_its_pack_is_named_with_its_step(run):
     path.write_bytes(data.replace(part, bytes(len(part))))
     (lost,) = verify(open_run(run.path)).damage
     assert (lost.where, lost.steps) == (str(path.relative_to(run.path)), (7, 7))
+
+
+def test_a_tensor_of_one_node_that_was_lost_before_it_folded_is_named(run):
+    """All that ever held any of it is gone: a stage of a pipeline, say."""
+    whole = made.whole([8, 4], "float32")
+    alone = {rank: (whole, {"kind": "replicated"}) for rank in (2, 3)}
+    named = [(made.KEY, made.sharded(whole, [2], [0])), (OUT, alone)]
+    made.write(run, named, per_node=2, world=4)
+    fold(run, "node_0000")
+    assert verify(open_run(run.path)).ok
+    for rank in (2, 3):
+        run.pack(0, "node_0001", rank, 7).unlink()
+    (lost,) = verify(open_run(run.path)).damage
+    assert lost.steps == (7, 7)
+    assert lost.why == "layers.0.mlp:output: the part of ranks [2, 3] is nowhere"
