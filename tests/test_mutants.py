@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants import tool
 from tests.mutants.__main__ import draw
 from tests.mutants.known import Known, judge, load
 from tests.mutants.rooms import ROOMS
@@ -80,3 +81,19 @@ def test_a_sample_is_the_same_for_the_same_seed() -> None:
     names = {f"m{n}": "not checked" for n in range(50)}
     assert draw(names, 5, 1) == draw(names, 5, 1) != draw(names, 5, 2)
     assert draw(names, None, 1) == draw(names, 99, 1) == sorted(names)
+
+
+def test_a_test_that_has_changed_is_asked_anew_what_it_reaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "COPIES", tmp_path)
+    workshop = tool.Workshop("gather", ROOMS["gather"])
+    known = tmp_path / "gather" / "mutants" / "mutmut-stats.json"
+    test = tmp_path / "gather" / "tests" / "test_a.py"
+    for folder in (known.parent, test.parent):
+        folder.mkdir(parents=True)
+    for text, stays in (("1", False), ("1", True), ("2", False), ("2", True)):
+        test.write_text(text)
+        known.write_text("{}")
+        workshop._forget_who_reaches_what()
+        assert known.exists() is stays

@@ -11,12 +11,10 @@ from ddpprobe.detectors.reduction import Reduction
 from ddpprobe.records.step import UNREDUCED, Site, StepRecord
 from tests.detectors.made_records import levels, record, run
 
-RNG = np.random.default_rng(0)
-
 
 def step(number: int, *, reduced: bool, told: bool = False, **changes: object) -> StepRecord:
     """A step of three ranks; `told`: no reduction took place at all."""
-    local = RNG.random(3) + 0.5
+    local = np.random.default_rng(number).random(3) + 0.5
     scalars = {}
     for rank in range(3):
         norm = 0.6 if reduced else local[rank]

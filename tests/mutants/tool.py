@@ -8,6 +8,7 @@ so a run that is cut off leaves nothing behind in the tree, and a later one goes
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
@@ -95,10 +96,22 @@ class Workshop:
             else:
                 shutil.copy2(source, target)
         (self.directory / "setup.cfg").write_text(_settings(self._room))
+        self._forget_who_reaches_what()
         done = self._tool("run", "--max-children", "1", NOTHING)
         if "nothing matches" not in done.stdout + done.stderr:
             text = "\n".join((done.stdout + done.stderr).replace("\r", "\n").splitlines()[-40:])
             raise RuntimeError(f"mutmut could not begin in {self.directory}:\n{text}")
+
+    def _forget_who_reaches_what(self) -> None:
+        """Have it found out anew which tests reach a function, if any test has changed.
+
+        The tool asks that of new tests only: one that has been given more to do would not be run
+        for the mutants which it notices now.
+        """
+        seen, now = self.directory / "tests.seen", _digest(self.directory / "tests")
+        if not seen.exists() or seen.read_text() != now:
+            (self.directory / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)
+            seen.write_text(now)
 
     def statuses(self) -> dict[str, str]:
         """Return what became of every mutant, by its name."""
@@ -144,6 +157,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS_TO_END)
+
+
+def _digest(folder: Path) -> str:
+    """Return what stands for the text of all tests below a folder."""
+    texts = (path.read_bytes() for path in sorted(folder.rglob("*.py")))
+    return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
 def _program() -> str:

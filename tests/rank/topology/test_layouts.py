@@ -284,13 +284,13 @@ def test_state_that_another_parameter_is_given_has_its_name() -> None:
     inventory = outliving.Inventory(
         topology, lambda: [optimizer], lambda: outliving.outliving(topology, [optimizer])
     )
-    for fqn in ("0.weight", "0.bias"):
+    for fqn, leaf in (("0.weight", "exp_avg"), ("0.bias", "exp_avg"), ("0.bias", "other")):
         optimizer.state.clear()
-        optimizer.state[model.get_parameter(fqn)] = {"momentum_buffer": held}
+        optimizer.state[model.get_parameter(fqn)] = {leaf: held}
         with torch.no_grad():
             keys, tensors = inventory.take()
         (place,) = (i for i, (kind, *_) in enumerate(keys) if kind == "optim_state")
-        assert keys[place] == ("optim_state", fqn, "momentum_buffer")
+        assert keys[place] == ("optim_state", fqn, leaf)
         assert tensors[place] is held
 
 
