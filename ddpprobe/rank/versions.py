@@ -9,7 +9,11 @@ import platform
 import torch
 
 # torch by Python. The page of the reference, the workflows and the command are held to it.
-TRIED: dict[str, tuple[str, ...]] = {"3.11": ("2.13", "2.14")}
+TRIED: dict[str, tuple[str, ...]] = {
+    "3.11": ("2.13", "2.14", "2.15"),
+    "3.12": ("2.6",),
+    "3.13": ("2.15",),
+}
 
 logger = logging.getLogger("ddpprobe")
 

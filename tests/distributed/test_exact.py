@@ -91,9 +91,10 @@ def assert_equal(merged: StepRecord, reference: Reference) -> None:
         kinds.add(site.kind)
     in_turn = set(IN_TURN) - {"buffer"}  # it has none
     assert kinds == {"output", "grad_output", "grad_local", "grad", *in_turn}
-    # A Linear's 3-d output is a view; changed in place by ReLU its tensor hook is lost inside
-    # autograd (in the reference too), and the logits are not what the loss is returned from.
-    assert unobserved == {f"blocks.{i}.up:grad_output" for i in range(3)}
+    # Up to torch 2.14 a Linear's 3-d output is a view; changed in place by ReLU its tensor hook is
+    # lost inside autograd, in the reference too.
+    lost = {(f"blocks.{i}.up", "grad_output", "") for i in range(3)} - reference.keys
+    assert unobserved == {f"{fqn}:{kind}" for fqn, kind, _ in lost}
     named = {s.fqn for s in merged.sites if s.kind == "grad"}
     assert named == {n for n, _ in job.build().named_parameters()}
     norm = np.sqrt(

@@ -15,6 +15,9 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).parents[2]
+# Writing the stacks of a process that goes on can end it (CPython 3.11), so it is done later than
+# pyproject.toml says: a compiler test takes minutes on a busy machine. In seconds.
+_STUCK = 1200
 # Of the tests' packages those that only pages, clouds and frameworks need, and the tests run here
 # do not: some of them have no build for a Python that is new.
 _LEFT_OUT = ("dask", "duckdb", "flask", "grafana", "ipykernel", "lightning", "moto", "nbclient")
@@ -86,7 +89,8 @@ class Environment:
         """Run tests of this repository, `jobs` files at a time; what they print passes through."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "results.xml"
-            words = ["-q", "-p", "no:cacheprovider", "-n", str(jobs), "--dist", "loadfile"]
+            words = ["-q", "-p", "no:cacheprovider", "-n", str(jobs), "--dist", "loadfile",
+                     "-o", f"faulthandler_timeout={_STUCK}"]  # fmt: skip
             done = subprocess.run(
                 [self._python, "-m", "pytest", *words, f"--junitxml={file}", *paths],
                 cwd=ROOT, check=False,

@@ -16,13 +16,16 @@ from typing import Any
 import torch
 
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)  # noqa: SLF001
+_MINOR = tuple(map(int, torch.__version__.split(".")[:2]))
 _COMPILE_FILE, _NOT_COMPILED = "torch/_dynamo/eval_frame.py", "DisableContext."
 
 
 # Whether graphs may hold our operators, which a torch that keeps no operator for its effect drops.
 # Torch 2.6 also breaks a graph off at a hook of a tensor made inside, and 2.7 makes one for each
 # module until its limit: with `fullgraph=True` both would raise (measured).
-SPEAKING = hasattr(torch.library, "_register_effectful_op")
+# 2.12 has the name, and refuses what is changed in place behind our operator (measured); of 2.10
+# and 2.11 nothing is known.
+SPEAKING = hasattr(torch.library, "_register_effectful_op") and _MINOR >= (2, 13)
 
 
 def _always() -> bool:

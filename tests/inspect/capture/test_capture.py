@@ -416,6 +416,7 @@ def test_apply_keeps_what_a_function_makes():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch 2.14's compiler looks at it
+@pytest.mark.filterwarnings("ignore:Guards may run slower")  # torch, of Python 3.13.0
 def test_a_compiled_module_is_refused_or_run_eagerly():
     model = net()
     whole = torch.compile(model, backend="eager")
