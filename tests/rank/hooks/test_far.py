@@ -412,8 +412,10 @@ def test_a_sampled_step_tells_the_same_and_nobody_waits(tmp_path, records_of, mo
     assert [[r.step for r in records] for records in both] == [[0, 2, 4]] * 2
     for a, b in zip(*both, strict=True):
         assert a.sites == b.sites
-        assert a.counts.tolist() == b.counts.tolist()
-        assert b.values == pytest.approx(a.values, rel=1e-6, abs=1e-9)
+        # Whether a buffer is a mask is not known on the host before the first look has come.
+        same = [i for i, site in enumerate(a.sites) if a.step or site.kind != "buffer"]
+        assert a.counts[same].tolist() == b.counts[same].tolist()
+        assert b.values[same] == pytest.approx(a.values[same], rel=1e-6, abs=1e-9)
         names = {"loss", "grad_norm", "grad_norm_local"}
         assert {n: b.scalars[0][n] for n in names} == pytest.approx(
             {n: a.scalars[0][n] for n in names}, rel=1e-6
