@@ -98,7 +98,8 @@ SMALLEST = {
     "dead_units-steps": 0, "grad_none_or_zero-steps": 0, "grad_zeros-window": 8,
     "vanishing-steps": 0, "loss_spike-window": 16, "loss_runaway-steps": 0, "level_shift-blocks": 2,
     "loss_runaway-settle": 0, "rank_outlier-window": 8, "rank_outlier-settle": 0,
-    "unsampled_spike-window": 8, "stuck_data-looks": 2, "stuck_data-beside": 2, "mode_flip-steps": 0,
+    "unsampled_spike-window": 8, "stuck_data-looks": 2, "stuck_data-beside": 2,
+    "mode_flip-steps": 0,
 }  # fmt: skip
 
 
