@@ -123,35 +123,30 @@ def test_the_two_sets_that_were_written_without_the_rules_are_counted_each_on_it
     assert all(f"| {name} |" in learned for name in SET_A)
 
 
-def test_each_of_the_later_two_sets_has_a_table_of_its_own_too() -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "found", "detector", "missed"),
+    [
+        ("Set C", "Set D", "U60", "grad_spike", ("U62", "U65")),
+        ("Set F", "Set E", "U75", "nonfinite", ("U76", "U80")),
+    ],
+)
+def test_each_of_the_later_sets_has_a_table_of_its_own_too(
+    first: str, second: str, found: str, detector: str, missed: tuple[str, str]
+) -> None:
+    sets = {"Set C": SET_C, "Set D": SET_D, "Set E": SET_E, "Set F": SET_F}
     silent: dict[str, list[int]] = {rival: [] for rival in RIVALS}
-    told = replace(LOUD, detector="grad_spike", step=SET_C["U60"](0, 0).start)
+    fault = sets[first][found](0, 0)
+    told = replace(LOUD, detector=detector, step=fault.start)
     outcomes = [
-        judge_fault(SET_C["U60"](0, 0), 0, 1, [told]),
-        *(judge_fault(SET_D[name](0, 0), 0, 1, []) for name in ("U62", "U65")),
+        judge_fault(fault, 0, 1, [told]),
+        *(judge_fault(sets[second][name](0, 0), 0, 1, []) for name in missed),
     ]
     text = page([Result(o, silent, "code", "machine", "day") for o in outcomes], [])
-    second, first = text.split("## Set D")[1].split("## Set B")[0].split("## Set C")
-    assert "every=1: 0/2" in second
-    assert "every=1: 1/1" in first
-    assert all(f"| {name} |" in second for name in SET_D)
-    assert all(f"| {name} |" in first for name in SET_C)
-    assert not {*SET_C, *SET_D} & {*SET_A, *SET_B}
-
-
-def test_the_sets_by_how_often_people_report_it_have_tables_of_their_own() -> None:
-    silent: dict[str, list[int]] = {rival: [] for rival in RIVALS}
-    told = replace(LOUD, detector="nonfinite", step=SET_F["U75"](0, 0).start)
-    outcomes = [
-        judge_fault(SET_F["U75"](0, 0), 0, 1, [told]),
-        *(judge_fault(SET_E[name](0, 0), 0, 1, []) for name in ("U76", "U80")),
-    ]
-    text = page([Result(o, silent, "code", "machine", "day") for o in outcomes], [])
-    second, first = text.split("## Set F")[1].split("## Set D")[0].split("## Set E")
-    assert "every=1: 1/1" in second
-    assert "every=1: 0/2" in first
-    assert all(f"| {name} |" in second for name in SET_F)
-    assert all(f"| {name} |" in first for name in SET_E)
+    tables = {name: text.split(f"## {name}")[1].split("\n## ")[0] for name in (first, second)}
+    assert "every=1: 1/1" in tables[first]
+    assert "every=1: 0/2" in tables[second]
+    assert all(f"| {name} |" in table for of, table in tables.items() for name in sets[of])
+    assert not {*SET_C, *SET_D, *SET_E, *SET_F} & {*SET_A, *SET_B}
 
 
 def test_no_two_jobs_share_a_name_and_each_draws_by_its_own() -> None:
