@@ -21,7 +21,7 @@ UID = "ddpprobe-modules"
 # but `update`, which no other has: so a chosen kind need not be changed for it.
 STATS = ("rms", "abs_max", "zero_ratio", "update_ratio")
 WINDOWS = ("10m", "1m", "1h", "6h")
-ABOUT_MODULES = "dead_units|grad_none_or_zero|vanishing|output_jump|coverage"
+ABOUT_MODULES = "saturated|dead_units|grad_none_or_zero|vanishing|output_jump|coverage"
 SITE = f'ddpprobe_site_$stat{{{NODE},kind=~"$kind|update"}}'
 SITES = f"max by (fqn) ({SITE})"
 PLACE = f"max by (fqn) ({metric('site_position', NODE)})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
@@ -61,17 +62,16 @@ class DeadUnits(SampledDetector):
         if not found.any():
             return []
         self._told |= found
-        order = self._outputs.order()
-        return [self._verdict(record, [int(i) for i in order[found[order]]], share)]
+        return [self._verdict(record, found, share)]
 
     def _grow(self, sites: int) -> None:
         self._lived, self._since = grown(self._lived, sites, 0), grown(self._since, sites, 0)
         self._dead = grown(self._dead, sites, 0)
         self._told = grown(self._told, sites, 0)
 
-    def _verdict(self, record: StepRecord, sites: list[int], share: Floats) -> Anomaly:
-        first = sites[0]
-        names = [self._outputs.fqns[site] for site in sites]
+    def _verdict(self, record: StepRecord, dead: NDArray[np.bool_], share: Floats) -> Anomaly:
+        order, names = self._outputs.order(), self._outputs.modules(dead)
+        first = order[dead[order]][0]
         then = f"; so do {named(names[1:])}" if names[1:] else ""
         message = (
             f"{share[first]:.0%} of the outputs have been zero since step {self._since[first]}, "
@@ -80,7 +80,7 @@ class DeadUnits(SampledDetector):
         values = {
             "zero_ratio": float(share[first]),
             "since": int(self._since[first]),
-            "modules": len(sites),
+            "modules": len(names),
         }
         return self.anomaly(
             record, "warn", message, values, module=names[0], kind="output", phase="forward"

@@ -67,10 +67,9 @@ class OutputDrop(SampledDetector):
         self, record: StepRecord, now: Floats, lowest: Floats, dropped: NDArray[np.bool_]
     ) -> Anomaly:
         order = self._outputs.order()
-        sites = order[dropped[order]]
-        first = sites[0]
-        others = [self._outputs.fqns[site] for site in sites[1:]]
-        then = f"; then {named(others)}" if others else ""
+        first = order[dropped[order]][0]
+        names = self._outputs.modules(dropped)
+        then = f"; then {named(names[1:])}" if names[1:] else ""
         many = "nothing is left of" if now[first] == 0 else (
             f"{lowest[first] / now[first]:.3g} x below"
         )  # fmt: skip
@@ -82,10 +81,10 @@ class OutputDrop(SampledDetector):
         values = {
             "rms": float(now[first]),
             "lowest": float(lowest[first]),
-            "modules": len(sites),
+            "modules": len(names),
         }
         world = record.ranks + record.missing
         return self.anomaly(
-            record, "warn", message, values, module=self._outputs.fqns[first], kind="output",
+            record, "warn", message, values, module=names[0], kind="output",
             rank=world[0] if len(world) == 1 else None, phase="forward",
         )  # fmt: skip

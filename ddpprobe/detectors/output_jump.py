@@ -67,11 +67,10 @@ class OutputJump(SampledDetector):
         self, record: StepRecord, now: Floats, highest: Floats, jumped: NDArray[np.bool_]
     ) -> Anomaly:
         order = self._outputs.order()
-        sites = order[jumped[order]]
-        first = sites[0]
+        first = order[jumped[order]][0]
         ratio = float(now[first] / highest[first])
-        others = [self._outputs.fqns[site] for site in sites[1:]]
-        then = f"; then {named(others)}" if others else ""
+        names = self._outputs.modules(jumped)
+        then = f"; then {named(names[1:])}" if names[1:] else ""
         message = (
             f"largest output {now[first]:.3g} is {ratio:.3g} x the largest {highest[first]:.3g} of "
             f"the last {self._past.points(len(now))[first]} sampled steps{then}"
@@ -80,10 +79,10 @@ class OutputJump(SampledDetector):
             "abs_max": float(now[first]),
             "highest": float(highest[first]),
             "ratio": ratio,
-            "modules": len(sites),
+            "modules": len(names),
         }
         world = record.ranks + record.missing
         return self.anomaly(
-            record, "warn", message, values, module=self._outputs.fqns[first], kind="output",
+            record, "warn", message, values, module=names[0], kind="output",
             rank=world[0] if len(world) == 1 else None, phase="forward",
         )  # fmt: skip

@@ -53,6 +53,14 @@ class SitesOfKind:
         """Return the sites in the last record, in execution order."""
         return self._slots
 
+    def modules(self, marked: NDArray[np.bool_]) -> list[str]:
+        """Return the modules of marked sites [sites], in execution order, each once.
+
+        A module with several outputs has a site for each.
+        """
+        order = self._slots
+        return list(dict.fromkeys(self.fqns[site] for site in order[marked[order]]))
+
     def _index(self, sites: tuple[Site, ...]) -> None:
         rows, slots = [], []
         for row, site in enumerate(sites):

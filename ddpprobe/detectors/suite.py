@@ -32,6 +32,7 @@ from ddpprobe.detectors.rank_outlier import RankOutlier
 from ddpprobe.detectors.reduction import Reduction
 from ddpprobe.detectors.router import Router
 from ddpprobe.detectors.same_data import SameData
+from ddpprobe.detectors.saturated import Saturated
 from ddpprobe.detectors.settings import Number, Settings, parse
 from ddpprobe.detectors.stale_weights import StaleWeights
 from ddpprobe.detectors.straggler import Straggler
@@ -93,6 +94,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     OutputDrop,
     GradSpike,
     UnsampledSpike,
+    Saturated,
     DeadUnits,
     GradNoneOrZero,
     GradZeros,
