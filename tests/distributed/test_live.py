@@ -92,7 +92,8 @@ def watch(live: Live, training: Launcher) -> None:
     seen = "min(timestamp(ddpprobe_site_rms))"
     assert until(lambda: bool(prometheus.now(seen)))
     # A range from here on holds values from before the fault, behind which some have none any more:
-    # a second scrape of them too, as a range is rounded to seconds and does not hold its first moment.
+    # a second scrape of them too, as a range is rounded to seconds and does not hold its first
+    # moment.
     live.first = prometheus.now(seen)[0][1]
     assert until(lambda: prometheus.now(seen)[0][1] >= live.first + 1)
     let_go(live.run, HELD[0])
