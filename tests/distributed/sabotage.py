@@ -149,10 +149,10 @@ def sweep(wrap: str, out: Path) -> None:
     breaker = Breaker()
     bare = train(wrap, None, breaker)
     places, found = list(attempts_to_break(wrap, out, breaker)), []
-    # By now all is imported. `install` and the collector look through the rest, 300 times.
-    gc.collect()
-    gc.freeze()
     for i, (place, at) in enumerate(places):
+        # `install` looks through the collector's objects, 300 times: through those of its own run.
+        gc.collect()
+        gc.freeze()
         breaker.target, breaker.at, breaker.raised = place, at, 0
         breaker.calls.clear()
         options = {"run_dir": out / str(i), "every": 2, "backward": "full"}
