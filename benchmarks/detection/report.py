@@ -81,7 +81,7 @@ _SET_E = """
 Twenty faults that were drawn from issue trackers, forums and papers by how often people ask for
 help with such a thing, by somebody who had not read the rules, and split by lot. When no rule had
 been made from either set, 14 of 30 were found at every=1, and 12 of 30 at every=10: half of the
-twenty are there from the first step on, where no past is left. Two rules were made since."""
+twenty are there from the first step on, where no past is left. Three rules were made since."""
 _SET_D = """
 ## Set D: written without the rules, like set C
 

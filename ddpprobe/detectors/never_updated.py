@@ -50,12 +50,16 @@ class NeverUpdated(SampledDetector):
         self._never = np.zeros(0, bool)
         self._would = np.zeros(0, bool)  # have moved
         self._told = np.zeros(0, bool)
+        self._idle = False  # it was told that the learning rate is 0
         self._pulled = np.zeros(0, bool)  # had a gradient, if of zeros
         self._usual: tuple[float, float] | None = None  # change, and change over gradient
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
         if record.skipped or record.missing:
+            return []
+        if self._idle and largest(record, LEARNING_RATE) == 0:
+            self._seen[:] = 0  # a rate of 0 says nothing of who has which tensors: look anew
             return []
         now = self._rows.read(record)
         self._grow(len(now.seen))
@@ -64,16 +68,15 @@ class NeverUpdated(SampledDetector):
         found = self._never & old & ~self._told
         gradient = self._of_all(record, now, found)
         if gradient > 0:
-            self._told |= found
+            self._idle = largest(record, LEARNING_RATE) == 0
+            self._told |= found & (not self._idle)
             return [self._nothing(record, found, gradient)]
         cut = self._cut_off(record, found)
         if cut.any():
             self._told |= cut
             return [self._without_gradient(record, cut)]
-        if not (found & now.seen & self._would).any():
-            return []
         whole = self._whole_modules(found)
-        if not whole.any():
+        if not (found & now.seen & self._would).any() or not whole.any():
             return []
         self._told |= whole
         return [self._verdict(record, now, whole)]

@@ -130,7 +130,9 @@ TASKS: Mapping[str, Settings] = MappingProxyType(
         # two losses that work against each other
         "gan": dict.fromkeys(("loss_spike", "loss_runaway", "level_shift")),
         # heavy tails
-        "rl": dict.fromkeys(("loss_spike", "loss_runaway", "level_shift", "grad_spike")),
+        "rl": dict.fromkeys(
+            ("loss_spike", "loss_runaway", "level_shift", "grad_spike", "unsampled_spike")
+        ),
     }
 )
 _KNOWN = {kind.name: kind for kind in DETECTORS}

@@ -28,7 +28,8 @@ class UnsampledSpike(SampledDetector):
     (Kingma and Ba, arXiv:1412.6980, algorithm 1). It is compared with the largest sampled |g|^2 of
     the same parameters, and with what it was in the looks before. What is clipped before it comes
     to the optimizer has done no harm, and is not in v. Steps of the run are taken for steps of the
-    optimizer; one that a scaler gave up makes the mean smaller.
+    optimizer. Where one left V as it was (a scaler's skip, no gradient) V did not decay either: so
+    it is not enough that the mean is large: V' - V alone must be, by the same measure.
 
     Args:
         ratio: root of the mean of squares, by the largest sampled norm,
@@ -66,6 +67,8 @@ class UnsampledSpike(SampledDetector):
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
+        if record.skipped or record.missing:  # what lacks ranks is a part of the sum
+            return []
         sums = self._moments.read(record, "sum")
         sites = len(sums)
         self._sampled.add(self._gradients.read(record, "norm"))
@@ -76,17 +79,20 @@ class UnsampledSpike(SampledDetector):
         self._sums = np.where(seen, sums, before)
         self._steps = np.where(seen, record.step, steps)
         same, self._decay = decay == self._decay, decay
-        if decay is None or not same or not 0 < decay < 1 or record.missing:
+        if decay is None or not same or not 0 < decay < 1:
             return []
         between = record.step - steps
         known = seen & np.isfinite(before) & (self._sampled.points(sites) >= self._least)
         kept = np.power(decay, between[known])
         squares = np.maximum(sums[known] - kept * before[known], 0) / (1 - kept)
-        return self._judge(record, np.flatnonzero(known), squares, between[known].astype(float))
+        risen = np.maximum(sums[known] - before[known], 0) / (1 - kept)
+        places, steps = np.flatnonzero(known), between[known].astype(float)
+        return self._judge(record, places, squares, steps, risen)
 
     def _judge(
-        self, record: StepRecord, places: NDArray[np.intp], squares: Floats, between: Floats
-    ) -> list[Anomaly]:
+        self, record: StepRecord, places: NDArray[np.intp], squares: Floats, between: Floats,
+        risen: Floats,
+    ) -> list[Anomaly]:  # fmt: skip
         """Compare the mean squares of |g| since the last look at some parameters."""
         sites = len(self._sums)
         highest = self._sampled.highest(sites)[places]
@@ -96,6 +102,7 @@ class UnsampledSpike(SampledDetector):
         now[places] = ratios
         self._past.add(now)
         due = (points >= self._looks) & (ratios > self._ratio) & (ratios > self._worse * usual)
+        due &= np.sqrt(risen) > self._ratio * highest
         # A gradient that is rounding alone (the bias of keys) may do what it likes.
         due &= highest > _LEAST * highest.max(initial=0)
         if not due.any() or not self._telling.due(record.step):
@@ -118,8 +125,7 @@ class UnsampledSpike(SampledDetector):
         message = (
             f"between steps {record.step - steps} and {record.step} a gradient of {what} was about "
             f"{norm:.3g}, and of all that were sampled the largest is {largest:.3g}: the second "
-            "moment of the optimizer tells, and remembers it for hundreds of steps. Sample more "
-            "often, or clip gradients"
+            "moment of the optimizer tells. Sample more often, or clip gradients"
         )
         values = {
             "norm": norm, "highest": largest, "ratio": norm / largest, "parameters": len(fqns),

@@ -72,10 +72,12 @@ class WeightJump(SampledDetector):
         self._own = {kind: _Past(self._window, *limits) for kind in ("param", "buffer")}
         self._pace = _Pace(self._over, self._settle)
         self._slow_pace = _Pace(self._shrink_over, self._settle)
-        self._jumps, self._drifts = Telling(*self._repeat), Telling(*self._repeat)
+        # Apart, so that a buffer which leaps by design does not silence the weights.
+        self._jumps = {kind: Telling(*self._repeat) for kind in self._own}
+        self._drifts = Telling(*self._repeat)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
-        """Take the next record; at most one anomaly of each rule."""
+        """Take the next record; at most one leap and one drift."""
         if record.skipped or record.missing:
             return []
         now = self._rows.read(record)
@@ -85,18 +87,18 @@ class WeightJump(SampledDetector):
             ("param", self._rows.fqns, *self._own["param"].read(now.largest, now.norm, floor)),
             ("buffer", self._buffers.fqns, *self._own["buffer"].read(peaks, norms, math.nan)),
         ]
-        jumped = [
-            a for kind, fqns, jump, _ in leaps for a in self._jumped(record, kind, fqns, jump)
+        leapt = [
+            anomaly
+            for kind, fqns, jump, step in leaps
+            for anomaly in self._jumped(record, kind, fqns, jump)
+            or self._stepped(record, kind, fqns, step)
         ]
-        stepped = [
-            a for kind, fqns, _, step in leaps for a in self._stepped(record, kind, fqns, step)
-        ]
-        return [*(jumped or stepped), *self._drifted(record, now)]
+        return [*leapt[:1], *self._drifted(record, now)]
 
     def _jumped(
         self, record: StepRecord, kind: str, fqns: Sequence[str], leap: _Leap | None
     ) -> list[Anomaly]:
-        if leap is None or not self._jumps.due(record.step, leap.times[0]):
+        if leap is None or not self._jumps[kind].due(record.step, leap.times[0]):
             return []
         mine = [fqns[place] for place in leap.places]
         message = (
@@ -112,7 +114,7 @@ class WeightJump(SampledDetector):
     def _stepped(
         self, record: StepRecord, kind: str, fqns: Sequence[str], leap: _Leap | None
     ) -> list[Anomaly]:
-        if leap is None or not self._jumps.due(record.step, leap.times[0]):
+        if leap is None or not self._jumps[kind].due(record.step, leap.times[0]):
             return []
         mine = [fqns[place] for place in leap.places]
         message = (

@@ -160,8 +160,9 @@ def test_info_and_report_show_what_was_chosen_and_said(
     train(path, noted=True, task="rl", detectors={"straggler": {"steps": 30}})
     assert main(["info", str(path)]) == 0
     out = capsys.readouterr().out
-    off = "loss_spike off, loss_runaway off, level_shift off, grad_spike off"
-    assert f"detectors: {off}, straggler steps=30" in out
+    off = "loss_spike off, loss_runaway off, level_shift off"
+    tails = "grad_spike off, unsampled_spike off"
+    assert f"detectors: {off}, {tails}, straggler steps=30" in out
     assert "config: lr=0.001, optimizer=<class 'torch.optim.sgd.SGD'>" in out
     assert "noted behind step 78: harder data" in out
     main(["info", str(path), "--json"])
@@ -170,7 +171,9 @@ def test_info_and_report_show_what_was_chosen_and_said(
     shown = dict(facts(gather(open_run(path))))
     assert shown["noted"] == "harder data (behind step 78)"
     assert shown["config"].startswith("lr=0.001, ")
-    assert shown["detectors off"] == "loss_spike, loss_runaway, level_shift, grad_spike"
+    assert shown["detectors off"] == (
+        "loss_spike, loss_runaway, level_shift, grad_spike, unsampled_spike"
+    )
 
 
 def test_long_notes_are_kept_in_part(tmp_path: Path) -> None:

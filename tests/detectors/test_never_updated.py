@@ -125,6 +125,17 @@ def test_a_model_of_which_the_optimizer_changes_nothing_is_paged_once() -> None:
     assert "the learning rate is 0" in warn.message
 
 
+def test_a_rate_of_zero_hides_no_optimizer_that_has_other_tensors() -> None:
+    still_zero = still(0.0)[:100]
+    paged = run(NeverUpdated(), still_zero + still(0.1)[100:])
+    assert levels(paged) == [("warn", 50), ("page", 150)]
+
+
+def test_a_rate_that_was_zero_for_a_while_is_not_paged_when_it_trains() -> None:
+    assert levels(run(NeverUpdated(), still(0.0, moves=100)[:100] + still(0.1, moves=100)[100:])) \
+        == [("warn", 50)]  # fmt: skip
+
+
 def test_a_model_without_an_optimizer_or_gradients_or_that_moved_once_is_not_paged() -> None:
     assert run(NeverUpdated(), still(None)) == []
     assert run(NeverUpdated(), still(0.1, gradient=0.0)) == []

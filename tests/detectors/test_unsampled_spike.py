@@ -177,3 +177,25 @@ def _rows(r: StepRecord, *kinds: str) -> dict[Site, dict[str, float]]:
         for i, site in enumerate(r.sites)
         if not kinds or site.kind in kinds
     }
+
+
+def test_a_look_that_lacks_a_rank_is_no_look() -> None:
+    stream = Adam(every=1).steps(usual(1600))
+    lost = stream[1500]  # its sum is that of one rank of two
+    rows = {
+        site: {"sum": row["sum"] / 2, "max": row["max"]} if site.kind == "optim_state" else row
+        for site, row in _rows(lost).items()
+    }
+    stream[1500] = record(lost.step, dict(lost.scalars), rows=rows, missing=(1,))
+    assert run(UnsampledSpike(), stream) == []
+
+
+def test_a_moment_that_was_left_as_it_was_is_no_gradient() -> None:
+    """As a scaler's skip leaves it, or a parameter without a gradient, when gradients fall."""
+    adam = Adam(every=1)
+    falling = adam.steps(np.exp(-np.arange(300.0) / 60)[:, None])
+    resting = []
+    for number in range(300, 400):
+        rows = _rows(falling[-1], "optim_state")
+        resting.append(record(number, {0: {MOMENT_DECAY: DECAY}}, rows=rows))
+    assert run(UnsampledSpike(), falling + resting) == []

@@ -195,3 +195,18 @@ def test_a_weight_and_a_buffer_that_jump_at_once_are_told_once() -> None:
         both.append(record(number, rows=rows))
     (warn,) = run(WeightJump(), both)
     assert (warn.module, warn.kind) == ("w", "param")
+
+
+def test_a_buffer_that_leaps_again_and_again_silences_no_weight() -> None:
+    both = []
+    for number in range(160):
+        size = 50.0 if number >= 130 else 1.0
+        count = float(1 + number % 60)  # begun anew with each epoch
+        rows = {
+            Site("w", "param"): {"rms": size, "max": size},
+            Site("count", "buffer"): {"rms": count, "max": count},
+        }
+        both.append(record(number, rows=rows))
+    told = [(warn.kind, warn.step) for warn in run(WeightJump(), both)]
+    assert ("param", 130) in told
+    assert told[0] == ("buffer", 60)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpprobe.rank import torch_private
@@ -59,25 +60,41 @@ def of_optimizer(optimizer: object, all_: Sequence[Optimizer], rows: StepRows) -
 def _moment_decay(all_: Sequence[Optimizer]) -> dict[str, float]:
     """Return the decay of second moments: Adam's second beta, RMSprop's alpha; {} if unknown."""
     groups = [group for optimizer in all_ for group in optimizer.param_groups]
-    found = {g["betas"][1] if "betas" in g else g.get("alpha", g.get("rho")) for g in groups}
-    decay = found.pop() if len(found) == 1 else None
-    return {MOMENT_DECAY: decay} if isinstance(decay, float) else {}
+    found = [_decay_of(group) for group in groups]
+    decay = found[0] if found and found.count(found[0]) == len(found) else None
+    return {MOMENT_DECAY: decay} if decay is not None else {}
+
+
+def _decay_of(group: Mapping[str, Any]) -> float | None:
+    """Return the decay of an optimizer's group; None where its arguments mean something else."""
+    if "betas" not in group:
+        decay = group.get("alpha", group.get("rho"))
+    else:
+        betas = group["betas"]
+        decay = betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else None
+    return decay if isinstance(decay, float) else None
 
 
 def add_stale_units(topology: Topology, rows: StepRows) -> None:
     """Before a forward: add how many units of FSDP2 will compute with the weights of a step before.
 
     What is still gathered by now was gathered behind the optimizer, by the script, or before it.
-    The first parameter of a unit stands for all, which are gathered together.
+    The first trained parameter of a unit stands for all, which are gathered together.
     """
     if not any(True for _ in topology.units()):
         return
     with torch.no_grad():
         stale = [
             (_bits(part) != _bits(shard.to(part.dtype))).any()
-            for part, shard in sharding.gathered(topology.root)
+            for part, shard in sharding.gathered(topology.root, _are_comparable)
         ]
         rows.add_scalar(STALE, torch.stack(stale).sum() if stale else 0.0)
+
+
+def _are_comparable(full: Tensor, shard: Tensor) -> bool:
+    # Not an offloaded shard, which lies on the CPU, nor a class with another way to gather (fp8).
+    plain = (Tensor, nn.Parameter)
+    return type(full) in plain and type(shard) in plain and full.device == shard.device
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -125,11 +125,9 @@ class WeightLook:
         """Yield (slot, this rank's part) of those that an optimizer of torch's keeps."""
         kept = [optimizer.state for optimizer in self._optimizers()]
         for weight in now:
-            state: Mapping[str, object] = next(
-                (s[weight.owner] for s in kept if weight.owner in s), {}
-            )
+            state: object = next((s[weight.owner] for s in kept if weight.owner in s), None)
             for name in SECOND_MOMENTS:
-                moment = state.get(name)
+                moment = state.get(name) if isinstance(state, Mapping) else None
                 if not isinstance(moment, Tensor):
                     continue
                 part = weight.part_of(name, moment)

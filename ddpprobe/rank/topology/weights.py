@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ddpprobe.rank.topology.describe import Topology
@@ -42,7 +43,7 @@ def buffers(topology: Topology) -> Iterator[Weight]:
     """
     place = LOCAL[0], topology.leads_tensor_group()
     for fqn, buffer in topology.named_buffers():
-        if buffer.is_floating_point():
+        if buffer.is_floating_point() and buffer.layout is torch.strided:
             here = on_this_rank(buffer)
             yield Weight(fqn, here, place, here.nbytes, buffer)
 

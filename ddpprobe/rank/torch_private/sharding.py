@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ddpprobe.errors import ModelRefused
@@ -64,10 +64,13 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Pa
             yield module, name, held.sharded_param
 
 
-def gathered(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the first parameter of each unit of FSDP2 that is gathered now: what it computes with.
+def gathered(
+    model: nn.Module, are_comparable: Callable[[Tensor, Tensor], bool]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the first trained parameter of each unit of FSDP2 that is gathered now.
 
     That is this rank's part of the gathered one, which may be of a lower precision, and its shard.
+    Left out are those whose whole and shard cannot be compared.
 
     Degradation: nothing.
     """
@@ -76,8 +79,10 @@ def gathered(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
             full, mesh = getattr(held, "_unsharded_param", None), held.mesh_info
             gathered = getattr(getattr(held, "sharded_state", None), "name", "") == "UNSHARDED"
             shard, size = held.sharded_param.to_local(), getattr(mesh, "shard_mesh_size", 1)
-            if not gathered or full is None or hasattr(full, "to_local"):
+            if not gathered or full is None:
                 break
+            if not held.sharded_param.requires_grad or not are_comparable(full, shard):
+                continue
             dim, rank = held.fsdp_placement.dim, getattr(mesh, "shard_mesh_rank", 0)
             parts = full.detach().chunk(size, dim)
             if shard.numel() and rank < len(parts) and parts[rank].shape == shard.shape:

@@ -114,6 +114,27 @@ def test_how_much_of_the_second_moments_a_step_keeps_is_told_where_all_groups_ag
     assert MOMENT_DECAY not in step_facts.of_optimizer(one, [one, odd], rows)
 
 
+@pytest.mark.parametrize(
+    "betas", [None, 0.9, (0.9,), (0.98, 0.92, 0.99), (0.9, torch.tensor(0.99))]
+)
+def test_betas_that_mean_something_else_are_no_decay(betas: object) -> None:
+    rows = StepRows(torch.device("cpu"), 0)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.param_groups[0]["betas"] = betas
+    assert MOMENT_DECAY not in step_facts.of_optimizer(optimizer, [optimizer], rows)
+
+
+def test_what_lies_on_another_device_or_is_gathered_in_its_own_way_is_not_compared() -> None:
+    class Scaled(torch.Tensor):
+        """As a tensor of fp8 has a class of its own."""
+
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    assert step_facts._are_comparable(here, nn.Parameter(here))
+    assert not step_facts._are_comparable(there, here)
+    assert not step_facts._are_comparable(here.as_subclass(Scaled), here)
+    assert not step_facts._are_comparable(here, here.as_subclass(Scaled))
+
+
 def test_of_two_optimizers_the_first_one_tells(tmp_path: Path, records_of) -> None:
     model = Model()
     first, later = (

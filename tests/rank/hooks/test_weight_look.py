@@ -348,9 +348,10 @@ def test_floating_buffers_have_rows_but_for_masks_and_numbers(tmp_path: Path, re
             super().__init__()
             self.norm, self.fc = nn.BatchNorm1d(4), nn.Linear(4, 1)
             self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+            self.register_buffer("adjacent", torch.eye(4).to_sparse())
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.fc(self.norm(x)).square().sum()
+            return self.fc(self.norm(torch.sparse.mm(self.adjacent, x.mT).mT)).square().sum()
 
     model = Normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
