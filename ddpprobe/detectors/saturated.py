@@ -12,6 +12,7 @@ from ddpprobe.detectors.subtrees import and_also
 from ddpprobe.records.step import Anomaly, StepRecord
 
 BOTH_SIDES = 0.5  # its outputs reach beyond that, to both sides
+_ROUNDING = 1e-3
 FEWEST = 32  # elements: a few may well be large
 
 
@@ -48,7 +49,8 @@ class Saturated(SampledDetector):
         rms = self._outputs.read(record, "rms")
         slope = np.where(self._like_tanh(record), 1 - rms * rms, np.nan)
         self._grow(len(slope))
-        flat, seen = slope < self._slope, np.isfinite(rms)
+        # Rounding may take it below 0 a little. No tanh has an rms above 1.
+        flat, seen = (slope < self._slope) & (slope > -_ROUNDING), np.isfinite(rms)
         self._since[flat & (self._lasted == 0)] = record.step
         self._lasted = np.where(flat, self._lasted + 1, np.where(seen, 0, self._lasted))
         lasting = (self._lasted >= self._looks) & (record.step - self._since >= self._steps)
@@ -70,7 +72,7 @@ class Saturated(SampledDetector):
         self._told = grown(self._told, sites, 0)
 
     def _verdict(self, record: StepRecord, first: int, names: list[str], slope: Floats) -> Anomaly:
-        share = float(slope[first])
+        share = max(0.0, float(slope[first]))
         message = (
             f"nearly all of its outputs have been -1 or 1 since step {self._since[first]}: as a "
             f"tanh it lets {share:.2g} of the gradient through{and_also(names[1:])}: what it is "

@@ -76,3 +76,8 @@ def test_an_absence_is_neither() -> None:
 
 def test_a_tanh_that_is_used_well_is_left_alone() -> None:
     assert run(Saturated(), [step(s, math.sqrt(0.94)) for s in range(100)]) == []
+
+
+def test_an_rms_above_one_is_not_that_of_a_tanh_but_for_rounding() -> None:
+    assert run(Saturated(), [step(s, 1.01) for s in range(100)]) == []
+    assert levels(run(Saturated(), [step(s, 1 + 1e-7) for s in range(100)])) == [("warn", 20)]
