@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind, grown
+from ddpprobe.detectors.sites_of_kind import Floats, Mask, SitesOfKind, grown
 from ddpprobe.detectors.subtrees import named
 from ddpprobe.records.step import Anomaly, StepRecord
 
@@ -69,9 +68,8 @@ class DeadUnits(SampledDetector):
         self._dead = grown(self._dead, sites, 0)
         self._told = grown(self._told, sites, 0)
 
-    def _verdict(self, record: StepRecord, dead: NDArray[np.bool_], share: Floats) -> Anomaly:
-        order, names = self._outputs.order(), self._outputs.modules(dead)
-        first = order[dead[order]][0]
+    def _verdict(self, record: StepRecord, dead: Mask, share: Floats) -> Anomaly:
+        first, names = self._outputs.marked(dead)
         then = f"; so do {named(names[1:])}" if names[1:] else ""
         message = (
             f"{share[first]:.0%} of the outputs have been zero since step {self._since[first]}, "

@@ -7,9 +7,9 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.learning_rate import FadedRate
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import grown
+from ddpprobe.detectors.sites_of_kind import Mask, grown
 from ddpprobe.detectors.subtrees import named, subtrees
-from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
+from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep
 from ddpprobe.records.step import Anomaly, StepRecord
 
 MOST = 1 << 20

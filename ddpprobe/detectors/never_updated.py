@@ -7,9 +7,9 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.rank_scalars import largest, scalars
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import grown
+from ddpprobe.detectors.sites_of_kind import Mask, grown
 from ddpprobe.detectors.subtrees import named, named_alike, subtrees
-from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
+from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep
 from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, Anomaly, StepRecord
 
 
@@ -69,14 +69,15 @@ class NeverUpdated(SampledDetector):
         gradient = self._of_all(record, now, found)
         if gradient > 0:
             self._idle = largest(record, LEARNING_RATE) == 0
-            self._told |= found & (not self._idle)
+            if not self._idle:
+                self._told |= found
             return [self._nothing(record, found, gradient)]
         cut = self._cut_off(record, found)
         if cut.any():
             self._told |= cut
             return [self._without_gradient(record, cut)]
-        whole = self._whole_modules(found)
-        if not (found & now.seen & self._would).any() or not whole.any():
+        whole = self._whole_modules(found, now.seen)
+        if not whole.any():
             return []
         self._told |= whole
         return [self._verdict(record, now, whole)]
@@ -115,8 +116,10 @@ class NeverUpdated(SampledDetector):
         spare = min(scalars(record, TRAINABLE), default=0.0) - self._pulled.sum()
         return without & bool(without.sum() >= fewest and spare >= without.sum())
 
-    def _whole_modules(self, found: Mask) -> Mask:
+    def _whole_modules(self, found: Mask, seen: Mask) -> Mask:
         """Return those of `found` in whose module nothing has moved, and something would have."""
+        if not (found & seen & self._would).any():
+            return found & False
         owners = np.array([fqn.rpartition(".")[0] for fqn in self._rows.fqns], np.str_)
         moving = set(owners[~self._never])
         pulled = set(owners[found & self._would])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind, SiteWindow, grown
+from ddpprobe.detectors.sites_of_kind import Floats, Mask, SitesOfKind, SiteWindow, grown
 from ddpprobe.detectors.subtrees import named
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -63,12 +62,8 @@ class OutputDrop(SampledDetector):
             return []
         return [self._verdict(record, now, lowest, twice)]
 
-    def _verdict(
-        self, record: StepRecord, now: Floats, lowest: Floats, dropped: NDArray[np.bool_]
-    ) -> Anomaly:
-        order = self._outputs.order()
-        first = order[dropped[order]][0]
-        names = self._outputs.modules(dropped)
+    def _verdict(self, record: StepRecord, now: Floats, lowest: Floats, dropped: Mask) -> Anomaly:
+        first, names = self._outputs.marked(dropped)
         then = f"; then {named(names[1:])}" if names[1:] else ""
         many = "nothing is left of" if now[first] == 0 else (
             f"{lowest[first] / now[first]:.3g} x below"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind, SiteWindow
+from ddpprobe.detectors.sites_of_kind import Floats, Mask, SitesOfKind, SiteWindow
 from ddpprobe.detectors.subtrees import named
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -63,13 +62,9 @@ class OutputJump(SampledDetector):
             return []
         return [self._verdict(record, now, highest, jumped)]
 
-    def _verdict(
-        self, record: StepRecord, now: Floats, highest: Floats, jumped: NDArray[np.bool_]
-    ) -> Anomaly:
-        order = self._outputs.order()
-        first = order[jumped[order]][0]
+    def _verdict(self, record: StepRecord, now: Floats, highest: Floats, jumped: Mask) -> Anomaly:
+        first, names = self._outputs.marked(jumped)
         ratio = float(now[first] / highest[first])
-        names = self._outputs.modules(jumped)
         then = f"; then {named(names[1:])}" if names[1:] else ""
         message = (
             f"largest output {now[first]:.3g} is {ratio:.3g} x the largest {highest[first]:.3g} of "

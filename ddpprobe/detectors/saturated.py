@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind, grown
+from ddpprobe.detectors.sites_of_kind import Floats, Mask, SitesOfKind, grown
 from ddpprobe.detectors.subtrees import and_also
 from ddpprobe.records.step import Anomaly, StepRecord
 
 BOTH_SIDES = 0.5  # its outputs reach beyond that, to both sides
-_ROUNDING = 1e-3
 FEWEST = 32  # elements: a few may well be large
+ROUNDING = 1e-3  # by which a slope may be below 0; an rms above 1 is no tanh's
 
 
 class Saturated(SampledDetector):
@@ -49,19 +48,18 @@ class Saturated(SampledDetector):
         rms = self._outputs.read(record, "rms")
         slope = np.where(self._like_tanh(record), 1 - rms * rms, np.nan)
         self._grow(len(slope))
-        # Rounding may take it below 0 a little. No tanh has an rms above 1.
-        flat, seen = (slope < self._slope) & (slope > -_ROUNDING), np.isfinite(rms)
+        flat, seen = (slope < self._slope) & (slope > -ROUNDING), np.isfinite(rms)
         self._since[flat & (self._lasted == 0)] = record.step
         self._lasted = np.where(flat, self._lasted + 1, np.where(seen, 0, self._lasted))
         lasting = (self._lasted >= self._looks) & (record.step - self._since >= self._steps)
         found = flat & lasting & ~self._told
         if not found.any():
             return []
-        order, names = self._outputs.order(), self._outputs.modules(found)
+        first, names = self._outputs.marked(found)
         self._told |= np.isin(self._outputs.fqns, names)  # the other outputs of a module too
-        return [self._verdict(record, int(order[found[order]][0]), names, slope)]
+        return [self._verdict(record, first, names, slope)]
 
-    def _like_tanh(self, record: StepRecord) -> NDArray[np.bool_]:
+    def _like_tanh(self, record: StepRecord) -> Mask:
         """Return which outputs [sites] are between -1 and 1, and on both sides of 0."""
         low, high = self._outputs.read(record, "min"), self._outputs.read(record, "max")
         enough = self._outputs.read(record, "numel") >= FEWEST

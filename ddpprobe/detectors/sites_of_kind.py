@@ -11,6 +11,7 @@ from ddpprobe.records.step import OBSERVED, Site, StepRecord, derive
 
 MOST_SITES = 1 << 14  # bounds the state: 64 float32 a site are 4 MiB
 Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 Number = TypeVar("Number", np.float64, np.float32, np.int64, np.bool_)
 
 _KNOWN = ("local", "sharded", "replicated")  # the row is the whole tensor, or all that is known
@@ -53,13 +54,13 @@ class SitesOfKind:
         """Return the sites in the last record, in execution order."""
         return self._slots
 
-    def modules(self, marked: NDArray[np.bool_]) -> list[str]:
-        """Return the modules of marked sites [sites], in execution order, each once.
+    def marked(self, those: Mask) -> tuple[int, list[str]]:
+        """Return the first of some sites [sites] in execution order, and their modules, each once.
 
         A module with several outputs has a site for each.
         """
-        order = self._slots
-        return list(dict.fromkeys(self.fqns[site] for site in order[marked[order]]))
+        sites = self._slots[those[self._slots]]
+        return int(sites[0]), list(dict.fromkeys(self.fqns[site] for site in sites))
 
     def _index(self, sites: tuple[Site, ...]) -> None:
         rows, slots = [], []

@@ -85,7 +85,7 @@ class UnsampledSpike(SampledDetector):
         known = seen & np.isfinite(before) & (self._sampled.points(sites) >= self._least)
         kept = np.power(decay, between[known])
         squares = np.maximum(sums[known] - kept * before[known], 0) / (1 - kept)
-        risen = np.maximum(sums[known] - before[known], 0) / (1 - kept)
+        risen = np.maximum(squares - before[known], 0)  # (V' - V) / (1 - d^k)
         places, steps = np.flatnonzero(known), between[known].astype(float)
         return self._judge(record, places, squares, steps, risen)
 

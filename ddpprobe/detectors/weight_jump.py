@@ -11,10 +11,10 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind, SiteWindow, grown
+from ddpprobe.detectors.sites_of_kind import Floats, Mask, SitesOfKind, SiteWindow, grown
 from ddpprobe.detectors.subtrees import and_also
 from ddpprobe.detectors.telling import Telling
-from ddpprobe.detectors.weight_rows import Mask, WeightRows, WeightsOfStep
+from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep
 from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 
 LEAST_MOVE = 0.005  # of the logarithm of a norm: one that hardly moves is not judged by less

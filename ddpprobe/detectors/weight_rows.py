@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ddpprobe.detectors.sites_of_kind import Beside, Floats, SitesOfKind
+from ddpprobe.detectors.sites_of_kind import Beside, Floats, Mask, SitesOfKind
 from ddpprobe.records.step import VALUES, StepRecord
-
-Mask = NDArray[np.bool_]
 
 # Between 1 and the next number of a dtype.
 _SPACING = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}

@@ -132,8 +132,8 @@ def test_a_rate_of_zero_hides_no_optimizer_that_has_other_tensors() -> None:
 
 
 def test_a_rate_that_was_zero_for_a_while_is_not_paged_when_it_trains() -> None:
-    assert levels(run(NeverUpdated(), still(0.0, moves=100)[:100] + still(0.1, moves=100)[100:])) \
-        == [("warn", 50)]  # fmt: skip
+    stream = still(0.0, moves=100)[:100] + still(0.1, moves=100)[100:]
+    assert levels(run(NeverUpdated(), stream)) == [("warn", 50)]
 
 
 def test_a_model_without_an_optimizer_or_gradients_or_that_moved_once_is_not_paged() -> None:

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.hooks.outputs import leaves
 from ddpprobe.rank.hooks.pending_rows import unless_logged
 from ddpprobe.rank.hooks.step_rows import StepRows
+from ddpprobe.rank.hooks.sweep import is_plain
 from ddpprobe.rank.stats.checksum import checksum
 from ddpprobe.rank.stats.dense import lies_on
 from ddpprobe.rank.topology.describe import Topology
@@ -60,8 +61,8 @@ def of_optimizer(optimizer: object, all_: Sequence[Optimizer], rows: StepRows) -
 def _moment_decay(all_: Sequence[Optimizer]) -> dict[str, float]:
     """Return the decay of second moments: Adam's second beta, RMSprop's alpha; {} if unknown."""
     groups = [group for optimizer in all_ for group in optimizer.param_groups]
-    found = [_decay_of(group) for group in groups]
-    decay = found[0] if found and found.count(found[0]) == len(found) else None
+    found = {_decay_of(group) for group in groups}
+    decay = found.pop() if len(found) == 1 else None
     return {MOMENT_DECAY: decay} if decay is not None else {}
 
 
@@ -93,8 +94,7 @@ def add_stale_units(topology: Topology, rows: StepRows) -> None:
 
 def _are_comparable(full: Tensor, shard: Tensor) -> bool:
     # Not an offloaded shard, which lies on the CPU, nor a class with another way to gather (fp8).
-    plain = (Tensor, nn.Parameter)
-    return type(full) in plain and type(shard) in plain and full.device == shard.device
+    return is_plain(full) and is_plain(shard) and full.device == shard.device
 
 
 def _bits(tensor: Tensor) -> Tensor:

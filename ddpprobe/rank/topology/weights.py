@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ddpprobe.rank.topology.describe import Topology
@@ -43,9 +42,9 @@ def buffers(topology: Topology) -> Iterator[Weight]:
     """
     place = LOCAL[0], topology.leads_tensor_group()
     for fqn, buffer in topology.named_buffers():
-        if buffer.is_floating_point() and buffer.layout is torch.strided:
+        if buffer.is_floating_point():
             here = on_this_rank(buffer)
-            yield Weight(fqn, here, place, here.nbytes, buffer)
+            yield Weight(fqn, here, place, here.numel() * here.element_size(), buffer)
 
 
 def weights(topology: Topology) -> Iterator[Weight]:
