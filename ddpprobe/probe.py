@@ -174,9 +174,9 @@ class Probe:
         recorder = self._let_go()
         if recorder is None:
             return
-        words = Fuse("last words").guard(last_words.goodbye)(at_exit=at_exit)
+        midway = recorder.is_inside_a_step
+        words = Fuse("last words").guard(last_words.goodbye)(at_exit=at_exit, midway=midway)
         if self._joined is not None:
-            midway = at_exit and recorder.is_inside_a_step
             seconds = 0.0 if words is None else peer_watcher.patience(words, midway=midway)
             Fuse("close").guard(self._joined.peer_watcher.close)(seconds)
         Fuse("close").guard(recorder.close)(words)

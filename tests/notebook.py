@@ -13,11 +13,22 @@ NOTEBOOK = Path(__file__).parent.parent / "docs" / "how-to" / "notebook.ipynb"
 SECONDS = 120  # of a cell
 
 
-def executed(directory: Path) -> nbformat.NotebookNode:
-    """Return the notebook with the output that it has in a kernel that starts in a directory."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    context = {"metadata": {"path": str(directory)}}
-    return NotebookClient(notebook, timeout=SECONDS, resources=context).execute()
+def executed(
+    directory: Path, notebook: nbformat.NotebookNode | None = None, *, allow_errors: bool = False
+) -> nbformat.NotebookNode:
+    """Return a notebook with the output that it has in a kernel that starts in a directory.
+
+    Args:
+        directory: the kernel's own.
+        notebook: instead of the one of the documents.
+        allow_errors: a cell that raises does not end it.
+    """
+    notebook = notebook or nbformat.read(NOTEBOOK, as_version=4)
+    client = NotebookClient(
+        notebook, timeout=SECONDS, allow_errors=allow_errors,
+        resources={"metadata": {"path": str(directory)}},
+    )  # fmt: skip
+    return client.execute()
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import nbformat
 import pytest
 
+import ddpprobe
+
 from .made_runs import Made
 from .notebook import NOTEBOOK, executed
 
@@ -48,3 +50,35 @@ def test_what_the_page_says_can_be_typed(tmp_path: Path, monkeypatch: pytest.Mon
     assert names["run"].name == "made"
     assert names["ds"].rms.chunks is not None  # the last one is lazy
     assert len(names["df"]) == 20 * (3 + 2 * 2)
+
+
+TRAIN = """
+import torch, ddpprobe
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+probe = ddpprobe.install(model, run_dir=NAME, every=1, daemon="none")
+for step in range(20):
+    loss = model(torch.randn(8, 4)).square().mean()
+    if NAME == "broken" and step == 10:
+        raise ValueError("the data are bad")
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_cell_that_raises_ends_the_run_only_if_it_was_training(tmp_path: Path) -> None:
+    """One before the run, and one between the training and its close, are none of its business."""
+    sources = [
+        "a typo", f"NAME = 'whole'{TRAIN}", "model.wieght", "probe.close()",
+        f"NAME = 'broken'{TRAIN}", "probe.close()",
+    ]  # fmt: skip
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    done = executed(tmp_path, nbformat.v4.new_notebook(cells=cells), allow_errors=True)
+    raised = [[out.ename for out in c.outputs if out.output_type == "error"] for c in done.cells]
+    assert raised == [["SyntaxError"], [], ["AttributeError"], [], ["ValueError"], []]
+    ends = {name: ddpprobe.open(tmp_path / name).info()["end"] for name in ("whole", "broken")}
+    assert {name: end["state"] for name, end in ends.items()} == {
+        "whole": "ended", "broken": "crashed",
+    }  # fmt: skip
+    assert "ValueError: the data are bad" in ends["broken"]["message"]

@@ -27,19 +27,21 @@ _BROKEN = re.compile(
 )
 
 
-def goodbye(*, at_exit: bool = False) -> ClosedEvent:
+def goodbye(*, at_exit: bool = False, midway: bool = False) -> ClosedEvent:
     """Return the last event, but for how far the rank has come.
 
     At the end of the interpreter the exception that nobody caught is where Python left it for its
     debugger, whatever hook has printed it. Before that the one that is under way is told, which may
     still be caught: the process's exit code says whether it was. Of a sys.exit() nothing is left
-    at the end of the interpreter.
+    at the end of the interpreter. In a notebook or at a prompt an exception ends no process, and the
+    last one may be of any cell, also of one before the run: it counts where training stands midway.
 
     Args:
         at_exit: it is said at the end of the interpreter; the script itself has not said that its
             training is over.
+        midway: training stands within a step.
     """
-    uncaught = _uncaught()
+    uncaught = _uncaught() if midway or not hasattr(sys, "ps1") else None
     raised = uncaught or sys.exc_info()[1]
     handlers = OF_THE_SCRIPT
     asked = handlers.left_by_an_exception or any(

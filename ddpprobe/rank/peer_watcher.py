@@ -166,8 +166,8 @@ def patience(words: ClosedEvent, *, midway: bool) -> float:
 
     Args:
         words: its last ones.
-        midway: its interpreter ends in the middle of a step, be it that nobody says why.
+        midway: training stands within a step; of an interpreter that ends there nobody may say why.
     """
     if words.error is None:
-        return CAUGHT_SECONDS if midway and not words.asked else 0.0
+        return CAUGHT_SECONDS if midway and words.at_exit and not words.asked else 0.0
     return BROKEN_SECONDS if words.error.collective and not words.error.timed_out else 0.0

@@ -202,6 +202,15 @@ def test_an_error_that_nobody_caught_is_told_as_such(monkeypatch, name: str) -> 
     assert (told.status, told.error) == ("exception", describe(caught(own)))
 
 
+def test_in_a_notebook_the_error_of_a_cell_counts_only_within_a_step(monkeypatch) -> None:
+    for each in ("last_exc", "last_value"):
+        monkeypatch.setattr(sys, each, caught(own), raising=False)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    assert goodbye() == ClosedEvent()
+    assert goodbye(at_exit=True) == ClosedEvent(at_exit=True)
+    assert goodbye(midway=True).status == "exception"
+
+
 def test_an_exit_out_of_a_handler_was_asked_for_and_no_other_exit(on_term) -> None:
     def leave(*_: object) -> None:
         sys.exit(0)

@@ -271,8 +271,10 @@ GONE = RaisedError("RuntimeError", "[gloo] Connection closed by peer", collectiv
     ("said", "midway", "seconds"),
     [
         ({}, False, 0.0),
-        ({}, True, CAUGHT_SECONDS),
-        ({"asked": True}, True, 0.0),
+        ({}, True, 0.0),
+        ({"at_exit": True}, False, 0.0),
+        ({"at_exit": True}, True, CAUGHT_SECONDS),
+        ({"at_exit": True, "asked": True}, True, 0.0),
         ({"error": GONE}, True, BROKEN_SECONDS),
         ({"error": GONE}, False, BROKEN_SECONDS),
         ({"error": replace(GONE, message="[gloo] Timed out waiting 10ms")}, True, 0.0),
