@@ -1,8 +1,8 @@
-"""A loop over DeepSpeed's engine: deepspeed_job.py OUT zero1|zero2|zero2-bf16|stop|refused.
+"""A loop over DeepSpeed's engine: deepspeed_job.py OUT zero1|zero2|zero2-bf16|refused [stop].
 
 It trains without the probe, with it, on from a checkpoint, and with a fault on the last rank; or
 until the probe stops it; or not at all. What it saw, and what hooks of its own and DeepSpeed's
-functions say of the gradients, is in OUT/NAME.RANK.json.
+functions say of the gradients, is in OUT/NAME.RANK.json, or OUT/stop.RANK.json.
 """
 
 from __future__ import annotations
@@ -131,17 +131,17 @@ def all_of_it(out: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def stop(out: Path) -> dict[str, Any]:
+def stop(out: Path, name: str) -> dict[str, Any]:
     import ddpprobe
     from ddpprobe.integrations.deepspeed import install
 
     net = Net()
-    engine = engine_of(net, "zero1")
+    engine = engine_of(net, name)
     with install(engine, every=1, run_dir=out / "stopped", on_anomaly="stop"):
         try:
             for turn in range(10**6):  # until it is stopped, or the test's own time is up
                 net.fault = turn == FAULT * MICROS
-                engine.backward(engine(batch(turn, 0)))
+                engine.backward(engine(batch(turn, 0).to(next(net.parameters()).dtype)))
                 engine.step()
                 time.sleep(0.02)  # for the daemon
         except ddpprobe.AnomalyStop as stopped:
@@ -174,8 +174,9 @@ if __name__ == "__main__":
     # Else it compiles a reduction over shared memory, for which gloo has no use: a minute or two.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
-    where, chosen = Path(sys.argv[1]), sys.argv[2]
-    parts = {"stop": stop, "refused": refused}
-    result = parts[chosen](where) if chosen in parts else all_of_it(where, chosen)
-    tell(where, chosen, result)
+    where, chosen, part = Path(sys.argv[1]), sys.argv[2], sys.argv[-1]
+    if part == "stop":
+        tell(where, part, stop(where, chosen))
+    else:
+        tell(where, chosen, refused(where) if part == "refused" else all_of_it(where, chosen))
     leave()

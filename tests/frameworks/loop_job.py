@@ -1,12 +1,13 @@
-"""A loop of one's own over Accelerate or Fabric: loop_job.py OUT accelerate|fabric.
+"""A loop of one's own over Accelerate or Fabric: loop_job.py OUT accelerate|fabric [stop].
 
-It trains without the probe, with it, on from the middle, and with a fault on the last rank.
-What it saw is in OUT/NAME.RANK.json.
+It trains without the probe, with it, on from the middle, and with a fault on the last rank; or
+until the probe stops it. What it saw is in OUT/NAME.RANK.json, or OUT/stop.RANK.json.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 
 from tests.frameworks.job_parts import MICROS, RANK, WORLD, Net, batch, digest, leave, tell
 
-STEPS, SAVED = 4, 2
+STEPS, SAVED, FAULT = 4, 2, 2
+ENDLESS = range(10**6)  # until it is stopped, or the test's own time is up
+PAUSE = 0.02  # seconds a step for the daemon, without which nothing stops
 
 
 def over_accelerate(out: Path, options: dict[str, Any] | None, steps: range, fault: int) -> Any:
@@ -50,6 +53,7 @@ def over_accelerate(out: Path, options: dict[str, Any] | None, steps: range, fau
     if options is not None:
         probe = install(accelerator, model, first_step=steps[0], **options)
     for step in steps:
+        time.sleep(PAUSE if steps == ENDLESS else 0)
         for micro in range(MICROS):
             net.fault = step == fault and RANK == WORLD - 1
             with accelerator.accumulate(model):
@@ -74,6 +78,7 @@ def over_fabric(out: Path, options: dict[str, Any] | None, steps: range, fault: 
     if options is not None:
         probe = install(fabric, model, root_dir=out, first_step=steps[0], **options)
     for step in steps:
+        time.sleep(PAUSE if steps == ENDLESS else 0)
         for micro in range(MICROS):
             net.fault = step == fault and RANK == WORLD - 1
             with fabric.no_backward_sync(model, enabled=WORLD > 1 and micro < MICROS - 1):
@@ -95,12 +100,26 @@ def all_of_it(out: Path, over: Callable[..., Any]) -> dict[str, Any]:
     resumed = over(out / "fit", options, range(SAVED, STEPS), -1)[2]
     found["resumed_run"] = resumed.run_dir
     resumed.close()
-    over(out, {**options, "run_dir": out / "faulty"}, steps, 2)[2].close()
+    over(out, {**options, "run_dir": out / "faulty"}, steps, FAULT)[2].close()
     return found
 
 
+def stop(out: Path, over: Callable[..., Any]) -> dict[str, Any]:
+    import ddpprobe
+
+    options = {"every": 1, "run_dir": out / "stopped", "on_anomaly": "stop"}
+    try:
+        over(out, options, ENDLESS, FAULT)
+    except ddpprobe.AnomalyStop as stopped:
+        return {"for": [stopped.anomaly.step, stopped.anomaly.rank], "step": stopped.step}
+    raise AssertionError("nothing has stopped the loop")
+
+
 if __name__ == "__main__":
-    where, name = Path(sys.argv[1]), sys.argv[2]
-    result = all_of_it(where, {"accelerate": over_accelerate, "fabric": over_fabric}[name])
-    tell(where, name, result)
+    where, name, part = Path(sys.argv[1]), sys.argv[2], sys.argv[-1]
+    over = {"accelerate": over_accelerate, "fabric": over_fabric}[name]
+    if part == "stop":
+        tell(where, part, stop(where, over))
+    else:
+        tell(where, name, all_of_it(where, over))
     leave()

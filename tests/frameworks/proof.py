@@ -19,7 +19,7 @@ COLUMNS = {
     "same bits, all sites, clean end": "test_training_is_the_same_and_everything_is_observed",
     "true loss": "test_the_loss_is_the_",
     "step number, resumed": "test_a_resumed_training_is_a_further_attempt",
-    "stop": "test_for_an_anomaly_the_trainer_stops",
+    "stop": "test_for_an_anomaly_",
     "fault named": "test_a_nan_is_named_by",
 }
 # Row: the file of its tests, and what their parameters begin with, one of several.

@@ -1,8 +1,8 @@
 """A training function of Ray Train: ray_job.py OUT WORLD.
 
 It trains without the probe, with it, on from the middle, until the last rank raises or is killed
-and Ray starts all of them again, with a fault on the last rank, and until its function raises. What
-each worker saw is in OUT/ray.RANK.json.
+and Ray starts all of them again, with a fault on the last rank, until its function raises, and
+until the probe stops it for a fault. What each worker saw is in OUT/ray.RANK.json.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from ray.train.torch import TorchTrainer
 from tests.frameworks.job_parts import MICROS, Net, batch, digest, tell
 
 STEPS, SAVED, FAULT = 4, 2, 2
+ENDLESS = 10**6  # until it is stopped, or the test's own time is up
+PAUSE = 0.02  # seconds a step for the daemon, without which nothing stops
 # Where the last rank dies once, and whether the first one has saved a checkpoint by then.
 DEATHS = {"raised_once": {"dies": 1}, "killed_once": {"dies": 3, "saves": True}}
 
 
 def work(config: dict[str, Any]) -> None:
     """One worker; what it saw goes to `config["part"].RANK.json`."""
+    from ddpprobe import AnomalyStop
     from ddpprobe.integrations.ray import install
 
     context = ray.train.get_context()
@@ -43,7 +46,8 @@ def work(config: dict[str, Any]) -> None:
     first = SAVED if saved.exists() else config.get("first", 0)
 
     def loop() -> None:
-        for step in range(first, STEPS):
+        for step in range(first, config.get("steps", STEPS)):
+            time.sleep(PAUSE if "steps" in config else 0)
             for micro in range(MICROS):
                 net.fault = step == config.get("fault") and rank == world - 1
                 loss = model(batch(step, micro, rank, world))
@@ -69,7 +73,12 @@ def work(config: dict[str, Any]) -> None:
         options = {"every": 1, **config.get("options", {})}
         with install(model, first_step=first, **options) as probe:
             told["run"] = probe.run_dir
-            loop()
+            try:
+                loop()
+            except AnomalyStop as stop:
+                told |= {"step": stop.step, "for": [stop.anomaly.step, stop.anomaly.rank]}
+                tell(out, part, told, rank)
+                raise
     told["digest"] = digest(net)
     tell(out, part, told, rank)
 
@@ -96,12 +105,18 @@ def all_of_it(out: Path, world: int) -> None:
         fit("raised", raises=1, options={"run_dir": str(out / "raised")})
     except ray.train.TrainingFailedError:
         print("the training function raised")
+    options = {"run_dir": str(out / "stopped"), "on_anomaly": "stop"}
+    try:
+        fit("stopped", fault=FAULT, steps=ENDLESS, options=options)
+    except ray.train.TrainingFailedError as error:
+        print(f"fit() raised: {error}")
     for rank in range(world):
-        alone, told, resumed, *started_again = (
+        alone, told, resumed, stopped, *started_again = (
             json.loads((out / f"{part}.{rank}.json").read_text())
-            for part in ("alone", "fit", "resumed", *DEATHS)
+            for part in ("alone", "fit", "resumed", "stopped", *DEATHS)
         )
         told |= {"same": told["digest"] == alone["digest"], "resumed_run": resumed["run"]}
+        told["stopped"] = {"step": stopped["step"], "for": stopped["for"]}
         told |= {part: one["run"] for part, one in zip(DEATHS, started_again, strict=True)}
         tell(out, "ray", told, rank)
 

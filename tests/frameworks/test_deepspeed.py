@@ -83,9 +83,10 @@ def test_a_nan_is_named_by_step_rank_and_module(trained) -> None:
     assert_named(trained, 2, "down")
 
 
-def test_for_an_anomaly_the_engines_step_raises(torchrun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [(name, 1) for name in STAGES], ids=str)
+def test_for_an_anomaly_the_engines_step_raises(torchrun, tmp_path: Path, where) -> None:
     need("deepspeed")
-    assert_stopped(torchrun, tmp_path, JOB, "stop", "stop")
+    assert_stopped(torchrun, tmp_path, JOB, f"{where[0]} stop", "stop")
 
 
 def test_what_would_be_wrong_is_refused_with_its_reason(torchrun, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from .trained import (
     assert_named,
     assert_resumed,
     assert_right,
+    assert_stopped,
     need,
     train,
 )
@@ -48,6 +49,13 @@ def test_a_resumed_training_is_a_further_attempt_at_the_users_step(trained) -> N
 
 def test_a_nan_is_named_by_step_rank_and_module(trained) -> None:
     assert_named(trained, 2, "down")
+
+
+@pytest.mark.parametrize("where", [(name, 1) for name in NEEDS], ids=str)
+def test_for_an_anomaly_the_optimizers_step_raises(torchrun, tmp_path: Path, where) -> None:
+    name, _ = where
+    need(NEEDS[name])
+    assert_stopped(torchrun, tmp_path, JOB, f"{name} stop", "stop")
 
 
 def test_the_trackers_of_accelerate_are_told_where_the_run_is(trained) -> None:

@@ -26,7 +26,7 @@ from .trained import (
 
 pytestmark = FULL
 JOB = Path(__file__).with_name("ray_job.py")
-STEPS, MICROS, SAVED = 4, 2, 2
+STEPS, MICROS, SAVED, FAULT = 4, 2, 2, 2
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0"}
 # Part of the job: what its last worker dies of once.
 DEATHS = {"raised_once": "OSError: the disk is gone", "killed_once": "SIGKILL"}
@@ -75,7 +75,7 @@ def test_each_fit_has_a_run_and_no_worker_leaves_another_one(trained) -> None:
     runs = {one[part] for one in trained.told for part in ("run", *DEATHS)}
     assert len(runs) == 1 + len(DEATHS)
     found = {str(path.parent) for path in trained.out.rglob("run.json")}
-    assert found == runs | {str(trained.out / name) for name in ("faulty", "raised")}
+    assert found == runs | {str(trained.out / name) for name in ("faulty", "raised", "stopped")}
 
 
 @pytest.mark.parametrize(("part", "how"), DEATHS.items(), ids=DEATHS)
@@ -111,6 +111,19 @@ def test_a_function_that_raises_has_closed_its_run_with_its_last_step(trained) -
     closed = [what for what in events if isinstance(what, ClosedEvent)]
     told = [(what.error and what.error.message, what.at_exit) for what in closed]
     assert told == [("the data are bad", False)] * len(trained.told)
+
+
+def test_for_an_anomaly_all_workers_raise_behind_one_step_and_fit_says_why(trained, call) -> None:
+    world = len(trained.told)
+    (step,) = {one["stopped"]["step"] for one in trained.told}
+    assert step > FAULT
+    assert [one["stopped"]["for"] for one in trained.told] == [[FAULT, world - 1]] * world
+    assert "fit() raised: " in trained.done.stdout
+    assert "ddpprobe stopped training behind step" in trained.done.stdout
+    run = ddpprobe.open(trained.out / "stopped")
+    assert run.info()["state"] == "stopped"  # a stop that was asked for is no crash
+    assert {a.detector for a in run.anomalies() if a.level == "page"} == {"nonfinite"}
+    assert "ended as on_anomaly='stop' asks for" in call("anomalies", run.path)[1]
 
 
 def test_outside_of_a_worker_it_says_where_it_belongs(torchrun) -> None:
