@@ -33,8 +33,9 @@ def goodbye(*, at_exit: bool = False, midway: bool = False) -> ClosedEvent:
     At the end of the interpreter the exception that nobody caught is where Python left it for its
     debugger, whatever hook has printed it. Before that the one that is under way is told, which may
     still be caught: the process's exit code says whether it was. Of a sys.exit() nothing is left
-    at the end of the interpreter. In a notebook or at a prompt an exception ends no process, and the
-    last one may be of any cell, also of one before the run: it counts where training stands midway.
+    at the end of the interpreter. In a notebook or at a prompt an exception ends no process, and
+    the last one may be of any cell, also of one before the run: it counts where training stands
+    within a step.
 
     Args:
         at_exit: it is said at the end of the interpreter; the script itself has not said that its
