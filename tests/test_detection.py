@@ -21,6 +21,7 @@ from benchmarks.detection.set_c import SET_C
 from benchmarks.detection.set_d import SET_D
 from benchmarks.detection.set_e import SET_E
 from benchmarks.detection.set_f import SET_F
+from benchmarks.detection.set_g import SET_G
 from benchmarks.detection.sharded import SHARDED
 from benchmarks.detection.unlisted import UNLISTED
 from benchmarks.detection.zoo import ZOO
@@ -128,12 +129,13 @@ def test_the_two_sets_that_were_written_without_the_rules_are_counted_each_on_it
     [
         ("Set C", "Set D", "U60", "grad_spike", ("U62", "U65")),
         ("Set F", "Set E", "U75", "nonfinite", ("U76", "U80")),
+        ("Set G", "Set F", "U98", "desync", ("U75", "U79")),
     ],
 )
 def test_each_of_the_later_sets_has_a_table_of_its_own_too(
     first: str, second: str, found: str, detector: str, missed: tuple[str, str]
 ) -> None:
-    sets = {"Set C": SET_C, "Set D": SET_D, "Set E": SET_E, "Set F": SET_F}
+    sets = {"Set C": SET_C, "Set D": SET_D, "Set E": SET_E, "Set F": SET_F, "Set G": SET_G}
     silent: dict[str, list[int]] = {rival: [] for rival in RIVALS}
     fault = sets[first][found](0, 0)
     told = replace(LOUD, detector=detector, step=fault.start)
@@ -146,7 +148,7 @@ def test_each_of_the_later_sets_has_a_table_of_its_own_too(
     assert "every=1: 1/1" in tables[first]
     assert "every=1: 0/2" in tables[second]
     assert all(f"| {name} |" in table for of, table in tables.items() for name in sets[of])
-    assert not {*SET_C, *SET_D, *SET_E, *SET_F} & {*SET_A, *SET_B}
+    assert not {*SET_C, *SET_D, *SET_E, *SET_F, *SET_G} & {*SET_A, *SET_B}
 
 
 def test_no_two_jobs_share_a_name_and_each_draws_by_its_own() -> None:

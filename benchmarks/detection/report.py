@@ -20,6 +20,7 @@ from benchmarks.detection.set_c import SET_C
 from benchmarks.detection.set_d import SET_D
 from benchmarks.detection.set_e import SET_E
 from benchmarks.detection.set_f import SET_F
+from benchmarks.detection.set_g import SET_G
 from benchmarks.detection.sharded import SHARDED
 from benchmarks.detection.unlisted import LEARNED
 from benchmarks.detection.zoo import ZOO
@@ -70,6 +71,12 @@ _LEARNED = """
 Two times ten that had been such once, before rules were made from what they showed. Of the first
 ten (U01 to U10) 16 of 30 were found at every=1 and 14 of 30 at every=10 then, of the second ten 18
 and 17."""
+_SET_G = """
+## Set G: written without the rules, after the others
+
+Ten more faults from issue trackers, by somebody who had not read the rules and ran none of them
+with the probe before it was written: five that begin in the middle of training, and five mistakes
+of configuration. The code names the source of each, and how much it harms."""
 _SET_F = """
 ## Set F: written without the rules, by how often people report it
 
@@ -182,6 +189,7 @@ def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
         ("", "what is planted", "limit", *(f"every={e}" for e in EVERY), "by", "rank", "module"),
         [_fault_row(name, [o for o in faulty if o.job == name]) for name in FAULTS],
     )
+    yield from _faults_apart(apart, SET_G, _SET_G)
     yield from _faults_apart(apart, SET_F, _SET_F)
     yield from _faults_apart(apart, SET_E, _SET_E)
     yield from _faults_apart(apart, SET_D, _SET_D)
