@@ -130,7 +130,7 @@ class WeightLook:
                 moment = state.get(name) if isinstance(state, Mapping) else None
                 if not isinstance(moment, Tensor):
                     continue
-                part = weight.part_of(name, moment)
+                part = weight.part_of(moment)
                 # One that is spread in another way than its parameter has another layout.
                 if part.numel() == weight.tensor.numel() and _is_readable(part):
                     yield self._slot(weight, "optim_state", part, name), part

@@ -142,7 +142,7 @@ def test_the_part_of_a_second_moment_is_that_of_its_weight_element_by_element(
                     state = optimizer.state.get(weight.owner)
                     if not weight.tensor.numel() and not state:
                         continue
-                    moment = weight.part_of("exp_avg_sq", state["exp_avg_sq"])
+                    moment = weight.part_of(state["exp_avg_sq"])
                     # The gradient is twice the weight, so it keeps a quarter of four squares.
                     assert torch.allclose(moment.reshape(-1), before[weight.fqn].reshape(-1) ** 2)
 
