@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
-from ddpprobe.detectors.rank_scalars import largest, scalars
+from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Mask, grown
 from ddpprobe.detectors.subtrees import named, named_alike, subtrees
-from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep
-from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, Anomaly, StepRecord
+from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep, trained
+from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 
 
 class NeverUpdated(SampledDetector):
@@ -114,7 +114,7 @@ class NeverUpdated(SampledDetector):
         if without.sum() < fewest or not self._pulled.any():
             return without & False
         without &= ~named_alike(self._rows.fqns, self._pulled)  # an expert that is never chosen
-        spare = min(scalars(record, TRAINABLE), default=0.0) - self._pulled.sum()
+        spare = trained(record) - self._pulled.sum()
         return without & bool(without.sum() >= fewest and spare >= without.sum())
 
     def _whole_modules(self, found: Mask, seen: Mask) -> Mask:
@@ -151,9 +151,9 @@ class NeverUpdated(SampledDetector):
 
     def _nothing(self, record: StepRecord, found: Mask, gradient: float) -> Anomaly:
         since, rate = int(self._since[found].min()), largest(record, LEARNING_RATE)
-        trained = min(scalars(record, TRAINABLE), default=0.0)
-        in_part = trained > len(found)  # the others may move: nobody has rows of them
-        what = f"the {len(found)} observed of {trained:.0f} parameters" if in_part else "the model"
+        in_all = trained(record)
+        in_part = in_all > len(found)  # the others may move: nobody has rows of them
+        what = f"the {len(found)} observed of {in_all:.0f} parameters" if in_part else "the model"
         why = (
             "the learning rate is 0"
             if rate == 0

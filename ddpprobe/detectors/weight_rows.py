@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.detectors.sites_of_kind import Beside, Floats, Mask, SitesOfKind
-from ddpprobe.records.step import VALUES, StepRecord
+from ddpprobe.records.step import TRAINABLE, VALUES, StepRecord
 
 # Between 1 and the next number of a dtype.
 _SPACING = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -48,6 +49,11 @@ class WeightsOfStep:
         """Which the step has not changed by a bit."""
         still: Mask = self.seen & (self.largest_change == 0)
         return still
+
+
+def trained(record: StepRecord) -> float:
+    """Return how many parameters require a gradient, observed or not; 0 where no rank tells it."""
+    return min(scalars(record, TRAINABLE), default=0.0)
 
 
 class WeightRows:
