@@ -90,42 +90,33 @@ class WeightJump(SampledDetector):
         leapt = [
             anomaly
             for kind, fqns, jump, step in leaps
-            for anomaly in self._jumped(record, kind, fqns, jump)
-            or self._stepped(record, kind, fqns, step)
+            for anomaly in self._leapt(record, kind, fqns, jump)
+            or self._leapt(record, kind, fqns, step)
         ]
         return [*leapt[:1], *self._drifted(record, now)]
 
-    def _jumped(
+    def _leapt(
         self, record: StepRecord, kind: str, fqns: Sequence[str], leap: _Leap | None
     ) -> list[Anomaly]:
         if leap is None or not self._jumps[kind].due(record.step, leap.times[0]):
             return []
         mine = [fqns[place] for place in leap.places]
-        message = (
-            f"largest {_WORDS[kind]} {leap.now:.3g} is {leap.times[0]:.3g} x the largest "
-            f"{leap.before:.3g} of the last {self._window} looks at it{and_also(mine[1:])}"
-        )
-        values = {
-            "abs_max": leap.now, "highest": leap.before, "ratio": leap.times[0],
-            "parameters": len(mine),
-        }  # fmt: skip
-        return [self.anomaly(record, "warn", message, values, module=mine[0], kind=kind)]
-
-    def _stepped(
-        self, record: StepRecord, kind: str, fqns: Sequence[str], leap: _Leap | None
-    ) -> list[Anomaly]:
-        if leap is None or not self._jumps[kind].due(record.step, leap.times[0]):
-            return []
-        mine = [fqns[place] for place in leap.places]
-        message = (
-            f"norm of the {_WORDS[kind]} went from {leap.before:.3g} to {leap.now:.3g} between two "
-            f"looks, {leap.times[0]:.3g} x as far as at any of the {self._window} before"
-            f"{and_also(mine[1:])}: look at what wrote to it{_BESIDE[kind]}"
-        )
-        values = {
-            "norm": leap.now, "before": leap.before, "times": leap.times[0],
-            "parameters": len(mine),
-        }  # fmt: skip
+        what, also = _WORDS[kind], and_also(mine[1:])
+        if leap.of_norm:
+            names = ("norm", "before", "times")
+            message = (
+                f"norm of the {what} went from {leap.before:.3g} to {leap.now:.3g} between two "
+                f"looks, {leap.times[0]:.3g} x as far as at any of the {self._window} before"
+                f"{also}: look at what wrote to it{_BESIDE[kind]}"
+            )
+        else:
+            names = ("abs_max", "highest", "ratio")
+            message = (
+                f"largest {what} {leap.now:.3g} is {leap.times[0]:.3g} x the largest "
+                f"{leap.before:.3g} of the last {self._window} looks at it{also}"
+            )
+        numbers = leap.now, leap.before, leap.times[0]
+        values = {**dict(zip(names, numbers, strict=True)), "parameters": len(mine)}
         return [self.anomaly(record, "warn", message, values, module=mine[0], kind=kind)]
 
     def _drifted(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
@@ -158,6 +149,7 @@ class WeightJump(SampledDetector):
 class _Leap:
     """Tensors that leapt, the furthest first: places, how many times, and numbers of the first."""
 
+    of_norm: bool
     places: list[int]
     times: list[float]
     now: float
@@ -189,7 +181,7 @@ class _Past:
         known &= ~(now <= floor)
         ratio = np.divide(now, highest, out=np.zeros(sites), where=known)
         self._largest.add(now)
-        return _leap(ratio, self._ratio, now, highest)
+        return _leap(ratio, self._ratio, now, highest, of_norm=False)
 
     def _step(self, now: Floats) -> _Leap | None:
         sites = len(now)
@@ -202,16 +194,19 @@ class _Past:
         times = np.divide(move, furthest, out=np.zeros(sites), where=far)
         self._moves.add(np.where(known, move, np.nan))
         self._norm = np.where(np.isfinite(now), now, last)
-        return _leap(times, self._moved, now, last)
+        return _leap(times, self._moved, now, last, of_norm=True)
 
 
-def _leap(times: Floats, limit: float, now: Floats, before: Floats) -> _Leap | None:
+def _leap(
+    times: Floats, limit: float, now: Floats, before: Floats, *, of_norm: bool
+) -> _Leap | None:
     """Return those that leapt by more than a limit; None if none did."""
     order = np.argsort(-times, kind="stable")[: int((times > limit).sum())]
     if not len(order):
         return None
     first = order[0]
-    return _Leap(order.tolist(), times[order].tolist(), float(now[first]), float(before[first]))
+    numbers = float(now[first]), float(before[first])
+    return _Leap(of_norm, order.tolist(), times[order].tolist(), *numbers)
 
 
 @dataclass(frozen=True, slots=True)
