@@ -18,6 +18,7 @@ from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep
 from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 
 LEAST_MOVE = 0.005  # of the logarithm of a norm: one that hardly moves is not judged by less
+COUNTED = 2.0  # times the largest rise between two looks, which a count that began anew has reached
 _WORDS = {"param": "weight", "buffer": "buffer"}
 _BESIDE = {"param": " beside the optimizer", "buffer": ""}
 
@@ -30,7 +31,8 @@ class WeightJump(SampledDetector):
     parameters or more change their norm, in one direction, faster than training does: a decay that
     is applied at each step, or is too strong. What has just begun to be trained may grow fast, from
     zero. But for that last rule buffers are judged as parameters are: the running variance of a
-    batch norm, say, which only evaluation uses.
+    batch norm, say, which only evaluation uses. A buffer that has only risen, and is down to what
+    it gains between two looks, is a count that began anew. What is resized is looked at anew.
 
     A largest weight below the learning rate is not judged: one step of Adam may set it (the bias
     of keys, whose gradient is rounding alone).
@@ -69,7 +71,9 @@ class WeightJump(SampledDetector):
     def _reset(self) -> None:
         self._rows, self._buffers = WeightRows(), SitesOfKind("buffer")
         limits = self._ratio, self._moved, self._share
-        self._own = {kind: _Past(self._window, *limits) for kind in ("param", "buffer")}
+        self._own = {
+            kind: _Past(self._window, *limits, may_count=kind == "buffer") for kind in _WORDS
+        }
         self._pace = _Pace(self._over, self._settle)
         self._slow_pace = _Pace(self._shrink_over, self._settle)
         # Apart, so that a buffer which leaps by design does not silence the weights.
@@ -82,10 +86,11 @@ class WeightJump(SampledDetector):
             return []
         now = self._rows.read(record)
         floor = largest(record, LEARNING_RATE)
-        peaks, norms = (self._buffers.read(record, stat) for stat in ("abs_max", "norm"))
+        of_buffers = [self._buffers.read(record, stat) for stat in ("numel", "abs_max", "norm")]
+        of_weights = now.numel, now.largest, now.norm
         leaps = [
-            ("param", self._rows.fqns, *self._own["param"].read(now.largest, now.norm, floor)),
-            ("buffer", self._buffers.fqns, *self._own["buffer"].read(peaks, norms, math.nan)),
+            ("param", self._rows.fqns, *self._own["param"].read(*of_weights, floor)),
+            ("buffer", self._buffers.fqns, *self._own["buffer"].read(*of_buffers, math.nan)),
         ]
         leapt = [
             anomaly
@@ -159,19 +164,32 @@ class _Leap:
 class _Past:
     """The last looks at each tensor of a kind: its largest magnitude, and its norm."""
 
-    def __init__(self, window: int, ratio: float, moved: float, share: float) -> None:
+    def __init__(
+        self, window: int, ratio: float, moved: float, share: float, *, may_count: bool
+    ) -> None:
         self._window, self._ratio, self._moved, self._share = window, ratio, moved, share
+        self._may_count = may_count
         self._largest = SiteWindow(window)
         self._moves = SiteWindow(window)  # of the logarithm of the norm, from look to look
-        self._norm = np.zeros(0)  # at the last look at each
+        self._rises = SiteWindow(window)  # of the norm, from look to look
+        self._norm, self._numel = np.zeros(0), np.zeros(0)  # at the last look at each
 
     def read(
-        self, largest: Floats, norm: Floats, floor: float
+        self, numel: Floats, largest: Floats, norm: Floats, floor: float
     ) -> tuple[_Leap | None, _Leap | None]:
         """Take a look at the tensors [n]; NaN: not seen. Return leaps of magnitude, and of norm.
 
         A magnitude that is not above `floor` is not judged; NaN: all are.
         """
+        sites, seen = len(numel), np.isfinite(numel)
+        last = grown(self._numel, sites, np.nan)
+        self._numel = np.where(seen, numel, last)
+        self._norm = grown(self._norm, sites, 0)
+        resized = seen & np.isfinite(last) & (numel != last)
+        if resized.any():
+            self._norm[resized] = 0
+            for window in (self._largest, self._moves, self._rises):
+                window.forget(resized)
         return self._jump(largest, floor), self._step(norm)
 
     def _jump(self, now: Floats, floor: float) -> _Leap | None:
@@ -185,16 +203,26 @@ class _Past:
 
     def _step(self, now: Floats) -> _Leap | None:
         sites = len(now)
-        last = grown(self._norm, sites, 0)
+        last = self._norm
         known = (now > 0) & (last > 0)
         move = np.abs(np.log(now, out=np.zeros(sites), where=known)
                       - np.log(last, out=np.zeros(sites), where=known))  # fmt: skip
         furthest = np.maximum(self._moves.highest(sites), LEAST_MOVE)
         far = known & (self._moves.points(sites) >= self._window) & (move > self._share)
+        if self._may_count:
+            far &= ~self._began_anew(now, last, known)
         times = np.divide(move, furthest, out=np.zeros(sites), where=far)
         self._moves.add(np.where(known, move, np.nan))
         self._norm = np.where(np.isfinite(now), now, last)
         return _leap(times, self._moved, now, last, of_norm=True)
+
+    def _began_anew(self, now: Floats, last: Floats, known: Mask) -> Mask:
+        """Return which are counts, by their past, that have begun anew since the last look."""
+        sites = len(now)
+        anew: Mask = known & (self._rises.lowest(sites) >= 0)
+        anew &= (now < last) & (now <= COUNTED * self._rises.highest(sites))
+        self._rises.add(np.subtract(now, last, out=np.full(sites, np.nan), where=known))
+        return anew
 
 
 def _leap(

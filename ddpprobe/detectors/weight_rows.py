@@ -21,7 +21,7 @@ class WeightsOfStep:
     Attributes:
         seen: their turn was in this step.
         print: float64 [n, 4], all columns of the row: as long as it is the same, so are the bits.
-        norm, largest, rms: of the weight.
+        numel, norm, largest, rms: of the weight.
         change, largest_change: rms and largest magnitude of what the step changed.
         gradient, gradient_rms: norm and rms of the reduced gradient.
         spacing: of the numbers of the dtype about the largest one.
@@ -29,6 +29,7 @@ class WeightsOfStep:
 
     seen: Mask
     print: Floats
+    numel: Floats
     norm: Floats
     largest: Floats
     rms: Floats
@@ -83,6 +84,7 @@ class WeightRows:
         return WeightsOfStep(
             seen=np.isfinite(largest),
             print=np.stack(columns, 1),
+            numel=self._weights.read(record, "numel"),
             norm=self._weights.read(record, "norm"),
             largest=largest,
             rms=self._weights.read(record, "rms"),
