@@ -86,11 +86,14 @@ class WeightJump(SampledDetector):
             return []
         now = self._rows.read(record)
         floor = largest(record, LEARNING_RATE)
-        of_buffers = [self._buffers.read(record, stat) for stat in ("numel", "abs_max", "norm")]
-        of_weights = now.numel, now.largest, now.norm
+        sizes, peaks, norms = (
+            self._buffers.read(record, stat) for stat in ("numel", "abs_max", "norm")
+        )
+        weights = self._own["param"].read(now.numel, now.largest, now.norm, floor)
+        buffers = self._own["buffer"].read(sizes, peaks, norms, math.nan)
         leaps = [
-            ("param", self._rows.fqns, *self._own["param"].read(*of_weights, floor)),
-            ("buffer", self._buffers.fqns, *self._own["buffer"].read(*of_buffers, math.nan)),
+            ("param", self._rows.fqns, *weights),
+            ("buffer", self._buffers.fqns, *buffers),
         ]
         leapt = [
             anomaly

@@ -10,7 +10,7 @@ from torch import Tensor
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.flat import FlatUnit, layout, trains
 from ddpprobe.rank.topology.outliving import on_this_rank
-from ddpprobe.rank.topology.placement import LOCAL, TpPlacement, is_dtensor
+from ddpprobe.rank.topology.placement import LOCAL, UNKNOWN, TpPlacement, is_dtensor
 from ddpprobe.rank.torch_private import FlatPart
 
 
@@ -18,8 +18,9 @@ class Weight(NamedTuple):
     """A parameter: FQN, this rank's part of it, placement, and bytes by which turns are dealt.
 
     `size` is the same on all ranks, however uneven their parts are: so that all look at the same
-    parameter in the same step. `owner` is what an optimizer keeps its state under; for one that is
-    `flat`, a part of a flat parameter of FSDP1, that is of all parameters of the unit.
+    parameter in the same step; 0 of a buffer, which may be of another size on each. `owner` is what
+    an optimizer keeps its state under; for one that is `flat`, a part of a flat parameter of FSDP1,
+    that is of all parameters of the unit.
     """
 
     fqn: str
@@ -41,12 +42,13 @@ def buffers(topology: Topology) -> Iterator[Weight]:
     """Yield the floating buffers, each rank's own, for a place where grad is off.
 
     Of a tensor-parallel group the first rank's counts, as what follows from equal batches is equal.
+    Those of stages of a pipeline are not one buffer, even if they are called alike.
     """
-    place = LOCAL[0], topology.leads_tensor_group()
+    own = LOCAL[0], topology.leads_tensor_group()
     for fqn, buffer in topology.named_buffers():
         if buffer.is_floating_point():
-            here = on_this_rank(buffer)
-            yield Weight(fqn, here, place, here.numel() * here.element_size(), buffer)
+            place = UNKNOWN if topology.is_apart(fqn.rpartition(".")[0]) else own
+            yield Weight(fqn, on_this_rank(buffer), place, 0, buffer)
 
 
 def weights(topology: Topology) -> Iterator[Weight]:
