@@ -15,6 +15,7 @@ from ddpprobe.rank.hooks.step_facts import DIGEST_BYTES, add_digest
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.stats.checksum import checksum
 from ddpprobe.rank.topology.describe import describe
+from ddpprobe.rank.torch_private import sharding
 from ddpprobe.records.step import (
     DIGEST,
     LEARNING_RATE,
@@ -26,7 +27,7 @@ from ddpprobe.records.step import (
 )
 
 from ... import far
-from ..topology.wrapped_models import on_rank
+from ..topology.wrapped_models import WRAPPED, on_rank
 
 
 class Model(nn.Module):
@@ -156,6 +157,24 @@ def test_no_number_of_stale_units_is_told_where_none_that_is_gathered_can_be_com
             model.weight[: len(shard)] = shard + changed
         step_facts.add_stale_units(describe(model), rows)
     assert rows.fetch().result(0, partial=False).scalars.get(STALE) == told
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp2+tp"])
+def test_units_that_are_stale_are_counted_under_tensor_parallelism_too(wrapper: str) -> None:
+    told = []
+    with on_rank(0), torch.no_grad():
+        model = WRAPPED[wrapper]()
+        for unit in (model, model[0]):
+            unit.unshard()
+        pairs = list(sharding.gathered(model, step_facts._are_comparable))
+        for change in (0, 1):
+            for part, shard in pairs:  # nothing is sent here, so it is put there by hand
+                part.copy_(shard)
+                shard.add_(change)
+            rows = StepRows(torch.device("cpu"), 0)
+            step_facts.add_stale_units(describe(model), rows)
+            told.append(rows.fetch().result(0, partial=False).scalars[STALE])
+    assert told == [0.0, 2.0]
 
 
 def test_of_two_optimizers_the_first_one_tells(tmp_path: Path, records_of) -> None:
