@@ -86,7 +86,8 @@ def _part_and_shard(
     held: Any,  # noqa: ANN401  (private objects)
     are_comparable: Callable[[Tensor, Tensor], bool],
 ) -> tuple[Tensor, Tensor] | None:
-    full, mesh = getattr(held, "_unsharded_param", None), held.mesh_info
+    full: Any = getattr(held, "_unsharded_param", None)
+    mesh = held.mesh_info
     full = full.to_local() if hasattr(full, "to_local") else full  # tensor-parallel as well
     shard, size = held.sharded_param.to_local(), getattr(mesh, "shard_mesh_size", 1)
     if full is None or not are_comparable(full, shard):

@@ -335,6 +335,20 @@ def test_buffers_of_any_size_take_no_turns_from_weights_and_have_each_their_own(
     assert {each for each in once if each[1] == "buffer"} == names
 
 
+def test_buffers_of_a_model_of_which_nothing_is_trained_have_rows_each_time() -> None:
+    topology = describe(nn.BatchNorm1d(3).requires_grad_(requires_grad=False))
+    rows = StepRows(topology.device, 0)
+    look = WeightLook(topology, lambda _: True, rows)
+    for turn in range(3):
+        rows.begin()
+        look.begin(turn)
+        look.remember()
+        look.tell(0, skipped=False)
+        found = rows.fetch().result(turn, partial=False)
+        there = [s.fqn for i, s in enumerate(found.sites) if found.counts[i, OBSERVED]]
+        assert there == ["running_mean", "running_var"]
+
+
 def test_a_parameter_that_was_exchanged_in_between_has_no_change(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     topology = describe(model)
