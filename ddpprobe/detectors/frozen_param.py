@@ -9,7 +9,7 @@ from ddpprobe.detectors.learning_rate import FadedRate
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Mask, grown
 from ddpprobe.detectors.subtrees import named, subtrees
-from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep
+from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep, trained
 from ddpprobe.records.step import Anomaly, StepRecord
 
 MOST = 1 << 20
@@ -19,11 +19,11 @@ class FrozenParam(SampledDetector):
     """Finds weights that moved at every look and do not change by a bit any more.
 
     A page if none of the model's does: what is computed from now on is lost. A warning, once for
-    all that stopped together, if a part of it does not. A gradient must be there, as it was when
-    they last moved; an expert without tokens, or a frozen part, has none. Changes that had come
-    down to the spacing of the numbers were stopped by rounding: the end of a schedule. A learning
-    rate that has come down to next to nothing, and goes on like that for longer than any schedule
-    ends, is told by itself.
+    all that stopped together, if a part of it does not, or if no more than a part is observed. A
+    gradient must be there, as it was when they last moved; an expert without tokens, or a frozen
+    part, has none. Changes that had come down to the spacing of the numbers were stopped by
+    rounding: the end of a schedule. A learning rate that has come down to next to nothing, and goes
+    on like that for longer than any schedule ends, is told by itself.
 
     Args:
         steps: steps for which they must have stood still.
@@ -155,15 +155,18 @@ class FrozenParam(SampledDetector):
         moving = (self._active > 0) & (self._away == 0)
         modules = [""] if whole else subtrees(gone, [fqns[i] for i in np.flatnonzero(moving)])
         gradient = float(np.sqrt(np.square(now.gradient[found]).sum()))
+        # Else others may move, of which nobody has rows.
+        all_known = whole and trained(record) <= len(fqns)
+        where = "all that is observed" if whole and not all_known else named(modules)
         why = (
             "the learning rate is 0, or the optimizer's step is left out, or it was given others"
-            if whole
+            if all_known
             else "their learning rate is 0, or the optimizer has lost them"
         )
         message = (
             f"no bit of {len(gone)} of {len(fqns)} parameters has changed since step {since}, in "
-            f"{named(modules)}, though they have a gradient (norm {gradient:.3g}): {why}"
+            f"{where}, though they have a gradient (norm {gradient:.3g}): {why}"
         )
         values = {"parameters": len(gone), "since": since, "gradient": gradient}
-        level = "page" if whole else "warn"
+        level = "page" if all_known else "warn"
         return self.anomaly(record, level, message, values, module=modules[0], kind="update")

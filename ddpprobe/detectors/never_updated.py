@@ -5,23 +5,24 @@ from __future__ import annotations
 import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
-from ddpprobe.detectors.rank_scalars import largest, scalars
+from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Mask, grown
 from ddpprobe.detectors.subtrees import named, named_alike, subtrees
-from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep
-from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, Anomaly, StepRecord
+from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep, trained
+from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 
 
 class NeverUpdated(SampledDetector):
-    """Warns, once, of modules whose weights are what they were at the first look.
+    """Warns, once, of modules whose weights are what they were at the first look; or pages of all.
 
     All parameters of the module must be; one of them must have a gradient by which it would have
     moved if the optimizer did with it what it does with the others, by the smaller of two guesses:
     as far as the median of them (Adam), or as far in proportion to the gradient (SGD). So a bias in
     front of a norm, an unused part, or a gain of 1 in bfloat16 is none. A large part of the model
     that requires a gradient and has never had one is told, too: the graph does not reach it. That
-    nothing of the model was ever changed is a page.
+    nothing of the model was ever changed is a page; of a part of it that alone is observed, a
+    warning.
 
     Args:
         steps: steps for which they must not have moved, from the first look on.
@@ -113,7 +114,7 @@ class NeverUpdated(SampledDetector):
         if without.sum() < fewest or not self._pulled.any():
             return without & False
         without &= ~named_alike(self._rows.fqns, self._pulled)  # an expert that is never chosen
-        spare = min(scalars(record, TRAINABLE), default=0.0) - self._pulled.sum()
+        spare = trained(record) - self._pulled.sum()
         return without & bool(without.sum() >= fewest and spare >= without.sum())
 
     def _whole_modules(self, found: Mask, seen: Mask) -> Mask:
@@ -150,18 +151,23 @@ class NeverUpdated(SampledDetector):
 
     def _nothing(self, record: StepRecord, found: Mask, gradient: float) -> Anomaly:
         since, rate = int(self._since[found].min()), largest(record, LEARNING_RATE)
+        in_all = trained(record)
+        in_part = in_all > len(found)  # the others may move: nobody has rows of them
+        what = f"the {len(found)} observed of {in_all:.0f} parameters" if in_part else "the model"
         why = (
-            "the optimizer has other tensors (it was made before fully_shard, or for another copy "
-            "of the model), or no step is as large as the spacing of numbers"
-            if rate > 0
-            else "the learning rate is 0"
+            "the learning rate is 0"
+            if rate == 0
+            else "the optimizer was not given them, or others in their place"
+            if in_part
+            else "the optimizer has other tensors (it was made before fully_shard, or for another "
+            "copy of the model), or no step is as large as the spacing of numbers"
         )
         message = (
-            f"no bit of the model has changed since step {since}, though an optimizer steps and "
+            f"no bit of {what} has changed since step {since}, though an optimizer steps and "
             f"there are gradients (norm {gradient:.3g}): {why}"
         )
         values = {"parameters": len(found), "since": since, "gradient": gradient}
-        level = "page" if rate > 0 else "warn"  # which may be how it is meant
+        level = "page" if rate > 0 and not in_part else "warn"  # which may be how it is meant
         return self.anomaly(record, level, message, values, module="", kind="update")
 
     def _verdict(self, record: StepRecord, now: WeightsOfStep, found: Mask) -> Anomaly:

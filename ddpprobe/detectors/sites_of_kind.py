@@ -122,6 +122,11 @@ class SiteWindow:
             self._past[self._given[given] % self._window, given] = values[given]
         self._given[given] += 1
 
+    def forget(self, those: Mask) -> None:
+        """Begin anew with some sites [sites]."""
+        mine = those[: len(self._given)]
+        self._past[:, mine], self._given[mine] = np.nan, 0
+
     def points(self, sites: int) -> NDArray[np.int64]:
         """Return how many values each of so many sites has in the window."""
         out = np.zeros(sites, np.int64)

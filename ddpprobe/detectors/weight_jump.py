@@ -18,6 +18,7 @@ from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep
 from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 
 LEAST_MOVE = 0.005  # of the logarithm of a norm: one that hardly moves is not judged by less
+COUNTED = 2.0  # times the largest rise between two looks, which a count that began anew has reached
 _WORDS = {"param": "weight", "buffer": "buffer"}
 _BESIDE = {"param": " beside the optimizer", "buffer": ""}
 
@@ -30,7 +31,8 @@ class WeightJump(SampledDetector):
     parameters or more change their norm, in one direction, faster than training does: a decay that
     is applied at each step, or is too strong. What has just begun to be trained may grow fast, from
     zero. But for that last rule buffers are judged as parameters are: the running variance of a
-    batch norm, say, which only evaluation uses.
+    batch norm, say, which only evaluation uses. A buffer that has only risen, and is down to what
+    it gains between two looks, is a count that began anew. What is resized is looked at anew.
 
     A largest weight below the learning rate is not judged: one step of Adam may set it (the bias
     of keys, whose gradient is rounding alone).
@@ -69,7 +71,9 @@ class WeightJump(SampledDetector):
     def _reset(self) -> None:
         self._rows, self._buffers = WeightRows(), SitesOfKind("buffer")
         limits = self._ratio, self._moved, self._share
-        self._own = {kind: _Past(self._window, *limits) for kind in ("param", "buffer")}
+        self._own = {
+            kind: _Past(self._window, *limits, may_count=kind == "buffer") for kind in _WORDS
+        }
         self._pace = _Pace(self._over, self._settle)
         self._slow_pace = _Pace(self._shrink_over, self._settle)
         # Apart, so that a buffer which leaps by design does not silence the weights.
@@ -82,50 +86,45 @@ class WeightJump(SampledDetector):
             return []
         now = self._rows.read(record)
         floor = largest(record, LEARNING_RATE)
-        peaks, norms = (self._buffers.read(record, stat) for stat in ("abs_max", "norm"))
+        sizes, peaks, norms = (
+            self._buffers.read(record, stat) for stat in ("numel", "abs_max", "norm")
+        )
+        weights = self._own["param"].read(now.numel, now.largest, now.norm, floor)
+        buffers = self._own["buffer"].read(sizes, peaks, norms, math.nan)
         leaps = [
-            ("param", self._rows.fqns, *self._own["param"].read(now.largest, now.norm, floor)),
-            ("buffer", self._buffers.fqns, *self._own["buffer"].read(peaks, norms, math.nan)),
+            ("param", self._rows.fqns, *weights),
+            ("buffer", self._buffers.fqns, *buffers),
         ]
         leapt = [
             anomaly
             for kind, fqns, jump, step in leaps
-            for anomaly in self._jumped(record, kind, fqns, jump)
-            or self._stepped(record, kind, fqns, step)
+            for anomaly in self._leapt(record, kind, fqns, jump)
+            or self._leapt(record, kind, fqns, step)
         ]
         return [*leapt[:1], *self._drifted(record, now)]
 
-    def _jumped(
+    def _leapt(
         self, record: StepRecord, kind: str, fqns: Sequence[str], leap: _Leap | None
     ) -> list[Anomaly]:
         if leap is None or not self._jumps[kind].due(record.step, leap.times[0]):
             return []
         mine = [fqns[place] for place in leap.places]
-        message = (
-            f"largest {_WORDS[kind]} {leap.now:.3g} is {leap.times[0]:.3g} x the largest "
-            f"{leap.before:.3g} of the last {self._window} looks at it{and_also(mine[1:])}"
-        )
-        values = {
-            "abs_max": leap.now, "highest": leap.before, "ratio": leap.times[0],
-            "parameters": len(mine),
-        }  # fmt: skip
-        return [self.anomaly(record, "warn", message, values, module=mine[0], kind=kind)]
-
-    def _stepped(
-        self, record: StepRecord, kind: str, fqns: Sequence[str], leap: _Leap | None
-    ) -> list[Anomaly]:
-        if leap is None or not self._jumps[kind].due(record.step, leap.times[0]):
-            return []
-        mine = [fqns[place] for place in leap.places]
-        message = (
-            f"norm of the {_WORDS[kind]} went from {leap.before:.3g} to {leap.now:.3g} between two "
-            f"looks, {leap.times[0]:.3g} x as far as at any of the {self._window} before"
-            f"{and_also(mine[1:])}: look at what wrote to it{_BESIDE[kind]}"
-        )
-        values = {
-            "norm": leap.now, "before": leap.before, "times": leap.times[0],
-            "parameters": len(mine),
-        }  # fmt: skip
+        what, also = _WORDS[kind], and_also(mine[1:])
+        if leap.of_norm:
+            names = ("norm", "before", "times")
+            message = (
+                f"norm of the {what} went from {leap.before:.3g} to {leap.now:.3g} between two "
+                f"looks, {leap.times[0]:.3g} x as far as at any of the {self._window} before"
+                f"{also}: look at what wrote to it{_BESIDE[kind]}"
+            )
+        else:
+            names = ("abs_max", "highest", "ratio")
+            message = (
+                f"largest {what} {leap.now:.3g} is {leap.times[0]:.3g} x the largest "
+                f"{leap.before:.3g} of the last {self._window} looks at it{also}"
+            )
+        numbers = leap.now, leap.before, leap.times[0]
+        values = {**dict(zip(names, numbers, strict=True)), "parameters": len(mine)}
         return [self.anomaly(record, "warn", message, values, module=mine[0], kind=kind)]
 
     def _drifted(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
@@ -158,6 +157,7 @@ class WeightJump(SampledDetector):
 class _Leap:
     """Tensors that leapt, the furthest first: places, how many times, and numbers of the first."""
 
+    of_norm: bool
     places: list[int]
     times: list[float]
     now: float
@@ -167,19 +167,32 @@ class _Leap:
 class _Past:
     """The last looks at each tensor of a kind: its largest magnitude, and its norm."""
 
-    def __init__(self, window: int, ratio: float, moved: float, share: float) -> None:
+    def __init__(
+        self, window: int, ratio: float, moved: float, share: float, *, may_count: bool
+    ) -> None:
         self._window, self._ratio, self._moved, self._share = window, ratio, moved, share
+        self._may_count = may_count
         self._largest = SiteWindow(window)
         self._moves = SiteWindow(window)  # of the logarithm of the norm, from look to look
-        self._norm = np.zeros(0)  # at the last look at each
+        self._rises = SiteWindow(window)  # of the norm, from look to look
+        self._norm, self._numel = np.zeros(0), np.zeros(0)  # at the last look at each
 
     def read(
-        self, largest: Floats, norm: Floats, floor: float
+        self, numel: Floats, largest: Floats, norm: Floats, floor: float
     ) -> tuple[_Leap | None, _Leap | None]:
         """Take a look at the tensors [n]; NaN: not seen. Return leaps of magnitude, and of norm.
 
         A magnitude that is not above `floor` is not judged; NaN: all are.
         """
+        sites, seen = len(numel), np.isfinite(numel)
+        last = grown(self._numel, sites, np.nan)
+        self._numel = np.where(seen, numel, last)
+        self._norm = grown(self._norm, sites, 0)
+        resized = seen & np.isfinite(last) & (numel != last)
+        if resized.any():
+            self._norm[resized] = 0
+            for window in (self._largest, self._moves, self._rises):
+                window.forget(resized)
         return self._jump(largest, floor), self._step(norm)
 
     def _jump(self, now: Floats, floor: float) -> _Leap | None:
@@ -189,29 +202,42 @@ class _Past:
         known &= ~(now <= floor)
         ratio = np.divide(now, highest, out=np.zeros(sites), where=known)
         self._largest.add(now)
-        return _leap(ratio, self._ratio, now, highest)
+        return _leap(ratio, self._ratio, now, highest, of_norm=False)
 
     def _step(self, now: Floats) -> _Leap | None:
         sites = len(now)
-        last = grown(self._norm, sites, 0)
+        last = self._norm
         known = (now > 0) & (last > 0)
         move = np.abs(np.log(now, out=np.zeros(sites), where=known)
                       - np.log(last, out=np.zeros(sites), where=known))  # fmt: skip
         furthest = np.maximum(self._moves.highest(sites), LEAST_MOVE)
         far = known & (self._moves.points(sites) >= self._window) & (move > self._share)
+        if self._may_count:
+            far &= ~self._began_anew(now, last, known)
         times = np.divide(move, furthest, out=np.zeros(sites), where=far)
         self._moves.add(np.where(known, move, np.nan))
         self._norm = np.where(np.isfinite(now), now, last)
-        return _leap(times, self._moved, now, last)
+        return _leap(times, self._moved, now, last, of_norm=True)
+
+    def _began_anew(self, now: Floats, last: Floats, known: Mask) -> Mask:
+        """Return which are counts, by their past, that have begun anew since the last look."""
+        sites = len(now)
+        anew: Mask = known & (self._rises.lowest(sites) >= 0)
+        anew &= (now < last) & (now <= COUNTED * self._rises.highest(sites))
+        self._rises.add(np.subtract(now, last, out=np.full(sites, np.nan), where=known))
+        return anew
 
 
-def _leap(times: Floats, limit: float, now: Floats, before: Floats) -> _Leap | None:
+def _leap(
+    times: Floats, limit: float, now: Floats, before: Floats, *, of_norm: bool
+) -> _Leap | None:
     """Return those that leapt by more than a limit; None if none did."""
     order = np.argsort(-times, kind="stable")[: int((times > limit).sum())]
     if not len(order):
         return None
     first = order[0]
-    return _Leap(order.tolist(), times[order].tolist(), float(now[first]), float(before[first]))
+    numbers = float(now[first]), float(before[first])
+    return _Leap(of_norm, order.tolist(), times[order].tolist(), *numbers)
 
 
 @dataclass(frozen=True, slots=True)

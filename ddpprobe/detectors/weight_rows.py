@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.detectors.sites_of_kind import Beside, Floats, Mask, SitesOfKind
-from ddpprobe.records.step import VALUES, StepRecord
+from ddpprobe.records.step import TRAINABLE, VALUES, StepRecord
 
 # Between 1 and the next number of a dtype.
 _SPACING = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -20,7 +21,7 @@ class WeightsOfStep:
     Attributes:
         seen: their turn was in this step.
         print: float64 [n, 4], all columns of the row: as long as it is the same, so are the bits.
-        norm, largest, rms: of the weight.
+        numel, norm, largest, rms: of the weight.
         change, largest_change: rms and largest magnitude of what the step changed.
         gradient, gradient_rms: norm and rms of the reduced gradient.
         spacing: of the numbers of the dtype about the largest one.
@@ -28,6 +29,7 @@ class WeightsOfStep:
 
     seen: Mask
     print: Floats
+    numel: Floats
     norm: Floats
     largest: Floats
     rms: Floats
@@ -48,6 +50,11 @@ class WeightsOfStep:
         """Which the step has not changed by a bit."""
         still: Mask = self.seen & (self.largest_change == 0)
         return still
+
+
+def trained(record: StepRecord) -> float:
+    """Return how many parameters require a gradient, observed or not; 0 where no rank tells it."""
+    return min(scalars(record, TRAINABLE), default=0.0)
 
 
 class WeightRows:
@@ -77,6 +84,7 @@ class WeightRows:
         return WeightsOfStep(
             seen=np.isfinite(largest),
             print=np.stack(columns, 1),
+            numel=self._weights.read(record, "numel"),
             norm=self._weights.read(record, "norm"),
             largest=largest,
             rms=self._weights.read(record, "rms"),

@@ -64,14 +64,10 @@ class Owners:
             self.any |= bool(ids)
         return known[1]
 
-    def have(self, parameter: Tensor) -> bool:
-        """Whether an optimizer was seen to step that has a parameter, of this model or not."""
-        return any(
-            parameter is each
-            for optimizer in self._owned
-            for group in optimizer.param_groups
-            for each in group["params"]
-        )
+    def all_parameters(self) -> set[int]:
+        """Ids of all that the optimizers have that were seen to step, of this model or not."""
+        groups = [group for optimizer in self._owned for group in optimizer.param_groups]
+        return {id(parameter) for group in groups for parameter in group["params"]}
 
     def is_complete(self, optimizers: tuple[int, ...]) -> bool:
         """Whether the optimizers of these ids own everything that is trained."""

@@ -262,7 +262,7 @@ class Recorder:
         observers.weights.remember()
         owners = self._clock.owners
         self._set_up |= step_facts.of_optimizer(optimizer, owners.optimizers(), observers.rows)
-        self._set_up |= observers.unregistered.told(owners.have)
+        self._set_up |= observers.unregistered.told(owners.all_parameters)
         scale = loss_scale.of_optimizer(optimizer)
         self._used_norms.add(optimizer, observers.topology, scale)
         if not observers.gradients_read:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ddpprobe.detectors.frozen_param import FrozenParam
-from ddpprobe.records.step import LEARNING_RATE, StepRecord
+from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, StepRecord
 from tests.detectors.made_records import levels, record, run
 from tests.detectors.made_weights import Made, weights
 
@@ -48,6 +48,13 @@ def test_a_part_is_a_warning_that_names_the_module_once() -> None:
     assert (warn.level, warn.step, warn.module) == ("warn", STOP + 20, "fc")
     assert warn.values == {"parameters": 2, "since": STOP, "gradient": pytest.approx(2**0.5)}
     assert warn.message.endswith(": their learning rate is 0, or the optimizer has lost them")
+
+
+def test_a_part_that_is_observed_alone_and_frozen_is_no_model_of_which_nothing_moves() -> None:
+    """`include=` of a backbone whose learning rate is set to 0 while the head trains on."""
+    assert levels(run(FrozenParam(), stream(scalars={0: {TRAINABLE: 4.0}})))[0][0] == "page"
+    (warn,) = run(FrozenParam(), stream(scalars={0: {TRAINABLE: 6.0}}))
+    assert (warn.level, warn.step, warn.values["parameters"]) == ("warn", STOP + 20, 4)
 
 
 def test_where_parameters_take_turns_none_need_be_seen_twice() -> None:

@@ -106,9 +106,13 @@ def test_gradients_too_large_for_their_squares_neither_raise_nor_tell() -> None:
     assert run(NeverUpdated(), [weights(step, made) for step in range(100)]) == []
 
 
-def still(rate: float | None, *, gradient: float | None = 0.1, moves: int = 999):
+def still(
+    rate: float | None, *, gradient: float | None = 0.1, moves: int = 999,
+    trained: float | None = None,
+) -> list[StepRecord]:  # fmt: skip
     """Two parameters that an optimizer steps and does not change, before step `moves`."""
     said = {} if rate is None else {LEARNING_RATE: rate}
+    said |= {} if trained is None else {TRAINABLE: trained}
     made = [
         Made(1.0 if s < moves else 1.0 + s, 0.0 if s < moves else 1.0, gradient) for s in range(200)
     ]
@@ -123,6 +127,18 @@ def test_a_model_of_which_the_optimizer_changes_nothing_is_paged_once() -> None:
     (warn,) = run(NeverUpdated(), still(0.0))
     assert (warn.level, warn.step) == ("warn", 50)
     assert "the learning rate is 0" in warn.message
+
+
+def test_a_part_that_is_observed_alone_and_not_trained_is_no_model_of_which_nothing_changes() -> (
+    None
+):
+    """`include=` of a backbone whose head alone the optimizer was given."""
+    (page,) = run(NeverUpdated(), still(0.1, trained=2.0))
+    assert page.level == "page"
+    (warn,) = run(NeverUpdated(), still(0.1, trained=4.0))
+    assert (warn.level, warn.step, warn.values["parameters"]) == ("warn", 50, 2)
+    assert "no bit of the 2 observed of 4 parameters has changed since step 0" in warn.message
+    assert "made before fully_shard" not in warn.message
 
 
 def test_a_rate_of_zero_hides_no_optimizer_that_has_other_tensors() -> None:

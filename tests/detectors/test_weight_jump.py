@@ -184,6 +184,53 @@ def test_a_buffer_may_be_below_the_learning_rate_and_may_shrink_or_grow_slowly()
         assert run(WeightJump(), statistics(lambda s, f=factor: f**s)) == []
 
 
+def of_elements(size, numel, kind: str = "buffer") -> list[StepRecord]:
+    """Steps of a tensor, `size` of step large, of `numel` of step elements."""
+    site = Site("cache", kind)
+    return [
+        record(s, rows={site: {"rms": size(s), "max": size(s), "numel": numel(s)}})
+        for s in range(160)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["buffer", "param"])
+def test_what_is_resized_is_looked_at_anew(kind: str) -> None:
+    """A cache that grows, an embedding that is given more words."""
+
+    def numel(step: int) -> int:
+        return 100 if step < AT else 300
+
+    assert run(WeightJump(), of_elements(lambda _: 1.0, numel, kind)) == []
+    larger = of_elements(lambda s: 1.0 if s < AT else 9.0, numel, kind)
+    assert run(WeightJump(), larger) == []
+    again = of_elements(lambda s: 1.0 if s < AT else 9.0 if s < AT + 20 else 50.0, numel, kind)
+    assert levels(run(WeightJump(), again)) == [("warn", AT + 20)]
+
+
+@pytest.mark.parametrize("every", [1, 7, 10])
+def test_a_count_that_begins_anew_with_each_epoch_is_left_alone(every: int) -> None:
+    """A metric's total, and how many of 32 were right in each batch, over epochs of 130 steps."""
+    right = [20 + 7 * s % 11 for s in range(1000)]
+    for counted in ([32] * 1000, right):
+        totals = [float(sum(counted[s - s % 130 : s + 1])) for s in range(1000)]
+        records = [
+            record(s, rows={Site("metric.total", "buffer"): {"rms": n, "max": n, "numel": 1}})
+            for s, n in enumerate(totals)
+        ]
+        assert run(WeightJump(), records[::every]) == []
+
+
+def test_a_running_variance_that_rises_and_is_written_over_is_no_count() -> None:
+    def rising(step: int) -> float:
+        return 1.0 + 0.01 * step
+
+    for low in (0.1, 0.5):
+        fallen = statistics(lambda s, low=low: rising(s) if s < AT else low)
+        assert levels(run(WeightJump(), fallen)) == [("warn", AT)]
+    weight = stream(lambda s, i: 0.01 * (s + 1) if s < AT or i else 0.01)  # no weight is a count
+    assert [a.step for a in run(WeightJump(), weight) if "times" in a.values] == [AT]
+
+
 def test_a_weight_and_a_buffer_that_jump_at_once_are_told_once() -> None:
     both = []
     for number in range(160):
@@ -201,10 +248,10 @@ def test_a_buffer_that_leaps_again_and_again_silences_no_weight() -> None:
     both = []
     for number in range(160):
         size = 50.0 if number >= 130 else 1.0
-        count = float(1 + number % 60)  # begun anew with each epoch
+        loud = 9.0 if number and number % 60 == 0 else 1.0
         rows = {
             Site("w", "param"): {"rms": size, "max": size},
-            Site("count", "buffer"): {"rms": count, "max": count},
+            Site("loud", "buffer"): {"rms": loud, "max": loud},
         }
         both.append(record(number, rows=rows))
     told = [(warn.kind, warn.step) for warn in run(WeightJump(), both)]

@@ -80,16 +80,18 @@ def add_stale_units(topology: Topology, rows: StepRows) -> None:
     """Before a forward: add how many units of FSDP2 will compute with the weights of a step before.
 
     What is still gathered by now was gathered behind the optimizer, by the script, or before it.
-    The first trained parameter of a unit stands for all, which are gathered together.
+    The first trained parameter of a unit stands for all, which are gathered together. Nothing is
+    added where units are gathered and none of them can be compared.
     """
     if not any(True for _ in topology.units()):
         return
     with torch.no_grad():
+        pairs = list(sharding.gathered(topology.root, _are_comparable))
         stale = [
-            (_bits(part) != _bits(shard.to(part.dtype))).any()
-            for part, shard in sharding.gathered(topology.root, _are_comparable)
+            (_bits(pair[0]) != _bits(pair[1].to(pair[0].dtype))).any() for pair in pairs if pair
         ]
-        rows.add_scalar(STALE, torch.stack(stale).sum() if stale else 0.0)
+        if stale or not pairs:
+            rows.add_scalar(STALE, torch.stack(stale).sum() if stale else 0.0)
 
 
 def _are_comparable(full: Tensor, shard: Tensor) -> bool:

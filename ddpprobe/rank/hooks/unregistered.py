@@ -6,10 +6,11 @@ optimizer has them, no wrapper reduces their gradients, and no checkpoint holds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import final
+from weakref import ref
 
-from torch import Tensor, nn
+from torch import nn
 
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.records.step import UNREGISTERED
@@ -28,19 +29,27 @@ class Unregistered:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._found: dict[str, list[nn.Parameter]] | None = None
+        # Weakly, as the script may put others in their place, and these are to be freed then.
+        self._found: dict[str, list[ref[nn.Parameter]]] | None = None
 
-    def told(self, have: Callable[[Tensor], bool]) -> Mapping[str, float]:
+    def told(self, stepped: Callable[[], Collection[int]]) -> Mapping[str, float]:
         """Return scalars: by attribute how many have a gradient, and are in no optimizer.
 
         Args:
-            have: whether an optimizer was seen to step that has a parameter.
+            stepped: ids of the parameters of all optimizers that were seen to step.
         """
         if self._found is None:
-            self._found = dict(_find(self._topology))
+            self._found = {path: [*map(ref, found)] for path, found in _find(self._topology)}
+        if not self._found:
+            return {}
+        ids = stepped()
         counts = {
-            path: sum(p.requires_grad and p.grad is not None and not have(p) for p in parameters)
-            for path, parameters in self._found.items()
+            path: sum(
+                p.requires_grad and p.grad is not None and id(p) not in ids
+                for p in [each() for each in found]
+                if p is not None
+            )
+            for path, found in self._found.items()
         }
         some = [(path, count) for path, count in counts.items() if count]
         return {f"{UNREGISTERED}{path}": float(count) for path, count in some[:_MOST_TOLD]}

@@ -9,6 +9,9 @@ parameters take turns, as for the checksums: a turn copies about 4 MiB, and no m
 is copied of each. A parameter of more than 4 MiB, or of more than this, is not copied whole: the
 change is that of `BLOCKS` stretches of elements, evenly spread. The other rows are of all elements.
 
+A buffer has the turn that its name gives it, of as many as the parameters take: a rank may have
+more buffers than another, or larger ones, and all must look at the same tensor in the same step.
+
 The copy is taken at the end of the first backward of the step, or before the first optimizer if
 that steps inside the backward. So the change is right for several optimizers, for closures, and for
 loops that have none and call `probe.step()`. A step that a GradScaler gave up has no rows.
@@ -16,6 +19,7 @@ loops that have none and call `probe.step()`. A step that a GradScaler gave up h
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import final
@@ -61,7 +65,7 @@ class WeightLook:
         self._optimizers, self._is_mask = optimizers, is_mask
         self._turn: int | None = None
         self._most = TURN
-        self._mine: frozenset[str] = frozenset()  # FQNs of those whose turn it is
+        self._now: tuple[int, int] | None = None  # which turn it is, of how many
         self._copies: dict[str, Tensor] = {}
         self._table = KernelTable()
 
@@ -75,14 +79,16 @@ class WeightLook:
         if self._turn is None:
             return
         with torch.no_grad():
-            trained, kept = self._held(weights), self._held(buffers)
-            held = trained + kept
+            held = self._held(weights)
             self._most, turns = deal([weight.size for weight in held])
-            now = self._turn % (max(turns, default=0) + 1)
-            self._mine = frozenset(
-                w.fqn for w, turn in zip(held, turns, strict=True) if turn == now
-            )
-            mine = {w.fqn: sample(w.tensor, self._most) for w in trained if w.fqn in self._mine}
+            many = max(turns, default=0) + 1
+            now = self._turn % many
+            self._now = now, many
+            mine = {
+                weight.fqn: sample(weight.tensor, self._most)
+                for weight, turn in zip(held, turns, strict=True)
+                if turn == now
+            }
             self._copies = {fqn: torch.empty_like(part) for fqn, part in mine.items()}
             if mine:  # all together: on a GPU a few launches
                 torch._foreach_copy_(list(self._copies.values()), list(mine.values()))
@@ -90,9 +96,9 @@ class WeightLook:
 
     def tell(self, micro: int, *, skipped: bool) -> None:
         """Make the rows of a step that is over, and let go of the copies."""
-        copies, mine = self._copies, self._mine
+        copies, turn = self._copies, self._now
         self.forget()
-        if skipped or not mine:
+        if skipped or turn is None:
             return
         with torch.no_grad():
             now = [weight for weight in self._held(weights) if weight.fqn in copies]
@@ -112,14 +118,14 @@ class WeightLook:
             found += [
                 (self._slot(buffer, "buffer", buffer.tensor), buffer.tensor)
                 for buffer in self._held(buffers)
-                if buffer.fqn in mine and not self._is_mask(buffer.fqn)
+                if is_turn_of(buffer.fqn, *turn) and not self._is_mask(buffer.fqn)
             ]
             self._rows.add_all(micro, found, self._table)
 
     def forget(self) -> None:
         """Let go of a step that will not end."""
-        self._copies, self._mine = {}, frozenset()
-        self._turn = None
+        self._copies = {}
+        self._turn = self._now = None
 
     def _second_moments(self, now: Sequence[Weight]) -> Iterator[tuple[int, Tensor]]:
         """Yield (slot, this rank's part) of those that an optimizer of torch's keeps."""
@@ -130,7 +136,7 @@ class WeightLook:
                 moment = state.get(name) if isinstance(state, Mapping) else None
                 if not isinstance(moment, Tensor):
                     continue
-                part = weight.part_of(name, moment)
+                part = weight.part_of(moment)
                 # One that is spread in another way than its parameter has another layout.
                 if part.numel() == weight.tensor.numel() and _is_readable(part):
                     yield self._slot(weight, "optim_state", part, name), part
@@ -169,6 +175,11 @@ def deal(sizes: Sequence[int]) -> tuple[int, list[int]]:
         most //= 2
     starts = accumulate((min(size, most) for size in sizes), initial=0)
     return most, [at // TURN for at, _ in zip(starts, sizes, strict=False)]
+
+
+def is_turn_of(name: str, now: int, turns: int) -> bool:
+    """Whether a buffer has its turn now, one of so many: a pure function of its name."""
+    return zlib.crc32(name.encode(errors="surrogatepass")) % turns == now
 
 
 def sample(tensor: Tensor, most: int) -> Tensor:

@@ -17,11 +17,23 @@ class FlatUnit:
     """One flat parameter and its parts: (FQN, part), a tied parameter once.
 
     `places` is where the model holds them, (id of the module, name): a tied one in several.
+    `whole` is how many elements they have on all ranks together, without padding behind them.
     """
 
     flat: Tensor
     parts: tuple[tuple[str, FlatPart], ...]
     places: frozenset[tuple[int, str]]
+    whole: int
+
+    def cut(self, part: FlatPart, source: Tensor) -> Tensor:
+        """Return the elements of a part, 1-D, of the flat parameter or of a tensor that lies alike.
+
+        FSDP1 keeps the root unit's gathered from its forward until its backward.
+        """
+        gathered = part.sharded and self.flat.numel() >= self.whole
+        start = part.start if gathered else part.local_start
+        size = part.shape.numel() if gathered else part.numel_local
+        return source.detach().view(-1)[start : start + size]
 
     def split(self, gradient: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (FQN, view) of this rank's unsharded gradient of the whole unit, 1-D."""
@@ -69,7 +81,8 @@ def _unit(flat_parts: Sequence[FlatPart], names: Mapping[int, str]) -> FlatUnit:
         prefix = names.get(id(part.module), "")
         parts.setdefault(part.identity, (f"{prefix}.{part.name}" if prefix else part.name, part))
     places = frozenset((id(part.module), part.name) for part in flat_parts)
-    return FlatUnit(flat_parts[0].flat, tuple(parts.values()), places)
+    whole = max(part.start + part.shape.numel() for _, part in parts.values())
+    return FlatUnit(flat_parts[0].flat, tuple(parts.values()), places, whole)
 
 
 def layout(part: FlatPart) -> TpPlacement:

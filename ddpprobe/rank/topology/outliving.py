@@ -160,17 +160,8 @@ def on_this_rank(tensor: Tensor) -> Tensor:
 def parts_of(
     unit: FlatUnit, leaf: str = "", value: Tensor | None = None
 ) -> Iterator[OutlivingTensor]:
-    """Yield the parts of a flat parameter, or of what an optimizer keeps for it.
-
-    FSDP1 keeps the root unit's gathered from its forward until its backward.
-    """
-    flat = unit.flat.detach()
-    whole = max(part.start + part.shape.numel() for _, part in unit.parts)
+    """Yield the parts of a flat parameter, or of what an optimizer keeps for it."""
+    kind, source = ("param", unit.flat) if value is None else ("optim_state", value)
     for fqn, part in unit.parts:
-        gathered = part.sharded and flat.numel() >= whole
-        start = part.start if gathered else part.local_start
-        size = part.shape.numel() if gathered else part.numel_local
         owner = part.parameter if part.parameter is not None else unit.flat
-        kind = "param" if value is None else "optim_state"
-        source = flat if value is None else value.detach().view(-1)
-        yield OutlivingTensor(kind, fqn, leaf, source[start : start + size], id(owner))
+        yield OutlivingTensor(kind, fqn, leaf, unit.cut(part, source), id(owner))

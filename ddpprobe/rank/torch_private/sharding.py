@@ -66,28 +66,37 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Pa
 
 def gathered(
     model: nn.Module, are_comparable: Callable[[Tensor, Tensor], bool]
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor] | None]:
     """Yield the first trained parameter of each unit of FSDP2 that is gathered now.
 
     That is this rank's part of the gathered one, which may be of a lower precision, and its shard.
-    Left out are those whose whole and shard cannot be compared.
+    None stands for a unit with no trained parameter whose whole and shard can be compared.
 
-    Degradation: nothing.
+    Degradation: None for each unit.
     """
     for group in _groups_of_fsdp2(model):
-        for held in group.fsdp_params:
-            full, mesh = getattr(held, "_unsharded_param", None), held.mesh_info
-            gathered = getattr(getattr(held, "sharded_state", None), "name", "") == "UNSHARDED"
-            shard, size = held.sharded_param.to_local(), getattr(mesh, "shard_mesh_size", 1)
-            if not gathered or full is None:
-                break
-            if not held.sharded_param.requires_grad or not are_comparable(full, shard):
-                continue
-            dim, rank = held.fsdp_placement.dim, getattr(mesh, "shard_mesh_rank", 0)
-            parts = full.detach().chunk(size, dim)
-            if shard.numel() and rank < len(parts) and parts[rank].shape == shard.shape:
-                yield parts[rank], shard.detach()
-                break
+        trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
+        states = {getattr(getattr(h, "sharded_state", None), "name", None) for h in trained}
+        if states & {"UNSHARDED", None}:
+            pairs = (_part_and_shard(held, are_comparable) for held in trained)
+            yield next((pair for pair in pairs if pair is not None), None)
+
+
+def _part_and_shard(
+    held: Any,  # noqa: ANN401  (private objects)
+    are_comparable: Callable[[Tensor, Tensor], bool],
+) -> tuple[Tensor, Tensor] | None:
+    full: Any = getattr(held, "_unsharded_param", None)
+    mesh = held.mesh_info
+    full = full.to_local() if hasattr(full, "to_local") else full  # tensor-parallel as well
+    shard, size = held.sharded_param.to_local(), getattr(mesh, "shard_mesh_size", 1)
+    if full is None or not are_comparable(full, shard):
+        return None
+    dim, rank = held.fsdp_placement.dim, getattr(mesh, "shard_mesh_rank", 0)
+    parts = full.detach().chunk(size, dim)
+    if shard.numel() and rank < len(parts) and parts[rank].shape == shard.shape:
+        return parts[rank], shard.detach()
+    return None
 
 
 def _held_by_fsdp2(model: nn.Module) -> Iterator[Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import ddpprobe
 from ddpprobe.rank.hooks import step_facts
@@ -14,16 +15,19 @@ from ddpprobe.rank.hooks.step_facts import DIGEST_BYTES, add_digest
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.stats.checksum import checksum
 from ddpprobe.rank.topology.describe import describe
+from ddpprobe.rank.torch_private import sharding
 from ddpprobe.records.step import (
     DIGEST,
     LEARNING_RATE,
     MOMENT_DECAY,
     OPTIMIZER_STEPS,
+    STALE,
     TRAINABLE,
     TRAINING,
 )
 
 from ... import far
+from ..topology.wrapped_models import WRAPPED, on_rank
 
 
 class Model(nn.Module):
@@ -133,6 +137,44 @@ def test_what_lies_on_another_device_or_is_gathered_in_its_own_way_is_not_compar
     assert not step_facts._are_comparable(there, here)
     assert not step_facts._are_comparable(here.as_subclass(Scaled), here)
     assert not step_facts._are_comparable(here, here.as_subclass(Scaled))
+
+
+@pytest.mark.parametrize(
+    ("rank", "gathered", "changed", "told"),
+    [(0, False, False, 0.0), (0, True, False, 0.0), (0, True, True, 1.0),
+     (3, False, False, 0.0), (3, True, False, None)],
+)  # fmt: skip
+def test_no_number_of_stale_units_is_told_where_none_that_is_gathered_can_be_compared(
+    rank: int, gathered: bool, changed: bool, told: float | None
+) -> None:
+    """Two rows of a weight are dealt out to four ranks: the last one has none of them."""
+    rows = StepRows(torch.device("cpu"), 0)
+    with on_rank(rank), torch.no_grad():
+        model = fully_shard(nn.Linear(4, 2))
+        shard = model.weight.to_local()
+        if gathered:
+            model.unshard()  # nothing is sent here, so this rank's row is put there by hand
+            model.weight[: len(shard)] = shard + changed
+        step_facts.add_stale_units(describe(model), rows)
+    assert rows.fetch().result(0, partial=False).scalars.get(STALE) == told
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp2+tp"])
+def test_units_that_are_stale_are_counted_under_tensor_parallelism_too(wrapper: str) -> None:
+    told = []
+    with on_rank(0), torch.no_grad():
+        model = WRAPPED[wrapper]()
+        for unit in (model, model[0]):
+            unit.unshard()
+        pairs = list(sharding.gathered(model, step_facts._are_comparable))
+        for change in (0, 1):
+            for part, shard in pairs:  # nothing is sent here, so it is put there by hand
+                part.copy_(shard)
+                shard.add_(change)
+            rows = StepRows(torch.device("cpu"), 0)
+            step_facts.add_stale_units(describe(model), rows)
+            told.append(rows.fetch().result(0, partial=False).scalars[STALE])
+    assert told == [0.0, 2.0]
 
 
 def test_of_two_optimizers_the_first_one_tells(tmp_path: Path, records_of) -> None:

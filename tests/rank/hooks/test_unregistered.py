@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,7 @@ def by_number(parts: list[nn.Module]) -> dict[int, nn.Module]:
 
 
 def told(model: nn.Module, *trained: Tensor) -> dict[str, float]:
-    return dict(Unregistered(describe(model)).told(lambda p: any(p is t for t in trained)))
+    return dict(Unregistered(describe(model)).told(lambda: set(map(id, trained))))
 
 
 @pytest.mark.parametrize("keep", [list, tuple, by_number])
@@ -69,6 +71,17 @@ def test_parameters_themselves_count_and_other_data_does_not() -> None:
     model._private = [nn.Linear(2, 2)]
     model.many = [nn.Linear(1, 1)] * 2000
     assert told(model) == {f"{UNREGISTERED}scales": 1.0}
+
+
+def test_a_part_that_the_script_puts_another_in_the_place_of_is_freed() -> None:
+    model = Listed(list)
+    unregistered = Unregistered(describe(model))
+    model(torch.randn(2, 4)).backward()
+    assert unregistered.told(set) == {f"{UNREGISTERED}parts": 4.0}
+    freed = weakref.ref(model.parts.pop().get_parameter("0.weight"))
+    gc.collect()
+    assert freed() is None
+    assert unregistered.told(set) == {f"{UNREGISTERED}parts": 2.0}
 
 
 def test_a_run_tells_them_at_each_sampled_step_and_not_those_of_another_optimizer(

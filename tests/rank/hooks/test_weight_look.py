@@ -18,6 +18,8 @@ from ddpprobe.rank.hooks.weight_look import BLOCKS, TURN, TURNS, WeightLook, dea
 from ddpprobe.rank.topology.describe import describe
 from ddpprobe.records.step import IN_TURN, OBSERVED, StepRecord, derive
 
+from ..topology.wrapped_models import WRAPPED, on_rank
+
 STEPS = 6
 Weights = dict[str, Tensor]
 
@@ -297,6 +299,54 @@ def test_a_large_model_takes_turns_and_nothing_is_kept_between_them(monkeypatch)
     assert set.union(*seen) == {name for name, _ in model.named_parameters()}
     assert not any(a & b for a, b in pairwise(seen))
     assert seen[7:] == seen[:2]  # 400 bytes are seven turns of 64
+
+
+def test_buffers_of_any_size_take_no_turns_from_weights_and_have_each_their_own(
+    monkeypatch,
+) -> None:
+    """A cache has grown on one rank alone, and one has no mask: all look at the same weights."""
+    monkeypatch.setattr(weight_look, "TURN", 32)
+    looks: list[list[set[tuple[str, str]]]] = []
+    for rank in (0, 1):
+        with on_rank(rank), torch.no_grad():
+            model = WRAPPED["fsdp2"]()
+            model[0].register_buffer("cache", torch.ones(1000 if rank else 1))
+            if rank:
+                model[0].register_buffer("mask", torch.full((100, 100), -torch.inf).triu(1))
+            topology = describe(model)
+            rows = StepRows(topology.device, 0)
+            look = WeightLook(topology, lambda _: True, rows, is_mask=lambda fqn: "mask" in fqn)
+            seen: list[set[tuple[str, str]]] = []
+            for turn in range(12):
+                rows.begin()
+                look.begin(turn)
+                look.remember()
+                look.tell(0, skipped=False)
+                found = rows.fetch().result(turn, partial=False)
+                there = [s for i, s in enumerate(found.sites) if found.counts[i, OBSERVED]]
+                seen.append({(s.fqn, s.kind) for s in there if s.kind in ("param", "buffer")})
+            looks.append(seen)
+    assert looks[0] == looks[1]
+    turns = next(n for n in range(1, 12) if looks[0][n] == looks[0][0])
+    assert turns == 3
+    once = [each for seen in looks[0][:turns] for each in seen]
+    names = {("0.cache", "buffer"), ("3.running_mean", "buffer"), ("3.running_var", "buffer")}
+    assert len(once) == len(set(once))
+    assert {each for each in once if each[1] == "buffer"} == names
+
+
+def test_buffers_of_a_model_of_which_nothing_is_trained_have_rows_each_time() -> None:
+    topology = describe(nn.BatchNorm1d(3).requires_grad_(requires_grad=False))
+    rows = StepRows(topology.device, 0)
+    look = WeightLook(topology, lambda _: True, rows)
+    for turn in range(3):
+        rows.begin()
+        look.begin(turn)
+        look.remember()
+        look.tell(0, skipped=False)
+        found = rows.fetch().result(turn, partial=False)
+        there = [s.fqn for i, s in enumerate(found.sites) if found.counts[i, OBSERVED]]
+        assert there == ["running_mean", "running_var"]
 
 
 def test_a_parameter_that_was_exchanged_in_between_has_no_change(tmp_path: Path) -> None:

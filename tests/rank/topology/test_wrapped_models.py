@@ -17,6 +17,7 @@ from ddpprobe.inspect.capture.assemble import region
 from ddpprobe.rank.topology import outliving, parts, stages
 from ddpprobe.rank.topology.describe import Topology, describe
 from ddpprobe.rank.topology.parts import LocalPart
+from ddpprobe.rank.topology.placement import LOCAL, UNKNOWN
 from ddpprobe.rank.topology.weights import buffers, weights
 from ddpprobe.records.shard_spec import MeshAxis, ShardSpec, SpecJson
 
@@ -142,7 +143,7 @@ def test_the_part_of_a_second_moment_is_that_of_its_weight_element_by_element(
                     state = optimizer.state.get(weight.owner)
                     if not weight.tensor.numel() and not state:
                         continue
-                    moment = weight.part_of("exp_avg_sq", state["exp_avg_sq"])
+                    moment = weight.part_of(state["exp_avg_sq"])
                     # The gradient is twice the weight, so it keeps a quarter of four squares.
                     assert torch.allclose(moment.reshape(-1), before[weight.fqn].reshape(-1) ** 2)
 
@@ -159,9 +160,18 @@ def test_buffers_are_each_ranks_own_and_of_a_tensor_parallel_group_the_first_one
                 named = {buffer.fqn: buffer for buffer in buffers(topology)}
                 assert "count" not in named
                 held = named["mean"]
-                assert held.size == 12
                 assert torch.equal(held.tensor, torch.arange(3.0))
                 assert held.layout == ("local", rank in counting)
+
+
+def test_buffers_of_stages_that_are_called_alike_are_not_known_to_be_one() -> None:
+    with on_rank(1), torch.no_grad():
+        topology = describe(net())
+        topology.cut = frozenset({"3"})
+        topology.root.register_buffer("mean", torch.arange(3.0))
+        layouts = {buffer.fqn: buffer.layout for buffer in buffers(topology)}
+    assert layouts["3.running_mean"] == UNKNOWN
+    assert layouts["mean"] == LOCAL
 
 
 @EVERY
