@@ -1,4 +1,4 @@
-"""`desync`: ranks that should hold the same parameter hold different bits of it.
+"""`desync`: ranks that should hold the same parameter or constant hold different bits of it.
 
 Data parallelism rests on replicas that never part. Once they do, each rank averages gradients of
 another model, and nothing else looks wrong for a long time. Checksums make one bit visible.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.records.merge import disagreements, ranks_of
-from ddpprobe.records.step import UNREDUCED, Anomaly, Digests, StepRecord
+from ddpprobe.records.step import BUFFER, UNREDUCED, Anomaly, Digests, StepRecord
 
 MOST_NAMED = 8  # ranges of ranks in a message
 
@@ -46,6 +46,9 @@ class Desync(Detector):
     Behind a step whose gradients nobody reduced it only warns: local SGD is meant to part there. It
     pages if they still differ behind a step with a reduction, which does not bring them together.
 
+    It warns, once for each, of buffers that no step changes and that are not the same everywhere:
+    nothing but a DDP brings buffers together, and some are each rank's own by design.
+
     Of several parameters the first one in the order of the model is named, with the number of the
     others. A rank that delivered nothing is not compared. Steps that never reached their end are
     not judged: one rank may have taken what another has not.
@@ -63,12 +66,19 @@ class Desync(Detector):
         self._attempt: int | None = None
         self._last: int | None = None  # latest step at which ranks differed
         self._told: dict[str, set[int]] = {}  # level -> suspects of this episode
+        self._buffers: set[str] = set()  # those that were told
 
     def update(self, record: StepRecord) -> list[Anomaly]:
-        """Take the next record; at most one anomaly."""
+        """Take the next record; at most one anomaly of parameters, and one of buffers."""
         if record.attempt != self._attempt:
-            self._attempt, self._last = record.attempt, None
+            self._attempt, self._last, self._buffers = record.attempt, None, set()
         splits = [] if record.partial else _splits(record.digests)
+        parameters = [split for split in splits if split.shard != BUFFER]
+        new = [s for s in splits if s.shard == BUFFER and s.fqn not in self._buffers]
+        self._buffers.update(split.fqn for split in new)
+        return [*self._judge(record, parameters), *([_of_buffers(record, new)] if new else [])]
+
+    def _judge(self, record: StepRecord, splits: list[_Split]) -> list[Anomaly]:
         if not splits:
             return []
         if self._last is None or record.step - self._last > self._quiet:
@@ -108,6 +118,27 @@ def _anomaly(record: StepRecord, splits: list[_Split], level: str) -> Anomaly:
     )  # fmt: skip
 
 
+def _of_buffers(record: StepRecord, splits: list[_Split]) -> Anomaly:
+    """Return what is told of buffers; nobody is named, as a majority may be what was never set."""
+    first = splits[0]
+    more = f" and of {len(splits) - 1} more" if len(splits) > 1 else ""
+    message = (
+        f"{_sides(first)} each hold other bits of this buffer{more}, which no step changes: "
+        "if it is to be the same everywhere, it was not made or loaded on all ranks alike"
+    )
+    values = {
+        "buffers": len(splits),
+        "versions": len(first.sides),
+        "ranks": sum(map(len, first.sides)),
+    }
+    return Desync.anomaly(record, "warn", message, values, module=first.fqn, kind="buffer")
+
+
+def _sides(split: _Split) -> str:
+    sides = " / ".join(ranks_text(side) for side in split.sides[:MOST_NAMED])
+    return sides + (" / ..." if len(split.sides) > MOST_NAMED else "")
+
+
 def _message(splits: list[_Split], level: str) -> str:
     first = splits[0]
     shard = f" (shard {first.shard})" if first.shard else ""
@@ -117,9 +148,7 @@ def _message(splits: list[_Split], level: str) -> str:
         text = f"{ranks_text(first.suspects)} {_hold(first.suspects)} {what} than "
         text += f"{ranks_text(first.sides[0])}"
     else:
-        sides = " / ".join(ranks_text(side) for side in first.sides[:MOST_NAMED])
-        etc = " / ..." if len(first.sides) > MOST_NAMED else ""
-        text = f"{sides}{etc} each hold {what}; no majority, any may be wrong"
+        text = f"{_sides(first)} each hold {what}; no majority, any may be wrong"
     if level == "warn":
         return (
             f"{text}: the gradients of this step were not reduced (no_sync up to the optimizer), "

@@ -192,6 +192,7 @@ OPTIMIZER_STEPS = "optimizer_steps"
 MOMENT_DECAY = "second_moment_decay"
 # Scalar: how many units of FSDP2 were gathered before the optimizer stepped, and not again since.
 STALE = "stale_units"
+BUFFER = "buffer"  # in place of a shard, in digests: a buffer that no step has changed
 DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensor given to the model
 # Scalar: how many micro-batches of the step, the first ones, were for another model's step.
 LENT = "lent_passes"
@@ -273,7 +274,8 @@ class StepRecord:
         missing: ranks that were expected and did not deliver.
         digests: (parameter FQN, shard) -> checksum (64 bits, signed) -> set of the ranks that hold
             it, as a bit mask. Ranks that hold the same shard of one parameter (shard "" if it is
-            whole) must agree; the head keeps only the entries in which they do not.
+            whole) must agree; the head keeps only the entries in which they do not. With shard
+            `BUFFER` it is a buffer that no step has changed (of a large one, stretches of it).
         binned: int64 [histograms], the rows of `sites` that have one, ascending.
         bins: int64 [histograms, bins], see `records.histogram`.
     """

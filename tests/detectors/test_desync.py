@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ddpprobe.detectors.desync import Desync, ranks_text
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.records.merge import merge_all
-from ddpprobe.records.step import Anomaly, FirstBad, StepRecord
+from ddpprobe.records.step import BUFFER, Anomaly, FirstBad, StepRecord
 from tests.detectors import made_records
 
 Digests = dict[tuple[str, str], dict[int, int]]
@@ -79,6 +79,29 @@ def test_agreeing_ranks_and_missing_ones_are_no_desync() -> None:
 
 def test_a_step_that_never_ended_is_not_judged() -> None:
     assert run(replace(split(10, (0, 1), (2,)), partial=True)) == []
+
+
+def test_buffers_that_are_not_the_same_everywhere_warn_once_each_and_name_nobody() -> None:
+    """Right may be the one rank that is not like the others: these have what was never set."""
+
+    def held(step: int, *names: str) -> StepRecord:
+        return record(step, {(name, BUFFER): {1: mask(0), 2: mask(1, 2, 3)} for name in names})
+
+    first, second = run(held(10, "rope", "scale"), held(11, "rope"), held(12, "scale", "table"))
+    assert (first.level, first.step, first.rank, first.module) == ("warn", 10, None, "rope")
+    assert (first.kind, second.module, second.step) == ("buffer", "table", 12)
+    assert first.message.startswith(
+        "ranks 1-3 / rank 0 each hold other bits of this buffer and of 1 more, which no step"
+    )
+    assert dict(first.values) == {"buffers": 2, "versions": 2, "ranks": 4}
+
+
+def test_a_buffer_that_differs_hides_no_parameter() -> None:
+    both = {**split(10, (0, 1, 3), (2,)).digests, ("rope", BUFFER): {1: mask(0), 2: mask(1)}}
+    page, warning = run(record(10, both))
+    assert (page.level, page.rank, page.module) == ("page", 2, "fc.weight")
+    assert dict(page.values)["parameters"] == 1
+    assert (warning.level, warning.module) == ("warn", "rope")
 
 
 def test_it_fires_once_an_episode_and_again_for_a_new_suspect() -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpprobe.rank.hooks.bin_rows import PendingBins
+from ddpprobe.rank.hooks.constants import Constants
 from ddpprobe.rank.hooks.lanes import Arrival
 from ddpprobe.rank.hooks.site_table import SiteTable
 from ddpprobe.rank.hooks.steady import Learned, Steady
@@ -24,6 +25,7 @@ from ddpprobe.records.histogram import (
     no_histograms,
 )
 from ddpprobe.records.step import (
+    BUFFER,
     IN_TURN,
     KINDS,
     PHASE_OF_KIND,
@@ -90,6 +92,7 @@ class PendingRows:
     unsupported: Counter[str]
     table: SiteTable
     steady: Steady
+    constants: Constants
     rank: int
 
     def ready(self) -> bool:
@@ -189,6 +192,7 @@ class PendingRows:
         return {
             key: {word: 1 << self.rank}
             for key, word in zip(self.digests.values(), bits, strict=True)
+            if key[1] != BUFFER or self.constants.take(key[0], word)
         }
 
     def _kept(self, *, partial: bool) -> NDArray[np.intp]:

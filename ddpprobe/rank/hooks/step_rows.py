@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpprobe.rank.hooks.bin_rows import BinRows
+from ddpprobe.rank.hooks.constants import Constants
 from ddpprobe.rank.hooks.lanes import Arrival
 from ddpprobe.rank.hooks.loss_scale import SCALED_KINDS
 from ddpprobe.rank.hooks.pending_rows import SCALAR, CameIn, PendingRows, as_input, witness
@@ -58,7 +59,7 @@ class StepRows:
         self, device: torch.device, rank: int, *, timed: bool = False, bins: BinRows | None = None
     ) -> None:
         self._bins = bins
-        self.table, self._steady = SiteTable(), Steady()
+        self.table, self._steady, self._constants = SiteTable(), Steady(), Constants()
         self.on_bad: Callable[[FirstBad], object] = lambda _: None
         self._told = False  # the first fault of this step
         self._bad: list[int] = []  # rows in which the host has seen NaN or Inf, in their order
@@ -215,7 +216,7 @@ class StepRows:
                 self._note(SCALAR, -1, buffer)
 
     def add_checksum(self, fqn: str, shard: str, tensor: Tensor) -> None:
-        """Take the checksum of a parameter, or shard of one, that other ranks hold as well."""
+        """Take the checksum of a parameter, a shard of one, or a buffer that other ranks hold."""
         with self._lock:
             index = len(self._slots)
             buffer = self._buffer_of(tensor, index)
@@ -371,6 +372,7 @@ class StepRows:
             + (self._bins.left_out if self._bins is not None else Counter()),
             table=self.table,
             steady=self._steady,
+            constants=self._constants,
             rank=self._rank,
         )
 

@@ -11,6 +11,7 @@ change is that of `BLOCKS` stretches of elements, evenly spread. The other rows 
 
 A buffer has the turn that its name gives it, of as many as the parameters take: a rank may have
 more buffers than another, or larger ones, and all must look at the same tensor in the same step.
+Of what is the same on all ranks as long as nothing changes it a checksum is taken, too.
 
 The copy is taken at the end of the first backward of the step, or before the first optimizer if
 that steps inside the backward. So the change is right for several optimizers, for closures, and for
@@ -34,11 +35,12 @@ from ddpprobe.rank.stats.dense import dtype_name
 from ddpprobe.rank.stats.many import KernelTable
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.weights import Weight, buffers, weights
-from ddpprobe.records.step import Site
+from ddpprobe.records.step import BUFFER, Site
 
 TURN = 4 << 20  # bytes of copies; of one parameter no more than that
 TURNS = 16  # sampled steps at most until each parameter had its turn
 BLOCKS = 256  # stretches of elements that stand for a large parameter
+COMPARED = 1 << 16  # bytes of a buffer, in such stretches, of which a checksum is taken
 # Names under which torch's optimizers keep a running mean of squared gradients: Adam, AdamW, NAdam
 # and RAdam; RMSprop and Adadelta.
 SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
@@ -115,12 +117,18 @@ class WeightLook:
             found = [(self._slot(weight, "param", weight.tensor), weight.tensor) for weight in now]
             found += zip(slots, changes, strict=True)
             found += self._second_moments(now)
+            mine = [b for b in self._held(buffers) if is_turn_of(b.fqn, *turn)]
             found += [
                 (self._slot(buffer, "buffer", buffer.tensor), buffer.tensor)
-                for buffer in self._held(buffers)
-                if is_turn_of(buffer.fqn, *turn) and not self._is_mask(buffer.fqn)
+                for buffer in mine
+                if not self._is_mask(buffer.fqn)
             ]
             self._rows.add_all(micro, found, self._table)
+            self._rows.add_checksums(
+                (buffer.fqn, BUFFER, sample(buffer.tensor, COMPARED))
+                for buffer in mine
+                if self._topology.is_alike(buffer.fqn.rpartition(".")[0])
+            )
 
     def forget(self) -> None:
         """Let go of a step that will not end."""

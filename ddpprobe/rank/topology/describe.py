@@ -245,6 +245,10 @@ class Topology:
         vouched = self.wrapper != "none" and not self.cut
         return module in self.cut or (module in self.differ and not vouched)
 
+    def is_alike(self, module: str) -> bool:
+        """Whether other ranks are known to have the very same `module`, with all it keeps."""
+        return self.world_size > 1 and not self.tensor_meshes and not self.is_apart(module)
+
     def spans_tensor_meshes(self, tensor: Tensor) -> bool:
         """Whether a tensor's own placements say how it lies over the tensor-parallel groups."""
         return is_dtensor(tensor) and self._tensor_mesh(tensor.device_mesh)

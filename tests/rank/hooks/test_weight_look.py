@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import ddpprobe
 from ddpprobe.rank.hooks import weight_look
+from ddpprobe.rank.hooks.constants import LOOKS, Constants
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.hooks.weight_look import BLOCKS, TURN, TURNS, WeightLook, deal, sample
 from ddpprobe.rank.topology.describe import describe
-from ddpprobe.records.step import IN_TURN, OBSERVED, StepRecord, derive
+from ddpprobe.records.step import BUFFER, IN_TURN, OBSERVED, StepRecord, derive
 
 from ..topology.wrapped_models import WRAPPED, on_rank
 
@@ -333,6 +334,49 @@ def test_buffers_of_any_size_take_no_turns_from_weights_and_have_each_their_own(
     names = {("0.cache", "buffer"), ("3.running_mean", "buffer"), ("3.running_var", "buffer")}
     assert len(once) == len(set(once))
     assert {each for each in once if each[1] == "buffer"} == names
+
+
+def test_a_buffer_that_has_changed_once_is_no_constant_any_more() -> None:
+    constants = Constants()
+    assert [constants.take("a", word) for word in (7, 7, 7, 8, 7, 7, 7)] == [
+        False, False, True, False, False, False, False,
+    ]  # fmt: skip
+    assert [constants.take("b", 7) for _ in range(LOOKS)] == [False] * (LOOKS - 1) + [True]
+
+
+@pytest.mark.parametrize(("wrapped", "compared"), [("fsdp2", True), ("tp", False)])
+def test_buffers_that_no_step_changes_are_compared_and_no_others(wrapped, compared) -> None:
+    found: list[dict[str, set[int]]] = []
+    for rank in (0, 1):
+        with on_rank(rank), torch.no_grad():
+            model = WRAPPED[wrapped]()
+            model[0].register_buffer("table", torch.full((1 << 15,), 1.0 - rank))
+            model[0].register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
+            model[0].register_buffer("late", torch.zeros(3))
+            topology = describe(model)
+            rows = StepRows(topology.device, rank)
+            look = WeightLook(topology, lambda _: True, rows, is_mask=lambda fqn: "mask" in fqn)
+            told: dict[str, set[int]] = {}
+            for turn in range(12):
+                rows.begin()
+                look.begin(turn)
+                look.remember()
+                if turn == 1:
+                    model[0].late += 1.0
+                look.tell(0, skipped=False)
+                for (fqn, shard), held in rows.fetch().result(turn, partial=False).digests.items():
+                    assert (shard, turn >= LOOKS - 1) == (BUFFER, True)
+                    told.setdefault(fqn.rpartition(".")[2], set()).update(held)
+            found.append(told)
+    first, second = found
+    assert first.keys() == second.keys()
+    assert {"table", "mask"} <= first.keys() or not compared
+    assert "late" not in first
+    if compared:
+        assert first["mask"] == second["mask"]
+        assert len(first["table"] | second["table"]) == 2
+    else:  # each rank of a tensor-parallel group may have a part of it
+        assert first == {}
 
 
 def test_buffers_of_a_model_of_which_nothing_is_trained_have_rows_each_time() -> None:
