@@ -76,7 +76,8 @@ _SET_G = """
 
 Ten more faults from issue trackers, by somebody who had not read the rules and ran none of them
 with the probe before it was written: five that begin in the middle of training, and five mistakes
-of configuration. The code names the source of each, and how much it harms."""
+of configuration. The code names the source of each, and how much it harms. When no rule had been
+made from it, 12 of 30 were found at every=1, and 13 of 30 at every=10; one rule was since."""
 _SET_F = """
 ## Set F: written without the rules, by how often people report it
 

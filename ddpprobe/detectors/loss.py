@@ -20,7 +20,13 @@ def mean_losses(record: StepRecord) -> list[tuple[int, float]]:
     """
     found = ((step, [x for x in by_rank.values() if math.isfinite(x)])
              for step, by_rank in losses_of(record))  # fmt: skip
-    return [(step, math.fsum(x / len(finite) for x in finite)) for step, finite in found if finite]
+    return [(step, mean(finite)) for step, finite in found if finite]
+
+
+def mean(losses: Iterable[float]) -> float:
+    """Return the mean of one or more finite numbers; it is finite."""
+    numbers = list(losses)
+    return math.fsum(x / len(numbers) for x in numbers)
 
 
 class LossDetector(SampledDetector):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from ddpprobe.detectors.history import LogHistory
-from ddpprobe.detectors.loss import LossDetector
+from ddpprobe.detectors.history import LogHistory, WindowedValue
+from ddpprobe.detectors.loss import LossDetector, mean
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.every_loss import losses_of
 from ddpprobe.records.step import Anomaly, StepRecord
 
 
 class LossSpike(LossDetector):
     """Warns when the ranks' mean loss is a robust outlier, above everything in its window.
 
-    Every step's loss is judged, sampled or not, when the next record brings it.
+    Every step's loss is judged, sampled or not, when the next record brings it. A rank is named if
+    the mean of the others is no outlier.
 
     A loss that has been zero or negative has no decades and is not judged: rewards, likelihoods of
     densities. Nor is one that is small beside the first ones: near zero everything is large.
@@ -56,17 +59,20 @@ class LossSpike(LossDetector):
 
     def _judge(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
         reading = self._history.read(loss)
+        alone = None
+        if is_spike := self._is_spike(reading) and loss >= self._small * self._loss.first:
+            alone = self._alone(dict(losses_of(record))[step])
         self._history.add(loss)
-        if reading is None or loss < self._small * self._loss.first:
-            return None
-        z, dex, highest = self._rule
-        spike = reading.z > z and reading.dex > dex and loss > highest * reading.highest
-        if not spike or not self._telling.due(step, reading.ratio):
+        if reading is None or not is_spike or not self._telling.due(step, reading.ratio):
             return None
         message = (
             f"loss {loss:.3g} is {reading.ratio:.3g} x the median {reading.median:.3g} of the last "
             f"{reading.points} steps (robust z {reading.z:.3g})"
         )
+        rank = None
+        if alone is not None:
+            rank, own, others = alone
+            message += f"; that of rank {rank} is {own:.3g}, the mean of the others {others:.3g}"
         values = {
             "loss": loss,
             "median": reading.median,
@@ -75,4 +81,22 @@ class LossSpike(LossDetector):
             "z": reading.z,
             "points": reading.points,
         }
-        return self.anomaly(record, "warn", message, values, phase="forward", step=step)
+        return self.anomaly(record, "warn", message, values, phase="forward", step=step, rank=rank)
+
+    def _is_spike(self, reading: WindowedValue | None) -> bool:
+        z, dex, highest = self._rule
+        return (
+            reading is not None
+            and reading.z > z
+            and reading.dex > dex
+            and reading.value > highest * reading.highest
+        )
+
+    def _alone(self, by_rank: Mapping[int, float]) -> tuple[int, float, float] | None:
+        """Return (rank, its loss, mean of the others) if without that one there is no spike."""
+        finite = {rank: x for rank, x in by_rank.items() if math.isfinite(x)}
+        if len(finite) < 2:
+            return None
+        rank = max(finite, key=lambda r: finite[r])
+        others = mean(x for r, x in finite.items() if r != rank)
+        return None if self._is_spike(self._history.read(others)) else (rank, finite[rank], others)

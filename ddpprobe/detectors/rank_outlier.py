@@ -8,6 +8,7 @@ from collections import deque
 from statistics import median
 
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.rank_order import RankOrder
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -32,6 +33,10 @@ class RankOutlier(SampledDetector):
     enough where no rank has ever been nearly so far away, and the rank stays there. Of two ranks,
     the one is meant whose own numbers have moved.
 
+    A rank whose loss was the largest of all, or the smallest, at so many sampled steps in a row is
+    told once, as information: its data, its labels or what it computes with are not those of the
+    others, from the first step on, by design or not.
+
     Args:
         loss_dex, norm_dex, rms_dex: decades, beyond those of the window.
         spread: how many times as far as any rank has been in the window is enough as well,
@@ -44,6 +49,8 @@ class RankOutlier(SampledDetector):
         recent: sampled steps that are judged.
         repeats: of these, so many must be outliers.
         quiet_steps: steps without it after which it is told again.
+        apart: sampled steps in a row in which a loss is the largest or the smallest of all,
+        apart_dex: in the median by so many decades.
     """
 
     name = "rank_outlier"
@@ -53,13 +60,15 @@ class RankOutlier(SampledDetector):
         self, *, loss_dex: float = 2.0, norm_dex: float = 2.0, rms_dex: float = 0.3,
         spread: float = 1.3, spread_dex: float = 0.12, steady: int = 12, settle: int = 50,
         stays: int = 4, window: int = 32, least: int = 8, recent: int = 5, repeats: int = 3,
-        quiet_steps: int = 100,
+        quiet_steps: int = 100, apart: int = 30, apart_dex: float = 0.05,
     ) -> None:  # fmt: skip
         above_zero(
             loss_dex=loss_dex, norm_dex=norm_dex, rms_dex=rms_dex, spread=spread,
-            spread_dex=spread_dex,
+            spread_dex=spread_dex, apart_dex=apart_dex,
         )  # fmt: skip
-        at_least(1, least=least, recent=recent, repeats=repeats, steady=steady, stays=stays)
+        at_least(
+            1, least=least, recent=recent, repeats=repeats, steady=steady, stays=stays, apart=apart
+        )
         at_least(least, window=window)
         at_least(0, quiet_steps=quiet_steps, settle=settle)
         self._dex = {"loss_dex": loss_dex, "norm_dex": norm_dex, "rms_dex": rms_dex}
@@ -67,6 +76,7 @@ class RankOutlier(SampledDetector):
         self._spread, self._spread_dex, self._steady = spread, spread_dex, steady
         self._settle, self._stays = settle, stays
         self._recent, self._repeats, self._quiet = recent, repeats, quiet_steps
+        self._apart, self._apart_dex = apart, apart_dex
         self._reset()
 
     def _reset(self) -> None:
@@ -79,6 +89,8 @@ class RankOutlier(SampledDetector):
         }
         self._telling: dict[int, Telling] = {}
         self._begun: int | None = None  # the first step
+        self._order = RankOrder(self._apart)
+        self._is_apart = False  # that was told
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
@@ -91,7 +103,7 @@ class RankOutlier(SampledDetector):
             self._logs[name].append(logs)
             self._past[name].append(_away(logs))
             found = found or self._judge(record, name)
-        return found
+        return found or self._stands_apart(record)
 
     def _judge(self, record: StepRecord, name: str) -> list[Anomaly]:
         what, phase, setting = _JUDGED[name]
@@ -120,6 +132,24 @@ class RankOutlier(SampledDetector):
         )
         values = {"decades": dex, "points": len(before)}
         return [self.anomaly(record, "warn", message, values, rank=rank, phase=phase)]
+
+    def _stands_apart(self, record: StepRecord) -> list[Anomaly]:
+        logs = self._logs["loss"][-1]
+        found = self._order.look(logs) if len(logs) == len(record.ranks) else None
+        if found is None or self._is_apart or abs(found[1]) < self._apart_dex or self._telling:
+            return []
+        self._is_apart = True
+        (rank, dex), two = found, len(logs) == 2
+        others = (
+            f"rank {next(r for r in logs if r != rank)}'s" if two else "that of each other rank"
+        )
+        message = (
+            f"rank {rank}'s loss was {'above' if dex > 0 else 'below'} {others} at each of the "
+            f"last {self._apart} sampled steps, {10.0 ** abs(dex):.3g} x in the median: its data, "
+            "its labels or what it computes with are not the same, which may be meant"
+        )
+        values, known = {"decades": dex, "points": self._apart}, None if two else rank
+        return [self.anomaly(record, "info", message, values, rank=known, phase="forward")]
 
     def _times(self, rank: int, recent: list[Away], before: list[Away], setting: str) -> bool:
         """Whether a rank was an outlier often enough, and is now."""

@@ -44,6 +44,18 @@ def test_a_spike_is_told_at_once_with_its_numbers() -> None:
     assert 8 < warn.values["ratio"] < 12
 
 
+@pytest.mark.parametrize(
+    ("losses", "rank"),
+    [((0.5, 6.0), 1), ((6.0, 6.0), None), ((0.5, 0.5, 9.0, 0.5), 2), ((0.5, 9.0, 9.0), None),
+     ((math.nan, 6.0), None)],
+)  # fmt: skip
+def test_the_rank_without_which_there_is_no_spike_is_named(losses, rank: int | None) -> None:
+    (warn,) = run(LossSpike(), [*falling(200), step(200, *losses)])
+    assert (warn.step, warn.rank) == (200, rank)
+    told = f"; that of rank {rank} is {max(losses):.3g}, the mean of the others 0.5"
+    assert warn.message.endswith(told) == (rank is not None)
+
+
 def between(records: list[StepRecord], every: int) -> list[StepRecord]:
     """Keep each `every`-th record, with the losses of those before it."""
     kept = []

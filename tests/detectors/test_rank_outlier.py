@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -114,8 +115,36 @@ def test_a_job_of_a_thousand_ranks_is_judged_without_comparing_all_with_all() ->
 
 def test_ranks_that_differ_by_design_are_let_be() -> None:
     for name in ("loss", "grad_norm_local", "output_rms"):
-        assert run(RankOutlier(), noisy(400, name, [1.0, 1.3, 0.7, 2.0], 0.2)) == []
+        said = run(RankOutlier(), noisy(400, name, [1.0, 1.3, 0.7, 2.0], 0.2))
+        assert {a.level for a in said} <= {"info"}
     assert run(RankOutlier(), noisy(400, "grad_norm_local", [1.0, 30.0, 1.0], 0.7)) == []
+
+
+@pytest.mark.parametrize(("ranks", "factor", "named"), [(4, 1.5, 2), (4, 0.5, 2), (2, 1.5, None)])
+def test_a_rank_whose_loss_is_always_the_largest_or_smallest_is_information(
+    ranks: int, factor: float, named: int | None
+) -> None:
+    odd = ranks // 2
+    scales = [factor if r == odd else 1.0 for r in range(ranks)]
+    (info,) = run(RankOutlier(), noisy(300, "loss", scales, 0.02))
+    assert (info.level, info.step, info.rank) == ("info", 29, named)
+    word = "above" if factor > 1 else "below"
+    others = "rank 0's" if ranks == 2 else "that of each other rank"
+    assert info.message.startswith(f"rank {odd}'s loss was {word} {others} at each of the last 30")
+    assert info.values["decades"] == pytest.approx(math.log10(factor), rel=0.1)
+
+
+@pytest.mark.parametrize("scales", [[1.0] * 2, [1.0] * 8, [1.0, 1.0, 1.05, 1.0]])
+def test_ranks_that_take_turns_or_lie_close_are_not_told(scales: list[float]) -> None:
+    assert run(RankOutlier(), noisy(300, "loss", scales, 0.001 if max(scales) > 1 else 0.3)) == []
+
+
+def test_a_rank_that_is_missing_or_equal_once_breaks_the_row() -> None:
+    stream = noisy(59, "loss", [1.0, 1.5, 1.0], 0.02)
+    stream[29] = replace(stream[29], ranks=(0, 1, 2, 3))  # one that says nothing
+    assert [a.step for a in run(RankOutlier(), stream)] == [30]
+    stream[29] = step(29, "loss", [1.5, 1.5, 1.0])
+    assert run(RankOutlier(), stream) == []
 
 
 def test_two_batches_without_a_target_are_let_be() -> None:
