@@ -39,7 +39,8 @@ def test_a_model_of_which_nothing_moves_any_more_is_a_page(every: int) -> None:
     assert page.step == STOP + 20
     assert page.values["parameters"] == 4
     assert page.message.endswith(
-        "; maybe the learning rate is 0, or the optimizer's step is left out, or it was given others"
+        "; maybe the learning rate is 0, or the optimizer's step is left out, or it was given "
+        "others"
     )
 
 
