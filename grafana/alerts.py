@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ddpprobe.records.step import BACKWARD_KINDS, REDUCED_KINDS
+
 RUNBOOK_BASE = "docs/runbooks"  # `ddpprobe up --runbook-base` replaces it,
 GRAFANA_URL = "http://localhost:3000"  # and `--grafana-url` this
 DASHBOARD = "ddpprobe-run"
@@ -27,8 +29,8 @@ KNOWN_WINDOW = "1h"  # a counter that was not there before that is new, whatever
 # warning was.
 END_WAIT = "30s"
 HEAD_WAIT = "1m"
-REDUCED = "grad|param"  # every rank shows these: they name no culprit
-GRADIENTS = "grad_output|grad_input|grad_local"  # a GradScaler makes these overflow on purpose
+REDUCED = "|".join(REDUCED_KINDS)
+GRADIENTS = "|".join(BACKWARD_KINDS)
 LOST = "crashed|vanished"  # states of a job that is over, and not well
 # A spike of the gradient norm against its own past, and its disappearance.
 EXPLODED = 10

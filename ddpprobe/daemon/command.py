@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import final
 
 import psutil
@@ -46,7 +49,8 @@ class Command:
         self._said = False
         try:
             process = _typed(psutil.Process(pid))
-            self._words, self._directory = _without_padding(process.cmdline()), process.cwd()
+            self._directory = process.cwd()
+            self._words = _without_padding(process.cmdline(), self._directory)
         except (psutil.Error, OSError):  # it ended, or its directory was deleted
             return
         self._git = threading.Thread(target=self._ask_git, name="git", daemon=True)
@@ -82,11 +86,15 @@ def _typed(process: psutil.Process) -> psutil.Process:
     return process
 
 
-def _without_padding(words: list[str]) -> list[str]:
-    """Return a command line without the empty words at its end.
+def _without_padding(words: list[str], directory: str) -> list[str]:
+    """Return a command line without the empty words that nobody typed.
 
-    A process that gives itself a name, as a worker of Ray, fills what was there with zeros.
+    A process that gives itself a name, as a worker of Ray, fills what was there with zeros. What
+    was typed begins with a program, and there an empty word at the end is an argument.
     """
+    first = words[0] if words else ""
+    if shutil.which(Path(directory) / first if os.sep in first else first):
+        return words
     while words and not words[-1]:
         words.pop()
     return words

@@ -245,8 +245,9 @@ def _gone_blind(record: StepRecord, ranks: list[int], sites: int) -> Anomaly:
     who = ranks_text(tuple(sorted(ranks)))
     report = "report" if len(ranks) > 1 else "reports"
     message = (
-        f"{who} {report} none of {sites} sites at a sampled step: the model was compiled, replaced "
-        "or stripped of its hooks after install(); what follows is not observed, install() again"
+        f"{who} {report} none of {sites} sites at a sampled step; if the model was compiled, "
+        "replaced or stripped of its hooks after install(), install() again: until then nothing of "
+        "it is observed"
     )
     rank = ranks[0] if len(ranks) == 1 else None
     values = {"sites": sites}
@@ -268,7 +269,7 @@ def _lost_sites(record: StepRecord, lost: list[Site], kept: list[Site], reportin
     report = "reports" if len(lost) == 1 else "report"
     message = (
         f"{many} in {named(modules)} {report} no more ({', '.join(sorted(kinds))}), {reporting} "
-        f"others do: {why}; if that was meant, all is well"
+        f"others do; maybe {why}; if that was meant, all is well"
     )
     values = {"lost": len(lost), "reporting": reporting, "modules": len(modules)}
     kind = next(iter(kinds)) if len(kinds) == 1 else None

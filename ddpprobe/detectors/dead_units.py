@@ -73,7 +73,8 @@ class DeadUnits(SampledDetector):
         then = f"; so do {named(names[1:])}" if names[1:] else ""
         message = (
             f"{share[first]:.0%} of the outputs have been zero since step {self._since[first]}, "
-            f"where they were alive before{then}: nothing behind this module is trained through it"
+            f"where they were alive before{then}; through a ReLU that puts out zeros nothing is "
+            "trained"
         )
         values = {
             "zero_ratio": float(share[first]),

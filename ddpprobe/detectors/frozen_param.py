@@ -141,8 +141,8 @@ class FrozenParam(SampledDetector):
         highest = self._rate.highest
         message = (
             f"the learning rate is {rate:.3g}, {rate / highest:.2g} of its highest, and has been "
-            f"next to nothing since step {since}: the weights hardly move any more; a "
-            "schedule that is stepped per batch and was meant per epoch, or one for fewer steps"
+            f"next to nothing since step {since}: the weights hardly move any more; look for "
+            "a schedule that is stepped per batch and was meant per epoch, or one for fewer steps"
         )
         values = {"lr": rate, "highest": highest, "since": since}
         return self.anomaly(record, "warn", message, values, kind="update")
@@ -165,7 +165,7 @@ class FrozenParam(SampledDetector):
         )
         message = (
             f"no bit of {len(gone)} of {len(fqns)} parameters has changed since step {since}, in "
-            f"{where}, though they have a gradient (norm {gradient:.3g}): {why}"
+            f"{where}, though they have a gradient (norm {gradient:.3g}); maybe {why}"
         )
         values = {"parameters": len(gone), "since": since, "gradient": gradient}
         level = "page" if all_known else "warn"

@@ -100,7 +100,7 @@ class GradAltered(SampledDetector):
             return None
         message = (
             f"of each gradient the optimizer is given {ratio:.2g}: its norm, times the loss scale "
-            f"({scale:.6g}), is always {norm:.4g}, so the gradients are clipped before the scaler "
+            f"({scale:.6g}), is always {norm:.4g}, as if gradients were clipped before the scaler "
             "divides them; call scaler.unscale_(optimizer) before clipping"
         )
         values = {"ratio": ratio, "clipped_to": norm, "loss_scale": scale}

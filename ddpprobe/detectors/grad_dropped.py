@@ -45,8 +45,9 @@ class GradDropped(SampledDetector):
         if self._lasts(record.step, DROPPED, there=times >= self._times):
             message = (
                 f"gradients were thrown away {times:.0f} times within each step since step "
-                f"{self._since[DROPPED][0]}, before any optimizer took them: zero_grad belongs "
-                "before the first micro-batch of a step, and not before each"
+                f"{self._since[DROPPED][0]}, before any optimizer took them. Unless the script "
+                "uses them (an attack on the inputs), zero_grad belongs before the first "
+                "micro-batch of a step, and not before each"
             )
             found.append(self.anomaly(record, "warn", message, {"times": times}, phase="backward"))
         if self._lasts(record.step, UNREGISTERED, there=bool(paths)):

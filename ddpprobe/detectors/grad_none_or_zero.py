@@ -153,8 +153,8 @@ class GradNoneOrZero(SampledDetector):
         since = int(self._since[found].min())
         message = (
             f"the gradients of {len(gone)} of {len(fqns)} parameters have been {what} since step "
-            f"{since}, in {named(modules)}: frozen, detached or masked, or a dead activation "
-            "behind them; if that was meant, all is well"
+            f"{since}, in {named(modules)}; maybe frozen, detached or masked, or a dead "
+            "activation is behind them; if that was meant, all is well"
         )
         values = {"parameters": len(gone), "zero": zero, "since": since}
         level = "info" if all(map(is_in_expert, gone)) else "warn"
@@ -185,7 +185,7 @@ class GradNoneOrZero(SampledDetector):
         message = (
             f"{ranks_text(lost.ranks)} {have} had no gradient, or one of zeros, of "
             f"{lost.parameters} parameters since step {lost.since}{where}; the other ranks have "
-            "theirs, and the mean over all hides it: detached, masked or not called there"
+            "theirs, and the mean over all hides it; maybe detached, masked or not called there"
         )
         values = {"parameters": lost.parameters, "ranks": len(lost.ranks), "since": lost.since}
         return self.anomaly(

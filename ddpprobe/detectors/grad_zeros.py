@@ -77,8 +77,8 @@ class GradZeros(SampledDetector):
         message = (
             f"{now[worst]:.0%} of the gradient of {fqns[worst]} has been exactly zero since step "
             f"{since}, at most {usual[worst]:.0%} was before; {len(names)} of {len(fqns)} "
-            f"parameters, in {named(modules)}: underflow, a mask, units that died, or inputs that "
-            "use less of a table; if that was meant, all is well"
+            f"parameters, in {named(modules)}; maybe underflow, a mask, units that died, or inputs "
+            "that use less of a table; if that was meant, all is well"
         )
         values = {
             "zero_ratio": float(now[worst]), "usual": float(usual[worst]),

@@ -21,9 +21,12 @@ from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, Anomaly, StepRecord
 # So few values are enough where a shift is so many times as large, in decades.
 QUICK, QUICK_BLOCKS, QUICK_TIMES = 4, 8, 2.0
 # Or so few blocks before them, so many steps behind the first, where a shift is so many times as
-# large and so clear: a run that is sampled at every tenth step has no more in its first 360.
+# large and so clear: a run that is sampled at every tenth step has no more in its first 360. Once
+# there are more, it must be clearer: of few values chance alone makes a shift more often, and a run
+# that goes on for long meets it.
 EARLY_BLOCKS, EARLY_STEPS = 3, 100
 EARLY_TOGETHER, EARLY_SHARE = (1.5, 6.0), (6.0, 6.0)
+EARLY_LATER = 2.0  # times as clear
 # In decades: what a loop changes on purpose explains a shift. The learning rate, how many
 # parameters are trained, and how many elements all outputs have (the size of a batch).
 MEANT = np.array([0.04, 1e-6, 0.1])
@@ -117,7 +120,7 @@ class LevelShift(SampledDetector):
         numbers: dict[int, _Shift] = {}
         loss = math.nan
         for step, value in self._loss.read(record):
-            self._losses.push(_logs([value]))
+            self._losses.push(_logs([value]), step)
             for shift in self._found(self._losses, *self._of_loss):
                 if shift.size > 0:  # one that falls is what training is for
                     numbers[0] = shift
@@ -126,15 +129,16 @@ class LevelShift(SampledDetector):
         if record.sampled and not record.skipped and not record.missing:
             norms = self._gradients.read(record, "norm")
             norm = float(np.sqrt(np.nansum(np.square(norms))))
-            self._norms.push(_logs([norm, norm / loss if loss > 0 else math.nan]))
+            by_loss = norm / loss if loss > 0 else math.nan
+            self._norms.push(_logs([norm, by_loss]), record.step)
             elements = float(np.nansum(self._outputs.read(record, "numel")))
             chosen = [largest(record, name) for name in (LEARNING_RATE, TRAINABLE)]
-            self._meant.push(_logs([*chosen, elements]))
+            self._meant.push(_logs([*chosen, elements]), record.step)
             for shift in self._found(self._norms, *self._of_norm):
                 if shift.clear >= self._by_loss_clear if shift.place else shift.size > 0:
                     numbers[1 + shift.place] = shift
             places = self._shifted_places(record, norms, norm)
-        if not (numbers or places) or (self._meant.largest_step(QUICK) > MEANT).any():
+        if not (numbers or places) or (self._meant.largest_move(QUICK) > MEANT).any():
             return []
         return [self._verdict(record, numbers, places)] if self._telling.due(record.step) else []
 
@@ -143,8 +147,8 @@ class LevelShift(SampledDetector):
     ) -> dict[str, list[_Shift]]:
         """Return what has shifted at single modules and parameters, by what of them."""
         rms = _logs(self._outputs.read(record, "rms"))
-        self._rms.push(rms)
-        self._shares.push(_logs(norms) - _logs([norm]))
+        self._rms.push(rms, record.step)
+        self._shares.push(_logs(norms) - _logs([norm]), record.step)
         found = {
             RMS: self._shifted_outputs(int(np.isfinite(rms).sum())),
             SHARE: self._found(self._shares, *self._of_output, EARLY_SHARE),
@@ -173,7 +177,9 @@ class LevelShift(SampledDetector):
             (QUICK, QUICK_BLOCKS, QUICK_TIMES, clear),
         ]
         if early is not None and self._late:
-            tests.append((QUICK, EARLY_BLOCKS, *early))
+            times, least = early
+            more = EARLY_LATER if window.holds(QUICK * (QUICK_BLOCKS + 1)) else 1.0
+            tests.append((QUICK, EARLY_BLOCKS, times, more * least))
         found: dict[int, _Shift] = {}
         for values, blocks, times, least in tests:
             shifts = window.shifts(values, blocks)

@@ -19,7 +19,8 @@ class Shifts:
     Attributes:
         places: of the series, ascending.
         size: decades from the median of the block before to that of the last one; negative: down.
-        clear: how many times the largest such step between two blocks before it.
+        clear: how many times the largest such move between two blocks before it, each as far as it
+            would have gone over as many steps as lie between the last two.
     """
 
     places: NDArray[np.intp]
@@ -35,8 +36,9 @@ class LevelWindow:
 
     A series has shifted if all of its last k values lie beyond all of the n before. Of values that
     come in any order the last k are the largest by chance once in (n + k)! / (n! k!). A trend does
-    it all the time, so the step between the medians of the last two blocks of k is compared with
-    those between the blocks before.
+    it all the time, so the move between the medians of the last two blocks of k is compared with
+    those between the blocks before. Where values come more rarely than before, a trend goes further
+    from one to the next: so a move over fewer steps counts as far as it would have gone over more.
 
     Args:
         length: values that are remembered of each series.
@@ -44,15 +46,21 @@ class LevelWindow:
 
     def __init__(self, length: int) -> None:
         self._past = np.full((length, 0), np.nan, np.float32)
+        self._steps = np.full(length, np.nan)
 
-    def push(self, logs: Floats) -> None:
-        """Remember the next value of each series [n]; they may be more than before, never fewer."""
+    def push(self, logs: Floats, step: int) -> None:
+        """Remember the value of each series [n] at the next step; more than before, never fewer."""
+        self._steps = np.append(self._steps[1:], step)
         more = len(logs) - self._past.shape[1]
         if more:
             fresh = np.full((len(self._past), more), np.nan, np.float32)
             self._past = np.concatenate((self._past, fresh), axis=1)
         self._past[:-1] = self._past[1:]
         self._past[-1] = logs
+
+    def holds(self, values: int) -> bool:
+        """Return whether so many have been pushed."""
+        return bool(np.isfinite(self._steps[-values]))
 
     def shifts(self, recent: int, blocks: int) -> Shifts:
         """Return what has shifted: the last `recent` values against `blocks` times as many."""
@@ -68,19 +76,21 @@ class LevelWindow:
             places = places[(now.min(0) > before.max(0)) | (now.max(0) < before.min(0))]
         if not len(places):
             return _NONE
-        steps = _steps(past[:, places].astype(np.float64), recent)
-        noise = np.maximum(np.abs(steps[:-1]).max(0), LEAST_NOISE)
-        return Shifts(places, steps[-1], np.abs(steps[-1]) / noise)
+        moves = _moves(past[:, places].astype(np.float64), recent)
+        apart = _moves(self._steps[-len(past) :, None], recent)
+        longer = np.maximum(apart[-1] / apart[:-1], 1.0)
+        noise = np.maximum((np.abs(moves[:-1]) * longer).max(0), LEAST_NOISE)
+        return Shifts(places, moves[-1], np.abs(moves[-1]) / noise)
 
-    def largest_step(self, recent: int) -> Floats:
-        """Return the largest step between the medians of two blocks that are known [n], decades."""
+    def largest_move(self, recent: int) -> Floats:
+        """Return the largest move between the medians of two blocks that are known [n], decades."""
         whole = self._past[len(self._past) % recent :].astype(np.float64)
-        steps: Floats = np.fmax.reduce(np.abs(_steps(whole, recent)), axis=0, initial=0.0)
-        return steps
+        moves: Floats = np.fmax.reduce(np.abs(_moves(whole, recent)), axis=0, initial=0.0)
+        return moves
 
 
-def _steps(past: Floats, recent: int) -> Floats:
-    """Return the steps between the medians of neighbouring blocks of the values [blocks - 1, n]."""
+def _moves(past: Floats, recent: int) -> Floats:
+    """Return the moves between the medians of neighbouring blocks of the values [blocks - 1, n]."""
     medians = np.median(past.reshape(-1, recent, past.shape[1]), axis=1)
-    steps: Floats = np.diff(medians, axis=0)
-    return steps
+    moves: Floats = np.diff(medians, axis=0)
+    return moves

@@ -15,11 +15,10 @@ FIRST_LOSSES = 5  # that what comes behind them is compared with
 class LossRunaway(LossDetector):
     """Warns when the smoothed loss stays far above its best for a while.
 
-    What was learned is lost: labels that are wrong, a shard that is corrupt, weights that blew up.
+    What was learned may be lost: wrong labels, a shard that is corrupt, weights that blew up.
     A loss that has been zero or negative has no ratio and is not judged, and one that is still a
     small part of the first losses is not lost. It is told again when a new best was reached. Once
-    in an attempt it warns as well where all losses of a while are above those that it began with:
-    training makes the model worse.
+    in an attempt it warns as well where all losses of a while are above those that it began with.
 
     Args:
         ratio: how many times the best.
@@ -74,8 +73,9 @@ class LossRunaway(LossDetector):
         self._told_worse = True
         message = (
             f"each of the last {self._worse} losses is more than {self._start:.3g} x the mean "
-            f"{began:.3g} of the first {FIRST_LOSSES}: training makes the model worse; look at the "
-            "learning rate, at gradients that explode, and at the sign of the loss"
+            f"{began:.3g} of the first {FIRST_LOSSES}. If the data are as hard as at first, "
+            "training makes the model worse: look at the learning rate, at gradients that explode, "
+            "and at the sign of the loss"
         )
         values = {"loss": self._mean, "first": began, "ratio": self._mean / began}
         return self.anomaly(record, "warn", message, values, phase="forward", step=step)
@@ -98,8 +98,9 @@ class LossRunaway(LossDetector):
         self._told = True
         message = (
             f"the smoothed loss is {self._mean:.3g}, {self._mean / self._best:.3g} x the best "
-            f"{self._best:.3g}, and has stayed there since step {self._since}: what was learned is "
-            "lost; look at labels, data and learning rate of that step, resume from before it"
+            f"{self._best:.3g}, and has stayed that far above it since step {self._since}. If the "
+            "data are as hard as before, what was learned is lost: look at labels, data and "
+            "learning rate of that step, and resume from before it"
         )
         values = {
             "loss": self._mean,

@@ -143,8 +143,8 @@ class NeverUpdated(SampledDetector):
         since = int(self._since[found].min())
         message = (
             f"{len(cut)} of {len(fqns)} parameters require a gradient and have never had one since "
-            f"step {since}, in {named(modules)}: the graph does not reach them (detach, no_grad, a "
-            "checkpoint whose inputs require none), or requires_grad=False is missing"
+            f"step {since}, in {named(modules)}; maybe the graph does not reach them (detach, "
+            "no_grad, a checkpoint whose inputs require none), or requires_grad=False is missing"
         )
         values = {"parameters": len(cut), "since": since}
         return self.anomaly(record, "warn", message, values, module=modules[0], kind="grad")
@@ -157,14 +157,14 @@ class NeverUpdated(SampledDetector):
         why = (
             "the learning rate is 0"
             if rate == 0
-            else "the optimizer was not given them, or others in their place"
+            else "maybe the optimizer was not given them, or others in their place"
             if in_part
-            else "the optimizer has other tensors (it was made before fully_shard, or for another "
-            "copy of the model), or no step is as large as the spacing of numbers"
+            else "maybe the optimizer has other tensors (it was made before fully_shard, or for "
+            "another copy of the model), or no step is as large as the spacing of numbers"
         )
         message = (
             f"no bit of {what} has changed since step {since}, though an optimizer steps and "
-            f"there are gradients (norm {gradient:.3g}): {why}"
+            f"there are gradients (norm {gradient:.3g}); {why}"
         )
         values = {"parameters": len(found), "since": since, "gradient": gradient}
         level = "page" if rate > 0 and not in_part else "warn"  # which may be how it is meant
@@ -177,8 +177,8 @@ class NeverUpdated(SampledDetector):
         since, gradient = int(self._since[found].min()), float(np.nanmax(now.gradient[found]))
         message = (
             f"no bit of {len(never)} of {len(fqns)} parameters has changed since step {since}, in "
-            f"{named(modules)}, though they have a gradient (norm {gradient:.3g}) and others move: "
-            "the optimizer was not given them, or others in their place"
+            f"{named(modules)}, though they have a gradient (norm {gradient:.3g}) and others move; "
+            "maybe the optimizer was not given them, or others in their place"
         )
         values = {"parameters": len(never), "since": since, "gradient": gradient}
         return self.anomaly(record, "warn", message, values, module=modules[0], kind="update")

@@ -59,15 +59,14 @@ class OptimizerReset(Detector):
         if expected < self._least or now.count >= self._left * expected:
             return []
         why = (
-            "the checkpoint that this attempt began with holds no state of the optimizer, or it "
-            "was not loaded"
+            "the checkpoint that this attempt began with holds no state of it, or it was not loaded"
             if now.attempt != last.attempt
             else "it was built anew, or its state was cleared"
         )
         message = (
             f"the optimizer has counted {now.count:.0f} steps before this one, and "
-            f"{last.count:.0f} before step {last.step}: {why}; its moments are lost, and the next "
-            "updates are not those of a run that went on"
+            f"{last.count:.0f} before step {last.step}; maybe {why}. If its moments are lost with "
+            "the count, the next updates are not those of a run that went on"
         )
         values = {"count": now.count, "before": last.count}
         return [self.anomaly(record, "warn", message, values)]

@@ -124,8 +124,8 @@ class Reduction(SampledDetector):
         message = (
             f"the reduced gradient is {(common / len(norms)) ** 0.5:.3g} x as large as the "
             f"{len(norms)} ranks' own, at each of the first {self._young} sampled steps: the "
-            "mean even of gradients that have nothing in common is larger; it was divided by the "
-            "number of ranks twice, or scaled"
+            "mean even of gradients that have nothing in common is larger; maybe it was divided by "
+            "the number of ranks twice, or scaled"
         )
         return [self.anomaly(record, "warn", message, {"common": common}, kind="grad")]
 
@@ -139,8 +139,8 @@ class Reduction(SampledDetector):
         message = (
             f"the reduced gradient of {worst} is {found[worst]:.3g} x as large as any mean of the "
             f"ranks' own can be, at {self._repeats} sampled steps in a row{also}, and that of all "
-            "parameters together is not: they got what belongs to others (a bucket that is in "
-            "another order on one rank, a communication hook)"
+            "parameters together is not; maybe they got what belongs to others (a bucket that is "
+            "in another order on one rank, a communication hook)"
         )
         values = {"ratio": found[worst], "parameters": len(fqns)}
         module = common_module(fqn.rpartition(".")[0] for fqn in fqns) or None

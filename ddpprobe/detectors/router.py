@@ -94,8 +94,8 @@ class Router(SampledDetector):
         group.told = busiest
         message = (
             f"{busiest} has got {share:.0%} of what the {len(fqns)} experts of its layer are given "
-            f"since step {group.since}: the router has collapsed; look at its weights and at the "
-            "loss that is to balance it"
+            f"since step {group.since}: look at the weights of the router, and at "
+            "the loss that is to balance it"
         )
         values = {"share": share, "since": group.since, "experts": len(fqns)}
         return self.anomaly(

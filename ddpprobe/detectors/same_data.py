@@ -80,8 +80,8 @@ def _anomaly(record: StepRecord, held: dict[int, int], repeats: int) -> Anomaly:
     ranks = tuple(sorted({*held, *held.values()}))
     message = (
         f"{ranks_text(ranks)} report the same loss and norms to the bit, {repeats} sampled steps "
-        "in a row: they read the same samples; look for a missing DistributedSampler, or one seed "
-        "for all ranks (if one batch is repeated on purpose, all is well)"
+        "in a row, as ranks do that read the same samples: look for a missing DistributedSampler, "
+        "or one seed for all ranks (if one batch is repeated on purpose, all is well)"
     )
     values = {"ranks": len(ranks), "repeats": repeats}
     return SameData.anomaly(record, "warn", message, values, phase="forward")

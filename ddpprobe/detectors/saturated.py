@@ -20,7 +20,9 @@ class Saturated(SampledDetector):
 
     That is a tanh, or what ends in one (an RNN), whose inputs are too large. The mean slope of a
     tanh is 1 - rms² of its outputs, exactly: that is the share of the gradient which gets through.
-    A sigmoid is not looked at, as attention and masks are just as often 0 or 1 in good health.
+    Outputs without a gradient (inputs, targets) are left alone. A sign with a gradient that goes
+    straight through it has the same numbers. A sigmoid is not looked at, as attention and masks are
+    just as often 0 or 1 in good health.
 
     Args:
         slope: mean slope below which it is saturated; in 935 healthy runs none was below 0.25.
@@ -39,6 +41,7 @@ class Saturated(SampledDetector):
 
     def _reset(self) -> None:
         self._outputs = SitesOfKind("output")
+        self._gradients = SitesOfKind("grad_output")
         self._since = np.zeros(0, np.int64)  # the step since which it has been saturated
         self._lasted = np.zeros(0, np.int64)  # looks at which it was, in a row
         self._told = np.zeros(0, np.bool_)
@@ -60,9 +63,16 @@ class Saturated(SampledDetector):
         return [self._verdict(record, first, names, slope)]
 
     def _like_tanh(self, record: StepRecord) -> Mask:
-        """Return which outputs [sites] are between -1 and 1, and on both sides of 0."""
+        """Return which outputs [sites] are between -1 and 1, and on both sides of 0.
+
+        Where gradients of outputs are observed, these must have one: inputs and targets have none.
+        """
         low, high = self._outputs.read(record, "min"), self._outputs.read(record, "max")
         enough = self._outputs.read(record, "numel") >= FEWEST
+        norms = self._gradients.read(record, "norm")
+        trained = {self._gradients.fqns[site] for site in np.flatnonzero(np.isfinite(norms))}
+        if trained:  # one of a module's outputs may have none: the last state of an RNN
+            enough &= np.array([fqn in trained for fqn in self._outputs.fqns], np.bool_)
         return enough & (low >= -1) & (low < -BOTH_SIDES) & (high <= 1) & (high > BOTH_SIDES)
 
     def _grow(self, sites: int) -> None:
@@ -72,9 +82,10 @@ class Saturated(SampledDetector):
     def _verdict(self, record: StepRecord, first: int, names: list[str], slope: Floats) -> Anomaly:
         share = max(0.0, float(slope[first]))
         message = (
-            f"nearly all of its outputs have been -1 or 1 since step {self._since[first]}: as a "
-            f"tanh it lets {share:.2g} of the gradient through{and_also(names[1:])}: what it is "
-            "given is too large; look at the weights and inputs before it, and at the learning rate"
+            f"nearly all of its outputs have been -1 or 1 since step {self._since[first]}"
+            f"{and_also(names[1:])}. If it is a tanh, it lets {share:.2g} of the gradient through: "
+            "look at the weights and inputs before it, and at the learning rate. If it is a sign, "
+            "or a binary code, all is well"
         )
         values = {"slope": share, "since": int(self._since[first]), "modules": len(names)}
         return self.anomaly(

@@ -86,12 +86,13 @@ class UnsampledSpike(SampledDetector):
         kept = np.power(decay, between[known])
         squares = np.maximum(sums[known] - kept * before[known], 0) / (1 - kept)
         risen = np.maximum(squares - before[known], 0)  # (V' - V) / (1 - d^k)
-        places, steps = np.flatnonzero(known), between[known].astype(float)
-        return self._judge(record, places, squares, steps, risen)
+        alone = squares * (1 - kept) / (1 - decay)  # of one gradient, at the last of the steps
+        places, steps = np.flatnonzero(known), between[known]
+        return self._judge(record, places, squares, alone, risen, steps)
 
     def _judge(
-        self, record: StepRecord, places: NDArray[np.intp], squares: Floats, between: Floats,
-        risen: Floats,
+        self, record: StepRecord, places: NDArray[np.intp], squares: Floats, alone: Floats,
+        risen: Floats, between: NDArray[np.int64],
     ) -> list[Anomaly]:  # fmt: skip
         """Compare the mean squares of |g| since the last look at some parameters."""
         sites = len(self._sums)
@@ -107,25 +108,25 @@ class UnsampledSpike(SampledDetector):
         due &= highest > _LEAST * highest.max(initial=0)
         if not due.any() or not self._telling.due(record.step):
             return []
-        return [self._verdict(record, places[due], squares[due], highest[due], between[due])]
+        return [self._verdict(record, places[due], alone[due], highest[due], between[due])]
 
     def _verdict(
-        self, record: StepRecord, places: NDArray[np.intp], squares: Floats, highest: Floats,
-        between: Floats,
+        self, record: StepRecord, places: NDArray[np.intp], alone: Floats, highest: Floats,
+        between: NDArray[np.int64],
     ) -> Anomaly:  # fmt: skip
         """Return what is to be said of the parameters that show it; all of their gradients as one.
 
-        One gradient alone that leaves such a mean has the squares of all steps, or more.
+        A gradient of an earlier one of these steps must have been larger to leave as much.
         """
         fqns = [self._moments.fqns[place] for place in places]
-        norm = math.sqrt(float((squares * between).sum()))
+        norm = math.sqrt(float(alone.sum()))
         largest = math.sqrt(float(np.square(highest).sum()))
         steps = int(between.max())
         what = fqns[0] if len(fqns) == 1 else f"{len(fqns)} parameters"
         message = (
-            f"between steps {record.step - steps} and {record.step} a gradient of {what} was about "
-            f"{norm:.3g}, and of all that were sampled the largest is {largest:.3g}: the second "
-            "moment of the optimizer tells. Sample more often, or clip gradients"
+            f"between steps {record.step - steps} and {record.step} the optimizer's second moment "
+            f"took in as much as one gradient of {what} of norm {norm:.3g} or more leaves there; "
+            f"the largest that was sampled is {largest:.3g}. Sample more often, or clip gradients"
         )
         values = {
             "norm": norm, "highest": largest, "ratio": norm / largest, "parameters": len(fqns),

@@ -73,9 +73,9 @@ class Vanishing(SampledDetector):
         self._told = True
         message = (
             f"its gradient (rms {rms[smallest]:.3g}) has been {decades:.1f} decades below that of "
-            f"{fqns[largest]} ({rms[largest]:.3g}) since step {self._since}: it is hardly trained; "
-            "look at activations that saturate, at the initialization, at missing norms or "
-            "residual connections"
+            f"{fqns[largest]} ({rms[largest]:.3g}) since step {self._since}: unless the optimizer "
+            "divides by the size of gradients, it is hardly trained; look at activations that "
+            "saturate, at the initialization, at missing norms or residual connections"
         )
         values = {
             "decades": decades,

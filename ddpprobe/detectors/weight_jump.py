@@ -85,12 +85,12 @@ class WeightJump(SampledDetector):
         if record.skipped or record.missing:
             return []
         now = self._rows.read(record)
-        floor = largest(record, LEARNING_RATE)
+        floor, at = largest(record, LEARNING_RATE), record.step
         sizes, peaks, norms = (
             self._buffers.read(record, stat) for stat in ("numel", "abs_max", "norm")
         )
-        weights = self._own["param"].read(now.numel, now.largest, now.norm, floor)
-        buffers = self._own["buffer"].read(sizes, peaks, norms, math.nan)
+        weights = self._own["param"].read(now.numel, now.largest, now.norm, floor, at)
+        buffers = self._own["buffer"].read(sizes, peaks, norms, math.nan, at)
         leaps = [
             ("param", self._rows.fqns, *weights),
             ("buffer", self._buffers.fqns, *buffers),
@@ -174,13 +174,15 @@ class _Past:
         self._may_count = may_count
         self._largest = SiteWindow(window)
         self._moves = SiteWindow(window)  # of the logarithm of the norm, from look to look
+        self._rates = SiteWindow(window)  # the same in a step
         self._rises = SiteWindow(window)  # of the norm, from look to look
         self._norm, self._numel = np.zeros(0), np.zeros(0)  # at the last look at each
+        self._at = np.zeros(0, np.int64)  # which was at this step
 
     def read(
-        self, numel: Floats, largest: Floats, norm: Floats, floor: float
+        self, numel: Floats, largest: Floats, norm: Floats, floor: float, step: int
     ) -> tuple[_Leap | None, _Leap | None]:
-        """Take a look at the tensors [n]; NaN: not seen. Return leaps of magnitude, and of norm.
+        """Look at the tensors [n] at a step; NaN: not seen. Return leaps of magnitude, and of norm.
 
         A magnitude that is not above `floor` is not judged; NaN: all are.
         """
@@ -191,9 +193,9 @@ class _Past:
         resized = seen & np.isfinite(last) & (numel != last)
         if resized.any():
             self._norm[resized] = 0
-            for window in (self._largest, self._moves, self._rises):
+            for window in (self._largest, self._moves, self._rates, self._rises):
                 window.forget(resized)
-        return self._jump(largest, floor), self._step(norm)
+        return self._jump(largest, floor), self._step(norm, step)
 
     def _jump(self, now: Floats, floor: float) -> _Leap | None:
         sites = len(now)
@@ -204,19 +206,24 @@ class _Past:
         self._largest.add(now)
         return _leap(ratio, self._ratio, now, highest, of_norm=False)
 
-    def _step(self, now: Floats) -> _Leap | None:
+    def _step(self, now: Floats, step: int) -> _Leap | None:
         sites = len(now)
-        last = self._norm
+        last, at = self._norm, grown(self._at, sites, step)
+        steps = np.maximum(step - at, 1)
         known = (now > 0) & (last > 0)
         move = np.abs(np.log(now, out=np.zeros(sites), where=known)
                       - np.log(last, out=np.zeros(sites), where=known))  # fmt: skip
-        furthest = np.maximum(self._moves.highest(sites), LEAST_MOVE)
+        # Where fewer steps are sampled than before, the same pace goes further between two looks.
+        furthest = np.maximum(self._moves.highest(sites), self._rates.highest(sites) * steps)
+        furthest = np.maximum(furthest, LEAST_MOVE)
         far = known & (self._moves.points(sites) >= self._window) & (move > self._share)
         if self._may_count:
             far &= ~self._began_anew(now, last, known)
         times = np.divide(move, furthest, out=np.zeros(sites), where=far)
         self._moves.add(np.where(known, move, np.nan))
+        self._rates.add(np.where(known, move / steps, np.nan))
         self._norm = np.where(np.isfinite(now), now, last)
+        self._at = np.where(np.isfinite(now), step, at)
         return _leap(times, self._moved, now, last, of_norm=True)
 
     def _began_anew(self, now: Floats, last: Floats, known: Mask) -> Mask:

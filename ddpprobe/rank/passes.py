@@ -129,6 +129,14 @@ class Passes:
         self._now.thrown += not self._another_stepped
         self._another_stepped = False
 
+    def take(self, *, summed_by_hand: bool) -> None:
+        """Hear that an optimizer is about to take gradients: those of a backward, or the script's.
+
+        What is gone may be in these.
+        """
+        if summed_by_hand:
+            self._now.thrown = 0
+
     def end_step(self, step: int) -> None:
         """Hear that a step is over."""
         self._now.end = float(self._count.number)

@@ -283,8 +283,7 @@ class StepClock:
 
     def _begin_step(self) -> None:
         self.step += 1
-        self.micro = -1
-        self.lent = self._through = 0
+        self.micro, self.lent, self._through = -1, 0, 0
         self._ended = False
         self._stepped.clear()
         self._anchor_had_grad = False
@@ -363,6 +362,7 @@ class StepClock:
         if not (self._ready or self._ended) and self.micro >= 0:
             self._ready = True
             self._enter(OPTIMIZER)
+            self.passes.take(summed_by_hand=self._anchors.replaced())
             self._events.gradients_ready(optimizer)
 
     def _behind_step(self, *args: object) -> None:

@@ -52,6 +52,12 @@ PHASE_OF_KIND = MappingProxyType(
 )
 
 
+# Seen behind the reduction: there every rank may be as bad as the worst, so they name no culprit.
+REDUCED_KINDS = tuple(kind for kind in COUNTED_KINDS if PHASE_OF_KIND[kind] == "step")
+# What a backward produces: a GradScaler makes these overflow on purpose.
+BACKWARD_KINDS = tuple(kind for kind in KINDS if PHASE_OF_KIND[kind] == "backward")
+
+
 class Column(NamedTuple):
     """A statistic that every row of a record holds: what it is, and how it merges.
 

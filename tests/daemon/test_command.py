@@ -72,6 +72,16 @@ def test_a_process_that_has_named_itself_has_no_words_behind_its_name() -> None:
         assert ask(Command(process.pid)).words == ("worker", "x")
 
 
+@pytest.mark.parametrize("program", [sys.executable, "./py"])
+def test_an_empty_argument_at_the_end_is_told_as_it_was_typed(tree: Path, program: str) -> None:
+    (tree / "py").symlink_to(sys.executable)
+    words, pipe = [program, "train.py", "", "--tag", ""], subprocess.PIPE
+    with subprocess.Popen(words, cwd=tree, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert ask(Command(process.pid)).words == tuple(words)
+
+
 def test_the_commit_is_that_of_the_directory_and_changes_are_told(job: int, tree: Path) -> None:
     first = git(tree, "rev-parse", "HEAD").strip()
     (tree / "notes.txt").write_text("git does not track this file")

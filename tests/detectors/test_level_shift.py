@@ -123,7 +123,7 @@ def test_half_of_the_outputs_may_move_less_if_they_move_together() -> None:
         rng = np.random.default_rng(0)
         stream = []
         for number in range(160):
-            sizes = np.exp(0.03 * rng.standard_normal(6))
+            sizes = np.exp(0.02 * rng.standard_normal(6))
             sizes[:moved] *= 0.7 if number >= AT else 1.0
             rows = {site: {"rms": float(x)} for site, x in zip(names, sizes, strict=True)}
             stream.append(record(number, {0: {"lr": 0.1}}, rows))
@@ -255,12 +255,30 @@ def test_shares_that_move_in_several_modules_name_none_of_them() -> None:
     assert "with it that of c.weight" in warn.message
 
 
-def of_many(changed: Callable[[int, int], float], first: int = 0) -> list[StepRecord]:
+@pytest.mark.parametrize("rate", [1.005, 0.995])
+@pytest.mark.parametrize("every", [10, 100])
+def test_a_trend_is_no_shift_where_fewer_steps_are_sampled_than_before(
+    rate: float, every: int
+) -> None:
+    trend = noisy(lambda n: dict.fromkeys(("loss", "a", "b"), rate**n), steps=1500, spread=0.002)
+    sampled = [r for r in trend if r.step < 100 or r.step % every == 0]
+    assert run(LevelShift(), sampled) == []
+
+
+def test_a_shift_is_told_where_fewer_steps_are_sampled_than_before() -> None:
+    shifted = noisy(lambda n: {"a": 5.0 if n >= 150 else 1.0}, steps=300, spread=0.002)
+    sampled = [r for r in shifted if r.step < 100 or r.step % 10 == 0]
+    assert levels(run(LevelShift(), sampled)) == [("warn", 180)]
+
+
+def of_many(
+    changed: Callable[[int, int], float], first: int = 0, last: int = 300
+) -> list[StepRecord]:
     """Every tenth step of five outputs that scatter little; `changed` says factors of these."""
     rng = np.random.default_rng(2)
     sites = [Site(name, "output") for name in "abcde"]
     out = []
-    for number in range(first, 300, 10):
+    for number in range(first, last, 10):
         noise = np.exp(0.01 * rng.standard_normal(5)).tolist()
         rows = {s: {"rms": noise[i] * changed(number, i)} for i, s in enumerate(sites)}
         out.append(record(number, {0: {"lr": 0.1, "trainable_parameters": 4.0}}, rows))
@@ -281,6 +299,19 @@ def test_of_few_values_a_small_move_one_alone_and_one_that_comes_and_goes_say_no
     alone = of_many(lambda s, i: 9.0 if s >= 150 and not i else 1.0)
     lively = of_many(lambda s, _: (1.0 + 0.15 * (s // 40 % 2)) * (1.5 if s >= 150 else 1.0))
     assert [run(LevelShift(), each) for each in (small, alone, lively)] == [[], [], []]
+
+
+def test_where_more_values_are_known_a_move_against_few_of_them_must_be_twice_as_clear() -> None:
+    for at, spread, told in ((0, 0.06, [230]), (320, 0.06, []), (320, 0.02, [550])):
+        came = range(at + 40, at + 60)  # what the last 16 values know nothing of
+
+        def moved(
+            s: int, _: int, at: int = at, spread: float = spread, came: range = came
+        ) -> float:
+            level = 1.6 if s in came else 1.5 if s >= at + 200 else 1.0
+            return level * (1.0 + spread * (s // 40 % 2))
+
+        assert [a.step for a in run(LevelShift(), of_many(moved, last=at + 300))] == told
 
 
 @pytest.mark.parametrize(("factor", "told"), [(1e-3, [200]), (0.1, [])])

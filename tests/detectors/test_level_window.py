@@ -15,8 +15,8 @@ LENGTH = RECENT * (BLOCKS + 1)
 
 def window(*series: list[float]) -> LevelWindow:
     made = LevelWindow(LENGTH)
-    for values in zip(*series, strict=True):
-        made.push(np.array(values))
+    for step, values in enumerate(zip(*series, strict=True)):
+        made.push(np.array(values), step)
     return made
 
 
@@ -44,6 +44,18 @@ def test_a_trend_is_no_clearer_than_its_own_steps() -> None:
     assert (size, clear) == pytest.approx((0.4, 1.0), rel=1e-5)
 
 
+def test_a_trend_is_no_clearer_where_its_values_come_more_rarely() -> None:
+    steps = [*range(12), 20, 30, 40, 50]
+    made = LevelWindow(LENGTH)
+    for step in steps:
+        made.push(np.array([0.1 * step]), step)
+    assert made.shifts(RECENT, BLOCKS).clear.tolist() == pytest.approx([1.0], rel=1e-5)
+    often = LevelWindow(LENGTH)  # and no less clear where they come more often
+    for step, value in zip([10 * i for i in range(16)], [*BEFORE, 0.7, 0.5, 0.6, 0.8], strict=True):
+        often.push(np.array([value]), min(step, 110 + step // 10))
+    assert often.shifts(RECENT, BLOCKS).clear.tolist() == pytest.approx([12.0], rel=1e-5)
+
+
 def test_a_series_that_does_not_move_is_not_judged_by_its_rounding() -> None:
     size, clear = shift([*[0.0] * 12, *[0.02] * 4])
     assert clear == pytest.approx(size / LEAST_NOISE)
@@ -62,9 +74,9 @@ def test_nothing_is_known_before_the_window_is_full() -> None:
 
 def test_series_that_come_later_are_known_from_there_on() -> None:
     made = LevelWindow(LENGTH)
-    made.push(np.array([0.0]))
-    for value in (*BEFORE, 0.7, 0.5, 0.6, 0.8):
-        made.push(np.array([0.0, value]))
+    made.push(np.array([0.0]), 0)
+    for step, value in enumerate((*BEFORE, 0.7, 0.5, 0.6, 0.8), 1):
+        made.push(np.array([0.0, value]), step)
     found = made.shifts(RECENT, BLOCKS)
     assert (found.places.tolist(), found.size.tolist()) == ([1], [pytest.approx(0.6, rel=1e-5)])
 
@@ -81,9 +93,9 @@ def test_a_shorter_look_takes_the_last_of_what_is_remembered() -> None:
     assert not len(made.shifts(4, 3).places)  # 5 is above all of it
 
 
-def test_the_largest_step_is_that_between_any_two_blocks_that_are_known() -> None:
+def test_the_largest_move_is_that_between_any_two_blocks_that_are_known() -> None:
     flat, stepped, young = [0.0] * LENGTH, [0.0] * 4 + [1.0] * 12, [np.nan] * 13 + [1.0] * 3
-    assert window(flat, stepped, young).largest_step(RECENT).tolist() == [0.0, 1.0, 0.0]
+    assert window(flat, stepped, young).largest_move(RECENT).tolist() == [0.0, 1.0, 0.0]
 
 
 @given(st.lists(st.floats(-5, 5), min_size=LENGTH, max_size=LENGTH), st.floats(-50, 50))

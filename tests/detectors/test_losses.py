@@ -158,7 +158,7 @@ def test_a_loss_that_training_has_made_worse_than_it_began_is_told_once() -> Non
     assert (warn.level, warn.phase, warn.module, warn.rank) == ("warn", "forward", None, None)
     assert warn.step == 100  # as soon as it may be: since step 50 or so all losses are above
     assert warn.values["first"] == pytest.approx(3.0, rel=0.1)
-    assert "training makes the model worse" in warn.message
+    assert ". If the data are as hard as at first, training makes the model worse" in warn.message
     assert run(LossRunaway(ratio=100), growing(1.4)) == []
 
 

@@ -63,6 +63,17 @@ def test_what_is_no_tanh_is_left_alone(shape: dict[str, float]) -> None:
     assert run(Saturated(), [step(s, FLAT, **shape) for s in range(100)]) == []
 
 
+@pytest.mark.parametrize(("has", "told"), [((A, B), ["tanh1"]), ((A,), ["tanh1"]), ((B,), [])])
+def test_an_output_without_a_gradient_lets_none_through_by_design(
+    has: tuple[Site, ...], told: list[str]
+) -> None:
+    """Inputs or targets of -1 and 1, a code that is made without a gradient."""
+    gradients = {Site(s.fqn, "grad_output"): {"rms": 1e-3, "numel": 100} for s in has}
+    rows = {A: of(1.0), B: of(ALIVE)} | gradients
+    found = run(Saturated(), [record(s, rows=rows) for s in range(60)])
+    assert [warn.module for warn in found] == told
+
+
 def test_a_look_in_between_at_which_it_is_alive_begins_anew() -> None:
     stream = [step(s, ALIVE if s == 15 else FLAT) for s in range(40)]
     assert levels(run(Saturated(), stream)) == [("warn", 36)]

@@ -58,11 +58,24 @@ def test_a_spike_between_two_samples_is_told_at_the_next_with_its_size(
     gradients[155] = 100.0
     (warn,) = run(UnsampledSpike(), Adam(decay=decay, leaf=leaf).steps(gradients))
     assert (warn.level, warn.step, warn.module, warn.kind) == ("warn", 160, "w", "optim_state")
-    # All steps between count alike, but for how much of an earlier one is left.
-    assert warn.values["norm"] == pytest.approx(100.0, rel=0.15 if decay < 0.99 else 0.03)
+    assert warn.values["norm"] == pytest.approx(100.0 * decay**2.5, rel=0.01)
     assert warn.values["highest"] == pytest.approx(np.abs(gradients[:161:10]).max())
     assert warn.values["parameters"] == 1
     assert "between steps 150 and 160" in warn.message
+
+
+@pytest.mark.parametrize(("decay", "every"), [(0.9, 10), (0.9, 60), (0.99, 200), (0.999, 200)])
+@pytest.mark.parametrize("back", [1, 9])
+def test_the_norm_is_the_least_that_one_gradient_alone_can_have_had(
+    decay: float, every: int, back: int
+) -> None:
+    gradients = usual(16 * every)
+    gradients[15 * every - back] = 1000.0
+    (warn,) = run(UnsampledSpike(), Adam(every=every, decay=decay).steps(gradients))
+    assert warn.step == 15 * every
+    # What is left of a square decays from its step to the look, and nobody knows which step it was.
+    assert warn.values["norm"] == pytest.approx(1000.0 * decay ** (back / 2), rel=0.001)
+    assert f"of norm {warn.values['norm']:.3g} or more" in warn.message
 
 
 @given(st.integers(0, 1000), st.sampled_from([1, 3, 10]))

@@ -121,6 +121,15 @@ def test_a_norm_that_moves_far_further_than_ever_is_told_with_its_name(
     assert (warn.values["times"] > 20, warn.values["parameters"]) == (True, 1)
 
 
+@pytest.mark.parametrize("rate", [1.0025, 0.9975])
+def test_a_norm_that_moves_as_fast_as_before_is_left_alone_where_fewer_steps_are_sampled(
+    rate: float,
+) -> None:
+    steady = stream(lambda s, _: rate**s, steps=500)
+    sampled = [r for r in steady if r.step < 50 or r.step % 100 == 0]
+    assert run(WeightJump(), sampled) == []
+
+
 def test_all_norms_that_moved_are_told_in_one_line() -> None:
     warn, *_ = run(WeightJump(), stream(lambda s, i: noisy(s, i) * (0.5 if s >= AT else 1.0)))
     assert (warn.values["parameters"], warn.message.count("also ")) == (3, 1)

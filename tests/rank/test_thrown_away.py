@@ -65,6 +65,67 @@ def sharpness_aware(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def summed_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Each gradient is taken away, added up in float32, and given back for the step."""
+    parameters = [*model.parameters()]
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    for micro in range(4):
+        backward(model, micro)
+        for parameter, total in zip(parameters, sums, strict=True):
+            total.add_(parameter.grad.float())
+            parameter.grad = None
+    for parameter, total in zip(parameters, sums, strict=True):
+        parameter.grad = total.to(parameter.dtype)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clipped_for_each_sample(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As differentially private training does by hand."""
+    parameters = [*model.parameters()]
+    sums = [torch.zeros_like(p) for p in parameters]
+    for sample in range(4):
+        model.zero_grad()
+        backward(model, sample)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        for parameter, total in zip(parameters, sums, strict=True):
+            total.add_(parameter.grad)
+    for parameter, total in zip(parameters, sums, strict=True):
+        parameter.grad = total / 4
+    optimizer.step()
+
+
+def of_masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer has float32 copies."""
+    masters = optimizer.masters
+    for micro in range(4):
+        backward(model, micro)
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            grad = parameter.grad.float()
+            master.grad = grad if master.grad is None else master.grad + grad
+            parameter.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            parameter.copy_(master)
+
+
+def attack(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Projected gradient descent on the input, between whose steps the gradients are cleared."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    worse = torch.zeros_like(x, requires_grad=True)
+    for _ in range(4):
+        model.zero_grad()
+        (model(x + worse).mean() - 1).square().backward()
+        with torch.no_grad():
+            worse += 0.1 * worse.grad.sign()
+        worse.grad = None
+    model.zero_grad()
+    (model(x + worse.detach()).mean() - 1).square().backward()
+    optimizer.step()
+
+
 def another_learns_through_it(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Four steps of a model in front, each of which leaves gradients here."""
     front = nn.Linear(4, 4)
@@ -87,6 +148,10 @@ def another_learns_through_it(model: nn.Module, optimizer: torch.optim.Optimizer
         (accumulate, None),
         (sharpness_aware, 1),
         (another_learns_through_it, None),
+        (summed_by_hand, None),
+        (clipped_for_each_sample, None),
+        (of_masters, None),
+        (attack, 4),  # nobody can tell that the gradient of the input was what it is about
     ],
 )
 def test_gradients_that_nobody_takes_are_counted_where_no_other_optimizer_stepped(
@@ -94,7 +159,10 @@ def test_gradients_that_nobody_takes_are_counted_where_no_other_optimizer_steppe
     set_to_none: bool, tmp_path: Path, records_of,
 ) -> None:  # fmt: skip
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    owned = masters if loop is of_masters else model.parameters()
+    optimizer = torch.optim.SGD(owned, lr=0.01)
+    optimizer.masters = masters
     if not set_to_none:
         optimizer.zero_grad = lambda: torch.optim.Optimizer.zero_grad(optimizer, set_to_none=False)
     with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):

@@ -19,9 +19,6 @@ from torch import Tensor
 from ddpprobe.rank import torch_private
 from ddpprobe.rundir.fuse import logger
 
-# Kinds that a backward produces; `grad` too, as long as nobody has unscaled it.
-SCALED_KINDS = ("grad_output", "grad_input", "grad_local")
-
 _LOOKS = 2
 
 

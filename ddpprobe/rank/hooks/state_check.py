@@ -186,7 +186,8 @@ class StateCheck:
     def may_be_mask(self, fqn: str) -> bool:
         """Whether a buffer has infinities that are meant; True as long as nobody knows."""
         self._settle()
-        return self._first is not None or ("buffer", fqn, "") in self._steady
+        key = ("buffer", fqn, "")
+        return self._first is not None or key in self._steady or key not in self._known
 
     def _blaming(self) -> Iterable[FirstBad]:
         return (

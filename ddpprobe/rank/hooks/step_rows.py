@@ -24,7 +24,6 @@ from torch import Tensor
 from ddpprobe.rank.hooks.bin_rows import BinRows
 from ddpprobe.rank.hooks.constants import Constants
 from ddpprobe.rank.hooks.lanes import Arrival
-from ddpprobe.rank.hooks.loss_scale import SCALED_KINDS
 from ddpprobe.rank.hooks.pending_rows import SCALAR, CameIn, PendingRows, as_input, witness
 from ddpprobe.rank.hooks.row_buffer import RowBuffer
 from ddpprobe.rank.hooks.site_table import SiteTable
@@ -34,7 +33,7 @@ from ddpprobe.rank.stats.checksum import checksum
 from ddpprobe.rank.stats.dense import FLOATS, dense, is_copy, lies_on, local
 from ddpprobe.rank.stats.many import KernelTable, checksum_many
 from ddpprobe.rank.stats.rows import Unsupported
-from ddpprobe.records.step import PHASE_OF_KIND, FirstBad
+from ddpprobe.records.step import BACKWARD_KINDS, PHASE_OF_KIND, FirstBad
 
 _HOST = torch.device("cpu")
 _FAKE = "FakeTensor"
@@ -363,7 +362,8 @@ class StepRows:
             times=np.array(self._times, np.int64) if self._times is not None else None,
             names=dict(self._names),
             digests=dict(self._digests),
-            scaled_kinds=(*SCALED_KINDS, "grad") if self.grad_is_scaled else SCALED_KINDS,
+            # `grad` too, as long as nobody has unscaled it.
+            scaled_kinds=(*BACKWARD_KINDS, "grad") if self.grad_is_scaled else BACKWARD_KINDS,
             tapped=np.array(self._tapped, np.int64),
             confirmed=frozenset(self._confirmed),
             lent=self._lent,
