@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import final
 
 from ddpprobe.rank import torch_private
@@ -107,9 +107,15 @@ class Observers:
         self.capturing.begin(self._clock.step, sampled=sampled)
         return sampled
 
-    def read_gradients(self, *, scaled: bool) -> None:
-        """Read the reduced gradients; `scaled`: nobody has divided them by the loss scale yet."""
-        self.eager.read_gradients()
+    def read_gradients(self, of: Collection[int] | None = None, *, scaled: bool) -> None:
+        """Read the reduced gradients; `scaled`: nobody has divided them by the loss scale yet.
+
+        `of`: ids of the parameters whose optimizer is about to step; None: of all of them.
+        """
+        if of is None:
+            self.eager.reduced.read(self._clock.micro)
+        else:
+            self.eager.reduced.read_of(self._clock.micro, of)
         self.rows.grad_is_scaled = scaled
 
     def _was_read(self, fqn: str) -> bool:

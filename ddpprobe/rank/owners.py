@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import final
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ddpprobe.rank.topology.describe import Topology
+
+_FEW = 8  # optimizers in a step, of whose every combination it is remembered what they own
 
 
 @final
@@ -26,13 +28,23 @@ class Owners:
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = (
             weakref.WeakKeyDictionary()
         )
+        self._own: dict[int, weakref.ref[Tensor]] = {}  # the model's parameters, as last listed
         self._complete: dict[tuple[int, ...], bool] = {}  # do these own every parameter?
+        self._stepped: list[int] = []  # ids of those that did in this step
+        self._left: set[int] = set()  # ids of the parameters that they left, where they are many
 
     def optimizers(self) -> list[Optimizer]:
         """Return those that were seen to step parameters of this model, or its engine's."""
         if self._topology.engine is not None:
             return [self._topology.engine.optimizer]
         return [optimizer for optimizer, (_, ids) in self._owned.items() if ids]
+
+    @property
+    def first(self) -> Optimizer | None:
+        """The first one that was seen to step parameters of this model, or its engine's."""
+        if self._topology.engine is not None:
+            return self._topology.engine.optimizer
+        return next((optimizer for optimizer, (_, ids) in self._owned.items() if ids), None)
 
     def stepped_by(self) -> set[int]:
         """Return the ids of living optimizers that stepped parameters of this model."""
@@ -47,18 +59,16 @@ class Owners:
             if id(known) == optimizer:
                 return bool(mine)
         ours = tuple(id(o) for o, (_, mine) in self._owned.items() if mine)
-        return not (ours and self.is_complete(ours))
+        return not (ours and self._is_complete(ours))
 
     def parameters_of(self, optimizer: Optimizer) -> frozenset[int]:
         """Ids of the parameters of this model that `optimizer` owns; empty: it is not ours."""
         size = sum([len(group["params"]) for group in optimizer.param_groups])
         known = self._owned.get(optimizer)
         if known is None or known[0] != size or not (known[1] or self.any):
-            own = [p for _, p in self._topology.named_parameters()]
-            mine = set(map(id, own))
             given = [p for group in optimizer.param_groups for p in group["params"]]
-            ids = frozenset(id(p) for p in given if id(p) in mine)
-            if not (ids or self.any) and _is_out_of_date(given, own):
+            ids = self._ours(given)
+            if not (ids or self.any) and _is_out_of_date(given, self._known()):
                 ids = frozenset(map(id, given))
             known = self._owned[optimizer] = (size, ids)
             self.any |= bool(ids)
@@ -69,16 +79,56 @@ class Owners:
         groups = [group for optimizer in self._owned for group in optimizer.param_groups]
         return {id(parameter) for group in groups for parameter in group["params"]}
 
-    def is_complete(self, optimizers: tuple[int, ...]) -> bool:
+    def begin_step(self) -> None:
+        """Begin a step, in which no optimizer has stepped yet."""
+        self._stepped.clear()
+        self._left.clear()
+        self._own.clear()  # one that is not the model's any more is nobody's
+
+    @property
+    def some_stepped(self) -> bool:
+        """Whether one has, in this step."""
+        return bool(self._stepped)
+
+    def have_all_stepped(self, optimizer: Optimizer) -> bool:
+        """Take note that one has stepped; return whether now all that is trained was stepped."""
+        self._stepped.append(id(optimizer))
+        many = len(self._stepped)
+        if many <= _FEW:
+            return self._is_complete(tuple(self._stepped))
+        # Perhaps as many optimizers as parameters, each called in the backward: ask one at a time.
+        if many == _FEW + 1:
+            self._left = self._left_by(self._stepped)
+        else:
+            self._left -= self.parameters_of(optimizer)
+        return not self._left
+
+    def _is_complete(self, optimizers: tuple[int, ...]) -> bool:
         """Whether the optimizers of these ids own everything that is trained."""
         complete = self._complete.get(optimizers)
         if complete is None:
-            trainable = {id(p) for _, p in self._topology.named_parameters() if p.requires_grad}
-            for optimizer, (_, parameters) in self._owned.items():
-                if id(optimizer) in optimizers:
-                    trainable -= parameters
-            complete = self._complete[optimizers] = not trainable
+            complete = self._complete[optimizers] = not self._left_by(optimizers)
         return complete
+
+    def _left_by(self, optimizers: Collection[int]) -> set[int]:
+        """Ids of what is trained by none of the optimizers of these ids."""
+        ids = set(optimizers)
+        left = {id(p) for _, p in self._topology.named_parameters() if p.requires_grad}
+        return left.difference(*(mine for o, (_, mine) in self._owned.items() if id(o) in ids))
+
+    def _ours(self, given: Sequence[Tensor]) -> frozenset[int]:
+        """Ids of those of these tensors that are parameters of the model now."""
+        if not all(self._is_listed(p) for p in given):  # it may have exchanged some
+            named = self._topology.named_parameters()
+            self._own = {id(parameter): weakref.ref(parameter) for _, parameter in named}
+        return frozenset(id(p) for p in given if self._is_listed(p))
+
+    def _is_listed(self, tensor: Tensor) -> bool:
+        found = self._own.get(id(tensor))
+        return found is not None and found() is tensor
+
+    def _known(self) -> list[Tensor]:
+        return [own for own in (each() for each in self._own.values()) if own is not None]
 
 
 def _is_out_of_date(given: Sequence[Tensor], own: Sequence[Tensor]) -> bool:

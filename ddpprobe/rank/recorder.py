@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddpprobe.rank.capture.capturing import Capturing
-from ddpprobe.rank.hooks import call_cost, gradients, loss_scale, step_facts
+from ddpprobe.rank.hooks import call_cost, loss_scale, step_facts
 from ddpprobe.rank.hooks.compiled import renew_graphs
 from ddpprobe.rank.hooks.depth import Room
 from ddpprobe.rank.hooks.pending_rows import PendingRows, unless_logged
@@ -89,7 +90,7 @@ class Recorder:
         self._sampling = False
         self._noted = False  # since the last sampled step
         self._set_up: dict[str, float] = {}  # how the loop is, in the sampled step
-        self._used_norms = gradients.UsedNorms()
+        self._optimizers = step_facts.OptimizerFacts()
         self._told_handlers = False
         self._renewed = False
         self._bad: FirstBad | None = None
@@ -253,7 +254,7 @@ class Recorder:
                 observers.read_gradients(scaled=True)
                 observers.gradients_read = True
 
-    def gradients_ready(self, optimizer: object, *, by_engine: bool = False) -> None:
+    def gradients_ready(self, optimizer: Optimizer, *, by_engine: bool = False) -> None:
         """Read what the optimizer will use; what an engine has reduced it has not clipped yet."""
         observers = self._prepare()
         self.capturing.gradients_ready()
@@ -261,18 +262,16 @@ class Recorder:
             return
         observers.weights.remember()
         owners = self._clock.owners
-        self._set_up |= step_facts.of_optimizer(optimizer, owners.optimizers(), observers.rows)
         self._set_up |= observers.unregistered.told(owners.all_parameters)
         scale = loss_scale.of_optimizer(optimizer)
-        self._used_norms.add(optimizer, observers.topology, scale)
+        self._optimizers.add(
+            optimizer, observers.topology, scale, observers.rows, first=owners.first is optimizer
+        )
+        mine = None if by_engine else owners.parameters_of(optimizer)
         if not observers.gradients_read:
-            observers.read_gradients(scaled=by_engine or scale is not None)
+            observers.read_gradients(mine, scaled=by_engine or scale is not None)
             observers.gradients_read = by_engine
-        if not observers.eager.gradients:  # no rows that tell it
-            norm = gradients.norm(observers.topology)
-            if norm is not None:
-                norm = norm if scale is None else gradients.divided(norm, scale)
-                observers.rows.add_scalar("grad_norm", norm)
+        observers.eager.reduced.take(mine or ())
 
     def given_up(self, *, vanished: bool) -> bool:
         """Ask the scalers; if the user told the scale of one that is not torch's, the gradients."""
@@ -299,7 +298,8 @@ class Recorder:
             if not observers.gradients_read and observers.topology.world_size > 1:
                 observers.rows.add_scalar(UNREDUCED, 1.0)  # so replicas may part: local SGD
             observers.weights.tell(self._clock.micro, skipped=skipped)
-            self._used_norms.tell(observers.rows)
+            alone = not observers.eager.reduced
+            self._set_up |= self._optimizers.tell(observers.rows, alone=alone)
             self._finish_sampled(skipped=skipped, partial=False)
             self._after_step()
         else:
@@ -371,7 +371,7 @@ class Recorder:
             step_facts.add_stale_units(observers.topology, observers.rows)
             self._logged.names.clear()
             self._set_up = {}
-            self._used_norms.begin_step()
+            self._optimizers.begin_step()
         elif wanted:
             self._frame_writer.life(
                 events.UnsampledEvent(step=self._clock.step, reason=_GRAPH_TOO_EARLY)

@@ -99,7 +99,6 @@ class StepClock:
         self._ready = False  # the optimizer under way has its gradients
         self._running: list[int] = []  # ids of optimizers inside step(), outermost first
         self._blind = 0  # optimizer steps before any forward of the root was seen
-        self._stepped: list[int] = []  # ids of the optimizers that did, in this step
         self.owners = Owners(topology)
         self._anchors = Anchors(topology)
         self._anchor_had_grad = False
@@ -255,7 +254,7 @@ class StepClock:
             self._enter(FORWARD)  # the same forward goes on in another part
             return
         if not self._running:
-            if not self._ended and self._stepped:
+            if not self._ended and self.owners.some_stepped:
                 self._end_step(skipped=False)  # some parameters belong to no optimizer
             elif not self._ended and self._anchor_had_grad:
                 vanished = self._anchors.vanished()
@@ -276,7 +275,7 @@ class StepClock:
     def _settle(self) -> None:
         if self._ended or self._running:
             return
-        if self._stepped:
+        if self.owners.some_stepped:
             self._end_step(skipped=False)
         elif self._anchor_had_grad and self._events.given_up(vanished=self._anchors.vanished()):
             self._end_step(skipped=True)
@@ -285,7 +284,7 @@ class StepClock:
         self.step += 1
         self.micro, self.lent, self._through = -1, 0, 0
         self._ended = False
-        self._stepped.clear()
+        self.owners.begin_step()
         self._anchor_had_grad = False
 
     def _end_forward(self, tensors: list[Tensor], trained: list[Tensor]) -> None:
@@ -381,9 +380,8 @@ class StepClock:
         if self.micro < 0:
             self._stepped_unseen()
             return
-        self._stepped.append(id(optimizer))
         self._events.forward_is_next()
-        if self.owners.is_complete(tuple(self._stepped)):
+        if self.owners.have_all_stepped(optimizer):
             self._end_step(skipped=_found_inf(optimizer))
 
     def _stepped_unseen(self) -> None:
@@ -444,6 +442,12 @@ class StepClock:
         """
         return self.owners.any or self._others_stepped
 
+    def _may_lend(self) -> bool:
+        """Whether there are forwards whose gradients may have been another model's."""
+        if self._ended or self.owners.some_stepped:
+            return False
+        return self._through > self.lent and self._throws_away()
+
     def _is_anothers(self, optimizer: Optimizer) -> bool:
         return any(
             clock is not self and bool(clock.owners.parameters_of(optimizer))
@@ -452,7 +456,7 @@ class StepClock:
 
     def _throw_away(self) -> None:
         """Take for lent what came before a `zero_grad` that no step of this model's followed."""
-        if self._ended or self._stepped or self._through <= self.lent or not self._throws_away():
+        if not self._may_lend():
             return
         if self._anchor_had_grad and self._anchors.vanished():
             self.passes.throw_away()
@@ -463,7 +467,7 @@ class StepClock:
 
         A loop that trains another model through it may set `requires_grad` to False for that time.
         """
-        if self._ended or self._stepped or self._through <= self.lent or not self._throws_away():
+        if not self._may_lend():
             return False
         if any(parameter.requires_grad for parameter in self._anchors.living()):
             return False

@@ -72,6 +72,15 @@ def test_a_rank_that_hardly_passes_its_peers_is_not_blamed() -> None:
     assert warn.rank is None
 
 
+@pytest.mark.parametrize(("other", "blamed"), [(2.5, 2), (3.5, None)])
+def test_a_rank_is_blamed_whose_norm_grew_twice_as_much_as_any_others(
+    other: float, blamed: int | None
+) -> None:
+    quiet = [record(step, [1.0 + step % 7 / 100] * 4) for step in range(100)]
+    (warn,) = run([*quiet, record(100, [1.0, other, 6.0, 1.0])])
+    assert warn.rank == blamed
+
+
 def test_a_single_rank_run_names_its_rank() -> None:
     (warn,) = run([*steady(100, ranks=1), record(100, [100.0])])
     assert warn.rank == 0

@@ -231,6 +231,35 @@ def test_a_parameter_that_came_bad_is_said_to_have_come_so() -> None:
     assert "before the first step" in page.message
 
 
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_parameter_that_a_later_micro_batch_found_bad_is_of_its_own_step(micro: int) -> None:
+    found = replace(state(5), phase="forward", order=-1, micro=micro)
+    (page,) = run(record(5, found, ranks=(0, 1)))
+    assert f"before the forward of micro-batch {micro} began" in page.message
+
+
+def test_in_a_run_of_one_rank_a_reduction_is_on_no_rank_alone() -> None:
+    witness = FirstBad(5, 0, "step", 9, 0, "fc.weight", "grad", "", 1, 0, 0, 10)
+    (page,) = run(record(5, witness, ranks=(0,), scalars=norms({0: math.nan})))
+    assert page.message.endswith("every local gradient was finite before the reduction")
+
+
+@pytest.mark.parametrize(("bad_gradients", "pages"), [(0, [5, 6]), (1, [5])])
+def test_an_infinity_that_went_no_further_explains_no_other(
+    bad_gradients: int, pages: list[int]
+) -> None:
+    sites = (Site("mask", "output"), Site("fc.weight", "grad_local"), Site("fc.weight", "param"))
+    counts = np.zeros((3, len(COUNTS)), np.int64)
+    counts[:, [COUNTS.index("numel"), COUNTS.index("observed")]] = 10, 1
+    counts[:, COUNTS.index("pos_inf")] = 1, bad_gradients, 0
+    bad = [FirstBad(5, 0, "forward", 0, 0, "mask", "output", "", 0, 1, 0, 10)]
+    bad.append(replace(bad[0], step=6, fqn="other"))
+    changes = {"sites": sites, "counts": counts, "values": np.zeros((3, len(VALUES)))}
+    scalars = {rank: {"loss": 1.0} for rank in range(8)}
+    made = [record(one.step, one, scalars=scalars, **changes) for one in bad]
+    assert [page.step for page in run(*made)] == pages
+
+
 def test_an_input_that_no_module_put_out_is_between_two_modules() -> None:
     (page,) = run(record(5, replace(WITNESS, phase="forward", kind="input", step=5)))
     assert page.module == "layers.17.attn.wo"

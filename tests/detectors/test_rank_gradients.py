@@ -48,6 +48,11 @@ def test_the_rank_and_the_module_are_named(how: str, every: int, world: int) -> 
     assert 175 <= warn.step <= 160 + 5 * every + 15
 
 
+def test_a_rank_that_has_lost_all_gradients_is_found() -> None:
+    (warn,) = told(step(s, lambda now, rank, _: now >= 60 and rank == 1) for s in range(120))
+    assert (warn.rank, warn.module, warn.values["parameters"]) == (1, "", len(NAMES))
+
+
 def test_several_ranks_are_told_and_none_is_named() -> None:
     def gone(now: int, rank: int, name: str) -> bool:
         return now >= 60 and rank < 2 and name == "head.weight"

@@ -38,10 +38,14 @@ class Net(nn.Module):
         return {"loss": (self.down(self.up(x).tanh()) * (1 + noise)).pow(2).mean()}
 
 
-def seeded() -> Net:
+def seed() -> None:
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
+
+
+def seeded() -> Net:
+    seed()
     return Net()
 
 
@@ -56,6 +60,12 @@ def huggingface(out: Path, *, probed: bool) -> tuple[nn.Module, str | None]:
 
     callback = DdpprobeCallback(**OPTIONS)
     where: list[str] = []
+
+    class Seeded(TrainerCallback):
+        """Seeds behind the loggers: MLflow names a run by `random`, not always as often."""
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            seed()
 
     class Seen(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -76,8 +86,9 @@ def huggingface(out: Path, *, probed: bool) -> tuple[nn.Module, str | None]:
     )  # fmt: skip
     net = seeded()
     Trainer(
-        net, arguments, train_dataset=Data(), callbacks=[callback, Seen()] if probed else []
-    ).train()
+        net, arguments, train_dataset=Data(),
+        callbacks=[Seeded(), callback, Seen()] if probed else [Seeded()],
+    ).train()  # fmt: skip
     return net, where[-1] if where else None
 
 
@@ -110,6 +121,12 @@ def lightning(out: Path, *, probed: bool) -> tuple[nn.Module, str | None]:
     callback, where, module = LightningCallback(**OPTIONS), [], Module()
     given = torch.stack([batch(step) for step in range(STEPS)])
 
+    class Seeded(pl.Callback):
+        """Seeds behind the loggers, which are set up first."""
+
+        def setup(self, *_: object, **__: object) -> None:
+            seed()
+
     class Seen(pl.Callback):
         def on_train_batch_end(self, *_: object) -> None:
             if callback.probe is not None:
@@ -119,7 +136,7 @@ def lightning(out: Path, *, probed: bool) -> tuple[nn.Module, str | None]:
         accelerator="cpu", devices=WORLD, strategy="ddp" if WORLD > 1 else "auto",
         default_root_dir=out, max_steps=STEPS, enable_progress_bar=False, logger=loggers(out),
         enable_model_summary=False, enable_checkpointing=False, log_every_n_steps=1,
-        callbacks=[callback, Seen()] if probed else [],
+        callbacks=[Seeded(), callback, Seen()] if probed else [Seeded()],
     ).fit(module, DataLoader(given, batch_size=None))  # fmt: skip
     return module, where[-1] if where else None
 

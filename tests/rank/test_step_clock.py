@@ -255,7 +255,7 @@ def test_steps_in_a_pause_leave_nothing_behind(tmp_path: Path) -> None:
                 for _ in range(20):
                     optimizer.step()
             clock = probe._recorder._clock
-            held.append((len(clock._stepped), len(clock.owners._complete), clock.steps))
+            held.append((len(clock.owners._stepped), len(clock.owners._complete), clock.steps))
     assert held == [(1, 1, 1), (1, 1, 2)]
 
 

@@ -9,7 +9,7 @@ hook on the parameter *as the forward sees it*, under FSDP unsharded, gives the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any, Protocol, final
 
@@ -21,12 +21,13 @@ from ddpprobe.rank import torch_private
 from ddpprobe.rank.hooks import came_in, gradients, step_facts
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver, take_off
 from ddpprobe.rank.hooks.outputs import leaves
+from ddpprobe.rank.hooks.reduced import ReducedGradients
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.hooks.tp_inference import TpInference
 from ddpprobe.rank.stats.dense import dtype_name
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.flat import FlatUnit
-from ddpprobe.rank.topology.placement import UNKNOWN, TpPlacement, is_dtensor, layout_of, within
+from ddpprobe.rank.topology.placement import TpPlacement, is_dtensor, layout_of
 from ddpprobe.rank.torch_private import leaf_hooks
 from ddpprobe.records.step import Site
 from ddpprobe.rundir.fuse import Fuse
@@ -63,7 +64,7 @@ class EagerHooks:
     Attributes:
         attached: a sampled step is under way.
         tapped: by id, the parameters whose local gradients are read in it.
-        gradients: how many reduced gradients were read in it.
+        reduced: reads its reduced gradients.
         after_call: takes FQN, module, args, kwargs and output once the rows of a call are made.
     """
 
@@ -92,16 +93,21 @@ class EagerHooks:
         self._taps: dict[str, _Gradient] = {}
         self.tapped: dict[int, Tensor] = {}
         self._called: set[str] = set()
-        self.gradients = 0
         self.after_call: Callable[..., object] = lambda *_: None
         self._backward = (-1, -1)  # the backward that was last seen, and its micro-batch
         self._inference = TpInference(topology, rows.table.amend, fuse)
+        self.reduced = ReducedGradients(
+            topology, select, rows, self._inference,
+            lambda fqn, tensor, layout: self._slot(
+                fqn, "grad", "", tensor, tap=True, layout=layout
+            ),
+        )  # fmt: skip
         self.on_gradient = fuse.guard(self._gradient, Caller.TENSOR)
         self.on_flat_gradient = fuse.guard(self._flat_gradient, Caller.TENSOR)
 
     def begin(self) -> None:
         """Forget the last sampled step."""
-        self.gradients = 0
+        self.reduced.begin()
         self._heard.clear()
         self._recomputed.clear()
         self._waiting.clear()
@@ -264,37 +270,6 @@ class EagerHooks:
         self.tapped[id(unit.flat)] = unit.flat
         slots = {f: self._slot(f, "grad_local", "", unit.flat, tap=True) for f in chosen}
         self._handles.append(unit.flat.register_hook(_FlatGradient(self, unit, slots)))
-
-    def read_gradients(self) -> None:
-        """Reduce what is in `.grad` of every chosen parameter: the reduced gradient or shard."""
-        if self.gradients:
-            self._rows.forget("grad")
-        self.gradients = self._rows.add_all(self._clock.micro, self._reduced())
-
-    def _reduced(self) -> Iterator[tuple[int, Tensor]]:
-        for fqn, gradient, placement in self._topology.reduced_gradients():
-            owner = fqn.rpartition(".")[0]
-            if not self._select(owner):
-                continue
-            layout = self._reduced_layout(fqn, owner, gradient, placement)
-            slot = self._slot(fqn, "grad", "", gradient, tap=True, layout=layout)
-            self._rows.table.amend(slot, layout)
-            yield slot, gradient
-
-    def _reduced_layout(
-        self, fqn: str, owner: str, gradient: Tensor, placement: TpPlacement
-    ) -> TpPlacement:
-        if self._topology.is_apart(owner):
-            return UNKNOWN
-        if self._inference.active:
-            mine = self._rows.table.find((fqn, "grad_local", ""))
-            if mine is not None and self._rows.table.site(mine).placement == "unknown":
-                return UNKNOWN  # in any of the micro-batches
-        if self._topology.spans_tensor_meshes(gradient):
-            return self._inference.of_gradient(owner, placement)
-        if not self._inference.active:
-            return placement
-        return within(placement, self._inference.of_parameter(fqn))
 
     def _gradient(
         self, slot: int, micro: int, gradient: Tensor | None, parameter: str | None = None

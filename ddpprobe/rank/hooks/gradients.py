@@ -79,20 +79,6 @@ def stay_local(topology: Topology) -> bool:
     )
 
 
-def norm(topology: Topology) -> Tensor | None:
-    """L2 norm of this rank's gradients as they are now, float64 [] on the device of the last."""
-    found = [
-        g if type(g) is Tensor else local(g)
-        for _, p in topology.named_parameters()
-        if (g := p.grad) is not None
-    ]
-    devices: dict[torch.device, list[Tensor]] = {}
-    for gradient in found:
-        if gradient.layout == torch.strided and gradient.numel():
-            devices.setdefault(gradient.device, []).append(gradient)
-    return _together([_norm(dense) for dense in devices.values()])
-
-
 class UsedNorms:
     """The norm of the gradients as the optimizers of a step are given them: behind any clipping.
 
@@ -132,11 +118,15 @@ class UsedNorms:
         for dense in devices.values():
             self._parts.append(_norm(dense) if scale is None else divided(_norm(dense), scale))
 
-    def tell(self, rows: StepRows) -> None:
-        """Put the norm of all of them into the step's rows; nothing where it is not known."""
-        whole = _together(self._parts)
+    def tell(self, rows: StepRows, *, alone: bool = False) -> None:
+        """Put the norm of all of them into the step's rows; nothing where it is not known.
+
+        `alone`: there is no row of a gradient, so nothing else tells a norm of them.
+        """
+        whole = together(self._parts)
         if whole is not None and self._known:
-            rows.add_scalar(unless_logged(USED_NORM), whole)
+            for name in (USED_NORM, "grad_norm") if alone else (USED_NORM,):
+                rows.add_scalar(unless_logged(name), whole)
 
 
 def _has_norm(gradient: Tensor) -> bool:
@@ -145,7 +135,7 @@ def _has_norm(gradient: Tensor) -> bool:
     return plain and gradient.layout is torch.strided and not gradient.is_meta
 
 
-def _together(parts: list[Tensor]) -> Tensor | None:
+def together(parts: list[Tensor]) -> Tensor | None:
     """Return the norm [] of parts whose norms [] these are, on one of their devices."""
     if not parts:
         return None

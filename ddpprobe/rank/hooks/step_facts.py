@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ddpprobe.rank import torch_private
+from ddpprobe.rank.hooks.gradients import UsedNorms
 from ddpprobe.rank.hooks.outputs import leaves
 from ddpprobe.rank.hooks.pending_rows import unless_logged
 from ddpprobe.rank.hooks.step_rows import StepRows
@@ -42,28 +43,58 @@ def modes(topology: Topology) -> dict[str, float]:
     return {TRAINING: sum(training) / max(len(training), 1), TRAINABLE: float(trained)}
 
 
-def of_optimizer(optimizer: object, all_: Sequence[Optimizer], rows: StepRows) -> dict[str, float]:
-    """Return the largest learning rate of all parameter groups, before an optimizer's step.
+@final
+class OptimizerFacts:
+    """What the optimizers of a step are set to and given; each is asked when its `step` begins."""
 
-    Where one is a tensor the host may not read it: it is put into `rows` instead. So is how many
-    steps the first one of the optimizers has counted, if it is this one; 0 without a state yet.
-    """
-    if all_ and all_[0] is optimizer:
-        _add_steps(all_[0], rows)
-    rates = [group["lr"] for o in all_ for group in o.param_groups if "lr" in group]
-    far = [rate for rate in rates if isinstance(rate, Tensor)]
-    if far:
-        rows.add_scalar(unless_logged(LEARNING_RATE), far[0])
-    told = {LEARNING_RATE: float(max(rates))} if rates and not far else {}
-    return told | _moment_decay(all_)
+    def __init__(self) -> None:
+        self._norms = UsedNorms()
+        self._rate: float | None = None
+        self._is_far = False  # a learning rate that the host may not read
+        self._decays: set[float | None] = set()
 
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self._norms.begin_step()
+        self._rate, self._is_far = None, False
+        self._decays.clear()
 
-def _moment_decay(all_: Sequence[Optimizer]) -> dict[str, float]:
-    """Return the decay of second moments: Adam's second beta, RMSprop's alpha; {} if unknown."""
-    groups = [group for optimizer in all_ for group in optimizer.param_groups]
-    found = {_decay_of(group) for group in groups}
-    decay = found.pop() if len(found) == 1 else None
-    return {MOMENT_DECAY: decay} if decay is not None else {}
+    def add(
+        self, optimizer: object, topology: Topology, scale: Tensor | None, rows: StepRows, *,
+        first: bool,
+    ) -> None:  # fmt: skip
+        """Take the facts of an optimizer; a learning rate that is a tensor goes into `rows`.
+
+        Args:
+            optimizer: that steps parameters of the model; one without parameter groups has none.
+            topology: the model.
+            scale: [] by which it will divide the gradients itself; None: they are what they are.
+            rows: of the step.
+            first: it stands for all in how many steps were counted: 0 without a state yet.
+        """
+        self._norms.add(optimizer, topology, scale)
+        if first:
+            _add_steps(optimizer, rows)
+        groups = getattr(optimizer, "param_groups", ())
+        self._decays |= {_decay_of(group) for group in groups}
+        rates = [group["lr"] for group in groups if "lr" in group]
+        far = [rate for rate in rates if isinstance(rate, Tensor)]
+        if far and not self._is_far:
+            rows.add_scalar(unless_logged(LEARNING_RATE), far[0])
+        self._is_far |= bool(far)
+        if rates and not far:
+            self._rate = max(float(max(rates)), -math.inf if self._rate is None else self._rate)
+
+    def tell(self, rows: StepRows, *, alone: bool) -> dict[str, float]:
+        """Put the norm of the gradients as they are used into `rows`, and return what is known.
+
+        That is the largest learning rate of all groups, and the decay of second moments (Adam's
+        second beta, RMSprop's alpha) where all groups agree on it. `alone`: as of `UsedNorms`.
+        """
+        self._norms.tell(rows, alone=alone)
+        told = {} if self._rate is None or self._is_far else {LEARNING_RATE: self._rate}
+        (decay,) = self._decays if len(self._decays) == 1 else (None,)
+        return told if decay is None else {**told, MOMENT_DECAY: decay}
 
 
 def _decay_of(group: Mapping[str, Any]) -> float | None:
@@ -104,7 +135,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
-def _add_steps(optimizer: Optimizer, rows: StepRows) -> None:
+def _add_steps(optimizer: object, rows: StepRows) -> None:
     # One parameter stands for all. Whether others hold a state first differs by rank, and is no
     # matter: their counts are the same. SGD has a state that counts nothing.
     state = getattr(optimizer, "state", None)  # a wrapper may be without

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -254,10 +254,10 @@ class StepRows:
         alone = flat.dtype not in FLOATS or is_copy(flat, tensor)
         return None if alone or not lies_on(flat, self._main.device) else (flat, repeats)
 
-    def forget(self, kind: str) -> None:
-        """Leave out the rows of `kind` so far: what is read anew contains them."""
+    def forget(self, slots: Container[int]) -> None:
+        """Leave out the rows of these slots so far: what is read anew contains them."""
         for index, slot in enumerate(self._slots):
-            if slot != SCALAR and self.table.site(slot).kind == kind:
+            if slot in slots:
                 self._micros[index] = -1
 
     def are_finite(self) -> bool:

@@ -137,9 +137,12 @@ class WeightLook:
 
     def _second_moments(self, now: Sequence[Weight]) -> Iterator[tuple[int, Tensor]]:
         """Yield (slot, this rank's part) of those that an optimizer of torch's keeps."""
-        kept = [optimizer.state for optimizer in self._optimizers()]
+        kept: dict[Tensor, object] = {}
+        for optimizer in self._optimizers():
+            if isinstance(optimizer.state, Mapping):
+                kept.update(optimizer.state)
         for weight in now:
-            state: object = next((s[weight.owner] for s in kept if weight.owner in s), None)
+            state = kept.get(weight.owner)
             for name in SECOND_MOMENTS:
                 moment = state.get(name) if isinstance(state, Mapping) else None
                 if not isinstance(moment, Tensor):

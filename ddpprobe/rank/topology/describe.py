@@ -193,7 +193,7 @@ class Topology:
             yield from unit.gradients()
         for fqn, _, _, parameter in self.own_parameters():
             if parameter.grad is not None:
-                yield fqn, parameter.grad, self._gradient_layout(parameter)
+                yield fqn, parameter.grad, self.gradient_layout(parameter)
 
     def engine_gradients(self) -> Iterator[tuple[str, EngineGradient]]:
         """Yield (FQN, this rank's part of a reduced gradient) as an engine has them."""
@@ -203,7 +203,8 @@ class Topology:
                 if id(part.parameter) in names:
                     yield names[id(part.parameter)], part
 
-    def _gradient_layout(self, parameter: Tensor) -> TpPlacement:
+    def gradient_layout(self, parameter: Tensor) -> TpPlacement:
+        """Return how the reduced gradient of a parameter lies, as of `reduced_gradients`."""
         return self._layout_as_held(parameter.grad, self.managed_by_ddp(parameter))
 
     def _layout_as_held(self, tensor: Tensor | None, managed: bool | None) -> TpPlacement:  # noqa: FBT001  (as `managed_by_ddp` says it)

@@ -21,7 +21,7 @@ from ddpprobe.rank.stats.checksum import checksum
 from ddpprobe.rank.stats.rows import WIDTH, reduce, reduce_far
 from ddpprobe.rank.topology.describe import describe
 from ddpprobe.rank.topology.devices import device_of
-from ddpprobe.records.step import Site
+from ddpprobe.records.step import USED_NORM, Site
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.testing import state_hash
 
@@ -324,11 +324,13 @@ def test_a_norm_over_devices_is_taken_where_nobody_waits() -> None:
     model = Net(torch.tensor([3.0]), torch.tensor([1e100], dtype=torch.float64))
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
-    assert gradients.norm(describe(model)) == 1e100  # no infinity by way of float32
-    gpu = nn.Parameter(torch.empty(2, device="meta"))
-    gpu.grad = torch.empty(2, device="meta")
-    model.held.append(gpu)
-    norm = gradients.norm(describe(model))
+    norms, rows = gradients.UsedNorms(), StepRows(torch.device("cpu"), 0)
+    norms.begin_step()
+    norms.add(torch.optim.SGD(model.parameters(), lr=0.1), describe(model), None)
+    norms.tell(rows)
+    told = rows.fetch().result(0, partial=False).scalars
+    assert told == {USED_NORM: 1e100}  # no infinity by way of float32
+    norm = gradients.together([torch.tensor(3.0), torch.empty((), device="meta")])
     assert norm.is_meta
     scale = torch.tensor(2.0)
     assert gradients.divided(norm, scale).is_meta

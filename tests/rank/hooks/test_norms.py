@@ -57,8 +57,6 @@ def test_of_a_wrapped_model_it_is_that_of_what_lies_on_this_rank(wrapper: str, r
         parameters = list(model.parameters())
         norm = expected(parameters)
         want = pytest.approx(norm, rel=1e-6) if norm else None
-        found = gradients.norm(describe(model))
-        assert (None if found is None else float(found)) == want
         assert used(model, sgd(parameters)) == want
         assert norm or (wrapper, rank) == ("fsdp2", 3)
 
@@ -83,7 +81,6 @@ def test_the_used_norm_is_of_all_optimizers_of_this_model_and_unscaled(
     for parameter in parameters:
         parameter.grad = None
     assert used(model, first, second) is None
-    assert gradients.norm(describe(model)) is None
 
 
 def test_of_a_gradient_that_has_no_plain_norm_the_whole_one_is_not_known() -> None:
@@ -91,9 +88,6 @@ def test_of_a_gradient_that_has_no_plain_norm_the_whole_one_is_not_known() -> No
     model(torch.tensor([1, 1, 4])).sum().backward()
     assert used(model, sgd(model.parameters())) is None
     assert used(model, sgd(model[1].parameters())) == pytest.approx(
-        expected(list(model[1].parameters()))
-    )
-    assert float(gradients.norm(describe(model))) == pytest.approx(
         expected(list(model[1].parameters()))
     )
 
@@ -111,3 +105,16 @@ def test_the_norms_of_a_step_before_are_forgotten() -> None:
         assert found == pytest.approx(expected(list(model.parameters())))
         model[0].register_parameter("late", nn.Parameter(torch.ones(2)))
         model[0].late.grad = torch.full((2,), 1e3)
+
+
+def test_where_no_row_tells_a_norm_the_used_one_is_the_gradient_norm() -> None:
+    model = net(frozen=False)
+    put_gradients(model)
+    norms = gradients.UsedNorms()
+    norms.begin_step()
+    for parameter in model.parameters():
+        norms.add(sgd([parameter]), describe(model), None)
+    rows = StepRows(torch.device("cpu"), 0)
+    norms.tell(rows, alone=True)
+    want = pytest.approx(expected(list(model.parameters())))
+    assert pending(rows) == {USED_NORM: want, "grad_norm": want}

@@ -39,6 +39,19 @@ class Model(nn.Module):
         return self.last(self.drop(self.first(data))) + (0 if extra is None else extra)
 
 
+def facts_of(
+    *optimizers: object,
+    facts: step_facts.OptimizerFacts | None = None,
+    rows: StepRows | None = None,
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what is told of optimizers that step one after the other, and what is in the rows."""
+    facts, rows = facts or step_facts.OptimizerFacts(), rows or StepRows(torch.device("cpu"), 0)
+    for index, optimizer in enumerate(optimizers):
+        facts.add(optimizer, describe(Model()), None, rows, first=not index)
+    told = facts.tell(rows, alone=False)
+    return told, rows.fetch().result(0, partial=True).scalars
+
+
 @pytest.fixture(params=["near", "far"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "far":
@@ -109,23 +122,21 @@ def test_the_steps_that_an_optimizer_has_counted_are_told_before_each(
 def test_how_much_of_the_second_moments_a_step_keeps_is_told_where_all_groups_agree(
     kind: type[torch.optim.Optimizer], more: dict[str, object], decay: float | None
 ) -> None:
-    rows = StepRows(torch.device("cpu"), 0)
     first, second = ([nn.Parameter(torch.ones(1))] for _ in range(2))
     one, other = kind(first, lr=0.1, **more), kind(second, lr=0.1, **more)
     for all_ in ([one], [one, other]):
-        assert step_facts.of_optimizer(one, all_, rows).get(MOMENT_DECAY) == decay
+        assert facts_of(*all_)[0].get(MOMENT_DECAY) == decay
     odd = torch.optim.Adam(second, lr=0.1, betas=(0.9, 0.5))
-    assert MOMENT_DECAY not in step_facts.of_optimizer(one, [one, odd], rows)
+    assert MOMENT_DECAY not in facts_of(one, odd)[0]
 
 
 @pytest.mark.parametrize(
     "betas", [None, 0.9, (0.9,), (0.98, 0.92, 0.99), (0.9, torch.tensor(0.99))]
 )
 def test_betas_that_mean_something_else_are_no_decay(betas: object) -> None:
-    rows = StepRows(torch.device("cpu"), 0)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     optimizer.param_groups[0]["betas"] = betas
-    assert MOMENT_DECAY not in step_facts.of_optimizer(optimizer, [optimizer], rows)
+    assert MOMENT_DECAY not in facts_of(optimizer)[0]
 
 
 def test_what_lies_on_another_device_or_is_gathered_in_its_own_way_is_not_compared() -> None:
@@ -292,14 +303,21 @@ def test_a_learning_rate_that_is_a_tensor_is_told_unless_the_script_tells_its_ow
     for logged, want in ((None, 0.25), (0.5, 0.5)):
         rows = StepRows(torch.device("cpu"), 0)
         optimizer = torch.optim.SGD(groups, lr=3.0)
-        assert step_facts.of_optimizer(optimizer, [optimizer], rows) == {}
         if logged is not None:
             rows.add_scalar(LEARNING_RATE, logged)
-        told = rows.fetch().result(0, partial=True).scalars
-        assert told == {LEARNING_RATE: want, OPTIMIZER_STEPS: 0.0}
+        assert facts_of(optimizer, rows=rows) == ({}, {LEARNING_RATE: want, OPTIMIZER_STEPS: 0.0})
     both = [torch.optim.SGD([weights[0]], lr=0.1), torch.optim.SGD([weights[1]], lr=0.2)]
-    assert step_facts.of_optimizer(both[0], both, rows) == {LEARNING_RATE: 0.2}
-    assert step_facts.of_optimizer(both[0], [], rows) == {}
+    assert facts_of(*both)[0] == facts_of(*both[::-1])[0] == {LEARNING_RATE: 0.2}
+    assert facts_of(torch.optim.SGD(groups, lr=3.0), *both)[0] == {}
+    assert facts_of(object())[0] == {}
+
+
+def test_the_facts_of_a_step_before_are_forgotten() -> None:
+    facts, weight = step_facts.OptimizerFacts(), nn.Parameter(torch.ones(1))
+    for rate, beta in ((0.5, 0.9), (0.1, 0.8)):
+        facts.begin_step()
+        optimizer = torch.optim.Adam([weight], lr=rate, betas=(0.9, beta))
+        assert facts_of(optimizer, facts=facts)[0] == {LEARNING_RATE: rate, MOMENT_DECAY: beta}
 
 
 def test_the_modes_of_a_model_are_shares_of_its_modules_and_a_count_of_its_parameters() -> None:

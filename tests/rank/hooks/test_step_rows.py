@@ -80,7 +80,7 @@ def test_a_forward_counts_if_its_backward_came_or_nothing_is_left_out(partial: b
 def test_gradients_that_are_read_anew_replace_those_read_before() -> None:
     rows = rows_of(("a", "output"), ("w", "grad"), ("w", "grad_local"))
     for value in (math.nan, 3.0):
-        rows.forget("grad")
+        rows.forget({1})
         rows.add(0, 0, torch.tensor([2.0]))
         rows.add(1, 0, torch.tensor([value]))
         rows.add(2, 0, torch.tensor([5.0]))
