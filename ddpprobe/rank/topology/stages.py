@@ -11,7 +11,7 @@ longer ask each other. What each of them lost or renamed in between says it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -23,32 +23,38 @@ from ddpprobe.rank.stats.checksum import checksum
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.placement import is_dtensor, ranks_of
 
-Parts = dict[str, list[str]]  # module FQN -> [digest of its structure, digest of its values]
+# module FQN -> [digest of its structure, digest of its values], and a third, `BLANK`, where all of
+# its parameters are uniform: the gain of a norm (ones) is equal in all norms of its size.
+Parts = dict[str, list[str]]
+BLANK = "blank"
 
 
 def parts(topology: Topology) -> Parts:
     """Digest every module with all below it. Reads all plain parameters once."""
     lines: dict[str, tuple[str, str]] = {}
+    distinct: set[str] = set()  # FQNs that hold a parameter which is no other's, also below them
     for fqn, module in topology.named_modules():
         own = [] if topology.world_size == 1 else list(_values(module, topology))
-        lines[fqn] = type(module).__qualname__, " ".join(own)
+        lines[fqn] = type(module).__qualname__, " ".join(word for word, _ in own)
+        if not all(is_uniform for _, is_uniform in own):
+            distinct.update(_ancestry(fqn))
     kinds: dict[str, list[str]] = {fqn: [] for fqn in lines}
     values: dict[str, list[str]] = {fqn: [] for fqn in lines}
     for fqn, (kind, value) in lines.items():
-        path = fqn
-        while True:
+        for path in _ancestry(fqn):
             if path in kinds:
                 kinds[path].append(f"{fqn} {kind}")
                 values[path].append(f"{fqn} {value}")
-            if not path:
-                break
-            path = path.rpartition(".")[0]
     made: Parts = {}
     for fqn in lines:  # parents first
         anonymous = fqn and all(line.endswith(" ") for line in values[fqn])
         # Without parameters nothing tells one ReLU from another but what it is part of.
         parent = fqn.rpartition(".")[0] if anonymous else fqn
-        made[fqn] = made[parent] if parent in made else [_digest(kinds[fqn]), _digest(values[fqn])]
+        if parent in made:
+            made[fqn] = made[parent]
+        else:
+            blank = [] if fqn in distinct or not fqn else [BLANK]
+            made[fqn] = [_digest(kinds[fqn]), _digest(values[fqn]), *blank]
     return made
 
 
@@ -58,14 +64,61 @@ def compare(heard: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, Any]:
     Returns `cut`, FQNs whose structure differs, and `differ`, further ones whose values do.
     """
     seen: dict[str, tuple[set[str], set[str]]] = {}
-    for part in heard:
-        for fqn, (structure, value) in part.items():
+    blank: set[str] = set()
+    ranks: dict[str, list[int]] = {}
+    for rank, part in enumerate(heard):
+        for fqn, (structure, value, *more) in part.items():
             structures, values = seen.setdefault(fqn, (set(), set()))
             structures.add(structure)
             values.add(value)
+            ranks.setdefault(fqn, []).append(rank)
+            blank.update([fqn] if more else [])
     cut = [fqn for fqn, (structures, _) in seen.items() if len(structures) > 1]
-    differ = [fqn for fqn, (s, v) in seen.items() if len(s) == 1 and len(v) > 1]
-    return {"cut": cut, "differ": differ}
+    differ = {fqn for fqn, (s, v) in seen.items() if len(s) == 1 and len(v) > 1}
+    others = differ.union(cut)
+    if others:
+        relatives = _Relatives({fqn: at for fqn, at in ranks.items() if fqn not in blank}, others)
+        differ |= {f for f in blank - others if not relatives.are_alike(f, ranks[f])}
+    return {"cut": cut, "differ": [fqn for fqn in seen if fqn in differ]}
+
+
+@final
+class _Relatives:
+    """What is known of the modules around one whose own values tell nothing.
+
+    Stages of a pipeline that are called alike have norms called alike, and so have experts, each
+    rank some of them, beside what all ranks share. So its siblings tell: the ranks that have it
+    have some in common that are one module (experts), or none of these (stages). Else their
+    parent's siblings do, and so on.
+
+    Args:
+        ranks: by FQN, those that have a module; of modules whose values tell something.
+        others: FQNs of those that are not the same module everywhere.
+    """
+
+    def __init__(self, ranks: Mapping[str, list[int]], others: Collection[str]) -> None:
+        self._ranks, self._others = ranks, others
+        self._children: dict[str, list[str]] = {}
+        for fqn in ranks:
+            if fqn:
+                self._children.setdefault(fqn.rpartition(".")[0], []).append(fqn)
+
+    def are_alike(self, fqn: str, ranks: list[int]) -> bool:
+        """Whether the module of an FQN is the same one on these ranks, all that have it."""
+        path = fqn
+        while path:
+            parent = path.rpartition(".")[0]
+            if parent in self._ranks and parent not in self._others:
+                return True  # the whole of it is one module
+            siblings = [
+                each not in self._others
+                for each in self._children.get(parent, ())
+                if each != path and self._ranks[each] == ranks
+            ]
+            if siblings:
+                return any(siblings)
+            path = parent
+        return False
 
 
 @final
@@ -101,6 +154,14 @@ class Names:
         return frozenset(cut & modules.keys())
 
 
+def _ancestry(fqn: str) -> Iterator[str]:
+    """Yield an FQN and those of all that contains it, the root's ("") last."""
+    while fqn:
+        yield fqn
+        fqn = fqn.rpartition(".")[0]
+    yield ""
+
+
 def _ends(fqn: str) -> Iterator[int]:
     """Lengths of the FQNs of what contains `fqn`, the root's (0) last."""
     end = len(fqn)
@@ -109,18 +170,28 @@ def _ends(fqn: str) -> Iterator[int]:
         yield end
 
 
-def _values(module: nn.Module, topology: Topology) -> Iterable[str]:
-    """One word per parameter of the module itself: what makes it the same on two ranks."""
+def _values(module: nn.Module, topology: Topology) -> Iterable[tuple[str, bool]]:
+    """Yield of each parameter of the module itself what makes it the same on two ranks.
+
+    And whether it is known that all its elements are equal.
+    """
     for name, parameter in module.named_parameters(recurse=False):
         if is_dtensor(parameter):
             ranks = list(ranks_of(parameter.device_mesh))
-            yield f"{name} {tuple(parameter.shape)}" + (f" {ranks}" if not topology.ddps else "")
+            more = f" {ranks}" if not topology.ddps else ""
+            yield f"{name} {tuple(parameter.shape)}{more}", False
         elif topology.flat or topology.tensor_meshes or not _is_readable(parameter):
-            yield name
+            yield name, False
         else:
             out = torch.zeros((), dtype=torch.int64, device=parameter.device)
             checksum(parameter, out)
-            yield f"{name} {tuple(parameter.shape)} {int(out)}"
+            yield f"{name} {tuple(parameter.shape)} {int(out)}", _is_uniform(parameter)
+
+
+def _is_uniform(parameter: Tensor) -> bool:
+    flat = parameter.detach().flatten()
+    # Most are not, which two elements tell without reading the rest.
+    return not len(flat) or bool((flat[:1] == flat[-1:]).all() and (flat == flat[0]).all())
 
 
 def _is_readable(parameter: Tensor) -> bool:

@@ -61,6 +61,63 @@ def test_a_rank_with_a_further_expert_shares_the_rest() -> None:
     assert stages.compare(heard) == {"cut": [""], "differ": []}
 
 
+class Block(nn.Module):
+    """A layer of a transformer, whose norms are all alike as they begin."""
+
+    def __init__(self, **experts: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(4), nn.Linear(4, 4)
+        self.attn.norms = nn.ModuleDict({"q": nn.LayerNorm(4)})
+        self.experts = nn.ModuleDict(experts)
+
+
+def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+def test_the_norms_of_two_stages_are_two_though_they_begin_alike() -> None:
+    heard = [parts(seeded(seed, lambda: nn.Sequential(Block(), Block()))) for seed in (0, 1)]
+    found = stages.compare(heard)
+    assert found["cut"] == []
+    assert set(found["differ"]) == set(heard[0])
+
+
+def test_the_norms_beside_experts_of_one_rank_each_are_one() -> None:
+    def layer(rank: int) -> nn.Module:
+        shared = seeded(0, Block)
+        shared.experts = nn.ModuleDict({str(rank): seeded(rank + 1, lambda: nn.Linear(4, 4))})
+        return nn.ModuleDict({"embed": seeded(5, lambda: nn.Embedding(3, 4)), "layer": shared})
+
+    heard = [parts(layer(rank)) for rank in (0, 1)]
+    assert set(stages.compare(heard)["cut"]) == {"", "layer", "layer.experts"}
+    assert stages.compare(heard)["differ"] == []
+
+
+def test_where_nothing_beside_a_norm_tells_what_is_beside_its_parent_does() -> None:
+    def model(seed: int, common: int) -> nn.Module:
+        inner = nn.ModuleDict({"norm": nn.LayerNorm(4), f"own{seed}": nn.Linear(2, 2)})
+        beside = seeded(common, lambda: nn.Linear(2, 2))
+        return seeded(seed, lambda: nn.ModuleDict({"beside": beside, "inner": inner}))
+
+    alike = stages.compare([parts(model(seed, 7)) for seed in (0, 1)])
+    assert alike == {"cut": ["", "inner"], "differ": []}
+    stage = stages.compare([parts(model(seed, seed)) for seed in (0, 1)])
+    assert (stage["cut"], set(stage["differ"])) == (["", "inner"], {"beside", "inner.norm"})
+    alone = [parts(nn.ModuleDict({"n": nn.LayerNorm(4), str(r): nn.Linear(2, 2)})) for r in (0, 1)]
+    assert stages.compare(alone) == {"cut": [""], "differ": ["n"]}
+
+
+def test_a_replica_whose_weights_are_all_uniform_is_one_model() -> None:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+        for parameter in made.parameters():
+            nn.init.ones_(parameter)
+        return made
+
+    assert stages.compare([parts(model()) for _ in range(2)]) == {"cut": [], "differ": []}
+
+
 def carve(model: nn.ModuleDict, cut: Callable[[nn.ModuleDict], object]) -> frozenset[str]:
     """What is known to be cut of a model that loses parts after `install`."""
     found = replace(describe(model), world_size=2)
