@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 
@@ -45,15 +46,13 @@ def test_where_the_stack_is_too_deep_just_now_it_is_given_back_the_next_time(lim
     raised = sys.getrecursionlimit()
 
     def deeper(frames: int) -> None:
-        try:
-            sys.setrecursionlimit(limit)
-        except RecursionError:
+        if frames:
+            deeper(frames - 1)
+        else:
             room.give_back()
-            return
-        sys.setrecursionlimit(raised)
-        deeper(frames + 1)
 
-    deeper(0)
+    here = len(inspect.stack(0))
+    deeper(limit - here + OWN)  # more than the limit allows, and less than the raised one
     assert sys.getrecursionlimit() == raised
     room.give_back()
     assert sys.getrecursionlimit() == limit
