@@ -264,9 +264,7 @@ class Recorder:
         owners = self._clock.owners
         self._set_up |= observers.unregistered.told(owners.all_parameters)
         scale = loss_scale.of_optimizer(optimizer)
-        self._optimizers.add(
-            optimizer, observers.topology, scale, observers.rows, first=owners.first is optimizer
-        )
+        self._optimizers.add(optimizer, observers.topology, scale, observers.rows, owners.first)
         mine = None if by_engine else owners.parameters_of(optimizer)
         if not observers.gradients_read:
             observers.read_gradients(mine, scaled=by_engine or scale is not None)
@@ -298,8 +296,7 @@ class Recorder:
             if not observers.gradients_read and observers.topology.world_size > 1:
                 observers.rows.add_scalar(UNREDUCED, 1.0)  # so replicas may part: local SGD
             observers.weights.tell(self._clock.micro, skipped=skipped)
-            alone = not observers.eager.reduced
-            self._set_up |= self._optimizers.tell(observers.rows, alone=alone)
+            self._set_up |= self._optimizers.tell(observers.rows, alone=not observers.eager.reduced)
             self._finish_sampled(skipped=skipped, partial=False)
             self._after_step()
         else:
@@ -315,8 +312,11 @@ class Recorder:
         self._times.end_step(sampled=sampled)
 
     def forward_is_next(self) -> None:
-        """Choose the graphs of the next step."""
-        if self._observers is not None and self._clock.in_graph:
+        """An optimizer has stepped: choose the graphs of the next step."""
+        if self._observers is None:
+            return
+        self._observers.eager.reduced.end_take()
+        if self._clock.in_graph:
             self._observers.choose_graphs(sampled=self._pacer.sampled(self._clock.step + 1))
 
     def blind(self) -> bool:

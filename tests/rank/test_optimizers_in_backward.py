@@ -120,3 +120,22 @@ def test_what_one_optimizer_took_stays_where_a_further_backward_is_for_another(
             model.zero_grad()
     (record,) = records_of(tmp_path / "r")
     assert l2_of(record) == pytest.approx(took)
+
+
+def test_of_a_closure_that_is_called_again_and_again_the_last_gradients_stay(
+    tmp_path: Path, records_of
+) -> None:
+    model, last = chain(1), {}
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, tolerance_grad=0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        last.update({name: p.grad.norm().item() for name, p in model.named_parameters()})
+        return loss
+
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        optimizer.step(closure)
+    (record,) = records_of(tmp_path / "r")
+    assert l2_of(record) == pytest.approx(last)

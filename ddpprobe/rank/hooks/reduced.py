@@ -38,7 +38,9 @@ class ReducedGradients:
         self._topology, self._select, self._rows = topology, select, rows
         self._inference, self._slot = inference, slot
         self._slots: dict[str, int] = {}  # FQN -> where its gradient was read, in this step
-        self._taken: set[int] = set()  # ids of the parameters whose optimizers have taken it
+        # Ids of the parameters of the optimizer that is stepping, and of those that have stepped.
+        self._taking: set[int] = set()
+        self._taken: set[int] = set()
         self._names: dict[int, tuple[str, Tensor]] = {}  # of all parameters, by id
 
     def __bool__(self) -> bool:
@@ -48,6 +50,7 @@ class ReducedGradients:
     def begin(self) -> None:
         """Forget the step before."""
         self._slots.clear()
+        self._taking.clear()
         self._taken.clear()
         self._names.clear()
 
@@ -68,8 +71,13 @@ class ReducedGradients:
         self._add(micro, found, {fqn for fqn, _ in named if fqn in self._slots})
 
     def take(self, parameters: Collection[int]) -> None:
-        """Hear that an optimizer takes those of the parameters of these ids."""
-        self._taken.update(parameters)
+        """Hear that an optimizer steps the parameters of these ids; a closure may go on."""
+        self._taking.update(parameters)
+
+    def end_take(self) -> None:
+        """Hear that it has stepped."""
+        self._taken |= self._taking
+        self._taking.clear()
 
     def _named(self, parameters: Collection[int]) -> list[tuple[str, Tensor]]:
         if parameters and not self._names:

@@ -60,8 +60,8 @@ class OptimizerFacts:
         self._decays.clear()
 
     def add(
-        self, optimizer: object, topology: Topology, scale: Tensor | None, rows: StepRows, *,
-        first: bool,
+        self, optimizer: object, topology: Topology, scale: Tensor | None, rows: StepRows,
+        first: object,
     ) -> None:  # fmt: skip
         """Take the facts of an optimizer; a learning rate that is a tensor goes into `rows`.
 
@@ -70,10 +70,10 @@ class OptimizerFacts:
             topology: the model.
             scale: [] by which it will divide the gradients itself; None: they are what they are.
             rows: of the step.
-            first: it stands for all in how many steps were counted: 0 without a state yet.
+            first: the optimizer that tells how many steps all have counted: 0 without a state yet.
         """
         self._norms.add(optimizer, topology, scale)
-        if first:
+        if optimizer is first:
             _add_steps(optimizer, rows)
         groups = getattr(optimizer, "param_groups", ())
         self._decays |= {_decay_of(group) for group in groups}

@@ -46,8 +46,8 @@ def facts_of(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return what is told of optimizers that step one after the other, and what is in the rows."""
     facts, rows = facts or step_facts.OptimizerFacts(), rows or StepRows(torch.device("cpu"), 0)
-    for index, optimizer in enumerate(optimizers):
-        facts.add(optimizer, describe(Model()), None, rows, first=not index)
+    for optimizer in optimizers:
+        facts.add(optimizer, describe(Model()), None, rows, optimizers[0])
     told = facts.tell(rows, alone=False)
     return told, rows.fetch().result(0, partial=True).scalars
 
