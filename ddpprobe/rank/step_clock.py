@@ -456,9 +456,7 @@ class StepClock:
 
     def _throw_away(self) -> None:
         """Take for lent what came before a `zero_grad` that no step of this model's followed."""
-        if not self._may_lend():
-            return
-        if self._anchor_had_grad and self._anchors.vanished():
+        if self._may_lend() and self._anchor_had_grad and self._anchors.vanished():
             self.passes.throw_away()
             self._lend()
 
@@ -467,9 +465,7 @@ class StepClock:
 
         A loop that trains another model through it may set `requires_grad` to False for that time.
         """
-        if not self._may_lend():
-            return False
-        if any(parameter.requires_grad for parameter in self._anchors.living()):
+        if not self._may_lend() or any(p.requires_grad for p in self._anchors.living()):
             return False
         return not any(p.requires_grad for _, p in self._topology.named_parameters())
 
