@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch import nn
@@ -51,8 +51,9 @@ def test_where_the_stack_is_too_deep_just_now_it_is_given_back_the_next_time(lim
         else:
             room.give_back()
 
-    here = len(inspect.stack(0))
-    deeper(limit - here + OWN)  # more than the limit allows, and less than the raised one
+    # In a thread of its own: what torch 2.6 compiles on Python 3.12 leaves less room in this one.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(deeper, limit + OWN // 2).result()
     assert sys.getrecursionlimit() == raised
     room.give_back()
     assert sys.getrecursionlimit() == limit
