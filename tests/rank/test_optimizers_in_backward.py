@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import ddpprobe
 from ddpprobe.rank.topology.describe import Topology
@@ -18,6 +21,24 @@ from ddpprobe.records.step import LEARNING_RATE, USED_NORM, StepRecord
 def chain(linears: int) -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(linears)])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(model: nn.Sequential) -> nn.Sequential:
+    for linear in model:
+        fully_shard(linear)
+    return fully_shard(model)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one rank, as FSDP2 asks for one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def step_in_backward(model: nn.Module) -> dict[str, list[Tensor]]:
@@ -30,7 +51,7 @@ def step_in_backward(model: nn.Module) -> dict[str, list[Tensor]]:
 
     def hook(name: str) -> Callable[[Tensor], None]:
         def step(parameter: Tensor) -> None:
-            seen.setdefault(name, []).append(parameter.grad.clone())
+            seen.setdefault(name, []).append(whole(parameter.grad).clone())
             optimizers[name].step()
             optimizers[name].zero_grad()
 
@@ -56,11 +77,14 @@ def l2_of(record: StepRecord) -> dict[str, float]:
     }
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("wrap", [None, sharded])
 @pytest.mark.parametrize("linears", [2, 8])
 def test_each_gradient_is_told_as_its_optimizer_took_it(
-    linears: int, tmp_path: Path, records_of
+    linears: int, wrap: Callable[[nn.Sequential], nn.Sequential] | None, tmp_path: Path, records_of
 ) -> None:
     model = chain(linears)
+    model = model if wrap is None else wrap(model)
     seen = step_in_backward(model)
     with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
         train(model, 3)
