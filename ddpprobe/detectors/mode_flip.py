@@ -23,14 +23,25 @@ class _Apart:
     told: bool = False
 
 
+@dataclass(slots=True)
+class _Steady:
+    """Modes that have lasted, and a part that left training mode since."""
+
+    modes: _Modes
+    looks: int = 1
+    since: int | None = None
+    apart: int = 0  # looks since
+    told: bool = False
+
+
 class ModeFlip(SampledDetector):
     """Warns when a model that trained in training mode goes on training in evaluation mode.
 
     Dropout is off then and batch norms use what they had learned: `model.train()` was forgotten
-    behind an evaluation. So it does of a rank that is in evaluation mode while others are not. That
-    another part of the modules is in training mode, or that another number of parameters requires a
-    gradient, is told as information; so is training in evaluation mode from the start, which may be
-    meant.
+    behind an evaluation. So it does of a rank that is in evaluation mode while others are not, and
+    of a part of the modules that is so, unless another number of parameters requires a gradient
+    since: then it was frozen. Any such change is told as information at once; so is training in
+    evaluation mode from the start, which may be meant.
 
     Args:
         steps: steps for which evaluation mode must last.
@@ -47,6 +58,7 @@ class ModeFlip(SampledDetector):
 
     def _reset(self) -> None:
         self._modes: _Modes | None = None
+        self._steady: _Steady | None = None
         self._trained = False  # in training mode, at some step
         self._since: int | None = None  # all ranks have been in evaluation mode
         self._lasted = 0
@@ -62,7 +74,7 @@ class ModeFlip(SampledDetector):
         modes = max(float(s[TRAINING]) for s in told), max(float(s[TRAINABLE]) for s in told)
         before, self._modes = self._modes, modes
         lasting = self._evaluates(record, training=modes[0] > 0)
-        lasting = lasting or self._alone(record)
+        lasting = lasting or self._alone(record) or self._partly(record, modes)
         if lasting is not None:
             return [lasting]
         if before is None or before == modes or not self._telling.due(record.step, 1.0):
@@ -97,6 +109,32 @@ class ModeFlip(SampledDetector):
             values = {"since": apart.since, "ranks": len(still)}
             return self.anomaly(record, "warn", message, values, rank=rank, phase="forward")
         return None
+
+    def _partly(self, record: StepRecord, modes: _Modes) -> Anomaly | None:
+        """Return what is to be said of a part of the modules that left training mode."""
+        steady, (share, trainable) = self._steady, modes
+        left = steady is not None and 0 < share < steady.modes[0]
+        if steady is None or trainable != steady.modes[1] or not (left or share):
+            self._steady = _Steady(modes)
+            return None
+        if not left or steady.looks < FEWEST_LOOKS:
+            same = modes == steady.modes
+            self._steady = _Steady(modes, looks=steady.looks + 1 if same else 1)
+            return None
+        steady.since = record.step if steady.since is None else steady.since
+        steady.apart += 1
+        long = steady.apart >= FEWEST_LOOKS and record.step - steady.since >= self._steps
+        if steady.told or not long:
+            return None
+        steady.told = True
+        message = (
+            f"only {share:.0%} of the modules have been in training mode since step "
+            f"{steady.since}, {steady.modes[0]:.0%} before, and as many parameters require a "
+            "gradient as before: batch norms among the others use what they had learned, and "
+            "dropout is off; if that is not meant, call model.train() on the whole model"
+        )
+        values = {"since": steady.since, "training": share, "training_before": steady.modes[0]}
+        return self.anomaly(record, "warn", message, values, phase="forward")
 
     def _evaluates(self, record: StepRecord, *, training: bool) -> Anomaly | None:
         if training:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpprobe.detectors.mode_flip import ModeFlip
-from ddpprobe.records.step import TRAINABLE, TRAINING, StepRecord
+from ddpprobe.records.step import NOTED, TRAINABLE, TRAINING, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 
@@ -34,6 +34,36 @@ def test_from_the_start_it_may_be_meant() -> None:
 def test_a_part_that_is_frozen_is_an_information_and_a_frozen_batch_norm_is_nothing() -> None:
     assert levels(run(ModeFlip(), steps(0, 50) + steps(50, 90, trainable=2.0))) == [("info", 50)]
     assert run(ModeFlip(), steps(0, 100, training=0.9)) == []
+
+
+def test_a_part_that_leaves_training_mode_and_is_not_frozen_is_warned_of_once() -> None:
+    for every in (1, 10):
+        stream = steps(0, 100, every) + steps(100, 300, every, training=0.7)
+        found = run(ModeFlip(), stream)
+        assert levels(found) == [("info", 100), ("warn", 120)]
+        assert found[1].values == {"since": 100, "training": 0.7, "training_before": 1.0}
+
+
+def test_a_part_that_is_frozen_at_once_or_comes_back_is_no_warning() -> None:
+    frozen = steps(0, 100) + steps(100, 200, training=0.7, trainable=5.0)
+    assert levels(run(ModeFlip(), frozen)) == [("info", 100)]
+    brief = steps(0, 100) + steps(100, 119, training=0.7) + steps(119, 200)
+    assert levels(run(ModeFlip(), brief)) == [("info", 100)]
+    in_turn = [step(s, training=1.0 if s % 2 else 0.5) for s in range(300)]
+    assert levels(run(ModeFlip(), in_turn)) == [("info", 1)]
+    more = steps(0, 100, training=0.7) + steps(100, 200)
+    assert levels(run(ModeFlip(), more)) == [("info", 100)]
+
+
+def test_a_part_that_the_script_announces_to_stop_is_no_warning() -> None:
+    note = record(100, {0: {TRAINING: 0.7, TRAINABLE: 8.0, "loss": 1.0, NOTED: 1.0}})
+    assert run(ModeFlip(), [*steps(0, 100), note, *steps(101, 200, training=0.7)]) == []
+
+
+def test_after_it_came_back_a_part_that_leaves_again_is_told_again() -> None:
+    stream = steps(0, 100) + steps(100, 150, training=0.7) + steps(150, 300)
+    stream += steps(300, 400, training=0.7)
+    assert [a.step for a in run(ModeFlip(), stream) if a.level == "warn"] == [120, 320]
 
 
 def test_networks_that_train_in_turn_are_told_once() -> None:
