@@ -54,21 +54,27 @@ class StuckData(SampledDetector):
 
     What is compared is the first tensor that the model is given in a step. Only a rank whose data
     used to vary is judged: who trains on one batch from the start means to. Fewer looks are needed
-    while the input of another rank varies: then it is no schedule of the training.
+    while the input of another rank varies, as then it is no schedule of the training, and where
+    they are far apart.
 
     Args:
         looks: sampled steps in a row with the same input.
         beside: as `looks`, of a rank beside which another one's input was a new one at each.
+        steps: as many looks as `beside` are enough where the first and the last lie so far apart.
         quiet_steps: steps without it after which it is told again.
     """
 
     name = "stuck_data"
     title = "A rank is given the same data again and again"
 
-    def __init__(self, *, looks: int = 20, beside: int = 5, quiet_steps: int = 100) -> None:
+    def __init__(
+        self, *, looks: int = 20, beside: int = 5, steps: int = 40, quiet_steps: int = 100
+    ) -> None:
         at_least(2, looks=looks, beside=beside)
+        at_least(1, steps=steps)
         at_least(0, quiet_steps=quiet_steps)
-        self._looks, self._beside, self._quiet = looks, beside, quiet_steps
+        self._looks, self._beside = looks, beside
+        self._steps, self._quiet = steps, quiet_steps
         self._reset()
 
     def _reset(self) -> None:
@@ -83,15 +89,19 @@ class StuckData(SampledDetector):
         looked = {r: of for r, of in self._ranks.items() if of.step == record.step}
         # Whoever varied has done so for as many looks as any other rank has not.
         vary = any(of.same == 1 and of.fresh >= self._beside for of in looked.values())
-        least = self._beside if vary else self._looks
-        stuck = [r for r, of in looked.items() if of.same >= least and of.varied]
+        stuck = [r for r, of in looked.items() if self._is_stuck(of, vary=vary) and of.varied]
         if not stuck or not self._telling.due(record.step, len(stuck)):
             return []
         beside = ", while that of others varied" if vary else ""
+        looks = min(looked[rank].same for rank in stuck)
         message = (
             f"the first input of {ranks_text(tuple(sorted(stuck)))} has been the same to the bit "
-            f"for {least} sampled steps{beside}: look at the loader, its iterator and its sampler"
+            f"for {looks} sampled steps{beside}: look at the loader, its iterator and its sampler"
         )
         alone = stuck[0] if len(stuck) == 1 else None
-        values = {"looks": least, "ranks": len(stuck)}
+        values = {"looks": looks, "ranks": len(stuck)}
         return [self.anomaly(record, "warn", message, values, rank=alone, phase="forward")]
+
+    def _is_stuck(self, rank: _Rank, *, vary: bool) -> bool:
+        long = (rank.same - 1) * rank.gap >= self._steps
+        return rank.same >= (self._beside if vary or long else self._looks)

@@ -89,12 +89,12 @@ def test_whoever_sums_from_the_start_means_to() -> None:
     assert run(Reduction(), [of(s, 0.7 if s < 7 else 1.4) for s in range(100)]) == []
 
 
-def test_a_mean_that_is_divided_once_more_is_told_at_the_eighth_step() -> None:
+def test_a_mean_that_is_divided_once_more_is_told_at_the_fifth_step() -> None:
     for ranks in (2, 4):  # gradients with nothing in common, and all the same
         for mean in (ranks**-0.5, 1.0):
             local = (1.0, 0.99, 0.98, 0.97)[:ranks]
             (warn,) = run(Reduction(), [of(s, 0.95 * mean / ranks, local) for s in range(300)])
-            assert (warn.level, warn.step, warn.kind) == ("warn", 7, "grad")
+            assert (warn.level, warn.step, warn.kind) == ("warn", 4, "grad")
             assert "divided" in warn.message
             # Of the root of the mean of the squares, which is near 1 here.
             assert float(warn.message.split(" is ")[1].split(" x ")[0]) == pytest.approx(
@@ -107,8 +107,8 @@ def test_a_mean_that_is_divided_once_more_is_told_at_the_eighth_step() -> None:
 
 
 def test_gradients_that_cancel_each_other_later_or_not_at_each_step_are_left_alone() -> None:
-    assert run(Reduction(), [of(s, 0.7 if s < 8 else 0.01) for s in range(100)]) == []
-    assert run(Reduction(), [of(s, 0.7 if s == 5 else 0.01) for s in range(100)]) == []
+    assert run(Reduction(), [of(s, 0.7 if s < 5 else 0.01) for s in range(100)]) == []
+    assert run(Reduction(), [of(s, 0.7 if s == 3 else 0.01) for s in range(100)]) == []
 
 
 def test_a_mean_of_equal_gradients_and_what_rounding_adds_is_a_mean() -> None:

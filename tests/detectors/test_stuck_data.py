@@ -24,9 +24,11 @@ VARIED = [float(i) for i in range(30)]
 
 
 def test_a_rank_whose_data_stop_to_vary_is_told_once_and_named() -> None:
-    for every in (1, 10):
+    for every, looks in ((1, 20), (2, 20), (3, 15), (10, 5), (100, 5)):
         (warn,) = run(StuckData(), stream(VARIED + [5.0] * 60, every))
-        assert (warn.level, warn.step, warn.rank) == ("warn", 49 * every, 0)
+        last = 29 + looks
+        assert (warn.level, warn.step, warn.rank) == ("warn", last * every, 0)
+        assert warn.values["looks"] == looks
 
 
 def test_beside_a_rank_whose_data_vary_five_looks_are_enough() -> None:
