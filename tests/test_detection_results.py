@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.detection import __main__ as command
+from benchmarks.detection.kept import Kept
 from benchmarks.detection.report import page
 from benchmarks.detection.results import Key, Result, Results, code
 from benchmarks.detection.score import Outcome
+from ddpprobe.records.step import Anomaly, FirstBad, StepRecord
 
 FOUND = Outcome("F01", 0, 1, True, "dead_units", 3, None, True, (), ("loss_spike@7",))
 RESULT = Result(FOUND, {"isnan": [4], "ZClip, z > 2.5": [], "7 sigma": [], "dead >= 0.7": [],
@@ -77,7 +79,7 @@ def test_a_sitting_runs_what_has_no_result_and_keeps_none_of_a_run_that_failed(
 ) -> None:
     ran: list[Key] = []
 
-    def run_job(_zygote: object, key: Key, _place: Path) -> tuple[Outcome, dict[str, list[int]]]:
+    def run_job(_zygote: object, key: Key, *_: object) -> tuple[Outcome, dict[str, list[int]]]:
         ran.append(key)
         if key.every == 10 and len(ran) == 2:
             raise command.RunFailed("F01 failed")
@@ -103,7 +105,7 @@ def test_no_result_is_kept_of_code_that_changed_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_job(*_: object) -> tuple[Outcome, dict[str, list[int]]]:
-        monkeypatch.setattr(command, "code", lambda: "edited")
+        monkeypatch.setattr(command, "code", lambda **_: "edited")
         return FOUND, RESULT.spoke
 
     monkeypatch.setattr(command, "run_job", run_job)
@@ -112,3 +114,47 @@ def test_no_result_is_kept_of_code_that_changed_meanwhile(
     with pytest.raises(SystemExit, match="changed"):
         command.main(["--jobs", "F01", "--results", str(file)])
     assert not file.exists()
+
+
+def test_the_fingerprint_of_what_is_recorded_leaves_out_detectors_and_their_judges(
+    tmp_path: Path,
+) -> None:
+    jobs, probe = tmp_path / "benchmarks" / "detection", tmp_path / "ddpprobe"
+    (probe / "detectors").mkdir(parents=True)
+    jobs.mkdir(parents=True)
+    judging = [probe / "detectors" / "a.py", jobs / "score.py", jobs / "rivals.py"]
+    recording = [probe / "b.py", jobs / "faults.py"]
+    for file in judging + recording:
+        file.write_text("1")
+    first = code(tmp_path, recorded=True)
+    for file in judging:
+        file.write_text("2")
+    assert code(tmp_path, recorded=True) == first
+    for file in recording:
+        file.write_text("2")
+        assert code(tmp_path, recorded=True) != first
+        first = code(tmp_path, recorded=True)
+
+
+def test_a_run_whose_records_are_kept_is_judged_by_the_detectors_of_now(tmp_path: Path) -> None:
+    key, bad = Key("N01", 0, 1), FirstBad(7, 0, "forward", 0, 1, "fc", "output", "", 1, 0, 0, 8)
+    records = [StepRecord(0, s, (0, 1), s, first_bad=bad if s == 7 else None) for s in range(9)]
+    lost = Anomaly("rank_lost", "page", 8, 0, 1, None, None, "step", False, "", {}, sampled=True)
+    kept = Kept(tmp_path, "now")
+    assert kept.judged(key) is None
+    kept.keep(key, records, [lost, replace(lost, detector="nonfinite", step=3)])
+    read, said = Kept(tmp_path, "now").judged(key)
+    assert [record.step for record in read] == list(range(9))
+    assert [(one.detector, one.step) for one in said] == [("nonfinite", 7), ("rank_lost", 8)]
+    assert Kept(tmp_path, "later").judged(key) is None  # it was recorded by other code
+    assert Kept(tmp_path, "now").judged(key) is None  # and is gone then
+    assert not list(tmp_path.rglob("*.gz"))
+
+
+def test_a_run_that_is_kept_is_not_run_again(tmp_path: Path, monkeypatch) -> None:
+    ran: list[Key] = []
+    monkeypatch.setattr(command, "_run", lambda _, key, __: ran.append(key) or ([], []))
+    for _ in range(2):
+        found, _spoke = command.run_job(None, Key("H01", 0, 1), tmp_path, Kept(tmp_path, "now"))
+        assert (found.job, found.pages) == ("H01", ())
+    assert ran == [Key("H01", 0, 1)]

@@ -2,11 +2,12 @@
 
 `make bench-detection` may take three hours, in as many sittings as you like: `MINUTES=10` starts
 nothing more behind ten minutes. Each run is a line of `.bench/detection.jsonl`, and is not run
-again until the code changes. `--quick` (`make bench-detection QUICK=1`): one seed, 15 minutes,
-prints only. `--jobs U01 H05` runs some of the jobs only. What nobody listed (`unlisted.py`, which
-names `set_a.py` to `set_g.py`), what is sharded (`sharded.py`), other ways to train (`breadth.py`)
-and the architectures (`zoo.py`) stand in tables of their own. The architectures need transformers
-and timm, which the command's own environment has (`.venv-zoo`).
+again until the code changes; where detectors alone have changed, it is judged anew by its records,
+which are kept beside that file (300 MB). `--quick` (`make bench-detection QUICK=1`): one seed, 15
+minutes, prints only. `--jobs U01 H05` runs some of the jobs only. What nobody listed
+(`unlisted.py`, which names `set_a.py` to `set_g.py`), what is sharded (`sharded.py`), other ways to
+train (`breadth.py`) and the architectures (`zoo.py`) stand in tables of their own. The
+architectures need transformers and timm, which the command's own environment has (`.venv-zoo`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from pathlib import Path
 import ddpprobe
 from benchmarks import tables
 from benchmarks.detection.jobs import JOBS, PLANTED
+from benchmarks.detection.kept import Kept
 from benchmarks.detection.report import EVERY, page
 from benchmarks.detection.results import Key, Result, Results, code
 from benchmarks.detection.rivals import RIVALS
 from benchmarks.detection.score import Outcome, Spoke, judge_fault, judge_healthy
+from ddpprobe.records.step import Anomaly, StepRecord
 from tests.faults.zygote import Zygote
 
 _HOME = Path(__file__).parent.parent.parent
@@ -39,22 +42,17 @@ class RunFailed(Exception):
     """A rank failed where nothing should have made it."""
 
 
-def run_job(zygote: Zygote, key: Key, place: Path) -> tuple[Outcome, Spoke]:
-    """Run a job, and judge what is said of it.
+def run_job(zygote: Zygote, key: Key, place: Path, kept: Kept) -> tuple[Outcome, Spoke]:
+    """Run a job, if its records are not kept, and judge what is said of it.
 
     Raises:
         RunFailed: a rank failed where nothing should have made it.
     """
     name, seed, every = key
-    directory = place / f"{name}-{seed}-{every}"
-    directory.mkdir()
-    try:
-        if zygote.call("benchmarks.detection.ranks:launch", name, seed, every, str(directory)):
-            raise RunFailed(f"{name}, seed {seed}, every={every} failed, see above: no result")
-        run = ddpprobe.open(directory / "run")
-        said, records = run.anomalies(), list(run.records())
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)  # a daemon may not have ended yet
+    found = kept.judged(key)
+    records, said = _run(zygote, key, place) if found is None else found
+    if found is None:
+        kept.keep(key, records, said)
     planted = PLANTED.get(name)
     if planted is not None:
         outcome = judge_fault(planted(seed, 0), seed, every, said)
@@ -63,24 +61,40 @@ def run_job(zygote: Zygote, key: Key, place: Path) -> tuple[Outcome, Spoke]:
     return outcome, {rival: rule(records) for rival, rule in RIVALS.items()}
 
 
-def sit(results: Results, keys: Sequence[Key], minutes: float | None) -> int:
+def _run(zygote: Zygote, key: Key, place: Path) -> tuple[list[StepRecord], list[Anomaly]]:
+    """Return the records of a run, and what was said of it while it ran."""
+    name, seed, every = key
+    directory = place / f"{name}-{seed}-{every}"
+    directory.mkdir()
+    try:
+        if zygote.call("benchmarks.detection.ranks:launch", name, seed, every, str(directory)):
+            raise RunFailed(f"{name}, seed {seed}, every={every} failed, see above: no result")
+        run = ddpprobe.open(directory / "run")
+        return list(run.records()), run.anomalies()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)  # a daemon may not have ended yet
+
+
+def sit(results: Results, kept: Path, keys: Sequence[Key], minutes: float | None) -> int:
     """Run what has no result; return how many runs failed.
 
     Args:
         results: where they go, each when it is there.
+        kept: directory of the records of runs.
         keys: in this order.
         minutes: after which no more are started; None: all are.
     """
     begun, failed, fingerprint, machine = time.monotonic(), 0, code(), tables.machine()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     switches = {"DDPPROBE_STRICT": "1", "DDPPROBE_LINGER": "0"}
-    kept = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    with Zygote(**switches) as zygote, kept as place:
+    records = Kept(kept, code(recorded=True))
+    directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with Zygote(**switches) as zygote, directory as place:
         for key in results.missing(keys):
             if minutes is not None and time.monotonic() - begun >= 60 * minutes:
                 break
             try:
-                outcome, spoke = run_job(zygote, key, Path(place))
+                outcome, spoke = run_job(zygote, key, Path(place), records)
             except RunFailed as error:
                 print(error, file=sys.stderr, flush=True)
                 failed += 1
@@ -106,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     minutes = _QUICK_MINUTES if asked.quick and asked.minutes is None else asked.minutes
     keys = [Key(job, seed, every) for seed in seeds for job in jobs for every in EVERY]
     results = Results(asked.results, code())
-    failed = sit(results, keys, minutes)
+    failed = sit(results, asked.results.with_name("records"), keys, minutes)
     text, missing = page(results.of(keys), results.missing(keys)), results.missing(keys)
     print(text)
     if results.of_other_code:

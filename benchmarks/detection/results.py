@@ -18,7 +18,8 @@ import torch
 from benchmarks.detection.score import Outcome, Spoke
 
 _HOME = Path(__file__).parent.parent.parent
-_ONLY_SHOW = {"__main__.py", "report.py", "results.py"}  # they change no result
+_ONLY_SHOW = {"__main__.py", "kept.py", "report.py", "results.py"}  # they change no result
+_JUDGE = {"reference.py", "rivals.py", "score.py"}  # they change what is said of a run, not the run
 
 
 class Key(NamedTuple):
@@ -53,11 +54,17 @@ class Result:
         return Key(self.outcome.job, self.outcome.seed, self.outcome.every)
 
 
-def code(home: Path = _HOME) -> str:
-    """Return a fingerprint of all that a result depends on: the probe, jobs, libraries."""
+def code(home: Path = _HOME, *, recorded: bool = False) -> str:
+    """Return a fingerprint of all that a result depends on: the probe, jobs, libraries.
+
+    `recorded`: only of what the records of a run depend on, so not of detectors and their judges.
+    """
+    left_out = _ONLY_SHOW | _JUDGE if recorded else _ONLY_SHOW
     found = hashlib.sha256(torch.__version__.encode())
     jobs = (home / "benchmarks" / "detection").glob("*.py")
-    measured = [*(home / "ddpprobe").rglob("*.py"), *(f for f in jobs if f.name not in _ONLY_SHOW),
+    probe = (home / "ddpprobe").rglob("*.py")
+    measured = [*(f for f in probe if not (recorded and f.parent.name == "detectors")),
+                *(f for f in jobs if f.name not in left_out),
                 *(home / "benchmarks").glob("zoo.txt")]  # fmt: skip
     for file in sorted(measured):
         found.update(f"{file.relative_to(home)}\0".encode() + file.read_bytes() + b"\0")
