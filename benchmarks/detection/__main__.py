@@ -50,9 +50,10 @@ def run_job(zygote: Zygote, key: Key, place: Path, kept: Kept) -> tuple[Outcome,
     """
     name, seed, every = key
     found = kept.judged(key)
-    records, said = _run(zygote, key, place) if found is None else found
     if found is None:
-        kept.keep(key, records, said)
+        found = _run(zygote, key, place)
+        kept.keep(key, *found)
+    records, said = found
     planted = PLANTED.get(name)
     if planted is not None:
         outcome = judge_fault(planted(seed, 0), seed, every, said)

@@ -15,23 +15,27 @@ _Modes = tuple[float, float]  # share of modules in training mode, parameters wi
 
 
 @dataclass(slots=True)
-class _Apart:
-    """A rank in evaluation mode: since which step, for how many looks, and whether it was told."""
+class _Lasting:
+    """A mode that goes on: since which step, for how many looks, and whether it was told."""
 
     since: int
     looks: int = 0
     told: bool = False
 
+    def is_due(self, step: int, steps: int) -> bool:
+        """Count a look; return whether it has lasted for so many steps, and is not told yet."""
+        self.looks += 1
+        long = self.looks >= FEWEST_LOOKS and step - self.since >= steps
+        return long and not self.told
+
 
 @dataclass(slots=True)
 class _Steady:
-    """Modes that have lasted, and a part that left training mode since."""
+    """Modes, for how many looks they lasted, and a part that left training mode behind them."""
 
     modes: _Modes
-    looks: int = 1
-    since: int | None = None
-    apart: int = 0  # looks since
-    told: bool = False
+    looks: int
+    left: _Lasting | None = None
 
 
 class ModeFlip(SampledDetector):
@@ -60,10 +64,8 @@ class ModeFlip(SampledDetector):
         self._modes: _Modes | None = None
         self._steady: _Steady | None = None
         self._trained = False  # in training mode, at some step
-        self._since: int | None = None  # all ranks have been in evaluation mode
-        self._lasted = 0
-        self._told = False
-        self._apart: dict[int, _Apart] = {}  # ranks in evaluation mode while others are not
+        self._evaluation: _Lasting | None = None  # of all ranks
+        self._apart: dict[int, _Lasting] = {}  # ranks in evaluation mode while others are not
         self._telling = Telling(self._quiet, worse=1.0)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
@@ -94,11 +96,9 @@ class ModeFlip(SampledDetector):
         """Return what is to be said of a rank that evaluates while others train."""
         share = {r: float(s[TRAINING]) for r, s in record.scalars.items() if TRAINING in s}
         still = [r for r, x in share.items() if x == 0] if any(share.values()) else []
-        self._apart = {r: self._apart.get(r) or _Apart(record.step) for r in still}
+        self._apart = {r: self._apart.get(r) or _Lasting(record.step) for r in still}
         for rank, apart in self._apart.items():
-            apart.looks += 1
-            long = apart.looks >= FEWEST_LOOKS and record.step - apart.since >= self._steps
-            if apart.told or not long or not self._trained:
+            if not (apart.is_due(record.step, self._steps) and self._trained):
                 continue
             apart.told = True
             message = (
@@ -113,42 +113,39 @@ class ModeFlip(SampledDetector):
     def _partly(self, record: StepRecord, modes: _Modes) -> Anomaly | None:
         """Return what is to be said of a part of the modules that left training mode."""
         steady, (share, trainable) = self._steady, modes
-        left = steady is not None and 0 < share < steady.modes[0]
-        if steady is None or trainable != steady.modes[1] or not (left or share):
-            self._steady = _Steady(modes)
+        if (
+            steady is None
+            or steady.looks < FEWEST_LOOKS
+            or trainable != steady.modes[1]
+            or not 0 < share < steady.modes[0]
+        ):
+            same = steady is not None and modes == steady.modes
+            self._steady = _Steady(modes, looks=steady.looks + 1 if steady and same else 1)
             return None
-        if not left or steady.looks < FEWEST_LOOKS:
-            same = modes == steady.modes
-            self._steady = _Steady(modes, looks=steady.looks + 1 if same else 1)
+        left = steady.left = steady.left or _Lasting(record.step)
+        if not left.is_due(record.step, self._steps):
             return None
-        steady.since = record.step if steady.since is None else steady.since
-        steady.apart += 1
-        long = steady.apart >= FEWEST_LOOKS and record.step - steady.since >= self._steps
-        if steady.told or not long:
-            return None
-        steady.told = True
+        left.told = True
         message = (
             f"only {share:.0%} of the modules have been in training mode since step "
-            f"{steady.since}, {steady.modes[0]:.0%} before, and as many parameters require a "
+            f"{left.since}, {steady.modes[0]:.0%} before, and as many parameters require a "
             "gradient as before: batch norms among the others use what they had learned, and "
             "dropout is off; if that is not meant, call model.train() on the whole model"
         )
-        values = {"since": steady.since, "training": share, "training_before": steady.modes[0]}
+        values = {"since": left.since, "training": share, "training_before": steady.modes[0]}
         return self.anomaly(record, "warn", message, values, phase="forward")
 
     def _evaluates(self, record: StepRecord, *, training: bool) -> Anomaly | None:
         if training:
-            self._trained, self._since, self._lasted, self._told = True, None, 0, False
+            self._trained, self._evaluation = True, None
             return None
-        self._since = record.step if self._since is None else self._since
-        self._lasted += 1
-        long = self._lasted >= FEWEST_LOOKS and record.step - self._since >= self._steps
-        if self._told or not long:
+        lasting = self._evaluation = self._evaluation or _Lasting(record.step)
+        if not lasting.is_due(record.step, self._steps):
             return None
-        self._told = True
+        lasting.told = True
         message = (
-            f"no module has been in training mode since step {self._since}: dropout is off, and "
+            f"no module has been in training mode since step {lasting.since}: dropout is off, and "
             "batch norms use what they had learned; call model.train() behind an evaluation"
         )
         level = "warn" if self._trained else "info"
-        return self.anomaly(record, level, message, {"since": self._since}, phase="forward")
+        return self.anomaly(record, level, message, {"since": lasting.since}, phase="forward")

@@ -23,7 +23,7 @@ SAME = 1e-6  # relative: what one rank's norm differs by when it is computed twi
 MORE = 0.05  # relative: so much above what a mean can be; a reduction in bfloat16 rounds by 0.01
 # Of the mean's square, times the ranks, by the mean of the squares: 1 for gradients that have
 # nothing in common, and more where they have. A mean that is divided by n once more has at most
-# 1 / n. Runs without that fault: 1.006 or more at one of the first 5 sampled steps.
+# 1 / n. Healthy runs: 1.016 or more at one of the first 5 sampled steps.
 TWICE = 0.7
 APART = 1e-3  # relative: norms of ranks that lie closer may be one and the same
 

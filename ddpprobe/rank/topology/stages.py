@@ -146,7 +146,7 @@ class Names:
         modules = dict(topology.named_modules())
         cut = {fqn for fqn, m in modules.items() if self._of.get(m, fqn) != fqn}
         for lost in self._fqns - modules.keys():
-            cut.update(lost[:end] for end in _ends(lost))
+            cut.update(_ancestry(lost.rpartition(".")[0]))
         for fqn, module in modules.items():  # parents first
             # As in `parts`: without parameters it is told by what it is part of.
             if fqn and fqn.rpartition(".")[0] in cut and next(module.parameters(), None) is None:
@@ -160,14 +160,6 @@ def _ancestry(fqn: str) -> Iterator[str]:
         yield fqn
         fqn = fqn.rpartition(".")[0]
     yield ""
-
-
-def _ends(fqn: str) -> Iterator[int]:
-    """Lengths of the FQNs of what contains `fqn`, the root's (0) last."""
-    end = len(fqn)
-    while end > 0:
-        end = max(fqn.rfind(".", 0, end), 0)
-        yield end
 
 
 def _values(module: nn.Module, topology: Topology) -> Iterable[tuple[str, bool]]:
