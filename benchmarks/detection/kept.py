@@ -34,7 +34,7 @@ class Kept:
         self._place = path / fingerprint
         for other in path.glob("*"):
             if other != self._place:
-                shutil.rmtree(other)
+                shutil.rmtree(other, ignore_errors=True)  # another process removes it, too
 
     def keep(self, key: Key, records: list[StepRecord], said: Iterable[Anomaly]) -> None:
         """Keep a run: its records, and what was said of it."""

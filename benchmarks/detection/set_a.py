@@ -81,7 +81,7 @@ class U34(Fault):
     net, from_the_start = "cnn", True
     expected = Expected(
         (*LOUD, "dead_units", "grad_none_or_zero", "grad_zeros", "frozen_param", "vanishing",
-         "init_scale", "nonfinite", "output_drop"), 30,
+         "init_scale", "nonfinite", "output_drop", "collapse"), 30,
     )  # fmt: skip
 
     def batch(self) -> Batch:
@@ -129,7 +129,7 @@ class U38(Fault):
     net, world, from_the_start = "cnn", 2, True
     expected = Expected(
         (*LOUD, "dead_units", "grad_none_or_zero", "grad_zeros", "vanishing", "frozen_param",
-         "nonfinite"), 50,
+         "nonfinite", "collapse"), 50,
     )  # fmt: skip
 
     def make_optimizer(self) -> torch.optim.Optimizer:

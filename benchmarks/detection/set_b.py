@@ -144,7 +144,9 @@ class U48(Fault):
     # AtacWorks issue 207: every sample of a batch is the same one.
     says = "on one rank, all samples of a batch are copies of its first"
     net, world = "gpt", 3
-    expected = Expected(("rank_outlier", "same_data", "stuck_data", *LOUD), 30, rank=True)
+    expected = Expected(
+        ("rank_outlier", "same_data", "stuck_data", "collapse", *LOUD), 30, rank=True
+    )
 
     def batch(self) -> Batch:
         x, y = super().batch()

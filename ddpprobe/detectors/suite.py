@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from ddpprobe.detectors.collapse import Collapse
 from ddpprobe.detectors.coverage import Coverage
 from ddpprobe.detectors.dead_units import DeadUnits
 from ddpprobe.detectors.desync import Desync
@@ -99,6 +100,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     GradNoneOrZero,
     GradZeros,
     Vanishing,
+    Collapse,
     LossSpike,
     LossRunaway,
     LevelShift,

@@ -200,6 +200,9 @@ MOMENT_DECAY = "second_moment_decay"
 STALE = "stale_units"
 BUFFER = "buffer"  # in place of a shard, in digests: a buffer that no step has changed
 DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensor given to the model
+# Scalars: of that tensor, and of the first one that the model returns: which share of its mean
+# square varies between the samples of a batch. 0: all of them are alike.
+INPUT_SPREAD, OUTPUT_SPREAD = "input_spread", "output_spread"
 # Scalar: how many micro-batches of the step, the first ones, were for another model's step.
 LENT = "lent_passes"
 # Scalar: how many times in the step gradients were thrown away before any optimizer took them.

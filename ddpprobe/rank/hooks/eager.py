@@ -146,9 +146,10 @@ class EagerHooks:
         self.forward(fqn, output, relayed=_relays(module), tell=False)
         if rows.bad:
             rows.tell_call(before, partial(came_in.first_bad_of, args, kwargs))
-        first = self._clock.micro == self._clock.lent
-        if first and not (fqn or self._clock.evaluating):
-            step_facts.add_digest((args, kwargs), rows)
+        if not (fqn or self._clock.evaluating):
+            if self._clock.micro == self._clock.lent:
+                step_facts.add_input((args, kwargs), rows)
+            step_facts.add_output(output, rows)
         self.after_call(fqn, module, args, kwargs, output)
 
     def forward(

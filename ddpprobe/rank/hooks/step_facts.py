@@ -21,15 +21,19 @@ from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.torch_private import sharding
 from ddpprobe.records.step import (
     DIGEST,
+    INPUT_SPREAD,
     LEARNING_RATE,
     MOMENT_DECAY,
     OPTIMIZER_STEPS,
+    OUTPUT_SPREAD,
     STALE,
     TRAINABLE,
     TRAINING,
 )
 
 DIGEST_BYTES = 1 << 18  # of an input: more tells two batches apart no better
+# Of an input or an output, whether samples are alike; both are taken at equal distances.
+SAMPLES, NUMBERS = 16, 4096
 # So many bits are exact in a float64. The upper ones of a checksum depend on every bit below them,
 # the lower ones on none above.
 _BITS = 52
@@ -145,12 +149,14 @@ def _add_steps(optimizer: object, rows: StepRows) -> None:
         rows.add_scalar(OPTIMIZER_STEPS, steps)
 
 
-def add_digest(given: Iterable[object], rows: StepRows) -> None:
-    """Add a checksum of the first tensor in what the root was given; none if it is not plain.
+def add_input(given: Iterable[object], rows: StepRows) -> None:
+    """Add a checksum of the first tensor in what the root was given, and how far samples differ.
+
+    Nothing of a tensor that is not plain. The checksum's upper 52 bits are kept.
 
     Args:
         given: the root's args and kwargs.
-        rows: where the number goes: the upper 52 bits of the checksum, on the tensor's device.
+        rows: where the numbers go, on the tensor's device.
     """
     tensor = next((tensor for one in given for _, tensor in leaves(one)), None)
     if tensor is None or tensor.is_meta or torch_private.in_functorch():
@@ -162,6 +168,43 @@ def add_digest(given: Iterable[object], rows: StepRows) -> None:
         word = torch.zeros((), dtype=torch.int64, device=tensor.device)
         checksum(part, word)
         rows.add_scalar(DIGEST, ((word >> (64 - _BITS)) & ((1 << _BITS) - 1)).double())
+        _add_spread(INPUT_SPREAD, tensor, rows)
+
+
+def add_output(returned: object, rows: StepRows) -> None:
+    """Add how far samples differ in the first tensor that has a gradient to come, and is no loss.
+
+    Args:
+        returned: what the root returned.
+        rows: where the number goes, on the tensor's device.
+    """
+    trained = (one for _, one in leaves(returned) if one.requires_grad)
+    tensor = next((one for one in trained if one.dim()), None)
+    if tensor is None or tensor.is_meta or torch_private.in_functorch():
+        return
+    with torch.no_grad():
+        _add_spread(OUTPUT_SPREAD, tensor, rows)
+
+
+def _add_spread(name: str, tensor: Tensor, rows: StepRows) -> None:
+    """Add the share of a tensor's mean square that varies along its first dimension.
+
+    One of size 1 before the others is passed over: packed samples lie along the next. Nothing is
+    added of a single sample, of one that is expanded, nor of a tensor that is not plain.
+    """
+    while tensor.dim() > 2 and tensor.shape[0] == 1:
+        tensor = tensor[0]
+    if not _is_dense(tensor) or tensor.is_complex() or not tensor.dim() or not tensor.stride(0):
+        return
+    some = tensor.detach()[:: -(-len(tensor) // SAMPLES)]
+    if len(some) < 2 or not some.numel():
+        return
+    while some[0].numel() > NUMBERS:  # of views: nothing is copied
+        largest = max(range(1, some.dim()), key=lambda dim: some.shape[dim])
+        some = some[(slice(None),) * largest + (slice(None, None, 2),)]
+    some = some.float().reshape(len(some), -1)
+    apart = (some - some.mean(0)).square().sum()
+    rows.add_scalar(name, apart / some.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
 
 
 def _beginning(tensor: Tensor) -> Tensor | None:
@@ -171,10 +214,14 @@ def _beginning(tensor: Tensor) -> Tensor | None:
     are needed.
     """
     most = DIGEST_BYTES // tensor.element_size()
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if not plain or tensor.is_nested or not tensor.numel():
+    if not _is_dense(tensor) or not tensor.numel():
         return None
     if not tensor.is_contiguous():
         row = tensor.numel() // tensor.shape[0]
         tensor = tensor[: -(-most // row)].contiguous()
     return tensor.view(-1)[:most] if lies_on(tensor, tensor.device) else None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and not tensor.is_nested

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ddpprobe
 from ddpprobe.rank.hooks import step_facts
-from ddpprobe.rank.hooks.step_facts import DIGEST_BYTES, add_digest
+from ddpprobe.rank.hooks.step_facts import DIGEST_BYTES, add_input
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.stats.checksum import checksum
 from ddpprobe.rank.topology.describe import describe
@@ -229,7 +229,7 @@ def test_equal_inputs_have_equal_digests_and_others_have_not(
 def test_tokens_and_masks_have_digests_too(dtype: torch.dtype) -> None:
     def digest(data: torch.Tensor) -> float:
         rows = StepRows(torch.device("cpu"), 0)
-        add_digest(((), {"ids": data}), rows)
+        add_input(((), {"ids": data}), rows)
         return rows.fetch().result(0, partial=False).scalars[DIGEST]
 
     one = torch.arange(3 * 7).reshape(3, 7).remainder(2).to(dtype)
@@ -243,9 +243,9 @@ def test_a_digest_is_the_upper_bits_of_the_checksum() -> None:
     for seed in range(20):
         data = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
         rows, word = StepRows(torch.device("cpu"), 0), torch.zeros((), dtype=torch.int64)
-        add_digest(((data,),), rows)
+        add_input(((data,),), rows)
         checksum(data.view(-1), word)
-        (found,) = rows.fetch().result(0, partial=False).scalars.values()
+        found = rows.fetch().result(0, partial=False).scalars[DIGEST]
         assert found == (word.item() % 2**64) >> 12
 
 
@@ -258,9 +258,9 @@ def test_what_is_not_contiguous_has_the_digest_of_its_elements(large: bool) -> N
     rows = StepRows(torch.device("cpu"), 0)
     for data in (tokens[:, :-1], pictures, scaled):
         assert not data.is_contiguous()
-        add_digest(((data,),), rows)
-        add_digest(((data.contiguous(),),), rows)
-    digests = rows.fetch().rows[:, 0].tolist()
+        add_input(((data,),), rows)
+        add_input(((data.contiguous(),),), rows)
+    digests = rows.fetch().rows[::2, 0].tolist()  # each is followed by a spread
     assert digests[::2] == digests[1::2]
     assert len(set(digests)) == 3
 
@@ -268,12 +268,12 @@ def test_what_is_not_contiguous_has_the_digest_of_its_elements(large: bool) -> N
 def test_of_a_large_input_the_beginning_is_read() -> None:
     many = torch.zeros(DIGEST_BYTES // 4 + 1)
     rows = StepRows(torch.device("cpu"), 0)
-    add_digest(((many,),), rows)
+    add_input(((many,),), rows)
     many[-1] = 1.0
-    add_digest(((many[:-1],),), rows)
+    add_input(((many[:-1],),), rows)
     many[-2] = 1.0
-    add_digest(((many,),), rows)
-    first, same, other = rows.fetch().rows[:, 0].tolist()
+    add_input(((many,),), rows)
+    first, same, other = rows.fetch().rows[::2, 0].tolist()  # each is followed by a spread
     assert first == same != other
 
 
