@@ -16,7 +16,7 @@ from ddpprobe.rank.hooks.pending_rows import unless_logged
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.hooks.sweep import is_plain
 from ddpprobe.rank.stats.checksum import checksum
-from ddpprobe.rank.stats.dense import lies_on
+from ddpprobe.rank.stats.dense import FLOATS, lies_on
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.torch_private import sharding
 from ddpprobe.records.step import (
@@ -34,6 +34,7 @@ from ddpprobe.records.step import (
 DIGEST_BYTES = 1 << 18  # of an input: more tells two batches apart no better
 # Of an input or an output, whether samples are alike; both are taken at equal distances.
 SAMPLES, NUMBERS = 16, 4096
+_COMPARED = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 # So many bits are exact in a float64. The upper ones of a checksum depend on every bit below them,
 # the lower ones on none above.
 _BITS = 52
@@ -194,7 +195,7 @@ def _add_spread(name: str, tensor: Tensor, rows: StepRows) -> None:
     """
     while tensor.dim() > 2 and tensor.shape[0] == 1:
         tensor = tensor[0]
-    if not _is_dense(tensor) or tensor.is_complex() or not tensor.dim() or not tensor.stride(0):
+    if not (_is_dense(tensor) and tensor.dtype in _COMPARED and tensor.dim() and tensor.stride(0)):
         return
     some = tensor.detach()[:: -(-len(tensor) // SAMPLES)]
     if len(some) < 2 or not some.numel():
@@ -224,4 +225,4 @@ def _beginning(tensor: Tensor) -> Tensor | None:
 
 def _is_dense(tensor: Tensor) -> bool:
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return plain and not tensor.is_nested
+    return plain and not (tensor.is_nested or tensor.is_quantized)

@@ -98,11 +98,13 @@ def test_numbers_without_another_dimension_are_a_sample_each() -> None:
     assert spread_of(numbers) == pytest.approx(1 / 5)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_a_single_sample_and_what_is_no_dense_tensor_have_none() -> None:
     for tensor in (
         torch.ones(1, 4), torch.ones(1, 1, 4), torch.ones(()), torch.ones(0, 4), torch.ones(3, 0),
         torch.eye(3).to_sparse(), torch.ones(3, 3, device="meta"), torch.ones(3, 2).cfloat(),
-        torch.ones(1, 4).expand(3, 4),
+        torch.ones(1, 4).expand(3, 4), torch.zeros(3, 8, dtype=torch.uint8).view(torch.bits8),
+        torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 0, torch.quint8),
     ):  # fmt: skip
         assert spread_of(tensor) is None
 
