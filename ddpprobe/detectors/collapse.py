@@ -28,8 +28,10 @@ class _Samples:
         if spread < ALIKE:
             self.since = step if not self.alike else self.since
             self.alike += 1
-        elif spread >= ALIKE:  # not NaN
+        elif spread >= ALIKE:
             self.varied = 1 if self.alike else self.varied + 1
+            self.alike = 0
+        else:  # NaN: not finite, or not there
             self.alike = 0
 
 

@@ -95,6 +95,12 @@ def test_several_ranks_are_counted_and_none_is_blamed() -> None:
     assert "ranks 0-1" in warn.message
 
 
+def test_an_output_that_is_not_finite_now_and_then_is_not_alike_all_the_time() -> None:
+    assert run(Collapse(), stream([0.7] * 20 + [*[ALIKE] * 4, math.nan] * 20)) == []
+    (warn,) = run(Collapse(), stream([0.7] * 20 + [math.nan] * 9 + [ALIKE] * 8))
+    assert warn.values == {"looks": 8, "since": 29, "ranks": 1}
+
+
 def test_a_skipped_step_is_no_look() -> None:
     """Of a head that begins as zeros, as long as a GradScaler finds its scale."""
     skipped = stream([ALIKE] * 60, skipped=True)

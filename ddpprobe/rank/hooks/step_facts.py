@@ -204,8 +204,9 @@ def _add_spread(name: str, tensor: Tensor, rows: StepRows) -> None:
         largest = max(range(1, some.dim()), key=lambda dim: some.shape[dim])
         some = some[(slice(None),) * largest + (slice(None, None, 2),)]
     some = some.float().reshape(len(some), -1)
+    some = some / some.abs().max().clamp(min=torch.finfo(torch.float32).tiny)  # so squares fit
     apart = (some - some.mean(0)).square().sum()
-    rows.add_scalar(name, apart / some.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
+    rows.add_scalar(name, apart / some.square().sum().clamp(min=1.0))  # it is less of zeros only
 
 
 def _beginning(tensor: Tensor) -> Tensor | None:

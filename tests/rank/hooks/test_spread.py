@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,18 @@ def test_of_samples_that_are_alike_nothing_is_left_but_rounding(dtype: torch.dty
         assert found is not None
         assert found < 1e-12
     assert spread_of(torch.zeros(4, 3)) == 0
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-30, 1e30, 1e38])
+def test_the_size_of_the_numbers_is_no_matter(size: float) -> None:
+    """Their squares are no float32."""
+    tensor = torch.tensor([[1.0, 3.0], [2.0, -1.0]])
+    assert spread_of(tensor * size) == pytest.approx(reference(tensor), rel=1e-5)
+
+
+def test_what_is_not_finite_has_a_spread_that_is_no_number() -> None:
+    for bad in (torch.inf, torch.nan):
+        assert math.isnan(spread_of(torch.tensor([[1.0, bad], [2.0, 1.0]])))
 
 
 def test_one_sample_of_sixteen_that_is_another_is_seen() -> None:
