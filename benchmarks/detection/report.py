@@ -109,13 +109,14 @@ _SET_B = """
 Twenty more faults were drawn from papers and issue trackers by somebody who had not read the
 detectors' rules, and who ran none of them with the probe; each names its source in the code. A lot
 split them into two sets. When no rule had been made from these ten, 21 of 30 were found at
-every=1, and 14 of 30 at every=10; two rules were since."""
+every=1, and 14 of 30 at every=10; two rules were since, and `collapse`, which was planned."""
 _SET_A = """
 ## Set A: written without the rules
 
 The other ten of the twenty. 13 of 30 were found at every=1 and 10 of 30 at every=10 when they were
 run first; three rules were made from what they showed: gradients that are divided twice, a norm of
-one weight that moves further than ever, and half of all outputs that move together."""
+one weight that moves further than ever, and half of all outputs that move together. `collapse`,
+which was planned, came last."""
 _SHARDED = """
 ## The faults under FSDP2
 
