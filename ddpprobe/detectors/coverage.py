@@ -17,7 +17,13 @@ from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.sites_of_kind import grown
-from ddpprobe.detectors.subtrees import by_subtree, common_module, named, without_indices
+from ddpprobe.detectors.subtrees import (
+    by_subtree,
+    common_module,
+    named,
+    nearest_loss,
+    without_indices,
+)
 from ddpprobe.records.derived import is_in_expert
 from ddpprobe.records.step import (
     IN_TURN,
@@ -265,6 +271,7 @@ def _lost_sites(record: StepRecord, lost: list[Site], kept: list[Site], reportin
     # A subtree of one lost site only is named by it, and not by all that lies around it.
     silent = by_subtree((s.fqn for s in lost), (s.fqn for s in kept if s.kind in kinds))
     modules = [common_module(names) for names in silent.values()]
+    first = next(iter(silent)) if phase == "forward" else nearest_loss(silent)
     many = "1 site" if len(lost) == 1 else f"{len(lost)} sites"
     report = "reports" if len(lost) == 1 else "report"
     message = (
@@ -275,5 +282,5 @@ def _lost_sites(record: StepRecord, lost: list[Site], kept: list[Site], reportin
     kind = next(iter(kinds)) if len(kinds) == 1 else None
     level = "info" if all(is_in_expert(site.fqn) for site in lost) else "warn"
     return Coverage.anomaly(
-        record, level, message, values, module=modules[0], kind=kind, phase=phase
+        record, level, message, values, module=common_module(silent[first]), kind=kind, phase=phase
     )

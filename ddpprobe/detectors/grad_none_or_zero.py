@@ -15,7 +15,13 @@ from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.rank_gradients import LostGradients, RankGradients
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import SitesOfKind
-from ddpprobe.detectors.subtrees import named, named_alike, subtrees
+from ddpprobe.detectors.subtrees import (
+    by_subtree,
+    named,
+    named_alike,
+    nearest_loss,
+    subtrees,
+)
 from ddpprobe.records.derived import is_in_expert
 from ddpprobe.records.step import Anomaly, StepRecord
 
@@ -146,21 +152,22 @@ class GradNoneOrZero(SampledDetector):
         norm: NDArray[np.float64],
     ) -> Anomaly:  # fmt: skip
         fqns = self._gradients.fqns
-        gone = [fqns[i] for i in np.flatnonzero(found)]
-        modules = subtrees(gone, [fqns[i] for i in np.flatnonzero(here)])
+        gone = [fqns[i] for i in self._gradients.order() if found[i]]
+        parts = by_subtree(gone, [fqns[i] for i in np.flatnonzero(here)])
         zero = int((norm[found] == 0).sum())
         what = "zero" if zero == len(gone) else "None" if zero == 0 else "None or zero"
         since = int(self._since[found].min())
         message = (
             f"the gradients of {len(gone)} of {len(fqns)} parameters have been {what} since step "
-            f"{since}, in {named(modules)}; maybe frozen, detached or masked, or a dead "
+            f"{since}, in {named(list(parts))}; maybe frozen, detached or masked, or a dead "
             "activation is behind them; if that was meant, all is well"
         )
         values = {"parameters": len(gone), "zero": zero, "since": since}
         level = "info" if all(map(is_in_expert, gone)) else "warn"
         return self.anomaly(
-            record, level, message, values, module=modules[0], kind="grad", phase="backward"
-        )
+            record, level, message, values, module=nearest_loss(parts), kind="grad",
+            phase="backward",
+        )  # fmt: skip
 
     def _of_the_start(self, record: StepRecord, found: NDArray[np.bool_]) -> Anomaly:
         fqns = self._gradients.fqns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,15 @@ def by_subtree(part: Iterable[str], rest: Iterable[str]) -> dict[str, list[str]]
             name
         )
     return found
+
+
+def nearest_loss(parts: Mapping[str, Sequence[str]]) -> str:
+    """Return the one of `by_subtree` that holds most names, of equals the last.
+
+    Where no gradient arrives any more, that is the part to look behind: what comes before it gets
+    none because of it, as the norm in front of an attention whose output is detached.
+    """
+    return max(reversed(parts), key=lambda name: len(parts[name]))
 
 
 def common_module(names: Iterable[str]) -> str:

@@ -89,6 +89,19 @@ def test_the_largest_silent_modules_are_named_and_not_what_lies_around_them() ->
     assert warning.message.startswith("3 sites in embed, layers.0.attn report no more")
 
 
+def test_of_gradients_that_stop_the_part_nearest_to_the_loss_is_the_one_to_look_at() -> None:
+    """A layer's output is detached: what comes before it gets none because of it."""
+    for names, module in (
+        ({"layers.0.attn", "layers.1.attn"}, "layers.1.attn"),  # as large as one another
+        ({"layers.0.attn", "layers.0.mlp", "layers.0.mlp.weight", "layers.1.attn"}, "layers.0"),
+    ):
+        gone = lambda now, site, names=names: (  # noqa: E731
+            now >= 100 and site.fqn in names and site.kind != "output"
+        )
+        (warning,) = run(record(s, gone) for s in range(200))
+        assert (warning.module, warning.phase) == (module, "backward")
+
+
 def test_two_layers_are_named_and_not_their_list() -> None:
     gone = lambda now, site: now >= 100 and site.fqn[:8] in {"layers.1", "layers.3"}  # noqa: E731
     (warning,) = run(record(s, gone) for s in range(200))

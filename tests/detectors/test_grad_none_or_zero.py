@@ -14,7 +14,9 @@ NAMES = ("embed.weight", "blocks.0.fc.weight", "blocks.0.fc.bias", "blocks.1.fc.
 SITES = tuple(Site(name, "grad", placement="replicated") for name in NAMES)
 
 
-def step(number: int, gone: str = "-", how: str = "None", **changes: object) -> StepRecord:
+def step(
+    number: int, gone: str | tuple[str, ...] = "-", how: str = "None", **changes: object
+) -> StepRecord:
     """All have a gradient but those whose name begins with `gone`."""
     away = {"observed": 0, "numel": 0} if how == "None" else {"rms": 0.0, "zeros": 100}
     rows = {s: away if s.fqn.startswith(gone) else {"rms": 0.1} for s in SITES}
@@ -31,6 +33,22 @@ def test_a_backbone_that_is_frozen_is_named_as_a_whole(how: str, every: int) -> 
     assert warn.step == (175 if every == 1 else 180)
     assert warn.values == {"parameters": 4, "zero": 4 * (how == "zero"), "since": 160}
     assert how in warn.message
+
+
+@pytest.mark.parametrize(
+    ("gone", "module"),
+    [
+        (("embed", "blocks.0"), "blocks.0"),
+        (("embed", "blocks.0.fc.weight"), "blocks.0.fc.weight"),  # as large as one another
+        (("blocks.0", "head"), "blocks.0"),
+    ],
+)
+def test_the_largest_part_that_stopped_is_the_one_to_look_at(
+    gone: tuple[str, ...], module: str
+) -> None:
+    """Of equals the one nearest to the loss: what comes before it gets none because of it."""
+    (warn,) = run(GradNoneOrZero(), [step(s, gone if s >= 60 else "-") for s in range(200)])
+    assert warn.module == module
 
 
 def test_parts_that_share_no_module_are_all_named() -> None:
