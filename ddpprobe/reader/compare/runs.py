@@ -25,12 +25,14 @@ from ddpprobe.reader.compare.site_matching import (
 from ddpprobe.reader.compare.timeline import aligned, timeline
 from ddpprobe.reader.compare.tolerance import ComparedRows, Floats, Tolerance, rounding
 from ddpprobe.reader.run import Run
-from ddpprobe.records.step import DIGEST, Site, StepRecord
+from ddpprobe.records.step import DIGEST, INPUT_SPREAD, OUTPUT_SPREAD, Site, StepRecord
 
 Advance = Callable[[int], None]
 Key = tuple[str, str, str]
 # Of how long something took, and of how the batch was split: no numbers of the model.
 _MICRO, _TIMES = "micro_batches", "_seconds"
+# Nor is the order of its samples, and which of them are looked at.
+_OF_THE_BATCH = {_MICRO, DIGEST, INPUT_SPREAD, OUTPUT_SPREAD}
 _BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
 
 
@@ -249,7 +251,7 @@ def _numbers(record: StepRecord, *, resplit: bool) -> dict[tuple[str, int | None
     found: dict[tuple[str, int | None], float] = {("skipped", None): float(record.skipped)}
     for rank, cells in record.scalars.items():
         for name, value in cells.items():
-            if name in {_MICRO, DIGEST} or name.endswith(_TIMES):  # nor is the order of samples
+            if name in _OF_THE_BATCH or name.endswith(_TIMES):
                 continue
             if not resplit:
                 found[name, rank] = value
