@@ -195,11 +195,10 @@ def _add_spread(name: str, tensor: Tensor, rows: StepRows) -> None:
     """
     while tensor.dim() > 2 and tensor.shape[0] == 1:
         tensor = tensor[0]
-    if not (_is_dense(tensor) and tensor.dtype in _COMPARED and tensor.dim() and tensor.stride(0)):
+    known = _is_dense(tensor) and tensor.dtype in _COMPARED and tensor.numel() > 0
+    if not known or not tensor.dim() or len(tensor) < 2 or not tensor.stride(0):
         return
     some = tensor.detach()[:: -(-len(tensor) // SAMPLES)]
-    if len(some) < 2 or not some.numel():
-        return
     while some[0].numel() > NUMBERS:  # of views: nothing is copied
         largest = max(range(1, some.dim()), key=lambda dim: some.shape[dim])
         some = some[(slice(None),) * largest + (slice(None, None, 2),)]

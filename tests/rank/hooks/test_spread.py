@@ -120,6 +120,8 @@ def test_a_single_sample_and_what_is_no_dense_tensor_have_none() -> None:
         torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 0, torch.quint8),
     ):  # fmt: skip
         assert spread_of(tensor) is None
+        if tensor.is_floating_point() and not tensor.is_sparse:
+            assert spread_of(tensor.requires_grad_(), given=False) is None
 
 
 def test_of_an_output_the_first_tensor_is_read_that_is_trained_by_and_no_loss() -> None:
