@@ -35,7 +35,7 @@ def nearest_loss(parts: Mapping[str, Sequence[str]]) -> str:
     Where no gradient arrives any more, that is the part to look behind: what comes before it gets
     none because of it, as the norm in front of an attention whose output is detached.
     """
-    return max(reversed(parts), key=lambda name: len(parts[name]))
+    return max(reversed(list(parts)), key=lambda name: len(parts[name]))
 
 
 def common_module(names: Iterable[str]) -> str:

@@ -104,6 +104,7 @@ class FrameWriter:
         self._ended: deque[EndedStep] = deque()
         # Of the last one shipped: step, skipped, FQN.
         self._last_bad: tuple[int, bool, str | None] | None = None
+        self._alarmed: tuple[int, FirstBad] | None = None  # step and fault of the last alarm
         self._coverage: tuple[int, int, tuple[str, ...]] | None = None
         self._reported: Counter[str] = Counter()  # losses that stand in the journal
         self._rows_by_kind = IdentityCache(_rows_by_kind, _TABLES)
@@ -138,6 +139,7 @@ class FrameWriter:
         A parameter that an earlier step left bad (`bad.step` < `at`) is not another module: right
         behind a bad step it says no more than that one did.
         """
+        self._alarmed = at, bad
         if self._last_bad is not None:
             step, was_skipped, fqn = self._last_bad
             same = bad.fqn is None or bad.fqn == fqn or bad.step < at
@@ -209,6 +211,9 @@ class FrameWriter:
         result = ended.pending.result(ended.step, partial=ended.partial, skipped=ended.skipped)
         self._report_learned(ended.step, result)
         bad = _earlier(result.first_bad, ended.watched)
+        if bad is None and self._alarmed is not None and not ended.sampled:
+            # Its losses come behind the alarm, at the end of a run, and stand in its place.
+            bad = self._alarmed[1] if self._alarmed[0] == ended.step else None
         if ended.state is not None:
             bad = ended.state.origin(bad)
         if bad is not None:

@@ -96,8 +96,17 @@ class StateCheck:
             self._begun = True
             self._first = self._everything.look()
             self._learn(self._first)
-        elif sampled and not self._checked and not lanes.is_near(self._topology.device):
+        elif lanes.is_near(self._topology.device):
+            self._forget_mended()
+        elif sampled and not self._checked:
             self._before = self._parameters.look()
+
+    def _forget_mended(self) -> None:
+        """Forget which parameters were bad and are not: the script went back to other weights."""
+        for key in self._told.keys() - self._harmless:
+            known = self._parameters.tensor(key) if key[0] == "param" else None
+            if known is not None and is_finite(known):
+                del self._told[key]
 
     def end(self, step: int, micro: int, seen: FirstBad | None) -> None:
         """At the end of a step that is not looked at; `seen`: what the watch saw in it."""
@@ -134,7 +143,8 @@ class StateCheck:
         earlier = None
         if looks.before is not None:
             earlier = self._blame(looks.before.bad(), looks.step, looks.last)
-        elif not fine and not lanes.is_near(self._topology.device):
+        elif seen and not (fine or seen.micro or lanes.is_near(self._topology.device)):
+            # The step's first forward was bad at once; else all parameters were fine before it.
             earlier = min(self._blaming(), key=lambda bad: bad.place, default=None)
         if fine and earlier is None:
             self._harmless.update(self._told)

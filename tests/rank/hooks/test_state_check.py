@@ -13,7 +13,7 @@ from torch import nn
 import ddpprobe
 from ddpprobe.rank.topology.describe import describe
 from ddpprobe.rank.topology.outliving import Inventory, outliving
-from ddpprobe.records.step import FirstBad
+from ddpprobe.records.step import FirstBad, StepRecord
 
 from ... import far
 
@@ -96,6 +96,52 @@ def test_a_parameter_that_is_written_between_the_forwards_of_a_step_is_told_in_t
     assert (*place(bad), bad.micro) == (step, "forward", "param", "b.bias", "", 0, 1)
     (page,) = [a for a in ddpprobe.open(tmp_path / "r").anomalies() if a.level == "page"]
     assert "the parameter b.bias was so before the forward of micro-batch 1 began" in page.message
+
+
+def train_spoilt(tmp_path: Path, steps: tuple[int, ...], every: int) -> list[StepRecord]:
+    """Weights are spoilt between two forwards of these steps of 6, and loaded anew behind them."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=every, daemon="none"):
+        for step in range(6):
+            model(torch.randn(2, 4)).backward()
+            if step in steps:
+                nn.init.constant_(model.b.bias, math.nan)
+            model(torch.randn(2, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in steps:
+                model.load_state_dict(kept)
+    return [r for r in ddpprobe.open(tmp_path / "r").records() if r.first_bad]
+
+
+@pytest.mark.parametrize("where", ["near", "far"])
+def test_weights_that_the_script_went_back_to_are_not_what_made_the_next_step_bad(
+    where: str, tmp_path: Path, monkeypatch
+) -> None:
+    """As LBFGS does, which steps between the forwards."""
+    if where == "far":
+        far.pretend(monkeypatch)
+    found = {r.step: r.first_bad for r in train_spoilt(tmp_path, (2, 3), every=1)}
+    assert {n: (b.step, b.phase, b.micro) for n, b in found.items()} == {
+        n: (n, "forward", 1) for n in (2, 3)
+    }
+
+
+@pytest.mark.parametrize("spoilt", [(5,), (2, 5)])
+def test_a_fault_of_the_last_step_keeps_its_name_where_that_is_not_sampled(
+    spoilt: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The losses that are written behind the end are of the same step."""
+    last = train_spoilt(tmp_path, spoilt, every=2)[-1]
+    assert (last.step, last.sampled, *place(last.first_bad)) == (
+        5, False, 5, "forward", "param", "b.bias", "", 0,
+    )  # fmt: skip
+    page = [a for a in ddpprobe.open(tmp_path / "r").anomalies() if a.level == "page"][-1]
+    if spoilt == (5,):
+        assert (page.step, page.micro, page.module) == (5, 1, "b.bias")
 
 
 def test_division_by_an_epsilon_of_zero_is_told_as_the_optimizers(
