@@ -51,6 +51,11 @@ class Cell:
     every: int = 1
 
     @property
+    def recomputes(self) -> bool:
+        """Whether the backward computes a part of the forward again."""
+        return self.memory in ("checkpoint", "reentrant", "wrapper")
+
+    @property
     def name(self) -> str:
         """Identity, stable as long as the values are."""
         return " ".join(str(getattr(self, f.name)) for f in fields(self))

@@ -130,6 +130,8 @@ def _compare(
         outcome.problems.append(f"step {number}: skipped {merged.skipped}, not {expected.skipped}")
     rows = {site.key: row for row, site in enumerate(merged.sites)}
     for key in expected.tapped.keys() | expected.values.keys():
+        if key[1] == "buffer" and cell.recomputes:
+            continue  # what is computed again moves running statistics again
         row = rows.get(key)
         where = f"step {number} {_text(key)}"
         if row is None:

@@ -40,6 +40,8 @@ class Reference:
     def run(self) -> list[Expected]:
         """All steps."""
         steps = []
+        if self.cell.install == "late":
+            self._warm_up()
         for number in range(STEPS):
             self._now = Expected(scale=self.loss_scale(self._replicas[0]))
             if self.cell.loop == "lbfgs":
@@ -56,6 +58,13 @@ class Reference:
                 self._step()
             steps.append(self._now)
         return steps
+
+    def _warm_up(self) -> None:
+        """A forward and backward that trains nothing, and moves running statistics all the same."""
+        self._broadcast_buffers()
+        for replica in self._replicas:
+            self._pass(replica, 0, 0)
+            _clear(replica)
 
     def _broadcast_buffers(self) -> None:
         """DDP does so before a forward, unless the one before it was within `no_sync`."""
@@ -180,11 +189,14 @@ class Reference:
                             master.sub_(master.grad, alpha=LR)
             if replica is self._replicas[0] or self.cell.wrapper == "plain":
                 self._see_weights(replica, before)
-            for name, buffer in replica.model.named_buffers():
-                if buffer.is_floating_point():
-                    self.see((name, "buffer", ""), buffer)
+            self._see_buffers(replica)
             _clear(replica)
             _publish(replica)
+
+    def _see_buffers(self, replica: Replica) -> None:
+        for name, buffer in replica.model.named_buffers():
+            if buffer.is_floating_point():
+                self.see((name, "buffer", ""), buffer)
 
     def _see_weights(self, replica: Replica, before: list[Tensor]) -> None:
         """Keep the weights behind the step, and what it has changed of them."""
@@ -226,6 +238,7 @@ class Reference:
         for replica in team:
             for mine, theirs in zip(lead.masters, replica.masters, strict=True):
                 theirs.data.copy_(mine.data)
+            self._see_buffers(replica)
             _clear(replica)
 
 

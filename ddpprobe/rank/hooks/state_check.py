@@ -102,10 +102,14 @@ class StateCheck:
             self._before = self._parameters.look()
 
     def _forget_mended(self) -> None:
-        """Forget which parameters were bad and are not: the script went back to other weights."""
-        for key in self._told.keys() - self._harmless:
-            known = self._parameters.tensor(key) if key[0] == "param" else None
-            if known is not None and is_finite(known):
+        """Forget which parameters were bad if none is: the script went back to other weights."""
+        told = [key for key in self._told.keys() - self._harmless if key[0] == "param"]
+        if not told or torch_private.in_functorch():
+            return
+        there = self._parameters.tensors()
+        # The first that is still bad ends it: behind a fault that stays this is all of its cost.
+        if all(is_finite(there[key]) for key in told if key in there):
+            for key in told:
                 del self._told[key]
 
     def end(self, step: int, micro: int, seen: FirstBad | None) -> None:
@@ -129,7 +133,7 @@ class StateCheck:
             return None
         guilty = self._guilty
         if guilty in self._told and guilty not in self._harmless:
-            known = self._parameters.tensor(guilty)  # as in each step from then on
+            known = self._parameters.tensors().get(guilty)  # as in each step from then on
             if known is not None and not is_finite(known):
                 return self._told[guilty]
         blamed = self._blame(self._parameters.look().bad(), step, self._last, micro)
@@ -263,11 +267,10 @@ class _Sight:
         with torch.no_grad():
             return self._looker.look(*self._inventory.take())
 
-    def tensor(self, key: Key) -> Tensor | None:
-        """Return what is listed under a key."""
+    def tensors(self) -> dict[Key, Tensor]:
+        """Return what is listed, by its key."""
         with torch.no_grad():
-            keys, tensors = self._inventory.take()
-        return tensors[keys.index(key)] if key in keys else None
+            return dict(zip(*self._inventory.take(), strict=True))
 
 
 def _is_fine(seen: FirstBad | None, step: int) -> bool:
