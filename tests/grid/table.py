@@ -17,12 +17,12 @@ Results = Mapping[str, Mapping[str, Any]]
 _HEAD = """# Coverage: what is exact under which wrapper
 
 `make test-grid` writes this page. Each row is one small training job on real ranks (gloo, CPU). The
-statistics of every site (kinds `output`, `grad_output`, `grad_local`, `grad`), merged over the
-ranks, are compared with a single process that trains the unsharded model on the same data and is
-observed by plain torch hooks, in float64: the counts (elements, NaN, +Inf, -Inf, zeros, calls) must
-be equal, minimum, maximum, sum and sum of squares within a tolerance. The reference must also end
-with the weights that the wrapped model has learnt without a probe, so it is known to describe the
-same training.
+statistics of every site (kinds `output`, `grad_output`, `grad_local`, `grad`, `param`, `update`
+and, where nothing is computed again, floating `buffer`), merged over the ranks, are compared with a
+single process that trains the unsharded model on the same data and is observed by plain torch
+hooks, in float64: the counts (elements, NaN, +Inf, -Inf, zeros, calls) must be equal, minimum,
+maximum, sum and sum of squares within a tolerance. The reference must also end with the weights
+that the wrapped model has learnt without a probe, so it is known to describe the same training.
 """
 
 _COLUMNS = """
@@ -30,7 +30,8 @@ _COLUMNS = """
   the letter, which are labelled or reported as unobserved, never as a wrong number (in brackets:
   how many rows of all steps). *refused*: `install()` says so on every rank.
 - **error**: the next power of ten above the worst relative error of all sites, steps and
-  statistics: of minimum and maximum relative to the tensor's largest magnitude, of sums relative to
+  statistics (but those of `update`, which may be off by the rounding of the weight besides): of
+  minimum and maximum relative to the tensor's largest magnitude, of sums relative to
   the sum of magnitudes.
 - **training**: whether parameters, optimizer state and random states are bit-identical with and
   without the probe, on every rank.
