@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.enough_looks import EnoughLooks
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import INPUT_SPREAD, OUTPUT_SPREAD, Anomaly, StepRecord
@@ -64,11 +65,8 @@ class Collapse(SampledDetector):
     def __init__(
         self, *, looks: int = 8, beside: int = 5, steps: int = 40, quiet_steps: int = 100
     ) -> None:
-        at_least(2, looks=looks, beside=beside)
-        at_least(1, steps=steps)
         at_least(0, quiet_steps=quiet_steps)
-        self._looks, self._beside = looks, beside
-        self._steps, self._quiet = steps, quiet_steps
+        self._enough, self._quiet = EnoughLooks(looks, beside, steps), quiet_steps
         self._reset()
 
     def _reset(self) -> None:
@@ -102,12 +100,11 @@ class Collapse(SampledDetector):
     def _alike(self, step: int, ranks: dict[int, _Samples]) -> list[int]:
         """Return the ranks whose samples have been alike for long enough."""
         # Whoever differs has done so for as many looks as any other rank has not.
-        differ = any(not of.alike and of.varied >= self._beside for of in ranks.values())
+        differ = any(not of.alike and of.varied >= self._enough.beside for of in ranks.values())
         return [
             rank
             for rank, of in ranks.items()
-            if of.alike >= self._looks
-            or (of.alike >= self._beside and (differ or step - of.since >= self._steps))
+            if self._enough.reached(of.alike, step - of.since, differ=differ)
         ]
 
     def _verdict(

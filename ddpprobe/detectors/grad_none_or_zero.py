@@ -15,13 +15,7 @@ from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.rank_gradients import LostGradients, RankGradients
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import SitesOfKind
-from ddpprobe.detectors.subtrees import (
-    by_subtree,
-    named,
-    named_alike,
-    nearest_loss,
-    subtrees,
-)
+from ddpprobe.detectors.subtrees import by_subtree, named, named_alike, nearest_loss, subtrees
 from ddpprobe.records.derived import is_in_expert
 from ddpprobe.records.step import Anomaly, StepRecord
 

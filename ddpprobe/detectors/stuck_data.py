@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.enough_looks import EnoughLooks
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import DIGEST, Anomaly, StepRecord
@@ -70,11 +71,8 @@ class StuckData(SampledDetector):
     def __init__(
         self, *, looks: int = 20, beside: int = 5, steps: int = 40, quiet_steps: int = 100
     ) -> None:
-        at_least(2, looks=looks, beside=beside)
-        at_least(1, steps=steps)
         at_least(0, quiet_steps=quiet_steps)
-        self._looks, self._beside = looks, beside
-        self._steps, self._quiet = steps, quiet_steps
+        self._enough, self._quiet = EnoughLooks(looks, beside, steps), quiet_steps
         self._reset()
 
     def _reset(self) -> None:
@@ -88,7 +86,7 @@ class StuckData(SampledDetector):
                 self._ranks.setdefault(rank, _Rank()).take(record.step, float(scalars[DIGEST]))
         looked = {r: of for r, of in self._ranks.items() if of.step == record.step}
         # Whoever varied has done so for as many looks as any other rank has not.
-        vary = any(of.same == 1 and of.fresh >= self._beside for of in looked.values())
+        vary = any(of.same == 1 and of.fresh >= self._enough.beside for of in looked.values())
         stuck = [r for r, of in looked.items() if self._is_stuck(of, vary=vary) and of.varied]
         if not stuck or not self._telling.due(record.step, len(stuck)):
             return []
@@ -103,5 +101,5 @@ class StuckData(SampledDetector):
         return [self.anomaly(record, "warn", message, values, rank=alone, phase="forward")]
 
     def _is_stuck(self, rank: _Rank, *, vary: bool) -> bool:
-        long = (rank.same - 1) * rank.gap >= self._steps
-        return rank.same >= (self._beside if vary or long else self._looks)
+        steps = (rank.same - 1) * rank.gap
+        return self._enough.reached(rank.same, steps, differ=vary)

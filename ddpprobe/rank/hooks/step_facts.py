@@ -159,8 +159,8 @@ def add_input(given: Iterable[object], rows: StepRows) -> None:
         given: the root's args and kwargs.
         rows: where the numbers go, on the tensor's device.
     """
-    tensor = next((tensor for one in given for _, tensor in leaves(one)), None)
-    if tensor is None or tensor.is_meta or torch_private.in_functorch():
+    tensor = _first(tensor for one in given for _, tensor in leaves(one))
+    if tensor is None:
         return
     with torch.no_grad():
         part = _beginning(tensor.detach())
@@ -179,12 +179,17 @@ def add_output(returned: object, rows: StepRows) -> None:
         returned: what the root returned.
         rows: where the number goes, on the tensor's device.
     """
-    trained = (one for _, one in leaves(returned) if one.requires_grad)
-    tensor = next((one for one in trained if one.dim()), None)
-    if tensor is None or tensor.is_meta or torch_private.in_functorch():
-        return
-    with torch.no_grad():
-        _add_spread(OUTPUT_SPREAD, tensor, rows)
+    tensor = _first(one for _, one in leaves(returned) if one.requires_grad and one.dim())
+    if tensor is not None:
+        with torch.no_grad():
+            _add_spread(OUTPUT_SPREAD, tensor, rows)
+
+
+def _first(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Return the first one; None if there is none, or none that has numbers here."""
+    tensor = next(iter(tensors), None)
+    known = tensor is not None and not (tensor.is_meta or torch_private.in_functorch())
+    return tensor if known else None
 
 
 def _add_spread(name: str, tensor: Tensor, rows: StepRows) -> None:
