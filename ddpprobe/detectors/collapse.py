@@ -92,7 +92,7 @@ class Collapse(SampledDetector):
             if looked[rank].output.varied >= FEWEST_VARIED
             or looked[rank].given.varied >= looked[rank].output.alike
         ]
-        alike = sorted({*given, *output})
+        alike = sorted(given or output)
         if not alike or not self._telling.due(record.step, len(alike)):
             return []
         return [self._verdict(record, alike, looked[alike[0]], is_input=bool(given))]

@@ -81,6 +81,18 @@ def test_samples_that_are_copies_of_one_are_told_as_the_input_of_their_rank() ->
         assert "sampler" in warn.message
 
 
+def test_of_a_rank_whose_output_alone_is_alike_nothing_is_said_of_its_input() -> None:
+    """While another rank is given copies, and dropout makes what it returns differ."""
+    both = [
+        record(i, {0: {OUTPUT_SPREAD: 0.5 if i < 20 else 0.0, INPUT_SPREAD: 0.9},
+                   1: {OUTPUT_SPREAD: 0.5, INPUT_SPREAD: 0.9 if i < 20 else 0.0}})
+        for i in range(60)
+    ]  # fmt: skip
+    (warn,) = run(Collapse(), both)
+    assert (warn.rank, warn.kind, warn.step) == (1, "input", 24)
+    assert warn.values == {"looks": 5, "since": 20, "ranks": 1}
+
+
 def test_an_input_that_is_alike_from_the_start_or_now_and_then_is_nothing() -> None:
     assert run(Collapse(), stream([0.7] * 80, [ALIKE] * 80, others=1)) == []
     assert run(Collapse(), stream([0.7] * 88, [*[0.9] * 7, ALIKE] * 11, others=1)) == []
