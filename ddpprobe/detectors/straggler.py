@@ -14,16 +14,21 @@ from typing import NamedTuple
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
-from ddpprobe.records.step import Anomaly, StepRecord
+from ddpprobe.records.step import TRAINABLE, Anomaly, StepRecord
 
 _OWN = ("data_seconds", "forward_seconds")
 _ALL = (*_OWN, "backward_seconds", "optimizer_seconds")
+_MOST = 60  # gaps of a span; of a short one as many as there are steps
 
 
 class Gap(NamedTuple):
-    """Who was the slowest at step `at`, by how much, and how long the step took; seconds."""
+    """Who was the slowest at step `at`, at time `when`; by how much, and how long the step took.
+
+    All but `at` and `rank` are seconds.
+    """
 
     at: int
+    when: float
     rank: int
     behind: float
     step: float
@@ -34,7 +39,10 @@ class Straggler(SampledDetector):
 
     A rank's own time is that of its data and its forward. Judged is how far the slowest rank lies
     behind the median of the others, as a share of the step. A pause of a rank, a checkpoint, a
-    garbage collection is one long step; a straggler is slow in nearly all.
+    garbage collection is one long step; a straggler is slow in nearly all. On a machine with other
+    work one rank may be starved for some steps: so a few of them must show a large share, and a
+    small one must last for minutes. Ranks are compared with those that train as many parameters:
+    stages of a pipeline wait for each other in their forward.
 
     Args:
         share: of a step, by which the slowest rank must lie behind.
@@ -42,6 +50,9 @@ class Straggler(SampledDetector):
         steps: steps that are judged together, the newest ones.
         least: sampled steps among them; where there are fewer, older ones are judged with them.
         same: share of them in which it must be the same rank.
+        lasting_share: the share that is enough where it lasts for minutes,
+        minutes: which are so many,
+        lasting_least: with so many sampled steps among them, as far apart as they can be.
         quiet_steps: steps without it after which it is told again.
     """
 
@@ -50,17 +61,21 @@ class Straggler(SampledDetector):
 
     def __init__(
         self, *, share: float = 0.65, seconds: float = 0.005, steps: int = 15, least: int = 5,
-        same: float = 0.9, quiet_steps: int = 100,
+        same: float = 0.9, lasting_share: float = 0.2, minutes: float = 10.0,
+        lasting_least: int = 20, quiet_steps: int = 100,
     ) -> None:  # fmt: skip
-        above_zero(share=share, seconds=seconds, same=same)
-        at_least(1, steps=steps, least=least)
+        above_zero(
+            share=share, seconds=seconds, same=same, lasting_share=lasting_share, minutes=minutes
+        )
+        at_least(1, steps=steps, least=least, lasting_least=lasting_least)
         at_least(0, quiet_steps=quiet_steps)
-        self._share, self._seconds, self._same = share, seconds, same
-        self._steps, self._least, self._quiet = steps, least, quiet_steps
+        self._rules = (share, seconds, same), (lasting_share, seconds, same)
+        self._spans = (float(steps - 1), least), (60.0 * minutes, lasting_least)
+        self._quiet = quiet_steps
         self._reset()
 
     def _reset(self) -> None:
-        self._gaps: deque[Gap] = deque()
+        self._few, self._many = (_Window(*span) for span in self._spans)
         self._telling: dict[int, Telling] = {}
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
@@ -70,39 +85,87 @@ class Straggler(SampledDetector):
         gap = _gap(record)
         if gap is None:
             return []
-        recent = self._gaps
-        recent.append(gap)
-        while len(recent) > self._least and record.step - recent[1].at + 1 >= self._steps:
-            recent.popleft()
-        rank, times = Counter(g.rank for g in recent).most_common(1)[0]
-        long = len(recent) >= self._least and record.step - recent[0].at + 1 >= self._steps
-        if not long or times < self._same * len(recent):
-            return []
-        behind, step = median(g.behind for g in recent), median(g.step for g in recent)
-        if behind < self._seconds or behind < self._share * step:
-            return []
-        if not self._telling.setdefault(rank, Telling(self._quiet)).due(record.step):
-            return []
-        return [_anomaly(record, rank, behind, step, len(recent))]
+        self._few.add(gap, gap.at)
+        self._many.add(gap, gap.when)
+        for window, rule in zip((self._few, self._many), self._rules, strict=True):
+            lag = window.lag(*rule)
+            if lag is None:
+                continue
+            due = self._telling.setdefault(lag.rank, Telling(self._quiet)).due(record.step)
+            return [_anomaly(record, lag)] if due else []
+        return []
+
+
+class _Lag(NamedTuple):
+    """By how much a rank lies behind, of how long a step (medians, seconds), at so many steps."""
+
+    rank: int
+    behind: float
+    step: float
+    points: int
+
+
+class _Window:
+    """The newest gaps: as many as lie within a span of steps or seconds, and `least` at least.
+
+    A long span holds gaps that are as far apart as `_MOST` of them fill it, so that it is bounded.
+    """
+
+    def __init__(self, span: float, least: int) -> None:
+        self._span, self._least = span, least
+        self._apart = span / max(_MOST, least)
+        self._gaps: deque[tuple[float, Gap]] = deque()
+
+    def add(self, gap: Gap, place: float) -> None:
+        """Take the next gap; its place is its step or its time."""
+        gaps = self._gaps
+        if gaps and place < gaps[-1][0]:  # a clock that was set back
+            gaps.clear()
+        if gaps and place - gaps[-1][0] < self._apart:
+            return
+        gaps.append((place, gap))
+        while len(gaps) > self._least and place - gaps[1][0] >= self._span:
+            gaps.popleft()
+
+    def lag(self, share: float, seconds: float, same: float) -> _Lag | None:
+        """Return who lies so far behind in that share of the gaps; None: nobody, or too few yet."""
+        gaps = [gap for _, gap in self._gaps]
+        if len(gaps) < self._least or self._gaps[-1][0] - self._gaps[0][0] < self._span:
+            return None
+        rank, times = Counter(gap.rank for gap in gaps).most_common(1)[0]
+        behind, step = median(gap.behind for gap in gaps), median(gap.step for gap in gaps)
+        if times < same * len(gaps) or behind < seconds or behind < share * step:
+            return None
+        return _Lag(rank, behind, step, len(gaps))
 
 
 def _gap(record: StepRecord) -> Gap | None:
-    own, whole = {}, []
+    """Return who is the furthest behind the others of its kind; None where that is not known."""
+    own: dict[float, dict[int, float]] = {}
+    whole = []
     for rank in record.ranks:
         scalars = record.scalars.get(rank, {})
         phases = {name: float(scalars.get(name, math.nan)) for name in _ALL}
         if not all(0 <= x < math.inf for x in phases.values()):
             return None
-        own[rank] = sum(phases[name] for name in _OWN)
+        alike = own.setdefault(float(scalars.get(TRAINABLE, 0)), {})
+        alike[rank] = sum(phases[name] for name in _OWN)
         whole.append(sum(phases.values()))
-    if len(own) < 2:
+    slowest = [_slowest(alike) for alike in own.values() if len(alike) > 1]
+    if not slowest:
         return None
-    slowest = max(own, key=own.__getitem__)
-    others = median(seconds for rank, seconds in own.items() if rank != slowest)
-    return Gap(record.step, slowest, own[slowest] - others, median(whole))
+    behind, rank = max(slowest)
+    return Gap(record.step, record.wall_time_ns / 1e9, rank, behind, median(whole))
 
 
-def _anomaly(record: StepRecord, rank: int, behind: float, step: float, points: int) -> Anomaly:
+def _slowest(own: dict[int, float]) -> tuple[float, int]:
+    """Return by how much the slowest rank lies behind the median of the others, and the rank."""
+    rank = max(own, key=own.__getitem__)
+    return own[rank] - median(seconds for other, seconds in own.items() if other != rank), rank
+
+
+def _anomaly(record: StepRecord, lag: _Lag) -> Anomaly:
+    rank, behind, step, points = lag
     message = (
         f"rank {rank} reaches the collectives {behind:.3g} s behind the others, "
         f"{behind / step:.0%} of a step, at {points} sampled steps: they wait for it; look at its "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ddpprobe.detectors.straggler import Straggler
-from ddpprobe.records.step import StepRecord
+from ddpprobe.records.step import TRAINABLE, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 SLOW = 0.03
@@ -69,6 +70,67 @@ def test_it_is_told_again_after_a_quiet_time() -> None:
     slow = noisy(500, slow=1)
     stream = [*slow[:100], *noisy(250)[100:250], *slow[250:]]
     assert levels(run(Straggler(), stream)) == [("warn", 14), ("warn", 262)]
+
+
+def lasting(
+    seconds: float = 1.0, every: int = 1, share: float = 0.25, steps: int = 1400
+) -> list[StepRecord]:
+    """Steps of so many seconds; from step 700 on rank 2 is late by a share of them."""
+    rng = np.random.default_rng(1)
+    out = []
+    for number in range(0, steps, every):
+        forward = list(seconds / 3 * np.exp(0.05 * rng.standard_normal(4)))
+        if number >= 700:
+            forward[2] += share * seconds
+        scalars = {
+            rank: {
+                "data_seconds": 0.0, "forward_seconds": own, "optimizer_seconds": 0.0,
+                "backward_seconds": seconds - own,
+            }
+            for rank, own in enumerate(forward)
+        }  # fmt: skip
+        out.append(record(number, scalars, wall_time_ns=int(1e9 * seconds * number)))
+    return out
+
+
+@pytest.mark.parametrize(("seconds", "every"), [(1.0, 1), (1.0, 10), (12.0, 10)])
+def test_a_smaller_share_of_the_step_is_told_once_it_lasts_for_minutes(
+    seconds: float, every: int
+) -> None:
+    (warn,) = run(Straggler(), lasting(seconds, every))
+    assert (warn.level, warn.rank) == ("warn", 2)
+    # In nine tenths of the points it must be the slowest; where steps are rare, of 20 points.
+    span = max(600, 20 * every * seconds)
+    assert 0.75 * span < (warn.step - 700) * seconds <= span
+    assert warn.values["share"] == pytest.approx(0.25, rel=0.2)
+    assert warn.values["points"] == (20 if seconds > 1 else 61)
+
+
+def test_a_smaller_share_that_has_not_lasted_or_is_too_small_is_left_alone() -> None:
+    assert run(Straggler(), lasting(steps=700 + 450)) == []
+    assert run(Straggler(), lasting(share=0.15)) == []
+    assert run(Straggler(minutes=60), lasting()) == []
+
+
+def test_where_the_clock_is_set_back_the_minutes_begin_anew() -> None:
+    stream = lasting(steps=2200)
+    back = [replace(r, wall_time_ns=r.wall_time_ns - 10**13 * (r.step >= 1000)) for r in stream]
+    (warn,) = run(Straggler(), back)
+    assert warn.step == pytest.approx(1600, abs=20)
+
+
+def test_ranks_that_train_other_parameters_are_not_compared() -> None:
+    def stages(trained: list[float], late: float = 0.0) -> list[StepRecord]:
+        out = [step(s, [0.001, 0.001 + late * (s >= 50), SLOW, SLOW]) for s in range(100)]
+        for one in out:
+            for rank, said in one.scalars.items():
+                said[TRAINABLE] = trained[rank]  # type: ignore[index]
+        return out
+
+    assert run(Straggler(), stages([4.0, 4.0, 7.0, 7.0])) == []
+    assert run(Straggler(), stages([4.0, 5.0, 6.0, 7.0], 2 * SLOW)) == []
+    (warn,) = run(Straggler(), stages([4.0, 4.0, 7.0, 7.0], SLOW))
+    assert warn.rank == 1
 
 
 def test_steps_without_all_ranks_or_times_are_not_judged() -> None:
