@@ -23,7 +23,7 @@ from ddpprobe.rank.hooks.stream_capture import is_captured
 from ddpprobe.rank.join import Joined, join_run
 from ddpprobe.rank.listener import Listener
 from ddpprobe.rank.made_recorder import make_recorder
-from ddpprobe.rank.options import InstallOptions, as_globs
+from ddpprobe.rank.options import InstallOptions, as_globs, is_disabled
 from ddpprobe.rank.order_handler import OrderHandler
 from ddpprobe.rank.probes import Probes, install_each
 from ddpprobe.rank.recorder import Recorder
@@ -325,7 +325,7 @@ def install(  # type: ignore[misc]  # a keyword that is none of these is a TypeE
 def _install(model: nn.Module, options: InstallOptions) -> Probe:
     """Observe one model from now on."""
     probe = Probe()
-    if os.environ.get("DDPPROBE_DISABLE") == "1":
+    if is_disabled():
         return probe
     if not process_group.exists() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         meet = Fuse("install").guard(partial(_meet_group, probe, model, options))
@@ -348,7 +348,7 @@ def install_within(called: nn.Module, model: nn.Module, **options: Any) -> Probe
         InstallError: some rank refused; the same text on every rank.
     """
     probe = Probe()
-    if os.environ.get("DDPPROBE_DISABLE") == "1":
+    if is_disabled():
         return probe
     made = _options(**_defaults() | options)
     if not process_group.exists() and int(os.environ.get("WORLD_SIZE", "1")) > 1:

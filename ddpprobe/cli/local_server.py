@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
+from ddpprobe.daemon.variables import parse_address
 from ddpprobe.errors import RunError
 
 READY_SECONDS = 60.0  # to open a database; of a large one the index is read
@@ -33,8 +34,6 @@ def address_of(listen: str) -> tuple[str, int]:
     Raises:
         RunError: it is none.
     """
-    from ddpprobe.daemon.server import parse_address  # noqa: PLC0415  (hypercorn is for few)
-
     try:
         return parse_address(listen)
     except ValueError as error:

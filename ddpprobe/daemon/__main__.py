@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from ddpprobe.daemon import variables
 from ddpprobe.daemon.bounded_log import BoundedLog
-from ddpprobe.daemon.launch import TOKEN_VARIABLE, WEB_VARIABLE
+from ddpprobe.daemon.launch import TOKEN_VARIABLE
 from ddpprobe.daemon.node import DaemonOptions, NodeDaemon
 from ddpprobe.daemon.service import DaemonService
 from ddpprobe.daemon.service_request import SERVICE_VARIABLE, socket_path
@@ -26,9 +26,6 @@ LISTEN = "127.0.0.1:13377"
 WAIT_SECONDS = 120.0
 LOOK_SECONDS = 10.0
 OK, WRONG_USE = 0, 2
-_BYTES = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
-          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 # `paths.is_locked` takes the lock for an instant to see whether it is free.
 LOCK_TRIES, LOCK_PAUSE_SECONDS = 10, 0.03
 AFTER_PAUSE_SECONDS = 0.25  # a launcher that waits for the daemon's end is in no hurry
@@ -94,10 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run.daemon_file(node, "json").unlink(missing_ok=True)  # a killed predecessor's
         _log_to_stderr()
-        return _serve(_options(arguments, run, node))
-    except WrongUseError as error:
-        print(f"ddpprobe daemon: {error}", file=sys.stderr)
-        return WRONG_USE
+        return _serve(arguments, run, node)
     finally:
         lock.release()
 
@@ -129,15 +123,12 @@ def _be_service() -> int:
     return OK
 
 
-class WrongUseError(Exception):
-    """An argument or an environment variable that makes no sense."""
-
-
-def _serve(options: DaemonOptions) -> int:
+def _serve(arguments: argparse.Namespace, run: RunDir, node: str) -> int:
     try:
-        daemon = NodeDaemon(options)
+        daemon = NodeDaemon(_options(arguments, run, node))
     except ValueError as error:
-        raise WrongUseError(str(error)) from error
+        print(f"ddpprobe daemon: {error}", file=sys.stderr)
+        return WRONG_USE
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: daemon.stop())
@@ -147,52 +138,26 @@ def _serve(options: DaemonOptions) -> int:
 
 
 def _options(arguments: argparse.Namespace, run: RunDir, node: str) -> DaemonOptions:
-    linger, wait = arguments.linger, arguments.wait
-    web = arguments.web_config or os.environ.get(WEB_VARIABLE)
-    if linger is None:
-        linger = _seconds("DDPPROBE_LINGER")
+    given, wait = os.environ, arguments.wait
+    web = arguments.web_config or given.get(variables.WEB_CONFIG)
+    linger = variables.seconds(variables.LINGER) if arguments.linger is None else arguments.linger
     if wait is None:
         wait = LOOK_SECONDS if run.attempts() else WAIT_SECONDS
         wait = 0.0 if arguments.after else wait  # there was one before it: nobody is to come
     return DaemonOptions(
         run=run,
         node=node,
-        listen=arguments.listen or os.environ.get("DDPPROBE_LISTEN") or LISTEN,
+        listen=arguments.listen or given.get(variables.LISTEN) or LISTEN,
         head_url=arguments.head,
         gather_listen=arguments.gather_listen,
         token=os.environ.pop(TOKEN_VARIABLE, ""),
         linger=linger,
         wait=wait,
-        max_bytes=_quantity(arguments.max_bytes, "max-bytes", _BYTES, "20GB"),
-        max_age=_quantity(arguments.max_age, "max-age", _SECONDS, "14d"),
+        max_bytes=variables.quantity(variables.MAX_BYTES, arguments.max_bytes),
+        max_age=variables.quantity(variables.MAX_AGE, arguments.max_age),
         web=Path(web).absolute() if web else None,
-        histograms=arguments.histograms or os.environ.get("DDPPROBE_HISTOGRAMS") == "1",
+        histograms=arguments.histograms or variables.is_set(variables.HISTOGRAMS),
     )
-
-
-def _quantity(
-    given: str | None, option: str, units: Mapping[str, float], example: str
-) -> float | None:
-    """Read a number with a unit from the command line, else from the environment."""
-    variable = f"DDPPROBE_{option.upper().replace('-', '_')}"
-    said = f"--{option} {given}" if given else f"{variable}={os.environ.get(variable)}"
-    text = given or os.environ.get(variable)
-    if not text:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
-    if match is None or match[2].lower() not in units or not float(match[1]):
-        known = ", ".join(unit for unit in units if unit)
-        raise WrongUseError(f"{said}: write a number and one of {known}, as in {example}")
-    return float(match[1]) * units[match[2].lower()]
-
-
-def _seconds(variable: str) -> float | None:
-    given = os.environ.get(variable)
-    try:
-        return None if given is None else float(given)
-    except ValueError as error:
-        msg = f"{variable}={given!r} is no number of seconds: write {variable}=20"
-        raise WrongUseError(msg) from error
 
 
 def _first_node(run: RunDir) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from ddpprobe.daemon import service_request
+from ddpprobe.daemon import service_request, variables
 from ddpprobe.rundir import paths, processes, safe_read, store_url
 from ddpprobe.rundir.paths import RunDir
 
@@ -44,8 +44,8 @@ _INHERITED = (
     "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD",
 )  # fmt: skip
 _OURS = (
-    "DDPPROBE_STRICT", "DDPPROBE_LINGER", "DDPPROBE_LISTEN", "DDPPROBE_MAX_BYTES",
-    "DDPPROBE_MAX_AGE", "DDPPROBE_HISTOGRAMS",
+    "DDPPROBE_STRICT", variables.LINGER, variables.LISTEN, variables.MAX_BYTES, variables.MAX_AGE,
+    variables.HISTOGRAMS,
 )  # fmt: skip
 _GONE = "ddpprobe: the run directory %s is gone: nothing is recorded any more, training goes on"
 _SELDOM = "it is started anew, ever more seldom, and the journals keep the records meanwhile"
@@ -60,8 +60,6 @@ _MEMORY = f"ddpprobe: the node daemon ran out of memory%s; {_SELDOM} (%s)"
 _QUICK = (
     f"ddpprobe: the node daemon ends soon after each start; {_SELDOM}. Its log %s ends with: %s"
 )
-
-WEB_VARIABLE = "DDPPROBE_WEB_CONFIG"  # the path of a `web_config`
 
 logger = logging.getLogger("ddpprobe")
 
@@ -304,8 +302,8 @@ def _environment(token: str | None) -> dict[str, str]:
     if (targets := os.environ.get(paths.SD_VARIABLE)) is not None:
         # The daemon has another working directory.
         env[paths.SD_VARIABLE] = str(Path(targets).absolute()) if targets else ""
-    if web := os.environ.get(WEB_VARIABLE):
-        env[WEB_VARIABLE] = str(Path(web).absolute())
+    if web := os.environ.get(variables.WEB_CONFIG):
+        env[variables.WEB_CONFIG] = str(Path(web).absolute())
     # Blocks of the store come and go: without it malloc keeps 75 MiB more of them (measured).
     env["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
     token = token or os.environ.get(TOKEN_VARIABLE)

@@ -16,6 +16,7 @@ import json
 import logging
 import socket
 import threading
+import urllib.parse
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,9 +27,11 @@ import hypercorn.config
 
 from ddpprobe.daemon.blocks import Refusal
 from ddpprobe.daemon.connections import GuardedLoop, is_loopback
+from ddpprobe.daemon.variables import parse_address
 from ddpprobe.daemon.web_config import ReloadingContext, WebConfigFile
 from ddpprobe.metrics.render import OPENMETRICS_CONTENT_TYPE, TEXT_CONTENT_TYPE
 from ddpprobe.rundir.roster import Door
+from ddpprobe.rundir.targets import RUN_PARAMETER, labels_of
 
 PORT_TRIES = 101  # the port itself and the next hundred: one job each
 MAX_BODY = 64 * 2**20  # of one push; a sampled step of 70 B parameters on 8 ranks is about 1 MiB
@@ -241,7 +244,7 @@ class Server:
         pages = {"/healthz": lambda: Answer(200, b"ok\n")}
         if not at_gather:
             pages |= {
-                "/metrics": lambda: self._metrics(headers),
+                "/metrics": lambda: self._metrics(headers, scope),
                 "/sd": lambda: self._service_discovery(scope),
                 "/": lambda: Answer(200, _LANDING, "text/html; charset=utf-8"),
             }
@@ -269,7 +272,10 @@ class Server:
         check = self._web.admits
         return await self._loop.run_in_executor(self._checker, check, name, password)
 
-    def _metrics(self, headers: Mapping[str, str]) -> Answer:
+    def _metrics(self, headers: Mapping[str, str], scope: Scope) -> Answer:
+        asked = urllib.parse.parse_qs(scope["query_string"].decode("latin-1")).get(RUN_PARAMETER)
+        if asked and self._label and asked[-1] != self._label:
+            return Answer(404, f"the run here is {self._label}\n".encode(errors="replace"))
         pages = self._pages
         if not pages:
             return Answer(503, b"nothing collected yet\n", headers=((b"retry-after", b"5"),))
@@ -284,8 +290,7 @@ class Server:
     def _service_discovery(self, scope: Scope) -> Answer:
         """Return the run's targets for Prometheus's http_sd, this one at the address asked."""
         targets = [join_address(*scope["server"][:2]), *sorted(self._nodes.values())]
-        labels = {"run": self._label} if self._label else {}
-        labels |= {"__scheme__": "https"} if self.scheme == "https" else {}
+        labels = labels_of(self._label or None, self.scheme)
         body = json.dumps([{"targets": targets, "labels": labels}]).encode()
         return Answer(200, body, "application/json")
 
@@ -323,18 +328,6 @@ class Server:
             return Answer(refusal.status, refusal.reason.encode(errors="replace") + b"\n")
         self._note_target(node, headers.get(LISTEN_HEADER), scope)
         return Answer(200, told, "application/octet-stream") if told else Answer(204, b"")
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """Split "host:port" or "[v6]:port"; ValueError says what is wrong with it."""
-    host, colon, port = address.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    ambiguous = ":" in bare and not (host.startswith("[") and host.endswith("]"))
-    valid = bool(colon and bare and not ambiguous and port.isdecimal() and port.isascii())
-    if not valid or int(port) > 65535:
-        msg = f"cannot listen at {address!r}: write HOST:PORT, as in 127.0.0.1:13377 or [::1]:13377"
-        raise ValueError(msg)
-    return bare, int(port)
 
 
 def format_address(sock: socket.socket) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -13,8 +14,10 @@ from typing import Any, final
 
 from torch import nn
 
+from ddpprobe.daemon import variables
 from ddpprobe.detectors.settings import Settings
 from ddpprobe.detectors.suite import chosen
+from ddpprobe.errors import InstallError
 from ddpprobe.rank.host import Host
 from ddpprobe.rank.schedule import Schedule, as_schedule
 from ddpprobe.rank.topology import stages
@@ -26,6 +29,7 @@ from ddpprobe.rundir.paths import RUN_VARIABLE
 
 _BACKWARD = ("output", "full")
 _DAEMON = ("auto", "none")
+_NAME = re.compile(r"(?!\.{1,2}$)[^/\0]{1,200}", re.DOTALL)
 MOST_NAMED = 128  # modules and parameters with histograms
 _ON_ANOMALY, _TELL = ("record", "stop"), "tell"
 
@@ -101,7 +105,10 @@ class InstallOptions:
                 f"install() takes a torch.nn.Module, got {type(model).__name__}. "
                 "Write ddpprobe.install(model)."
             )
+        self._check_names()
         schedule, budget = self.schedule(), self.share()
+        if self.starts_daemon:
+            variables.check()
         for option, value, allowed in (
             ("backward", self.backward, _BACKWARD), ("daemon", self.daemon, _DAEMON),
         ):  # fmt: skip
@@ -143,6 +150,24 @@ class InstallOptions:
     def continuing(self, run_dir: str | None) -> InstallOptions:
         """Return them for a further attempt of the run in a directory."""
         return replace(self, run_dir=run_dir, model="")
+
+    def _check_names(self) -> None:
+        """Look at what is a text or a path. Raises ValueError."""
+        for option in ("include", "exclude", "capture", "histograms"):
+            for glob in getattr(self, option):
+                if not isinstance(glob, str):
+                    raise ValueError(  # noqa: TRY004  (told to all ranks alike)
+                        f"{option} must be a glob over module names or several, such as "
+                        f"{option}=['*.attn', 'head'], got {glob!r}"
+                    )
+        if self.run_dir is not None and not isinstance(self.run_dir, str | os.PathLike):
+            raise ValueError(f"run_dir must be a path or the URL of a store, got {self.run_dir!r}")
+        name = self.name
+        if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+            raise ValueError(
+                "name must be a name of a directory, without '/', such as name='gpt-small' "
+                f"(run_dir= says where it is), got {name!r}"
+            )
 
     @property
     def response(self) -> str:
@@ -233,8 +258,17 @@ def _variable(name: str) -> Variable | None:
 
 
 def as_globs(globs: str | Iterable[str]) -> tuple[str, ...]:
-    """Return one glob or several as a tuple."""
-    return (globs,) if isinstance(globs, str) else tuple(globs)
+    """Return one glob or several as a tuple; what is neither, too, for `check` to refuse."""
+    several = isinstance(globs, Iterable) and not isinstance(globs, str)
+    return tuple(globs) if several else (globs,)  # type: ignore[return-value]
+
+
+def is_disabled() -> bool:
+    """Whether the environment switches ddpprobe off. Raises InstallError."""
+    try:
+        return variables.is_set("DDPPROBE_DISABLE")
+    except ValueError as error:
+        raise InstallError(str(error)) from error
 
 
 def _matches(fqn: str, globs: tuple[str, ...]) -> bool:

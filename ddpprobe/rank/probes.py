@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar, final
 
 from torch import nn
 
+from ddpprobe.errors import InstallError
 from ddpprobe.rank.host import Host
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@-]*")  # a directory, and a part of a URL
@@ -100,14 +101,14 @@ def install_each(
         install: observes one of them with its options.
 
     Raises:
-        ValueError: no model, or a name that is no name of a directory.
-        InstallError: some rank refused; the same text on every rank.
+        InstallError: no model, a name that is no name of a directory, or some rank refused; the
+            same text on every rank.
     """
     if not models:
-        raise ValueError("install() was given no model: write install({'generator': g, ...})")
+        raise InstallError("install() was given no model: write install({'generator': g, ...})")
     for name in models:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ValueError(
+            raise InstallError(
                 f"{name!r} is no name for a model: it becomes a directory, so write it of letters, "
                 "digits and . _ - = + @"
             )

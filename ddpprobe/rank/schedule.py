@@ -37,10 +37,11 @@ class Schedule:
         if not isinstance(self.dense_until, int) or self.dense_until < 0:
             msg = f"dense_until must be a step number, 0 or more, got {self.dense_until!r}"
             raise InstallError(msg)
-        for pair in self.ranges:
-            if len(pair) != 2 or not 0 <= pair[0] <= pair[1]:
-                msg = f"ranges must be (first, last) steps with 0 <= first <= last, got {pair!r}"
-                raise InstallError(msg)
+        pairs = self.ranges if isinstance(self.ranges, tuple | list) else (self.ranges,)
+        for pair in pairs:
+            if not _is_range(pair):
+                msg = "ranges must be pairs (first, last) of steps, 0 <= first <= last, such as "
+                raise InstallError(f"{msg}ranges=((100, 120),); got {pair!r}")
 
     def sampled(self, step: int) -> bool:
         """Whether `step` (counted from 0) is sampled."""
@@ -53,6 +54,12 @@ class Schedule:
     def fingerprint(self) -> str:
         """Return a text that is equal on two ranks exactly if their schedules are."""
         return json.dumps(asdict(self), sort_keys=True)
+
+
+def _is_range(pair: object) -> bool:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        return False
+    return all(isinstance(step, int) for step in pair) and 0 <= pair[0] <= pair[1]
 
 
 def as_schedule(every: int | Schedule) -> Schedule:

@@ -26,6 +26,7 @@ RECENT_SECONDS = 2 * KEEP_SECONDS  # a killed daemon's last one, if it was kille
 # scraped in vain, which is how a machine is missed.
 STALE_SECONDS = 3600.0
 MAX_BYTES = 4096
+RUN_PARAMETER = "run"  # of the URL of `/metrics`: whose metrics are asked for
 _OURS = re.compile(r"ddpprobe-.+\.json", re.DOTALL)
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _LONGEST = 100  # characters of a name in the name of a file
@@ -49,6 +50,16 @@ def address_for_others(listen: str) -> tuple[str, bool]:
     if bound.is_unspecified:
         return f"{_hostname()}:{port}", False
     return listen, bound.is_loopback
+
+
+def labels_of(run: str | None, scheme: str) -> dict[str, str]:
+    """Return the labels of a target; None: which run it is is not known yet.
+
+    Its run is asked for in the URL as well: behind the end of a run its port may be another's
+    before Prometheus has read that the target is gone, and that daemon refuses what is not its own.
+    """
+    labels = {"run": run, f"__param_{RUN_PARAMETER}": run} if run is not None else {}
+    return labels | ({"__scheme__": scheme} if scheme != "http" else {})
 
 
 def prune(directory: Path) -> None:
@@ -107,8 +118,8 @@ class TargetFile:
         target, local = address_for_others(listen)
         name = _name(run, node)
         self.path = directory / _file_part(_hostname()) / name if local else directory / name
-        labels = {"run": run} | ({"__scheme__": scheme} if scheme != "http" else {})
-        self._text = json.dumps([{"targets": [target], "labels": labels}], indent=1) + "\n"
+        group = {"targets": [target], "labels": labels_of(run, scheme)}
+        self._text = json.dumps([group], indent=1) + "\n"
         self._next = 0.0
         self._refused = self._is_announced = False
 

@@ -160,7 +160,8 @@ def test_prometheus_is_told_where_a_daemon_serves_until_it_ends(job, tmp_path, m
     ranks = [job.rank(n, steps=5, go_on=str(gate)) for n in range(2)]
     (path,) = wait(lambda: list(directory.rglob("*.json")))
     (group,) = json.loads(path.read_bytes())
-    assert group == {"targets": [job.said()["listen"]], "labels": {"run": "test-run"}}
+    labels = {"run": "test-run", "__param_run": "test-run"}
+    assert group == {"targets": [job.said()["listen"]], "labels": labels}
     with urllib.request.urlopen(f"http://{job.said()['listen']}/sd") as answer:
         assert json.loads(answer.read()) == [group]
     wait(lambda: f'directory="{job.run.path}"' in job.metrics())

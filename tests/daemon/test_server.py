@@ -17,7 +17,8 @@ import pytest
 
 from ddpprobe.daemon import connections, server
 from ddpprobe.daemon.blocks import Refusal
-from ddpprobe.daemon.server import Server, parse_address, wants_openmetrics
+from ddpprobe.daemon.server import Server, wants_openmetrics
+from ddpprobe.daemon.variables import parse_address
 from ddpprobe.rundir.roster import Roster, Shared, digest
 
 from ..waiting import PATIENCE, deadline
@@ -158,7 +159,7 @@ def test_the_head_lists_every_node_of_the_run(running: tuple[Server, str]) -> No
         headers = RIGHT | {"Ddpprobe-Node": node} | said
         assert ask(address, "/gather", "POST", headers, b"")[0].status == 204
         (group,) = json.loads(ask(address, "/sd")[1])
-        assert group["labels"] == {"run": "gpt-a1b2c3"}
+        assert group["labels"] == {"run": "gpt-a1b2c3", "__param_run": "gpt-a1b2c3"}
         return list(group["targets"])
 
     assert push("node_0001", "10.0.0.2:13377") == [address, "10.0.0.2:13377"]
@@ -168,6 +169,18 @@ def test_the_head_lists_every_node_of_the_run(running: tuple[Server, str]) -> No
     push("node_0001", "10.0.0.2:13377")
     made.set_gather_handler(lambda *_: b"", DOOR)  # of the next attempt
     assert json.loads(ask(address, "/sd")[1])[0]["targets"] == [address]
+
+
+def test_metrics_of_another_run_are_not_served(running: tuple[Server, str]) -> None:
+    """Prometheus may ask at a port that was another run's until a moment ago."""
+    made, address = running
+    assert ask(address, "/metrics?run=gpt-a1b2c3")[1] == TEXT  # which run it is is not known yet
+    made.set_run("gpt-a1b2c3")
+    assert ask(address, "/metrics?run=gpt-a1b2c3")[1] == TEXT
+    response, body = ask(address, "/metrics?run=bert%2D0")
+    assert (response.status, body) == (404, b"the run here is gpt-a1b2c3\n")
+    for other in ("/metrics", "/metrics?run=", "/metrics?of=bert"):
+        assert ask(address, other)[1] == TEXT
 
 
 def test_who_is_not_admitted_names_no_target(running: tuple[Server, str]) -> None:

@@ -21,7 +21,8 @@ import yaml
 
 from ddpprobe.cli.main import main
 from ddpprobe.daemon.push import Pusher
-from ddpprobe.daemon.server import Server, parse_address
+from ddpprobe.daemon.server import Server
+from ddpprobe.daemon.variables import parse_address
 from ddpprobe.daemon.web_config import WebConfigError, WebConfigFile, read
 from ddpprobe.rundir.roster import Shared
 from ddpprobe.rundir.targets import TargetFile
@@ -431,4 +432,6 @@ def test_what_keeps_nobody_out_of_metrics_for_all_is_said_once(
 def test_prometheus_is_told_to_scrape_over_tls(tmp_path) -> None:
     file = TargetFile(tmp_path, "run", "node_0000", "10.0.0.1:9", "https")
     file.keep(0.0)
-    assert json.loads(file.path.read_text())[0]["labels"] == {"run": "run", "__scheme__": "https"}
+    assert json.loads(file.path.read_text())[0]["labels"] == {
+        "run": "run", "__param_run": "run", "__scheme__": "https",
+    }  # fmt: skip

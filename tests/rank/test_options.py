@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-from ddpprobe.rank.options import InstallOptions
+import ddpprobe
+from ddpprobe.errors import InstallError
+from ddpprobe.rank.options import InstallOptions, as_globs, is_disabled
 
 
 def options(**given: Any) -> InstallOptions:
@@ -47,6 +50,86 @@ def test_a_text_is_a_number_only_where_the_environment_gave_it(
             options(**wrong).check(nn.Linear(1, 1), lambda _: None)
     monkeypatch.setenv("DDPPROBE_EVERY", "5")
     assert options().check(nn.Linear(1, 1), lambda _: None).schedule.every == 5
+
+
+@pytest.mark.parametrize(
+    ("variable", "wrong", "right"),
+    [
+        ("LISTEN", "13377", "HOST:PORT"),
+        ("LISTEN", "localhost", "HOST:PORT"),
+        ("LISTEN", "foo:bar", "HOST:PORT"),
+        ("LINGER", "abc", "DDPPROBE_LINGER=20"),
+        ("LINGER", "nan", "DDPPROBE_LINGER=20"),
+        ("LINGER", "-1", "DDPPROBE_LINGER=20"),
+        ("MAX_BYTES", "20XB", "20GB"),
+        ("MAX_AGE", "soon", "14d"),
+        ("HISTOGRAMS", "maybe", "DDPPROBE_HISTOGRAMS=1"),
+        ("WEB_CONFIG", "/nowhere/web.yml", "no such file"),
+    ],
+)
+def test_a_variable_of_the_daemons_is_refused_where_somebody_reads_it(
+    variable: str, wrong: str, right: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"DDPPROBE_{variable}", wrong)
+    with pytest.raises(ValueError, match=rf"DDPPROBE_{variable}.*{right}"):
+        options().check(nn.Linear(1, 1), lambda _: None)
+    options(daemon="none").check(nn.Linear(1, 1), lambda _: None)  # which nobody starts
+
+
+def test_variables_of_the_daemons_that_make_sense_are_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "web.yml").touch()
+    for name, value in {
+        "LISTEN": "[::1]:0", "LINGER": "0.5", "MAX_BYTES": "20 GiB", "MAX_AGE": "12h",
+        "HISTOGRAMS": "1", "WEB_CONFIG": str(tmp_path / "web.yml"),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"DDPPROBE_{name}", value)
+    options().check(nn.Linear(1, 1), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("value", "disabled"),
+    [("1", True), ("true", True), ("Yes", True), ("", False), ("0", False), ("off", False)],
+)
+def test_it_is_switched_off_by_a_word_that_says_so(
+    value: str, disabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDPPROBE_DISABLE", value)
+    assert is_disabled() is disabled
+
+
+def test_any_other_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPPROBE_DISABLE", "please")
+    with pytest.raises(InstallError, match="DDPPROBE_DISABLE=please: write DDPPROBE_DISABLE=1"):
+        is_disabled()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"include": as_globs(None)}, "include must be a glob .*got None"),
+        ({"exclude": as_globs(3)}, "exclude must be a glob .*got 3"),
+        ({"capture": as_globs(["a", 1])}, "capture must be a glob .*got 1"),
+        ({"run_dir": 3}, "run_dir must be a path .*got 3"),
+        ({"name": 3}, "name must be .*got 3"),
+        ({"name": ""}, "name must be"),
+        ({"name": ".."}, "name must be"),
+        ({"name": "../esc"}, "name must be .*run_dir"),
+        ({"name": "/tmp/abs"}, "name must be"),
+        ({"every": 2.5}, "every must be an integer"),
+    ],
+)
+def test_what_is_no_name_or_path_is_refused_with_an_example(given: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        options(**given).check(nn.Linear(1, 1), lambda _: None)
+    options(name="gpt small.2", run_dir=Path("x")).check(nn.Linear(1, 1), lambda _: None)
+
+
+@pytest.mark.parametrize("ranges", [(1, 2), 5, ((3, 1),), ((1, 2, 3),), ((1.5, 2),), "ab"])
+def test_ranges_that_are_none_are_refused_with_an_example(ranges: object) -> None:
+    with pytest.raises(InstallError, match=r"ranges=\(\(100, 120\),\)"):
+        ddpprobe.Schedule(ranges=ranges)  # type: ignore[arg-type]
 
 
 def test_nothing_changes_them() -> None:

@@ -102,7 +102,7 @@ def test_a_job_that_starts_again_is_a_further_attempt_of_each(tmp_path: Path) ->
     ],
 )
 def test_names_that_are_no_directories_are_refused(given: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ddpprobe.InstallError, match=says):
         ddpprobe.install(given, daemon="none")
 
 

@@ -197,7 +197,7 @@ def test_limits_are_numbers_with_a_unit(text, is_bytes, monkeypatch, tmp_path):
 def test_a_limit_that_makes_no_sense_is_refused_with_an_example(text, monkeypatch, tmp_path):
     monkeypatch.setenv("DDPPROBE_MAX_BYTES", text)
     arguments = daemon.parser().parse_args(["--dir", str(tmp_path)])
-    with pytest.raises(daemon.WrongUseError, match="write a number and one of kb, .*, as in 20GB"):
+    with pytest.raises(ValueError, match="write a number and one of kb, .*, as in 20GB"):
         daemon._options(arguments, RunDir(tmp_path), "node_0000")
 
 

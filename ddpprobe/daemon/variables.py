@@ -1,0 +1,100 @@
+"""What a user may say to a daemon in the environment: read here, and checked before it starts.
+
+A rank's `install()` checks it too, as nobody reads the log of a daemon that has not started.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+LISTEN, LINGER, HISTOGRAMS = "DDPPROBE_LISTEN", "DDPPROBE_LINGER", "DDPPROBE_HISTOGRAMS"
+MAX_BYTES, MAX_AGE = "DDPPROBE_MAX_BYTES", "DDPPROBE_MAX_AGE"
+WEB_CONFIG = "DDPPROBE_WEB_CONFIG"  # the path of a `web_config`
+_BYTES = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+# Option of the command line, units, example.
+_QUANTITIES: dict[str, tuple[str, Mapping[str, float], str]] = {
+    MAX_BYTES: ("--max-bytes", _BYTES, "20GB"), MAX_AGE: ("--max-age", _SECONDS, "14d"),
+}  # fmt: skip
+_YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+def check() -> None:
+    """Look at all of them.
+
+    Raises:
+        ValueError: one makes no sense; the text says what to write.
+    """
+    if listen := os.environ.get(LISTEN):
+        try:
+            parse_address(listen)
+        except ValueError as error:
+            raise ValueError(f"{LISTEN}: {error}") from error
+    seconds(LINGER)
+    is_set(HISTOGRAMS)
+    for variable in _QUANTITIES:
+        quantity(variable)
+    web = os.environ.get(WEB_CONFIG)
+    if web and not Path(web).is_file():
+        raise ValueError(f"{WEB_CONFIG}={web}: no such file; give the path of a web config")
+
+
+def is_set(variable: str) -> bool:
+    """Return whether a variable switches something on. Raises ValueError."""
+    said = os.environ.get(variable, "").strip().lower()
+    if said not in (*_YES, *_NO):
+        raise ValueError(f"{variable}={said}: write {variable}=1, or unset it")
+    return said in _YES
+
+
+def seconds(variable: str) -> float | None:
+    """Return a variable's seconds, None where it is not set. Raises ValueError."""
+    said = os.environ.get(variable)
+    if said is None:
+        return None
+    try:
+        found = float(said)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{variable}={said!r} is no number of seconds: write {variable}=20")
+    return found
+
+
+def quantity(variable: str, given: str | None = None) -> float | None:
+    """Return a number with a unit, `MAX_BYTES` in bytes or `MAX_AGE` in seconds; None without one.
+
+    Args:
+        variable: one of these two.
+        given: what the command line says instead.
+
+    Raises:
+        ValueError: it is none.
+    """
+    option, units, example = _QUANTITIES[variable]
+    said = f"{option} {given}" if given else f"{variable}={os.environ.get(variable)}"
+    text = given or os.environ.get(variable)
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if match is None or match[2].lower() not in units or not float(match[1]):
+        known = ", ".join(unit for unit in units if unit)
+        raise ValueError(f"{said}: write a number and one of {known}, as in {example}")
+    return float(match[1]) * units[match[2].lower()]
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Split "host:port" or "[v6]:port"; ValueError says what is wrong with it."""
+    host, colon, port = address.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    ambiguous = ":" in bare and not (host.startswith("[") and host.endswith("]"))
+    valid = bool(colon and bare and not ambiguous and port.isdecimal() and port.isascii())
+    if not valid or int(port) > 65535:
+        msg = f"cannot listen at {address!r}: write HOST:PORT, as in 127.0.0.1:13377 or [::1]:13377"
+        raise ValueError(msg)
+    return bare, int(port)
