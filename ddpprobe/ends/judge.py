@@ -35,6 +35,7 @@ from ddpprobe.ends.rank_ends import (
 )
 from ddpprobe.ends.words import (
     describe,
+    describe_left,
     died_of,
     how_of,
     last_step_of,
@@ -298,18 +299,29 @@ def _stuck(parts: RankEnds) -> list[Fate]:
         return _behind(suspended)
     victims = parts.all(VICTIM)
     waited = [f for f in victims if f.how == "SIGABRT" or (f.error and f.error.timed_out)]
-    if not any(f.stalled for f in case.fates) and not waited:
-        return []
-    if parts.has(LEFT) and not waited:
+    if not waited and (parts.has(LEFT) or not any(f.stalled for f in case.fates)):
         return []
     here = [f for f in case.fates if f.heard and not f.paused and f not in waited]
-    here = [f for f in here if parts.part(f) != LEFT] or waited
-    return _behind(here)
+    here = [f for f in here if parts.part(f) != LEFT]
+    if not here and _missed(parts):
+        return []  # who was waited for had ended
+    stuck = _behind(here or waited)
+    # One whose communication broke in the same place had waited there as well.
+    places = {f.clock.key for f in stuck if f.clock and parts.part(f) == VICTIM}
+    also = [f for f in waited if f not in stuck and f.clock and f.clock.key in places]
+    return sorted([*stuck, *also], key=lambda f: f.rank)
 
 
 def _behind(fates: list[Fate]) -> list[Fate]:
     known = [f.clock.key for f in fates if f.clock]
     return [f for f in fates if f.clock and f.clock.key == min(known)] if known else fates
+
+
+def _by_micro(stuck: list[Fate], waiting: list[Fate]) -> bool:
+    """Whether only the number of its micro-batch puts somebody in front of who is stuck."""
+    at = [f.clock for f in stuck if f.clock and f.clock.phase != "data"]
+    others = [f.clock for f in waiting if f.clock and f.clock.phase != "data"]
+    return any(a.steps == b.steps and a.micro != b.micro for a in at for b in others)
 
 
 def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
@@ -329,6 +341,11 @@ def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
     waiting = [f for f in parts.case.fates if f not in stuck and f.clock]
     if waiting:
         text += f"; {named((f.rank for f in waiting), 'and')} waited"
+    if _by_micro(stuck, waiting):
+        text += ", if all ranks have equally many micro-batches"
+    for fate in parts.case.fates:
+        if fate.error is not None and fate.error.behind:
+            text += f"; rank {fate.rank} waited while it handled {fate.error.behind}"
     ends = sorted({f.how for f in parts.case.fates if f.how and f.how != UNKNOWN})
     if ends and not parts.has(ALIVE):
         text += f", until the job was ended ({', '.join(ends)})"
@@ -346,7 +363,8 @@ def _broken(parts: RankEnds) -> End:
         text = f"{said}, and the cause {among} among the ranks that are known here"
         return End(CRASHED, (), how_of(victims[0]), step_of(victims), phase_of(victims), text)
     if len(gone) == 1:
-        text = f"{describe(gone[0])}; {said}"
+        ended = parts.part(gone[0]) == LEFT
+        text = f"{describe_left(gone[0]) if ended else describe(gone[0])}; {said}"
         how = how_of(gone[0])
         return End(CRASHED, (gone[0].rank,), how, step_of(gone), phase_of(gone), text)
     if gone:
@@ -411,11 +429,13 @@ def _without_word(parts: RankEnds) -> End:
     if parts.only(LEFT) and case.fates:
         if any(map(may_be_told, case.fates)):
             return _by_handler(parts, case.fates)
-        return End(ENDED, step=last_step_of(case.fates), message="every rank came to its end")
+        return _midway(case) or End(
+            ENDED, step=last_step_of(case.fates), message="every rank came to its end"
+        )
     lost, step = parts.all(LOST), last_step_of(case.fates)
     where = "" if step is None else f"; the last step begun is {step}"
     # Without a heartbeat this is a copy of records, which tells of no process.
-    quiet = parts.only(LOST) and not any(f.closed for f in lost)
+    quiet = parts.only(LOST) and not any(f.closed or f.beat_closed for f in lost)
     if quiet and step is not None and not case.partial:
         text = f"no rank left a last word, and nobody saw how they ended{where}"
         return End(VANISHED, (), UNKNOWN, step, None, text)
@@ -423,7 +443,28 @@ def _without_word(parts: RankEnds) -> End:
     hows = sorted({f.how for f in case.fates if f.how not in {"", CLEAN, UNKNOWN}})
     others = f"; of the others: {', '.join(hows)}" if hows else ""
     text = f"how {who} ended is not known{where}{others}"
+    unread = [f for f in lost if f.beat_closed and not f.closed]
+    if unread:
+        text += f"; {ranks_of(unread)} closed, and the last words are not in the run directory"
     return End(UNDECIDED, (), UNKNOWN, step, None, text)
+
+
+def _midway(case: Case) -> End | None:
+    """Ranks left in the middle of a step, each in another place, with nothing wrong by their codes.
+
+    None of them had said that its training was over. An exception that a script swallows leaves no
+    other trace. Behind a training forward a script may come to its end as well, but then all ranks
+    do so in the same place.
+    """
+    places = {f.clock.key for f in case.fates if f.clock}
+    inside = [f for f in case.fates if f.clock and f.clock.phase != "data" and f.at_exit]
+    if len(places) < 2 or not inside:
+        return None
+    step = last_step_of(inside)
+    each = "; ".join(place_of([f]) for f in inside[:4]) + ("; ..." if len(inside) > 4 else "")
+    text = f"not every rank came to the end of its step ({each}), and none said why: an exception "
+    text += "that the script caught, or its own choice"
+    return End(UNDECIDED, (), CLEAN, step, None, text)
 
 
 def _by_handler(parts: RankEnds, left: Iterable[Fate]) -> End:

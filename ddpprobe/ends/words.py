@@ -17,9 +17,21 @@ def how_of(fate: Fate) -> str:
 
 def describe(fate: Fate) -> str:
     """Say how one rank ended, and where."""
+    return f"rank {fate.rank} died ({died_of(fate)}) {where_of(fate)}"
+
+
+def describe_left(fate: Fate) -> str:
+    """Say where one rank came to its end, and how its process ended if that is known."""
+    how = f" ({fate.how})" if fate.how not in {"", UNKNOWN} else ""
+    return f"rank {fate.rank} had ended{how} {where_of(fate)}"
+
+
+def where_of(fate: Fate) -> str:
+    """Say where one rank was. What fetches the next batch stands after the step before it."""
     clock = fate.clock
-    where = f"in step {clock.step}" if clock else "before its first step"
-    return f"rank {fate.rank} died ({died_of(fate)}) {where}"
+    if clock is None or (clock.phase == "data" and not clock.steps):
+        return "before its first step"
+    return f"{'after' if clock.phase == 'data' else 'in'} step {clock.step}"
 
 
 def died_of(fate: Fate) -> str:
@@ -29,17 +41,18 @@ def died_of(fate: Fate) -> str:
         return how
     text = f": {error.message}" if error.message else ""
     at = f" at {error.where}" if error.where else ""
-    return f"{how}{text}{at}"
+    while_ = f", while it handled {error.behind}" if error.behind else ""
+    return f"{how}{text}{at}{while_}"
 
 
 def place_of(fates: list[Fate]) -> str:
     """Name ranks, and where they are if that is the same for all."""
-    clocks = {(f.clock.phase, f.clock.step) for f in fates if f.clock}
+    clocks = {(f.clock.phase, where_of(f)) for f in fates if f.clock}
     who = named((f.rank for f in fates), "and" if len(fates) > 2 else "or")
     if len(clocks) != 1:
         return who
-    phase, step = next(iter(clocks))
-    return f"{who}, in {phase} of step {step}"
+    phase, where = next(iter(clocks))
+    return f"{who}, in {phase} {where}" if phase == "data" else f"{who}, in {phase} of {where[3:]}"
 
 
 def ranks_of(fates: Iterable[Fate]) -> str:

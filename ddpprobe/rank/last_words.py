@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import opcode
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
 
@@ -17,6 +19,7 @@ MAX_MESSAGE = 300  # characters
 MAX_CHAIN = 16  # exceptions, each raised while the one before it was handled
 # Where ranks talk to one another, and what of it raises; the name of a module, or its beginning.
 _TALKING = ("torch.distributed", "torch._C._distributed_c10d")
+_RAISE = opcode.opmap["RAISE_VARARGS"]
 _DIST_ERRORS = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 # The backends' words for a peer that is gone or does not answer. They count only of an error that
 # torch itself raised: a script may have connections of its own.
@@ -63,23 +66,50 @@ def describe(raised: BaseException) -> RaisedError:
     """Return the type, message and origin of an exception, and whose doing it was.
 
     It counts as communication with other ranks also if what it was raised in answer to came out of
-    that.
+    that. What was raised from another exception is judged by that one: torch's pipeline says so of
+    whatever a stage raises.
     """
     chain = list(_chain(raised))
     return RaisedError(
         type(raised).__name__, _text(raised)[:MAX_MESSAGE], _origin(raised.__traceback__),
-        collective=any(map(_is_collective, chain)), asked=_is_asked(chain),
+        collective=any(_is_collective(error) for error in chain if error.__cause__ is None),
+        asked=_is_asked(chain), behind=_behind(chain),
     )  # fmt: skip
 
 
+def _behind(chain: list[BaseException]) -> str:
+    """Return the first exception of a chain, if the last one was raised while that was handled.
+
+    A script that waits for the others in a `finally` may time out there because of it.
+    """
+    first = chain[-1]
+    if len(chain) == 1 or _is_collective(first) or not _is_collective(chain[0]):
+        return ""
+    text, where = _text(first)[:MAX_MESSAGE], _origin(first.__traceback__)
+    return f"{type(first).__name__}{f': {text}' if text else ''}{f' at {where}' if where else ''}"
+
+
 def _is_asked(chain: Iterable[BaseException]) -> bool:
-    """Whether one of these is a KeyboardInterrupt or came out of a handler of the script's."""
+    """Whether one of these is Python's answer to SIGINT, or out of a handler of the script's."""
     handlers = OF_THE_SCRIPT.codes
     return any(
-        isinstance(error, KeyboardInterrupt)
+        (isinstance(error, KeyboardInterrupt) and not _is_raised_by_hand(error))
         or any(f.f_code in handlers for f in _frames(error.__traceback__))
         for error in chain
     )
+
+
+def _is_raised_by_hand(error: BaseException) -> bool:
+    """Whether a `raise` of the script's made it; a signal comes between other instructions.
+
+    torch raises the KeyboardInterrupt of a worker of a DataLoader anew.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or _module_of(trace.tb_frame).startswith("torch."):
+        return False
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
 
 
 def _uncaught() -> BaseException | None:
@@ -113,6 +143,8 @@ def _module_of(frame: FrameType) -> str:
 def _is_collective(error: BaseException) -> bool:
     if any(kind.__name__ in _DIST_ERRORS for kind in type(error).__mro__):
         return True
+    if not isinstance(error, RuntimeError | OSError):  # a wrong call, such as without a group
+        return False
     modules = [_module_of(frame) for frame in _frames(error.__traceback__)]
     inner = modules[-1] if modules else ""
     if isinstance(error, RuntimeError) and inner.startswith(_TALKING):
@@ -134,8 +166,8 @@ def _origin(trace: TracebackType | None) -> str:
 
 def _text(error: BaseException) -> str:
     """Return the first line of an exception's text that says something; "" if it has none."""
-    try:
-        said = str(error)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-        return ""
+    # The standard library's own way survives a `__str__` that raises whatever it likes.
+    said = "".join(traceback.format_exception_only(error)).partition(
+        f"{type(error).__qualname__}: "
+    )[2]
     return next((line.strip() for line in said.splitlines() if line.strip()), "")

@@ -21,7 +21,8 @@ class RaisedError:
         message: its text, shortened.
         where: file, line and function of its innermost frame outside of torch; "" if not known.
         collective: it came out of communication with other ranks.
-        asked: it was raised by a handler of a signal, or is a KeyboardInterrupt.
+        asked: it was raised by a handler of a signal, or is Python's answer to SIGINT.
+        behind: the exception that was handled when communication broke, in words; "" if none was.
     """
 
     type: str = ""
@@ -29,6 +30,7 @@ class RaisedError:
     where: str = ""
     collective: bool = False
     asked: bool = False
+    behind: str = ""
 
     @property
     def timed_out(self) -> bool:

@@ -346,8 +346,40 @@ VERDICTS = {
         [fate(0, "exit:0", at(40, "data"), beat_closed=True), fate(1, "exit:0", at(40, "data"))],
         "unknown", [], "exit:0"),
     "a heartbeat says that one closed, and nobody knows how it ended": (
-        [fate(n, "unknown", at(40, "data"), beat_closed=True) for n in (0, 1)], "vanished", [],
+        [fate(n, "unknown", at(40, "data"), beat_closed=True) for n in (0, 1)], "unknown", [],
         "unknown"),
+    # Who waited for whom, and who had gone.
+    "one ended behind its last batch, and another waited for it in vain": (
+        [fate(0, "exit:0", at(20, "data"), closed=True),
+         raised(1, TIMED_OUT, clock=at(20, "backward"))], "crashed", [0], "exit:0"),
+    "the same, and it does something else since": (
+        [fate(0, "", at(20, "data"), closed=True),
+         raised(1, TIMED_OUT, clock=at(20, "backward"))], "crashed", [0], "unknown"),
+    "two that waited for each other in the same place": (
+        [raised(0, TIMED_OUT, clock=at(18, "data")), raised(1, GONE, clock=at(18, "data"))],
+        "hung", [0, 1], "hang"),
+    "one that waited in vain, and one that stood still in the same place": (
+        [raised(0, TIMED_OUT, clock=at(18, "data")), fate(1, "SIGTERM", at(18, "data"))],
+        "hung", [1], "hang"),
+    "one behind by its micro-batch alone": (
+        [raised(0, TIMED_OUT, clock=at(17, "backward", 3)),
+         fate(1, "SIGTERM", at(17, "backward", 1))], "hung", [1], "hang"),
+    "one that waited in a finally, behind an error of its own": (
+        [raised(0, TIMED_OUT, clock=at(17, "data")),
+         raised(1, replace(TIMED_OUT, behind="ValueError: bad batch at train.py:40 in step"),
+                clock=at(17, "data"))], "hung", [0, 1], "hang"),
+    # Errors that a script has swallowed leave no code.
+    "ended well to all appearance, each in the middle of another place": (
+        [fate(0, "exit:0", at(17, "backward"), closed=True, at_exit=True),
+         fate(1, "exit:0", at(17), closed=True, at_exit=True)], "unknown", [], "exit:0"),
+    "ended well, one of them with a forward behind its last step, as all said that it was over": (
+        [fate(0, "exit:0", at(17, "data"), closed=True), fate(1, "exit:0", at(17), closed=True)],
+        "ended", [], ""),
+    "ended well behind the same forward": (
+        [fate(n, "exit:0", at(17), closed=True, at_exit=True) for n in (0, 1)], "ended", [], ""),
+    "ended well with unlike numbers of batches": (
+        [fate(n, "exit:0", at(17 + n, "data"), closed=True, at_exit=True) for n in (0, 1)],
+        "ended", [], ""),
     # What the launcher knows of a signal.
     "all left, a handler may have run, and their torchrun was told to end": (
         [left(n, at(7, "data"), launcher="exit:1") for n in (0, 1)], "stopped", [], "exit:0"),

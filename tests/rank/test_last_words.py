@@ -129,13 +129,13 @@ def test_the_first_line_that_says_something_is_told(text, message) -> None:
 def test_a_text_that_cannot_be_made_costs_the_text_only() -> None:
     class Odd(Exception):
         def __str__(self) -> str:
-            raise KeyError("odd")
+            raise OSError("odd")
 
     def odd() -> None:
         raise Odd
 
     told = describe(caught(odd))
-    assert (told.type, told.message) == ("Odd", "")
+    assert (told.type, told.message) == ("Odd", "<exception str() failed>")
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_what_a_handler_of_a_signal_raises_was_asked_for(on_term) -> None:
 
 def test_ctrl_c_was_asked_for_and_is_no_handler_of_the_script_s() -> None:
     def interrupt() -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     assert describe(caught(interrupt)).asked
     assert not goodbye().handles
@@ -174,6 +174,45 @@ def test_ctrl_c_was_asked_for_and_is_no_handler_of_the_script_s() -> None:
         told = goodbye()
     assert told.error is not None
     assert (told.error.asked, told.asked) == (True, False)
+
+
+def test_a_keyboard_interrupt_that_a_script_raises_is_its_own() -> None:
+    def by_hand() -> None:
+        raise KeyboardInterrupt("enough")
+
+    assert not describe(caught(by_hand)).asked
+    of_a_worker = inside("torch._utils", "raise KeyboardInterrupt")  # of a DataLoader
+    assert describe(caught(of_a_worker)).asked
+
+
+def test_what_a_rank_handled_when_its_communication_broke_is_told() -> None:
+    broken = inside(ENGINE, GONE)
+
+    def waits_for_the_others() -> None:
+        try:
+            own()
+        finally:
+            broken()
+
+    told = describe(caught(waits_for_the_others))
+    assert (told.type, told.collective) == ("RuntimeError", True)
+    assert told.behind.startswith("ValueError: bad batch at test_last_words.py:")
+    for other in (lambda: while_handling(broken), lambda: from_it(broken), own, broken):
+        assert describe(caught(other)).behind == ""
+
+
+def test_what_torch_raises_from_an_error_of_the_script_s_is_that_error() -> None:
+    """A stage of a pipeline raises RuntimeError from whatever the user's module raises."""
+
+    def stage() -> None:
+        try:
+            own()
+        except ValueError as error:
+            inside(
+                "torch.distributed.pipelining.stage", "raise RuntimeError('stage 1') from args[0]"
+            )(error)
+
+    assert not describe(caught(stage)).collective
 
 
 def test_an_error_that_is_under_way_is_told_and_does_not_count_as_uncaught(monkeypatch) -> None:
