@@ -429,9 +429,7 @@ def _without_word(parts: RankEnds) -> End:
     if parts.only(LEFT) and case.fates:
         if any(map(may_be_told, case.fates)):
             return _by_handler(parts, case.fates)
-        return _midway(case) or End(
-            ENDED, step=last_step_of(case.fates), message="every rank came to its end"
-        )
+        return _midway(case) or _ended(case)
     lost, step = parts.all(LOST), last_step_of(case.fates)
     where = "" if step is None else f"; the last step begun is {step}"
     # Without a heartbeat this is a copy of records, which tells of no process.
@@ -447,6 +445,14 @@ def _without_word(parts: RankEnds) -> End:
     if unread:
         text += f"; {ranks_of(unread)} closed, and the last words are not in the run directory"
     return End(UNDECIDED, (), UNKNOWN, step, None, text)
+
+
+def _ended(case: Case) -> End:
+    """All ranks left; where that was in the middle of a step it is said, as it may be no end."""
+    inside = all(f.at_exit and f.clock and f.clock.phase != "data" for f in case.fates)
+    at = place_of(list(case.fates)).partition(",")[2] if inside else ""
+    said = f"every rank came to its end{f',{at}' if at else ''}"
+    return End(ENDED, step=last_step_of(case.fates), message=said)
 
 
 def _midway(case: Case) -> End | None:

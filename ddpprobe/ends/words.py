@@ -21,8 +21,8 @@ def describe(fate: Fate) -> str:
 
 
 def describe_left(fate: Fate) -> str:
-    """Say where one rank came to its end, and how its process ended if that is known."""
-    how = f" ({fate.how})" if fate.how not in {"", UNKNOWN} else ""
+    """Say where one rank had come to an end, and its exit code if that was 0."""
+    how = f" ({CLEAN})" if fate.how == CLEAN else ""
     return f"rank {fate.rank} had ended{how} {where_of(fate)}"
 
 
