@@ -16,7 +16,7 @@ from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.subtrees import and_also, common_module
 from ddpprobe.detectors.telling import Telling
-from ddpprobe.records.step import UNREDUCED, Anomaly, StepRecord
+from ddpprobe.records.step import UNREDUCED, USED_NORM, Anomaly, StepRecord
 
 Norms = tuple[float, float]  # local, reduced
 SAME = 1e-6  # relative: what one rank's norm differs by when it is computed twice
@@ -32,7 +32,7 @@ class Reduction(SampledDetector):
     """Finds gradients that were not reduced over the ranks, several sampled steps in a row.
 
     They are not if each rank's norm behind the reduction is its own local one, and the ranks'
-    differ. That pages where a reduction took place, and changed nothing. Where none took place
+    differ, unless the optimizers of all ranks got gradients of one norm: a script reduced them. That pages where a reduction took place, and changed nothing. Where none took place
     (`no_sync` up to the optimizer, or hooks that DDP lost) it warns, and pages after `patience`
     sampled steps in a row if as many before had all been reduced: local SGD begins otherwise.
     It warns, with the module, where that of single parameters is larger than a mean can be and
@@ -67,6 +67,7 @@ class Reduction(SampledDetector):
         self._reset()
 
     def _reset(self) -> None:
+        self._used: float | None = None  # the norm that all optimizers got at the last step
         self._reduced = 0  # sampled steps in a row, up to the first that was not
         self._missing = 0  # sampled steps in a row that were not
         self._telling = {level: Telling(self._quiet) for level in ("warn", "page", "sum", "parts")}
@@ -82,6 +83,10 @@ class Reduction(SampledDetector):
         norms = _norms(record)
         if not norms:
             return []
+        before, self._used = self._used, _one_norm_used(record, norms)
+        if self._used is not None and (_unwrapped(record) or self._used != before):
+            self._missing = 0
+            return []  # reduced by the script, behind where the others are read
         if not _stayed_local(norms):
             self._reduced = 1 if self._missing else self._reduced + 1
             self._missing = 0
@@ -171,19 +176,41 @@ def _norms(record: StepRecord) -> list[Norms]:
     return norms
 
 
+def _one_norm_used(record: StepRecord, norms: list[Norms]) -> float | None:
+    """Return the norm that the optimizers of all ranks got, of gradients that were not alike.
+
+    None: not all got the same, or the reduced ones were the same as well.
+    """
+    if not _are_apart(norms):
+        return None
+    used = scalars(record, USED_NORM)
+    alike = len(used) == len(norms) and max(used) - min(used) <= SAME * max(used)
+    # What is clipped has the same norm at every step.
+    return float(f"{max(used):.3g}") if alike and math.isfinite(sum(used)) else None
+
+
+def _unwrapped(record: StepRecord) -> bool:
+    """Whether nothing is known that could reduce the gradients."""
+    return any(said.get(UNREDUCED, 0.0) > 1 for said in record.scalars.values())
+
+
+def _are_apart(norms: list[Norms]) -> bool:
+    reduced = [r for _, r in norms]
+    return max(reduced) - min(reduced) > APART * max(local for local, _ in norms)
+
+
 def _stayed_local(norms: list[Norms]) -> bool:
     """Whether all ranks kept their own gradients."""
     largest = max(local for local, _ in norms)
-    apart = max(r for _, r in norms) - min(r for _, r in norms) > APART * largest
-    return apart and all(abs(local - r) <= SAME * largest for local, r in norms)
+    return _are_apart(norms) and all(abs(local - r) <= SAME * largest for local, r in norms)
 
 
 def _anomaly(record: StepRecord, level: str, repeats: int) -> Anomaly:
     norms = scalars(record, "grad_norm")
     none_took_place = any(UNREDUCED in said for said in record.scalars.values())
     why = (
-        "no reduction took place (no_sync up to the optimizer, or DDP lost its hooks: a model that "
-        "was moved or cast behind the wrap)"
+        "no reduction took place (no wrapper around the model, no_sync up to the optimizer, or DDP "
+        "lost its hooks: a model that was moved or cast behind the wrap)"
         if none_took_place
         else "a reduction took place and changed nothing (a communication hook, a process group)"
     )

@@ -41,7 +41,7 @@ class Straggler(SampledDetector):
     behind the median of the others, as a share of the step. A pause of a rank, a checkpoint, a
     garbage collection is one long step; a straggler is slow in nearly all. On a machine with other
     work one rank may be starved for some steps: so a few of them must show a large share, and a
-    small one must last for minutes. Ranks are compared with those that train as many parameters:
+    small one must last for minutes. Where its steps are longer than theirs nobody waits. Ranks are compared with those that train as many parameters:
     stages of a pipeline wait for each other in their forward.
 
     Args:
@@ -141,27 +141,34 @@ class _Window:
 
 def _gap(record: StepRecord) -> Gap | None:
     """Return who is the furthest behind the others of its kind; None where that is not known."""
-    own: dict[float, dict[int, float]] = {}
-    whole = []
+    kinds: dict[float, dict[int, tuple[float, float]]] = {}  # own time and step of each rank
     for rank in record.ranks:
         scalars = record.scalars.get(rank, {})
         phases = {name: float(scalars.get(name, math.nan)) for name in _ALL}
         if not all(0 <= x < math.inf for x in phases.values()):
             return None
-        alike = own.setdefault(float(scalars.get(TRAINABLE, 0)), {})
-        alike[rank] = sum(phases[name] for name in _OWN)
-        whole.append(sum(phases.values()))
-    slowest = [_slowest(alike) for alike in own.values() if len(alike) > 1]
+        own = sum(phases[name] for name in _OWN)
+        alike = kinds.setdefault(float(scalars.get(TRAINABLE, 0)), {})
+        alike[rank] = own, sum(phases.values())
+    slowest = [_slowest(alike) for alike in kinds.values() if len(alike) > 1]
     if not slowest:
         return None
     behind, rank = max(slowest)
-    return Gap(record.step, record.wall_time_ns / 1e9, rank, behind, median(whole))
+    step = median(whole for alike in kinds.values() for _, whole in alike.values())
+    return Gap(record.step, record.wall_time_ns / 1e9, rank, behind, step)
 
 
-def _slowest(own: dict[int, float]) -> tuple[float, int]:
-    """Return by how much the slowest rank lies behind the median of the others, and the rank."""
-    rank = max(own, key=own.__getitem__)
-    return own[rank] - median(seconds for other, seconds in own.items() if other != rank), rank
+def _slowest(times: dict[int, tuple[float, float]]) -> tuple[float, int]:
+    """Return by how much the slowest rank lies behind the median of the others, and the rank.
+
+    Where its steps are longer than the others' by as much, nobody waits for it.
+    """
+    rank = max(times, key=lambda one: times[one][0])
+    others = [time for other, time in times.items() if other != rank]
+    own, whole = times[rank]
+    behind = own - median(other for other, _ in others)
+    alone = whole - median(other for _, other in others)
+    return (behind if alone < behind / 2 else 0.0), rank
 
 
 def _anomaly(record: StepRecord, lag: _Lag) -> Anomaly:

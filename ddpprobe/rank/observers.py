@@ -57,6 +57,8 @@ class Observers:
         named: Callable[[str], bool] | None = None,
     ) -> None:  # fmt: skip
         self.topology = topology
+        # The forward of a DDP may be around this one.
+        self._nobody_reduces = topology.wrapper == "none" and torch_private.active_ddp() is None
         fuse = outside_capture(fuse, captured)
         bins = BinRows(named) if named is not None else None
         self.rows = StepRows(topology.device, rank, timed=bool(topology.cut), bins=bins)
@@ -106,6 +108,13 @@ class Observers:
             self.gradients_read = False
         self.capturing.begin(self._clock.step, sampled=sampled)
         return sampled
+
+    @property
+    def unreduced(self) -> float:
+        """What the scalar of this name is of the step under way; 0: it has none."""
+        if self.topology.world_size == 1:
+            return 0.0
+        return 2.0 if self._nobody_reduces else float(not self.gradients_read)
 
     def read_gradients(self, of: Collection[int] | None = None, *, scaled: bool) -> None:
         """Read the reduced gradients; `scaled`: nobody has divided them by the loss scale yet.

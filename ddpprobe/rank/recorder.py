@@ -293,8 +293,8 @@ class Recorder:
             self._clock.sampled += 1
             turn = self._pacer.turn(self._clock.step)
             observers.rows.add_checksums(in_turn(observers.topology.replicated_parameters(), turn))
-            if not observers.gradients_read and observers.topology.world_size > 1:
-                observers.rows.add_scalar(UNREDUCED, 1.0)  # so replicas may part: local SGD
+            if unreduced := observers.unreduced:
+                observers.rows.add_scalar(UNREDUCED, unreduced)  # so replicas may part: local SGD
             observers.weights.tell(self._clock.micro, skipped=skipped)
             self._set_up |= self._optimizers.tell(observers.rows, alone=not observers.eager.reduced)
             self._finish_sampled(skipped=skipped, partial=False)

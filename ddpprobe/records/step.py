@@ -184,7 +184,9 @@ class Site:
 
 CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were looked at behind it
 NOTED = "noted"  # scalar, 1 on the first sampled step behind what `probe.note` announced
-UNREDUCED = "unreduced"  # scalar, 1 on a sampled step whose gradients stayed each rank's own
+# Scalar: 1 on a sampled step whose gradients stayed each rank's own, 2 where nothing is known that
+# could reduce them: no wrapper is around the model, and a script may do it by hand.
+UNREDUCED = "unreduced"
 LEARNING_RATE = "lr"  # scalar: the largest of all parameter groups; a logged one stands instead
 # Scalar of a sampled step: L2 norm of this rank's gradients as the optimizers are given them.
 USED_NORM = "grad_norm_used"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ddpprobe.detectors.reduction import Reduction
-from ddpprobe.records.step import UNREDUCED, Site, StepRecord
+from ddpprobe.records.step import UNREDUCED, USED_NORM, Site, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 
@@ -48,6 +48,36 @@ def test_only_behind_twenty_steps_in_a_row_that_were_reduced_hooks_count_as_lost
                 for s in range(until + 25)
             ]
             assert [a.level for a in run(Reduction(), stream)] == levels_
+
+
+def used(of: int, reduced: bool, norms: list[float], told: float = 0.0) -> StepRecord:
+    """A step of three ranks whose optimizers got gradients of these norms."""
+    one = step(of, reduced=reduced)
+    for said, norm in zip(one.scalars.values(), norms, strict=True):
+        said |= {USED_NORM: norm} | ({UNREDUCED: told} if told else {})  # type: ignore[operator]
+    return one
+
+
+def test_gradients_that_a_script_reduces_itself_are_left_alone() -> None:
+    """They are read as the backward leaves them: `average_gradients` of PyTorch's tutorial."""
+    for told in (0.0, 1.0, 2.0):
+        stream = [used(s, False, [0.6 + 0.01 * s] * 3, told) for s in range(50)]
+        assert run(Reduction(), stream) == []
+    clipped = [used(s, False, [1.0] * 3, 2.0) for s in range(50)]
+    assert run(Reduction(), clipped) == []
+
+
+def test_gradients_of_a_model_without_a_wrapper_that_stay_apart_are_warned_of() -> None:
+    apart = [used(s, False, [0.5, 0.6, 0.7 + 0.01 * s], 2.0) for s in range(100)]
+    (warn,) = run(Reduction(), apart)
+    assert (warn.level, warn.step) == ("warn", 2)
+    assert "no wrapper around the model" in warn.message
+
+
+def test_a_clipped_norm_does_not_hide_that_a_wrapped_model_is_not_reduced() -> None:
+    stream = [used(s, s < 50, [1.0] * 3) for s in range(100)]
+    (page,) = run(Reduction(), stream)
+    assert (page.level, page.step) == ("page", 53)
 
 
 def test_local_sgd_is_warned_of_and_never_pages() -> None:

@@ -133,6 +133,18 @@ def test_ranks_that_train_other_parameters_are_not_compared() -> None:
     assert warn.rank == 1
 
 
+def test_a_slow_rank_for_which_nobody_waits_is_left_alone() -> None:
+    """Ranks that each train a model of their own meet in no collective."""
+
+    def alone(number: int) -> StepRecord:
+        one = step(number, [0.001, SLOW])
+        for said in one.scalars.values():
+            said["backward_seconds"] = 0.005  # type: ignore[index]
+        return one
+
+    assert run(Straggler(), [alone(s) for s in range(100)]) == []
+
+
 def test_steps_without_all_ranks_or_times_are_not_judged() -> None:
     missing = [step(s, [0.001, SLOW], missing=(2,)) for s in range(50)]
     untold = [record(s, {0: {"forward_seconds": 1.0}, 1: {}}) for s in range(50, 100)]
