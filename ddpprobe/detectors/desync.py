@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddpprobe.detectors.detector import Detector
+from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.records.merge import disagreements, ranks_of
-from ddpprobe.records.step import BUFFER, UNREDUCED, Anomaly, Digests, StepRecord
+from ddpprobe.records.step import BUFFER, JOINED, UNREDUCED, Anomaly, Digests, StepRecord
 
+ALIKE = 1e-6  # relative: reduced gradients of one step, whose norm each rank computes by itself
 MOST_NAMED = 8  # ranges of ranks in a message
 
 
@@ -51,7 +53,8 @@ class Desync(Detector):
 
     Of several parameters the first one in the order of the model is named, with the number of the
     others. A rank that delivered nothing is not compared. Steps that never reached their end are
-    not judged: one rank may have taken what another has not.
+    not judged: one rank may have taken what another has not. Nor are those under DDP's `join()`
+    whose reduced gradients are not the same on all ranks: there one rank is some steps ahead.
 
     Args:
         quiet_steps: steps in which ranks agreed, after which the same suspects are reported again.
@@ -72,7 +75,7 @@ class Desync(Detector):
         """Take the next record; at most one anomaly of parameters, and one of buffers."""
         if record.attempt != self._attempt:
             self._attempt, self._last, self._buffers = record.attempt, None, set()
-        splits = [] if record.partial else _splits(record.digests)
+        splits = [] if record.partial or _at_unlike_steps(record) else _splits(record.digests)
         parameters = [split for split in splits if split.shard != BUFFER]
         new = [s for s in splits if s.shard == BUFFER and s.fqn not in self._buffers]
         self._buffers.update(split.fqn for split in new)
@@ -85,13 +88,21 @@ class Desync(Detector):
             self._told = {}
         self._last = record.step
         found = {rank for split in splits for rank in split.suspects}
-        apart = any(UNREDUCED in scalars for scalars in record.scalars.values())
+        apart = any(UNREDUCED in said for said in record.scalars.values())
         level = "warn" if apart else "page"
         known = self._told.get("page", set()) | self._told.get(level, set())
         if found <= known:
             return []
         self._told[level] = known | found
         return [_anomaly(record, splits, level)]
+
+
+def _at_unlike_steps(record: StepRecord) -> bool:
+    """Whether ranks under DDP's `join()` show by their gradients that they are at other steps."""
+    if not any(JOINED in said for said in record.scalars.values()):
+        return False
+    norms = scalars(record, "grad_norm")
+    return len(norms) > 1 and max(norms) - min(norms) > ALIKE * max(norms)
 
 
 def _splits(digests: Digests) -> list[_Split]:

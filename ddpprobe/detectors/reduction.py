@@ -32,9 +32,10 @@ class Reduction(SampledDetector):
     """Finds gradients that were not reduced over the ranks, several sampled steps in a row.
 
     They are not if each rank's norm behind the reduction is its own local one, and the ranks'
-    differ, unless the optimizers of all ranks got gradients of one norm: a script reduced them. That pages where a reduction took place, and changed nothing. Where none took place
-    (`no_sync` up to the optimizer, or hooks that DDP lost) it warns, and pages after `patience`
-    sampled steps in a row if as many before had all been reduced: local SGD begins otherwise.
+    differ, unless the optimizers of all ranks got gradients of one norm: a script reduced them.
+    That pages where a reduction took place, and changed nothing. Where none took place (`no_sync`
+    up to the optimizer, or hooks that DDP lost) it warns, and pages after `patience` sampled steps
+    in a row if as many before had all been reduced: local SGD begins otherwise.
     It warns, with the module, where that of single parameters is larger than a mean can be and
     that of all together is not: they got another one's gradient.
     It warns where the reduced norm is larger than the mean of the local ones, which no mean of them
@@ -81,12 +82,8 @@ class Reduction(SampledDetector):
         if record.skipped or record.missing:
             return []
         norms = _norms(record)
-        if not norms:
+        if not norms or self._is_reduced_by_hand(record, norms):
             return []
-        before, self._used = self._used, _one_norm_used(record, norms)
-        if self._used is not None and (_unwrapped(record) or self._used != before):
-            self._missing = 0
-            return []  # reduced by the script, behind where the others are read
         if not _stayed_local(norms):
             self._reduced = 1 if self._missing else self._reduced + 1
             self._missing = 0
@@ -99,6 +96,14 @@ class Reduction(SampledDetector):
         if not self._telling[level].due(record.step):
             return []
         return [_anomaly(record, level, self._missing)]
+
+    def _is_reduced_by_hand(self, record: StepRecord, norms: list[Norms]) -> bool:
+        """Whether the script reduced the gradients, behind where the others are read."""
+        before, self._used = self._used, _one_norm_used(record, norms)
+        by_hand = self._used is not None and (_unwrapped(record) or self._used != before)
+        if by_hand:
+            self._missing = 0
+        return by_hand
 
     def _summed(self, record: StepRecord, norms: list[Norms]) -> list[Anomaly]:
         local = sum(own / len(norms) for own, _ in norms)

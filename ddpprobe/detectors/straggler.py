@@ -41,8 +41,9 @@ class Straggler(SampledDetector):
     behind the median of the others, as a share of the step. A pause of a rank, a checkpoint, a
     garbage collection is one long step; a straggler is slow in nearly all. On a machine with other
     work one rank may be starved for some steps: so a few of them must show a large share, and a
-    small one must last for minutes. Where its steps are longer than theirs nobody waits. Ranks are compared with those that train as many parameters:
-    stages of a pipeline wait for each other in their forward.
+    small one must last for minutes. Where its steps are longer than theirs nobody waits. Ranks are
+    compared with those that train as many parameters: stages of a pipeline wait for each other in
+    their forward.
 
     Args:
         share: of a step, by which the slowest rank must lie behind.

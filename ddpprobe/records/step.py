@@ -187,6 +187,9 @@ NOTED = "noted"  # scalar, 1 on the first sampled step behind what `probe.note` 
 # Scalar: 1 on a sampled step whose gradients stayed each rank's own, 2 where nothing is known that
 # could reduce them: no wrapper is around the model, and a script may do it by hand.
 UNREDUCED = "unreduced"
+# Scalar, 1 on a sampled step of a rank that has begun a `join()` of DDP: once ranks have had unlike
+# numbers of batches, a step of one is no longer the step of that number of another.
+JOINED = "joined"
 LEARNING_RATE = "lr"  # scalar: the largest of all parameter groups; a logged one stands instead
 # Scalar of a sampled step: L2 norm of this rank's gradients as the optimizers are given them.
 USED_NORM = "grad_norm_used"

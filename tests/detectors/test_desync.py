@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ddpprobe.detectors.desync import Desync, ranks_text
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.records.merge import merge_all
-from ddpprobe.records.step import BUFFER, Anomaly, FirstBad, StepRecord
+from ddpprobe.records.step import BUFFER, JOINED, Anomaly, FirstBad, StepRecord
 from tests.detectors import made_records
 
 Digests = dict[tuple[str, str], dict[int, int]]
@@ -40,6 +40,20 @@ def test_the_one_rank_that_differs_is_named_with_the_parameter() -> None:
     assert page.message.startswith("rank 2 holds other bits of this parameter than ranks 0-1, 3")
     assert dict(page.values) == {"parameters": 1, "versions": 2, "suspects": 1, "ranks": 4}
     assert "\n" not in page.message
+
+
+def test_ranks_that_are_at_other_steps_under_join_are_not_compared() -> None:
+    def joined(norms: tuple[float, float], said: float = 1.0) -> StepRecord:
+        scalars = {
+            rank: {"grad_norm": norm} | ({JOINED: said} if said else {})
+            for rank, norm in enumerate(norms)
+        }
+        return replace(split(33, (0,), (1,)), scalars=scalars)
+
+    assert run(joined((0.5, 0.6))) == []
+    for told in (joined((0.5, 0.5)), joined((0.5, 0.6), said=0.0)):
+        (page,) = run(told)
+        assert page.level == "page"
 
 
 def test_a_minority_of_several_ranks_is_listed_and_none_of_them_blamed_alone() -> None:

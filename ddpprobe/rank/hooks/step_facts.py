@@ -22,6 +22,7 @@ from ddpprobe.rank.torch_private import sharding
 from ddpprobe.records.step import (
     DIGEST,
     INPUT_SPREAD,
+    JOINED,
     LEARNING_RATE,
     MOMENT_DECAY,
     OPTIMIZER_STEPS,
@@ -42,10 +43,15 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def modes(topology: Topology) -> dict[str, float]:
-    """Return the share of modules in training mode, and how many parameters require a gradient."""
+    """Return the share of modules in training mode, and how many parameters require a gradient.
+
+    And that ranks may be at unlike steps, if they may.
+    """
     training = [module.training for _, module in topology.walk()]
     trained = sum([p.requires_grad for _, p in topology.named_parameters()])
-    return {TRAINING: sum(training) / max(len(training), 1), TRAINABLE: float(trained)}
+    joined = any(sharding.is_joined(ddp) for _, ddp in topology.ddps)
+    told = {TRAINING: sum(training) / max(len(training), 1), TRAINABLE: float(trained)}
+    return told | ({JOINED: 1.0} if joined else {})
 
 
 @final

@@ -138,6 +138,14 @@ def is_replicated(module: nn.Module) -> bool:
     return found is not None and "replicate" in found
 
 
+def is_joined(ddp: nn.Module) -> bool:
+    """Whether a DDP is or was in its `join()`, which lets ranks take unlike numbers of steps.
+
+    Degradation: False; ranks that part there are then told as replicas that differ.
+    """
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+
+
 def is_extended(flat: Tensor) -> bool:
     """Whether a flat parameter of FSDP1 is made of DTensors (FSDP1 over tensor parallelism).
 

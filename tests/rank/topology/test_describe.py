@@ -15,7 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpprobe.errors import ModelRefused
+from ddpprobe.rank.hooks import step_facts
 from ddpprobe.rank.topology.describe import clean, describe
+from ddpprobe.records.step import JOINED
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,15 @@ def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_a_model_in_ddp_s_join_says_so_from_there_on(alone: None) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    assert JOINED not in step_facts.modes(describe(model))
+    with model.join():
+        model(torch.ones(1, 2)).sum().backward()
+        assert step_facts.modes(describe(model))[JOINED] == 1.0
+    assert step_facts.modes(describe(model))[JOINED] == 1.0
 
 
 # torch 2.6 warns of DTensors on a CPU.
