@@ -301,10 +301,9 @@ class StepClock:
     def _output_gradient(self) -> None:
         self._open = False
         self.entered.append(graph.current_node())
-        if not (
-            self._queued or is_captured()
-        ):  # any of the outputs may be the one the loss came from
-            self._throw_away()  # many loops call zero_grad() between forward and backward
+        if not (self._queued or is_captured()):  # any output may be the one the loss came from
+            if self._through <= self.micro:  # else a further backward of the same forward
+                self._throw_away()  # many loops call zero_grad() between forward and backward
             self._queued = True
             self._leaves_none = self._goes_by()
             self.passes.backward(self.micro)

@@ -471,3 +471,29 @@ def test_a_skipped_step_behind_a_gradient_penalty_is_still_told(tmp_path: Path, 
             scaler.update()
     records = whole(records_of(tmp_path / "d"))
     assert [(r.step, r.skipped) for r in records] == [(s, s == 2) for s in range(4)]
+
+
+def test_one_forward_with_a_backward_for_each_task_is_no_pass_for_anothers_step(
+    tmp_path: Path, records_of
+) -> None:
+    """PCGrad, MGDA: the gradients of each task are taken away, and their sum is put in place."""
+    torch.manual_seed(0)
+    model = critic()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ddpprobe.install(model, run_dir=tmp_path, every=1, daemon="none"):
+        for at in range(4):
+            out, parts = model(real(at)), []
+            for power in (1, 2, 3):
+                optimizer.zero_grad()
+                (out**power).mean().backward(retain_graph=True)
+                parts.append([p.grad.clone() for p in model.parameters()])
+            for parameter, *each in zip(model.parameters(), *parts, strict=True):
+                parameter.grad = sum(each)
+            optimizer.step()
+    records = whole(records_of(tmp_path))
+    assert [r.step for r in records] == [0, 1, 2, 3]
+    for record in records:
+        assert LENT not in record.scalars[0]
+        assert record.scalars[0]["micro_batches"] == 1.0
+        assert rows(record)["0", "output"][OBSERVED] == 1
+        assert record.scalars[0]["grad_norm"] > 0
