@@ -94,6 +94,42 @@ def test_a_run_without_loss_says_what_it_has(call: Call, tmp_path: Path) -> None
     assert "no loss and no gradient norm; --scalar takes one of micro_batches" in err
 
 
+@pytest.mark.parametrize(
+    ("site", "printed"),
+    [
+        ("rnn[0]:output", ["rnn[0]:output"]),  # as a glob it would be `rnn0:output`
+        ("rnn:output[1]", ["rnn[1]:output"]),  # as captured tensors are named
+        ("rnn.weight[exp_avg_sq]:optim_state", ["rnn.weight[exp_avg_sq]:optim_state"]),
+        ("rnn:output", ["rnn[0]:output", "rnn[1]:output"]),
+        ("(root)[0]:output", ["(root)[0]:output"]),
+        ("(root):output[0]", ["(root)[0]:output"]),
+    ],
+)
+def test_a_site_is_found_by_the_name_that_is_printed(
+    call: Call, tmp_path: Path, site: str, printed: list[str]
+) -> None:
+    known = (
+        Site("rnn", "output", "0"), Site("rnn", "output", "1"), Site("", "output", "0"),
+        Site("rnn.weight", "optim_state", "exp_avg_sq"),
+    )  # fmt: skip
+    made = Made(tmp_path / "run", ranks=1)
+    made.write([record(0, 0, len(known), sites=known)])
+    code, out, err = call("trace", made.close().path, "--site", site)
+    assert (code, err) == (0, "")
+    assert [row[2] for row in cells(out)[1:]] == printed
+
+
+def test_a_leaf_that_is_not_there_is_not_said_to_be_a_missing_kind(
+    call: Call, tmp_path: Path
+) -> None:
+    made = Made(tmp_path / "run", ranks=1)
+    made.write([record(0, 0, 1, sites=(Site("rnn", "output", "0"),))])
+    path = made.close().path
+    for site in ("rnn[7]:output", "rnn:output[7]"):
+        err = call("trace", path, "--site", site)[2]
+        assert f"no site matches {site!r}; nearest: rnn[0]:output" in err
+
+
 # ---- why there is no number
 
 
