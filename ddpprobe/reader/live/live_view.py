@@ -12,7 +12,7 @@ LOOKS = 30  # over so many looks a rate is taken
 # model takes back (of attention's keys, of a layer before a norm) is what rounding leaves: 1e-3 or
 # less of its neighbours' in bfloat16, and a hundred times as much at the next step.
 NEGLIGIBLE = 0.01
-# Whose growth says nothing of the model's health: Adam's second moment begins near zero and grows by
+# Their growth says nothing of a model's health: Adam's second moment begins near zero and grows by
 # decades on every healthy run, and a change of the weights grows with the learning rate.
 NOT_RANKED = ("optim_state", "update")
 UNREACHABLE = "unreachable"  # the beginning of what `LiveView.state` says of a daemon that is away
@@ -119,9 +119,7 @@ def worst_sites(sites: Iterable[SiteNow]) -> tuple[SiteNow, ...]:
     step, counts as that much, before and after: a site has to become one that matters to count.
     Kinds that are `NOT_RANKED` are left out unless they have non-finite elements.
     """
-    known = [
-        s for s in sites if _kind(s) not in NOT_RANKED or s.nonfinite or math.isnan(s.abs_max)
-    ]
+    known = [s for s in sites if _kind(s) not in NOT_RANKED or s.nonfinite or math.isnan(s.abs_max)]
     least = _least_that_matters(known)
 
     def key(s: SiteNow) -> tuple[float, ...]:
