@@ -5,7 +5,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of short processes are started, and each of them would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# torch is not among them: it is that of who installs the wheel.
+# Without `train`, which brings torch: whoever installs the wheel chooses which torch that is.
 SBOM_EXTRAS := xarray,dask,pandas,polars,plot,parquet,web,cloud
 
 .PHONY: demo demo-fsdp test test-grid test-faults test-alerts test-frameworks test-models test-versions test-mutants test-gpu \

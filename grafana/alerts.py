@@ -144,9 +144,12 @@ ANOMALIES = f"ddpprobe anomalies {DIRECTORY}"
 INFO = f"ddpprobe info {DIRECTORY}"
 _RANK = "{{ with $labels.rank }}rank {{ . }}{{ else }}no single rank{{ end }}"
 # Every other detector that names none has looked at all of them.
+_EACH = _ask(f"max(last_over_time(ddpprobe_sample_interval_steps{{%s}}[{EPISODE}])) == 1")
 _NO_MODULE = (
-    "{{ if eq $labels.detector `nonfinite` }}module not known (the step was not sampled, or only the "
-    "loss shows it; every=1, DDPPROBE_EVERY=1, from a checkpoint before that step would name it)"
+    "{{ if eq $labels.detector `nonfinite` }}module not known ("
+    f"{{{{ with {_EACH} }}}}every step is sampled, and no module showed it before the loss did"
+    "{{ else }}the step was not sampled, or only the loss shows it; every=1, DDPPROBE_EVERY=1, "
+    "from a checkpoint before that step would name it{{ end }})"
     "{{ else }}no single module{{ end }}"
 )
 _NONFINITE = "ddpprobe_nonfinite_elements_total"

@@ -12,7 +12,7 @@ from ddpprobe.metrics.table import (
     SERIES_LIMIT,
     Metric,
 )
-from ddpprobe.records.step import LEVELS
+from ddpprobe.records.step import KINDS, LEVELS
 from grafana import measured, series_table
 
 _HEAD = f"""# Metrics
@@ -36,8 +36,9 @@ text 0.0.4, or OpenMetrics 1.0 with exemplars for a client that asks for it.
   `ddpprobe_series_dropped_total` counts what is left out.
 - Label values have at most {LABEL_BYTES} bytes and are cut from the left. Several tensors of one
   output (a tuple, a dict) count as one site here; the store keeps them apart.
-- `kind` is one of input, output, grad_output, grad_input, param, grad_local (before any
-  reduction) and grad (after it).
+- `kind` is one of {", ".join(KINDS)}.
+  `grad_local` is a gradient before any reduction, `grad` one after it, `update` what the step
+  changed of a parameter, `optim_state` the optimizer's second moment of one.
 
 """
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ddpprobe
+from ddpprobe.records.step import KINDS, STATS
 
 HOME = Path(__file__).parent.parent
 PAGES = [*HOME.glob("*.md"), *HOME.glob("docs/**/*.md")]
@@ -67,3 +68,20 @@ def test_the_api_page_has_everything_that_the_package_exports():
     page = (HOME / "docs/reference/api.md").read_text()
     named = re.findall(r"^::: ddpprobe\.(\w+)$", page, re.MULTILINE)
     assert sorted(named) == sorted(set(ddpprobe.__all__) - {"__version__"})
+
+
+def test_every_variable_that_a_page_names_is_in_the_table_of_variables():
+    told = {name for page in PAGES for name in re.findall(r"DDPPROBE_[A-Z_]+", page.read_text())}
+    table = (HOME / "docs/reference/python.md").read_text().partition("\n## Environment\n")[2]
+    rows = re.findall(r"^\| (`DDPPROBE_.*?) \|", table, re.MULTILINE)
+    known = set(re.findall(r"DDPPROBE_[A-Z_]+", " ".join(rows)))
+    # These two the processes of ddpprobe give each other.
+    assert told - known == {"DDPPROBE_RUN", "DDPPROBE_TOKEN"}
+
+
+def test_the_pages_of_sites_name_every_kind_and_every_statistic():
+    trace = (HOME / "docs/reference/cli.md").read_text().partition("\n## `trace`\n")[2]
+    trace = trace.partition("\n## ")[0]
+    assert set(re.findall(r"`(\w+)`", trace)) >= {*KINDS, *STATS}
+    served = (HOME / "docs/reference/metrics.md").read_text()
+    assert f"`kind` is one of {', '.join(KINDS)}." in served

@@ -34,6 +34,12 @@ def answer(parser: argparse.ArgumentParser) -> None:
     argcomplete.autocomplete(parser, always_complete_options="long")
 
 
+def offer(action: argparse.Action, names: Iterable[str]) -> None:
+    """Let a shell offer these names as the value of an option; others are taken as well."""
+    known = list(names)
+    action.completer = lambda **_: known  # type: ignore[attr-defined]  # argcomplete looks for it
+
+
 def runs(prefix: str, **_: object) -> Iterable[str]:
     """Return the runs of the default directory, newest first, and the directories at a prefix."""
     from argcomplete.completers import DirectoriesCompleter  # noqa: PLC0415  (as above)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 
 from ddpprobe.cli.progress import progress
+from ddpprobe.cli.verbs import HERE, VERBS
 from ddpprobe.errors import RunError
 from ddpprobe.rundir import store_url
-
-# What these do, or show, is where the daemon is.
-BESIDE_THE_DAEMON = ("top", "trigger")
 
 
 def fetch(args: argparse.Namespace) -> None:
@@ -24,7 +22,7 @@ def fetch(args: argparse.Namespace) -> None:
             continue
         from ddpprobe.reader.run import open_run  # noqa: PLC0415  (`--help` comes here, too)
 
-        if args.verb in BESIDE_THE_DAEMON:
+        if VERBS[args.verb].run == HERE:
             raise RunError(
                 f"{url}: {args.verb} works where the run's daemon is: give the run directory there"
             )

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from ddpprobe.cli import completion
@@ -21,26 +21,36 @@ from ddpprobe.cli.output import (
     say,
 )
 from ddpprobe.cli.run_argument import choose
-from ddpprobe.cli.verbs import VERBS, exits
+from ddpprobe.cli.verb_parser import VerbParser, did_you_mean, nearest
+from ddpprobe.cli.verbs import ANYWHERE, HERE, VERBS, exits
 from ddpprobe.errors import RunError, StoreDamaged
 from ddpprobe.reader.text import plain
 
-RUN = """\
+NEWEST = """\
+Without it the newest run is taken, of those that `ddpprobe ls` lists, and named on stderr."""
+RUN = {
+    HERE: f"""\
+RUN is a run directory: what install() made, by default ddpprobe-runs/<name>.
+{NEWEST}""",
+    ANYWHERE: f"""\
 RUN is a run directory: what install() made, by default ddpprobe-runs/<name>; or the URL of an
-object store that it was uploaded to: s3://BUCKET/PREFIX/RUN, gs://..., az://... Without it the
-newest run is taken, of those that `ddpprobe ls` lists, and named on stderr."""
+object store that it was uploaded to: s3://BUCKET/PREFIX/RUN, gs://..., az://...
+{NEWEST}""",
+}
 
 
 def epilog(verb: str | None = None) -> str:
     """Return the end of the help: exit codes, of the whole command line or of one verb."""
     lines = [f"  {code}  {meaning}" for code, meaning in exits(verb)]
-    return "\n".join(["exit codes (3 goes before 1, and 1 before 4):", *lines, "", RUN])
+    about = RUN.get(ANYWHERE if verb is None else VERBS[verb].run)
+    codes = "\n".join(["exit codes (3 goes before 1, and 1 before 4):", *lines])
+    return f"{codes}\n\n{about}" if about else codes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; never raises for what a user can cause."""
     if completion.is_asked():
-        completion.answer(_parser(completion.verb_of()))
+        completion.answer(_parsers(completion.verb_of())[0])
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
@@ -49,17 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = _parser(next((word for word in words if word in VERBS), None))
+    parser, verbs = _parsers(next((word for word in words if word in VERBS), None))
+    if words and not words[0].startswith("-") and words[0] not in VERBS:
+        hint = did_you_mean(nearest(words[0], VERBS)) or f"; choose one of {', '.join(VERBS)}"
+        parser.error(f"no verb {plain(words[0])!r}{hint}")
     args, rest = parser.parse_known_args(words)
     if rest and args.verb != "daemon":  # whose options are the daemon's own business
-        parser.error(f"unrecognized arguments: {plain(' '.join(rest))}")
+        verbs[args.verb].refuse(rest)
     args.rest = rest
     return args
 
 
-def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a command line with this verb; no other verb's module is imported."""
-    parser = argparse.ArgumentParser(
+def _parsers(chosen: str | None) -> tuple[VerbParser, Mapping[str, VerbParser]]:
+    """Return the parser of a command line with this verb, and those of all verbs.
+
+    No other verb's module is imported: the others' have no arguments.
+    """
+    parser = VerbParser(
         prog="ddpprobe",
         description="Names the first bad tensor of a distributed PyTorch run.",
         epilog=epilog(),
@@ -79,7 +95,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
             module = _module(name)
             verb.description = (module.__doc__ or "").strip()
             module.add_arguments(verb)
-    return parser
+    return parser, verbs.choices
 
 
 class _Version(argparse.Action):

@@ -9,8 +9,10 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
+from ddpprobe.errors import RunError
 from ddpprobe.reader.text import plain
 
 OK, PAGED, USAGE, DAMAGED, INCOMPLETE = 0, 1, 2, 3, 4  # exit codes
@@ -77,6 +79,13 @@ def _complain_of(what: str, things: Iterable[object]) -> bool:
     for text in texts:
         complain(f"ddpprobe: {what}: {text}")
     return bool(texts)
+
+
+def check_place(file: Path) -> None:
+    """Raise RunError, which says what to type, if a file's directory does not exist."""
+    above = file.parent
+    if not above.is_dir():
+        raise RunError(f"{file}: there is no directory {above}; make it first: mkdir -p {above}")
 
 
 def table(rows: Iterable[Sequence[object]], right: Iterable[int] = ()) -> list[str]:

@@ -23,6 +23,8 @@ _OF_STATE = {
     "paused": "note",
     "closed": "head",
 }
+# A daemon's metrics leave out a site that has no number.
+NOTHING_FINITE = "no site had a finite value at the newest sampled step"
 _LEAST_NAME = 24  # characters of a module's name, whatever the width
 _LEAST_ROWS = 3  # of each table, whatever the height
 
@@ -140,7 +142,7 @@ def _summary(ranks: Sequence[RankNow]) -> str:
 
 def _sites(now: LiveView, most: int, width: int) -> Iterator[Line]:
     if not now.sites:
-        yield "note", "no sampled step yet"
+        yield "note", NOTHING_FINITE if now.sampled else "no sampled step yet"
         return
     shown = now.sites[:most]
     rows = [("nonfinite", "abs max", "growth", "rms"), *map(_numbers, shown)]

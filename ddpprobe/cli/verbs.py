@@ -12,10 +12,21 @@ from ddpprobe.cli.output import DAMAGED, INCOMPLETE, OK, PAGED, USAGE
 
 
 class Verb(NamedTuple):
-    """A verb: its line in the help, the first of its module's docstring, and its exit codes."""
+    """A verb.
+
+    Attributes:
+        help: its line in the help, the first of its module's docstring.
+        codes: its exit codes.
+        run: what its argument RUN may be: `HERE`, `ANYWHERE`, or "" if it takes none.
+    """
 
     help: str
     codes: tuple[int, ...]
+    run: str = ""
+
+
+HERE = "here"  # a directory: what the verb does, or shows, is where the run's daemon is
+ANYWHERE = "anywhere"  # a directory, or the URL of an object store
 
 
 # What the exit codes mean; the help of each verb and docs/reference/cli.md are made of these.
@@ -38,43 +49,55 @@ VERBS = {
         "Say what ran: ranks, topology, steps, sites, sizes, and how complete each rank's record "
         "is",
         _READS,
+        ANYWHERE,
     ),
     "anomalies": Verb(
         "Say what went wrong in a run, first cause first, then what followed from it",
         (OK, PAGED, USAGE, DAMAGED, INCOMPLETE),
+        ANYWHERE,
     ),
     "trace": Verb(
         "Show numbers over the steps: loss and gradient norm, any scalar, or a statistic of sites",
         _READS,
+        ANYWHERE,
     ),
     "verify": Verb(
         "Check every file of a run against its checksum, and the journals against the store",
         _READS,
+        ANYWHERE,
     ),
     "collect": Verb(
         "Merge the directories of a run's nodes, each of which had its own disk, into one",
         (OK, USAGE, DAMAGED),
     ),
-    "compare": Verb("Name the first step, site and statistic where two runs part", _READS),
-    "top": Verb("Watch a run while it trains: its ranks, its worst modules, its anomalies", _READS),
+    "compare": Verb(
+        "Name the first step, site and statistic where two runs part", _READS, ANYWHERE
+    ),
+    "top": Verb(
+        "Watch a run while it trains: its ranks, its worst modules, its anomalies", _READS, HERE
+    ),
     "replay": Verb(
         "Ask a run again: its detectors with other settings, or one module from its stored inputs",
         _READS,
+        ANYWHERE,
     ),
     "report": Verb(
         "Write one self-contained HTML page: verdict, timeline, heat map module x step, ranks, "
         "hosts",
         _READS,
+        ANYWHERE,
     ),
     "export": Verb(
         "Write a run in a format of others, or serve it: so the same Grafana dashboard shows a "
         "past run",
         _READS,
+        ANYWHERE,
     ),
     "trigger": Verb(
         "Capture the next steps of a live run in full, on all ranks, and keep the window before "
         "them",
         (OK, USAGE, DAMAGED),
+        HERE,
     ),
     "run": Verb(
         "Start a job whose script says nothing of ddpprobe, and observe what it trains",

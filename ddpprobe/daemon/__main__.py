@@ -39,6 +39,12 @@ def parser() -> argparse.ArgumentParser:
         "that is over: do what is left of it, and end.",
         epilog=f"exit codes: {OK} nothing wrong; {WRONG_USE} wrong use",
     )
+    add_arguments(new)
+    return new
+
+
+def add_arguments(new: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the daemon."""
     what = new.add_mutually_exclusive_group(required=True)
     what.add_argument("--dir", type=Path, metavar="RUN", help="run directory")
     what.add_argument(
@@ -65,7 +71,6 @@ def parser() -> argparse.ArgumentParser:
         "--histograms", action="store_true", help="show those of install(histograms=) in /metrics"
     )
     new.add_argument("--max-age", metavar="T", help="how old it may be, e.g. 14d, 12h")
-    return new
 
 
 def main(argv: Sequence[str] | None = None) -> int:

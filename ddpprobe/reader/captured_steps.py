@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from ddpprobe.reader.tensors import (
     site_of,
 )
 from ddpprobe.records.near_names import nearest
+from ddpprobe.records.step import ROOT
 from ddpprobe.rundir import paths
 from ddpprobe.rundir.tensor_pack import Pack, TensorKey
 from ddpprobe.store.captures import dtypes
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _SITE = re.compile(r"(?P<fqn>.*):(?P<kind>[a-z_]+)(?:\[(?P<leaf>.*)\])?", re.DOTALL)
+_PRINTED = re.compile(r"(?P<fqn>.*)\[(?P<leaf>.*)\]:(?P<kind>[a-z_]+)", re.DOTALL)  # of a `Site`
 # Of the module's state, not of a call.
 STATE = ("param", "grad", "buffer")
 _SHOWN = 8
@@ -164,13 +166,11 @@ class CapturedStep:
         Raises:
             TensorError: there is none, or it is one of several; the text names them.
         """
-        match = _SITE.fullmatch(site)
-        if match is None:
+        forms = [match for form in (_SITE, _PRINTED) if (match := form.fullmatch(site))]
+        if not forms:
             raise TensorError(f"{site!r}: write a site as fqn:kind, e.g. layers.0.attn:output")
-        fqn, kind, leaf = match["fqn"], match["kind"], match["leaf"]
         entries = self.event.entries if self.event else ()
-        named = [e for e in entries if (e.key.fqn, e.key.kind) == (fqn, kind)]
-        named = [e for e in named if leaf is None or e.key.leaf == leaf]
+        named = next(filter(None, (_named(entries, **form.groupdict()) for form in forms)), [])
         matching = [e for e in named if (e.key.micro, e.key.call) == (micro, call)]
         leaves = sorted({e.key.leaf for e in matching})
         if len(leaves) == 1:
@@ -369,6 +369,13 @@ def _of_call(
         elif (key.micro, key.call) == (micro, call) and rank in whole.ranks:
             of_call[name] = RankTensor(rank, whole)
     return of_call
+
+
+def _named(entries: Iterable[Entry], fqn: str, kind: str, leaf: str | None) -> list[Entry]:
+    """Return the tensors of a site; a leaf of None is any, and `(root)` is the model itself."""
+    of = ("", fqn) if fqn == ROOT else (fqn,)
+    named = [e for e in entries if e.key.fqn in of and e.key.kind == kind]
+    return [e for e in named if leaf is None or e.key.leaf == leaf]
 
 
 def _listed(entries: Sequence[Entry]) -> str:

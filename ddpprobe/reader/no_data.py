@@ -37,7 +37,7 @@ def no_site(
     module, kind = _parts(glob)
     why = list(dict.fromkeys(w for n in attempts for w in _reasons(merged_reader, n, module, kind)))
     kinds = {site.kind for site in known if kind and fnmatchcase(site.fqn, module)}
-    if kinds:
+    if kinds and kind not in kinds:
         why.append(f"{module} has no {kind}, but {', '.join(sorted(kinds))}")
     near = nearest(glob, (str(site) if ":" in glob else site.printed_fqn for site in known))
     return "; ".join([f"no site matches {glob!r}", *why, f"nearest: {near}"])
@@ -112,7 +112,7 @@ def _is_meant(module: str, glob: str) -> bool:
 def _parts(glob: str) -> tuple[str, str]:
     """Split a glob over sites into module and kind; "" for any kind."""
     place, colon, kind = glob.rpartition(":")
-    return (place.partition("[")[0], kind) if colon else (glob, "")
+    return (place.partition("[")[0], kind.partition("[")[0]) if colon else (glob, "")
 
 
 def _globs(said: object) -> list[str]:

@@ -223,7 +223,8 @@ class Run(RunNumbers):
 
         Args:
             site: `fqn:kind`, e.g. `layers.0.attn:output`, `layers.0.attn.q.weight:grad`; a tensor
-                inside a structured value as `layers.0.attn:output[0]`.
+                inside a structured value as `layers.0.attn:output[0]` or, as statistics of it are
+                printed, `layers.0.attn[0]:output`.
             step: a captured one.
             attempt: default: the last one that captured the step.
             micro: which micro-batch, from 0.

@@ -66,9 +66,15 @@ class Scalars:
 
 
 def matches(site: Site, glob: str) -> bool:
-    """Return whether a glob matches `fqn`, `fqn:kind` or `fqn[leaf]:kind`, as sites are printed."""
-    names = (str(site), site.fqn, f"{site.fqn}:{site.kind}", site.printed_fqn)
-    return any(fnmatchcase(name, glob) for name in names)
+    """Return whether a glob matches `fqn`, `fqn:kind`, `fqn[leaf]:kind` or `fqn:kind[leaf]`.
+
+    The third is how a site is printed, the last how a captured tensor is. A name as it is printed
+    matches itself: in a glob the brackets around its leaf would be a set of characters.
+    """
+    names = [str(site), site.fqn, f"{site.fqn}:{site.kind}", site.printed_fqn]
+    if site.leaf:
+        names += (f"{fqn}:{site.kind}[{site.leaf}]" for fqn in (site.fqn, site.printed_fqn))
+    return glob in names or any(fnmatchcase(name, glob) for name in names)
 
 
 def is_within(step: int, steps: slice) -> bool:

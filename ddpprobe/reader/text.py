@@ -60,6 +60,12 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.1f} TiB"
 
 
+def wrapping(info: Mapping[str, Any]) -> list[str]:
+    """Return the wrapper and the backend of a run, as far as they are known."""
+    known = [str(info[name]) for name in ("wrapper", "backend") if info[name]]
+    return ["no wrapper" if name == "none" else name for name in known]
+
+
 def commit(command: Mapping[str, Any]) -> str:
     """Write the commit of a `CommandEvent`, and whether files differed; "" if it is not known."""
     if command["commit"] is None:

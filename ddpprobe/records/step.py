@@ -141,6 +141,9 @@ STATS = (*COUNTS, *VALUES, "nonfinite", *FORMULAS)
 ALWAYS = ("tapped", "observed")  # what these say is said whether a tensor arrived or not
 
 
+ROOT = "(root)"  # how the model itself is printed, whose FQN is ""
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """A place where a tensor is observed.
@@ -175,7 +178,7 @@ class Site:
     @property
     def printed_fqn(self) -> str:
         """FQN as it is printed, and may be typed: that of the model itself is `(root)`."""
-        return self.fqn or "(root)"
+        return self.fqn or ROOT
 
     def __str__(self) -> str:
         leaf = f"[{self.leaf}]" if self.leaf else ""

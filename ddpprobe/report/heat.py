@@ -15,7 +15,7 @@ from ddpprobe.report.encode import figure, names, typed
 from ddpprobe.report.rows import Floats, stat_of
 from ddpprobe.report.story import Story
 
-MOST_KINDS = 8  # there are eight
+MOST_KINDS = 8  # of the ten that there are
 MOST_LINES = 160  # sites of one kind; more share lines with their neighbours
 KIND_WORDS = {
     "input": "inputs",
@@ -26,7 +26,10 @@ KIND_WORDS = {
     "grad": "gradients of parameters, after the reduction",
     "param": "parameters",
     "update": "changes of parameters by one step",
+    "buffer": "buffers",
+    "optim_state": "second moments of the optimizer",
 }
+LAST = ("buffer", "optim_state")  # they tell least, where there are too many
 _SIZES = (("rms", "root mean square"), ("abs_max", "largest magnitude"))
 _HOW_MANY = "%{customdata:,.0f} elements not finite"
 _BAD_SCALE = [[0, "--calm"], [0.001, "--bad-soft"], [1, "--bad"]]
@@ -38,7 +41,7 @@ def heat_maps(story: Story) -> list[dict[str, Any]]:
     kinds = dict.fromkeys(site.kind for site in story.table.sites)
     cause = story.causes[0] if story.causes else None
     guilty = cause.kind if cause else None
-    ordered = sorted(kinds, key=lambda kind: (kind != guilty, kind not in KIND_WORDS))
+    ordered = sorted(kinds, key=lambda kind: (kind != guilty, kind not in KIND_WORDS, kind in LAST))
     return [each for kind in ordered[:MOST_KINDS] for each in _maps_of(story, kind, cause)]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ddpprobe.ends.evidence import named
 from ddpprobe.ends.judge import RUNNING
-from ddpprobe.reader.text import UNOBSERVED, commit, number, size
+from ddpprobe.reader.text import UNOBSERVED, commit, number, size, wrapping
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.ranks import COMPARED, MOST_LISTED, differences, differs, standing_out
 from ddpprobe.report.story import Story
@@ -35,7 +35,7 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "started", when(info["created_ns"])
     ranks, nodes = info["world_size"], info["nodes"]
     yield "ranks", "" if ranks is None else f"{ranks} on {nodes} node{'' if nodes == 1 else 's'}"
-    yield "wrapper, backend", ", ".join(str(info[k]) for k in ("wrapper", "backend") if info[k])
+    yield "wrapper, backend", ", ".join(wrapping(info))
     yield "torch", str(info["torch"] or "")
     yield "rank 0 on", str(info["hostname"] or "")
     yield "sampling", _sampling(info)

@@ -59,6 +59,17 @@ def test_bash_offers_the_options_of_the_verb_and_their_choices(here: Path) -> No
     assert tab("ddpprobe trace --sc", here) == {"--scalar"}
 
 
+def test_bash_offers_the_options_of_the_daemon_which_are_its_own(here: Path) -> None:
+    assert tab("ddpprobe daemon --max", here) == {"--max-bytes", "--max-age"}
+    assert tab("ddpprobe daemon --", here) >= {"--dir", "--service", "--listen"}
+
+
+def test_bash_offers_names_that_are_known_as_values(here: Path) -> None:
+    assert tab("ddpprobe trace --stat m", here) == {"min", "max", "mean"}
+    assert tab("ddpprobe trace --derived expert_i", here) == {"expert_idle"}
+    assert tab("ddpprobe replay --detector non", here) == {"nonfinite"}
+
+
 @pytest.mark.parametrize("line", ["ddpprobe info ", "ddpprobe compare ddpprobe-runs/gpt "])
 def test_bash_offers_the_runs_where_one_is_due(here: Path, line: str) -> None:
     assert tab(line, here) >= {"ddpprobe-runs/gpt", "ddpprobe-runs/bert"}

@@ -209,6 +209,12 @@ def test_info_says_what_ran(call: Call, healthy: Path) -> None:
     assert json.loads(out)["world_size"] == 2
 
 
+def test_a_run_without_a_wrapper_is_said_to_have_none(call: Call, healthy: Path) -> None:
+    file = RunDir(healthy).run_json
+    write_json(file, {**json.loads(file.read_bytes()), "wrapper": "none"})
+    assert "2 ranks on 1 node, no wrapper, gloo, torch" in call("info", healthy)[1]
+
+
 def tell_overhead(path: Path, ratios: list[float]) -> None:
     """Let each rank's last heartbeat say what ddpprobe adds to its steps."""
     for rank, ratio in enumerate(ratios):
@@ -223,6 +229,7 @@ def tell_overhead(path: Path, ratios: list[float]) -> None:
     ("ratios", "line", "told"),
     [
         ([0.0042, 0.013], "at least 1.3 % of a step's own time (rank 1, the most)", (0.013, 1)),
+        ([1.32, 0.5], "at least 130 % of a step's own time (rank 0, the most)", (1.32, 0)),
         ([0.02, float("nan")], "at least 2 % of a step's own time (rank 0, the most)", (0.02, 0)),
         ([float("nan")] * 2, "", None),
     ],

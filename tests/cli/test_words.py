@@ -16,7 +16,7 @@ import pytest
 from ddpprobe.cli import completion, main, output
 from ddpprobe.cli.commands import anomalies, info
 from ddpprobe.cli.progress import Bar
-from ddpprobe.cli.verbs import MEANINGS, VERBS, exits
+from ddpprobe.cli.verbs import ANYWHERE, MEANINGS, VERBS, exits
 from ddpprobe.ends.evidence import Case
 from ddpprobe.ends.judge import ENDED, HUNG, End
 from ddpprobe.errors import RunError, StoreDamaged
@@ -30,6 +30,7 @@ from ..made_runs import ANOMALY
 from .test_main import BAD, damage, make_run
 
 Call = Callable[..., tuple[int, str, str]]
+NO_RUN = ("ls", "collect", "run", "daemon", "up")
 WHERE = "journal/000/node_0000/rank_00001/00000000.wal"
 
 
@@ -275,14 +276,63 @@ def test_what_is_wrong_with_the_words_is_said_with_all_of_them(call: Call, run: 
         2,
         "",
         (
-            "usage: ddpprobe [-h] [--version] VERB ...\n"
-            "ddpprobe: error: unrecognized arguments: --no --such?\n"
+            "usage: ddpprobe info [-h] [--json] [RUN]\n"
+            "ddpprobe info: error: unrecognized arguments: --no --such?\n"
         ),
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "usage", "answer"),
+    [
+        (
+            "anomalies --levl page",
+            "anomalies [-h] [--level",
+            "arguments: --levl; did you mean --level?",
+        ),
+        ("anomalies --levl=page", "anomalies [-h] [--level", "did you mean --level?"),
+        ("info -json", "info [-h]", "unrecognized arguments: -json; did you mean --json?"),
+        ("trace --stepz 3 --polt", "trace [-h]", "did you mean --steps, --plot?"),
+        ("run --evry 5 -- true", "run [options]", "--evry; did you mean --every?"),
+        ("trce RUN", "[-h] [--version] VERB", "no verb 'trce'; did you mean trace?"),
+        ("xyz", "[-h] [--version] VERB", "no verb 'xyz'; choose one of ls, info, anomalies, "),
+    ],
+)
+def test_a_word_that_is_nearly_right_is_answered_with_the_one_that_is(
+    call: Call, words: str, usage: str, answer: str
+) -> None:
+    code, out, err = call(*words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith(f"usage: ddpprobe {usage}")
+    assert answer in err
+
+
+def test_a_page_that_cannot_be_written_is_told_before_the_run_is_read(
+    call: Call, run: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "nope" / "x.html"
+    wanted = f"{page}: there is no directory {page.parent}; make it first: mkdir -p {page.parent}"
+    for words in (("report",), ("export", "--format", "csv")):
+        code, out, err = call(*words, run, "-o", page)
+        assert (code, out, err) == (2, "", f"ddpprobe: {wanted}\n")
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1:13377", "[::1]:13377", "gpu-7.lan:13377/metrics"])
+def test_an_address_without_its_scheme_is_answered_with_the_url(call: Call, where: str) -> None:
+    code, _, err = call("top", where)
+    said = f"{where}: no such directory; a daemon's address is typed http://{where}\n"
+    assert (code, err) == (2, f"ddpprobe: {said}")
+
+
 def test_the_version_is_that_of_the_package(call: Call) -> None:
     assert call("--version") == (0, f"ddpprobe {importlib.metadata.version('ddpprobe')}\n", "")
+
+
+def test_only_the_help_of_verbs_that_take_a_run_says_what_one_is(call: Call) -> None:
+    for verb in VERBS:
+        said = call(verb, "--help")[1]
+        assert ("RUN is a run directory" in said) == (verb not in NO_RUN)
+        assert ("URL of an\nobject store" in said) == (verb not in (*NO_RUN, "top", "trigger"))
 
 
 def test_the_help_says_what_the_program_is_for_and_what_a_run_is(call: Call) -> None:
@@ -293,12 +343,12 @@ def test_the_help_says_what_the_program_is_for_and_what_a_run_is(call: Call) -> 
     )
     assert "  --version   show the version and exit\n\nverbs:\n  VERB\n" in out
     assert "\nexit codes (3 goes before 1, and 1 before 4):\n  0  nothing wrong\n" in out
-    assert out.endswith(f"\n\n{main.RUN}\n")
+    assert out.endswith(f"\n\n{main.RUN[ANYWHERE]}\n")
     for verb in ("verify", "anomalies"):
         out = call(verb, "--help")[1]
         assert "  --json " in out
         assert "print one JSON object\n" in out
-        assert out.endswith(f"\n\n{main.RUN}\n")
+        assert out.endswith(f"\n\n{main.RUN[ANYWHERE]}\n")
 
 
 def test_exit_codes_are_those_of_the_verb_and_name_a_verb_that_alone_has_one() -> None:

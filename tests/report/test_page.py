@@ -20,10 +20,10 @@ import pytest
 from ddpprobe.cli.main import main
 from ddpprobe.reader.run import open_run
 from ddpprobe.records.histogram import BINS
-from ddpprobe.records.step import Anomaly, FirstBad, Site, StepRecord
+from ddpprobe.records.step import KINDS, Anomaly, FirstBad, Site, StepRecord
 from ddpprobe.report import page
 from ddpprobe.report.columns import NEAR, StepColumns
-from ddpprobe.report.heat import grouped
+from ddpprobe.report.heat import KIND_WORDS, LAST, grouped
 from ddpprobe.report.numbers import Labels, Numbers, table_of
 from ddpprobe.report.rows import RunSites, SiteRows, stat_of
 from ddpprobe.report.story import gather
@@ -400,6 +400,12 @@ def test_sites_share_lines_but_never_the_guilty_one() -> None:
     assert [500] in lines
     assert [p for line in lines for p in line] == list(range(1000))
     assert len(lines) <= 103
+
+
+def test_every_kind_has_a_plain_name_and_the_weights_come_before_what_tells_less() -> None:
+    assert set(KIND_WORDS) == set(KINDS)
+    assert not any("_" in words for words in KIND_WORDS.values())
+    assert list(KIND_WORDS)[-len(LAST) :] == list(LAST)
 
 
 def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 
-from ddpprobe.daemon.__main__ import main
+from ddpprobe.cli import completion
+from ddpprobe.daemon import __main__ as daemon
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare nothing: what follows the verb goes to the daemon as it is."""
+    """Declare nothing but to a shell: what follows the verb goes to the daemon as it is."""
+    if completion.is_asked():
+        daemon.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Become the daemon; returns its exit code."""
-    return int(main(args.rest) or 0)
+    return int(daemon.main(args.rest) or 0)

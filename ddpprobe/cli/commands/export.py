@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 
 from ddpprobe.cli.commands.trace import check_rank, step_range
 from ddpprobe.cli.local_server import ends_with_sigterm
-from ddpprobe.cli.output import Shown, complain, report_gaps, say, say_json
+from ddpprobe.cli.output import Shown, check_place, complain, report_gaps, say, say_json
 from ddpprobe.cli.progress import progress
 from ddpprobe.cli.run_argument import add_run
 from ddpprobe.cli.serving import serve
@@ -91,6 +91,8 @@ def _run(args: argparse.Namespace) -> int:
     if path is None and args.format not in TEXTS:
         path = f"{run_.path.resolve().name}{SUFFIXES[args.format]}"
     target = None if path in (None, STDOUT) else Path(path)
+    if target is not None and args.format != "blocks":
+        check_place(target)
     facts = {"run": run_.name, "format_version": 1, "format": args.format, "path": path}
     facts |= write(job, args.format, target, silent=args.json)
     if args.json:

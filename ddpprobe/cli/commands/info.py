@@ -12,7 +12,7 @@ from ddpprobe.cli.output import report_gaps, say, say_json, table
 from ddpprobe.cli.run_argument import add_run
 from ddpprobe.ends.judge import told
 from ddpprobe.reader.run import open_run
-from ddpprobe.reader.text import UNOBSERVED, commit, plain, size
+from ddpprobe.reader.text import UNOBSERVED, commit, plain, size, wrapping
 
 MOST_ORDERS = MOST_NOTES = 20  # lines of an attempt
 OWN = {"install": "install(capture=...)", "first bad module": "the first bad module"}
@@ -126,15 +126,15 @@ def _overhead(info: dict[str, Any]) -> str:
 
 
 def _percent(ratio: object) -> str:
-    return f"{100 * ratio:.2g} %" if isinstance(ratio, int | float) else UNOBSERVED
+    if not isinstance(ratio, int | float):
+        return UNOBSERVED
+    return f"{float(f'{100 * ratio:.2g}'):g} %"  # two digits, and 130 instead of 1.3e+02
 
 
 def _topology(info: dict[str, Any]) -> Iterator[str]:
     if info["world_size"] is not None:
         yield f"{_count(info['world_size'], 'rank')} on {_count(info['nodes'], 'node')}"
-    for name in ("wrapper", "backend"):
-        if info[name]:
-            yield str(info[name])
+    yield from wrapping(info)
     if info["torch"]:
         yield f"torch {info['torch']}"
     if info["hostname"]:

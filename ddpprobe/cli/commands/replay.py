@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpprobe.cli.commands.anomalies import FIELDS, row
+from ddpprobe.cli.completion import offer
 from ddpprobe.cli.output import report_gaps, say, say_json, table
 from ddpprobe.cli.progress import progress
 from ddpprobe.cli.run_argument import add_run
@@ -32,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     again = parser.add_argument_group("detectors again")
-    again.add_argument("--detector", metavar="NAME", action=_Detector, help="whose --set follow")
+    detector = again.add_argument(
+        "--detector", metavar="NAME", action=_Detector, help="whose --set follow"
+    )
+    offer(detector, (detector.name for detector in DETECTORS))
     again.add_argument(
         "--set", metavar="KEY=VALUE", action=_Setting, dest="settings", default=[],
         help="a setting of the --detector before it",

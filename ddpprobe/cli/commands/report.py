@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ddpprobe.cli.output import report_gaps, say, say_json
+from ddpprobe.cli.output import check_place, report_gaps, say, say_json
 from ddpprobe.cli.progress import progress
 from ddpprobe.cli.run_argument import add_run
 from ddpprobe.errors import RunError
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     path = args.output or Path(f"{run_.path.resolve().name}.html")
     if path.is_dir():
         raise RunError(f"{path}: a directory; give the file to write: -o {path / 'report.html'}")
-
+    check_place(path)
     with progress("reading", None, silent=args.json) as bar:
         story = gather(run_, bar.advance)
     page = render(story).encode(errors="backslashreplace")  # a module may be named "\ud800"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import select
 import shutil
 import sys
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 
 REFRESH_SECONDS = 2.0
+_ADDRESS = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d+(/.*)?")  # HOST:PORT of a daemon
 SIZE = (100, 40)  # columns, lines, where the output is no terminal
 
 
@@ -82,6 +84,8 @@ def watch_of(where: str, http_config: str | None = None) -> RunWatch | UrlWatch:
             raise RunError(str(error)) from error
     if http_config:
         raise RunError("--http-config is for a URL: https://HOST:PORT of a daemon")
+    if _ADDRESS.fullmatch(where) and not Path(where).exists():
+        raise RunError(f"{where}: no such directory; a daemon's address is typed http://{where}")
     return RunWatch(open_run(where))
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe.cli.completion import offer
 from ddpprobe.cli.names import MOST, shortened
 from ddpprobe.cli.output import colours, complain, report_gaps, say, say_json, table
 from ddpprobe.cli.run_argument import add_run
@@ -35,10 +36,14 @@ from ddpprobe.reader.no_data import sampled_around, why_empty
 from ddpprobe.reader.run import Run, open_run
 from ddpprobe.reader.series import Scalars, Series
 from ddpprobe.reader.text import UNOBSERVED, lacking, number, plain, without
+from ddpprobe.records.histogram import NEAR_ZERO_RATIO
 from ddpprobe.records.near_names import by_nearness
-from ddpprobe.records.step import Site
+from ddpprobe.records.step import STATS, Site
 
-MOST_LINES = 8  # in one plot: more cannot be told apart
+# Of the curves of a plot, on its white ground and below it; more cannot be told apart.
+SHADES = ("blue", "green", "red", "cyan", "magenta", "yellow", "gray", "orange")
+MOST_LINES = len(SHADES)
+MARK, GAP = "▚", "   "  # of a curve, before its name; between two names
 _ALONE = ("partial", "unknown")  # placements of which a row is one rank's
 PLOT_SIZE = (100, 30)  # columns, lines, where the output is no terminal
 STAT = "rms"
@@ -54,18 +59,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--scalar", metavar="GLOB", help=f"numbers of each rank (default: {', '.join(HEALTH)})"
     )
-    what.add_argument(
+    derived = what.add_argument(
         "--derived",
         metavar="GLOB",
         nargs="?",
         const="*",
         help=f"numbers of the whole step (default: all of {', '.join(NAMES)})",
     )
+    offer(derived, NAMES)
     parser.add_argument(
         "--rank", type=int, metavar="R",
         help="this rank's own rows (default: of sites all ranks merged, of scalars every rank)",
     )  # fmt: skip
-    parser.add_argument("--stat", metavar="NAME", help=f"a statistic of sites (default: {STAT})")
+    stat = parser.add_argument(
+        "--stat", metavar="NAME", help=f"a statistic of sites (default: {STAT})"
+    )
+    offer(stat, (*STATS, NEAR_ZERO_RATIO))
     parser.add_argument(
         "--steps", type=step_range, default=slice(None), metavar="A:B", help="steps A to B-1"
     )
@@ -290,23 +299,43 @@ def plot(curves: Iterable[Curve], title: str, narrow: str) -> str:
     """
     import plotext  # type: ignore[import-untyped]  # noqa: PLC0415
 
+    width, height = _plot_size()
+    known = list(curves)
+    drawn = [curve for curve in known[:MOST_LINES] if np.isfinite(curve[2]).any()]
+    # Below the plot: a legend within it hides a third of the curves.
+    below = _flowing([name for name, _, _ in drawn], width)
     figure = plotext.figure
     figure.clear()
-    width, height = _plot_size()
-    figure.plot_size(width, max(10, height - 2))
+    figure.plot_size(width, max(10, height - 2 - len(below)))
     figure.title(title)
     figure.label("step")
-    known = list(curves)
-    for name, steps, values in known[:MOST_LINES]:
+    shades = iter(SHADES)
+    for (_, steps, values), shade in zip(drawn, SHADES, strict=False):
         seen = np.isfinite(values)
-        if seen.any():
-            drawn = thinned(steps[seen], values[seen], 2 * width)
-            signal = figure.signal(*(part.tolist() for part in drawn))
-            figure.draw(signal.lines().label(name))
+        points = thinned(steps[seen], values[seen], 2 * width)
+        marker = plotext.marker("hd", shade)
+        figure.draw(figure.signal(*(part.tolist() for part in points), marker=marker).lines())
     if len(known) > MOST_LINES:
         complain(f"ddpprobe: {MOST_LINES} of {len(known)} series plotted: narrow {narrow}")
-    text = str(figure.build().string())
+    text = str(figure.build().string()).rstrip("\n")
+    for line in below:
+        marked = (f"{plotext.colorize(MARK, next(shades)).string()} {name}" for name in line)
+        text += "\n" + GAP.join(marked)
     return text if colours(sys.stdout) else str(plotext.uncolorize(text))
+
+
+def _flowing(names: Iterable[str], width: int) -> list[list[str]]:
+    """Lay names out in lines of so many columns, each behind the mark of its curve."""
+    lines: list[list[str]] = []
+    left = -1
+    for name in names:
+        needs = len(MARK) + 1 + len(name)
+        if not lines or left < len(GAP) + needs:
+            lines.append([])
+            left = width + len(GAP)
+        lines[-1].append(name)
+        left -= len(GAP) + needs
+    return lines
 
 
 def _plot_size() -> tuple[int, int]:

@@ -165,6 +165,10 @@ def _check_url(name: str, url: str | None) -> None:
     parts = urlsplit(url)
     known = ("http", "https", "file") if name == "runbook_base" else ("http", "https")
     whole = parts.scheme in known and (parts.netloc or parts.scheme == "file")
+    try:
+        _ = parts.port
+    except ValueError:  # no number: it might be a password that lacks its @, and be shown
+        whole = False
     if not whole or not url.isprintable() or " " in url:
         raise RunError(f"--{name.replace('_', '-')}: expected http://HOST..., got {url!r}")
 
@@ -279,9 +283,9 @@ def _put(stack: Stack, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shown(url: str) -> str:
-    """Return a webhook's URL without what may be the key to it."""
+    """Return a webhook's URL without what may be the key to it: its path, user and password."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname}" if url else ""
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if url else ""
 
 
 def _say_remembered(

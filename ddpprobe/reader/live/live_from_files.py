@@ -102,6 +102,7 @@ class RunWatch:
             sites=worst_sites(self._sites()),
             anomalies=tuple(map(describe, found)),
             host=self._host,
+            sampled=merged is not None,
             sampled_step=merged.step if merged else None,
             grad_norm=global_grad_norm(merged) if merged else None,
             notes=(

@@ -147,6 +147,7 @@ class UrlWatch:
                 for name, values in samples.named.items()
                 if name.startswith(_HOST)
             },
+            sampled=any(sample.value > 0 for sample in samples.all("sites_observed")),
             grad_norm=samples.value("global_grad_norm"),
             notes=(*_stuck(samples), *((here,) if len(ranks) != world else ())),
         )

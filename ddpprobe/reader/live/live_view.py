@@ -12,6 +12,9 @@ LOOKS = 30  # over so many looks a rate is taken
 # model takes back (of attention's keys, of a layer before a norm) is what rounding leaves: 1e-3 or
 # less of its neighbours' in bfloat16, and a hundred times as much at the next step.
 NEGLIGIBLE = 0.01
+# Their growth says nothing of a model's health: Adam's second moment begins near zero and grows by
+# decades on every healthy run, and a change of the weights grows with the learning rate.
+NOT_RANKED = ("optim_state", "update")
 UNREACHABLE = "unreachable"  # the beginning of what `LiveView.state` says of a daemon that is away
 # Of a rank, the worst first.
 STATES = ("dead", "late", "starting", "unknown", "up", "paused", "closed")
@@ -55,7 +58,7 @@ class RankNow:
 class SiteNow:
     """One site at the newest sampled step, over all ranks.
 
-    `growth` is abs_max by what it was at the first look; None: not known.
+    `growth` is abs_max by what it was at the first sampled step that was read; None: not known.
     """
 
     site: str
@@ -78,6 +81,7 @@ class LiveView:
         sites: worst first.
         anomalies: one line each, first causes first.
         host: name -> number, of the first node; see `daemon.host`.
+        sampled: whether a step was sampled yet.
         sampled_step: the newest sampled step; None: not known.
         grad_norm: L2 norm of all reduced gradients of that step.
         notes: what a user may wonder about.
@@ -91,6 +95,7 @@ class LiveView:
     sites: tuple[SiteNow, ...] = ()
     anomalies: tuple[str, ...] = ()
     host: Mapping[str, float] = field(default_factory=dict)
+    sampled: bool = False
     sampled_step: int | None = None
     grad_norm: float | None = None
     notes: tuple[str, ...] = ()
@@ -110,10 +115,11 @@ def worst_ranks(ranks: Iterable[RankNow]) -> tuple[RankNow, ...]:
 def worst_sites(sites: Iterable[SiteNow]) -> tuple[SiteNow, ...]:
     """Order sites: by non-finite elements, by how abs_max grew above what is noise, by abs_max.
 
-    What is less than `NEGLIGIBLE` of the median among the sites of its kind, at the first look,
-    counts as that much, before and after: a site has to become one that matters to count.
+    What is less than `NEGLIGIBLE` of the median among the sites of its kind, at the first sampled
+    step, counts as that much, before and after: a site has to become one that matters to count.
+    Kinds that are `NOT_RANKED` are left out unless they have non-finite elements.
     """
-    known = list(sites)
+    known = [s for s in sites if _kind(s) not in NOT_RANKED or s.nonfinite or math.isnan(s.abs_max)]
     least = _least_that_matters(known)
 
     def key(s: SiteNow) -> tuple[float, ...]:
@@ -142,7 +148,7 @@ def _kind(site: SiteNow) -> str:
 
 
 def _base(site: SiteNow) -> float | None:
-    """Return what abs_max was at the first look; None: not known."""
+    """Return what abs_max was at the first sampled step that was read; None: not known."""
     known = site.growth is not None and 0 < site.growth < math.inf and site.abs_max < math.inf
     return site.abs_max / site.growth if known and site.growth else None
 

@@ -112,6 +112,18 @@ def test_worst_sites_are_nonfinite_then_growing_then_large():
     assert [s.site for s in worst_sites(sites)] == ["bad", "grows", "calm", "new"]
 
 
+def test_second_moments_and_changes_are_listed_only_where_they_are_not_finite():
+    grown = (1.0, 1.0, 0, 7e4)
+    known = {"a:output": (1.0, 1.0, 0, 2.0), "a.w[exp_avg_sq]:optim_state": grown,
+             "a.w:update": grown}  # fmt: skip
+    sites = [SiteNow(name, *numbers) for name, numbers in known.items()]
+    assert [s.site for s in worst_sites(sites)] == ["a:output"]
+    bad = [SiteNow("b.w[exp_avg_sq]:optim_state", math.nan, math.nan, 3),
+           SiteNow("c.w:update", math.nan, math.nan)]  # fmt: skip
+    names = [s.site for s in worst_sites([*sites, *bad])]
+    assert names == ["b.w[exp_avg_sq]:optim_state", "c.w:update", "a:output"]
+
+
 def transformer(step: int, grown: str, sick: float) -> StepRecord:
     """A step of a transformer of 12 blocks, in which `grown` is `sick` times as large as usual.
 
@@ -394,6 +406,18 @@ def test_a_daemon_says_the_same_as_its_run(openmetrics):
     latest = ", the latest at step 3, rank 0, fqn blocks.1.mlp, kind output"
     assert page == "PAGE nonfinite: 1" + (latest if openmetrics else "")
     assert now.host == {"cpu_ratio": 0.25}
+
+
+def test_a_daemon_none_of_whose_sites_is_finite_does_not_look_like_one_without_a_sample():
+    nothing = replace(VIEW, merged=None)
+    assert "no sampled step yet" in text(UrlWatch(URL, lambda _: served(nothing)).look())
+    bad = record(0, 5)
+    bad.counts[:, 1] = bad.counts[:, 0]  # all of them NaN
+    bad.values[:] = [math.inf, -math.inf, 0.0, 0.0]
+    sampled = replace(VIEW.ranks[0], sites_expected=3, sites_observed=3)
+    view = replace(VIEW, merged=merge_all([bad]), ranks=(sampled,))
+    said = text(UrlWatch(URL, lambda _: served(view)).look())
+    assert "no site had a finite value at the newest sampled step" in said
 
 
 def test_a_daemon_that_went_away_comes_back():

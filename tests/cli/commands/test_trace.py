@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,12 +87,81 @@ def test_a_plot_says_what_it_cannot_draw(call: Call, run: Path) -> None:
     assert "loss of rank 1 is not finite at 2 steps, the first of them 2" in err
 
 
+def test_the_names_of_curves_stand_below_the_plot_and_hide_none_of_it(
+    call: Call, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("LINES", "24")
+    lines = call("trace", run, "--scalar", "*", "--plot")[1].splitlines()
+    assert (len(lines), max(map(len, lines))) == (22, 60)
+    bottom = next(i for i, line in enumerate(lines) if line.strip().startswith("└"))
+    assert not any("rank" in line for line in lines[: bottom + 1])
+    below = [line for line in lines[bottom:] if "▚" in line]
+    names = [name.strip() for line in below for name in line.split("▚")[1:]]
+    of_all = ("data_seconds", "grad_norm_local", "loss")
+    assert names == [f"{name} rank {rank}" for name in of_all for rank in (0, 1)]
+
+
+def test_every_curve_has_a_colour_of_its_own_and_so_has_its_name(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Made(tmp_path / "run", ranks=8)
+    made.write(
+        record(r, step, scalars={r: {"loss": float(r)}}) for r in range(8) for step in (0, 1)
+    )
+    path = made.close().path
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    out = call("trace", path, "--plot")[1]
+    shades = re.findall(r"\x1b\[38;5;(\d+)m▚\x1b\[0m loss rank \d", out)
+    assert len(set(shades)) == 8
+    plot = out.partition("▚\x1b[0m loss")[0]
+    assert all(f"\x1b[38;5;{shade}m\x1b[48;5;15m" in plot for shade in shades)
+
+
 def test_a_run_without_loss_says_what_it_has(call: Call, tmp_path: Path) -> None:
     made = Made(tmp_path / "run", ranks=1)
     made.write([record(0, 0, scalars={0: {"micro_batches": 1.0}})])
     code, out, err = call("trace", made.close().path)
     assert (code, out) == (2, "")
     assert "no loss and no gradient norm; --scalar takes one of micro_batches" in err
+
+
+@pytest.mark.parametrize(
+    ("site", "printed"),
+    [
+        ("rnn[0]:output", ["rnn[0]:output"]),  # as a glob it would be `rnn0:output`
+        ("rnn:output[1]", ["rnn[1]:output"]),  # as captured tensors are named
+        ("rnn.weight[exp_avg_sq]:optim_state", ["rnn.weight[exp_avg_sq]:optim_state"]),
+        ("rnn:output", ["rnn[0]:output", "rnn[1]:output"]),
+        ("(root)[0]:output", ["(root)[0]:output"]),
+        ("(root):output[0]", ["(root)[0]:output"]),
+    ],
+)
+def test_a_site_is_found_by_the_name_that_is_printed(
+    call: Call, tmp_path: Path, site: str, printed: list[str]
+) -> None:
+    known = (
+        Site("rnn", "output", "0"), Site("rnn", "output", "1"), Site("", "output", "0"),
+        Site("rnn.weight", "optim_state", "exp_avg_sq"),
+    )  # fmt: skip
+    made = Made(tmp_path / "run", ranks=1)
+    made.write([record(0, 0, len(known), sites=known)])
+    code, out, err = call("trace", made.close().path, "--site", site)
+    assert (code, err) == (0, "")
+    assert [row[2] for row in cells(out)[1:]] == printed
+
+
+def test_a_leaf_that_is_not_there_is_not_said_to_be_a_missing_kind(
+    call: Call, tmp_path: Path
+) -> None:
+    made = Made(tmp_path / "run", ranks=1)
+    made.write([record(0, 0, 1, sites=(Site("rnn", "output", "0"),))])
+    path = made.close().path
+    for site in ("rnn[7]:output", "rnn:output[7]"):
+        err = call("trace", path, "--site", site)[2]
+        assert f"no site matches {site!r}; nearest: rnn[0]:output" in err
 
 
 # ---- why there is no number

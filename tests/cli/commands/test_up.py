@@ -155,13 +155,13 @@ def test_a_file_that_was_there_before_is_nobody_s_to_overwrite(write, tmp_path) 
 
 
 def test_the_webhook_is_notified_and_its_url_is_kept_to_oneself(write, tmp_path) -> None:
-    url = 'https://hooks.example:8443/key?"quoted"'
+    url = 'https://me:key@hooks.example:8443/key?"quoted"'
     _, facts, err = write(tmp_path, "--webhook", url)
     receiver, *_ = yaml.safe_load((tmp_path / "alertmanager.yml").read_text())["receivers"]
     assert receiver["webhook_configs"] == [{"url": url}]
     tool("amtool", "check-config", tmp_path / "alertmanager.yml")
     assert "key" not in json.dumps(facts) + err
-    assert facts["notifies"] == "https://hooks.example"
+    assert facts["notifies"] == "https://hooks.example:8443"
     for name in ("alertmanager.yml", stack_files.OPTIONS):
         assert (tmp_path / name).stat().st_mode & 0o077 == 0
 
@@ -234,6 +234,7 @@ def test_options_are_those_of_last_time_until_they_are_taken_back(write, tmp_pat
         (("--target", "13377"), "write HOST:PORT"),
         (("--listen", "here:port"), "write HOST:PORT"),
         (("--webhook", "hooks.example/key"), "--webhook: expected http://HOST"),
+        (("--webhook", "http://me:key"), "--webhook: expected http://HOST"),
         (("--alertmanager", "ftp://a"), "--alertmanager: expected http://HOST"),
         (("--runbook-base", "http://a b"), "--runbook-base: expected http://HOST"),
         (("--webhook", "http://a", "--alertmanager", "http://b"), "receivers of its own"),

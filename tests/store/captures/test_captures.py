@@ -489,6 +489,17 @@ def test_what_was_not_captured_is_told_with_what_was(run):
             opened.tensor(*arguments)
 
 
+def test_a_tensor_is_found_by_the_name_that_statistics_of_it_are_printed_with(run):
+    half = [np.full([4], value, np.float32) for value in (1, 2)]
+    made.write(run, [
+        ((fqn, fqn, "output", leaf), made.batch(whole, [2, 2]))
+        for fqn in ("m", "") for leaf, whole in zip("ab", half, strict=True)
+    ])  # fmt: skip
+    opened = open_run(run.path)
+    for site in ("m:output[b]", "m[b]:output", "(root)[b]:output", "(root):output[b]"):
+        assert same(opened.tensor(site, 7)[:], half[1])
+
+
 @pytest.mark.parametrize("lies", [
     {"kind": "flat", "start": -1, "stop": 5, "shape": [4]},
     {"kind": "batch", "dim": 9, "ranks": [0, 1]},
