@@ -48,7 +48,7 @@ class Collapse(SampledDetector):
 
     It answers without regard to its input: its units have died, a rate was far too high, its
     representation has collapsed, or the samples are copies of one. Compared are the samples of the
-    first tensor that the model returns for training and of the first that it is given. Where they
+    first tensor that the model returns for training and of the first ones it is given. Where they
     were alike from the start, the model is judged only if its samples differ; of the input alone,
     only a rank whose samples used to differ.
 

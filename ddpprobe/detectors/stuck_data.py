@@ -53,7 +53,7 @@ class _Rank:
 class StuckData(SampledDetector):
     """Warns when a rank's input is the same, to the bit, at many sampled steps in a row.
 
-    What is compared is the first tensor that the model is given in a step. Only a rank whose data
+    What is compared is the first tensors that the model is given in a step. Only a rank whose data
     used to vary is judged: who trains on one batch from the start means to. Fewer looks are needed
     while the input of another rank varies, as then it is no schedule of the training, and where
     they are far apart.

@@ -207,7 +207,7 @@ MOMENT_DECAY = "second_moment_decay"
 # Scalar: how many units of FSDP2 were gathered before the optimizer stepped, and not again since.
 STALE = "stale_units"
 BUFFER = "buffer"  # in place of a shard, in digests: a buffer that no step has changed
-DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensor given to the model
+DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensors given to it
 # Scalars: of that tensor, and of the first one that the model returns: which share of its mean
 # square varies between the samples of a batch. 0: all of them are alike.
 INPUT_SPREAD, OUTPUT_SPREAD = "input_spread", "output_spread"

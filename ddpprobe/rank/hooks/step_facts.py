@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, final
@@ -32,6 +33,8 @@ from ddpprobe.records.step import (
     TRAINING,
 )
 
+INPUTS = 4  # tensors that the root is given, the first ones
+_ODD = 6_364_136_223_846_793_005  # so that tensors which change places change the sum
 DIGEST_BYTES = 1 << 18  # of an input: more tells two batches apart no better
 # Of an input or an output, whether samples are alike; both are taken at equal distances.
 SAMPLES, NUMBERS = 16, 4096
@@ -157,25 +160,37 @@ def _add_steps(optimizer: object, rows: StepRows) -> None:
 
 
 def add_input(given: Iterable[object], rows: StepRows) -> None:
-    """Add a checksum of the first tensor in what the root was given, and how far samples differ.
+    """Add a checksum of the first tensors in what the root was given, and how far samples differ.
 
-    Nothing of a tensor that is not plain. The checksum's upper 52 bits are kept.
+    Of several, as the first one may be a mask or a coefficient: samples are alike if they are in
+    all. Nothing of a tensor that is not plain. The checksum's upper 52 bits are kept.
 
     Args:
         given: the root's args and kwargs.
         rows: where the numbers go, on the tensor's device.
     """
-    tensor = _first(tensor for one in given for _, tensor in leaves(one))
-    if tensor is None:
+    tensors = list(itertools.islice((t for one in given for _, t in leaves(one)), INPUTS))
+    first = _first(tensors)
+    if first is None:
         return
+    tensors = [t for t in tensors if t.device == first.device]
     with torch.no_grad():
-        part = _beginning(tensor.detach())
-        if part is None:
-            return
-        word = torch.zeros((), dtype=torch.int64, device=tensor.device)
-        checksum(part, word)
-        rows.add_scalar(DIGEST, ((word >> (64 - _BITS)) & ((1 << _BITS) - 1)).double())
-        _add_spread(INPUT_SPREAD, tensor, rows)
+        parts = [_beginning(t.detach()) for t in tensors]
+        words = torch.zeros(len(parts), dtype=torch.int64, device=first.device)
+        whole = words.new_zeros(())
+        for part, word in zip(parts, words, strict=True):
+            if part is not None:
+                checksum(part, word)
+                whole = whole * _ODD + word  # of one tensor it is that one's
+        if any(part is not None for part in parts):
+            rows.add_scalar(DIGEST, ((whole >> (64 - _BITS)) & ((1 << _BITS) - 1)).double())
+        dense = [t for t in tensors if _is_dense(t)]
+        # What has another first dimension than the largest is no batch of samples.
+        samples = max(dense, key=Tensor.numel).shape[:1] if dense else ()
+        batches = [t for t in dense if t.shape[:1] == samples]
+        spreads = [spread for t in batches if (spread := _spread(t)) is not None]
+        if spreads:
+            rows.add_scalar(INPUT_SPREAD, torch.stack(spreads).max())
 
 
 def add_output(returned: object, rows: StepRows) -> None:
@@ -188,7 +203,9 @@ def add_output(returned: object, rows: StepRows) -> None:
     tensor = _first(one for _, one in leaves(returned) if one.requires_grad and one.dim())
     if tensor is not None:
         with torch.no_grad():
-            _add_spread(OUTPUT_SPREAD, tensor, rows)
+            spread = _spread(tensor)
+            if spread is not None:
+                rows.add_scalar(OUTPUT_SPREAD, spread)
 
 
 def _first(tensors: Iterable[Tensor]) -> Tensor | None:
@@ -198,17 +215,17 @@ def _first(tensors: Iterable[Tensor]) -> Tensor | None:
     return tensor if known else None
 
 
-def _add_spread(name: str, tensor: Tensor, rows: StepRows) -> None:
-    """Add the share of a tensor's mean square that varies along its first dimension.
+def _spread(tensor: Tensor) -> Tensor | None:
+    """Return the share of a tensor's mean square that varies along its first dimension, [].
 
-    One of size 1 before the others is passed over: packed samples lie along the next. Nothing is
-    added of a single sample, of one that is expanded, nor of a tensor that is not plain.
+    One of size 1 before the others is passed over: packed samples lie along the next. None of a
+    single sample, of one that is expanded, and of a tensor that is not plain.
     """
     while tensor.dim() > 2 and tensor.shape[0] == 1:
         tensor = tensor[0]
     known = _is_dense(tensor) and tensor.dtype in _COMPARED and tensor.numel() > 0
     if not known or not tensor.dim() or len(tensor) < 2 or not tensor.stride(0):
-        return
+        return None
     some = tensor.detach()[:: -(-len(tensor) // SAMPLES)]
     while some[0].numel() > NUMBERS:  # of views: nothing is copied
         largest = max(range(1, some.dim()), key=lambda dim: some.shape[dim])
@@ -216,7 +233,8 @@ def _add_spread(name: str, tensor: Tensor, rows: StepRows) -> None:
     some = some.float().reshape(len(some), -1)
     some = some / some.abs().max().clamp(min=torch.finfo(torch.float32).tiny)  # so squares fit
     apart = (some - some.mean(0)).square().sum()
-    rows.add_scalar(name, apart / some.square().sum().clamp(min=1.0))  # it is less of zeros only
+    share: Tensor = apart / some.square().sum().clamp(min=1.0)  # it is less of zeros only
+    return share
 
 
 def _beginning(tensor: Tensor) -> Tensor | None:

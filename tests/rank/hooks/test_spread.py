@@ -40,6 +40,15 @@ def reference(tensor: torch.Tensor) -> float:
     return float((x.var(0, correction=0).sum()) / x.square().mean(0).sum())
 
 
+def test_of_several_inputs_samples_are_alike_if_they_are_in_all_that_have_samples() -> None:
+    torch.manual_seed(0)
+    mask, places = torch.ones(8, 5), torch.arange(5.0)
+    alike, data = torch.ones(8, 5), torch.randn(8, 5)
+    assert spread_of(mask, data, places) == pytest.approx(reference(data), rel=1e-5)
+    assert spread_of(data, mask) == spread_of(mask, data)
+    assert spread_of(torch.tensor(0.5), mask, alike, places) == 0
+
+
 @pytest.mark.parametrize("shape", [(16, 7), (2, 3, 5), (5, 4, 3, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 def test_the_spread_is_the_share_of_the_mean_square_that_varies_between_samples(

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ddpprobe
 from ddpprobe.rank.hooks import step_facts
-from ddpprobe.rank.hooks.step_facts import DIGEST_BYTES, add_input
+from ddpprobe.rank.hooks.step_facts import DIGEST_BYTES, INPUTS, add_input
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.stats.checksum import checksum
 from ddpprobe.rank.topology.describe import describe
@@ -237,6 +237,22 @@ def test_tokens_and_masks_have_digests_too(dtype: torch.dtype) -> None:
     two[2, 6] = 1
     assert digest(one) == digest(one.clone())
     assert digest(one) != digest(two)
+
+
+def test_a_digest_is_of_the_first_few_tensors_in_their_order() -> None:
+    """The first may be a mask, or a coefficient that stays as it is."""
+
+    def digest(*given: object) -> float:
+        rows = StepRows(torch.device("cpu"), 0)
+        add_input((given, {}), rows)
+        return rows.fetch().result(0, partial=False).scalars[DIGEST]
+
+    alpha, one, two = torch.tensor(0.5), torch.randn(3, 2), torch.randn(3, 2)
+    assert digest(alpha, one) == digest(alpha.clone(), {"x": one.clone()})
+    assert len({digest(alpha, one), digest(alpha, two), digest(one, alpha), digest(one)}) == 4
+    assert digest(one, one.to_sparse()) == digest(one)  # nothing is known of that
+    rest = [torch.zeros(1)] * (INPUTS - 1)
+    assert digest(one, *rest, two) == digest(one, *rest, alpha)
 
 
 def test_a_digest_is_the_upper_bits_of_the_checksum() -> None:
