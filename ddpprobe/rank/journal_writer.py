@@ -28,6 +28,7 @@ from ddpprobe.records.step import (
     ACTIVE,
     IN_TURN,
     KINDS,
+    NAN,
     NONFINITE,
     NUMEL,
     OBSERVED,
@@ -323,8 +324,11 @@ def _active(result: StepResult, rows: NDArray[np.intp]) -> float | None:
 def _output_rms(result: StepResult, rows: NDArray[np.intp]) -> float | None:
     """Geometric mean over this rank's outputs of their rms, so that each layer counts as much.
 
-    The merged rows do not tell one rank's batch from another's. None without a finite output.
+    The merged rows do not tell one rank's batch from another's. None without a finite output, and
+    beside a NaN: the mean of what is left of them is another number than it was.
     """
+    if result.counts[rows, NAN].any():
+        return None
     rms = derive("rms", result.counts[rows], result.values[rows])
     rms = rms[np.isfinite(rms)]
     return float(np.exp(np.log(np.maximum(rms, _LEAST_RMS)).mean())) if len(rms) else None

@@ -139,6 +139,8 @@ FORMULAS: Mapping[str, Formula] = MappingProxyType(
 )
 STATS = (*COUNTS, *VALUES, "nonfinite", *FORMULAS)
 ALWAYS = ("tapped", "observed")  # what these say is said whether a tensor arrived or not
+# What these say is said of the finite elements alone.
+OF_FINITE = frozenset({*VALUES, *(name for name, of in FORMULAS.items() if of.over == "finite")})
 
 
 @dataclass(frozen=True, slots=True)
