@@ -28,6 +28,7 @@ from ddpprobe.records.step import (
     ACTIVE,
     IN_TURN,
     KINDS,
+    LOSS_OF_BAD,
     NAN,
     NONFINITE,
     NUMEL,
@@ -112,6 +113,8 @@ class FrameWriter:
         self._warned = False
         self._unkept: set[str] = set()  # names of numbers of which it was said
         self._captured = -1  # the last step in which a CUDA graph was captured
+        # The loss of an unsampled step, as far as it is known.
+        self.loss_of: Callable[[int], float | None] = lambda _: None
         self.on_sampled: Callable[[StepRecord], object] | None = None  # told of what was shipped
 
     def push(self, ended: EndedStep) -> None:
@@ -148,12 +151,14 @@ class FrameWriter:
                 if not partial:
                     self._last_bad = (at, skipped, fqn)
                 return
-        passes = self._passes.told(at, bad)
+        facts, loss = dict(self._passes.told(at, bad)), self.loss_of(at)
+        if loss is not None:
+            facts[LOSS_OF_BAD] = loss
         self._append(
             StepRecord(
                 attempt=self._who.attempt, step=at, ranks=(self._who.rank,),
                 wall_time_ns=time.time_ns(), sampled=sampled, first_bad=bad,
-                scalars={self._who.rank: passes} if passes else {},
+                scalars={self._who.rank: facts} if facts else {},
                 partial=partial, skipped=skipped,
             )
         )  # fmt: skip
