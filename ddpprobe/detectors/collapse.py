@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field
 
 from ddpprobe.detectors.desync import ranks_text
-from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.enough_looks import EnoughLooks
 from ddpprobe.detectors.settings import at_least
+from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import INPUT_SPREAD, OUTPUT_SPREAD, Anomaly, StepRecord
 
@@ -43,7 +43,7 @@ class _Rank:
     step: int = -1  # of the last look
 
 
-class Collapse(SampledDetector):
+class Collapse(SoundStepsDetector):
     """Warns when a model returns the same for all samples of a batch, at many looks in a row.
 
     It answers without regard to its input: its units have died, a rate was far too high, its

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, Mask, SitesOfKind, grown
+from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.subtrees import named
 from ddpprobe.records.step import Anomaly, StepRecord
 
 
-class DeadUnits(SampledDetector):
+class DeadUnits(SoundStepsDetector):
     """Warns when a module whose outputs were alive puts out zeros for a while.
 
     Half of a ReLU's outputs are zero in a healthy model, and up to 95 % of a wide one's. So a

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from ddpprobe.detectors.coverage import NEVER, patience
 from ddpprobe.detectors.desync import ranks_text
-from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.rank_gradients import LostGradients, RankGradients
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import SitesOfKind
+from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.subtrees import by_subtree, named, named_alike, nearest_loss, subtrees
 from ddpprobe.records.derived import is_in_expert
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -22,7 +22,7 @@ from ddpprobe.records.step import Anomaly, StepRecord
 MOST_ACTIVE = 256  # sampled steps that are counted
 
 
-class GradNoneOrZero(SampledDetector):
+class GradNoneOrZero(SoundStepsDetector):
     """Warns when gradients that were always there stay None or zero; once for all that stopped.
 
     A parameter whose gradient comes and goes (an expert, LayerDrop, a branch) is left alone: how

@@ -7,14 +7,14 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind, SiteWindow, grown
+from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.subtrees import named, subtrees
 from ddpprobe.records.step import Anomaly, StepRecord
 
 
-class GradZeros(SampledDetector):
+class GradZeros(SoundStepsDetector):
     """Warns when far more elements of a gradient are exactly zero than ever before, and stay so.
 
     A sum over a batch is not exactly zero by chance: small gradients underflow (a loss scale that

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records.step import SUM_SQ, Site, StepRecord
+from ddpprobe.records.step import NONFINITE, SUM_SQ, Site, StepRecord
 
 MOST_GROUPS = 512  # bounds the state: 64 x 512 float64 are 256 KiB
 STANDS_OUT = 2.0  # x the median group's ratio; below it the whole model grew, and none is to blame
@@ -31,7 +31,9 @@ class GroupNorms:
 
     def add(self, record: StepRecord) -> None:
         """Remember a record's norms."""
-        self._past.append(self._norms(record))
+        norms = self._norms(record)
+        if np.isfinite(norms).all():
+            self._past.append(norms)
 
     def largest(self, record: StepRecord, *, of_one: int = 1) -> str | None:
         """Name the group whose norm grew most against its own median; None if none stands out.
@@ -66,6 +68,7 @@ class GroupNorms:
             self._index(record.sites)
         square = record.values[self._rows, SUM_SQ]
         square = np.where(np.isfinite(square) & (square > 0), square, 0.0)
+        square[record.counts[self._rows][:, NONFINITE].any(axis=1)] = np.nan  # a part of it is left
         return np.sqrt(np.bincount(self._group, square, minlength=len(self._names)))
 
     def _index(self, sites: tuple[Site, ...]) -> None:

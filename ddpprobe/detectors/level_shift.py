@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.level_window import LevelWindow
 from ddpprobe.detectors.loss import PositiveLoss
 from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
+from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.subtrees import common_module, named
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, Anomaly, StepRecord
@@ -51,7 +51,7 @@ class _Shift:
     clear: float
 
 
-class LevelShift(SampledDetector):
+class LevelShift(SoundStepsDetector):
     """Warns when a number of the run has moved to another level at once and stays there.
 
     Other data, other labels, a loss that is scaled otherwise, weights that were loaded, a module
@@ -105,7 +105,7 @@ class LevelShift(SampledDetector):
 
     def _reset(self) -> None:
         length = max(self._recent * (self._blocks + 1), QUICK * (QUICK_BLOCKS + 1))
-        self._loss = PositiveLoss()
+        self._loss = PositiveLoss(whole=True)
         self._losses, self._norms, self._meant = (LevelWindow(length) for _ in range(3))
         self._rms, self._shares = LevelWindow(length), LevelWindow(length)
         self._outputs, self._gradients = SitesOfKind("output"), SitesOfKind("grad")
@@ -126,7 +126,8 @@ class LevelShift(SampledDetector):
                     numbers[0] = shift
             loss = value if step == record.step else math.nan
         places: dict[str, list[_Shift]] = {}
-        if record.sampled and not record.skipped and not record.missing:
+        sound = record.sampled and self._is_sound(record)
+        if sound and not record.skipped and not record.missing:
             norms = self._gradients.read(record, "norm")
             norm = float(np.sqrt(np.nansum(np.square(norms))))
             by_loss = norm / loss if loss > 0 else math.nan

@@ -12,15 +12,21 @@ from ddpprobe.records.every_loss import losses_of
 from ddpprobe.records.step import Anomaly, StepRecord
 
 
-def mean_losses(record: StepRecord) -> list[tuple[int, float]]:
+def mean_losses(record: StepRecord, *, whole: bool = False) -> list[tuple[int, float]]:
     """Return (step, mean of the ranks' finite losses) of each step that has one, ascending.
+
+    `whole`: of the steps all of whose losses are finite. Beside a NaN the mean is another number
+    than it was, by as much as ranks differ.
 
     One rank's own loss is no ground to wake somebody: with heavy-tailed data its chance outliers,
     which are its gradient's as well, grow with the number of ranks.
     """
-    found = ((step, [x for x in by_rank.values() if math.isfinite(x)])
-             for step, by_rank in losses_of(record))  # fmt: skip
-    return [(step, mean(finite)) for step, finite in found if finite]
+    found = [
+        (step, [x for x in by_rank.values() if math.isfinite(x)], len(by_rank))
+        for step, by_rank in losses_of(record)
+    ]
+    least = [all_of if whole else 1 for _, _, all_of in found]
+    return [(step, mean(x)) for (step, x, _), n in zip(found, least, strict=True) if len(x) >= n]
 
 
 def mean(losses: Iterable[float]) -> float:
@@ -57,17 +63,21 @@ class PositiveLoss:
 
     Behind such a one a ratio of losses says nothing.
 
+    Args:
+        whole: as of `mean_losses`.
+
     Attributes:
         first: the first one; NaN before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
         self.first = math.nan
         self._signed = False
 
     def read(self, record: StepRecord) -> Iterable[tuple[int, float]]:
         """Yield the (step, mean loss) of the next record that can be judged."""
-        for step, loss in mean_losses(record):
+        for step, loss in mean_losses(record, whole=self._whole):
             self._signed |= loss <= 0
             if self._signed:
                 return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ddpprobe.detectors.loss import LossDetector
+from ddpprobe.detectors.loss import LossDetector, PositiveLoss
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.records.step import Anomaly, StepRecord
 
@@ -47,7 +47,7 @@ class LossRunaway(LossDetector):
         self._reset()
 
     def _reset(self) -> None:
-        super()._reset()
+        self._loss = PositiveLoss(whole=True)
         self._mean = math.nan
         self._best, self._seen = math.inf, 0
         self._step: int | None = None  # the last with a loss

@@ -9,13 +9,15 @@ from an origin (later steps, other ranks) is not reported again; what does not i
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ddpprobe.detectors import origins
 from ddpprobe.detectors.detector import Detector
+from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.detectors.settings import at_least
-from ddpprobe.records.every_loss import losses_of
 from ddpprobe.records.step import (
     IN_TURN,
     LENT,
@@ -36,12 +38,35 @@ _REDUCED = ("grad", "param")
 MOST_SITES = 1024  # bounds the state: of more, those that were bad longest ago are forgotten
 
 
+class _Place(NamedTuple):
+    """What is told once; `rank` counts where a NaN came on a step that does not name its module."""
+
+    level: str
+    phase: str
+    fqn: str | None
+    kind: str | None
+    leaf: str
+    rank: int | None
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The last step that showed a place, and the first and the last one of which it was told."""
+
+    last: int
+    first: int
+    told: int
+
+
 class NonFinite(Detector):
     """Fires on the first non-finite value, and again on each that is a new origin.
 
     What comes behind an origin is its descendant (the weights are bad) until a sampled step is
     clean. An origin that did no harm (an infinity, with a finite loss and finite gradients in the
     same sampled step) has none. The same site is told again after `quiet_steps` steps without it.
+    Where no module is named, another rank is another site, and the same one is told again behind a
+    clean sampled step each time that as many steps have gone by as between its first and its last
+    word: nobody knows whether it is the same fault.
 
     Gradients of a step that a GradScaler skipped are the scaler at work (it probes for the largest
     scale that fits): level info. No scaler mends a forward that is not finite, as the scale is not
@@ -61,37 +86,85 @@ class NonFinite(Detector):
         self._quiet = quiet_steps
         self._attempt: int | None = None
         self._spread: dict[str, int] = {}  # level -> last step of which the next may be bad
-        self._sites: dict[tuple[str, str, str | None, str | None, str], int] = {}  # level, site
+        self._sites: dict[_Place, _Seen] = {}
+        self._clean = -1  # the last sampled step that was
+        self._looked: origins.LastLook | None = None
         self._checked: int | None = None  # last step behind which all was looked at and finite
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
         if record.attempt != self._attempt:
             self._attempt, self._spread, self._sites = record.attempt, {}, {}
-            self._checked = None
-        origin, checked = _origin(record), self._checked
+            self._checked = self._looked = None
+            self._clean = -1
+        origin = _origin(record)
+        known = _Known(self._checked, self._looked)
         if origins.was_checked(record):
             self._checked = record.step
-        if origin is None:
-            if record.sampled and record.sites and not record.partial:
-                self._spread.clear()  # it began with good weights
-            return []
+        if record.sampled and record.sites and not record.partial:
+            self._looked = origins.LastLook.of(record)
+        found = [] if origin is None else self._told_of(record, origin, known)
+        if _is_clean(record):
+            self._spread.clear()  # it began with good weights
+            self._clean = record.step
+        return found
+
+    def _told_of(self, record: StepRecord, origin: FirstBad, known: _Known) -> list[Anomaly]:
+        """Return what is to be said of the earliest evidence of a record."""
         level = "info" if record.skipped and _is_scaled(record, origin) else "page"
-        site = (level, origin.phase, origin.fqn, origin.kind, origin.leaf)
-        before = max(self._sites.get(site, -1), self._spread.get(level, -1))
-        self._remember(site, origin.step)
+        place, spread = _place(record, origin, level), self._spread.get(level, -1)
+        seen = self._sites.get(place)
+        before = max(seen.last if seen else -1, spread)
+        due = before < 0 or origin.step - before > self._quiet
+        another = (
+            not due and spread < 0 and seen is not None and self._is_another(place, seen, origin)
+        )
+        self._remember(place, origin.step, anew=due, told=due or another)
         if not _did_no_harm(record, origin):
             # A parameter that was bad before this step still is; any other word may come late.
             last = record.step if origin.is_state else origin.step
             self._spread[level] = max(last, self._spread.get(level, -1))
-        if before >= 0 and origin.step - before <= self._quiet:
-            return []
-        return [_anomaly(record, origin, level, checked)]
+        return [_anomaly(record, origin, level, known)] if due or another else []
 
-    def _remember(self, site: tuple[str, str, str | None, str | None, str], step: int) -> None:
-        if site not in self._sites and len(self._sites) >= MOST_SITES:
-            del self._sites[min(self._sites, key=self._sites.__getitem__)]
-        self._sites[site] = max(step, self._sites.get(site, -1))
+    def _is_another(self, place: _Place, seen: _Seen, origin: FirstBad) -> bool:
+        """Whether what has no name is to be told once more, as it may be another fault.
+
+        Ever more rarely: a step that goes bad now and then is one fault for most of its time.
+        """
+        clean_between = seen.last < self._clean < origin.step
+        rare = origin.step - seen.first >= 2 * (seen.told - seen.first)
+        return place.rank is not None and clean_between and rare
+
+    def _remember(self, place: _Place, step: int, *, anew: bool, told: bool) -> None:
+        if place not in self._sites and len(self._sites) >= MOST_SITES:
+            del self._sites[min(self._sites, key=lambda one: self._sites[one].last)]
+        seen = self._sites.get(place)
+        if seen is None or anew:
+            seen = self._sites[place] = _Seen(step, step, step)
+        seen.last = max(step, seen.last)
+        seen.told = step if told else seen.told
+
+
+class _Known(NamedTuple):
+    """What was known before a record: the last step behind which all was finite, and the rows."""
+
+    checked: int | None
+    looked: origins.LastLook | None
+
+
+def _place(record: StepRecord, origin: FirstBad, level: str) -> _Place:
+    named = (record.sampled and origin.step == record.step) or origin.phase == "step"
+    # The first infinity of a mask may come on each rank in another step.
+    nan = origin.nan > 0 or not origin.numel
+    whose = origin.rank if level == "page" and nan and not (named and origin.fqn) else None
+    return _Place(level, origin.phase, origin.fqn, origin.kind, origin.leaf, whose)
+
+
+def _is_clean(record: StepRecord) -> bool:
+    """Whether it is a whole sampled step in which nothing is bad."""
+    whole = record.sampled and bool(record.sites) and not record.partial
+    bad = record.first_bad is not None or _bad_reduced(record) is not None
+    return whole and not bad and all(map(math.isfinite, scalars(record, "loss")))
 
 
 def _origin(record: StepRecord) -> FirstBad | None:
@@ -134,7 +207,7 @@ def _bad_loss(record: StepRecord) -> FirstBad | None:
     """
     found = (
         (step, bad)
-        for step, losses in losses_of(record)
+        for step, losses in origins.known_losses(record)
         if (bad := {r: x for r, x in losses.items() if not math.isfinite(x)})
     )
     step, bad = next(found, (record.step, {}))
@@ -184,7 +257,7 @@ def _is_scaled(record: StepRecord, origin: FirstBad) -> bool:
     return all(record.sites[row].kind not in STATE_KINDS for row in rows)
 
 
-def _anomaly(record: StepRecord, origin: FirstBad, level: str, checked: int | None) -> Anomaly:
+def _anomaly(record: StepRecord, origin: FirstBad, level: str, known: _Known) -> Anomaly:
     values = {
         "nan": origin.nan,
         "pos_inf": origin.pos_inf,
@@ -192,13 +265,13 @@ def _anomaly(record: StepRecord, origin: FirstBad, level: str, checked: int | No
         "numel": origin.numel,
     }
     return NonFinite.anomaly(
-        record, level, _message(record, origin, level, checked), values,
+        record, level, _message(record, origin, level, known), values,
         step=origin.step, micro=origin.micro, rank=origins.rank_of(record, origin),
         module=origin.fqn, kind=origin.kind, phase=origin.phase,
     )  # fmt: skip
 
 
-def _message(record: StepRecord, origin: FirstBad, level: str, checked: int | None) -> str:
+def _message(record: StepRecord, origin: FirstBad, level: str, known: _Known) -> str:
     counts = {"NaN": origin.nan, "+Inf": origin.pos_inf, "-Inf": origin.neg_inf}
     found = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
     if origin.kind is None and origin is not record.first_bad:
@@ -211,11 +284,14 @@ def _message(record: StepRecord, origin: FirstBad, level: str, checked: int | No
     else:
         text = f"{found} of {origin.numel} elements" if found else "non-finite elements"
     if origin is record.first_bad and origin.kind in STATE_KINDS:
-        text += f"; {origins.born(record, origin, checked)}"
+        text += f"; {origins.born(record, origin, known.checked)}"
     elif origin.kind == "input":
         text += f" {origins.between(origin)}"
     elif origin.kind == "grad":
         text += origins.reduction(record)
+    if origins.may_be_the_loss(record, origin):
+        text += f"; {origins.LOSS_OR_BACKWARD}"
+    text += origins.since(record, origin, known.looked)
     if origin.rank == SEVERAL and origin.kind != "grad" and origin is record.first_bad:
         text += "; on several ranks at once, none of them first"
     if level == "info":

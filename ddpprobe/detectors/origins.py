@@ -3,12 +3,53 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from ddpprobe.records.step import CHECKED, SEVERAL, STATE_KINDS, FirstBad, Site, StepRecord
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpprobe.detectors.rank_scalars import scalars
+from ddpprobe.records.every_loss import losses_of
+from ddpprobe.records.step import (
+    CHECKED,
+    LOSS_OF_BAD,
+    NONFINITE,
+    OBSERVED,
+    SEVERAL,
+    STATE_KINDS,
+    FirstBad,
+    Site,
+    StepRecord,
+)
 
 _FOUND = {
     "param": "the parameter", "buffer": "the buffer", "optim_state": "the optimizer's state",
 }  # fmt: skip
+LOSS_OR_BACKWARD = (
+    "no finite loss of this step is known: either the loss was so, or its backward up to here; "
+    "with probe.log(loss=loss) before the backward the two can be told apart"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LastLook:
+    """The last whole sampled step: its sites, which were observed, and which of them were bad."""
+
+    step: int
+    sites: tuple[Site, ...]
+    observed: NDArray[np.bool_]
+    bad: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, record: StepRecord) -> LastLook:
+        """Return what a record leaves behind."""
+        return cls(record.step, record.sites, record.counts[:, OBSERVED] > 0, _bad_rows(record))
+
+    def was_finite(self, key: tuple[str | None, str | None, str]) -> bool | None:
+        """Whether a site was; None: it was not observed."""
+        rows = [i for i, site in enumerate(self.sites) if site.key == key and self.observed[i]]
+        return not self.bad[rows].any() if rows else None
 
 
 def rank_of(record: StepRecord, origin: FirstBad) -> int | None:
@@ -99,3 +140,78 @@ def reduction(record: StepRecord) -> str:
         return ""
     alone = f", on rank {min(ranks)} alone" if len(ranks) == 1 < len(record.ranks) else ""
     return f"; every local gradient was finite before the reduction{alone}"
+
+
+def known_losses(record: StepRecord) -> list[tuple[int, Mapping[int, float]]]:
+    """Return what `losses_of` does, and the loss that a rank has told ahead of them."""
+    found = {step: dict(losses) for step, losses in losses_of(record)}
+    for rank, said in record.scalars.items():
+        if LOSS_OF_BAD in said:
+            found.setdefault(record.step, {}).setdefault(rank, float(said[LOSS_OF_BAD]))
+    return sorted(found.items())
+
+
+def may_be_the_loss(record: StepRecord, origin: FirstBad) -> bool:
+    """Whether it is not known if a fault of the backward was one of the loss.
+
+    What was looked at first in the backward is as bad in both cases.
+    """
+    if origin is not record.first_bad or origin.phase != "backward":
+        return False
+    losses = dict(known_losses(record)).get(origin.step, {})
+    whose = record.ranks if origin.rank == SEVERAL else (origin.rank,)
+    if all(math.isfinite(losses.get(rank, math.nan)) for rank in whose):
+        return False
+    return not (record.sampled and origin.step == record.step) or _is_nearest(record, origin)
+
+
+def _is_nearest(record: StepRecord, origin: FirstBad) -> bool:
+    """Whether no finite gradient of a sampled step was observed that is nearer to the loss."""
+    if not origin.fqn:  # of what the model returns, or nobody knows of what
+        return True
+    observed, bad = record.counts[:, OBSERVED] > 0, _bad_rows(record)
+    rows = [i for i, s in enumerate(record.sites) if s.kind == "grad_output" and observed[i]]
+    of_root = [i for i in rows if not record.sites[i].fqn]
+    if of_root:  # the last child may return the very tensor that the model does
+        return bool(bad[of_root].any())
+    if origin.kind == "grad_output":
+        return bool(rows) and record.sites[rows[-1]].fqn == origin.fqn
+    return bool(record.sites) and not rows
+
+
+def since(record: StepRecord, origin: FirstBad, last: LastLook | None) -> str:
+    """Say since when a sampled step's origin may have been so; "" where the step is exact.
+
+    Between sampled steps only what reaches the model's output, the loss or a parameter's gradient
+    is seen.
+    """
+    own = record.sampled and origin.step == record.step and origin is record.first_bad
+    if not own or origin.is_state or record.partial or not origin.kind or last is None:
+        return ""
+    if origin.kind in STATE_KINDS or last.step >= record.step - 1 or _is_seen(record, origin):
+        return ""
+    finite = last.was_finite((origin.fqn, origin.kind, origin.leaf))
+    if finite is False:
+        return ""
+    if finite is None:
+        return f"; not looked at since step {last.step}, so it may have been so earlier"
+    return f"; finite at step {last.step}, so it may have been so since step {last.step + 1}"
+
+
+def _is_seen(record: StepRecord, origin: FirstBad) -> bool:
+    """Whether an origin has reached what is looked at in each step, sampled or not."""
+    if not all(map(math.isfinite, scalars(record, "loss"))):
+        return True
+    watched = ("param",) if origin.kind == "grad" else ("grad_local", "grad")
+    bad = _bad_rows(record)
+    return any(
+        site.kind in watched or (site.kind == "output" and not site.fqn)
+        for row, site in enumerate(record.sites)
+        if bad[row]
+    )
+
+
+def _bad_rows(record: StepRecord) -> NDArray[np.bool_]:
+    """Return which rows have elements that are not finite."""
+    bad: NDArray[np.bool_] = record.counts[:, NONFINITE].sum(axis=1) > 0
+    return bad

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, Mask, SitesOfKind, SiteWindow, grown
+from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.subtrees import named
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -14,7 +14,7 @@ from ddpprobe.records.step import Anomaly, StepRecord
 LEAST = 1e-6  # a module that puts out less than that puts out nothing
 
 
-class OutputDrop(SampledDetector):
+class OutputDrop(SoundStepsDetector):
     """Warns when the rms of a module's output is far below the lowest of its own past.
 
     A gain or a weight that became zero, a mask over everything, a dead activation. It is told at

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats
+from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.records.derived import expert_loads
 from ddpprobe.records.step import Anomaly, StepRecord
 
@@ -26,7 +26,7 @@ class _Group:
     told_idle: bool = False
 
 
-class Router(SampledDetector):
+class Router(SoundStepsDetector):
     """Warns, once, of a layer in which one expert gets nearly all tokens.
 
     That most experts of a layer get none is an information: without a loss that balances them it

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, Mask, SitesOfKind, grown
+from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.subtrees import and_also
 from ddpprobe.records.step import Anomaly, StepRecord
 
@@ -15,7 +15,7 @@ FEWEST = 32  # elements: a few may well be large
 ROUNDING = 1e-3  # by which a slope may be below 0; an rms above 1 is no tanh's
 
 
-class Saturated(SampledDetector):
+class Saturated(SoundStepsDetector):
     """Warns, once, of a module whose outputs lie between -1 and 1 and are nearly all at the ends.
 
     That is a tanh, or what ends in one (an RNN), whose inputs are too large. The mean slope of a

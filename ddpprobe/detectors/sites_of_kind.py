@@ -7,7 +7,16 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.records.step import OBSERVED, Site, StepRecord, derive
+from ddpprobe.records.step import (
+    NAN,
+    NONFINITE,
+    OBSERVED,
+    OF_FINITE,
+    Counts,
+    Site,
+    StepRecord,
+    derive,
+)
 
 MOST_SITES = 1 << 14  # bounds the state: 64 float32 a site are 4 MiB
 Floats = NDArray[np.float64]
@@ -39,16 +48,38 @@ class SitesOfKind:
         self._rows, self._slots = np.zeros(0, np.intp), np.zeros(0, np.intp)
         self.fqns: list[str] = []
         self.dtypes: list[str] = []
+        self._was_finite = np.zeros(0, np.bool_)  # all elements, at some look
 
     def read(self, record: StepRecord, stat: str) -> Floats:
-        """Return a statistic of each site [sites]; NaN where it has no row or was not observed."""
+        """Return a statistic of each site [sites]; NaN where it has no row or was not observed.
+
+        So it is of what has elements that are not finite, but for counts: the rest of it is another
+        tensor than it was before. Infinities that a site has had at each look (a mask) are its own.
+        """
         if record.sites is not self._table:
             self._index(record.sites)
         counts = record.counts[self._rows]
         found = derive(stat, counts, record.values[self._rows])
         out = np.full(len(self.fqns), np.nan)
-        out[self._slots] = np.where(counts[:, OBSERVED] > 0, found, np.nan)
+        seen = counts[:, OBSERVED] > 0
+        if stat in OF_FINITE:
+            seen &= self._is_comparable(counts, seen)
+        out[self._slots] = np.where(seen, found, np.nan)
         return out
+
+    def lost(self, record: StepRecord) -> Mask:
+        """Return which sites [sites], all of which once was finite, have elements that are not."""
+        self.read(record, "norm")  # learns which are finite
+        bad: Mask = (self.read(record, "nonfinite") > 0) & self._was_finite
+        return bad
+
+    def _is_comparable(self, counts: Counts, seen: Mask) -> Mask:
+        """Return of which rows the finite elements may be compared with those of other looks."""
+        finite = ~counts[:, NONFINITE].any(axis=1)
+        self._was_finite = grown(self._was_finite, len(self.fqns), 0)
+        self._was_finite[self._slots[finite & seen]] = True
+        own: Mask = finite | ((counts[:, NAN] == 0) & ~self._was_finite[self._slots])
+        return own
 
     def order(self) -> NDArray[np.intp]:
         """Return the sites in the last record, in execution order."""

@@ -64,6 +64,8 @@ class UpdateRatio(SampledDetector):
         if risen is not None:
             return [self._of_rate(record, *risen)]
         now = self._rows.read(record)
+        if (now.numel > 0)[~now.seen].any():  # the others weigh more where one is not finite
+            return []
         both = now.seen & np.isfinite(now.change)
         weights = float(np.square(now.rms[both]).sum())
         changes = float(np.square(now.change[both]).sum())

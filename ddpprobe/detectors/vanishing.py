@@ -8,15 +8,15 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
+from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.records.step import Anomaly, StepRecord
 
 _NUMBER = re.compile(r"\d+")
 
 
-class Vanishing(SampledDetector):
+class Vanishing(SoundStepsDetector):
     """Warns, once, when some weight's gradient is many decades below another's, and stays so.
 
     Compared is the rms over a weight with those of the same name but for numbers in it, in other

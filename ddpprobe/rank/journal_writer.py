@@ -28,6 +28,8 @@ from ddpprobe.records.step import (
     ACTIVE,
     IN_TURN,
     KINDS,
+    LOSS_OF_BAD,
+    NAN,
     NONFINITE,
     NUMEL,
     OBSERVED,
@@ -111,6 +113,8 @@ class FrameWriter:
         self._warned = False
         self._unkept: set[str] = set()  # names of numbers of which it was said
         self._captured = -1  # the last step in which a CUDA graph was captured
+        # The loss of an unsampled step, as far as it is known.
+        self.loss_of: Callable[[int], float | None] = lambda _: None
         self.on_sampled: Callable[[StepRecord], object] | None = None  # told of what was shipped
 
     def push(self, ended: EndedStep) -> None:
@@ -147,12 +151,14 @@ class FrameWriter:
                 if not partial:
                     self._last_bad = (at, skipped, fqn)
                 return
-        passes = self._passes.told(at, bad)
+        facts, loss = dict(self._passes.told(at, bad)), self.loss_of(at)
+        if loss is not None:
+            facts[LOSS_OF_BAD] = loss
         self._append(
             StepRecord(
                 attempt=self._who.attempt, step=at, ranks=(self._who.rank,),
                 wall_time_ns=time.time_ns(), sampled=sampled, first_bad=bad,
-                scalars={self._who.rank: passes} if passes else {},
+                scalars={self._who.rank: facts} if facts else {},
                 partial=partial, skipped=skipped,
             )
         )  # fmt: skip
@@ -323,8 +329,11 @@ def _active(result: StepResult, rows: NDArray[np.intp]) -> float | None:
 def _output_rms(result: StepResult, rows: NDArray[np.intp]) -> float | None:
     """Geometric mean over this rank's outputs of their rms, so that each layer counts as much.
 
-    The merged rows do not tell one rank's batch from another's. None without a finite output.
+    The merged rows do not tell one rank's batch from another's. None without a finite output, and
+    beside a NaN: the mean of what is left of them is another number than it was.
     """
+    if result.counts[rows, NAN].any():
+        return None
     rms = derive("rms", result.counts[rows], result.values[rows])
     rms = rms[np.isfinite(rms)]
     return float(np.exp(np.log(np.maximum(rms, _LEAST_RMS)).mean())) if len(rms) else None

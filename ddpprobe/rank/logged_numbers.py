@@ -41,6 +41,7 @@ class LoggedNumbers:
         self.told_scale = False
         self.held, self.losses = HeldRecord(), UnsampledLosses()
         self._clock, self._frame_writer = clock, frame_writer
+        frame_writer.loss_of = self.losses.of
         self._rested = False  # the step is over, and something else has begun since then
 
     def take(

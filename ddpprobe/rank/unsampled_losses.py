@@ -71,6 +71,13 @@ class UnsampledLosses:
         cell = self._cell(far) if far is not None else None
         self._kept.append(_Loss(step, logged, 1, value, cell))
 
+    def of(self, step: int) -> float | None:
+        """Return the loss of the step under way; None: it is on a device, or not told yet."""
+        last = self._kept[-1] if self._kept else None
+        if last is None or last.step != step or last.cell is not None:
+            return None
+        return last.total / last.count
+
     def forget(self, step: int) -> None:
         """Drop what the model has returned in `step` so far: it was another model's."""
         if self._kept and self._kept[-1].step == step and not self._kept[-1].logged:

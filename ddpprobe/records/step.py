@@ -139,6 +139,8 @@ FORMULAS: Mapping[str, Formula] = MappingProxyType(
 )
 STATS = (*COUNTS, *VALUES, "nonfinite", *FORMULAS)
 ALWAYS = ("tapped", "observed")  # what these say is said whether a tensor arrived or not
+# What these say is said of the finite elements alone.
+OF_FINITE = frozenset({*VALUES, *(name for name, of in FORMULAS.items() if of.over == "finite")})
 
 
 ROOT = "(root)"  # how the model itself is printed, whose FQN is ""
@@ -221,6 +223,8 @@ UNREGISTERED = "unregistered@"
 # Scalars where several models of a process are probed, see `rank.passes`: the number of the step's
 # last pass, and of the one in which `first_bad` was bad first.
 PASS, PASS_OF_BAD = "pass", "pass_of_first_bad"
+# Scalar of a record that tells of a bad step ahead of its losses: that of the step, if it is known.
+LOSS_OF_BAD = "loss_of_first_bad"
 SEVERAL = -1  # in place of a rank: more than one, and none of them first
 
 

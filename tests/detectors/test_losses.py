@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ddpprobe.detectors.detector import Detector
+from ddpprobe.detectors.level_shift import LevelShift
 from ddpprobe.detectors.loss_runaway import LossRunaway
 from ddpprobe.detectors.loss_spike import LossSpike
 from ddpprobe.records.every_loss import name_of
@@ -173,3 +174,12 @@ def test_a_run_that_ran_away_is_not_told_to_be_worse_as_well() -> None:
     stream = [*falling(100), *(step(s, 9.0) for s in range(100, 300))]
     (warn,) = run(LossRunaway(), stream)
     assert "the best" in warn.message
+
+
+@pytest.mark.parametrize("of_first", [0.5, 4.0])
+def test_the_mean_of_the_ranks_that_are_left_beside_a_nan_has_not_run_away(of_first: float) -> None:
+    stream = [step(s, of_first, 1.0) for s in range(200)]
+    stream += [step(s, of_first, math.nan) for s in range(200, 400)]
+    stream += [step(s, math.nan, 1.0) for s in range(400, 600)]
+    assert run(LossRunaway(), stream) == []
+    assert run(LevelShift(), stream) == []

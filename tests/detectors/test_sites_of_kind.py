@@ -97,3 +97,29 @@ def test_beside_a_site_is_what_another_kind_says_of_the_same_parameter(
         found = beside.read(made, "rms")
         want = [{**others, **more}.get(fqn, NAN) for fqn in (*mine, *more)]
         np.testing.assert_array_equal(found, want)
+
+
+def test_what_is_left_beside_a_nan_is_no_number_of_its_site() -> None:
+    sites = SitesOfKind("output")
+    for step, (bad, left) in enumerate([(0, 1.0), (50, NAN), (100, NAN), (0, 1.0)]):
+        made = record(step, rows={Site("a", "output"): {"rms": 1.0, "nan": bad, "zeros": 20}})
+        for stat in ("rms", "norm", "min", "abs_max", "sum"):
+            assert np.isnan(sites.read(made, stat)[0]) == np.isnan(left)
+        assert sites.read(made, "zero_ratio").tolist() == [0.2]  # of all elements
+        assert sites.read(made, "nonfinite").tolist() == [bad]
+
+
+def test_infinities_that_a_site_has_had_at_each_look_are_its_own() -> None:
+    mask, score, bad = (Site(name, "output") for name in ("mask", "score", "bad"))
+    sites = SitesOfKind("output")
+    for step, infinite in enumerate([0, 50, 50, 0, 50]):
+        made = record(
+            step,
+            rows={
+                mask: {"rms": 1.0, "neg_inf": 50}, score: {"rms": 1.0, "neg_inf": infinite},
+                bad: {"rms": 1.0, "neg_inf": 50, "nan": 1},
+            },
+        )  # fmt: skip
+        known = np.isfinite(sites.read(made, "rms")).tolist()
+        assert known == [True, not infinite, False]
+        assert sites.lost(made).tolist() == [False, bool(infinite), False]

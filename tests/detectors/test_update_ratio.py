@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ddpprobe.detectors.update_ratio import UpdateRatio
-from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, StepRecord
+from ddpprobe.records.step import LEARNING_RATE, NAN, TRAINABLE, StepRecord
 from tests.detectors.made_records import levels, record, run
 from tests.detectors.made_weights import Made, weights
 
@@ -93,3 +93,15 @@ def test_other_parameters_may_bring_a_rate_of_their_own() -> None:
     assert run(UpdateRatio(), unfrozen) == []
     same = [rated(s, 1e-4 if s < 100 else 1e-2) for s in range(300)]
     assert levels(run(UpdateRatio(), same)) == [("warn", 100)]
+
+
+def test_weights_of_which_one_is_not_finite_are_not_compared() -> None:
+    """Of the bias alone, about zero, a step changes far more than of all."""
+
+    def step(number: int) -> StepRecord:
+        made = weights(number, {"fc.weight": Made(1.0, USUAL), "fc.bias": Made(1e-3, USUAL)})
+        row = next(i for i, s in enumerate(made.sites) if s.key == ("fc.weight", "param", ""))
+        made.counts[row, NAN] = 10 if number >= 40 else 0
+        return made
+
+    assert run(UpdateRatio(), [step(s) for s in range(60)]) == []

@@ -266,3 +266,18 @@ def test_a_buffer_that_leaps_again_and_again_silences_no_weight() -> None:
     told = [(warn.kind, warn.step) for warn in run(WeightJump(), both)]
     assert ("param", 130) in told
     assert told[0] == ("buffer", 60)
+
+
+@pytest.mark.parametrize("kind", ["param", "buffer"])
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("settled", [True, False])
+def test_what_a_nan_leaves_of_a_norm_has_not_shrunk(kind: str, every: int, settled: bool) -> None:
+    """Half of the elements of each are NaN from a step on, then all of them."""
+
+    def rows(step: int) -> dict[Site, dict[str, float]]:
+        bad = 0 if step < AT else 90 if step < AT + 50 else 100
+        row = {"rms": (1 - bad / 100) ** 0.5, "max": 0.0 if bad else 1.0, "nan": bad}
+        return {Site(f"l{i}.weight", kind): row for i in range(4)}
+
+    first = 0 if settled else AT - 20
+    assert run(WeightJump(), [record(s, rows=rows(s)) for s in range(first, 300, every)]) == []

@@ -68,3 +68,21 @@ def test_the_mean_slope_of_an_activation_follows_from_the_row_of_its_output(tmp_
     assert 1 - rms[rows["1"]] ** 2 == pytest.approx(slope(1), rel=1e-5)
     assert mean[rows["3"]] - rms[rows["3"]] ** 2 == pytest.approx(slope(3), rel=1e-4)
     assert slope(3) < 0.1 < slope(1)
+
+
+def test_beside_a_nan_there_is_none(tmp_path: Path) -> None:
+    """What is left of an output, or of the outputs, is not comparable with other steps."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with ddpprobe.install(model, run_dir=tmp_path / "run", every=1, daemon="none"):
+        for size in (1.0, float("nan"), 1.0):
+            x = torch.ones(3, 4)
+            x[0] *= size
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.fill_(0.5)
+    told = ["output_rms" in r.scalars[0] for r in ddpprobe.open(tmp_path / "run").records()]
+    assert told == [True, False, True]

@@ -330,3 +330,26 @@ def test_a_forward_that_raises_with_finite_numbers_at_hand_is_no_nan(tmp_path: P
     with pytest.raises(ValueError, match="the user's own"):
         train(tmp_path / "r", model, step, 6, every=10)
     assert pages(ddpprobe.open(tmp_path / "r").anomalies()) == []
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize(("logs", "bad_loss"), [(True, True), (False, True), (True, False)])
+def test_a_nan_of_the_loss_is_told_from_one_of_its_backward_where_the_loss_was_logged(
+    every: int, logs: bool, bad_loss: bool, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=every, daemon="none") as probe:
+        for i in range(8):
+            out = model(BATCH)
+            loss = out.square().mean() * (NAN if i == 5 and bad_loss else 1.0)
+            if i == 5 and not bad_loss:
+                out.register_hook(lambda gradient: gradient * NAN)
+            if logs:
+                probe.log(loss=loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    page = next(a for a in ddpprobe.open(tmp_path / "r").anomalies() if a.level == "page")
+    assert (page.step, page.phase) == (5, "forward" if logs and bad_loss else "backward")
+    assert ("no finite loss of this step is known" in page.message) == (not logs)
