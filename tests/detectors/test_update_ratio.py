@@ -93,3 +93,20 @@ def test_other_parameters_may_bring_a_rate_of_their_own() -> None:
     assert run(UpdateRatio(), unfrozen) == []
     same = [rated(s, 1e-4 if s < 100 else 1e-2) for s in range(300)]
     assert levels(run(UpdateRatio(), same)) == [("warn", 100)]
+
+
+def phases(*, others: bool) -> list[StepRecord]:
+    """A rate that is ten times as high from step 60 on, at which other parameters move, or not."""
+    records = []
+    for step in range(120):
+        late = step >= 60
+        moved = {"a": not (late and others), "b": late or not others}
+        made = {f: Made(1.0, 1e-3 if moves else 0.0) for f, moves in moved.items()}
+        said = {0: {LEARNING_RATE: 1e-2 if late else 1e-3, TRAINABLE: 2.0}}
+        records.append(weights(step, made, scalars=said))
+    return records
+
+
+def test_another_optimizer_that_steps_instead_has_a_rate_of_its_own() -> None:
+    assert run(UpdateRatio(), phases(others=True)) == []
+    assert levels(run(UpdateRatio(), phases(others=False))) == [("warn", 60)]
