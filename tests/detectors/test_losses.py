@@ -12,7 +12,7 @@ from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.loss_runaway import LossRunaway
 from ddpprobe.detectors.loss_spike import LossSpike
 from ddpprobe.records.every_loss import name_of
-from ddpprobe.records.step import StepRecord
+from ddpprobe.records.step import Site, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 BOTH = pytest.mark.parametrize("detector", [LossSpike, LossRunaway])
@@ -173,3 +173,22 @@ def test_a_run_that_ran_away_is_not_told_to_be_worse_as_well() -> None:
     stream = [*falling(100), *(step(s, 9.0) for s in range(100, 300))]
     (warn,) = run(LossRunaway(), stream)
     assert "the best" in warn.message
+
+
+def summed(steps: int, *, longer: bool, per_token: float = 1.0) -> list[StepRecord]:
+    """A loss that is a sum over tokens, of which there are more and more; or not."""
+    out = Site("head", "output")
+    lengths = [4 + s // 8 for s in range(steps)]
+    return [
+        record(s, {0: {"loss": per_token**s * n}}, {out: {"numel": 8 * (n if longer else 4)}})
+        for s, n in enumerate(lengths)
+    ]
+
+
+def test_a_summed_loss_that_grows_as_the_outputs_do_has_not_run_away() -> None:
+    assert run(LossRunaway(), summed(300, longer=True)) == []
+    assert levels(run(LossRunaway(), summed(300, longer=False))) == [("warn", 95)]
+
+
+def test_a_loss_that_grows_faster_than_the_outputs_do_runs_away() -> None:
+    assert levels(run(LossRunaway(), summed(300, longer=True, per_token=1.02)))[0][0] == "warn"
