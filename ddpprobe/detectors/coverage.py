@@ -22,6 +22,7 @@ from ddpprobe.detectors.subtrees import (
     common_module,
     named,
     nearest_loss,
+    replaced,
     without_indices,
 )
 from ddpprobe.records.derived import is_in_expert
@@ -36,6 +37,7 @@ from ddpprobe.records.step import (
 )
 
 MOST_SITES = 1 << 16  # bounds the state: 50 bytes a site, and its key
+OF_PARAMETERS = ("grad_local", "grad")  # kinds of site
 FEWEST_ABSENT = 3
 MOST_STEADY = 1 << 13  # bounds the table of how patient to be
 NEVER = 1 << 30
@@ -55,7 +57,9 @@ class Coverage(SampledDetector):
     indices: `blocks.*`), it may be away by the same chance, so their rate of absences counts, too.
     What comes and goes itself is lost when an absence is far too unlikely at that rate, and far
     longer than any before. A rank that reports none of its sites at all is blind, which is said
-    at once. Where a rank is missing or blind, an absence says nothing.
+    at once. Where a rank is missing or blind, an absence says nothing. A parameter in whose module
+    another reports its gradient for the first time at that very step was renamed (pruning, a
+    parametrization), and is not lost.
 
     Args:
         odds: how unlikely an absence by chance must be, one in so many; of what comes and goes, one
@@ -143,6 +147,7 @@ class _History:
         here = np.zeros(len(self._sites), bool)
         here[self._places[(record.counts[:, OBSERVED] > 0) & (self._places >= 0)]] = True
         self.reporting = int(here.sum())
+        self._lost |= self._renamed(here)
         self._take(here)
         if not judge:
             return []
@@ -154,6 +159,17 @@ class _History:
         new = new[[bool(self._steady[i]) or self._is_gone(i) for i in new]]
         self._lost[new] = True
         return [self._sites[i] for i in new]
+
+    def _renamed(self, here: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return the gradients that others of the same module report in place of, as of now."""
+        fresh = np.flatnonzero(here & (self._present == 0))
+        gone = np.flatnonzero(~here & (self._run > 0) & (self._absent == 0))
+        renamed = np.zeros(len(here), bool)
+        for kind in OF_PARAMETERS if len(fresh) and len(gone) else ():
+            of = [[i for i in group if self._sites[i].kind == kind] for group in (gone, fresh)]
+            names = [[self._sites[i].fqn for i in group] for group in of]
+            renamed[np.array(of[0], np.intp)] = replaced(*names)
+        return renamed
 
     def kept(self) -> list[Site]:
         """Return the sites that are not lost, in the order in which they were first seen."""

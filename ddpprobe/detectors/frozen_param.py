@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
@@ -13,6 +15,10 @@ from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep, trained
 from ddpprobe.records.step import Anomaly, StepRecord
 
 MOST = 1 << 20
+# Times as long as the run took before it stopped, for which one must stand still that stopped when
+# others began: of two phases that take turns one is rarely so many times as long as the other.
+TURN = 4
+MOST_BEGINS = 64  # bounds the state
 
 
 class FrozenParam(SampledDetector):
@@ -22,8 +28,10 @@ class FrozenParam(SampledDetector):
     all that stopped together, if a part of it does not, or if no more than a part is observed. A
     gradient must be there, as it was when they last moved; an expert without tokens, or a frozen
     part, has none. Changes that had come down to the spacing of the numbers were stopped by
-    rounding: the end of a schedule. A learning rate that has come down to next to nothing, and goes
-    on like that for longer than any schedule ends, is told by itself.
+    rounding: the end of a schedule. What stopped when others began that had waited with a
+    gradient of their own (two optimizers that take turns) is told only if it stands still for four
+    times as long as all steps before it stopped. A learning rate that has come down to next to
+    nothing, and goes on like that for longer than any schedule ends, is told by itself.
 
     Args:
         steps: steps for which they must have stood still.
@@ -60,6 +68,11 @@ class FrozenParam(SampledDetector):
         self._pull = np.zeros(0)  # norm of the gradient when it last moved
         self._change = np.zeros(0)  # the last change, in spacings
         self._told = np.zeros(0, bool)
+        self._first = np.zeros(0, np.int64)  # step of the first look
+        self._last = np.zeros(0, np.int64)  # step of the last look
+        self._stop = np.zeros((0, 2), np.int64)  # looks between which it stopped
+        self._waited = np.zeros(0, np.int64)  # looks in a row with a gradient at which it did not
+        self._begins: deque[tuple[int, int]] = deque(maxlen=MOST_BEGINS)  # looks between which
         self._all: tuple[int, int] | None = None  # first step and looks at which nothing moved
         self._last_told: int | None = None
 
@@ -71,19 +84,21 @@ class FrozenParam(SampledDetector):
         if faded is not None:
             return [self._of_rate(record, *faded)]
         now = self._rows.read(record)
-        self._grow(len(now.seen))
+        self._grow(len(now.seen), record.step)
+        self._take_turns(now, record.step)
         self._follow(now, record.step)
         judged = now.seen & (self._active >= self._least)
         with np.errstate(invalid="ignore"):
             alive = (now.gradient >= self._gradient * self._pull) & (now.gradient > 0)
         stopped = judged & now.still & alive & (self._change >= self._spacings)
-        since = self._all_stopped(record.step, judged, now.still, stopped)
+        since = self._all_stopped(record.step, judged, now, stopped)
         if since is not None:
             new = not self._told[judged].all()
             self._told[:] = True
             return [self._verdict(record, now, stopped, since, whole=True)] if new else []
         long = (record.step - self._since >= self._steps) & (self._away >= self._looks)
         found = stopped & long & ~self._told
+        found &= ~self._in_turn(found, record.step)
         if not found.any():
             return []
         if self._is_all(found):
@@ -95,14 +110,16 @@ class FrozenParam(SampledDetector):
         first = int(self._since[found].min())
         return [self._verdict(record, now, found, first, whole=False)] if due else []
 
-    def _all_stopped(self, step: int, judged: Mask, still: Mask, stopped: Mask) -> int | None:
+    def _all_stopped(
+        self, step: int, judged: Mask, now: WeightsOfStep, stopped: Mask
+    ) -> int | None:
         """Return since when nothing has moved, if that is so for long enough.
 
         Parameters take turns, so that for this one need not be seen twice.
         """
         if not judged.any():
             return None
-        if (judged & ~still).any() or 2 * stopped.sum() < judged.sum():
+        if now.moved.any() or (judged & ~now.still).any() or 2 * stopped.sum() < judged.sum():
             self._all = None
             return None
         first, looks = self._all or (step, 0)
@@ -112,7 +129,28 @@ class FrozenParam(SampledDetector):
     def _is_all(self, found: Mask) -> bool:
         """Whether nothing moves any more of what did."""
         trained = self._active >= self._least
-        return not (trained & (self._away == 0)).any() and 2 * found.sum() >= trained.sum()
+        moving = (self._active > 0) & (self._away == 0)
+        return not moving.any() and 2 * found.sum() >= trained.sum()
+
+    def _take_turns(self, now: WeightsOfStep, step: int) -> None:
+        """Note when parameters stop, and when others begin that had waited."""
+        stops = now.still & (self._away == 0)
+        self._stop[stops, 0], self._stop[stops, 1] = self._last[stops], step
+        began = now.moved & (self._waited >= self._looks)
+        self._begins.extend((int(last), step) for last in np.unique(self._last[began]))
+        self._waited[now.moved] = 0
+        with np.errstate(invalid="ignore"):
+            pulled = now.gradient > 0
+        self._waited[now.still] = np.where(pulled, self._waited + 1, 0)[now.still]
+        self._last[now.seen] = step
+
+    def _in_turn(self, found: Mask, step: int) -> Mask:
+        """Return those of `found` that stopped when others began, and may come back."""
+        in_turn = found & (step - self._stop[:, 1] <= TURN * (self._stop[:, 1] - self._first))
+        for place in np.flatnonzero(in_turn):
+            low, high = self._stop[place]
+            in_turn[place] = any(a < high and low < b for a, b in self._begins)
+        return in_turn
 
     def _follow(self, now: WeightsOfStep, step: int) -> None:
         moved, still = now.moved, now.still
@@ -128,7 +166,7 @@ class FrozenParam(SampledDetector):
         self._change[moved] = now.largest_change[moved] / now.spacing[moved]
         self._away[still] += 1
 
-    def _grow(self, sites: int) -> None:
+    def _grow(self, sites: int, step: int) -> None:
         self._print = grown(self._print, sites, np.nan)
         self._since = grown(self._since, sites, 0)
         self._active = grown(self._active, sites, 0)
@@ -136,6 +174,10 @@ class FrozenParam(SampledDetector):
         self._pull = grown(self._pull, sites, np.nan)
         self._change = grown(self._change, sites, np.nan)
         self._told = grown(self._told, sites, 0)
+        self._first = grown(self._first, sites, step)
+        self._last = grown(self._last, sites, step)
+        self._stop = grown(self._stop, sites, 0)
+        self._waited = grown(self._waited, sites, 0)
 
     def _of_rate(self, record: StepRecord, rate: float, since: int) -> Anomaly:
         highest = self._rate.highest

@@ -14,6 +14,10 @@ from ddpprobe.records.step import USED_NORM, Anomaly, StepRecord
 # Gradients that are clipped to 0.01 or more behind the scaler have 40 or more, times the scale.
 LEAST_SCALE, MOST_CLIPPED = 4096.0, 20.0
 CUT_TO = 0.01  # of a gradient, which ordinary clipping comes to as well, but not to such a norm
+# Gradients that are a little smaller, or larger, were neither passed on nor clipped: something is
+# added to them, such as a weight decay by hand, whose share grows as gradients become small. Two
+# norms in bfloat16 differ by 0.002; what is clipped by less than CLIPPED has the norm of others.
+SLIGHT, CLIPPED = 0.003, 0.05
 SAME = 0.01  # by which norms that were clipped to one number may differ
 
 
@@ -23,7 +27,8 @@ class GradAltered(SampledDetector):
     Compared are the norm of a rank's gradients behind the reduction and that of those which its
     optimizers are given. Clipping makes the second one smaller; nothing usual makes it larger that
     did not from the start. So a rank is judged once its gradients were passed on unchanged, or
-    clipped, at enough sampled steps. Gradients that are rounded, scaled twice or damaged there do
+    clipped, at enough sampled steps in a row; a little more or less, that is not clipped, is
+    neither. Gradients that are rounded, scaled twice or damaged there do
     not show in any row, as those are of what the backward has left. In one case it is told that
     little is left of them: if that norm, times the loss scale, is always the same, they were
     clipped before the scaler divided them.
@@ -55,6 +60,7 @@ class GradAltered(SampledDetector):
         self._kept: dict[int, int] = {}  # rank -> sampled steps in a row at which none were larger
         self._larger: dict[int, int] = {}  # rank -> those since then at which they were
         self._since: dict[int, int] = {}  # the first step of these
+        self._level: dict[int, float] = {}  # rank -> norm that was used when it was last smaller
         self._telling = Telling(self._quiet)
         self._norms: list[float] = []  # of clipped scaled gradients, at sampled steps in a row
         self._of_scaled = Telling(self._quiet)
@@ -68,7 +74,8 @@ class GradAltered(SampledDetector):
         if clipped is not None:
             return [clipped]
         for rank, ratio in ratios.items():
-            self._follow(rank, larger=ratio > 1 + self._share, step=record.step)
+            kept = self._is_kept(rank, ratio, float(record.scalars[rank][USED_NORM]))
+            self._follow(rank, larger=ratio > 1 + self._share, kept=kept, step=record.step)
         found = [rank for rank in sorted(ratios) if self._larger.get(rank, 0) >= self._repeats]
         if not found or not self._telling.due(record.step):
             return []
@@ -106,9 +113,18 @@ class GradAltered(SampledDetector):
         values = {"ratio": ratio, "clipped_to": norm, "loss_scale": scale}
         return self.anomaly(record, "warn", message, values, kind="grad")
 
-    def _follow(self, rank: int, *, larger: bool, step: int) -> None:
+    def _is_kept(self, rank: int, ratio: float, used: float) -> bool:
+        """Whether a gradient was passed on unchanged, or clipped."""
+        if ratio >= 1 - SLIGHT:
+            return ratio <= 1 + SLIGHT
+        level = self._level.get(rank, math.nan)
+        self._level[rank] = used
+        return ratio <= 1 - CLIPPED or abs(used - level) <= SAME * level
+
+    def _follow(self, rank: int, *, larger: bool, kept: bool, step: int) -> None:
         if not larger:
-            self._kept[rank] = 1 if rank in self._larger else self._kept.get(rank, 0) + 1
+            before = 0 if rank in self._larger else self._kept.get(rank, 0)
+            self._kept[rank] = before + 1 if kept else 0
             self._larger.pop(rank, None)
         elif self._kept.get(rank, 0) < self._least:
             self._kept[rank] = 0

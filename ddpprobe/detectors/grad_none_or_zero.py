@@ -15,7 +15,14 @@ from ddpprobe.detectors.rank_gradients import LostGradients, RankGradients
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import SitesOfKind
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
-from ddpprobe.detectors.subtrees import by_subtree, named, named_alike, nearest_loss, subtrees
+from ddpprobe.detectors.subtrees import (
+    by_subtree,
+    named,
+    named_alike,
+    nearest_loss,
+    replaced,
+    subtrees,
+)
 from ddpprobe.records.derived import is_in_expert
 from ddpprobe.records.step import Anomaly, StepRecord
 
@@ -28,7 +35,8 @@ class GradNoneOrZero(SoundStepsDetector):
     A parameter whose gradient comes and goes (an expert, LayerDrop, a branch) is left alone: how
     long one must be away follows from how long it had been there without a break, as for
     `coverage`. Where a large part of the model stops at one step, `least_away` sampled steps do.
-    So are those that only some ranks have lost, which the reduction hides; the rank is named. A
+    So are those that only some ranks have lost, which the reduction hides; the rank is named. One
+    that another of its module takes the place of, at that very step, was renamed (pruning). A
     module whose gradients have been exactly zero from the first look on, while others have theirs,
     is told once: weights of zeros or a dead activation behind it.
 
@@ -76,9 +84,12 @@ class GradNoneOrZero(SoundStepsDetector):
         if record.skipped or record.missing:
             return []
         norm = self._gradients.read(record, "norm")
+        known = len(self._told)
         self._grow(len(norm))
         nonfinite = self._gradients.read(record, "nonfinite") > 0
         here = (norm > 0) | nonfinite
+        fresh = np.flatnonzero(here[known:]) + known
+        self._let_go(fresh, ~here & (self._active > 0) & (self._away == 0))
         # A model that has no gradient at all is one that nobody trains just now.
         self._follow(here, record.step)
         long = record.step - self._since >= self._steps
@@ -93,6 +104,12 @@ class GradNoneOrZero(SoundStepsDetector):
         never = self._never_there(here, norm, record.step)
         self._told |= never
         return [self._of_the_start(record, never)] if never.any() else []
+
+    def _let_go(self, fresh: NDArray[np.intp], gone: NDArray[np.bool_]) -> None:
+        """Tell nothing of those that have gone as others of their modules came: renamed."""
+        names, places = self._gradients.fqns, np.flatnonzero(gone)
+        if len(fresh) and len(places):
+            self._told[places] |= replaced([names[i] for i in places], [names[i] for i in fresh])
 
     def _never_there(
         self, here: NDArray[np.bool_], norm: NDArray[np.float64], step: int

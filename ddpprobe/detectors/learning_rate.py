@@ -58,7 +58,8 @@ class RisenRate:
     """Follows the learning rate; once it has rested, no schedule takes it far above its highest.
 
     A warm restart comes back to the highest, and one cycle rises from the start. Other parameters
-    to train may bring a rate of their own, and begin anew.
+    to train, and another optimizer that steps instead, may bring a rate of their own, and begin
+    anew.
 
     Args:
         ratio: how many times its highest before the rest.
@@ -75,13 +76,18 @@ class RisenRate:
         self._rested: float | None = None  # the highest behind which it rested
         self._told = False
 
-    def update(self, record: StepRecord) -> tuple[float, float] | None:
-        """Take the next sampled step; return rate and highest before, once for each rise."""
+    def update(self, record: StepRecord, *, others: bool) -> tuple[float, float] | None:
+        """Take the next sampled step; return rate and highest before, once for each rise.
+
+        Args:
+            record: of the step.
+            others: whether other parameters move than at the step before.
+        """
         rate = largest(record, LEARNING_RATE)
         trained = max(scalars(record, TRAINABLE), default=0.0)
         if not math.isfinite(rate):
             return None
-        if trained != self._trained:
+        if trained != self._trained or others:
             self._trained = trained
             self._begin()
         if rate <= SAME * self._highest:

@@ -16,7 +16,7 @@ from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.subtrees import common_module, named
 from ddpprobe.detectors.telling import Telling
-from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, Anomaly, StepRecord
+from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, TRAINING, Anomaly, StepRecord
 
 # So few values are enough where a shift is so many times as large, in decades.
 QUICK, QUICK_BLOCKS, QUICK_TIMES = 4, 8, 2.0
@@ -28,8 +28,10 @@ EARLY_BLOCKS, EARLY_STEPS = 3, 100
 EARLY_TOGETHER, EARLY_SHARE = (1.5, 6.0), (6.0, 6.0)
 EARLY_LATER = 2.0  # times as clear
 # In decades: what a loop changes on purpose explains a shift. The learning rate, how many
-# parameters are trained, and how many elements all outputs have (the size of a batch).
-MEANT = np.array([0.04, 1e-6, 0.1])
+# parameters are trained, which share of the modules is in training mode (norms that are put into
+# evaluation mode; `mode_flip` tells it), and how many elements all outputs have (the size of a
+# batch).
+MEANT = np.array([0.04, 1e-6, 1e-6, 0.1])
 NUMBERS = (
     ("loss", "forward"),
     ("gradient norm", "backward"),
@@ -59,8 +61,8 @@ class LevelShift(SoundStepsDetector):
     gradient norm, both upwards only, the gradient norm divided by the loss, the rms of each
     module's output, and the share that each parameter has of the gradient norm. All of the last
     values must lie beyond all of those before, and the step between them must be larger than any
-    before it. Nothing is said where the learning rate, the number of trained parameters or the size
-    of the outputs has changed meanwhile.
+    before it. Nothing is said where the learning rate, the number of trained parameters, the share
+    of modules in training mode or the size of the outputs has changed meanwhile.
 
     Args:
         loss_ratio: how many times the loss of the block before.
@@ -133,7 +135,7 @@ class LevelShift(SoundStepsDetector):
             by_loss = norm / loss if loss > 0 else math.nan
             self._norms.push(_logs([norm, by_loss]), record.step)
             elements = float(np.nansum(self._outputs.read(record, "numel")))
-            chosen = [largest(record, name) for name in (LEARNING_RATE, TRAINABLE)]
+            chosen = [largest(record, name) for name in (LEARNING_RATE, TRAINABLE, TRAINING)]
             self._meant.push(_logs([*chosen, elements]), record.step)
             for shift in self._found(self._norms, *self._of_norm):
                 if shift.clear >= self._by_loss_clear if shift.place else shift.size > 0:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from ddpprobe.detectors.loss import LossDetector, PositiveLoss
 from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.sites_of_kind import SitesOfKind
 from ddpprobe.records.step import Anomaly, StepRecord
 
 SMOOTH_STEPS, SMOOTH_SAMPLES = 10, 3  # of the running mean, whichever is longer
@@ -17,8 +20,10 @@ class LossRunaway(LossDetector):
 
     What was learned may be lost: wrong labels, a shard that is corrupt, weights that blew up.
     A loss that has been zero or negative has no ratio and is not judged, and one that is still a
-    small part of the first losses is not lost. It is told again when a new best was reached. Once
-    in an attempt it warns as well where all losses of a while are above those that it began with.
+    small part of the first losses is not lost. Where all outputs together have more elements than
+    then (a longer sequence, whose loss is a sum), it must be above by so many times more. It is
+    told again when a new best was reached. Once in an attempt it warns as well where all losses of
+    a while are above those that it began with.
 
     Args:
         ratio: how many times the best.
@@ -48,9 +53,10 @@ class LossRunaway(LossDetector):
 
     def _reset(self) -> None:
         self._loss = PositiveLoss(whole=True)
-        self._mean = math.nan
+        self._mean = _RunningMean()
+        self._outputs, self._elements = SitesOfKind("output"), _RunningMean()  # of all outputs
+        self._best_elements = self._first_elements = math.nan  # when it was the best, and at first
         self._best, self._seen = math.inf, 0
-        self._step: int | None = None  # the last with a loss
         self._since: int | None = None  # it has been far above the best
         self._lasted = 0
         self._told = False
@@ -58,15 +64,28 @@ class LossRunaway(LossDetector):
         self._worse = 0  # losses in a row above them
         self._told_worse = False
 
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        if record.sampled and not record.missing:
+            elements = float(np.nansum(self._outputs.read(record, "numel")))
+            if elements > 0:
+                self._elements.add(elements, record.step)
+        return super()._look(record)
+
+    def _grown(self, since: float) -> float:
+        """Return how many times as many elements as `since` the outputs have; at least 1."""
+        return max(1.0, self._elements.mean / since) if since > 0 else 1.0
+
     def _judge(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
         return self._ran_away(record, step, loss) or self._grew(record, step, loss)
 
     def _grew(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
         if len(self._firsts) < FIRST_LOSSES:
             self._firsts.append((step, loss))
+            self._first_elements = self._elements.mean
             return None
         began = math.fsum(first / FIRST_LOSSES for _, first in self._firsts)
-        self._worse = self._worse + 1 if loss > self._start * began else 0
+        limit = self._start * began * self._grown(self._first_elements)
+        self._worse = self._worse + 1 if loss > limit else 0
         settled = step - self._firsts[0][0] >= self._settle
         if self._told_worse or self._told or not settled or self._worse < self._above:
             return None
@@ -77,17 +96,20 @@ class LossRunaway(LossDetector):
             "training makes the model worse: look at the learning rate, at gradients that explode, "
             "and at the sign of the loss"
         )
-        values = {"loss": self._mean, "first": began, "ratio": self._mean / began}
+        mean = self._mean.mean
+        values = {"loss": mean, "first": began, "ratio": mean / began}
         return self.anomaly(record, "warn", message, values, phase="forward", step=step)
 
     def _ran_away(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
-        self._smooth(loss, step)
+        mean = self._mean.add(loss, step)
+        self._seen += 1
         if self._seen <= self._least:
             return None
-        if self._mean < self._best:
-            self._best, self._told = self._mean, False
-        away = self._mean > max(self._ratio * self._best, self._small * self._loss.first)
-        if not away:
+        if mean < self._best:
+            self._best, self._told = mean, False
+            self._best_elements = self._elements.mean
+        far = self._ratio * self._best * self._grown(self._best_elements)
+        if mean <= max(far, self._small * self._loss.first * self._grown(self._first_elements)):
             self._since, self._lasted = None, 0
             return None
         self._since = step if self._since is None else self._since
@@ -97,25 +119,35 @@ class LossRunaway(LossDetector):
             return None
         self._told = True
         message = (
-            f"the smoothed loss is {self._mean:.3g}, {self._mean / self._best:.3g} x the best "
+            f"the smoothed loss is {mean:.3g}, {mean / self._best:.3g} x the best "
             f"{self._best:.3g}, and has stayed that far above it since step {self._since}. If the "
             "data are as hard as before, what was learned is lost: look at labels, data and "
             "learning rate of that step, and resume from before it"
         )
         values = {
-            "loss": self._mean,
+            "loss": mean,
             "best": self._best,
-            "ratio": self._mean / self._best,
+            "ratio": mean / self._best,
             "since": self._since,
         }
         return self.anomaly(record, "warn", message, values, phase="forward", step=step)
 
-    def _smooth(self, loss: float, step: int) -> None:
-        """Take a loss into the running mean."""
+
+class _RunningMean:
+    """The running mean of a number that some steps have; NaN before."""
+
+    def __init__(self) -> None:
+        self.mean = math.nan
+        self._seen = 0
+        self._step: int | None = None  # the last one
+
+    def add(self, value: float, step: int) -> float:
+        """Take a number into the mean, and return it."""
         gap = 1 if self._step is None else max(1, step - self._step)
         self._step = step
         self._seen += 1
         share = 1.0 / max(SMOOTH_STEPS / gap, SMOOTH_SAMPLES)
         share = max(share, 1.0 / self._seen)
-        before = loss if math.isnan(self._mean) else self._mean
-        self._mean = before + share * (loss - before)
+        before = value if math.isnan(self.mean) else self.mean
+        self.mean = before + share * (value - before)
+        return self.mean

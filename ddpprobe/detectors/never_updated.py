@@ -157,7 +157,8 @@ class NeverUpdated(SampledDetector):
         why = (
             "the learning rate is 0"
             if rate == 0
-            else "maybe the optimizer was not given them, or others in their place"
+            else "maybe the optimizer was not given them, or others in their place, or their "
+            "learning rate is 0"
             if in_part
             else "maybe the optimizer has other tensors (it was made before fully_shard, or for "
             "another copy of the model), or no step is as large as the spacing of numbers"
@@ -178,7 +179,8 @@ class NeverUpdated(SampledDetector):
         message = (
             f"no bit of {len(never)} of {len(fqns)} parameters has changed since step {since}, in "
             f"{named(modules)}, though they have a gradient (norm {gradient:.3g}) and others move; "
-            "maybe the optimizer was not given them, or others in their place"
+            "maybe the optimizer was not given them, or others in their place, or their learning "
+            "rate is 0, or their phase is yet to come; if that was meant, all is well"
         )
         values = {"parameters": len(never), "since": since, "gradient": gradient}
         return self.anomaly(record, "warn", message, values, module=modules[0], kind="update")

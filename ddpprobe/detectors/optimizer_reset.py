@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddpprobe.detectors.detector import Detector
+from ddpprobe.detectors.detector import AFTERMATH_STEPS, Detector
 from ddpprobe.detectors.rank_scalars import largest, scalars
 from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import NOTED, OPTIMIZER_STEPS, TRAINABLE, Anomaly, StepRecord
 
 
@@ -28,7 +29,8 @@ class OptimizerReset(Detector):
     before, whatever the gradient. Judged is the count that an optimizer keeps in its state
     (`state["step"]`: the Adam family, Adagrad, Adadelta, NAdam, RAdam, RMSprop, Rprop; SGD keeps
     none), also from one attempt to the next. What `probe.note` announces at that step is meant, and
-    so is an optimizer that comes with other parameters to train.
+    so is an optimizer that comes with other parameters to train. In an attempt it is told again
+    behind 100 steps without: one that is built anew in each short cycle is told once.
 
     Args:
         least: steps that it must have counted before.
@@ -43,6 +45,7 @@ class OptimizerReset(Detector):
         above_zero(left=left)
         self._least, self._left = least, left
         self._last: _Seen | None = None
+        self._telling = Telling(AFTERMATH_STEPS)
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
@@ -52,11 +55,15 @@ class OptimizerReset(Detector):
         trained = largest(record, TRAINABLE)
         last, now = self._last, _Seen(record.attempt, record.step, max(counts), trained)
         self._last = now
+        if last is not None and now.attempt != last.attempt:
+            self._telling = Telling(AFTERMATH_STEPS)
         if last is None or scalars(record, NOTED) or now.trained != last.trained:
             return []
         # A resume may go back to an earlier step, where the optimizer had counted less.
         expected = min(last.count, last.count + now.step - last.step)
         if expected < self._least or now.count >= self._left * expected:
+            return []
+        if not self._telling.due(record.step):
             return []
         why = (
             "the checkpoint that this attempt began with holds no state of it, or it was not loaded"

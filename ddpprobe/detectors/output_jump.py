@@ -18,7 +18,8 @@ class OutputJump(SampledDetector):
     """Warns when the largest output of a module is many times the largest of its own past.
 
     The first module in execution order that jumped is named: those behind it compute with what it
-    put out. A rank is named if the run has only one.
+    put out. Steps at which it put out nothing are no past: a branch that begins at zero, and is
+    trained later. A rank is named if the run has only one.
 
     Args:
         ratio: how many times the largest of the window.
@@ -51,13 +52,13 @@ class OutputJump(SampledDetector):
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
         now = self._outputs.read(record, "abs_max")
-        highest = np.maximum(self._past.highest(len(now)), LEAST)
+        highest = self._past.highest(len(now))
         points = self._past.points(len(now))
         needed = np.where(points < self._few, 2 * self._ratio, self._ratio)
         with np.errstate(invalid="ignore", over="ignore"):
             ratio = np.where(points >= self._least, now / highest, 0.0)
             jumped = ratio > needed
-        self._past.add(now)
+        self._past.add(np.where(now > LEAST, now, np.nan))
         if not jumped.any() or not self._telling.due(record.step, float(np.nanmax(ratio))):
             return []
         return [self._verdict(record, now, highest, jumped)]

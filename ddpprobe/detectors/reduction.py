@@ -21,6 +21,10 @@ from ddpprobe.records.step import UNREDUCED, USED_NORM, Anomaly, StepRecord
 Norms = tuple[float, float]  # local, reduced
 SAME = 1e-6  # relative: what one rank's norm differs by when it is computed twice
 MORE = 0.05  # relative: so much above what a mean can be; a reduction in bfloat16 rounds by 0.01
+# Share of the parameters that must be larger, each, than a mean can be: a sum, and what is scaled,
+# is one of all of them. A hook that compresses with error feedback (PowerSGD) hands on at one step
+# what it held back at others: of matrices now and then more than a mean, of vectors never.
+OF_ALL = 0.8
 # Of the mean's square, times the ranks, by the mean of the squares: 1 for gradients that have
 # nothing in common, and more where they have. A mean that is divided by n once more has at most
 # 1 / n. Healthy runs: 1.016 or more at one of the first 5 sampled steps.
@@ -39,9 +43,9 @@ class Reduction(SampledDetector):
     It warns, with the module, where that of single parameters is larger than a mean can be and
     that of all together is not: they got another one's gradient.
     It warns where the reduced norm is larger than the mean of the local ones, which no mean of them
-    can be (triangle inequality), `repeats` times within `recent` sampled steps; whoever sums from
-    the start means to. And it warns where it is smaller, at each of the first `young` sampled
-    steps, than the mean of gradients that have nothing in common.
+    can be (triangle inequality), and that of nearly each parameter, `repeats` times within `recent`
+    sampled steps; whoever sums from the start means to. And it warns where it is smaller, at each
+    of the first `young` sampled steps, than the mean of gradients that have nothing in common.
 
     Args:
         repeats: sampled steps in a row.
@@ -108,7 +112,8 @@ class Reduction(SampledDetector):
     def _summed(self, record: StepRecord, norms: list[Norms]) -> list[Anomaly]:
         local = sum(own / len(norms) for own, _ in norms)
         ratio = min(reduced for _, reduced in norms) / local if local > 0 else 0.0
-        self._sums.append(ratio > 1 + MORE)
+        larger = ratio > 1 + MORE and not self._parameters.share(record) < OF_ALL
+        self._sums.append(larger)
         if not self._sums[-1]:
             self._means += 1
             return []

@@ -73,3 +73,18 @@ def named(modules: list[str]) -> str:
 def _prefixes(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts) + 1)]
+
+
+def replaced(gone: Sequence[str], fresh: Iterable[str]) -> NDArray[np.bool_]:
+    """Return which of some parameters [gone] lie in the module of one of those that are new.
+
+    Pruning makes `weight_orig` of `weight`, a weight norm `weight_g` and `weight_v`, and a
+    parametrization `parametrizations.weight.original`.
+    """
+    modules = {_owner(fqn) for fqn in fresh}
+    return np.array([_owner(fqn) in modules for fqn in gone], bool)
+
+
+def _owner(parameter: str) -> str:
+    module, _, rest = f".{parameter}".partition(".parametrizations.")
+    return module if rest else module.rpartition(".")[0]

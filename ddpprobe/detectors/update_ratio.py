@@ -10,8 +10,9 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.learning_rate import RisenRate
 from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.sites_of_kind import grown
 from ddpprobe.detectors.telling import Telling
-from ddpprobe.detectors.weight_rows import WeightRows
+from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep
 from ddpprobe.records.step import Anomaly, StepRecord
 
 
@@ -55,15 +56,16 @@ class UpdateRatio(SampledDetector):
         self._rows, self._rate = WeightRows(), RisenRate(self._risen)
         self._past: deque[float] = deque(maxlen=self._window)
         self._telling = Telling(*self._repeat)
+        self._moving = np.zeros(0, bool)  # which moved at the last look at each
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
         if record.skipped or record.missing:
             return []
-        risen = self._rate.update(record)
+        now = self._rows.read(record)
+        risen = self._rate.update(record, others=self._others_move(now))
         if risen is not None:
             return [self._of_rate(record, *risen)]
-        now = self._rows.read(record)
         if (now.numel > 0)[~now.seen].any():  # the others weigh more where one is not finite
             return []
         both = now.seen & np.isfinite(now.change)
@@ -88,6 +90,14 @@ class UpdateRatio(SampledDetector):
         )
         values = {"share": share, "median": middle, "highest": highest}
         return [self.anomaly(record, "warn", message, values, kind="update")]
+
+    def _others_move(self, now: WeightsOfStep) -> bool:
+        """Whether half of those that moved stand still now."""
+        self._moving = grown(self._moving, len(now.seen), 0)
+        moved = self._moving & now.seen
+        stopped = int((moved & now.still).sum())
+        self._moving = np.where(now.seen, now.moved, self._moving)
+        return stopped > 0 and 2 * stopped >= int(moved.sum())
 
     def _of_rate(self, record: StepRecord, rate: float, highest: float) -> Anomaly:
         message = (

@@ -30,9 +30,11 @@ class WeightJump(SampledDetector):
     moves between two looks many times as far as it ever did, up or down, and when half of the
     parameters or more change their norm, in one direction, faster than training does: a decay that
     is applied at each step, or is too strong. What has just begun to be trained may grow fast, from
-    zero. But for that last rule buffers are judged as parameters are: the running variance of a
-    batch norm, say, which only evaluation uses. A buffer that has only risen, and is down to what
-    it gains between two looks, is a count that began anew. What is resized is looked at anew.
+    zero; a weight that stood still to the bit for a whole window, and that a step now moves, is
+    looked at anew. But for the rule of all together buffers are judged as parameters are: the
+    running variance of a batch norm, say, which only evaluation uses. A buffer that has only
+    risen, and is down to what it gains between two looks, is a count that began anew. What is
+    resized is looked at anew.
 
     A largest weight below the learning rate is not judged: one step of Adam may set it (the bias
     of keys, whose gradient is rounding alone).
@@ -89,10 +91,11 @@ class WeightJump(SampledDetector):
         sizes, peaks, norms = (
             self._buffers.read(record, stat) for stat in ("numel", "abs_max", "norm")
         )
-        weights = self._own["param"].read(now.numel, now.largest, now.norm, floor, at)
+        weights = self._own["param"]
+        weights.forget_rest(now.moved, now.still)
         buffers = self._own["buffer"].read(sizes, peaks, norms, math.nan, at)
         leaps = [
-            ("param", self._rows.fqns, *weights),
+            ("param", self._rows.fqns, *weights.read(now.numel, now.largest, now.norm, floor, at)),
             ("buffer", self._buffers.fqns, *buffers),
         ]
         leapt = [
@@ -178,6 +181,25 @@ class _Past:
         self._rises = SiteWindow(window)  # of the norm, from look to look
         self._norm, self._numel = np.zeros(0), np.zeros(0)  # at the last look at each
         self._at = np.zeros(0, np.int64)  # which was at this step
+        self._still = np.zeros(0, np.int64)  # looks in a row at which a step did not change it
+
+    def forget_rest(self, moved: Mask, still: Mask) -> None:
+        """Begin anew with those [n] that a step has moved behind a window at which none did.
+
+        What it was while it stood still says nothing of how far it moves when it is trained. One
+        that no step moves, and that is another, was written to: that is judged.
+        """
+        self._still = grown(self._still, len(moved), 0)
+        self._begin(moved & (self._still >= self._window))
+        self._still[still] += 1
+        self._still[moved] = 0
+
+    def _begin(self, those: Mask) -> None:
+        if those.any():
+            self._norm = grown(self._norm, len(those), 0)
+            self._norm[those] = 0
+            for window in (self._largest, self._moves, self._rates, self._rises):
+                window.forget(those)
 
     def read(
         self, numel: Floats, largest: Floats, norm: Floats, floor: float, step: int
@@ -190,11 +212,7 @@ class _Past:
         last = grown(self._numel, sites, np.nan)
         self._numel = np.where(seen, numel, last)
         self._norm = grown(self._norm, sites, 0)
-        resized = seen & np.isfinite(last) & (numel != last)
-        if resized.any():
-            self._norm[resized] = 0
-            for window in (self._largest, self._moves, self._rates, self._rises):
-                window.forget(resized)
+        self._begin(seen & np.isfinite(last) & (numel != last))  # resized
         return self._jump(largest, floor), self._step(norm, step)
 
     def _jump(self, now: Floats, floor: float) -> _Leap | None:

@@ -339,3 +339,18 @@ def test_the_verdict_does_not_depend_on_how_an_absence_is_written(seen: list[lis
     assert [(a.step, a.module, dict(a.values)) for a in first] == [
         (a.step, a.module, dict(a.values)) for a in second
     ]
+
+
+def test_a_parameter_that_another_of_its_module_replaces_was_renamed() -> None:
+    def renamed(step: int, new: str) -> StepRecord:
+        late = step >= 100
+        made = record(step, after(100, "layers.2.mlp.weight"))
+        if not late:
+            return made
+        sites = (*made.sites, Site(new, "grad"))
+        counts, values = (np.concatenate((x, x[:1])) for x in (made.counts, made.values))
+        return replace(made, sites=sites, counts=counts, values=values)
+
+    assert run(renamed(s, "layers.2.mlp.weight_orig") for s in range(300)) == []
+    (warn,) = run(renamed(s, "layers.1.mlp.weight_orig") for s in range(300))
+    assert warn.module == "layers.2.mlp.weight"

@@ -141,3 +141,37 @@ def test_a_rate_of_0_is_left_to_the_weights_and_one_that_comes_back_begins_anew(
     assert levels(run(FrozenParam(), stream)) == [("warn", 81), ("warn", 181), ("warn", 281)]
     warmup = [rated(s, 1e-9 * 1.5 ** min(s, 50)) for s in range(200)]
     assert run(FrozenParam(), warmup) == []
+
+
+def in_turn(first: int, second: int, steps: int, every: int = 1) -> list[StepRecord]:
+    """Two optimizers: `a` and `b` move for `first` steps, then `c` for `second`, and so on."""
+    records, moved = [], {"a": 0, "b": 0, "c": 0}
+    for step in range(steps):
+        now = "ab" if step % (first + second) < first else "c"
+        for name in now:
+            moved[name] += 1
+        if step % every == 0:
+            made = {f: Made(1 + 1e-3 * n, 1e-3 if f in now else 0.0) for f, n in moved.items()}
+            records.append(weights(step, made, scalars={0: {TRAINABLE: 3.0}}))
+    return records
+
+
+@pytest.mark.parametrize(("first", "second"), [(60, 20), (30, 30), (60, 60), (20, 60), (90, 40)])
+@pytest.mark.parametrize("every", [1, 5, 10])
+def test_two_optimizers_that_take_turns_are_left_alone(first: int, second: int, every: int) -> None:
+    assert run(FrozenParam(), in_turn(first, second, 600, every)) == []
+
+
+def test_what_stopped_as_others_began_is_told_when_it_does_not_come_back() -> None:
+    (warn,) = run(FrozenParam(), in_turn(60, 1000, 600))
+    assert (warn.level, warn.step) == ("warn", 301)  # four times as long as it had moved
+    assert warn.values["parameters"] == 2
+
+
+def test_what_stops_while_others_begin_that_had_no_gradient_is_told_at_once() -> None:
+    records = []
+    for step in range(200):
+        old = Made(1 + 1e-3 * min(step, STOP), 1e-3 if step < STOP else 0.0)
+        new = Made(1.0, 0.0, None) if step < STOP else Made(1 + 1e-3 * step)
+        records.append(weights(step, {"old": old, "new": new, "fc": Made(1 + 1e-3 * step)}))
+    assert levels(run(FrozenParam(), records)) == [("warn", STOP + 20)]

@@ -114,3 +114,22 @@ def test_small_gradients_that_are_not_always_the_same_are_not_said_to_be_clipped
     rng = np.random.default_rng(0)
     stream = [clipped(s, rng.uniform(0.5, 1.0), 2.0**16, unscaled=False) for s in range(200)]
     assert run(GradAltered(), stream) == []
+
+
+def used(number: int, before: float, now: float) -> StepRecord:
+    return record(number, {0: {"grad_norm": before, USED_NORM: now}})
+
+
+def test_a_share_that_grows_slowly_from_next_to_nothing_is_left_alone() -> None:
+    """A weight decay that is added by hand: at first it makes the gradient a little smaller."""
+    ratios = [1.0] * 10 + [0.998, 0.995, 0.99, 0.97, 0.96, 0.99, 1.01, 1.2, 1.05, 1.4, 5.0, 9.0]
+    assert run(GradAltered(), [used(s, 0.9**s, 0.9**s * x) for s, x in enumerate(ratios)]) == []
+    upwards = [1 + 0.001 * max(0, s - 20) for s in range(80)]
+    assert run(GradAltered(), [used(s, 2.0, 2.0 * x) for s, x in enumerate(upwards)]) == []
+
+
+def test_what_is_clipped_by_a_little_was_clipped() -> None:
+    norms = [1.02 + 0.01 * (s % 3) for s in range(40)]
+    clipped_ = [used(s, norm, 1.0) for s, norm in enumerate(norms)]
+    larger = [used(s, 1.02, 1.1) for s in range(40, 50)]
+    assert levels(run(GradAltered(), [*clipped_, *larger])) == [("warn", 42)]

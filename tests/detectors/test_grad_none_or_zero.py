@@ -131,3 +131,19 @@ def test_experts_that_lose_their_gradients_are_an_information() -> None:
             for s in range(200)
         ]
         assert [a.level for a in run(GradNoneOrZero(), stream)] == [level]
+
+
+@pytest.mark.parametrize(
+    "name", ["blocks.0.fc.weight_orig", "blocks.0.fc.parametrizations.weight.0"]
+)
+def test_a_parameter_that_another_of_its_module_replaces_was_renamed(name: str) -> None:
+    def renamed(number: int, new: str) -> StepRecord:
+        rows = {s: {"rms": 0.1} for s in SITES}
+        if number >= 60:
+            rows[SITES[1]] = {"observed": 0, "numel": 0}
+            rows[Site(new, "grad", placement="replicated")] = {"rms": 0.1}
+        return record(number, rows=rows)
+
+    assert run(GradNoneOrZero(), [renamed(s, name) for s in range(200)]) == []
+    (warn,) = run(GradNoneOrZero(), [renamed(s, "blocks.1.fc.late") for s in range(200)])
+    assert warn.module == "blocks.0.fc.weight"

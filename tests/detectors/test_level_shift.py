@@ -11,7 +11,7 @@ import pytest
 from ddpprobe.detectors.level_shift import LevelShift
 from ddpprobe.detectors.suite import chosen, default_suite
 from ddpprobe.records.every_loss import name_of
-from ddpprobe.records.step import NOTED, Anomaly, Site, StepRecord
+from ddpprobe.records.step import NOTED, TRAINING, Anomaly, Site, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 A, B = (Site(name, "output") for name in ("a", "b"))
@@ -325,3 +325,13 @@ def test_of_few_values_the_share_of_a_gradient_must_move_by_two_decades(
 
 def _rows_of(r: StepRecord) -> dict[Site, dict[str, float]]:
     return {site: {"sum_sq": r.values[i, 3]} for i, site in enumerate(r.sites)}
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_norms_that_are_put_into_evaluation_mode_are_meant(share: float) -> None:
+    def changed(number: int) -> dict[str, object]:
+        late = number >= AT
+        return {"grad": 9.0 if late else 1.0, "more": {TRAINING: share if late else 1.0}}
+
+    told = run(LevelShift(), noisy(changed))
+    assert levels(told) == ([("warn", AT + 3)] if share == 1.0 else [])

@@ -13,7 +13,7 @@ from ddpprobe.detectors.level_shift import LevelShift
 from ddpprobe.detectors.loss_runaway import LossRunaway
 from ddpprobe.detectors.loss_spike import LossSpike
 from ddpprobe.records.every_loss import name_of
-from ddpprobe.records.step import StepRecord
+from ddpprobe.records.step import Site, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 BOTH = pytest.mark.parametrize("detector", [LossSpike, LossRunaway])
@@ -183,3 +183,22 @@ def test_the_mean_of_the_ranks_that_are_left_beside_a_nan_has_not_run_away(of_fi
     stream += [step(s, math.nan, 1.0) for s in range(400, 600)]
     assert run(LossRunaway(), stream) == []
     assert run(LevelShift(), stream) == []
+
+
+def summed(steps: int, *, longer: bool, per_token: float = 1.0) -> list[StepRecord]:
+    """A loss that is a sum over tokens, of which there are more and more; or not."""
+    out = Site("head", "output")
+    lengths = [4 + s // 8 for s in range(steps)]
+    return [
+        record(s, {0: {"loss": per_token**s * n}}, {out: {"numel": 8 * (n if longer else 4)}})
+        for s, n in enumerate(lengths)
+    ]
+
+
+def test_a_summed_loss_that_grows_as_the_outputs_do_has_not_run_away() -> None:
+    assert run(LossRunaway(), summed(300, longer=True)) == []
+    assert levels(run(LossRunaway(), summed(300, longer=False))) == [("warn", 95)]
+
+
+def test_a_loss_that_grows_faster_than_the_outputs_do_runs_away() -> None:
+    assert levels(run(LossRunaway(), summed(300, longer=True, per_token=1.02)))[0][0] == "warn"

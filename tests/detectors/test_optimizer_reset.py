@@ -68,3 +68,13 @@ def test_an_optimizer_that_counts_nothing_is_left_alone() -> None:
     assert run(OptimizerReset(), [step(0, 0)] + [step(s, None) for s in range(1, 300)]) == []
     unsampled = [record(s, {0: {OPTIMIZER_STEPS: 0.0}}, sampled=False) for s in range(100, 200)]
     assert run(OptimizerReset(), steps(range(100), 999) + unsampled) == []
+
+
+def test_one_that_is_built_anew_in_each_cycle_is_told_once_and_again_behind_a_quiet_time() -> None:
+    cycles = [step(s, s % 80) for s in range(400)]
+    assert levels(run(OptimizerReset(), cycles)) == [("warn", 80)]
+    again = [step(s, s - 155 if 155 <= s < 300 else s if s < 155 else s - 300) for s in range(400)]
+    assert levels(run(OptimizerReset(), again)) == [("warn", 155), ("warn", 300)]
+    attempts = steps(range(60), 50) + [step(s, s - 55, attempt=1) for s in range(55, 90)]
+    stream = [*attempts, *(step(s, s - 90, attempt=1) for s in range(90, 140))]
+    assert levels(run(OptimizerReset(), stream)) == [("warn", 50), ("warn", 90)]

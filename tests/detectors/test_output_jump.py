@@ -57,6 +57,17 @@ def test_a_module_that_put_out_zeros_may_begin_to_speak() -> None:
     assert run(OutputJump(), [*branch, record(20, rows={A: {"max": 1}, C: {"max": 1e-6}})]) == []
 
 
+@pytest.mark.parametrize("nothing", [0.0, 1e-7])
+def test_a_past_of_nothing_is_none_to_compare_with(nothing: float) -> None:
+    """A head of zeros whose loss joins later: it grows from its first real outputs on."""
+    outputs = [nothing] * 40 + [0.02 * (s + 1) for s in range(20)]
+    stream = [record(s, rows={A: {"max": 1}, C: {"max": x}}) for s, x in enumerate(outputs)]
+    assert run(OutputJump(), stream) == []
+    assert levels(run(OutputJump(), [*stream, step(60), record(61, rows={C: {"max": 4.0}})])) == [
+        ("warn", 61)
+    ]
+
+
 def test_it_is_told_again_when_ten_times_worse_or_after_a_quiet_time() -> None:
     stream = quiet(400)
     stream[50], stream[60], stream[70] = step(50, 20.0), step(60, 150.0), step(70, 9e4)

@@ -220,3 +220,21 @@ def test_gradients_that_are_equal_or_summed_from_the_start_are_not_said_to_be_an
     assert run(Reduction(), accumulated) == []
     alone = [of_parameters(s, {"b.weight": 2.0}, crossed) for s in range(100)]
     assert run(Reduction(), alone) == []  # what has no local row is not known
+
+
+def compressed(number: int, of_all: bool) -> StepRecord:
+    """Two ranks; from step 50 on, matrices alone or all parameters get more than a mean."""
+    late, rows = number >= 50, {}
+    for name, is_matrix in (("a.weight", True), ("a.bias", False), ("b.weight", True)):
+        more = late and (of_all or is_matrix)
+        rows[Site(name, "grad", placement="replicated")] = {"rms": 2.5 if more else 0.7}
+        rows[Site(name, "grad_local")] = {"rms": 2**0.5}
+    said = {"grad_norm_local": 1.0, "grad_norm": 1.6 if late else 0.7, "micro_batches": 1.0}
+    return record(number, {0: said, 1: said}, rows)
+
+
+def test_a_hook_that_hands_on_what_it_held_back_of_matrices_alone_is_no_sum() -> None:
+    told = run(Reduction(), [compressed(s, of_all=False) for s in range(60)])
+    assert [a for a in told if "summed" in a.message] == []
+    (warn,) = run(Reduction(), [compressed(s, of_all=True) for s in range(60)])
+    assert (warn.step, "they were summed" in warn.message) == (52, True)

@@ -105,3 +105,20 @@ def test_weights_of_which_one_is_not_finite_are_not_compared() -> None:
         return made
 
     assert run(UpdateRatio(), [step(s) for s in range(60)]) == []
+
+
+def phases(*, others: bool) -> list[StepRecord]:
+    """A rate that is ten times as high from step 60 on, at which other parameters move, or not."""
+    records = []
+    for step in range(120):
+        late = step >= 60
+        moved = {"a": not (late and others), "b": late or not others}
+        made = {f: Made(1.0, 1e-3 if moves else 0.0) for f, moves in moved.items()}
+        said = {0: {LEARNING_RATE: 1e-2 if late else 1e-3, TRAINABLE: 2.0}}
+        records.append(weights(step, made, scalars=said))
+    return records
+
+
+def test_another_optimizer_that_steps_instead_has_a_rate_of_its_own() -> None:
+    assert run(UpdateRatio(), phases(others=True)) == []
+    assert levels(run(UpdateRatio(), phases(others=False))) == [("warn", 60)]

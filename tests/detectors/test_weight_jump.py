@@ -216,6 +216,39 @@ def test_what_is_resized_is_looked_at_anew(kind: str) -> None:
     assert levels(run(WeightJump(), again)) == [("warn", AT + 20)]
 
 
+OTHERS = {f"l{i}": Made(1.0) for i in range(4)}
+
+
+def trained_from(step: int, first: int, size: float = 0.1, moves: float = 0.02) -> Made:
+    """A weight that no step changes before `first`, and that each one moves far from then on."""
+    behind = max(0, step - first + 1)
+    return Made(size + moves * behind, moves if behind else 0.0)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("size", [1e-3, 1.0])
+def test_a_weight_that_stood_still_and_begins_to_be_trained_is_looked_at_anew(
+    every: int, size: float
+) -> None:
+    """A group of parameters whose learning rate was 0: its first moves are no leap."""
+    stream_ = [
+        weights(s, {**OTHERS, "b": trained_from(s, AT, size, 0.3 * size)})
+        for s in range(0, 2 * AT, every)
+    ]
+    assert run(WeightJump(), stream_) == []
+
+
+def test_a_weight_that_stood_still_and_is_written_over_is_told() -> None:
+    """No step of the optimizer moves it: a bit of a frozen weight that is flipped."""
+    frozen = [weights(s, {**OTHERS, "b": Made(0.1 if s < AT else 9.0, 0.0)}) for s in range(2 * AT)]
+    assert levels(run(WeightJump(), frozen)) == [("warn", AT)]
+    short = [
+        weights(s, {**OTHERS, "b": Made(0.1 if s < AT else 9.0, 0.0 if s < 9 else 0.1)})
+        for s in range(2 * AT)
+    ]
+    assert levels(run(WeightJump(), short)) == [("warn", AT)]
+
+
 @pytest.mark.parametrize("every", [1, 7, 10])
 def test_a_count_that_begins_anew_with_each_epoch_is_left_alone(every: int) -> None:
     """A metric's total, and how many of 32 were right in each batch, over epochs of 130 steps."""
