@@ -13,6 +13,9 @@ from typing import Any
 
 UNDECIDED = "undecided"
 SECONDS = 15.0  # for the other ranks to close, and the daemon to write what is left
+READ_SECONDS = (
+    60.0  # for one look, which has Python to start: a busy machine is no reason to give up
+)
 _PAUSE = 0.25  # between looks
 
 
@@ -27,21 +30,22 @@ def verdict(run_dir: str, seconds: float = SECONDS) -> str:
         OSError: no process can be started.
     """
     end = time.monotonic() + seconds
-    why = "the run could not be read"
-    while (left := end - time.monotonic()) > 0:
-        said = _ask(run_dir, left)
+    while True:
+        said = _ask(run_dir)
         if said is not None and (said["end"] or {}).get("state") != "running":
             return _one_line(said, run_dir)
-        why = why if said is None else "other ranks were under way"
-        time.sleep(min(_PAUSE, max(end - time.monotonic(), 0.0)))
+        if time.monotonic() >= end:
+            break
+        time.sleep(_PAUSE)
+    why = "the run could not be read" if said is None else "other ranks were under way"
     return f"{UNDECIDED}: {why}; see ddpprobe anomalies {run_dir}"
 
 
-def _ask(run_dir: str, seconds: float) -> dict[str, Any] | None:
+def _ask(run_dir: str) -> dict[str, Any] | None:
     words = [sys.executable, "-m", "ddpprobe", "anomalies", run_dir, "--json"]
     try:
         done = subprocess.run(  # noqa: S603  (our own program)
-            words, capture_output=True, check=False, timeout=seconds, stdin=subprocess.DEVNULL
+            words, capture_output=True, check=False, timeout=READ_SECONDS, stdin=subprocess.DEVNULL
         )
         said = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError):
