@@ -225,6 +225,12 @@ class Attempt:
         return all(rank.tail.closed_top <= done for rank in self.ranks.values())
 
     @property
+    def reading(self) -> dict[tuple[int, int], int]:
+        """The journal segment of each rank that is being read."""
+        tails = [rank.tail for rank in self.ranks.values()]
+        return {(self.number, tail.rank): tail.segment for tail in tails}
+
+    @property
     def unread(self) -> dict[tuple[int, int], int]:
         """The first journal segment of each rank that a later daemon has to read, for a seal.
 

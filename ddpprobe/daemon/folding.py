@@ -46,9 +46,9 @@ class Folding:
         self._refused = False
         self._write = self.fuse.guard(self._despite_the_disk)
 
-    def fold(self) -> None:
-        """Fold what is complete."""
-        self._write(lambda store: store.fold())
+    def fold(self, reading: Mapping[tuple[int, int], int] = MappingProxyType({})) -> None:
+        """Fold what is complete, and has been read; see `StoreWriter.fold`."""
+        self._write(lambda store: store.fold(reading))
 
     def seal(
         self, tries: int = 1, unread: Mapping[tuple[int, int], int] = MappingProxyType({})

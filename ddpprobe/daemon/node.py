@@ -277,7 +277,7 @@ class NodeDaemon:
         if self._is_due("sample", now, host.INTERVAL_SECONDS):
             self._fuses["sampler"].guard(self._sample)(attempt)
         if attempt.may_fold and self._is_due("fold", now, FOLD_SECONDS):
-            self._folding.fold()
+            self._folding.fold(attempt.reading)
 
     def _sample(self, attempt: Attempt) -> None:
         alive = {n: r.tail.facts.meta for n, r in attempt.ranks.items() if r.up}

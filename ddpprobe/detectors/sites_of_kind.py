@@ -69,14 +69,20 @@ class SitesOfKind:
 
     def lost(self, record: StepRecord) -> Mask:
         """Return which sites [sites], all of which once was finite, have elements that are not."""
-        self.read(record, "norm")  # learns which are finite
-        bad: Mask = (self.read(record, "nonfinite") > 0) & self._was_finite
+        many = self.read(record, "nonfinite")
+        seen = many >= 0
+        self._was_finite = grown(self._was_finite, len(self.fqns), 0) | (seen & (many == 0))
+        bad: Mask = (many > 0) & self._was_finite
         return bad
 
     def _is_comparable(self, counts: Counts, seen: Mask) -> Mask:
         """Return of which rows the finite elements may be compared with those of other looks."""
-        finite = ~counts[:, NONFINITE].any(axis=1)
         self._was_finite = grown(self._was_finite, len(self.fqns), 0)
+        bad = counts[:, NONFINITE]
+        if not bad.any():
+            self._was_finite[self._slots[seen]] = True
+            return seen
+        finite = ~bad.any(axis=1)
         self._was_finite[self._slots[finite & seen]] = True
         own: Mask = finite | ((counts[:, NAN] == 0) & ~self._was_finite[self._slots])
         return own

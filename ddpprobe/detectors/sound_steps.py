@@ -20,11 +20,24 @@ class SoundSteps:
     """
 
     def __init__(self) -> None:
-        self._weights, self._gradients = SitesOfKind("param"), SitesOfKind("grad")
-        self._bad = np.zeros(0, np.bool_)  # weights, at the last look at each: they take turns
+        self._attempt: int | None = None
+        self._last: StepRecord | None = None
+        self._is_sound = True  # the last one
 
     def take(self, record: StepRecord) -> bool:
-        """Take the next sampled step; return whether it can be compared with others."""
+        """Take the next sampled step; return whether it can be compared with others.
+
+        Several detectors may ask for the same record: it is looked at once.
+        """
+        if record is not self._last:
+            if record.attempt != self._attempt:
+                self._attempt = record.attempt
+                self._weights, self._gradients = SitesOfKind("param"), SitesOfKind("grad")
+                self._bad = np.zeros(0, np.bool_)  # weights, at the last look at each: in turn
+            self._last, self._is_sound = record, self._look(record)
+        return self._is_sound
+
+    def _look(self, record: StepRecord) -> bool:
         now = self._weights.lost(record)
         self._bad = grown(self._bad, len(now), 0)
         seen = ~np.isnan(self._weights.read(record, "numel"))
@@ -37,14 +50,17 @@ class SoundStepsDetector(SampledDetector):
     """A detector of whole sampled steps in which no NaN is at work."""
 
     _sound: SoundSteps | None = None
-    _sound_of: int | None = None  # the attempt
+
+    def share(self, sound: SoundSteps) -> None:
+        """Ask somebody whom other detectors of the same records ask, too."""
+        self._sound = sound
 
     def _is_about(self, record: StepRecord) -> bool:
         """Whether it looks at this record: at whole sampled steps without a NaN."""
         return super()._is_about(record) and self._is_sound(record)
 
     def _is_sound(self, record: StepRecord) -> bool:
-        """Whether a sampled step can be compared; to be asked once for each."""
-        if self._sound is None or self._sound_of != record.attempt:
-            self._sound, self._sound_of = SoundSteps(), record.attempt
+        """Whether a sampled step can be compared."""
+        if self._sound is None:
+            self._sound = SoundSteps()
         return self._sound.take(record)

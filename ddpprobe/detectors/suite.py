@@ -35,6 +35,7 @@ from ddpprobe.detectors.router import Router
 from ddpprobe.detectors.same_data import SameData
 from ddpprobe.detectors.saturated import Saturated
 from ddpprobe.detectors.settings import Number, Settings, parse
+from ddpprobe.detectors.sound_steps import SoundSteps, SoundStepsDetector
 from ddpprobe.detectors.stale_weights import StaleWeights
 from ddpprobe.detectors.straggler import Straggler
 from ddpprobe.detectors.stuck_data import StuckData
@@ -59,6 +60,10 @@ class Suite:
 
     def __init__(self, detectors: Sequence[Detector]) -> None:
         self._detectors = tuple(detectors)
+        sound = SoundSteps()
+        for detector in self._detectors:
+            if isinstance(detector, SoundStepsDetector):
+                detector.share(sound)
         self._cause: Anomaly | None = None
 
     def update(self, record: StepRecord) -> list[Anomaly]:

@@ -92,16 +92,22 @@ class StoreWriter:
         self._whole: dict[JournalSource, bool] = {}
         self._ended: set[int] = set()
         self._unread: Mapping[tuple[int, int], int] = {}
+        self._reading: Mapping[tuple[int, int], int] = {}
 
-    def fold(self) -> int:
+    def fold(self, reading: Mapping[tuple[int, int], int] = MappingProxyType({})) -> int:
         """Fold what is complete; return how many rows became readable in the store.
 
         Cheap when there is nothing new: a few directory listings.
+
+        Args:
+            reading: by attempt and rank, the segment that the daemon reads now. It stays with those
+                behind it: what a daemon that lags has not read has been merged by nobody.
 
         Raises:
             OSError: the disk is full or failing; what it would take is folded, nothing is lost,
                 call again later.
         """
+        self._reading = reading
         rows = self._fold(final=False) + self._fold_rest()
         if rows or self._clock() - self._trimmed > TRIM_SECONDS:
             self._trim()
@@ -226,11 +232,19 @@ class StoreWriter:
     def _waiting_bytes(self, source: JournalSource) -> int:
         """Return the bytes of closed segments that are not in the store."""
         first, total = self._first.get(source, -1), 0
-        for number in segments_of(source)[:-1]:
+        for number in self._segments_of(source)[:-1]:
             if number >= first:
                 with contextlib.suppress(FileNotFoundError):
                     total += segment_path(source.directory, number).stat().st_size
         return total
+
+    def _segments_of(self, source: JournalSource, *, final: bool = False) -> list[int]:
+        """Return a journal's segments, up to the one that is read now unless it is over."""
+        numbers = segments_of(source)
+        last = None
+        if source.rank is not None and not final:
+            last = self._reading.get((source.attempt, source.rank))
+        return numbers if last is None else [n for n in numbers if n <= last]
 
     def _share_of(self, sources: int, most: float) -> float:
         """Return what one of so many journals, or the newest block of its group, may take."""
@@ -245,7 +259,7 @@ class StoreWriter:
 
         With `rest` what fills no block goes in as well.
         """
-        numbers = segments_of(source)
+        numbers = self._segments_of(source, final=final)
         moved = final or rest or self._seen.get(source) != numbers
         if not moved and source.rank is not None:
             return 0
@@ -260,7 +274,7 @@ class StoreWriter:
         except StoreDamaged as error:
             self.damaged[source.record_group] = str(error)
             rows = 0
-        left = segments_of(source)
+        left = self._segments_of(source, final=final)
         if left[-1:] == numbers[-1:]:  # else there is a new one, to be looked at next time
             self._seen[source] = left
         return rows

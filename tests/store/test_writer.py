@@ -331,6 +331,27 @@ def test_an_anomaly_is_in_the_store_after_the_next_fold(tmp_path: Path) -> None:
     made.close()
 
 
+def test_no_segment_goes_that_a_daemon_which_lags_has_still_to_read(tmp_path: Path) -> None:
+    """It was the only one who would have merged and judged its records."""
+    made = Made(tmp_path, ranks=1, segment_frames=8)
+    made.write(record(0, step) for step in range(80))
+    (source,) = [s for s in sources_of(made.run, 0) if s.rank == 0]
+    every = segments_of(source)
+    assert len(every) > 6
+    folder = writer(made)
+    for reading in (-1, 2, 2, 5):
+        folder.fold({(0, 0): reading})
+        assert set(every[max(reading, 0) :]) <= set(segments_of(source))
+    assert every[0] not in segments_of(source)
+    assert {r.step for r in stored(made)} <= set(range(5 * 8))
+    folder.fold({(0, 0): every[-1]})
+    assert len(segments_of(source)) < len(every) / 2
+    made.close()
+    folder.seal()
+    folder.close()
+    assert [key(r) for r in stored(made)] == [key(record(0, step)) for step in range(80)]
+
+
 def test_a_segment_goes_only_when_its_records_are_committed(tmp_path: Path) -> None:
     made = Made(tmp_path, ranks=1, segment_frames=8)
     made.write(record(0, step) for step in range(60))

@@ -133,7 +133,7 @@ def _in_memory(flat: Tensor) -> Tensor:
 def _stored(tensor: Tensor) -> Tensor:
     """Return the stored values of a nested or sparse tensor; others are returned as they are."""
     if tensor.is_nested:
-        return tensor.values() if tensor.layout == torch.jagged else tensor._values()  # noqa: SLF001
+        return tensor.values()
     if tensor.layout == torch.sparse_coo:
         return tensor.coalesce().values()
     if tensor.is_mkldnn:

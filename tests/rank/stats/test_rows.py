@@ -122,7 +122,8 @@ def test_sparse_and_jagged_tensors_give_their_stored_values() -> None:
         csr = torch.eye(3).to_sparse_csr()
         assert (row(csr)["numel"], row(csr)["sum"]) == (3, 3)
         jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-        assert row(jagged)["sum"] == 5
+        strided = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        assert row(jagged)["sum"] == row(strided)["sum"] == 5
 
 
 def test_what_has_no_values_is_refused_by_name() -> None:
