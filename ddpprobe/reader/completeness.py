@@ -20,6 +20,7 @@ from ddpprobe.records.events import (
     BlindEvent,
     ClosedEvent,
     DeathEvent,
+    FuseEvent,
     LastBeatsEvent,
     PeerExitEvent,
 )
@@ -28,6 +29,7 @@ from ddpprobe.rundir.heartbeat import Heartbeat
 
 # A rank counts a sampled step before its rows have arrived and are in the journal.
 IN_FLIGHT = 2
+_OBSERVING = ("hooks", "steps")  # components without which nothing is recorded any more
 CLOSED, DIED, RUNNING, UNKNOWN = "closed", "died", "running", "unknown"
 
 
@@ -44,6 +46,7 @@ class RankShare:
         end: `closed`, `died`, `running` or `unknown`.
         elsewhere: none of its own journals is here.
         blind: its optimizer stepped, and it never saw a training forward of the model.
+        blown: the part of the probe that switched itself off, and why; nothing came behind that.
     """
 
     attempt: int
@@ -55,6 +58,7 @@ class RankShare:
     end: str
     elsewhere: bool = False
     blind: bool = False
+    blown: str = ""
 
     @property
     def missing(self) -> int:
@@ -65,7 +69,7 @@ class RankShare:
     @property
     def complete(self) -> bool:
         """Whether everything of it is held as far as it got, and its end is known."""
-        return not self.missing and self.end != UNKNOWN and not self.blind
+        return not (self.missing or self.end == UNKNOWN or self.blind or self.blown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,11 @@ class Completeness:
                 "nothing is recorded: install() on the module that the loop calls"
             )
         last = "" if share.last_held is None else f", the last one step {share.last_held}"
+        if share.blown:
+            yield (
+                f"{of}: a part of ddpprobe failed and switched itself off ({share.blown}), so what "
+                f"came behind that is not recorded; {_count(share.held)} held{last}"
+            )
         if share.missing:
             reached = "" if share.reached is None else f"; it was last in step {share.reached}"
             yield f"{of}: {share.held} of {share.sampled} sampled steps are held{last}{reached}"
@@ -222,6 +231,7 @@ class _Word:
     exact: bool = False
     reached: int | None = None
     blind: bool = False
+    blown: str = ""
 
     def take_beat(self, step: int, sampled: int, state: str) -> None:
         if step >= 0:
@@ -250,7 +260,7 @@ def _shares(merged_reader: MergedReader, attempt: int, *, live: bool) -> list[Ra
                 attempt, rank, count, max(sampled_steps, count),
                 int(steps[-1]) if count else None, word.reached,
                 word.end or (DIED if word.fell else RUNNING if live else UNKNOWN), rank in absent,
-                blind=word.blind and not sampled_steps,
+                blind=word.blind and not sampled_steps, blown=word.blown,
             )
         )  # fmt: skip
     return found
@@ -286,6 +296,8 @@ def _take_event(words: dict[int, _Word], event: Event) -> None:
                 word.sampled, word.exact = max(word.sampled, sampled), True
         case BlindEvent(modules=None) if event.rank in words:
             words[event.rank].blind = True
+        case FuseEvent(component=part, error=why) if event.rank in words and part in _OBSERVING:
+            words[event.rank].blown = f"{part}: {why}" if why else part
         case DeathEvent(rank=rank) if rank in words:
             words[rank].end = DIED
         case PeerExitEvent(rank=rank, how=how) if rank in words:

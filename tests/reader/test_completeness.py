@@ -72,6 +72,24 @@ def folded(made: Made, *, journals: bool = True) -> Made:
     return made
 
 
+@pytest.mark.parametrize(("component", "known"), [("hooks", False), ("capture", True)])
+def test_what_came_behind_hooks_that_switched_themselves_off_is_not_known(
+    component: str, known: bool, tmp_path: Path, call: Call
+) -> None:
+    """The rank counts no step from there on, so that nothing of what it counts is missing."""
+    made = Made(tmp_path).whole(STEPS, told=False)
+    blown = {"event": "fuse", "component": component, "error": "NotImplementedError: _values"}
+    made.writer(1).append_json(framing.LIFE, blown)
+    made.close()
+    held = open_run(tmp_path).completeness()
+    assert held.complete is known
+    code, out, err = call("anomalies", tmp_path)
+    assert code == (0 if known else 4)
+    assert ("no anomalies" in out) is known
+    said = "rank 1: a part of ddpprobe failed and switched itself off (hooks: NotImpl"
+    assert (said in out + err) is not known
+
+
 def test_a_complete_run_is_judged_as_a_whole(tmp_path: Path, call: Call) -> None:
     made = Made(tmp_path).whole(STEPS, told=False)
     made.close()
