@@ -141,7 +141,13 @@ def test_what_followed_is_indented_below_its_cause(call: Call, tmp_path: Path) -
     for order, rank in enumerate((1, 0)):  # the order was seen: rank 1 was dead before rank 0
         how = "SIGKILL" if order else "SIGSEGV"
         ended = ExitEvent(
-            rank=rank, how=how, order=order, witness="daemon", time_ns=10**18 + order, step=39
+            rank=rank,
+            how=how,
+            order=order,
+            witness="daemon",
+            time_ns=10**18 + order,
+            step=39,
+            state="forward",
         )
         writer.append_event(ended)
     writer.close()
