@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddpprobe.detectors.detector import Detector
-from ddpprobe.detectors.rank_scalars import scalars
+from ddpprobe.detectors.rank_scalars import are_one, scalars
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.records.merge import disagreements, ranks_of
 from ddpprobe.records.step import BUFFER, JOINED, UNREDUCED, Anomaly, Digests, StepRecord
 
-ALIKE = 1e-6  # relative: reduced gradients of one step, whose norm each rank computes by itself
 MOST_NAMED = 8  # ranges of ranks in a message
 
 
@@ -102,7 +101,7 @@ def _at_unlike_steps(record: StepRecord) -> bool:
     if not any(JOINED in said for said in record.scalars.values()):
         return False
     norms = scalars(record, "grad_norm")
-    return len(norms) > 1 and max(norms) - min(norms) > ALIKE * max(norms)
+    return len(norms) > 1 and not are_one(norms)
 
 
 def _splits(digests: Digests) -> list[_Split]:

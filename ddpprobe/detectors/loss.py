@@ -21,12 +21,12 @@ def mean_losses(record: StepRecord, *, whole: bool = False) -> list[tuple[int, f
     One rank's own loss is no ground to wake somebody: with heavy-tailed data its chance outliers,
     which are its gradient's as well, grow with the number of ranks.
     """
-    found = [
-        (step, [x for x in by_rank.values() if math.isfinite(x)], len(by_rank))
-        for step, by_rank in losses_of(record)
-    ]
-    least = [all_of if whole else 1 for _, _, all_of in found]
-    return [(step, mean(x)) for (step, x, _), n in zip(found, least, strict=True) if len(x) >= n]
+    found = []
+    for step, by_rank in losses_of(record):
+        finite = [x for x in by_rank.values() if math.isfinite(x)]
+        if finite and not (whole and len(finite) < len(by_rank)):
+            found.append((step, mean(finite)))
+    return found
 
 
 def mean(losses: Iterable[float]) -> float:

@@ -6,10 +6,17 @@ import math
 
 from ddpprobe.records.step import StepRecord
 
+SAME = 1e-6  # relative: what the norm of one gradient differs by when it is computed twice
+
 
 def scalars(record: StepRecord, name: str) -> list[float]:
     """Return the numbers of the ranks that have a scalar of this name."""
     return [float(said[name]) for said in record.scalars.values() if name in said]
+
+
+def are_one(norms: list[float]) -> bool:
+    """Whether norms are those of one gradient, which each rank computed by itself."""
+    return not max(norms) - min(norms) > SAME * max(norms)
 
 
 def largest(record: StepRecord, name: str) -> float:

@@ -12,14 +12,13 @@ from collections import deque
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.misplaced import Misplaced
-from ddpprobe.detectors.rank_scalars import scalars
+from ddpprobe.detectors.rank_scalars import SAME, are_one, scalars
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.subtrees import and_also, common_module
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import UNREDUCED, USED_NORM, Anomaly, StepRecord
 
 Norms = tuple[float, float]  # local, reduced
-SAME = 1e-6  # relative: what one rank's norm differs by when it is computed twice
 MORE = 0.05  # relative: so much above what a mean can be; a reduction in bfloat16 rounds by 0.01
 # Share of the parameters that must be larger, each, than a mean can be: a sum, and what is scaled,
 # is one of all of them. A hook that compresses with error feedback (PowerSGD) hands on at one step
@@ -194,9 +193,9 @@ def _one_norm_used(record: StepRecord, norms: list[Norms]) -> float | None:
     if not _are_apart(norms):
         return None
     used = scalars(record, USED_NORM)
-    alike = len(used) == len(norms) and max(used) - min(used) <= SAME * max(used)
+    alike = len(used) == len(norms) and math.isfinite(sum(used)) and are_one(used)
     # What is clipped has the same norm at every step.
-    return float(f"{max(used):.3g}") if alike and math.isfinite(sum(used)) else None
+    return float(f"{max(used):.3g}") if alike else None
 
 
 def _unwrapped(record: StepRecord) -> bool:

@@ -22,13 +22,8 @@ _MOST = 60  # gaps of a span; of a short one as many as there are steps
 
 
 class Gap(NamedTuple):
-    """Who was the slowest at step `at`, at time `when`; by how much, and how long the step took.
+    """Who was the slowest in a step, by how much, and how long the step took; seconds."""
 
-    All but `at` and `rank` are seconds.
-    """
-
-    at: int
-    when: float
     rank: int
     behind: float
     step: float
@@ -70,13 +65,13 @@ class Straggler(SampledDetector):
         )
         at_least(1, steps=steps, least=least, lasting_least=lasting_least)
         at_least(0, quiet_steps=quiet_steps)
-        self._rules = (share, seconds, same), (lasting_share, seconds, same)
-        self._spans = (float(steps - 1), least), (60.0 * minutes, lasting_least)
+        self._few_of = steps - 1.0, least, _Rule(share, seconds, same)
+        self._many_of = 60.0 * minutes, lasting_least, _Rule(lasting_share, seconds, same)
         self._quiet = quiet_steps
         self._reset()
 
     def _reset(self) -> None:
-        self._few, self._many = (_Window(*span) for span in self._spans)
+        self._few, self._many = _Window(*self._few_of), _Window(*self._many_of)
         self._telling: dict[int, Telling] = {}
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
@@ -86,15 +81,21 @@ class Straggler(SampledDetector):
         gap = _gap(record)
         if gap is None:
             return []
-        self._few.add(gap, gap.at)
-        self._many.add(gap, gap.when)
-        for window, rule in zip((self._few, self._many), self._rules, strict=True):
-            lag = window.lag(*rule)
-            if lag is None:
-                continue
-            due = self._telling.setdefault(lag.rank, Telling(self._quiet)).due(record.step)
-            return [_anomaly(record, lag)] if due else []
-        return []
+        self._few.add(gap, record.step)
+        self._many.add(gap, record.wall_time_ns / 1e9)
+        lag = self._few.lag() or self._many.lag()
+        if lag is None:
+            return []
+        due = self._telling.setdefault(lag.rank, Telling(self._quiet)).due(record.step)
+        return [_anomaly(record, lag)] if due else []
+
+
+class _Rule(NamedTuple):
+    """By what share of a step, and seconds, a rank must lie behind, in what share of the gaps."""
+
+    share: float
+    seconds: float
+    same: float
 
 
 class _Lag(NamedTuple):
@@ -112,8 +113,8 @@ class _Window:
     A long span holds gaps that are as far apart as `_MOST` of them fill it, so that it is bounded.
     """
 
-    def __init__(self, span: float, least: int) -> None:
-        self._span, self._least = span, least
+    def __init__(self, span: float, least: int, rule: _Rule) -> None:
+        self._span, self._least, self._rule = span, least, rule
         self._apart = span / max(_MOST, least)
         self._gaps: deque[tuple[float, Gap]] = deque()
 
@@ -128,8 +129,9 @@ class _Window:
         while len(gaps) > self._least and place - gaps[1][0] >= self._span:
             gaps.popleft()
 
-    def lag(self, share: float, seconds: float, same: float) -> _Lag | None:
-        """Return who lies so far behind in that share of the gaps; None: nobody, or too few yet."""
+    def lag(self) -> _Lag | None:
+        """Return who lies as far behind as the rule asks; None: nobody, or too few gaps yet."""
+        share, seconds, same = self._rule
         gaps = [gap for _, gap in self._gaps]
         if len(gaps) < self._least or self._gaps[-1][0] - self._gaps[0][0] < self._span:
             return None
@@ -156,7 +158,7 @@ def _gap(record: StepRecord) -> Gap | None:
         return None
     behind, rank = max(slowest)
     step = median(whole for alike in kinds.values() for _, whole in alike.values())
-    return Gap(record.step, record.wall_time_ns / 1e9, rank, behind, step)
+    return Gap(rank, behind, step)
 
 
 def _slowest(times: dict[int, tuple[float, float]]) -> tuple[float, int]:

@@ -34,6 +34,7 @@ from ddpprobe.ends.rank_ends import (
     may_be_told,
 )
 from ddpprobe.ends.words import (
+    common_place,
     describe,
     describe_left,
     died_of,
@@ -450,8 +451,7 @@ def _without_word(parts: RankEnds) -> End:
 def _ended(case: Case) -> End:
     """All ranks left; where that was in the middle of a step it is said, as it may be no end."""
     inside = all(f.at_exit and f.clock and f.clock.phase != "data" for f in case.fates)
-    at = place_of(list(case.fates)).partition(",")[2] if inside else ""
-    said = f"every rank came to its end{f',{at}' if at else ''}"
+    said = f"every rank came to its end{common_place(case.fates) if inside else ''}"
     return End(ENDED, step=last_step_of(case.fates), message=said)
 
 

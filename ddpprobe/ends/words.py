@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpprobe.ends.evidence import UNKNOWN, named
 from ddpprobe.ends.rank_ends import CLEAN
-from ddpprobe.records.fate import Fate
+from ddpprobe.records.fate import Fate, Progress
 
 
 def how_of(fate: Fate) -> str:
@@ -47,12 +47,19 @@ def died_of(fate: Fate) -> str:
 
 def place_of(fates: list[Fate]) -> str:
     """Name ranks, and where they are if that is the same for all."""
-    clocks = {(f.clock.phase, where_of(f)) for f in fates if f.clock}
     who = named((f.rank for f in fates), "and" if len(fates) > 2 else "or")
-    if len(clocks) != 1:
-        return who
-    phase, where = next(iter(clocks))
-    return f"{who}, in {phase} {where}" if phase == "data" else f"{who}, in {phase} of {where[3:]}"
+    return who + common_place(fates)
+
+
+def common_place(fates: Iterable[Fate]) -> str:
+    """Say where ranks are, behind their names; "" if that is not the same for all."""
+    places = {_place(f, f.clock) for f in fates if f.clock}
+    return places.pop() if len(places) == 1 else ""
+
+
+def _place(fate: Fate, clock: Progress) -> str:
+    where = where_of(fate) if clock.phase == "data" else f"of step {clock.step}"
+    return f", in {clock.phase} {where}"
 
 
 def ranks_of(fates: Iterable[Fate]) -> str:

@@ -377,6 +377,8 @@ VERDICTS = {
         "ended", [], ""),
     "ended well behind the same forward": (
         [fate(n, "exit:0", at(17), closed=True, at_exit=True) for n in (0, 1)], "ended", [], ""),
+    "three that ended well behind the same forward": (
+        [fate(n, "exit:0", at(17), closed=True, at_exit=True) for n in range(3)], "ended", [], ""),
     "ended well with unlike numbers of batches": (
         [fate(n, "exit:0", at(17 + n, "data"), closed=True, at_exit=True) for n in (0, 1)],
         "ended", [], ""),
