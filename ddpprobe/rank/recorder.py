@@ -104,7 +104,7 @@ class Recorder:
         self, inside: nn.Module | None = None, first: Callable[[nn.Module], bool] | None = None
     ) -> None:
         """Begin to listen to the model and its optimizers; arguments as of `StepClock.start`."""
-        self._room = Room(self._topology.root)
+        self._room = Room()
         self._tell_handlers()
         self._clock.start(inside, first)
 

@@ -1,8 +1,10 @@
 """Room on the stack for what hooks add to it: a model that is deep must not fail for being watched.
 
-A module with a hook takes one frame of Python more while it runs, which is torch's own (`inner` in
-`Module._call_impl`), and a hook of ours a few on top of the innermost. Where modules lie in one
-another hundreds deep, the recursion limit is raised by as much, and given back at the end.
+A call of a module takes three frames of Python: torch's `_wrapped_call_impl` and `_call_impl`, and
+its own `forward`. With a hook on the module it takes a fourth, which is torch's, too (`inner` in
+`_call_impl`), and a hook of ours takes some on top of the innermost one. So what fits below the
+recursion limit without hooks fits below four thirds of it with them, whether modules lie in one
+another or one calls itself: the limit is raised by as much, and given back at the end.
 """
 
 from __future__ import annotations
@@ -10,33 +12,44 @@ from __future__ import annotations
 import sys
 from typing import final
 
-from torch import nn
-
-DEEP = 32  # modules in one another; with fewer there is room enough
-FRAMES = 1  # of Python that a hook costs each of them
+FRAMES = 3  # of Python, in a call of a module without hooks; with a hook it is one more
 OWN = 64  # on top, of a hook and of what it calls
 
 
 @final
 class Room:
-    """Raises the recursion limit for a model, until it is given back.
+    """Raises the recursion limit until it is given back; however many want it, it is raised once.
 
-    Args:
-        root: the model.
+    Attributes:
+        taken: how many rooms are not given back.
+        before: the limit before the first of them.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        depth = max(name.count(".") + bool(name) for name, _ in root.named_modules())
-        self._more = FRAMES * depth + OWN if depth >= DEEP else 0
-        if self._more:
-            sys.setrecursionlimit(sys.getrecursionlimit() + self._more)
+    taken = 0
+    before = 0
+
+    def __init__(self) -> None:
+        if not Room.taken:
+            Room.before = sys.getrecursionlimit()
+            sys.setrecursionlimit(_raised(Room.before))
+        Room.taken += 1
+        self._mine = True
 
     def give_back(self) -> None:
-        """Take it back; where the stack is deeper than that just now, it stays."""
-        more, self._more = self._more, 0
-        limit = sys.getrecursionlimit() - more
-        if more and limit > OWN:
+        """Take it back; where the stack is deeper than that just now, it stays.
+
+        A limit that somebody has set meanwhile is theirs.
+        """
+        if not self._mine:
+            return
+        if Room.taken == 1 and sys.getrecursionlimit() == _raised(Room.before):
             try:
-                sys.setrecursionlimit(limit)
+                sys.setrecursionlimit(Room.before)
             except RecursionError:
-                self._more = more
+                return
+        self._mine = False
+        Room.taken -= 1
+
+
+def _raised(limit: int) -> int:
+    return limit - (-limit // FRAMES) + OWN

@@ -7,17 +7,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch import nn
 
-from ddpprobe.rank.hooks.depth import DEEP, FRAMES, OWN, Room
-
-
-def nested(depth: int) -> nn.Module:
-    """Return modules in one another: `depth` below the root."""
-    model: nn.Module = nn.Identity()
-    for _ in range(depth):
-        model = nn.Sequential(model)
-    return model
+from ddpprobe.rank.hooks.depth import FRAMES, OWN, Room
 
 
 @pytest.fixture
@@ -28,21 +19,35 @@ def limit() -> Iterator[int]:
     sys.setrecursionlimit(before)
 
 
-@pytest.mark.parametrize("depth", [0, DEEP - 1, DEEP, 100])
-def test_the_limit_is_raised_by_a_frame_for_each_module_of_a_deep_model(
-    depth: int, limit: int
+@pytest.mark.parametrize("there", [1000, 3001, 100_000])
+def test_the_limit_is_raised_by_a_frame_for_each_module_that_fits_below_it(
+    there: int, limit: int
 ) -> None:
-    room = Room(nested(depth))
-    more = FRAMES * depth + OWN if depth >= DEEP else 0
-    assert sys.getrecursionlimit() == limit + more
+    sys.setrecursionlimit(there)
+    room = Room()
+    raised = sys.getrecursionlimit()
+    assert there / FRAMES <= raised - there - OWN < there / FRAMES + 1
     room.give_back()
-    assert sys.getrecursionlimit() == limit
+    assert sys.getrecursionlimit() == there
     room.give_back()
+    assert sys.getrecursionlimit() == there
+
+
+def test_however_many_want_room_it_is_made_once_and_given_back_by_the_last(limit: int) -> None:
+    first, second = Room(), Room()
+    raised = sys.getrecursionlimit()
+    first.give_back()
+    first.give_back()
+    third = Room()
+    assert sys.getrecursionlimit() == raised
+    second.give_back()
+    assert sys.getrecursionlimit() == raised
+    third.give_back()
     assert sys.getrecursionlimit() == limit
 
 
 def test_where_the_stack_is_too_deep_just_now_it_is_given_back_the_next_time(limit: int) -> None:
-    room = Room(nested(100))
+    room = Room()
     raised = sys.getrecursionlimit()
 
     def deeper(frames: int) -> None:
@@ -59,11 +64,13 @@ def test_where_the_stack_is_too_deep_just_now_it_is_given_back_the_next_time(lim
     assert sys.getrecursionlimit() == limit
 
 
-def test_a_limit_that_somebody_has_lowered_is_never_brought_to_nothing(limit: int) -> None:
-    room = Room(nested(100))
-    lowered = sys.getrecursionlimit() - limit + OWN
-    sys.setrecursionlimit(lowered)
+@pytest.mark.parametrize("theirs", [500, 50_000])
+def test_a_limit_that_somebody_has_set_meanwhile_stays(theirs: int, limit: int) -> None:
+    room = Room()
+    sys.setrecursionlimit(theirs)
     room.give_back()
     now = sys.getrecursionlimit()
     sys.setrecursionlimit(limit)
-    assert now == lowered
+    assert now == theirs
+    Room().give_back()
+    assert sys.getrecursionlimit() == limit
