@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -131,7 +132,7 @@ class Interrupted(pl.Callback):
         if trainer.global_step == 2:
             while not any(Path(trainer.default_root_dir, "daemon").glob("*.json")):
                 time.sleep(0.01)
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
 
 def interrupted(out: Path, devices: int) -> dict[str, Any]:

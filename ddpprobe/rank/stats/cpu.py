@@ -30,9 +30,12 @@ Numbers = NDArray[np.float32] | NDArray[np.float64]
 def reduce_cpu(flat: Tensor) -> tuple[float, ...]:
     """Return the row (see `stats.rows`) of a non-empty 1-D floating tensor on the CPU."""
     numel = flat.numel()
-    if numel <= SMALL:
-        return _small(flat.double().numpy())
     wide = flat.dtype == torch.float64
+    if numel <= SMALL:
+        if not wide:  # no square of such a number is beyond float64
+            return _small(flat.double().numpy())
+        with np.errstate(over="ignore"):
+            return _small(flat.numpy())
     blocks = [_block((b if wide else b.float()).numpy()) for b in flat.split(BLOCK)]
     if len(blocks) == 1:
         return (float(numel), *blocks[0])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpprobe.rank.stats import rows
+from ddpprobe.rank.stats import cpu, rows
 from ddpprobe.rank.stats.rows import ROW, Unsupported
 
 
@@ -181,3 +181,12 @@ def test_a_tensor_expanded_in_two_dimensions_counts_each_element_as_often_as_it_
     assert row(expanded) == pytest.approx(row(expanded.contiguous()), nan_ok=True)
     moved = expanded.transpose(0, 1).unsqueeze(1).expand(-1, 7, -1, -1)
     assert row(moved) == pytest.approx(row(moved.contiguous()), nan_ok=True)
+
+
+@pytest.mark.parametrize("n", [5, 1 << 13])
+def test_squares_beyond_float64_are_infinite_and_no_warning(n: int) -> None:
+    """Without the compiled kernels; a script may have made warnings errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = dict(zip(ROW, cpu.reduce_cpu(torch.full((n,), 1e200, dtype=torch.float64)), strict=True))
+    assert (got["sum_sq"], got["max"], got["pos_inf"]) == (math.inf, 1e200, 0)
