@@ -141,11 +141,13 @@ class FrameWriter:
         Once the weights are NaN every step is bad: this is said when it begins, when another module
         is named, and when a step that a GradScaler gave up is followed by one that was taken.
         A parameter that an earlier step left bad (`bad.step` < `at`) is not another module: right
-        behind a bad step it says no more than that one did.
+        behind a bad step it says no more than that one did; nor does what a bad step leaves behind.
         """
         self._alarmed = at, bad
         if self._last_bad is not None:
             step, was_skipped, fqn = self._last_bad
+            if bad.is_state and bad.step == at == step:
+                return
             same = bad.fqn is None or bad.fqn == fqn or bad.step < at
             if at - step == 1 and same and not (was_skipped and not skipped and not partial):
                 if not partial:

@@ -98,13 +98,12 @@ class Recorder:
         self._times = StepTimes(self._clock.phase_seconds, stopwatch)
         self._calls_are_measured = False
         self._open = True
-        self._room: Room | None = None
+        self._room = Room()
 
     def start(
         self, inside: nn.Module | None = None, first: Callable[[nn.Module], bool] | None = None
     ) -> None:
         """Begin to listen to the model and its optimizers; arguments as of `StepClock.start`."""
-        self._room = Room()
         self._tell_handlers()
         self._clock.start(inside, first)
 
@@ -169,14 +168,14 @@ class Recorder:
             self._observers.watch.poll(wait=True)
             self._frame_writer.lose(_TOO_FAR_BEHIND, self._observers.watch.lost)
             self._frame_writer.ship(wait=True)
+            Fuse("the last look at the weights").guard(self._look_at_what_is_left)()
             self._observers.close()
         words = words or events.ClosedEvent()
         self._frame_writer.life(replace(words, sampled=self._clock.sampled, **place))
         self._clock.beat(STATES.index("closed"))
         for file in self._files:
             file.close()
-        if self._room is not None:
-            self._room.give_back()
+        self._room.give_back()
         # torch goes over the hooks that there were when a call began: one of ours may be still due.
         self.fuse.blown = self._clock_fuse.blown = True
 
@@ -382,15 +381,13 @@ class Recorder:
 
     def on_bad(self, bad: FirstBad) -> None:
         """Hear that a local value of this step (or, from a GPU, of an earlier one) is bad."""
-        late = bad.step >= 0
-        if late and self._pacer.sampled(bad.step):
-            return  # its rows say it better
-        if late:
-            self._frame_writer.alarm(bad, bad.step, partial=False, skipped=False, sampled=False)
+        if bad.step >= 0:
+            if not self._pacer.sampled(bad.step):  # else its rows say it better
+                self._alarm_of_the_past(bad)
             return
         if self._sampling and self._observers is not None and bad.fqn is None:
             bad = self._observers.rows.first_fault() or bad
-        if self._bad is None or _names(bad, self._bad):
+        if self._bad is None or bad.names(self._bad):
             now = self._clock.step
             born = self._explain(self._prepare()) if bad.phase == "forward" else None
             self._bad = born or replace(bad, step=now)
@@ -406,6 +403,15 @@ class Recorder:
         if self._bad is not None:
             told = {"partial": partial, "skipped": skipped, "sampled": self._sampling}
             self._frame_writer.alarm(self._bad, self._clock.step, **told)
+
+    def _alarm_of_the_past(self, bad: FirstBad) -> None:
+        self._frame_writer.alarm(bad, bad.step, partial=False, skipped=False, sampled=False)
+
+    def _look_at_what_is_left(self) -> None:
+        """Tell what a last step that was not sampled has left: no later one will show it."""
+        bad = None if self._clock.is_inside_a_step else self._prepare().state.left()
+        if bad is not None:
+            self._alarm_of_the_past(bad)
 
     def _add_loss_scale(self, observers: Observers) -> None:
         if "loss_scale" not in self._logged.names and observers.loss_scale.last is not None:
@@ -492,9 +498,3 @@ class Recorder:
         # torch may be inside its loop over the global optimizer hooks, which taking ours off now
         # would end with an error in the user's step(): they stay, dead, until `close`.
         Fuse("steps").guard(self._clock.unhang)()
-
-
-def _names(bad: FirstBad, known: FirstBad) -> bool:
-    """Whether a witness names the module of one that could not: the root's row is made last."""
-    same = (bad.micro, bad.phase) == (known.micro, known.phase)
-    return same and known.fqn is None and bad.fqn is not None

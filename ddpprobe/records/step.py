@@ -267,6 +267,11 @@ class FirstBad:
         """Whether it was found in what the step left behind: after the gradients it came from."""
         return self.phase == "step" and self.kind in STATE_KINDS
 
+    def names(self, known: FirstBad) -> bool:
+        """Whether it names the module of one that could not: the root's row is made last."""
+        same = (self.micro, self.phase) == (known.micro, known.phase)
+        return same and known.fqn is None and self.fqn is not None
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:

@@ -76,7 +76,6 @@ class Fuse:
             fn: what is entered.
             caller: who enters.
         """
-
         # The clock runs in here: where the stack has no frame left for it, this fuse must know.
         within = fn if self._stopwatch is None else self._stopwatch.timed(fn, caller)
 

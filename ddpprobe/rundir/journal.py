@@ -178,7 +178,7 @@ class JournalTail:
     """Reads a journal directory from its first segment on, while it is being written.
 
     `poll()` returns the frames that became complete since the last call. A damaged segment is left
-    at the damage (in words in `damage`, by file) and reading goes on with the next one.
+    at the damage (in words in `damage`, by place) and reading goes on with the next one.
     """
 
     def __init__(self, directory: Path, first_segment: int = 0) -> None:
@@ -188,6 +188,7 @@ class JournalTail:
         self.tables = NameTables()
         self._fd = -1
         self._offset = 0
+        self._next_seq = -1  # -1: nobody can say, at the beginning and behind damage
 
     def poll(self) -> Iterator[Frame]:
         """Yield new frames, oldest first, then return; never waits."""
@@ -240,7 +241,12 @@ class JournalTail:
                 except FrameError as error:
                     if not error.torn:
                         self.damage[self._name] = str(error)
+                        self._next_seq = -1
                     break
+                if -1 < self._next_seq < frame.seq:  # a segment is gone
+                    missing = frame.seq - self._next_seq
+                    self.damage[f"before {self._name}"] = f"{missing} frames are missing"
+                self._next_seq = frame.seq + 1
                 # Records that refer to a table of no sense are refused one by one, as are those
                 # whose table is missing.
                 with contextlib.suppress(ValueError):
@@ -253,6 +259,7 @@ class JournalTail:
                 size *= 2  # one frame is larger than what was read
                 if size > safe_read.MAX_FILE_BYTES:
                     self.damage[self._name] = f"no frame in {len(data)} bytes"
+                    self._next_seq = -1
 
 
 def segments_of(directory: Path) -> list[int]:

@@ -104,6 +104,31 @@ def test_a_flipped_byte_is_reported_and_reading_goes_on_behind_it(tmp_path: Path
     assert len(steps) < 40
 
 
+def test_a_segment_that_is_gone_is_said_and_is_none_where_reading_begins(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path / "j", {}, segment_frames=8)
+    tail, folded = JournalTail(tmp_path / "j"), []
+    for step in range(40):
+        writer.append_record(record(step, SITES))
+        if step == 5:
+            folded = [r.step for r in read(tail)]
+    writer.close()
+    first, second = journal.segments_of(tmp_path / "j")[:2]
+    gone = tmp_path / "j" / f"{second:08d}.wal"
+    gone.unlink()
+    steps = folded + [r.step for r in read(tail)]
+    tail.close()
+    ((place, why),) = tail.damage.items()
+    assert place == f"before {second + 1:08d}.wal"
+    assert why.endswith("frames are missing")
+    assert int(why.split()[0]) == 8
+    assert len(steps) < 40
+    (tmp_path / "j" / f"{first:08d}.wal").unlink()
+    later = JournalTail(tmp_path / "j")
+    assert read(later)
+    later.close()
+    assert later.damage == {}
+
+
 class FullDisk:
     """`os.pwrite` on a disk with room for so many bytes, which writes short before it refuses."""
 

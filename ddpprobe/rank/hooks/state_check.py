@@ -124,6 +124,15 @@ class StateCheck:
         last, self._last, self._checked = self._last, (step, micro), over
         return Looks(self, step, micro, last, self._before, after)
 
+    def left(self) -> FirstBad | None:
+        """At the end of a run, between steps: what the last one left behind, if nobody looked."""
+        step, micro = self._last
+        if self._checked or step < 0 or torch_private.in_functorch():
+            return None
+        looks = self.look(step, micro, over=True)
+        looks.wait()
+        return looks.origin(None)
+
     def explain(self, step: int, micro: int) -> FirstBad | None:
         """When a forward went bad: was a parameter so before it? None: no, or nobody can say.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from pathlib import Path
@@ -70,6 +71,54 @@ def test_a_fault_of_the_optimizer_is_told_in_its_own_step_where_that_is_sampled(
     assert born.nan + born.pos_inf + born.neg_inf == born.numel == 3
     # What follows names the same origin, so that no step of its own looks guilty.
     assert place(records[8].first_bad) == place(born)
+
+
+def spoilt(step: int):
+    """Put a NaN into a buffer that no forward reads, behind the backward of a step."""
+
+    def between(now: int, model: Net, _optimizer: object) -> None:
+        if now == step:
+            model.mean[1] = math.nan
+
+    return between
+
+
+@pytest.mark.parametrize(
+    ("between", "kind", "fqn"), [(rate(10), "param", FIRST), (spoilt(9), "buffer", "mean")]
+)
+def test_what_only_the_last_steps_left_which_were_not_sampled_is_told_at_the_end(
+    between, kind: str, fqn: str, tmp_path: Path, records_of
+) -> None:
+    records = train(tmp_path, records_of, between, steps=11)
+    assert [step for step, r in records.items() if r.first_bad] == [10]
+    assert place(records[10].first_bad) == (10, "step", kind, fqn, "", 0)
+
+
+def test_what_is_told_of_the_last_step_is_not_told_anew_as_what_it_left(
+    tmp_path: Path, records_of
+) -> None:
+    def between(now: int, model: Net, _optimizer: object) -> None:
+        if now == 10:
+            model.a.weight.grad[0, 0] = math.nan
+
+    def bad_loss(now: int, model: Net, _optimizer: object) -> None:
+        if now == 10:
+            (model(torch.full((2, 4), math.nan))).backward()
+
+    assert place(train(tmp_path, records_of, between, steps=11)[10].first_bad)[1] == "step"
+    other = tmp_path / "other"
+    other.mkdir()
+    assert place(train(other, records_of, bad_loss, steps=11)[10].first_bad)[1] == "forward"
+
+
+def test_a_model_that_is_let_go_of_before_the_end_is_no_error(tmp_path: Path, records_of) -> None:
+    def between(now: int, model: Net, _optimizer: object) -> None:
+        if now == 9:
+            model.to("meta")  # the optimizer then steps what is left of it
+
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        train(tmp_path, records_of, between, steps=10)
+    assert not any(r.first_bad for r in records_of(tmp_path / "r"))
 
 
 @pytest.mark.parametrize("step", [2, 3])  # the step after it: not sampled, sampled

@@ -188,5 +188,6 @@ def test_squares_beyond_float64_are_infinite_and_no_warning(n: int) -> None:
     """Without the compiled kernels; a script may have made warnings errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = dict(zip(ROW, cpu.reduce_cpu(torch.full((n,), 1e200, dtype=torch.float64)), strict=True))
+        row = cpu.reduce_cpu(torch.full((n,), 1e200, dtype=torch.float64))
+    got = dict(zip(ROW, row, strict=True))
     assert (got["sum_sq"], got["max"], got["pos_inf"]) == (math.inf, 1e200, 0)
