@@ -12,6 +12,9 @@ from ddpprobe.detectors.subtrees import named, named_alike, subtrees
 from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep, trained
 from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 
+_COARSE = ("bfloat16", "float16")
+_HALF = 0.5  # of what lies between two numbers: less is rounded away
+
 
 class NeverUpdated(SampledDetector):
     """Warns, once, of modules whose weights are what they were at the first look; or pages of all.
@@ -19,27 +22,30 @@ class NeverUpdated(SampledDetector):
     All parameters of the module must be; one of them must have a gradient by which it would have
     moved if the optimizer did with it what it does with the others, by the smaller of two guesses:
     as far as the median of them (Adam), or as far in proportion to the gradient (SGD). So a bias in
-    front of a norm, an unused part, or a gain of 1 in bfloat16 is none. A large part of the model
-    that requires a gradient and has never had one is told, too: the graph does not reach it. That
-    nothing of the model was ever changed is a page; of a part of it that alone is observed, a
-    warning.
+    front of a norm, or an unused part is none. A gain of 1 in bfloat16, whose steps are less than
+    half of what lies between two numbers of the dtype, is told as rounded away once the steps add
+    up to several of them. A large part of the model that requires a gradient and has never had one
+    is told, too: the graph does not reach it. That nothing of the model was ever changed is a page;
+    of a part of it that alone is observed, a warning.
 
     Args:
         steps: steps for which they must not have moved, from the first look on.
         looks: looks for which they must not have.
         spacings: of the numbers about the largest weight, by which one would have moved.
         part: share of the parameters that makes a large part of the model.
+        rounded: spacings that it would have moved by in all its steps, had none been rounded.
     """
 
     name = "never_updated"
     title = "Weights that are never trained"
 
     def __init__(
-        self, *, steps: int = 50, looks: int = 3, spacings: float = 8.0, part: float = 0.25
-    ) -> None:
+        self, *, steps: int = 50, looks: int = 3, spacings: float = 8.0, part: float = 0.25,
+        rounded: float = 1.0,
+    ) -> None:  # fmt: skip
         at_least(1, steps=steps, looks=looks)
-        above_zero(spacings=spacings, part=part)
-        self._part = part
+        above_zero(spacings=spacings, part=part, rounded=rounded)
+        self._part, self._rounded = part, rounded
         self._steps, self._looks, self._spacings = steps, looks, spacings
         self._reset()
 
@@ -50,7 +56,9 @@ class NeverUpdated(SampledDetector):
         self._seen = np.zeros(0, np.int64)  # looks
         self._never = np.zeros(0, bool)
         self._would = np.zeros(0, bool)  # have moved
+        self._pace = np.zeros(0)  # spacings by which a step would have moved it, at the last look
         self._told = np.zeros(0, bool)
+        self._rounds = False  # it was told that steps are rounded away
         self._idle = False  # it was told that the learning rate is 0
         self._pulled = np.zeros(0, bool)  # had a gradient, if of zeros
         self._usual: tuple[float, float] | None = None  # change, and change over gradient
@@ -78,10 +86,10 @@ class NeverUpdated(SampledDetector):
             self._told |= cut
             return [self._without_gradient(record, cut)]
         whole = self._whole_modules(found, now.seen)
-        if not whole.any():
-            return []
-        self._told |= whole
-        return [self._verdict(record, now, whole)]
+        if whole.any():
+            self._told |= whole
+            return [self._verdict(record, now, whole)]
+        return self._look_at_coarse(record, found)
 
     def _follow(self, now: WeightsOfStep, step: int) -> None:
         new = now.seen & (self._seen == 0)
@@ -99,6 +107,8 @@ class NeverUpdated(SampledDetector):
             with np.errstate(invalid="ignore"):
                 expected = np.minimum(self._usual[0], self._usual[1] * now.gradient_rms)
                 self._would |= now.seen & (expected > self._spacings * now.spacing)
+            looked = now.seen & (now.spacing > 0)
+            self._pace[looked] = expected[looked] / now.spacing[looked]
 
     def _of_all(self, record: StepRecord, now: WeightsOfStep, found: Mask) -> float:
         """Return the norm of all gradients if an optimizer never changed anything; else 0."""
@@ -127,12 +137,31 @@ class NeverUpdated(SampledDetector):
         whole: Mask = found & np.array([o in pulled and o not in moving for o in owners], bool)
         return whole
 
+    def _look_at_coarse(self, record: StepRecord, found: Mask) -> list[Anomaly]:
+        lost = self._rounded_away(found, record.step)
+        if self._rounds or not lost.any():
+            return []
+        self._rounds = True
+        return [self._too_coarse(record, lost)]
+
+    def _rounded_away(self, found: Mask, step: int) -> Mask:
+        """Return those of a coarse dtype that many steps would have moved, and none alone could."""
+        in_all = self._pace * (step - self._since)
+        if not (found & self._is_coarse() & (self._pace < _HALF) & (in_all >= self._rounded)).any():
+            return found & False
+        lost: Mask = found & self._is_coarse() & (self._pace > 0) & (self._pace < _HALF)
+        return lost
+
+    def _is_coarse(self) -> Mask:
+        return np.array([dtype in _COARSE for dtype in self._rows.dtypes], bool)
+
     def _grow(self, sites: int) -> None:
         self._first = grown(self._first, sites, np.nan)
         self._since = grown(self._since, sites, 0)
         self._seen = grown(self._seen, sites, 0)
         self._never = grown(self._never, sites, 1)
         self._would = grown(self._would, sites, 0)
+        self._pace = grown(self._pace, sites, 0.0)
         self._told = grown(self._told, sites, 0)
         self._pulled = grown(self._pulled, sites, 0)
 
@@ -183,4 +212,19 @@ class NeverUpdated(SampledDetector):
             "rate is 0, or their phase is yet to come; if that was meant, all is well"
         )
         values = {"parameters": len(never), "since": since, "gradient": gradient}
+        return self.anomaly(record, "warn", message, values, module=modules[0], kind="update")
+
+    def _too_coarse(self, record: StepRecord, found: Mask) -> Anomaly:
+        fqns = self._rows.fqns
+        lost = np.flatnonzero(found)
+        modules = subtrees([fqns[i] for i in lost], [fqns[i] for i in np.flatnonzero(~found)])
+        since, pace = int(self._since[found].min()), float(self._pace[found].max())
+        dtypes = sorted({self._rows.dtypes[i] for i in lost})
+        message = (
+            f"no bit of {len(lost)} of {len(fqns)} parameters has changed since step {since}, in "
+            f"{named(modules)}: numbers of {' and '.join(dtypes)} beside their largest weight are "
+            f"{1 / pace:.3g} x as far apart as a step would move them, so that it is rounded away; "
+            "keep these weights, or what the optimizer steps, in float32"
+        )
+        values = {"parameters": len(lost), "since": since, "spacings": pace}
         return self.anomaly(record, "warn", message, values, module=modules[0], kind="update")

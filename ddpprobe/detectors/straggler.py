@@ -1,7 +1,8 @@
 """`straggler`: one rank takes longer before the collectives, and all others wait for it.
 
 The time of a step cannot tell who is slow: where ranks wait for each other, all take as long. What
-a rank does before it meets the others (reading data, the forward) is its own.
+a rank does before it meets the others (reading data, the forward) is its own. Under FSDP they meet
+in the forward, so that reading data alone is.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import TRAINABLE, Anomaly, StepRecord
 
-_OWN = ("data_seconds", "forward_seconds")
-_ALL = (*_OWN, "backward_seconds", "optimizer_seconds")
+_DATA, _FORWARD = "data_seconds", "forward_seconds"
+_ALL = (_DATA, _FORWARD, "backward_seconds", "optimizer_seconds")
 _MOST = 60  # gaps of a span; of a short one as many as there are steps
 
 
@@ -32,8 +33,9 @@ class Gap(NamedTuple):
 class Straggler(SampledDetector):
     """Warns when the same rank is the last to reach the collectives, step after step.
 
-    A rank's own time is that of its data and its forward. Judged is how far the slowest rank lies
-    behind the median of the others, as a share of the step. A pause of a rank, a checkpoint, a
+    A rank's own time is that of its data, or of its data and its forward: whichever sets one rank
+    further apart. Judged is how far the slowest rank lies behind the median of the others, as a
+    share of the step. A pause of a rank, a checkpoint, a
     garbage collection is one long step; a straggler is slow in nearly all. On a machine with other
     work one rank may be starved for some steps: so a few of them must show a large share, and a
     small one must last for minutes. Where its steps are longer than theirs nobody waits. Ranks are
@@ -144,21 +146,24 @@ class _Window:
 
 def _gap(record: StepRecord) -> Gap | None:
     """Return who is the furthest behind the others of its kind; None where that is not known."""
-    kinds: dict[float, dict[int, tuple[float, float]]] = {}  # own time and step of each rank
+    kinds: dict[float, dict[int, dict[str, float]]] = {}  # the phases of each rank, in seconds
     for rank in record.ranks:
         scalars = record.scalars.get(rank, {})
         phases = {name: float(scalars.get(name, math.nan)) for name in _ALL}
         if not all(0 <= x < math.inf for x in phases.values()):
             return None
-        own = sum(phases[name] for name in _OWN)
-        alike = kinds.setdefault(float(scalars.get(TRAINABLE, 0)), {})
-        alike[rank] = own, sum(phases.values())
-    slowest = [_slowest(alike) for alike in kinds.values() if len(alike) > 1]
+        kinds.setdefault(float(scalars.get(TRAINABLE, 0)), {})[rank] = phases
+    slowest = [
+        _slowest({rank: (sum(phases[name] for name in own), sum(phases.values()))
+                  for rank, phases in alike.items()})
+        for alike in kinds.values() if len(alike) > 1
+        for own in ((_DATA,), (_DATA, _FORWARD))
+    ]  # fmt: skip
     if not slowest:
         return None
     behind, rank = max(slowest)
-    step = median(whole for alike in kinds.values() for _, whole in alike.values())
-    return Gap(rank, behind, step)
+    steps = [sum(phases.values()) for alike in kinds.values() for phases in alike.values()]
+    return Gap(rank, behind, median(steps))
 
 
 def _slowest(times: dict[int, tuple[float, float]]) -> tuple[float, int]:

@@ -75,6 +75,11 @@ class WeightRows:
         """FQNs of the parameters."""
         return self._weights.fqns
 
+    @property
+    def dtypes(self) -> list[str]:
+        """Dtypes of the parameters."""
+        return self._weights.dtypes
+
     def read(self, record: StepRecord) -> WeightsOfStep:
         """Return what a record says."""
         columns = [self._weights.read(record, name) for name in VALUES]

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.anchors import Anchors
 from ddpprobe.rank.hooks.copy_safe_hook import take_off
+from ddpprobe.rank.hooks.loss_scale import found_inf
 from ddpprobe.rank.hooks.root import RootHooks
 from ddpprobe.rank.hooks.stream_capture import is_captured
 from ddpprobe.rank.host import Clock, Host
@@ -79,6 +80,7 @@ class StepClock:
     ) -> None:  # fmt: skip
         self.step = first_step
         self.micro = -1
+        self._ahead = 0  # 1: a wrapper has begun the next micro-batch, and not its model
         self.lent = 0
         self.evaluating = False
         self.passes = Passes()
@@ -110,16 +112,16 @@ class StepClock:
         self._host, self._follows = host, follows
         self.without_grad = False
         self._root = RootHooks(
-            topology, fuse, self._begin_forward, self._end_forward, self._output_gradient, act,
-            events.forward_raised,
+            topology, fuse, self._arrive, self._begin_forward, self._end_forward,
+            self._output_gradient, act, events.forward_raised,
         )  # fmt: skip
         self._guards = {
             name: fuse.guard(getattr(self, f"_{name}"))
             for name in ("before_step", "closure_ended", "after_step", "settle",
                          "engine_ready", "engine_stepped", "host_stepped")
         }  # fmt: skip
-        self._computed = _void(fuse.guard(events.backward_computed))
-        self._over = _void(fuse.guard(self._backward_over))
+        self._computed = fuse.guard(events.backward_computed)
+        self._over = fuse.guard(self._backward_over)
 
     @property
     def probe_seconds(self) -> float:
@@ -214,7 +216,7 @@ class StepClock:
         """Write the heartbeat."""
         phases = self.phase_seconds
         self._heartbeat.beat(
-            step=self.step, micro=max(self.micro, 0),
+            step=self.step, micro=max(self.micro + self._ahead, 0),
             state=_STATE[self._phase] if state is None else state,
             steps=self.steps, skipped=self.skipped, sampled=self.sampled,
             phase_seconds=(phases[0], phases[1], phases[2], phases[3]),
@@ -224,7 +226,7 @@ class StepClock:
     def place(self) -> dict[str, Any]:
         """Return where the loop is, as a heartbeat says it: `step`, `steps`, `micro`, `state`."""
         state = STATES[_STATE[self._phase]]
-        micro = max(self.micro, 0)
+        micro = max(self.micro + self._ahead, 0)
         return {"step": self.step, "steps": self.steps, "micro": micro, "state": state}
 
     def reading(self) -> tuple[int, float, float, float]:
@@ -242,7 +244,20 @@ class StepClock:
         self._mark, self._phase = now, phase
         self.beat()
 
+    def _arrive(self) -> None:
+        """Hear that a forward is about to begin, before which ranks may wait for each other.
+
+        Who waits there is in the forward, and who has not come so far is still at its data.
+        """
+        if self._running or self._follows:
+            return
+        if self._ended:
+            self._begin_step()
+        self._ahead = 1
+        self._enter(FORWARD)
+
     def _begin_forward(self, training: bool) -> None:  # noqa: FBT001  (a callback's argument)
+        self._ahead = 0
         if not training:
             self._enter(self._phase)
             self.evaluating = True
@@ -381,7 +396,7 @@ class StepClock:
             return
         self._events.forward_is_next()
         if self.owners.have_all_stepped(optimizer):
-            self._end_step(skipped=_found_inf(optimizer))
+            self._end_step(skipped=found_inf(optimizer))
 
     def _stepped_unseen(self) -> None:
         """Hear of a step without a forward; loading a checkpoint may take one to make the state."""
@@ -482,18 +497,3 @@ class StepClock:
         if not self._anchors.dropped or self._anchors.vanished():
             return False
         return not graph.leaves_gradients(self._anchors.living())
-
-
-def _found_inf(optimizer: Optimizer) -> bool:
-    """Whether a fused optimizer (called even then) was told by GradScaler to do nothing."""
-    found = getattr(optimizer, "found_inf", None)
-    return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())
-
-
-def _void(function: Callable[..., object]) -> Callable[..., None]:
-    """Wrap a callback so that it answers None: torch takes any other answer for new arguments."""
-
-    def call(*args: object) -> None:
-        function(*args)
-
-    return call

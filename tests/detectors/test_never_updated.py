@@ -38,11 +38,28 @@ def test_a_whole_module_with_a_gradient_is_told_once_after_fifty_steps(every: in
         {"pool__weight": Made(1.0, 0.0, None)},  # unused
         {"zero__weight": Made(1.0, 0.0, 0.0)},  # behind what begins at zero
         {"conv__bias": Made(1.0, 0.0, 1e-8)},  # in front of a norm, alone
-        {"norm__weight": Made(1.0, 0.0, 0.1, "bfloat16")},  # the change is rounded away
+        {"norm__weight": Made(1.0, 0.0, 1e-3, "bfloat16")},  # half a number further in 300 steps
+        {"norm__weight": Made(1.0, 0.0, 0.0, "bfloat16")},
+        {"norm__weight": Made(1.0, 0.0, None, "float16")},
     ],
 )
 def test_what_would_not_have_moved_is_left_alone(never: dict[str, Made]) -> None:
     assert run(NeverUpdated(), stream(300, **never)) == []
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize(("dtype", "gradient"), [("bfloat16", 0.05), ("float16", 0.02)])
+def test_what_is_rounded_away_step_by_step_is_told_once_with_its_dtype(
+    dtype: str, gradient: float, every: int
+) -> None:
+    gain, weak = Made(1.0, 0.0, gradient, dtype), Made(1.0, 0.0, gradient / 8, dtype)
+    moved = {"norm__bias": Made(0.1, 1e-4, gradient)}
+    (warn,) = run(NeverUpdated(), stream(400, every, norm__weight=gain, last__weight=weak, **moved))
+    assert (warn.level, warn.step, warn.module) == ("warn", 50, "norm.weight")
+    spacing = {"bfloat16": 2**-7, "float16": 2**-10}[dtype]
+    step = pytest.approx(0.01 * gradient / spacing)  # in proportion to the gradient of the others
+    assert warn.values == {"parameters": 2, "since": 0, "spacings": step}
+    assert f"numbers of {dtype} beside" in warn.message
 
 
 def test_what_moved_between_two_looks_is_left_alone() -> None:

@@ -36,7 +36,7 @@ ON_THE_WAY = {
     "StepClock._behind_step",
     "Stopwatch.timed.<locals>.entered", "_After.__call__", "_Arrived.__call__",
     "GradientHook.__call__", "_Before.__call__", "_Gradient.__call__", "_Watched.__call__",
-    "_void.<locals>.call", "after_backward.<locals>.first", "is_captured", "outside_modes",
+    "after_backward.<locals>.first", "after_backward.<locals>.last", "is_captured", "outside_modes",
 }  # fmt: skip
 LAYERS = 3
 

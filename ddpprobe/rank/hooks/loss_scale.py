@@ -15,6 +15,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ddpprobe.rank import torch_private
 from ddpprobe.rundir.fuse import logger
@@ -118,3 +119,9 @@ def of_optimizer(optimizer: object) -> Tensor | None:
     """
     scale = getattr(optimizer, "grad_scale", None)
     return scale if isinstance(scale, Tensor) else None
+
+
+def found_inf(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer (called even then) was told by GradScaler to do nothing."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())

@@ -29,7 +29,7 @@ from ddpprobe.rank.hooks.record_op import (
     trace_event,
     trace_outputs,
 )
-from ddpprobe.rank.topology.describe import Topology
+from ddpprobe.rank.topology.describe import Topology, outermost
 from ddpprobe.rank.topology.naming import inner
 from ddpprobe.rank.torch_private import dynamo, sharding
 from ddpprobe.rundir.fuse import Fuse
@@ -47,6 +47,8 @@ class RootHooks:
     Args:
         topology: the model.
         fuse: contains whatever goes wrong in here.
+        arrives: called when a forward with gradients comes to the model, where several ranks train:
+            before a wrapper, or FSDP2, waits for the others.
         begins: called with whether a forward that begins is one with gradients.
         ended: called with the tensors a forward returned, and those of them with a gradient to
             come.
@@ -63,7 +65,8 @@ class RootHooks:
     """
 
     def __init__(
-        self, topology: Topology, fuse: Fuse, begins: Callable[[bool], None],
+        self, topology: Topology, fuse: Fuse, arrives: Callable[[], None],
+        begins: Callable[[bool], None],
         ended: Callable[[list[Tensor], list[Tensor]], None], gradient: Callable[[], None],
         act: Callable[[], object], raised: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
@@ -71,11 +74,14 @@ class RootHooks:
         self.first: Callable[[nn.Module], bool] | None = None
         self.counts = torch.is_grad_enabled
         self._topology = topology
+        self._arrives = arrives
         self._begins, self._ended, self._gradient = begins, ended, gradient
         self._raised = raised
         self._guarded_begin, self._act = fuse.guard(self._enter, Caller.MODULE), act
         self._after = fuse.guard(self._leave_root, Caller.MODULE)
         self._after_part = fuse.guard(self._leave, Caller.MODULE)
+        self._before_all = fuse.guard(self._arrive, Caller.MODULE)
+        self._first_of_all: list[RemovableHandle] = []
         self._parts = PartHooks(topology)
         self._arrived = fuse.guard(gradient, Caller.TENSOR)
         self._channel = RecordChannel(fuse.guard(self._hear))
@@ -122,6 +128,7 @@ class RootHooks:
         """Take them off. From inside a graph they would not come back: there they turn deaf."""
         self.deaf = True
         self._parts.unhang()
+        take_off(self._first_of_all)
         if for_good or not self.in_graph:
             take_off(self._handles)
 
@@ -145,10 +152,19 @@ class RootHooks:
         self._trains = self.counts() and not rehearsal
         if self._trains:
             self._parts.trains()
+            if self._topology.world_size > 1 and not self._first_of_all:
+                # Now the model is as it is trained. Ahead of what FSDP2 has hung on it.
+                outer, hook = outermost(self._topology.outer), CopySafeObserver(self._before_all)
+                self._first_of_all = [outer.register_forward_pre_hook(hook, prepend=True)]
             first, self.first = self.first, None
             if first is not None and first(module):
                 return
         self._begins(self._trains)
+
+    def _arrive(self, *_: object) -> None:
+        is_one = self.counts() and not (sharding.rehearses() or stream_capture.is_captured())
+        if is_one and not (self.deaf or self.in_graph or self._parts.armed):
+            self._arrives()
 
     def _captured(self) -> bool:
         """Whether a CUDA graph is made of this forward: nothing is computed, and nothing may wait.
