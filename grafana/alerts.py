@@ -154,6 +154,8 @@ _NO_MODULE = (
 )
 _NONFINITE = "ddpprobe_nonfinite_elements_total"
 _OWN = "job_run_rank:ddpprobe_own_work_seconds:mean5m"
+_DATA = "job_run_rank:ddpprobe_data_seconds:mean5m"
+_BEHIND = "job_run_rank:ddpprobe_behind_seconds:max5m"
 _STEP = "job_run_rank:ddpprobe_step_seconds:mean5m"
 _RUNNING = "job_run_instance:ddpprobe_job_running:max"
 _CAUSE = "job, run, detector, step, rank, fqn, kind, phase"
@@ -186,8 +188,22 @@ def _mean_seconds(phases: str) -> str:
 / sum by (job, run, rank) (rate(ddpprobe_steps_total[5m]))"""
 
 
+def _over_median(of: str) -> str:
+    """Return by how much each rank exceeds the median rank of its run."""
+    return f"{of} - on (job, run) group_left () quantile by (job, run) (0.5, {of})"
+
+
 RECORDINGS = (
     Recording(_OWN, _mean_seconds(OWN_WORK)),
+    Recording(_DATA, _mean_seconds("data")),
+    # Under FSDP ranks wait in the forward: then only how late a rank comes to it sets it apart.
+    Recording(
+        _BEHIND,
+        f"""max by (job, run, rank) (
+  ({_over_median(_OWN)})
+  or label_replace({_over_median(_DATA)}, "of", "data", "", "")
+)""",
+    ),
     Recording(_STEP, _mean_seconds(".+")),
     # 1 while a target says that its job runs, 0 when it says that it does not.
     Recording(
@@ -435,11 +451,11 @@ unless on (job, run) ddpprobe_first_failure_timestamp_seconds""",
     Alert(
         "Straggler",
         "warning",
-        f"""max by (job, run) ({_OWN}) - quantile by (job, run) (0.5, {_OWN})
+        f"""max by (job, run) ({_BEHIND})
 > {STRAGGLER_SHARE} * max by (job, run) ({_STEP})""",
-        f"{RUN} waits for rank " + _list(f"topk(1, {_OWN}{{%s}})", "rank", "?"),
+        f"{RUN} waits for rank " + _list(f"topk(1, {_BEHIND}{{%s}})", "rank", "?"),
         "It works {{ $value | humanizeDuration }} longer on each step than most ranks (input, "
-        "forward, optimizer), and all the others wait for it. Its data loader, its device, its "
+        "forward, optimizer; under FSDP input alone), and all the others wait for it. Its data loader, its device, its "
         f"neighbours on the node: {INFO}",
         wait=STRAGGLER_WAIT,
     ),

@@ -183,6 +183,9 @@ MUTANTS = [
     ("Straggler", "data|forward|optimizer", "forward"),
     ("Straggler", "data|forward|optimizer", "data|forward|optimizer|backward"),
     ("Straggler", 'phase=~".+"', 'phase=~"data"'),
+    ("Straggler", 'phase=~"data"', 'phase=~"forward"'),
+    ("Straggler", '"of", "data"', '"of", ""'),
+    ("Straggler", "(job, run, rank) (\n  (job", "(job, run, rank) (\n  0 * (job"),
     ("CoverageLost", 'detector="coverage"', 'detector!=""'),
     ("CoverageLost", "max by (job, run) (incr", "max by (job, run, instance) (incr"),
     ("CoverageLost", 'coverage"}[10m]) > 0', 'coverage"}[10s]) > 0'),
@@ -267,8 +270,12 @@ def cases_of(file: str, name: str) -> list[dict[str, Any]]:
 
 
 def rules_for(rule: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return an alert with the recorded series that it uses."""
-    return [r for r in RECORDINGS if r["record"] in rule["expr"]] + [rule]
+    """Return an alert with the recorded series that it uses, and those that they use."""
+    found = [rule]
+    for recording in reversed(RECORDINGS):  # what is used is recorded before
+        if any(recording["record"] in each["expr"] for each in found):
+            found.insert(0, recording)
+    return found
 
 
 def without_texts(rule: dict[str, Any]) -> dict[str, Any]:
@@ -309,12 +316,19 @@ def mutants_of(name: str) -> dict[str, list[dict[str, Any]]]:
 def renamed(rules: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
     """Return an alert, and those series it uses that are not as recorded, under other names."""
     *series, alert = rules
-    others = [rule for rule in series if rule not in RECORDINGS]
-    expr = alert["expr"]
-    for rule in others:
-        expr = expr.replace(rule["record"], f"{rule['record']}_{mark}")
-    own = [{**rule, "record": f"{rule['record']}_{mark}"} for rule in others]
-    return [*own, {**alert, "alert": f"{alert['alert']}_{mark}", "expr": expr}]
+    others: list[str] = []
+
+    def other(expr: str) -> str:
+        for name in others:
+            expr = expr.replace(name, f"{name}_{mark}")
+        return expr
+
+    own = []
+    for rule in series:
+        if rule not in RECORDINGS or any(name in rule["expr"] for name in others):
+            own.append({"record": f"{rule['record']}_{mark}", "expr": other(rule["expr"])})
+            others.append(rule["record"])
+    return [*own, {**alert, "alert": f"{alert['alert']}_{mark}", "expr": other(alert["expr"])}]
 
 
 @functools.cache

@@ -152,14 +152,18 @@ class RootHooks:
         self._trains = self.counts() and not rehearsal
         if self._trains:
             self._parts.trains()
-            if self._topology.world_size > 1 and not self._first_of_all:
-                # Now the model is as it is trained. Ahead of what FSDP2 has hung on it.
-                outer, hook = outermost(self._topology.outer), CopySafeObserver(self._before_all)
-                self._first_of_all = [outer.register_forward_pre_hook(hook, prepend=True)]
+            self._hang_first_of_all()
             first, self.first = self.first, None
             if first is not None and first(module):
                 return
         self._begins(self._trains)
+
+    def _hang_first_of_all(self) -> None:
+        """Now that the model is as it is trained: around wrappers, and ahead of FSDP2's hooks."""
+        alone = self._topology.world_size == 1
+        if not (alone or self._first_of_all or dynamo.in_a_compiled_call()):
+            outer, hook = outermost(self._topology.outer), CopySafeObserver(self._before_all)
+            self._first_of_all = [outer.register_forward_pre_hook(hook, prepend=True)]
 
     def _arrive(self, *_: object) -> None:
         is_one = self.counts() and not (sharding.rehearses() or stream_capture.is_captured())
