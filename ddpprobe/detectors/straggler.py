@@ -1,24 +1,31 @@
 """`straggler`: one rank takes longer before the collectives, and all others wait for it.
 
 The time of a step cannot tell who is slow: where ranks wait for each other, all take as long. What
-a rank does before it meets the others (reading data, the forward) is its own. Under FSDP they meet
-in the forward, so that reading data alone is.
+a rank does before it meets the others is its own: under DDP reading data, the forward, and the
+backward until its gradients are there. Under FSDP they meet in the forward: reading data alone is.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Mapping
 from statistics import median
 from typing import NamedTuple
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
-from ddpprobe.records.step import TRAINABLE, Anomaly, StepRecord
+from ddpprobe.records.step import (
+    REDUCE_SECONDS,
+    STEP_PHASES,
+    TRAINABLE,
+    Anomaly,
+    StepRecord,
+)
 
-_DATA, _FORWARD = "data_seconds", "forward_seconds"
-_ALL = (_DATA, _FORWARD, "backward_seconds", "optimizer_seconds")
+_PHASES = tuple(f"{phase}_seconds" for phase in STEP_PHASES)
+_PLACES = 3  # where ranks may meet
 _MOST = 60  # gaps of a span; of a short one as many as there are steps
 
 
@@ -33,14 +40,14 @@ class Gap(NamedTuple):
 class Straggler(SampledDetector):
     """Warns when the same rank is the last to reach the collectives, step after step.
 
-    A rank's own time is that of its data, or of its data and its forward: whichever sets one rank
-    further apart. Judged is how far the slowest rank lies behind the median of the others, as a
-    share of the step. A pause of a rank, a checkpoint, a
-    garbage collection is one long step; a straggler is slow in nearly all. On a machine with other
-    work one rank may be starved for some steps: so a few of them must show a large share, and a
-    small one must last for minutes. Where its steps are longer than theirs nobody waits. Ranks are
-    compared with those that train as many parameters: stages of a pipeline wait for each other in
-    their forward.
+    A rank's own time is that of its data, of its data and its forward, or of these and the backward
+    without its reduction: whichever sets one rank furthest apart. Judged is how far the slowest
+    rank lies behind the median of the others, as a share of the step. A pause of a rank, a
+    checkpoint, a garbage collection is one long step; a straggler is slow in nearly all. On a
+    machine with other work one rank may be starved for some steps: so a few of them must show a
+    large share, and a small one must last for minutes. Where its steps are longer than theirs
+    nobody waits. Ranks are compared with those that train as many parameters: stages of a pipeline
+    wait for each other in their forward.
 
     Args:
         share: of a step, by which the slowest rank must lie behind.
@@ -144,26 +151,43 @@ class _Window:
         return _Lag(rank, behind, step, len(gaps))
 
 
+class _Times(NamedTuple):
+    """A rank's own time up to three places where it may meet the others, and its step; seconds."""
+
+    own: tuple[float, float, float]
+    step: float
+
+
+def _times(scalars: Mapping[str, float]) -> _Times | None:
+    """Return the times of a rank; None where it does not tell them."""
+    data, forward, backward, optimizer = (float(scalars.get(p, math.nan)) for p in _PHASES)
+    step = data + forward + backward + optimizer
+    if not (min(data, forward, backward, optimizer) >= 0 and math.isfinite(step)):
+        return None
+    computed = max(backward - float(scalars.get(REDUCE_SECONDS, backward)), 0.0)
+    return _Times((data, data + forward, data + forward + computed), step)
+
+
 def _gap(record: StepRecord) -> Gap | None:
     """Return who is the furthest behind the others of its kind; None where that is not known."""
-    kinds: dict[float, dict[int, dict[str, float]]] = {}  # the phases of each rank, in seconds
+    kinds: dict[float, dict[int, _Times]] = {}
     for rank in record.ranks:
         scalars = record.scalars.get(rank, {})
-        phases = {name: float(scalars.get(name, math.nan)) for name in _ALL}
-        if not all(0 <= x < math.inf for x in phases.values()):
+        times = _times(scalars)
+        if times is None:
             return None
-        kinds.setdefault(float(scalars.get(TRAINABLE, 0)), {})[rank] = phases
+        kinds.setdefault(float(scalars.get(TRAINABLE, 0)), {})[rank] = times
     slowest = [
-        _slowest({rank: (sum(phases[name] for name in own), sum(phases.values()))
-                  for rank, phases in alike.items()})
-        for alike in kinds.values() if len(alike) > 1
-        for own in ((_DATA,), (_DATA, _FORWARD))
-    ]  # fmt: skip
+        _slowest({rank: (times.own[place], times.step) for rank, times in alike.items()})
+        for alike in kinds.values()
+        if len(alike) > 1
+        for place in range(_PLACES)
+    ]
     if not slowest:
         return None
     behind, rank = max(slowest)
-    steps = [sum(phases.values()) for alike in kinds.values() for phases in alike.values()]
-    return Gap(rank, behind, median(steps))
+    step = median(times.step for alike in kinds.values() for times in alike.values())
+    return Gap(rank, behind, step)
 
 
 def _slowest(times: dict[int, tuple[float, float]]) -> tuple[float, int]:

@@ -44,6 +44,7 @@ from ddpprobe.rundir.heartbeat import STATES
 from ddpprobe.rundir.stopwatch import Caller, Stopwatch
 
 _GRAPH_TOO_EARLY = "the model is inside a compiled function, whose graph was chosen before the step"
+_OVER = {"partial": False, "skipped": False, "sampled": False}  # an unsampled step, afterwards
 _TOO_FAR_BEHIND = "watch: the device is too far behind"
 
 
@@ -237,9 +238,11 @@ class Recorder:
     def backward_computed(self) -> None:
         """Look at the gradients before any of them is reduced."""
         self._prepare().backward_computed(sampled=self._sampling)
+        self._times.backward_computed()
 
     def backward_ended(self) -> None:
         """Read the reduced gradients, before the user clips them."""
+        self._times.backward_ended()
         observers = self._prepare()
         observers.loss_scale.remember(
             told="loss_scale" in self._logged.names, owned=self._clock.owners.stepped_by,
@@ -383,7 +386,7 @@ class Recorder:
         """Hear that a local value of this step (or, from a GPU, of an earlier one) is bad."""
         if bad.step >= 0:
             if not self._pacer.sampled(bad.step):  # else its rows say it better
-                self._alarm_of_the_past(bad)
+                self._frame_writer.alarm(bad, bad.step, **_OVER)
             return
         if self._sampling and self._observers is not None and bad.fqn is None:
             bad = self._observers.rows.first_fault() or bad
@@ -404,14 +407,11 @@ class Recorder:
             told = {"partial": partial, "skipped": skipped, "sampled": self._sampling}
             self._frame_writer.alarm(self._bad, self._clock.step, **told)
 
-    def _alarm_of_the_past(self, bad: FirstBad) -> None:
-        self._frame_writer.alarm(bad, bad.step, partial=False, skipped=False, sampled=False)
-
     def _look_at_what_is_left(self) -> None:
         """Tell what a last step that was not sampled has left: no later one will show it."""
         bad = None if self._clock.is_inside_a_step else self._prepare().state.left()
         if bad is not None:
-            self._alarm_of_the_past(bad)
+            self._frame_writer.alarm(bad, bad.step, **_OVER)
 
     def _add_loss_scale(self, observers: Observers) -> None:
         if "loss_scale" not in self._logged.names and observers.loss_scale.last is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import final
 
-from ddpprobe.records.step import STEP_PHASES
+from ddpprobe.records.step import REDUCE_SECONDS, STEP_PHASES
 from ddpprobe.rundir.stopwatch import Stopwatch
 
 _NAMES = (*(f"{phase}_seconds" for phase in STEP_PHASES), "probe_seconds")
@@ -22,7 +23,19 @@ class StepTimes:
     def __init__(self, phase_seconds: list[float], stopwatch: Stopwatch) -> None:
         self._phase_seconds, self._stopwatch = phase_seconds, stopwatch
         self._base = self._readings()
+        self._computed: float | None = None  # when the gradients of a backward were there, local
+        self._reduced = 0.0  # seconds from there until they were reduced, in this step
         self._told_own = self._told_beside = self._behind = 0.0  # see `told`
+
+    def backward_computed(self) -> None:
+        """The gradients of a backward are there; what follows is their reduction."""
+        self._computed = time.perf_counter()
+
+    def backward_ended(self) -> None:
+        """They are reduced."""
+        if self._computed is not None:
+            self._reduced += time.perf_counter() - self._computed
+            self._computed = None
 
     def told(self) -> dict[str, float]:
         """Return the scalars of the step under way.
@@ -35,11 +48,11 @@ class StepTimes:
         told = {name: after - before for name, (after, before) in zip(_NAMES, spent, strict=True)}
         told["probe_seconds"] += self._behind + beside - self._told_beside
         self._told_own, self._told_beside = now[-1], beside
-        return told
+        return told | {REDUCE_SECONDS: self._reduced}
 
     def end_step(self, *, sampled: bool) -> None:
         """Begin anew, behind a step."""
-        self._base = self._readings()
+        self._base, self._reduced = self._readings(), 0.0
         if sampled:
             self._behind = self._base[-1] - self._told_own
 

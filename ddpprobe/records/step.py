@@ -187,6 +187,8 @@ class Site:
         return f"{self.printed_fqn}{leaf}:{self.kind}"
 
 
+# Scalar: host seconds of a step between a backward's last local gradient and its reduced ones.
+REDUCE_SECONDS = "reduce_seconds"
 CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were looked at behind it
 NOTED = "noted"  # scalar, 1 on the first sampled step behind what `probe.note` announced
 # Scalar: 1 on a sampled step whose gradients stayed each rank's own, 2 where nothing is known that

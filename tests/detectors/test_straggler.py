@@ -47,6 +47,30 @@ def test_a_rank_that_is_slow_in_its_forward_is_named(every: int) -> None:
     assert warn.values["share"] == warn.values["behind"] / warn.values["step_seconds"]
 
 
+def phased(number: int, *ranks: tuple[float, ...]) -> StepRecord:
+    """Ranks by their seconds of data, forward, backward, and of these for the reduction."""
+    names = ("data_seconds", "forward_seconds", "backward_seconds", "reduce_seconds")
+    told = {r: dict(zip(names, seconds, strict=False)) for r, seconds in enumerate(ranks)}
+    return record(number, {r: {**one, "optimizer_seconds": 0.001} for r, one in told.items()})
+
+
+def test_under_fsdp_where_ranks_meet_in_the_forward_slow_data_is_seen() -> None:
+    fast, slow = (0.001, 0.034, 0.005, 0.001), (0.031, 0.004, 0.005, 0.001)
+    (warn,) = run(Straggler(), [phased(n, fast, slow, fast) for n in range(100)])
+    assert (warn.rank, warn.values["behind"]) == (1, pytest.approx(0.03))
+
+
+def test_a_backward_that_takes_one_rank_longer_is_told_from_waiting_for_it() -> None:
+    fast, slow = (0.001, 0.004, 0.045, 0.040), (0.001, 0.004, 0.045, 0.001)
+    (warn,) = run(Straggler(), [phased(n, slow, fast, fast) for n in range(100)])
+    assert (warn.rank, warn.values["behind"]) == (0, pytest.approx(0.039))
+
+
+def test_records_that_do_not_tell_a_reduction_are_judged_without_it() -> None:
+    short, long = (0.001, 0.004, 0.005), (0.001, 0.004, 0.045)
+    assert run(Straggler(), [phased(n, short, long, long) for n in range(100)]) == []
+
+
 def test_noise_is_left_alone() -> None:
     assert run(Straggler(), noisy(2000)) == []
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpprobe.records.step import REDUCE_SECONDS
 from tests.conftest import torchrun_in
 from tests.distributed import waits_job as job
 
@@ -42,3 +43,5 @@ def test_what_ranks_wait_for_is_time_of_the_forward(case: str, out: Path, record
         (record,) = [r for r in records_of(out / case, rank) if r.step == job.STEP]
         data, forward = (record.scalars[rank][f"{name}_seconds"] for name in ("data", "forward"))
         assert (data if rank == job.LATE else forward) >= job.LONG
+        scalars = record.scalars[rank]
+        assert 0 < scalars[REDUCE_SECONDS] <= scalars["backward_seconds"]
