@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe.records.step import REDUCE_SECONDS
 from ddpprobe.report.encode import figure, typed
 from ddpprobe.report.heat import bar, column_names, layout_of, marked
 from ddpprobe.report.numbers import quiet
@@ -20,6 +21,7 @@ COMPARED = {
     "grad_norm_local": "gradient norm before the reduction",
     "forward_seconds": "time in forward",
     "backward_seconds": "time in backward",
+    REDUCE_SECONDS: "time in the reduction of gradients: least where all wait for a rank",
     "data_seconds": "time between steps (data)",
     "optimizer_seconds": "time in the optimizer",
 }
