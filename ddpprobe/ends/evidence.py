@@ -27,9 +27,10 @@ from ddpprobe.records.events import (
     PeerExitEvent,
     ResumedEvent,
     StalledEvent,
+    StandsEvent,
     SuspendedEvent,
 )
-from ddpprobe.records.fate import Fate, Progress
+from ddpprobe.records.fate import Fate, Progress, Standing
 from ddpprobe.records.step import STEP_PHASES
 from ddpprobe.rundir.heartbeat import STATES, Heartbeat
 
@@ -84,6 +85,8 @@ class Evidence:
                 self._scheduler = self._scheduler or event.scheduler
             case PeerExitEvent():
                 self._peer_exit(node, event)
+            case StandsEvent():
+                self._stands(rank, node, event)
 
     def _take_daemon_s(self, event: Event, node: str) -> None:
         match event:
@@ -148,6 +151,8 @@ class Evidence:
             told = self._told[rank]
             return replace(told, stalled=stalled or told.stalled)
         fate = _as_peers_say(self._fates.get(rank, Fate(rank)), self._peers.get(rank))
+        if fate.stands is not None and fate.stands.clock != fate.clock:  # it has moved on
+            fate = replace(fate, stands=None)
         return replace(
             fate, suspended=self.is_suspended(rank), stalled=stalled or self.is_stalled(fate.node),
             launcher=self._launchers.get(fate.node, ""),
@@ -169,6 +174,14 @@ class Evidence:
             pool=event.pool,
         )  # fmt: skip
         self._beaten(rank, node, event)
+
+    def _stands(self, rank: int, node: str, event: StandsEvent) -> None:
+        state, step = event.state or "", -1 if event.step is None else event.step
+        clock = clock_of(event.steps or 0, event.micro or 0, state, step)
+        known = self._fates.get(rank, Fate(rank)).stands
+        if clock is not None and (known is None or clock.key >= known.clock.key):
+            self._set(rank, node, stands=Standing(event.where, event.waits, clock))
+            self._moved(rank, node, clock)
 
     def _peer_exit(self, node: str, event: PeerExitEvent) -> None:
         """Put what one rank says of another's end to what others say of that."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddpprobe.ends import hang
 from ddpprobe.ends.candidates import candidates, is_killed, is_ordered, unseen_of
 from ddpprobe.ends.evidence import UNKNOWN, Case, named
 from ddpprobe.ends.rank_ends import (
@@ -121,7 +122,7 @@ def judge(case: Case) -> End:
         return open_ or _last_resort(parts, pool) or _crashed(pool)
     if parts.has(SILENT) and not parts.has(VICTIM):
         return _quiet(parts)
-    stuck = _stuck(parts)
+    stuck = hang.stuck_in(parts)
     if stuck:
         return _hung(parts, stuck)
     left = [f for f in parts.all(LEFT) if may_be_told(f)]
@@ -292,39 +293,6 @@ def _crashed(pool: list[Fate]) -> End:
     return End(CRASHED, tuple(f.rank for f in pool), how, step, phase, text)
 
 
-def _stuck(parts: RankEnds) -> list[Fate]:
-    """Return the ranks that the others waited for, if they did."""
-    case = parts.case
-    suspended = [f for f in case.fates if f.suspended]
-    if suspended and not parts.has(LEFT):
-        return _behind(suspended)
-    victims = parts.all(VICTIM)
-    waited = [f for f in victims if f.how == "SIGABRT" or (f.error and f.error.timed_out)]
-    if not waited and (parts.has(LEFT) or not any(f.stalled for f in case.fates)):
-        return []
-    here = [f for f in case.fates if f.heard and not f.paused and f not in waited]
-    here = [f for f in here if parts.part(f) != LEFT]
-    if not here and _missed(parts):
-        return []  # who was waited for had ended
-    stuck = _behind(here or waited)
-    # One whose communication broke in the same place had waited there as well.
-    places = {f.clock.key for f in stuck if f.clock and parts.part(f) == VICTIM}
-    also = [f for f in waited if f not in stuck and f.clock and f.clock.key in places]
-    return sorted([*stuck, *also], key=lambda f: f.rank)
-
-
-def _behind(fates: list[Fate]) -> list[Fate]:
-    known = [f.clock.key for f in fates if f.clock]
-    return [f for f in fates if f.clock and f.clock.key == min(known)] if known else fates
-
-
-def _by_micro(stuck: list[Fate], waiting: list[Fate]) -> bool:
-    """Whether only the number of its micro-batch puts somebody in front of who is stuck."""
-    at = [f.clock for f in stuck if f.clock and f.clock.phase != "data"]
-    others = [f.clock for f in waiting if f.clock and f.clock.phase != "data"]
-    return any(a.steps == b.steps and a.micro != b.micro for a in at for b in others)
-
-
 def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
     step, phase = step_of(stuck), phase_of(stuck)
     ranks = tuple(f.rank for f in stuck)
@@ -333,23 +301,7 @@ def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
             f"no rank seen here moved on ({place_of(stuck)} is behind); the first may be elsewhere"
         )
         return End(HUNG, (), "hang", step, phase, text)
-    if len(stuck) == 1 and stuck[0].suspended:
-        text, how = f"{place_of(stuck)}, was suspended (SIGSTOP) and did not go on", "SIGSTOP"
-    elif len(stuck) == 1:
-        text, how = f"{place_of(stuck)}, did not move on", "hang"
-    else:
-        text, how = f"no rank moved on: {place_of(stuck)}, and nothing says which was first", "hang"
-    waiting = [f for f in parts.case.fates if f not in stuck and f.clock]
-    if waiting:
-        text += f"; {named((f.rank for f in waiting), 'and')} waited"
-    if _by_micro(stuck, waiting):
-        text += ", if all ranks have equally many micro-batches"
-    for fate in parts.case.fates:
-        if fate.error is not None and fate.error.behind:
-            text += f"; rank {fate.rank} waited while it handled {fate.error.behind}"
-    ends = sorted({f.how for f in parts.case.fates if f.how and f.how != UNKNOWN})
-    if ends and not parts.has(ALIVE):
-        text += f", until the job was ended ({', '.join(ends)})"
+    text, how = hang.in_words(parts, stuck)
     return End(HUNG, ranks, how, step, phase, text)
 
 
@@ -357,7 +309,7 @@ def _broken(parts: RankEnds) -> End:
     """Communication broke: the one who is gone without a word did it, if there is one."""
     victims = parts.all(VICTIM)
     gone = parts.all(LOST) or parts.all(SILENT)
-    gone = sorted([*gone, *_missed(parts)], key=lambda f: f.rank) if gone else parts.all(LEFT)
+    gone = sorted([*gone, *hang.missed(parts)], key=lambda f: f.rank) if gone else parts.all(LEFT)
     said = f"{ranks_of(victims)} lost the connection ({died_of(victims[0])})"
     if parts.has(ABSENT):  # who left, or ended unseen, is no better a candidate than those
         among = "may not be" if gone else "is not"
@@ -379,12 +331,6 @@ def _broken(parts: RankEnds) -> End:
     ranks = tuple(f.rank for f in victims)
     text = f"{said}, and no rank is known to have failed on its own"
     return End(CRASHED, ranks, how_of(victims[0]), step_of(victims), phase_of(victims), text)
-
-
-def _missed(parts: RankEnds) -> list[Fate]:
-    """Return who left behind one whose communication broke: that one may have waited for it."""
-    furthest = max((f.clock.key for f in parts.all(VICTIM) if f.clock), default=None)
-    return [f for f in parts.all(LEFT) if f.clock and furthest and f.clock.key < furthest]
 
 
 def _stopped(parts: RankEnds, said: str = "") -> End:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpprobe.rank.disk_thread import DiskThread
+from ddpprobe.rank.standing import StandingLook
 from ddpprobe.rundir import heartbeat, spool, tmpfs
 from ddpprobe.rundir.heartbeat import HeartbeatWriter
 from ddpprobe.rundir.journal import JournalWriter
@@ -111,7 +112,8 @@ class RecordFiles:
     def start(self, *chores: Callable[[], object]) -> None:
         """Let the disk thread begin, with `chores` to do about once a second."""
         if self.disk_thread is not None:
-            self.disk_thread.start(self._carry, *chores)
+            look = StandingLook(self._spot.heartbeat, self.journal.append_event)
+            self.disk_thread.start(look, self._carry, *chores)
 
     def close(self) -> None:
         """Bring what is in memory to the disk, unless that takes longer than two seconds.

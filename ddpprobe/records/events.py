@@ -210,6 +210,15 @@ class SteadyEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StandsEvent(_Place):
+    """The rank stands still; `where` and `waits` as of `Standing`."""
+
+    where: str
+    waits: bool
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TopologyEvent:
     """What wraps the model, and the device it is on."""
 
@@ -452,8 +461,8 @@ Event = (
     | FuseEvent | HandlesEvent | JobEvent | LastBeatsEvent | LateOrderEvent | LauncherEvent
     | MovingEvent | NoteEvent | OrderEvent | OrderDroppedEvent | PausedEvent | PeerExitEvent
     | PinnedEvent | PushedEvent | ResumedEvent | SealedEvent | SitesEvent | StalledEvent
-    | SteadyEvent | SuspendedEvent | TopologyEvent | TriggerEvent | UncapturedEvent | UnkeptEvent
-    | UnsampledEvent
+    | StandsEvent | SteadyEvent | SuspendedEvent | TopologyEvent | TriggerEvent | UncapturedEvent
+    | UnkeptEvent | UnsampledEvent
 )  # fmt: skip
 KINDS = {
     re.sub(r"\B([A-Z])", r"_\1", kind.__name__.removesuffix("Event")).lower(): kind

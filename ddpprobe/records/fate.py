@@ -65,6 +65,23 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """Where the thread of a rank that trains was in its code while it stood still.
+
+    Attributes:
+        where: file, line and function of the innermost frame of the script's, and of the innermost
+            of all in brackets where that is another one.
+        waits: that one is torch's, of communication with other ranks. False: it is none of that,
+            but it may wait for them in torch's C++ all the same.
+        clock: how far the rank had come.
+    """
+
+    where: str
+    waits: bool
+    clock: Progress
+
+
+@dataclass(frozen=True, slots=True)
 class Fate:
     """What is known of the end of one rank.
 
@@ -86,6 +103,7 @@ class Fate:
         pool: it closed in a worker of this ("Ray"), which ends it when it likes; "" if in none.
         beat_closed: its last heartbeat says that it closed.
         clock: how far it had come; None: not known.
+        stands: where it stood in its code, if it has not moved on since; None: not known.
         suspended: it was stopped (SIGSTOP) when last looked at.
         stalled: all ranks of its node lived and stood still for much longer than a step takes.
         heard: anything was heard of it at all.
@@ -111,6 +129,7 @@ class Fate:
     pool: str = ""
     beat_closed: bool = False
     clock: Progress | None = None
+    stands: Standing | None = None
     suspended: bool = False
     stalled: bool = False
     heard: bool = False

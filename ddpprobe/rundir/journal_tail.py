@@ -21,6 +21,7 @@ from ddpprobe.records.events import (
     PeerExitEvent,
     ResumedEvent,
     SitesEvent,
+    StandsEvent,
     TriggerEvent,
 )
 from ddpprobe.records.step import COUNTED_KINDS, NAN, NONFINITE, PHASE_OF_KIND, StepRecord
@@ -32,7 +33,9 @@ from ddpprobe.rundir.validate import MALFORMED, count
 # The every-step watch knows the phase, not always the site: where its witness is looked for.
 _WATCHED_KIND = {"forward": "output", "backward": "grad_local", "step": "grad"}
 
-_OF_ENDS = ClosedEvent | HandlesEvent | JobEvent | PausedEvent | PeerExitEvent | ResumedEvent
+_OF_ENDS = (
+    ClosedEvent | HandlesEvent | JobEvent | PausedEvent | PeerExitEvent | ResumedEvent | StandsEvent
+)
 
 
 @dataclass(slots=True)

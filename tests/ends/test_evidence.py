@@ -23,9 +23,10 @@ from ddpprobe.records.events import (
     PeerExitEvent,
     ResumedEvent,
     StalledEvent,
+    StandsEvent,
     SuspendedEvent,
 )
-from ddpprobe.records.fate import Fate, Progress, RaisedError
+from ddpprobe.records.fate import Fate, Progress, RaisedError, Standing
 from ddpprobe.rundir.heartbeat import Heartbeat
 
 NODE = "node_0003"
@@ -248,3 +249,36 @@ def test_counts_by_state_are_of_every_state_that_an_attempt_can_end_in() -> None
     assert set(counts) == set(STATES) - {"running"}
     assert {state: n for state, n in counts.items() if n} == {"crashed": 2, "hung": 1}
     assert set(counts.values()) == {0, 1, 2}
+
+
+def stands(where: str = "a.py:5 in f", steps: int = 4, state: str = "data") -> StandsEvent:
+    return StandsEvent(
+        step=steps + 100, steps=steps, micro=0, state=state, where=where, waits=True, time_ns=9
+    )
+
+
+def test_where_a_rank_stands_is_known_until_it_moves_on() -> None:
+    evidence = Evidence()
+    evidence.take_event(stands(), 0, NODE)
+    here = Progress(4, 0, "data", 104)
+    assert fate_of(evidence).stands == Standing("a.py:5 in f", True, here)
+    assert fate_of(evidence).clock == here
+    evidence.take_beat(0, NODE, beat(4, "data"))
+    assert fate_of(evidence).stands is not None
+    evidence.take_beat(0, NODE, beat(4, "forward"))
+    assert fate_of(evidence).stands is None
+
+
+def test_the_last_place_counts_and_an_older_step_s_does_not() -> None:
+    evidence = Evidence()
+    for event in (stands(), stands("b.py:6 in g"), stands("c.py:7 in h", steps=3)):
+        evidence.take_event(event, 0, NODE)
+    found = fate_of(evidence).stands
+    assert found is not None
+    assert found.where == "b.py:6 in g"
+
+
+def test_what_says_no_step_says_not_where_a_rank_stands() -> None:
+    evidence = Evidence()
+    evidence.take_event(StandsEvent(where="a.py:5 in f", waits=False, time_ns=9), 0, NODE)
+    assert fate_of(evidence).stands is None

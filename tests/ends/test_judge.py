@@ -15,7 +15,7 @@ from ddpprobe.ends.judge import End, is_well, judge, stuck_of
 from ddpprobe.ends.rank_ends import may_be_told
 from ddpprobe.ends.stalls import is_still
 from ddpprobe.records.events import ClosedEvent, ExitEvent, FateEvent
-from ddpprobe.records.fate import Fate, Progress, RaisedError
+from ddpprobe.records.fate import Fate, Progress, RaisedError, Standing
 from ddpprobe.rundir import validate
 from ddpprobe.rundir.heartbeat import Heartbeat
 
@@ -44,6 +44,12 @@ def left(rank: int, clock: Progress, **more: Any) -> Fate:
     """Return a rank of a script with a handler of SIGTERM that closed at its interpreter's end."""
     more = {"closed": True, "handles": True, "at_exit": True, **more}
     return fate(rank, "exit:0", clock, **more)
+
+
+def standing(rank: int, *, waits: bool, where: str = "a.py:5 in f") -> Fate:
+    """Return a rank that stands still at its data, in a call to other ranks or not."""
+    clock = at(12, "data")
+    return fate(rank, clock=clock, stalled=True, stands=Standing(where, waits, clock))
 
 
 def verdict(*fates: Fate, **case: Any) -> End:
@@ -260,6 +266,22 @@ VERDICTS = {
         + [fate(1, stalled=True)], "hung", [1], "hang"),
     "all stood still, and of one nothing is known": (
         [fate(0, stalled=True), Fate(1)], "hung", [], "hang"),
+    "ranks in one place, of which one alone is in no call to others": (
+        [standing(0, waits=True), standing(1, waits=False), standing(2, waits=True)],
+        "hung", [1], "hang"),
+    "ranks in one place, two of which are in no call to others": (
+        [standing(0, waits=False), standing(1, waits=True), standing(2, waits=False)],
+        "hung", [0, 2], "hang"),
+    "ranks in one place, each in a call to others, and not in the same one": (
+        [standing(0, waits=True, where="b.py:7 in f"), standing(1, waits=True),
+         standing(2, waits=True)], "hung", [0, 1, 2], "hang"),
+    "ranks in one place, of one of which it is not known where it stands": (
+        [standing(0, waits=True), standing(1, waits=False),
+         fate(2, clock=at(12, "data"), stalled=True)], "hung", [0, 1, 2], "hang"),
+    "a rank behind the others, and where both stand": (
+        [fate(0, clock=at(12, "backward"), stalled=True,
+              stands=Standing("a.py:9 in f (c10d.py:1 in wait)", True, at(12, "backward"))),
+         standing(1, waits=False)], "hung", [1], "hang"),
     # Nothing to blame anybody for.
     "all closed": (
         [fate(n, "exit:0", at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),

@@ -1,0 +1,99 @@
+"""Who it was that all others waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpprobe.ends.evidence import UNKNOWN, named
+from ddpprobe.ends.rank_ends import ALIVE, LEFT, VICTIM, RankEnds
+from ddpprobe.ends.words import place_of, ranks_of
+from ddpprobe.records.fate import Fate
+
+_MOST_SHOWN = 4  # places at which ranks stand
+
+
+def stuck_in(parts: RankEnds) -> list[Fate]:
+    """Return the ranks that the others waited for, if they did."""
+    case = parts.case
+    suspended = [f for f in case.fates if f.suspended]
+    if suspended and not parts.has(LEFT):
+        return _behind(suspended)
+    victims = parts.all(VICTIM)
+    waited = [f for f in victims if f.how == "SIGABRT" or (f.error and f.error.timed_out)]
+    if not waited and (parts.has(LEFT) or not any(f.stalled for f in case.fates)):
+        return []
+    here = [f for f in case.fates if f.heard and not f.paused and f not in waited]
+    here = [f for f in here if parts.part(f) != LEFT]
+    if not here and missed(parts):
+        return []  # who was waited for had ended
+    stuck = _behind(here or waited)
+    # One whose communication broke in the same place had waited there as well.
+    places = {f.clock.key for f in stuck if f.clock and parts.part(f) == VICTIM}
+    also = [f for f in waited if f not in stuck and f.clock and f.clock.key in places]
+    return _not_waiting(sorted([*stuck, *also], key=lambda f: f.rank))
+
+
+def missed(parts: RankEnds) -> list[Fate]:
+    """Return who left behind one whose communication broke: that one may have waited for it."""
+    furthest = max((f.clock.key for f in parts.all(VICTIM) if f.clock), default=None)
+    return [f for f in parts.all(LEFT) if f.clock and furthest and f.clock.key < furthest]
+
+
+def in_words(parts: RankEnds, stuck: list[Fate]) -> tuple[str, str]:
+    """Return what is said of ranks that the others waited for, and how they stood still."""
+    if len(stuck) == 1 and stuck[0].suspended:
+        text, how = f"{place_of(stuck)}, was suspended (SIGSTOP) and did not go on", "SIGSTOP"
+    elif len(stuck) == 1:
+        text, how = f"{place_of(stuck)}, did not move on", "hang"
+    else:
+        text, how = f"no rank moved on: {place_of(stuck)}, and nothing says which was first", "hang"
+    waiting = [f for f in parts.case.fates if f not in stuck and f.clock]
+    if waiting:
+        text += f"; {named((f.rank for f in waiting), 'and')} waited"
+    if _by_micro(stuck, waiting):
+        text += ", if all ranks have equally many micro-batches"
+    text += _where_they_stand(stuck, waiting)
+    for fate in parts.case.fates:
+        if fate.error is not None and fate.error.behind:
+            text += f"; rank {fate.rank} waited while it handled {fate.error.behind}"
+    ends = sorted({f.how for f in parts.case.fates if f.how and f.how != UNKNOWN})
+    if ends and not parts.has(ALIVE):
+        text += f", until the job was ended ({', '.join(ends)})"
+    return text, how
+
+
+def _behind(fates: list[Fate]) -> list[Fate]:
+    known = [f.clock.key for f in fates if f.clock]
+    return [f for f in fates if f.clock and f.clock.key == min(known)] if known else fates
+
+
+def _not_waiting(stuck: list[Fate]) -> list[Fate]:
+    """Return, of ranks in the same place, those that are seen to wait for no other rank.
+
+    All of them, where of one it is not known where it stands, or each is seen to wait.
+    """
+    others = [f for f in stuck if f.stands is not None and not f.stands.waits]
+    known = all(f.stands is not None for f in stuck)
+    return others if known and others else stuck
+
+
+def _by_micro(stuck: list[Fate], waiting: list[Fate]) -> bool:
+    """Whether only the number of its micro-batch puts somebody in front of who is stuck."""
+    at = [f.clock for f in stuck if f.clock and f.clock.phase != "data"]
+    others = [f.clock for f in waiting if f.clock and f.clock.phase != "data"]
+    return any(a.steps == b.steps and a.micro != b.micro for a in at for b in others)
+
+
+def _where_they_stand(stuck: list[Fate], waiting: list[Fate]) -> str:
+    """Say at which lines those stand, the fewest at one line first, and most of those that wait."""
+    places = _by_place(stuck)[:_MOST_SHOWN] + _by_place(waiting)[-1:]
+    return "".join(f"; {ranks_of(fates)} stood at {where}" for where, fates in places)
+
+
+def _by_place(fates: Iterable[Fate]) -> list[tuple[str, list[Fate]]]:
+    """Return who stands where, the fewest first."""
+    places: dict[str, list[Fate]] = {}
+    for fate in fates:
+        if fate.stands is not None:
+            places.setdefault(fate.stands.where, []).append(fate)
+    return sorted(places.items(), key=lambda place: (len(place[1]), place[1][0].rank))

@@ -1,0 +1,108 @@
+"""Where the training thread is in its code while a rank stands still.
+
+A rank that hangs cannot say so itself. Its disk thread can: Python keeps the frames of all threads,
+and whoever waits in C, for other ranks or for a disk, has let the interpreter go.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import final
+
+from ddpprobe.records.events import StandsEvent
+from ddpprobe.records.step import STEP_PHASES
+from ddpprobe.rundir import heartbeat
+
+# Half of what makes a rank a late one (`ends.stalls`), so that it is known where all of them stand
+# before anybody is blamed.
+STILL_SECONDS = 5.0
+STILL_STEPS = 5
+# Where ranks talk to one another: the name of a module, or its beginning.
+_TALKING = ("torch.distributed.", "torch.nn.parallel.distributed.")
+_OURS = ("torch.", "ddpprobe.")
+_STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")  # noqa: PTH118  (compared as text)
+_PACKAGES = ("site-packages", "dist-packages")
+
+
+@final
+class StandingLook:
+    """Looks, about once a second, whether this rank still moves; see `StandsEvent`.
+
+    It looks again each time that it has stood for twice as long, and tells if the place is another
+    one. The thread that makes it is the one that trains.
+
+    Args:
+        beat: path of the rank's heartbeat.
+        tell: takes an event.
+    """
+
+    def __init__(self, beat: Path, tell: Callable[[StandsEvent], object]) -> None:
+        self._beat, self._tell = beat, tell
+        self._thread = threading.get_ident()
+        self._since = 0  # time of the last beat, Unix ns
+        self._due = 0.0  # seconds behind it at which to look
+        self._told = ""
+
+    def __call__(self) -> None:
+        """Look."""
+        beat = heartbeat.read(self._beat)
+        if beat is None or beat.state not in STEP_PHASES or beat.steps <= 0:
+            return
+        if beat.time_ns != self._since:
+            usual = sum(beat.phase_seconds) / beat.steps
+            self._since, self._told = beat.time_ns, ""
+            self._due = max(STILL_SECONDS, STILL_STEPS * usual)
+        silent = (time.time_ns() - beat.time_ns) / 1e9
+        if silent < self._due:
+            return
+        self._due = 2 * silent
+        frame = sys._current_frames().get(self._thread)  # noqa: SLF001  (its documented name)
+        if frame is None:
+            return
+        where, waits = place(frame)
+        if where != self._told:
+            self._told = where
+            self._tell(
+                StandsEvent(
+                    step=beat.step, steps=beat.steps, micro=beat.micro, state=beat.state,
+                    where=where, waits=waits, time_ns=time.time_ns(),
+                )
+            )  # fmt: skip
+
+
+def place(innermost: FrameType) -> tuple[str, bool]:
+    """Return where a thread is, and whether that is in communication; as of `Standing`."""
+    within = _module(innermost)
+    script = next((f for f in _outwards(innermost) if _is_the_scripts(f)), innermost)
+    where = _in_words(script)
+    if script is not innermost:
+        where += f" ({_in_words(innermost)})"
+    return where, within.startswith(_TALKING)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_the_scripts(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    library = file.startswith(_STDLIB) and not any(name in file for name in _PACKAGES)
+    return not (library or file.startswith("<frozen") or _module(frame).startswith(_OURS))
+
+
+def _in_words(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"  # noqa: PTH119
+
+
+def _module(frame: FrameType) -> str:
+    return f"{frame.f_globals.get('__name__')}."
