@@ -45,3 +45,14 @@ def test_what_ranks_wait_for_is_time_of_the_forward(case: str, out: Path, record
         assert (data if rank == job.LATE else forward) >= job.LONG
         scalars = record.scalars[rank]
         assert 0 < scalars[REDUCE_SECONDS] <= scalars["backward_seconds"]
+
+
+def test_each_rank_says_where_it_stands_and_whether_it_waits_for_others(out: Path) -> None:
+    said = json.loads((out / "barrier.json").read_text())
+    script = Path(job.__file__).name
+    assert set(said) == {str(rank) for rank in range(RANKS)}
+    for rank, (where, waits) in said.items():
+        late = int(rank) == job.LATE
+        assert where.startswith(f"{script}:")
+        assert where.endswith(" in barrier)") != late
+        assert waits != late

@@ -2,7 +2,9 @@
 
 torchrun ... waits_job.py OUT CASE [CASE ...]     (OUT/CASE is the run directory of a case)
 
-What is read stands in OUT/CASE.json: per micro-batch, rank -> [step, micro-batch, state].
+What is read stands in OUT/CASE.json: per micro-batch, rank -> [step, micro-batch, state]. At last
+one comes late to a barrier, until every rank has said where it stands; OUT/barrier.json has that:
+rank -> [line, whether it waits for others].
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
-from ddpprobe.rundir import heartbeat
+from ddpprobe.rank import standing
+from ddpprobe.records.events import StandsEvent
+from ddpprobe.rundir import framing, heartbeat
+from ddpprobe.rundir.journal import JournalTail
 
 LATE, STEP, MICROS = 0, 2, 2  # rank 0: it sends DDP's buffers
 LONG = 0.2  # seconds for which the others are kept waiting, seen to wait
@@ -104,8 +109,45 @@ def train(case: str, out: Path) -> None:
         (out / f"{case}.json").write_text(json.dumps(seen))
 
 
+def said(run: Path) -> dict[int, tuple[str, bool]]:
+    """Return where each rank has said that it stands."""
+    found = {}
+    for directory in run.glob("journal/*/*/rank_*"):
+        tail = JournalTail(directory)
+        for frame in tail.poll():
+            event = frame.event() if frame.type == framing.LIFE else None
+            if isinstance(event, StandsEvent):
+                found[int(directory.name.removeprefix("rank_"))] = event.where, event.waits
+        tail.close()
+    return found
+
+
+def wait_until_all_have_said(run: Path) -> dict[int, tuple[str, bool]]:
+    until = time.monotonic() + PATIENCE
+    while len(found := said(run)) < dist.get_world_size() and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def stand(out: Path) -> None:
+    """Train a little, then keep all in a barrier, but for one."""
+    standing.STILL_SECONDS, standing.STILL_STEPS = 0.3, 0
+    model = DistributedDataParallel(net())
+    with ddpprobe.install(model, run_dir=out / "barrier", every=2, daemon="none"):
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(STEP):
+            model(torch.randn(4, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if dist.get_rank() == LATE:
+            found = wait_until_all_have_said(out / "barrier")
+            (out / "barrier.json").write_text(json.dumps(found))
+        dist.barrier()
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     for each in sys.argv[2:]:
         train(each, Path(sys.argv[1]))
+    stand(Path(sys.argv[1]))
     dist.destroy_process_group()
