@@ -450,7 +450,7 @@ def _join(
         dict.fromkeys((topology.device, *(p.device for p in parameters))),
         {p.dtype for p in parameters},
     )
-    Fuse("starting the disk thread").guard(joined.start)()
+    Fuse("starting the disk thread").guard(joined.start)(recorder.is_reducing)
     Fuse("watching the other ranks").guard(joined.watch_peers)()
     Fuse("signal handlers").guard(OF_THE_SCRIPT.look)()
     first = (

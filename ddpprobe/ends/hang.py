@@ -72,8 +72,8 @@ def _not_waiting(stuck: list[Fate]) -> list[Fate]:
 
     All of them, where of one it is not known where it stands, or each is seen to wait.
     """
-    others = [f for f in stuck if f.stands is not None and not f.stands.waits]
-    known = all(f.stands is not None for f in stuck)
+    others = [f for f in stuck if f.stands is not None and f.stands.waits is False]
+    known = all(f.stands is not None and f.stands.waits is not None for f in stuck)
     return others if known and others else stuck
 
 

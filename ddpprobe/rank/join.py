@@ -59,9 +59,9 @@ class Joined:
     refused: str = ""
     _keeper: DaemonKeeper | None = None
 
-    def start(self) -> None:
+    def start(self, is_reducing: Callable[[], bool]) -> None:
         """Let the disk thread begin, if there is one, now that this process is about to train."""
-        self.record_files.start(self.keep_daemon)
+        self.record_files.start(is_reducing, self.keep_daemon)
 
     def watch_peers(self) -> None:
         """Let the other ranks of the node be watched."""

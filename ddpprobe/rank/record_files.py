@@ -109,10 +109,15 @@ class RecordFiles:
         """
         return path if self.memory is None or far else self.memory / path.name
 
-    def start(self, *chores: Callable[[], object]) -> None:
-        """Let the disk thread begin, with `chores` to do about once a second."""
+    def start(self, is_reducing: Callable[[], bool], *chores: Callable[[], object]) -> None:
+        """Let the disk thread begin, with `chores` to do about once a second.
+
+        Args:
+            is_reducing: as for `StandingLook`.
+            chores: besides its own.
+        """
         if self.disk_thread is not None:
-            look = StandingLook(self._spot.heartbeat, self.journal.append_event)
+            look = StandingLook(self._spot.heartbeat, self.journal.append_event, is_reducing)
             self.disk_thread.start(look, self._carry, *chores)
 
     def close(self) -> None:

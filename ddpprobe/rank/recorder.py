@@ -88,8 +88,7 @@ class Recorder:
         self.declare_step = self._clock.declare_step
         self._logged = LoggedNumbers(self._clock, self._frame_writer)
         self._observers: Observers | None = None
-        self._sampling = False
-        self._noted = False  # since the last sampled step
+        self._sampling = self._noted = False  # noted: since the last sampled step
         self._set_up: dict[str, float] = {}  # how the loop is, in the sampled step
         self._optimizers = step_facts.OptimizerFacts()
         self._told_handlers = False
@@ -97,6 +96,7 @@ class Recorder:
         self._bad: FirstBad | None = None
         self._stopwatch = stopwatch
         self._times = StepTimes(self._clock.phase_seconds, stopwatch)
+        self.is_reducing = self._times.is_reducing
         self._calls_are_measured = False
         self._open = True
         self._room = Room()

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import final
 
+import torch
+
 from ddpprobe.records.events import StandsEvent
 from ddpprobe.records.step import STEP_PHASES
 from ddpprobe.rundir import heartbeat
@@ -26,6 +28,7 @@ STILL_SECONDS = 5.0
 STILL_STEPS = 5
 # Where ranks talk to one another: the name of a module, or its beginning.
 _TALKING = ("torch.distributed.", "torch.nn.parallel.distributed.")
+_ENGINE = "torch.autograd.graph."  # of a backward: DDP waits for the others in its C++
 _OURS = ("torch.", "ddpprobe.")
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")  # noqa: PTH118  (compared as text)
 _PACKAGES = ("site-packages", "dist-packages")
@@ -41,10 +44,13 @@ class StandingLook:
     Args:
         beat: path of the rank's heartbeat.
         tell: takes an event.
+        is_reducing: whether a backward has its gradients, and waits for their reduction.
     """
 
-    def __init__(self, beat: Path, tell: Callable[[StandsEvent], object]) -> None:
-        self._beat, self._tell = beat, tell
+    def __init__(
+        self, beat: Path, tell: Callable[[StandsEvent], object], is_reducing: Callable[[], bool]
+    ) -> None:
+        self._beat, self._tell, self._is_reducing = beat, tell, is_reducing
         self._thread = threading.get_ident()
         self._since = 0  # time of the last beat, Unix ns
         self._due = 0.0  # seconds behind it at which to look
@@ -66,7 +72,7 @@ class StandingLook:
         frame = sys._current_frames().get(self._thread)  # noqa: SLF001  (its documented name)
         if frame is None:
             return
-        where, waits = place(frame)
+        where, waits = place(frame, reducing=self._is_reducing())
         if where != self._told:
             self._told = where
             self._tell(
@@ -77,14 +83,19 @@ class StandingLook:
             )  # fmt: skip
 
 
-def place(innermost: FrameType) -> tuple[str, bool]:
-    """Return where a thread is, and whether that is in communication; as of `Standing`."""
+def place(innermost: FrameType, *, reducing: bool = False) -> tuple[str, bool | None]:
+    """Return where a thread is, and whether that is in communication; as of `Standing`.
+
+    `reducing`: what the engine of a backward still waits for is the reduction.
+    """
     within = _module(innermost)
     script = next((f for f in _outwards(innermost) if _is_the_scripts(f)), innermost)
     where = _in_words(script)
     if script is not innermost:
         where += f" ({_in_words(innermost)})"
-    return where, within.startswith(_TALKING)
+    if within.startswith(_TALKING) or (reducing and within == _ENGINE):
+        return where, True
+    return where, None if torch.cuda.is_initialized() else False
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -37,6 +37,10 @@ class StepTimes:
             self._reduced += time.perf_counter() - self._computed
             self._computed = None
 
+    def is_reducing(self) -> bool:
+        """Whether a backward under way has its gradients, and they are not reduced yet."""
+        return self._computed is not None
+
     def told(self) -> dict[str, float]:
         """Return the scalars of the step under way.
 

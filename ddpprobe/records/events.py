@@ -214,7 +214,7 @@ class StandsEvent(_Place):
     """The rank stands still; `where` and `waits` as of `Standing`."""
 
     where: str
-    waits: bool
+    waits: bool | None = None
     time_ns: int
 
 

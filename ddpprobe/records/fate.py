@@ -71,13 +71,14 @@ class Standing:
     Attributes:
         where: file, line and function of the innermost frame of the script's, and of the innermost
             of all in brackets where that is another one.
-        waits: that one is torch's, of communication with other ranks. False: it is none of that,
-            but it may wait for them in torch's C++ all the same.
+        waits: that one is torch's, of communication with other ranks, or a backward whose gradients
+            are being reduced. False: it is none of that, though a script may wait for others in
+            torch's C++. None: nor is it, and the host may wait there for a device.
         clock: how far the rank had come.
     """
 
     where: str
-    waits: bool
+    waits: bool | None
     clock: Progress
 
 

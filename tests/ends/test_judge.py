@@ -46,7 +46,7 @@ def left(rank: int, clock: Progress, **more: Any) -> Fate:
     return fate(rank, "exit:0", clock, **more)
 
 
-def standing(rank: int, *, waits: bool, where: str = "a.py:5 in f") -> Fate:
+def standing(rank: int, *, waits: bool | None, where: str = "a.py:5 in f") -> Fate:
     """Return a rank that stands still at its data, in a call to other ranks or not."""
     clock = at(12, "data")
     return fate(rank, clock=clock, stalled=True, stands=Standing(where, waits, clock))
@@ -278,6 +278,9 @@ VERDICTS = {
     "ranks in one place, of one of which it is not known where it stands": (
         [standing(0, waits=True), standing(1, waits=False),
          fate(2, clock=at(12, "data"), stalled=True)], "hung", [0, 1, 2], "hang"),
+    "ranks in one place, of one of which its line proves nothing": (
+        [standing(0, waits=True), standing(1, waits=None), standing(2, waits=False)],
+        "hung", [0, 1, 2], "hang"),
     "a rank behind the others, and where both stand": (
         [fate(0, clock=at(12, "backward"), stalled=True,
               stands=Standing("a.py:9 in f (c10d.py:1 in wait)", True, at(12, "backward"))),

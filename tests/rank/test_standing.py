@@ -32,7 +32,7 @@ class Rank:
         clock = SimpleNamespace(time_ns=lambda: self._now)
         monkeypatch.setattr(standing, "time", clock)
         monkeypatch.setattr(standing.heartbeat, "read", lambda _: self.beat)
-        self.look = StandingLook(Path("unread"), self.told.append)
+        self.look = StandingLook(Path("unread"), self.told.append, lambda: False)
 
     def beats(self, state: str = "data", steps: int = 3, step_seconds: float = 0.01) -> None:
         spent = (steps * step_seconds, 0.0, 0.0, 0.0)
@@ -71,7 +71,7 @@ def test_another_place_is_told_when_it_has_stood_for_twice_as_long(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = ["a.py:1 in f"]
-    monkeypatch.setattr(standing, "place", lambda _: (now[0], False))
+    monkeypatch.setattr(standing, "place", lambda _, reducing: (now[0], reducing))
     rank.beats()
     rank.passes(STILL_SECONDS)
     now[0] = "b.py:2 in g"
@@ -169,3 +169,25 @@ def test_communication_is_what_torch_s_modules_for_it_do(frames, module: str, wa
     line = main.__code__.co_firstlineno + 1
     assert found == f"{Path(__file__).name}:{line} in main (c10d.py:2 in waits)"
     assert communicates == waits
+
+
+@pytest.mark.parametrize("reducing", [True, False])
+def test_a_backward_waits_for_others_once_it_has_its_gradients(frames, reducing: bool) -> None:
+    given: queue.SimpleQueue[int] = queue.SimpleQueue()
+    frame = frames(of_torch("torch.autograd.graph", given), lambda: given.put(1))
+    assert place(frame, reducing=reducing)[1] == reducing
+
+
+def test_what_a_script_s_hook_does_in_a_backward_is_no_waiting(frames) -> None:
+    event = threading.Event()
+    assert place(frames(event.wait, event.set), reducing=True)[1] is False
+
+
+def test_where_a_gpu_is_used_no_line_proves_that_nobody_is_waited_for(
+    frames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standing.torch.cuda, "is_initialized", lambda: True)
+    event, given = threading.Event(), queue.SimpleQueue()
+    assert place(frames(event.wait, event.set))[1] is None
+    barrier = of_torch("torch.distributed.distributed_c10d", given)
+    assert place(frames(barrier, lambda: given.put(1)))[1] is True
