@@ -20,6 +20,7 @@ from typing import Any
 from ddpprobe.rank.disk_thread import DiskThread
 from ddpprobe.rank.standing import StandingLook
 from ddpprobe.rundir import heartbeat, spool, tmpfs
+from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.heartbeat import HeartbeatWriter
 from ddpprobe.rundir.journal import JournalWriter
 from ddpprobe.rundir.paths import RunDir
@@ -118,7 +119,9 @@ class RecordFiles:
         """
         if self.disk_thread is not None:
             look = StandingLook(self._spot.heartbeat, self.journal.append_event, is_reducing)
-            self.disk_thread.start(look, self._carry, *chores)
+            # With a fuse of its own: what goes wrong in it must not end what carries the journal.
+            still = Fuse("saying where a rank stands").guard(look)
+            self.disk_thread.start(still, self._carry, *chores)
 
     def close(self) -> None:
         """Bring what is in memory to the disk, unless that takes longer than two seconds.
