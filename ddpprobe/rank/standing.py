@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ STILL_STEPS = 5
 _TALKING = ("torch.distributed.", "torch.nn.parallel.distributed.")
 _ENGINE = "torch.autograd.graph."  # of a backward: DDP waits for the others in its C++
 _OURS = ("torch.", "ddpprobe.")
-_STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")  # noqa: PTH118  (compared as text)
+_STDLIB = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  (compared as text)
 _PACKAGES = ("site-packages", "dist-packages")
 
 

@@ -51,6 +51,7 @@ OF_ENDS: tuple[dict[str, Any], ...] = (
     {"event": "moving", "time_ns": 6},
     {"event": "suspended", "rank": 1, "time_ns": 5},
     {"event": "continued", "rank": 1, "time_ns": 6},
+    {"event": "stands", "where": "train.py:4 in load", "waits": False, "time_ns": 7, **PLACE},
     {"event": "job", "scheduler": "Slurm job 17"},
     {"event": "handles"},
     {"event": "peer_exit", "rank": 1, "how": "SIGKILL", "alive": [0, 2], "time_ns": 5},
@@ -61,6 +62,8 @@ OF_ENDS: tuple[dict[str, Any], ...] = (
         "sets_handlers": False,
         "handles": False, "at_exit": False, "asked": False, "beat_closed": False,
         "clock": {"steps": 4, "micro": 0, "phase": "forward", "step": 3}, "suspended": False,
+        "stands": {"where": "train.py:4 in load", "waits": True,
+                   "clock": {"steps": 4, "micro": 0, "phase": "forward", "step": 3}},
         "stalled": False, "heard": True, "dead": True, "paused": False, "launcher": ""}},
 )  # fmt: skip
 LATER: tuple[dict[str, Any], ...] = (
