@@ -455,8 +455,8 @@ unless on (job, run) ddpprobe_first_failure_timestamp_seconds""",
 > {STRAGGLER_SHARE} * max by (job, run) ({_STEP})""",
         f"{RUN} waits for rank " + _list(f"topk(1, {_BEHIND}{{%s}})", "rank", "?"),
         "It works {{ $value | humanizeDuration }} longer on each step than most ranks (input, "
-        "forward, optimizer; under FSDP input alone), and all the others wait for it. Its data loader, its device, its "
-        f"neighbours on the node: {INFO}",
+        "forward, optimizer; under FSDP input alone), and all the others wait for it. Its data "
+        f"loader, its device, its neighbours on the node: {INFO}",
         wait=STRAGGLER_WAIT,
     ),
     Alert(

@@ -24,7 +24,7 @@ class NeverUpdated(SampledDetector):
     as far as the median of them (Adam), or as far in proportion to the gradient (SGD). So a bias in
     front of a norm, or an unused part is none. A gain of 1 in bfloat16, whose steps are less than
     half of what lies between two numbers of the dtype, is told as rounded away once the steps add
-    up to several of them. A large part of the model that requires a gradient and has never had one
+    up to one such spacing. A large part of the model that requires a gradient and has never had one
     is told, too: the graph does not reach it. That nothing of the model was ever changed is a page;
     of a part of it that alone is observed, a warning.
 
@@ -89,7 +89,9 @@ class NeverUpdated(SampledDetector):
         if whole.any():
             self._told |= whole
             return [self._verdict(record, now, whole)]
-        return self._look_at_coarse(record, found)
+        lost = self._rounded_away(found, record.step)
+        self._rounds |= bool(lost.any())
+        return [self._too_coarse(record, lost)] if lost.any() else []
 
     def _follow(self, now: WeightsOfStep, step: int) -> None:
         new = now.seen & (self._seen == 0)
@@ -137,23 +139,17 @@ class NeverUpdated(SampledDetector):
         whole: Mask = found & np.array([o in pulled and o not in moving for o in owners], bool)
         return whole
 
-    def _look_at_coarse(self, record: StepRecord, found: Mask) -> list[Anomaly]:
-        lost = self._rounded_away(found, record.step)
-        if self._rounds or not lost.any():
-            return []
-        self._rounds = True
-        return [self._too_coarse(record, lost)]
-
     def _rounded_away(self, found: Mask, step: int) -> Mask:
-        """Return those of a coarse dtype that many steps would have moved, and none alone could."""
-        in_all = self._pace * (step - self._since)
-        if not (found & self._is_coarse() & (self._pace < _HALF) & (in_all >= self._rounded)).any():
-            return found & False
-        lost: Mask = found & self._is_coarse() & (self._pace > 0) & (self._pace < _HALF)
-        return lost
+        """Return those of a coarse dtype that no step alone could move, if many would have one.
 
-    def _is_coarse(self) -> Mask:
-        return np.array([dtype in _COARSE for dtype in self._rows.dtypes], bool)
+        None of them, once that was told.
+        """
+        if self._rounds or not found.any():
+            return found & False
+        coarse = np.array([dtype in _COARSE for dtype in self._rows.dtypes], bool)
+        lost: Mask = found & coarse & (self._pace > 0) & (self._pace < _HALF)
+        would = lost & (self._pace * (step - self._since) >= self._rounded)
+        return lost & bool(would.any())
 
     def _grow(self, sites: int) -> None:
         self._first = grown(self._first, sites, np.nan)

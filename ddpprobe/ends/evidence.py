@@ -176,8 +176,7 @@ class Evidence:
         self._beaten(rank, node, event)
 
     def _stands(self, rank: int, node: str, event: StandsEvent) -> None:
-        state, step = event.state or "", -1 if event.step is None else event.step
-        clock = clock_of(event.steps or 0, event.micro or 0, state, step)
+        clock = _clock_said(event)
         known = self._fates.get(rank, Fate(rank)).stands
         if clock is not None and (known is None or clock.key >= known.clock.key):
             self._set(rank, node, stands=Standing(event.where, event.waits, clock))
@@ -210,10 +209,8 @@ class Evidence:
     def _beaten(
         self, rank: int, node: str, said: ClosedEvent | ExitEvent | Beat | Heartbeat
     ) -> None:
-        state, step = said.state or "data", -1 if said.step is None else said.step
-        self._set(rank, node, **({"beat_closed": True} if state == "closed" else {}))
-        steps = step if said.steps is None else said.steps
-        self._moved(rank, node, clock_of(steps, said.micro or 0, state, step))
+        self._set(rank, node, **({"beat_closed": True} if said.state == "closed" else {}))
+        self._moved(rank, node, _clock_said(said))
 
 
 def _as_peers_say(fate: Fate, said: PeerExitEvent | None) -> Fate:
@@ -223,6 +220,14 @@ def _as_peers_say(fate: Fate, said: PeerExitEvent | None) -> Fate:
     if fate.how in {"", UNKNOWN}:
         fate = replace(fate, how=said.how, time_ns=said.time_ns)
     return replace(fate, outlived_by=said.alive)
+
+
+def _clock_said(
+    said: ClosedEvent | ExitEvent | StandsEvent | Beat | Heartbeat,
+) -> Progress | None:
+    step = -1 if said.step is None else said.step
+    steps = step if said.steps is None else said.steps
+    return clock_of(steps, said.micro or 0, said.state or "data", step)
 
 
 def clock_of(steps: int, micro: int, state: str, step: int) -> Progress | None:

@@ -72,9 +72,9 @@ def _not_waiting(stuck: list[Fate]) -> list[Fate]:
 
     All of them, where of one it is not known where it stands, or each is seen to wait.
     """
-    others = [f for f in stuck if f.stands is not None and f.stands.waits is False]
-    known = all(f.stands is not None and f.stands.waits is not None for f in stuck)
-    return others if known and others else stuck
+    waits = [f.stands.waits if f.stands is not None else None for f in stuck]
+    others = [f for f, one in zip(stuck, waits, strict=True) if not one]
+    return others if others and None not in waits else stuck
 
 
 def _by_micro(stuck: list[Fate], waiting: list[Fate]) -> bool:

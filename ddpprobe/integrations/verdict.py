@@ -13,9 +13,7 @@ from typing import Any
 
 UNDECIDED = "undecided"
 SECONDS = 15.0  # for the other ranks to close, and the daemon to write what is left
-READ_SECONDS = (
-    60.0  # for one look, which has Python to start: a busy machine is no reason to give up
-)
+READ_SECONDS = 60.0  # for one look, which has Python to start: also where a machine is busy
 _PAUSE = 0.25  # between looks
 
 

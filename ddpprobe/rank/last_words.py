@@ -10,8 +10,9 @@ import traceback
 from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
 
+from ddpprobe.rank.frames import line_in_words, module_of, stack
 from ddpprobe.rank.scheduler import pool
-from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT, is_called_by_a_signal, stack
+from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT, is_called_by_a_signal
 from ddpprobe.records.events import ClosedEvent
 from ddpprobe.records.fate import RaisedError
 
@@ -107,7 +108,7 @@ def _is_raised_by_hand(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None or _module_of(trace.tb_frame).startswith("torch."):
+    if trace is None or module_of(trace.tb_frame).startswith("torch."):
         return False
     return trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
 
@@ -136,16 +137,12 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
         trace = trace.tb_next
 
 
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))  # of none, "None" is no module of torch's either
-
-
 def _is_collective(error: BaseException) -> bool:
     if any(kind.__name__ in _DIST_ERRORS for kind in type(error).__mro__):
         return True
     if not isinstance(error, RuntimeError | OSError):  # a wrong call, such as without a group
         return False
-    modules = [_module_of(frame) for frame in _frames(error.__traceback__)]
+    modules = [module_of(frame) for frame in _frames(error.__traceback__)]
     inner = modules[-1] if modules else ""
     if isinstance(error, RuntimeError) and inner.startswith(_TALKING):
         return True
@@ -157,9 +154,8 @@ def _origin(trace: TracebackType | None) -> str:
     found = ""
     while trace is not None:
         frame = trace.tb_frame
-        if not _module_of(frame).startswith(("torch.", "ddpprobe.")):
-            code = frame.f_code
-            found = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"  # noqa: PTH119
+        if not module_of(frame).startswith(("torch.", "ddpprobe.")):
+            found = line_in_words(frame.f_code, trace.tb_lineno)
         trace = trace.tb_next
     return found
 

@@ -118,7 +118,8 @@ class RecordFiles:
             chores: besides its own.
         """
         if self.disk_thread is not None:
-            look = StandingLook(self._spot.heartbeat, self.journal.append_event, is_reducing)
+            beats = self.heartbeat
+            look = StandingLook(lambda: beats.last, self.journal.append_event, is_reducing)
             # With a fuse of its own: what goes wrong in it must not end what carries the journal.
             still = Fuse("saying where a rank stands").guard(look)
             self.disk_thread.start(still, self._carry, *chores)

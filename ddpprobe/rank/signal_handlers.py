@@ -14,11 +14,11 @@ import ctypes
 import functools
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, final
 
+from ddpprobe.rank.frames import stack
 from ddpprobe.rundir.fuse import Fuse
 
 ASKING = (signal.SIGTERM, signal.SIGINT)
@@ -138,13 +138,6 @@ class Handlers:
 
     def _returned(self, code: CodeType, _offset: int, _value: object) -> None:
         self._seen[id(code)].returns += 1
-
-
-def stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame, its caller, and so on."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def is_called_by_a_signal(frame: FrameType) -> bool:

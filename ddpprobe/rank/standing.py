@@ -10,16 +10,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
 from typing import final
 
 import torch
 
+from ddpprobe.rank.frames import line_in_words, module_of, stack
 from ddpprobe.records.events import StandsEvent
 from ddpprobe.records.step import STEP_PHASES
-from ddpprobe.rundir import heartbeat
+from ddpprobe.rundir.heartbeat import Heartbeat
 
 # Half of what makes a rank a late one (`ends.stalls`), so that it is known where all of them stand
 # before anybody is blamed.
@@ -41,14 +41,15 @@ class StandingLook:
     one. The thread that makes it is the one that trains.
 
     Args:
-        beat: path of the rank's heartbeat.
+        beat: returns the rank's last heartbeat.
         tell: takes an event.
         is_reducing: whether a backward has its gradients, and waits for their reduction.
     """
 
     def __init__(
-        self, beat: Path, tell: Callable[[StandsEvent], object], is_reducing: Callable[[], bool]
-    ) -> None:
+        self, beat: Callable[[], Heartbeat | None], tell: Callable[[StandsEvent], object],
+        is_reducing: Callable[[], bool],
+    ) -> None:  # fmt: skip
         self._beat, self._tell, self._is_reducing = beat, tell, is_reducing
         self._thread = threading.get_ident()
         self._since = 0  # time of the last beat, Unix ns
@@ -57,7 +58,7 @@ class StandingLook:
 
     def __call__(self) -> None:
         """Look."""
-        beat = heartbeat.read(self._beat)
+        beat = self._beat()
         if beat is None or beat.state not in STEP_PHASES or beat.steps <= 0:
             return
         if beat.time_ns != self._since:
@@ -87,32 +88,17 @@ def place(innermost: FrameType, *, reducing: bool = False) -> tuple[str, bool | 
 
     `reducing`: what the engine of a backward still waits for is the reduction.
     """
-    within = _module(innermost)
-    script = next((f for f in _outwards(innermost) if _is_the_scripts(f)), innermost)
-    where = _in_words(script)
+    within = f"{module_of(innermost)}."
+    script = next((f for f in stack(innermost) if _is_the_scripts(f)), innermost)
+    where = line_in_words(script.f_code, script.f_lineno)
     if script is not innermost:
-        where += f" ({_in_words(innermost)})"
+        where += f" ({line_in_words(innermost.f_code, innermost.f_lineno)})"
     if within.startswith(_TALKING) or (reducing and within == _ENGINE):
         return where, True
     return where, None if torch.cuda.is_initialized() else False
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _is_the_scripts(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     library = file.startswith(_STDLIB) and not any(name in file for name in _PACKAGES)
-    return not (library or file.startswith("<frozen") or _module(frame).startswith(_OURS))
-
-
-def _in_words(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"  # noqa: PTH119
-
-
-def _module(frame: FrameType) -> str:
-    return f"{frame.f_globals.get('__name__')}."
+    return not (library or file.startswith("<frozen") or module_of(frame).startswith(_OURS))

@@ -74,6 +74,12 @@ class HeartbeatWriter:
         """The last beat, for `carry` to write; None: it is in the run directory."""
         return self._slot_file.said if isinstance(self._slot_file, MappedSlotFile) else None
 
+    @property
+    def last(self) -> Heartbeat | None:
+        """The last beat, if that is in memory: no disk is asked."""
+        said = self.said
+        return _decoded(said) if said else None
+
     def beat(
         self,
         *,

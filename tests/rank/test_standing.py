@@ -31,8 +31,7 @@ class Rank:
         self._now = 0
         clock = SimpleNamespace(time_ns=lambda: self._now)
         monkeypatch.setattr(standing, "time", clock)
-        monkeypatch.setattr(standing.heartbeat, "read", lambda _: self.beat)
-        self.look = StandingLook(Path("unread"), self.told.append, lambda: False)
+        self.look = StandingLook(lambda: self.beat, self.told.append, lambda: False)
 
     def beats(self, state: str = "data", steps: int = 3, step_seconds: float = 0.01) -> None:
         spent = (steps * step_seconds, 0.0, 0.0, 0.0)

@@ -11,30 +11,24 @@ from ddpprobe.rank.step_times import StepTimes
 from ddpprobe.records.step import REDUCE_SECONDS
 from ddpprobe.rundir.stopwatch import Stopwatch
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from .test_stopwatch import Time
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
+    clock = Time()
     monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=clock))
     return clock
 
 
-def backward(times: StepTimes, clock: Clock, reduction: float) -> None:
-    clock.now += 5.0
+def backward(times: StepTimes, clock: Time, reduction: float) -> None:
+    clock.passes(5.0)
     times.backward_computed()
-    clock.now += reduction
+    clock.passes(reduction)
     times.backward_ended()
 
 
-def test_the_reductions_of_a_step_are_added_up_and_begin_anew_with_the_next(clock: Clock) -> None:
+def test_the_reductions_of_a_step_are_added_up_and_begin_anew_with_the_next(clock: Time) -> None:
     times = StepTimes([0.0] * 4, Stopwatch())
     backward(times, clock, 0.25)
     backward(times, clock, 0.5)
@@ -46,10 +40,10 @@ def test_the_reductions_of_a_step_are_added_up_and_begin_anew_with_the_next(cloc
     assert times.told()[REDUCE_SECONDS] == 0.0
 
 
-def test_an_end_whose_backward_was_not_heard_adds_nothing(clock: Clock) -> None:
+def test_an_end_whose_backward_was_not_heard_adds_nothing(clock: Time) -> None:
     times = StepTimes([0.0] * 4, Stopwatch())
     times.backward_ended()
     backward(times, clock, 0.25)
-    clock.now += 7.0
+    clock.passes(7.0)
     times.backward_ended()
     assert times.told()[REDUCE_SECONDS] == 0.25

@@ -147,9 +147,7 @@ class RootHooks:
 
     def _begin(self, module: nn.Module) -> None:
         self.in_graph = False
-        tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        rehearsal = sharding.rehearses() or tracing or self._captured()
-        self._trains = self.counts() and not rehearsal
+        self._trains = self.counts() and not (_is_rehearsed() or self._captured())
         if self._trains:
             self._parts.trains()
             self._hang_first_of_all()
@@ -166,7 +164,7 @@ class RootHooks:
             self._first_of_all = [outer.register_forward_pre_hook(hook, prepend=True)]
 
     def _arrive(self, *_: object) -> None:
-        is_one = self.counts() and not (sharding.rehearses() or stream_capture.is_captured())
+        is_one = self.counts() and not (_is_rehearsed() or stream_capture.is_captured())
         if is_one and not (self.deaf or self.in_graph or self._parts.armed):
             self._arrives()
 
@@ -275,6 +273,12 @@ class _Arrived:
 
     def __call__(self, _: Tensor | None) -> None:
         self._tell()
+
+
+def _is_rehearsed() -> bool:
+    """Whether a forward is run for what it does, and not for its numbers."""
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return sharding.rehearses() or bool(tracing)
 
 
 def _comes_from(module: nn.Module, error: BaseException) -> bool:
