@@ -66,7 +66,7 @@ class U92(Fault):
     # Seen: a step takes 40 and 42 ms in the end (12 and 22), the weights are the same.
     says = "a link fails over to a slow network: all ranks wait for each reduction"
     net, world = "gpt", 3
-    expected = Expected(("straggler", "level_shift", "rank_outlier"), 50)
+    expected = Expected(("slowdown", "straggler", "level_shift", "rank_outlier"), 50)
 
     def before_step(self) -> None:
         if self.step == 0:

@@ -1,40 +1,18 @@
-"""`straggler`: one rank takes longer before the collectives, and all others wait for it.
-
-The time of a step cannot tell who is slow: where ranks wait for each other, all take as long. What
-a rank does before it meets the others is its own: under DDP reading data, the forward, and the
-backward until its gradients are there. Under FSDP they meet in the forward: reading data alone is.
-"""
+"""`straggler`: one rank takes longer before the collectives, and all others wait for it."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
-from collections.abc import Mapping
 from statistics import median
 from typing import NamedTuple
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.step_seconds import Gap, gap_of
 from ddpprobe.detectors.telling import Telling
-from ddpprobe.records.step import (
-    REDUCE_SECONDS,
-    STEP_PHASES,
-    TRAINABLE,
-    Anomaly,
-    StepRecord,
-)
+from ddpprobe.records.step import Anomaly, StepRecord
 
-_PHASES = tuple(f"{phase}_seconds" for phase in STEP_PHASES)
-_PLACES = 3  # where ranks may meet
 _MOST = 60  # gaps of a span; of a short one as many as there are steps
-
-
-class Gap(NamedTuple):
-    """Who was the slowest in a step, by how much, and how long the step took; seconds."""
-
-    rank: int
-    behind: float
-    step: float
 
 
 class Straggler(SampledDetector):
@@ -87,7 +65,7 @@ class Straggler(SampledDetector):
         """Take the next record; at most one anomaly."""
         if record.missing:
             return []
-        gap = _gap(record)
+        gap = gap_of(record)
         if gap is None:
             return []
         self._few.add(gap, record.step)
@@ -149,58 +127,6 @@ class _Window:
         if times < same * len(gaps) or behind < seconds or behind < share * step:
             return None
         return _Lag(rank, behind, step, len(gaps))
-
-
-class _Times(NamedTuple):
-    """A rank's own time up to three places where it may meet the others, and its step; seconds."""
-
-    own: tuple[float, float, float]
-    step: float
-
-
-def _times(scalars: Mapping[str, float]) -> _Times | None:
-    """Return the times of a rank; None where it does not tell them."""
-    data, forward, backward, optimizer = (float(scalars.get(p, math.nan)) for p in _PHASES)
-    step = data + forward + backward + optimizer
-    if not (min(data, forward, backward, optimizer) >= 0 and math.isfinite(step)):
-        return None
-    computed = max(backward - float(scalars.get(REDUCE_SECONDS, backward)), 0.0)
-    return _Times((data, data + forward, data + forward + computed), step)
-
-
-def _gap(record: StepRecord) -> Gap | None:
-    """Return who is the furthest behind the others of its kind; None where that is not known."""
-    kinds: dict[float, dict[int, _Times]] = {}
-    for rank in record.ranks:
-        scalars = record.scalars.get(rank, {})
-        times = _times(scalars)
-        if times is None:
-            return None
-        kinds.setdefault(float(scalars.get(TRAINABLE, 0)), {})[rank] = times
-    slowest = [
-        _slowest({rank: (times.own[place], times.step) for rank, times in alike.items()})
-        for alike in kinds.values()
-        if len(alike) > 1
-        for place in range(_PLACES)
-    ]
-    if not slowest:
-        return None
-    behind, rank = max(slowest)
-    step = median(times.step for alike in kinds.values() for times in alike.values())
-    return Gap(rank, behind, step)
-
-
-def _slowest(times: dict[int, tuple[float, float]]) -> tuple[float, int]:
-    """Return by how much the slowest rank lies behind the median of the others, and the rank.
-
-    Where its steps are longer than the others' by as much, nobody waits for it.
-    """
-    rank = max(times, key=lambda one: times[one][0])
-    others = [time for other, time in times.items() if other != rank]
-    own, whole = times[rank]
-    behind = own - median(other for other, _ in others)
-    alone = whole - median(other for _, other in others)
-    return (behind if alone < behind / 2 else 0.0), rank
 
 
 def _anomaly(record: StepRecord, lag: _Lag) -> Anomaly:

@@ -35,6 +35,7 @@ from ddpprobe.detectors.router import Router
 from ddpprobe.detectors.same_data import SameData
 from ddpprobe.detectors.saturated import Saturated
 from ddpprobe.detectors.settings import Number, Settings, parse
+from ddpprobe.detectors.slowdown import Slowdown
 from ddpprobe.detectors.sound_steps import SoundSteps, SoundStepsDetector
 from ddpprobe.detectors.stale_weights import StaleWeights
 from ddpprobe.detectors.straggler import Straggler
@@ -115,6 +116,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     StuckData,
     ModeFlip,
     Straggler,
+    Slowdown,
     Coverage,
 )
 _FOLLOWS_WITHIN = {detector.name: detector.follows_within for detector in DETECTORS}

@@ -1,0 +1,205 @@
+"""`slowdown`: a step takes all ranks much longer than it did."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.step_seconds import RankSeconds, gap_of, seconds_by_rank
+from ddpprobe.records.step import NUMEL, OBSERVED, TRAINABLE, Anomaly, StepRecord
+
+_MOST = 60  # looks of a span
+_SPANS = 6  # that are remembered before the newest one
+_OUTER = 0.1  # of the looks on either side, which may be anywhere
+_DEVICES = "clocks, temperature and neighbours of devices and hosts"
+_PARTS = {  # of a step: how it is called, the phase, and what to look at
+    "data": ("reading data", "forward", "the loader, what it reads from, the memory of the hosts"),
+    "forward": ("the forward", "forward", _DEVICES),
+    "backward": ("the backward", "backward", _DEVICES),
+    "reduction": ("the reduction of gradients", "backward", "the network between the ranks"),
+    "optimizer": ("the optimizer", "step", _DEVICES),
+}
+
+
+class Look(NamedTuple):
+    """A sampled step: seconds of the median rank, and what set ranks apart.
+
+    `reduced` is what the rank that waited least had to wait for its reduction; `behind`, by how
+    much one rank was later than the others; `work`, how many elements modules returned.
+    """
+
+    parts: RankSeconds
+    reduced: float
+    behind: float
+    work: int
+
+
+Split = tuple[list[Look], list[Look]]  # before, and now
+
+
+class Slowdown(SampledDetector):
+    """Warns when a step takes all ranks longer than before, for minutes, or in the reduction.
+
+    A machine has other work for seconds, so a longer step must last for minutes: nearly all of its
+    sampled steps must have taken longer than nearly all before them. A step of which modules return
+    as many times more (longer sequences, more micro-batches) is none, nor one that waits for a
+    single rank, which `straggler` names. The wait for the reduction is judged sooner: who waits
+    least waits for nobody, so what lies behind that is the network, or who shares it. What is
+    meant is announced (`probe.note`); that other parameters are trained is known. Once told, it is
+    the past that later steps are compared with.
+
+    Args:
+        times: as long as before,
+        minutes: for so many,
+        least: with so many sampled steps among them.
+        reduced_times: as long as before, of the rank that waits least for the reduction,
+        reduced_share: where that is such a share of the step,
+        reduced_seconds: and so much at least,
+        steps: for so many of them,
+        looks: with so many sampled ones among them.
+    """
+
+    name = "slowdown"
+    title = "A step takes longer than it did"
+
+    def __init__(
+        self, *, times: float = 1.5, minutes: float = 10.0, least: int = 20,
+        reduced_times: float = 3.0, reduced_share: float = 0.4, reduced_seconds: float = 0.005,
+        steps: int = 15, looks: int = 5,
+    ) -> None:  # fmt: skip
+        above_zero(
+            times=times, minutes=minutes, reduced_times=reduced_times,
+            reduced_share=reduced_share, reduced_seconds=reduced_seconds,
+        )  # fmt: skip
+        at_least(1, least=least, steps=steps, looks=looks)
+        self._times, self._many = times, (60.0 * minutes, least)
+        self._reduced = reduced_times, reduced_share, reduced_seconds
+        self._few = steps - 1.0, looks
+        self._reset()
+
+    def _reset(self) -> None:
+        self._minutes, self._steps = _Past(*self._many), _Past(*self._few)
+        self._trains: list[float] | None = None  # parameters that require a gradient, by rank
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        look = None if record.missing or record.skipped else _look_of(record)
+        if look is None:
+            return []
+        trains = [float(record.scalars[rank].get(TRAINABLE, 0)) for rank in record.ranks]
+        if trains != self._trains:
+            self._reset()
+        self._trains = trains
+        self._minutes.add(look, record.wall_time_ns / 1e9)
+        self._steps.add(look, record.step)
+        found = self._in_reduction() or self._in_all()
+        if found is None:
+            return []
+        self._reset()
+        return [_anomaly(record, *found)]
+
+    def _in_reduction(self) -> Split | None:
+        """Return the looks before and now, if all ranks wait longer for the reduction."""
+        split = self._steps.split()
+        if split is None:
+            return None
+        before, now = ([look.reduced for look in looks] for looks in split)
+        times, share, seconds = self._reduced
+        step_before, step = (median(look.parts.step for look in looks) for looks in split)
+        enough = max(seconds, share * step, times * np.quantile(before, 1 - _OUTER))
+        # Of five looks, one may be anywhere.
+        is_longer = np.quantile(now, 2 * _OUTER) >= enough and step >= self._times * step_before
+        return split if is_longer else None
+
+    def _in_all(self) -> Split | None:
+        """Return the looks before and now, if a step takes longer for minutes."""
+        split = self._minutes.split()
+        if split is None:
+            return None
+        before, now = ([look.parts.step for look in looks] for looks in split)
+        behind_before, behind = (median(look.behind for look in looks) for looks in split)
+        work_before, work = (median(look.work for look in looks) for looks in split)
+        more = median(now) - median(before)
+        if behind - behind_before > more / 2:
+            return None
+        enough = self._times * max(1.0, work / work_before if work_before else 1.0)
+        if median(now) < enough * median(before):
+            return None
+        half = (1 + self._times) / 2 * median(before)
+        apart = np.quantile(now, _OUTER) > max(half, np.quantile(before, 1 - _OUTER))
+        return split if apart else None
+
+
+class _Past:
+    """The newest looks, over a span of steps or seconds, and those before them.
+
+    Of a long span those that are as far apart as `_MOST` of them fill it, so that it is bounded.
+
+    Args:
+        span: of the newest ones.
+        least: of them, and of those before.
+    """
+
+    def __init__(self, span: float, least: int) -> None:
+        self._span, self._least = span, least
+        self._apart = span / max(_MOST, least)
+        self._looks: deque[tuple[float, Look]] = deque()
+
+    def add(self, look: Look, place: float) -> None:
+        """Take the next look; its place is its step or its time."""
+        looks = self._looks
+        if looks and place < looks[-1][0]:  # a clock that was set back
+            looks.clear()
+        if looks and place - looks[-1][0] < self._apart:
+            return
+        looks.append((place, look))
+        while len(looks) > 2 * self._least and place - looks[0][0] > (1 + _SPANS) * self._span:
+            looks.popleft()
+
+    def split(self) -> Split | None:
+        """Return the looks before the newest ones, and these; None: of either too few yet."""
+        if len(self._looks) < 2 * self._least:
+            return None
+        since = self._looks[-1][0] - self._span
+        new = max(self._least, sum(place >= since for place, _ in self._looks))
+        looks = [look for _, look in self._looks]
+        return (looks[:-new], looks[-new:]) if len(looks) - new >= self._least else None
+
+
+def _look_of(record: StepRecord) -> Look | None:
+    """Return what a record tells; None where a rank does not tell its seconds."""
+    told = seconds_by_rank(record)
+    if not told:
+        return None
+    parts = RankSeconds(*(median(part) for part in zip(*told.values(), strict=True)))
+    outputs = np.array([site.kind == "output" for site in record.sites], bool)
+    work = record.counts[outputs & (record.counts[:, OBSERVED] > 0), NUMEL].sum()
+    gap = gap_of(record)
+    reduced = min(seconds.reduction for seconds in told.values()) if len(told) > 1 else 0.0
+    return Look(parts, reduced, 0.0 if gap is None else gap.behind, int(work))
+
+
+def _anomaly(record: StepRecord, before: list[Look], now: list[Look]) -> Anomaly:
+    was, takes = (
+        RankSeconds(*(median(part) for part in zip(*(x.parts for x in looks), strict=True)))
+        for looks in (before, now)
+    )
+    more = {name: getattr(takes, name) - getattr(was, name) for name in _PARTS}
+    longest = max(more, key=lambda name: more[name])
+    what, phase, look_at = _PARTS[longest]
+    who = "all ranks" if len(record.ranks) > 1 else "the rank"
+    message = (
+        f"a step takes {who} {takes.step:.3g} s, {takes.step / was.step:.3g} x what it took "
+        f"before, at {len(now)} sampled steps: {more[longest]:.3g} s more are in {what}; look at "
+        f"{look_at}"
+    )
+    values = {
+        "step_seconds": takes.step, "before": was.step, "times": takes.step / was.step,
+        "more": more[longest], "points": len(now),
+    }  # fmt: skip
+    return Slowdown.anomaly(record, "warn", message, values, phase=phase)
