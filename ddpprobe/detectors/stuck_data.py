@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.enough_looks import EnoughLooks
+from ddpprobe.detectors.same_epochs import SameEpochs
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import DIGEST, Anomaly, StepRecord
@@ -56,12 +57,14 @@ class StuckData(SampledDetector):
     What is compared is the first tensors that the model is given in a step. Only a rank whose data
     used to vary is judged: who trains on one batch from the start means to. Fewer looks are needed
     while the input of another rank varies, as then it is no schedule of the training, and where
-    they are far apart.
+    they are far apart. A whole epoch whose batches are those of the epoch before, each at its
+    place, is told once, as information: nobody shuffles, or by the same seed, by design or not.
 
     Args:
         looks: sampled steps in a row with the same input.
         beside: as `looks`, of a rank beside which another one's input was a new one at each.
         steps: as many looks as `beside` are enough where the first and the last lie so far apart.
+        epoch: sampled steps in a row whose input came before, all of them as many steps before.
         quiet_steps: steps without it after which it is told again.
     """
 
@@ -69,18 +72,27 @@ class StuckData(SampledDetector):
     title = "A rank is given the same data again and again"
 
     def __init__(
-        self, *, looks: int = 20, beside: int = 5, steps: int = 40, quiet_steps: int = 100
-    ) -> None:
+        self, *, looks: int = 20, beside: int = 5, steps: int = 40, epoch: int = 16,
+        quiet_steps: int = 100,
+    ) -> None:  # fmt: skip
         at_least(0, quiet_steps=quiet_steps)
+        at_least(1, epoch=epoch)
         self._enough, self._quiet = EnoughLooks(looks, beside, steps), quiet_steps
+        self._epoch = epoch
         self._reset()
 
     def _reset(self) -> None:
         self._ranks: dict[int, _Rank] = {}
         self._telling = Telling(self._quiet, worse=1.0)
+        # One rank's, as all ranks have the same loader; None: told.
+        self._epochs: SameEpochs | None = SameEpochs(self._epoch)
+        self._of = -1  # that rank
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
+        return self._stuck(record) or self._same_epochs(record)
+
+    def _stuck(self, record: StepRecord) -> list[Anomaly]:
         for rank, scalars in record.scalars.items():
             if DIGEST in scalars:
                 self._ranks.setdefault(rank, _Rank()).take(record.step, float(scalars[DIGEST]))
@@ -99,6 +111,23 @@ class StuckData(SampledDetector):
         alone = stuck[0] if len(stuck) == 1 else None
         values = {"looks": looks, "ranks": len(stuck)}
         return [self.anomaly(record, "warn", message, values, rank=alone, phase="forward")]
+
+    def _same_epochs(self, record: StepRecord) -> list[Anomaly]:
+        digests = {r: float(of[DIGEST]) for r, of in record.scalars.items() if DIGEST in of}
+        if not digests or self._epochs is None:
+            return []
+        if self._of not in digests:
+            self._of, self._epochs = min(digests), SameEpochs(self._epoch)
+        steps = self._epochs.look(record.step, digests[self._of])
+        if steps is None:
+            return []
+        self._epochs = None
+        message = (
+            f"each input of the last {steps} steps was to the bit that of {steps} steps before: "
+            "all epochs are read in one order, which may be meant; a DistributedSampler needs "
+            "sampler.set_epoch(epoch), and a seed that is set in each epoch does the same"
+        )
+        return [self.anomaly(record, "info", message, {"steps": steps}, phase="forward")]
 
     def _is_stuck(self, rank: _Rank, *, vary: bool) -> bool:
         steps = (rank.same - 1) * rank.gap

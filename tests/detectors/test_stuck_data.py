@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
+from ddpprobe.detectors.same_epochs import MOST_BATCHES
 from ddpprobe.detectors.stuck_data import StuckData
 from ddpprobe.records.step import DIGEST, StepRecord
 from tests.detectors.made_records import levels, record, run
@@ -66,7 +70,7 @@ def test_an_input_that_often_stays_the_same_tells_nothing() -> None:
 def test_a_loader_that_goes_round_is_not_stuck_at_an_interval_of_its_round() -> None:
     dense = [record(i, {0: {DIGEST: float(i % 10)}}) for i in range(50)]
     sparse = [record(i, {0: {DIGEST: float(i % 10)}}) for i in range(50, 600, 10)]
-    assert run(StuckData(), dense + sparse) == []
+    assert levels(run(StuckData(), dense + sparse)) == [("info", 25)]  # the epochs are the same
 
 
 def test_19_looks_are_not_enough_and_a_restart_begins_anew() -> None:
@@ -87,3 +91,47 @@ def test_a_quiet_time_is_more_than_a_hundred_steps_without_it() -> None:
         varied = [1000.0 + i for i in range(steps - 20)]
         found = run(StuckData(), stream(VARIED + [5.0] * 30 + varied + [6.0] * 20))
         assert len(found) == told
+
+
+@pytest.mark.parametrize(("every", "length"), [(1, 20), (10, 200), (10, 40 * 7)])
+def test_an_epoch_whose_batches_come_again_in_the_same_order_is_information_once(
+    every: int, length: int
+) -> None:
+    digests = [float(step % length) for step in range(0, 4 * length, every)]
+    (info,) = run(StuckData(), stream(digests, every))
+    assert (info.level, info.rank, info.values["steps"]) == ("info", None, length)
+    assert "sampler.set_epoch(epoch)" in info.message
+    assert info.step == 2 * length - every
+
+
+def test_epochs_of_a_few_batches_are_told_behind_as_many_looks() -> None:
+    (info,) = run(StuckData(), stream([float(step % 8) for step in range(100)]))
+    assert info.step == 8 + 15
+    assert run(StuckData(), stream([float(step % 7) for step in range(100)])) == []
+
+
+def test_batches_that_are_shuffled_anew_are_none() -> None:
+    rng = np.random.default_rng(0)
+    digests = [float(batch) for _ in range(40) for batch in rng.permutation(20)]
+    assert run(StuckData(), stream(digests)) == []
+
+
+def test_a_batch_in_each_epoch_that_is_another_one_begins_anew() -> None:
+    digests = [float(step % 20) if step % 20 else 1e6 + step for step in range(400)]
+    assert run(StuckData(), stream(digests)) == []
+
+
+def test_what_is_remembered_of_epochs_is_bounded() -> None:
+    detector = StuckData()
+    run(detector, stream([float(step) for step in range(MOST_BATCHES + 50)]))
+    assert detector._epochs is not None
+    assert len(detector._epochs._seen) == MOST_BATCHES
+    long = [float(step % (MOST_BATCHES + 8)) for step in range(3 * MOST_BATCHES)]
+    assert run(StuckData(), stream(long)) == []
+
+
+def test_the_rank_whose_epochs_are_followed_is_another_one_once_it_is_gone() -> None:
+    first = [record(step, {0: {DIGEST: float(step)}, 1: {DIGEST: -1.0}}) for step in range(10)]
+    other = [record(10 + step, {1: {DIGEST: float(step % 20)}}) for step in range(60)]
+    (info,) = run(StuckData(), [*first, *other])
+    assert info.step == 10 + 39
