@@ -1,10 +1,12 @@
-"""`init_scale`: a layer begins far too large for its number of inputs, or with one number alone."""
+"""`init_scale`: a layer, or what a model returns, begins too large; or a layer with one number."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.first_outputs import FirstOutputs, first_outputs
+from ddpprobe.detectors.loss import mean_losses
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
 from ddpprobe.detectors.subtrees import and_also
@@ -23,19 +25,31 @@ class InitScale(SampledDetector):
     layer all of whose weights are the same number, and not 0, is told as well: its units get the
     same gradient, and stay alike.
 
+    So is a model that begins sure of wrong answers: the logits of its cross-entropy spread widely
+    at the first step, the loss is that of guesses by them, and falls to half within some steps,
+    which go into making the logits smaller. A model that was trained before has such logits and a
+    small loss.
+
     Args:
         gain: above which a layer is too large.
         ratio: how many times the median gain of the others it must be.
         others: judged layers without which there is no verdict.
+        deviation: of the logits at the first step, above which they spread widely.
+        by_guess: times the deviation, above which the loss is that of guesses.
+        within: steps in which the loss must fall to half.
     """
 
     name = "init_scale"
     title = "A layer begins too large"
 
-    def __init__(self, *, gain: float = 6.0, ratio: float = 6.0, others: int = 2) -> None:
-        above_zero(gain=gain, ratio=ratio)
-        at_least(1, others=others)
+    def __init__(
+        self, *, gain: float = 6.0, ratio: float = 6.0, others: int = 2, deviation: float = 4.0,
+        by_guess: float = 1.2, within: int = 50,
+    ) -> None:  # fmt: skip
+        above_zero(gain=gain, ratio=ratio, deviation=deviation, by_guess=by_guess)
+        at_least(1, others=others, within=within)
         self._gain, self._ratio, self._others = gain, ratio, others
+        self._deviation, self._by_guess, self._within = deviation, by_guess, within
         self._reset()
 
     def _reset(self) -> None:
@@ -43,9 +57,41 @@ class InitScale(SampledDetector):
         self._pairs: list[tuple[int, int]] = []  # places of a weight and its bias
         self._paired = 0  # parameters among which pairs were looked for
         self._first: dict[int, float] = {}  # place of a weight -> its gain at the first look
+        self._begun: int | None = None  # the first step
+        self._sure: FirstOutputs | None = None  # of wrong answers, in that step
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly, for all layers first seen in it."""
+        return self._layers(record) or self._outputs(record)
+
+    def _outputs(self, record: StepRecord) -> list[Anomaly]:
+        if self._begun is None:
+            self._begun = record.step
+            first = first_outputs(record)
+            if first is not None and first.deviation >= self._deviation:
+                self._sure = first if first.loss >= self._by_guess * first.deviation else None
+            return []
+        sure, passed = self._sure, record.step - self._begun
+        if sure is None or passed > self._within:
+            self._sure = None
+            return []
+        loss = min((loss for _, loss in mean_losses(record, whole=True)), default=sure.loss)
+        if loss > sure.loss / 2:
+            return []
+        self._sure = None
+        message = (
+            f"the model began sure of wrong answers: at step {self._begun} its logits had a "
+            f"standard deviation of {sure.deviation:.3g} and the loss was {sure.loss:.3g}, after "
+            f"{passed} steps it is {loss:.3g}: these went into making the logits smaller; begin "
+            "their layer smaller (a head that has the weights of an embedding begins as that does)"
+        )
+        values = {"deviation": sure.deviation, "loss_first": sure.loss, "loss": loss}
+        told = self.anomaly(
+            record, "warn", message, values, module=sure.module, kind="output", phase="forward"
+        )
+        return [told]
+
+    def _layers(self, record: StepRecord) -> list[Anomaly]:
         if record.missing:  # of what is sharded only a part is there
             return []
         rms = self._weights.read(record, "rms")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from ddpprobe.detectors.init_scale import InitScale
-from ddpprobe.records.step import Site, StepRecord
+from ddpprobe.records.step import COUNTS, VALUES, Site, StepRecord
 from tests.detectors.made_records import record, run
 
 
@@ -111,3 +112,84 @@ def test_a_layer_all_of_whose_weights_are_one_number_is_told_once_and_zeros_are_
     assert run(InitScale(), [looked_at(0, made)]) == []
     norms = {f"norm.{name}": torch.ones(64) for name in ("weight", "bias")}
     assert run(InitScale(), [looked_at(0, {**mlp(64, 256, 32, 10), **norms})]) == []
+
+
+def training(
+    model: nn.Module, classes: int, steps: int = 60, every: int = 1, reduction: str = "mean",
+    dtype: torch.dtype = torch.float32, seed: int = 0,
+) -> list[StepRecord]:  # fmt: skip
+    """A model that learns classes of random points, and what its head and itself return."""
+    torch.manual_seed(seed)
+    x, y = torch.randn(256, 64), torch.randint(classes, (256,))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    out = []
+    for step in range(steps):
+        logits = model(x).to(dtype)
+        logits.retain_grad()
+        loss = nn.functional.cross_entropy(logits.float(), y, reduction=reduction)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % every == 0:
+            name = str(dtype).removeprefix("torch.")
+            rows = {Site(fqn, kind, dtype=name): row(tensor) for fqn in ("head", "")
+                    for kind, tensor in (("output", logits), ("grad_output", logits.grad))
+                    if (fqn, kind) != ("", "grad_output")}  # fmt: skip
+            out.append(record(step, {0: {"loss": float(loss.detach())}}, rows))
+    return out
+
+
+def row(tensor: torch.Tensor | None) -> dict[str, float]:
+    assert tensor is not None
+    x = tensor.detach().double()
+    return {"numel": x.numel(), "min": float(x.min()), "max": float(x.max()),
+            "sum": float(x.sum()), "sum_sq": float(x.square().sum())}  # fmt: skip
+
+
+def net(width: int, classes: int, scale: float) -> nn.Module:
+    """A net whose last layer begins with weights of this rms."""
+    torch.manual_seed(1)
+    head = nn.Linear(width, classes, bias=False)
+    head.weight.data.normal_(std=scale)
+    return nn.Sequential(nn.Linear(64, width), nn.LayerNorm(width), head)
+
+
+@pytest.mark.parametrize(("classes", "every"), [(10, 1), (28, 10), (5000, 10)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_begins_sure_of_wrong_answers_is_told_once_its_loss_has_halved(
+    classes: int, every: int, dtype: torch.dtype
+) -> None:
+    made = training(net(64, classes, 1.0), classes, every=every, dtype=dtype)
+    (warn,) = run(InitScale(), made)
+    assert (warn.level, warn.module, warn.kind) == ("warn", "head", "output")
+    assert warn.values["deviation"] == pytest.approx(8, rel=0.3)
+    assert warn.values["loss"] <= warn.values["loss_first"] / 2
+    assert warn.step <= 50
+
+
+def test_what_begins_as_usual_or_was_trained_before_or_stays_as_bad_is_none() -> None:
+    assert run(InitScale(), training(net(64, 28, 1 / 8), 28)) == []
+    pretrained = net(64, 28, 1.0)
+    training(pretrained, 28, steps=200)
+    later = training(pretrained, 28)
+    assert later[0].scalars[0]["loss"] < 1
+    assert run(InitScale(), later) == []
+    assert run(InitScale(), training(net(64, 28, 1.0), 28)[:1] * 60) == []
+
+
+def test_a_loss_that_is_a_sum_or_is_no_cross_entropy_is_not_judged() -> None:
+    assert run(InitScale(), training(net(64, 28, 1.0), 28, reduction="sum")) == []
+    made = training(net(64, 28, 1.0), 28)
+    place = COUNTS.index("numel"), VALUES.index("sum")
+    for one in made:
+        one.values[1, place[1]] = 1e-3 * one.counts[1, place[0]]
+    assert run(InitScale(), made) == []
+
+
+def test_a_first_step_without_a_loss_or_without_what_the_model_returns_says_nothing() -> None:
+    made = training(net(64, 28, 1.0), 28)
+    unlogged = [replace(made[0], scalars={0: {}}), *made[1:]]
+    assert run(InitScale(), unlogged) == []
+    bare = [record(one.step, one.scalars) for one in made]
+    assert run(InitScale(), bare) == []
+    assert run(InitScale(within=1), made) == []

@@ -1,0 +1,67 @@
+"""Whether a model begins sure of wrong answers: large outputs, and a loss as of guesses by them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from ddpprobe.detectors.loss import mean_losses
+from ddpprobe.records.step import Site, StepRecord, derive
+
+_FEWEST = 32  # elements of which a mean is one
+# The gradient of a cross-entropy by its logits sums to zero over the classes; of other losses the
+# mean is that of the residuals. Relative to the rms; seen: 1e-9 in float32.
+_BALANCED = 1e-5
+_ROUNDED = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # of each element, relative
+_MOST_CLASSES = 13.0  # log of their number: a mean cross-entropy exceeds the logits' range by less
+
+
+class FirstOutputs(NamedTuple):
+    """The logits of the first look: of which module, their standard deviation, the loss by them."""
+
+    module: str
+    deviation: float
+    loss: float
+
+
+def first_outputs(record: StepRecord) -> FirstOutputs | None:
+    """Return what a model begins with; None where its loss is no cross-entropy of what it returns.
+
+    A loss that is a sum over many predictions is larger than any difference of logits explains.
+    """
+    losses = [loss for step, loss in mean_losses(record, whole=True) if step == record.step]
+    returned = [i for i, site in enumerate(record.sites) if (site.fqn, site.kind) == ("", "output")]
+    if not losses or not returned:
+        return None
+    rows = {site.key: i for i, site in enumerate(record.sites)}
+    for root in returned:
+        same = _same(record, root)
+        by = [rows.get((site.fqn, "grad_output", site.leaf)) for site in same]
+        if not any(row is not None and _is_balanced(record, row) for row in by):
+            continue
+        low, high, deviation = (_stat(record, root, stat) for stat in ("min", "max", "std"))
+        if losses[0] <= high - low + _MOST_CLASSES:
+            return FirstOutputs(same[0].fqn, deviation, losses[0])
+    return None
+
+
+def _same(record: StepRecord, row: int) -> list[Site]:
+    """Return the outputs that are this one, in execution order: a module's, and the model's."""
+    alike = (record.counts == record.counts[row]).all(1) & (
+        record.values == record.values[row]
+    ).all(1)
+    return [record.sites[i] for i in np.flatnonzero(alike) if record.sites[i].kind == "output"]
+
+
+def _is_balanced(record: StepRecord, row: int) -> bool:
+    mean, rms, numel = (_stat(record, row, stat) for stat in ("mean", "rms", "numel"))
+    if numel < _FEWEST:
+        return False
+    rounded = 2 * _ROUNDED.get(record.sites[row].dtype, 0.0) / math.sqrt(numel)
+    return abs(mean) < (_BALANCED + rounded) * rms
+
+
+def _stat(record: StepRecord, row: int, stat: str) -> float:
+    return float(derive(stat, record.counts[row], record.values[row]))
