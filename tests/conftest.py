@@ -23,7 +23,7 @@ from ddpprobe.rundir.paths import RunDir
 
 from . import slowest
 from .launcher import Launcher
-from .waiting import deadline
+from .waiting import daemons_below, deadline
 
 # Before anything imports torch. Four ranks on two cores must not start eight threads each.
 os.environ["DDPPROBE_STRICT"] = "1"
@@ -179,8 +179,9 @@ def end_tree(process: Launcher | subprocess.Popen[bytes]) -> None:
 
 def end_daemons(directory: Path, timeout: float = 10.0) -> None:
     """End the daemons that run directories below `directory` name, by their process ids."""
-    for path in directory.rglob("daemon/*.json"):
-        with contextlib.suppress(psutil.NoSuchProcess, json.JSONDecodeError, KeyError):
+    gone = FileNotFoundError, psutil.NoSuchProcess
+    for path in daemons_below(directory):
+        with contextlib.suppress(*gone, json.JSONDecodeError, KeyError):
             daemon = psutil.Process(json.loads(path.read_text())["pid"])
             if str(directory) not in " ".join(daemon.cmdline()):
                 continue  # it ended, and its number belongs to somebody else

@@ -7,7 +7,9 @@ failures only. No test takes longer by it, and none may pass by it.
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
 import psutil
 
@@ -25,3 +27,16 @@ def is_gone(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def daemons_below(directory: Path) -> list[Path]:
+    """Return where daemons say that they live, in whatever run directory below this one.
+
+    Not by `rglob`, which raises where they remove a directory meanwhile.
+    """
+    return [
+        Path(top) / name
+        for top, _, names in os.walk(directory)
+        for name in names
+        if os.path.basename(top) == "daemon" and name.endswith(".json")
+    ]

@@ -108,31 +108,39 @@ class Slowdown(SampledDetector):
         split = self._steps.split()
         if split is None:
             return None
-        before, now = ([look.reduced for look in looks] for looks in split)
+        before, now = split
         times, share, seconds = self._reduced
-        step_before, step = (median(look.parts.step for look in looks) for looks in split)
-        enough = max(seconds, share * step, times * np.quantile(before, 1 - _OUTER))
+        if now[-1].reduced < max(seconds, share * now[-1].parts.step):  # mostly
+            return None
+        step = _usual_step(now)
+        if step < self._times * _usual_step(before):
+            return None
         # Of five looks, one may be anywhere.
-        is_longer = np.quantile(now, 2 * _OUTER) >= enough and step >= self._times * step_before
-        return split if is_longer else None
+        least = np.quantile([look.reduced for look in now], 2 * _OUTER)
+        most = np.quantile([look.reduced for look in before], 1 - _OUTER)
+        return split if least >= max(seconds, share * step, times * most) else None
 
     def _in_all(self) -> Split | None:
         """Return the looks before and now, if a step takes longer for minutes."""
         split = self._minutes.split()
         if split is None:
             return None
-        before, now = ([look.parts.step for look in looks] for looks in split)
-        behind_before, behind = (median(look.behind for look in looks) for looks in split)
+        before, now = split
+        usual, step = _usual_step(before), _usual_step(now)
         work_before, work = (median(look.work for look in looks) for looks in split)
-        more = median(now) - median(before)
-        if behind - behind_before > more / 2:
+        more_work = work / work_before if work_before else 1.0
+        if step < self._times * max(1.0, more_work) * usual:
             return None
-        enough = self._times * max(1.0, work / work_before if work_before else 1.0)
-        if median(now) < enough * median(before):
+        late_before, late = (median(look.behind for look in looks) for looks in split)
+        if late - late_before > (step - usual) / 2:
             return None
-        half = (1 + self._times) / 2 * median(before)
-        apart = np.quantile(now, _OUTER) > max(half, np.quantile(before, 1 - _OUTER))
-        return split if apart else None
+        least = np.quantile([look.parts.step for look in now], _OUTER)
+        most = np.quantile([look.parts.step for look in before], 1 - _OUTER)
+        return split if least > max((1 + self._times) / 2 * usual, most) else None
+
+
+def _usual_step(looks: list[Look]) -> float:
+    return median(look.parts.step for look in looks)
 
 
 class _Past:

@@ -19,7 +19,7 @@ from ddpprobe.rundir.orders import Order, OrderReader
 from ddpprobe.rundir.paths import DirectoryLock, RunDir, node_name, write_json
 from ddpprobe.store.reader import StoredGroup
 
-from ..waiting import PATIENCE
+from ..waiting import PATIENCE, daemons_below
 from . import daemon_harness
 from .daemon_harness import Harness, kill, wait
 
@@ -49,7 +49,7 @@ def test_a_trigger_and_a_nan_are_captured_and_stop_all_ranks_of_all_nodes_at_the
     env = {"DDPPROBE_LISTEN": "127.0.0.1:0", "DDPPROBE_LINGER": "0"}
     done = torchrun([JOB, tmp_path], env=env)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    poll(lambda: not list(tmp_path.rglob("daemon/*.json")), 40)
+    poll(lambda: not daemons_below(tmp_path), 40)
     run = RunDir(tmp_path / "stopped")
     trigger, capture, stop = posted(run)
     assert posted(run, 1) == [trigger, capture, stop], "the garbage on it has hurt the board"

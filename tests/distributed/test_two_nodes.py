@@ -28,7 +28,7 @@ from ddpprobe.rundir.paths import make_dir
 from .. import made_cluster
 from ..daemon.made_certificates import Authority
 from ..launcher import Launcher
-from ..waiting import PATIENCE
+from ..waiting import PATIENCE, daemons_below
 from . import daemon_harness, rank_process, real_job
 from .host import Host
 
@@ -463,7 +463,7 @@ def test_a_torch_job_over_two_hosts_and_mutual_tls_has_one_verdict_and_complete_
     told = "\n".join(p.read_text() for p in tmp_path.glob("*.log"))
     assert codes == [0, 0], told
     assert "rank 0's disk" not in told  # one directory for both
-    poll(lambda: not list(tmp_path.rglob("daemon/*.json")), 40)  # both have sealed and gone
+    poll(lambda: not daemons_below(tmp_path), 40)  # both have sealed and gone
     run = ddpprobe.open(tmp_path / "run")
     (page,) = [a for a in run.anomalies() if a.level == "page"]
     assert (page.step, page.rank, page.module, page.phase) == (8, 3, "blocks.1.down", "forward")
@@ -500,7 +500,7 @@ def test_a_torch_job_on_two_disks_says_so_and_is_collected_into_one(
         "when the job has ended, merge them: ddpprobe collect DEST DIR..."
     )
     sources = [disk / "run" for disk in disks]
-    poll(lambda: not list(tmp_path.rglob("daemon/*.json")), 40)  # both have sealed and gone
+    poll(lambda: not daemons_below(tmp_path), 40)  # both have sealed and gone
     assert [(path / "overview.parquet").exists() for path in sources] == [True, False]  # the head
     parts = [ddpprobe.open(path) for path in sources]
     assert [part.ranks() for part in parts] == [[0, 1], [2, 3]]
