@@ -27,12 +27,13 @@ _PARTS = {  # of a step: how it is called, the phase, and what to look at
 
 
 class Look(NamedTuple):
-    """A sampled step: seconds of the median rank, and what set ranks apart.
+    """A sampled step, by its number: seconds of the median rank, and what set ranks apart.
 
     `reduced` is what the rank that waited least had to wait for its reduction; `behind`, by how
     much one rank was later than the others; `work`, how many elements modules returned.
     """
 
+    step: int
     parts: RankSeconds
     reduced: float
     behind: float
@@ -189,7 +190,7 @@ def _look_of(record: StepRecord) -> Look | None:
     work = record.counts[outputs & (record.counts[:, OBSERVED] > 0), NUMEL].sum()
     gap = gap_of(record)
     reduced = min(seconds.reduction for seconds in told.values()) if len(told) > 1 else 0.0
-    return Look(parts, reduced, 0.0 if gap is None else gap.behind, int(work))
+    return Look(record.step, parts, reduced, 0.0 if gap is None else gap.behind, int(work))
 
 
 def _anomaly(record: StepRecord, before: list[Look], now: list[Look]) -> Anomaly:
@@ -200,14 +201,15 @@ def _anomaly(record: StepRecord, before: list[Look], now: list[Look]) -> Anomaly
     more = {name: getattr(takes, name) - getattr(was, name) for name in _PARTS}
     longest = max(more, key=lambda name: more[name])
     what, phase, look_at = _PARTS[longest]
+    since = next(x.step for x in now if x.parts.step > (was.step + takes.step) / 2)
     who = "all ranks" if len(record.ranks) > 1 else "the rank"
     message = (
         f"a step takes {who} {takes.step:.3g} s, {takes.step / was.step:.3g} x what it took "
-        f"before, at {len(now)} sampled steps: {more[longest]:.3g} s more are in {what}; look at "
+        f"before, since about step {since}: {more[longest]:.3g} s more are in {what}; look at "
         f"{look_at}"
     )
     values = {
         "step_seconds": takes.step, "before": was.step, "times": takes.step / was.step,
-        "more": more[longest], "points": len(now),
+        "more": more[longest], "since": since, "points": len(now),
     }  # fmt: skip
     return Slowdown.anomaly(record, "warn", message, values, phase=phase)
