@@ -8,13 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.records.step import (
+    COUNTS,
     NAN,
     NONFINITE,
     OBSERVED,
     OF_FINITE,
+    VALUES,
     Counts,
     Site,
     StepRecord,
+    Values,
     derive,
 )
 
@@ -49,6 +52,11 @@ class SitesOfKind:
         self.fqns: list[str] = []
         self.dtypes: list[str] = []
         self._was_finite = np.zeros(0, np.bool_)  # all elements, at some look
+        self._record: StepRecord | None = None  # the last one read, and of its rows:
+        self._counts: Counts = np.zeros((0, len(COUNTS)), np.int64)
+        self._values: Values = np.zeros((0, len(VALUES)))
+        self._seen: Mask = np.zeros(0, np.bool_)  # that were observed,
+        self._comparable: Mask = self._seen  # and whose finite elements may be compared
 
     def read(self, record: StepRecord, stat: str) -> Floats:
         """Return a statistic of each site [sites]; NaN where it has no row or was not observed.
@@ -56,16 +64,22 @@ class SitesOfKind:
         So it is of what has elements that are not finite, but for counts: the rest of it is another
         tensor than it was before. Infinities that a site has had at each look (a mask) are its own.
         """
+        if record is not self._record:
+            self._take(record)
+        out = np.full(len(self.fqns), np.nan)
+        if len(self._rows):
+            found = derive(stat, self._counts, self._values)
+            known = self._comparable if stat in OF_FINITE else self._seen
+            out[self._slots] = np.where(known, found, np.nan)
+        return out
+
+    def _take(self, record: StepRecord) -> None:
         if record.sites is not self._table:
             self._index(record.sites)
-        counts = record.counts[self._rows]
-        found = derive(stat, counts, record.values[self._rows])
-        out = np.full(len(self.fqns), np.nan)
-        seen = counts[:, OBSERVED] > 0
-        if stat in OF_FINITE:
-            seen &= self._is_comparable(counts, seen)
-        out[self._slots] = np.where(seen, found, np.nan)
-        return out
+        self._record = record
+        self._counts, self._values = record.counts[self._rows], record.values[self._rows]
+        self._seen = self._counts[:, OBSERVED] > 0
+        self._comparable = self._seen & self._is_comparable(self._counts, self._seen)
 
     def lost(self, record: StepRecord) -> Mask:
         """Return which sites [sites], all of which once was finite, have elements that are not."""
