@@ -61,7 +61,7 @@ def test_a_report_has_the_cpu_seconds_since_the_one_before() -> None:
     cpu, reports = Cpu(), []
     for _ in range(2):
         before = time.process_time()
-        while time.process_time() < before + 0.05:
+        while time.process_time() < before + 0.08:
             pass
         report = SimpleNamespace(user_properties=[])
         writing = cpu.pytest_runtest_makereport()
@@ -72,7 +72,7 @@ def test_a_report_has_the_cpu_seconds_since_the_one_before() -> None:
         reports.append(report)
     for (name, seconds), *more in (report.user_properties for report in reports):
         assert (name, more) == (CPU, [])
-        assert seconds >= 0.04  # a clock of hundredths
+        assert seconds > 0.05  # a clock of hundredths
 
 
 def test_the_longest_files_begin_first_and_nothing_else_changes_its_place() -> None:

@@ -7,18 +7,15 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe.detectors.statistics_of import statistic_of
 from ddpprobe.records.step import (
-    COUNTS,
     NAN,
     NONFINITE,
     OBSERVED,
     OF_FINITE,
-    VALUES,
     Counts,
     Site,
     StepRecord,
-    Values,
-    derive,
 )
 
 MOST_SITES = 1 << 14  # bounds the state: 64 float32 a site are 4 MiB
@@ -52,10 +49,8 @@ class SitesOfKind:
         self.fqns: list[str] = []
         self.dtypes: list[str] = []
         self._was_finite = np.zeros(0, np.bool_)  # all elements, at some look
-        self._record: StepRecord | None = None  # the last one read, and of its rows:
-        self._counts: Counts = np.zeros((0, len(COUNTS)), np.int64)
-        self._values: Values = np.zeros((0, len(VALUES)))
-        self._seen: Mask = np.zeros(0, np.bool_)  # that were observed,
+        self._record: StepRecord | None = None  # the last one read, and which of its rows
+        self._seen: Mask = np.zeros(0, np.bool_)  # were observed,
         self._comparable: Mask = self._seen  # and whose finite elements may be compared
 
     def read(self, record: StepRecord, stat: str) -> Floats:
@@ -68,7 +63,7 @@ class SitesOfKind:
             self._take(record)
         out = np.full(len(self.fqns), np.nan)
         if len(self._rows):
-            found = derive(stat, self._counts, self._values)
+            found = statistic_of(record, stat)[self._rows]
             known = self._comparable if stat in OF_FINITE else self._seen
             out[self._slots] = np.where(known, found, np.nan)
         return out
@@ -77,9 +72,9 @@ class SitesOfKind:
         if record.sites is not self._table:
             self._index(record.sites)
         self._record = record
-        self._counts, self._values = record.counts[self._rows], record.values[self._rows]
-        self._seen = self._counts[:, OBSERVED] > 0
-        self._comparable = self._seen & self._is_comparable(self._counts, self._seen)
+        counts = record.counts[self._rows]
+        self._seen = counts[:, OBSERVED] > 0
+        self._comparable = self._seen & self._is_comparable(counts, self._seen)
 
     def lost(self, record: StepRecord) -> Mask:
         """Return which sites [sites], all of which once was finite, have elements that are not."""

@@ -26,7 +26,7 @@ _PARTS = {  # of a step: how it is called, the phase, and what to look at
 }
 
 
-class Look(NamedTuple):
+class StepLook(NamedTuple):
     """A sampled step, by its number: seconds of the median rank, and what set ranks apart.
 
     `reduced` is what the rank that waited least had to wait for its reduction; `behind`, by how
@@ -40,7 +40,7 @@ class Look(NamedTuple):
     work: int
 
 
-Split = tuple[list[Look], list[Look]]  # before, and now
+Split = tuple[list[StepLook], list[StepLook]]  # before, and now
 
 
 class Slowdown(SampledDetector):
@@ -140,7 +140,7 @@ class Slowdown(SampledDetector):
         return split if least > max((1 + self._times) / 2 * usual, most) else None
 
 
-def _usual_step(looks: list[Look]) -> float:
+def _usual_step(looks: list[StepLook]) -> float:
     return median(look.parts.step for look in looks)
 
 
@@ -157,9 +157,9 @@ class _Past:
     def __init__(self, span: float, least: int) -> None:
         self._span, self._least = span, least
         self._apart = span / max(_MOST, least)
-        self._looks: deque[tuple[float, Look]] = deque()
+        self._looks: deque[tuple[float, StepLook]] = deque()
 
-    def add(self, look: Look, place: float) -> None:
+    def add(self, look: StepLook, place: float) -> None:
         """Take the next look; its place is its step or its time."""
         looks = self._looks
         if looks and place < looks[-1][0]:  # a clock that was set back
@@ -180,7 +180,7 @@ class _Past:
         return (looks[:-new], looks[-new:]) if len(looks) - new >= self._least else None
 
 
-def _look_of(record: StepRecord) -> Look | None:
+def _look_of(record: StepRecord) -> StepLook | None:
     """Return what a record tells; None where a rank does not tell its seconds."""
     told = seconds_by_rank(record)
     if not told:
@@ -190,10 +190,10 @@ def _look_of(record: StepRecord) -> Look | None:
     work = record.counts[outputs & (record.counts[:, OBSERVED] > 0), NUMEL].sum()
     gap = gap_of(record)
     reduced = min(seconds.reduction for seconds in told.values()) if len(told) > 1 else 0.0
-    return Look(record.step, parts, reduced, 0.0 if gap is None else gap.behind, int(work))
+    return StepLook(record.step, parts, reduced, 0.0 if gap is None else gap.behind, int(work))
 
 
-def _anomaly(record: StepRecord, before: list[Look], now: list[Look]) -> Anomaly:
+def _anomaly(record: StepRecord, before: list[StepLook], now: list[StepLook]) -> Anomaly:
     was, takes = (
         RankSeconds(*(median(part) for part in zip(*(x.parts for x in looks), strict=True)))
         for looks in (before, now)
