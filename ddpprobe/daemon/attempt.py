@@ -157,6 +157,17 @@ class Attempt:
         self.unread_since = None if not lag else self.unread_since or now
         return read, more
 
+    def look_once_more(self, now: float) -> None:
+        """Take in who has ended by now, and their last words, before somebody ends this daemon.
+
+        What ends a job ends its daemon in the same moment, and nobody may come behind it.
+        """
+        self._watcher.look()
+        more = True
+        while more:
+            _, more = self.poll(now)
+            more = more and all(rank.exit is not None for rank in self.ranks.values())
+
     def local_end(self, now: float) -> bool:
         """Whether every rank of this node has ended, as far as one can know."""
         if not self.ranks or not all(rank.is_over(now) for rank in self.ranks.values()):

@@ -43,6 +43,7 @@ class ProcessWatcher:
         self._watched: dict[int, tuple[Key, int]] = {}  # pidfd -> key, pid
         self._slow: dict[Key, tuple[int, float | None]] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._looked: list[threading.Event] = []  # set once the next look is over
         self._stopped = False
         self._batches = 0
         self.fuse = Fuse("liveness")
@@ -69,6 +70,15 @@ class ProcessWatcher:
         os.eventfd_write(self._wake, 1)
         return alive
 
+    def look(self) -> None:
+        """Wait until all that has ended by now is known, as `exits` tells it."""
+        looked = threading.Event()
+        with self._lock:
+            self._looked.append(looked)
+        os.eventfd_write(self._wake, 1)
+        while self._thread.is_alive() and not looked.wait(SLOW_POLL_SECONDS):
+            pass
+
     def exits(self) -> list[Exit]:
         """Return what ended since the last call, in the order in which it was noticed."""
         with self._lock:
@@ -92,11 +102,14 @@ class ProcessWatcher:
             with self._lock:
                 for fd in self._watched:
                     poll.register(fd, select.POLLIN)
-                slow = bool(self._slow)
-            ready = {fd for fd, _ in poll.poll(SLOW_POLL_SECONDS * 1000 if slow else None)}
+                slow, looked, self._looked = bool(self._slow), self._looked, []
+            longest = 0 if looked else SLOW_POLL_SECONDS * 1000 if slow else None
+            ready = {fd for fd, _ in poll.poll(longest)}
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             self._collect(closure(poll, ready) - {self._wake})
+            for each in looked:
+                each.set()
 
     def _collect(self, fds: set[int]) -> None:
         """Take the ends of these; all others were alive after the last of them had died."""

@@ -220,6 +220,8 @@ class NodeDaemon:
         if self._attempt is None or self._attempt.closed:
             return
         now = time.monotonic()
+        if self._stop.is_set():
+            self._attempt.look_once_more(now)
         self._attempt.close(ended=self._attempt.local_end(now))
         self._ended_at = now
         self._seal()

@@ -64,6 +64,26 @@ def test_the_signal_is_named_while_the_zombie_waits(watcher, start, poll, number
     assert before <= gone.time_ns <= time.time_ns()
 
 
+def test_who_is_reaped_before_a_look_is_known_behind_it(watcher, start) -> None:
+    """However late the thread that waits gets its turn."""
+    processes = [start() for _ in range(30)]
+    for number, process in enumerate(processes):
+        watcher.watch((0, number), process.pid, created(process.pid))
+    for number, process in enumerate(processes):
+        process.kill()
+        process.wait()
+        watcher.look()
+        assert [(gone.key, gone.how) for gone in watcher.exits()] == [((0, number), "SIGKILL")]
+
+
+def test_a_look_that_nobody_takes_any_more_is_over(watcher) -> None:
+    watcher._stopped = True  # as behind a failure of its thread
+    os.eventfd_write(watcher._wake, 1)
+    watcher._thread.join()
+    watcher.look()
+    assert watcher.exits() == []
+
+
 @pytest.mark.parametrize("code", [0, 1, 17])
 def test_the_exit_code_is_told(watcher, start, poll, code) -> None:
     script = f"import sys; sys.stdin.read(); sys.exit({code})"

@@ -587,6 +587,25 @@ def test_sigterm_ends_it_at_once_and_a_later_daemon_goes_on(job) -> None:
     assert len(job.life("finished")) == 1
 
 
+@pytest.mark.parametrize(("exit_code", "state"), [(0, "ended"), (5, "crashed")])
+def test_told_to_end_as_its_rank_has_ended_it_says_how(job, exit_code, state) -> None:
+    """What ends a job ends its daemon in the same moment: it learns of both at once."""
+    daemon, gate = job.daemon(), job.run.path / "gate"
+    rank = job.rank(0, world=1, steps=5, go_on=str(gate), exit=exit_code)
+    wait(lambda: "ddpprobe_rank_up{" in job.metrics())  # else there is no exit to see
+    with daemon_harness.stopped([daemon]):
+        gate.touch()
+        assert rank.wait(30 * PATIENCE) == exit_code
+        daemon.terminate()
+    assert daemon.wait(30 * PATIENCE) == 0
+    run = open_run(job.run.path)
+    assert run.endings()[0].end.state == state
+    assert [a.message for a in run.anomalies()] == (
+        ["rank 0 died (exit:5) after step 5"] if exit_code else []
+    )
+    assert len(job.life("finished")) == 1
+
+
 def test_without_any_rank_it_ends_after_its_patience(job) -> None:
     assert job.daemon(0, "--wait", "0.3").wait(20 * PATIENCE) == 0
 
