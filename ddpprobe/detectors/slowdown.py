@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import NamedTuple
 
@@ -10,8 +11,9 @@ import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.sites_of_kind import SitesOfKind
 from ddpprobe.detectors.step_seconds import RankSeconds, gap_of, seconds_by_rank
-from ddpprobe.records.step import NUMEL, OBSERVED, TRAINABLE, Anomaly, StepRecord
+from ddpprobe.records.step import TRAINABLE, Anomaly, StepRecord
 
 _MOST = 60  # looks of a span
 _SPANS = 6  # that are remembered before the newest one
@@ -37,7 +39,7 @@ class StepLook(NamedTuple):
     parts: RankSeconds
     reduced: float
     behind: float
-    work: int
+    work: float
 
 
 Split = tuple[list[StepLook], list[StepLook]]  # before, and now
@@ -86,16 +88,18 @@ class Slowdown(SampledDetector):
     def _reset(self) -> None:
         self._minutes, self._steps = _Past(*self._many), _Past(*self._few)
         self._trains: list[float] | None = None  # parameters that require a gradient, by rank
+        self._outputs = SitesOfKind("output")
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
-        look = None if record.missing or record.skipped else _look_of(record)
-        if look is None:
+        told = None if record.missing or record.skipped else seconds_by_rank(record)
+        if not told:
             return []
         trains = [float(record.scalars[rank].get(TRAINABLE, 0)) for rank in record.ranks]
         if trains != self._trains:
             self._reset()
         self._trains = trains
+        look = _look_of(record, told, float(np.nansum(self._outputs.read(record, "numel"))))
         self._minutes.add(look, record.wall_time_ns / 1e9)
         self._steps.add(look, record.step)
         found = self._in_reduction() or self._in_all()
@@ -113,8 +117,8 @@ class Slowdown(SampledDetector):
         times, share, seconds = self._reduced
         if now[-1].reduced < max(seconds, share * now[-1].parts.step):  # mostly
             return None
-        step = _usual_step(now)
-        if step < self._times * _usual_step(before):
+        usual, step = _usual_step(before), _usual_step(now)
+        if usual <= 0 or step < self._times * usual:
             return None
         # Of five looks, one may be anywhere.
         least = np.quantile([look.reduced for look in now], 2 * _OUTER)
@@ -130,7 +134,7 @@ class Slowdown(SampledDetector):
         usual, step = _usual_step(before), _usual_step(now)
         work_before, work = (median(look.work for look in looks) for looks in split)
         more_work = work / work_before if work_before else 1.0
-        if step < self._times * max(1.0, more_work) * usual:
+        if usual <= 0 or step < self._times * max(1.0, more_work) * usual:
             return None
         late_before, late = (median(look.behind for look in looks) for looks in split)
         if late - late_before > (step - usual) / 2:
@@ -180,36 +184,33 @@ class _Past:
         return (looks[:-new], looks[-new:]) if len(looks) - new >= self._least else None
 
 
-def _look_of(record: StepRecord) -> StepLook | None:
-    """Return what a record tells; None where a rank does not tell its seconds."""
-    told = seconds_by_rank(record)
-    if not told:
-        return None
-    parts = RankSeconds(*(median(part) for part in zip(*told.values(), strict=True)))
-    outputs = np.array([site.kind == "output" for site in record.sites], bool)
-    work = record.counts[outputs & (record.counts[:, OBSERVED] > 0), NUMEL].sum()
-    gap = gap_of(record)
+def _look_of(record: StepRecord, told: Mapping[int, RankSeconds], work: float) -> StepLook:
     reduced = min(seconds.reduction for seconds in told.values()) if len(told) > 1 else 0.0
-    return StepLook(record.step, parts, reduced, 0.0 if gap is None else gap.behind, int(work))
+    gap = gap_of(record)
+    behind = 0.0 if gap is None else gap.behind
+    return StepLook(record.step, _medians(told.values()), reduced, behind, work)
+
+
+def _medians(of: Iterable[RankSeconds]) -> RankSeconds:
+    """Return the median of each part."""
+    return RankSeconds(*(median(part) for part in zip(*of, strict=True)))
 
 
 def _anomaly(record: StepRecord, before: list[StepLook], now: list[StepLook]) -> Anomaly:
-    was, takes = (
-        RankSeconds(*(median(part) for part in zip(*(x.parts for x in looks), strict=True)))
-        for looks in (before, now)
-    )
+    was, takes = (_medians(look.parts for look in looks) for looks in (before, now))
     more = {name: getattr(takes, name) - getattr(was, name) for name in _PARTS}
     longest = max(more, key=lambda name: more[name])
+    step_before, step = _usual_step(before), _usual_step(now)
     what, phase, look_at = _PARTS[longest]
-    since = next(x.step for x in now if x.parts.step > (was.step + takes.step) / 2)
+    since = next(look.step for look in now if look.parts.step > (step_before + step) / 2)
     who = "all ranks" if len(record.ranks) > 1 else "the rank"
     message = (
-        f"a step takes {who} {takes.step:.3g} s, {takes.step / was.step:.3g} x what it took "
+        f"a step takes {who} {step:.3g} s, {step / step_before:.3g} x what it took "
         f"before, since about step {since}: {more[longest]:.3g} s more are in {what}; look at "
         f"{look_at}"
     )
     values = {
-        "step_seconds": takes.step, "before": was.step, "times": takes.step / was.step,
+        "step_seconds": step, "before": step_before, "times": step / step_before,
         "more": more[longest], "since": since, "points": len(now),
     }  # fmt: skip
     return Slowdown.anomaly(record, "warn", message, values, phase=phase)

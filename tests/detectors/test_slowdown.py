@@ -164,3 +164,25 @@ def test_steps_without_all_ranks_or_times_are_not_judged() -> None:
     ]
     for rest in (untold, missing, odd):
         assert run(Slowdown(), [*stream[:150], *rest]) == []
+
+
+def test_parts_that_are_long_in_turn_are_judged_by_the_step() -> None:
+    """Of three parts two are long in each step: the medians of all three are long."""
+
+    def in_turn(step: int, _: int) -> Parts:
+        parts = [0.3, 0.3, 0.3]
+        if step >= 1500:
+            parts = [1.0, 1.0, 1.0]
+            parts[step // 10 % 3] = 0.0
+        return *parts, 0.0, 0.0
+
+    (warn,) = run(Slowdown(), job(in_turn))
+    assert warn.values["step_seconds"] == pytest.approx(2, rel=0.1)
+    assert warn.values["since"] == 1500
+
+
+def test_steps_that_took_no_time_have_no_ratio() -> None:
+    def none_at_first(step: int, _: int) -> Parts:
+        return tuple((step >= 1500) * part for part in (0.1, 0.1, 2.0, 1.5, 0.1))
+
+    assert run(Slowdown(), job(none_at_first)) == []
