@@ -63,6 +63,7 @@ class Slowdown(SampledDetector):
         reduced_times: as long as before, of the rank that waits least for the reduction,
         reduced_share: where that is such a share of the step,
         reduced_seconds: and so much at least,
+        reduced_step: and the step takes so many times as long,
         steps: for so many of them,
         looks: with so many sampled ones among them.
     """
@@ -72,16 +73,17 @@ class Slowdown(SampledDetector):
 
     def __init__(
         self, *, times: float = 1.5, minutes: float = 10.0, least: int = 20,
-        reduced_times: float = 3.0, reduced_share: float = 0.4, reduced_seconds: float = 0.005,
-        steps: int = 15, looks: int = 5,
+        reduced_times: float = 1.5, reduced_share: float = 0.25, reduced_seconds: float = 0.005,
+        reduced_step: float = 1.2, steps: int = 40, looks: int = 5,
     ) -> None:  # fmt: skip
         above_zero(
             times=times, minutes=minutes, reduced_times=reduced_times,
             reduced_share=reduced_share, reduced_seconds=reduced_seconds,
+            reduced_step=reduced_step,
         )  # fmt: skip
         at_least(1, least=least, steps=steps, looks=looks)
         self._times, self._many = times, (60.0 * minutes, least)
-        self._reduced = reduced_times, reduced_share, reduced_seconds
+        self._reduced = reduced_times, reduced_share, reduced_seconds, reduced_step
         self._few = steps - 1.0, looks
         self._reset()
 
@@ -114,11 +116,11 @@ class Slowdown(SampledDetector):
         if split is None:
             return None
         before, now = split
-        times, share, seconds = self._reduced
+        times, share, seconds, slower = self._reduced
         if now[-1].reduced < max(seconds, share * now[-1].parts.step):  # mostly
             return None
         usual, step = _usual_step(before), _usual_step(now)
-        if usual <= 0 or step < self._times * usual:
+        if usual <= 0 or step < slower * usual:
             return None
         # Of five looks, one may be anywhere.
         least = np.quantile([look.reduced for look in now], 2 * _OUTER)
