@@ -193,3 +193,17 @@ def test_a_first_step_without_a_loss_or_without_what_the_model_returns_says_noth
     bare = [record(one.step, one.scalars) for one in made]
     assert run(InitScale(), bare) == []
     assert run(InitScale(within=1), made) == []
+
+
+def test_a_loss_that_halved_is_one_of_all_ranks_and_of_a_step_that_tells_it() -> None:
+    made = training(net(64, 28, 1.0), 28)
+    untold = [made[0], *(replace(one, scalars={0: {}}) for one in made[1:])]
+    assert run(InitScale(), untold) == []
+    bad = [replace(one, scalars={0: {"loss": math.nan}, 1: one.scalars[0]}) for one in made[1:]]
+    assert run(InitScale(), [made[0], *bad]) == []
+
+
+def test_fifty_steps_are_the_longest_it_waits() -> None:
+    first, *_, last = training(net(64, 28, 1.0), 28)
+    assert len(run(InitScale(), [first, replace(last, step=50)])) == 1
+    assert run(InitScale(), [first, replace(last, step=51)]) == []

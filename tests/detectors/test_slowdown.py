@@ -83,6 +83,11 @@ def test_a_network_that_is_slow_for_some_steps_or_by_a_little_is_left_alone() ->
         return later(reduction=1.5)(2000 * (1500 <= step < 1525), 0)
 
     assert run(Slowdown(), job(some_steps, every=1)) == []
+
+    def now_and_then(step: int, _: int) -> Parts:
+        return later(reduction=1.5 if step % 30 == 0 else 0.15, backward=0.3)(step, 0)
+
+    assert run(Slowdown(), job(now_and_then, steps=1900)) == []
     assert run(Slowdown(), job(later(reduction=0.15), steps=2100, every=1)) == []
 
 
