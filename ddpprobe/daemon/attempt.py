@@ -163,10 +163,8 @@ class Attempt:
         What ends a job ends its daemon in the same moment, and nobody may come behind it.
         """
         self._watcher.look()
-        more = True
-        while more:
-            _, more = self.poll(now)
-            more = more and all(rank.exit is not None for rank in self.ranks.values())
+        while self.poll(now)[1] and all(rank.exit is not None for rank in self.ranks.values()):
+            pass  # there is more to read, and nobody writes any more
 
     def local_end(self, now: float) -> bool:
         """Whether every rank of this node has ended, as far as one can know."""

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ddpprobe.detectors.loss import mean_losses
-from ddpprobe.records.step import Site, StepRecord, derive
+from ddpprobe.detectors.statistics_of import statistic_of
+from ddpprobe.records.step import Site, StepRecord
 
 _FEWEST = 32  # elements of which a mean is one
 # The gradient of a cross-entropy by its logits sums to zero over the classes; of other losses the
@@ -49,9 +50,8 @@ def first_outputs(record: StepRecord) -> FirstOutputs | None:
 
 def _same(record: StepRecord, row: int) -> list[Site]:
     """Return the outputs that are this one, in execution order: a module's, and the model's."""
-    alike = (record.counts == record.counts[row]).all(1) & (
-        record.values == record.values[row]
-    ).all(1)
+    counts, values = record.counts == record.counts[row], record.values == record.values[row]
+    alike = counts.all(1) & values.all(1)
     return [record.sites[i] for i in np.flatnonzero(alike) if record.sites[i].kind == "output"]
 
 
@@ -64,4 +64,4 @@ def _is_balanced(record: StepRecord, row: int) -> bool:
 
 
 def _stat(record: StepRecord, row: int, stat: str) -> float:
-    return float(derive(stat, record.counts[row], record.values[row]))
+    return float(statistic_of(record, stat)[row])

@@ -66,14 +66,11 @@ class InitScale(SampledDetector):
 
     def _outputs(self, record: StepRecord) -> list[Anomaly]:
         if self._begun is None:
-            self._begun = record.step
-            first = first_outputs(record)
-            if first is not None and first.deviation >= self._deviation:
-                self._sure = first if first.loss >= self._by_guess * first.deviation else None
+            self._begun, first = record.step, first_outputs(record)
+            self._sure = first if first is not None and self._is_sure(first) else None
             return []
         sure, passed = self._sure, record.step - self._begun
         if sure is None or passed > self._within:
-            self._sure = None
             return []
         loss = min((loss for _, loss in mean_losses(record, whole=True)), default=sure.loss)
         if loss > sure.loss / 2:
@@ -90,6 +87,10 @@ class InitScale(SampledDetector):
             record, "warn", message, values, module=sure.module, kind="output", phase="forward"
         )
         return [told]
+
+    def _is_sure(self, first: FirstOutputs) -> bool:
+        spread = first.deviation
+        return spread >= self._deviation and first.loss >= self._by_guess * spread
 
     def _layers(self, record: StepRecord) -> list[Anomaly]:
         if record.missing:  # of what is sharded only a part is there

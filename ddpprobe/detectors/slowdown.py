@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import NamedTuple
@@ -12,10 +11,10 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import SitesOfKind
+from ddpprobe.detectors.spaced_looks import SpacedLooks
 from ddpprobe.detectors.step_seconds import RankSeconds, gap_of, seconds_by_rank
 from ddpprobe.records.step import TRAINABLE, Anomaly, StepRecord
 
-_MOST = 60  # looks of a span
 _SPANS = 6  # that are remembered before the newest one
 _OUTER = 0.1  # of the looks on either side, which may be anywhere
 _DEVICES = "clocks, temperature and neighbours of devices and hosts"
@@ -153,8 +152,6 @@ def _usual_step(looks: list[StepLook]) -> float:
 class _Past:
     """The newest looks, over a span of steps or seconds, and those before them.
 
-    Of a long span those that are as far apart as `_MOST` of them fill it, so that it is bounded.
-
     Args:
         span: of the newest ones.
         least: of them, and of those before.
@@ -162,33 +159,29 @@ class _Past:
 
     def __init__(self, span: float, least: int) -> None:
         self._span, self._least = span, least
-        self._apart = span / max(_MOST, least)
-        self._looks: deque[tuple[float, StepLook]] = deque()
+        self._looks = SpacedLooks[StepLook](span, least)
 
     def add(self, look: StepLook, place: float) -> None:
         """Take the next look; its place is its step or its time."""
-        looks = self._looks
-        if looks and place < looks[-1][0]:  # a clock that was set back
-            looks.clear()
-        if looks and place - looks[-1][0] < self._apart:
-            return
-        looks.append((place, look))
-        while len(looks) > 2 * self._least and place - looks[0][0] > (1 + _SPANS) * self._span:
-            looks.popleft()
+        self._looks.add(look, place)
+        held, longest = self._looks.held, (1 + _SPANS) * self._span
+        while len(held) > 2 * self._least and held[-1][0] - held[0][0] > longest:
+            held.popleft()
 
     def split(self) -> Split | None:
         """Return the looks before the newest ones, and these; None: of either too few yet."""
-        if len(self._looks) < 2 * self._least:
+        held = self._looks.held
+        if len(held) < 2 * self._least:
             return None
-        since = self._looks[-1][0] - self._span
-        new = max(self._least, sum(place >= since for place, _ in self._looks))
-        looks = [look for _, look in self._looks]
+        since = held[-1][0] - self._span
+        new = max(self._least, sum(place >= since for place, _ in held))
+        looks = [look for _, look in held]
         return (looks[:-new], looks[-new:]) if len(looks) - new >= self._least else None
 
 
 def _look_of(record: StepRecord, told: Mapping[int, RankSeconds], work: float) -> StepLook:
     reduced = min(seconds.reduction for seconds in told.values()) if len(told) > 1 else 0.0
-    gap = gap_of(record)
+    gap = gap_of(record, told)
     behind = 0.0 if gap is None else gap.behind
     return StepLook(record.step, _medians(told.values()), reduced, behind, work)
 

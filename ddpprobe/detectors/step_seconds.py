@@ -67,11 +67,13 @@ def _seconds(scalars: Mapping[str, float]) -> RankSeconds | None:
     return RankSeconds(data, forward, backward - reduction, reduction, optimizer)
 
 
-def gap_of(record: StepRecord) -> Gap | None:
-    """Return who is the furthest behind the others of its kind; None where that is not known."""
-    told = seconds_by_rank(record)
+def gap_of(record: StepRecord, told: Mapping[int, RankSeconds]) -> Gap | None:
+    """Return who is the furthest behind the others of its kind; None where each is alone.
+
+    `told`: what `seconds_by_rank` says of the record.
+    """
     kinds: dict[float, dict[int, RankSeconds]] = {}
-    for rank, seconds in (told or {}).items():
+    for rank, seconds in told.items():
         kind = float(record.scalars.get(rank, {}).get(TRAINABLE, 0))
         kinds.setdefault(kind, {})[rank] = seconds
     slowest = [

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from statistics import median
 from typing import NamedTuple
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.step_seconds import Gap, gap_of
+from ddpprobe.detectors.spaced_looks import SpacedLooks
+from ddpprobe.detectors.step_seconds import Gap, gap_of, seconds_by_rank
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import Anomaly, StepRecord
-
-_MOST = 60  # gaps of a span; of a short one as many as there are steps
 
 
 class Straggler(SampledDetector):
@@ -63,9 +62,8 @@ class Straggler(SampledDetector):
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
-        if record.missing:
-            return []
-        gap = gap_of(record)
+        told = None if record.missing else seconds_by_rank(record)
+        gap = None if told is None else gap_of(record, told)
         if gap is None:
             return []
         self._few.add(gap, record.step)
@@ -95,32 +93,25 @@ class _Lag(NamedTuple):
 
 
 class _Window:
-    """The newest gaps: as many as lie within a span of steps or seconds, and `least` at least.
-
-    A long span holds gaps that are as far apart as `_MOST` of them fill it, so that it is bounded.
-    """
+    """The newest gaps: as many as lie within a span of steps or seconds, and `least` at least."""
 
     def __init__(self, span: float, least: int, rule: _Rule) -> None:
         self._span, self._least, self._rule = span, least, rule
-        self._apart = span / max(_MOST, least)
-        self._gaps: deque[tuple[float, Gap]] = deque()
+        self._looks = SpacedLooks[Gap](span, least)
 
     def add(self, gap: Gap, place: float) -> None:
         """Take the next gap; its place is its step or its time."""
-        gaps = self._gaps
-        if gaps and place < gaps[-1][0]:  # a clock that was set back
-            gaps.clear()
-        if gaps and place - gaps[-1][0] < self._apart:
-            return
-        gaps.append((place, gap))
-        while len(gaps) > self._least and place - gaps[1][0] >= self._span:
-            gaps.popleft()
+        self._looks.add(gap, place)
+        held = self._looks.held
+        while len(held) > self._least and held[-1][0] - held[1][0] >= self._span:
+            held.popleft()
 
     def lag(self) -> _Lag | None:
         """Return who lies as far behind as the rule asks; None: nobody, or too few gaps yet."""
         share, seconds, same = self._rule
-        gaps = [gap for _, gap in self._gaps]
-        if len(gaps) < self._least or self._gaps[-1][0] - self._gaps[0][0] < self._span:
+        held = self._looks.held
+        gaps = [gap for _, gap in held]
+        if len(gaps) < self._least or held[-1][0] - held[0][0] < self._span:
             return None
         rank, times = Counter(gap.rank for gap in gaps).most_common(1)[0]
         behind, step = median(gap.behind for gap in gaps), median(gap.step for gap in gaps)
