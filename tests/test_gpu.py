@@ -156,6 +156,6 @@ def test_memory_on_a_gpu_stays_as_it_is(tmp_path):
         training.steps(100)
         torch.cuda.synchronize()
         peak.append(torch.cuda.max_memory_allocated())
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before
     assert peak[0] == peak[1]
     probe.close()

@@ -39,7 +39,7 @@ class Observers:
         clock: tells step and micro-batch.
         rank: this rank.
         fuse: contains whatever goes wrong in hooks.
-        on_bad: called when the every-step watch sees a bad local value.
+        on_bad: called when the every-step watch sees a bad local value, see `Watch`.
         lost: called with the FQNs of compiled modules that cannot be heard.
         captured: called when a hook does nothing because a CUDA graph is captured.
         capturing: keeps full tensors; told of everything that the hooks are told of.
@@ -52,7 +52,7 @@ class Observers:
 
     def __init__(
         self, topology: Topology, select: Callable[[str], bool], clock: StepClock, rank: int,
-        fuse: Fuse, on_bad: Callable[[FirstBad], None], lost: Callable[[list[str]], None],
+        fuse: Fuse, on_bad: Callable[..., None], lost: Callable[[list[str]], None],
         captured: Callable[[], None], capturing: Capturing, *, full_backward: bool,
         named: Callable[[str], bool] | None = None,
     ) -> None:  # fmt: skip

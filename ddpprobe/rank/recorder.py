@@ -290,7 +290,7 @@ class Recorder:
     def step_ended(self, *, skipped: bool) -> None:
         """Ship the step and leave the model clean."""
         observers, sampled = self._prepare(), self._sampling
-        observers.watch.end_step(self._clock.step)
+        observers.watch.end_step(self._clock.step, skipped=skipped)
         if sampled:
             self._clock.sampled += 1
             turn = self._pacer.turn(self._clock.step)
@@ -382,11 +382,11 @@ class Recorder:
     def _captured(self) -> None:
         self._frame_writer.captured(self._clock.step, sampled=self._sampling)
 
-    def on_bad(self, bad: FirstBad) -> None:
+    def on_bad(self, bad: FirstBad, *, skipped: bool = False) -> None:
         """Hear that a local value of this step (or, from a GPU, of an earlier one) is bad."""
         if bad.step >= 0:
             if not self._pacer.sampled(bad.step):  # else its rows say it better
-                self._frame_writer.alarm(bad, bad.step, **_OVER)
+                self._frame_writer.alarm(bad, bad.step, **_OVER | {"skipped": skipped})
             return
         if self._sampling and self._observers is not None and bad.fqn is None:
             bad = self._observers.rows.first_fault() or bad

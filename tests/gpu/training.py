@@ -161,7 +161,10 @@ class Training:
             )
         self.fault = inject(self.called, fault) if fault else None
         if setting.graphed == "whole":
-            self.called = torch.cuda.make_graphed_callables(self.called, (self.batch(0),))
+            # Which refuses modules with hooks.
+            bare = self.probe.pause("make_graphed_callables") if self.probe else None
+            with bare or contextlib.nullcontext():
+                self.called = torch.cuda.make_graphed_callables(self.called, (self.batch(0),))
         self._step = 0
 
     @property

@@ -28,19 +28,19 @@ class Peaks:
     """The peaks of the step under way, and those of ended steps that have not arrived.
 
     Args:
-        judge: called with each step that has arrived, and its largest magnitude by phase: 0 where
-            nothing was kept.
+        judge: called with each step that has arrived, its largest magnitude by phase (0 where
+            nothing was kept), and whether a GradScaler skipped it.
 
     Attributes:
         lost: steps whose peaks were not sent, because too many are on their way.
     """
 
-    def __init__(self, judge: Callable[[int, list[float]], None]) -> None:
+    def __init__(self, judge: Callable[[int, list[float], bool], None]) -> None:
         self.lost = 0
         self._judge = judge
         self._cells: dict[torch.device, _Cell] = {}
         self._sent = 0
-        self._under_way: deque[tuple[int, int, list[tuple[_Cell, Arrival | None]]]] = deque()
+        self._under_way: deque[tuple[int, bool, int, list[tuple[_Cell, Arrival | None]]]] = deque()
 
     def keep(self, phase: int, peak: Tensor) -> None:
         """Take a magnitude, floating [], on its device."""
@@ -51,7 +51,7 @@ class Peaks:
         cell.used = True
         torch.maximum(cell.of[phase], peak, out=cell.of[phase])  # NaN wins
 
-    def end_step(self, step: int) -> None:
+    def end_step(self, step: int, *, skipped: bool = False) -> None:
         """Send what was kept on its way, and start the next step's."""
         if not self._cells:
             return
@@ -63,12 +63,13 @@ class Peaks:
         elif used:
             place = self._sent % AHEAD
             self._sent += 1
-            self._under_way.append((step, place, [(cell, cell.send(place)) for cell in used]))
+            copies = [(cell, cell.send(place)) for cell in used]
+            self._under_way.append((step, skipped, place, copies))
 
     def poll(self, *, wait: bool = False) -> None:
         """Tell what has arrived; waits only if told to."""
         while self._under_way:
-            step, place, copies = self._under_way[0]
+            step, skipped, place, copies = self._under_way[0]
             for _, arrival in copies:
                 if arrival is None:
                     continue
@@ -78,7 +79,7 @@ class Peaks:
                     return
             self._under_way.popleft()
             found = [cell.host[place].tolist() for cell, _ in copies]
-            self._judge(step, [_largest(peaks) for peaks in zip(*found, strict=True)])
+            self._judge(step, [_largest(peaks) for peaks in zip(*found, strict=True)], skipped)
 
 
 @final

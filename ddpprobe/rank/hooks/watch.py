@@ -58,7 +58,8 @@ class Watch:
         clock: tells the micro-batch.
         rank: this rank.
         fuse: contains whatever goes wrong in here.
-        on_bad: hears of a bad value.
+        on_bad: hears of a bad value; of one in a step that is over, and that a GradScaler skipped,
+            with `skipped=True`.
         was_read: whether the gradient that has just arrived at the parameter of this FQN was read
             by the hooks of a sampled step: where the host can see it, and found it finite.
         flat_was_read: the same of a flat one on a device, whose rows tell what is bad.
@@ -70,7 +71,7 @@ class Watch:
         clock: StepPosition,
         rank: int,
         fuse: Fuse,
-        on_bad: Callable[[FirstBad], None],
+        on_bad: Callable[..., object],
         was_read: Callable[[str], bool] = lambda _: False,
         flat_was_read: Callable[[FlatUnit], bool] = lambda _: False,
     ) -> None:
@@ -201,7 +202,7 @@ class Watch:
             self._peaks.keep(_FORWARD, torch.zeros_like(bad, dtype=torch.float64).masked_fill_(
                 bad, math.nan))  # fmt: skip
 
-    def end_step(self, step: int) -> None:
+    def end_step(self, step: int, *, skipped: bool = False) -> None:
         """Send this step's peaks to the host (GPU), and start the next step's."""
         self._output.end_step(harmless=self._came and not self._backward_is_bad)
         self._looks, self._told = 0, False
@@ -211,7 +212,7 @@ class Watch:
             self._hook(self._swept)
             self._swept, self._sweeps = [], []
         self._came = False
-        self._peaks.end_step(step)
+        self._peaks.end_step(step, skipped=skipped)
 
     def poll(self, *, wait: bool = False) -> None:
         """Report what has arrived from the device; waits only at the end of a run."""
@@ -385,7 +386,7 @@ class Watch:
             return None  # sampled steps count these
         return counts if any(counts[:3]) else None
 
-    def _judge_peaks(self, step: int, peaks: list[float]) -> None:
+    def _judge_peaks(self, step: int, peaks: list[float], skipped: bool) -> None:  # noqa: FBT001
         """Judge the largest magnitudes of a step, forward and backward; an infinity has no sign."""
         forward, backward, carried = peaks
         bad, fault = not math.isfinite(backward), False
@@ -398,7 +399,7 @@ class Watch:
         self._far_output.end_step(harmless=backward > 0 and not bad)
         if fault or (bad and math.isfinite(carried)):
             phase = _FORWARD if fault else _BACKWARD
-            self._report(phase, None, step, micro=0, counts=_NOT_COUNTED)
+            self._report(phase, None, step, micro=0, counts=_NOT_COUNTED, skipped=skipped)
 
     def _report(
         self,
@@ -407,6 +408,8 @@ class Watch:
         step: int | None,
         micro: int,
         counts: Nonfinite,
+        *,
+        skipped: bool = False,
     ) -> None:
         if step is None:
             self._told = True
@@ -431,7 +434,8 @@ class Watch:
                 pos_inf=pos_inf,
                 neg_inf=neg_inf,
                 numel=numel,
-            )
+            ),
+            **({"skipped": True} if skipped else {}),
         )
 
 

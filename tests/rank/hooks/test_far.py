@@ -153,7 +153,7 @@ def test_the_peaks_of_devices_meet_on_the_host(monkeypatch) -> None:
     monkeypatch.setattr(lane, "post", post)
     monkeypatch.setattr(lanes, "lane_of", lambda _: lane)
     seen: list[tuple[int, int]] = []
-    found = peaks.Peaks(lambda step, found: seen.extend((step, i) for i in bad_in(found)))
+    found = peaks.Peaks(lambda step, found, _: seen.extend((step, i) for i in bad_in(found)))
     for step in range(3):
         found.keep(1, torch.tensor(2.0, dtype=torch.float16))
         if step < 2:
@@ -176,7 +176,7 @@ def test_a_step_that_ends_with_nothing_kept_sends_nothing(monkeypatch) -> None:
 def test_a_device_that_is_too_far_behind_costs_readings_and_they_are_counted(monkeypatch) -> None:
     far.pretend(monkeypatch, polls=10**9)
     seen: list[int] = []
-    found = peaks.Peaks(lambda step, found: seen.extend([step] * bool(bad_in(found))))
+    found = peaks.Peaks(lambda step, found, _: seen.extend([step] * bool(bad_in(found))))
     for step in range(peaks.AHEAD + 3):
         found.keep(0, torch.tensor(math.nan if step in (0, 5, peaks.AHEAD + 1) else 1.0))
         found.end_step(step)
@@ -373,6 +373,26 @@ def test_a_bad_step_of_a_model_of_any_dtype_is_named(
     seen = [(r.step, r.first_bad.phase) for r in records_of(tmp_path / "r") if r.first_bad]
     assert seen == [(4, "backward")]
     assert not [e for e in life_of(tmp_path / "r") if e["event"] in ("fuse", "dropped")]
+
+
+def test_gradients_of_a_step_that_a_scaler_skipped_are_no_page_on_a_device_either(
+    tmp_path, records_of, monkeypatch
+) -> None:
+    far.pretend(monkeypatch)
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=100, first_step=1, daemon="none"):
+        for _ in range(8):
+            scaler.scale(model(torch.full((2, 4), 1e3)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    bad = [r for r in records_of(tmp_path / "r") if r.first_bad]
+    assert scaler.get_scale() < 2.0**127
+    assert bad
+    assert all(r.skipped and r.first_bad.phase == "backward" for r in bad)
+    told = ddpprobe.open(tmp_path / "r").anomalies()
+    assert {a.level for a in told if a.detector == "nonfinite"} == {"info"}
 
 
 def test_steps_the_watch_could_not_tell_of_are_told(tmp_path, monkeypatch) -> None:
