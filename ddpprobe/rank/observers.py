@@ -25,7 +25,6 @@ from ddpprobe.rank.step_clock import StepClock
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.flat import FlatUnit
 from ddpprobe.rank.torch_private import dynamo, functorch
-from ddpprobe.records.step import FirstBad
 from ddpprobe.rundir.fuse import Fuse
 
 

@@ -59,7 +59,7 @@ class RowBuffer:
         """
         if self.near:
             return stats.reduce_into(tensor, self.rows, index)
-        stats.reduce_far(tensor, self.rows[index])
+        stats.reduce_far_into(tensor, self.rows, index)
         return False
 
     def begin(self) -> None:

@@ -9,19 +9,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ddpprobe.rank.stats.dense import FLOATS
+from ddpprobe.rank import torch_private
+from ddpprobe.rank.stats.dense import FLOATS, lies_on
 from ddpprobe.rundir.fuse import Fuse
 
 GPU_BLOCK = 1 << 23  # elements that operators take at a time: 96 MiB of scratch (12 bytes each)
+_MOST_PROGRAMS = 1024  # whose rows one of them merges (`triton_rows.MOST`)
 _PER_PROCESSOR = 4  # programs of 256 threads and 64 registers each that a multiprocessor holds
 _AMPERE = (8, 0)  # the first with bfloat16
 
-Kernel = Callable[[Tensor, int, Tensor, Tensor], None]
+if TYPE_CHECKING:
+    from ddpprobe.rank.stats.triton_rows import Scratch
 
 _fuse = Fuse("the Triton kernel of the statistics, whose work torch's operators do from now on,")
 
@@ -43,15 +47,53 @@ def reduce_device(flat: Tensor, repeats: int, out: Tensor) -> None:
         reduce_by_operators(flat, repeats, out)
 
 
+def reduce_as_it_lies(tensor: Tensor, rows: Tensor, index: int) -> bool:
+    """Write the row of a plain tensor on a CUDA device, of which the kernel is told the address.
+
+    What torch asks before it gives a view, and Triton before a launch, takes the host longer than
+    both together.
+
+    Args:
+        tensor: of any kind.
+        rows: float64 [any, 9], contiguous.
+        index: of the row.
+
+    Returns:
+        False: it takes another way.
+    """
+    return rows.is_cuda and bool(_at_address(tensor, rows, index))
+
+
+@_fuse.guard
+def _at_address(tensor: Tensor, rows: Tensor, index: int) -> bool:
+    device = rows.device
+    kernels, dtype = _kernels(device), tensor.dtype
+    if (
+        kernels is None
+        or dtype not in FLOATS
+        or torch_private.is_functorch(tensor)
+        or not lies_on(tensor, device)
+        or torch.cuda.current_device() != device.index
+    ):
+        return False
+    stream = torch_private.raw_stream(device.index)
+    out = rows.data_ptr() + rows.stride(0) * index * rows.element_size()
+    made: bool = kernels.reduce_at(
+        tensor.data_ptr(), tensor.numel(), dtype, out, _scratch(device, stream), stream,
+        device.index,
+    )  # fmt: skip
+    return made
+
+
 @_fuse.guard
 def _in_one_pass(flat: Tensor, repeats: int, out: Tensor) -> bool:
     """Reduce by the kernel; False (None once it has failed): there is none for this tensor."""
-    kernel = _kernel(flat.device)
-    if kernel is None or flat.dtype not in FLOATS:
+    kernels = _kernels(flat.device)
+    if kernels is None or flat.dtype not in FLOATS:
         return False
     with torch.cuda.device(flat.device):
-        scratch = _scratch(flat.device, torch.cuda.current_stream().cuda_stream, len(out))
-        kernel(flat, repeats, out, scratch)
+        scratch = _scratch(flat.device, torch.cuda.current_stream().cuda_stream)
+        kernels.reduce_rows(flat, repeats, out, scratch)
     return True
 
 
@@ -68,7 +110,8 @@ def has_kernels(device: torch.device) -> bool:
 @functools.cache
 def most_programs(device: torch.device) -> int:
     """How many programs of the kernel a CUDA device runs at a time."""
-    return _PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(_PER_PROCESSOR * processors, _MOST_PROGRAMS)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -77,19 +120,21 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 @functools.cache
-def _kernel(device: torch.device) -> Kernel | None:
+def _kernels(device: torch.device) -> ModuleType | None:
     """Import Triton, if it is there: it takes a second, so not before somebody needs it."""
     if not has_kernels(device):
         return None
-    from ddpprobe.rank.stats.triton_rows import reduce_rows  # noqa: PLC0415
+    from ddpprobe.rank.stats import triton_rows  # noqa: PLC0415
 
-    return reduce_rows
+    return triton_rows
 
 
 @functools.cache
-def _scratch(device: torch.device, stream: int, width: int) -> Tensor:  # noqa: ARG001  (a key)
+def _scratch(device: torch.device, stream: int) -> Scratch:  # noqa: ARG001  (a key)
     """Return the memory for parts of rows; streams run side by side, so each has its own."""
-    return torch.empty((most_programs(device), width), dtype=torch.float64, device=device)
+    from ddpprobe.rank.stats.triton_rows import Scratch  # noqa: PLC0415
+
+    return Scratch(device, most_programs(device))
 
 
 def reduce_by_operators(flat: Tensor, repeats: int, out: Tensor) -> None:

@@ -173,8 +173,7 @@ def _reduce(tensors: Sequence[tuple[Tensor, int, int]], rows: Tensor, table: Ker
         for launch in launches:
             triton_rows.reduce_many(
                 table.entries[launch.entries], table.owners[launch.owners], rows, scratch,
-                FLOATS[launch.kind // 2], aligned=launch.kind % 2 == 1, most=most,
-                merges=launch.merges,
+                FLOATS[launch.kind // 2], aligned=launch.kind % 2 == 1, merges=launch.merges,
             )  # fmt: skip
     return True
 

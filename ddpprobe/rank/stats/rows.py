@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddpprobe.rank.stats.cpu import reduce_cpu
 from ddpprobe.rank.stats.dense import FLOATS, Unsupported, dense, local, readable
-from ddpprobe.rank.stats.device import reduce_device
+from ddpprobe.rank.stats.device import reduce_as_it_lies, reduce_device
 from ddpprobe.rank.stats.many import KernelTable, reduce_many
 from ddpprobe.rank.stats.native import row_kernels
 from ddpprobe.rank.stats.sparse import reduce_coalesced
@@ -48,7 +48,7 @@ Nonfinite = tuple[int, int, int, int]  # NaN, +Inf, -Inf, elements
 __all__ = [
     "EMPTY", "EXTREMES", "NONFINITE", "ROW", "WIDTH",
     "KernelTable", "Nonfinite", "Unsupported", "nonfinite_of", "reduce", "reduce_all", "reduce_far",
-    "reduce_into", "split_rows",
+    "reduce_far_into", "reduce_into", "split_rows",
 ]  # fmt: skip
 
 
@@ -105,6 +105,16 @@ def reduce_far(tensor: Tensor, out: Tensor) -> None:
                 reduce_coalesced(local(tensor), out)
             else:
                 reduce_device(flat, repeats, out)
+
+
+def reduce_far_into(tensor: Tensor, rows: Tensor, index: int) -> None:
+    """Do as `reduce_far` does for `rows[index]` of float64 [n, 9], contiguous.
+
+    Raises:
+        Unsupported: this kind of tensor has no statistics.
+    """
+    if not reduce_as_it_lies(tensor, rows, index):
+        reduce_far(tensor, rows[index])
 
 
 def reduce_all(

@@ -36,6 +36,7 @@ _graph_task_id = _lookup("torch._C", "_current_graph_task_id")
 _engine_queue_callback = _lookup(
     "torch.autograd", "Variable", "_execution_engine", "queue_callback"
 )
+_raw_stream = _lookup("torch._C", "_cuda_getCurrentRawStream")
 _default_store = _lookup("torch.distributed.distributed_c10d", "_get_default_store")
 _is_functorch = _lookup("torch._C", "_functorch", "is_functorch_wrapped_tensor")
 _depth_of_modes = _lookup("torch._C", "_len_torch_dispatch_stack")
@@ -57,6 +58,16 @@ def is_a(thing: object, module: str, name: str) -> bool:
     """
     loaded = getattr(sys.modules.get(module), name, None)
     return loaded is not None and isinstance(thing, loaded)
+
+
+def raw_stream(device: int) -> int:
+    """Return the handle of the current stream of a CUDA device, without making an object of it.
+
+    Degradation: makes one.
+    """
+    if _raw_stream is None:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    return int(_raw_stream(device))
 
 
 def in_backward() -> bool:
@@ -359,6 +370,7 @@ def self_test() -> dict[str, bool]:
         "in_functorch": _functorch_level is not None and not in_functorch(),
         "outside_modes": _depth_of_modes is not None and _without_modes is not None,
         "stepped_in": not before and stepped_in(rounds) == {id(optimizer)},
+        "raw_stream": _raw_stream is not None or torch.version.cuda is None,
         "active_ddp": _active_ddp is not None,
         "has_global_hooks": None not in _global_hooks,
         "fake_tensors": _lookup("torch._subclasses.fake_tensor", "FakeTensorMode") is not None,

@@ -126,7 +126,7 @@ def test_the_scratch_of_a_histogram_away_from_the_cpu_stays_below_128_mib(limits
 
 
 def test_on_the_cpu_triton_is_not_even_looked_for(monkeypatch):
-    monkeypatch.setattr(device, "_kernel", lambda _: pytest.fail("looked for Triton"))
+    monkeypatch.setattr(device, "_kernels", lambda _: pytest.fail("looked for Triton"))
     rows.reduce(torch.randn(5), torch.empty(rows.WIDTH, dtype=torch.float64))
     device.reduce_device(torch.randn(5), 1, torch.empty(rows.WIDTH, dtype=torch.float64))
 
@@ -168,13 +168,15 @@ def test_a_kernel_that_fails_is_told_once_and_the_operators_take_over(monkeypatc
 INTERPRET = """
 import sys
 import torch
-from ddpprobe.rank.stats.triton_rows import reduce_rows
+from ddpprobe.rank.stats.triton_rows import Scratch, reduce_rows
 
 rows = []
 for tensor, times, programs in torch.load(sys.argv[1]):
-    scratch = torch.full((programs, 9), torch.nan, dtype=torch.float64)
+    scratch = Scratch(torch.device("cpu"), programs)
+    scratch.rows.fill_(torch.nan)
     out = torch.full((9,), torch.nan, dtype=torch.float64)
     reduce_rows(tensor, times, out, scratch)
+    assert scratch.ticket.item() == 0
     rows.append(out)
 torch.save(torch.stack(rows), sys.argv[2])
 """
@@ -183,20 +185,16 @@ COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ddpprobe.rank.stats.triton_rows import _DTYPES, _REGISTERS, _WARPS, _merge, _merge_many
-from ddpprobe.rank.stats.triton_rows import _reduce, _reduce_many
+from ddpprobe.rank.stats.triton_rows import _DTYPES, _REGISTERS, _WARPS
+from ddpprobe.rank.stats.triton_rows import _merge_many, _reduce, _reduce_many
 from ddpprobe.rank.stats.triton_words import _add, _total
 
-for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4), ("fp64", 8)):
-    numbers = {"n": "i64", "repeats": "i64", "programs": "i32", "each": "constexpr"}
-    signature = {"x": "*" + dtype, "rows": "*fp64", **numbers}
-    source = ASTSource(_reduce, signature, {(5,): 16 // size})
+for dtype in ("bf16", "fp16", "fp32", "fp64"):
+    numbers = {"n": "i64", "repeats": "i64", "programs": "i32"}
+    places = {"out": "*fp64", "rows": "*fp64", "ticket": "*i32"}
+    source = ASTSource(_reduce, {"x": "*" + dtype, **places, **numbers}, {})
     options = {"num_warps": _WARPS, "maxnreg": _REGISTERS, "enable_fp_fusion": True}
     assert compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
-source = ASTSource(_merge, {"rows": "*fp64", "out": "*fp64", "programs": "i32",
-                            "block": "constexpr"}, {(3,): 1024})
-options = {"enable_fp_fusion": True}
-assert compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
 
 # Of many tensors: 16 bytes are read at once where all addresses allow it, as with one tensor.
 table = {"table": "*i64", "owners": "*i32"}
@@ -204,21 +202,22 @@ options = {"num_warps": _WARPS, "maxnreg": _REGISTERS, "enable_fp_fusion": True}
 for dtype, kind in [*_DTYPES.items()][::3]:
     for aligned in (True, False):
         signature = {**table, "rows": "*fp64", "scratch": "*fp64"}
-        signature |= dict.fromkeys(("kind", "aligned", "each"), "constexpr")
-        constants = {(4,): kind, (5,): aligned, (6,): 16 // dtype.itemsize}
+        signature |= dict.fromkeys(("kind", "aligned"), "constexpr")
+        constants = {(4,): kind, (5,): aligned}
         source = ASTSource(_reduce_many, signature, constants)
         made = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
         wide = "v2.b64" if dtype.itemsize == 8 else "v4.b32"
         assert made["cubin"] and (f"ld.global.{wide}" in made["ptx"]) is aligned, (dtype, aligned)
 block, factors = "constexpr", {"within": "*i64", "between": "*i64"}
 for kernel, signature, constants in (
-    (_merge_many, {"table": "*i64", "scratch": "*fp64", "rows": "*fp64", "block": block}, 1024),
     (_add, {**table, **factors, "scratch": "*i64", "aligned": block}, True),
     (_add, {**table, **factors, "scratch": "*i64", "aligned": block}, False),
     (_total, {"table": "*i64", "scratch": "*i64", "out": "*i64", "block": block}, 1024),
 ):
     source = ASTSource(kernel, signature, {(len(signature) - 1,): constants})
     assert compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+source = ASTSource(_merge_many, {"table": "*i64", "scratch": "*fp64", "rows": "*fp64"}, {})
+assert compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 """
 
 
@@ -267,7 +266,7 @@ def test_the_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path):
 @needs_triton
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_on_a_gpu_the_kernel_gives_the_row_of_numpy_on_two_streams_at_once(dtype):
-    assert device._kernel(torch.device("cuda", 0)) is not None
+    assert device._kernels(torch.device("cuda", 0)) is not None
     cases = [patchwork(dtype)] + [CLASSES[k](5001).to(dtype) for k in CLASSES]
     side, out = torch.cuda.Stream(), torch.empty((2, len(cases), 9), dtype=torch.float64).cuda()
     on_gpu = [case.cuda() for case in cases]

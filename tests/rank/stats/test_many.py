@@ -54,10 +54,9 @@ class Launches:
             ]
             yield address, size, factor, row
 
-    def reduce_many(self, table, owners, out, scratch, dtype, *, aligned, most, merges) -> None:
+    def reduce_many(self, table, owners, out, scratch, dtype, *, aligned, merges) -> None:
         self.reduced.append((dtype, aligned, len(table)))
         assert merges is bool((table[:, 3] > 1).any())
-        assert most == MOST
         for address, numel, repeats, row in self.entries(table, owners, scratch):
             assert (address % 16 == 0) is aligned
             rows.reduce(_read(address, numel, dtype), out[row])
@@ -347,7 +346,7 @@ assert many.reduce_many(found, rows, many.KernelTable())
 print(*runs)
 words = torch.zeros((len(cases), 9), dtype=torch.int64)
 assert many.checksum_many([(x, i) for i, x in enumerate(cases)], words, many.KernelTable())
-scratch = torch.empty((3, 9), dtype=torch.float64)
+scratch = triton_rows.Scratch(torch.device("cpu"), 3)
 for i, x in enumerate(cases):
     alone = torch.full((9,), torch.nan, dtype=torch.float64)
     triton_rows.reduce_rows(x, i % 3 + 1, alone, scratch)
