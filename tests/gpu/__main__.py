@@ -40,7 +40,7 @@ from tests.gpu.findings import (  # noqa: E402
     TABLE,
     table,
 )
-from tests.gpu.parts import PARTS  # noqa: E402
+from tests.gpu.parts import PART_SECONDS, PARTS  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -56,7 +56,8 @@ def main(argv: list[str]) -> int:
     chosen = args.parts or list(PARTS)
     with install.packages(args.wheels) as path:
         told = [
-            runner.run_part(name, args.device, args.results, path, args.case) for name in chosen
+            runner.run_part(name, args.device, args.results, path, args.case, args.seconds)
+            for name in chosen
         ]
     runner.write_table(args.results, told, args.device)
     print(f"\n{table(told)}\n\n{args.results / TABLE}", flush=True)
@@ -75,6 +76,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels for what is missing")
+    parser.add_argument(
+        "--seconds", type=float, default=PART_SECONDS, help="of a part; default: %(default).0f"
+    )
     out = os.environ.get("OUT") or HOME / "ddpprobe-runs" / "gpu"
     parser.add_argument("--results", type=Path, default=Path(out), metavar="DIR")
     parser.add_argument(

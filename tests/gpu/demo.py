@@ -23,7 +23,7 @@ def demo(wrap: str, context: Context) -> None:
     """Run it on all GPUs there are, four at most; in a dry run on one CPU."""
     ranks = context.size(min(4, torch.cuda.device_count()), 1)
     # A step takes a few ms: the daemon must be up before the training is over.
-    words = ["--wrap", wrap, "--nproc", ranks, "--steps", context.size(2000, 60)]
+    words = ["--wrap", wrap, "--nproc", ranks, "--steps", context.size(600, 60)]
     done = subprocess.run(
         [sys.executable, SCRIPT, *map(str, words)],
         cwd=context.scratch, text=True, check=False,

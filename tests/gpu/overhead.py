@@ -35,7 +35,7 @@ def cases() -> dict[str, Case]:
         name.removeprefix("gpt-").upper(): partial(ratios_of, workload)
         for name, workload in workloads.ON_GPU.items()
     }
-    return {**ratios, "host": host_time, "launches": launches}
+    return {"host": host_time, "launches": launches, **ratios}
 
 
 def small(steps: int) -> Workload:
@@ -56,7 +56,7 @@ def ratios_of(workload: Workload, context: Context) -> None:
         context.sync()
         bare = time.perf_counter() - start
         for name in MEASURED:
-            pairs = context.size(3 if name in PEERS else 8, 2)
+            pairs = context.size(3 if name in PEERS else 6, 2)
             steps = max(workload.steps, 10) if name == "default" else workload.steps
             likely = (pairs + 2) * 2 * steps * bare * (SLOWNESS if name in PEERS else 1.2)
             package = missing(name)

@@ -26,8 +26,9 @@ _NO_CASE = "start"
 
 
 def run_part(
-    name: str, device: str, results: Path, path: list[str], cases: Sequence[str] = ()
-) -> dict[str, Any]:
+    name: str, device: str, results: Path, path: list[str], cases: Sequence[str] = (),
+    seconds: float = PART_SECONDS,
+) -> dict[str, Any]:  # fmt: skip
     """Run all cases of one part; return what is in its file then.
 
     Args:
@@ -36,6 +37,7 @@ def run_part(
         results: where its file goes, and its output as gpu-PART.log.
         path: directories for PYTHONPATH.
         cases: parts of names; only such cases are run, by default all.
+        seconds: that it may take.
     """
     print(f"\n== {name}: {PARTS[name].title}", flush=True)
     findings = Findings(path_of(results, name), name, device, fresh=True)
@@ -44,7 +46,7 @@ def run_part(
         hint = "choose a Python that has it" if "torch" in missing else "give --wheels DIR"
         findings.stop(NO_PACKAGES, f"{', '.join(missing)}: {hint}")
         return _told(findings)
-    until = time.time() + PART_SECONDS
+    until = time.time() + seconds
     with (results / f"gpu-{name}.log").open("wb") as log:
         while True:
             code, late = _Child(name, device, results, path, cases, until, log).wait()
@@ -60,7 +62,7 @@ def run_part(
             if not findings.left or _NO_CASE in findings.done or time.time() > until:
                 break
     if findings.left and time.time() > until:
-        text = f"not begun after {PART_SECONDS:.0f} s: {', '.join(findings.left)}"
+        text = f"not begun after {seconds:.0f} s: {', '.join(findings.left)}"
         findings.add("all", FAILED, text)
     findings.finish()
     return _told(findings)
@@ -106,8 +108,8 @@ class _Child:
             if case_late or time.time() > self._until:
                 self._end()
                 self._look()
-                limit = CASE_SECONDS + GRACE_SECONDS if case_late else PART_SECONDS
-                return self._process.returncode, f"killed, {limit:.0f} s were over"
+                limit = f"{CASE_SECONDS + GRACE_SECONDS:.0f} s" if case_late else "its part's time"
+                return self._process.returncode, f"killed, {limit} was over"
         self._look()
         return self._process.returncode, ""
 

@@ -247,12 +247,15 @@ class StepRows:
 
     def _one_of_many(self, tensor: Tensor) -> tuple[Tensor, int] | None:
         """Return what `reduce_all` takes of a tensor; None: it is better taken alone."""
+        device = self._main.device
+        if tensor.dtype in FLOATS and lies_on(tensor, device):
+            return tensor, 1
         if tensor.layout != torch.strided:
             return None
         flat, repeats = dense(tensor)
         # A copy that `dense` had to make is not kept until all are there.
         alone = flat.dtype not in FLOATS or is_copy(flat, tensor)
-        return None if alone or not lies_on(flat, self._main.device) else (flat, repeats)
+        return None if alone or not lies_on(flat, device) else (flat, repeats)
 
     def forget(self, slots: Container[int]) -> None:
         """Leave out the rows of these slots so far: what is read anew contains them."""

@@ -71,6 +71,7 @@ def lies_on(tensor: Tensor, device: torch.device) -> bool:
         and tensor.device == device
         and tensor.layout is torch.strided
         and not tensor.is_nested
+        and not torch_private.is_functorch(tensor)
         and tensor.is_contiguous()
         and not (tensor.is_neg() or tensor.is_conj())
         and not (tensor.numel() and tensor.untyped_storage().nbytes() == 0)

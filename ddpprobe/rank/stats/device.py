@@ -71,7 +71,6 @@ def _at_address(tensor: Tensor, rows: Tensor, index: int) -> bool:
     if (
         kernels is None
         or dtype not in FLOATS
-        or torch_private.is_functorch(tensor)
         or not lies_on(tensor, device)
         or torch.cuda.current_device() != device.index
     ):

@@ -130,7 +130,7 @@ def reduce_many(
     """Write the rows of many tensors; False (None once it has failed): one by one, please.
 
     Args:
-        tensors: (elements, repeats, index of the row), each plain, [n], contiguous and floating.
+        tensors: (elements, repeats, index of the row), each plain, contiguous and floating.
         rows: float64 [any, 9], contiguous, on the CUDA device of all the tensors.
         table: remembers what it has said of them.
     """

@@ -123,14 +123,15 @@ def reduce_all(
     """Write the rows of many tensors of one device that is not the CPU, by few launches if it can.
 
     Args:
-        tensors: what `dense` gives, and the index of the row; all on the device of `rows`.
+        tensors: elements that lie one after the other, how often each counts, and the index of
+            the row; all on the device of `rows`.
         rows: float64 [any, 9], contiguous.
         table: remembers what a kernel was told.
     """
     with torch.no_grad(), _full_precision(rows.device.type):
         if not reduce_many(tensors, rows, table):
             for flat, repeats, index in tensors:
-                reduce_device(flat, repeats, rows[index])
+                reduce_device(flat.detach().view(-1), repeats, rows[index])
 
 
 def _reduce_any(tensor: Tensor, out: Tensor) -> None:

@@ -11,10 +11,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,8 +28,22 @@ from .test_rows import CLASSES, FLOATS, reference
 
 TILE = 1 << 14  # bytes
 PROGRAMS = 3  # in the interpreter: few, so that each has several chunks
+
+
+def has_interpreter() -> bool:
+    """Whether Triton can interpret a kernel: before 3.7 it takes int() of arrays of one element."""
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return False
+    return Version(triton) >= Version("3.7") or Version(np.__version__) < Version("2.4")
+
+
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
+)
+needs_interpreter = pytest.mark.skipif(
+    not has_interpreter(), reason="needs Triton, and before 3.7 a NumPy before 2.4"
 )
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -163,6 +179,44 @@ def test_a_kernel_that_fails_is_told_once_and_the_operators_take_over(monkeypatc
     assert "no compiler" in caplog.text
 
 
+class AtAnAddress:
+    """Stands in for the module of the kernels: keeps what it is told, and has compiled float32."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, int]] = []
+
+    def reduce_at(self, address, numel, dtype, out, scratch, stream, index) -> bool:
+        if dtype is not torch.float32:
+            return False
+        assert (scratch, stream, index) == ("scratch", 7, None)
+        self.told.append((address, numel, out))
+        return True
+
+
+def test_a_kernel_is_told_the_address_of_what_lies_in_one_piece_and_of_nothing_else(monkeypatch):
+    kernels, out = AtAnAddress(), torch.zeros((3, rows.WIDTH), dtype=torch.float64)
+    monkeypatch.setattr(device, "_kernels", lambda _: kernels)
+    monkeypatch.setattr(device, "_scratch", lambda *_: "scratch")
+    monkeypatch.setattr(device.torch_private, "raw_stream", lambda _: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    tensor = torch.randn(4, 6)
+    for lies in (tensor, tensor[1:], torch.nn.Parameter(tensor), torch.empty(0)):
+        assert device._at_address(lies, out, 2)
+        address = out.data_ptr() + 2 * rows.WIDTH * 8
+        assert kernels.told.pop() == (lies.data_ptr(), lies.numel(), address)
+    others = (
+        tensor.t(), tensor[:, 1:], tensor[:1].expand(4, 6), tensor.to_sparse(), tensor.int(),
+        tensor.half(), torch.empty(2, device="meta"), torch._neg_view(tensor),
+        tensor.as_subclass(OnGpu),
+    )  # fmt: skip
+    assert not [other for other in others if device._at_address(other, out, 2)]
+    seen = []
+    torch.vmap(lambda x: seen.append(device._at_address(x, out, 2)) or x)(tensor)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert not device._at_address(tensor, out, 2)
+    assert (seen, kernels.told) == ([False], [])
+
+
 # ---- the kernel
 
 INTERPRET = """
@@ -229,7 +283,7 @@ def python(code: str, *args: object, **env: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@needs_triton
+@needs_interpreter
 def test_in_the_interpreter_the_kernel_gives_the_row_of_numpy(tmp_path):
     torch.manual_seed(2)
     small = [
@@ -268,17 +322,24 @@ def test_the_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path):
 def test_on_a_gpu_the_kernel_gives_the_row_of_numpy_on_two_streams_at_once(dtype):
     assert device._kernels(torch.device("cuda", 0)) is not None
     cases = [patchwork(dtype)] + [CLASSES[k](5001).to(dtype) for k in CLASSES]
-    side, out = torch.cuda.Stream(), torch.empty((2, len(cases), 9), dtype=torch.float64).cuda()
+    side, out = torch.cuda.Stream(), torch.empty((4, len(cases), 9), dtype=torch.float64).cuda()
     on_gpu = [case.cuda() for case in cases]
     torch.cuda.synchronize()
     for index, tensor in enumerate(on_gpu):
         device.reduce_device(tensor, 2, out[0, index])
         with torch.cuda.stream(side):
             device.reduce_device(tensor[1:], 1, out[1, index])
+        # Compiled by now: the same again by what lies at an address.
+        assert device.reduce_as_it_lies(tensor, out[2], index)
+        with torch.cuda.stream(side):
+            assert device.reduce_as_it_lies(tensor[1:], out[3], index)
+        assert not device.reduce_as_it_lies(tensor[::2], out[3], index)
     torch.cuda.synchronize()
     for index, case in enumerate(cases):
         check(out[0, index].tolist(), case, times=2)
         check(out[1, index].tolist(), case[1:])  # not aligned to 16 bytes
+        check(out[2, index].tolist(), case)
+    assert torch.equal(out[3], out[1])
 
 
 @pytest.mark.gpu

@@ -6,7 +6,6 @@ Here the kernels' place is taken by NumPy, which reads the same tables, or by Tr
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 import os
 import subprocess
@@ -28,6 +27,8 @@ from ddpprobe.rank.stats.checksum import checksum
 from ddpprobe.records.histogram import EDGES
 from ddpprobe.records.step import Site, StepRecord
 from ddpprobe.rundir.fuse import Fuse
+
+from .test_device import needs_interpreter
 
 MOST = 3  # programs of one tensor
 CPU = torch.device("cpu")
@@ -359,9 +360,7 @@ torch.save(rows[1:], sys.argv[2])
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
-)
+@needs_interpreter
 def test_in_the_interpreter_many_tensors_give_the_bits_of_each_alone_and_of_the_checksum(
     tmp_path,
 ) -> None:
