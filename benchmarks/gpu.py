@@ -18,11 +18,11 @@ GOAL = 0.85
 _TITLE = "The statistics kernel on a GPU"
 _APART = 1 << 29  # bytes that are gone over before a tensor comes again: no cache holds them
 _TEXT = """
-GB/s of `rows.reduce` (every statistic of a row) and of `y.copy_(x)` (what it reads and writes, both
-counted), on tensors of which {apart} MiB go by before one comes again. Both are replayed from CUDA
-graphs, timed by events, in turns; a share is of two neighbours. `set_sync_debug_mode("error")` was
-on. *Host* is what one call takes there, which a graph does not show; *operators* is the same row by
-torch's own operators, which serve where Triton is missing.
+GB/s of `rows.reduce_far_into` (every statistic of a row) and of `y.copy_(x)` (what it reads and
+writes, both counted), on tensors of which {apart} MiB go by before one comes again. Both are
+replayed from CUDA graphs, timed by events, in turns; a share is of two neighbours.
+`set_sync_debug_mode("error")` was on. *Host* is what one call takes there, which a graph does not
+show; *operators* is the same row by torch's own operators, which serve where Triton is missing.
 """
 
 
@@ -62,18 +62,18 @@ def measure(tensors: list[Tensor], pairs: int) -> tuple[list[float], list[float]
     """Return bytes/s of the copy and of the reduction, pair by pair, and host seconds of a call."""
     count, size = len(tensors), tensors[0].nbytes
     target = torch.empty_like(tensors[0])
-    out = torch.empty(rows.WIDTH, dtype=torch.float64, device="cuda")
+    out = torch.empty((1, rows.WIDTH), dtype=torch.float64, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(2):  # the first compiles
             start = time.perf_counter()
             for tensor in tensors:
-                rows.reduce(tensor, out)
+                rows.reduce_far_into(tensor, out, 0)
             host = (time.perf_counter() - start) / count
     finally:
         torch.cuda.set_sync_debug_mode("default")
     copies = graph_of(lambda number: target.copy_(tensors[number]), count)
-    reductions = graph_of(lambda number: rows.reduce(tensors[number], out), count)
+    reductions = graph_of(lambda number: rows.reduce_far_into(tensors[number], out, 0), count)
     copied, reduced = [], []
     for pair in range(pairs + 1):
         times = seconds(copies), seconds(reductions)

@@ -19,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 import ddpprobe
 from benchmarks.workloads import Training
-from ddpprobe.rank.stats import native, rows
+from ddpprobe.rank.hooks.row_buffer import RowBuffer
+from ddpprobe.rank.stats import native
 
 
 class Variant:
@@ -49,8 +50,9 @@ class Variant:
 class Sampled(Variant):
     """ddpprobe, installed for the block and closed behind it, so that "without" is without.
 
-    The first step after `install()`, which looks at the model once more, is not timed. The daemon
-    does not run: it takes nothing from the ranks but cores, and has a section of its own.
+    The first two steps after `install()` are not timed: one looks at the model once more, the other
+    learns which gradients may be read together. The daemon does not run: it takes nothing from the
+    ranks but cores, and has a section of its own.
     """
 
     EVERY = 1
@@ -59,7 +61,8 @@ class Sampled(Variant):
     def on(self) -> None:
         run = self._scratch / f"run{next(self._installs)}"
         self._probe = ddpprobe.install(self._model, run_dir=run, every=self.EVERY, daemon="none")
-        self._training.step()
+        for _ in range(2):
+            self._training.step()
 
     def off(self) -> None:
         self._probe.close()
@@ -70,7 +73,7 @@ class Sampled(Variant):
 
 
 class Unsampled(Sampled):
-    """No step is sampled but the untimed one; the every-step watch looks."""
+    """No step is sampled but the first, which is not timed; the every-step watch looks."""
 
     EVERY = 1 << 40
 
@@ -145,12 +148,12 @@ class ReadOnce(_Hooks):
     def on(self) -> None:
         super().on()
         native.prepare()
-        self._row = torch.empty(rows.WIDTH, dtype=torch.float64, device=self._training.device)
+        self._buffer = RowBuffer(self._training.device)
         optimizer = self._training.optimizer
         self._handles.append(optimizer.register_step_pre_hook(self._reduced))
 
     def look(self, tensor: Tensor) -> None:
-        rows.reduce(tensor, self._row)
+        self._buffer.reduce(tensor, 0)
 
     def _reduced(self, *_: object) -> None:
         for parameter in self._model.parameters():

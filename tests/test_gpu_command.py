@@ -79,7 +79,7 @@ def test_what_dies_raises_or_hangs_costs_nothing_but_its_own_case(tmp_path, monk
     assert "SIGKILL" in lines["dies", "process"]["text"]
     assert lines["raises", "ValueError"]["text"] == "wrong in some way"
     assert lines["hangs", "before it hangs"]["result"] == "passed"
-    assert lines["hangs", "process"]["text"] == "killed, 3 s were over"
+    assert lines["hangs", "process"]["text"] == "killed, 3 s was over"
     assert lines["passes", "a figure"]["values"] == [1.0, 3.0, 2.0]
     assert found == told(tmp_path, "broken_cases")
 
@@ -194,7 +194,10 @@ def test_a_table_of_a_gpu_becomes_what_passed_failed_and_did_not_run(tmp_path):
     page.write(tables, tmp_path)
     readme = (tmp_path / "README.md").read_text()
     assert "NVIDIA H200, torch 2.11.0, 2027-01-02" in readme
-    assert "passed: identical;\n  failed: waits;\n  did not run: marked, faults" in readme
+    assert (
+        "passed: identical;\n  failed: waits;\n  did not reach every goal of speed: none;" in readme
+    )
+    assert "did not run: marked, faults" in readme
     assert "demo ([GPU](docs/gpu.md))." in readme
     text = (tmp_path / "docs" / "gpu.md").read_text()
     assert "| ddp | steps | waited \\| for |  | failed |" in text

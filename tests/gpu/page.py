@@ -89,8 +89,14 @@ def sentence(told: dict[str, Any] | None) -> str:
     for verb, wanted in (("passed", True), ("failed", False)):
         chosen = [name for name, part in names.items() if (part["status"] == PASSED) is wanted]
         words.append(f"{verb}: {', '.join(chosen) or 'none'};")
+    slow = [name for name, part in names.items() if any(map(is_missed, part["lines"]))]
+    words.append(f"did not reach every goal of speed: {', '.join(slow) or 'none'};")
     words.append(f"did not run: {', '.join(n for n in PARTS if n not in names) or 'none'}")
     return "\n  ".join(words) + " ([GPU](docs/gpu.md))."
+
+
+def is_missed(line: dict[str, Any]) -> bool:
+    return bool(line["result"] == MISSED)
 
 
 def where(part: dict[str, Any]) -> str:
@@ -121,6 +127,8 @@ def markdown(told: dict[str, Any] | None) -> str:
 def _section(part: dict[str, Any]) -> Iterator[str]:
     yield from ("", f"## {part['part']}: {PARTS[part['part']].title}", "")
     yield f"{part['status']}, {sum(part['seconds'].values()):.0f} s, on {where(part)}."
+    if PARTS[part["part"]].note:
+        yield from ("", PARTS[part["part"]].note)
     shown = [line for line in part["lines"] if line["result"] != PASSED or "values" in line]
     plain = [line for line in part["lines"] if line not in shown]
     if plain:
