@@ -283,12 +283,7 @@ def _message(record: StepRecord, origin: FirstBad, level: str, known: _Known) ->
         text = _nameless(record, origin)
     else:
         text = f"{found} of {origin.numel} elements" if found else "non-finite elements"
-    if origin is record.first_bad and origin.kind in STATE_KINDS:
-        text += f"; {origins.born(record, origin, known.checked)}"
-    elif origin.kind == "input":
-        text += f" {origins.between(origin)}"
-    elif origin.kind == "grad":
-        text += origins.reduction(record)
+    text += _whence(record, origin, known)
     if origins.may_be_the_loss(record, origin):
         text += f"; {origins.LOSS_OR_BACKWARD}"
     text += origins.since(record, origin, known.looked)
@@ -297,6 +292,19 @@ def _message(record: StepRecord, origin: FirstBad, level: str, known: _Known) ->
     if level == "info":
         text += "; the GradScaler skipped this step"
     return text
+
+
+def _whence(record: StepRecord, origin: FirstBad, known: _Known) -> str:
+    """Say where else it may have begun, by the kind of tensor that it was found in."""
+    if origin.kind == "input":
+        return f" {origins.between(origin)}"
+    if origin.kind == "grad":
+        return origins.reduction(record)
+    if origin is record.first_bad and origin.kind in STATE_KINDS:
+        return f"; {origins.born(record, origin, known.checked)}"
+    if origin is record.first_bad and origins.is_of_unread_input(record, origin):
+        return f"; {origins.UNREAD}"
+    return ""
 
 
 def _nameless(record: StepRecord, origin: FirstBad) -> str:

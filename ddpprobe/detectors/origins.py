@@ -18,6 +18,7 @@ from ddpprobe.records.step import (
     OBSERVED,
     SEVERAL,
     STATE_KINDS,
+    UNREAD_INPUT,
     FirstBad,
     Site,
     StepRecord,
@@ -29,6 +30,12 @@ _FOUND = {
 LOSS_OR_BACKWARD = (
     "no finite loss of this step is known: either the loss was so, or its backward up to here; "
     "with probe.log(loss=loss) before the backward the two can be told apart"
+)
+
+
+UNREAD = (
+    "or it was given so, by the data or by code between two modules: what modules are given is not "
+    "read on a device"
 )
 
 
@@ -91,6 +98,13 @@ def was_checked(record: StepRecord) -> bool:
     clean = record.first_bad is None or record.first_bad.kind not in STATE_KINDS
     told = [record.scalars.get(rank, {}) for rank in record.ranks]
     return clean and not record.missing and all(CHECKED in said for said in told)
+
+
+def is_of_unread_input(record: StepRecord, origin: FirstBad) -> bool:
+    """Whether a rank that has it cannot tell if the module was given finite tensors."""
+    ranks = record.ranks if origin.rank == SEVERAL else (origin.rank,)
+    told = [record.scalars.get(rank, {}) for rank in ranks]
+    return origin.kind == "output" and any(UNREAD_INPUT in said for said in told)
 
 
 def born(record: StepRecord, origin: FirstBad, checked: int | None) -> str:

@@ -36,6 +36,7 @@ from ddpprobe.records.step import (
     PHASES,
     STATE_KINDS,
     SUM_SQ,
+    UNREAD_INPUT,
     ZEROS,
     FirstBad,
     Site,
@@ -227,6 +228,7 @@ class FrameWriter:
         if bad is not None:
             self._last_bad = (ended.step, ended.skipped, bad.fqn)
         scalars = {**ended.facts, **result.scalars, **self._passes.told(ended.step, bad)}
+        scalars |= {UNREAD_INPUT: 1.0} if result.unread and bad is result.first_bad else {}
         if ended.sampled:
             scalars |= self._report_coverage(result, ended)
         rows = self._rows_by_kind(result.sites)

@@ -227,6 +227,9 @@ UNREGISTERED = "unregistered@"
 PASS, PASS_OF_BAD = "pass", "pass_of_first_bad"
 # Scalar of a record that tells of a bad step ahead of its losses: that of the step, if it is known.
 LOSS_OF_BAD = "loss_of_first_bad"
+# Scalar: `first_bad` is an output of a module of which nobody knows whether it was given finite
+# tensors.
+UNREAD_INPUT = "first_bad_of_unread_input"
 SEVERAL = -1  # in place of a rank: more than one, and none of them first
 
 

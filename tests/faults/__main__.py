@@ -88,6 +88,8 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="this death or origin alone, once more")
     parser.add_argument("--unseen", action="store_true",
                         help="deaths: a single rank's own, that no daemon looked at")  # fmt: skip
+    parser.add_argument("--far", action="store_true",
+                        help="origins: as on a device that the host cannot look into")  # fmt: skip
     parser.add_argument("--results", type=Path, help="lines; what is there is not run again")
     parser.add_argument("--jobs", type=int, default=2, help="deaths, origins at a time")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")

@@ -98,12 +98,16 @@ _WHERE = {"reduction": ("ddp",), "eps_zero": ("one", "ddp")}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """An origin, a wrapper, and whether its step is sampled; `number` counts them."""
+    """An origin, a wrapper, and whether its step is sampled; `number` counts them.
+
+    `far`: as on a device that the host cannot look into (see `tests.far`).
+    """
 
     number: int
     origin: Origin
     wrap: str
     sampled: bool
+    far: bool = False
 
     @property
     def step(self) -> int:
@@ -131,15 +135,16 @@ class Plan:
 
     def __str__(self) -> str:
         word = "sampled" if self.sampled else "unsampled"
-        return f"{self.number} {self.origin.name}, {self.wrap}, {word} step {self.step}"
+        where = ", far" if self.far else ""
+        return f"{self.number} {self.origin.name}, {self.wrap}, {word} step {self.step}{where}"
 
 
-def plans() -> Iterator[Plan]:
+def plans(*, far: bool = False) -> Iterator[Plan]:
     """Yield every origin in every wrapper where there is such a thing, on both sorts of step."""
     number = 0
     for origin in ORIGINS:
         for wrap in WRAPS:
             for sampled in (True, False):
                 if wrap in _WHERE.get(origin.kind, WRAPS):
-                    yield Plan(number, origin, wrap, sampled)
+                    yield Plan(number, origin, wrap, sampled, far)
                 number += 1

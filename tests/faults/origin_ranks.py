@@ -7,6 +7,7 @@ import os
 import signal
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
+from tests import far
 from tests.faults.origin_plans import EVERY, STEPS, Plan
 from tests.faults.zygote import start_rank
 
 WIDTH, MICROS, WAIT_SECONDS = 16, 2, 60
+_FOR_GOOD = SimpleNamespace(setattr=setattr)  # a process of its own needs no way back
 
 
 class _Poison(torch.autograd.Function):
@@ -204,6 +207,8 @@ _bad_reduction.__annotations__["return"] = torch.futures.Future[Tensor]
 
 def _train(plan: Plan, rank: int, run: Path) -> None:
     """Be the user's script."""
+    if plan.far:
+        far.pretend(_FOR_GOOD)
     fault = _Fault(plan, rank)
     wrapped, model = _build(plan, fault)
     optimizer = torch.optim.Adam(wrapped.parameters(), lr=1e-3)

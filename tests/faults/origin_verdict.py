@@ -90,15 +90,19 @@ def _is_harmless(plan: Plan) -> bool:
 def _was_seen_by_nobody(plan: Plan) -> bool:
     """Whether the process was gone before any code but the module's could see the number.
 
-    Hooks of modules there are on sampled steps alone. It may not be called healthy even so.
+    Hooks of modules there are on sampled steps alone, and what is far away is read a step later. It
+    may not be called healthy even so.
     """
-    return plan.origin.then in ("exit", "kill") and not plan.sampled
+    return plan.origin.then in ("exit", "kill") and (plan.far or not plan.sampled)
 
 
 def _judge_first(plan: Plan, first: Mapping[str, Any]) -> tuple[str, str]:
     true, said = truth(plan), _told(first)
     if not first["first_cause"]:
         return WRONG, f"no first cause: {said}"
+    if _shows_in_the_next_forward(plan) and "nor whether a parameter was so" in first["message"]:
+        late = (first["step"], first["phase"]) == (plan.step + 1, "forward")
+        return (UNDECIDED, said) if late else (WRONG, said)
     steps = (plan.step,)
     if plan.origin.kind == "param" and first["phase"] == "step":
         steps = (plan.step - 1, plan.step)
@@ -119,6 +123,11 @@ def _judge_first(plan: Plan, first: Mapping[str, Any]) -> tuple[str, str]:
     if not unknown or (unknown == ["module"] and plan.origin.kind in BETWEEN):
         return RIGHT, ""
     return (UNDECIDED if true.may_be_unknown else WRONG), f"{', '.join(unknown)} unknown: {said}"
+
+
+def _shows_in_the_next_forward(plan: Plan) -> bool:
+    """Whether nobody looked at the weights in between: the host cannot, on a step like any other."""
+    return plan.far and not plan.sampled and plan.origin.kind in ("lr_inf", "eps_zero", "exp_avg")
 
 
 def _names(plan: Plan, true: Truth, said: Mapping[str, Any]) -> bool:

@@ -64,7 +64,7 @@ def of_origins(scratch: Path, args: argparse.Namespace) -> tuple[Counter[str], l
     """Be the section of the command line."""
     results = args.results or Path("ddpprobe-runs/origins.jsonl")
     results.parent.mkdir(parents=True, exist_ok=True)
-    chosen = [p for p in plans() if args.only in (None, p.number)]
+    chosen = [p for p in plans(far=args.far) if args.only in (None, p.number)]
     if args.only is not None:  # again, and to be looked at
         results = scratch / "only.jsonl"
     return run(scratch, results, chosen[: args.runs or None], args.jobs)

@@ -3,15 +3,25 @@
 The first bad output of a step is the first that the hooks see. If the module was given something
 bad, then the code between two modules may have made it, or the data were so: the input is told
 instead. It is read only where an output is bad, and behind the call, so that a module which writes
-into its input is not told from the code before it.
+into its input is not told from the code before it. On a device nothing is read for that: there it
+is known only whether the input is a tensor that has a row.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
 
 from ddpprobe.rank.hooks.outputs import leaves
 from ddpprobe.rank.hooks.pending_rows import CameIn
 from ddpprobe.rank.hooks.state_look import counts_of
 from ddpprobe.rank.stats.dense import local
+
+
+def given(*given: object) -> Iterator[Tensor]:
+    """Yield the tensors of numbers in a module's args and kwargs."""
+    return (tensor for one in given for _, tensor in leaves(one) if tensor.is_floating_point())
 
 
 def first_bad_of(*given: object) -> CameIn | None:

@@ -143,7 +143,10 @@ class EagerHooks:
     ) -> None:  # fmt: skip
         """Handle one call of a module."""
         rows, before = self._rows, len(self._rows)
+        read = rows.is_near or rows.has_read(came_in.given(args, kwargs))
         self.forward(fqn, output, relayed=_relays(module), tell=False)
+        if not read:
+            rows.unread(before)
         if rows.bad:
             rows.tell_call(before, partial(came_in.first_bad_of, args, kwargs))
         if not (fqn or self._clock.evaluating):

@@ -1,7 +1,8 @@
 """The largest magnitudes of a step, kept on the devices where they were found, told a step later.
 
-They are one number per phase and device: what is NaN or infinite stays so in a maximum. When the
-step ends they are copied out without anybody waiting, and told once every device's have arrived.
+They are one number per phase, micro-batch and device: what is NaN or infinite stays so in a
+maximum. When a micro-batch ends they are copied out without anybody waiting, and told once the step
+is over and every device's have arrived.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -19,8 +20,17 @@ from ddpprobe.rank.hooks.lanes import Arrival
 from ddpprobe.rank.torch_private import functorch
 
 PHASES = 3  # the forward, the backward, and the gradients that the backward adds to
-# Steps on their way. A host further ahead of its device is rare: torch's own queue is full before.
-AHEAD = 64
+# Micro-batches on their way, 24 bytes each. A host that is further ahead of its device is rare:
+# torch's own queue is full before.
+AHEAD = 1024
+
+
+class _Part(NamedTuple):
+    """What was kept in a micro-batch: where it lies in each cell's host memory, and the copies."""
+
+    micro: int
+    place: int
+    copies: list[tuple[_Cell, Arrival | None]]
 
 
 @final
@@ -28,19 +38,21 @@ class Peaks:
     """The peaks of the step under way, and those of ended steps that have not arrived.
 
     Args:
-        judge: called with each step that has arrived, its largest magnitude by phase (0 where
-            nothing was kept), and whether a GradScaler skipped it.
+        judge: called with each step that has arrived, (micro-batch, its largest magnitude by phase,
+            0 where nothing was kept) in their order, and whether a GradScaler skipped it.
 
     Attributes:
-        lost: steps whose peaks were not sent, because too many are on their way.
+        lost: steps of which not all peaks were sent, because too many are on their way.
     """
 
-    def __init__(self, judge: Callable[[int, list[float], bool], None]) -> None:
+    def __init__(self, judge: Callable[[int, list[tuple[int, list[float]]], bool], None]) -> None:
         self.lost = 0
         self._judge = judge
         self._cells: dict[torch.device, _Cell] = {}
-        self._sent = 0
-        self._under_way: deque[tuple[int, bool, int, list[tuple[_Cell, Arrival | None]]]] = deque()
+        self._sent = self._told = 0
+        self._full = False
+        self._parts: list[_Part] = []  # of the step under way
+        self._under_way: deque[tuple[int, bool, list[_Part]]] = deque()
 
     def keep(self, phase: int, peak: Tensor) -> None:
         """Take a magnitude, floating [], on its device."""
@@ -51,26 +63,32 @@ class Peaks:
         cell.used = True
         torch.maximum(cell.of[phase], peak, out=cell.of[phase])  # NaN wins
 
-    def end_step(self, step: int, *, skipped: bool = False) -> None:
-        """Send what was kept on its way, and start the next step's."""
-        if not self._cells:
-            return
+    def end_micro(self, micro: int) -> None:
+        """Send what was kept since the last call on its way: that of this micro-batch."""
         used = [cell for cell in self._cells.values() if cell.used]
-        if used and len(self._under_way) == AHEAD:
-            self.lost += 1
+        if used and self._sent - self._told == AHEAD:
+            self._full = True
             for cell in used:
                 cell.forget()
         elif used:
             place = self._sent % AHEAD
             self._sent += 1
-            copies = [(cell, cell.send(place)) for cell in used]
-            self._under_way.append((step, skipped, place, copies))
+            self._parts.append(_Part(micro, place, [(cell, cell.send(place)) for cell in used]))
+
+    def end_step(self, step: int, micro: int, *, skipped: bool = False) -> None:
+        """Do so for the last micro-batch of a step, and start the next step."""
+        self.end_micro(micro)
+        self.lost += self._full
+        self._full = False
+        if self._parts:
+            self._under_way.append((step, skipped, self._parts))
+            self._parts = []
 
     def poll(self, *, wait: bool = False) -> None:
         """Tell what has arrived; waits only if told to."""
         while self._under_way:
-            step, skipped, place, copies = self._under_way[0]
-            for _, arrival in copies:
+            step, skipped, parts = self._under_way[0]
+            for _, arrival in (copy for part in parts for copy in part.copies):
                 if arrival is None:
                     continue
                 if wait:
@@ -78,8 +96,8 @@ class Peaks:
                 elif not arrival.query():
                     return
             self._under_way.popleft()
-            found = [cell.host[place].tolist() for cell, _ in copies]
-            self._judge(step, [_largest(peaks) for peaks in zip(*found, strict=True)], skipped)
+            self._told += len(parts)
+            self._judge(step, [(part.micro, _largest_of(part)) for part in parts], skipped)
 
 
 @final
@@ -104,6 +122,12 @@ class _Cell:
     def forget(self) -> None:
         self._peaks.zero_()
         self.used = False
+
+
+def _largest_of(part: _Part) -> list[float]:
+    """Return, by phase, the largest of all devices."""
+    found = [cell.host[part.place].tolist() for cell, _ in part.copies]
+    return [_largest(peaks) for peaks in zip(*found, strict=True)]
 
 
 def _largest(peaks: tuple[float, ...]) -> float:

@@ -51,9 +51,9 @@ CameIn = tuple[str, stats.Nonfinite]
 class StepResult:
     """A sampled step on the host: rows per site, scalars, first bad tensor, what was left out.
 
-    `learned` are sites whose infinities are known to do no harm since this step; `binned` and
-    `bins` are as in `StepRecord`. Gradients are unscaled: divided by the scalar `loss_scale`, if it
-    is there.
+    `unread`: nobody knows what the module of `first_bad` was given. `learned` are sites whose
+    infinities are known to do no harm since this step; `binned` and `bins` are as in `StepRecord`.
+    Gradients are unscaled: divided by the scalar `loss_scale`, if it is there.
     """
 
     sites: tuple[Site, ...]
@@ -61,6 +61,7 @@ class StepResult:
     values: Values
     scalars: dict[str, float]
     first_bad: FirstBad | None
+    unread: bool
     unsupported: Counter[str]
     digests: Digests
     learned: list[Learned]
@@ -89,6 +90,7 @@ class PendingRows:
     confirmed: frozenset[int]
     lent: int
     came_in: dict[int, CameIn]
+    unread: frozenset[int]
     unsupported: Counter[str]
     table: SiteTable
     steady: Steady
@@ -129,12 +131,15 @@ class PendingRows:
             self.table, rows, self.slots, self._bad(rows),
             finite=math.isfinite(means.get("loss", 0.0)), ended=not (partial or skipped),
         )  # fmt: skip
+        # A reduced gradient is bad on all ranks at once: it counts only without a local witness.
+        first = min(bad, key=lambda i: (self._phase(i) == "step", i), default=None)
         return StepResult(
             sites,
             counts,
             values,
             means,
-            self._first(rows, bad, step),
+            None if first is None else self._first(rows, first, step),
+            first in self.unread,
             self.unsupported,
             self._checksums(rows),
             learned,
@@ -222,11 +227,7 @@ class PendingRows:
         bad: list[int] = at[told].tolist()
         return bad
 
-    def _first(self, rows: NDArray[np.float64], bad: list[int], step: int) -> FirstBad | None:
-        if not bad:
-            return None
-        # A reduced gradient is bad on all ranks at once: it counts only without a local witness.
-        first = min(bad, key=lambda i: (self._phase(i) == "step", i))
+    def _first(self, rows: NDArray[np.float64], first: int, step: int) -> FirstBad:
         order = first if self.times is None else int(self.times[first])
         site, micro = self.table.site(int(self.slots[first])), int(self.micros[first])
         found = witness(site, rows[first], step=step, micro=micro, order=order, rank=self.rank)

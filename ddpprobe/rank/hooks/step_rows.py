@@ -63,6 +63,8 @@ class StepRows:
         self._told = False  # the first fault of this step
         self._bad: list[int] = []  # rows in which the host has seen NaN or Inf, in their order
         self._came_in: dict[int, CameIn] = {}  # of those that are of a call which was given such
+        self._made_of: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # away from the host, by id
+        self._unread: set[int] = set()  # rows of calls whose input nobody has read
         self._rank = rank
         self._times: list[int] | None = [] if timed else None
         self._main = RowBuffer(device)
@@ -125,6 +127,8 @@ class StepRows:
                 self._last = None
                 if not (reused or tensor.is_inference()):
                     self._last = weakref.ref(tensor), tensor._version, index  # noqa: SLF001
+                    if not buffer.near:
+                        self._made_of[id(tensor)] = self._last[:2]
             self._note(slot, micro, buffer)
             if self._bins is not None:
                 self._bins.add(slot, self.table.site(slot), index, tensor)
@@ -283,6 +287,23 @@ class StepRows:
                 return found if found.phase == "forward" else None
         return None
 
+    @property
+    def is_near(self) -> bool:
+        """Whether the host can read the rows at once."""
+        return self._main.near
+
+    def has_read(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether each of these, as it is now, has a row in this step, away from the host."""
+        for tensor in tensors:
+            made, version = self._made_of.get(id(tensor), (None, 0))
+            if made is None or made() is not tensor or tensor._version != version:  # noqa: SLF001
+                return False
+        return True
+
+    def unread(self, index: int) -> None:
+        """Note that the rows from `index` on are of a call whose input nobody has read."""
+        self._unread.update(range(index, len(self._slots)))
+
     def tell_call(self, index: int, came_in: Callable[[], CameIn | None]) -> None:
         """Tell of a fault in the rows from `index` on, which are the outputs of one call.
 
@@ -344,6 +365,8 @@ class StepRows:
         self._confirmed.clear()
         self._lent = 0
         self._came_in.clear()
+        self._made_of.clear()
+        self._unread.clear()
         self._bad.clear()
         self._unsupported.clear()
         self.grad_is_scaled = self._told = False
@@ -371,6 +394,7 @@ class StepRows:
             confirmed=frozenset(self._confirmed),
             lent=self._lent,
             came_in=dict(self._came_in),
+            unread=frozenset(self._unread),
             unsupported=self._unsupported
             + (self._bins.left_out if self._bins is not None else Counter()),
             table=self.table,

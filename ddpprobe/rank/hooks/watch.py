@@ -111,6 +111,8 @@ class Watch:
 
     def seek(self) -> None:
         """At a training forward: watch the parameters, as the forward sees them, if not yet so."""
+        if self._clock.micro > 0:
+            self._peaks.end_micro(self._clock.micro - 1)
         if self._clock.micro > 0 and not self._spoilt:
             self._spoilt, peaks = self._carried.look()
             self._backward_is_bad |= self._spoilt
@@ -212,7 +214,7 @@ class Watch:
             self._hook(self._swept)
             self._swept, self._sweeps = [], []
         self._came = False
-        self._peaks.end_step(step, skipped=skipped)
+        self._peaks.end_step(step, self._clock.micro, skipped=skipped)
 
     def poll(self, *, wait: bool = False) -> None:
         """Report what has arrived from the device; waits only at the end of a run."""
@@ -386,20 +388,27 @@ class Watch:
             return None  # sampled steps count these
         return counts if any(counts[:3]) else None
 
-    def _judge_peaks(self, step: int, peaks: list[float], skipped: bool) -> None:  # noqa: FBT001
-        """Judge the largest magnitudes of a step, forward and backward; an infinity has no sign."""
-        forward, backward, carried = peaks
-        bad, fault = not math.isfinite(backward), False
-        if not math.isfinite(forward):
-            counts = (int(math.isnan(forward)), 1, 1, 0)
-            fault = self._returns_losses or self._far_output.is_fault(counts)
-            fault |= bad and self._far_output.held is not None
-        elif forward > 0:
-            self._far_output.clean()
-        self._far_output.end_step(harmless=backward > 0 and not bad)
-        if fault or (bad and math.isfinite(carried)):
-            phase = _FORWARD if fault else _BACKWARD
-            self._report(phase, None, step, micro=0, counts=_NOT_COUNTED, skipped=skipped)
+    def _judge_peaks(
+        self,
+        step: int,
+        parts: list[tuple[int, list[float]]],
+        skipped: bool,  # noqa: FBT001
+    ) -> None:
+        """Judge the largest magnitudes of a step, by micro-batch; an infinity has no sign."""
+        told = came = spoilt = False
+        for micro, (forward, backward, carried) in parts:
+            bad, fault = not math.isfinite(backward), False
+            if not math.isfinite(forward):
+                counts = (int(math.isnan(forward)), 1, 1, 0)
+                fault = self._returns_losses or self._far_output.is_fault(counts)
+                fault |= bad and self._far_output.held is not None
+            elif forward > 0:
+                self._far_output.clean()
+            if not told and (fault or (bad and math.isfinite(carried))):
+                told, phase = True, _FORWARD if fault else _BACKWARD
+                self._report(phase, None, step, micro, counts=_NOT_COUNTED, skipped=skipped)
+            came, spoilt = came or backward > 0, spoilt or bad
+        self._far_output.end_step(harmless=came and not spoilt)
 
     def _report(
         self,

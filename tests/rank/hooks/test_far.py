@@ -52,8 +52,10 @@ def watch_of(model: nn.Module) -> tuple[Watch, list[tuple[int, str]]]:
     return found, seen
 
 
-def bad_in(peaks: list[float]) -> list[int]:
-    return [phase for phase, peak in enumerate(peaks) if not math.isfinite(peak)]
+def bad_in(parts: list[tuple[int, list[float]]]) -> list[int]:
+    return [
+        phase for _, peaks in parts for phase, peak in enumerate(peaks) if not math.isfinite(peak)
+    ]
 
 
 def seen_of(*tensors: torch.Tensor) -> list[tuple[int, str]]:
@@ -158,7 +160,7 @@ def test_the_peaks_of_devices_meet_on_the_host(monkeypatch) -> None:
         found.keep(1, torch.tensor(2.0, dtype=torch.float16))
         if step < 2:
             found.keep(0, torch.tensor(1.0, device="meta"))
-        found.end_step(step)
+        found.end_step(step, 0)
     assert [kind for kind, _ in sent] == ["cpu", "meta", "cpu", "meta", "cpu"]
     for _ in range(10):
         found.poll()
@@ -169,7 +171,7 @@ def test_a_step_that_ends_with_nothing_kept_sends_nothing(monkeypatch) -> None:
     far.pretend(monkeypatch)
     found = peaks.Peaks(lambda *_: None)
     for step in range(3 * peaks.AHEAD):
-        found.end_step(step)
+        found.end_step(step, 0)
     assert found.lost == 0
 
 
@@ -179,13 +181,13 @@ def test_a_device_that_is_too_far_behind_costs_readings_and_they_are_counted(mon
     found = peaks.Peaks(lambda step, found, _: seen.extend([step] * bool(bad_in(found))))
     for step in range(peaks.AHEAD + 3):
         found.keep(0, torch.tensor(math.nan if step in (0, 5, peaks.AHEAD + 1) else 1.0))
-        found.end_step(step)
+        found.end_step(step, 0)
         found.poll()
     assert (seen, found.lost) == ([], 3)
     found.poll(wait=True)
     assert seen == [0, 5]  # the first of all, which is what matters, is among them
     found.keep(0, torch.tensor(1.0))
-    found.end_step(99)
+    found.end_step(99, 0)
     found.poll(wait=True)
     assert seen == [0, 5]  # a NaN that was not told does not come back under another number
 
