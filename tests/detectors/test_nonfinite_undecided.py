@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 
 from ddpprobe.detectors.nonfinite import NonFinite
-from ddpprobe.records.step import LOSS_OF_BAD, SEVERAL, Anomaly, FirstBad, Site, StepRecord
+from ddpprobe.records.step import (
+    LOSS_OF_BAD,
+    SEVERAL,
+    UNREAD_INPUT,
+    Anomaly,
+    FirstBad,
+    Site,
+    StepRecord,
+)
 from tests.detectors import made_records
 from tests.detectors.made_records import Row
 
@@ -52,6 +60,21 @@ def test_a_nan_behind_a_clean_sampled_step_is_another_one(
     late = {**FINE, 1: {"loss": 1.0, "loss@-7": math.nan}}
     stream = [sampled(10), unsampled(13, **changes), sampled(20, scalars=late)]
     assert told(*stream, unsampled(27, rank, **changes)) == [(13, 1), (27, rank)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "says"),
+    [(1, "output", True), (0, "output", False), (SEVERAL, "output", True),
+     (1, "grad_output", False)],
+)  # fmt: skip
+def test_a_module_of_which_nobody_knows_what_it_was_given_may_have_been_given_it(
+    rank: int, kind: str, says: bool
+) -> None:
+    phase = "forward" if kind == "output" else "backward"
+    first = FirstBad(5, 0, phase, 0, rank, "a", kind, "", 9, 0, 0, 100)
+    scalars = {**FINE, 1: {"loss": 1.0, UNREAD_INPUT: 1.0}}
+    (page,) = run(sampled(5, Site("a", kind), first=first, scalars=scalars))
+    assert ("it was given so" in page.message) is says
 
 
 def test_what_is_bad_in_each_step_is_told_once_on_whatever_rank() -> None:

@@ -126,7 +126,7 @@ def _judge_first(plan: Plan, first: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _shows_in_the_next_forward(plan: Plan) -> bool:
-    """Whether nobody looked at the weights in between: the host cannot, on a step like any other."""
+    """Whether nobody looked at the weights in between, as the host cannot."""
     return plan.far and not plan.sampled and plan.origin.kind in ("lr_inf", "eps_zero", "exp_avg")
 
 

@@ -212,6 +212,8 @@ class EagerHooks:
         if _has_numbers(tensor):
             self._rows.tap(slot)
             self._rows.add(slot, micro, tensor, reused=True)
+            if not self._rows.is_near:
+                self._rows.unread(len(self._rows) - 1)
         if trained:
             slot = self._slot(fqn, "grad_output", leaf, tensor, tap=not recomputed)
             self._waiting.setdefault(slot, []).append(micro)

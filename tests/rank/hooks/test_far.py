@@ -397,6 +397,100 @@ def test_gradients_of_a_step_that_a_scaler_skipped_are_no_page_on_a_device_eithe
     assert {a.level for a in told if a.detector == "nonfinite"} == {"info"}
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("micro", [0, 1, 2])
+def test_the_micro_batch_of_a_bad_step_that_is_not_sampled_is_known(
+    micro: int, phase: str, tmp_path, records_of, monkeypatch
+) -> None:
+    far.pretend(monkeypatch)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=100, first_step=1, daemon="none"):
+        for step in range(5):
+            for number in range(3):
+                due = (step, number) == (3, micro)
+                loss = model(torch.full((2, 4), math.nan if due and phase == "forward" else 1.0))
+                loss = loss.sum() + (nan_in(model[1].weight) if due and phase == "backward" else 0)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    bad = [r.first_bad for r in records_of(tmp_path / "r") if r.first_bad]
+    assert [(b.step, b.micro, b.phase) for b in bad[:1]] == [(4, micro, phase)]
+
+
+class Masked(nn.Module):
+    """Returns logits, some of which are masked from a step on, as they are meant to be."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__()
+        self.head, self.since, self.step = nn.Linear(4, 4), since, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.head(x)
+        mask = torch.zeros(4)
+        mask[3] = -math.inf if self.step >= self.since else 0.0
+        return logits + mask
+
+
+@pytest.mark.parametrize("since", [0, 3])
+def test_an_infinity_of_the_output_that_does_no_harm_is_told_as_on_the_host(
+    since: int, tmp_path, records_of, monkeypatch
+) -> None:
+    def told(run: str) -> list[tuple[int, int, str]]:
+        torch.manual_seed(0)
+        model = Masked(since)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with ddpprobe.install(
+            model, run_dir=tmp_path / run, every=100, first_step=1, daemon="none"
+        ):
+            for model.step in range(8):
+                for _ in range(2):
+                    model(torch.ones(2, 4)).softmax(-1)[:, 0].sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        bad = [r.first_bad for r in records_of(tmp_path / run) if r.first_bad and not r.partial]
+        return [(b.step, b.micro, b.phase) for b in bad]
+
+    near = told("near")
+    far.pretend(monkeypatch)
+    assert told("far") == near
+    assert [step for step, _, _ in near] == ([4] if since else [])
+
+
+class Between(nn.Module):
+    """Its own code stands between two layers; the third is given what the second returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.bad = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(self.a(x) * (math.nan if self.bad == "between" else 2.0))
+        if self.bad == "c":
+            self.c.bias.data.fill_(math.nan)
+        return self.c(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("bad", "named", "unread"), [("data", "a", True), ("between", "b", True), ("c", "c", False)]
+)
+def test_where_the_input_of_a_module_is_not_read_it_may_have_been_given_so(
+    bad: str, named: str, unread: bool, tmp_path, monkeypatch
+) -> None:
+    far.pretend(monkeypatch)
+    model = Between()
+
+    def step(i: int) -> torch.Tensor:
+        model.bad = bad if i == 1 else ""
+        return model(torch.full((2, 4), math.nan if i == 1 and bad == "data" else 1.0))
+
+    train(model, tmp_path / "r", 2, step, every=1)
+    (page,) = (a for a in ddpprobe.open(tmp_path / "r").anomalies() if a.detector == "nonfinite")
+    assert (page.step, page.module, page.kind) == (1, named, "output")
+    assert ("or it was given so, by the data or by code between" in page.message) is unread
+
+
 def test_steps_the_watch_could_not_tell_of_are_told(tmp_path, monkeypatch) -> None:
     far.pretend(monkeypatch, polls=10**9)
     monkeypatch.setattr(peaks, "AHEAD", 3)
