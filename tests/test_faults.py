@@ -225,6 +225,8 @@ PAGE = {
     "message": "6 NaN of 256 elements",
 }  # fmt: skip
 UP = origin_plans.Origin("forward", "blocks.1.up")
+BETWEEN = origin_plans.Origin("functional", "blocks.1")
+LATE = "which one is not known, nor whether a parameter was so before it"
 
 
 @pytest.mark.parametrize(
@@ -295,6 +297,22 @@ def test_a_number_that_a_kill_took_along_need_not_be_known_but_the_run_is_not_ca
     assert origin_verdict.judge(plan, told, status)[0] == verdict
 
 
+@pytest.mark.parametrize(
+    ("kind", "said", "verdict"),
+    [
+        ("lr_inf", {"step": 7, "module": None, "message": LATE}, "undecided"),
+        ("lr_inf", {"step": 7, "module": None}, "wrong"),
+        ("lr_inf", {"step": 8, "module": None, "message": LATE}, "wrong"),
+        ("forward", {"step": 7, "module": None, "message": LATE}, "wrong"),
+    ],
+)
+def test_far_away_what_an_optimizer_did_shows_a_step_later_if_that_is_said(
+    kind: str, said: dict[str, object], verdict: str
+) -> None:
+    plan = origin_plans.Plan(0, origin_plans.Origin(kind), "ddp", sampled=False, far=True)
+    assert origin_verdict.judge(plan, [{**PAGE, **said}], 1)[0] == verdict
+
+
 def test_every_origin_is_there_on_sampled_steps_and_others_in_three_wrappers() -> None:
     plans = list(origin_plans.plans())
     names = [(p.origin.name, p.wrap, p.sampled) for p in plans]
@@ -313,15 +331,18 @@ def test_a_death_and_an_origin_are_carried_out_on_real_ranks_and_kept_as_lines(
 
     results = tmp_path / "results.jsonl"
     origin = next(p for p in origin_plans.plans() if p.origin == UP and p.wrap == "one")
-    plans = [DEATH.as_json(), origin.as_json()]
-    death, found = campaign.carry_out(plans, carry, tmp_path, results, 1)
+    between = origin_plans.Plan(1, BETWEEN, "one", sampled=True, far=True)
+    plans = [plan.as_json() for plan in (DEATH, origin, between)]
+    death, found, far = campaign.carry_out(plans, carry, tmp_path, results, 1)
     assert death["told"]["statuses"] == {"0": "SIGTERM", "1": "SIGSEGV"}
     assert (death["verdict"], death["exit"]) == ("right", 1), death
     assert (found["verdict"], found["exit"]) == ("right", 1), found
+    assert (far["verdict"], far["exit"]) == ("right", 1), far
     # What was interrupted goes on: what is there is not run again.
     assert list(campaign.carry_out(plans, _not_to_be_called, tmp_path, results, 1)) == [
         death,
         found,
+        far,
     ]
     assert deaths.table([death]) == {"signal, daemon alive: right": 1}
     assert origins.table([found]) == {"one, sampled: right": 1}

@@ -127,7 +127,8 @@ def _judge_first(plan: Plan, first: Mapping[str, Any]) -> tuple[str, str]:
 
 def _shows_in_the_next_forward(plan: Plan) -> bool:
     """Whether nobody looked at the weights in between, as the host cannot."""
-    return plan.far and not plan.sampled and plan.origin.kind in ("lr_inf", "eps_zero", "exp_avg")
+    late = ("lr_inf", "eps_zero", "exp_avg", "reduction")
+    return plan.far and not plan.sampled and plan.origin.kind in late
 
 
 def _names(plan: Plan, true: Truth, said: Mapping[str, Any]) -> bool:
