@@ -53,11 +53,15 @@ def port() -> int:
 
 
 def start_ranks(
-    nodes: list[Harness], killed: int | None = None, **spec: object
+    nodes: list[Harness],
+    killed: int | None = None,
+    inside: list[list[str]] | None = None,
+    **spec: object,
 ) -> list[subprocess.Popen[bytes]]:
     """Four ranks, two a node; rank 2, on the node that is not the head, goes bad at step 30.
 
-    One may be killed (SIGKILL) behind its last step.
+    One may be killed (SIGKILL) behind its last step. `inside`: what a command of each node begins
+    with.
 
     They begin together: a head waits five seconds for the slowest one, and no machine is that fast.
     """
@@ -66,6 +70,8 @@ def start_ranks(
     for rank in range(4):
         bad = 30 if rank == 2 else None
         given = {"node": rank // 2, "local_world_size": 2, "bad": bad, "world": 4, **spec}
+        if inside is not None:
+            given["prefix"] = inside[rank // 2]
         if rank == killed:
             given |= {"closed": False, "signal": signal.SIGKILL}
         started.append(nodes[rank // 2].rank(rank, gate=str(gate), **given))
@@ -415,13 +421,7 @@ def test_two_hosts_on_a_network_gather_and_a_cut_cable_is_survived(nodes, namesp
     inside = [["ip", "netns", "exec", name] for name in namespaces]
     leader = head.daemon(0, "--gather-listen", "10.213.7.1:13378", prefix=inside[0])
     daemon = other.daemon(1, "--head", "http://10.213.7.1:13378", prefix=inside[1])
-    ranks = [
-        nodes[n // 2].rank(
-            n, world=4, prefix=inside[n // 2], node=n // 2, local_world_size=2, steps=200,
-            delay=0.02, bad=30 if n == 2 else None,
-        )
-        for n in range(4)
-    ]  # fmt: skip
+    ranks = start_ranks(nodes, inside=inside, steps=200, delay=0.02)
     wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step >= 20])
     # Two seconds without a cable: less than the head's patience, so nothing is missing after it.
     ip("-n", namespaces[1], "link", "set", "ddpp1", "down")
