@@ -118,14 +118,24 @@ class RankTail:
         self._segment = -1
         self._tail = JournalTail(directory)
         self._frames = self._tail.poll()
+        self._stopped = False  # the last call reached its limit
 
     def read(self, limit: int) -> list[StepRecord]:
         """Return up to `limit` records that were completed since the last call; never waits.
 
-        Fewer than `limit` mean that there is no more for now.
+        Fewer than `limit` mean that there was no more when it was called.
         """
         out: list[StepRecord] = []
-        while len(out) < limit and (frame := next(self._frames, None)) is not None:
+        # Of a call that reached its limit the rest goes over what was read then, not what is there.
+        again, self._stopped = self._stopped, False
+        while len(out) < limit:
+            frame = next(self._frames, None)
+            if frame is None:
+                self._frames = self._tail.poll()
+                if not again:
+                    return out
+                again = False
+                continue
             if self._tail.segment != self._segment:
                 self._segment, self.closed_top = self._tail.segment, self.facts.last_step
                 if self.first_segment < 0:
@@ -138,8 +148,7 @@ class RankTail:
                 continue
             if record is not None:
                 out.append(record)
-        if len(out) < limit:
-            self._frames = self._tail.poll()
+        self._stopped = True
         return out
 
     @property
