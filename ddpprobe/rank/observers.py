@@ -25,6 +25,7 @@ from ddpprobe.rank.step_clock import StepClock
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.flat import FlatUnit
 from ddpprobe.rank.torch_private import dynamo, functorch
+from ddpprobe.records.step import FirstBad
 from ddpprobe.rundir.fuse import Fuse
 
 
@@ -38,7 +39,8 @@ class Observers:
         clock: tells step and micro-batch.
         rank: this rank.
         fuse: contains whatever goes wrong in hooks.
-        on_bad: called when the every-step watch sees a bad local value, see `Watch`.
+        on_bad: called when the every-step watch sees a bad local value.
+        on_late: called when it hears of one of an earlier step, see `Watch`.
         lost: called with the FQNs of compiled modules that cannot be heard.
         captured: called when a hook does nothing because a CUDA graph is captured.
         capturing: keeps full tensors; told of everything that the hooks are told of.
@@ -51,9 +53,9 @@ class Observers:
 
     def __init__(
         self, topology: Topology, select: Callable[[str], bool], clock: StepClock, rank: int,
-        fuse: Fuse, on_bad: Callable[..., None], lost: Callable[[list[str]], None],
-        captured: Callable[[], None], capturing: Capturing, *, full_backward: bool,
-        named: Callable[[str], bool] | None = None,
+        fuse: Fuse, on_bad: Callable[[FirstBad], None], on_late: Callable[[FirstBad, bool], None],
+        lost: Callable[[list[str]], None], captured: Callable[[], None], capturing: Capturing, *,
+        full_backward: bool, named: Callable[[str], bool] | None = None,
     ) -> None:  # fmt: skip
         self.topology = topology
         # The forward of a DDP may be around this one.
@@ -67,7 +69,7 @@ class Observers:
         self.full = FullHooks(topology, select, self.rows, clock, fuse, self.compiled)
         self._select = select
         told = self._was_read, self._flat_was_read
-        self.watch = Watch(topology, clock, rank, fuse, on_bad, *told)
+        self.watch = Watch(topology, clock, rank, fuse, on_bad, on_late, *told)
         self.loss_scale = LossScaleReader()
         self.state = StateCheck(topology, clock.owners.optimizers, rank)
         self.weights = WeightLook(

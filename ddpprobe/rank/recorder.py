@@ -44,7 +44,6 @@ from ddpprobe.rundir.heartbeat import STATES
 from ddpprobe.rundir.stopwatch import Caller, Stopwatch
 
 _GRAPH_TOO_EARLY = "the model is inside a compiled function, whose graph was chosen before the step"
-_OVER = {"partial": False, "skipped": False, "sampled": False}  # an unsampled step, afterwards
 _TOO_FAR_BEHIND = "watch: the device is too far behind"
 
 
@@ -346,15 +345,15 @@ class Recorder:
             topology.cut = self._topology.cut | self._names.cut(topology)
             topology.differ = self._topology.differ
             self._observers = Observers(
-                topology, self._options.select, self._clock, self._who.rank, self.fuse, self.on_bad,
+                topology, self._options.select, self._clock, self._who.rank,
+                self.fuse, self.on_bad, self.on_late,
                 lambda fqns: self._frame_writer.lost(self._clock.step, fqns), self._captured,
                 self.capturing, full_backward=self._options.backward == "full",
                 named=self._options.has_histogram if self._options.histograms else None,
             )  # fmt: skip
             wrapper = "pipeline" if topology.cut else topology.wrapper
-            self._frame_writer.life(
-                events.TopologyEvent(wrapper=wrapper, device=str(topology.device))
-            )
+            told = events.TopologyEvent(wrapper=wrapper, device=str(topology.device))
+            self._frame_writer.life(told)
         return self._observers
 
     def _tell_handlers(self) -> None:
@@ -382,12 +381,13 @@ class Recorder:
     def _captured(self) -> None:
         self._frame_writer.captured(self._clock.step, sampled=self._sampling)
 
-    def on_bad(self, bad: FirstBad, *, skipped: bool = False) -> None:
-        """Hear that a local value of this step (or, from a GPU, of an earlier one) is bad."""
-        if bad.step >= 0:
-            if not self._pacer.sampled(bad.step):  # else its rows say it better
-                self._frame_writer.alarm(bad, bad.step, **_OVER | {"skipped": skipped})
-            return
+    def on_late(self, bad: FirstBad, skipped: bool) -> None:  # noqa: FBT001  (of a callback)
+        """Hear, from a device, that a local value of an earlier step is bad."""
+        if not self._pacer.sampled(bad.step):  # else its rows say it better
+            self._frame_writer.alarm(bad, bad.step, partial=False, skipped=skipped, sampled=False)
+
+    def on_bad(self, bad: FirstBad) -> None:
+        """Hear that a local value of this step is bad."""
         if self._sampling and self._observers is not None and bad.fqn is None:
             bad = self._observers.rows.first_fault() or bad
         if self._bad is None or bad.names(self._bad):
@@ -411,7 +411,7 @@ class Recorder:
         """Tell what a last step that was not sampled has left: no later one will show it."""
         bad = None if self._clock.is_inside_a_step else self._prepare().state.left()
         if bad is not None:
-            self._frame_writer.alarm(bad, bad.step, **_OVER)
+            self._frame_writer.alarm(bad, bad.step, partial=False, skipped=False, sampled=False)
 
     def _add_loss_scale(self, observers: Observers) -> None:
         if "loss_scale" not in self._logged.names and observers.loss_scale.last is not None:

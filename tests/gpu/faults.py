@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -51,11 +52,9 @@ def train(setting: Setting, device: str, run: Path, every: int, phase: str) -> N
     fault = f"nan:step={STEP},module={MODULE},phase={phase}" if planted else ""
     training = Training(setting, device, run, every, fault)
     training.steps(STEP)
-    bad = training.optimizer.register_step_post_hook(lambda *_: spoil(training))
-    if phase != "optimizer":
-        bad.remove()
-    training.steps(1)
-    bad.remove()
+    spoiling = training.optimizer.register_step_post_hook if phase == "optimizer" else nullcontext
+    with spoiling(lambda *_: spoil(training)):
+        training.steps(1)
     training.steps(AFTER)
     training.close()
 

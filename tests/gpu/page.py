@@ -127,8 +127,8 @@ def markdown(told: dict[str, Any] | None) -> str:
 def _section(part: dict[str, Any]) -> Iterator[str]:
     yield from ("", f"## {part['part']}: {PARTS[part['part']].title}", "")
     yield f"{part['status']}, {sum(part['seconds'].values()):.0f} s, on {where(part)}."
-    if PARTS[part["part"]].note:
-        yield from ("", PARTS[part["part"]].note)
+    if "remark" in part:  # that somebody has added to the table, and that goes with it
+        yield from ("", part["remark"])
     shown = [line for line in part["lines"] if line["result"] != PASSED or "values" in line]
     plain = [line for line in part["lines"] if line not in shown]
     if plain:

@@ -20,11 +20,10 @@ POISONED = 75  # after an error the device refuses everything, in this process
 
 @dataclass(frozen=True)
 class Part:
-    """One part: what it is, which modules it imports beside torch and NumPy, how to read it."""
+    """One part: what it is, and which modules it imports beside torch and NumPy."""
 
     title: str
     imports: tuple[str, ...]
-    note: str = ""
 
 
 _TRAINING = ("psutil",)
@@ -36,15 +35,7 @@ PARTS: Mapping[str, Part] = {
     "faults": Part("a planted NaN is named", _READING),
     "waits": Part("the host never waits, and no memory grows", _TRAINING),
     "bandwidth": Part("the statistics kernel beside a copy", _TRAINING),
-    "overhead": Part(
-        "what a step costs",
-        _READING,
-        "The models are small for such a device: but for the largest a step waits for the host. "
-        "In the table of 2026-11-26 a block of 4 to 20 steps begins behind the first step after "
-        "`install`, which is sampled; the second one writes its record, and the watch learns there "
-        "which gradients it may read together. By our own stopwatch these were 40 to 55 ms of each "
-        "block, and nearly all of what it shows of unsampled steps. Two steps are left out now.",
-    ),
+    "overhead": Part("what a step costs", _READING),
     "capture": Part("what keeping full tensors costs", _TRAINING),
     "demo": Part("the demo from end to end", (*_DAEMON, "plotext", "rich", "jinja2", "plotly")),
 }

@@ -162,8 +162,8 @@ class Training:
         self.fault = inject(self.called, fault) if fault else None
         if setting.graphed == "whole":
             # Which refuses modules with hooks.
-            bare = self.probe.pause("make_graphed_callables") if self.probe else None
-            with bare or contextlib.nullcontext():
+            what = "make_graphed_callables"
+            with self.probe.pause(what) if self.probe else contextlib.nullcontext():
                 self.called = torch.cuda.make_graphed_callables(self.called, (self.batch(0),))
         self._step = 0
 

@@ -19,17 +19,19 @@ from ddpprobe.rank.hooks.state_look import counts_of
 from ddpprobe.rank.stats.dense import local
 
 
-def given(*given: object) -> Iterator[Tensor]:
-    """Yield the tensors of numbers in a module's args and kwargs."""
-    return (tensor for one in given for _, tensor in leaves(one) if tensor.is_floating_point())
+def numbers_in(*given: object) -> Iterator[tuple[str, Tensor]]:
+    """Yield (path, tensor) of what is floating in a module's args and kwargs."""
+    for one in given:
+        for leaf, tensor in leaves(one):
+            if tensor.is_floating_point():
+                yield leaf, tensor
 
 
 def first_bad_of(*given: object) -> CameIn | None:
     """Return the first bad tensor of a module's args and kwargs that the host can read."""
-    for one in given:
-        for leaf, tensor in leaves(one):
-            if tensor.is_cpu and tensor.is_floating_point():
-                counts = counts_of(local(tensor))
-                if any(counts[:3]):
-                    return leaf, counts
+    for leaf, tensor in numbers_in(*given):
+        if tensor.is_cpu:
+            counts = counts_of(local(tensor))
+            if any(counts[:3]):
+                return leaf, counts
     return None

@@ -143,7 +143,7 @@ class EagerHooks:
     ) -> None:  # fmt: skip
         """Handle one call of a module."""
         rows, before = self._rows, len(self._rows)
-        read = rows.is_near or rows.has_read(came_in.given(args, kwargs))
+        read = rows.is_near or rows.has_read(t for _, t in came_in.numbers_in(args, kwargs))
         self.forward(fqn, output, relayed=_relays(module), tell=False)
         if not read:
             rows.unread(before)
@@ -210,10 +210,11 @@ class EagerHooks:
                 return
         self._heard[slot] += 1
         if _has_numbers(tensor):
+            before = len(self._rows)
             self._rows.tap(slot)
             self._rows.add(slot, micro, tensor, reused=True)
             if not self._rows.is_near:
-                self._rows.unread(len(self._rows) - 1)
+                self._rows.unread(before)
         if trained:
             slot = self._slot(fqn, "grad_output", leaf, tensor, tap=not recomputed)
             self._waiting.setdefault(slot, []).append(micro)

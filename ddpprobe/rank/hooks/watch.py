@@ -58,8 +58,9 @@ class Watch:
         clock: tells the micro-batch.
         rank: this rank.
         fuse: contains whatever goes wrong in here.
-        on_bad: hears of a bad value; of one in a step that is over, and that a GradScaler skipped,
-            with `skipped=True`.
+        on_bad: hears of a bad value of the step under way.
+        on_late: hears of one of an earlier step, from a device, and whether a GradScaler skipped
+            that step.
         was_read: whether the gradient that has just arrived at the parameter of this FQN was read
             by the hooks of a sampled step: where the host can see it, and found it finite.
         flat_was_read: the same of a flat one on a device, whose rows tell what is bad.
@@ -71,7 +72,8 @@ class Watch:
         clock: StepPosition,
         rank: int,
         fuse: Fuse,
-        on_bad: Callable[..., object],
+        on_bad: Callable[[FirstBad], None],
+        on_late: Callable[[FirstBad, bool], None] = lambda *_: None,
         was_read: Callable[[str], bool] = lambda _: False,
         flat_was_read: Callable[[FlatUnit], bool] = lambda _: False,
     ) -> None:
@@ -79,7 +81,7 @@ class Watch:
         self._clock = clock
         self._rank = rank
         self._fuse = fuse
-        self._on_bad = on_bad
+        self._on_bad, self._on_late = on_bad, on_late
         self._was_read, self._flat_was_read = was_read, flat_was_read
         self._check_gradient = fuse.guard(self._gradient, Caller.TENSOR)
         self._check_arriving = fuse.guard(self._arriving, Caller.TENSOR)
@@ -113,17 +115,20 @@ class Watch:
         """At a training forward: watch the parameters, as the forward sees them, if not yet so."""
         if self._clock.micro > 0:
             self._peaks.end_micro(self._clock.micro - 1)
-        if self._clock.micro > 0 and not self._spoilt:
-            self._spoilt, peaks = self._carried.look()
-            self._backward_is_bad |= self._spoilt
-            for peak in peaks:
-                self._peaks.keep(_CARRIED, peak)
+            if not self._spoilt:
+                self._look_at_carried()
         if self._frozen:
             frozen, self._frozen = self._frozen, []
             self._hook(frozen)
         if not (self._handles or self._early or self._sweeps or self._seekers):
             seek = gradients.seek
             self._seekers = seek(self._topology, self._fuse, self._watch, self._watch_flat)
+
+    def _look_at_carried(self) -> None:
+        self._spoilt, peaks = self._carried.look()
+        self._backward_is_bad |= self._spoilt
+        for peak in peaks:
+            self._peaks.keep(_CARRIED, peak)
 
     def found(self) -> None:
         """At the end of that forward: the model is clean again."""
@@ -180,7 +185,7 @@ class Watch:
         if counts is None:
             self._output.clean()
         elif self._output.is_fault(counts):
-            self._report(_FORWARD, None, None, self._clock.micro, counts)
+            self._report(_FORWARD, None, counts)
 
     def look_at_hand(self, error: BaseException) -> None:
         """The forward raised: look for a NaN in what the code that did had at hand.
@@ -193,7 +198,7 @@ class Watch:
             if not lanes.is_near(tensor.device):
                 self._weigh_nan(tensor)
             elif (counts := self._counts(tensor.detach())) is not None and counts[0]:
-                self._report(_FORWARD, None, None, self._clock.micro, counts)
+                self._report(_FORWARD, None, counts)
                 return
 
     @torch.no_grad()
@@ -296,7 +301,7 @@ class Watch:
         named = Nearness(self._clock.entered, self._names).nearest(bad)
         gradient = next((p.grad for fqn, p in bad if fqn == named), None)
         counts = None if gradient is None else self._counts(gradient)
-        self._report(_BACKWARD, named, None, self._clock.micro, counts or _NOT_COUNTED)
+        self._report(_BACKWARD, named, counts or _NOT_COUNTED)
 
     def _watch_flat(self, unit: FlatUnit) -> None:
         flat = unit.flat
@@ -317,7 +322,7 @@ class Watch:
                 self._look(bad[0][1], _BACKWARD, bad[0][0])
             elif bad:
                 self._looks += 1
-                self._report(_BACKWARD, None, None, self._clock.micro, _NOT_COUNTED)
+                self._report(_BACKWARD, None, _NOT_COUNTED)
 
     def _gradient(self, fqn: str, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -353,7 +358,7 @@ class Watch:
             if parameter is not None and not self._told:
                 nearness = Nearness(self._clock.entered, self._names)
                 fqn = fqn if nearness.is_nearest(parameter) else None
-            self._report(phase, fqn, None, self._clock.micro, counts)
+            self._report(phase, fqn, counts)
 
     def _weigh(self, tensor: Tensor, phase: int) -> None:
         """Keep the largest magnitude of a tensor of any kind, on a device."""
@@ -406,45 +411,40 @@ class Watch:
                 self._far_output.clean()
             if not told and (fault or (bad and math.isfinite(carried))):
                 told, phase = True, _FORWARD if fault else _BACKWARD
-                self._report(phase, None, step, micro, counts=_NOT_COUNTED, skipped=skipped)
+                self._on_late(
+                    self._witness(phase, None, _NOT_COUNTED, step=step, micro=micro), skipped
+                )
             came, spoilt = came or backward > 0, spoilt or bad
         self._far_output.end_step(harmless=came and not spoilt)
 
-    def _report(
-        self,
-        phase: int,
-        parameter: str | None,
-        step: int | None,
-        micro: int,
-        counts: Nonfinite,
-        *,
-        skipped: bool = False,
-    ) -> None:
-        if step is None:
-            self._told = True
-            if phase == _BACKWARD:
-                self._backward_is_bad = True
-                held, self._output.held = self._output.held, None
-                if held is not None:  # it did harm
-                    self._report(_FORWARD, None, None, micro, held)
+    def _report(self, phase: int, parameter: str | None, counts: Nonfinite) -> None:
+        """Tell of a bad value of the step under way."""
+        self._told = True
+        if phase == _BACKWARD:
+            self._backward_is_bad = True
+            held, self._output.held = self._output.held, None
+            if held is not None:  # it did harm
+                self._report(_FORWARD, None, held)
+        self._on_bad(self._witness(phase, parameter, counts, step=-1, micro=self._clock.micro))
+
+    def _witness(
+        self, phase: int, parameter: str | None, counts: Nonfinite, *, step: int, micro: int
+    ) -> FirstBad:
         nan, pos_inf, neg_inf, numel = counts
-        self._on_bad(
-            FirstBad(
-                step=-1 if step is None else step,
-                micro=max(micro, 0),
-                phase=_PHASES[phase],
-                # Pipeline stages run one after the other, so they are ordered by the clock; ranks
-                # of a tensor-parallel group do the same things in the same order.
-                order=time.time_ns() if self._topology.cut else self._looks,
-                rank=self._rank,
-                fqn=parameter,
-                kind="grad_local" if parameter is not None else None,
-                nan=nan,
-                pos_inf=pos_inf,
-                neg_inf=neg_inf,
-                numel=numel,
-            ),
-            **({"skipped": True} if skipped else {}),
+        return FirstBad(
+            step=step,
+            micro=max(micro, 0),
+            phase=_PHASES[phase],
+            # Pipeline stages run one after the other, so they are ordered by the clock; ranks of a
+            # tensor-parallel group do the same things in the same order.
+            order=time.time_ns() if self._topology.cut else self._looks,
+            rank=self._rank,
+            fqn=parameter,
+            kind="grad_local" if parameter is not None else None,
+            nan=nan,
+            pos_inf=pos_inf,
+            neg_inf=neg_inf,
+            numel=numel,
         )
 
 

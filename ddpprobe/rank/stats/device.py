@@ -20,7 +20,6 @@ from ddpprobe.rank.stats.dense import FLOATS, lies_on
 from ddpprobe.rundir.fuse import Fuse
 
 GPU_BLOCK = 1 << 23  # elements that operators take at a time: 96 MiB of scratch (12 bytes each)
-_MOST_PROGRAMS = 1024  # whose rows one of them merges (`triton_rows.MOST`)
 _PER_PROCESSOR = 4  # programs of 256 threads and 64 registers each that a multiprocessor holds
 _AMPERE = (8, 0)  # the first with bfloat16
 
@@ -91,7 +90,7 @@ def _in_one_pass(flat: Tensor, repeats: int, out: Tensor) -> bool:
     if kernels is None or flat.dtype not in FLOATS:
         return False
     with torch.cuda.device(flat.device):
-        scratch = _scratch(flat.device, torch.cuda.current_stream().cuda_stream)
+        scratch = _scratch(flat.device, torch_private.raw_stream(flat.device.index))
         kernels.reduce_rows(flat, repeats, out, scratch)
     return True
 
@@ -109,8 +108,7 @@ def has_kernels(device: torch.device) -> bool:
 @functools.cache
 def most_programs(device: torch.device) -> int:
     """How many programs of the kernel a CUDA device runs at a time."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(_PER_PROCESSOR * processors, _MOST_PROGRAMS)
+    return _PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:

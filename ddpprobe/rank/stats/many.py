@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddpprobe.rank import torch_private
 from ddpprobe.rank.stats.checksum import factors
 from ddpprobe.rank.stats.dense import FLOATS
 from ddpprobe.rank.stats.device import has_kernels, most_programs, on
@@ -75,7 +76,7 @@ class KernelTable:
     ) -> list[_Launch]:
         """Describe `tensors` on `device`; `programs` of (size, kind) says how many share one."""
         entries = np.array(tensors, np.int64).reshape(-1, len(KernelEntry._fields))
-        place = device, torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
+        place = device, torch_private.raw_stream(device.index) if device.type == "cuda" else 0
         moved = place != self._place  # another stream might read before all has arrived
         if moved or not np.array_equal(entries[:, 1:], self._told[:, 1:]):
             owners = self._arrange(entries, programs)

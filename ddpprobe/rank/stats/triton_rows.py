@@ -33,8 +33,7 @@ _CHUNK = tl.constexpr(8)  # tiles added up in float32: error < 1e-6 of sum|x|
 _LOW = tl.constexpr(1e-15)  # squares of smaller numbers than this underflow in float32
 _WIDTH = tl.constexpr(9)  # of a row (see `stats.rows`)
 _ALONE = 4  # tiles that one program takes, up to 64 KiB: nothing to merge
-MOST = 1024  # programs of a tensor
-_MOST = tl.constexpr(MOST)
+_MOST = tl.constexpr(1024)  # programs of a tensor, whose rows one of them merges
 _COLUMNS = tl.constexpr(6)  # of a table: address, size, factor, programs, first item, row
 # By dtype, whether the first element lies at a multiple of _LOAD, and device: what Triton made.
 _compiled: dict[tuple[torch.dtype, bool, int | None], Any] = {}
@@ -47,9 +46,9 @@ _DTYPES = {
 
 
 def programs_of(numel: int, size: int, most: int) -> int:
-    """Return how many programs share a tensor of `numel` elements of `size` bytes, 1 to `most`."""
+    """Return how many programs, up to `most`, share `numel` elements of `size` bytes."""
     tiles = -(-numel // (_LOAD.value // size * _THREADS.value * _DEPTH.value))
-    return 1 if tiles <= _ALONE else min(tiles, most)
+    return 1 if tiles <= _ALONE else min(tiles, most, _MOST.value)
 
 
 @final
@@ -58,7 +57,7 @@ class Scratch:
 
     Args:
         device: where it is.
-        programs: of a tensor at most, up to `MOST`: as many as the device runs at a time.
+        programs: of a tensor at most: as many as the device runs at a time.
     """
 
     __slots__ = ("place", "programs", "rows", "ticket")

@@ -21,7 +21,7 @@ from ddpprobe.rank.stats.checksum import checksum
 from ddpprobe.rank.stats.rows import WIDTH, reduce, reduce_far
 from ddpprobe.rank.topology.describe import describe
 from ddpprobe.rank.topology.devices import device_of
-from ddpprobe.records.step import USED_NORM, Site
+from ddpprobe.records.step import USED_NORM, FirstBad, Site
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.testing import state_hash
 
@@ -46,9 +46,11 @@ class Clock:
 
 def watch_of(model: nn.Module) -> tuple[Watch, list[tuple[int, str]]]:
     seen: list[tuple[int, str]] = []
-    found = Watch(
-        describe(model), Clock(), 0, Fuse("hooks"), lambda bad: seen.append((bad.step, bad.phase))
-    )
+
+    def hear(bad: FirstBad, *_: object) -> None:
+        seen.append((bad.step, bad.phase))
+
+    found = Watch(describe(model), Clock(), 0, Fuse("hooks"), hear, hear)
     return found, seen
 
 

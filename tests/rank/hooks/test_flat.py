@@ -116,8 +116,9 @@ def test_on_a_device_it_is_looked_at_unless_a_sampled_step_has_read_it(
     assert not lanes.is_near(torch.device("cpu"))
     (unit,), heard = topology.flat, list[FirstBad]()
     watch = Watch(
-        topology, Clock(), 1, Fuse("hooks"), heard.append, flat_was_read=lambda u: was_read
-    )
+        topology, Clock(), 1, Fuse("hooks"), heard.append, lambda bad, _: heard.append(bad),
+        flat_was_read=lambda u: was_read,
+    )  # fmt: skip
     watch.seek()
     arrive(unit, gradient_of(unit, **{"2_bias": torch.nan}))
     watch.end_step(6)

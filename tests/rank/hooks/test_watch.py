@@ -225,7 +225,8 @@ def test_a_step_is_bad_from_its_first_phase_on_that_did_harm(
         far.pretend(monkeypatch)
     kind, steps = STEPS[name]
     model, heard = nn.Linear(2, 1, bias=False), list[FirstBad]()
-    watch = Watch(describe(model), Clock(), 5, Fuse("hooks"), heard.append)
+    late = lambda bad, _: heard.append(bad)  # noqa: E731
+    watch = Watch(describe(model), Clock(), 5, Fuse("hooks"), heard.append, late)
     for step, (value, gradient, phases) in enumerate(steps):
         heard.clear()
         watch.seek()
