@@ -7,7 +7,6 @@ import os
 import signal
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from tests.faults.origin_plans import EVERY, STEPS, Plan
 from tests.faults.zygote import start_rank
 
 WIDTH, MICROS, WAIT_SECONDS = 16, 2, 60
-_FOR_GOOD = SimpleNamespace(setattr=setattr)  # a process of its own needs no way back
 
 
 class _Poison(torch.autograd.Function):
@@ -208,7 +206,7 @@ _bad_reduction.__annotations__["return"] = torch.futures.Future[Tensor]
 def _train(plan: Plan, rank: int, run: Path) -> None:
     """Be the user's script."""
     if plan.far:
-        far.pretend(_FOR_GOOD)
+        far.pretend_for_good()
     fault = _Fault(plan, rank)
     wrapped, model = _build(plan, fault)
     optimizer = torch.optim.Adam(wrapped.parameters(), lr=1e-3)

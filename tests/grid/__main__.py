@@ -1,8 +1,9 @@
-"""`python -m tests.grid [WORDS...]`: run the cells whose name holds all words, and say how it went.
+"""`python -m tests.grid [--far] [WORDS...]`: run the cells whose name holds all words.
 
-A word may list alternatives: `python -m tests.grid ddp,fsdp2 eager`.
+A word may list alternatives: `python -m tests.grid ddp,fsdp2 eager`. With `--far` the host cannot
+look into tensors, as on a GPU (`tests.far`).
 
-Without words all of them run, and docs/reference/coverage.md is written anew.
+Without any all of them run, and docs/reference/coverage.md is written anew.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from tests.grid.launch import run_cells
 
 def main() -> int:
     """Run; 1 if a cell failed."""
-    words = sys.argv[1:]
+    far = "--far" in sys.argv
+    words = [word for word in sys.argv[1:] if word != "--far"]
     chosen = [cell for cell in cells() if _matches(cell, words)]
     print(f"{len(chosen)} of {len(cells())} cells", flush=True)
     with tempfile.TemporaryDirectory(prefix="ddpprobe-grid-") as scratch:
-        results = run_cells(chosen, Path(scratch), _say)
+        results = run_cells(chosen, Path(scratch), _say, far=far)
     failed = [r for r in results.values() if r["problems"]]
-    if not words:
+    if not words and not far:
         from tests.grid.table import write
 
         write(results)

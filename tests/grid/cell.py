@@ -146,3 +146,8 @@ def journal_of(run_dir: Path, rank: int) -> tuple[list[StepRecord], set[str]]:
 def scratch() -> Path:
     """Where the runs of this launch go; the same on all ranks."""
     return Path(os.environ["GRID_SCRATCH"])
+
+
+def is_far() -> bool:
+    """Whether the host cannot look into tensors (`tests.far`)."""
+    return bool(os.environ["GRID_FAR"])

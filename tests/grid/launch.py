@@ -20,9 +20,13 @@ Results = dict[str, dict[str, Any]]
 
 
 def run_cells(
-    cells: Iterable[Cell], directory: Path, said: Callable[[str], object] = lambda _: None
-) -> Results:
-    """Run all cells, one launch per world size; the outcome of each, by its name."""
+    cells: Iterable[Cell], directory: Path, said: Callable[[str], object] = lambda _: None, *,
+    far: bool = False,
+) -> Results:  # fmt: skip
+    """Run all cells, one launch per world size; the outcome of each, by its name.
+
+    `far`: as where the host cannot look into tensors.
+    """
     results: Results = {}
     by_world: dict[int, list[str]] = {}
     for cell in cells:
@@ -30,7 +34,7 @@ def run_cells(
     for world, asked in sorted(by_world.items()):
         names = asked
         while names:
-            found = _launch(world, names, directory, said)
+            found = _launch(world, names, directory, said, far=far)
             if names[0] not in found:
                 text = (directory / "log").read_text()[-3000:]
                 found[names[0]] = {"cell": names[0], "result": "failed", "problems": [text]}
@@ -40,14 +44,15 @@ def run_cells(
 
 
 def _launch(
-    world: int, names: list[str], directory: Path, said: Callable[[str], object]
+    world: int, names: list[str], directory: Path, said: Callable[[str], object], *, far: bool
 ) -> Results:
     lines, wanted = directory / "results.jsonl", directory / "cells"
     lines.write_text("")
     wanted.write_text("\n".join(names))
     options = ["--nproc-per-node", world]
     env = {**os.environ, "GRID_SCRATCH": str(directory), "DDPPROBE_STRICT": "1",
-           "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}  # fmt: skip
+           "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1",
+           "GRID_FAR": "1" if far else ""}  # fmt: skip
     log = directory / "log"
     where = {"cwd": Path.cwd(), "env": env, "out": log, "err": log}
     process = Launcher(options, [WORKER, lines, wanted], **where, fresh=False)

@@ -21,8 +21,9 @@ import torch.distributed as dist
 ROOT = Path(__file__).absolute().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tests import far  # noqa: E402
 from tests.grid.axes import Cell  # noqa: E402
-from tests.grid.cell import Outcome, run_cell, scratch  # noqa: E402
+from tests.grid.cell import Outcome, is_far, run_cell, scratch  # noqa: E402
 
 
 def main() -> None:
@@ -31,6 +32,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    if is_far():
+        far.pretend_for_good()
     rank = dist.get_rank()
     for index, name in enumerate(names):
         try:
