@@ -22,6 +22,7 @@ test: .venv/dev.stamp system-packages  # the whole suite: real ranks, a real Pro
 
 test-grid: .venv/dev.stamp       # every wrapper, loop, engine ... against one unsharded process
 	$(BIN)/python -m tests.grid
+	$(BIN)/python -m tests.grid --far
 
 test-faults: .venv/dev.stamp     # kill every writer at every system call, mutate, feed hostile stores
 	$(BIN)/python -m tests.faults

@@ -28,6 +28,7 @@ from ddpprobe.records.step import (
     PHASE_OF_KIND,
     SEVERAL,
     STATE_KINDS,
+    UNORDERED,
     Anomaly,
     FirstBad,
     Site,
@@ -35,6 +36,11 @@ from ddpprobe.records.step import (
 )
 
 _REDUCED = ("grad", "param")
+_AT_ONCE = "; on several ranks at once, none of them first"
+_STAGES = (
+    "; on several stages of a pipeline: which of them was first is not known, as the host's clock "
+    "does not tell it of a device, and no number of a stage was found in what calls the model"
+)
 MOST_SITES = 1024  # bounds the state: of more, those that were bad longest ago are forgotten
 
 
@@ -288,7 +294,7 @@ def _message(record: StepRecord, origin: FirstBad, level: str, known: _Known) ->
         text += f"; {origins.LOSS_OR_BACKWARD}"
     text += origins.since(record, origin, known.looked)
     if origin.rank == SEVERAL and origin.kind != "grad" and origin is record.first_bad:
-        text += "; on several ranks at once, none of them first"
+        text += _STAGES if origin.order == UNORDERED else _AT_ONCE
     if level == "info":
         text += "; the GradScaler skipped this step"
     return text

@@ -11,6 +11,7 @@ from ddpprobe.rank.hooks import lanes
 from ddpprobe.rank.hooks.bin_rows import BinRows
 from ddpprobe.rank.hooks.compiled import CompiledHooks
 from ddpprobe.rank.hooks.eager import EagerHooks
+from ddpprobe.rank.hooks.execution_order import ExecutionOrder
 from ddpprobe.rank.hooks.full import FullHooks
 from ddpprobe.rank.hooks.loss_scale import LossScaleReader
 from ddpprobe.rank.hooks.root import called
@@ -62,14 +63,16 @@ class Observers:
         self._nobody_reduces = topology.wrapper == "none" and torch_private.active_ddp() is None
         fuse = outside_capture(fuse, captured)
         bins = BinRows(named) if named is not None else None
-        self.rows = StepRows(topology.device, rank, timed=bool(topology.cut), bins=bins)
+        near = lanes.is_near(topology.device)
+        self.order = ExecutionOrder(pipelined=bool(topology.cut), near=near)
+        self.rows = StepRows(topology.device, rank, order=self.order, bins=bins)
         self.rows.on_bad = on_bad
         self.compiled = CompiledHooks(select, fuse, lost)
         self.eager = EagerHooks(topology, select, self.rows, clock, fuse, self.compiled)
         self.full = FullHooks(topology, select, self.rows, clock, fuse, self.compiled)
         self._select = select
         told = self._was_read, self._flat_was_read
-        self.watch = Watch(topology, clock, rank, fuse, on_bad, on_late, *told)
+        self.watch = Watch(topology, clock, rank, fuse, on_bad, on_late, *told, self.order)
         self.loss_scale = LossScaleReader()
         self.state = StateCheck(topology, clock.owners.optimizers, rank)
         self.weights = WeightLook(
@@ -79,7 +82,7 @@ class Observers:
         self.gradients_read = False
         self.capturing = capturing
         after_call = capturing.meet(topology, clock, self.compiled, self.rows)
-        if lanes.is_near(topology.device):
+        if near:
             self.eager.after_call = after_call
         elif topology.world_size > 1:
             with functorch.outside():

@@ -14,6 +14,7 @@ from ddpprobe.records.identity_cache import IdentityCache
 from ddpprobe.records.step import (
     PLACEMENTS,
     SEVERAL,
+    UNORDERED,
     Counts,
     Digests,
     FirstBad,
@@ -90,6 +91,9 @@ def _first_bad(found: Sequence[FirstBad]) -> FirstBad | None:
     ordered = sorted(found, key=lambda bad: (bad.place, bad.rank))
     if ordered and ordered[0].is_state:
         return _first_of_state(ordered)
+    if _is_undecided(ordered):
+        # Nor whose numbers it would be.
+        return FirstBad(ordered[0].step, ordered[0].micro, ordered[0].phase, UNORDERED, SEVERAL)
     same = [bad for bad in ordered if bad.place == ordered[0].place]
     if len(same) < 2 or same[0].phase == "step":
         return ordered[0] if ordered else None
@@ -103,6 +107,14 @@ def _first_of_state(ordered: Sequence[FirstBad]) -> FirstBad:
         return first
     same = [bad for bad in of_step if bad.place == first.place]
     return _of_several(same, max)
+
+
+def _is_undecided(ordered: Sequence[FirstBad]) -> bool:
+    """Whether another one may be before the first, in the same phase of the same micro-batch."""
+    if not ordered or ordered[0].phase == "step":
+        return False
+    near = [bad for bad in ordered if bad.place[:4] == ordered[0].place[:4]]
+    return len(near) > 1 and any(bad.order == UNORDERED for bad in near)
 
 
 def _of_several(same: Sequence[FirstBad], join: Callable[[list[int]], int]) -> FirstBad:

@@ -230,7 +230,9 @@ LOSS_OF_BAD = "loss_of_first_bad"
 # Scalar: `first_bad` is an output of a module of which nobody knows whether it was given finite
 # tensors.
 UNREAD_INPUT = "first_bad_of_unread_input"
-SEVERAL = -1  # in place of a rank: more than one, and none of them first
+# In place of an order: other ranks' may be before it or behind it, and nobody knows.
+UNORDERED = 1 << 62
+SEVERAL = -1  # in place of a rank: more than one, and none of them first, or nobody knows which
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +241,13 @@ class FirstBad:
 
     Where several ranks have theirs at the same place, `rank` is `SEVERAL` and the counts are sums:
     the bits of one rank explain none of the others', but what they have in common may.
-    `order` is the position in the rank's execution order within the step, and in a pipeline, whose
-    stages run one after the other, the time in Unix ns; `fqn` is None when the step was not sampled
-    and only the phase is known. The four counts are elements. `step` is smaller than the record's
-    where a parameter was bad before the step's forwards began: it was born in an earlier step.
+    `order` is the position in the rank's execution order within the step. In a pipeline, whose
+    stages run one after the other, it is the time in Unix ns; on a device the stage comes before
+    the position, and where its number is not known it is `UNORDERED`: then `SEVERAL` means that one
+    was first, and nobody knows which. `fqn` is None when the step was not sampled and only the
+    phase is known, or nobody knows which of several. The four counts are elements. `step` is
+    smaller than the record's where a parameter was bad before the step's forwards began: it was
+    born in an earlier step.
     """
 
     step: int

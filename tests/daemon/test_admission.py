@@ -28,7 +28,7 @@ from ddpprobe.records.events import Told, to_json
 from ddpprobe.records.fate import Fate, Progress, RaisedError
 from ddpprobe.records.gather import Gather
 from ddpprobe.records.node_view import FirstFailure
-from ddpprobe.records.step import Site, StepRecord
+from ddpprobe.records.step import UNORDERED, Site, StepRecord
 from ddpprobe.rundir import framing, orders
 from ddpprobe.rundir.roster import Roster, Shared, digest, new_secret
 
@@ -144,6 +144,18 @@ def test_a_real_nan_pages_behind_a_record_of_a_far_step(job) -> None:
     (page,) = job.anomalies()
     assert (page.step, page.rank, page.level) == (5, 4, "page")
     assert [r.step for r in job.merged()] == list(range(6))
+    assert job.head.losses() == {}
+
+
+def test_stages_of_two_nodes_whose_order_is_not_known_are_heard_and_neither_is_blamed(job) -> None:
+    job.train(2, first_bad=None)
+    for node, rank in ((1, 2), (2, 4)):
+        stage = replace(bad(rank, 2), order=UNORDERED)
+        assert job.push(node, replace(job.said(node, 2), first_bad=stage)) == 204
+    job.look(0.1)
+    job.look(60.0)
+    (page,) = job.anomalies()
+    assert (page.step, page.rank, page.module, page.level) == (2, None, None, "page")
     assert job.head.losses() == {}
 
 

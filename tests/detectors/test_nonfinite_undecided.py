@@ -11,6 +11,7 @@ from ddpprobe.detectors.nonfinite import NonFinite
 from ddpprobe.records.step import (
     LOSS_OF_BAD,
     SEVERAL,
+    UNORDERED,
     UNREAD_INPUT,
     Anomaly,
     FirstBad,
@@ -201,3 +202,15 @@ def test_a_reduced_gradient_that_spoiled_no_weight_may_be_older(kept: bool, said
 
     (page,) = run(made(10, 0), made(20, 1))
     assert page.message == f"1 NaN of 10 elements{said}"
+
+
+def test_of_stages_whose_order_is_not_known_it_is_said_that_one_was_first_and_not_which() -> None:
+    bad = FirstBad(4, 1, "forward", UNORDERED, SEVERAL)
+    seen = sampled(4, OUT, LAST, first=bad)
+    for record in (seen, StepRecord(0, 4, (0, 1), 4, sampled=False, first_bad=bad)):
+        (page,) = run(record)
+        assert (page.level, page.rank, page.module, page.micro) == ("page", None, None, 1)
+        assert (
+            "on several stages of a pipeline: which of them was first is not known" in page.message
+        )
+        assert "at once" not in page.message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpprobe.records.merge import merge_all
-from ddpprobe.records.step import FirstBad, StepRecord, empty_rows
+from ddpprobe.records.step import SEVERAL, UNORDERED, FirstBad, StepRecord, empty_rows
 
 
 def test_what_a_step_left_behind_comes_after_the_forwards_of_a_rank_with_more_micro_batches() -> (
@@ -27,3 +27,23 @@ def test_what_a_later_step_left_behind_takes_no_blame_from_the_first() -> None:
     later = FirstBad(4, 0, "step", 0, 1, "a", "param", nan=1)
     parts = [StepRecord(0, 4, (bad.rank,), 1, first_bad=bad) for bad in (early, later)]
     assert merge_all(parts).first_bad == merge_all(parts[::-1]).first_bad == early
+
+
+def origin(*found: FirstBad) -> FirstBad | None:
+    return merge_all([StepRecord(0, 3, (bad.rank,), 1, first_bad=bad) for bad in found]).first_bad
+
+
+def test_of_stages_whose_order_is_not_known_none_is_the_origin_nor_its_module() -> None:
+    first = FirstBad(3, 0, "forward", UNORDERED, 0, "a", "output", nan=1, numel=4)
+    second = FirstBad(3, 0, "forward", UNORDERED, 1, "b", "output", nan=2, numel=4)
+    known = FirstBad(3, 0, "forward", 5, 2, "c", "output", nan=3, numel=4)
+    undecided = FirstBad(3, 0, "forward", UNORDERED, SEVERAL)
+    assert origin(first, second) == origin(second, known) == origin(first, second, known)
+    assert origin(first, second) == undecided
+
+
+def test_a_stage_that_is_alone_bad_in_the_earliest_phase_is_the_origin() -> None:
+    alone = FirstBad(3, 0, "forward", UNORDERED, 1, "b", "output", nan=2, numel=4)
+    later = FirstBad(3, 0, "backward", UNORDERED, 0, "a", "grad_local")
+    assert origin(alone, later) == alone
+    assert origin(alone) == alone

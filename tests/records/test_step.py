@@ -19,6 +19,7 @@ from ddpprobe.records.step import (
     PLACEMENTS,
     SEVERAL,
     STATS,
+    UNORDERED,
     VALUE_IDENTITY,
     VALUES,
     Anomaly,
@@ -51,7 +52,8 @@ def rank_records(draw: st.DrawFn, rank: int) -> StepRecord:
         [[draw(st.integers(0, 2**40)) for _ in COUNTS] for _ in range(n)], np.int64
     ).reshape(n, len(COUNTS))
     values = np.array([[draw(exact) for _ in VALUES] for _ in range(n)], np.float64)
-    at = draw(st.integers(0, 2)), draw(st.sampled_from(PHASES)), draw(st.integers(0, 2))
+    order = draw(st.sampled_from([0, 1, 2, UNORDERED]))
+    at = draw(st.integers(0, 2)), draw(st.sampled_from(PHASES)), order
     fqn = draw(st.sampled_from([None, "a", "b"]))
     kind = draw(st.sampled_from([None, "grad", "param"]))
     bad = FirstBad(3, *at, rank, fqn, kind, nan=rank + 1, numel=9)

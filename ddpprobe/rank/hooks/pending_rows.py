@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddpprobe.rank.hooks.bin_rows import PendingBins
 from ddpprobe.rank.hooks.constants import Constants
+from ddpprobe.rank.hooks.execution_order import ExecutionOrder
 from ddpprobe.rank.hooks.lanes import Arrival
 from ddpprobe.rank.hooks.site_table import SiteTable
 from ddpprobe.rank.hooks.steady import Learned, Steady
@@ -83,6 +84,7 @@ class PendingRows:
     slots: NDArray[np.int64]
     micros: NDArray[np.int64]
     times: NDArray[np.int64] | None
+    order: ExecutionOrder
     names: dict[int, str]
     digests: dict[int, tuple[str, str]]
     scaled_kinds: tuple[str, ...]
@@ -228,7 +230,8 @@ class PendingRows:
         return bad
 
     def _first(self, rows: NDArray[np.float64], first: int, step: int) -> FirstBad:
-        order = first if self.times is None else int(self.times[first])
+        place = first if self.times is None else int(self.times[first])
+        order = self.order.number(self._phase(first), place)
         site, micro = self.table.site(int(self.slots[first])), int(self.micros[first])
         found = witness(site, rows[first], step=step, micro=micro, order=order, rank=self.rank)
         return as_input(found, self.came_in.get(first))

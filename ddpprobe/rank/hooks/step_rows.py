@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ddpprobe.rank.hooks.bin_rows import BinRows
 from ddpprobe.rank.hooks.constants import Constants
+from ddpprobe.rank.hooks.execution_order import ExecutionOrder
 from ddpprobe.rank.hooks.lanes import Arrival
 from ddpprobe.rank.hooks.pending_rows import SCALAR, CameIn, PendingRows, as_input, witness
 from ddpprobe.rank.hooks.row_buffer import RowBuffer
@@ -45,8 +46,7 @@ class StepRows:
     Args:
         device: where the model computes, or most of it.
         rank: this rank.
-        timed: order the first bad tensor by the clock rather than by its place in this rank's
-            execution: the stages of a pipeline run one after the other, not side by side.
+        order: of the first bad tensor among the ranks.
         bins: makes the histograms, if there are any to be made.
 
     Attributes:
@@ -55,8 +55,10 @@ class StepRows:
     """
 
     def __init__(
-        self, device: torch.device, rank: int, *, timed: bool = False, bins: BinRows | None = None
-    ) -> None:
+        self, device: torch.device, rank: int, *,
+        order: ExecutionOrder | None = None, bins: BinRows | None = None,
+    ) -> None:  # fmt: skip
+        self._order = order or ExecutionOrder()
         self._bins = bins
         self.table, self._steady, self._constants = SiteTable(), Steady(), Constants()
         self.on_bad: Callable[[FirstBad], object] = lambda _: None
@@ -66,7 +68,7 @@ class StepRows:
         self._made_of: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # away from the host, by id
         self._unread: set[int] = set()  # rows of calls whose input nobody has read
         self._rank = rank
-        self._times: list[int] | None = [] if timed else None
+        self._times: list[int] | None = [] if self._order.timed else None
         self._main = RowBuffer(device)
         self._others: dict[torch.device, RowBuffer] = {}
         self._elsewhere: dict[int, RowBuffer] = {}  # the rows that are not in the main one
@@ -330,7 +332,8 @@ class StepRows:
 
     def _witness(self, index: int) -> FirstBad:
         site, micro = self.table.site(self._slots[index]), self._micros[index]
-        order = index if self._times is None else self._times[index]
+        place = index if self._times is None else self._times[index]
+        order = self._order.number(PHASE_OF_KIND[site.kind], place)
         row = self._row(index)
         found = witness(site, row, step=-1, micro=micro, order=order, rank=self._rank)
         return as_input(found, self._came_in.get(index))
@@ -386,6 +389,7 @@ class StepRows:
             slots=np.array(self._slots, np.int64),
             micros=np.array(self._micros, np.int64),
             times=np.array(self._times, np.int64) if self._times is not None else None,
+            order=self._order,
             names=dict(self._names),
             digests=dict(self._digests),
             # `grad` too, as long as nobody has unscaled it.

@@ -26,6 +26,7 @@ from ddpprobe.rank.hooks import gradients, lanes
 from ddpprobe.rank.hooks.carried import Carried
 from ddpprobe.rank.hooks.copy_safe_hook import take_off
 from ddpprobe.rank.hooks.eager import StepPosition
+from ddpprobe.rank.hooks.execution_order import ExecutionOrder
 from ddpprobe.rank.hooks.nearness import Nearness
 from ddpprobe.rank.hooks.peaks import Peaks
 from ddpprobe.rank.hooks.raised import tensors_at_hand
@@ -64,6 +65,7 @@ class Watch:
         was_read: whether the gradient that has just arrived at the parameter of this FQN was read
             by the hooks of a sampled step: where the host can see it, and found it finite.
         flat_was_read: the same of a flat one on a device, whose rows tell what is bad.
+        order: of a bad value among the ranks.
     """
 
     def __init__(
@@ -76,12 +78,14 @@ class Watch:
         on_late: Callable[[FirstBad, bool], None] = lambda *_: None,
         was_read: Callable[[str], bool] = lambda _: False,
         flat_was_read: Callable[[FlatUnit], bool] = lambda _: False,
+        order: ExecutionOrder | None = None,
     ) -> None:
         self._topology = topology
         self._clock = clock
         self._rank = rank
         self._fuse = fuse
         self._on_bad, self._on_late = on_bad, on_late
+        self._order = order or ExecutionOrder()
         self._was_read, self._flat_was_read = was_read, flat_was_read
         self._check_gradient = fuse.guard(self._gradient, Caller.TENSOR)
         self._check_arriving = fuse.guard(self._arriving, Caller.TENSOR)
@@ -113,6 +117,7 @@ class Watch:
 
     def seek(self) -> None:
         """At a training forward: watch the parameters, as the forward sees them, if not yet so."""
+        self._order.look()
         if self._clock.micro > 0:
             self._peaks.end_micro(self._clock.micro - 1)
             if not self._spoilt:
@@ -411,9 +416,9 @@ class Watch:
                 self._far_output.clean()
             if not told and (fault or (bad and math.isfinite(carried))):
                 told, phase = True, _FORWARD if fault else _BACKWARD
-                self._on_late(
-                    self._witness(phase, None, _NOT_COUNTED, step=step, micro=micro), skipped
-                )
+                # Of a phase there is one peak: it has no place, and the same on all ranks.
+                at = {"step": step, "micro": micro, "place": 0}
+                self._on_late(self._witness(phase, None, _NOT_COUNTED, **at), skipped)
             came, spoilt = came or backward > 0, spoilt or bad
         self._far_output.end_step(harmless=came and not spoilt)
 
@@ -425,19 +430,20 @@ class Watch:
             held, self._output.held = self._output.held, None
             if held is not None:  # it did harm
                 self._report(_FORWARD, None, held)
-        self._on_bad(self._witness(phase, parameter, counts, step=-1, micro=self._clock.micro))
+        place = time.time_ns() if self._order.timed else self._looks
+        at = {"step": -1, "micro": self._clock.micro, "place": place}
+        self._on_bad(self._witness(phase, parameter, counts, **at))
 
     def _witness(
-        self, phase: int, parameter: str | None, counts: Nonfinite, *, step: int, micro: int
-    ) -> FirstBad:
+        self, phase: int, parameter: str | None, counts: Nonfinite, *,
+        step: int, micro: int, place: int,
+    ) -> FirstBad:  # fmt: skip
         nan, pos_inf, neg_inf, numel = counts
         return FirstBad(
             step=step,
             micro=max(micro, 0),
             phase=_PHASES[phase],
-            # Pipeline stages run one after the other, so they are ordered by the clock; ranks of a
-            # tensor-parallel group do the same things in the same order.
-            order=time.time_ns() if self._topology.cut else self._looks,
+            order=self._order.number(_PHASES[phase], place),
             rank=self._rank,
             fqn=parameter,
             kind="grad_local" if parameter is not None else None,

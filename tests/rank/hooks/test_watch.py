@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
+from ddpprobe.rank.hooks.execution_order import ExecutionOrder
 from ddpprobe.rank.hooks.sweep import SMALL, Sweep
 from ddpprobe.rank.hooks.watch import Watch
 from ddpprobe.rank.topology.describe import describe
@@ -273,8 +274,8 @@ def test_in_a_pipeline_the_time_says_which_stage_was_bad_first(monkeypatch) -> N
     monkeypatch.setattr("time.time_ns", lambda: 10**18 + 7)
     for cut, order in ((frozenset(), 1), (frozenset({"0"}), 10**18 + 7)):
         model, heard = net(), list[FirstBad]()
-        topology = replace(describe(model), cut=cut)
-        watch = Watch(topology, Clock(), 0, Fuse("hooks"), heard.append)
+        topology, among = replace(describe(model), cut=cut), ExecutionOrder(pipelined=bool(cut))
+        watch = Watch(topology, Clock(), 0, Fuse("hooks"), heard.append, order=among)
         watch.seek()
         watch.output([torch.full((), NAN)])
         assert [bad.order for bad in heard] == [order]
