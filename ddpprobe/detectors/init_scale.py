@@ -43,7 +43,7 @@ class InitScale(SampledDetector):
     title = "A layer begins too large"
 
     def __init__(
-        self, *, gain: float = 6.0, ratio: float = 6.0, others: int = 2, deviation: float = 4.0,
+        self, *, gain: float = 6.0, ratio: float = 6.0, others: int = 2, deviation: float = 6.0,
         by_guess: float = 1.2, within: int = 50,
     ) -> None:  # fmt: skip
         above_zero(gain=gain, ratio=ratio, deviation=deviation, by_guess=by_guess)

@@ -169,6 +169,7 @@ def test_a_model_that_begins_sure_of_wrong_answers_is_told_once_its_loss_has_hal
 
 def test_what_begins_as_usual_or_was_trained_before_or_stays_as_bad_is_none() -> None:
     assert run(InitScale(), training(net(64, 28, 1 / 8), 28)) == []
+    assert run(InitScale(), training(net(64, 10, 5 / 8), 10)) == []  # as timm's MobileNetV2
     pretrained = net(64, 28, 1.0)
     training(pretrained, 28, steps=200)
     later = training(pretrained, 28)
