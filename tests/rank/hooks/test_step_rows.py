@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddpprobe.rank.hooks import lanes
 from ddpprobe.rank.hooks.bin_rows import BinRows
+from ddpprobe.rank.hooks.execution_order import ExecutionOrder
 from ddpprobe.rank.hooks.pending_rows import StepResult, unless_logged
 from ddpprobe.rank.hooks.row_buffer import RowBuffer
 from ddpprobe.rank.hooks.step_rows import StepRows
@@ -25,9 +26,9 @@ ONE = torch.ones(1)
 NAN = torch.tensor([1.0, math.nan, math.inf, -math.inf, -math.inf])
 
 
-def rows_of(*sites: tuple[str, str], rank: int = 0, timed: bool = False) -> StepRows:
+def rows_of(*sites: tuple[str, str], rank: int = 0, pipelined: bool = False) -> StepRows:
     """Return rows with a slot for each (FQN, kind), in this order, of which rank 0 counts all."""
-    rows = StepRows(CPU, rank, timed=timed)
+    rows = StepRows(CPU, rank, order=ExecutionOrder(pipelined=pipelined))
     for slot, (fqn, kind) in enumerate(sites):
         assert rows.table.slot(Site(fqn, kind, primary=rank == 0)) == slot
     return rows
@@ -241,7 +242,7 @@ def test_where_ranks_run_one_after_the_other_the_clock_tells_which_was_first(mon
     clock = iter([10**18 + 1, 10**18 + 5, 10**18 + 6, 10**18 + 9])
     monkeypatch.setattr("time.time_ns", lambda: next(clock))
     heard: list[FirstBad] = []
-    rows = rows_of(("a", "output"), timed=True)
+    rows = rows_of(("a", "output"), pipelined=True)
     rows.on_bad = heard.append
     rows.add_scalar("loss", 0.0)
     rows.add(0, 0, NAN)
