@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.hooks import gradients, lanes
+from ddpprobe.rank.hooks.backwards import Backwards
 from ddpprobe.rank.hooks.carried import Carried
 from ddpprobe.rank.hooks.copy_safe_hook import take_off
 from ddpprobe.rank.hooks.eager import StepPosition
@@ -109,6 +110,8 @@ class Watch:
         self._far_output = SteadyOutput()
         self._returns_losses = True
         self._peaks = Peaks(self._judge_peaks)
+        self._now = 0  # the micro-batch whose peaks are kept
+        self._backwards = Backwards(fuse)
 
     @property
     def lost(self) -> int:
@@ -118,10 +121,8 @@ class Watch:
     def seek(self) -> None:
         """At a training forward: watch the parameters, as the forward sees them, if not yet so."""
         self._order.look()
-        if self._clock.micro > 0:
-            self._peaks.end_micro(self._clock.micro - 1)
-            if not self._spoilt:
-                self._look_at_carried()
+        if self._clock.micro > 0 and not self._spoilt:
+            self._look_at_carried()
         if self._frozen:
             frozen, self._frozen = self._frozen, []
             self._hook(frozen)
@@ -133,7 +134,19 @@ class Watch:
         self._spoilt, peaks = self._carried.look()
         self._backward_is_bad |= self._spoilt
         for peak in peaks:
-            self._peaks.keep(_CARRIED, peak)
+            self._keep(_CARRIED, peak)
+
+    def _keep(self, phase: int, peak: Tensor) -> None:
+        """Keep a magnitude among those of its micro-batch."""
+        micro = self._micro_of(phase)
+        if micro != self._now:
+            self._peaks.end_micro(self._now)
+            self._now = micro
+        self._peaks.keep(phase, peak)
+
+    def _micro_of(self, phase: int) -> int:
+        micro = self._clock.micro
+        return max(self._backwards.micro(micro) if phase == _BACKWARD else micro, 0)
 
     def found(self) -> None:
         """At the end of that forward: the model is clean again."""
@@ -148,6 +161,10 @@ class Watch:
         """
         self._came = True
         self._carried.backward_ends()
+        self._look_at_swept(clean, told)
+        self._backwards.ended(self._clock.micro)
+
+    def _look_at_swept(self, clean: Container[int], told: Container[int]) -> None:
         if self._spoilt:
             return
         if not self._sweeps:
@@ -165,11 +182,12 @@ class Watch:
         with torch.no_grad():
             peak = sweep.peak()
         if peak is not None:
-            self._peaks.keep(_BACKWARD, peak)
+            self._keep(_BACKWARD, peak)
         return peak is not None
 
     def output(self, trained: list[Tensor]) -> None:
         """Look at what the root returned: its 0-d tensors (losses) if any, else all of it."""
+        self._backwards.follow(self._clock.micro, trained)
         tensors = [t for t in trained if t.is_floating_point()]
         losses = [t for t in tensors if t.dim() == 0]
         self._returns_losses = bool(losses)
@@ -211,7 +229,7 @@ class Watch:
         tensor = local(tensor)
         if tensor.layout == torch.strided:
             bad = tensor.isnan().any()
-            self._peaks.keep(_FORWARD, torch.zeros_like(bad, dtype=torch.float64).masked_fill_(
+            self._keep(_FORWARD, torch.zeros_like(bad, dtype=torch.float64).masked_fill_(
                 bad, math.nan))  # fmt: skip
 
     def end_step(self, step: int, *, skipped: bool = False) -> None:
@@ -224,7 +242,9 @@ class Watch:
             self._hook(self._swept)
             self._swept, self._sweeps = [], []
         self._came = False
-        self._peaks.end_step(step, self._clock.micro, skipped=skipped)
+        self._peaks.end_step(step, self._now, skipped=skipped)
+        self._now = 0
+        self._backwards.end_step()
 
     def poll(self, *, wait: bool = False) -> None:
         """Report what has arrived from the device; waits only at the end of a run."""
@@ -375,7 +395,7 @@ class Watch:
         except Unsupported:
             return  # sampled steps count these
         if flat.numel():
-            self._peaks.keep(phase, torch.linalg.vector_norm(flat, torch.inf))
+            self._keep(phase, torch.linalg.vector_norm(flat, torch.inf))
 
     @torch.no_grad()
     def _counts(self, tensor: Tensor) -> Nonfinite | None:
@@ -405,8 +425,10 @@ class Watch:
         skipped: bool,  # noqa: FBT001
     ) -> None:
         """Judge the largest magnitudes of a step, by micro-batch; an infinity has no sign."""
-        told = came = spoilt = False
+        told = came = spoilt = tainted = False
         for micro, (forward, backward, carried) in parts:
+            if forward != 0 or carried != 0:  # else of a backward alone
+                tainted = not math.isfinite(carried)
             bad, fault = not math.isfinite(backward), False
             if not math.isfinite(forward):
                 counts = (int(math.isnan(forward)), 1, 1, 0)
@@ -414,7 +436,7 @@ class Watch:
                 fault |= bad and self._far_output.held is not None
             elif forward > 0:
                 self._far_output.clean()
-            if not told and (fault or (bad and math.isfinite(carried))):
+            if not told and (fault or (bad and not tainted)):
                 told, phase = True, _FORWARD if fault else _BACKWARD
                 # Of a phase there is one peak: it has no place, and the same on all ranks.
                 at = {"step": step, "micro": micro, "place": 0}
@@ -431,7 +453,7 @@ class Watch:
             if held is not None:  # it did harm
                 self._report(_FORWARD, None, held)
         place = time.time_ns() if self._order.timed else self._looks
-        at = {"step": -1, "micro": self._clock.micro, "place": place}
+        at = {"step": -1, "micro": self._micro_of(phase), "place": place}
         self._on_bad(self._witness(phase, parameter, counts, **at))
 
     def _witness(
