@@ -659,6 +659,8 @@ def test_many_cycles_leave_no_hook_thread_file_or_memory(tmp_path) -> None:
         grown = settled().compare_to(first, "lineno")
     finally:
         tracemalloc.stop()
+    for i in range(70, 110):  # a third of the time without it
+        cycle(i)
     *after, more = held()
     assert after == before
     assert hooks_left(model) == []
@@ -666,7 +668,7 @@ def test_many_cycles_leave_no_hook_thread_file_or_memory(tmp_path) -> None:
     # One block more in 40 cycles is a table that Python has made larger (of interned names, say).
     growth = sum(line.size_diff for line in grown if line.count_diff != 1)
     assert growth < 40 * 1024, "\n".join(map(str, grown[:10]))
-    assert more - objects < 100
+    assert more - objects < 200
     assert offspring() == children
 
 
