@@ -64,15 +64,15 @@ class Observers:
         fuse = outside_capture(fuse, captured)
         bins = BinRows(named) if named is not None else None
         near = lanes.is_near(topology.device)
-        self.order = ExecutionOrder(pipelined=bool(topology.cut), near=near)
-        self.rows = StepRows(topology.device, rank, order=self.order, bins=bins)
+        order = ExecutionOrder(pipelined=bool(topology.cut), near=near)
+        self.rows = StepRows(topology.device, rank, order=order, bins=bins)
         self.rows.on_bad = on_bad
         self.compiled = CompiledHooks(select, fuse, lost)
         self.eager = EagerHooks(topology, select, self.rows, clock, fuse, self.compiled)
         self.full = FullHooks(topology, select, self.rows, clock, fuse, self.compiled)
         self._select = select
         told = self._was_read, self._flat_was_read
-        self.watch = Watch(topology, clock, rank, fuse, on_bad, on_late, *told, self.order)
+        self.watch = Watch(topology, clock, rank, fuse, on_bad, on_late, *told, order)
         self.loss_scale = LossScaleReader()
         self.state = StateCheck(topology, clock.owners.optimizers, rank)
         self.weights = WeightLook(

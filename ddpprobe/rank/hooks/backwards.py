@@ -6,12 +6,13 @@ first, forwards wait for their backward: then what those but the first returned 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import final
 
 from torch import Tensor
 
-from ddpprobe.rank import torch_private
+from ddpprobe.rank.hooks.root import hear_gradients
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.stopwatch import Caller
 
@@ -38,9 +39,8 @@ class Backwards:
         """
         if micro in self._waiting:  # another part of the model
             return
-        for tensor in trained if self._waiting else ():
-            if not (tensor.is_leaf or torch_private.is_functorch(tensor)):
-                tensor.register_hook(_Enters(self._check, micro))
+        if self._waiting:
+            hear_gradients(trained, partial(self._check, micro))
         self._waiting.append(micro)
 
     def micro(self, last: int) -> int:
@@ -63,16 +63,3 @@ class Backwards:
     def _enters(self, micro: int) -> None:
         # One backward of several is counted to the last of them.
         self._entered = micro if self._entered is None else max(micro, self._entered)
-
-
-@final
-class _Enters:
-    """A tensor hook that holds no tensor, and answers None."""
-
-    __slots__ = ("_micro", "_tell")
-
-    def __init__(self, tell: Callable[[int], object], micro: int) -> None:
-        self._tell, self._micro = tell, micro
-
-    def __call__(self, _: Tensor | None) -> None:
-        self._tell(self._micro)

@@ -9,7 +9,7 @@ speak for it (`parts`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import final
 
 import torch
@@ -194,10 +194,7 @@ class RootHooks:
             return
         tensors = [tensor for _, tensor in leaves(output)] if self._trains else []
         trained = [tensor for tensor in tensors if tensor.requires_grad]
-        for tensor in trained:
-            # A backward inside vmap or grad fills no `.grad`, and nothing can be read in it.
-            if not (tensor.is_leaf or torch_private.is_functorch(tensor)):
-                tensor.register_hook(_Arrived(self._arrived))
+        hear_gradients(trained, self._arrived)
         # What a part returns is no loss: it may be a metric, or a term of one.
         self._ended(tensors if is_root else [], trained)
 
@@ -273,6 +270,14 @@ class _Arrived:
 
     def __call__(self, _: Tensor | None) -> None:
         self._tell()
+
+
+def hear_gradients(tensors: Iterable[Tensor], tell: Callable[[], object]) -> None:
+    """Have `tell` called when the gradient of one of these arrives, inside the backward."""
+    for tensor in tensors:
+        # A backward inside vmap or grad fills no `.grad`, and nothing can be read in it.
+        if not (tensor.is_leaf or torch_private.is_functorch(tensor)):
+            tensor.register_hook(_Arrived(tell))
 
 
 def _is_rehearsed() -> bool:

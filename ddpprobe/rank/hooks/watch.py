@@ -463,7 +463,7 @@ class Watch:
         nan, pos_inf, neg_inf, numel = counts
         return FirstBad(
             step=step,
-            micro=max(micro, 0),
+            micro=micro,
             phase=_PHASES[phase],
             order=self._order.number(_PHASES[phase], place),
             rank=self._rank,
