@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.anchors import Anchors
+from ddpprobe.rank.backward import Backward
 from ddpprobe.rank.hooks.copy_safe_hook import take_off
 from ddpprobe.rank.hooks.loss_scale import found_inf
 from ddpprobe.rank.hooks.root import RootHooks
@@ -67,7 +68,7 @@ class StepClock:
         lent: how many of them, the first ones, were for another model's step.
         evaluating: a root forward without grad is running.
         passes: the order of this model's forwards and backwards among those of other models.
-        entered: nodes of autograd's graph at which the backward under way came into the model.
+        backward: the one under way.
         owners: the optimizers whose steps are steps of this model.
         without_grad: the last forward of the root was one of a model that follows, and counts.
         phase_seconds: cumulative host seconds in data, forward, backward, optimizer.
@@ -84,7 +85,7 @@ class StepClock:
         self.lent = 0
         self.evaluating = False
         self.passes = Passes()
-        self.entered: list[object] = []
+        self.backward = Backward()
         self.steps = self.skipped = self.sampled = 0
         self.phase_seconds = [0.0, 0.0, 0.0, 0.0]
         self._stopwatch = stopwatch
@@ -225,8 +226,7 @@ class StepClock:
 
     def place(self) -> dict[str, Any]:
         """Return where the loop is, as a heartbeat says it: `step`, `steps`, `micro`, `state`."""
-        state = STATES[_STATE[self._phase]]
-        micro = max(self.micro + self._ahead, 0)
+        micro, state = max(self.micro + self._ahead, 0), STATES[_STATE[self._phase]]
         return {"step": self.step, "steps": self.steps, "micro": micro, "state": state}
 
     def reading(self) -> tuple[int, float, float, float]:
@@ -308,26 +308,27 @@ class StepClock:
             self.leave_out()
             return
         self._enter(BACKWARD)
-        trained = tensors if self._follows else trained  # nothing else tells of what it returns
+        self._root.follow(trained, self.micro)
         self._queued = False
-        self.entered.clear()  # a backward may have raised
-        self._events.forward_ended(tensors, trained)
+        self.backward.forget()
+        told = tensors if self._follows else trained  # nothing else tells of what it returns
+        self._events.forward_ended(tensors, told)
 
-    def _output_gradient(self) -> None:
+    def _output_gradient(self, micro: int | None) -> None:
         self._open = False
-        self.entered.append(graph.current_node())
+        self.backward.comes_to(micro)
         if not (self._queued or is_captured()):  # any output may be the one the loss came from
             if self._through <= self.micro:  # else a further backward of the same forward
                 self._throw_away()  # many loops call zero_grad() between forward and backward
             self._queued = True
             self._leaves_none = self._goes_by()
-            self.passes.backward(self.micro)
+            self.passes.backward(self.backward.micro_or(self.micro))
             torch_private.after_backward(self._computed, self._over)
 
     def _backward_over(self) -> None:
         self._queued = False
         self.passes.backward_over()
-        self.entered.clear()
+        self.backward.forget()
         self._anchors.drop()
         if not (self._anchor_had_grad or self._leaves_none or self._anchors.vanished()):
             self._anchor_had_grad = True

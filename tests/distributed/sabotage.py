@@ -38,7 +38,7 @@ spec.loader.exec_module(job)
 
 # Where the training process can be inside ddpprobe after install() has returned.
 ROOMS = (
-    "rank.hooks.backwards", "rank.hooks.eager", "rank.hooks.execution_order", "rank.hooks.full",
+    "rank.backward", "rank.hooks.eager", "rank.hooks.execution_order", "rank.hooks.full",
     "rank.hooks.loss_scale", "rank.hooks.parts", "rank.hooks.peaks", "rank.hooks.root",
     "rank.hooks.row_buffer", "rank.hooks.step_rows",
     "rank.hooks.watch", "rank.join", "rank.journal_writer", "rank.observers",

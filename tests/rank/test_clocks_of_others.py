@@ -232,14 +232,14 @@ def test_a_clock_that_stops_is_no_model_of_the_process_any_more(made: Make) -> N
 
 def test_the_nodes_at_which_a_backward_came_into_the_model_are_known(made: Make) -> None:
     loop, entered = made(net()), []
-    loop.backward_computed = lambda: entered.extend(loop.clock.entered)
+    loop.backward_computed = lambda: entered.extend(loop.clock.backward.entered)
     loop.clock.__init__(loop.topology, loop, Fuse("steps", stopwatch=loop.watch), loop, loop.watch)
     loop.clock.start()
     out = loop.model(X)
     (2 * out).sum().backward()
     assert len(entered) == 1
     assert entered[0] is not None
-    assert loop.clock.entered == []
+    assert loop.clock.backward.entered == []
 
 
 def test_a_pass_that_leaves_no_gradients_says_nothing_of_those_of_the_step_before(

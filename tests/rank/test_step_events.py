@@ -271,7 +271,7 @@ def test_several_outputs_have_one_backward_and_the_next_one_is_another(made: Mak
         (a + b).sum().backward()
         assert [event[0] for event in loop.heard].count("backward ended") == count
         assert [event[0] for event in loop.heard].count("backward computed") == count
-        assert loop.clock.entered == []
+        assert loop.clock.backward.entered == []
     a, b = loop.model(X)  # and two backwards of one forward
     a.sum().backward()
     b.sum().backward()

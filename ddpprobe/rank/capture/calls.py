@@ -210,7 +210,7 @@ class CallHooks:
 
         Which call it was cannot be told of a module that was called several times.
         """
-        micro = max(self._clock.micro, 0)
+        micro = max(self._clock.backward.micro_or(self._clock.micro), 0)
         if fqn not in self._chosen or self._calls[fqn, micro] != 1:
             return
         for leaf, tensor in leaves(output):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
+from ddpprobe.rank.backward import Backward
 from ddpprobe.rank.hooks import came_in, gradients, step_facts
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver, take_off
 from ddpprobe.rank.hooks.outputs import leaves
@@ -37,15 +38,15 @@ from ddpprobe.rundir.stopwatch import Caller
 class StepPosition(Protocol):
     """What hooks ask the step clock: the micro-batch under way, and whether this is evaluation.
 
-    `lent` is how many micro-batches of the step were for another model's; `entered` are the nodes
-    of the graph at which the backward under way came into the model. `without_grad`: the last
-    forward of the root was one of a model that follows another's steps, and counts.
+    `lent` is how many micro-batches of the step were for another model's. `backward` is the one
+    under way. `without_grad`: the last forward of the root was one of a model that follows
+    another's steps, and counts.
     """
 
     micro: int
     lent: int
     evaluating: bool
-    entered: list[object]
+    backward: Backward
     without_grad: bool
 
 
@@ -173,8 +174,8 @@ class EagerHooks:
         ):
             return
         self._called.add(fqn)
-        micro = self._clock.micro
         recomputed = torch_private.in_backward()
+        micro = self._micro(recomputed=recomputed)
         tensors = [("", output)] if isinstance(output, Tensor) else list(leaves(output))
         whole = not at_a_graph or sum(t.requires_grad for _, t in tensors) == 1
         for leaf, tensor in tensors:
@@ -199,9 +200,9 @@ class EagerHooks:
         if self._clock.evaluating:
             return
         self._called.add(fqn)
-        micro = self._clock.micro
         slot = self._slot(fqn, "output", leaf, tensor, tap=False)
         recomputed = torch_private.in_backward()
+        micro = self._micro(recomputed=recomputed)
         if recomputed:
             # Reentrant checkpointing ran the first forward without grad, in a graph that says
             # nothing: then the recomputation is the first that is heard.
@@ -238,11 +239,21 @@ class EagerHooks:
         """Take from the micro-batches that wait for a gradient the one of this backward."""
         if not waiting:
             return self._clock.micro
-        backward, micro = self._backward
-        if backward == torch_private.backward_id() and micro in waiting:
+        micro = self._micro_of_backward()
+        if micro is not None and micro in waiting:
             waiting.remove(micro)
             return micro
         return waiting.pop(0 if self._topology.cut else -1)
+
+    def _micro(self, *, recomputed: bool) -> int:
+        """Return the micro-batch of a call: that of the backward which computes it again."""
+        last = self._clock.micro
+        return self._clock.backward.micro_or(last) if recomputed else last
+
+    def _micro_of_backward(self) -> int | None:
+        """Return that of an output which the backward under way came by; None: of none so far."""
+        backward, micro = self._backward
+        return micro if backward == torch_private.backward_id() else self._clock.backward.micro
 
     def silent(self) -> tuple[str, ...]:
         """FQNs of chosen modules that could be called and never were on a sampled step."""
@@ -287,7 +298,8 @@ class EagerHooks:
         if micro >= 0:
             self._backward = backward, micro
         else:  # of a parameter, which does not know its forward; an output of this backward did
-            micro = self._backward[1] if self._backward[0] == backward else self._clock.micro
+            known = self._micro_of_backward()
+            micro = self._clock.micro if known is None else known
         if is_dtensor(gradient):
             placement = layout_of(gradient.device_mesh, gradient.placements)
             owner = (parameter or "").rpartition(".")[0]

@@ -52,7 +52,8 @@ class RootHooks:
         begins: called with whether a forward that begins is one with gradients.
         ended: called with the tensors a forward returned, and those of them with a gradient to
             come.
-        gradient: called when the gradient of one of these arrives, inside the backward.
+        gradient: called when the gradient of one of these arrives, inside the backward, with the
+            micro-batch of `follow`; from inside a graph with None.
         act: called behind `begins` outside of the fuse, and not from inside a graph.
         raised: called with the exception that ends a training forward.
 
@@ -67,7 +68,7 @@ class RootHooks:
     def __init__(
         self, topology: Topology, fuse: Fuse, arrives: Callable[[], None],
         begins: Callable[[bool], None],
-        ended: Callable[[list[Tensor], list[Tensor]], None], gradient: Callable[[], None],
+        ended: Callable[[list[Tensor], list[Tensor]], None], gradient: Callable[[int | None], None],
         act: Callable[[], object], raised: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.in_graph = self._trains = False
@@ -132,6 +133,16 @@ class RootHooks:
         if for_good or not self.in_graph:
             take_off(self._handles)
 
+    def follow(self, trained: Iterable[Tensor], micro: int) -> None:
+        """Hear of the gradients of what the forward of this micro-batch has returned."""
+        if self.in_graph:
+            return  # which tells of them itself
+        arrived = _Arrived(self._arrived, micro)
+        for tensor in trained:
+            # A backward inside vmap or grad fills no `.grad`, and nothing can be read in it.
+            if not (tensor.is_leaf or torch_private.is_functorch(tensor)):
+                tensor.register_hook(arrived)
+
     def begin(self, module: nn.Module, *_: object) -> None:
         """Hear that a call of the root, or of a part of it, begins."""
         self._guarded_begin(module)
@@ -194,7 +205,6 @@ class RootHooks:
             return
         tensors = [tensor for _, tensor in leaves(output)] if self._trains else []
         trained = [tensor for tensor in tensors if tensor.requires_grad]
-        hear_gradients(trained, self._arrived)
         # What a part returns is no loss: it may be a metric, or a term of one.
         self._ended(tensors if is_root else [], trained)
 
@@ -203,7 +213,7 @@ class RootHooks:
             return
         self.in_graph = True
         if what == GRADIENT:
-            self._gradient()
+            self._gradient(None)
         elif torch_private.in_backward():
             return  # a recomputation
         elif what in (_BEGIN, _EVALUATION_BEGIN):
@@ -263,21 +273,13 @@ for _kind in (_Before, _After):
 class _Arrived:
     """A tensor hook that holds no tensor, and answers None."""
 
-    __slots__ = ("_tell",)
+    __slots__ = ("_micro", "_tell")
 
-    def __init__(self, tell: Callable[[], object]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[int], object], micro: int) -> None:
+        self._tell, self._micro = tell, micro
 
     def __call__(self, _: Tensor | None) -> None:
-        self._tell()
-
-
-def hear_gradients(tensors: Iterable[Tensor], tell: Callable[[], object]) -> None:
-    """Have `tell` called when the gradient of one of these arrives, inside the backward."""
-    for tensor in tensors:
-        # A backward inside vmap or grad fills no `.grad`, and nothing can be read in it.
-        if not (tensor.is_leaf or torch_private.is_functorch(tensor)):
-            tensor.register_hook(_Arrived(tell))
+        self._tell(self._micro)
 
 
 def _is_rehearsed() -> bool:

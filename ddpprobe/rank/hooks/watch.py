@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.hooks import gradients, lanes
-from ddpprobe.rank.hooks.backwards import Backwards
 from ddpprobe.rank.hooks.carried import Carried
 from ddpprobe.rank.hooks.copy_safe_hook import take_off
 from ddpprobe.rank.hooks.eager import StepPosition
@@ -111,7 +110,6 @@ class Watch:
         self._returns_losses = True
         self._peaks = Peaks(self._judge_peaks)
         self._now = 0  # the micro-batch whose peaks are kept
-        self._backwards = Backwards(fuse)
 
     @property
     def lost(self) -> int:
@@ -146,7 +144,7 @@ class Watch:
 
     def _micro_of(self, phase: int) -> int:
         micro = self._clock.micro
-        return max(self._backwards.micro(micro) if phase == _BACKWARD else micro, 0)
+        return max(self._clock.backward.micro_or(micro) if phase == _BACKWARD else micro, 0)
 
     def found(self) -> None:
         """At the end of that forward: the model is clean again."""
@@ -162,7 +160,6 @@ class Watch:
         self._came = True
         self._carried.backward_ends()
         self._look_at_swept(clean, told)
-        self._backwards.ended(self._clock.micro)
 
     def _look_at_swept(self, clean: Container[int], told: Container[int]) -> None:
         if self._spoilt:
@@ -187,7 +184,6 @@ class Watch:
 
     def output(self, trained: list[Tensor]) -> None:
         """Look at what the root returned: its 0-d tensors (losses) if any, else all of it."""
-        self._backwards.follow(self._clock.micro, trained)
         tensors = [t for t in trained if t.is_floating_point()]
         losses = [t for t in tensors if t.dim() == 0]
         self._returns_losses = bool(losses)
@@ -244,7 +240,6 @@ class Watch:
         self._came = False
         self._peaks.end_step(step, self._now, skipped=skipped)
         self._now = 0
-        self._backwards.end_step()
 
     def poll(self, *, wait: bool = False) -> None:
         """Report what has arrived from the device; waits only at the end of a run."""
@@ -323,7 +318,7 @@ class Watch:
         """Report a backward by the nearest of its bad gradients, in order of arrival, if known."""
         if self._told:
             return
-        named = Nearness(self._clock.entered, self._names).nearest(bad)
+        named = Nearness(self._clock.backward.entered, self._names).nearest(bad)
         gradient = next((p.grad for fqn, p in bad if fqn == named), None)
         counts = None if gradient is None else self._counts(gradient)
         self._report(_BACKWARD, named, counts or _NOT_COUNTED)
@@ -381,7 +376,7 @@ class Watch:
                 self._weigh(tensor, phase)
         elif (counts := self._counts(tensor)) is not None:
             if parameter is not None and not self._told:
-                nearness = Nearness(self._clock.entered, self._names)
+                nearness = Nearness(self._clock.backward.entered, self._names)
                 fqn = fqn if nearness.is_nearest(parameter) else None
             self._report(phase, fqn, counts)
 

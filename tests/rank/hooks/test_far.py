@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import ddpprobe
+from ddpprobe.rank.backward import Backward
 from ddpprobe.rank.hooks import gradients, lanes, peaks
 from ddpprobe.rank.hooks.row_buffer import RowBuffer
 from ddpprobe.rank.hooks.step_rows import StepRows
@@ -40,7 +41,7 @@ COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
 
 class Clock:
     micro, lent, evaluating = 0, 0, False
-    entered = ()
+    backward = Backward()
     without_grad = False
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 
+from ddpprobe.rank.backward import Backward
 from ddpprobe.rank.hooks import lanes
 from ddpprobe.rank.hooks.eager import EagerHooks
 from ddpprobe.rank.hooks.step_rows import StepRows
@@ -23,7 +24,7 @@ from ..topology.wrapped_models import HIDDEN, flat, on_rank
 
 class Clock:
     def __init__(self) -> None:
-        self.micro, self.evaluating, self.entered = 2, False, list[object]()
+        self.micro, self.evaluating, self.backward = 2, False, Backward()
         self.without_grad = False
 
 

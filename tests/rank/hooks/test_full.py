@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from ddpprobe.rank.backward import Backward
 from ddpprobe.rank.hooks.full import FullHooks
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.topology.describe import describe
@@ -24,7 +25,7 @@ VIEW = "an output is a view, whose base may be changed in place"
 
 class Clock:
     def __init__(self) -> None:
-        self.micro, self.evaluating, self.entered = 0, False, list[object]()
+        self.micro, self.evaluating, self.backward = 0, False, Backward()
         self.without_grad = False
 
 

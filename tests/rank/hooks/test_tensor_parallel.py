@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
+from ddpprobe.rank.backward import Backward
 from ddpprobe.rank.hooks.eager import EagerHooks
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.hooks.tp_provenance import from_hidden, same_memory
@@ -45,7 +46,7 @@ Placements = dict[str, tuple[str, bool]]
 class Clock:
     def __init__(self) -> None:
         self.micro, self.lent = 0, 0
-        self.evaluating, self.entered = False, list[object]()
+        self.evaluating, self.backward = False, Backward()
         self.without_grad = False
 
 

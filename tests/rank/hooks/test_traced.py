@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ddpprobe.rank import torch_private
+from ddpprobe.rank.backward import Backward
 from ddpprobe.rank.hooks.eager import EagerHooks
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.topology.describe import describe
@@ -19,7 +20,7 @@ SITES = (("m", "output", "y"), ("m", "grad_output", "y"))
 
 class Clock:
     def __init__(self) -> None:
-        self.micro, self.evaluating, self.entered = 0, False, list[object]()
+        self.micro, self.evaluating, self.backward = 0, False, Backward()
         self.without_grad = False
 
 

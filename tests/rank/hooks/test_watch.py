@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpprobe
+from ddpprobe.rank.backward import Backward
 from ddpprobe.rank.hooks.execution_order import ExecutionOrder
 from ddpprobe.rank.hooks.sweep import SMALL, Sweep
 from ddpprobe.rank.hooks.watch import Watch
@@ -191,7 +192,7 @@ def test_each_parameter_has_its_turn_and_a_small_model_is_compared_whole(sizes: 
 
 class Clock:
     def __init__(self) -> None:
-        self.micro, self.evaluating, self.entered = 0, False, list[object]()
+        self.micro, self.evaluating, self.backward = 0, False, Backward()
         self.without_grad = False
 
 

@@ -1,0 +1,107 @@
+"""A bad gradient is told with the micro-batch of its backward, in whatever order these come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ddpprobe
+from ddpprobe.rank.backward import Backward
+from ddpprobe.records.step import PASS_OF_BAD
+
+from .. import far
+
+STEPS, BAD, EVERY, FORWARDS = 6, 4, 3, 3
+ORDERS = [("each", 1), ("each", 2), ("012", 0), ("012", 1), ("210", 1), ("201", 2), ("sum", 2)]
+
+
+class Spoils(nn.Module):
+    """Makes the gradient that comes back through it bad while it is `on`."""
+
+    on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x = x * 1
+            x.register_hook(lambda gradient: gradient * torch.nan if self.on else gradient)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, *, again: bool) -> None:
+        super().__init__()
+        self.first, self.again = nn.Linear(4, 4), again
+        self.block = nn.Sequential(nn.Linear(4, 4), Spoils(), nn.Tanh())
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = checkpoint(self.block, x, use_reentrant=True) if self.again else self.block(x)
+        return self.last(x)
+
+
+def train(path: Path, order: str, bad: tuple[int, int], *, again: bool = False) -> tuple[int, ...]:
+    """Train with several forwards in a step; return the step and micro-batch of the page.
+
+    `order`: of their backwards, "each" behind its own forward, or one of their "sum".
+    """
+    torch.manual_seed(0)
+    model = Model(again=again)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def backward(loss: Tensor, *at: int) -> None:
+        model.block[1].on = at == bad
+        loss.backward()
+
+    with ddpprobe.install(model, run_dir=path, every=EVERY, daemon="none"):
+        for step in range(STEPS):
+            losses = []
+            for micro in range(FORWARDS):
+                losses.append(model(torch.randn(3, 4)).square().mean())
+                if order == "each":
+                    backward(losses[-1], step, micro)
+            for micro in order if order.isdigit() else "":
+                backward(losses[int(micro)], step, int(micro))
+            if order == "sum":
+                backward(torch.stack(losses).sum(), step, FORWARDS - 1)
+            optimizer.step()
+            optimizer.zero_grad()
+    page = next(a for a in ddpprobe.open(path).anomalies() if a.level == "page")
+    assert page.phase == "backward"
+    return page.step, page.micro
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("step", [EVERY, BAD], ids=["sampled", "between"])
+@pytest.mark.parametrize("is_far", [False, True], ids=["near", "far"])
+@pytest.mark.parametrize(("order", "micro"), ORDERS)
+def test_a_bad_gradient_has_the_micro_batch_of_its_forward(
+    order: str, micro: int, is_far: bool, step: int, again: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if is_far:
+        far.pretend(monkeypatch)
+    assert train(tmp_path, order, (step, micro), again=again) == (step, micro)
+
+
+def test_the_pass_of_a_bad_backward_is_known_among_those_of_several_models(tmp_path: Path) -> None:
+    with ddpprobe.install(nn.Linear(4, 4), run_dir=tmp_path / "other", daemon="none"):
+        train(tmp_path / "run", "012", (EVERY, 1))
+    (record,) = (r for r in ddpprobe.open(tmp_path / "run").records() if r.step == EVERY)
+    before = EVERY * 2 * FORWARDS
+    assert record.scalars[0][PASS_OF_BAD] == before + FORWARDS + 2
+
+
+def test_an_output_in_a_graph_has_no_micro_batch_of_its_own() -> None:
+    backward = Backward()
+    backward.comes_to(None)
+    assert (backward.micro, backward.micro_or(3)) == (None, 3)
+    backward.comes_to(1)
+    backward.comes_to(0)
+    assert (backward.micro, backward.micro_or(3)) == (1, 1)
+    backward.forget()
+    assert (backward.micro, backward.entered) == (None, [])
