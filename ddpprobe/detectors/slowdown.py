@@ -197,7 +197,8 @@ def _anomaly(record: StepRecord, before: list[StepLook], now: list[StepLook]) ->
     longest = max(more, key=lambda name: more[name])
     step_before, step = _usual_step(before), _usual_step(now)
     what, phase, look_at = _PARTS[longest]
-    since = next(look.step for look in now if look.parts.step > (step_before + step) / 2)
+    longer = (look.step for look in now if look.parts.step > (step_before + step) / 2)
+    since = next(longer, now[0].step)
     who = "all ranks" if len(record.ranks) > 1 else "the rank"
     message = (
         f"a step takes {who} {step:.3g} s, {step / step_before:.3g} x what it took "

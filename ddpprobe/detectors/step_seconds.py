@@ -3,6 +3,7 @@
 The time of a step cannot tell who is slow: where ranks wait for each other, all take as long. What
 a rank does before it meets the others is its own: under DDP reading data, the forward, and the
 backward until its gradients are there. Under FSDP they meet in the forward: reading data alone is.
+Of its own time a rank may have been *queued*: ready, while others had all cores of its machine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import NamedTuple
 
-from ddpprobe.records.step import REDUCE_SECONDS, STEP_PHASES, TRAINABLE, StepRecord
+from ddpprobe.records.step import QUEUED, REDUCE_SECONDS, STEP_PHASES, TRAINABLE, StepRecord
 
 _PHASES = tuple(f"{phase}_seconds" for phase in STEP_PHASES)
 _PLACES = 3  # where ranks may meet
@@ -40,11 +41,15 @@ class RankSeconds(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Who was the slowest in a step, by how much, and how long the step took; seconds."""
+    """Who was the slowest in a step, by how much, and how long the step took; seconds.
+
+    `queued`: what of `behind` it was queued for; None where some rank does not tell.
+    """
 
     rank: int
     behind: float
     step: float
+    queued: float | None
 
 
 def seconds_by_rank(record: StepRecord) -> dict[int, RankSeconds] | None:
@@ -52,6 +57,21 @@ def seconds_by_rank(record: StepRecord) -> dict[int, RankSeconds] | None:
     found = {rank: _seconds(record.scalars.get(rank, {})) for rank in record.ranks}
     told = {rank: seconds for rank, seconds in found.items() if seconds is not None}
     return told if len(told) == len(found) else None
+
+
+def queued_by_rank(record: StepRecord) -> dict[int, RankSeconds] | None:
+    """Return of the seconds of each rank those it was queued; None where one does not tell."""
+    parts = [QUEUED[part] for part in ("data", "forward", "backward", "reduce", "optimizer")]
+    found = {}
+    for rank in record.ranks:
+        scalars = record.scalars.get(rank, {})
+        told = [float(scalars.get(part, math.nan)) for part in parts]
+        if not (min(told) >= 0 and math.isfinite(sum(told))):
+            return None
+        data, forward, backward, reduction, optimizer = told
+        reduction = min(reduction, backward)
+        found[rank] = RankSeconds(data, forward, backward - reduction, reduction, optimizer)
+    return found
 
 
 def _seconds(scalars: Mapping[str, float]) -> RankSeconds | None:
@@ -67,36 +87,46 @@ def _seconds(scalars: Mapping[str, float]) -> RankSeconds | None:
     return RankSeconds(data, forward, backward - reduction, reduction, optimizer)
 
 
-def gap_of(record: StepRecord, told: Mapping[int, RankSeconds]) -> Gap | None:
+def gap_of(
+    record: StepRecord, told: Mapping[int, RankSeconds],
+    queued: Mapping[int, RankSeconds] | None = None, *, without_queued: bool = False,
+) -> Gap | None:  # fmt: skip
     """Return who is the furthest behind the others of its kind; None where each is alone.
 
-    `told`: what `seconds_by_rank` says of the record.
+    Args:
+        record: the step.
+        told: what `seconds_by_rank` says of it.
+        queued: what `queued_by_rank` says of it.
+        without_queued: compare what ranks had a core for; only if they tell it.
     """
-    kinds: dict[float, dict[int, RankSeconds]] = {}
-    for rank, seconds in told.items():
+    kinds: dict[float, list[int]] = {}
+    for rank in told:
         kind = float(record.scalars.get(rank, {}).get(TRAINABLE, 0))
-        kinds.setdefault(kind, {})[rank] = seconds
-    slowest = [
-        _slowest({rank: (seconds.own[place], seconds.step) for rank, seconds in alike.items()})
-        for alike in kinds.values()
-        if len(alike) > 1
-        for place in range(_PLACES)
-    ]
-    if not slowest:
-        return None
-    behind, rank = max(slowest)
-    step = median(seconds.step for alike in kinds.values() for seconds in alike.values())
-    return Gap(rank, behind, step)
+        kinds.setdefault(kind, []).append(rank)
+    step = median(seconds.step for seconds in told.values())
+    slowest = []
+    for alike in kinds.values():
+        for place in range(_PLACES) if len(alike) > 1 else ():
+            own = {rank: told[rank].own[place] for rank in alike}
+            waits = None if queued is None else {rank: queued[rank].own[place] for rank in alike}
+            if without_queued and waits is not None:
+                own = {rank: own[rank] - waits[rank] for rank in alike}
+                waits = dict.fromkeys(alike, 0.0)
+            behind, rank = _slowest(own, {rank: told[rank].step for rank in alike})
+            slowest.append(Gap(rank, behind, step, None if waits is None else _behind(rank, waits)))
+    return max(slowest, key=lambda gap: (gap.behind, gap.rank), default=None)
 
 
-def _slowest(times: dict[int, tuple[float, float]]) -> tuple[float, int]:
+def _slowest(own: dict[int, float], steps: dict[int, float]) -> tuple[float, int]:
     """Return by how much the slowest rank lies behind the median of the others, and the rank.
 
     Where its steps are longer than the others' by as much, nobody waits for it.
     """
-    rank = max(times, key=lambda one: times[one][0])
-    others = [time for other, time in times.items() if other != rank]
-    own, whole = times[rank]
-    behind = own - median(other for other, _ in others)
-    alone = whole - median(other for _, other in others)
-    return (behind if alone < behind / 2 else 0.0), rank
+    rank = max(own, key=lambda one: own[one])
+    behind = _behind(rank, own)
+    return (behind if _behind(rank, steps) < behind / 2 else 0.0), rank
+
+
+def _behind(rank: int, times: dict[int, float]) -> float:
+    """Return by how much a rank's time exceeds the median of the others'."""
+    return times[rank] - median(time for other, time in times.items() if other != rank)

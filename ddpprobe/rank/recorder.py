@@ -75,7 +75,6 @@ class Recorder:
         self.capturing = capturing
         self._options = options
         self._heartbeat = heartbeat
-        self._files = (journal, heartbeat, pacer, order_handler)
         self._after_step = joined.after_step
         self._clock_fuse = Fuse("steps", on_blow=self._blown, stopwatch=stopwatch)
         self._order_handler = order_handler
@@ -94,7 +93,8 @@ class Recorder:
         self._renewed = False
         self._bad: FirstBad | None = None
         self._stopwatch = stopwatch
-        self._times = StepTimes(self._clock.phase_seconds, stopwatch)
+        self._times = StepTimes(self._clock.phases, stopwatch)
+        self._files = (journal, heartbeat, pacer, order_handler, self._clock.phases)
         self.is_reducing = self._times.is_reducing
         self._calls_are_measured = False
         self._open = True
@@ -310,7 +310,7 @@ class Recorder:
             Fuse("measuring what hooks take").guard(self._measure_calls)()
         self._pacer.end_step(*self._clock.reading(), sampled=sampled)
         self._order_handler.hear(self._clock.step)
-        self._times.end_step(sampled=sampled)
+        self._times.end_step(sampled=sampled, following=self._pacer.sampled(self._clock.step + 1))
 
     def forward_is_next(self) -> None:
         """An optimizer has stepped: choose the graphs of the next step."""

@@ -12,7 +12,6 @@ before this model's own pass, and so is what was counted of it: such a pass is *
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, final
@@ -35,6 +34,7 @@ from ddpprobe.rank.hooks.stream_capture import is_captured
 from ddpprobe.rank.host import Clock, Host
 from ddpprobe.rank.owners import Owners
 from ddpprobe.rank.passes import Passes
+from ddpprobe.rank.phase_times import BACKWARD, DATA, FORWARD, OPTIMIZER, PhaseTimes
 from ddpprobe.rank.step_events import Events
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.torch_private import graph
@@ -42,7 +42,6 @@ from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.rundir.stopwatch import Stopwatch
 
-DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
 _STATE = tuple(STATES.index(s) for s in ("data", "forward", "backward", "optimizer"))
 _BLIND_STEPS = 3
 
@@ -71,7 +70,7 @@ class StepClock:
         backward: the one under way.
         owners: the optimizers whose steps are steps of this model.
         without_grad: the last forward of the root was one of a model that follows, and counts.
-        phase_seconds: cumulative host seconds in data, forward, backward, optimizer.
+        phases: what data, forward, backward, optimizer take on the host.
     """
 
     def __init__(
@@ -87,13 +86,11 @@ class StepClock:
         self.passes = Passes()
         self.backward = Backward()
         self.steps = self.skipped = self.sampled = 0
-        self.phase_seconds = [0.0, 0.0, 0.0, 0.0]
+        self.phases = PhaseTimes()
         self._stopwatch = stopwatch
         self._topology = topology
         self._events = events
         self._heartbeat = heartbeat
-        self._phase = DATA
-        self._mark = time.perf_counter()
         self._ended = False
         self._open = False  # a training forward has begun, and no gradient has come since
         self._manual = False
@@ -215,10 +212,10 @@ class StepClock:
 
     def beat(self, state: int | None = None) -> None:
         """Write the heartbeat."""
-        phases = self.phase_seconds
+        phases = self.phases.seconds
         self._heartbeat.beat(
             step=self.step, micro=max(self.micro + self._ahead, 0),
-            state=_STATE[self._phase] if state is None else state,
+            state=_STATE[self.phases.phase] if state is None else state,
             steps=self.steps, skipped=self.skipped, sampled=self.sampled,
             phase_seconds=(phases[0], phases[1], phases[2], phases[3]),
             probe_seconds=self._stopwatch.seconds + self._stopwatch.beside,
@@ -226,22 +223,20 @@ class StepClock:
 
     def place(self) -> dict[str, Any]:
         """Return where the loop is, as a heartbeat says it: `step`, `steps`, `micro`, `state`."""
-        micro, state = max(self.micro + self._ahead, 0), STATES[_STATE[self._phase]]
+        micro, state = max(self.micro + self._ahead, 0), STATES[_STATE[self.phases.phase]]
         return {"step": self.step, "steps": self.steps, "micro": micro, "state": state}
 
     def reading(self) -> tuple[int, float, float, float]:
         """Return the step, and seconds up to now: of all phases, of them ours, of our threads."""
-        seconds = sum(self.phase_seconds) + time.perf_counter() - self._mark
-        return self.step, seconds, self._stopwatch.seconds, self._stopwatch.beside
+        watch = self._stopwatch
+        return self.step, self.phases.total(), watch.seconds, watch.beside
 
     def leave_out(self) -> None:
         """Start the stopwatch anew: the time since the last event belongs to no phase."""
-        self._mark = time.perf_counter()
+        self.phases.leave_out()
 
     def _enter(self, phase: int) -> None:
-        now = time.perf_counter()
-        self.phase_seconds[self._phase] += now - self._mark
-        self._mark, self._phase = now, phase
+        self.phases.enter(phase)
         self.beat()
 
     def _arrive(self) -> None:
@@ -259,7 +254,7 @@ class StepClock:
     def _begin_forward(self, training: bool) -> None:  # noqa: FBT001  (a callback's argument)
         self._ahead = 0
         if not training:
-            self._enter(self._phase)
+            self._enter(self.phases.phase)
             self.evaluating = True
             self._events.evaluation_begins()
             return

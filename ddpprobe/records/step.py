@@ -189,6 +189,9 @@ class Site:
 
 # Scalar: host seconds of a step between a backward's last local gradient and its reduced ones.
 REDUCE_SECONDS = "reduce_seconds"
+# Scalars: of the seconds of a part of a step, those in which the training thread could have run and
+# other threads had all cores. Linux counts them; elsewhere there are none.
+QUEUED = {part: f"{part}_queued_seconds" for part in (*STEP_PHASES, "reduce")}
 CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were looked at behind it
 NOTED = "noted"  # scalar, 1 on the first sampled step behind what `probe.note` announced
 # Scalar: 1 on a sampled step whose gradients stayed each rank's own, 2 where nothing is known that

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ddpprobe.detectors.straggler import Straggler
-from ddpprobe.records.step import TRAINABLE, StepRecord
+from ddpprobe.records.step import QUEUED, TRAINABLE, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 SLOW = 0.03
@@ -181,3 +181,51 @@ def test_of_two_ranks_the_slower_one_is_named_and_of_one_nobody_speaks() -> None
     (warn,) = run(Straggler(), stream)
     assert (warn.rank, warn.values["behind"]) == (1, pytest.approx(SLOW))
     assert run(Straggler(), [step(s, [0.004 + SLOW]) for s in range(100)]) == []
+
+
+def starved(
+    seconds: float, queued: float, *, share: float, steps: int, wall: float = 0.05
+) -> list[StepRecord]:
+    """Steps in which rank 1 is late by a share of them; of that it is queued for a part."""
+    out = []
+    for number in range(steps):
+        late = share * seconds
+        scalars = {
+            rank: {
+                "data_seconds": 0.0, "forward_seconds": seconds / 4 + late * (rank == 1),
+                "backward_seconds": 3 * seconds / 4 - late * (rank == 1), "optimizer_seconds": 0.0,
+                **dict.fromkeys(QUEUED.values(), 0.0),
+                QUEUED["forward"]: queued * late * (rank == 1),
+            }
+            for rank in range(2)
+        }  # fmt: skip
+        out.append(record(number, scalars, wall_time_ns=int(1e9 * wall * number)))
+    return out
+
+
+def test_a_rank_that_had_no_core_for_some_steps_is_left_alone() -> None:
+    assert run(Straggler(), starved(0.05, 0.9, share=0.7, steps=500)) == []
+    (warn,) = run(Straggler(), starved(0.05, 0.1, share=0.7, steps=50))
+    assert (warn.rank, warn.values["queued"]) == (1, 0.0)
+    assert warn.values["share"] == pytest.approx(0.63)
+
+
+def test_half_of_a_step_is_enough_only_where_ranks_tell_what_they_had_no_core_for() -> None:
+    stream = starved(0.05, 0.0, share=0.5, steps=50)
+    assert levels(run(Straggler(), stream)) == [("warn", 14)]
+    silent = set(QUEUED.values())
+    untold = [
+        replace(one, scalars={**one.scalars, 1: {
+            name: number for name, number in one.scalars[1].items() if name not in silent
+        }})
+        for one in stream
+    ]  # fmt: skip
+    assert run(Straggler(), untold) == []
+
+
+def test_a_rank_that_has_no_core_for_minutes_is_told_with_the_reason() -> None:
+    (warn,) = run(Straggler(), starved(1.0, 0.8, share=0.3, steps=700, wall=1.0))
+    assert (warn.rank, warn.values["queued"]) == (1, pytest.approx(0.24))
+    assert "look at what else runs on its host: for 0.24 s of that it had no core" in warn.message
+    (other,) = run(Straggler(), starved(1.0, 0.2, share=0.3, steps=700, wall=1.0))
+    assert "look at its data loader, host and clocks" in other.message
