@@ -19,6 +19,8 @@ from ddpprobe.reader.verify.verify import verify
 from ddpprobe.rundir import paths
 from ddpprobe.store.reader import StoredGroup
 
+from ..timed import untimed
+
 NODE = paths.node_name(0)
 DRAWS = int(os.environ.get("DDPPROBE_TEST_DRAWS", "3"))  # of each test; more by tests.faults
 TOGETHER = 3  # launches at a time
@@ -86,7 +88,7 @@ def assert_first_death(run: Run, ranks: set[int], *, watched: bool) -> None:
         end = run.info()["attempts"][0]["end"]
         assert (end["state"], end["ranks"], end["how"]) == ("unknown", [], "SIGKILL"), end
         # Between two steps it may as well be how a script ends its workers: a warning then.
-        (lost,) = run.anomalies()
+        (lost,) = untimed(run.anomalies())
         assert (lost.detector, lost.rank, "SIGKILL" in lost.message) == ("rank_lost", None, True)
         assert lost.level in {"page", "warn"}
         return
@@ -162,12 +164,12 @@ def test_the_daemon_is_killed(launch) -> None:
         launched.wait_for_the_daemon_to_end()
         assert launched.finished(0) == launched.finished(1) == list(range(STEPS))
         run = assert_nothing_acknowledged_is_lost(launched)
-        assert run.deaths() == run.anomalies() == []
+        assert run.deaths() == untimed(run.anomalies()) == []
         if not patient:  # what `ddpprobe daemon --dir RUN` does afterwards
             command = [sys.executable, "-m", "ddpprobe.daemon", "--dir", str(launched.path)]
             subprocess.run(command, check=True, capture_output=True, timeout=60)
             run = assert_nothing_acknowledged_is_lost(launched)
-        assert run.deaths() == run.anomalies() == []
+        assert run.deaths() == untimed(run.anomalies()) == []
         assert run.info()["attempts"][0]["sealed"]
         rows = [step for step, _ in StoredGroup(launched.run, "attempt_000/merged").steps()]
         assert rows == list(range(0, STEPS, EVERY)), "a merged step was written down twice"
