@@ -199,3 +199,11 @@ def test_steps_that_took_no_time_have_no_ratio() -> None:
         return tuple((step >= 1500) * part for part in (0.1, 0.1, 2.0, 1.5, 0.1))
 
     assert run(Slowdown(), job(none_at_first)) == []
+
+
+def test_a_wait_that_is_longer_in_steps_that_are_shorter_can_be_asked_for() -> None:
+    shorter = later(reduction=0.3, forward=-0.3, backward=-0.2)
+    assert run(Slowdown(), job(shorter, steps=1700)) == []
+    (warn,) = run(Slowdown(reduced_step=0.5), job(shorter, steps=1700))
+    assert warn.values["step_seconds"] < warn.values["before"]
+    assert warn.values["since"] == pytest.approx(1500, abs=20)
