@@ -331,7 +331,7 @@ def beat_of(run_dir: Path) -> heartbeat.Heartbeat:
 def test_no_time_has_passed_in_any_phase_before_the_first_step(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     with ddpprobe.install(model, run_dir=tmp_path / "r", daemon="none") as probe:
-        assert probe._recorder._clock.phase_seconds == [0.0] * 4
+        assert probe._recorder._clock.phases.seconds == [0.0] * 4
         o = adam(model)
         for _ in range(2):
             model(X).sum().backward()

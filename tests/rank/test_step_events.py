@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddpprobe.rank import step_clock
+from ddpprobe.rank import phase_times
 from ddpprobe.rank.first_forward import FirstForward
 from ddpprobe.rank.logged_numbers import LoggedNumbers
-from ddpprobe.rank.step_clock import BACKWARD, DATA, FORWARD, OPTIMIZER, StepClock
+from ddpprobe.rank.phase_times import BACKWARD, DATA, FORWARD, OPTIMIZER
+from ddpprobe.rank.step_clock import StepClock
 from ddpprobe.rank.topology.describe import describe
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.heartbeat import STATES
@@ -106,7 +107,7 @@ def made(monkeypatch: pytest.MonkeyPatch):
     loops: list[Loop] = []
 
     def make(model: nn.Module, **how: Any) -> Loop:
-        monkeypatch.setattr(step_clock.time, "perf_counter", lambda: loops[-1].seconds)
+        monkeypatch.setattr(phase_times.time, "perf_counter", lambda: loops[-1].seconds)
         loops.append(loop := Loop.__new__(Loop))
         loop.seconds = 1000.0
         loop.__init__(model, **how)
@@ -192,7 +193,7 @@ def test_phases_take_the_time_that_passes_in_them_and_heartbeats_say_it(made: Ma
         optimizer.zero_grad()
         assert loop.beats[-1]["state"] == STATES.index("data")
     # The second forward of a step begins in its backward phase: what is before it is that phase's.
-    data, forward, backward, stepping = clock.phase_seconds
+    data, forward, backward, stepping = clock.phases.seconds
     assert (data, forward, backward, stepping) == (2.0, 80.0, 1202.0, 8000.0)
     assert loop.beats[-1]["phase_seconds"] == (data, forward, backward, stepping)
     assert (loop.beats[-1]["steps"], loop.beats[-1]["step"]) == (2, 4)
