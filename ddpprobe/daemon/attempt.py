@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ddpprobe.daemon.capture_policy import CapturePolicy
@@ -33,6 +34,7 @@ from ddpprobe.rundir.journal_tail import RankTail
 from ddpprobe.rundir.orders import OrderBoard
 from ddpprobe.rundir.paths import RunDir
 from ddpprobe.rundir.processes import own_start, torchrun_of
+from ddpprobe.store.earlier_attempts import earlier
 
 # A node gives up on a slow rank before the head gives up on the node.
 NODE_GRACE_SECONDS = 3.0
@@ -318,7 +320,7 @@ class Attempt:
         own |= {"world_size": meta["world_size"], "run_id": meta["run_id"], "role": "daemon"}
         directory = self.run.daemon_journal(self.number, self.node)
         own |= {"pid": os.getpid(), "pid_start": own_start()}
-        judging = default_suite(recorded(meta.get("detectors")))
+        judging = default_suite(recorded(meta.get("detectors")), partial(earlier, self.run))
         self.daemon_journal = DaemonJournal(directory, own, judging)
         way = None if self.is_head or self._pusher is None else self._pusher.say
         self.ends = Ends(self.number, self.node, self.world_size, self.daemon_journal, way)

@@ -22,11 +22,14 @@ class Detector(ABC):
         name: in `Anomaly.detector`, on the command line, and as a label of the metrics.
         title: what a report calls a first cause of this kind.
         follows_within: steps after a first cause in which what this detector finds follows from it.
+        across_attempts: it is told of what earlier attempts said, ahead of the first record: their
+            sampled steps, with scalars alone. What it finds in these is known.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     follows_within: ClassVar[int] = AFTERMATH_STEPS
+    across_attempts: ClassVar[bool] = False
 
     @abstractmethod
     def update(self, record: StepRecord) -> list[Anomaly]:

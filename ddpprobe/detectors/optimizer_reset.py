@@ -39,6 +39,7 @@ class OptimizerReset(Detector):
 
     name = "optimizer_reset"
     title = "The optimizer's state was lost"
+    across_attempts = True
 
     def __init__(self, *, least: int = 20, left: float = 0.5) -> None:
         at_least(1, least=least)

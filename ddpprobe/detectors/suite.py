@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -31,6 +31,7 @@ from ddpprobe.detectors.output_drop import OutputDrop
 from ddpprobe.detectors.output_jump import OutputJump
 from ddpprobe.detectors.rank_outlier import RankOutlier
 from ddpprobe.detectors.reduction import Reduction
+from ddpprobe.detectors.resume import Resume
 from ddpprobe.detectors.router import Router
 from ddpprobe.detectors.same_data import SameData
 from ddpprobe.detectors.saturated import Saturated
@@ -47,6 +48,8 @@ from ddpprobe.detectors.weight_jump import WeightJump
 from ddpprobe.records.near_names import by_nearness
 from ddpprobe.records.step import LEVELS, PHASES, Anomaly, StepRecord
 
+Earlier = Callable[[StepRecord], Iterable[StepRecord]]
+
 BEFORE_STEPS = 8  # so far before a first cause an anomaly may lie that follows from it
 
 
@@ -55,12 +58,14 @@ class Suite:
 
     Args:
         detectors: in root-cause order: what is found first in a record explains the rest of it.
+        earlier: returns what earlier attempts said, for an attempt whose first record is given.
 
     Only a page can be a first cause; exactly one is, in every episode (see `follows`).
     """
 
-    def __init__(self, detectors: Sequence[Detector]) -> None:
+    def __init__(self, detectors: Sequence[Detector], earlier: Earlier | None = None) -> None:
         self._detectors = tuple(detectors)
+        self._earlier = earlier
         sound = SoundSteps()
         for detector in self._detectors:
             if isinstance(detector, SoundStepsDetector):
@@ -69,6 +74,11 @@ class Suite:
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Feed the record to every detector."""
+        earlier, self._earlier = self._earlier, None
+        for each in earlier(record) if earlier is not None else ():
+            for detector in self._detectors:
+                if detector.across_attempts:
+                    detector.update(each)
         return [self._place(a) for d in self._detectors for a in d.update(record)]
 
     def finish(self) -> list[Anomaly]:
@@ -91,6 +101,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     LossScale,
     StaleWeights,
     OptimizerReset,
+    Resume,
     FrozenParam,
     NeverUpdated,
     GradDropped,
@@ -122,15 +133,17 @@ DETECTORS: tuple[type[Detector], ...] = (
 _FOLLOWS_WITHIN = {detector.name: detector.follows_within for detector in DETECTORS}
 
 
-def default_suite(settings: Settings | None = None) -> Suite:
+def default_suite(settings: Settings | None = None, earlier: Earlier | None = None) -> Suite:
     """Return the detectors of a run, in root-cause order.
 
     Args:
         settings: what is not to be as by default, by detector; None in place of settings: without
             that detector. See `read_settings`, `chosen` and `recorded`.
+        earlier: as of `Suite`.
     """
     wanted = {kind: (settings or {}).get(kind.name, {}) for kind in DETECTORS}
-    return Suite([kind(**given) for kind, given in wanted.items() if given is not None])
+    detectors = [kind(**given) for kind, given in wanted.items() if given is not None]
+    return Suite(detectors, earlier)
 
 
 # What a kind of training does to numbers that a detector takes for faults elsewhere.

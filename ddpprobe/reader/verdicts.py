@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 
 from ddpprobe.detectors.settings import Settings
 from ddpprobe.detectors.suite import default_suite, over, recorded
@@ -16,6 +17,7 @@ from ddpprobe.reader.rank_losses import rank_losses
 from ddpprobe.reader.under_way import has_daemon, is_live
 from ddpprobe.records.events import FinishedEvent
 from ddpprobe.records.step import Anomaly
+from ddpprobe.store.earlier_attempts import earlier
 
 Key = tuple[object, ...]
 
@@ -48,7 +50,8 @@ def run_detectors(
     Where ranks are missing whose records nobody merged, none of it is called a first cause.
     """
     own = recorded(merged_reader.rank_meta(attempt).get("detectors"))
-    suite, found = default_suite(over(settings or {}, own)), []
+    earlier_ones = partial(earlier, merged_reader.run)
+    suite, found = default_suite(over(settings or {}, own), earlier_ones), []
     for record in merged_reader.merged_records(attempt):
         found += suite.update(record)
         look(record.step)

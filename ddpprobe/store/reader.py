@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,14 +119,21 @@ class StoredGroup:
         """Return the names of its scalars."""
         return [fmt.unescape(str(name)) for name in self._arrays.labels("scalar")]
 
-    def scalar(self, name: str) -> Iterator[tuple[int, dict[int, float]]]:
-        """Yield (step, rank -> value) of one scalar, for the ranks that gave it."""
+    def scalar(
+        self, name: str, wanted: AbstractSet[int] | None = None
+    ) -> Iterator[tuple[int, dict[int, float]]]:
+        """Yield (step, rank -> value) of one scalar, for the ranks that gave it.
+
+        `wanted`: of these steps alone; what holds none of them is not read.
+        """
         names, ranks = self.scalar_names(), self.ranks()
         if name not in names or ranks is None:
             return
         at: tuple[Any, ...] = (names.index(name),)
         at = (slice(None), *at) if "delivered" in self._arrays.columns else at
         for steps, start, stop in self._blocks_of("scalars"):
+            if wanted is not None and wanted.isdisjoint(steps.tolist()):
+                continue
             span = span_of(steps)
             values = self._arrays.attempt("scalars", span, start, stop, at)
             given = self._arrays.attempt("scalar_given", span, start, stop, at)
@@ -134,6 +142,8 @@ class StoredGroup:
             shape = (stop - start, len(ranks))
             cells = zip(steps, values.reshape(shape), given.reshape(shape), strict=True)
             for step, row, here in cells:
+                if wanted is not None and int(step) not in wanted:
+                    continue
                 yield int(step), {ranks[i]: float(row[i]) for i in np.flatnonzero(here)}
 
     def ranks(self) -> list[int] | None:

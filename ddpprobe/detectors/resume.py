@@ -1,0 +1,182 @@
+"""`resume`: an attempt that does not go on where the run was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from statistics import median
+
+from ddpprobe.detectors.detector import Detector
+from ddpprobe.detectors.loss import mean
+from ddpprobe.detectors.rank_scalars import largest, scalars
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.records.step import DIGEST, LEARNING_RATE, NOTED, Anomaly, StepRecord
+
+_SAME_RATE = 1e-3  # relative: a rate is computed anew in another process
+_FEWEST_LOSSES = 8  # before anything is said of them
+_MOST_LOSSES = 20
+_FIRST, _KEPT = 64, 1024  # steps that are kept: the first ones, and all; bounds the state
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a sampled step says; NaN where it does not."""
+
+    rate: float
+    loss: float
+    micro_batches: float  # of all ranks
+    digests: Mapping[int, float]  # of the input, by rank
+
+
+class Resume(Detector):
+    """Warns when a resumed attempt does not go on where the attempts before it were.
+
+    A loader that begins anew reads the batches that the run has had. A schedule that begins anew
+    has the learning rate of the first steps. A loss far above all that it was lately tells that
+    weights were not loaded, or not all. Judged are the first sampled steps of an attempt that does
+    not begin at the first step of the run, against what earlier attempts said of the same steps, of
+    those before them, and of the first ones. That all ranks together train on more micro-batches in
+    a step, or fewer, is information. What `probe.note` announces at its first sampled step is
+    meant. That the optimizer's state was lost is told by `optimizer_reset`.
+
+    Args:
+        looks: sampled steps in a row whose batches came before, all of them as many steps before,
+            and at which the loss is too high.
+        ratio: times the learning rate before, or less than one by it, that is no step of a schedule
+            if it is the rate of the first steps.
+        jump: times the range of the last losses by which a loss is above the largest of them.
+    """
+
+    name = "resume"
+    title = "A resumed run does not go on where it was"
+    across_attempts = True
+
+    def __init__(self, *, looks: int = 2, ratio: float = 1.5, jump: float = 1.0) -> None:
+        at_least(1, looks=looks)
+        above_zero(ratio=ratio, jump=jump)
+        self._looks, self._ratio, self._jump = looks, ratio, jump
+        self._before: dict[int, _Said] = {}  # what earlier attempts said, the newest of a step
+        self._now: dict[int, _Said] = {}  # what this one says, until it is judged
+        self._attempt: int | None = None
+        self._judged = False
+
+    def update(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; several anomalies, at one of the first sampled steps."""
+        if record.attempt != self._attempt:
+            self._attempt, self._judged = record.attempt, False
+            self._before |= self._now
+            self._now = {}
+        if not record.sampled or record.partial:
+            return []
+        self._now[record.step] = _said(record)
+        for kept in (self._before, self._now):
+            while len(kept) > _KEPT:
+                del kept[next(islice(kept, _FIRST, None))]
+        if not self._before or self._judged:
+            return []
+        announced = bool(scalars(record, NOTED))
+        if len(self._now) < self._looks and not announced:
+            return []
+        self._judged = True
+        if announced or min(self._now) <= min(self._before):
+            return []  # from scratch, or as far as is known
+        found = (self._batches(), self._rate(), self._losses(), self._share())
+        return [self.anomaly(record, *said) for said in found if said is not None]
+
+    def _batches(self) -> tuple[str, str, dict[str, float]] | None:
+        """Return what is to be said of batches that the run has had."""
+        ranks = set.intersection(*(set(said.digests) for said in self._now.values()))
+        distances = {
+            step - self._last_with(rank, said.digests[rank], step)
+            for step, said in self._now.items()
+            for rank in ranks
+        }
+        distance = distances.pop() if len(distances) == 1 and ranks else 0
+        if distance <= 0 or self._is_epoch(distance):
+            return None
+        first = min(self._now)
+        message = (
+            f"the batches since step {first} are those of step {first - distance} and on, on every "
+            "rank: the loader has begun anew, or at the wrong place; the data in between are "
+            "trained twice, and those behind may never be"
+        )
+        return "warn", message, {"distance": float(distance), "looks": float(len(self._now))}
+
+    def _last_with(self, rank: int, digest: float, step: int) -> int:
+        """Return the last step up to this one whose batch it was; the step itself: of none."""
+        had = [s for s, said in self._before.items() if said.digests.get(rank) == digest]
+        return max((s for s in had if s <= step), default=step)
+
+    def _is_epoch(self, distance: int) -> bool:
+        """Whether batches came again at a part of this distance before: nobody shuffles."""
+        last: dict[tuple[int, float], int] = {}
+        for step in sorted(self._before):
+            for digest in self._before[step].digests.items():
+                length = step - last.get(digest, step)
+                if length and distance % length == 0:
+                    return True
+                last[digest] = step
+        return False
+
+    def _rate(self) -> tuple[str, str, dict[str, float]] | None:
+        """Return what is to be said of a schedule that begins anew."""
+        first = min(self._now)
+        begun, known = min(self._before), [s for s in self._before if s <= first]
+        before, now = self._before[max(known)].rate, self._now[first].rate
+        if not (before > 0 and now > 0) or max(before / now, now / before) < self._ratio:
+            return None
+        for step, said in self._now.items():
+            anew = self._before.get(begun + step - first)
+            if anew is None or not math.isclose(said.rate, anew.rate, rel_tol=_SAME_RATE):
+                return None
+        message = (
+            f"the learning rate is {now:.3g} since step {first}, as in the first steps of the run, "
+            f"and was {before:.3g} at step {max(known)}: the schedule has begun anew; load its "
+            "state with the model's"
+        )
+        return "warn", message, {"rate": now, "before": before}
+
+    def _losses(self) -> tuple[str, str, dict[str, float]] | None:
+        """Return what is to be said of a loss that is far above what it was."""
+        first = min(self._now)
+        before = [self._before[s].loss for s in sorted(self._before) if s <= first]
+        lately = before[len(before) // 2 :][-_MOST_LOSSES:]  # a young run has begun to learn
+        now = [said.loss for said in self._now.values()]
+        if len(lately) < _FEWEST_LOSSES or not all(map(math.isfinite, (*lately, *now))):
+            return None
+        highest = max(lately)
+        if min(now) <= highest + self._jump * (highest - min(lately)):
+            return None
+        usual, begun = median(lately), self._before[min(self._before)].loss
+        as_new = min(now) >= usual + 0.7 * (begun - usual)
+        what = "the weights were not loaded" if as_new else "not all that it needs was loaded"
+        message = (
+            f"the loss is {min(now):.3g} at least since step {first}, and was {usual:.3g} in the "
+            f"median of the last {len(lately)} sampled steps before, never above {highest:.3g}: "
+            f"maybe {what}, or it trains on other data"
+        )
+        return "warn", message, {"loss": min(now), "before": usual, "highest": highest}
+
+    def _share(self) -> tuple[str, str, dict[str, float]] | None:
+        """Return what is to be said of another number of micro-batches in a step."""
+        first = min(self._now)
+        before = [self._before[s].micro_batches for s in self._before if s <= first][-1]
+        now = self._now[first].micro_batches
+        if not (before > 0 and now > 0) or now == before:
+            return None
+        message = (
+            f"all ranks together train on {now:.0f} micro-batches in a step, and on {before:.0f} "
+            "before the resume: unless each has another size, so has the batch, for which the "
+            "learning rate was chosen"
+        )
+        return "info", message, {"micro_batches": now, "before": before}
+
+
+def _said(record: StepRecord) -> _Said:
+    digests = {rank: float(said[DIGEST]) for rank, said in record.scalars.items() if DIGEST in said}
+    losses = scalars(record, "loss")
+    micro_batches = math.fsum(scalars(record, "micro_batches"))
+    loss = mean(losses) if losses else math.nan
+    return _Said(largest(record, LEARNING_RATE), loss, micro_batches, digests)

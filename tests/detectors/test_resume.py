@@ -1,0 +1,167 @@
+"""What does not go on where the run was is told; what goes on, or is meant to differ, is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ddpprobe.detectors.resume import Resume
+from ddpprobe.records.step import DIGEST, LEARNING_RATE, NOTED, StepRecord
+from tests.detectors.made_records import record, run
+
+LAST, NEXT, EVERY = 200, 180, 5  # the first attempt's steps, the step of its checkpoint
+
+
+def schedule(step: int) -> float:
+    return 1e-2 if step < 100 else 1e-3
+
+
+def fell(step: int) -> float:
+    return 0.2 + float(np.exp(-step / 30))
+
+
+def batch(step: int) -> float:
+    return float(1000 + step)
+
+
+def attempt(
+    number: int, steps: range, *, rate: Callable[[int], float] = schedule,
+    loss: Callable[[int], float] = fell, data: Callable[[int], float] = batch, ranks: int = 2,
+    micro: float = 1.0, noise: float = 0.02,
+) -> list[StepRecord]:  # fmt: skip
+    """Sampled steps of an attempt; each rank has batches of its own."""
+    rng = np.random.default_rng(number)
+    return [
+        record(
+            step,
+            {
+                rank: {
+                    LEARNING_RATE: rate(step), "micro_batches": micro,
+                    "loss": loss(step) * float(np.exp(noise * rng.standard_normal())),
+                    DIGEST: data(step) + rank / 8,
+                }
+                for rank in range(ranks)
+            },
+            attempt=number,
+        )
+        for step in steps
+    ]  # fmt: skip
+
+
+BEFORE = attempt(0, range(0, LAST, EVERY))
+AFTER = range(NEXT, 300, EVERY)
+
+
+def anew(of: Callable[[int], float]) -> Callable[[int], float]:
+    return lambda step: of(step - NEXT)
+
+
+def test_an_attempt_that_goes_on_is_left_alone() -> None:
+    assert run(Resume(), BEFORE + attempt(1, AFTER)) == []
+    later = range(LAST, 400, EVERY)
+    assert run(Resume(), BEFORE + attempt(1, later)) == []
+    assert run(Resume(), BEFORE + attempt(1, AFTER) + attempt(2, range(250, 400, EVERY))) == []
+
+
+def test_a_loader_that_begins_anew_is_told_with_the_step_that_its_batches_are_of() -> None:
+    (warn,) = run(Resume(), BEFORE + attempt(1, AFTER, data=anew(batch)))
+    assert (warn.level, warn.step, warn.attempt, warn.rank) == ("warn", NEXT + EVERY, 1, None)
+    assert "since step 180 are those of step 0 and on" in warn.message
+    back = attempt(1, AFTER, data=lambda step: batch(step - 40))
+    (other,) = run(Resume(), BEFORE + back)
+    assert other.values["distance"] == 40
+
+
+def test_batches_that_are_other_ones_on_a_rank_or_at_a_step_are_no_loader_that_begins_anew() -> (
+    None
+):
+    mixed = attempt(1, AFTER, data=anew(batch))
+    one = {**mixed[1].scalars, 1: {**mixed[1].scalars[1], DIGEST: 5.0}}
+    assert run(Resume(), [*BEFORE, mixed[0], replace(mixed[1], scalars=one), *mixed[2:]]) == []
+    assert run(Resume(), BEFORE + attempt(1, AFTER, data=lambda _: batch(0))) == []
+
+
+def test_epochs_that_nobody_shuffles_may_begin_again_where_one_ends() -> None:
+    def turns(step: int) -> float:
+        return batch(step % 60)
+
+    first = attempt(0, range(0, LAST, EVERY), data=turns)
+    assert run(Resume(), first + attempt(1, AFTER, data=turns)) == []
+    assert run(Resume(), first + attempt(1, range(LAST, 300, EVERY), data=turns)) == []
+    (warn,) = run(
+        Resume(), first + attempt(1, range(200, 300, EVERY), data=lambda s: turns(s - 200))
+    )
+    assert warn.values["distance"] % 60 != 0
+
+
+def test_one_batch_for_all_steps_is_not_the_loader_s() -> None:
+    first = attempt(0, range(0, LAST, EVERY), data=lambda _: 7.0)
+    assert run(Resume(), first + attempt(1, AFTER, data=lambda _: 7.0)) == []
+
+
+def test_a_schedule_that_begins_anew_is_told_and_another_rate_is_not() -> None:
+    (warn,) = run(Resume(), BEFORE + attempt(1, AFTER, rate=anew(schedule)))
+    assert (
+        "the learning rate is 0.01 since step 180, as in the first steps of the run, and was"
+        in (warn.message)
+    )
+    assert warn.values == {"rate": 1e-2, "before": 1e-3}
+    for chosen in (1e-4, 5e-3):
+        assert run(Resume(), BEFORE + attempt(1, AFTER, rate=lambda _, x=chosen: x)) == []
+
+
+def test_a_rise_that_begins_anew_is_told() -> None:
+    def rises(step: int) -> float:
+        return min(1e-2, 1e-4 * (step + 1))
+
+    first = attempt(0, range(0, LAST, EVERY), rate=rises)
+    (warn,) = run(Resume(), first + attempt(1, AFTER, rate=anew(rises)))
+    assert warn.values == {"rate": 1e-4, "before": 1e-2}
+    assert run(Resume(), first + attempt(1, AFTER, rate=rises)) == []
+
+
+def test_weights_that_were_not_loaded_are_told_by_the_loss() -> None:
+    (warn,) = run(Resume(), BEFORE + attempt(1, AFTER, loss=anew(fell)))
+    assert "maybe the weights were not loaded" in warn.message
+    (part,) = run(Resume(), BEFORE + attempt(1, AFTER, loss=lambda step: fell(step) + 0.2))
+    assert "maybe not all that it needs was loaded" in part.message
+
+
+def test_a_loss_within_what_it_was_or_for_one_step_is_left_alone() -> None:
+    noisy = attempt(0, range(0, LAST, EVERY), noise=0.3)
+    assert run(Resume(), noisy + attempt(1, AFTER, noise=0.3)) == []
+    once = attempt(1, AFTER, loss=lambda step: 9.0 if step == NEXT else fell(step))
+    assert run(Resume(), BEFORE + once) == []
+    few = attempt(0, range(150, 180, EVERY))
+    assert run(Resume(), few + attempt(1, AFTER, loss=anew(fell))) == []
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(4, 1.0), (2, 4.0), (1, 1.0)])
+def test_another_number_of_micro_batches_is_information(ranks: int, micro: float) -> None:
+    (info,) = run(Resume(), BEFORE + attempt(1, AFTER, ranks=ranks, micro=micro))
+    assert (info.level, info.values) == ("info", {"micro_batches": ranks * micro, "before": 2.0})
+    assert run(Resume(), BEFORE + attempt(1, AFTER, ranks=1, micro=2.0)) == []
+
+
+def test_what_is_announced_is_meant() -> None:
+    after = attempt(1, AFTER, data=anew(batch), rate=anew(schedule), loss=anew(fell), micro=3.0)
+    assert len(run(Resume(), BEFORE + after)) == 4
+    first = {rank: {**said, NOTED: 1.0} for rank, said in after[0].scalars.items()}
+    assert run(Resume(), [*BEFORE, replace(after[0], scalars=first), *after[1:]]) == []
+
+
+def test_an_attempt_from_scratch_is_no_resume() -> None:
+    assert run(Resume(), BEFORE + attempt(1, range(0, 300, EVERY))) == []
+    assert run(Resume(), attempt(1, range(NEXT, 300, EVERY))) == []
+
+
+def test_what_is_kept_of_long_attempts_is_bounded_and_holds_their_first_and_last_steps() -> None:
+    long = attempt(0, range(5000), noise=0.0)
+    detector = Resume()
+    after = attempt(1, range(5000, 5010), data=lambda step: batch(step - 5000))
+    found = run(detector, long + after)
+    assert [a.values.get("distance") for a in found] == [5000.0]
+    assert len(detector._before) <= 1024
