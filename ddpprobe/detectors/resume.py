@@ -17,7 +17,7 @@ from ddpprobe.records.step import DIGEST, LEARNING_RATE, NOTED, Anomaly, StepRec
 _SAME_RATE = 1e-3  # relative: a rate is computed anew in another process
 _FEWEST_LOSSES = 8  # before anything is said of them
 _MOST_LOSSES = 20
-_FIRST, _KEPT = 64, 1024  # steps that are kept: the first ones, and all; bounds the state
+_FIRST, _KEPT = 16, 256  # steps that are kept: the first ones, and all; bounds the state
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,17 @@ class Resume(Detector):
         if distance <= 0 or self._is_epoch(distance):
             return None
         first = min(self._now)
+        # Had this step been trained before, another batch would be known to have been its own.
+        why = (
+            "the loader has begun anew, or at the wrong place; the data in between are trained "
+            "twice, and those behind may never be"
+            if first in self._before and self._before[first].digests
+            else "maybe the loader has begun anew, or at the wrong place; or an epoch ended here, "
+            "and nobody shuffles"
+        )
         message = (
             f"the batches since step {first} are those of step {first - distance} and on, on every "
-            "rank: the loader has begun anew, or at the wrong place; the data in between are "
-            "trained twice, and those behind may never be"
+            f"rank: {why}"
         )
         return "warn", message, {"distance": float(distance), "looks": float(len(self._now))}
 

@@ -70,6 +70,11 @@ def test_a_loader_that_begins_anew_is_told_with_the_step_that_its_batches_are_of
     (warn,) = run(Resume(), BEFORE + attempt(1, AFTER, data=anew(batch)))
     assert (warn.level, warn.step, warn.attempt, warn.rank) == ("warn", NEXT + EVERY, 1, None)
     assert "since step 180 are those of step 0 and on" in warn.message
+    assert "the loader has begun anew, or at the wrong place; the data" in warn.message
+    fresh = attempt(1, range(LAST, 300, EVERY), data=lambda step: batch(step - LAST))
+    (undecided,) = run(Resume(), BEFORE + fresh)
+    assert "maybe the loader has begun anew" in undecided.message
+    assert "or an epoch ended here, and nobody shuffles" in undecided.message
     back = attempt(1, AFTER, data=lambda step: batch(step - 40))
     (other,) = run(Resume(), BEFORE + back)
     assert other.values["distance"] == 40
@@ -164,4 +169,4 @@ def test_what_is_kept_of_long_attempts_is_bounded_and_holds_their_first_and_last
     after = attempt(1, range(5000, 5010), data=lambda step: batch(step - 5000))
     found = run(detector, long + after)
     assert [a.values.get("distance") for a in found] == [5000.0]
-    assert len(detector._before) <= 1024
+    assert len(detector._before) <= 256

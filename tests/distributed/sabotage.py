@@ -42,7 +42,7 @@ ROOMS = (
     "rank.hooks.loss_scale", "rank.hooks.parts", "rank.hooks.peaks", "rank.hooks.root",
     "rank.hooks.row_buffer", "rank.hooks.step_rows",
     "rank.hooks.watch", "rank.join", "rank.journal_writer", "rank.observers",
-    "rank.order_handler", "rank.recorder",
+    "rank.order_handler", "rank.phase_times", "rank.recorder", "rank.run_delay",
     "rank.step_clock", "rank.topology.describe", "rundir.heartbeat", "rundir.journal",
     "rundir.orders", "rundir.slot_file",
 )  # fmt: skip
