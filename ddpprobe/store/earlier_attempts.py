@@ -27,7 +27,7 @@ from ddpprobe.store.format import attempt_key
 from ddpprobe.store.manifest import Consumed
 from ddpprobe.store.reader import StoredGroup, attempts_of, groups_of
 
-START, BEFORE, BEHIND = 16, 64, 16  # sampled steps that are kept: of 1,000 ranks 40 MB
+START, BEFORE, BEHIND = 16, 64, 16  # sampled steps that are kept: of 1,000 ranks 48 MB
 _NAMES = ("loss", "micro_batches", DIGEST, LEARNING_RATE, NOTED, OPTIMIZER_STEPS, TRAINABLE)
 _MOST_ATTEMPTS = 16  # the newest ones, and the first
 
