@@ -30,6 +30,10 @@ class _Said:
     digests: Mapping[int, float]  # of the input, by rank
 
 
+_Steps = list[tuple[int, _Said]]  # steps and what they say, ascending
+_Verdict = tuple[str, str, dict[str, float]] | None  # level, message, values
+
+
 class Resume(Detector):
     """Warns when a resumed attempt does not go on where the attempts before it were.
 
@@ -80,12 +84,17 @@ class Resume(Detector):
         if len(self._now) < self._looks and not announced:
             return []
         self._judged = True
-        if announced or min(self._now) <= min(self._before):
+        first = min(self._now)
+        before = [(step, self._before[step]) for step in sorted(self._before) if step <= first]
+        if announced or not before or before[0][0] == first:
             return []  # from scratch, or as far as is known
-        found = (self._batches(), self._rate(), self._losses(), self._share())
+        found = (
+            self._batches(first), self._rate(first, before), self._losses(first, before),
+            self._share(first, before),
+        )  # fmt: skip
         return [self.anomaly(record, *said) for said in found if said is not None]
 
-    def _batches(self) -> tuple[str, str, dict[str, float]] | None:
+    def _batches(self, first: int) -> _Verdict:
         """Return what is to be said of batches that the run has had."""
         ranks = set.intersection(*(set(said.digests) for said in self._now.values()))
         distances = {
@@ -96,7 +105,6 @@ class Resume(Detector):
         distance = distances.pop() if len(distances) == 1 and ranks else 0
         if distance <= 0 or self._is_epoch(distance):
             return None
-        first = min(self._now)
         # Had this step been trained before, another batch would be known to have been its own.
         why = (
             "the loader has begun anew, or at the wrong place; the data in between are trained "
@@ -127,12 +135,11 @@ class Resume(Detector):
                 last[digest] = step
         return False
 
-    def _rate(self) -> tuple[str, str, dict[str, float]] | None:
+    def _rate(self, first: int, before: _Steps) -> _Verdict:
         """Return what is to be said of a schedule that begins anew."""
-        first = min(self._now)
-        begun, known = min(self._before), [s for s in self._before if s <= first]
-        before, now = self._before[max(known)].rate, self._now[first].rate
-        if not (before > 0 and now > 0) or max(before / now, now / before) < self._ratio:
+        (begun, _), (last, said_last) = before[0], before[-1]
+        old, now = said_last.rate, self._now[first].rate
+        if not (old > 0 and now > 0) or max(old / now, now / old) < self._ratio:
             return None
         for step, said in self._now.items():
             anew = self._before.get(begun + step - first)
@@ -140,23 +147,22 @@ class Resume(Detector):
                 return None
         message = (
             f"the learning rate is {now:.3g} since step {first}, as in the first steps of the run, "
-            f"and was {before:.3g} at step {max(known)}: the schedule has begun anew; load its "
+            f"and was {old:.3g} at step {last}: the schedule has begun anew; load its "
             "state with the model's"
         )
-        return "warn", message, {"rate": now, "before": before}
+        return "warn", message, {"rate": now, "before": old}
 
-    def _losses(self) -> tuple[str, str, dict[str, float]] | None:
+    def _losses(self, first: int, before: _Steps) -> _Verdict:
         """Return what is to be said of a loss that is far above what it was."""
-        first = min(self._now)
-        before = [self._before[s].loss for s in sorted(self._before) if s <= first]
-        lately = before[len(before) // 2 :][-_MOST_LOSSES:]  # a young run has begun to learn
+        later = before[len(before) // 2 :]  # a young run has begun to learn
+        lately = [said.loss for _, said in later[-_MOST_LOSSES:]]
         now = [said.loss for said in self._now.values()]
         if len(lately) < _FEWEST_LOSSES or not all(map(math.isfinite, (*lately, *now))):
             return None
         highest = max(lately)
         if min(now) <= highest + self._jump * (highest - min(lately)):
             return None
-        usual, begun = median(lately), self._before[min(self._before)].loss
+        usual, begun = median(lately), before[0][1].loss
         as_new = min(now) >= usual + 0.7 * (begun - usual)
         what = "the weights were not loaded" if as_new else "not all that it needs was loaded"
         message = (
@@ -166,19 +172,17 @@ class Resume(Detector):
         )
         return "warn", message, {"loss": min(now), "before": usual, "highest": highest}
 
-    def _share(self) -> tuple[str, str, dict[str, float]] | None:
+    def _share(self, first: int, before: _Steps) -> _Verdict:
         """Return what is to be said of another number of micro-batches in a step."""
-        first = min(self._now)
-        before = [self._before[s].micro_batches for s in self._before if s <= first][-1]
-        now = self._now[first].micro_batches
-        if not (before > 0 and now > 0) or now == before:
+        old, now = before[-1][1].micro_batches, self._now[first].micro_batches
+        if not (old > 0 and now > 0) or now == old:
             return None
         message = (
-            f"all ranks together train on {now:.0f} micro-batches in a step, and on {before:.0f} "
+            f"all ranks together train on {now:.0f} micro-batches in a step, and on {old:.0f} "
             "before the resume: unless each has another size, so has the batch, for which the "
             "learning rate was chosen"
         )
-        return "info", message, {"micro_batches": now, "before": before}
+        return "info", message, {"micro_batches": now, "before": old}
 
 
 def _said(record: StepRecord) -> _Said:

@@ -9,13 +9,14 @@ Of its own time a rank may have been *queued*: ready, while others had all cores
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
 from ddpprobe.records.step import QUEUED, REDUCE_SECONDS, STEP_PHASES, TRAINABLE, StepRecord
 
 _PHASES = tuple(f"{phase}_seconds" for phase in STEP_PHASES)
+_QUEUED = tuple(QUEUED[part] for part in (*STEP_PHASES, "reduce"))
 _PLACES = 3  # where ranks may meet
 
 
@@ -54,36 +55,47 @@ class Gap(NamedTuple):
 
 def seconds_by_rank(record: StepRecord) -> dict[int, RankSeconds] | None:
     """Return the seconds of each rank; None where one of them does not tell its own."""
-    found = {rank: _seconds(record.scalars.get(rank, {})) for rank in record.ranks}
-    told = {rank: seconds for rank, seconds in found.items() if seconds is not None}
-    return told if len(told) == len(found) else None
+    return _by_rank(record, _seconds)
 
 
 def queued_by_rank(record: StepRecord) -> dict[int, RankSeconds] | None:
     """Return of the seconds of each rank those it was queued; None where one does not tell."""
-    parts = [QUEUED[part] for part in ("data", "forward", "backward", "reduce", "optimizer")]
-    found = {}
-    for rank in record.ranks:
-        scalars = record.scalars.get(rank, {})
-        told = [float(scalars.get(part, math.nan)) for part in parts]
-        if not (min(told) >= 0 and math.isfinite(sum(told))):
-            return None
-        data, forward, backward, reduction, optimizer = told
-        reduction = min(reduction, backward)
-        found[rank] = RankSeconds(data, forward, backward - reduction, reduction, optimizer)
-    return found
+    return _by_rank(record, _queued)
+
+
+def _by_rank(
+    record: StepRecord, read: Callable[[Mapping[str, float]], RankSeconds | None]
+) -> dict[int, RankSeconds] | None:
+    found = {rank: read(record.scalars.get(rank, {})) for rank in record.ranks}
+    told = {rank: seconds for rank, seconds in found.items() if seconds is not None}
+    return told if len(told) == len(found) else None
 
 
 def _seconds(scalars: Mapping[str, float]) -> RankSeconds | None:
-    data, forward, backward, optimizer = (float(scalars.get(p, math.nan)) for p in _PHASES)
-    if not (
-        min(data, forward, backward, optimizer) >= 0
-        and math.isfinite(data + forward + backward + optimizer)
-    ):
+    phases = _told(scalars, _PHASES)
+    if phases is None:
         return None
     reduction = float(scalars.get(REDUCE_SECONDS, math.nan))
     # A record that does not tell it may have waited for it all the while.
-    reduction = min(max(reduction, 0.0), backward) if math.isfinite(reduction) else backward
+    reduction = max(reduction, 0.0) if math.isfinite(reduction) else math.inf
+    return _split([*phases, reduction])
+
+
+def _queued(scalars: Mapping[str, float]) -> RankSeconds | None:
+    parts = _told(scalars, _QUEUED)
+    return None if parts is None else _split(parts)
+
+
+def _told(scalars: Mapping[str, float], names: Sequence[str]) -> list[float] | None:
+    """Return the seconds of these names; None if one is not told, or is no length of time."""
+    found = [float(scalars.get(name, math.nan)) for name in names]
+    return found if min(found) >= 0 and math.isfinite(sum(found)) else None
+
+
+def _split(parts: Sequence[float]) -> RankSeconds:
+    """Take the reduction, the last of these, out of the backward: it is a part of it."""
+    data, forward, backward, optimizer, reduction = parts
+    reduction = min(reduction, backward)
     return RankSeconds(data, forward, backward - reduction, reduction, optimizer)
 
 
