@@ -325,6 +325,7 @@ def test_at_most_18_names_stand_in_the_package():
         ),
         ("ddpprobe.daemon.node", "torch obstore"),
         ("ddpprobe.store.reader", "torch prometheus_client"),
+        ("ddpprobe.reader.run", "torch zarr numcodecs"),
         ("ddpprobe.detectors.suite", "torch zarr prometheus_client"),
         ("ddpprobe.cli.main", "torch zarr rich jinja2 plotly"),
     ],

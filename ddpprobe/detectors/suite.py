@@ -75,7 +75,7 @@ class Suite:
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Feed the record to every detector."""
         earlier, self._earlier = self._earlier, None
-        for each in earlier(record) if earlier is not None else ():
+        for each in earlier(record) if earlier is not None and record.attempt > 0 else ():
             for detector in self._detectors:
                 if detector.across_attempts:
                     detector.update(each)

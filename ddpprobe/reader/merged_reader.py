@@ -23,6 +23,7 @@ from ddpprobe.records.step import Anomaly, StepRecord
 from ddpprobe.rundir import framing, paths, validate
 from ddpprobe.store import segments
 from ddpprobe.store.format import attempt_key
+from ddpprobe.store.group_names import attempts_of, groups_of
 from ddpprobe.store.manifest import Consumed, Lost
 from ddpprobe.store.segments import JournalSource, Segment
 
@@ -50,19 +51,10 @@ class MergedReader:
 
     def attempts(self) -> list[int]:
         """Attempts that left anything, ascending."""
-        numbers = set(self.run.attempts())
-        if self.run.has_store:
-            from ddpprobe.store.reader import attempts_of  # noqa: PLC0415
-
-            numbers |= set(attempts_of(self.run))
-        return sorted(numbers)
+        return sorted({*self.run.attempts(), *attempts_of(self.run)})
 
     def groups(self, attempt: int) -> list[str]:
         """Names of the stored groups of an attempt."""
-        if not self.run.has_store:
-            return []
-        from ddpprobe.store.reader import groups_of  # noqa: PLC0415
-
         return [key.rpartition("/")[2] for key in groups_of(self.run, attempt)]
 
     def ranks(self, attempt: int) -> list[int]:

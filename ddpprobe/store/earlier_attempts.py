@@ -24,8 +24,9 @@ from ddpprobe.rundir import framing
 from ddpprobe.rundir.paths import RunDir
 from ddpprobe.store import segments
 from ddpprobe.store.format import attempt_key
+from ddpprobe.store.group_names import attempts_of, groups_of
 from ddpprobe.store.manifest import Consumed
-from ddpprobe.store.reader import StoredGroup, attempts_of, groups_of
+from ddpprobe.store.segments import JournalSource
 
 START, BEFORE, BEHIND = 16, 64, 16  # sampled steps that are kept: of 1,000 ranks 48 MB
 _NAMES = ("loss", "micro_batches", DIGEST, LEARNING_RATE, NOTED, OPTIMIZER_STEPS, TRAINABLE)
@@ -36,24 +37,31 @@ Scalars = dict[int, dict[int, dict[str, float]]]  # step -> rank -> name -> numb
 
 def earlier(run: RunDir, first: StepRecord) -> Iterator[StepRecord]:
     """Yield records of the attempts before that of `first`, ascending by attempt, then by step."""
-    attempt, step = first.attempt, first.step
-    held = set(run.attempts()) | set(attempts_of(run) if run.has_store else ())
-    numbers = sorted(n for n in held if n < attempt)
+    numbers = sorted(n for n in {*run.attempts(), *attempts_of(run)} if n < first.attempt)
     for number in [*numbers[:1], *numbers[1:][-_MOST_ATTEMPTS:]]:
         start = START if number == numbers[0] else 0
-        for at, said in sorted(_scalars(run, number, step, start).items()):
-            yield StepRecord(number, at, tuple(sorted(said)), 0, scalars=said)
+        for step, said in sorted(_scalars(run, number, first.step, start).items()):
+            yield StepRecord(number, step, tuple(sorted(said)), 0, scalars=said)
 
 
 def _scalars(run: RunDir, attempt: int, step: int, start: int) -> Scalars:
     """Return the scalars of an attempt: as its head merged them, else as its ranks wrote them."""
-    merged = _of_groups(run, attempt, ["merged"], step, start)
-    _add_journals(run, attempt, merged, of_ranks=False)
-    if not merged:
-        ranks = [name for name in _groups(run, attempt) if name.startswith("rank_")]
-        merged = _of_groups(run, attempt, ranks, step, start)
-        _add_journals(run, attempt, merged, of_ranks=True)
-    return {int(n): merged[int(n)] for n in _around(np.array(sorted(merged)), step, start)}
+    found: Scalars = {}
+    for of_ranks in (False, True):
+        # The journals first: what is folded and deleted meanwhile is in the store afterwards.
+        journaled: Scalars = {}
+        for source in segments.sources_of(run, attempt):
+            if (source.rank is not None) == of_ranks:
+                _add_journal(journaled, source)
+        group = f"{attempt_key(attempt)}/{'rank_' if of_ranks else 'merged'}"
+        for key in groups_of(run, attempt):
+            if key.startswith(group):
+                _add_group(found, run, key, step, start)
+        for at, said in journaled.items():  # of a step that is there twice, what came last
+            found.setdefault(at, {}).update(said)
+        if found:
+            break
+    return {int(n): found[int(n)] for n in _around(np.array(sorted(found)), step, start)}
 
 
 def _around(steps: NDArray[np.int64], step: int, start: int) -> NDArray[np.int64]:
@@ -63,40 +71,32 @@ def _around(steps: NDArray[np.int64], step: int, start: int) -> NDArray[np.int64
     return np.union1d(steps[:start], near)
 
 
-def _groups(run: RunDir, attempt: int) -> list[str]:
-    keys = groups_of(run, attempt) if run.has_store else []
-    return [key.rpartition("/")[2] for key in keys]
-
-
-def _of_groups(run: RunDir, attempt: int, groups: list[str], step: int, start: int) -> Scalars:
-    found: Scalars = {}
-    for name in set(groups).intersection(_groups(run, attempt)):
+def _add_journal(into: Scalars, source: JournalSource) -> None:
+    """Add what is not folded yet."""
+    tables = framing.NameTables()
+    for number in segments.segments_of(source):
         try:
-            group = StoredGroup(run, f"{attempt_key(attempt)}/{name}")
-        except StoreDamaged:
-            continue  # of a newer version, or damaged: then less is known
-        steps, sampled = group.step_numbers()
-        wanted = set(_around(np.unique(steps[sampled]), step, start).tolist())
-        for scalar in _NAMES:
-            for at, given in group.scalar(scalar, wanted):
-                for rank, value in given.items():
-                    found.setdefault(at, {}).setdefault(rank, {})[scalar] = value
-    return found
+            segment = segments.read_segment(source.directory, number)
+        except OSError:
+            continue  # folded meanwhile, or not to be read
+        for _, record in segments.records_of(segment, tables, Consumed()):
+            if record.sampled and segments.belongs(record, source):
+                here = into.setdefault(record.step, {})
+                for rank, said in record.scalars.items():
+                    here[rank] = {n: float(said[n]) for n in _NAMES if n in said}
 
 
-def _add_journals(run: RunDir, attempt: int, into: Scalars, *, of_ranks: bool) -> None:
-    """Add what is not folded yet; of a step that is there twice, what came last."""
-    for source in segments.sources_of(run, attempt):
-        if (source.rank is not None) != of_ranks:
-            continue
-        tables = framing.NameTables()
-        for number in segments.segments_of(source):
-            try:
-                segment = segments.read_segment(source.directory, number)
-            except OSError:
-                continue  # folded meanwhile, or not to be read
-            for _, record in segments.records_of(segment, tables, Consumed()):
-                if record.sampled and segments.belongs(record, source):
-                    here = into.setdefault(record.step, {})
-                    for rank, said in record.scalars.items():
-                        here[rank] = {n: float(said[n]) for n in _NAMES if n in said}
+def _add_group(into: Scalars, run: RunDir, key: str, step: int, start: int) -> None:
+    """Add what a stored group holds of the steps that are wanted."""
+    from ddpprobe.store.reader import StoredGroup  # noqa: PLC0415  (what decodes loads slowly)
+
+    try:
+        group = StoredGroup(run, key)
+    except StoreDamaged:
+        return  # of a newer version, or damaged: then less is known
+    steps, sampled = group.step_numbers()
+    wanted = set(_around(np.unique(steps[sampled]), step, start).tolist())
+    for name in _NAMES:
+        for at, given in group.scalar(name, wanted):
+            for rank, value in given.items():
+                into.setdefault(at, {}).setdefault(rank, {})[name] = value

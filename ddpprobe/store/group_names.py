@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ddpprobe.rundir import safe_read
+from ddpprobe.rundir import paths, safe_read
+from ddpprobe.store import format as fmt
 
 MANIFEST = re.compile(
     r"(attempt_(?:\d{3,}))\.(?:(rank_\d{5,})|(node_\d{4,})|merged|anomalies|captures"
@@ -30,3 +31,23 @@ def group_of(name: str) -> tuple[str, bool]:
     match = MANIFEST.fullmatch(name)
     alone = bool(match and match[5])
     return (name.rpartition(".")[0] if alone else name).replace(".", "/"), alone
+
+
+def groups_of(run: paths.RunDir, attempt: int) -> list[str]:
+    """Paths of the groups of an attempt, committed or only listed in a manifest, ascending."""
+    top = fmt.attempt_key(attempt)
+    names = set(safe_read.names(run.path, f"{safe_read.STORE}/{top}"))
+    names |= {
+        n.removeprefix(f"{top}.").removesuffix(".log")
+        for n in run.manifest_names()
+        if n.startswith(f"{top}.") and n.endswith(".log")
+    }
+    return sorted(key for name in names if fmt.kind_of_group(key := f"{top}/{name}"))
+
+
+def attempts_of(run: paths.RunDir) -> list[int]:
+    """Attempts that have a group in the store, ascending."""
+    listed = safe_read.names(run.path, safe_read.STORE) + run.manifest_names()
+    names = {n.partition(".")[0] for n in listed}
+    digits = [n.removeprefix("attempt_") for n in names if n.startswith("attempt_")]
+    return sorted(int(d) for d in digits if d.isdecimal())

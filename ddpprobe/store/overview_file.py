@@ -9,8 +9,9 @@ from ddpprobe.errors import StoreDamaged
 from ddpprobe.records.events import NoteEvent
 from ddpprobe.rundir import validate
 from ddpprobe.rundir.paths import RunDir
+from ddpprobe.store.group_names import attempts_of, groups_of
 from ddpprobe.store.overview import Overview
-from ddpprobe.store.reader import StoredGroup, attempts_of, groups_of
+from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.row_reader import RowReader
 
 NAME = "overview.parquet"

@@ -295,26 +295,6 @@ class StoredGroup:
         return whole if len(whole) == len(found) else None
 
 
-def groups_of(run: paths.RunDir, attempt: int) -> list[str]:
-    """Paths of the groups of an attempt, committed or only listed in a manifest, ascending."""
-    top = fmt.attempt_key(attempt)
-    names = set(safe_read.names(run.path, f"{safe_read.STORE}/{top}"))
-    names |= {
-        n.removeprefix(f"{top}.").removesuffix(".log")
-        for n in run.manifest_names()
-        if n.startswith(f"{top}.") and n.endswith(".log")
-    }
-    return sorted(key for name in names if fmt.kind_of_group(key := f"{top}/{name}"))
-
-
-def attempts_of(run: paths.RunDir) -> list[int]:
-    """Attempts that have a group in the store, ascending."""
-    listed = safe_read.names(run.path, safe_read.STORE) + run.manifest_names()
-    names = {n.partition(".")[0] for n in listed}
-    digits = [n.removeprefix("attempt_") for n in names if n.startswith("attempt_")]
-    return sorted(int(d) for d in digits if d.isdecimal())
-
-
 def stamp_of(run: paths.RunDir, key: str) -> Stamp:
     """Return what changes with every commit to a group; equal stamps, equal content."""
     files = (manifest_path(run, key), run.store / key / GROUP_JSON)

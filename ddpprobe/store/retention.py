@@ -24,8 +24,9 @@ from ddpprobe.store.captures.event import group_key
 from ddpprobe.store.captures.packs import attempts_with_packs, packs_of
 from ddpprobe.store.captures.reader import StoredEvent, expired_steps, stored_steps
 from ddpprobe.store.commit import Files
+from ddpprobe.store.group_names import attempts_of, groups_of
 from ddpprobe.store.manifest import EXPIRED, Consumed, Manifest
-from ddpprobe.store.reader import StoredGroup, attempts_of, groups_of
+from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.root import Root
 from ddpprobe.store.verified_files import GroupArrays
 

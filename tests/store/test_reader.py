@@ -16,8 +16,9 @@ import zarr
 from ddpprobe.errors import StoreDamaged
 from ddpprobe.records.step import COUNTS, VALUES
 from ddpprobe.store import format as fmt
+from ddpprobe.store.group_names import attempts_of, groups_of
 from ddpprobe.store.manifest import Manifest, manifest_path, read_regular, version_of
-from ddpprobe.store.reader import StoredGroup, attempts_of, groups_of
+from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.writer import StoreWriter
 
 from ..made_runs import ANOMALY, NODE, Made, bad, head_merge, key, record, sites

@@ -42,9 +42,9 @@ from ddpprobe.store.captures.packs import packs_of
 from ddpprobe.store.captures.places import HeldPart
 from ddpprobe.store.captures.reader import StoredEvent, chunk_key, expired_steps, stored_steps
 from ddpprobe.store.commit import encode
-from ddpprobe.store.group_names import MANIFEST, group_of, log_of
+from ddpprobe.store.group_names import MANIFEST, group_of, groups_of, log_of
 from ddpprobe.store.manifest import GROUP_JSON, State, manifest_path, version_of
-from ddpprobe.store.reader import StoredGroup, groups_of
+from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.segments import sources_of
 
 # In the result, and gone when it is done: a step that is being written, and one that is whole.

@@ -14,7 +14,7 @@ from ddpprobe.reader.collect.place import Place, check
 from ddpprobe.reader.collect.report import Collected
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.rundir.paths import RunDir
-from ddpprobe.store.reader import attempts_of
+from ddpprobe.store.group_names import attempts_of
 from ddpprobe.store.root import Root
 
 

@@ -20,6 +20,7 @@ from ddpprobe.reader.verify.captures import captured_events, check_captures
 from ddpprobe.reader.verify.report import VerifyReport
 from ddpprobe.rundir import framing, paths, safe_read, validate
 from ddpprobe.store import segments
+from ddpprobe.store.group_names import attempts_of, groups_of
 from ddpprobe.store.manifest import (
     GROUP_JSON,
     Consumed,
@@ -83,11 +84,8 @@ def work(run: Run) -> int:
 
 
 def _groups(run: paths.RunDir) -> Iterator[str]:
-    if run.has_store:
-        from ddpprobe.store.reader import attempts_of, groups_of  # noqa: PLC0415
-
-        for attempt in attempts_of(run):
-            yield from groups_of(run, attempt)
+    for attempt in attempts_of(run):
+        yield from groups_of(run, attempt)
 
 
 def _check_files(run: paths.RunDir, key: str, report: VerifyReport) -> None:
