@@ -111,7 +111,7 @@ class FrameWriter:
         self._coverage: tuple[int, int, tuple[str, ...]] | None = None
         self._reported: Counter[str] = Counter()  # losses that stand in the journal
         self._rows_by_kind = IdentityCache(_rows_by_kind, _TABLES)
-        self._warned = False
+        self._warned = self._told_handlers = False
         self._unkept: set[str] = set()  # names of numbers of which it was said
         self._captured = -1  # the last step in which a CUDA graph was captured
         # The loss of an unsampled step, as far as it is known.
@@ -183,6 +183,22 @@ class FrameWriter:
         new = count - self._reported[reason]
         if new and self._journal.append_event(events.DroppedEvent(reason=reason, count=new)):
             self._reported[reason] = count
+
+    def handles(self, *, present: bool) -> None:
+        """Say once that the script handles signals itself: who ends there may not say goodbye."""
+        if present and not self._told_handlers:
+            self._told_handlers = True
+            self.life(events.HandlesEvent())
+
+    def blind(self, step: int, root: str) -> None:
+        """Say loudly that no forward of the model is seen; `root`: its class."""
+        self.life(events.BlindEvent(step=step))
+        logger.warning(
+            "ddpprobe: the optimizer steps, but no training forward of %s was seen, so nothing is "
+            "recorded. Its parts are called without it, or torch.compile hides the call: install() "
+            "on the module that the training loop calls, before its first call.",
+            root,
+        )
 
     def lost(self, step: int, fqns: list[str]) -> None:
         """Say loudly that compiled modules ran and were not heard."""

@@ -30,6 +30,14 @@ _BROKEN = re.compile(
     re.IGNORECASE,
 )
 
+# What a rank's own device says, wherever it is heard: a collective may be the next to ask it.
+_OUT_OF_MEMORY = "OutOfMemoryError"  # of torch; a RuntimeError
+_OF_THE_DEVICE = re.compile(
+    r"(?:CUDA|HIP|XPU) (?:kernel )?errors?\b|(?:CUDA|HIP|XPU) out of memory|device-side assert"
+    r"|unhandled cuda error|CUBLAS_STATUS|CUDNN_STATUS",
+    re.IGNORECASE,
+)
+
 
 def goodbye(*, at_exit: bool = False, midway: bool = False) -> ClosedEvent:
     """Return the last event, but for how far the rank has come.
@@ -138,6 +146,8 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
 
 
 def _is_collective(error: BaseException) -> bool:
+    if _is_of_the_device(error):
+        return False
     if any(kind.__name__ in _DIST_ERRORS for kind in type(error).__mro__):
         return True
     if not isinstance(error, RuntimeError | OSError):  # a wrong call, such as without a group
@@ -147,6 +157,17 @@ def _is_collective(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and inner.startswith(_TALKING):
         return True
     return inner.startswith("torch") and bool(_BROKEN.search(_text(error)))
+
+
+def _is_of_the_device(error: BaseException) -> bool:
+    """Whether this rank's own device failed, or had no memory left.
+
+    Kernels run behind the host, which hears of a failure at whatever it asks next; and FSDP takes
+    the memory for gathered parameters within its collectives.
+    """
+    if any(kind.__name__ == _OUT_OF_MEMORY for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and bool(_OF_THE_DEVICE.search(_text(error)))
 
 
 def _origin(trace: TracebackType | None) -> str:

@@ -200,9 +200,9 @@ class Observers:
         self.topology.forget_modules()
         self.compiled.mute()
 
-    def close(self) -> None:
-        """Take everything off."""
+    def close(self, *, idle: bool = True) -> None:
+        """Take everything off; `idle`: the device has done its work, and can be waited for."""
         self.detach()
-        self.capturing.close()
+        self.capturing.close(idle=idle)
         self.compiled.close()
         self.watch.close()

@@ -39,12 +39,13 @@ from ddpprobe.rank.topology.replicas import in_turn
 from ddpprobe.rank.torch_private import dynamo, functorch
 from ddpprobe.records import events
 from ddpprobe.records.step import CHECKED, NOTED, UNREDUCED, FirstBad
-from ddpprobe.rundir.fuse import Fuse, logger
+from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.heartbeat import STATES
 from ddpprobe.rundir.stopwatch import Caller, Stopwatch
 
 _GRAPH_TOO_EARLY = "the model is inside a compiled function, whose graph was chosen before the step"
 _TOO_FAR_BEHIND = "watch: the device is too far behind"
+_NO_WORD = "end: no word from the device"
 
 
 @final
@@ -89,7 +90,6 @@ class Recorder:
         self._sampling = self._noted = False  # noted: since the last sampled step
         self._set_up: dict[str, float] = {}  # how the loop is, in the sampled step
         self._optimizers = step_facts.OptimizerFacts()
-        self._told_handlers = False
         self._renewed = False
         self._bad: FirstBad | None = None
         self._stopwatch = stopwatch
@@ -104,7 +104,7 @@ class Recorder:
         self, inside: nn.Module | None = None, first: Callable[[nn.Module], bool] | None = None
     ) -> None:
         """Begin to listen to the model and its optimizers; arguments as of `StepClock.start`."""
-        self._tell_handlers()
+        self._frame_writer.handles(present=OF_THE_SCRIPT.present)
         self._clock.start(inside, first)
 
     # -- the user's face --------------------------------------------------------------------------
@@ -152,25 +152,23 @@ class Recorder:
         if not self._open:
             return
         self._open = False
+        words = words or events.ClosedEvent()
         place = self._clock.place()
         self._clock.settle()
         self._clock.stop()
-        self._logged.held.send()
         if self._observers is not None:
-            if self._sampling:
-                self._finish_sampled(skipped=False, partial=True)
-            elif self._bad is not None:
-                self._alarm(partial=True, skipped=False)
-            if self._logged.losses.has_bad():
-                self._tell_unsampled(skipped=False, partial=self._clock.is_inside_a_step)
-            if self._clock.is_inside_a_step:  # what a device has seen of it is not sent yet
-                self._observers.watch.end_step(self._clock.step)
-            self._observers.watch.poll(wait=True)
-            self._frame_writer.lose(_TOO_FAR_BEHIND, self._observers.watch.lost)
-            self._frame_writer.ship(wait=True)
-            Fuse("the last look at the weights").guard(self._look_at_what_is_left)()
-            self._observers.close()
-        words = words or events.ClosedEvent()
+            # A device that has failed gives nothing more; one may wait for a rank that is gone.
+            rest = Fuse("the rest of the record")
+            broken = words.error is not None or words.asked
+            idle = rest.guard(self._observers.rows.await_device)(broken=broken)
+            if idle:
+                rest.guard(self._flush)()
+            elif idle is not None:
+                self._frame_writer.lose(_NO_WORD, 1)
+            if rest.blown:
+                told = events.FuseEvent(component=rest.component, error=rest.last_error)
+                self._frame_writer.life(told)
+            Fuse("hooks").guard(self._observers.close)(idle=bool(idle))
         self._frame_writer.life(replace(words, sampled=self._clock.sampled, **place))
         self._clock.beat(STATES.index("closed"))
         for file in self._files:
@@ -178,6 +176,23 @@ class Recorder:
         self._room.give_back()
         # torch goes over the hooks that there were when a call began: one of ours may be still due.
         self.fuse.blown = self._clock_fuse.blown = True
+
+    def _flush(self) -> None:
+        """Write what the journal does not have yet; waits for the device."""
+        observers = self._prepare()
+        self._logged.held.send()
+        if self._sampling:
+            self._finish_sampled(skipped=False, partial=True)
+        elif self._bad is not None:
+            self._alarm(partial=True, skipped=False)
+        if self._logged.losses.has_bad():
+            self._tell_unsampled(skipped=False, partial=self._clock.is_inside_a_step)
+        if self._clock.is_inside_a_step:  # what a device has seen of it is not sent yet
+            observers.watch.end_step(self._clock.step)
+        observers.watch.poll(wait=True)
+        self._frame_writer.lose(_TOO_FAR_BEHIND, observers.watch.lost)
+        self._frame_writer.ship(wait=True)
+        Fuse("the last look at the weights").guard(self._look_at_what_is_left)()
 
     @property
     def is_inside_a_step(self) -> bool:
@@ -304,10 +319,11 @@ class Recorder:
             self._end_unsampled(observers, skipped=skipped)
         observers.end_step()
         OF_THE_SCRIPT.step_ended()
-        self._tell_handlers()
+        self._frame_writer.handles(present=OF_THE_SCRIPT.present)
         self._bad = None
         if not self._calls_are_measured and self._stopwatch.calls[Caller.TENSOR]:
-            Fuse("measuring what hooks take").guard(self._measure_calls)()
+            teach = Fuse("measuring what hooks take").guard(call_cost.teach)
+            self._calls_are_measured = teach(self._stopwatch) is not False
         self._pacer.end_step(*self._clock.reading(), sampled=sampled)
         self._order_handler.hear(self._clock.step)
         self._times.end_step(sampled=sampled, following=self._pacer.sampled(self._clock.step + 1))
@@ -326,13 +342,7 @@ class Recorder:
             self._renewed = True
             renew_graphs("the function that calls the model")
             return True
-        self._frame_writer.life(events.BlindEvent(step=self._clock.step))
-        logger.warning(
-            "ddpprobe: the optimizer steps, but no training forward of %s was seen, so nothing is "
-            "recorded. Its parts are called without it, or torch.compile hides the call: install() "
-            "on the module that the training loop calls, before its first call.",
-            type(self._topology.root).__name__,
-        )
+        self._frame_writer.blind(self._clock.step, type(self._topology.root).__name__)
         return False
 
     # -- inside -----------------------------------------------------------------------------------
@@ -355,12 +365,6 @@ class Recorder:
             told = events.TopologyEvent(wrapper=wrapper, device=str(topology.device))
             self._frame_writer.life(told)
         return self._observers
-
-    def _tell_handlers(self) -> None:
-        """Say once that the script handles signals itself: who ends there may not say goodbye."""
-        if OF_THE_SCRIPT.present and not self._told_handlers:
-            self._told_handlers = True
-            self._frame_writer.life(events.HandlesEvent())
 
     def _begin_step(self, observers: Observers) -> None:
         wanted = self._pacer.sampled(self._clock.step)
@@ -477,12 +481,6 @@ class Recorder:
         if self._noted:
             self._noted, facts[NOTED] = False, 1.0
         return facts
-
-    def _measure_calls(self) -> None:
-        """Learn what calls of ours take besides, once: behind the first step, where torch rests."""
-        if call_cost.can_be_measured():
-            self._calls_are_measured = True
-            self._stopwatch.way = call_cost.measure()
 
     def _blown(self) -> None:
         """A fuse has blown: leave the model clean, and say so in the journal."""

@@ -41,6 +41,12 @@ def harmless(log: logging.Logger) -> logging.Logger:
     return log
 
 
+def _in_one_line(error: Exception) -> str:
+    """Name an exception, with the first line of its text: CUDA's go on with advice."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}"
+
+
 def _is_strict() -> bool:
     return os.environ.get("DDPPROBE_STRICT") == "1"
 
@@ -110,7 +116,7 @@ class Fuse:
 
     def _contain(self, error: Exception) -> None:
         self.errors += 1
-        self.last_error = f"{type(error).__name__}: {error}"
+        self.last_error = _in_one_line(error)
         if self.errors == 1:
             logger.warning(
                 "ddpprobe: %s failed and is contained; training goes on (%s). "
@@ -130,7 +136,7 @@ class _Silent(Fuse):
     """Contains what goes wrong in saying what has gone wrong: nobody is left to be told."""
 
     def _contain(self, error: Exception) -> None:
-        self.last_error = f"{type(error).__name__}: {error}"
+        self.last_error = _in_one_line(error)
 
 
 logger = harmless(logging.getLogger("ddpprobe"))

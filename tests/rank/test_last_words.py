@@ -37,6 +37,8 @@ def own() -> None:
     raise ValueError("bad batch\nand more")
 
 
+ASSERT = "raise RuntimeError('CUDA error: device-side assert triggered\\nCUDA kernel errors ...')"
+OUT_OF_MEMORY = "import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried to')"
 GONE = "raise RuntimeError('[gloo/transport/tcp/pair.cc] Connection closed by peer')"
 ENGINE = "torch.autograd.graph"
 
@@ -77,8 +79,8 @@ class DistBackendError(RuntimeError):
     """Named as torch's."""
 
 
-def dist_error() -> None:
-    raise DistBackendError("NCCL error")
+def dist_error(text: str = "NCCL error") -> None:
+    raise DistBackendError(text)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,11 @@ def dist_error() -> None:
         (inside(ENGINE, "raise RuntimeError('backward through the graph a second time')"), False),
         (inside("botocore.client", "raise OSError('Connection reset by peer')"), False),
         (dist_error, True),
+        # What a device has failed with is heard by whoever asks it next.
+        (inside("torch.distributed.distributed_c10d", ASSERT), False),
+        (inside("torch.distributed.fsdp._fully_shard._fsdp_collectives", OUT_OF_MEMORY), False),
+        (lambda: dist_error("NCCL error in: x.cpp:36, unhandled cuda error (run with ...)"), False),
+        (lambda: dist_error("remote process exited or there was a network error"), True),
         (lambda: from_it(inside(ENGINE, GONE)), True),
         (lambda: while_handling(inside(ENGINE, GONE)), True),
         (lambda: inside(ENGINE, GONE)(), True),  # noqa: PLW0108  (a frame of ours around it)

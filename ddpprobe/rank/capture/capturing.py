@@ -164,10 +164,15 @@ class Capturing:
             self._calls.end()
         self._step_capture, self._chosen = None, {}
 
-    def _close(self) -> None:
-        """Take every hook off, write what is left, let go of the model."""
+    def _close(self, *, idle: bool = True) -> None:
+        """Take every hook off, write what is left, let go of the model.
+
+        `idle`: the device has done its work; else what is on its way from it will not come.
+        """
         self.detach()
         self.drop()
+        if not idle:
+            self._pack_writer.abandon()
         self._pack_writer.write(wait=True)
         self._topology = self._clock = self._calls = self._first_bad_capture = None
         self._graphs = ()

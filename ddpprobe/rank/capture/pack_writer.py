@@ -78,6 +78,12 @@ class PackWriter:
             self._staging.release()
         self._report()
 
+    def abandon(self) -> None:
+        """Let go of the captures whose copies have not arrived, and say so."""
+        while self._waiting:
+            lost = len(self._waiting.popleft())
+            self.tell(DroppedEvent(reason="capture: no word from the device", count=lost))
+
     def _write(self, step_capture: StepCapture) -> None:
         header = {**self._who, **step_capture.header()}
         write = partial(

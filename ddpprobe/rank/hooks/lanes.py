@@ -6,11 +6,16 @@ that this file does not know how to leave without waiting.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol, final
 
 import torch
 from torch import Tensor
+
+END_SECONDS = 60.0  # at the end of a training: what a host may be ahead of its device
+BROKEN_SECONDS = 5.0  # at one that did not come to its end
+_POLL_SECONDS = 0.002
 
 
 class Arrival(Protocol):
@@ -47,6 +52,12 @@ class Lane(Protocol):
     def follow(self, arrival: Arrival) -> None:
         """Let the device, not the host, wait with what the current stream is given from now on."""
 
+    def mark(self) -> Arrival | None:
+        """Return what arrives when the current stream has done all that it was given.
+
+        None: it has, or nobody can ask. Raises what the device has failed with.
+        """
+
 
 @final
 class CudaLane:
@@ -82,6 +93,11 @@ class CudaLane:
         if isinstance(arrival, torch.cuda.Event):
             torch.cuda.current_stream(self._device).wait_event(arrival)
 
+    def mark(self) -> Arrival:
+        """See `Lane`."""
+        arrival: Arrival = torch.cuda.current_stream(self._device).record_event()
+        return arrival
+
 
 @final
 class WaitingLane:
@@ -104,6 +120,22 @@ class WaitingLane:
 
     def follow(self, arrival: Arrival) -> None:
         """See `Lane`."""
+
+    def mark(self) -> None:
+        """See `Lane`."""
+
+
+def arrives(arrival: Arrival | None, until: float) -> bool:
+    """Wait for an arrival, but not beyond `until` of `time.monotonic`; False: it is not there.
+
+    At the end of a run alone. What waits in a driver for a device hears no signal, and waits for
+    ever where a collective waits for a rank that is gone.
+    """
+    while arrival is not None and not arrival.query():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 def is_near(device: torch.device) -> bool:

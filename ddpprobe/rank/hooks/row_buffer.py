@@ -68,6 +68,10 @@ class RowBuffer:
             self._lane.follow(self._copied)
             self._copied = None
 
+    def await_device(self, until: float) -> bool:
+        """Wait until the device has done its work; False: it has not, at `until`."""
+        return self._lane is None or lanes.arrives(self._lane.mark(), until)
+
     def to_host(self, count: int) -> tuple[Tensor, Arrival | None]:
         """Start the copy of the first `count` rows; None: it is there."""
         rows = self.rows[:count]

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddpprobe.rank.hooks import lanes
 from ddpprobe.rank.hooks.bin_rows import BinRows
 from ddpprobe.rank.hooks.constants import Constants
 from ddpprobe.rank.hooks.execution_order import ExecutionOrder
@@ -374,6 +375,14 @@ class StepRows:
         self._unsupported.clear()
         self.grad_is_scaled = self._told = False
         self._last = None
+
+    def await_device(self, *, broken: bool) -> bool:
+        """Wait until the devices have done their work; False: one takes too long.
+
+        Raises what a device has failed with. `broken`: the training did not come to its end.
+        """
+        until = time.monotonic() + (lanes.BROKEN_SECONDS if broken else lanes.END_SECONDS)
+        return all(buffer.await_device(until) for buffer in (self._main, *self._others.values()))
 
     def fetch(self) -> PendingRows:
         """Start the copy of this step from each device and return what waits for it."""

@@ -48,7 +48,11 @@ class _Outside(Fuse):
 
         @functools.wraps(fn)
         def outside(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            if torch.cuda.is_current_stream_capturing():
+            try:
+                captures = torch.cuda.is_current_stream_capturing()
+            except RuntimeError:  # the device has failed: the training will hear of it
+                return None
+            if captures:
                 skipped()
                 return None
             return guarded(*args, **kwargs)
