@@ -156,7 +156,7 @@ class U66(Fault):
     world, from_the_start = 2, True
     expected = Expected(
         ("collapse", "vanishing", "output_drop", "dead_units", "grad_zeros", "grad_none_or_zero",
-         "level_shift"), 100,
+         "level_shift", "targets"), 100,
     )  # fmt: skip
 
     def make_optimizer(self) -> torch.optim.Optimizer:

@@ -27,7 +27,7 @@ class U76(Fault):
     net, world, from_the_start = "gpt", 2, True
     expected = Expected(
         ("vanishing", "grad_zeros", "grad_none_or_zero", "frozen_param", "update_ratio",
-         "collapse", "level_shift"), 100,
+         "collapse", "level_shift", "targets"), 100,
     )  # fmt: skip
 
     def batch(self) -> Batch:
@@ -150,7 +150,7 @@ class U84(Fault):
     size = 2  # it should be 32
     expected = Expected(
         ("vanishing", "grad_none_or_zero", "grad_zeros", "collapse", "saturated", "dead_units",
-         "frozen_param", "never_updated", "update_ratio"), 50,
+         "frozen_param", "never_updated", "update_ratio", "batch_norm"), 50,
     )  # fmt: skip
 
     def make_model(self) -> nn.Module:

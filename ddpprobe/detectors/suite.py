@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from ddpprobe.detectors.batch_norm import BatchNorm
 from ddpprobe.detectors.collapse import Collapse
 from ddpprobe.detectors.coverage import Coverage
 from ddpprobe.detectors.dead_units import DeadUnits
@@ -41,6 +42,7 @@ from ddpprobe.detectors.sound_steps import SoundSteps, SoundStepsDetector
 from ddpprobe.detectors.stale_weights import StaleWeights
 from ddpprobe.detectors.straggler import Straggler
 from ddpprobe.detectors.stuck_data import StuckData
+from ddpprobe.detectors.targets import TrainingTargets
 from ddpprobe.detectors.unsampled_spike import UnsampledSpike
 from ddpprobe.detectors.update_ratio import UpdateRatio
 from ddpprobe.detectors.vanishing import Vanishing
@@ -106,6 +108,8 @@ DETECTORS: tuple[type[Detector], ...] = (
     NeverUpdated,
     GradDropped,
     InitScale,
+    BatchNorm,
+    TrainingTargets,
     WeightJump,
     UpdateRatio,
     OutputJump,

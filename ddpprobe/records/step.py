@@ -218,6 +218,14 @@ DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensors gi
 # Scalars: of that tensor, and of the first one that the model returns: which share of its mean
 # square varies between the samples of a batch. 0: all of them are alike.
 INPUT_SPREAD, OUTPUT_SPREAD = "input_spread", "output_spread"
+# Scalar: the share of places of a text at which the largest logit is that of the very token there,
+# of those whose next token is another one; -1: they are too few.
+COPIED = "copied_inputs"
+# Scalars of the output's gradient as a straight line over the output, see `hooks.target_facts`: its
+# slope, the share of the gradient's variance that no line explains, and where the line is zero.
+PULL, PULL_REST, TARGET = "output_pull", "output_pull_rest", "output_target"
+# Scalar: values by which a batch norm in training mode normalizes a channel, the fewest of all.
+NORM_VALUES = "batch_norm_values"
 # Scalar: how many micro-batches of the step, the first ones, were for another model's step.
 LENT = "lent_passes"
 # Scalar: how many times in the step gradients were thrown away before any optimizer took them.

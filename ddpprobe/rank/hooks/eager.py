@@ -8,6 +8,7 @@ hook on the parameter *as the forward sees it*, under FSDP unsharded, gives the 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Container
 from functools import partial
@@ -19,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.backward import Backward
-from ddpprobe.rank.hooks import came_in, gradients, step_facts
+from ddpprobe.rank.hooks import came_in, gradients, step_facts, target_facts
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver, take_off
 from ddpprobe.rank.hooks.outputs import leaves
 from ddpprobe.rank.hooks.reduced import ReducedGradients
@@ -30,9 +31,12 @@ from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.flat import FlatUnit
 from ddpprobe.rank.topology.placement import TpPlacement, is_dtensor, layout_of
 from ddpprobe.rank.torch_private import leaf_hooks
-from ddpprobe.records.step import Site
+from ddpprobe.records.step import NORM_VALUES, Site
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.stopwatch import Caller
+
+# Those that normalize by the values of one rank.
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class StepPosition(Protocol):
@@ -95,6 +99,7 @@ class EagerHooks:
         self.tapped: dict[int, Tensor] = {}
         self._called: set[str] = set()
         self.after_call: Callable[..., object] = lambda *_: None
+        self._fewest = math.inf  # values by which a batch norm normalizes a channel
         self._backward = (-1, -1)  # the backward that was last seen, and its micro-batch
         self._inference = TpInference(topology, rows.table.amend, fuse)
         self.reduced = ReducedGradients(
@@ -105,6 +110,7 @@ class EagerHooks:
         )  # fmt: skip
         self.on_gradient = fuse.guard(self._gradient, Caller.TENSOR)
         self.on_flat_gradient = fuse.guard(self._flat_gradient, Caller.TENSOR)
+        self._on_pull = fuse.guard(self._pull, Caller.TENSOR)
 
     def begin(self) -> None:
         """Forget the last sampled step."""
@@ -112,6 +118,7 @@ class EagerHooks:
         self._heard.clear()
         self._recomputed.clear()
         self._waiting.clear()
+        self._fewest = math.inf
 
     def attach(self) -> None:
         """Hang the hooks on the model as it is now (modules may have been replaced since)."""
@@ -153,7 +160,16 @@ class EagerHooks:
         if not (fqn or self._clock.evaluating):
             if self._clock.micro == self._clock.lent:
                 step_facts.add_input((args, kwargs), rows)
+                target_facts.add_copied((args, kwargs), output, rows)
+                pulled = target_facts.pulled(output)
+                if pulled is not None:
+                    pulled.register_hook(target_facts.PullHook(self._on_pull, pulled))
             step_facts.add_output(output, rows)
+            if self._fewest < math.inf:
+                rows.add_scalar(NORM_VALUES, self._fewest)
+        if isinstance(module, _NORMS) and module.training and isinstance(output, Tensor):
+            values = output.numel() / max(module.num_features, 1)
+            self._fewest = min(self._fewest, values)
         self.after_call(fqn, module, args, kwargs, output)
 
     def forward(
@@ -308,6 +324,10 @@ class EagerHooks:
             self._inference.declare(slot, self._inference.of_parameter(parameter))
         self._rows.confirm(micro)
         self._rows.add(slot, micro, gradient)
+
+    def _pull(self, output: Tensor, gradient: Tensor) -> None:
+        if self.attached:
+            target_facts.add_pull(output, gradient, self._rows)
 
     def _flat_gradient(self, unit: FlatUnit, slots: dict[str, int], gradient: Tensor) -> None:
         for fqn, part in unit.split(gradient):

@@ -1,0 +1,152 @@
+"""`targets`: a model is trained to answer with its input, or all samples towards one number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ddpprobe.detectors.enough_looks import EnoughLooks
+from ddpprobe.detectors.rank_scalars import scalars
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.sound_steps import SoundStepsDetector
+from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.step import COPIED, PULL, PULL_REST, TARGET, Anomaly, StepRecord
+
+# Of the gradient's variance. Right pairs of outputs and targets left 0.27 or more in a regression;
+# what bfloat16 rounds is below this once the mean of the residuals is gone.
+STRAIGHT = 1e-3
+SLOPE = 0.01  # relative: that of a squared error is the same number in every batch
+MOVES = 1e-3  # relative: a target that is meant, such as a discriminator's 1, stays where it is
+
+
+class _Pull(NamedTuple):
+    slope: float
+    target: float
+
+
+_NO_PULL = _Pull(0.0, 0.0)
+
+
+@dataclass(slots=True)
+class _Streak:
+    """Looks in a row at which something was so; of a pull the first slope, and its targets."""
+
+    looks: int = 0
+    since: int = -1
+    slope: float = math.nan
+    low: float = math.inf
+    high: float = -math.inf
+
+    def take(self, step: int, pull: _Pull) -> None:
+        if not self.looks:
+            self.since, self.slope = step, pull.slope
+        self.looks += 1
+        self.low, self.high = min(self.low, pull.target), max(self.high, pull.target)
+
+    @property
+    def moves(self) -> bool:
+        """Whether the targets of different batches differ."""
+        return self.high - self.low > MOVES * max(abs(self.low), abs(self.high))
+
+
+class TrainingTargets(SoundStepsDetector):
+    """Warns when the targets seem to be wrong: the inputs themselves, or one number for all.
+
+    A language model that answers with the very token that it is given, wherever the next one is
+    another, is trained on labels that nobody has shifted. And where the gradient of each output is
+    a straight line over the outputs, with the same slope in every batch, all samples of a batch
+    are pulled to one number, and to another one in the next: predictions [n, 1] and targets [n]
+    are broadcast to [n, n].
+
+    Args:
+        copied: share of the places at which the answer is the input, from which it is told.
+        looks: sampled steps in a row at which it is so.
+        steps: five looks are enough where so many steps lie between the first and the last.
+        quiet_steps: steps without it after which it is told again.
+    """
+
+    name = "targets"
+    title = "The targets are the inputs, or one number for all samples"
+
+    def __init__(
+        self, *, copied: float = 0.97, looks: int = 8, steps: int = 40, quiet_steps: int = 1000
+    ) -> None:
+        above_zero(copied=copied)
+        at_least(0, quiet_steps=quiet_steps)
+        self._copied, self._quiet = copied, quiet_steps
+        self._enough = EnoughLooks(looks, min(5, looks), steps)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._copies, self._pulls = _Streak(), _Streak()
+        self._told = {kind: Telling(self._quiet) for kind in ("copied", "pulled")}
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; an anomaly for each of both."""
+        if record.skipped:  # its gradients are not finite
+            return []
+        return [*self._look_at_copies(record), *self._look_at_pulls(record)]
+
+    def _look_at_copies(self, record: StepRecord) -> Iterable[Anomaly]:
+        shares = [share for share in scalars(record, COPIED) if share >= 0]
+        if not shares:
+            return
+        if min(shares) < self._copied:
+            self._copies = _Streak()
+            return
+        self._copies.take(record.step, _NO_PULL)
+        if self._is_due("copied", self._copies, record.step):
+            message = (
+                f"at each of the last {self._copies.looks} sampled steps the model answers with "
+                f"the token that it is given, at {100 * min(shares):.0f} % of the places whose "
+                "next token is another one: shift the labels by one, if it is to predict the next"
+            )
+            yield self._verdict(record, message, {"copied": min(shares)}, self._copies)
+
+    def _look_at_pulls(self, record: StepRecord) -> Iterable[Anomaly]:
+        pull = _pull(record)
+        if pull is None:
+            return
+        first = self._pulls.slope if self._pulls.looks else pull.slope
+        if abs(pull.slope - first) > SLOPE * first or pull.slope <= 0:
+            self._pulls = _Streak()
+        if pull.slope <= 0:
+            return
+        self._pulls.take(record.step, pull)
+        if self._pulls.moves and self._is_due("pulled", self._pulls, record.step):
+            message = (
+                f"at each of the last {self._pulls.looks} sampled steps all samples of a batch are "
+                "pulled to one and the same number, and in another batch to another: outputs "
+                "[n, 1] and targets [n] make n x n pairs in a loss; give both one shape"
+            )
+            yield self._verdict(record, message, {"slope": pull.slope}, self._pulls)
+
+    def _is_due(self, kind: str, streak: _Streak, step: int) -> bool:
+        enough = self._enough.reached(streak.looks, step - streak.since, differ=False)
+        return enough and self._told[kind].due(step)
+
+    def _verdict(
+        self, record: StepRecord, message: str, values: dict[str, float], streak: _Streak
+    ) -> Anomaly:
+        values = {**values, "looks": streak.looks, "since": streak.since}
+        return self.anomaly(record, "warn", message, values, phase="forward", kind="output")
+
+
+def _pull(record: StepRecord) -> _Pull | None:
+    """Return the line over the outputs, as the mean of the ranks; None: it is none on some rank.
+
+    A slope of 0 stands for a look at which there was no line.
+    """
+    rests = scalars(record, PULL_REST)
+    if not rests:
+        return None
+    straight = all(abs(rest) < STRAIGHT for rest in rests)  # NaN is not
+    slopes, targets = scalars(record, PULL), scalars(record, TARGET)
+    if not straight or not all(map(math.isfinite, (*slopes, *targets))):
+        return _NO_PULL
+    low, high = min(slopes), max(slopes)
+    if low <= 0 or high - low > SLOPE * low:  # ranks with batches of unlike sizes
+        return _NO_PULL
+    return _Pull(slopes[0], sum(targets) / len(targets))

@@ -1,0 +1,149 @@
+"""What a model is trained towards, as far as its output tells: facts of a sampled step.
+
+The targets themselves are the script's. But what the model was given lies beside what it answers,
+and the gradient of an output tells towards what each sample is pulled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ddpprobe.rank.hooks.outputs import leaves
+from ddpprobe.rank.hooks.step_rows import StepRows
+from ddpprobe.rank.hooks.sweep import is_plain
+from ddpprobe.rank.torch_private import functorch, is_functorch
+from ddpprobe.records.step import COPIED, PULL, PULL_REST, TARGET
+
+TENSORS = 4  # that the root is given or returns, the first ones
+PLACES, FEWEST_PLACES = 64, 16  # of a text that are looked at; that say something
+SAMPLES, NUMBERS = 8, 1 << 14  # the fewest of a batch, the most elements of an output
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def add_copied(given: Iterable[object], returned: object, rows: StepRows) -> None:
+    """Add the share of places of a text at which the largest logit is that of the very token there.
+
+    Counted are places whose next token is another one: there a model that predicts the next one
+    should not answer with its input, and on padding it may. Of several inputs that may be the text
+    the one that is copied most counts. Nothing where fewer than `FEWEST_PLACES` are such.
+
+    Args:
+        given: the root's args and kwargs; a text is of integers, [batch, length].
+        returned: what the root returned; logits are [batch, length, classes].
+        rows: where the number goes, on the tensor's device.
+    """
+    logits = next((t for t in _first(returned) if t.dim() == 3 and _is_number(t)), None)
+    if logits is None or logits.shape[1] < 2 or logits.shape[2] < 2:
+        return
+    inputs = itertools.islice((t for one in given for _, t in leaves(one)), TENSORS)
+    texts = [t for t in inputs if _is_text(t, logits)]
+    if not texts:
+        return
+    samples, places = len(logits), logits.shape[1] - 1
+    along = max(1, math.ceil(places / PLACES))
+    across = max(1, math.ceil(samples * math.ceil(places / along) / PLACES))
+    with torch.no_grad():
+        answers = logits.detach()[::across, :-1:along].argmax(-1)
+        shares = [_share(answers, t[::across, :-1:along], t[::across, 1::along]) for t in texts]
+        rows.add_scalar(COPIED, torch.stack(shares).max())
+
+
+def _is_text(tensor: Tensor, logits: Tensor) -> bool:
+    """Whether a tensor may hold the tokens of which these are the logits."""
+    return (
+        type(tensor) is Tensor
+        and tensor.dtype in _INTEGERS
+        and tensor.shape == logits.shape[:2]
+        and tensor.device == logits.device
+        and not is_functorch(tensor)
+    )
+
+
+def _share(answers: Tensor, here: Tensor, behind: Tensor) -> Tensor:
+    """Return the share of places with another token behind them that are answered with their own.
+
+    -1: there are too few of them.
+    """
+    changes = here != behind
+    count = changes.sum()
+    share = ((answers == here) & changes).sum() / count.clamp(min=1)
+    return torch.where(count >= FEWEST_PLACES, share, -1.0).double()
+
+
+def pulled(returned: object) -> Tensor | None:
+    """Return the output whose gradient tells towards what samples are pulled; None: there is none.
+
+    That is the first tensor with a gradient to come that has as many samples as are needed, and few
+    enough elements.
+    """
+    trained = (t for t in _first(returned) if t.requires_grad and t.dim())
+    tensor = next(trained, None)
+    if tensor is None or tensor.is_leaf or not _is_number(tensor):
+        return None
+    return tensor if len(tensor) >= SAMPLES and tensor.numel() <= NUMBERS else None
+
+
+@final
+class PullHook:
+    """A tensor hook on an output that keeps its numbers, without its graph.
+
+    Args:
+        tell: called with an output [samples, ...] and its gradient.
+        output: that the hook will be on.
+    """
+
+    __slots__ = ("_numbers", "_tell", "_version")
+
+    def __init__(self, tell: Callable[[Tensor, Tensor], object], output: Tensor) -> None:
+        self._tell, self._numbers = tell, output.detach()
+        self._version = output._version  # noqa: SLF001  (public by documentation)
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        """Hear of the gradient; nothing is told of an output that was changed in place."""
+        numbers = self._numbers
+        same = numbers._version == self._version  # noqa: SLF001
+        if gradient is not None and same and is_plain(gradient) and _is_number(gradient):
+            self._tell(numbers, gradient)
+
+
+def add_pull(output: Tensor, gradient: Tensor, rows: StepRows) -> None:
+    """Add how the gradient of an output depends on the output, in each of its columns.
+
+    With a squared error a sample's gradient is its distance to its own target, times a number. If
+    it is a straight line over the output, all samples are pulled to one and the same target. Added
+    are the line's slope, the share of the gradient's variance that no line explains, and where
+    the line is zero: of columns that have a gradient, by their variance, and the mean.
+
+    Args:
+        output: [samples, ...].
+        gradient: of its shape.
+        rows: where the numbers go, on the tensor's device.
+    """
+    with torch.no_grad(), functorch.outside():
+        x, g = (t.detach().reshape(len(t), -1).double() for t in (output, gradient))
+        mean_x, mean_g = x.mean(0), g.mean(0)
+        x, g = x - mean_x, g - mean_g
+        xx, gg, xg = x.square().sum(0), g.square().sum(0), (x * g).sum(0)
+        active = (gg > 0) & (xx > 0)
+        slope = torch.where(active, xg / xx, 0.0)
+        count = active.sum()
+        rest = 1.0 - (slope * xg).sum() / gg.sum()
+        target = torch.where(active, mean_x - mean_g / slope, 0.0).sum() / count
+        rows.add_scalars(
+            (PULL, PULL_REST, TARGET), torch.stack((slope.sum() / count, rest, target))
+        )
+
+
+def _first(returned: object) -> list[Tensor]:
+    found = itertools.islice((t for _, t in leaves(returned)), TENSORS)
+    return [t for t in found if is_plain(t) and not is_functorch(t)]
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not tensor.is_meta
