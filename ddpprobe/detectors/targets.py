@@ -12,21 +12,31 @@ from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.telling import Telling
-from ddpprobe.records.step import COPIED, PULL, PULL_REST, TARGET, Anomaly, StepRecord
+from ddpprobe.records.step import (
+    COPIED,
+    PULL,
+    PULL_REST,
+    PULLED_RMS,
+    TARGET,
+    Anomaly,
+    StepRecord,
+)
 
 # Of the gradient's variance. Right pairs of outputs and targets left 0.27 or more in a regression;
 # what bfloat16 rounds is below this once the mean of the residuals is gone.
 STRAIGHT = 1e-3
 SLOPE = 0.01  # relative: that of a squared error is the same number in every batch
-MOVES = 1e-3  # relative: a target that is meant, such as a discriminator's 1, stays where it is
+# Of the largest output (rms). A target that is meant, as 0 or a discriminator's 1, stays there.
+MOVES = 0.01
 
 
 class _Pull(NamedTuple):
     slope: float
     target: float
+    rms: float
 
 
-_NO_PULL = _Pull(0.0, 0.0)
+_NO_PULL = _Pull(0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -38,17 +48,19 @@ class _Streak:
     slope: float = math.nan
     low: float = math.inf
     high: float = -math.inf
+    rms: float = 0.0  # of the outputs, the largest
 
     def take(self, step: int, pull: _Pull) -> None:
         if not self.looks:
             self.since, self.slope = step, pull.slope
         self.looks += 1
         self.low, self.high = min(self.low, pull.target), max(self.high, pull.target)
+        self.rms = max(self.rms, pull.rms)
 
     @property
     def moves(self) -> bool:
         """Whether the targets of different batches differ."""
-        return self.high - self.low > MOVES * max(abs(self.low), abs(self.high))
+        return self.high - self.low > MOVES * self.rms
 
 
 class TrainingTargets(SoundStepsDetector):
@@ -144,9 +156,10 @@ def _pull(record: StepRecord) -> _Pull | None:
         return None
     straight = all(abs(rest) < STRAIGHT for rest in rests)  # NaN is not
     slopes, targets = scalars(record, PULL), scalars(record, TARGET)
-    if not straight or not all(map(math.isfinite, (*slopes, *targets))):
+    rms = max(scalars(record, PULLED_RMS), default=0.0)
+    if not straight or not all(map(math.isfinite, (*slopes, *targets, rms))):
         return _NO_PULL
     low, high = min(slopes), max(slopes)
     if low <= 0 or high - low > SLOPE * low:  # ranks with batches of unlike sizes
         return _NO_PULL
-    return _Pull(slopes[0], sum(targets) / len(targets))
+    return _Pull(slopes[0], sum(targets) / len(targets), rms)

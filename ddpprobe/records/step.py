@@ -222,8 +222,10 @@ INPUT_SPREAD, OUTPUT_SPREAD = "input_spread", "output_spread"
 # of those whose next token is another one; -1: they are too few.
 COPIED = "copied_inputs"
 # Scalars of the output's gradient as a straight line over the output, see `hooks.target_facts`: its
-# slope, the share of the gradient's variance that no line explains, and where the line is zero.
-PULL, PULL_REST, TARGET = "output_pull", "output_pull_rest", "output_target"
+# slope, the share of the gradient's variance that no line explains, where the line is zero, and the
+# rms of the output.
+PULL, PULL_REST = "output_pull", "output_pull_rest"
+TARGET, PULLED_RMS = "output_target", "output_pulled_rms"
 # Scalar: values by which a batch norm in training mode normalizes a channel, the fewest of all.
 NORM_VALUES = "batch_norm_values"
 # Scalar: how many micro-batches of the step, the first ones, were for another model's step.

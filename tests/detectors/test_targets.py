@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from ddpprobe.detectors.targets import TrainingTargets
-from ddpprobe.records.step import COPIED, PULL, PULL_REST, TARGET, StepRecord
+from ddpprobe.records.step import COPIED, PULL, PULL_REST, PULLED_RMS, TARGET, StepRecord
 from tests.detectors.made_records import record, run
 
 
@@ -27,10 +27,16 @@ def lines(*ranks: Sequence[Line], every: int = 1, **changes: object) -> list[Ste
     """A run in which the gradients of the ranks' outputs are these lines."""
     names = PULL, PULL_REST, TARGET
     return [
-        record(i * every, {r: dict(zip(names, one, strict=True)) for r, one in enumerate(all_)},
-               **changes)
+        record(
+            i * every,
+            {
+                rank: {**dict(zip(names, one, strict=True)), PULLED_RMS: 1.0}
+                for rank, one in enumerate(all_)
+            },
+            **changes,
+        )
         for i, all_ in enumerate(zip(*ranks, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def pairs(steps: int, slope: float = 2 / 32, rest: float = 1e-9) -> list[Line]:
@@ -88,7 +94,8 @@ def test_so_are_those_of_all_ranks_and_not_of_one() -> None:
     "one",
     [
         [(2 / 32, 0.0, 1.0)] * 60,  # a target that is meant, such as a discriminator's
-        [(2 / 32, 0.0, 1.0 + 1e-4 * (i % 2)) for i in range(60)],
+        [(2 / 32, 0.0, 1.0 + 0.009 * (i % 2)) for i in range(60)],
+        [(1 / 32, 0.0, 1e-9 * math.sin(i)) for i in range(60)],  # of a square: 0, but for rounding
         pairs(60, rest=2e-3),
         pairs(60, rest=math.nan),
         pairs(60, slope=-2 / 32),  # a line through one feature, as a linear model has

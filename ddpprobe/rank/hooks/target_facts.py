@@ -18,7 +18,7 @@ from ddpprobe.rank.hooks.outputs import leaves
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.hooks.sweep import is_plain
 from ddpprobe.rank.torch_private import functorch, is_functorch
-from ddpprobe.records.step import COPIED, PULL, PULL_REST, TARGET
+from ddpprobe.records.step import COPIED, PULL, PULL_REST, PULLED_RMS, TARGET
 
 TENSORS = 4  # that the root is given or returns, the first ones
 PLACES, FEWEST_PLACES = 64, 16  # of a text that are looked at; that say something
@@ -117,8 +117,8 @@ def add_pull(output: Tensor, gradient: Tensor, rows: StepRows) -> None:
 
     With a squared error a sample's gradient is its distance to its own target, times a number. If
     it is a straight line over the output, all samples are pulled to one and the same target. Added
-    are the line's slope, the share of the gradient's variance that no line explains, and where
-    the line is zero: of columns that have a gradient, by their variance, and the mean.
+    are the line's slope, the share of the gradient's variance that no line explains, where the line
+    is zero, and the rms of the output; but for the share, means of the columns with a gradient.
 
     Args:
         output: [samples, ...].
@@ -127,17 +127,15 @@ def add_pull(output: Tensor, gradient: Tensor, rows: StepRows) -> None:
     """
     with torch.no_grad(), functorch.outside():
         x, g = (t.detach().reshape(len(t), -1).double() for t in (output, gradient))
-        mean_x, mean_g = x.mean(0), g.mean(0)
+        mean_x, mean_g, rms = x.mean(0), g.mean(0), x.square().mean(0).sqrt()
         x, g = x - mean_x, g - mean_g
         xx, gg, xg = x.square().sum(0), g.square().sum(0), (x * g).sum(0)
         active = (gg > 0) & (xx > 0)
-        slope = torch.where(active, xg / xx, 0.0)
-        count = active.sum()
-        rest = 1.0 - (slope * xg).sum() / gg.sum()
-        target = torch.where(active, mean_x - mean_g / slope, 0.0).sum() / count
-        rows.add_scalars(
-            (PULL, PULL_REST, TARGET), torch.stack((slope.sum() / count, rest, target))
-        )
+        slope = xg / xx
+        rest = 1.0 - torch.where(active, slope * xg, 0.0).sum() / gg.sum()
+        each = torch.stack((slope, mean_x - mean_g / slope, rms))
+        means = torch.where(active, each, 0.0).sum(1) / active.sum()
+        rows.add_scalars((PULL, TARGET, PULLED_RMS, PULL_REST), torch.cat((means, rest[None])))
 
 
 def _first(returned: object) -> list[Tensor]:
