@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ddpprobe.detectors.enough_looks import EnoughLooks
 from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
@@ -75,20 +74,17 @@ class TrainingTargets(SoundStepsDetector):
     Args:
         copied: share of the places at which the answer is the input, from which it is told.
         looks: sampled steps in a row at which it is so.
-        steps: five looks are enough where so many steps lie between the first and the last.
         quiet_steps: steps without it after which it is told again.
     """
 
     name = "targets"
     title = "The targets are the inputs, or one number for all samples"
 
-    def __init__(
-        self, *, copied: float = 0.97, looks: int = 8, steps: int = 40, quiet_steps: int = 1000
-    ) -> None:
+    def __init__(self, *, copied: float = 0.99, looks: int = 8, quiet_steps: int = 1000) -> None:
         above_zero(copied=copied)
+        at_least(1, looks=looks)
         at_least(0, quiet_steps=quiet_steps)
-        self._copied, self._quiet = copied, quiet_steps
-        self._enough = EnoughLooks(looks, min(5, looks), steps)
+        self._copied, self._looks, self._quiet = copied, looks, quiet_steps
         self._reset()
 
     def _reset(self) -> None:
@@ -136,8 +132,7 @@ class TrainingTargets(SoundStepsDetector):
             yield self._verdict(record, message, {"slope": pull.slope}, self._pulls)
 
     def _is_due(self, kind: str, streak: _Streak, step: int) -> bool:
-        enough = self._enough.reached(streak.looks, step - streak.since, differ=False)
-        return enough and self._told[kind].due(step)
+        return streak.looks >= self._looks and self._told[kind].due(step)
 
     def _verdict(
         self, record: StepRecord, message: str, values: dict[str, float], streak: _Streak

@@ -99,7 +99,7 @@ SMALLEST = {
     "vanishing-steps": 0, "loss_spike-window": 16, "loss_runaway-steps": 0, "level_shift-blocks": 2,
     "loss_runaway-settle": 0, "rank_outlier-window": 8, "rank_outlier-settle": 0,
     "unsampled_spike-window": 8, "stuck_data-looks": 2, "stuck_data-beside": 2,
-    "mode_flip-steps": 0, "collapse-looks": 2, "collapse-beside": 2, "targets-looks": 2,
+    "mode_flip-steps": 0, "collapse-looks": 2, "collapse-beside": 2,
 }  # fmt: skip
 
 

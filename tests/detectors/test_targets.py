@@ -44,20 +44,20 @@ def pairs(steps: int, slope: float = 2 / 32, rest: float = 1e-9) -> list[Line]:
     return [(slope, rest, 0.3 * math.sin(step)) for step in range(steps)]
 
 
-@pytest.mark.parametrize(("every", "looks"), [(1, 8), (5, 8), (10, 5), (100, 5)])
-def test_a_model_that_answers_with_its_input_is_told_once(every: int, looks: int) -> None:
-    shares = [0.1, 0.5, 0.96] + [1.0, 0.98] * 30
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_model_that_answers_with_its_input_is_told_once(every: int) -> None:
+    shares = [0.1, 0.5, 0.98, *[1.0, 0.995] * 30]
     (warn,) = run(TrainingTargets(), texts(shares, shares, every=every))
-    assert (warn.level, warn.step, warn.rank) == ("warn", (2 + looks) * every, None)
+    assert (warn.level, warn.step, warn.rank) == ("warn", 10 * every, None)
     assert (warn.phase, warn.kind) == ("forward", "output")
-    assert warn.values == {"copied": warn.values["copied"], "looks": looks, "since": 3 * every}
+    assert warn.values == {"copied": warn.values["copied"], "looks": 8, "since": 3 * every}
     assert "shift the labels" in warn.message
 
 
 @pytest.mark.parametrize(
     "ranks",
     [
-        [[0.96] * 60],
+        [[0.98] * 60],
         [[1.0] * 60, [0.9] * 60],
         [([1.0] * 7 + [0.5]) * 8],
         [[-1.0] * 60],
@@ -74,12 +74,12 @@ def test_texts_that_say_nothing_break_no_row_of_looks() -> None:
     assert warn.step == 7
 
 
-@pytest.mark.parametrize(("every", "looks"), [(1, 8), (5, 8), (10, 5), (100, 5)])
-def test_outputs_that_are_paired_with_all_targets_are_told_once(every: int, looks: int) -> None:
+@pytest.mark.parametrize("every", [1, 100])
+def test_outputs_that_are_paired_with_all_targets_are_told_once(every: int) -> None:
     before = [(0.01 * i, 0.3, 0.0) for i in range(4)]
     (warn,) = run(TrainingTargets(), lines(before + pairs(60), every=every))
-    assert (warn.level, warn.step) == ("warn", (3 + looks) * every)
-    assert warn.values == {"slope": 2 / 32, "looks": looks, "since": 4 * every}
+    assert (warn.level, warn.step) == ("warn", 11 * every)
+    assert warn.values == {"slope": 2 / 32, "looks": 8, "since": 4 * every}
     assert "give both one shape" in warn.message
 
 
