@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import inspect
 import os
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ddpprobe.errors import AnomalyStop, InstallError
-from ddpprobe.rank import last_words, peer_watcher, process_group
+from ddpprobe.rank import interpreter_end, last_words, peer_watcher, process_group
 from ddpprobe.rank.announcements import announce_install
 from ddpprobe.rank.first_forward import FirstForward
 from ddpprobe.rank.hooks.stream_capture import is_captured
@@ -327,6 +326,7 @@ def _install(model: nn.Module, options: InstallOptions) -> Probe:
     probe = Probe()
     if is_disabled():
         return probe
+    interpreter_end.hear(_close_all)
     if not process_group.exists() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         meet = Fuse("install").guard(partial(_meet_group, probe, model, options))
         probe._waits = FirstForward(_described(model, options), meet, always=options.follows)  # noqa: SLF001  (same module)
@@ -494,7 +494,7 @@ def _abandon_all() -> None:
         probe._abandon()  # noqa: SLF001  (same module)
 
 
-atexit.register(_close_all)
+interpreter_end.register(_close_all)
 os.register_at_fork(before=_rest_all, after_in_child=_abandon_all, after_in_parent=_go_on_all)
 
 __all__ = ["Probe", "Probes", "install"]

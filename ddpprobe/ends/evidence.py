@@ -171,7 +171,7 @@ class Evidence:
         self._set(
             rank, node, closed=True, raised=event.status != "ok", error=event.error,
             handles=event.handles, at_exit=event.at_exit, asked=event.asked,
-            pool=event.pool,
+            pool=event.pool, threads=event.threads,
         )  # fmt: skip
         self._beaten(rank, node, event)
 

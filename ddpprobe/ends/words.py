@@ -42,7 +42,15 @@ def died_of(fate: Fate) -> str:
     text = f": {error.message}" if error.message else ""
     at = f" at {error.where}" if error.where else ""
     while_ = f", while it handled {error.behind}" if error.behind else ""
-    return f"{how}{text}{at}{while_}"
+    return f"{how}{text}{at}{while_}{_lingering(fate)}"
+
+
+def _lingering(fate: Fate) -> str:
+    """Say for which threads its process waited, unless it came to its end."""
+    if not fate.threads or fate.how.startswith("exit:"):
+        return ""
+    many = "s" * (len(fate.threads) > 1)
+    return f", and its process did not end: it waited for thread{many} {', '.join(fate.threads)}"
 
 
 def place_of(fates: list[Fate]) -> str:

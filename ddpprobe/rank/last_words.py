@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import opcode
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
@@ -17,6 +19,7 @@ from ddpprobe.records.events import ClosedEvent
 from ddpprobe.records.fate import RaisedError
 
 MAX_MESSAGE = 300  # characters
+MAX_THREADS, MAX_NAME = 4, 60
 MAX_CHAIN = 16  # exceptions, each raised while the one before it was handled
 # Where ranks talk to one another, and what of it raises; the name of a module, or its beginning.
 _TALKING = ("torch.distributed", "torch._C._distributed_c10d")
@@ -54,8 +57,8 @@ def goodbye(*, at_exit: bool = False, midway: bool = False) -> ClosedEvent:
             training is over.
         midway: training stands within a step.
     """
-    uncaught = _uncaught() if midway or not hasattr(sys, "ps1") else None
-    raised = uncaught or sys.exc_info()[1]
+    ending = uncaught() if midway or not hasattr(sys, "ps1") else None
+    raised = ending or sys.exc_info()[1]
     handlers = OF_THE_SCRIPT
     asked = handlers.left_by_an_exception or any(
         frame.f_code in handlers.codes and is_called_by_a_signal(frame)
@@ -63,11 +66,12 @@ def goodbye(*, at_exit: bool = False, midway: bool = False) -> ClosedEvent:
     )
     ended = isinstance(raised, SystemExit | GeneratorExit)
     return ClosedEvent(
-        status="exception" if uncaught is not None else "ok",
+        status="exception" if ending is not None else "ok",
         error=None if raised is None or ended else describe(raised),
         handles=handlers.may_have_run, at_exit=at_exit,
         asked=asked or (isinstance(raised, SystemExit) and _is_asked([raised])),
         pool=pool(os.environ, os.getppid()),
+        threads=_threads() if at_exit and ending is not None else (),
     )  # fmt: skip
 
 
@@ -121,7 +125,14 @@ def _is_raised_by_hand(error: BaseException) -> bool:
     return trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
 
 
-def _uncaught() -> BaseException | None:
+def _threads() -> tuple[str, ...]:
+    """Return the names of threads for which the interpreter waits at its end, a few of them."""
+    waited = (t for t in threading.enumerate() if not (t.daemon or t is threading.main_thread()))
+    return tuple(t.name[:MAX_NAME] for t in itertools.islice(waited, MAX_THREADS))
+
+
+def uncaught() -> BaseException | None:
+    """Return the exception that ended the script, where Python has left it; None: none has."""
     for name in ("last_exc", "last_value"):  # the first one since Python 3.12
         found = getattr(sys, name, None)
         if isinstance(found, BaseException):

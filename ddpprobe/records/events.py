@@ -99,6 +99,7 @@ class ClosedEvent(_Place):
         asked: it is said in such a handler, or on the way to sys.exit() out of one.
         pool: what has started its process as a worker, and ends it when it likes, by an exit code
             of its own choice ("Ray"); "" if nothing does.
+        threads: names of those for which its process waits behind an exception, some of them.
     """
 
     sampled: int = -1
@@ -108,6 +109,7 @@ class ClosedEvent(_Place):
     at_exit: bool = False
     asked: bool = False
     pool: str = ""
+    threads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

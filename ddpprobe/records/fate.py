@@ -102,6 +102,7 @@ class Fate:
         at_exit: it closed at the end of its interpreter; its script had not said that it was over.
         asked: it closed in such a handler, or on its way to sys.exit() out of one.
         pool: it closed in a worker of this ("Ray"), which ends it when it likes; "" if in none.
+        threads: names of those for which its process waited when it closed behind an exception.
         beat_closed: its last heartbeat says that it closed.
         clock: how far it had come; None: not known.
         stands: where it stood in its code, if it has not moved on since; None: not known.
@@ -128,6 +129,7 @@ class Fate:
     at_exit: bool = False
     asked: bool = False
     pool: str = ""
+    threads: tuple[str, ...] = ()
     beat_closed: bool = False
     clock: Progress | None = None
     stands: Standing | None = None

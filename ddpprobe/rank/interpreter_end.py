@@ -1,0 +1,43 @@
+"""The end of the interpreter, heard in time: behind an exception it may never come.
+
+`atexit` is called when all threads that are no daemons have ended. A script whose main thread has
+raised, and that has a thread of its own which goes on, lingers there for as long as that lives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+
+from ddpprobe.rank.last_words import uncaught
+
+_heard = False
+
+
+def register(close: Callable[[], object]) -> None:
+    """Have `close` called at the end of the interpreter, and earlier as `hear` says."""
+    atexit.register(close)
+
+
+def hear(close: Callable[[], object]) -> None:
+    """Have `close` called as soon as an exception has ended the main thread, if that calls this.
+
+    To be called by who trains. In another thread training may go on behind the main one's end.
+    Degradation: without the private function of `threading` that concurrent.futures uses as well,
+    it is called with those of `atexit`.
+    """
+    global _heard  # noqa: PLW0603  (there is one interpreter)
+    register = getattr(threading, "_register_atexit", None)
+    if _heard or register is None or threading.current_thread() is not threading.main_thread():
+        return
+    with contextlib.suppress(RuntimeError):  # the interpreter ends already
+        register(_close_behind_an_exception, close)
+        _heard = True
+
+
+def _close_behind_an_exception(close: Callable[[], object]) -> None:
+    if not hasattr(sys, "ps1") and uncaught() is not None:
+        close()
