@@ -18,6 +18,8 @@ from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep
 from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 
 LEAST_MOVE = 0.005  # of the logarithm of a norm: one that hardly moves is not judged by less
+FEW = 6  # parameters of which half are too few to be all together
+WHOLE = 0.25  # of the rate at which they shrink slowly: that of the norm of all together
 COUNTED = 2.0  # times the largest rise between two looks, which a count that began anew has reached
 _WORDS = {"param": "weight", "buffer": "buffer"}
 _BESIDE = {"param": " beside the optimizer", "buffer": ""}
@@ -139,7 +141,9 @@ class WeightJump(SampledDetector):
             # What began at zero has a clock of its own: a few such are not half of the model.
             if len(found) < max(2, int(now.seen.sum()) / 2):
                 continue
-            rate = float(np.median(found))
+            rate = _usual(found)
+            if moved is slow and moved.whole > -math.log1p(limit) * WHOLE:
+                continue  # a few small ones, such as biases, wander so where there is only noise
             if abs(rate) > math.log1p(limit) and self._drifts.due(record.step, abs(rate)):
                 return [self._drift(record, rate, len(found), moved.steps)]
         return []
@@ -154,6 +158,14 @@ class WeightJump(SampledDetector):
         )
         values = {"rate": share, "parameters": parameters}
         return self.anomaly(record, "warn", message, values, module="", kind="param")
+
+
+def _usual(rates: Floats) -> float:
+    """Return the median; of a few, what more than half of them reach in one direction."""
+    if len(rates) >= FEW:
+        return float(np.median(rates))
+    middle = np.sort(rates)[[(len(rates) - 1) // 2, len(rates) // 2]]
+    return float(middle[np.argmin(np.abs(middle))]) if middle.prod() > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,10 +281,12 @@ def _leap(
 class _Rates:
     """Of parameters whose norm is known long enough: change of log(norm) in a step.
 
-    `young`: the time began soon behind the first look; `steps` is the shortest time.
+    `young`: the time began soon behind the first look; `steps` is the shortest time. `whole`: the
+    rate of the norm of all of them together.
     """
 
     rates: Floats
+    whole: float
     young: Mask
     steps: int
 
@@ -294,8 +308,12 @@ class _Pace:
         steps = step - self._then
         known = now.seen & (now.norm > 0) & (self._norm > 0) & (steps >= self._over)
         rates: Floats = np.log(now.norm[known] / self._norm[known]) / steps[known]
+        whole = 0.0
+        if known.any():
+            larger = np.linalg.norm(now.norm[known]) / np.linalg.norm(self._norm[known])
+            whole = float(np.log(larger) / np.median(steps[known]))
         young: Mask = (self._then - self._first)[known] < self._settle
         shortest = int(steps[known].min()) if known.any() else 0
         anew = now.seen & ((steps >= self._over) | ~(self._norm > 0))
         self._then[anew], self._norm[anew] = step, now.norm[anew]
-        return _Rates(rates, young, shortest)
+        return _Rates(rates, whole, young, shortest)

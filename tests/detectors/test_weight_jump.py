@@ -97,6 +97,28 @@ def test_one_of_three_that_shrinks_slowly_is_let_be() -> None:
     assert run(WeightJump(), stream(lambda s, i: 1.0 if i else 0.98 ** max(0, s - AT))) == []
 
 
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_of_two_parameters_one_that_moves_is_not_half_of_them(factor: float) -> None:
+    """The bias of a linear model comes by zero."""
+    for both in (False, True):
+        records = [
+            weights(s, {f"l{i}": Made(factor ** max(0, s - AT) if both or i else 1.0)
+                        for i in range(2)})
+            for s in range(140)
+        ]  # fmt: skip
+        assert any("rate" in a.values for a in run(of_size_and_pace(), records)) is both
+
+
+def test_small_ones_that_shrink_slowly_beside_large_ones_that_do_not_are_let_be() -> None:
+    """Biases, where there is only noise to learn."""
+
+    def sized(large: float) -> list[StepRecord]:
+        return stream(lambda s, i: 0.98 ** max(0, s - AT) if i else large)
+
+    assert run(of_size_and_pace(), sized(large=1.0)) != []
+    assert run(of_size_and_pace(), sized(large=3.0)) == []
+
+
 def test_what_begins_at_zero_may_grow_and_one_parameter_may_shrink() -> None:
     assert run(WeightJump(), stream(lambda s, _: 1e-3 * s)) == []
     shrinks = stream(lambda s, i: 0.9 ** max(0, s - AT) if i == 1 else 1.0)
