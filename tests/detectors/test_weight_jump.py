@@ -116,7 +116,7 @@ def test_small_ones_that_shrink_slowly_beside_large_ones_that_do_not_are_let_be(
         return stream(lambda s, i: 0.98 ** max(0, s - AT) if i else large)
 
     assert run(of_size_and_pace(), sized(large=1.0)) != []
-    assert run(of_size_and_pace(), sized(large=3.0)) == []
+    assert run(of_size_and_pace(), sized(large=6.0)) == []
 
 
 def test_what_begins_at_zero_may_grow_and_one_parameter_may_shrink() -> None:

@@ -12,8 +12,8 @@ import pytest
 import ddpprobe
 from ddpprobe.ends.words import describe
 from ddpprobe.records.fate import Fate, Progress, RaisedError
-from tests.rank.capture.test_capturing import life_of
 from tests.distributed.daemon_harness import wait
+from tests.rank.capture.test_capturing import life_of
 
 HEAD = """
     import sys, threading
