@@ -184,7 +184,7 @@ def add_input(given: Iterable[object], rows: StepRows) -> None:
                 whole = whole * _ODD + word  # of one tensor it is that one's
         if any(part is not None for part in parts):
             rows.add_scalar(DIGEST, ((whole >> (64 - _BITS)) & ((1 << _BITS) - 1)).double())
-        dense = [t for t in tensors if _is_dense(t)]
+        dense = [t for t in tensors if is_dense(t)]
         # What has another first dimension than the largest is no batch of samples.
         samples = max(dense, key=Tensor.numel).shape[:1] if dense else ()
         batches = [t for t in dense if t.shape[:1] == samples]
@@ -223,7 +223,7 @@ def _spread(tensor: Tensor) -> Tensor | None:
     """
     while tensor.dim() > 2 and tensor.shape[0] == 1:
         tensor = tensor[0]
-    known = _is_dense(tensor) and tensor.dtype in _COMPARED and tensor.numel() > 0
+    known = is_dense(tensor) and tensor.dtype in _COMPARED and tensor.numel() > 0
     if not known or not tensor.dim() or len(tensor) < 2 or not tensor.stride(0):
         return None
     some = tensor.detach()[:: -(-len(tensor) // SAMPLES)]
@@ -244,7 +244,7 @@ def _beginning(tensor: Tensor) -> Tensor | None:
     are needed.
     """
     most = DIGEST_BYTES // tensor.element_size()
-    if not _is_dense(tensor) or not tensor.numel():
+    if not is_dense(tensor) or not tensor.numel():
         return None
     if not tensor.is_contiguous():
         row = tensor.numel() // tensor.shape[0]
@@ -252,6 +252,7 @@ def _beginning(tensor: Tensor) -> Tensor | None:
     return tensor.view(-1)[:most] if lies_on(tensor, tensor.device) else None
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape, and numbers of its own in it."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return plain and not (tensor.is_nested or tensor.is_quantized)

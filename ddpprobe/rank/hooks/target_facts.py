@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ddpprobe.rank.hooks.outputs import leaves
+from ddpprobe.rank.hooks.step_facts import is_dense
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.hooks.sweep import is_plain
 from ddpprobe.rank.torch_private import functorch, is_functorch
@@ -57,7 +58,7 @@ def add_copied(given: Iterable[object], returned: object, rows: StepRows) -> Non
 def _is_text(tensor: Tensor, logits: Tensor) -> bool:
     """Whether a tensor may hold the tokens of which these are the logits."""
     return (
-        type(tensor) is Tensor
+        is_dense(tensor)
         and tensor.dtype in _INTEGERS
         and tensor.shape == logits.shape[:2]
         and tensor.device == logits.device
@@ -108,7 +109,7 @@ class PullHook:
         """Hear of the gradient; nothing is told of an output that was changed in place."""
         numbers = self._numbers
         same = numbers._version == self._version  # noqa: SLF001
-        if gradient is not None and same and is_plain(gradient) and _is_number(gradient):
+        if gradient is not None and same and is_dense(gradient) and is_plain(gradient):
             self._tell(numbers, gradient)
 
 
@@ -140,7 +141,7 @@ def add_pull(output: Tensor, gradient: Tensor, rows: StepRows) -> None:
 
 def _first(returned: object) -> list[Tensor]:
     found = itertools.islice((t for _, t in leaves(returned)), TENSORS)
-    return [t for t in found if is_plain(t) and not is_functorch(t)]
+    return [t for t in found if is_dense(t) and is_plain(t)]
 
 
 def _is_number(tensor: Tensor) -> bool:

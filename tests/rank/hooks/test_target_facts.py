@@ -78,10 +78,21 @@ def test_padding_and_what_else_stands_still_says_nothing() -> None:
         (text_of(2, 9), torch.ones(2, 9, 1)),
         (text_of(2, 9), ()),
         (text_of(2, 9), torch.ones(2, 9, CLASSES, device="meta")),
+        (text_of(2, 9).to_sparse(), torch.ones(2, 9, CLASSES)),
+        (text_of(2, 9), torch.ones(2, 9, CLASSES).to_sparse()),
     ],
 )
 def test_of_what_is_no_text_with_its_logits_nothing_is_told(given, returned) -> None:
     assert copied(given, returned) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_of_nested_tensors_nothing_is_told() -> None:
+    text, logits = text_of(2, 9), torch.ones(2, 9, CLASSES)
+    assert copied(torch.nested.nested_tensor(list(text)), logits) is None
+    assert copied(text, torch.nested.nested_tensor(list(logits))) is None
+    grown = torch.nested.nested_tensor([torch.ones(SAMPLES)] * SAMPLES, requires_grad=True) * 1.0
+    assert pulled(grown) is None
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
