@@ -326,7 +326,6 @@ def _install(model: nn.Module, options: InstallOptions) -> Probe:
     probe = Probe()
     if is_disabled():
         return probe
-    interpreter_end.hear(_close_all)
     if not process_group.exists() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         meet = Fuse("install").guard(partial(_meet_group, probe, model, options))
         probe._waits = FirstForward(_described(model, options), meet, always=options.follows)  # noqa: SLF001  (same module)
@@ -462,6 +461,7 @@ def _join(
     probe._begin(recorder, joined, order_handler, stopwatch)  # noqa: SLF001  (same module)
     _probed[topology.root] = probe
     _live.add(probe)
+    interpreter_end.hear(_close_all)
 
 
 def _nothing(*_: object) -> None:
