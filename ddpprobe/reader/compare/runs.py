@@ -25,14 +25,29 @@ from ddpprobe.reader.compare.site_matching import (
 from ddpprobe.reader.compare.timeline import aligned, timeline
 from ddpprobe.reader.compare.tolerance import ComparedRows, Floats, Tolerance, rounding
 from ddpprobe.reader.run import Run
-from ddpprobe.records.step import DIGEST, INPUT_SPREAD, OUTPUT_SPREAD, Site, StepRecord
+from ddpprobe.records.step import (
+    COPIED,
+    DIGEST,
+    INPUT_SPREAD,
+    NORM_VALUES,
+    OUTPUT_SPREAD,
+    PULL,
+    PULL_REST,
+    PULLED_RMS,
+    TARGET,
+    Site,
+    StepRecord,
+)
 
 Advance = Callable[[int], None]
 Key = tuple[str, str, str]
 # Of how long something took, and of how the batch was split: no numbers of the model.
 _MICRO, _TIMES = "micro_batches", "_seconds"
 # Nor is the order of its samples, and which of them are looked at.
-_OF_THE_BATCH = {_MICRO, DIGEST, INPUT_SPREAD, OUTPUT_SPREAD}
+_OF_THE_BATCH = {
+    _MICRO, DIGEST, INPUT_SPREAD, OUTPUT_SPREAD, NORM_VALUES,
+    COPIED, PULL, PULL_REST, PULLED_RMS, TARGET,
+}  # fmt: skip
 _BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
 
 
