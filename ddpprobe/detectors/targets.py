@@ -142,9 +142,9 @@ class TrainingTargets(SoundStepsDetector):
 
 
 def _pull(record: StepRecord) -> _Pull | None:
-    """Return the line over the outputs, as the mean of the ranks; None: it is none on some rank.
+    """Return the line over the outputs, the target as the mean of the ranks; None: nobody tells.
 
-    A slope of 0 stands for a look at which there was no line.
+    A slope of 0 stands for a look at which it was no line, or not the same on all ranks.
     """
     rests = scalars(record, PULL_REST)
     if not rests:

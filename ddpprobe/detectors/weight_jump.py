@@ -308,12 +308,12 @@ class _Pace:
         steps = step - self._then
         known = now.seen & (now.norm > 0) & (self._norm > 0) & (steps >= self._over)
         rates: Floats = np.log(now.norm[known] / self._norm[known]) / steps[known]
-        whole = 0.0
+        young: Mask = (self._then - self._first)[known] < self._settle
+        whole, shortest = 0.0, 0
         if known.any():
             larger = np.linalg.norm(now.norm[known]) / np.linalg.norm(self._norm[known])
             whole = float(np.log(larger) / np.median(steps[known]))
-        young: Mask = (self._then - self._first)[known] < self._settle
-        shortest = int(steps[known].min()) if known.any() else 0
+            shortest = int(steps[known].min())
         anew = now.seen & ((steps >= self._over) | ~(self._norm > 0))
         self._then[anew], self._norm[anew] = step, now.norm[anew]
         return _Rates(rates, whole, young, shortest)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import sys
 import threading
 from collections.abc import Callable
 
@@ -30,14 +29,14 @@ def hear(close: Callable[[], object]) -> None:
     it is called with those of `atexit`.
     """
     global _heard  # noqa: PLW0603  (there is one interpreter)
-    register = getattr(threading, "_register_atexit", None)
-    if _heard or register is None or threading.current_thread() is not threading.main_thread():
+    early = getattr(threading, "_register_atexit", None)
+    if _heard or early is None or threading.current_thread() is not threading.main_thread():
         return
     with contextlib.suppress(RuntimeError):  # the interpreter ends already
-        register(_close_behind_an_exception, close)
+        early(_close_behind_an_exception, close)
         _heard = True
 
 
 def _close_behind_an_exception(close: Callable[[], object]) -> None:
-    if not hasattr(sys, "ps1") and uncaught() is not None:
+    if uncaught() is not None:
         close()

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import threading
-import traceback
 from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
 
@@ -17,6 +16,7 @@ from ddpprobe.rank.scheduler import pool
 from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT, is_called_by_a_signal
 from ddpprobe.records.events import ClosedEvent
 from ddpprobe.records.fate import RaisedError
+from ddpprobe.rundir.fuse import first_line
 
 MAX_MESSAGE = 300  # characters
 MAX_THREADS, MAX_NAME = 4, 60
@@ -48,16 +48,14 @@ def goodbye(*, at_exit: bool = False, midway: bool = False) -> ClosedEvent:
     At the end of the interpreter the exception that nobody caught is where Python left it for its
     debugger, whatever hook has printed it. Before that the one that is under way is told, which may
     still be caught: the process's exit code says whether it was. Of a sys.exit() nothing is left
-    at the end of the interpreter. In a notebook or at a prompt an exception ends no process, and
-    the last one may be of any cell, also of one before the run: it counts where training stands
-    within a step.
+    at the end of the interpreter.
 
     Args:
         at_exit: it is said at the end of the interpreter; the script itself has not said that its
             training is over.
         midway: training stands within a step.
     """
-    ending = uncaught() if midway or not hasattr(sys, "ps1") else None
+    ending = uncaught(midway=midway)
     raised = ending or sys.exc_info()[1]
     handlers = OF_THE_SCRIPT
     asked = handlers.left_by_an_exception or any(
@@ -84,7 +82,7 @@ def describe(raised: BaseException) -> RaisedError:
     """
     chain = list(_chain(raised))
     return RaisedError(
-        type(raised).__name__, _text(raised)[:MAX_MESSAGE], _origin(raised.__traceback__),
+        type(raised).__name__, first_line(raised)[:MAX_MESSAGE], _origin(raised.__traceback__),
         collective=any(_is_collective(error) for error in chain if error.__cause__ is None),
         asked=_is_asked(chain), behind=_behind(chain),
     )  # fmt: skip
@@ -98,7 +96,7 @@ def _behind(chain: list[BaseException]) -> str:
     first = chain[-1]
     if len(chain) == 1 or _is_collective(first) or not _is_collective(chain[0]):
         return ""
-    text, where = _text(first)[:MAX_MESSAGE], _origin(first.__traceback__)
+    text, where = first_line(first)[:MAX_MESSAGE], _origin(first.__traceback__)
     return f"{type(first).__name__}{f': {text}' if text else ''}{f' at {where}' if where else ''}"
 
 
@@ -131,8 +129,14 @@ def _threads() -> tuple[str, ...]:
     return tuple(t.name[:MAX_NAME] for t in itertools.islice(waited, MAX_THREADS))
 
 
-def uncaught() -> BaseException | None:
-    """Return the exception that ended the script, where Python has left it; None: none has."""
+def uncaught(*, midway: bool = False) -> BaseException | None:
+    """Return the exception that ended the script, where Python has left it; None: none has.
+
+    In a notebook or at a prompt an exception ends no process, and the last one may be of any cell,
+    also of one before the run: it counts where training stands within a step (`midway`).
+    """
+    if hasattr(sys, "ps1") and not midway:
+        return None
     for name in ("last_exc", "last_value"):  # the first one since Python 3.12
         found = getattr(sys, name, None)
         if isinstance(found, BaseException):
@@ -167,7 +171,7 @@ def _is_collective(error: BaseException) -> bool:
     inner = modules[-1] if modules else ""
     if isinstance(error, RuntimeError) and inner.startswith(_TALKING):
         return True
-    return inner.startswith("torch") and bool(_BROKEN.search(_text(error)))
+    return inner.startswith("torch") and bool(_BROKEN.search(first_line(error)))
 
 
 def _is_of_the_device(error: BaseException) -> bool:
@@ -178,7 +182,7 @@ def _is_of_the_device(error: BaseException) -> bool:
     """
     if any(kind.__name__ == _OUT_OF_MEMORY for kind in type(error).__mro__):
         return True
-    return isinstance(error, RuntimeError) and bool(_OF_THE_DEVICE.search(_text(error)))
+    return isinstance(error, RuntimeError) and bool(_OF_THE_DEVICE.search(first_line(error)))
 
 
 def _origin(trace: TracebackType | None) -> str:
@@ -190,12 +194,3 @@ def _origin(trace: TracebackType | None) -> str:
             found = line_in_words(frame.f_code, trace.tb_lineno)
         trace = trace.tb_next
     return found
-
-
-def _text(error: BaseException) -> str:
-    """Return the first line of an exception's text that says something; "" if it has none."""
-    # The standard library's own way survives a `__str__` that raises whatever it likes.
-    said = "".join(traceback.format_exception_only(error)).partition(
-        f"{type(error).__qualname__}: "
-    )[2]
-    return next((line.strip() for line in said.splitlines() if line.strip()), "")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import traceback
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -41,10 +42,18 @@ def harmless(log: logging.Logger) -> logging.Logger:
     return log
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text that says something; "" if it has none."""
+    # The standard library's own way survives a `__str__` that raises whatever it likes.
+    said = "".join(traceback.format_exception_only(error)).partition(
+        f"{type(error).__qualname__}: "
+    )[2]
+    return next((line.strip() for line in said.splitlines() if line.strip()), "")
+
+
 def _in_one_line(error: Exception) -> str:
-    """Name an exception, with the first line of its text: CUDA's go on with advice."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first}"
+    """Name an exception, without the advice that CUDA's go on with."""
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _is_strict() -> bool:

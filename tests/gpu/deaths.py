@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ddpprobe
+from tests.gpu.death_job import STEP
 from tests.gpu.parts import Case, Context
 
 JOB = Path(__file__).with_name("death_job.py")
 HOME = JOB.parents[2]
-STEP = 7
 JOB_SECONDS = 150.0
 # A rank that is over may take so much longer than without the probe.
 LATER_SECONDS = 15.0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ddpprobe
-from ddpprobe.rank.hooks import lanes
+from ddpprobe.rank.hooks import lanes, stream_capture
 from ddpprobe.rundir.fuse import Fuse
 
 from .. import far
@@ -142,8 +142,6 @@ def test_at_the_end_of_a_training_a_device_is_waited_for_longer(device, monkeypa
 
 
 def test_a_failed_device_is_not_asked_outside_of_a_fuse(monkeypatch) -> None:
-    from ddpprobe.rank.hooks import stream_capture
-
     def failed() -> bool:
         raise RuntimeError(ASSERT)
 

@@ -30,6 +30,32 @@ def test_errors_are_contained_counted_and_logged_once(open_fuse, caplog) -> None
     assert "hooks failed and is contained; training goes on" in caplog.text
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("of its text")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RuntimeError("\nCUDA error: an assert \nfor debugging ..."),
+            "RuntimeError: CUDA error: an assert",
+        ),
+        (RuntimeError(), "RuntimeError: "),
+        (Unspeakable(), "Unspeakable: "),
+    ],
+    ids=["several lines", "no text", "a text that raises"],
+)
+def test_an_error_is_kept_in_one_line_whatever_its_text(open_fuse, error, said) -> None:
+    def raise_it() -> None:
+        raise error
+
+    assert open_fuse.guard(raise_it)() is None
+    assert open_fuse.last_error.startswith(said)
+    assert "\n" not in open_fuse.last_error
+
+
 def test_a_blown_fuse_does_not_enter_the_component_again(open_fuse) -> None:
     calls = []
     open_fuse.blown = True

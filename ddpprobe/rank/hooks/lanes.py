@@ -1,7 +1,7 @@
 """The way of a tensor from its device to the host, beside what the training does there.
 
-Nothing in here makes the host wait, but `Arrival.synchronize` and the lane of a device of a kind
-that this file does not know how to leave without waiting.
+Nothing in here makes the host wait, but `arrives`, `Arrival.synchronize` and the lane of a device
+of a kind that this file does not know how to leave without waiting.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ class CudaLane:
     def post(self, source: Tensor, host: Tensor) -> Arrival:
         """See `Lane`."""
         host.copy_(source, non_blocking=True)
-        arrival: Arrival = torch.cuda.current_stream(self._device).record_event()
-        return arrival
+        return self.mark()
 
     def fence(self) -> None:
         """See `Lane`."""

@@ -39,7 +39,7 @@ def add_copied(given: Iterable[object], returned: object, rows: StepRows) -> Non
         returned: what the root returned; logits are [batch, length, classes].
         rows: where the number goes, on the tensor's device.
     """
-    logits = next((t for t in _first(returned) if t.dim() == 3 and _is_number(t)), None)
+    logits = next((t for t in _first(returned) if t.dim() == 3), None)
     if logits is None or logits.shape[1] < 2 or logits.shape[2] < 2:
         return
     inputs = itertools.islice((t for one in given for _, t in leaves(one)), TENSORS)
@@ -85,7 +85,7 @@ def pulled(returned: object) -> Tensor | None:
     """
     trained = (t for t in _first(returned) if t.requires_grad and t.dim())
     tensor = next(trained, None)
-    if tensor is None or tensor.is_leaf or not _is_number(tensor):
+    if tensor is None or tensor.is_leaf:
         return None
     return tensor if len(tensor) >= SAMPLES and tensor.numel() <= NUMBERS else None
 
@@ -109,7 +109,7 @@ class PullHook:
         """Hear of the gradient; nothing is told of an output that was changed in place."""
         numbers = self._numbers
         same = numbers._version == self._version  # noqa: SLF001
-        if gradient is not None and same and is_dense(gradient) and is_plain(gradient):
+        if gradient is not None and same and _has_numbers(gradient):
             self._tell(numbers, gradient)
 
 
@@ -141,8 +141,8 @@ def add_pull(output: Tensor, gradient: Tensor, rows: StepRows) -> None:
 
 def _first(returned: object) -> list[Tensor]:
     found = itertools.islice((t for _, t in leaves(returned)), TENSORS)
-    return [t for t in found if is_dense(t) and is_plain(t)]
+    return [t for t in found if _has_numbers(t)]
 
 
-def _is_number(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and not tensor.is_meta
+def _has_numbers(tensor: Tensor) -> bool:
+    return is_dense(tensor) and is_plain(tensor) and not tensor.is_meta

@@ -23,6 +23,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError, 
 from obstore.store import from_url
 
 from ddpprobe.rundir import paths, store_url
+from ddpprobe.rundir.fuse import first_line
 
 CONNECT_SECONDS, REQUEST_SECONDS = 5, 30
 RETRIES, RETRY_SECONDS = 2, 10
@@ -253,8 +254,7 @@ def _explained(what: str) -> Iterator[None]:
     except (BaseError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of our own disk
-        lines = str(error).strip().splitlines() or [""]
-        text = _QUERY.sub("", lines[0].partition("<")[0]).strip(" :")
+        text = _QUERY.sub("", first_line(error).partition("<")[0]).strip(" :")
         if len(text) > 2 * _LONG:  # what happened stands at its end
             text = f"{text[:_LONG]} ... {text[-_LONG:]}"
         kind = type(error).__name__
