@@ -166,7 +166,15 @@ class E03(Fault):
     says = "the loss is summed instead of averaged"
     net = "cnn"
     expected = Expected(
-        ("grad_spike", "loss_spike", "loss_runaway", "output_jump", "update_ratio"), 5
+        (
+            "grad_spike",
+            "loss_spike",
+            "loss_runaway",
+            "output_jump",
+            "update_ratio",
+            "cross_entropy",
+        ),
+        5,
     )
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -211,7 +219,7 @@ class E06(Fault):
 
 class E07(Fault):
     says = "labels are permuted"
-    net, world, expected = "cnn", 2, Expected(("loss_spike", "loss_runaway"), 20)
+    net, world, expected = "cnn", 2, Expected(("loss_spike", "loss_runaway", "cross_entropy"), 20)
 
     def batch(self) -> Batch:
         x, y = super().batch()

@@ -114,7 +114,7 @@ class U56(Fault):
     world = 2
     expected = Expected(
         (*LOUD, "collapse", "vanishing", "output_drop", "dead_units", "grad_zeros",
-         "sample_outlier", "stuck_data"), 60,
+         "sample_outlier", "stuck_data", "cross_entropy"), 60,
     )  # fmt: skip
 
     def batch(self) -> Batch:

@@ -48,7 +48,7 @@ class U62(Fault):
     net, world, from_the_start = "gpt", 2, True
     expected = Expected(
         ("grad_zeros", "grad_none_or_zero", "never_updated", "frozen_param", "coverage",
-         "sample_outlier"), 50,
+         "sample_outlier", "cross_entropy"), 50,
     )  # fmt: skip
 
     def batch(self) -> Batch:

@@ -202,7 +202,7 @@ class U97(Fault):
     net, world, from_the_start = "cnn", 2, True
     expected = Expected(
         ("grad_zeros", "grad_none_or_zero", "dead_units", "never_updated", "frozen_param",
-         "coverage"), 50,
+         "coverage", "cross_entropy"), 50,
     )  # fmt: skip
 
     def prepare(self) -> None:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from ddpprobe.detectors.batch_norm import BatchNorm
 from ddpprobe.detectors.collapse import Collapse
 from ddpprobe.detectors.coverage import Coverage
+from ddpprobe.detectors.cross_entropy import CrossEntropy
 from ddpprobe.detectors.dead_units import DeadUnits
 from ddpprobe.detectors.desync import Desync
 from ddpprobe.detectors.detector import AFTERMATH_STEPS, Detector
@@ -110,6 +111,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     InitScale,
     BatchNorm,
     TrainingTargets,
+    CrossEntropy,
     WeightJump,
     UpdateRatio,
     OutputJump,

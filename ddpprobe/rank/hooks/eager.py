@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.backward import Backward
-from ddpprobe.rank.hooks import came_in, gradients, step_facts, target_facts
+from ddpprobe.rank.hooks import came_in, class_facts, gradients, step_facts, target_facts
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver, take_off
 from ddpprobe.rank.hooks.outputs import leaves
 from ddpprobe.rank.hooks.reduced import ReducedGradients
@@ -111,6 +111,7 @@ class EagerHooks:
         self.on_gradient = fuse.guard(self._gradient, Caller.TENSOR)
         self.on_flat_gradient = fuse.guard(self._flat_gradient, Caller.TENSOR)
         self._on_pull = fuse.guard(self._pull, Caller.TENSOR)
+        self._on_classes = fuse.guard(self._classes, Caller.TENSOR)
 
     def begin(self) -> None:
         """Forget the last sampled step."""
@@ -161,9 +162,7 @@ class EagerHooks:
             if self._clock.micro == self._clock.lent:
                 step_facts.add_input((args, kwargs), rows)
                 target_facts.add_copied((args, kwargs), output, rows)
-                pulled = target_facts.pulled(output)
-                if pulled is not None:
-                    pulled.register_hook(target_facts.PullHook(self._on_pull, pulled))
+                self._listen(target_facts.trained(output))
             step_facts.add_output(output, rows)
             if self._fewest < math.inf:
                 rows.add_scalar(NORM_VALUES, self._fewest)
@@ -325,9 +324,19 @@ class EagerHooks:
         self._rows.confirm(micro)
         self._rows.add(slot, micro, gradient)
 
+    def _listen(self, output: Tensor | None) -> None:
+        if output is not None and target_facts.is_pulled(output):
+            output.register_hook(target_facts.PullHook(self._on_pull, output))
+        if output is not None and class_facts.is_of_classes(output):
+            output.register_hook(class_facts.ClassHook(self._on_classes, output))
+
     def _pull(self, output: Tensor, gradient: Tensor) -> None:
         if self.attached:
             target_facts.add_pull(output, gradient, self._rows)
+
+    def _classes(self, logits: Tensor, gradient: Tensor, rows_of_all: int) -> None:
+        if self.attached and target_facts.has_numbers(gradient):
+            class_facts.add_classes(logits, gradient, rows_of_all, self._rows)
 
     def _flat_gradient(self, unit: FlatUnit, slots: dict[str, int], gradient: Tensor) -> None:
         for fqn, part in unit.split(gradient):

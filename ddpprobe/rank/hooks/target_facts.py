@@ -77,17 +77,18 @@ def _share(answers: Tensor, here: Tensor, behind: Tensor) -> Tensor:
     return torch.where(count >= FEWEST_PLACES, share, -1.0).double()
 
 
-def pulled(returned: object) -> Tensor | None:
-    """Return the output whose gradient tells towards what samples are pulled; None: there is none.
+def trained(returned: object) -> Tensor | None:
+    """Return the output whose gradient tells of the targets; None: there is none.
 
-    That is the first tensor with a gradient to come that has as many samples as are needed, and few
-    enough elements.
+    That is the first tensor with a gradient to come that is no loss.
     """
-    trained = (t for t in _first(returned) if t.requires_grad and t.dim())
-    tensor = next(trained, None)
-    if tensor is None or tensor.is_leaf:
-        return None
-    return tensor if len(tensor) >= SAMPLES and tensor.numel() <= NUMBERS else None
+    found = next((t for t in _first(returned) if t.requires_grad and t.dim()), None)
+    return None if found is None or found.is_leaf else found
+
+
+def is_pulled(output: Tensor) -> bool:
+    """Whether an output has as many samples as `add_pull` needs, and few enough elements."""
+    return len(output) >= SAMPLES and output.numel() <= NUMBERS
 
 
 @final
@@ -109,7 +110,7 @@ class PullHook:
         """Hear of the gradient; nothing is told of an output that was changed in place."""
         numbers = self._numbers
         same = numbers._version == self._version  # noqa: SLF001
-        if gradient is not None and same and _has_numbers(gradient):
+        if gradient is not None and same and has_numbers(gradient):
             self._tell(numbers, gradient)
 
 
@@ -141,8 +142,9 @@ def add_pull(output: Tensor, gradient: Tensor, rows: StepRows) -> None:
 
 def _first(returned: object) -> list[Tensor]:
     found = itertools.islice((t for _, t in leaves(returned)), TENSORS)
-    return [t for t in found if _has_numbers(t)]
+    return [t for t in found if has_numbers(t)]
 
 
-def _has_numbers(tensor: Tensor) -> bool:
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor can be read as it lies."""
     return is_dense(tensor) and is_plain(tensor) and not tensor.is_meta

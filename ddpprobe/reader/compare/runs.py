@@ -26,6 +26,11 @@ from ddpprobe.reader.compare.timeline import aligned, timeline
 from ddpprobe.reader.compare.tolerance import ComparedRows, Floats, Tolerance, rounding
 from ddpprobe.reader.run import Run
 from ddpprobe.records.step import (
+    CLASS_LABELLED,
+    CLASS_OF_ALL,
+    CLASS_RIGHT,
+    CLASS_ROWS,
+    CLASS_WEIGHT,
     COPIED,
     DIGEST,
     INPUT_SPREAD,
@@ -47,6 +52,7 @@ _MICRO, _TIMES = "micro_batches", "_seconds"
 _OF_THE_BATCH = {
     _MICRO, DIGEST, INPUT_SPREAD, OUTPUT_SPREAD, NORM_VALUES,
     COPIED, PULL, PULL_REST, PULLED_RMS, TARGET,
+    CLASS_LABELLED, CLASS_OF_ALL, CLASS_RIGHT, CLASS_ROWS, CLASS_WEIGHT,
 }  # fmt: skip
 _BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
 

@@ -12,7 +12,14 @@ from torch import nn
 
 import ddpprobe
 from ddpprobe.rank.hooks.step_rows import StepRows
-from ddpprobe.rank.hooks.target_facts import FEWEST_PLACES, NUMBERS, SAMPLES, add_copied, pulled
+from ddpprobe.rank.hooks.target_facts import (
+    FEWEST_PLACES,
+    NUMBERS,
+    SAMPLES,
+    add_copied,
+    is_pulled,
+    trained,
+)
 from ddpprobe.records.step import COPIED, NORM_VALUES, PULL, PULL_REST, TARGET
 
 from ... import far
@@ -92,7 +99,7 @@ def test_of_nested_tensors_nothing_is_told() -> None:
     assert copied(torch.nested.nested_tensor(list(text)), logits) is None
     assert copied(text, torch.nested.nested_tensor(list(logits))) is None
     grown = torch.nested.nested_tensor([torch.ones(SAMPLES)] * SAMPLES, requires_grad=True) * 1.0
-    assert pulled(grown) is None
+    assert trained(grown) is None
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -164,12 +171,12 @@ def test_an_output_that_is_changed_in_place_or_is_too_large_or_too_few_is_left_o
     (one,) = facts(tmp_path / "r", net(), in_place, steps=1)
     assert PULL not in one
     grown = torch.ones(SAMPLES, 2, requires_grad=True) * 1.0
-    assert pulled(grown) is grown
-    assert pulled(grown[1:]) is None
-    assert pulled(grown.expand(NUMBERS, SAMPLES, 2)) is None
-    assert pulled(grown.detach()) is None
-    assert pulled(torch.ones(SAMPLES, 2, requires_grad=True)) is None
-    assert pulled((grown.sum(), grown)) is grown
+    assert is_pulled(grown)
+    assert not is_pulled(grown[1:])
+    assert not is_pulled(grown.expand(NUMBERS, SAMPLES, 2))
+    assert trained(grown.detach()) is None
+    assert trained(torch.ones(SAMPLES, 2, requires_grad=True)) is None
+    assert trained((grown.sum(), grown)) is grown
 
 
 class Normed(nn.Module):

@@ -1,0 +1,208 @@
+"""`cross_entropy`: the labels of a loss over classes, or what a sample weighs in it, are wrong."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ddpprobe.detectors.rank_scalars import scalars
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.sites_of_kind import Floats
+from ddpprobe.detectors.sound_steps import SoundStepsDetector
+from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.step import (
+    CLASS_LABELLED,
+    CLASS_OF_ALL,
+    CLASS_RIGHT,
+    CLASS_ROWS,
+    CLASS_WEIGHT,
+    Anomaly,
+    StepRecord,
+)
+
+NOW = 2  # looks at which a weight is another one
+STEADY = 0.05  # as a share: a weight in the loss that hardly varies
+COUNTING = 3  # looks at which no row is ignored any more
+SAME, OF = 5, 6  # looks with one label, of so many
+ANSWERED = 5  # looks from which on ranks are compared
+HALF, FAR = 0.5, 6.0  # of what the others answer rightly; standard deviations of a share
+_ROWS = 256  # that are looked at, at most: as `hooks.class_facts` has it
+_KINDS = ("weight", "labelled", "one label", "right")
+
+
+class CrossEntropy(SoundStepsDetector):
+    """Warns when a loss over classes weighs its samples anew, or has labels that cannot be meant.
+
+    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Four things
+    are told: a row weighs many times what it did (a sum in place of a mean, a loss that is not
+    divided by the micro-batches any more); rows that had no label, as padding has none, have one;
+    each batch holds samples of one class, and the next batches those of another (nobody shuffles);
+    one rank answers rightly far more seldom than all others (it numbers the classes in another
+    order, or reads other data).
+
+    Args:
+        ratio: how many times the weight that a row had.
+        looks: sampled steps before it that are compared with.
+        quiet_steps: steps without it after which one of the four is told again.
+    """
+
+    name = "cross_entropy"
+    title = "The labels or the weights of a loss over classes"
+
+    def __init__(self, *, ratio: float = 1.5, looks: int = 8, quiet_steps: int = 1000) -> None:
+        above_zero(ratio=ratio)
+        at_least(1, looks=looks)
+        at_least(0, quiet_steps=quiet_steps)
+        self._ratio, self._looks, self._quiet = math.log(ratio), looks, quiet_steps
+        self._reset()
+
+    def _reset(self) -> None:
+        self._weights: deque[Floats] = deque(maxlen=self._looks + NOW)
+        self._labelled: deque[tuple[float, float]] = deque(maxlen=self._looks + COUNTING)
+        self._labels: deque[frozenset[int]] = deque(maxlen=OF)
+        self._sorted = False
+        self._right: deque[dict[int, tuple[float, float]]] = deque(maxlen=self._looks)
+        self._told = {kind: Telling(self._quiet) for kind in _KINDS}
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; an anomaly for each of the four."""
+        ranks = {rank: said for rank, said in record.scalars.items() if CLASS_ROWS in said}
+        known = all(math.isfinite(said.get(CLASS_WEIGHT, math.nan)) for said in ranks.values())
+        if not ranks or not known or record.skipped or record.missing:
+            return []
+        looks = (
+            self._look_at_weights(record),
+            self._look_at_labelled(record),
+            self._look_at_labels(record),
+            self._look_at_answers(record, ranks),
+        )
+        return [anomaly for look in looks for anomaly in look]
+
+    def _look_at_weights(self, record: StepRecord) -> Iterator[Anomaly]:
+        self._weights.append(_weights(record))
+        if len(self._weights) < self._looks + NOW:
+            return
+        logs = np.stack(self._weights)
+        before, now = logs[: self._looks], logs[self._looks :]
+        up, down = now.min(0) - before.max(0), before.min(0) - now.max(0)
+        moved = (up >= self._ratio).all() or (down >= self._ratio).all()
+        spread = np.maximum(np.ptp(before, 0), np.ptp(now, 0))
+        if not moved or spread.min() > math.log1p(STEADY):
+            return
+        steady = int(spread.argmin())
+        ratio = math.exp(np.median(now, 0)[steady] - np.median(before, 0)[steady])
+        if self._told["weight"].due(record.step):
+            message = (
+                f"at the last {NOW} sampled steps a row of the output weighs {ratio:.3g} x what it "
+                f"did in the loss at the {self._looks} before; neither the size of the batch nor "
+                "the number of micro-batches explains it: look at what the loss is divided by (a "
+                "sum or a mean, micro-batches), and at its weight among other losses"
+            )
+            yield self._verdict(record, message, {"ratio": ratio}, "backward")
+
+    def _look_at_labelled(self, record: StepRecord) -> Iterator[Anomaly]:
+        shares = scalars(record, CLASS_LABELLED)
+        self._labelled.append((min(shares), max(shares)))
+        if len(self._labelled) < self._looks + COUNTING:
+            return
+        lows, highs = np.array(self._labelled).T
+        low, high = lows[: self._looks].min(), highs[: self._looks].max()
+        now = lows[self._looks :].min()
+        # Of few rows all may have a label by chance: so it is further to 1 than the shares ever lay
+        # from each other.
+        if now < 1 or 1 - high < max(high - low, 0.01):
+            return
+        if self._told["labelled"].due(record.step):
+            message = (
+                f"all rows of the output have a label in the loss at each of the last {COUNTING} "
+                f"sampled steps, and at {self._looks} before them {100 * (1 - high):.2g} % or more "
+                "were ignored: if these were padding or a prompt, they are learned now; look at "
+                "what labels such places are given, and which the loss ignores"
+            )
+            yield self._verdict(record, message, {"labelled": high}, "forward")
+
+    def _look_at_labels(self, record: StepRecord) -> Iterator[Anomaly]:
+        labels = scalars(record, CLASS_OF_ALL)
+        self._labels.append(frozenset(map(int, labels)) if min(labels) >= 0 else frozenset())
+        looks = [labels for labels in self._labels if labels]
+        classes: frozenset[int] = frozenset().union(*looks)
+        # The classes are seen to change now and then: between, the data are as sorted as before.
+        self._sorted = len(looks) >= SAME and (self._sorted or len(classes) > 1)
+        if not self._sorted:
+            return
+        if self._told["one label"].due(record.step):
+            message = (
+                f"at {len(looks)} of the last {len(self._labels)} sampled steps all samples of a "
+                f"rank's batch have one label, and over time {len(classes)} labels: the data are "
+                "sorted by class, and nobody shuffles them"
+            )
+            values = {"looks": len(looks), "classes": len(classes)}
+            yield self._verdict(record, message, values, "forward")
+
+    def _look_at_answers(
+        self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]
+    ) -> Iterator[Anomaly]:
+        self._right.append({rank: _answers(said) for rank, said in ranks.items()})
+        if len(self._right) < ANSWERED or any(each.keys() != ranks.keys() for each in self._right):
+            return
+        order = sorted(ranks)
+        found = np.array([[each[rank] for rank in order] for each in self._right])
+        right, rows = found.sum(0).T  # [ranks]
+        shares = right / np.maximum(rows, 1)
+        lowest = int(shares.argmin())
+        others = np.delete(shares, lowest)
+        if not len(others) or not rows[lowest]:
+            return
+        usual, low = float(others.min()), float(shares[lowest])
+        deviation = math.sqrt(max(usual * (1 - usual), 0.05) / float(rows[lowest]))
+        if low > HALF * usual or usual < HALF or usual - low < FAR * deviation:
+            return
+        if self._told["right"].due(record.step):
+            # Of two nobody knows which of them is right.
+            rank = order[lowest] if len(order) > 2 else None
+            message = (
+                f"rank {order[lowest]} answers {100 * low:.2g} % of its samples with their label, "
+                f"{_others(order, lowest)} {100 * usual:.2g} % or more, over {len(self._right)} "
+                "sampled steps: look whether it numbers the classes as the others do, and which "
+                "data it reads"
+            )
+            values = {"right": low, "others": usual}
+            yield self._verdict(record, message, values, "forward", rank)
+
+    def _verdict(
+        self, record: StepRecord, message: str, values: Mapping[str, float], phase: str,
+        rank: int | None = None,
+    ) -> Anomaly:  # fmt: skip
+        return self.anomaly(record, "warn", message, values, phase=phase, kind="output", rank=rank)
+
+
+def _weights(record: StepRecord) -> Floats:
+    """Return logarithms of what a row weighs [6], mean of the ranks, without a GradScaler's scale.
+
+    Of a row, times all rows, times those with a label, and these times the micro-batches: whatever
+    a loss is divided by, one of them stays when that changes.
+    """
+    of = [
+        np.log(np.array(scalars(record, name)))
+        for name in (CLASS_WEIGHT, CLASS_ROWS, CLASS_LABELLED)
+    ]
+    weight, rows, labelled = (float(each.mean()) for each in of)
+    scales = [scale for scale in scalars(record, "loss_scale") if scale > 0]
+    weight -= math.log(scales[0]) if scales else 0.0
+    micros = math.log(max(1.0, max(scalars(record, "micro_batches"), default=1.0)))
+    one = np.array([weight, weight + rows, weight + rows + labelled])
+    return np.concatenate((one, one + micros))
+
+
+def _answers(said: Mapping[str, float]) -> tuple[float, float]:
+    """Return how many rows were answered rightly, of how many that were looked at."""
+    rows = min(said[CLASS_ROWS], _ROWS) * said[CLASS_LABELLED]
+    right = said[CLASS_RIGHT]
+    return (rows * right, rows) if math.isfinite(right) else (0.0, 0.0)
+
+
+def _others(order: Sequence[int], lowest: int) -> str:
+    return "all others" if len(order) > 2 else f"rank {order[1 - lowest]}"

@@ -1,0 +1,137 @@
+"""What a cross-entropy over classes shows of its labels: facts of a sampled step.
+
+The gradient of a row of logits is w (p - q): p its softmax, q the label, w the weight of the row in
+the loss. So who sees logits and gradient knows label and weight, without having seen the targets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ddpprobe.rank.hooks.step_rows import StepRows
+from ddpprobe.rank.torch_private import functorch
+from ddpprobe.records.step import (
+    CLASS_LABELLED,
+    CLASS_OF_ALL,
+    CLASS_RIGHT,
+    CLASS_ROWS,
+    CLASS_WEIGHT,
+)
+
+ROWS, FEWEST_ROWS = 256, 8  # that are looked at; that say something
+ELEMENTS, COLUMNS = 1 << 18, 64  # of these rows, and of them for the line, at most
+# Of the variance of a gradient, what no line over the probabilities explains; the distance of a
+# label's gradient to that line, in weights. bfloat16 rounds to a hundredth of both.
+LINE, NEAR = 1e-2, 0.03
+SMOOTHED = 0.5  # label smoothing, at most
+SURE = -1e-3  # logarithm of a probability: beyond it the gradient may be too small for its dtype
+
+
+def _looked_at(tensor: Tensor) -> Tensor:
+    """Return rows of an output in equal distances, [rows, classes]: the same for its gradient.
+
+    Classes are the last dimension, and the second of images [samples, classes, height, width].
+    """
+    if tensor.dim() > 3:
+        tensor = tensor.movedim(1, -1)
+    *sizes, classes = tensor.shape
+    left = min(ROWS, max(1, ELEMENTS // classes))
+    steps = [1] * len(sizes)
+    for done, place in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
+        wanted = math.ceil(left ** (1 / (len(sizes) - done)))
+        steps[place] = math.ceil(sizes[place] / wanted)
+        left = max(1, left // math.ceil(sizes[place] / steps[place]))
+    return tensor[tuple(slice(None, None, step) for step in steps)].reshape(-1, classes)
+
+
+def is_of_classes(output: Tensor) -> bool:
+    """Whether an output may be the logits of enough rows."""
+    if output.dim() < 2:
+        return False
+    classes = output.shape[1 if output.dim() > 3 else -1]
+    return classes > 1 and output.numel() >= FEWEST_ROWS * classes
+
+
+@final
+class ClassHook:
+    """A tensor hook on logits that keeps a copy of the rows that are looked at, and no more.
+
+    It hears of the first backward; another one of the same forward may be of another loss.
+
+    Args:
+        tell: called with these rows [rows, classes], their gradient, and how many rows all are.
+        output: that the hook will be on.
+    """
+
+    __slots__ = ("_all", "_kept", "_tell")
+
+    def __init__(self, tell: Callable[[Tensor, Tensor, int], object], output: Tensor) -> None:
+        with torch.no_grad():
+            rows = _looked_at(output.detach())
+            # A copy: a view would keep all rows, and see what is written into them.
+            self._kept: Tensor | None = rows.to(torch.float32, copy=True)
+        self._tell, self._all = tell, output.numel() // rows.shape[1]
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        """Hear of the gradient."""
+        kept, self._kept = self._kept, None
+        if kept is not None and gradient is not None:
+            self._tell(kept, gradient, self._all)
+
+
+def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRows) -> None:
+    """Add what the gradient of logits tells of a cross-entropy; NaN where it is of another loss.
+
+    But for the label's own, the gradients of all rows are one line over the probabilities: its
+    slope is the weight of a row, and it is zero where smoothing has put the others' share. Rows
+    without any gradient, of which the answer is not sure, have no label: they are ignored, as
+    padding is. Added are how many rows there are, the weight, the share of rows that have a label,
+    of those with a gradient the share whose largest logit is that of the label, and the label if it
+    is the same in all; -1: it is not.
+
+    Args:
+        logits: float32 [rows, classes], of the rows that are looked at.
+        gradient: of the whole output.
+        rows_of_all: how many rows the output has.
+        rows: where the numbers go, on the tensor's device.
+    """
+    with torch.no_grad(), functorch.outside():
+        g = _looked_at(gradient.detach()).float()
+        classes = g.shape[1]
+        step = math.ceil(classes / COLUMNS)
+        (own, label), (high, answer), whole = g.min(1), logits.max(1), logits.logsumexp(1)
+        counts = (own < 0) | (g.amax(1) > 0)
+        n = counts.sum()
+        ignored = (~counts & (high - whole < SURE)).sum()
+        columns = torch.arange(0, classes, step, device=g.device)
+        others = counts[:, None] & (columns != label[:, None])
+        both = torch.stack(((logits[:, ::step] - whole[:, None]).exp(), g[:, ::step])) * others
+        means = both.sum((1, 2)) / others.sum()
+        dp, dg = (both - means[:, None, None]) * others
+        # The gradient of a mean over many rows is small: its squares would be none in float32.
+        largest = dg.abs().max()
+        dg = dg / largest
+        pp, gg, pg = dp.square().sum(), dg.square().sum(), (dp * dg).sum()
+        weight = pg / pp * largest
+        share = means[0] - means[1] / weight  # of each class but the label, by smoothing
+        smoothed = share * classes
+        p = (logits.gather(1, label[:, None])[:, 0] - whole).exp()
+        beside = ((own / weight - p + 1 - smoothed + share).abs() * counts).max()
+        fits = (
+            (weight > 0)
+            & (pg.square() >= (1 - LINE) * pp * gg)
+            & (beside <= NEAR)
+            & (smoothed.abs() <= SMOOTHED)
+        )
+        first = label.take(counts.float().argmax())
+        alike = ((label == first) | ~counts).all() & (n >= FEWEST_ROWS)
+        right = ((answer == label) & counts).sum()
+        facts = weight, n / (n + ignored), right / n, torch.where(alike, first, -1)
+        told = torch.where(fits, torch.stack([one.double() for one in facts]), math.nan)
+        rows.add_scalars((CLASS_WEIGHT, CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL), told)
+        rows.add_scalar(CLASS_ROWS, rows_of_all)

@@ -1,0 +1,221 @@
+"""What a row weighs in a loss over classes, its labels, and who answers rightly."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from ddpprobe.detectors.cross_entropy import CrossEntropy
+from ddpprobe.records.step import (
+    CLASS_LABELLED,
+    CLASS_OF_ALL,
+    CLASS_RIGHT,
+    CLASS_ROWS,
+    CLASS_WEIGHT,
+    Anomaly,
+    StepRecord,
+)
+from tests.detectors.made_records import record, run
+
+Look = dict[str, float]
+ROWS = 32
+
+
+def look(rows: int = ROWS, labelled: float = 1.0, **changes: float) -> Look:
+    """What one rank tells of a mean over the rows with a label."""
+    base = {
+        CLASS_ROWS: rows, CLASS_LABELLED: labelled, CLASS_WEIGHT: 1 / (rows * labelled),
+        CLASS_RIGHT: 0.8, CLASS_OF_ALL: -1, "micro_batches": 1,
+    }  # fmt: skip
+    return {**base, **changes}
+
+
+def told(
+    *ranks: Sequence[Look], every: int = 1, detector: CrossEntropy | None = None
+) -> list[Anomaly]:
+    """What is said of looks, a sequence for each rank."""
+    records = [record(i * every, dict(enumerate(all_))) for i, all_ in enumerate(zip(*ranks))]  # noqa: B905
+    return run(detector or CrossEntropy(), records)
+
+
+def weighing(*weights: float, **changes: float) -> list[Look]:
+    return [look(**changes, **{CLASS_WEIGHT: weight}) for weight in weights]
+
+
+@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize("ratio", [4.0, 1.6, 0.25])
+def test_a_row_that_weighs_otherwise_is_told_at_the_second_look(every: int, ratio: float) -> None:
+    looks = weighing(*[1 / 32] * 12, *[ratio / 32] * 40)
+    (warn,) = told(looks, looks, every=every)
+    assert (warn.level, warn.step, warn.rank, warn.module) == ("warn", 13 * every, None, None)
+    assert (warn.phase, warn.kind) == ("backward", "output")
+    assert warn.values == {"ratio": pytest.approx(ratio)}
+    assert "divided by" in warn.message
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        weighing(*[1 / 32] * 12, *[1.4 / 32] * 40),
+        weighing(*[1 / 32] * 7, *[1 / 8] * 7),  # too few before
+        weighing(*([1 / 32] * 12 + [1 / 8]) * 4),  # one look
+        weighing(*[1 / 32, 1 / 8] * 20),  # two losses in turn
+        weighing(*[1.03**step / 32 for step in range(200)]),  # a ramp
+        [look(64)] * 12 + [look(16)] * 20,  # another batch, a mean
+        weighing(*[1.0] * 12, rows=64) + weighing(*[1.0] * 12, rows=16),  # and a sum
+        [look(labelled=0.9)] * 12 + [look(labelled=0.3)] * 20,  # a mean of fewer
+        weighing(*[1 / 64] * 12, micro_batches=2) + weighing(*[1 / 256] * 20, micro_batches=8),
+        weighing(*[math.nan] * 20, *[1.0] * 5),
+    ],
+)
+def test_what_the_batch_or_the_loop_explains_is_not(looks: list[Look]) -> None:
+    assert told(looks) == []
+
+
+def test_the_scale_of_a_grad_scaler_is_not_a_weight() -> None:
+    scales = [2.0**16] * 12 + [2.0**14] * 20
+    assert told([look(loss_scale=s, **{CLASS_WEIGHT: s / 32}) for s in scales]) == []
+    (warn,) = told([look(loss_scale=s, **{CLASS_WEIGHT: 1.0}) for s in scales])
+    assert warn.values["ratio"] == pytest.approx(4)
+
+
+def test_a_mean_over_rows_with_a_label_is_as_steady_as_one_over_all() -> None:
+    draw = random.Random(0)
+    shares = [draw.uniform(0.4, 0.7) for _ in range(60)]
+    steady = [look(labelled=share) for share in shares]
+    assert told(steady) == []
+    four = [{**one, CLASS_WEIGHT: 4 * one[CLASS_WEIGHT]} for one in steady]
+    (warn,) = told(steady[:30] + four[30:])
+    assert (warn.step, round(warn.values["ratio"])) == (31, 4)
+
+
+def test_padding_that_counts_is_told_at_the_third_look() -> None:
+    draw = random.Random(1)
+    before = [look(labelled=draw.uniform(0.4, 0.6)) for _ in range(20)]
+    (warn,) = told(before + [look()] * 30, before[::-1] + [look()] * 30)
+    assert (warn.level, warn.step, warn.rank, warn.phase) == ("warn", 22, None, "forward")
+    assert warn.values == {"labelled": pytest.approx(0.6, abs=0.02)}
+    assert "were ignored" in warn.message
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [1.0] * 40,
+        [1.0] * 20 + [0.5] * 20,
+        [0.5] * 20 + [0.9] * 20,
+        [0.5] * 20 + [1.0, 1.0, 0.9] * 7,
+        [
+            0.5 + 0.02 * min(step, 25) for step in range(40)
+        ],  # a mask that lets more and more through
+        [0.6, 0.8, 0.99] * 6 + [1.0] * 20,  # some batches have hardly any
+        [0.995] * 20 + [1.0] * 20,
+        [0.5] * 5 + [1.0] * 20,
+    ],
+)
+def test_labels_that_come_in_another_way_are_not(shares: list[float]) -> None:
+    assert told([look(labelled=share) for share in shares]) == []
+    assert (
+        told([look(labelled=share) for share in shares], [look(labelled=0.7)] * len(shares)) == []
+    )
+
+
+def sorted_by_class(*labels: int) -> list[Look]:
+    return [look(**{CLASS_OF_ALL: label}) for label in labels]
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_batches_of_one_label_each_are_told(every: int) -> None:
+    looks = sorted_by_class(*[-1] * 4, *[0] * 20, *[1] * 20, *[2] * 20)
+    (warn,) = told(looks, looks, every=every)
+    assert (warn.level, warn.step, warn.phase) == ("warn", 24 * every, "forward")
+    assert warn.values == {"looks": 6, "classes": 2}
+    assert "nobody shuffles" in warn.message
+
+
+def test_so_they_are_where_each_rank_has_a_class_or_a_batch_lies_between_two() -> None:
+    (warn,) = told(sorted_by_class(*[0] * 9), sorted_by_class(*[1] * 9))
+    assert warn.step == 4
+    (warn,) = told(sorted_by_class(*[0, 0, 0, -1, 1, 1, 1, 1]))
+    assert warn.step == 5
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [[0] * 60],  # MoCo's
+        [[0, -1] * 30],
+        [[0, -1, 1] * 20],
+        [[0] * 60, [-1] * 60],
+        [[-1] * 60],
+    ],
+)
+def test_other_labels_are_not(ranks: list[list[int]]) -> None:
+    assert told(*[sorted_by_class(*labels) for labels in ranks]) == []
+
+
+def answering(share: float, steps: int = 40, rows: int = ROWS) -> list[Look]:
+    return [look(rows, **{CLASS_RIGHT: share})] * steps
+
+
+def test_a_rank_that_numbers_its_classes_otherwise_is_told_and_named() -> None:
+    (warn,) = told(answering(0.9), answering(0.2), answering(0.8))
+    assert (warn.level, warn.step, warn.rank, warn.phase) == ("warn", 4, 1, "forward")
+    assert warn.values == {"right": pytest.approx(0.2), "others": pytest.approx(0.8)}
+    assert warn.message.startswith(
+        "rank 1 answers 20 % of its samples with their label, all others"
+    )
+
+
+def test_of_two_ranks_none_is_blamed() -> None:
+    (warn,) = told(answering(0.9), answering(0.2))
+    assert warn.rank is None
+    assert "rank 1 answers 20 %" in warn.message
+    assert "rank 0 90 %" in warn.message
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [0.9],
+        [0.9, 0.5],
+        [0.45, 0.1],
+        [0.9, 0.2, 0.2],
+        [0.0, 0.0],
+        [math.nan, 0.9],
+    ],
+)
+def test_ranks_that_differ_less_or_of_which_nobody_knows_are_not(shares: list[float]) -> None:
+    assert told(*[answering(share) for share in shares]) == []
+
+
+def test_few_rows_say_nothing_of_a_rank() -> None:
+    assert told(answering(0.6, 7, 8), answering(0.25, 7, 8)) == []
+    (warn,) = told(answering(0.9, 7, 8), answering(0.25, 7, 8))
+    assert warn.step == 4
+
+
+def test_one_rank_that_tells_nothing_a_skipped_step_and_a_missing_rank_are_no_look() -> None:
+    unknown = [look(**{CLASS_WEIGHT: math.nan, CLASS_OF_ALL: math.nan})] * 40
+    assert told(sorted_by_class(*range(40)), unknown) == []
+    looks = sorted_by_class(*range(40))
+
+    def made(**changes: object) -> list[StepRecord]:
+        return [record(i, {0: one}, **changes) for i, one in enumerate(looks)]
+
+    assert run(CrossEntropy(), made(skipped=True)) == []
+    assert run(CrossEntropy(), made(missing=(1,))) == []
+    assert len(run(CrossEntropy(), made())) == 1
+
+
+def test_each_of_the_four_is_told_again_behind_a_quiet_time() -> None:
+    looks = ([look()] * 12 + weighing(*[1 / 8] * 40)) * 2
+    told_at = [warn.step for warn in told(looks, detector=CrossEntropy(quiet_steps=20))]
+    assert told_at == [13, 53]  # and not at 65
+    assert len(told(looks)) == 1
+    both = [look(**{CLASS_OF_ALL: i // 20}) for i in range(60)]
+    both[30:] = [{**one, CLASS_WEIGHT: 1.0} for one in both[30:]]
+    assert [warn.step for warn in told(both)] == [20, 31]

@@ -1,0 +1,244 @@
+"""The gradient of logits tells the labels of a cross-entropy, and what a row weighs in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ddpprobe
+from ddpprobe.rank.hooks import class_facts
+from ddpprobe.rank.hooks.class_facts import (
+    ELEMENTS,
+    FEWEST_ROWS,
+    ROWS,
+    ClassHook,
+    add_classes,
+    is_of_classes,
+)
+from ddpprobe.rank.hooks.step_rows import StepRows
+from ddpprobe.records.step import (
+    CLASS_LABELLED,
+    CLASS_OF_ALL,
+    CLASS_RIGHT,
+    CLASS_ROWS,
+    CLASS_WEIGHT,
+)
+
+from ... import far
+
+Loss = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(params=["near", "far"], autouse=True)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "far":
+        far.pretend(monkeypatch)
+
+
+def facts(logits: Tensor, loss: Loss) -> dict[str, float]:
+    """What is told of one backward."""
+    rows = StepRows(torch.device("cpu"), 0)
+    output = logits.clone().requires_grad_() * 1.0
+    assert is_of_classes(output)
+
+    def tell(kept: Tensor, gradient: Tensor, count: int) -> None:
+        with far.no_waiting():
+            add_classes(kept, gradient, count, rows)
+
+    output.register_hook(ClassHook(tell, output))
+    loss(output).backward()
+    pending = rows.fetch()
+    pending.wait()
+    return dict(pending.result(0, partial=False).scalars)
+
+
+def drawn(classes: int, scale: float, *shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Logits [*shape, classes] and labels [*shape]."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(*shape, classes, generator=draw)
+    return logits, torch.randint(0, classes, shape, generator=draw)
+
+
+SHAPES = [(32,), (8,), (300,), (4, 9), (2, 600)]
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10, 200])
+@pytest.mark.parametrize("scale", [1e-3, 0.3, 5.0])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weight_and_answers_are_those_by_hand(classes: int, scale: float, reduction: str) -> None:
+    logits, labels = drawn(classes, scale, 32)
+    told = facts(logits, lambda y: functional.cross_entropy(y, labels, reduction=reduction))
+    assert told[CLASS_WEIGHT] == pytest.approx(1 if reduction == "sum" else 1 / 32, rel=1e-3)
+    assert told[CLASS_RIGHT] == pytest.approx(float((logits.argmax(-1) == labels).float().mean()))
+    assert (told[CLASS_ROWS], told[CLASS_LABELLED], told[CLASS_OF_ALL]) == (32, 1, -1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_lie_in_equal_distances_and_are_not_too_many(shape: tuple[int, ...]) -> None:
+    logits, labels = drawn(5, 1.0, *shape)
+    told = facts(logits, lambda y: functional.cross_entropy(y.flatten(0, -2), labels.flatten()))
+    assert told[CLASS_ROWS] == labels.numel()
+    assert told[CLASS_WEIGHT] == pytest.approx(1 / labels.numel(), rel=1e-3)
+    kept = []
+    grown = logits.clone().requires_grad_() * 1.0
+    ClassHook(lambda *told: kept.append(told), grown)(torch.ones_like(grown))
+    ((rows, _, count),) = kept
+    assert count == labels.numel()
+    assert min(ROWS, count) / 4 <= len(rows) <= ROWS
+    assert {tuple(row) for row in rows.tolist()} <= {
+        tuple(row) for row in logits.flatten(0, -2).tolist()
+    }
+
+
+def test_of_a_large_vocabulary_few_rows_are_kept_and_the_label_is_any_of_it() -> None:
+    labels = torch.full((2, 40), 40_001)
+    logits = torch.zeros(2, 40, 50_000)
+    logits[..., 40_001] = 1.0
+    told = facts(logits, lambda y: functional.cross_entropy(y.flatten(0, 1), labels.flatten()))
+    assert told[CLASS_WEIGHT] == pytest.approx(1 / 80, rel=1e-2) or math.isnan(told[CLASS_WEIGHT])
+    kept = []
+    grown = logits.requires_grad_() * 1.0
+    ClassHook(lambda *told: kept.append(told), grown)(torch.ones_like(grown))
+    assert kept[0][0].numel() <= ELEMENTS
+
+
+def test_classes_of_images_are_their_second_dimension() -> None:
+    logits, labels = drawn(6, 1.0, 3, 7, 9)
+    told = facts(logits.movedim(-1, 1), lambda y: functional.cross_entropy(y, labels))
+    assert told[CLASS_ROWS] == 3 * 7 * 9
+    assert told[CLASS_WEIGHT] == pytest.approx(1 / (3 * 7 * 9), rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rows_that_the_loss_ignores_have_no_label(dtype: torch.dtype) -> None:
+    logits, labels = drawn(7, 2.0, 64)
+    labels[:16] = -100
+    told = facts(logits.to(dtype), lambda y: functional.cross_entropy(y.float(), labels))
+    assert told[CLASS_LABELLED] == 0.75
+    assert told[CLASS_WEIGHT] == pytest.approx(1 / 48, rel=1e-2)
+    right = (logits.to(dtype).argmax(-1) == labels)[16:]
+    assert told[CLASS_RIGHT] == pytest.approx(float(right.float().mean()))
+
+
+def test_a_row_whose_answer_is_sure_is_not_taken_for_an_ignored_one() -> None:
+    logits, labels = drawn(4, 1.0, 32)
+    logits[:8] = 100.0 * functional.one_hot(labels[:8], 4)
+    told = facts(logits, lambda y: functional.cross_entropy(y, labels))
+    assert told[CLASS_LABELLED] == 1
+
+
+@pytest.mark.parametrize("smoothing", [0.05, 0.1, 0.2])
+@pytest.mark.parametrize("classes", [3, 10, 1000])
+def test_smoothed_labels_are_the_same_until_answers_are_surer(
+    smoothing: float, classes: int
+) -> None:
+    logits, labels = drawn(classes, 0.3, 32)
+    loss = nn.CrossEntropyLoss(label_smoothing=smoothing)
+    told = facts(logits, lambda y: loss(y, labels))
+    assert told[CLASS_WEIGHT] == pytest.approx(1 / 32, rel=1e-3)
+    assert told[CLASS_RIGHT] == pytest.approx(float((logits.argmax(-1) == labels).float().mean()))
+    logits += 20.0 * functional.one_hot(labels, classes)
+    assert math.isnan(facts(logits, lambda y: loss(y, labels))[CLASS_WEIGHT])
+
+
+@pytest.mark.parametrize("label", [0, 2])
+def test_the_label_is_told_where_all_have_the_same(label: int) -> None:
+    logits, labels = drawn(3, 1.0, 32)
+    labels[:] = label
+    assert facts(logits, lambda y: functional.cross_entropy(y, labels))[CLASS_OF_ALL] == label
+    labels[20] = 1
+    assert facts(logits, lambda y: functional.cross_entropy(y, labels))[CLASS_OF_ALL] == -1
+    labels[:] = -100
+    labels[3:10] = label  # fewer than say something
+    assert facts(logits, lambda y: functional.cross_entropy(y, labels))[CLASS_OF_ALL] == -1
+
+
+def squared(y: Tensor, labels: Tensor) -> Tensor:
+    return functional.mse_loss(y, functional.one_hot(labels, y.shape[-1]).float())
+
+
+def of_each(y: Tensor, labels: Tensor) -> Tensor:
+    wanted = functional.one_hot(labels, y.shape[-1]).float()
+    return functional.binary_cross_entropy_with_logits(y, wanted)
+
+
+def weighed(y: Tensor, labels: Tensor) -> Tensor:
+    weights = torch.randn(len(y), generator=torch.Generator().manual_seed(1))
+    return (weights * functional.cross_entropy(y, labels, reduction="none")).mean()
+
+
+def mixed(y: Tensor, labels: Tensor) -> Tensor:
+    one, other = (functional.cross_entropy(y, part) for part in (labels, labels.flip(0)))
+    return 0.7 * one + 0.3 * other
+
+
+def maximized(y: Tensor, labels: Tensor) -> Tensor:
+    return -functional.cross_entropy(y, labels)
+
+
+@pytest.mark.parametrize("loss", [squared, of_each, weighed, mixed, maximized])
+@pytest.mark.parametrize("classes", [2, 3, 10])
+@pytest.mark.parametrize("scale", [1e-3, 0.3, 3.0])
+def test_of_another_loss_nothing_is_told(loss, classes: int, scale: float) -> None:
+    logits, labels = drawn(classes, scale, 48)
+    told = facts(logits, lambda y: loss(y, labels))
+    names = CLASS_WEIGHT, CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL
+    assert [math.isnan(told[name]) for name in names] == [True] * 4
+
+
+def test_no_gradient_and_one_that_is_not_finite_tell_nothing() -> None:
+    logits, _ = drawn(3, 1.0, 16)
+    assert math.isnan(facts(logits, lambda y: y.sum() * 0)[CLASS_WEIGHT])
+    assert math.isnan(facts(logits, lambda y: y.sum() * math.nan)[CLASS_WEIGHT])
+
+
+def test_what_may_be_logits_has_classes_and_enough_rows() -> None:
+    assert is_of_classes(torch.ones(FEWEST_ROWS, 2))
+    assert is_of_classes(torch.ones(2, FEWEST_ROWS // 2, 5))
+    assert not is_of_classes(torch.ones(FEWEST_ROWS - 1, 2))
+    assert not is_of_classes(torch.ones(FEWEST_ROWS, 1))
+    assert not is_of_classes(torch.ones(64))
+    assert not is_of_classes(torch.ones(FEWEST_ROWS, 1, 4, 4))
+
+
+def test_what_is_kept_is_a_copy_and_is_given_up_behind_the_first_backward() -> None:
+    output = torch.randn(16, 3, requires_grad=True) * 1.0
+    heard = []
+    hook = ClassHook(lambda *told: heard.append(told), output)
+    before = output.detach().clone()
+    with torch.no_grad():
+        output.zero_()
+    hook(torch.ones(16, 3))
+    hook(torch.ones(16, 3))
+    ((kept, _, rows),) = heard
+    assert torch.equal(kept, before)
+    assert rows == 16
+    assert hook._kept is None
+
+
+def test_a_training_tells_it_of_its_first_micro_batch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    right = []
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        for _ in range(3):
+            for part in range(2):
+                x = torch.randn(32, 4)
+                y, label = model(x), (x[:, 0] > 0).long()
+                if not part:
+                    right.append(float((y.argmax(1) == label).float().mean()))
+                (functional.cross_entropy(y, label) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    told = [record.scalars[0] for record in ddpprobe.open(tmp_path / "r").records()]
+    assert [one[CLASS_RIGHT] for one in told] == pytest.approx(right)
+    assert [one[CLASS_WEIGHT] for one in told] == pytest.approx([1 / 64] * 3, rel=1e-3)
+    assert {one[CLASS_ROWS] for one in told} == {32}
+    assert class_facts.ROWS >= 32
