@@ -33,20 +33,24 @@ SURE = -1e-3  # logarithm of a probability: beyond it the gradient may be too sm
 
 
 def _looked_at(tensor: Tensor) -> Tensor:
-    """Return rows of an output in equal distances, [rows, classes]: the same for its gradient.
+    """Return a copy of rows of an output, [rows, classes]: the same for its gradient.
 
-    Classes are the last dimension, and the second of images [samples, classes, height, width].
+    Classes are the last dimension, and the second of images [samples, classes, height, width]. The
+    distance of the rows has no factor in common with their number: places of a text come in turn.
     """
     if tensor.dim() > 3:
         tensor = tensor.movedim(1, -1)
     *sizes, classes = tensor.shape
-    left = min(ROWS, max(1, ELEMENTS // classes))
-    steps = [1] * len(sizes)
-    for done, place in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
-        wanted = math.ceil(left ** (1 / (len(sizes) - done)))
-        steps[place] = math.ceil(sizes[place] / wanted)
-        left = max(1, left // math.ceil(sizes[place] / steps[place]))
-    return tensor[tuple(slice(None, None, step) for step in steps)].reshape(-1, classes)
+    rows = math.prod(sizes)
+    step = rows // min(rows, ROWS, max(1, ELEMENTS // classes))
+    while math.gcd(step, rows) > 1:
+        step += 1
+    at = torch.arange(0, min(rows, ROWS * step), step, device=tensor.device)
+    index: list[Tensor] = []
+    for size in reversed(sizes):
+        index.insert(0, at % size)
+        at = at // size
+    return tensor[tuple(index)]
 
 
 def is_of_classes(output: Tensor) -> bool:
@@ -72,10 +76,8 @@ class ClassHook:
 
     def __init__(self, tell: Callable[[Tensor, Tensor, int], object], output: Tensor) -> None:
         with torch.no_grad():
-            rows = _looked_at(output.detach())
-            # A copy: a view would keep all rows, and see what is written into them.
-            self._kept: Tensor | None = rows.to(torch.float32, copy=True)
-        self._tell, self._all = tell, output.numel() // rows.shape[1]
+            self._kept: Tensor | None = _looked_at(output.detach()).float()
+        self._tell, self._all = tell, output.numel() // self._kept.shape[1]
 
     def __call__(self, gradient: Tensor | None) -> None:
         """Hear of the gradient."""
@@ -92,7 +94,7 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
     without any gradient, of which the answer is not sure, have no label: they are ignored, as
     padding is. Added are how many rows there are, the weight, the share of rows that have a label,
     of those with a gradient the share whose largest logit is that of the label, and the label if it
-    is the same in all; -1: it is not.
+    is the same in all, of as many samples as are needed; -1: it is not.
 
     Args:
         logits: float32 [rows, classes], of the rows that are looked at.
@@ -129,7 +131,9 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
             & (smoothed.abs() <= SMOOTHED)
         )
         first = label.take(counts.float().argmax())
-        alike = ((label == first) | ~counts).all() & (n >= FEWEST_ROWS)
+        # The places of one sample may well have one label.
+        enough = n >= (FEWEST_ROWS if len(gradient) >= FEWEST_ROWS else math.inf)
+        alike = ((label == first) | ~counts).all() & enough
         right = ((answer == label) & counts).sum()
         facts = weight, n / (n + ignored), right / n, torch.where(alike, first, -1)
         told = torch.where(fits, torch.stack([one.double() for one in facts]), math.nan)

@@ -18,6 +18,7 @@ from ddpprobe.rank.hooks.class_facts import (
     FEWEST_ROWS,
     ROWS,
     ClassHook,
+    _looked_at,
     add_classes,
     is_of_classes,
 )
@@ -90,10 +91,21 @@ def test_rows_lie_in_equal_distances_and_are_not_too_many(shape: tuple[int, ...]
     ClassHook(lambda *told: kept.append(told), grown)(torch.ones_like(grown))
     ((rows, _, count),) = kept
     assert count == labels.numel()
-    assert min(ROWS, count) / 4 <= len(rows) <= ROWS
-    assert {tuple(row) for row in rows.tolist()} <= {
-        tuple(row) for row in logits.flatten(0, -2).tolist()
-    }
+    assert min(count, ROWS) / 2 <= len(rows) <= ROWS
+    all_ = [tuple(row) for row in logits.flatten(0, -2).tolist()]
+    places = [all_.index(tuple(row)) for row in rows.tolist()]
+    assert len(set(places)) == len(rows)
+    if len(shape) > 1:
+        assert {place % shape[1] for place in places} == set(range(shape[1])) or count > ROWS
+        assert len({place // shape[1] for place in places}) == shape[0]
+
+
+def test_places_of_a_text_come_in_turn_whatever_its_length_is() -> None:
+    for samples, length in ((256, 32), (8, 1024), (64, 64)):
+        output = torch.arange(samples * length).view(samples, length, 1).expand(-1, -1, 3)
+        places = _looked_at(output)[:, 0]
+        assert len(set((places % length).tolist())) >= min(length, ROWS) / 2
+        assert len(set((places // length).tolist())) >= min(samples, ROWS) / 2
 
 
 def test_of_a_large_vocabulary_few_rows_are_kept_and_the_label_is_any_of_it() -> None:
@@ -157,6 +169,14 @@ def test_the_label_is_told_where_all_have_the_same(label: int) -> None:
     labels[:] = -100
     labels[3:10] = label  # fewer than say something
     assert facts(logits, lambda y: functional.cross_entropy(y, labels))[CLASS_OF_ALL] == -1
+
+
+@pytest.mark.parametrize("samples", [4, 8])
+def test_places_of_few_samples_may_have_one_label(samples: int) -> None:
+    logits, labels = drawn(3, 1.0, samples, 20)
+    labels[:] = 1
+    told = facts(logits, lambda y: functional.cross_entropy(y.flatten(0, 1), labels.flatten()))
+    assert told[CLASS_OF_ALL] == (1 if samples == 8 else -1)
 
 
 def squared(y: Tensor, labels: Tensor) -> Tensor:
