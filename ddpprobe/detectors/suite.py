@@ -157,9 +157,12 @@ TASKS: Mapping[str, Settings] = MappingProxyType(
     {
         # two losses that work against each other
         "gan": dict.fromkeys(("loss_spike", "loss_runaway", "level_shift")),
-        # heavy tails
+        # heavy tails; a row weighs as much as its reward
         "rl": dict.fromkeys(
-            ("loss_spike", "loss_runaway", "level_shift", "grad_spike", "unsampled_spike")
+            (
+                *("loss_spike", "loss_runaway", "level_shift", "grad_spike", "unsampled_spike"),
+                "cross_entropy",
+            )
         ),
     }
 )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from ddpprobe.detectors.cross_entropy import CrossEntropy
+from ddpprobe.detectors.suite import chosen
 from ddpprobe.records.step import (
     CLASS_LABELLED,
     CLASS_OF_ALL,
@@ -219,3 +220,8 @@ def test_each_of_the_four_is_told_again_behind_a_quiet_time() -> None:
     both = [look(**{CLASS_OF_ALL: i // 20}) for i in range(60)]
     both[30:] = [{**one, CLASS_WEIGHT: 1.0} for one in both[30:]]
     assert [warn.step for warn in told(both)] == [20, 31]
+
+
+def test_the_reward_of_a_row_is_no_weight_in_a_loss() -> None:
+    assert chosen({}, "rl")["cross_entropy"] is None
+    assert "cross_entropy" not in chosen({}, "gan")

@@ -161,7 +161,7 @@ def test_info_and_report_show_what_was_chosen_and_said(
     assert main(["info", str(path)]) == 0
     out = capsys.readouterr().out
     off = "loss_spike off, loss_runaway off, level_shift off"
-    tails = "grad_spike off, unsampled_spike off"
+    tails = "grad_spike off, unsampled_spike off, cross_entropy off"
     assert f"detectors: {off}, {tails}, straggler steps=30" in out
     assert "config: lr=0.001, optimizer=<class 'torch.optim.sgd.SGD'>" in out
     assert "noted behind step 78: harder data" in out
@@ -172,7 +172,7 @@ def test_info_and_report_show_what_was_chosen_and_said(
     assert shown["noted"] == "harder data (behind step 78)"
     assert shown["config"].startswith("lr=0.001, ")
     assert shown["detectors off"] == (
-        "loss_spike, loss_runaway, level_shift, grad_spike, unsampled_spike"
+        "loss_spike, loss_runaway, level_shift, grad_spike, unsampled_spike, cross_entropy"
     )
 
 
