@@ -6,6 +6,7 @@ import itertools
 import opcode
 import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -13,10 +14,11 @@ from types import FrameType, TracebackType
 
 from ddpprobe.rank.frames import line_in_words, module_of, stack
 from ddpprobe.rank.scheduler import pool
-from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT, is_called_by_a_signal
+from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
 from ddpprobe.records.events import ClosedEvent
 from ddpprobe.records.fate import RaisedError
 from ddpprobe.rundir.fuse import first_line
+from ddpprobe.rundir.signal_frames import signal_of
 
 MAX_MESSAGE = 300  # characters
 MAX_THREADS, MAX_NAME = 4, 60
@@ -24,14 +26,26 @@ MAX_CHAIN = 16  # exceptions, each raised while the one before it was handled
 # Where ranks talk to one another, and what of it raises; the name of a module, or its beginning.
 _TALKING = ("torch.distributed", "torch._C._distributed_c10d")
 _RAISE = opcode.opmap["RAISE_VARARGS"]
+# Schedulers announce the end of a job's time by a signal of its choice (Slurm's --signal).
+_ASKS = {
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+}  # fmt: skip
 _DIST_ERRORS = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
-# The backends' words for a peer that is gone or does not answer. They count only of an error that
-# torch itself raised: a script may have connections of its own.
-_BROKEN = re.compile(
-    r"gloo|nccl|ucc\b|process ?group|watchdog|collective|connection (?:closed|reset|refused)"
-    r"|broken pipe|socket timeout|pair closure|wait timeout|timed out waiting",
+# The words of backends for a peer that is gone or does not answer.
+_GONE = re.compile(
+    r"connection (?:closed|reset|refused)|broken pipe|socket timeout|pair closure|wait timeout"
+    r"|timed out waiting|watchdog|monitored ?barrier|remote process exited",
     re.IGNORECASE,
 )
+# Who says so. What they say of what a call was given is the caller's own mistake.
+_BACKEND = re.compile(r"gloo|nccl|ucc\b|process ?group|collective", re.IGNORECASE)
+_WRONG_CALL = re.compile(
+    r"\b(?:invalid|incorrect|expect(?:s|ed)|requires?|must|should|(?:un)?support(?:s|ed)?|cannot"
+    r"|not (?:been|initialized|implemented|available))\b",
+    re.IGNORECASE,
+)
+_PATH = re.compile(r"\S*/\S*")
+_OF_A_WORKER = re.compile(r"Caught (\w+) in ")
 
 # What a rank's own device says, wherever it is heard: a collective may be the next to ask it.
 _OUT_OF_MEMORY = "OutOfMemoryError"  # of torch; a RuntimeError
@@ -56,21 +70,34 @@ def goodbye(*, at_exit: bool = False, midway: bool = False) -> ClosedEvent:
         midway: training stands within a step.
     """
     ending = uncaught(midway=midway)
-    raised = ending or sys.exc_info()[1]
+    raised = ending or _under_way()
     handlers = OF_THE_SCRIPT
     asked = handlers.left_by_an_exception or any(
-        frame.f_code in handlers.codes and is_called_by_a_signal(frame)
+        frame.f_code in handlers.codes and signal_of(frame) is not None
         for frame in stack(sys._getframe())  # noqa: SLF001  (its documented name)
     )
-    ended = isinstance(raised, SystemExit | GeneratorExit)
+    ended, leaving = isinstance(raised, SystemExit), sys.exc_info()[1]
     return ClosedEvent(
         status="exception" if ending is not None else "ok",
         error=None if raised is None or ended else describe(raised),
         handles=handlers.may_have_run, at_exit=at_exit,
-        asked=asked or (isinstance(raised, SystemExit) and _is_asked([raised])),
+        asked=asked or (isinstance(leaving, SystemExit) and _is_asked([leaving])),
         pool=pool(os.environ, os.getppid()),
         threads=_threads() if at_exit and ending is not None else (),
     )  # fmt: skip
+
+
+def _under_way() -> BaseException | None:
+    """Return the exception that is being handled, if it may end a script.
+
+    Behind the last batch of a loop by hand comes a StopIteration. Workers of
+    `torch.multiprocessing.spawn` exit while they handle theirs, which says more than the exit.
+    """
+    raised = sys.exc_info()[1]
+    if isinstance(raised, SystemExit) and raised.code and raised.__context__ is not None:
+        raised = raised.__context__
+    control = isinstance(raised, StopIteration | StopAsyncIteration | GeneratorExit)
+    return None if control else raised
 
 
 def describe(raised: BaseException) -> RaisedError:
@@ -78,14 +105,36 @@ def describe(raised: BaseException) -> RaisedError:
 
     It counts as communication with other ranks also if what it was raised in answer to came out of
     that. What was raised from another exception is judged by that one: torch's pipeline says so of
-    whatever a stage raises.
+    whatever a stage raises. Of a group it is the first exception that is no broken communication.
     """
+    raised = _of_group(raised)
     chain = list(_chain(raised))
     return RaisedError(
-        type(raised).__name__, first_line(raised)[:MAX_MESSAGE], _origin(raised.__traceback__),
+        type(raised).__name__, _message(raised), _origin(raised.__traceback__),
         collective=any(_is_collective(error) for error in chain if error.__cause__ is None),
         asked=_is_asked(chain), behind=_behind(chain),
     )  # fmt: skip
+
+
+def _of_group(raised: BaseException) -> BaseException:
+    """Return the exception of a group that tells most; of a group of groups, at some depth."""
+    for _ in range(MAX_CHAIN):
+        if not isinstance(raised, BaseExceptionGroup):
+            break
+        each = raised.exceptions
+        raised = next((e for e in each if not _is_collective(e)), each[0])
+    return raised
+
+
+def _message(raised: BaseException) -> str:
+    """Return the first line of what an exception says; of one that a worker raised, what it said.
+
+    torch raises what a worker of a DataLoader raised anew, with its traceback for a text.
+    """
+    said = first_line(raised)
+    caught = _OF_A_WORKER.match(said)
+    own = re.findall(rf"^(?:\w+\.)*{caught[1]}: (.+)$", str(raised), re.MULTILINE) if caught else []
+    return f"{said.rstrip('.')}: {own[-1]}"[:MAX_MESSAGE] if own else said[:MAX_MESSAGE]
 
 
 def _behind(chain: list[BaseException]) -> str:
@@ -96,29 +145,32 @@ def _behind(chain: list[BaseException]) -> str:
     first = chain[-1]
     if len(chain) == 1 or _is_collective(first) or not _is_collective(chain[0]):
         return ""
-    text, where = first_line(first)[:MAX_MESSAGE], _origin(first.__traceback__)
+    text, where = _message(first), _origin(first.__traceback__)
     return f"{type(first).__name__}{f': {text}' if text else ''}{f' at {where}' if where else ''}"
 
 
 def _is_asked(chain: Iterable[BaseException]) -> bool:
-    """Whether one of these is Python's answer to SIGINT, or out of a handler of the script's."""
+    """Whether one of these is Python's answer to SIGINT, or out of a handler of the script's.
+
+    Of a signal by which somebody asks a script to end: a timer of its own (SIGALRM) is none.
+    """
     handlers = OF_THE_SCRIPT.codes
     return any(
         (isinstance(error, KeyboardInterrupt) and not _is_raised_by_hand(error))
-        or any(f.f_code in handlers for f in _frames(error.__traceback__))
+        or any(f.f_code in handlers or signal_of(f) in _ASKS for f in _frames(error.__traceback__))
         for error in chain
     )
 
 
-def _is_raised_by_hand(error: BaseException) -> bool:
+def _is_raised_by_hand(error: BaseException, *, torch_s: bool = False) -> bool:
     """Whether a `raise` of the script's made it; a signal comes between other instructions.
 
-    torch raises the KeyboardInterrupt of a worker of a DataLoader anew.
+    torch raises the KeyboardInterrupt of a worker of a DataLoader anew: only `torch_s` counts that.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None or module_of(trace.tb_frame).startswith("torch."):
+    if trace is None or (module_of(trace.tb_frame).startswith("torch.") and not torch_s):
         return False
     return trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
 
@@ -161,6 +213,12 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
 
 
 def _is_collective(error: BaseException) -> bool:
+    """Whether an error came out of communication, because of another rank.
+
+    torch's C++ raises a RuntimeError in the frame that called it: of torch's Python, or of the
+    script where that waits for what it began. What is raised by a `raise` in torch.distributed is
+    of its own checks, unless it says that a peer is gone.
+    """
     if _is_of_the_device(error):
         return False
     if any(kind.__name__ in _DIST_ERRORS for kind in type(error).__mro__):
@@ -168,10 +226,16 @@ def _is_collective(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError | OSError):  # a wrong call, such as without a group
         return False
     modules = [module_of(frame) for frame in _frames(error.__traceback__)]
-    inner = modules[-1] if modules else ""
-    if isinstance(error, RuntimeError) and inner.startswith(_TALKING):
-        return True
-    return inner.startswith("torch") and bool(_BROKEN.search(first_line(error)))
+    inner, said = modules[-1] if modules else "", first_line(error)
+    text = _PATH.sub("", said)  # a checkpoint may lie in a folder of any name
+    gone, by_hand = bool(_GONE.search(text)), _is_raised_by_hand(error, torch_s=True)
+    if not inner.startswith("torch"):
+        # A script has connections of its own, to which the same may happen.
+        return type(error) is RuntimeError and gone and not by_hand and bool(_BACKEND.search(said))
+    if gone or by_hand or _WRONG_CALL.search(text):
+        return gone
+    talking = isinstance(error, RuntimeError) and inner.startswith(_TALKING)
+    return talking or bool(_BACKEND.search(text))
 
 
 def _is_of_the_device(error: BaseException) -> bool:

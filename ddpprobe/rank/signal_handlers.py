@@ -15,11 +15,12 @@ import functools
 import signal
 import sys
 from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, final
 
 from ddpprobe.rank.frames import stack
 from ddpprobe.rundir.fuse import Fuse
+from ddpprobe.rundir.signal_frames import signal_of
 
 ASKING = (signal.SIGTERM, signal.SIGINT)
 _WARMUP_OFFSET = 52  # bytes into the PyCodeObject of Python 3.11, to a short
@@ -134,22 +135,10 @@ class Handlers:
         seen = self._seen[id(code)]
         seen.calls += 1
         frame = next(f for f in stack(sys._getframe()) if f.f_code is code)  # noqa: SLF001  (its documented name)
-        seen.signals += is_called_by_a_signal(frame)
+        seen.signals += signal_of(frame) is not None
 
     def _returned(self, code: CodeType, _offset: int, _value: object) -> None:
         self._seen[id(code)].returns += 1
-
-
-def is_called_by_a_signal(frame: FrameType) -> bool:
-    """Whether a frame's function was called as a handler is: with the frame that it interrupts.
-
-    A script may call the same function itself, when its training is over.
-    """
-    code = frame.f_code
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 2]
-    given = [frame.f_locals.get(name) for name in names]
-    values = [v for g in given for v in (g if isinstance(g, tuple) else (g,))]
-    return frame.f_back is not None and any(value is frame.f_back for value in values)
 
 
 def is_as_compiled(code: CodeType) -> bool:

@@ -4,7 +4,8 @@ A `Fuse` wraps the places where our code is *entered* from a stranger's (a hook,
 daemon's loop). Inside, everything simply raises. An error is logged once, counted, and blows the
 fuse: from then on the component is off and costs one attribute look-up. `DDPPROBE_STRICT=1` turns
 the containment off, for our own tests. Only `Exception` is contained: Ctrl-C and SystemExit are the
-user's.
+user's, and so is what the user's handler of a signal raises while we are at work: a time that is
+up, a preemption.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from ddpprobe.rundir.signal_frames import is_out_of_a_handler
 from ddpprobe.rundir.stopwatch import Caller, Stopwatch
 
 P = ParamSpec("P")
@@ -103,7 +105,7 @@ class Fuse:
             try:
                 return within(*args, **kwargs)
             except Exception as error:
-                if self._strict:
+                if self._strict or is_out_of_a_handler(error):
                     raise
                 try:
                     self._contain(error)

@@ -15,7 +15,7 @@ from ddpprobe.rank.last_words import goodbye
 from ddpprobe.rank.signal_handlers import (
     Handlers,
     is_as_compiled,
-    is_called_by_a_signal,
+    signal_of,
 )
 
 TRACED = sys.version_info[:2] != (3, 12)  # which leaves no trace in a function of a few kinds
@@ -139,13 +139,13 @@ def test_a_call_by_a_signal_is_told_from_one_of_the_script_s() -> None:
     seen = []
 
     def handler(_number: object, _frame: object = None) -> None:
-        seen.append(is_called_by_a_signal(sys._getframe()))
+        seen.append(signal_of(sys._getframe()))
 
     signal.signal(signal.SIGTERM, handler)
     signal.raise_signal(signal.SIGTERM)
     handler(None)
     handler(signal.SIGTERM, None)
-    assert seen == [True, False, False]
+    assert seen == [signal.SIGTERM, None, None]
 
 
 def test_a_goodbye_in_a_handler_was_asked_for_and_one_in_the_same_function_was_not() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import signal
 
 import pytest
 
@@ -90,3 +92,42 @@ def test_strict_mode_raises(monkeypatch) -> None:
 def test_the_default_is_open(monkeypatch) -> None:
     monkeypatch.delenv("DDPPROBE_STRICT", raising=False)
     Fuse("x").guard(fail)()
+
+
+class TimeIsUp(Exception):
+    pass
+
+
+def on_alarm(number: int, frame: object) -> None:
+    raise TimeIsUp
+
+
+class OnAlarm:
+    def __call__(self, *given: object) -> None:
+        raise TimeIsUp
+
+
+@pytest.mark.parametrize(
+    "handler", [on_alarm, OnAlarm(), functools.partial(on_alarm), OnAlarm().__call__]
+)
+def test_what_a_handler_of_a_signal_raises_is_the_users(monkeypatch, handler) -> None:
+    monkeypatch.delenv("DDPPROBE_STRICT", raising=False)
+    fuse = Fuse("hooks")
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(TimeIsUp):
+            fuse.guard(fuse.guard(interrupted))()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (fuse.errors, fuse.blown) == (0, False)
+
+
+def test_what_the_same_function_raises_when_it_is_called_is_contained(monkeypatch) -> None:
+    monkeypatch.delenv("DDPPROBE_STRICT", raising=False)
+    fuse = Fuse("hooks")
+    assert fuse.guard(lambda: on_alarm(signal.SIGUSR1, None))() is None
+    assert fuse.errors == 1
