@@ -22,11 +22,16 @@ def stuck_in(parts: RankEnds) -> list[Fate]:
     waited = [f for f in victims if f.how == "SIGABRT" or (f.error and f.error.timed_out)]
     if not waited and (parts.has(LEFT) or not any(f.stalled for f in case.fates)):
         return []
-    here = [f for f in case.fates if f.heard and not f.paused and f not in waited]
+    # Who waited in vain was waited by somebody: also one that said it does something else.
+    here = [f for f in case.fates if f.heard and f not in waited and (waited or not f.paused)]
     here = [f for f in here if parts.part(f) != LEFT]
     if not here and missed(parts):
         return []  # who was waited for had ended
     stuck = _behind(here or waited)
+    least = min((f.clock.key for f in stuck if f.clock), default=None)
+    # One that waits further behind may be waited for as well: each for the other.
+    ahead = [f for f in waited if f.clock and least is not None and f.clock.key < least]
+    stuck = [*stuck, *_behind(ahead)]
     # One whose communication broke in the same place had waited there as well.
     places = {f.clock.key for f in stuck if f.clock and parts.part(f) == VICTIM}
     also = [f for f in waited if f not in stuck and f.clock and f.clock.key in places]
@@ -43,6 +48,8 @@ def in_words(parts: RankEnds, stuck: list[Fate]) -> tuple[str, str]:
     """Return what is said of ranks that the others waited for, and how they stood still."""
     if len(stuck) == 1 and stuck[0].suspended:
         text, how = f"{place_of(stuck)}, was suspended (SIGSTOP) and did not go on", "SIGSTOP"
+    elif len(stuck) == 1 and stuck[0].paused:
+        text, how = f"{place_of(stuck)}, was paused (probe.pause) and did not come back", "hang"
     elif len(stuck) == 1:
         text, how = f"{place_of(stuck)}, did not move on", "hang"
     else:

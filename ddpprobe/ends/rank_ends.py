@@ -99,7 +99,7 @@ def _fell_midway(left: list[Fate]) -> bool:
 
 def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
     how = fate.how
-    if fate.asked or fate.raised or (fate.error and how not in {"", CLEAN, UNKNOWN}):
+    if fate.asked or fate.failed or (fate.error and how not in {"", CLEAN, UNKNOWN}):
         return TOLD if fate.asked else _of_error(fate)
     chose = how.startswith("exit:") and how != CLEAN and not _was_over(fate)
     if fate.pool and fate.at_exit:

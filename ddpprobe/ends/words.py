@@ -11,7 +11,7 @@ from ddpprobe.records.fate import Fate, Progress
 
 def how_of(fate: Fate) -> str:
     """Return what a rank died of: an exception by its name, else how its process ended."""
-    blames = fate.error is not None and (fate.raised or fate.how not in {"", CLEAN, UNKNOWN})
+    blames = fate.error is not None and (fate.failed or fate.how not in {"", CLEAN, UNKNOWN})
     return fate.error.type if blames and fate.error is not None else fate.how or UNKNOWN
 
 

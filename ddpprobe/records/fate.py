@@ -9,7 +9,7 @@ from typing import Annotated
 from ddpprobe.records.step import STEP_PHASES
 
 Rank = Annotated[int, "rank"]  # not negative, and of a size that a bit mask may have
-_TIMED_OUT = re.compile(r"tim(?:ed|e) ?-?out", re.IGNORECASE)
+_TIMED_OUT = re.compile(r"tim(?:ed|e) ?-?out|failed to pass monitored", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,16 @@ class Fate:
     dead: bool = False
     paused: bool = False
     launcher: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether an exception ended it.
+
+        Python also keeps one of a prompt within the script (`code.interact`), which ended nothing:
+        by its exit code and its place the training then came to its end.
+        """
+        between = self.clock is not None and self.clock.phase == STEP_PHASES[0]
+        return self.raised and not (self.how == "exit:0" and between)
 
     @property
     def may_be_handled(self) -> bool:

@@ -393,6 +393,21 @@ VERDICTS = {
         [raised(0, TIMED_OUT, clock=at(17, "data")),
          raised(1, replace(TIMED_OUT, behind="ValueError: bad batch at train.py:40 in step"),
                 clock=at(17, "data"))], "hung", [0, 1], "hang"),
+    "one that waited in vain for one that had said it does something else": (
+        [fate(0, "SIGTERM", at(11, "data"), paused=True),
+         raised(1, TIMED_OUT, clock=at(11, "data"))], "hung", [0], "hang"),
+    "one that does something else, while the others stand still as long": (
+        [fate(0, clock=at(11, "data"), paused=True), fate(1, clock=at(11, "data"), stalled=True)],
+        "hung", [1], "hang"),
+    "one that waited behind its last batch for one that waited for its next": (
+        [fate(0, "SIGTERM", at(20, "backward")), raised(1, TIMED_OUT, clock=at(20, "data"))],
+        "hung", [0, 1], "hang"),
+    # An exception of a prompt within the script stays where Python keeps the last one.
+    "an exception of old, and a script that came to its end": (
+        [fate(0, "exit:0", at(30, "data"), closed=True),
+         raised(1, OWN, "exit:0", clock=at(30, "data"), at_exit=True)], "ended", [], ""),
+    "an exception in the middle of a step, and an exit code of 0": (
+        [raised(0, OWN, "exit:0", clock=at(30))], "crashed", [0], "ValueError"),
     # Errors that a script has swallowed leave no code.
     "ended well to all appearance, each in the middle of another place": (
         [fate(0, "exit:0", at(17, "backward"), closed=True, at_exit=True),

@@ -41,6 +41,12 @@ ASSERT = "raise RuntimeError('CUDA error: device-side assert triggered\\nCUDA ke
 OUT_OF_MEMORY = "import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried to')"
 GONE = "raise RuntimeError('[gloo/transport/tcp/pair.cc] Connection closed by peer')"
 ENGINE = "torch.autograd.graph"
+C10D = "torch.distributed.distributed_c10d"
+
+
+def of_cpp(text: str) -> str:
+    """Return a body out of which an error comes as out of C++: no `raise` is in its frame."""
+    return f"(_ for _ in ()).throw(RuntimeError({text!r}))"
 
 
 def from_it(broken: Callable[[], Any]) -> None:
@@ -88,7 +94,18 @@ def dist_error(text: str = "NCCL error") -> None:
     [
         (own, False),
         (inside(ENGINE, GONE), True),
-        (inside("torch.distributed.distributed_c10d", "raise RuntimeError('no words')"), True),
+        (inside(C10D, of_cpp("no words")), True),
+        (inside(C10D, "raise RuntimeError('Optimizer state has not been consolidated')"), False),
+        (inside(C10D, "raise RuntimeError('Rank 1 failed to pass monitoredBarrier')"), True),
+        (inside(C10D, of_cpp("ProcessGroupGloo::allgather: invalid output tensor list")), False),
+        (inside(C10D, of_cpp("Incorrect output list size 1, same as the process group")), False),
+        (inside(C10D, of_cpp("op.preamble.length <= op.nbytes. 8 vs 4")), True),
+        (inside("torch.serialization", of_cpp("Parent directory /a/nccl does not exist.")), False),
+        (inside("train", of_cpp("[a/gloo/pair.cc:534] Connection closed by peer [::1]:1")), True),
+        (inside("train", of_cpp("[a/gloo/x.cc:3] Timed out waiting 9ms for recv")), True),
+        (inside("train", of_cpp("Connection closed by peer")), False),
+        (inside("train", of_cpp("gloo is not built")), False),
+        (inside("train", GONE), False),
         (inside("torch.distributed.distributed_c10d", "raise ValueError('wrong group')"), False),
         (inside(ENGINE, "raise RuntimeError('backward through the graph a second time')"), False),
         (inside("botocore.client", "raise OSError('Connection reset by peer')"), False),
@@ -108,6 +125,81 @@ def dist_error(text: str = "NCCL error") -> None:
 )
 def test_an_error_out_of_communication_is_told_from_one_of_its_own(raise_it, collective) -> None:
     assert describe(caught(raise_it)).collective is collective
+
+
+def test_of_a_group_the_exception_is_told_that_no_peer_is_behind() -> None:
+    gone, bad = caught(inside(ENGINE, GONE)), caught(own)
+    for group in (
+        BaseExceptionGroup("tasks", [gone, bad]),
+        ExceptionGroup("tasks", [ExceptionGroup("inner", [bad, gone]), gone]),
+    ):
+        told = describe(group)
+        assert (told.type, told.message, told.collective) == ("ValueError", "bad batch", False)
+    told = describe(ExceptionGroup("tasks", [gone, gone]))
+    assert (told.type, told.collective) == ("RuntimeError", True)
+
+
+def test_of_what_a_worker_raised_the_reason_is_told() -> None:
+    text = (
+        "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
+        'last):\n  File "data.py", line 7, in __getitem__\nValueError: corrupt sample 17\nof 20\n'
+    )
+    told = describe(caught(inside("torch._utils", f"raise ValueError({text!r})")))
+    said = "Caught ValueError in DataLoader worker process 0: corrupt sample 17"
+    assert told.message == said
+
+
+class Preempted(Exception):
+    pass
+
+
+def on_notice(number: int, frame: object) -> None:
+    raise Preempted
+
+
+@pytest.mark.parametrize(
+    ("number", "asked"),
+    [(signal.SIGUSR1, True), (signal.SIGHUP, True), (signal.SIGALRM, False)],
+)
+def test_who_asks_by_a_signal_is_told_from_a_timer_of_the_scripts_own(number, asked) -> None:
+    before = signal.signal(number, on_notice)
+    try:
+        assert describe(caught(lambda: signal.raise_signal(number))).asked is asked
+    finally:
+        signal.signal(number, before)
+    assert describe(caught(lambda: on_notice(number, None))).asked is False
+
+
+def test_what_ends_a_loop_by_hand_is_no_reason() -> None:
+    try:
+        next(iter(()))
+    except StopIteration:
+        assert goodbye().error is None
+    try:
+        own()
+    except ValueError:
+        assert goodbye().error is not None
+
+
+def test_what_is_handled_on_the_way_to_an_exit_code_is_its_reason() -> None:
+    def leaving(code: object) -> ClosedEvent:
+        said = []
+        with pytest.raises(SystemExit):
+            try:
+                own()
+            except ValueError:
+                try:
+                    sys.exit(code)
+                finally:
+                    said.append(goodbye())
+        return said[0]
+
+    said = leaving(1)
+    assert (said.status, said.asked) == ("ok", False)
+    assert said.error is not None
+    assert said.error.message == "bad batch"
+    assert leaving(0).error is None
+    assert leaving(None).error is None
 
 
 def test_type_message_and_the_innermost_place_outside_of_torch_are_told() -> None:

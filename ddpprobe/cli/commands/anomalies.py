@@ -29,7 +29,7 @@ from ddpprobe.detectors.suite import Episode, episodes
 from ddpprobe.ends.judge import told
 from ddpprobe.reader.models import FirstOfModels, Models, models_in
 from ddpprobe.reader.run import Run, open_run
-from ddpprobe.reader.text import UNOBSERVED
+from ddpprobe.reader.text import UNOBSERVED, plain
 from ddpprobe.records.step import LEVELS
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def told_ends(endings: list[Ending]) -> list[str]:
     """Say how the attempts ended that did not come to their end, newest last."""
     several = len(endings) > 1
     texts = (told(e.end.to_json(), e.attempt if several else None) for e in endings)
-    return [text for text in texts if text]
+    return [plain(text) for text in texts if text]
 
 
 def judged(held: Completeness, damaged: bool) -> str:  # noqa: FBT001
