@@ -12,9 +12,11 @@ from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import (
+    CLASS_RIGHT,
     COPIED,
     PULL,
     PULL_REST,
+    PULLED_MEAN,
     PULLED_RMS,
     TARGET,
     Anomaly,
@@ -33,9 +35,10 @@ class _Pull(NamedTuple):
     slope: float
     target: float
     rms: float
+    mean: float
 
 
-_NO_PULL = _Pull(0.0, 0.0, 0.0)
+_NO_PULL = _Pull(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -48,6 +51,7 @@ class _Streak:
     low: float = math.inf
     high: float = -math.inf
     rms: float = 0.0  # of the outputs, the largest
+    up: int = 0  # looks at which the target was above the mean of the outputs
 
     def take(self, step: int, pull: _Pull) -> None:
         if not self.looks:
@@ -55,21 +59,25 @@ class _Streak:
         self.looks += 1
         self.low, self.high = min(self.low, pull.target), max(self.high, pull.target)
         self.rms = max(self.rms, pull.rms)
+        self.up += pull.target > pull.mean
 
     @property
     def moves(self) -> bool:
-        """Whether the targets of different batches differ."""
-        return self.high - self.low > MOVES * self.rms
+        """Whether the targets of different batches differ, and the outputs are in their midst.
+
+        A logistic loss of one label is nearly a straight line, too: it always pulls one way.
+        """
+        return self.high - self.low > MOVES * self.rms and 0 < self.up < self.looks
 
 
 class TrainingTargets(SoundStepsDetector):
     """Warns when the targets seem to be wrong: the inputs themselves, or one number for all.
 
     A language model that answers with the very token that it is given, wherever the next one is
-    another, is trained on labels that nobody has shifted. And where the gradient of each output is
-    a straight line over the outputs, with the same slope in every batch, all samples of a batch
-    are pulled to one number, and to another one in the next: predictions [n, 1] and targets [n]
-    are broadcast to [n, n].
+    another, and is right by its loss, is trained on labels that nobody has shifted. And where the
+    gradient of each output is a straight line over the outputs, with the same slope in every batch,
+    all samples of a batch are pulled to one number, and to another one in the next, now above and
+    now below their mean: predictions [n, 1] and targets [n] are broadcast to [n, n].
 
     Args:
         copied: share of the places at which the answer is the input, from which it is told.
@@ -101,7 +109,9 @@ class TrainingTargets(SoundStepsDetector):
         shares = [share for share in scalars(record, COPIED) if share >= 0]
         if not shares:
             return
-        if min(shares) < self._copied:
+        # Before it is trained, one whose head is its embedding answers so as well, and wrongly.
+        right = min(scalars(record, CLASS_RIGHT), default=math.nan)
+        if not (min(shares) >= self._copied and right >= self._copied):
             self._copies = _Streak()
             return
         self._copies.take(record.step, _NO_PULL)
@@ -157,4 +167,5 @@ def _pull(record: StepRecord) -> _Pull | None:
     low, high = min(slopes), max(slopes)
     if low <= 0 or high - low > SLOPE * low:  # ranks with batches of unlike sizes
         return _NO_PULL
-    return _Pull(slopes[0], sum(targets) / len(targets), rms)
+    means = scalars(record, PULLED_MEAN)
+    return _Pull(slopes[0], sum(targets) / len(targets), rms, sum(means) / max(1, len(means)))

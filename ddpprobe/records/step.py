@@ -222,10 +222,10 @@ INPUT_SPREAD, OUTPUT_SPREAD = "input_spread", "output_spread"
 # of those whose next token is another one; -1: they are too few.
 COPIED = "copied_inputs"
 # Scalars of the output's gradient as a straight line over the output, see `hooks.target_facts`: its
-# slope, the share of the gradient's variance that no line explains, where the line is zero, and the
-# rms of the output.
-PULL, PULL_REST = "output_pull", "output_pull_rest"
-TARGET, PULLED_RMS = "output_target", "output_pulled_rms"
+# slope, the share of the gradient's variance that no line explains, where the line is zero, and rms
+# and mean of the output.
+PULL, PULL_REST, TARGET = "output_pull", "output_pull_rest", "output_target"
+PULLED_RMS, PULLED_MEAN = "output_pulled_rms", "output_pulled_mean"
 # Scalars of a cross-entropy over the classes of the output, see `hooks.class_facts`: its rows, the
 # weight of each in the loss, the share of those with a label, of these the share that is answered
 # rightly, and the label if all have the same; -1: they have not. NaN: it is another loss.

@@ -8,14 +8,29 @@ from collections.abc import Sequence
 import pytest
 
 from ddpprobe.detectors.targets import TrainingTargets
-from ddpprobe.records.step import COPIED, PULL, PULL_REST, PULLED_RMS, TARGET, StepRecord
+from ddpprobe.records.step import (
+    CLASS_RIGHT,
+    COPIED,
+    PULL,
+    PULL_REST,
+    PULLED_MEAN,
+    PULLED_RMS,
+    TARGET,
+    StepRecord,
+)
 from tests.detectors.made_records import record, run
 
 
-def texts(*ranks: Sequence[float], every: int = 1, **changes: object) -> list[StepRecord]:
-    """A run whose ranks copy these shares of their inputs."""
+def texts(
+    *ranks: Sequence[float], every: int = 1, right: float = 1.0, **changes: object
+) -> list[StepRecord]:
+    """A run whose ranks copy these shares of their inputs, and are right by the loss so often."""
     return [
-        record(i * every, {r: {COPIED: share} for r, share in enumerate(shares)}, **changes)
+        record(
+            i * every,
+            {r: {COPIED: share, CLASS_RIGHT: right} for r, share in enumerate(shares)},
+            **changes,
+        )
         for i, shares in enumerate(zip(*ranks, strict=True))
     ]
 
@@ -67,6 +82,11 @@ def test_a_model_that_answers_with_less_of_it_is_not(ranks) -> None:
     assert run(TrainingTargets(), texts(*ranks)) == []
 
 
+def test_a_head_that_is_the_embedding_answers_so_before_it_is_trained_and_is_not_told() -> None:
+    assert run(TrainingTargets(), texts([1.0] * 60, right=0.1)) == []
+    assert run(TrainingTargets(), texts([1.0] * 60, right=math.nan)) == []  # of another loss
+
+
 def test_texts_that_say_nothing_break_no_row_of_looks() -> None:
     (warn,) = run(TrainingTargets(), texts(([1.0] * 4 + [-1.0] * 3) * 5))
     assert (warn.step, warn.values["looks"]) == (10, 8)
@@ -107,6 +127,16 @@ def test_so_are_those_of_all_ranks_and_not_of_one() -> None:
 )
 def test_other_lines_are_not(one: list[Line]) -> None:
     assert run(TrainingTargets(), lines(one)) == []
+
+
+def test_a_logistic_loss_of_one_label_always_pulls_one_way_and_is_not_told() -> None:
+    above = [(0.25 / 32, 1e-5, 0.1 * math.sin(i)) for i in range(60)]
+    records = lines(above)
+    for each in records:
+        each.scalars[0][PULLED_MEAN] = each.scalars[0][TARGET] - 2
+    assert run(TrainingTargets(), records) == []
+    records[5].scalars[0][PULLED_MEAN] += 4
+    assert len(run(TrainingTargets(), records)) == 1
 
 
 def test_a_step_that_was_skipped_breaks_no_row_of_looks() -> None:

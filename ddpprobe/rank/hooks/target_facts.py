@@ -19,7 +19,7 @@ from ddpprobe.rank.hooks.step_facts import is_dense
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.hooks.sweep import is_plain
 from ddpprobe.rank.torch_private import functorch, is_functorch
-from ddpprobe.records.step import COPIED, PULL, PULL_REST, PULLED_RMS, TARGET
+from ddpprobe.records.step import COPIED, PULL, PULL_REST, PULLED_MEAN, PULLED_RMS, TARGET
 
 TENSORS = 4  # that the root is given or returns, the first ones
 PLACES, FEWEST_PLACES = 64, 16  # of a text that are looked at; that say something
@@ -120,7 +120,8 @@ def add_pull(output: Tensor, gradient: Tensor, rows: StepRows) -> None:
     With a squared error a sample's gradient is its distance to its own target, times a number. If
     it is a straight line over the output, all samples are pulled to one and the same target. Added
     are the line's slope, the share of the gradient's variance that no line explains, where the line
-    is zero, and the rms of the output; but for the share, means of the columns with a gradient.
+    is zero, and rms and mean of the output: but for the share, means of all columns with a
+    gradient.
 
     Args:
         output: [samples, ...].
@@ -135,9 +136,10 @@ def add_pull(output: Tensor, gradient: Tensor, rows: StepRows) -> None:
         active = (gg > 0) & (xx > 0)
         slope = xg / xx
         rest = 1.0 - torch.where(active, slope * xg, 0.0).sum() / gg.sum()
-        each = torch.stack((slope, mean_x - mean_g / slope, rms))
+        each = torch.stack((slope, mean_x - mean_g / slope, rms, mean_x))
         means = torch.where(active, each, 0.0).sum(1) / active.sum()
-        rows.add_scalars((PULL, TARGET, PULLED_RMS, PULL_REST), torch.cat((means, rest[None])))
+        names = PULL, TARGET, PULLED_RMS, PULLED_MEAN, PULL_REST
+        rows.add_scalars(names, torch.cat((means, rest[None])))
 
 
 def _first(returned: object) -> list[Tensor]:

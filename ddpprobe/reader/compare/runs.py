@@ -38,6 +38,7 @@ from ddpprobe.records.step import (
     OUTPUT_SPREAD,
     PULL,
     PULL_REST,
+    PULLED_MEAN,
     PULLED_RMS,
     TARGET,
     Site,
@@ -51,7 +52,7 @@ _MICRO, _TIMES = "micro_batches", "_seconds"
 # Nor is the order of its samples, and which of them are looked at.
 _OF_THE_BATCH = {
     _MICRO, DIGEST, INPUT_SPREAD, OUTPUT_SPREAD, NORM_VALUES,
-    COPIED, PULL, PULL_REST, PULLED_RMS, TARGET,
+    COPIED, PULL, PULL_REST, PULLED_MEAN, PULLED_RMS, TARGET,
     CLASS_LABELLED, CLASS_OF_ALL, CLASS_RIGHT, CLASS_ROWS, CLASS_WEIGHT,
 }  # fmt: skip
 _BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
