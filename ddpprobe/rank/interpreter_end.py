@@ -10,6 +10,8 @@ import atexit
 import contextlib
 import threading
 from collections.abc import Callable
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 
 from ddpprobe.rank.last_words import uncaught
 
@@ -17,8 +19,13 @@ _heard = False
 
 
 def register(close: Callable[[], object]) -> None:
-    """Have `close` called at the end of the interpreter, and earlier as `hear` says."""
+    """Have `close` called at the end of the interpreter, and earlier as `hear` says.
+
+    A process of `multiprocessing` (`torch.multiprocessing.spawn`) leaves out what `atexit` calls.
+    """
     atexit.register(close)
+    if parent_process() is not None:
+        Finalize(None, close, exitpriority=0)
 
 
 def hear(close: Callable[[], object]) -> None:

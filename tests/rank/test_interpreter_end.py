@@ -127,3 +127,29 @@ def test_a_page_names_the_threads_unless_the_process_has_ended_by_itself(
         threads=threads, clock=Progress(7, 0, "forward", 7),
     )  # fmt: skip
     assert describe(fate) == f"rank 1 died (ValueError: bad at x.py:3{lingers}) in step 7"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_of_multiprocessing_has_a_last_word(fails: bool, tmp_path) -> None:
+    end = 'raise ValueError("a bad batch")' if fails else "pass"
+    process = start(
+        tmp_path / "r",
+        f"""
+        import multiprocessing
+
+        def work():
+            install()
+            train(3)
+            {end}
+
+        worker = multiprocessing.get_context("fork").Process(target=work)
+        worker.start()
+        worker.join()
+        sys.exit(worker.exitcode)
+        """,
+    )
+    _, said = process.communicate()
+    assert process.returncode == int(fails), said
+    (goodbye,) = goodbyes(tmp_path / "r")
+    assert goodbye["at_exit"]
+    assert (goodbye.get("error") or {}).get("message") == ("a bad batch" if fails else None)
