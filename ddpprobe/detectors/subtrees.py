@@ -76,13 +76,20 @@ def _prefixes(name: str) -> list[str]:
 
 
 def replaced(gone: Sequence[str], fresh: Iterable[str]) -> NDArray[np.bool_]:
-    """Return which of some parameters [gone] lie in the module of one of those that are new.
+    """Return which of some parameters [gone] one of those that are new stands in place of.
 
-    Pruning makes `weight_orig` of `weight`, a weight norm `weight_g` and `weight_v`, and a
-    parametrization `parametrizations.weight.original`.
+    It lies in the same module: pruning makes `weight_orig` of `weight`, a weight norm `weight_g` and
+    `weight_v`, and a parametrization `parametrizations.weight.original`. Or it has the same name in
+    a module within that: one that was wrapped where it is, as nets are that grow.
     """
-    modules = {_owner(fqn) for fqn in fresh}
-    return np.array([_owner(fqn) in modules for fqn in gone], bool)
+    new = list(fresh)
+    modules, within = {_owner(fqn) for fqn in new}, set[str]()
+    for fqn in new:
+        module, _, name = f".{fqn}".rpartition(".")
+        while module:
+            module = module.rpartition(".")[0]
+            within.add(f"{module}.{name}")
+    return np.array([_owner(fqn) in modules or f".{fqn}" in within for fqn in gone], bool)
 
 
 def _owner(parameter: str) -> str:

@@ -351,6 +351,8 @@ def test_a_parameter_that_another_of_its_module_replaces_was_renamed() -> None:
         counts, values = (np.concatenate((x, x[:1])) for x in (made.counts, made.values))
         return replace(made, sites=sites, counts=counts, values=values)
 
-    assert run(renamed(s, "layers.2.mlp.weight_orig") for s in range(300)) == []
-    (warn,) = run(renamed(s, "layers.1.mlp.weight_orig") for s in range(300))
-    assert warn.module == "layers.2.mlp.weight"
+    for new in ("layers.2.mlp.weight_orig", "layers.2.mlp.1.weight", "layers.2.mlp.a.b.weight"):
+        assert run(renamed(s, new) for s in range(300)) == []
+    for new in ("layers.1.mlp.weight_orig", "layers.2.mlp.1.bias", "layers.2.gate.weight"):
+        (warn,) = run(renamed(s, new) for s in range(300))
+        assert warn.module == "layers.2.mlp.weight"

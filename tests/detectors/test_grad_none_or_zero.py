@@ -134,7 +134,8 @@ def test_experts_that_lose_their_gradients_are_an_information() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["blocks.0.fc.weight_orig", "blocks.0.fc.parametrizations.weight.0"]
+    "name",
+    ["blocks.0.fc.weight_orig", "blocks.0.fc.parametrizations.weight.0", "blocks.0.fc.1.weight"],
 )
 def test_a_parameter_that_another_of_its_module_replaces_was_renamed(name: str) -> None:
     def renamed(number: int, new: str) -> StepRecord:
