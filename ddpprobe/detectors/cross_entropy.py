@@ -27,8 +27,9 @@ NOW = 2  # looks at which a weight is another one
 STEADY = 0.05  # as a share: a weight in the loss that hardly varies
 COUNTING = 3  # looks at which no row is ignored any more
 SAME, OF = 5, 6  # looks with one label, of so many
-ANSWERED = 5  # looks from which on ranks are compared
+ANSWERED = 5  # looks over which ranks are compared
 HALF, FAR = 0.5, 6.0  # of what the others answer rightly; standard deviations of a share
+TIMES_WRONG = 3.0  # as often as before, and as the others, where it comes at once
 _ROWS = 256  # that are looked at, at most: as `hooks.class_facts` has it
 _KINDS = ("weight", "labelled", "one label", "right")
 
@@ -40,8 +41,8 @@ class CrossEntropy(SoundStepsDetector):
     are told: a row weighs many times what it did (a sum in place of a mean, a loss that is not
     divided by the micro-batches any more); rows that had no label, as padding has none, have one;
     each batch holds samples of one class, and the next batches those of another (nobody shuffles);
-    one rank answers rightly far more seldom than all others (it numbers the classes in another
-    order, or reads other data).
+    one rank answers rightly far more seldom than all others, or all at once more seldom than these
+    and than it did (it numbers the classes in another order, or reads other data).
 
     Args:
         ratio: how many times the weight that a row had.
@@ -64,7 +65,7 @@ class CrossEntropy(SoundStepsDetector):
         self._labelled: deque[tuple[float, float]] = deque(maxlen=self._looks + COUNTING)
         self._labels: deque[frozenset[int]] = deque(maxlen=OF)
         self._sorted = False
-        self._right: deque[dict[int, tuple[float, float]]] = deque(maxlen=self._looks)
+        self._right: deque[dict[int, tuple[float, float]]] = deque(maxlen=self._looks + ANSWERED)
         self._told = {kind: Telling(self._quiet) for kind in _KINDS}
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
@@ -150,22 +151,27 @@ class CrossEntropy(SoundStepsDetector):
             return
         order = sorted(ranks)
         found = np.array([[each[rank] for rank in order] for each in self._right])
-        right, rows = found.sum(0).T  # [ranks]
+        right, rows = found[-ANSWERED:].sum(0).T  # [ranks]
         shares = right / np.maximum(rows, 1)
         lowest = int(shares.argmin())
         others = np.delete(shares, lowest)
         if not len(others) or not rows[lowest]:
             return
         usual, low = float(others.min()), float(shares[lowest])
+        before, past = found[:-ANSWERED, lowest].sum(0) if len(found) > ANSWERED else (0.0, 0.0)
+        was = min(usual, before / past) if past >= rows[lowest] else math.nan
+        apart = usual >= HALF and low <= HALF * usual
+        sudden = was >= HALF and 1 - low >= TIMES_WRONG * (1 - was)
         deviation = math.sqrt(max(usual * (1 - usual), 0.05) / float(rows[lowest]))
-        if low > HALF * usual or usual < HALF or usual - low < FAR * deviation:
+        if not (apart or sudden) or min(usual, was if sudden else usual) - low < FAR * deviation:
             return
         if self._told["right"].due(record.step):
-            # Of two nobody knows which of them is right.
-            rank = order[lowest] if len(order) > 2 else None
+            # Of two nobody knows which of them is right, unless one was as the other before.
+            rank = order[lowest] if sudden or len(order) > 2 else None
+            at_once = f", and {100 * was:.2g} % before" if sudden else ""
             message = (
-                f"rank {order[lowest]} answers {100 * low:.2g} % of its samples with their label, "
-                f"{_others(order, lowest)} {100 * usual:.2g} % or more, over {len(self._right)} "
+                f"rank {order[lowest]} answers {100 * low:.2g} % of its samples with their label"
+                f"{at_once}, {_others(order, lowest)} {100 * usual:.2g} % or more, over {ANSWERED} "
                 "sampled steps: look whether it numbers the classes as the others do, and which "
                 "data it reads"
             )

@@ -78,9 +78,9 @@ def _prefixes(name: str) -> list[str]:
 def replaced(gone: Sequence[str], fresh: Iterable[str]) -> NDArray[np.bool_]:
     """Return which of some parameters [gone] one of those that are new stands in place of.
 
-    It lies in the same module: pruning makes `weight_orig` of `weight`, a weight norm `weight_g` and
-    `weight_v`, and a parametrization `parametrizations.weight.original`. Or it has the same name in
-    a module within that: one that was wrapped where it is, as nets are that grow.
+    It lies in the same module: pruning makes `weight_orig` of `weight`, a weight norm `weight_g`
+    and `weight_v`, and a parametrization `parametrizations.weight.original`. Or it has the same
+    name in a module within that: one that was wrapped where it is, as nets are that grow.
     """
     new = list(fresh)
     modules, within = {_owner(fqn) for fqn in new}, set[str]()

@@ -193,6 +193,30 @@ def test_ranks_that_differ_less_or_of_which_nobody_knows_are_not(shares: list[fl
     assert told(*[answering(share) for share in shares]) == []
 
 
+def test_a_rank_that_answers_wrongly_all_at_once_is_told_by_less_and_named_beside_one_other() -> (
+    None
+):
+    for others in (1, 2):
+        ranks = [answering(0.98)] * others
+        (warn,) = told(answering(0.97, 12) + answering(0.7, 28), *ranks)
+        assert (warn.step, warn.rank) == (13, 0)
+        assert "86 % of its samples with their label, and 97 % before" in warn.message
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "others"),
+    [
+        (0.7, 0.7, 0.98),  # harder data, as ever
+        (0.97, 0.7, 0.7),  # so do all
+        (0.97, 0.93, 0.98),
+        (0.7, 0.5, 0.9),
+    ],
+)
+def test_less_than_that_is_not(before: float, now: float, others: float) -> None:
+    ranks = answering(before, 12) + answering(now, 28), answering(others)
+    assert told(*ranks) == []
+
+
 def test_few_rows_say_nothing_of_a_rank() -> None:
     assert told(answering(0.6, 7, 8), answering(0.25, 7, 8)) == []
     (warn,) = told(answering(0.9, 7, 8), answering(0.25, 7, 8))
