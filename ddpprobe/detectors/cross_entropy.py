@@ -15,6 +15,7 @@ from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import (
     CLASS_LABELLED,
+    CLASS_LOOKED,
     CLASS_OF_ALL,
     CLASS_RIGHT,
     CLASS_ROWS,
@@ -30,7 +31,6 @@ SAME, OF = 5, 6  # looks with one label, of so many
 ANSWERED = 5  # looks over which ranks are compared
 HALF, FAR = 0.5, 6.0  # of what the others answer rightly; standard deviations of a share
 TIMES_WRONG = 3.0  # as often as before, and as the others, where it comes at once
-_ROWS = 256  # that are looked at, at most: as `hooks.class_facts` has it
 _KINDS = ("weight", "labelled", "one label", "right")
 
 
@@ -205,7 +205,7 @@ def _weights(record: StepRecord) -> Floats:
 
 def _answers(said: Mapping[str, float]) -> tuple[float, float]:
     """Return how many rows were answered rightly, of how many that were looked at."""
-    rows = min(said[CLASS_ROWS], _ROWS) * said[CLASS_LABELLED]
+    rows = said.get(CLASS_LOOKED, 0.0) * said[CLASS_LABELLED]
     right = said[CLASS_RIGHT]
     return (rows * right, rows) if math.isfinite(right) else (0.0, 0.0)
 

@@ -226,11 +226,12 @@ COPIED = "copied_inputs"
 # and mean of the output.
 PULL, PULL_REST, TARGET = "output_pull", "output_pull_rest", "output_target"
 PULLED_RMS, PULLED_MEAN = "output_pulled_rms", "output_pulled_mean"
-# Scalars of a cross-entropy over the classes of the output, see `hooks.class_facts`: its rows, the
-# weight of each in the loss, the share of those with a label, of these the share that is answered
-# rightly, and the label if all have the same; -1: they have not. NaN: it is another loss.
-CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED = "class_rows", "class_weight", "class_labelled"
-CLASS_RIGHT, CLASS_OF_ALL = "class_right", "class_of_all"
+# Scalars of a cross-entropy over the classes of the output, see `hooks.class_facts`: its rows, how
+# many of them are looked at, the weight of each in the loss, the share of those with a label, of
+# these the share that is answered rightly, and the label if all have the same; -1: they have not.
+# NaN: it is another loss.
+CLASS_ROWS, CLASS_LOOKED, CLASS_WEIGHT = "class_rows", "class_looked_at", "class_weight"
+CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL = "class_labelled", "class_right", "class_of_all"
 # Scalar: values by which a batch norm in training mode normalizes a channel, the fewest of all.
 NORM_VALUES = "batch_norm_values"
 # Scalar: how many micro-batches of the step, the first ones, were for another model's step.

@@ -12,6 +12,7 @@ from ddpprobe.detectors.cross_entropy import CrossEntropy
 from ddpprobe.detectors.suite import chosen
 from ddpprobe.records.step import (
     CLASS_LABELLED,
+    CLASS_LOOKED,
     CLASS_OF_ALL,
     CLASS_RIGHT,
     CLASS_ROWS,
@@ -28,8 +29,8 @@ ROWS = 32
 def look(rows: int = ROWS, labelled: float = 1.0, **changes: float) -> Look:
     """What one rank tells of a mean over the rows with a label."""
     base = {
-        CLASS_ROWS: rows, CLASS_LABELLED: labelled, CLASS_WEIGHT: 1 / (rows * labelled),
-        CLASS_RIGHT: 0.8, CLASS_OF_ALL: -1, "micro_batches": 1,
+        CLASS_ROWS: rows, CLASS_LOOKED: rows, CLASS_LABELLED: labelled,
+        CLASS_WEIGHT: 1 / (rows * labelled), CLASS_RIGHT: 0.8, CLASS_OF_ALL: -1, "micro_batches": 1,
     }  # fmt: skip
     return {**base, **changes}
 

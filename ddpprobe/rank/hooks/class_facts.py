@@ -17,14 +17,17 @@ from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.torch_private import functorch
 from ddpprobe.records.step import (
     CLASS_LABELLED,
+    CLASS_LOOKED,
     CLASS_OF_ALL,
     CLASS_RIGHT,
     CLASS_ROWS,
     CLASS_WEIGHT,
 )
 
-ROWS, FEWEST_ROWS = 256, 8  # that are looked at; that say something
-ELEMENTS, COLUMNS = 1 << 18, 64  # of these rows, and of them for the line, at most
+ROWS, FEWEST_ROWS = 256, 8  # that are looked at, at most; that say something
+# Fewer where these have about so many elements, but so many rows at least; columns of them for the
+# line, at most.
+ELEMENTS, ENOUGH_ROWS, COLUMNS = 1 << 16, 16, 64
 # Of the variance of a gradient, what no line over the probabilities explains; the distance of a
 # label's gradient to that line, in weights. bfloat16 rounds to a hundredth of both.
 LINE, NEAR = 1e-2, 0.03
@@ -42,7 +45,7 @@ def _looked_at(tensor: Tensor) -> Tensor:
         tensor = tensor.movedim(1, -1)
     *sizes, classes = tensor.shape
     rows = math.prod(sizes)
-    step = rows // min(rows, ROWS, max(1, ELEMENTS // classes))
+    step = rows // min(rows, ROWS, max(ENOUGH_ROWS, ELEMENTS // classes))
     while math.gcd(step, rows) > 1:
         step += 1
     at = torch.arange(0, min(rows, ROWS * step), step, device=tensor.device)
@@ -92,9 +95,9 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
     But for the label's own, the gradients of all rows are one line over the probabilities: its
     slope is the weight of a row, and it is zero where smoothing has put the others' share. Rows
     without any gradient, of which the answer is not sure, have no label: they are ignored, as
-    padding is. Added are how many rows there are, the weight, the share of rows that have a label,
-    of those with a gradient the share whose largest logit is that of the label, and the label if it
-    is the same in all, of as many samples as are needed; -1: it is not.
+    padding is. Added are how many rows there are and are looked at, the weight, the share of rows
+    that have a label, of those with a gradient the share whose largest logit is that of the label,
+    and the label if it is the same in all, of as many samples as are needed; -1: it is not.
 
     Args:
         logits: float32 [rows, classes], of the rows that are looked at.
@@ -139,3 +142,4 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
         told = torch.where(fits, torch.stack([one.double() for one in facts]), math.nan)
         rows.add_scalars((CLASS_WEIGHT, CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL), told)
         rows.add_scalar(CLASS_ROWS, rows_of_all)
+        rows.add_scalar(CLASS_LOOKED, len(g))

@@ -27,6 +27,7 @@ from ddpprobe.reader.compare.tolerance import ComparedRows, Floats, Tolerance, r
 from ddpprobe.reader.run import Run
 from ddpprobe.records.step import (
     CLASS_LABELLED,
+    CLASS_LOOKED,
     CLASS_OF_ALL,
     CLASS_RIGHT,
     CLASS_ROWS,
@@ -53,7 +54,7 @@ _MICRO, _TIMES = "micro_batches", "_seconds"
 _OF_THE_BATCH = {
     _MICRO, DIGEST, INPUT_SPREAD, OUTPUT_SPREAD, NORM_VALUES,
     COPIED, PULL, PULL_REST, PULLED_MEAN, PULLED_RMS, TARGET,
-    CLASS_LABELLED, CLASS_OF_ALL, CLASS_RIGHT, CLASS_ROWS, CLASS_WEIGHT,
+    CLASS_LABELLED, CLASS_LOOKED, CLASS_OF_ALL, CLASS_RIGHT, CLASS_ROWS, CLASS_WEIGHT,
 }  # fmt: skip
 _BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
 

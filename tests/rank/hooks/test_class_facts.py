@@ -15,6 +15,7 @@ import ddpprobe
 from ddpprobe.rank.hooks import class_facts
 from ddpprobe.rank.hooks.class_facts import (
     ELEMENTS,
+    ENOUGH_ROWS,
     FEWEST_ROWS,
     ROWS,
     ClassHook,
@@ -25,6 +26,7 @@ from ddpprobe.rank.hooks.class_facts import (
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.records.step import (
     CLASS_LABELLED,
+    CLASS_LOOKED,
     CLASS_OF_ALL,
     CLASS_RIGHT,
     CLASS_ROWS,
@@ -77,7 +79,8 @@ def test_weight_and_answers_are_those_by_hand(classes: int, scale: float, reduct
     told = facts(logits, lambda y: functional.cross_entropy(y, labels, reduction=reduction))
     assert told[CLASS_WEIGHT] == pytest.approx(1 if reduction == "sum" else 1 / 32, rel=1e-3)
     assert told[CLASS_RIGHT] == pytest.approx(float((logits.argmax(-1) == labels).float().mean()))
-    assert (told[CLASS_ROWS], told[CLASS_LABELLED], told[CLASS_OF_ALL]) == (32, 1, -1)
+    assert (told[CLASS_ROWS], told[CLASS_LOOKED]) == (32, 32)
+    assert (told[CLASS_LABELLED], told[CLASS_OF_ALL]) == (1, -1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -110,14 +113,17 @@ def test_places_of_a_text_come_in_turn_whatever_its_length_is() -> None:
 
 def test_of_a_large_vocabulary_few_rows_are_kept_and_the_label_is_any_of_it() -> None:
     labels = torch.full((2, 40), 40_001)
-    logits = torch.zeros(2, 40, 50_000)
-    logits[..., 40_001] = 1.0
+    logits, _ = drawn(50_000, 1.0, 2, 40)
     told = facts(logits, lambda y: functional.cross_entropy(y.flatten(0, 1), labels.flatten()))
-    assert told[CLASS_WEIGHT] == pytest.approx(1 / 80, rel=1e-2) or math.isnan(told[CLASS_WEIGHT])
+    assert told[CLASS_WEIGHT] == pytest.approx(1 / 80, rel=1e-2)
+    assert ENOUGH_ROWS / 2 <= told[CLASS_LOOKED] <= ENOUGH_ROWS
     kept = []
     grown = logits.requires_grad_() * 1.0
     ClassHook(lambda *told: kept.append(told), grown)(torch.ones_like(grown))
-    assert kept[0][0].numel() <= ELEMENTS
+    assert ENOUGH_ROWS / 2 <= len(kept[0][0]) <= ENOUGH_ROWS
+    few = torch.zeros(4096, 1000, requires_grad=True) * 1.0
+    ClassHook(lambda *told: kept.append(told), few)(torch.ones_like(few))
+    assert ELEMENTS / 2 <= kept[1][0].numel() <= ELEMENTS * 1.1
 
 
 def test_classes_of_images_are_their_second_dimension() -> None:
