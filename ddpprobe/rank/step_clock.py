@@ -4,10 +4,6 @@ torch calls global hooks around every `optimizer.step()`; two hooks on the root 
 forwards. From these few events follow: the step (one `optimizer.step()` over this model's
 parameters, however many optimizers share it), the micro-batches inside it, evaluation passes (root
 forwards without grad), and steps the optimizer never took (a GradScaler that found inf).
-
-Where several models are trained in one process, another model's step may run this model, too: a
-generator learns through the discriminator. The gradients which that leaves here are thrown away
-before this model's own pass, and so is what was counted of it: such a pass is *lent*.
 """
 
 from __future__ import annotations
@@ -25,19 +21,18 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
-from ddpprobe.rank.anchors import Anchors
 from ddpprobe.rank.backward import Backward
 from ddpprobe.rank.hooks.copy_safe_hook import take_off
 from ddpprobe.rank.hooks.loss_scale import found_inf
 from ddpprobe.rank.hooks.root import RootHooks
 from ddpprobe.rank.hooks.stream_capture import is_captured
 from ddpprobe.rank.host import Clock, Host
+from ddpprobe.rank.lending import Lending
 from ddpprobe.rank.owners import Owners
 from ddpprobe.rank.passes import Passes
 from ddpprobe.rank.phase_times import BACKWARD, DATA, FORWARD, OPTIMIZER, PhaseTimes
 from ddpprobe.rank.step_events import Events
 from ddpprobe.rank.topology.describe import Topology
-from ddpprobe.rank.torch_private import graph
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.rundir.stopwatch import Stopwatch
@@ -64,7 +59,7 @@ class StepClock:
     Attributes:
         step: the optimizer step under way, from `first_step`.
         micro: index of the training forward within the step, -1 before the first.
-        lent: how many of them, the first ones, were for another model's step.
+        lent: how many of them, the first ones, were no part of the step: see `Lending`.
         evaluating: a root forward without grad is running.
         passes: the order of this model's forwards and backwards among those of other models.
         backward: the one under way.
@@ -80,8 +75,8 @@ class StepClock:
     ) -> None:  # fmt: skip
         self.step = first_step
         self.micro = -1
-        self._ahead = 0  # 1: a wrapper has begun the next micro-batch, and not its model
         self.lent = 0
+        self._ahead = 0  # 1: a wrapper has begun the next micro-batch, and not its model
         self.evaluating = False
         self.passes = Passes()
         self.backward = Backward()
@@ -100,11 +95,7 @@ class StepClock:
         self._running: list[int] = []  # ids of optimizers inside step(), outermost first
         self._blind = 0  # optimizer steps before any forward of the root was seen
         self.owners = Owners(topology)
-        self._anchors = Anchors(topology)
-        self._anchor_had_grad = False
-        self._through = 0  # training forwards before the last backward that no optimizer called
-        self._others_stepped = False  # since that backward
-        self._leaves_none = False  # the backward under way, see `_goes_by`
+        self._lending = Lending(topology, self.owners)
         self._handles: list[RemovableHandle] = []
         self._act = act
         self._host, self._follows = host, follows
@@ -266,10 +257,10 @@ class StepClock:
         if not self._running:
             if not self._ended and self.owners.some_stepped:
                 self._end_step(skipped=False)  # some parameters belong to no optimizer
-            elif not self._ended and self._anchor_had_grad:
-                vanished = self._anchors.vanished()
+            elif not self._ended and self._lending.has_left:
+                vanished = self._lending.anchors.vanished()
                 skipped = self._events.given_up(vanished=vanished)
-                if skipped or (vanished and not self._throws_away()):
+                if skipped or (vanished and not self._lending.throws_away()):
                     self._end_step(skipped=skipped)
         self._throw_away()
         if self._ended:  # inside a running step() too: LBFGS calls its closure there
@@ -287,15 +278,17 @@ class StepClock:
             return
         if self.owners.some_stepped:
             self._end_step(skipped=False)
-        elif self._anchor_had_grad and self._events.given_up(vanished=self._anchors.vanished()):
-            self._end_step(skipped=True)
+        elif self._lending.has_left:
+            vanished = self._lending.anchors.vanished()
+            if self._events.given_up(vanished=vanished):
+                self._end_step(skipped=True)
 
     def _begin_step(self) -> None:
         self.step += 1
-        self.micro, self.lent, self._through = -1, 0, 0
+        self.micro, self.lent = -1, 0
         self._ended = False
         self.owners.begin_step()
-        self._anchor_had_grad = False
+        self._lending.begin_step()
 
     def _end_forward(self, tensors: list[Tensor], trained: list[Tensor]) -> None:
         if self.evaluating:
@@ -313,10 +306,10 @@ class StepClock:
         self._open = False
         self.backward.comes_to(micro)
         if not (self._queued or is_captured()):  # any output may be the one the loss came from
-            if self._through <= self.micro:  # else a further backward of the same forward
+            if not self._lending.is_further(self.micro):
                 self._throw_away()  # many loops call zero_grad() between forward and backward
             self._queued = True
-            self._leaves_none = self._goes_by()
+            self._lending.backward_begins()
             self.passes.backward(self.backward.micro_or(self.micro))
             torch_private.after_backward(self._computed, self._over)
 
@@ -324,13 +317,9 @@ class StepClock:
         self._queued = False
         self.passes.backward_over()
         self.backward.forget()
-        self._anchors.drop()
-        if not (self._anchor_had_grad or self._leaves_none or self._anchors.vanished()):
-            self._anchor_had_grad = True
-        if not (self._running or self._leaves_none):
-            self._through, self._others_stepped = self.micro + 1, False
+        self._lending.backward_over(self.micro + 1, in_a_step=bool(self._running))
         self._events.backward_ended()
-        if self._was_frozen():
+        if not self._ended and self._lending.was_frozen():
             self._lend()
 
     def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Call | None:
@@ -343,7 +332,8 @@ class StepClock:
         if self._manual or is_captured():
             return None
         if not self.owners.parameters_of(optimizer):
-            self._others_stepped |= not self.owners.any and self._is_anothers(optimizer)
+            if not self.owners.any and self._is_anothers(optimizer):
+                self._lending.another_steps()
             self.passes.another_steps()
             return None
         if id(optimizer) in self._running:  # its last step() raised and never ended
@@ -371,7 +361,7 @@ class StepClock:
         if not (self._ready or self._ended) and self.micro >= 0:
             self._ready = True
             self._enter(OPTIMIZER)
-            self.passes.take(summed_by_hand=self._anchors.replaced())
+            self.passes.take(summed_by_hand=self._lending.anchors.replaced())
             self._events.gradients_ready(optimizer)
 
     def _behind_step(self, *args: object) -> None:
@@ -444,20 +434,6 @@ class StepClock:
         if self.micro >= 0:
             self._end_step(skipped=skipped)
 
-    def _throws_away(self) -> bool:
-        """Whether the loop throws away gradients that no torch optimizer of this model took.
-
-        An optimizer that is none of torch's may have taken them, or one of master weights, unless
-        one of torch's was seen to step this model, or another model of ours has just been stepped.
-        """
-        return self.owners.any or self._others_stepped
-
-    def _may_lend(self) -> bool:
-        """Whether there are forwards whose gradients may have been another model's."""
-        if self._ended or self.owners.some_stepped:
-            return False
-        return self._through > self.lent and self._throws_away()
-
     def _is_anothers(self, optimizer: Optimizer) -> bool:
         return any(
             clock is not self and bool(clock.owners.parameters_of(optimizer))
@@ -466,30 +442,11 @@ class StepClock:
 
     def _throw_away(self) -> None:
         """Take for lent what came before a `zero_grad` that no step of this model's followed."""
-        if self._may_lend() and self._anchor_had_grad and self._anchors.vanished():
+        if not self._ended and self._lending.was_thrown_away():
             self.passes.throw_away()
             self._lend()
 
-    def _was_frozen(self) -> bool:
-        """Whether a backward went through this model while none of its weights was to learn.
-
-        A loop that trains another model through it may set `requires_grad` to False for that time.
-        """
-        if not self._may_lend() or any(p.requires_grad for p in self._anchors.living()):
-            return False
-        return not any(p.requires_grad for _, p in self._topology.named_parameters())
-
     def _lend(self) -> None:
-        self.lent, self._anchor_had_grad = self._through, False
+        self.lent = self._lending.lend()
         self.passes.lend(self.lent)
         self._events.lent(self.lent)
-
-    def _goes_by(self) -> bool:
-        """Whether the backward under way leaves older gradients as they are: a penalty's, say.
-
-        Its `autograd.grad` goes through the model before the loop throws those of the step before
-        away, which are then none of the forwards up to here.
-        """
-        if not self._anchors.dropped or self._anchors.vanished():
-            return False
-        return not graph.leaves_gradients(self._anchors.living())

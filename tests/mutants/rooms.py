@@ -61,6 +61,7 @@ ROOMS = {
             "ddpprobe/rank/step_clock.py",
             "ddpprobe/rank/first_forward.py",
             "ddpprobe/rank/host.py",
+            "ddpprobe/rank/lending.py",
             "ddpprobe/rank/owners.py",
             "ddpprobe/rank/held_record.py",
             "ddpprobe/rank/logged_numbers.py",
