@@ -14,6 +14,9 @@ from ddpprobe.rank.owners import Owners
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.torch_private import graph
 
+PATIENCE = 64  # passes for which an optimizer that has not stepped yet is waited for
+_LOOKS = 2  # for one: the first gradients may vanish before it is made
+
 
 @final
 class Lending:
@@ -32,6 +35,9 @@ class Lending:
         self._through = 0  # training forwards before the last backward that no optimizer called
         self._others_stepped = False  # since that backward
         self._leaves_none = False  # the backward under way, see `_goes_by`
+
+        self._looks = _LOOKS
+        self._to_come = False  # an optimizer of torch has yet to step this model
 
     def begin_step(self) -> None:
         """Begin a step, of which nothing is known."""
@@ -65,9 +71,9 @@ class Lending:
         """Whether the loop throws away gradients that no torch optimizer of this model took.
 
         An optimizer that is none of torch's may have taken them, or one of master weights, unless
-        one of torch's was seen to step this model, or another model of ours has just been stepped.
+        one of torch's owns some of this model, or another model of ours has just been stepped.
         """
-        return self._owners.any or self._others_stepped
+        return self._owners.any or self._others_stepped or self._is_to_come()
 
     def was_thrown_away(self) -> bool:
         """Whether what came so far is lent: a `zero_grad` followed, and no step of this model's."""
@@ -78,9 +84,10 @@ class Lending:
 
         A loop that trains another model through it may set `requires_grad` to False for that time.
         """
-        if not self._may_lend() or any(p.requires_grad for p in self.anchors.living()):
+        if any(p.requires_grad for p in self.anchors.living()):
             return False
-        return not any(p.requires_grad for _, p in self._topology.named_parameters())
+        learns = any(p.requires_grad for _, p in self._topology.named_parameters())
+        return not learns and self._may_lend()
 
     def lend(self) -> int:
         """Count out what came so far; returns how many forwards of the step that are."""
@@ -92,6 +99,20 @@ class Lending:
         if self._owners.some_stepped:
             return False
         return self._through > self._lent and self.throws_away()
+
+    def _is_to_come(self) -> bool:
+        """Whether an optimizer of torch has parameters of this model, and was not seen to step yet.
+
+        What the weights do does not tell: SAM moves them by gradients that it throws away, and no
+        version counts what a step by hand does to `.data`. A loop that steps by hand may keep an
+        optimizer for its learning rates, so one that does not step is not waited for for ever.
+        """
+        if self._through > PATIENCE:
+            self._looks, self._to_come = 0, False
+        elif self._looks and not self._to_come:
+            self._looks -= 1
+            self._to_come = self._owners.are_to_come()
+        return self._to_come
 
     def _goes_by(self) -> bool:
         """Whether the backward under way leaves older gradients as they are: a penalty's, say.

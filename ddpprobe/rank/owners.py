@@ -9,6 +9,7 @@ from typing import final
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddpprobe.rank import torch_private
 from ddpprobe.rank.topology.describe import Topology
 
 _FEW = 8  # optimizers in a step, of whose every combination it is remembered what they own
@@ -78,6 +79,11 @@ class Owners:
         """Ids of all that the optimizers have that were seen to step, of this model or not."""
         groups = [group for optimizer in self._owned for group in optimizer.param_groups]
         return {id(parameter) for group in groups for parameter in group["params"]}
+
+    def are_to_come(self) -> bool:
+        """Whether an optimizer lives that owns some of it, stepped or not: not for every step."""
+        groups = [getattr(o, "param_groups", ()) for o in torch_private.living(Optimizer)]
+        return any(self._ours([p for g in of_one for p in g["params"]]) for of_one in groups)
 
     def begin_step(self) -> None:
         """Begin a step, in which no optimizer has stepped yet."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ddpprobe.rank.host import Host
+from ddpprobe.rank.lending import PATIENCE
 from ddpprobe.rank.passes import OF_THE_PROCESS
 from ddpprobe.rank.topology import describe as topology_of
 from ddpprobe.rundir.fuse import Fuse
@@ -197,6 +198,74 @@ def test_a_gradient_that_goes_before_anybody_was_seen_to_step_is_lent_to_nobody(
     out.backward()
     assert not lent(loop)
     assert (loop.ends(), loop.clock.micro) == ([], 1)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_first_pass_is_lent_where_an_optimizer_of_torch_has_yet_to_step(
+    moves: bool, late: bool, made: Make
+) -> None:
+    """SAM, which moves the weights by that pass, and an attack on the inputs, which does not."""
+    loop = made(net())
+    optimizer = sgd(loop.model)
+    loop.clock.start()
+    for step in range(3):
+        loop.model(X).sum().backward()
+        with torch.no_grad():
+            for parameter in loop.model.parameters():
+                parameter.add_(0.1 * parameter.grad * moves)
+        if late:
+            out = loop.model(X)
+        optimizer.zero_grad()
+        (out if late else loop.model(X)).sum().backward()
+        assert (loop.clock.step, loop.clock.micro, loop.clock.lent) == (step, 1, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loop.ends() == [False] * 3
+
+
+def by_hand(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data -= 0.1 * parameter.grad
+        parameter.grad = None
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.1 * parameter.grad)
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("take", [by_hand, in_place])
+def test_a_step_by_hand_ends_a_step_from_the_first_one_on(
+    take: Callable[[nn.Module], None], made: Make
+) -> None:
+    """Also where optimizers of other models live, and no version of a weight tells of `.data`."""
+    loop, other = made(net()), net()
+    bystander = sgd(other)
+    loop.clock.start()
+    for _ in range(4):
+        loop.model(X).sum().backward()
+        take(loop.model)
+    loop.model(X)
+    assert loop.ends() == [False] * 4
+    assert not lent(loop)
+    assert bystander.param_groups
+
+
+def test_an_optimizer_that_never_steps_is_not_waited_for_for_ever(made: Make) -> None:
+    """A loop may keep one for its learning rates alone, and step by hand."""
+    loop = made(net())
+    schedule = sgd(loop.model)
+    loop.clock.start()
+    for _ in range(PATIENCE + 10):
+        loop.model(X).sum().backward()
+        by_hand(loop.model)
+    loop.model(X)
+    assert loop.ends() == [False] * 10
+    assert (loop.clock.micro, loop.clock.lent) == (0, 0)
+    assert schedule.param_groups
 
 
 def test_a_step_in_the_middle_of_which_an_optimizer_raised_is_not_over_at_the_end(

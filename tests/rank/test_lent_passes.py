@@ -154,6 +154,30 @@ def test_the_statistics_of_a_critics_step_are_those_of_its_own_tensors(
     assert {rows(r)["0", "output"][NUMEL] for r in records} == {2 * BATCH * 4}
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_from_the_first_step_on_the_rows_of_sharpness_aware_training_are_those_that_are_taken(
+    every: int, tmp_path: Path, records_of
+) -> None:
+    torch.manual_seed(0)
+    model, norms = critic(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ddpprobe.install(model, run_dir=tmp_path, every=every, daemon="none"):
+        for at in range(5):
+            optimizer.zero_grad()
+            model(real(at)).square().mean().backward()
+            moves = [0.1 * p.grad for p in model.parameters()]
+            torch._foreach_add_([p.data for p in model.parameters()], moves)
+            optimizer.zero_grad()
+            model(real(at)).square().mean().backward()
+            torch._foreach_sub_([p.data for p in model.parameters()], moves)
+            norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+            optimizer.step()
+    records = records_of(tmp_path)
+    assert [r.step for r in records] == list(range(0, 5, every))
+    assert [r.scalars[0]["grad_norm"] for r in records] == pytest.approx(norms[::every], rel=1e-5)
+    assert {r.scalars[0]["micro_batches"] for r in records} == {1.0}
+
+
 @pytest.mark.parametrize("clean", ["between", "frozen"])
 def test_training_of_both_models_is_the_same_to_the_bit(clean: str, tmp_path: Path) -> None:
     without, gan = Gan(clean), Gan(clean)
