@@ -44,7 +44,10 @@ class Lending:
         self._lent, self._through, self.has_left = 0, 0, False
 
     def another_steps(self) -> None:
-        """Hear that another model of ours was stepped."""
+        """Hear that an optimizer of something else has stepped, perhaps by these gradients.
+
+        Until one of torch's has stepped this model, only that of another model of ours counts.
+        """
         self._others_stepped = True
 
     def is_further(self, micro: int) -> bool:
@@ -88,6 +91,15 @@ class Lending:
             return False
         learns = any(p.requires_grad for _, p in self._topology.named_parameters())
         return not learns and self._may_lend()
+
+    def is_left_over(self) -> bool:
+        """At the end of the run: whether what no optimizer of this model took was for another's.
+
+        Another optimizer has stepped since, or the gradients are gone. While the run goes on, one
+        of this model's may yet take them.
+        """
+        gone = self.has_left and self.anchors.vanished()
+        return (self._others_stepped or gone) and self._may_lend()
 
     def lend(self) -> int:
         """Count out what came so far; returns how many forwards of the step that are."""

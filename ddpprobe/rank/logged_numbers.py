@@ -71,6 +71,10 @@ class LoggedNumbers:
         self.held.forward_begins()
         self._rested = False
 
+    def has_any(self, step: int, *, sampling: bool) -> bool:
+        """Whether the user has logged something in the step under way."""
+        return bool(self.names) if sampling else self.losses.has_logged(step)
+
     def rest(self) -> None:
         """At an evaluation or a pause: it may take long, and its loss is not that of a step."""
         self.held.send()

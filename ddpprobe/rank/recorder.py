@@ -154,12 +154,14 @@ class Recorder:
         self._open = False
         words = words or events.ClosedEvent()
         place = self._clock.place()
-        self._clock.settle()
+        broken = words.error is not None or words.asked
+        logged = self._logged.has_any(place["step"], sampling=self._sampling)
+        self._clock.settle(keep=broken or logged or self._bad is not None)
+        place["step"] = self._clock.step
         self._clock.stop()
         if self._observers is not None:
             # A device that has failed gives nothing more; one may wait for a rank that is gone.
             rest = Fuse("the rest of the record")
-            broken = words.error is not None or words.asked
             idle = rest.guard(self._observers.rows.await_device)(broken=broken)
             if idle:
                 rest.guard(self._flush)()
@@ -181,7 +183,7 @@ class Recorder:
         """Write what the journal does not have yet; waits for the device."""
         observers = self._prepare()
         self._logged.held.send()
-        if self._sampling:
+        if self._sampling and self._clock.is_inside_a_step:
             self._finish_sampled(skipped=False, partial=True)
         elif self._bad is not None:
             self._alarm(partial=True, skipped=False)

@@ -165,12 +165,14 @@ class StepClock:
         """Take them off: for `pause()`, in which the model must be all the user's."""
         self._root.unhang(for_good=False)
 
-    def settle(self) -> None:
+    def settle(self, *, keep: bool = True) -> None:
         """At the end of the run: end a step that is over, which only the next forward would tell.
 
-        An optimizer of some of the parameters took it, or a scaler gave it up.
+        An optimizer of some of the parameters took it, or a scaler gave it up. Passes behind the
+        last step that were all lent have begun none, unless they are to be kept: something has cut
+        the run off, or is to be told of them.
         """
-        self._guards["settle"]()
+        self._guards["settle"](keep)
 
     def stop(self) -> None:
         """Stop listening; every hook is gone."""
@@ -273,7 +275,7 @@ class StepClock:
         self._enter(FORWARD)
         self._events.forward_begins()
 
-    def _settle(self) -> None:
+    def _settle(self, keep: bool) -> None:  # noqa: FBT001  (of a guard)
         if self._ended or self._running:
             return
         if self.owners.some_stepped:
@@ -282,6 +284,12 @@ class StepClock:
             vanished = self._lending.anchors.vanished()
             if self._events.given_up(vanished=vanished):
                 self._end_step(skipped=True)
+        if keep or self._ended:
+            return
+        if self._lending.is_left_over():
+            self._lend()
+        if 0 <= self.micro < self.lent:  # all of them
+            self.step, self._ended = self.step - 1, True
 
     def _begin_step(self) -> None:
         self.step += 1
@@ -332,7 +340,7 @@ class StepClock:
         if self._manual or is_captured():
             return None
         if not self.owners.parameters_of(optimizer):
-            if not self.owners.any and self._is_anothers(optimizer):
+            if self.owners.any or self._is_anothers(optimizer):
                 self._lending.another_steps()
             self.passes.another_steps()
             return None

@@ -83,6 +83,10 @@ class UnsampledLosses:
         if self._kept and self._kept[-1].step == step and not self._kept[-1].logged:
             del self._kept[-1]
 
+    def has_logged(self, step: int) -> bool:
+        """Whether the user has logged one in this step, the last one."""
+        return bool(self._kept) and self._kept[-1].step == step and self._kept[-1].logged
+
     def take(self, step: int, rows: StepRows) -> dict[str, float]:
         """Empty it for the record of a step.
 

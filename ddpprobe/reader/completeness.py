@@ -39,7 +39,8 @@ class RankShare:
 
     Attributes:
         attempt, rank: which one.
-        held: sampled steps of which its record is here, by itself or merged by the head.
+        held: sampled steps that came to their end, of which its record is here, by itself or merged
+            by the head.
         sampled: sampled steps that it took, at least.
         last_held: the newest of those held; None without any.
         reached: the step that it said last it was in; None if it said nothing.
@@ -245,8 +246,7 @@ def _shares(merged_reader: MergedReader, attempt: int, *, live: bool) -> list[Ra
     words = _last_words(merged_reader, attempt)  # before the records, which only become more
     held: dict[int, Steps] = {}
     for rank in merged_reader.ranks(attempt):
-        steps, sampled = merged_reader.rank_steps(attempt, rank)
-        held[rank] = steps[sampled]
+        held[rank] = merged_reader.whole_steps(attempt, rank)
     absent = _elsewhere(merged_reader, attempt)
     held |= merged_reader.delivered_steps(attempt, absent)
     everything = len(union(held.values()))

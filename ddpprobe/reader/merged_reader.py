@@ -114,6 +114,12 @@ class MergedReader:
         """Return the steps of a rank's own records, ascending, and which of them are sampled."""
         return self._steps(attempt, paths.rank_name(rank), self._listing(attempt, rank))
 
+    def whole_steps(self, attempt: int, rank: int) -> Steps:
+        """Return the sampled steps of a rank's own records that came to their end, ascending."""
+        name, listing = paths.rank_name(rank), self._listing(attempt, rank)
+        steps, whole = self._steps(attempt, name, listing, whole=True)
+        return steps[whole]
+
     def delivered_steps(self, attempt: int, ranks: Iterable[int]) -> dict[int, Steps]:
         """Return for each of these ranks the sampled steps that the head merged it into."""
         delivered: dict[int, list[Steps]] = {rank: [] for rank in ranks}
@@ -149,17 +155,19 @@ class MergedReader:
         """Return the steps that the head's daemon merged, ascending, and which are sampled."""
         return self._steps(attempt, "merged", self._daemons(attempt))
 
-    def _steps(self, attempt: int, name: str, listing: Listing) -> tuple[Steps, NDArray[np.bool_]]:
+    def _steps(
+        self, attempt: int, name: str, listing: Listing, *, whole: bool = False
+    ) -> tuple[Steps, NDArray[np.bool_]]:
         """Return the steps of a group and of the journals that go into it, and which are sampled.
 
-        Ascending, each once: as it was said last.
+        Ascending, each once: as it was said last. `whole`: and came to their end.
         """
-        later = [(r.step, r.sampled) for r in self._written(listing)]
+        later = [(r.step, r.sampled and not (whole and r.partial)) for r in self._written(listing)]
         steps = np.array([step for step, _ in later], np.int64)
         sampled = np.array([flag for _, flag in later], np.bool_)
         group = self.group(attempt, name)  # after the journals: what was folded meanwhile is in it
         if group is not None:
-            stored = group.step_numbers()
+            stored = group.step_numbers(whole=whole)
             steps, sampled = np.append(stored[0], steps), np.append(stored[1], sampled)
             self.note(group)
         if not (np.diff(steps) > 0).all():

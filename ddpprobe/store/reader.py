@@ -70,13 +70,23 @@ class StoredGroup:
         steps, sampled = self.step_numbers()
         return list(zip(steps.tolist(), sampled.tolist(), strict=True))
 
-    def step_numbers(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return step and sampled of every committed record [rows], but for those that are lost."""
-        attempt = self._arrays.attempt
-        whole = [(steps, attempt("sampled", None, a, b)) for steps, a, b in self._columns()]
-        flags = [np.ones(len(n), bool) if x is None else x != 0 for n, x in whole]
+    def step_numbers(self, *, whole: bool = False) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return step and sampled of every committed record [rows], but for those that are lost.
+
+        `whole`: of the sampled ones those alone that came to their end.
+        """
+        attempt, places = self._arrays.attempt, list(self._columns())
+        found = [attempt("sampled", None, a, b) for _, a, b in places]
+        flags = [
+            np.ones(len(steps), bool) if x is None else x != 0
+            for (steps, _, _), x in zip(places, found, strict=True)
+        ]
+        if whole:
+            partial = [attempt("partial", None, a, b) for _, a, b in places]
+            pairs = zip(flags, partial, strict=True)
+            flags = [flag if x is None else flag & (x == 0) for flag, x in pairs]
         return (
-            np.concatenate([np.empty(0, np.int64), *(steps for steps, _ in whole)]),
+            np.concatenate([np.empty(0, np.int64), *(steps for steps, _, _ in places)]),
             np.concatenate([np.empty(0, bool), *flags]),
         )
 

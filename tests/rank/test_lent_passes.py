@@ -6,6 +6,7 @@ is left gradients that nobody wants. Every way to throw them away comes to the s
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,6 +177,49 @@ def test_from_the_first_step_on_the_rows_of_sharpness_aware_training_are_those_t
     assert [r.step for r in records] == list(range(0, 5, every))
     assert [r.scalars[0]["grad_norm"] for r in records] == pytest.approx(norms[::every], rel=1e-5)
     assert {r.scalars[0]["micro_batches"] for r in records} == {1.0}
+
+
+@pytest.mark.parametrize("clean", ["before", "between", "frozen"])
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_pass_for_anothers_last_step_begins_no_step(
+    clean: str, every: int, tmp_path: Path, records_of
+) -> None:
+    gan = Gan(clean)
+    with ddpprobe.install(gan.d, run_dir=tmp_path / "d", every=every, daemon="none"):
+        for _ in range(5):
+            gan.turn()
+    records = records_of(tmp_path / "d")
+    assert [(r.step, r.partial) for r in records] == [(s, False) for s in range(0, 15, every)]
+    info = ddpprobe.open(tmp_path / "d").info()
+    (rank,) = info["attempts"][-1]["ranks"]
+    assert (info["reached"], rank["sampled"], rank["expected"]) == (14, 15 // every, 15 // every)
+
+
+def raises(gan: Gan) -> None:
+    gan.generator_step()
+    raise ArithmeticError
+
+
+def is_bad(gan: Gan) -> None:
+    with torch.no_grad():
+        gan.g[0].weight.fill_(torch.nan)
+    gan.generator_step()
+
+
+@pytest.mark.parametrize("what", [raises, is_bad])
+def test_what_is_to_be_told_of_a_pass_for_anothers_last_step_is_kept(
+    what: Callable[[Gan], None], tmp_path: Path, records_of
+) -> None:
+    gan = Gan()
+    with (
+        contextlib.suppress(ArithmeticError),
+        ddpprobe.install(gan.d, run_dir=tmp_path / "d", every=1, daemon="none"),
+    ):
+        for _ in range(4):
+            gan.critic_step()
+        what(gan)
+    last = records_of(tmp_path / "d")[-1]
+    assert (last.step, last.partial, last.first_bad is not None) == (4, True, what is is_bad)
 
 
 @pytest.mark.parametrize("clean", ["between", "frozen"])

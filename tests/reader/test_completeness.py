@@ -72,6 +72,22 @@ def folded(made: Made, *, journals: bool = True) -> Made:
     return made
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_step_that_never_came_to_its_end_is_held_and_is_no_sampled_step_of_the_run(
+    stored: bool, tmp_path: Path
+) -> None:
+    made = Made(tmp_path).whole(4, told=False)
+    made.write([record(r, 4, partial=True) for r in range(2)])
+    for rank in range(2):
+        say_closed(made, rank, 4)
+    made.close(cleanly=False)
+    if stored:
+        folded(made)
+    run = open_run(tmp_path)
+    assert [r.step for r in run.records()] == [0, 1, 2, 3, 4]
+    assert [(s.held, s.sampled, s.last_held) for s in run.completeness().shares] == [(4, 4, 3)] * 2
+
+
 @pytest.mark.parametrize(("component", "known"), [("hooks", False), ("capture", True)])
 def test_what_came_behind_hooks_that_switched_themselves_off_is_not_known(
     component: str, known: bool, tmp_path: Path, call: Call
