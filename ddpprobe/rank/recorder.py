@@ -87,7 +87,7 @@ class Recorder:
         self.declare_step = self._clock.declare_step
         self._logged = LoggedNumbers(self._clock, self._frame_writer)
         self._observers: Observers | None = None
-        self._sampling = self._noted = False  # noted: since the last sampled step
+        self._sampling = self._noted = self._trains = False  # noted: since the last sampled step
         self._set_up: dict[str, float] = {}  # how the loop is, in the sampled step
         self._optimizers = step_facts.OptimizerFacts()
         self._renewed = False
@@ -233,8 +233,9 @@ class Recorder:
             if self._bad is None and observers.rows.bad:  # and the root's output does not show it
                 self._bad = self._explain(observers)
             observers.full.probed()
-            if self._clock.micro == self._clock.lent:
-                self._set_up = step_facts.modes(observers.topology)
+            if self._clock.micro == self._clock.lent or self._clock.trains != self._trains:
+                self._set_up |= step_facts.modes(observers.topology)  # the last pass is what counts
+            self._trains = self._clock.trains
             if len(losses) == 1 and "loss" not in self._logged.names:
                 observers.rows.add_scalar(unless_logged("loss"), losses[0])
         elif len(losses) == 1:
@@ -380,9 +381,8 @@ class Recorder:
             self._set_up = {}
             self._optimizers.begin_step()
         elif wanted:
-            self._frame_writer.life(
-                events.UnsampledEvent(step=self._clock.step, reason=_GRAPH_TOO_EARLY)
-            )
+            told = events.UnsampledEvent(step=self._clock.step, reason=_GRAPH_TOO_EARLY)
+            self._frame_writer.life(told)
 
     def _captured(self) -> None:
         self._frame_writer.captured(self._clock.step, sampled=self._sampling)

@@ -81,6 +81,27 @@ def test_rate_modes_and_trained_parameters_are_those_of_the_step(
     assert [s[TRAINABLE] for s in told] == [4.0, 4.0, 3.0, 4.0]
 
 
+def test_of_the_passes_of_a_step_the_last_one_tells_what_is_in_training_mode(
+    tmp_path: Path, records_of
+) -> None:
+    """An attack on the inputs in evaluation mode comes before the pass that is learned from."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ddpprobe.install(model, run_dir=tmp_path, every=1, daemon="none"):
+        for step in range(4):
+            model.eval()
+            for _ in range(2):
+                x = torch.ones(3, 4, requires_grad=True)
+                torch.autograd.grad(model(x).square().mean(), x)
+            model.train(step != 3)
+            model(x.detach()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = [r.scalars[0][TRAINING] for r in records_of(tmp_path)]
+    assert said == [1.0, 1.0, 1.0, 0.0]
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("kind", "more", "counts"),
