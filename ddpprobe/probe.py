@@ -32,6 +32,7 @@ from ddpprobe.rank.stats import native
 from ddpprobe.rank.stats.warm_up import warm_up
 from ddpprobe.rank.topology.describe import Topology, outermost
 from ddpprobe.rank.topology.engine import Engine
+from ddpprobe.rank.torch_private.dynamo import run_beside_graphs
 from ddpprobe.records.step import Anomaly
 from ddpprobe.rundir.fuse import Fuse, logger
 from ddpprobe.rundir.stopwatch import Stopwatch
@@ -78,6 +79,7 @@ class Probe:
             self._note("", self._config)
         self.run_dir, self.run_id = str(joined.run.path), joined.run_id
 
+    @run_beside_graphs
     def log(
         self, *, indices: Tensor | Sequence[int] | None = None, **values: float | Tensor
     ) -> None:
@@ -97,6 +99,7 @@ class Probe:
                 self._recorder.capturing.log_samples(indices)
             self._log(values)
 
+    @run_beside_graphs
     def step(self) -> None:
         """End an optimizer step: only for loops without a `torch.optim` optimizer."""
         if self._recorder is not None:
@@ -433,13 +436,9 @@ def _join(
     """
     rank, world_size, store = process_group.job()
     joined, checked = join_run(
-        store,
-        process_group.round_name(),
-        rank,
-        world_size,
-        options,
+        store, process_group.round_name(), rank, world_size, options,
         lambda: options.check(model, _run_of),
-    )
+    )  # fmt: skip
     topology = checked.topology
     recorder, order_handler, stopwatch = make_recorder(joined, checked, options, rank, world_size)
     # Here, where waiting is allowed: no step ever compiles anything.

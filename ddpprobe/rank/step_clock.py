@@ -33,6 +33,7 @@ from ddpprobe.rank.passes import Passes
 from ddpprobe.rank.phase_times import BACKWARD, DATA, FORWARD, OPTIMIZER, PhaseTimes
 from ddpprobe.rank.step_events import Events
 from ddpprobe.rank.topology.describe import Topology
+from ddpprobe.rank.torch_private import dynamo
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.rundir.stopwatch import Stopwatch
@@ -145,8 +146,10 @@ class StepClock:
         if self._follows:
             self._root.counts = self._counts_here
         else:
-            self._handles.append(register_optimizer_step_pre_hook(self._guards["before_step"]))
-            self._handles.append(register_optimizer_step_post_hook(self._behind_step))
+            before = dynamo.run_beside_graphs(self._guards["before_step"])
+            behind = dynamo.run_beside_graphs(self._behind_step)
+            self._handles.append(register_optimizer_step_pre_hook(before))
+            self._handles.append(register_optimizer_step_post_hook(behind))
         engine = self._topology.engine
         if engine is not None:  # whose optimizer owns no parameter of the model
             self._manual = True
@@ -355,9 +358,11 @@ class StepClock:
             self._closure_ended(optimizer)
             return None
 
+        ended = dynamo.run_beside_graphs(self._guards["closure_ended"])
+
         def told() -> object:
             loss = closure()
-            self._guards["closure_ended"](optimizer)
+            ended(optimizer)
             return loss
 
         if "closure" in kwargs:

@@ -20,6 +20,7 @@ from ddpprobe.rank.hooks.outputs import leaves
 from ddpprobe.rank.topology import dtensor_spec
 from ddpprobe.rank.topology.dtensor_spec import Origin
 from ddpprobe.rank.topology.placement import is_dtensor
+from ddpprobe.rank.torch_private import dynamo
 from ddpprobe.records.shard_spec import PARTIAL, REPLICATE, MeshAxis, ShardSpec
 
 Record = TypeVar("Record")  # what a capture notes of one call
@@ -161,6 +162,7 @@ class GradientHook:
     def __init__(self, target: Callable[..., object], *about: object) -> None:
         self._target, self._about = weakref.ref(target), about
 
+    @dynamo.run_as_python
     def __call__(self, gradient: Tensor | None) -> None:
         """Pass the gradient on; autograd gives None where there is none."""
         target = self._target()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddpprobe.rank.hooks.step_rows import StepRows
-from ddpprobe.rank.torch_private import functorch
+from ddpprobe.rank.torch_private import dynamo, functorch
 from ddpprobe.records.step import (
     CLASS_LABELLED,
     CLASS_LOOKED,
@@ -82,6 +82,7 @@ class ClassHook:
             self._kept: Tensor | None = _looked_at(output.detach()).float()
         self._tell, self._all = tell, output.numel() // self._kept.shape[1]
 
+    @dynamo.run_as_python
     def __call__(self, gradient: Tensor | None) -> None:
         """Hear of the gradient."""
         kept, self._kept = self._kept, None

@@ -57,6 +57,7 @@ class Resident(CopySafeHook):
         super().__init__(target)
         self._slot, self._flag = slot, flag
 
+    @dynamo.run_as_python
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         """Pass a hook's arguments on, or put them into the graph."""
         if not torch.compiler.is_compiling():
@@ -65,9 +66,6 @@ class Resident(CopySafeHook):
         # The graph of an evaluation must not depend on the flag: it is one and the same.
         elif not dynamo.is_silent() and torch.is_grad_enabled() and self._flag.on:
             trace_outputs(output, self._slot)
-
-
-dynamo.run_as_python(Resident.__call__.__code__)
 
 
 @final

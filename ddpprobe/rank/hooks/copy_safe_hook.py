@@ -61,6 +61,7 @@ class CopySafeObserver(CopySafeHook):
         super().__init__(target)
         self._takes = takes
 
+    @dynamo.run_as_python
     def __call__(self, *args: object) -> None:
         """Pass a hook's arguments on."""
         if self._takes and len(args) != self._takes:
@@ -68,9 +69,6 @@ class CopySafeObserver(CopySafeHook):
         if not torch.compiler.is_compiling():
             with torch_private.outside_modes():  # selective checkpointing counts operations
                 self._target(*args)
-
-
-dynamo.run_as_python(CopySafeObserver.__call__.__code__)
 
 
 def take_off(handles: list[RemovableHandle]) -> None:

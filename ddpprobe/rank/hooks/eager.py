@@ -30,7 +30,7 @@ from ddpprobe.rank.stats.dense import dtype_name
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.flat import FlatUnit
 from ddpprobe.rank.topology.placement import TpPlacement, is_dtensor, layout_of
-from ddpprobe.rank.torch_private import leaf_hooks
+from ddpprobe.rank.torch_private import dynamo, leaf_hooks
 from ddpprobe.records.step import NORM_VALUES, Site
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.stopwatch import Caller
@@ -383,6 +383,7 @@ class _Gradient:
     ) -> None:
         self._hooks, self._slot, self._micro, self._parameter = hooks, slot, micro, parameter
 
+    @dynamo.run_as_python
     def __call__(self, gradient: Tensor | None) -> None:
         self._hooks.on_gradient(self._slot, self._micro, gradient, self._parameter)
 
@@ -396,6 +397,7 @@ class _FlatGradient:
     def __init__(self, hooks: EagerHooks, unit: FlatUnit, slots: dict[str, int]) -> None:
         self._hooks, self._unit, self._slots = hooks, unit, slots
 
+    @dynamo.run_as_python
     def __call__(self, gradient: Tensor) -> None:
         self._hooks.on_flat_gradient(self._unit, self._slots, gradient)
 

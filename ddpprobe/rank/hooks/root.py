@@ -240,6 +240,7 @@ class _Speaker(CopySafeHook):
 class _Before(_Speaker):
     __slots__ = ()
 
+    @dynamo.run_as_python
     def __call__(self, *args: object) -> None:
         if not torch.compiler.is_compiling():
             with torch_private.outside_modes():
@@ -252,6 +253,7 @@ class _Before(_Speaker):
 class _After(_Speaker):
     __slots__ = ()
 
+    @dynamo.run_as_python
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.compiler.is_compiling():
             with torch_private.outside_modes():
@@ -265,10 +267,6 @@ class _After(_Speaker):
             trace_event(self._slot, _EVALUATION_END)
 
 
-for _kind in (_Before, _After):
-    dynamo.run_as_python(_kind.__call__.__code__)
-
-
 @final
 class _Arrived:
     """A tensor hook that holds no tensor, and answers None."""
@@ -278,6 +276,7 @@ class _Arrived:
     def __init__(self, tell: Callable[[int], object], micro: int) -> None:
         self._tell, self._micro = tell, micro
 
+    @dynamo.run_as_python
     def __call__(self, _: Tensor | None) -> None:
         self._tell(self._micro)
 

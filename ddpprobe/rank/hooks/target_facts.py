@@ -18,7 +18,7 @@ from ddpprobe.rank.hooks.outputs import leaves
 from ddpprobe.rank.hooks.step_facts import is_dense
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.hooks.sweep import is_plain
-from ddpprobe.rank.torch_private import functorch, is_functorch
+from ddpprobe.rank.torch_private import dynamo, functorch, is_functorch
 from ddpprobe.records.step import COPIED, PULL, PULL_REST, PULLED_MEAN, PULLED_RMS, TARGET
 
 TENSORS = 4  # that the root is given or returns, the first ones
@@ -106,6 +106,7 @@ class PullHook:
         self._tell, self._numbers = tell, output.detach()
         self._version = output._version  # noqa: SLF001  (public by documentation)
 
+    @dynamo.run_as_python
     def __call__(self, gradient: Tensor | None) -> None:
         """Hear of the gradient; nothing is told of an output that was changed in place."""
         numbers = self._numbers

@@ -36,7 +36,7 @@ from ddpprobe.rank.stats.dense import Unsupported, dense, local
 from ddpprobe.rank.stats.rows import Nonfinite, nonfinite_of
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.flat import FlatUnit
-from ddpprobe.rank.torch_private import leaf_hooks
+from ddpprobe.rank.torch_private import dynamo, leaf_hooks
 from ddpprobe.records.step import FirstBad
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.stopwatch import Caller
@@ -480,5 +480,6 @@ class _Watched:
     def __init__(self, check: Callable[..., object], what: object) -> None:
         self._check, self._what = check, what
 
+    @dynamo.run_as_python
     def __call__(self, tensor: Tensor) -> None:
         self._check(self._what, tensor)

@@ -7,13 +7,18 @@ compilation: a compiled region that runs and is not heard is found out at its fi
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Callable
-from types import CodeType, FrameType
-from typing import Any
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)  # noqa: SLF001
 _MINOR = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -27,6 +32,11 @@ _COMPILE_FILE, _NOT_COMPILED = "torch/_dynamo/eval_frame.py", "DisableContext."
 # and 2.11 nothing is known.
 SPEAKING = hasattr(torch.library, "_register_effectful_op") and _MINOR >= (2, 13)
 
+# Degradation: the public one, which imports the compiler at once, and not when it is called.
+_disable: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
+_log = logging.getLogger("ddpprobe")
+
 
 def _always() -> bool:
     return True
@@ -37,23 +47,66 @@ def _always() -> bool:
 is_silent: Callable[[], bool] = torch.compiler.is_exporting if SPEAKING else _always
 
 
-def run_as_python(code: CodeType) -> bool:
-    """Let frames of `code` that torch.compile meets on their own, and all they call, be.
+def run_as_python(hook: Callable[P, R]) -> Callable[P, R]:
+    """Let calls of a hook that torch.compile meets on their own, and all they call, be.
 
-    The hooks of a module that is compiled as a whole are such frames: they would become graphs of
-    their own, all modules sharing one `recompile_limit`. Inlined into a graph they are traced as
-    any other code.
+    The hooks of a module that is compiled as a whole are such calls, and those of a tensor in the
+    backward of a compiled function: they would become graphs of their own, all that share a code
+    sharing one `recompile_limit`. Inlined into a graph they are traced as any other code.
 
-    Degradation: False; a copy-safe hook on such a module then does nothing, and the region is found
-    blind.
+    Degradation: a copy-safe hook on such a module does nothing, and the region is found blind;
+    hooks of a tensor are compiled, which takes long.
     """
-    try:
+    with contextlib.suppress(AttributeError, TypeError):
         skip = _eval_frame._FrameAction.SKIP  # noqa: SLF001
         strategy = _eval_frame._FrameExecStrategy(skip, skip)  # noqa: SLF001
-        _eval_frame.set_code_exec_strategy(code, strategy)
-    except (AttributeError, TypeError):
-        return False
-    return True
+        _eval_frame.set_code_exec_strategy(hook.__code__, strategy)
+    return hook
+
+
+@functools.cache
+def _say_unheard() -> None:
+    _log.warning(
+        "ddpprobe: torch.compile(fullgraph=True) lets nothing run beside its graph: what it holds "
+        "of optimizer.step() and probe.log() is not heard."
+    )
+
+
+def is_whole() -> bool:
+    """Whether the graph that is traced here may not be broken off, as with `fullgraph=True`.
+
+    Degradation: False; such a graph is then refused by torch where something is to run beside it.
+    """
+    tracing = getattr(sys.modules.get("torch._dynamo.symbolic_convert"), "tls", None)
+    tracer = getattr(tracing, "current_tx", None)
+    whole = any(getattr(tracer, name, False) for name in ("one_graph", "error_on_graph_break"))
+    if whole:
+        _say_unheard()
+    return whole
+
+
+is_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001  (not traced)
+
+
+def run_beside_graphs(hook: Callable[P, R]) -> Callable[P, R | None]:
+    """Wrap what is called by code that may be compiled: a graph breaks off there.
+
+    One that may not does without the call: an error would be the end of the training.
+    """
+
+    def plain(*args: P.args, **kwargs: P.kwargs) -> R:
+        return hook(*args, **kwargs)
+
+    beside: Callable[P, R] = _disable(plain)  # which notes something on it: a method takes no notes
+
+    @functools.wraps(hook)
+    @run_as_python
+    def called(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        if torch.compiler.is_compiling() and is_whole():
+            return None
+        return beside(*args, **kwargs)
+
+    return called
 
 
 def keep_in_graphs(operator: str) -> bool:
