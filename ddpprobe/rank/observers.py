@@ -25,7 +25,7 @@ from ddpprobe.rank.stats import checksum
 from ddpprobe.rank.step_clock import StepClock
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.flat import FlatUnit
-from ddpprobe.rank.torch_private import dynamo, functorch
+from ddpprobe.rank.torch_private import dynamo, functorch, graph
 from ddpprobe.records.step import FirstBad
 from ddpprobe.rundir.fuse import Fuse
 
@@ -119,6 +119,13 @@ class Observers:
         if self.topology.world_size == 1:
             return 0.0
         return 2.0 if self._nobody_reduces else float(not self.gradients_read)
+
+    def has_gradients(self) -> bool:
+        """Whether `.grad` is, at the end of a backward, what that has made, and reduced."""
+        topology = self.topology
+        return topology.gradients_are_reduced() and not graph.returns_gradients(
+            parameter for _, parameter in topology.leaves()
+        )
 
     def read_gradients(self, of: Collection[int] | None = None, *, scaled: bool) -> None:
         """Read the reduced gradients; `scaled`: nobody has divided them by the loss scale yet.

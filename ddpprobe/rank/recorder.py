@@ -269,7 +269,7 @@ class Recorder:
         if self._sampling:
             observers.weights.remember()
             self._add_loss_scale(observers)
-            if observers.topology.gradients_are_reduced():
+            if observers.has_gradients():
                 observers.read_gradients(scaled=True)
                 observers.gradients_read = True
 

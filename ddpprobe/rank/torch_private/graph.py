@@ -39,6 +39,24 @@ def leaves_gradients(leaves: Iterable[torch.Tensor]) -> bool:
         return True
 
 
+def returns_gradients(leaves: Iterable[torch.Tensor]) -> bool:
+    """Return whether the backward under way is an `autograd.grad` of some of these leaves.
+
+    It adds to no `.grad`: what is there is of an earlier backward.
+
+    Degradation: False, as of a `backward()`.
+    """
+    if _will_execute is None:
+        return False
+    wanted = (leaf for leaf in leaves if leaf.requires_grad and leaf.is_leaf)
+    nodes = (torch.autograd.graph.get_gradient_edge(leaf).node for leaf in wanted)
+    try:
+        any(_will_execute(node) for node in nodes)
+    except RuntimeError:  # see above
+        return True
+    return False
+
+
 def uses_of_leaves(nodes: Iterable[Any]) -> dict[int, set[int]]:
     """Return, by the id of each leaf tensor below `nodes`, the numbers of the nodes that use it.
 
@@ -74,13 +92,16 @@ def self_test() -> dict[str, bool]:
     whole.sum().backward()
     uses = uses_of_leaves(nodes)
     leaving: list[bool] = []
+    returning: list[bool] = []
     z = x * y
     z.register_hook(lambda _: leaving.append(leaves_gradients([y])))
+    z.register_hook(lambda _: returning.append(returns_gradients([y])))
     z.sum().backward(retain_graph=True)
     torch.autograd.grad(z.sum(), x, retain_graph=True)
     torch.autograd.grad(z.sum(), y)
     return {
         "leaves_gradients": leaving == [True, False, True],
+        "returns_gradients": returning == [False, False, True],
         "current_node": nodes == [whole.grad_fn] and current_node() is None,
         "uses_of_leaves": len(uses[id(x)]) == 2 and max(uses[id(x)]) < min(uses[id(y)]),
     }

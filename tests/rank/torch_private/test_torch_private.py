@@ -14,7 +14,8 @@ def test_every_private_name_passes_its_self_test() -> None:
     assert functorch.self_test() == {"outside_functorch": True}
     assert anomaly.self_test() == {"traceback_of": True}
     assert graph.self_test() == {
-        "current_node": True, "leaves_gradients": True, "uses_of_leaves": True,
+        "current_node": True, "leaves_gradients": True, "returns_gradients": True,
+        "uses_of_leaves": True,
     }  # fmt: skip
     assert modes.self_test() == {"outside_functions": True, "plain_mode": True}
 
