@@ -21,6 +21,8 @@ from benchmarks.detection.set_d import SET_D
 from benchmarks.detection.set_e import SET_E
 from benchmarks.detection.set_f import SET_F
 from benchmarks.detection.set_g import SET_G
+from benchmarks.detection.set_h import SET_H
+from benchmarks.detection.set_i import SET_I
 from benchmarks.detection.sharded import SHARDED
 from benchmarks.detection.unlisted import LEARNED
 from benchmarks.detection.zoo import ZOO
@@ -71,6 +73,18 @@ _LEARNED = """
 Two times ten that had been such once, before rules were made from what they showed. Of the first
 ten (U01 to U10) 16 of 30 were found at every=1 and 14 of 30 at every=10 then, of the second ten 18
 and 17."""
+_SET_I = """
+## Set I: written without the rules, like set H
+
+The other ten of the twenty that set H is from. When no rule had been made from either, 8 of 20 were
+found at every=1, and 8 of 20 at every=10 (seeds 0 and 1)."""
+_SET_H = """
+## Set H: written without the rules, and with `cross_entropy`
+
+Twenty faults from issue trackers once more, ten of which begin in the middle of training, by
+somebody who had not read the rules; a lot split them. When no rule had been made from either set, 9
+of 20 were found at every=1, and 9 of 20 at every=10 (seeds 0 and 1): of the twenty, 6 of those that
+begin in the middle, and 2 or 3 of those that are there from the first step. One rule was since."""
 _SET_G = """
 ## Set G: written without the rules, after the others
 
@@ -191,6 +205,8 @@ def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
         ("", "what is planted", "limit", *(f"every={e}" for e in EVERY), "by", "rank", "module"),
         [_fault_row(name, [o for o in faulty if o.job == name]) for name in FAULTS],
     )
+    yield from _faults_apart(apart, SET_I, _SET_I)
+    yield from _faults_apart(apart, SET_H, _SET_H)
     yield from _faults_apart(apart, SET_G, _SET_G)
     yield from _faults_apart(apart, SET_F, _SET_F)
     yield from _faults_apart(apart, SET_E, _SET_E)
