@@ -38,7 +38,7 @@ from ddpprobe.rank.topology.refusals import refuse_taken
 from ddpprobe.rank.topology.replicas import in_turn
 from ddpprobe.rank.torch_private import dynamo, functorch
 from ddpprobe.records import events
-from ddpprobe.records.step import CHECKED, NOTED, UNREDUCED, FirstBad
+from ddpprobe.records.step import CHECKED, NOTED, TRAINABLE, UNREDUCED, FirstBad
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.heartbeat import STATES
 from ddpprobe.rundir.stopwatch import Caller, Stopwatch
@@ -281,6 +281,8 @@ class Recorder:
             return
         observers.weights.remember()
         owners = self._clock.owners
+        if not self._set_up.get(TRAINABLE):  # frozen for the first pass, and not for this step
+            self._set_up |= step_facts.modes(observers.topology)
         self._set_up |= observers.unregistered.told(owners.all_parameters)
         scale = loss_scale.of_optimizer(optimizer)
         self._optimizers.add(optimizer, observers.topology, scale, observers.rows, owners.first)

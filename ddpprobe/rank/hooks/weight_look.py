@@ -13,9 +13,10 @@ A buffer has the turn that its name gives it, of as many as the parameters take:
 more buffers than another, or larger ones, and all must look at the same tensor in the same step.
 Of what is the same on all ranks as long as nothing changes it a checksum is taken, too.
 
-The copy is taken at the end of the first backward of the step, or before the first optimizer if
-that steps inside the backward. So the change is right for several optimizers, for closures, and for
-loops that have none and call `probe.step()`. A step that a GradScaler gave up has no rows.
+The copy is taken at the end of the step's first backward in which something is to be trained, or
+before the first optimizer if that steps inside the backward. So the change is right for several
+optimizers, for closures, and for loops that have none and call `probe.step()`. A step that a
+GradScaler gave up has no rows.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ class WeightLook:
         self._turn = turn
 
     def remember(self) -> None:
-        """Copy what the step is about to change; only the first call in a step does."""
+        """Copy what the step is about to change; only the first call that finds something does.
+
+        A loop may freeze the model for a pass of its own, as an attack, or for another model's.
+        """
         if self._turn is None:
             return
         with torch.no_grad():
@@ -94,7 +98,8 @@ class WeightLook:
             self._copies = {fqn: torch.empty_like(part) for fqn, part in mine.items()}
             if mine:  # all together: on a GPU a few launches
                 torch._foreach_copy_(list(self._copies.values()), list(mine.values()))
-        self._turn = None
+        if held:
+            self._turn = None
 
     def tell(self, micro: int, *, skipped: bool) -> None:
         """Make the rows of a step that is over, and let go of the copies."""
