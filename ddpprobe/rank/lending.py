@@ -12,7 +12,7 @@ from typing import final
 from ddpprobe.rank.anchors import Anchors
 from ddpprobe.rank.owners import Owners
 from ddpprobe.rank.topology.describe import Topology
-from ddpprobe.rank.torch_private import graph
+from ddpprobe.rank.torch_private import dynamo, graph
 
 PATIENCE = 64  # passes for which an optimizer that has not stepped yet is waited for
 _LOOKS = 2  # for one: the first gradients may vanish before it is made
@@ -35,7 +35,6 @@ class Lending:
         self._through = 0  # training forwards before the last backward that no optimizer called
         self._others_stepped = False  # since that backward
         self._leaves_none = False  # the backward under way, see `_goes_by`
-
         self._looks = _LOOKS
         self._to_come = False  # an optimizer of torch has yet to step this model
 
@@ -119,7 +118,7 @@ class Lending:
         version counts what a step by hand does to `.data`. A loop that steps by hand may keep an
         optimizer for its learning rates, so one that does not step is not waited for for ever.
         """
-        if self._through > PATIENCE:
+        if self._through > PATIENCE or dynamo.some_is_unheard():
             self._looks, self._to_come = 0, False
         elif self._looks and not self._to_come:
             self._looks -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ddpprobe
+from ddpprobe.rank.torch_private import dynamo
 from ddpprobe.testing import state_hash
 
 # What torch's compiler imports is deprecated by torch itself.
@@ -157,6 +158,15 @@ class Plain(torch.optim.Optimizer):
                     parameter.add_(parameter.grad, alpha=-group["lr"])
 
 
+@pytest.fixture
+def said_anew() -> Iterator[None]:
+    """What is said once in a process is said to this test, and not to those behind it."""
+    dynamo._say_unheard.cache_clear()
+    yield
+    dynamo._say_unheard.cache_clear()
+
+
+@pytest.mark.usefixtures("said_anew")
 def test_an_optimizer_in_a_graph_that_may_not_break_trains_on_and_that_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

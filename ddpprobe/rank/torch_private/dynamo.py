@@ -72,6 +72,11 @@ def _say_unheard() -> None:
     )
 
 
+def some_is_unheard() -> bool:
+    """Whether a graph of this process holds an optimizer's step, perhaps, that nobody hears of."""
+    return _say_unheard.cache_info().currsize > 0
+
+
 def is_whole() -> bool:
     """Whether the graph that is traced here may not be broken off, as with `fullgraph=True`.
 
