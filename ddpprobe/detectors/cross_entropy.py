@@ -71,8 +71,8 @@ class CrossEntropy(SoundStepsDetector):
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; an anomaly for each of the four."""
         ranks = {rank: said for rank, said in record.scalars.items() if CLASS_ROWS in said}
-        known = all(math.isfinite(said.get(CLASS_WEIGHT, math.nan)) for said in ranks.values())
-        if not ranks or not known or record.skipped or record.missing:
+        known = bool(ranks) and all(map(_is_known, ranks.values()))
+        if not known or record.skipped or record.missing:
             return []
         looks = (
             self._look_at_weights(record),
@@ -185,6 +185,13 @@ class CrossEntropy(SoundStepsDetector):
         return self.anomaly(record, "warn", message, values, phase=phase, kind="output", rank=rank)
 
 
+def _is_known(said: Mapping[str, float]) -> bool:
+    """Whether a rank's loss is a cross-entropy, and it says all that is looked at."""
+    sizes = (said.get(name, math.nan) for name in (CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED))
+    shares = (said.get(name, math.nan) for name in (CLASS_LOOKED, CLASS_RIGHT, CLASS_OF_ALL))
+    return all(0 < one < math.inf for one in sizes) and all(map(math.isfinite, shares))
+
+
 def _weights(record: StepRecord) -> Floats:
     """Return logarithms of what a row weighs [6], mean of the ranks, without a GradScaler's scale.
 
@@ -205,9 +212,8 @@ def _weights(record: StepRecord) -> Floats:
 
 def _answers(said: Mapping[str, float]) -> tuple[float, float]:
     """Return how many rows were answered rightly, of how many that were looked at."""
-    rows = said.get(CLASS_LOOKED, 0.0) * said[CLASS_LABELLED]
-    right = said[CLASS_RIGHT]
-    return (rows * right, rows) if math.isfinite(right) else (0.0, 0.0)
+    rows = said[CLASS_LOOKED] * said[CLASS_LABELLED]
+    return rows * said[CLASS_RIGHT], rows
 
 
 def _others(order: Sequence[int], lowest: int) -> str:

@@ -110,8 +110,8 @@ class TrainingTargets(SoundStepsDetector):
         if not shares:
             return
         # Before it is trained, one whose head is its embedding answers so as well, and wrongly.
-        right = min(scalars(record, CLASS_RIGHT), default=math.nan)
-        if not (min(shares) >= self._copied and right >= self._copied):
+        right = scalars(record, CLASS_RIGHT)
+        if not (right and all(share >= self._copied for share in (*shares, *right))):
             self._copies = _Streak()
             return
         self._copies.take(record.step, _NO_PULL)

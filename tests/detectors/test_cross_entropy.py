@@ -237,6 +237,16 @@ def test_one_rank_that_tells_nothing_a_skipped_step_and_a_missing_rank_are_no_lo
     assert len(run(CrossEntropy(), made())) == 1
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0.0])
+@pytest.mark.parametrize("name", [CLASS_ROWS, CLASS_LABELLED, CLASS_WEIGHT])
+def test_what_is_no_number_of_rows_or_is_not_there_is_no_look(name: str, value: float) -> None:
+    looks = [{**one, name: value} for one in sorted_by_class(*range(40))]
+    assert told(looks) == []
+    for one in looks:
+        del one[name]
+    assert told(looks) == []
+
+
 def test_each_of_the_four_is_told_again_behind_a_quiet_time() -> None:
     looks = ([look()] * 12 + weighing(*[1 / 8] * 40)) * 2
     told_at = [warn.step for warn in told(looks, detector=CrossEntropy(quiet_steps=20))]
