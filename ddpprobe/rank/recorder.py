@@ -144,11 +144,7 @@ class Recorder:
         self._frame_writer.life(events.ResumedEvent(time_ns=time.time_ns()))
 
     def close(self, words: events.ClosedEvent | None = None) -> None:
-        """Write what is left, take every hook off, close every file. Idempotent.
-
-        Args:
-            words: of the goodbye, see `last_words`.
-        """
+        """Write what is left and the goodbye, take every hook off, close every file. Idempotent."""
         if not self._open:
             return
         self._open = False
