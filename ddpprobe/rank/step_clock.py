@@ -110,6 +110,7 @@ class StepClock:
             for name in ("before_step", "closure_ended", "after_step", "settle",
                          "engine_ready", "engine_stepped", "host_stepped")
         }  # fmt: skip
+        self._closure_over = dynamo.run_beside_graphs(self._guards["closure_ended"])
         self._computed = fuse.guard(events.backward_computed)
         self._over = fuse.guard(self._backward_over)
 
@@ -358,11 +359,9 @@ class StepClock:
             self._closure_ended(optimizer)
             return None
 
-        ended = dynamo.run_beside_graphs(self._guards["closure_ended"])
-
         def told() -> object:
             loss = closure()
-            ended(optimizer)
+            self._closure_over(optimizer)
             return loss
 
         if "closure" in kwargs:

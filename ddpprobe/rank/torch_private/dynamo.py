@@ -12,7 +12,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -36,6 +36,9 @@ SPEAKING = hasattr(torch.library, "_register_effectful_op") and _MINOR >= (2, 13
 _disable: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 _log = logging.getLogger("ddpprobe")
+# What is marked, once: each backward makes its callbacks anew, of the same code. By id, as equal
+# codes are not the same; and kept, so that no other gets that id.
+_as_python: dict[int, CodeType] = {}
 
 
 def _always() -> bool:
@@ -57,10 +60,13 @@ def run_as_python(hook: Callable[P, R]) -> Callable[P, R]:
     Degradation: a copy-safe hook on such a module does nothing, and the region is found blind;
     hooks of a tensor are compiled, which takes long.
     """
-    with contextlib.suppress(AttributeError, TypeError):
-        skip = _eval_frame._FrameAction.SKIP  # noqa: SLF001
-        strategy = _eval_frame._FrameExecStrategy(skip, skip)  # noqa: SLF001
-        _eval_frame.set_code_exec_strategy(hook.__code__, strategy)
+    code = hook.__code__
+    if id(code) not in _as_python:
+        _as_python[id(code)] = code
+        with contextlib.suppress(AttributeError, TypeError):
+            skip = _eval_frame._FrameAction.SKIP  # noqa: SLF001
+            strategy = _eval_frame._FrameExecStrategy(skip, skip)  # noqa: SLF001
+            _eval_frame.set_code_exec_strategy(code, strategy)
     return hook
 
 
