@@ -81,7 +81,9 @@ class U103(Fault):
     # held out 2.63 and 2.47 (1.22 and 1.25).
     says = "the tokens of a new shard are stored in too few bits: half of all characters wrap"
     net, world = "gpt", 2
-    expected = Expected((*LOUD, "grad_zeros", "grad_none_or_zero", "frozen_param", "targets"), 30)
+    expected = Expected(
+        (*LOUD, "grad_zeros", "grad_none_or_zero", "frozen_param", "targets", "cross_entropy"), 30
+    )
     kept = nets.VOCABULARY // 2  # as many characters have a number of their own
 
     def batch(self) -> Batch:
@@ -95,7 +97,9 @@ class U104(Fault):
     # held out, on whole texts, 1.98 and 1.99 (1.22 and 1.25).
     says = "a config is read anew without the length: all texts are cut to a part of it"
     net, world = "gpt", 2
-    expected = Expected((*LOUD, "grad_zeros", "grad_none_or_zero", "frozen_param"), 30)
+    expected = Expected(
+        (*LOUD, "grad_zeros", "grad_none_or_zero", "frozen_param", "batch_size"), 30
+    )
 
     def prepare(self) -> None:
         self.length = self.draw.randint(5, 10)
@@ -127,7 +131,7 @@ class U109(Fault):
     # (0.62 and 0.67): that of a guess.
     says = "an elastic restart forgets to accumulate: an eighth of the batch, at the same rate"
     net, world, micros = "cnn", 2, 8
-    expected = Expected((*LOUD, "grad_dropped", "grad_altered", "dead_units"), 30)
+    expected = Expected((*LOUD, "grad_dropped", "grad_altered", "dead_units", "batch_size"), 30)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), lr=0.03, momentum=0.9)
@@ -223,7 +227,7 @@ class U118(Fault):
     world, from_the_start = 2, True
     expected = Expected(
         ("dead_units", "grad_zeros", "grad_none_or_zero", "never_updated", "frozen_param",
-         "coverage", "collapse", "grad_dropped"), 50,
+         "coverage", "collapse", "grad_dropped", "router"), 50,
     )  # fmt: skip
     sign = -1  # it should be 1
 

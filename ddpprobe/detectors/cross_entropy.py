@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.detectors.settings import above_zero, at_least
@@ -19,7 +20,9 @@ from ddpprobe.records.step import (
     CLASS_OF_ALL,
     CLASS_RIGHT,
     CLASS_ROWS,
+    CLASS_SEEN,
     CLASS_WEIGHT,
+    LABEL_BITS,
     Anomaly,
     StepRecord,
 )
@@ -31,23 +34,26 @@ SAME, OF = 5, 6  # looks with one label, of so many
 ANSWERED = 5  # looks over which ranks are compared
 HALF, FAR = 0.5, 6.0  # of what the others answer rightly; standard deviations of a share
 TIMES_WRONG = 3.0  # as often as before, and as the others, where it comes at once
-_KINDS = ("weight", "labelled", "one label", "right")
+BY_CHANCE, LONGER = 1e-6, 4  # how unlikely the absence of a label must be; than any before
+NAMED, REMEMBERED = 4, 256  # labels in a message; looks
+_KINDS = ("weight", "labelled", "one label", "right", "gone")
 
 
 class CrossEntropy(SoundStepsDetector):
     """Warns when a loss over classes weighs its samples anew, or has labels that cannot be meant.
 
-    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Four things
+    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Five things
     are told: a row weighs many times what it did (a sum in place of a mean, a loss that is not
     divided by the micro-batches any more); rows that had no label, as padding has none, have one;
     each batch holds samples of one class, and the next batches those of another (nobody shuffles);
-    one rank answers rightly far more seldom than all others, or all at once more seldom than these
-    and than it did (it numbers the classes in another order, or reads other data).
+    a label does not come any more, and none in its place; one rank answers rightly far more seldom
+    than all others, or all at once more seldom than these and than it did (it numbers the classes
+    in another order, or reads other data).
 
     Args:
         ratio: how many times the weight that a row had.
         looks: sampled steps before it that are compared with.
-        quiet_steps: steps without it after which one of the four is told again.
+        quiet_steps: steps without it after which one of the five is told again.
     """
 
     name = "cross_entropy"
@@ -65,11 +71,12 @@ class CrossEntropy(SoundStepsDetector):
         self._labelled: deque[tuple[float, float]] = deque(maxlen=self._looks + COUNTING)
         self._labels: deque[frozenset[int]] = deque(maxlen=OF)
         self._sorted = False
+        self._seen = _LabelsSeen()
         self._right: deque[dict[int, tuple[float, float]]] = deque(maxlen=self._looks + ANSWERED)
         self._told = {kind: Telling(self._quiet) for kind in _KINDS}
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
-        """Take the next record; an anomaly for each of the four."""
+        """Take the next record; an anomaly for each of the five."""
         ranks = {rank: said for rank, said in record.scalars.items() if CLASS_ROWS in said}
         known = bool(ranks) and all(map(_is_known, ranks.values()))
         if not known or record.skipped or record.missing:
@@ -78,6 +85,7 @@ class CrossEntropy(SoundStepsDetector):
             self._look_at_weights(record),
             self._look_at_labelled(record),
             self._look_at_labels(record),
+            self._look_at_gone(record),
             self._look_at_answers(record, ranks),
         )
         return [anomaly for look in looks for anomaly in look]
@@ -143,6 +151,20 @@ class CrossEntropy(SoundStepsDetector):
             values = {"looks": len(looks), "classes": len(classes)}
             yield self._verdict(record, message, values, "forward")
 
+    def _look_at_gone(self, record: StepRecord) -> Iterator[Anomaly]:
+        gone = self._seen.take(record.step, scalars(record, CLASS_SEEN), self._looks)
+        if gone and self._told["gone"].due(record.step):
+            since = min(since for _, since in gone)
+            names = ", ".join(str(label) for label, _ in gone[:NAMED])
+            more = f" and {len(gone) - NAMED} more" if len(gone) > NAMED else ""
+            message = (
+                f"no row of any rank has had label {names}{more} since step {since} (of labels "
+                f"from {LABEL_BITS} on, the remainder is counted), far longer than by chance: look "
+                "whether part of the data is lost, or cannot be read"
+            )
+            values = {"labels": len(gone), "label": gone[0][0], "since": since}
+            yield self._verdict(record, message, values, "forward")
+
     def _look_at_answers(
         self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]
     ) -> Iterator[Anomaly]:
@@ -183,6 +205,58 @@ class CrossEntropy(SoundStepsDetector):
         rank: int | None = None,
     ) -> Anomaly:  # fmt: skip
         return self.anomaly(record, "warn", message, values, phase=phase, kind="output", rank=rank)
+
+
+class _LabelsSeen:
+    """How often each label has come, and since when it has not."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._came = np.zeros(LABEL_BITS, np.int64)
+        self._absent = np.zeros(LABEL_BITS, np.int64)
+        self._longest = np.zeros(LABEL_BITS, np.int64)
+        self._since = np.zeros(LABEL_BITS, np.int64)
+        self._told = np.zeros(LABEL_BITS, np.bool_)
+        self._last: deque[NDArray[np.bool_]] = deque(maxlen=REMEMBERED)
+
+    def take(self, step: int, seen: Sequence[float], fewest: int) -> list[tuple[int, int]]:
+        """Take what the ranks have seen; return (label, since) of those that are gone as of now.
+
+        Args:
+            step: of the look.
+            seen: a number of each rank, with a bit for each label.
+            fewest: looks at which a label must have come.
+        """
+        bits = 0
+        for each in seen:
+            bits |= int(each) if math.isfinite(each) and 0 <= each < 1 << LABEL_BITS else 0
+        if not bits:
+            return []
+        here = np.array([bits >> label & 1 for label in range(LABEL_BITS)], np.bool_)
+        fresh = ~here & (self._absent == 0)
+        self._since[fresh] = step
+        # Its rate is that of the looks before it was gone, as if it had stayed away once more.
+        before = self._looks - self._absent
+        self._looks += 1
+        self._came += here
+        ended = here & (self._came > 1)  # the first one says nothing of how often it comes
+        self._longest = np.where(ended, np.maximum(self._longest, self._absent), self._longest)
+        self._absent = np.where(here, 0, self._absent + 1)
+        self._told &= ~here
+        self._last.append(here)
+        rate = self._came / (before + 1)
+        chance = np.power(1 - rate, self._absent)
+        gone = ~here & ~self._told & (self._came >= fewest)
+        gone &= (chance <= BY_CHANCE) & (self._absent > LONGER * self._longest)
+        self._told |= gone
+        labels = [int(label) for label in np.flatnonzero(gone)]
+        return [(one, int(self._since[one])) for one in labels if not self._is_another_task(one)]
+
+    def _is_another_task(self, label: int) -> bool:
+        """Whether, since a label is gone, others come that did not come before."""
+        looks, absent = np.stack(self._last), int(self._absent[label])
+        before, now = looks[-2 * absent : -absent], looks[-absent:]
+        return bool(((now.mean(0) >= HALF) & ~before.any(0)).any()) if len(before) else False
 
 
 def _is_known(said: Mapping[str, float]) -> bool:

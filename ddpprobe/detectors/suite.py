@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from ddpprobe.detectors.batch_norm import BatchNorm
+from ddpprobe.detectors.batch_size import BatchSize
 from ddpprobe.detectors.collapse import Collapse
 from ddpprobe.detectors.coverage import Coverage
 from ddpprobe.detectors.cross_entropy import CrossEntropy
@@ -32,6 +33,7 @@ from ddpprobe.detectors.optimizer_reset import OptimizerReset
 from ddpprobe.detectors.output_drop import OutputDrop
 from ddpprobe.detectors.output_jump import OutputJump
 from ddpprobe.detectors.rank_outlier import RankOutlier
+from ddpprobe.detectors.recompute import Recompute
 from ddpprobe.detectors.reduction import Reduction
 from ddpprobe.detectors.resume import Resume
 from ddpprobe.detectors.router import Router
@@ -101,6 +103,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Desync,
     Reduction,
     GradAltered,
+    Recompute,
     LossScale,
     StaleWeights,
     OptimizerReset,
@@ -131,6 +134,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Router,
     SameData,
     StuckData,
+    BatchSize,
     ModeFlip,
     Straggler,
     Slowdown,

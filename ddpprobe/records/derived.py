@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, final
@@ -63,12 +63,13 @@ class _Layout:
     Attributes:
         ends: by kind, the rows of the first and the last block of the longest chain of modules, and
             how many steps lie between them.
-        experts: the rows of the outputs of each group of experts, and how many experts it has.
+        experts: of each group of experts their FQNs [n] and the rows of their outputs [n]; -1: it
+            has never been called.
         whole: whether each parameter's gradient is there as one whole before the reduction, too.
     """
 
     ends: Mapping[str, tuple[Rows, Rows, int]]
-    experts: tuple[Rows, ...]
+    experts: tuple[tuple[tuple[str, ...], Rows], ...]
     whole: bool
 
 
@@ -149,13 +150,14 @@ def _rms(record: StepRecord, rows: Rows) -> float | None:
 def expert_loads(record: StepRecord) -> list[tuple[tuple[str, ...], Floats]]:
     """Return of each group of experts that got anything its FQNs [n] and their loads [n].
 
-    A load is the elements of an expert's output: its tokens times the width of each.
+    A load is the elements of an expert's output: its tokens times the width of each. One that was
+    never called is known by its parameters.
     """
     found = []
-    for rows in _layout(record).experts:
-        load = record.counts[rows, NUMEL].astype(np.float64)
+    for fqns, rows in _layout(record).experts:
+        load = np.where(rows >= 0, record.counts[rows, NUMEL], 0).astype(np.float64)
         if load.sum() > 0:
-            found.append((tuple(record.sites[row].fqn for row in rows), load))
+            found.append((fqns, load))
     return found
 
 
@@ -321,13 +323,29 @@ def _lay(sites: tuple[Site, ...]) -> _Layout:
             low, high = (np.array(rows[f"{chain}.{n}", kind], np.intp) for n in (first, last))
             ends[kind] = low, high, last - first
     experts = tuple(
-        np.array([rows[f"{chain}.{n}", "output"][0] for n in sorted(numbers)], np.intp)
-        for chain, numbers in chains.get("output", {}).items()
-        if _is_of_experts(chain) and len(numbers) > 1
-    )
+        (
+            tuple(f"{chain}.{n}" for n in sorted(numbers)),
+            np.array([rows.get((f"{chain}.{n}", "output"), [-1])[0] for n in sorted(numbers)],
+                     np.intp),
+        )
+        for chain, numbers in _experts_in(fqn for fqn, _ in rows).items()
+        if len(numbers) > 1 and any((f"{chain}.{n}", "output") in rows for n in numbers)
+    )  # fmt: skip
     before, after = ({f for f, k in rows if k == kind} for kind in ("grad_local", "grad"))
     alone = placements.get("grad_local") == {"local"}
     return _Layout(ends, experts, alone and before == after)
+
+
+def _experts_in(fqns: Iterable[str]) -> dict[str, set[int]]:
+    """Return the numbers of the experts that names are of, or of something in, by their chain."""
+    found: dict[str, set[int]] = {}
+    for fqn in fqns:
+        parts = fqn.split(".") if "experts" in fqn else []
+        for i in range(1, len(parts)):
+            chain = ".".join(parts[:i])
+            if parts[i].isdecimal() and _is_of_experts(chain):
+                found.setdefault(chain, set()).add(int(parts[i]))
+    return found
 
 
 def _is_of_experts(chain: str) -> bool:

@@ -6,6 +6,7 @@ knows torch, files or sockets.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -215,6 +216,7 @@ MOMENT_DECAY = "second_moment_decay"
 STALE = "stale_units"
 BUFFER = "buffer"  # in place of a shard, in digests: a buffer that no step has changed
 DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensors given to it
+INPUT_ELEMENTS = "input_elements"  # scalar: how many elements these have together
 # Scalars: of that tensor, and of the first one that the model returns: which share of its mean
 # square varies between the samples of a batch. 0: all of them are alike.
 INPUT_SPREAD, OUTPUT_SPREAD = "input_spread", "output_spread"
@@ -228,10 +230,11 @@ PULL, PULL_REST, TARGET = "output_pull", "output_pull_rest", "output_target"
 PULLED_RMS, PULLED_MEAN = "output_pulled_rms", "output_pulled_mean"
 # Scalars of a cross-entropy over the classes of the output, see `hooks.class_facts`: its rows, how
 # many of them are looked at, the weight of each in the loss, the share of those with a label, of
-# these the share that is answered rightly, and the label if all have the same; -1: they have not.
-# NaN: it is another loss.
+# these the share that is answered rightly, the label if all have the same (-1: they have not), and
+# a bit for each label that there is, modulo the number of bits. NaN: it is another loss.
 CLASS_ROWS, CLASS_LOOKED, CLASS_WEIGHT = "class_rows", "class_looked_at", "class_weight"
 CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL = "class_labelled", "class_right", "class_of_all"
+CLASS_SEEN, LABEL_BITS = "classes_seen", 52
 # Scalar: values by which a batch norm in training mode normalizes a channel, the fewest of all.
 NORM_VALUES = "batch_norm_values"
 # Scalar: how many micro-batches of the step, the first ones, were for another model's step.
@@ -241,6 +244,10 @@ DROPPED = "dropped_gradients"
 # Scalars, each with the attribute's path behind it: how many parameters in a Python list of modules
 # have a gradient, and no optimizer.
 UNREGISTERED = "unregistered@"
+# Scalars of what a checkpointed block computes again in the backward: of the output that differs
+# most from that of the forward the mean square of the difference, as a share of its own, and the
+# `fqn_number` of the module.
+RECOMPUTED, RECOMPUTED_AT = "recomputed_apart", "recomputed_module"
 # Scalars where several models of a process are probed, see `rank.passes`: the number of the step's
 # last pass, and of the one in which `first_bad` was bad first.
 PASS, PASS_OF_BAD = "pass", "pass_of_first_bad"
@@ -249,6 +256,14 @@ LOSS_OF_BAD = "loss_of_first_bad"
 # Scalar: `first_bad` is an output of a module of which nobody knows whether it was given finite
 # tensors.
 UNREAD_INPUT = "first_bad_of_unread_input"
+
+
+def fqn_number(fqn: str) -> float:
+    """Return a number for a module that a tensor can hold: 52 bits of a hash of its FQN."""
+    name = fqn.encode(errors="surrogatepass")
+    return float(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 12)
+
+
 # In place of an order: other ranks' may be before it or behind it, and nobody knows.
 UNORDERED = 1 << 62
 SEVERAL = -1  # in place of a rank: more than one, and none of them first, or nobody knows which

@@ -16,7 +16,9 @@ from ddpprobe.records.step import (
     CLASS_OF_ALL,
     CLASS_RIGHT,
     CLASS_ROWS,
+    CLASS_SEEN,
     CLASS_WEIGHT,
+    LABEL_BITS,
     Anomaly,
     StepRecord,
 )
@@ -159,6 +161,49 @@ def test_other_labels_are_not(ranks: list[list[int]]) -> None:
     assert told(*[sorted_by_class(*labels) for labels in ranks]) == []
 
 
+def seeing(*looks: Sequence[int]) -> list[Look]:
+    return [look(**{CLASS_SEEN: sum(2.0**label for label in labels)}) for labels in looks]
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_label_that_does_not_come_any_more_is_told_once(every: int) -> None:
+    looks = seeing(*[(0, 1, 51)] * 20, *[(0, 1)] * 40)
+    (warn,) = told(looks, looks, every=every)
+    assert (warn.level, warn.step, warn.rank, warn.phase) == ("warn", 24 * every, None, "forward")
+    assert warn.values == {"labels": 1, "label": 51, "since": 20 * every}
+    assert f"has had label 51 since step {20 * every} " in warn.message
+    assert told(seeing(*[(0, 1, 51)] * 20, *[(0, 1)] * 40), seeing(*[(0, 1, 51)] * 60)) == []
+
+
+def test_the_rarer_a_label_was_the_longer_it_must_be_away() -> None:
+    draw = random.Random(0)
+    looks = [{0, *(label for label in (1, 2) if draw.random() < label / 4)} for _ in range(200)]
+    gone = told(seeing(*looks, *[{0}] * 200), detector=CrossEntropy(quiet_steps=0))
+    assert [warn.values["label"] for warn in gone] == [2, 1]
+    assert 20 < gone[0].step - gone[0].values["since"] < gone[1].step - gone[1].values["since"]
+    many = seeing(*[range(6)] * 10, *[(5,)] * 20)
+    (warn,) = told(many)
+    assert warn.values["labels"] == 5
+    assert "label 0, 1, 2, 3 and 1 more since" in warn.message
+
+
+def test_labels_that_come_now_and_then_are_not_gone() -> None:
+    draw = random.Random(1)
+    rates = [draw.random() for _ in range(LABEL_BITS)]
+    looks = [[i for i, rate in enumerate(rates) if draw.random() < rate] for _ in range(2000)]
+    assert told(seeing(*looks)) == []
+    in_turn = [(0, 1 + step // 10 % 3) for step in range(2000)]  # a task for each ten steps
+    assert told(seeing(*in_turn)) == []
+    assert told(seeing(*[(0, 1)] * 7, *[(0,)] * 100)) == []  # it has come too seldom
+    assert told(seeing(*[(0, 1)] * 40, *[()] * 40)) == []  # nobody has labels
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 2.0**LABEL_BITS])
+def test_a_number_without_labels_tells_of_none(value: float) -> None:
+    looks = seeing(*[(0, 1)] * 20)
+    assert told([*looks, *[look(**{CLASS_SEEN: value})] * 40, *looks]) == []
+
+
 def answering(share: float, steps: int = 40, rows: int = ROWS) -> list[Look]:
     return [look(rows, **{CLASS_RIGHT: share})] * steps
 
@@ -247,7 +292,7 @@ def test_what_is_no_number_of_rows_or_is_not_there_is_no_look(name: str, value: 
     assert told(looks) == []
 
 
-def test_each_of_the_four_is_told_again_behind_a_quiet_time() -> None:
+def test_each_of_the_five_is_told_again_behind_a_quiet_time() -> None:
     looks = ([look()] * 12 + weighing(*[1 / 8] * 40)) * 2
     told_at = [warn.step for warn in told(looks, detector=CrossEntropy(quiet_steps=20))]
     assert told_at == [13, 53]  # and not at 65

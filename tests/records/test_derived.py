@@ -246,6 +246,15 @@ def test_experts_are_told_in_the_order_of_their_numbers_with_the_elements_of_eac
     assert second[1].tolist() == [8.0 * n for n in loads]
 
 
+def test_an_expert_that_was_never_called_is_known_by_its_parameters() -> None:
+    called = [(Site("moe.experts.2", "output"), 1.0, 80)]
+    weights = [(Site(f"moe.experts.{n}.fc.weight", "grad"), 1.0, 4) for n in range(4)]
+    ((fqns, load),) = expert_loads(merged([*called, *weights], {0: {}}))
+    assert fqns == tuple(f"moe.experts.{n}" for n in range(4))
+    assert load.tolist() == [0.0, 0.0, 80.0, 0.0]
+    assert expert_loads(merged(weights, {0: {}})) == []  # nobody calls them as modules
+
+
 @pytest.mark.parametrize(
     ("fqn", "inside"),
     [

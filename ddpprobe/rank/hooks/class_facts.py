@@ -21,7 +21,9 @@ from ddpprobe.records.step import (
     CLASS_OF_ALL,
     CLASS_RIGHT,
     CLASS_ROWS,
+    CLASS_SEEN,
     CLASS_WEIGHT,
+    LABEL_BITS,
 )
 
 ROWS, FEWEST_ROWS = 256, 8  # that are looked at, at most; that say something
@@ -98,7 +100,8 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
     without any gradient, of which the answer is not sure, have no label: they are ignored, as
     padding is. Added are how many rows there are and are looked at, the weight, the share of rows
     that have a label, of those with a gradient the share whose largest logit is that of the label,
-    and the label if it is the same in all, of as many samples as are needed; -1: it is not.
+    the label if it is the same in all, of as many samples as are needed (-1: it is not), and which
+    labels there are: a bit for each, modulo `LABEL_BITS`.
 
     Args:
         logits: float32 [rows, classes], of the rows that are looked at.
@@ -139,8 +142,12 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
         enough = n >= (FEWEST_ROWS if len(gradient) >= FEWEST_ROWS else math.inf)
         alike = ((label == first) | ~counts).all() & enough
         right = ((answer == label) & counts).sum()
-        facts = weight, n / (n + ignored), right / n, torch.where(alike, first, -1)
+        bits = torch.arange(LABEL_BITS, dtype=torch.float64, device=g.device)
+        there = ((label[:, None] % LABEL_BITS == bits) & counts[:, None]).any(0)
+        seen = (there * 2.0**bits).sum()
+        facts = weight, n / (n + ignored), right / n, torch.where(alike, first, -1), seen
         told = torch.where(fits, torch.stack([one.double() for one in facts]), math.nan)
-        rows.add_scalars((CLASS_WEIGHT, CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL), told)
+        names = CLASS_WEIGHT, CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL, CLASS_SEEN
+        rows.add_scalars(names, told)
         rows.add_scalar(CLASS_ROWS, rows_of_all)
         rows.add_scalar(CLASS_LOOKED, len(g))

@@ -23,6 +23,7 @@ from ddpprobe.rank.backward import Backward
 from ddpprobe.rank.hooks import came_in, class_facts, gradients, step_facts, target_facts
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver, take_off
 from ddpprobe.rank.hooks.outputs import leaves
+from ddpprobe.rank.hooks.recomputed import Recomputation
 from ddpprobe.rank.hooks.reduced import ReducedGradients
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.hooks.tp_inference import TpInference
@@ -70,6 +71,7 @@ class EagerHooks:
         attached: a sampled step is under way.
         tapped: by id, the parameters whose local gradients are read in it.
         reduced: reads its reduced gradients.
+        recomputation: compares what checkpointing computes again.
         after_call: takes FQN, module, args, kwargs and output once the rows of a call are made.
     """
 
@@ -101,6 +103,7 @@ class EagerHooks:
         self.after_call: Callable[..., object] = lambda *_: None
         self._fewest = math.inf  # values by which a batch norm normalizes a channel
         self._backward = (-1, -1)  # the backward that was last seen, and its micro-batch
+        self.recomputation = Recomputation(rows)
         self._inference = TpInference(topology, rows.table.amend, fuse)
         self.reduced = ReducedGradients(
             topology, select, rows, self._inference,
@@ -119,6 +122,7 @@ class EagerHooks:
         self._heard.clear()
         self._recomputed.clear()
         self._waiting.clear()
+        self.recomputation.begin()
         self._fewest = math.inf
 
     def attach(self) -> None:
@@ -198,6 +202,12 @@ class EagerHooks:
             if not recomputed and _has_numbers(tensor):
                 output_slot = self._slot(fqn, "output", leaf, tensor, tap=True)
                 self._rows.add(output_slot, micro, tensor, again=not relayed, tell=tell)
+                if micro == self._clock.lent:
+                    self.recomputation.keep(output_slot, tensor)
+            if recomputed:
+                output_slot = self._rows.table.find((fqn, "output", leaf))
+                if output_slot is not None and micro == self._clock.lent:
+                    self.recomputation.compare(output_slot, fqn, tensor)
             # In reentrant checkpointing only the recomputation has a graph; in the other kind only
             # the first forward's hooks fire. Registering on both is right for either. A leaf would
             # keep the hook for ever.
@@ -206,8 +216,6 @@ class EagerHooks:
                 if whole:
                     tensor.register_hook(_Gradient(self, gradient_slot, micro))
             if self._inference.active and not is_dtensor(tensor):
-                if recomputed:
-                    output_slot = self._rows.table.find((fqn, "output", leaf))
                 self._inference.bind(tensor, output_slot, gradient_slot, again=recomputed)
 
     def traced_output(self, fqn: str, leaf: str, tensor: Tensor, *, trained: bool) -> None:

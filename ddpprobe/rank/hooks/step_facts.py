@@ -22,6 +22,7 @@ from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.torch_private import sharding
 from ddpprobe.records.step import (
     DIGEST,
+    INPUT_ELEMENTS,
     INPUT_SPREAD,
     JOINED,
     LEARNING_RATE,
@@ -160,7 +161,7 @@ def _add_steps(optimizer: object, rows: StepRows) -> None:
 
 
 def add_input(given: Iterable[object], rows: StepRows) -> None:
-    """Add a checksum of the first tensors in what the root was given, and how far samples differ.
+    """Add checksum and size of the first tensors that the root was given, and how samples differ.
 
     Of several, as the first one may be a mask or a coefficient: samples are alike if they are in
     all. Nothing of a tensor that is not plain. The checksum's upper 52 bits are kept.
@@ -173,6 +174,7 @@ def add_input(given: Iterable[object], rows: StepRows) -> None:
     first = _first(tensors)
     if first is None:
         return
+    rows.add_scalar(INPUT_ELEMENTS, sum(t.numel() for t in tensors))
     tensors = [t for t in tensors if t.device == first.device]
     with torch.no_grad():
         parts = [_beginning(t.detach()) for t in tensors]

@@ -31,9 +31,11 @@ from ddpprobe.records.step import (
     CLASS_OF_ALL,
     CLASS_RIGHT,
     CLASS_ROWS,
+    CLASS_SEEN,
     CLASS_WEIGHT,
     COPIED,
     DIGEST,
+    INPUT_ELEMENTS,
     INPUT_SPREAD,
     NORM_VALUES,
     OUTPUT_SPREAD,
@@ -41,6 +43,8 @@ from ddpprobe.records.step import (
     PULL_REST,
     PULLED_MEAN,
     PULLED_RMS,
+    RECOMPUTED,
+    RECOMPUTED_AT,
     TARGET,
     Site,
     StepRecord,
@@ -54,7 +58,8 @@ _MICRO, _TIMES = "micro_batches", "_seconds"
 _OF_THE_BATCH = {
     _MICRO, DIGEST, INPUT_SPREAD, OUTPUT_SPREAD, NORM_VALUES,
     COPIED, PULL, PULL_REST, PULLED_MEAN, PULLED_RMS, TARGET,
-    CLASS_LABELLED, CLASS_LOOKED, CLASS_OF_ALL, CLASS_RIGHT, CLASS_ROWS, CLASS_WEIGHT,
+    CLASS_LABELLED, CLASS_LOOKED, CLASS_OF_ALL, CLASS_RIGHT, CLASS_ROWS, CLASS_SEEN,
+    CLASS_WEIGHT, INPUT_ELEMENTS, RECOMPUTED, RECOMPUTED_AT,
 }  # fmt: skip
 _BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
 

@@ -18,6 +18,7 @@ from ddpprobe.rank.topology.describe import describe
 from ddpprobe.rank.torch_private import sharding
 from ddpprobe.records.step import (
     DIGEST,
+    INPUT_ELEMENTS,
     LEARNING_RATE,
     MOMENT_DECAY,
     OPTIMIZER_STEPS,
@@ -286,6 +287,11 @@ def test_a_digest_is_the_upper_bits_of_the_checksum() -> None:
         assert found == (word.item() % 2**64) >> 12
 
 
+def _digests(rows: StepRows) -> list[float]:
+    """One of each input: between its size and how far samples differ."""
+    return rows.fetch().rows[1::3, 0].tolist()
+
+
 @pytest.mark.parametrize("large", [False, True])
 def test_what_is_not_contiguous_has_the_digest_of_its_elements(large: bool) -> None:
     """Most language models are given all tokens but the last of each row."""
@@ -297,7 +303,7 @@ def test_what_is_not_contiguous_has_the_digest_of_its_elements(large: bool) -> N
         assert not data.is_contiguous()
         add_input(((data,),), rows)
         add_input(((data.contiguous(),),), rows)
-    digests = rows.fetch().rows[::2, 0].tolist()  # each is followed by a spread
+    digests = _digests(rows)
     assert digests[::2] == digests[1::2]
     assert len(set(digests)) == 3
 
@@ -310,8 +316,20 @@ def test_of_a_large_input_the_beginning_is_read() -> None:
     add_input(((many[:-1],),), rows)
     many[-2] = 1.0
     add_input(((many,),), rows)
-    first, same, other = rows.fetch().rows[::2, 0].tolist()  # each is followed by a spread
+    first, same, other = _digests(rows)
     assert first == same != other
+
+
+def test_how_much_a_step_is_given_is_told(tmp_path: Path, records_of) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        for rows in (8, 8, 2):
+            for _ in range(2):  # micro-batches: the first one is counted
+                model(torch.ones(rows, 4)).sum().backward()
+                rows += 1
+            optimizer.step()
+    assert [r.scalars[0][INPUT_ELEMENTS] for r in records_of(tmp_path / "r")] == [32, 32, 8]
 
 
 def test_an_input_without_elements_or_of_another_kind_has_no_digest(
