@@ -66,11 +66,15 @@ class GroupArrays:
         self.columns = {c.name: c for c in fmt.SCHEMAS[fmt.kind_of_group(key) or "rank"]}
         self.chunks: dict[str, dict[str, int]] = {}
         self.manifest, settled = self._settle()
+        there = (self._root / GROUP_JSON).exists()
+        if there and not self.manifest.state.files:
+            # The line of the first commit, which is on disk before this file, came in between.
+            self.manifest, settled = self._settle()
         self._files = CommittedFiles(self._root, self.manifest, settled=settled)
         state = self.manifest.state if settled else self.manifest.rolled_back()
         self.consumed: dict[str, Consumed] = state.consumed
         self.sizes = dict(state.sizes)
-        self.exists = bool(state.files) or self._has_metadata()
+        self.exists = bool(state.files) or there
         if self.exists:
             self._open(state)
 
@@ -242,9 +246,6 @@ class GroupArrays:
                     return manifest, True
                 manifest = again
         return manifest, True
-
-    def _has_metadata(self) -> bool:
-        return (self._root / GROUP_JSON).exists()
 
     def _open(self, state: State) -> None:
         for text in self.manifest.damage:

@@ -22,7 +22,8 @@ from ddpprobe.reader.run import open_run
 from ddpprobe.reader.verify.verify import verify
 from ddpprobe.rundir import framing, safe_read, tensor_pack
 from ddpprobe.rundir.paths import RunDir
-from ddpprobe.store import retention
+from ddpprobe.store import retention, verified_files
+from ddpprobe.store.manifest import manifest_path
 from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.retention import Retention, RetentionLimits
 from ddpprobe.store.root import Root
@@ -160,6 +161,30 @@ def test_no_verb_calls_lost_what_goes_on_purpose_while_it_reads(
             code = main(command)
         said = capsys.readouterr().err
         assert (code, "run.zarr" in said) == (usual, False), f"before read {number}: {said}"
+
+
+@pytest.mark.parametrize(("begun", "read"), [(False, "Manifest"), (True, "is_settled")])
+def test_a_first_commit_while_a_group_is_opened_is_there(tmp_path, monkeypatch, begun, read):
+    """`begun`: the log of the group is there, and nothing is in it yet; `read`: comes before it."""
+    run = Made(tmp_path / "run", segment_frames=8).whole(BLOCK).run
+    key = "attempt_000/rank_00000"
+    if begun:
+        manifest_path(run, key).parent.mkdir(exist_ok=True)
+        manifest_path(run, key).touch()
+    assert not StoredGroup(run, key).exists
+    reading = getattr(verified_files, read)
+
+    def read_and_fold(*args: object) -> object:
+        found = reading(*args)
+        monkeypatch.setattr(verified_files, read, reading)
+        fold(run)
+        return found
+
+    monkeypatch.setattr(verified_files, read, read_and_fold)
+    group = StoredGroup(run, key)
+    assert not group.lost
+    assert (group.exists, group.rows) == (True, BLOCK)
+    assert len([*group.records(0)]) == BLOCK
 
 
 def numbers(run: RunDir) -> dict[str, object]:

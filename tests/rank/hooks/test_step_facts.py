@@ -325,9 +325,8 @@ def test_how_much_a_step_is_given_is_told(tmp_path: Path, records_of) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
         for rows in (8, 8, 2):
-            for _ in range(2):  # micro-batches: the first one is counted
-                model(torch.ones(rows, 4)).sum().backward()
-                rows += 1
+            for more in range(2):  # micro-batches: the first one is counted
+                model(torch.ones(rows + more, 4)).sum().backward()
             optimizer.step()
     assert [r.scalars[0][INPUT_ELEMENTS] for r in records_of(tmp_path / "r")] == [32, 32, 8]
 
