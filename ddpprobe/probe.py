@@ -460,6 +460,7 @@ def _join(
     probe._begin(recorder, joined, order_handler, stopwatch)  # noqa: SLF001  (same module)
     _probed[topology.root] = probe
     _live.add(probe)
+    interpreter_end.register(_close_all)
     interpreter_end.hear(_close_all)
 
 

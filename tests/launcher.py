@@ -1,11 +1,12 @@
 """torchrun in a process forked from one that has imported torch, and with it, mostly, its ranks.
 
 Importing torch, and what an optimizer and FSDP import behind it, is most of what a short job on
-real ranks takes: three seconds of every rank, two of the launcher; ddpprobe is a third of one, half
-of what is left. Here one process of each test worker does it once. All else is torchrun's own: its agent and its store, the environment of a
-rank, the exit code. A forked rank has no environment of its own in /proc, and its interpreter is
-not taken down at its end: what is about that, or about how a process starts, asks for fresh ones.
-The launcher's command line in /proc is torchrun's own, by which a daemon knows it.
+real ranks takes: three seconds of every rank, two of the launcher; ddpprobe takes a third of one,
+half of what is left. Here one process of each test worker does it once. All else is torchrun's own:
+its agent and its store, the environment of a rank, the exit code. A forked rank has no environment
+of its own in /proc, and its interpreter is not taken down at its end: what is about that, or about
+how a process starts, asks for fresh ones. The launcher's command line in /proc is torchrun's own,
+by which a daemon knows it.
 """
 
 from __future__ import annotations

@@ -8,24 +8,33 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 
-from ddpprobe.rank.last_words import uncaught
+from ddpprobe.rank.last_words import ended_by, uncaught
 
 _heard = False
+_registered_in = 0
+_finalizer: Finalize | None = None
 
 
 def register(close: Callable[[], object]) -> None:
     """Have `close` called at the end of the interpreter, and earlier as `hear` says.
 
-    A process of `multiprocessing` (`torch.multiprocessing.spawn`) leaves out what `atexit` calls.
+    To be called when the module is imported, so that it comes behind what a script registers later,
+    and again by who trains: a process of `multiprocessing` leaves out what `atexit` calls, and
+    forgets, when it is forked or has imported the script, which finalizers there were.
     """
-    atexit.register(close)
-    if parent_process() is not None:
-        Finalize(None, close, exitpriority=0)
+    global _finalizer, _registered_in  # noqa: PLW0603  (a process is one)
+    if _registered_in != os.getpid():
+        _registered_in = os.getpid()
+        atexit.register(close)
+    if parent_process() is not None and (_finalizer is None or not _finalizer.still_active()):
+        _finalizer = Finalize(None, _close_process, (close,), exitpriority=0)
 
 
 def hear(close: Callable[[], object]) -> None:
@@ -42,6 +51,11 @@ def hear(close: Callable[[], object]) -> None:
     with contextlib.suppress(RuntimeError):  # the interpreter ends already
         early(_close_behind_an_exception, close)
         _heard = True
+
+
+def _close_process(close: Callable[[], object]) -> None:
+    ended_by(sys.exc_info()[1])
+    close()
 
 
 def _close_behind_an_exception(close: Callable[[], object]) -> None:

@@ -181,12 +181,31 @@ def _threads() -> tuple[str, ...]:
     return tuple(t.name[:MAX_NAME] for t in itertools.islice(waited, MAX_THREADS))
 
 
+_ended: BaseException | None = None
+
+
+def ended_by(error: BaseException | None) -> None:
+    """Take note of the exception that a process of `multiprocessing` ends with.
+
+    Python leaves it nowhere then. `torch.multiprocessing` has caught it, and ends with an exit
+    code.
+    """
+    global _ended  # noqa: PLW0603  (a process ends once)
+    if isinstance(error, SystemExit):
+        trace = [frame.f_globals.get("__name__") for frame in _frames(error.__traceback__)]
+        caught = trace[-1:] == ["torch.multiprocessing.spawn"]
+        error = error.__context__ if caught else None
+    _ended = error
+
+
 def uncaught(*, midway: bool = False) -> BaseException | None:
     """Return the exception that ended the script, where Python has left it; None: none has.
 
     In a notebook or at a prompt an exception ends no process, and the last one may be of any cell,
     also of one before the run: it counts where training stands within a step (`midway`).
     """
+    if _ended is not None:
+        return _ended
     if hasattr(sys, "ps1") and not midway:
         return None
     for name in ("last_exc", "last_value"):  # the first one since Python 3.12

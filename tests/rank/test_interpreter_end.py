@@ -153,3 +153,52 @@ def test_a_process_of_multiprocessing_has_a_last_word(fails: bool, tmp_path) -> 
     (goodbye,) = goodbyes(tmp_path / "r")
     assert goodbye["at_exit"]
     assert (goodbye.get("error") or {}).get("message") == ("a bad batch" if fails else None)
+
+
+PROCESSES = """
+import sys
+import torch
+import torch.multiprocessing
+from torch import nn
+import ddpprobe
+assert ddpprobe.install  # all of it is imported before a process is started, or its work begins
+
+def work(_, path, bad):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddpprobe.install(model, run_dir=path, every=1, daemon="none")
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if bad:
+        raise ValueError("a bad batch")
+
+if __name__ == "__main__":
+    method, path, bad = sys.argv[1:]
+    if method == "fork alone":
+        start = torch.multiprocessing.get_context("fork").Process
+        process = start(target=work, args=(0, path, bad))
+        process.start()
+        process.join()
+        sys.exit(process.exitcode)
+    torch.multiprocessing.start_processes(work, (path, bad), start_method=method)
+"""
+
+
+@pytest.mark.parametrize("bad", ["", "bad"])
+@pytest.mark.parametrize("method", ["fork alone", "fork", "spawn"])
+def test_a_process_started_behind_the_import_leaves_its_last_word(tmp_path, method, bad) -> None:
+    """`multiprocessing` calls neither what `atexit` has nor what finalizers there were before."""
+    script = tmp_path / "train.py"
+    script.write_text(PROCESSES)
+    words = [sys.executable, str(script), method, str(tmp_path / "r"), bad]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, "ValueError: a bad batch" in done.stderr) == (
+        int(bool(bad)),
+        bool(bad),
+    )
+    (last,) = goodbyes(tmp_path / "r")
+    assert (last["status"], last["steps"]) == ("exception" if bad else "ok", 3)
+    if bad:
+        assert (last["error"]["type"], last["error"]["message"]) == ("ValueError", "a bad batch")
