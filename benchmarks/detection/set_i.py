@@ -325,7 +325,7 @@ class U120(Fault):
     world, from_the_start = 2, True
     expected = Expected(
         ("targets", "sample_outlier", "grad_zeros", "grad_none_or_zero", "dead_units",
-         "vanishing", "collapse"), 100,
+         "vanishing", "collapse", "cross_entropy"), 100,
     )  # fmt: skip
     power = 1  # it should be -1
     shares = torch.tensor([0.8, 0.15, 0.05])

@@ -18,6 +18,7 @@ from ddpprobe.records.step import (
     CLASS_LABELLED,
     CLASS_LOOKED,
     CLASS_OF_ALL,
+    CLASS_POWER,
     CLASS_RIGHT,
     CLASS_ROWS,
     CLASS_SEEN,
@@ -36,24 +37,26 @@ HALF, FAR = 0.5, 6.0  # of what the others answer rightly; standard deviations o
 TIMES_WRONG = 3.0  # as often as before, and as the others, where it comes at once
 BY_CHANCE, LONGER = 1e-6, 4  # how unlikely the absence of a label must be; than any before
 NAMED, REMEMBERED = 4, 256  # labels in a message; looks
-_KINDS = ("weight", "labelled", "one label", "right", "gone")
+FAVOURED = 0.5  # power of its share by which a label weighs
+_KINDS = ("weight", "labelled", "one label", "right", "gone", "favoured")
 
 
 class CrossEntropy(SoundStepsDetector):
     """Warns when a loss over classes weighs its samples anew, or has labels that cannot be meant.
 
-    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Five things
+    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Six things
     are told: a row weighs many times what it did (a sum in place of a mean, a loss that is not
     divided by the micro-batches any more); rows that had no label, as padding has none, have one;
     each batch holds samples of one class, and the next batches those of another (nobody shuffles);
-    a label does not come any more, and none in its place; one rank answers rightly far more seldom
-    than all others, or all at once more seldom than these and than it did (it numbers the classes
-    in another order, or reads other data).
+    a label does not come any more, and none in its place; rows weigh the more, the more rows have
+    their label (weights of classes that are to be inverse to their shares); one rank answers
+    rightly far more seldom than all others, or all at once more seldom than these and than it did
+    (it numbers the classes in another order, or reads other data).
 
     Args:
         ratio: how many times the weight that a row had.
         looks: sampled steps before it that are compared with.
-        quiet_steps: steps without it after which one of the five is told again.
+        quiet_steps: steps without it after which one of the six is told again.
     """
 
     name = "cross_entropy"
@@ -72,11 +75,12 @@ class CrossEntropy(SoundStepsDetector):
         self._labels: deque[frozenset[int]] = deque(maxlen=OF)
         self._sorted = False
         self._seen = _LabelsSeen()
+        self._favoured = 0  # looks in a row
         self._right: deque[dict[int, tuple[float, float]]] = deque(maxlen=self._looks + ANSWERED)
         self._told = {kind: Telling(self._quiet) for kind in _KINDS}
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
-        """Take the next record; an anomaly for each of the five."""
+        """Take the next record; an anomaly for each of the six."""
         ranks = {rank: said for rank, said in record.scalars.items() if CLASS_ROWS in said}
         known = bool(ranks) and all(map(_is_known, ranks.values()))
         if not known or record.skipped or record.missing:
@@ -86,6 +90,7 @@ class CrossEntropy(SoundStepsDetector):
             self._look_at_labelled(record),
             self._look_at_labels(record),
             self._look_at_gone(record),
+            self._look_at_favoured(record),
             self._look_at_answers(record, ranks),
         )
         return [anomaly for look in looks for anomaly in look]
@@ -164,6 +169,20 @@ class CrossEntropy(SoundStepsDetector):
             )
             values = {"labels": len(gone), "label": gone[0][0], "since": since}
             yield self._verdict(record, message, values, "forward")
+
+    def _look_at_favoured(self, record: StepRecord) -> Iterator[Anomaly]:
+        powers = scalars(record, CLASS_POWER)
+        favoured = bool(powers) and all(power >= FAVOURED for power in powers)
+        self._favoured = self._favoured + 1 if favoured else 0
+        if self._favoured >= self._looks and self._told["favoured"].due(record.step):
+            least = min(powers)
+            message = (
+                f"at the last {self._favoured} sampled steps rows weigh the more in the loss, the "
+                f"more rows have their label (as its share to the power of {least:.2g}): weights "
+                "of classes are meant to be the inverse of their shares, and rare ones are learned "
+                "by nobody so"
+            )
+            yield self._verdict(record, message, {"power": least}, "backward")
 
     def _look_at_answers(
         self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]

@@ -231,10 +231,12 @@ PULLED_RMS, PULLED_MEAN = "output_pulled_rms", "output_pulled_mean"
 # Scalars of a cross-entropy over the classes of the output, see `hooks.class_facts`: its rows, how
 # many of them are looked at, the weight of each in the loss, the share of those with a label, of
 # these the share that is answered rightly, the label if all have the same (-1: they have not), and
-# a bit for each label that there is, modulo the number of bits. NaN: it is another loss.
+# a bit for each label that there is, modulo the number of bits; and by which power of its share
+# among the rows a label weighs. NaN: it is another loss.
 CLASS_ROWS, CLASS_LOOKED, CLASS_WEIGHT = "class_rows", "class_looked_at", "class_weight"
 CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL = "class_labelled", "class_right", "class_of_all"
 CLASS_SEEN, LABEL_BITS = "classes_seen", 52
+CLASS_POWER = "class_power"
 # Scalar: values by which a batch norm in training mode normalizes a channel, the fewest of all.
 NORM_VALUES = "batch_norm_values"
 # Scalar: how many micro-batches of the step, the first ones, were for another model's step.

@@ -14,6 +14,7 @@ from ddpprobe.records.step import (
     CLASS_LABELLED,
     CLASS_LOOKED,
     CLASS_OF_ALL,
+    CLASS_POWER,
     CLASS_RIGHT,
     CLASS_ROWS,
     CLASS_SEEN,
@@ -204,6 +205,34 @@ def test_a_number_without_labels_tells_of_none(value: float) -> None:
     assert told([*looks, *[look(**{CLASS_SEEN: value})] * 40, *looks]) == []
 
 
+def favouring(*powers: float) -> list[Look]:
+    return [look(**{CLASS_POWER: power}) for power in powers]
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_frequent_labels_that_weigh_more_are_told_at_the_eighth_look(every: int) -> None:
+    looks = favouring(*[0.5, 1.1] * 30)
+    (warn,) = told(looks, favouring(*[1.0] * 60), every=every)
+    assert (warn.level, warn.step, warn.rank, warn.phase) == ("warn", 7 * every, None, "backward")
+    assert warn.values == {"power": 1.0}
+    assert "inverse of their shares" in warn.message
+
+
+@pytest.mark.parametrize(
+    "powers",
+    [
+        [-1.0] * 40,  # as they are meant
+        [0.0] * 40,
+        [1.0] * 7,
+        [*[1.0] * 7, 0.4] * 5,  # by chance
+        [math.nan] * 40,
+    ],
+)
+def test_other_weights_of_labels_are_not(powers: list[float]) -> None:
+    assert told(favouring(*powers)) == []
+    assert told(favouring(*[1.0] * len(powers)), favouring(*powers)) == []
+
+
 def answering(share: float, steps: int = 40, rows: int = ROWS) -> list[Look]:
     return [look(rows, **{CLASS_RIGHT: share})] * steps
 
@@ -292,7 +321,7 @@ def test_what_is_no_number_of_rows_or_is_not_there_is_no_look(name: str, value: 
     assert told(looks) == []
 
 
-def test_each_of_the_five_is_told_again_behind_a_quiet_time() -> None:
+def test_each_of_the_six_is_told_again_behind_a_quiet_time() -> None:
     looks = ([look()] * 12 + weighing(*[1 / 8] * 40)) * 2
     told_at = [warn.step for warn in told(looks, detector=CrossEntropy(quiet_steps=20))]
     assert told_at == [13, 53]  # and not at 65

@@ -19,6 +19,7 @@ from ddpprobe.records.step import (
     CLASS_LABELLED,
     CLASS_LOOKED,
     CLASS_OF_ALL,
+    CLASS_POWER,
     CLASS_RIGHT,
     CLASS_ROWS,
     CLASS_SEEN,
@@ -34,6 +35,11 @@ ELEMENTS, ENOUGH_ROWS, COLUMNS = 1 << 16, 16, 64
 # label's gradient to that line, in weights. bfloat16 rounds to a hundredth of both.
 LINE, NEAR = 1e-2, 0.03
 SMOOTHED = 0.5  # label smoothing, at most
+# Rows of one label weigh the same in a loss that weighs classes: so many rows more than labels, and
+# weights that differ by so much (standard deviation of the logarithm). No row that is surer says
+# it.
+MORE_ROWS, ALIKE, UNSURE = 8, 0.05, 0.9
+APART = math.log(1.5)  # weights of labels that are unlike each other
 SURE = -1e-3  # logarithm of a probability: beyond it the gradient may be too small for its dtype
 
 
@@ -98,10 +104,12 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
     But for the label's own, the gradients of all rows are one line over the probabilities: its
     slope is the weight of a row, and it is zero where smoothing has put the others' share. Rows
     without any gradient, of which the answer is not sure, have no label: they are ignored, as
-    padding is. Added are how many rows there are and are looked at, the weight, the share of rows
+    padding is. Where the weight is one for each label, each row has its own slope, and none is
+    smoothed. Added are how many rows there are and are looked at, the weight, the share of rows
     that have a label, of those with a gradient the share whose largest logit is that of the label,
     the label if it is the same in all, of as many samples as are needed (-1: it is not), and which
-    labels there are: a bit for each, modulo `LABEL_BITS`.
+    labels there are: a bit for each, modulo `LABEL_BITS`. And by which power of its share among the
+    rows a label weighs (0: all weigh the same; -1: the inverse).
 
     Args:
         logits: float32 [rows, classes], of the rows that are looked at.
@@ -145,9 +153,50 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
         bits = torch.arange(LABEL_BITS, dtype=torch.float64, device=g.device)
         there = ((label[:, None] % LABEL_BITS == bits) & counts[:, None]).any(0)
         seen = (there * 2.0**bits).sum()
+        own_weight, power = _by_label(-own / (1 - p), both, others, label, counts & (p < UNSURE))
+        weight = torch.where(fits, weight, own_weight)
         facts = weight, n / (n + ignored), right / n, torch.where(alike, first, -1), seen
-        told = torch.where(fits, torch.stack([one.double() for one in facts]), math.nan)
+        known = fits | (own_weight > 0)
+        told = torch.where(known, torch.stack([one.double() for one in facts]), math.nan)
         names = CLASS_WEIGHT, CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL, CLASS_SEEN
         rows.add_scalars(names, told)
+        rows.add_scalar(CLASS_POWER, torch.where(fits, 0.0, power).double())
         rows.add_scalar(CLASS_ROWS, rows_of_all)
         rows.add_scalar(CLASS_LOOKED, len(g))
+
+
+def _by_label(
+    weights: Tensor, both: Tensor, others: Tensor, label: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the weight of a row, mean of all, and by which power of its share a label weighs.
+
+    Both are NaN unless rows of one label weigh the same.
+
+    Args:
+        weights: what each row would weigh, by the gradient of its label [rows].
+        both: probabilities and gradients [2, rows, columns]; those of labels are zero.
+        others: which columns are not the row's label [rows, columns].
+        label: of each row [rows].
+        counts: which rows say what they weigh [rows].
+    """
+    some = others & counts[:, None]
+    beside = (both[1] / weights[:, None] - both[0]).where(some, 0.0)
+    each = beside.square().sum() <= LINE * both[0].where(some, 0.0).square().sum()
+    each &= (beside.abs().max() <= NEAR) & (some.sum() > counts.sum())  # of two, one is no proof
+    logs = weights.log().where(counts, 0.0)
+    bits = torch.arange(LABEL_BITS, device=label.device)
+    of = ((label[:, None] % LABEL_BITS == bits) & counts[:, None]).double()
+    rows = of.sum(0)
+    means = logs.double() @ of / rows.clamp(min=1)
+    more = rows.sum() - (rows > 0).sum()
+    within = ((logs.double() - of @ means).where(counts, 0.0)).square().sum() / more
+    fits = each & (more >= MORE_ROWS) & (within <= ALIKE**2)
+    many = rows > 1
+    dx, dy = (
+        (one - (one * many).sum() / many.sum()).where(many, 0.0)
+        for one in (rows.clamp(min=1).log(), means)
+    )
+    apart = dy.max() - dy.min() >= APART
+    power = torch.where(apart, (dx * dy).sum() / dx.square().sum(), 0.0)
+    mean = logs.double().exp().where(counts, 0.0).sum() / counts.sum()
+    return torch.where(fits, mean, math.nan), torch.where(fits, power, math.nan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,10 @@ from ddpprobe.records.step import (
     CLASS_LABELLED,
     CLASS_LOOKED,
     CLASS_OF_ALL,
+    CLASS_POWER,
     CLASS_RIGHT,
     CLASS_ROWS,
+    CLASS_SEEN,
     CLASS_WEIGHT,
 )
 
@@ -66,6 +69,61 @@ def drawn(classes: int, scale: float, *shape: int, seed: int = 0) -> tuple[Tenso
     draw = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(*shape, classes, generator=draw)
     return logits, torch.randint(0, classes, shape, generator=draw)
+
+
+@pytest.mark.parametrize("classes", [3, 10, 40])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 4.0])
+@pytest.mark.parametrize("power", [1.0, 0.5, -1.0])
+def test_weights_of_classes_are_seen_as_a_power_of_their_shares(
+    classes: int, scale: float, power: float
+) -> None:
+    shares = torch.linspace(0, -3, classes).softmax(0)
+    counts = (600 * shares).round().long().clamp(min=2)
+    labels = torch.arange(classes).repeat_interleave(counts)
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(3))][:ROWS]
+    logits, _ = drawn(classes, scale, len(labels))
+    weights = labels.bincount(minlength=classes).float() ** power
+    told = facts(logits, lambda y: functional.cross_entropy(y, labels, weight=weights))
+    assert told[CLASS_POWER] == pytest.approx(power, abs=0.15)
+    assert told[CLASS_WEIGHT] == pytest.approx(1 / len(labels), rel=0.3)
+    assert told[CLASS_RIGHT] == pytest.approx(float((logits.argmax(-1) == labels).float().mean()))
+    assert told[CLASS_SEEN] == sum(2.0**label for label in set(labels.tolist()))
+
+
+def focal(labels: Tensor) -> Loss:
+    def loss(y: Tensor) -> Tensor:
+        each = functional.cross_entropy(y, labels, reduction="none")
+        return ((1 - (-each).exp()) ** 2 * each).mean()
+
+    return loss
+
+
+def weighted(labels: Tensor, rows: Tensor, y: Tensor) -> Tensor:
+    return (functional.cross_entropy(y, labels, reduction="none") * rows).sum()
+
+
+def test_of_losses_that_weigh_rows_of_one_label_unlike_nothing_is_told() -> None:
+    for classes, count in ((2, 128), (3, 128), (10, 128), (10, 12)):
+        logits, labels = drawn(classes, 1.0, count)
+        draw = torch.Generator().manual_seed(1)
+        rows = torch.rand(count, generator=draw) + 0.2
+        weights = torch.rand(classes, generator=draw) + 0.2
+        losses: list[Loss] = [
+            focal(labels),
+            partial(weighted, labels, rows),
+            partial(functional.cross_entropy, target=labels, weight=weights, label_smoothing=0.1),
+            partial(squared, labels=labels),
+        ]
+        for loss in losses:
+            told = facts(logits, loss)
+            assert math.isnan(told[CLASS_POWER])
+            assert math.isnan(told[CLASS_WEIGHT])
+    # Of two classes one is no proof, and where each row has its own label none is.
+    for classes, labels in ((2, torch.arange(64) % 2), (40, torch.arange(40))):
+        logits, _ = drawn(classes, 1.0, len(labels))
+        weights = torch.arange(1.0, classes + 1)
+        told = facts(logits, partial(functional.cross_entropy, target=labels, weight=weights))
+        assert math.isnan(told[CLASS_POWER])
 
 
 SHAPES = [(32,), (8,), (300,), (4, 9), (2, 600)]
