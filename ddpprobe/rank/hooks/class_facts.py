@@ -153,7 +153,9 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
         bits = torch.arange(LABEL_BITS, dtype=torch.float64, device=g.device)
         there = ((label[:, None] % LABEL_BITS == bits) & counts[:, None]).any(0)
         seen = (there * 2.0**bits).sum()
-        own_weight, power = _by_label(-own / (1 - p), both, others, label, counts & (p < UNSURE))
+        own_weight, power = _by_label(
+            -own / (1 - p), both, others, label, counts, counts & (p < UNSURE)
+        )
         weight = torch.where(fits, weight, own_weight)
         facts = weight, n / (n + ignored), right / n, torch.where(alike, first, -1), seen
         known = fits | (own_weight > 0)
@@ -166,7 +168,7 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
 
 
 def _by_label(
-    weights: Tensor, both: Tensor, others: Tensor, label: Tensor, counts: Tensor
+    weights: Tensor, both: Tensor, others: Tensor, label: Tensor, labelled: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the weight of a row, mean of all, and by which power of its share a label weighs.
 
@@ -177,7 +179,8 @@ def _by_label(
         both: probabilities and gradients [2, rows, columns]; those of labels are zero.
         others: which columns are not the row's label [rows, columns].
         label: of each row [rows].
-        counts: which rows say what they weigh [rows].
+        labelled: which rows have one [rows].
+        counts: which of these say what they weigh [rows].
     """
     some = others & counts[:, None]
     beside = (both[1] / weights[:, None] - both[0]).where(some, 0.0)
@@ -185,7 +188,8 @@ def _by_label(
     each &= (beside.abs().max() <= NEAR) & (some.sum() > counts.sum())  # of two, one is no proof
     logs = weights.log().where(counts, 0.0)
     bits = torch.arange(LABEL_BITS, device=label.device)
-    of = ((label[:, None] % LABEL_BITS == bits) & counts[:, None]).double()
+    is_of = label[:, None] % LABEL_BITS == bits
+    of = (is_of & counts[:, None]).double()
     rows = of.sum(0)
     means = logs.double() @ of / rows.clamp(min=1)
     more = rows.sum() - (rows > 0).sum()
@@ -194,7 +198,7 @@ def _by_label(
     many = rows > 1
     dx, dy = (
         (one - (one * many).sum() / many.sum()).where(many, 0.0)
-        for one in (rows.clamp(min=1).log(), means)
+        for one in ((is_of & labelled[:, None]).sum(0).clamp(min=1).double().log(), means)
     )
     apart = dy.max() - dy.min() >= APART
     power = torch.where(apart, (dx * dy).sum() / dx.square().sum(), 0.0)
