@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ddpprobe.rank.hooks import lanes
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.torch_private import dynamo, functorch
 from ddpprobe.records.step import (
@@ -153,16 +154,18 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
         bits = torch.arange(LABEL_BITS, dtype=torch.float64, device=g.device)
         there = ((label[:, None] % LABEL_BITS == bits) & counts[:, None]).any(0)
         seen = (there * 2.0**bits).sum()
-        own_weight, power = _by_label(
-            -own / (1 - p), both, others, label, counts, counts & (p < UNSURE)
-        )
-        weight = torch.where(fits, weight, own_weight)
+        if lanes.is_near(g.device) and bool(fits):  # elsewhere nobody waits for that
+            by_label, power = weight, torch.zeros(())
+        else:
+            says = counts & (p < UNSURE)
+            by_label, power = _by_label(-own / (1 - p), both, others, label, counts, says)
+        weight, power = torch.where(fits, weight, by_label), torch.where(fits, 0.0, power)
         facts = weight, n / (n + ignored), right / n, torch.where(alike, first, -1), seen
-        known = fits | (own_weight > 0)
+        known = fits | (by_label > 0)
         told = torch.where(known, torch.stack([one.double() for one in facts]), math.nan)
         names = CLASS_WEIGHT, CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL, CLASS_SEEN
         rows.add_scalars(names, told)
-        rows.add_scalar(CLASS_POWER, torch.where(fits, 0.0, power).double())
+        rows.add_scalar(CLASS_POWER, power.double())
         rows.add_scalar(CLASS_ROWS, rows_of_all)
         rows.add_scalar(CLASS_LOOKED, len(g))
 
