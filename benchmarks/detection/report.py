@@ -77,14 +77,16 @@ _SET_I = """
 ## Set I: written without the rules, like set H
 
 The other ten of the twenty that set H is from. When no rule had been made from either, 8 of 20 were
-found at every=1, and 8 of 20 at every=10 (seeds 0 and 1)."""
+found at every=1, and 8 of 20 at every=10 (seeds 0 and 1). Three rules were made from it since
+(U107, U114, U120)."""
 _SET_H = """
 ## Set H: written without the rules, and with `cross_entropy`
 
 Twenty faults from issue trackers once more, ten of which begin in the middle of training, by
 somebody who had not read the rules; a lot split them. When no rule had been made from either set, 9
 of 20 were found at every=1, and 9 of 20 at every=10 (seeds 0 and 1): of the twenty, 6 of those that
-begin in the middle, and 2 or 3 of those that are there from the first step. One rule was since."""
+begin in the middle, and 2 or 3 of those that are there from the first step. Two rules were made
+from it since (U102, U109), and one that was blind was mended (U118)."""
 _SET_G = """
 ## Set G: written without the rules, after the others
 
