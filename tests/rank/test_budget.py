@@ -423,7 +423,7 @@ def test_a_slow_statistic_widens_the_interval_on_all_ranks_and_a_quick_one_narro
     The clock is the job's own: a step takes 10 ms, and each of the 16 rows of a slow one 8 ms
     (but those of weights).
     """
-    done = torchrun([_script(tmp_path), tmp_path], nproc=3)
+    done = torchrun([_script(tmp_path), tmp_path], nproc=3, fresh=True)  # of ddpprobe, too
     assert done.returncode == 0, done.stderr
     said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert all(each["same"] for each in said), "training is not bit-identical"

@@ -20,7 +20,7 @@ SITES = (("m", "output", "y"), ("m", "grad_output", "y"))
 
 class Clock:
     def __init__(self) -> None:
-        self.micro, self.evaluating, self.backward = 0, False, Backward()
+        self.micro, self.lent, self.evaluating, self.backward = 0, 0, False, Backward()
         self.without_grad = False
 
 
