@@ -106,12 +106,40 @@ class Echo:
     only: str = ""
 
 
+_IS_LOST = "job_run_instance:ddpprobe_job_lost:max"
+_IS_HUNG = "job_run_instance:ddpprobe_job_hung:max"
+_GOES_ON = (
+    '(ddpprobe_job_state{state="running"} and on (job, run, instance) (ddpprobe_attempt'
+    f" > on (job, run) group_left () min by (job, run) (min_over_time(ddpprobe_attempt[{LAST_WORDS}]))))"
+)
+
+
 def _told(selector: str, unless: str = "unless on (job, run, instance) ddpprobe_job_info") -> str:
-    """Return what is said now, or was last said, unless something takes its place.
+    """Return what is said now, or was said at last, unless something takes its place.
 
     By default whatever its target says: what that does not say any more is over.
     """
     return f"({selector} or (max_over_time({selector}[{LAST_WORDS}]) {unless}))"
+
+
+def _at_last(selector: str) -> str:
+    """Return what is said now, or was said by a target that left when its job was lost.
+
+    A target that has gone said more than one thing within the last minutes: what counts is how its
+    job stood when it left. Nor does it count where a later attempt trains elsewhere.
+    """
+    return (
+        f"({selector} or (max_over_time({selector}[{LAST_WORDS}])"
+        f" and on (job, run, instance) last_over_time({_IS_LOST}[{LAST_WORDS}]) == 1"
+        f" unless on (job, run, instance) ddpprobe_job_info unless on (job, run) {_GOES_ON}))"
+    )
+
+
+def _recorded_state(states: str) -> str:
+    """Return 1 while a target says that its job is in one of these states, 0 in another."""
+    return f"""max by (job, run, instance) (
+  ddpprobe_job_state{{state=~"{states}"}} or 0 * ddpprobe_job_state{{state!~"{states}"}}
+)"""
 
 
 def _grown(selector: str, window: str) -> str:
@@ -159,7 +187,7 @@ _BEHIND = "job_run_rank:ddpprobe_behind_seconds:max5m"
 _STEP = "job_run_rank:ddpprobe_step_seconds:mean5m"
 _RUNNING = "job_run_instance:ddpprobe_job_running:max"
 _CAUSE = "job, run, detector, step, rank, fqn, kind, phase"
-_FIRST_FAILURE = _told("ddpprobe_first_failure_timestamp_seconds")
+_FIRST_FAILURE = _at_last("ddpprobe_first_failure_timestamp_seconds")
 _NOT_RUNNING = _told('ddpprobe_job_state{state!~"running|hung"}')
 # Only what was running when it was last seen: neither an unused port nor a run that ended.
 _UNANSWERED = f"up == 0 and on (job, run, instance) last_over_time({_RUNNING}[{SEEN_WINDOW}]) == 1"
@@ -168,7 +196,7 @@ _LAST_ANSWER = (
     " and on (instance) up{%s} == 0)"
 )
 _LATE_NODES = f"ddpprobe_node_last_block_timestamp_seconds{{%s}} < time() - {MISSING_SECONDS}"
-_HUNG = _told('ddpprobe_job_state{state="hung"}')
+_HUNG = f"(last_over_time({_IS_HUNG}[{LAST_WORDS}]) == 1)"
 
 
 def _ended_ranks(otherwise: str) -> str:
@@ -206,12 +234,10 @@ RECORDINGS = (
     ),
     Recording(_STEP, _mean_seconds(".+")),
     # 1 while a target says that its job runs, 0 when it says that it does not.
-    Recording(
-        _RUNNING,
-        """max by (job, run, instance) (
-  ddpprobe_job_state{state="running"} or 0 * ddpprobe_job_state{state!="running"}
-)""",
-    ),
+    Recording(_RUNNING, _recorded_state("running")),
+    # So what a target said last is known when it has gone.
+    Recording(_IS_LOST, _recorded_state(f"{LOST}|unknown")),
+    Recording(_IS_HUNG, _recorded_state("hung")),
 )
 
 ALERTS = (
@@ -219,11 +245,17 @@ ALERTS = (
         "FirstCause",
         "critical",
         # The end of a job has rules of its own. A cause is old after a while, but stays in the text
-        # of `anomalies`; and it does not come back with a target that was lost for some minutes. The
+        # of `anomalies`; and it does not come back with a target that was lost for some minutes,
+        # but an attempt that meets the same batch again has a cause of its own. The
         # next attempt knows nothing of it, and may begin before Alertmanager has told it.
         f"""max by ({_CAUSE}) {_told('ddpprobe_first_cause_info{detector!="rank_lost"}', "unless on (job, run) ddpprobe_first_cause_info")}
 unless on ({_CAUSE})
-max by ({_CAUSE}) (max_over_time(ddpprobe_first_cause_info[{EPISODE}] offset {EPISODE}))""",
+(
+  max by ({_CAUSE}) (max_over_time(ddpprobe_first_cause_info[{EPISODE}] offset {EPISODE}))
+  unless on (job, run)
+  max by (job, run) (max_over_time(ddpprobe_attempt[{LAST_WORDS}]))
+  > max by (job, run) (max_over_time(ddpprobe_attempt[{EPISODE}] offset {EPISODE}))
+)""",
         f"{RUN}: {{{{ $labels.detector }}}} in step {{{{ $labels.step }}}}, {_RANK}"
         "{{ with $labels.fqn }}, {{ . }}{{ end }}",
         "First cause: {{ $labels.detector }} in step {{ $labels.step }}"
@@ -249,11 +281,11 @@ max by ({_CAUSE}) (max_over_time(ddpprobe_first_cause_info[{EPISODE}] offset {EP
   or on (job, run)
   (
     (
-      max by (job, run) {_told(f'ddpprobe_job_state{{state=~"{LOST}"}}')}
+      max by (job, run) {_at_last(f'ddpprobe_job_state{{state=~"{LOST}"}}')}
       or on (job, run)
       max by (job, run) (
         {_told('ddpprobe_first_cause_info{detector="rank_lost"}')}
-        and on (job, run, instance) {_told('ddpprobe_job_state{state="unknown"}')}
+        and on (job, run, instance) {_at_last('ddpprobe_job_state{state="unknown"}')}
       )
     )
     unless on (job, run) ({_UNANSWERED})
@@ -286,7 +318,8 @@ unless on (job, run) (
 or on (job, run)
 (
   sum by (job, run) (increase(ddpprobe_steps_total[{NO_STEP_WINDOW}])) == 0
-  and on (job, run) max by (job, run) (ddpprobe_steps_total offset {NO_STEP_WINDOW}) > 0
+  and on (job, run) max by (job, run) (ddpprobe_steps_total offset {NO_STEP_WINDOW})
+  and on (job, run) max by (job, run) (ddpprobe_steps_total) > 0
   and on (job, run) max by (job, run) (ddpprobe_rank_up) == 1
   unless on (job, run) max by (job, run) (ddpprobe_paused) == 1
   unless on (job, run) ddpprobe_job_state{{state!="running"}}
@@ -354,8 +387,9 @@ unless on (job, run) ddpprobe_first_failure_timestamp_seconds""",
         f"{RUN}: a rank is gone, and the run has not ended",
         "Ranks without a sign of life: "
         + _list(
-            f"bottomk({MOST_NAMED}, ddpprobe_rank_last_heartbeat_timestamp_seconds{{%s}}"
-            f" < time() - {SILENT_SECONDS})",
+            f"bottomk({MOST_NAMED}, ddpprobe_rank_up{{%s}} == 0 or on (instance, rank)"
+            f" (ddpprobe_rank_last_heartbeat_timestamp_seconds{{%s}} < time() - {SILENT_SECONDS}"
+            " unless on (instance, rank) ddpprobe_rank_up{%s} == 1))",
             "rank", "see the panel Ranks",
         )
         + f". The others will hang in their next collective. {INFO}",

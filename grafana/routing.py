@@ -11,6 +11,8 @@ RECEIVER = "ddpprobe"
 NOBODY = "nobody"
 RUN = ["job", "run"]
 REPEAT = "12h"  # of what is still so
+# A page does not wait longer behind a warning of the same run than it would alone.
+INTERVAL = "30s"
 
 
 def alertmanager_yaml() -> str:
@@ -19,6 +21,7 @@ def alertmanager_yaml() -> str:
         "route": {
             "receiver": RECEIVER,
             "group_by": RUN,
+            "group_interval": INTERVAL,
             "repeat_interval": REPEAT,
             # To be seen in Alertmanager and on the dashboard.
             "routes": [{"receiver": NOBODY, "matchers": ['severity="info"']}],
