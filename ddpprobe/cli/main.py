@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 
 from ddpprobe.cli import completion
@@ -49,6 +50,7 @@ def epilog(verb: str | None = None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; never raises for what a user can cause."""
+    _open_closed_streams()
     if completion.is_asked():
         completion.answer(_parsers(completion.verb_of())[0])
     words = list(sys.argv[1:] if argv is None else argv)
@@ -56,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words)
     except SystemExit as done:  # argparse has printed the help, or what was wrong
         return done.code if isinstance(done.code, int) else OK
+
+
+def _open_closed_streams() -> None:
+    """Open what a shell has closed (`>&-`), so that an exit code is that of what was found."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

@@ -690,3 +690,19 @@ def test_info_and_the_report_say_the_last_step_and_not_the_last_sampled_one(
     told = call("info", path)[1]
     assert told.count("0 to 49, recorded up to 39") == 2  # of the run and of its attempt
     assert json.loads(call("info", path, "--json")[1])["reached"] == 49
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_with_a_closed_stream_the_exit_code_is_that_of_what_was_found(tmp_path, closed) -> None:
+    for words, code in (
+        (["--version"], 0),
+        (["info", str(tmp_path / "none")], 2),
+        (["ls", "."], 0),
+    ):
+        command = [sys.executable, "-m", "ddpprobe", *words]
+        shell = f'exec "$0" "$@" {closed}'
+        done = subprocess.run(
+            ["sh", "-c", shell, *command], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code, (words, done.stderr)
+        assert "Traceback" not in done.stderr
