@@ -64,7 +64,8 @@ def _open_closed_streams() -> None:
     """Open what a shell has closed (`>&-`), so that an exit code is that of what was found."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))
+            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115  (to the end)
+            setattr(sys, name, stream)
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
