@@ -128,10 +128,10 @@ def _at_last(selector: str) -> str:
     A target that has gone said more than one thing within the last minutes: what counts is how its
     job stood when it left. Nor does it count where a later attempt trains elsewhere.
     """
-    return (
-        f"({selector} or (max_over_time({selector}[{LAST_WORDS}])"
-        f" and on (job, run, instance) last_over_time({_IS_LOST}[{LAST_WORDS}]) == 1"
-        f" unless on (job, run, instance) ddpprobe_job_info unless on (job, run) {_GOES_ON}))"
+    return _told(
+        selector,
+        f"and on (job, run, instance) last_over_time({_IS_LOST}[{LAST_WORDS}]) == 1"
+        f" unless on (job, run, instance) ddpprobe_job_info unless on (job, run) {_GOES_ON}",
     )
 
 

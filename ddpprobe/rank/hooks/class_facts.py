@@ -152,13 +152,14 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
         alike = ((label == first) | ~counts).all() & enough
         right = ((answer == label) & counts).sum()
         bits = torch.arange(LABEL_BITS, dtype=torch.float64, device=g.device)
-        there = ((label[:, None] % LABEL_BITS == bits) & counts[:, None]).any(0)
+        is_of = label[:, None] % LABEL_BITS == bits
+        there = (is_of & counts[:, None]).any(0)
         seen = (there * 2.0**bits).sum()
         if lanes.is_near(g.device) and bool(fits):  # elsewhere nobody waits for that
             by_label, power = weight, torch.zeros(())
         else:
             says = counts & (p < UNSURE)
-            by_label, power = _by_label(-own / (1 - p), both, others, label, counts, says)
+            by_label, power = _by_label(-own / (1 - p), both, others, is_of, counts, says)
         weight, power = torch.where(fits, weight, by_label), torch.where(fits, 0.0, power)
         facts = weight, n / (n + ignored), right / n, torch.where(alike, first, -1), seen
         known = fits | (by_label > 0)
@@ -171,7 +172,7 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
 
 
 def _by_label(
-    weights: Tensor, both: Tensor, others: Tensor, label: Tensor, labelled: Tensor, counts: Tensor
+    weights: Tensor, both: Tensor, others: Tensor, is_of: Tensor, labelled: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the weight of a row, mean of all, and by which power of its share a label weighs.
 
@@ -181,7 +182,7 @@ def _by_label(
         weights: what each row would weigh, by the gradient of its label [rows].
         both: probabilities and gradients [2, rows, columns]; those of labels are zero.
         others: which columns are not the row's label [rows, columns].
-        label: of each row [rows].
+        is_of: which rows have a label, modulo `LABEL_BITS` [rows, labels].
         labelled: which rows have one [rows].
         counts: which of these say what they weigh [rows].
     """
@@ -190,8 +191,6 @@ def _by_label(
     each = beside.square().sum() <= LINE * both[0].where(some, 0.0).square().sum()
     each &= (beside.abs().max() <= NEAR) & (some.sum() > counts.sum())  # of two, one is no proof
     logs = weights.log().where(counts, 0.0)
-    bits = torch.arange(LABEL_BITS, device=label.device)
-    is_of = label[:, None] % LABEL_BITS == bits
     of = (is_of & counts[:, None]).double()
     rows = of.sum(0)
     means = logs.double() @ of / rows.clamp(min=1)
