@@ -36,8 +36,9 @@ def quick_rules(text: str) -> str:
 
 def quick_notifications(text: str) -> str:
     """Notify at once, and once more as soon as a group says anything else."""
-    assert "group_wait" not in text
-    return text.replace("route:\n", "route:\n  group_wait: 1s\n  group_interval: 1s\n", 1)
+    tree = yaml.safe_load(text)
+    tree["route"] |= {"group_wait": "1s", "group_interval": "1s"}
+    return yaml.safe_dump(tree)
 
 
 QUICK = {
