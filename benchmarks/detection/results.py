@@ -20,6 +20,9 @@ from benchmarks.detection.score import Outcome, Spoke
 _HOME = Path(__file__).parent.parent.parent
 _ONLY_SHOW = {"__main__.py", "kept.py", "report.py", "results.py"}  # they change no result
 _JUDGE = {"reference.py", "rivals.py", "score.py"}  # they change what is said of a run, not the run
+# They carry or show records, or judge them: that no number changes on the way is what
+# tests/distributed/test_replayed.py and tests/grid hold.
+_NO_ROWS = {"cli", "daemon", "detectors", "inspect", "metrics", "reader", "report", "testing"}
 
 
 class Key(NamedTuple):
@@ -57,13 +60,16 @@ class Result:
 def code(home: Path = _HOME, *, recorded: bool = False) -> str:
     """Return a fingerprint of all that a result depends on: the probe, jobs, libraries.
 
-    `recorded`: only of what the records of a run depend on, so not of detectors and their judges.
+    `recorded`: only of what the records of a run depend on, so not of detectors and their judges,
+    nor of the daemon and the readers.
     """
     left_out = _ONLY_SHOW | _JUDGE if recorded else _ONLY_SHOW
     found = hashlib.sha256(torch.__version__.encode())
     jobs = (home / "benchmarks" / "detection").glob("*.py")
-    probe = (home / "ddpprobe").rglob("*.py")
-    measured = [*(f for f in probe if not (recorded and f.parent.name == "detectors")),
+    top = home / "ddpprobe"
+    probe = top.rglob("*.py")
+    passed = _NO_ROWS if recorded else set()
+    measured = [*(f for f in probe if f.relative_to(top).parts[0] not in passed),
                 *(f for f in jobs if f.name not in left_out),
                 *(home / "benchmarks").glob("zoo.txt")]  # fmt: skip
     for file in sorted(measured):
