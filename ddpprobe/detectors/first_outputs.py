@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -33,19 +34,31 @@ def first_outputs(record: StepRecord) -> FirstOutputs | None:
     A loss that is a sum over many predictions is larger than any difference of logits explains.
     """
     losses = [loss for step, loss in mean_losses(record, whole=True) if step == record.step]
-    returned = [i for i, site in enumerate(record.sites) if (site.fqn, site.kind) == ("", "output")]
-    if not losses or not returned:
+    if not losses:
         return None
-    rows = {site.key: i for i, site in enumerate(record.sites)}
+    for module, root, gradient in gradient_rows(record):
+        if not _is_balanced(record, gradient):
+            continue
+        low, high, deviation = (stat_of(record, root, stat) for stat in ("min", "max", "std"))
+        if losses[0] <= high - low + _MOST_CLASSES:
+            return FirstOutputs(module, deviation, losses[0])
+    return None
+
+
+def gradient_rows(record: StepRecord) -> Iterator[tuple[str, int, int]]:
+    """Yield what the model returns: the first module whose output it is, its row, its gradient's.
+
+    The model has no gradient of its own under a wrapper, so one of any module counts whose output
+    has the same numbers.
+    """
+    returned = [i for i, site in enumerate(record.sites) if (site.fqn, site.kind) == ("", "output")]
+    rows = {site.key: i for i, site in enumerate(record.sites)} if returned else {}
     for root in returned:
         same = _same(record, root)
-        by = [rows.get((site.fqn, "grad_output", site.leaf)) for site in same]
-        if not any(row is not None and _is_balanced(record, row) for row in by):
-            continue
-        low, high, deviation = (_stat(record, root, stat) for stat in ("min", "max", "std"))
-        if losses[0] <= high - low + _MOST_CLASSES:
-            return FirstOutputs(same[0].fqn, deviation, losses[0])
-    return None
+        for site in same:
+            gradient = rows.get((site.fqn, "grad_output", site.leaf))
+            if gradient is not None:
+                yield same[0].fqn, root, gradient
 
 
 def _same(record: StepRecord, row: int) -> list[Site]:
@@ -56,12 +69,13 @@ def _same(record: StepRecord, row: int) -> list[Site]:
 
 
 def _is_balanced(record: StepRecord, row: int) -> bool:
-    mean, rms, numel = (_stat(record, row, stat) for stat in ("mean", "rms", "numel"))
+    mean, rms, numel = (stat_of(record, row, stat) for stat in ("mean", "rms", "numel"))
     if numel < _FEWEST:
         return False
     rounded = 2 * _ROUNDED.get(record.sites[row].dtype, 0.0) / math.sqrt(numel)
     return abs(mean) < (_BALANCED + rounded) * rms
 
 
-def _stat(record: StepRecord, row: int, stat: str) -> float:
+def stat_of(record: StepRecord, row: int, stat: str) -> float:
+    """Return a statistic of one row."""
     return float(statistic_of(record, stat)[row])

@@ -1,4 +1,4 @@
-"""`targets`: a model is trained to answer with its input, or all samples towards one number."""
+"""`targets`: they are the inputs, or one number for all samples, or far from any output."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
+from ddpprobe.detectors.squared_error import squared_error
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import (
     CLASS_RIGHT,
@@ -29,6 +30,9 @@ STRAIGHT = 1e-3
 SLOPE = 0.01  # relative: that of a squared error is the same number in every batch
 # Of the largest output (rms). A target that is meant, as 0 or a discriminator's 1, stays there.
 MOVES = 0.01
+# A layer begins with outputs of about 1, and moves them by a part of that in a step. What is this
+# far away (rms), and so many times the outputs, is hardly ever come to.
+FAR, FAR_TIMES = 1000.0, 100.0
 
 
 class _Pull(NamedTuple):
@@ -77,33 +81,41 @@ class TrainingTargets(SoundStepsDetector):
     another, and is right by its loss, is trained on labels that nobody has shifted. And where the
     gradient of each output is a straight line over the outputs, with the same slope in every batch,
     all samples of a batch are pulled to one number, and to another one in the next, now above and
-    now below their mean: predictions [n, 1] and targets [n] are broadcast to [n, n].
+    now below their mean: predictions [n, 1] and targets [n] are broadcast to [n, n]. Targets of a
+    mean squared error that are thousands, and the outputs about 1, are not normalized.
 
     Args:
         copied: share of the places at which the answer is the input, from which it is told.
         looks: sampled steps in a row at which it is so.
+        far_looks: the same, of targets that are far from all outputs.
         quiet_steps: steps without it after which it is told again.
     """
 
     name = "targets"
-    title = "The targets are the inputs, or one number for all samples"
+    title = "The targets are the inputs, one number for all samples, or not normalized"
 
-    def __init__(self, *, copied: float = 0.99, looks: int = 8, quiet_steps: int = 1000) -> None:
+    def __init__(
+        self, *, copied: float = 0.99, looks: int = 8, far_looks: int = 5, quiet_steps: int = 1000
+    ) -> None:
         above_zero(copied=copied)
-        at_least(1, looks=looks)
+        at_least(1, looks=looks, far_looks=far_looks)
         at_least(0, quiet_steps=quiet_steps)
         self._copied, self._looks, self._quiet = copied, looks, quiet_steps
+        self._far_looks = far_looks
         self._reset()
 
     def _reset(self) -> None:
-        self._copies, self._pulls = _Streak(), _Streak()
-        self._told = {kind: Telling(self._quiet) for kind in ("copied", "pulled")}
+        self._copies, self._pulls, self._fars = _Streak(), _Streak(), _Streak()
+        self._told = {kind: Telling(self._quiet) for kind in ("copied", "pulled", "far")}
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
-        """Take the next record; an anomaly for each of both."""
+        """Take the next record; an anomaly for each of the three."""
         if record.skipped:  # its gradients are not finite
             return []
-        return [*self._look_at_copies(record), *self._look_at_pulls(record)]
+        return [
+            *self._look_at_copies(record), *self._look_at_pulls(record),
+            *self._look_at_distance(record),
+        ]  # fmt: skip
 
     def _look_at_copies(self, record: StepRecord) -> Iterable[Anomaly]:
         shares = [share for share in scalars(record, COPIED) if share >= 0]
@@ -141,14 +153,33 @@ class TrainingTargets(SoundStepsDetector):
             )
             yield self._verdict(record, message, {"slope": pull.slope}, self._pulls)
 
+    def _look_at_distance(self, record: StepRecord) -> Iterable[Anomaly]:
+        found = squared_error(record, FAR)
+        if found is None or found.error < FAR_TIMES * found.output:
+            self._fars = _Streak()
+            return
+        self._fars.take(record.step, _NO_PULL)
+        if self._fars.looks >= self._far_looks and self._told["far"].due(record.step):
+            message = (
+                f"at each of the last {self._fars.looks} sampled steps the model answers with "
+                f"numbers of about {found.output:.2g} and is off by {found.error:.2g} (rms), by "
+                f"{found.offset:+.2g} in the mean: normalize the targets, if they are as they were "
+                "in a file"
+            )
+            values = {"output": found.output, "error": found.error, "offset": found.offset}
+            yield self._verdict(record, message, values, self._fars, found.module)
+
     def _is_due(self, kind: str, streak: _Streak, step: int) -> bool:
         return streak.looks >= self._looks and self._told[kind].due(step)
 
     def _verdict(
-        self, record: StepRecord, message: str, values: dict[str, float], streak: _Streak
-    ) -> Anomaly:
+        self, record: StepRecord, message: str, values: dict[str, float], streak: _Streak,
+        module: str | None = None,
+    ) -> Anomaly:  # fmt: skip
         values = {**values, "looks": streak.looks, "since": streak.since}
-        return self.anomaly(record, "warn", message, values, phase="forward", kind="output")
+        return self.anomaly(
+            record, "warn", message, values, phase="forward", kind="output", module=module
+        )
 
 
 def _pull(record: StepRecord) -> _Pull | None:

@@ -1,10 +1,12 @@
-"""Labels that nobody has shifted, and outputs that are paired with all targets, are told."""
+"""Labels that nobody has shifted, outputs paired with all targets, and raw targets are told."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ddpprobe.detectors.targets import TrainingTargets
@@ -16,6 +18,7 @@ from ddpprobe.records.step import (
     PULLED_MEAN,
     PULLED_RMS,
     TARGET,
+    Site,
     StepRecord,
 )
 from tests.detectors.made_records import record, run
@@ -150,3 +153,67 @@ def test_it_is_told_again_behind_a_quiet_time() -> None:
     shares = ([1.0] * 10 + [0.0] * 30) * 3
     assert [w.step for w in run(TrainingTargets(quiet_steps=20), texts(shares))] == [7, 47, 87]
     assert len(run(TrainingTargets(), texts(shares))) == 1
+
+
+ROOT_OUT, HEAD_OUT, HEAD_GRAD = (
+    Site(*which) for which in (("", "output"), ("head", "output"), ("head", "grad_output"))
+)
+
+
+def regression(
+    middle: float, spread: float, steps: int = 20, ranks: int = 2, columns: int = 3,
+    sums: bool = False, outputs: float = 0.1, every: int = 1,
+) -> list[StepRecord]:  # fmt: skip
+    """A run by a squared error of the first of some columns, to targets as far away as that."""
+    draw, found = np.random.default_rng(7), []
+    for step in range(steps):
+        x = draw.normal(0, outputs, (ranks, 32, columns))
+        residuals = x[:, :, 0] - draw.normal(middle, spread, (ranks, 32))
+        g = np.zeros_like(x)
+        g[:, :, 0] = 2 * residuals * (1 if sums else 1 / 32)
+        squares = np.square(residuals)
+        losses = squares.sum(1) if sums else squares.mean(1)
+        rows = {site: _row(x) for site in (HEAD_OUT, ROOT_OUT)} | {HEAD_GRAD: _row(g)}
+        scalars = {rank: {"loss": float(loss)} for rank, loss in enumerate(losses)}
+        found.append(record(step * every, scalars, rows))
+    return found
+
+
+def _row(x: np.ndarray) -> dict[str, float]:
+    return {
+        "numel": x.size, "zeros": int((x == 0).sum()), "sum": float(x.sum()),
+        "sum_sq": float(np.square(x).sum()), "min": float(x.min()), "max": float(x.max()),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("columns", [1, 3])
+def test_targets_that_nobody_has_normalized_are_told_once(
+    every: int, ranks: int, columns: int
+) -> None:
+    records = regression(2e5, 5e4, ranks=ranks, columns=columns, every=every)
+    (warn,) = run(TrainingTargets(), records)
+    assert (warn.level, warn.step, warn.module, warn.rank) == ("warn", 4 * every, "head", None)
+    assert warn.values["output"] == pytest.approx(0.1, rel=0.2)
+    assert warn.values["error"] == pytest.approx(math.hypot(2e5, 5e4), rel=0.1)
+    assert warn.values["offset"] == pytest.approx(2e5, rel=0.1)
+    assert (warn.values["looks"], warn.values["since"]) == (5, 0)
+    assert "normalize the targets" in warn.message
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        regression(0.0, 1.0),
+        regression(300.0, 20.0),  # a temperature in kelvins
+        regression(0.0, 900.0, outputs=1e-6),  # a head that begins at zero
+        regression(2e5, 5e4, outputs=3e3),  # one that is coming near
+        regression(2e5, 5e4, sums=True),  # of which it is not known how many it sums
+        regression(2e5, 5e4, steps=4),
+        [*regression(2e5, 5e4, steps=4), *regression(0.0, 1.0), *regression(2e5, 5e4, steps=4)],
+    ],
+)
+def test_targets_within_reach_of_the_outputs_are_not(records: list[StepRecord]) -> None:
+    told = [replace(one, step=step) for step, one in enumerate(records)]
+    assert run(TrainingTargets(), told) == []
