@@ -1,7 +1,8 @@
-"""`update_ratio`: one step changes the weights by far more, in proportion, than any did before."""
+"""`update_ratio`: a step changes the weights far more than any before did, or all hardly do."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
@@ -11,6 +12,7 @@ from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.learning_rate import RisenRate
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import grown
+from ddpprobe.detectors.slow_start import Guess, SlowStart
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -22,7 +24,8 @@ class UpdateRatio(SampledDetector):
     The share is the root mean square of the change over that of the weights, over all parameters
     that were looked at, so that biases about zero count for as little as they are. A learning rate
     or a loss that became many times too large does that, before the loss tells. A learning rate
-    that rises far above its highest, behind a rest, is told by itself.
+    that rises far above its highest, behind a rest, is told by itself; and one by which a model
+    that still guesses hardly moves.
 
     Args:
         share: below it, no change is too large.
@@ -33,18 +36,20 @@ class UpdateRatio(SampledDetector):
         quiet_steps: steps without one after which it is told again.
         worse: a share so many times the reported one is told at once.
         rate: how many times its highest before a rest the learning rate must be.
+        slow: the share that is too small for a model that still guesses.
     """
 
     name = "update_ratio"
-    title = "A step changed the weights too far"
+    title = "A step changed the weights too far, or all of them hardly do"
 
     def __init__(
         self, *, share: float = 0.05, ratio: float = 20.0, over_highest: float = 3.0,
         window: int = 64, least: int = 8, quiet_steps: int = 100, worse: float = 10.0,
-        rate: float = 3.0,
+        rate: float = 3.0, slow: float = 1e-5,
     ) -> None:  # fmt: skip
         above_zero(share=share, ratio=ratio, over_highest=over_highest, worse=worse, rate=rate)
-        self._risen = rate
+        above_zero(slow=slow)
+        self._risen, self._slow = rate, slow
         at_least(1, least=least)
         at_least(least, window=window)
         at_least(0, quiet_steps=quiet_steps)
@@ -54,6 +59,7 @@ class UpdateRatio(SampledDetector):
 
     def _reset(self) -> None:
         self._rows, self._rate = WeightRows(), RisenRate(self._risen)
+        self._start = SlowStart(self._slow)
         self._past: deque[float] = deque(maxlen=self._window)
         self._telling = Telling(*self._repeat)
         self._moving = np.zeros(0, bool)  # which moved at the last look at each
@@ -66,14 +72,17 @@ class UpdateRatio(SampledDetector):
         risen = self._rate.update(record, others=self._others_move(now))
         if risen is not None:
             return [self._of_rate(record, *risen)]
-        if (now.numel > 0)[~now.seen].any():  # the others weigh more where one is not finite
+        share = _share(now)
+        if share is None:
             return []
-        both = now.seen & np.isfinite(now.change)
-        weights = float(np.square(now.rms[both]).sum())
-        changes = float(np.square(now.change[both]).sum())
-        if not (weights > 0 and changes > 0):
-            return []
-        share, past = (changes / weights) ** 0.5, self._past
+        guess = self._start.update(record, share)
+        if guess is not None:
+            return [self._of_guess(record, share, guess)]
+        return self._judge(record, share)
+
+    def _judge(self, record: StepRecord, share: float) -> list[Anomaly]:
+        """Compare a step's share with those of the window."""
+        past = self._past
         found = None
         if len(past) >= self._least and share > self._share:
             middle, highest = median(past), max(past)
@@ -99,6 +108,17 @@ class UpdateRatio(SampledDetector):
         self._moving = np.where(now.seen, now.moved, self._moving)
         return stopped > 0 and 2 * stopped >= int(moved.sum())
 
+    def _of_guess(self, record: StepRecord, share: float, guess: Guess) -> Anomaly:
+        steps = record.step - guess.since
+        message = (
+            f"a step changes the weights by {share:.3g} of their size, at a learning rate of "
+            f"{guess.rate:.3g} that does not rise, and after {steps} steps the model still guesses "
+            f"(loss {guess.loss:.3g}; a guess among {guess.labels} labels has "
+            f"{math.log(guess.labels):.3g}): the rate may be many times too low"
+        )
+        values = {"share": share, "lr": guess.rate, "loss": guess.loss, "since": guess.since}
+        return self.anomaly(record, "warn", message, values, kind="update")
+
     def _of_rate(self, record: StepRecord, rate: float, highest: float) -> Anomaly:
         message = (
             f"the learning rate is {rate:.3g}, {rate / highest:.3g} x its highest ({highest:.3g}) "
@@ -106,3 +126,13 @@ class UpdateRatio(SampledDetector):
         )
         values = {"lr": rate, "highest": highest}
         return self.anomaly(record, "warn", message, values, kind="update")
+
+
+def _share(now: WeightsOfStep) -> float | None:
+    """Return by how much of their size a step changed the weights; None where it is not known."""
+    if (now.numel > 0)[~now.seen].any():  # the others weigh more where one is not finite
+        return None
+    both = now.seen & np.isfinite(now.change)
+    weights = float(np.square(now.rms[both]).sum())
+    changes = float(np.square(now.change[both]).sum())
+    return (changes / weights) ** 0.5 if weights > 0 and changes > 0 else None

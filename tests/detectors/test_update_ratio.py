@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from ddpprobe.detectors.update_ratio import UpdateRatio
-from ddpprobe.records.step import LEARNING_RATE, NAN, TRAINABLE, StepRecord
+from ddpprobe.records.step import (
+    CLASS_RIGHT,
+    CLASS_SEEN,
+    LEARNING_RATE,
+    NAN,
+    TRAINABLE,
+    StepRecord,
+)
 from tests.detectors.made_records import levels, record, run
 from tests.detectors.made_weights import Made, weights
 
@@ -122,3 +130,46 @@ def phases(*, others: bool) -> list[StepRecord]:
 def test_another_optimizer_that_steps_instead_has_a_rate_of_its_own() -> None:
     assert run(UpdateRatio(), phases(others=True)) == []
     assert levels(run(UpdateRatio(), phases(others=False))) == [("warn", 60)]
+
+
+def slow(
+    number: int, *, rate: float = 3e-6, share: float = 3e-6, loss: float = 2.9, right: float = 0.06,
+    labels: int = 16,
+) -> StepRecord:  # fmt: skip
+    """A step of two ranks that hardly moves, by a model that guesses among some labels."""
+    facts = {LEARNING_RATE: rate, "loss": loss, CLASS_RIGHT: right}
+    half = (1 << labels // 2) - 1  # each rank has seen one half of them
+    scalars = {0: {**facts, CLASS_SEEN: half}, 1: {**facts, CLASS_SEEN: half << labels // 2}}
+    one = weights(number, {"fc.weight": Made(1.0, share)})
+    return replace(one, ranks=(0, 1), scalars=scalars)
+
+
+@pytest.mark.parametrize(("every", "at"), [(1, 50), (10, 50), (100, 400)])
+def test_a_model_that_guesses_and_hardly_moves_is_told_once(every: int, at: int) -> None:
+    (warn,) = run(UpdateRatio(), [slow(i * every) for i in range(120)])
+    assert (warn.level, warn.step, warn.rank, warn.module) == ("warn", at, None, None)
+    assert warn.values == pytest.approx({"share": 3e-6, "lr": 3e-6, "loss": 2.9, "since": 0}, 1e-3)
+    assert "a guess among 16 labels has 2.77" in warn.message
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [slow(i, share=2e-5) for i in range(120)],
+        [slow(i, rate=1e-8 * (1 + i)) for i in range(120)],  # a warm-up
+        [slow(i, rate=math.nan) for i in range(120)],
+        [slow(i, loss=2.7) for i in range(120)],  # a fine-tuning
+        [slow(i, right=0.2) for i in range(120)],  # of tokens of which 52 bits tell too little
+        [slow(i, right=math.nan) for i in range(120)],  # another loss than a cross-entropy
+        [slow(i, share=2e-5 if i % 50 == 0 else 3e-6) for i in range(120)],
+        [slow(i, labels=0) for i in range(120)],
+        [slow(i) for i in range(49)],
+    ],
+)
+def test_a_rate_that_is_low_for_a_reason_is_left_alone(records: list[StepRecord]) -> None:
+    assert run(UpdateRatio(), records) == []
+
+
+def test_a_warm_up_that_ends_far_too_low_is_told_behind_its_end() -> None:
+    records = [slow(i, rate=3e-6 * min(1, (i + 1) / 30)) for i in range(120)]
+    assert levels(run(UpdateRatio(), records)) == [("warn", 79)]
