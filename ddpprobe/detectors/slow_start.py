@@ -38,7 +38,7 @@ class SlowStart:
     A fine-tuning has as low a rate, but its answers are better than a guess; and a warm-up rises.
 
     Args:
-        share: of the weights' size; a step that changes them by more is not slow.
+        share: of the weights' size; a step that changes those it trains by more is not slow.
     """
 
     def __init__(self, share: float) -> None:
@@ -55,7 +55,7 @@ class SlowStart:
 
         Args:
             record: of the step.
-            share: by which it changed the weights, of their size.
+            share: by which it changed the weights that it trains, of their size.
         """
         rate, right = largest(record, LEARNING_RATE), scalars(record, CLASS_RIGHT)
         losses = [loss for step, loss in mean_losses(record, whole=True) if step == record.step]

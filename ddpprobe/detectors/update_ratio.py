@@ -11,7 +11,7 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.learning_rate import RisenRate
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import grown
+from ddpprobe.detectors.sites_of_kind import Mask, grown
 from ddpprobe.detectors.slow_start import Guess, SlowStart
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep
@@ -72,12 +72,13 @@ class UpdateRatio(SampledDetector):
         risen = self._rate.update(record, others=self._others_move(now))
         if risen is not None:
             return [self._of_rate(record, *risen)]
-        share = _share(now)
+        share = _share(now, now.seen)
         if share is None:
             return []
-        guess = self._start.update(record, share)
-        if guess is not None:
-            return [self._of_guess(record, share, guess)]
+        moved = _share(now, now.moved)  # without what is frozen, of which there may be far more
+        guess = None if moved is None else self._start.update(record, moved)
+        if guess is not None and moved is not None:
+            return [self._of_guess(record, moved, guess)]
         return self._judge(record, share)
 
     def _judge(self, record: StepRecord, share: float) -> list[Anomaly]:
@@ -111,7 +112,7 @@ class UpdateRatio(SampledDetector):
     def _of_guess(self, record: StepRecord, share: float, guess: Guess) -> Anomaly:
         steps = record.step - guess.since
         message = (
-            f"a step changes the weights by {share:.3g} of their size, at a learning rate of "
+            f"a step changes the weights that it trains by {share:.3g} of their size, at a learning rate of "
             f"{guess.rate:.3g} that does not rise, and after {steps} steps the model still guesses "
             f"(loss {guess.loss:.3g}; a guess among {guess.labels} labels has "
             f"{math.log(guess.labels):.3g}): the rate may be many times too low"
@@ -128,11 +129,11 @@ class UpdateRatio(SampledDetector):
         return self.anomaly(record, "warn", message, values, kind="update")
 
 
-def _share(now: WeightsOfStep) -> float | None:
-    """Return by how much of their size a step changed the weights; None where it is not known."""
+def _share(now: WeightsOfStep, of: Mask) -> float | None:
+    """Return by how much of their size a step changed these weights; None where nobody knows."""
     if (now.numel > 0)[~now.seen].any():  # the others weigh more where one is not finite
         return None
-    both = now.seen & np.isfinite(now.change)
+    both = of & np.isfinite(now.change)
     weights = float(np.square(now.rms[both]).sum())
     changes = float(np.square(now.change[both]).sum())
     return (changes / weights) ** 0.5 if weights > 0 and changes > 0 else None

@@ -134,13 +134,16 @@ def test_another_optimizer_that_steps_instead_has_a_rate_of_its_own() -> None:
 
 def slow(
     number: int, *, rate: float = 3e-6, share: float = 3e-6, loss: float = 2.9, right: float = 0.06,
-    labels: int = 16,
+    labels: int = 16, frozen: bool = False,
 ) -> StepRecord:  # fmt: skip
     """A step of two ranks that hardly moves, by a model that guesses among some labels."""
     facts = {LEARNING_RATE: rate, "loss": loss, CLASS_RIGHT: right}
     half = (1 << labels // 2) - 1  # each rank has seen one half of them
     scalars = {0: {**facts, CLASS_SEEN: half}, 1: {**facts, CLASS_SEEN: half << labels // 2}}
-    one = weights(number, {"fc.weight": Made(1.0, share)})
+    made = {"fc.weight": Made(1.0, share)}
+    if frozen:
+        made |= {f"backbone.{i}.weight": Made(1.0, 0.0, None) for i in range(100)}
+    one = weights(number, made)
     return replace(one, ranks=(0, 1), scalars=scalars)
 
 
@@ -163,6 +166,7 @@ def test_a_model_that_guesses_and_hardly_moves_is_told_once(every: int, at: int)
         [slow(i, right=math.nan) for i in range(120)],  # another loss than a cross-entropy
         [slow(i, share=2e-5 if i % 50 == 0 else 3e-6) for i in range(120)],
         [slow(i, labels=0) for i in range(120)],
+        [slow(i, share=2e-5, frozen=True) for i in range(120)],  # a new head on what is frozen
         [slow(i) for i in range(49)],
     ],
 )
