@@ -112,9 +112,9 @@ class UpdateRatio(SampledDetector):
     def _of_guess(self, record: StepRecord, share: float, guess: Guess) -> Anomaly:
         steps = record.step - guess.since
         message = (
-            f"a step changes the weights that it trains by {share:.3g} of their size, at a learning rate of "
-            f"{guess.rate:.3g} that does not rise, and after {steps} steps the model still guesses "
-            f"(loss {guess.loss:.3g}; a guess among {guess.labels} labels has "
+            f"a step changes the weights that it trains by {share:.3g} of their size, at a "
+            f"learning rate of {guess.rate:.3g} that does not rise, and after {steps} steps the "
+            f"model still guesses (loss {guess.loss:.3g}; a guess among {guess.labels} labels has "
             f"{math.log(guess.labels):.3g}): the rate may be many times too low"
         )
         values = {"share": share, "lr": guess.rate, "loss": guess.loss, "since": guess.since}
