@@ -108,6 +108,7 @@ class Echo:
 
 _IS_LOST = "job_run_instance:ddpprobe_job_lost:max"
 _IS_HUNG = "job_run_instance:ddpprobe_job_hung:max"
+_IS_CAUSE = "job_run_instance:ddpprobe_end_is_cause:max"
 _GOES_ON = (
     '(ddpprobe_job_state{state="running"} and on (job, run, instance) (ddpprobe_attempt'
     f" > on (job, run) group_left () min by (job, run) (min_over_time(ddpprobe_attempt[{LAST_WORDS}]))))"
@@ -238,6 +239,13 @@ RECORDINGS = (
     # So what a target said last is known when it has gone.
     Recording(_IS_LOST, _recorded_state(f"{LOST}|unknown")),
     Recording(_IS_HUNG, _recorded_state("hung")),
+    # And whether the end was a cause then, or a hang that the head had taken back.
+    Recording(
+        _IS_CAUSE,
+        """max by (job, run, instance) (
+  ddpprobe_first_cause_info{detector="rank_lost"} or 0 * ddpprobe_job_info
+)""",
+    ),
 )
 
 ALERTS = (
@@ -284,7 +292,7 @@ unless on ({_CAUSE})
       max by (job, run) {_at_last(f'ddpprobe_job_state{{state=~"{LOST}"}}')}
       or on (job, run)
       max by (job, run) (
-        {_told('ddpprobe_first_cause_info{detector="rank_lost"}')}
+        last_over_time({_IS_CAUSE}[{LAST_WORDS}]) == 1
         and on (job, run, instance) {_at_last('ddpprobe_job_state{state="unknown"}')}
       )
     )

@@ -27,8 +27,8 @@ from grafana.queries import (
     ROWS,
     SHOWN_STATES,
     at_the_end,
-    causes,
     in_words,
+    lasting_causes,
     metric,
     rate,
     state,
@@ -98,7 +98,7 @@ def _numbers() -> list[Placed]:
 
 def _table() -> list[Placed]:
     newest = in_words(
-        f"topk by ({BY}) (1, {causes(ALL, f'{BY}, detector, step, rank, fqn, kind, phase')})"
+        f"topk by ({BY}) (1, {lasting_causes(ALL, f'{BY}, detector, step, rank, fqn, kind, phase')})"
     )
     said = f'label_join({newest}, "verdict", "", "detector", "where", "who", "when")'
     loss = metric("loss", ALL)

@@ -103,6 +103,17 @@ def causes(selector: str, by: str = _CAUSE) -> str:
     return f"max by ({by}) (max_over_time(({timed})[$__range:$__interval]))"
 
 
+def lasting_causes(selector: str, by: str = _CAUSE) -> str:
+    """Return of the first causes as of `causes` those that hold: no hang that was over."""
+    lost = f'ddpprobe_first_cause_info{{{selector},detector="rank_lost"}}'
+    held = f"max by (job, run, instance) ({lost} or 0 * ddpprobe_job_info{{{selector}}})"
+    each = f"job, run, instance, {_CAUSE}"
+    found = causes(f'{selector},detector!="rank_lost"', each)
+    ended = causes(f'{selector},detector="rank_lost"', each)
+    ended = f"({ended} and on (job, run, instance) {at_the_end(held)} == 1)"
+    return f"max by ({by}) ({found} or {ended})"
+
+
 def beat_age(selector: str) -> str:
     """Return seconds since each rank's last sign of life, as its daemon saw it when it was scraped.
 

@@ -25,7 +25,10 @@ text 0.0.4, or OpenMetrics 1.0 with exemplars for a client that asks for it.
 
 - The body is made once per collection interval, not per scrape:
   `ddpprobe_last_collect_timestamp_seconds` says when.
-- A value that is not known is absent, never 0. Counters start at 0 and begin anew with the daemon.
+- A value that is not known is absent, never 0. Counters start at 0 and begin anew with the daemon:
+  what is found, ordered or lost in one attempt still counts in the next one. What a rank counts
+  itself (its steps, skipped steps, seconds) begins anew with its process, and so with each attempt;
+  `rate()` and `increase()` take such a fall for the restart that it is.
 - Anomalies, the global norm and the sites are served by the head node only (that of rank 0). They
   cover all ranks. Detectors: {", ".join(TITLES)}; levels: {", ".join(LEVELS)}.
 - The series of `ddpprobe_anomalies_total` carry the latest anomaly as an exemplar: `step`, `fqn`,

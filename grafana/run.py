@@ -41,6 +41,7 @@ from grafana.queries import (
     causes,
     events,
     in_words,
+    lasting_causes,
     metric,
     rank_state,
     rate,
@@ -62,7 +63,10 @@ ddpprobe top $directory
 
 def _verdict() -> Query:
     return Query(
-        f"1000 * topk(1, {in_words(causes(NODE))})", CAUSE_WORDS, instant=True, style=fixed(RED)
+        f"1000 * topk(1, {in_words(lasting_causes(NODE))})",
+        CAUSE_WORDS,
+        instant=True,
+        style=fixed(RED),
     )
 
 
@@ -73,7 +77,7 @@ def _otherwise() -> list[Query]:
     stuck = f"{waited_for(NODE)} and on () ({now} == {HUNG})"
     failure = metric("first_failure_timestamp_seconds", NODE)
     failed = f"max by (rank, signal) (max_over_time({failure}[$__range]))"
-    unless = f"unless on () max({causes(NODE)})"
+    unless = f"unless on () max({lasting_causes(NODE)})"
     unknown = f"{seen} and on () ({now} >= {FAILED}) {unless} unless on () {failed} unless on () ({stuck})"
     bad = f'{NODE},level=~"page|warn"'
     warned = f"topk({MOST_WARNINGS}, sum by (detector) ({events('anomalies_total', bad, '$__range')}) > 0)"

@@ -80,7 +80,6 @@ class Attempt:
         self.daemon_journal: DaemonJournal | None = None
         self.ends: Ends | None = None
         self.gather: Gather | None = None
-        self.unread_since: float | None = None
         self.closed = False
         self._board: OrderBoard | None = None
         self._capture_policy: CapturePolicy | None = None
@@ -93,6 +92,12 @@ class Attempt:
         self._over_at: float | None = None
         self._command: Command | None = None
         self._judging = Fuse("judging", sys.maxsize)
+
+    @property
+    def unread_since(self) -> float | None:
+        """Since when a rank has written what is not read (monotonic seconds); None: nothing is."""
+        since = [at for r in self.ranks.values() if (at := r.unread_since) is not None]
+        return None if self.closed else min(since, default=None)
 
     @property
     def is_head(self) -> bool:
@@ -121,9 +126,10 @@ class Attempt:
         if not self.is_head:
             return None
         others = self._gather_queue.others(self.number)
+        if others is not None:
+            return 1 + len(others)
         # Started by hand, without a roster, the nodes are taken to be alike.
-        alike = -(-self.world_size // max(len(self.local_ranks), 1))
-        return alike if others is None else 1 + len(others)
+        return -(-self.world_size // max(len(self.local_ranks), 1))
 
     @property
     def node_blocks(self) -> dict[str, int]:
@@ -150,13 +156,12 @@ class Attempt:
             return read, more
         read += self._collect(self.gather, now, self._upto(more=more))
         for number, rank in self.ranks.items():
+            rank.note_unread(now)
             if rank.ended:
                 self.gather.mark_dead(number)
         self._take_merged(self.gather.ready(now))
         self._look_at_causes(now)
         self._carry_orders()
-        lag = any(rank.tail.lag_bytes for rank in everybody)
-        self.unread_since = None if not lag else self.unread_since or now
         return read, more
 
     def look_once_more(self, now: float) -> None:

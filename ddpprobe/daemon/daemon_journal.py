@@ -17,9 +17,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ddpprobe.daemon.stored_journal import StoredJournal, past_of
-from ddpprobe.ends.anomalies import RANK_LOST, code_of, last_words, retells
+from ddpprobe.ends.anomalies import (
+    RANK_LOST,
+    code_of,
+    last_words,
+    retells,
+    taken_back,
+    takes_back,
+)
 from ddpprobe.ends.evidence import Evidence
-from ddpprobe.ends.judge import End
+from ddpprobe.ends.judge import RUNNING, End
 from ddpprobe.records import events
 from ddpprobe.records.derived import NoiseScale
 from ddpprobe.records.events import Beat, Event
@@ -61,10 +68,11 @@ class DaemonJournal:
         settled: causes that an event names: of orders, pinned windows, and what was refused.
         evidence: of how the ranks of this node ended.
         deaths: ranks that ended badly, as is written down.
-        lost: what was written down of the end so far, as anomalies.
+        lost: what was written down of the end so far, as anomalies; nothing of one taken back.
         causes: first causes that the detectors found; an end may follow from one.
-        first_causes: pages that begin an episode, ends among them, as they were found.
-        first_cause: the one that was told last (see `first_cause.FirstCause`).
+        first_causes: pages that begin an episode, ends among them, as they were found; whoever
+            follows them takes them out.
+        first_cause: the one that was told last and holds (see `first_cause.FirstCause`).
         finished: the attempt came to its end and everything of it was merged.
         orders: of the head's to all ranks, their number by action.
         anomalies, exemplars: number and latest anomaly by (detector, level).
@@ -86,6 +94,7 @@ class DaemonJournal:
         self.causes: list[Anomaly] = []
         self.first_causes: list[Anomaly] = []
         self.first_cause: events.FirstCauseEvent | None = None
+        self._found_cause: events.FirstCauseEvent | None = None  # the last that is no end
         self.finished = False
         self.orders: Counter[str] = Counter()
         self.anomalies: Counter[tuple[str, str]] = Counter()
@@ -133,6 +142,21 @@ class DaemonJournal:
         for anomaly in found:
             if anomaly not in self.lost:
                 self._write_anomaly(anomaly)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an end is written down that is a page."""
+        return any(anomaly.level == "page" for anomaly in self.lost)
+
+    def take_back(self) -> None:
+        """Write down that the end that was told is none: the hang is over, the ranks went on.
+
+        The first cause is the one before it again. What was counted was so, and stays counted.
+        """
+        for anomaly in self.lost:
+            if anomaly.level == "page":
+                self._append(framing.ANOMALY, framing.encode_anomaly(taken_back(anomaly)))
+        self.say(events.EndEvent(**End(RUNNING, message="it is under way").to_json()))
 
     def correct(self, cause: Anomaly, first: Anomaly) -> None:
         """Write down that the first cause of an episode is another one, which came late.
@@ -188,7 +212,11 @@ class DaemonJournal:
         first = min(segments_of(self.directory), default=0)
         past = past_of(self.directory) if first > 0 else None
         told, stored = past.anomalies() if past is not None else ([], Consumed())
-        written = Counter(map(code_of, told))
+        # No detector finds an end again. What of these the events take back is behind them.
+        for anomaly in told:
+            if anomaly.detector == RANK_LOST:
+                self._read_end(anomaly)
+        written = Counter(code_of(a) for a in told if a.detector != RANK_LOST)
         found: list[Anomaly] = []
         latest = self._read_past(past)
         tail = JournalTail(self.directory)
@@ -253,7 +281,7 @@ class DaemonJournal:
         if frame.type == framing.ANOMALY:
             anomaly = framing.decode_anomaly(frame.payload)
             if anomaly.detector == RANK_LOST:  # no detector finds that again
-                self._count(anomaly)
+                self._read_end(anomaly)
             else:
                 written[code_of(anomaly)] += 1
         if frame.type == framing.LIFE and (event := frame.event()) is not None:
@@ -262,6 +290,15 @@ class DaemonJournal:
             if self.finished and not was_finished:
                 return self._detectors.finish()
         return []
+
+    def _read_end(self, anomaly: Anomaly) -> None:
+        if not any(takes_back(anomaly, known) for known in self.lost):
+            self._count(anomaly)
+
+    def _forget_end(self) -> None:
+        self.lost.clear()
+        self.first_causes = [a for a in self.first_causes if a.detector != RANK_LOST]
+        self.first_cause = self._found_cause
 
     def _take_event(self, event: Event) -> None:
         self.evidence.take_event(event, None, str(self._meta.get("node", "")))
@@ -274,6 +311,10 @@ class DaemonJournal:
                 self.finished = True
             case events.FirstCauseEvent():
                 self.first_cause = event
+                if event.detector != RANK_LOST:
+                    self._found_cause = event
+            case events.EndEvent() if event.state == RUNNING:
+                self._forget_end()
             case events.OrderEvent() | events.PinnedEvent() | events.OrderDroppedEvent() if (
                 event.cause is not None
             ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -71,7 +72,7 @@ class Ends:
         self._heard: dict[int, Fate] = {}  # as the head's, from other nodes
         self._witness = f"{node}/{os.getpid()}/{own_start()}"
         self._case = Case(())
-        self._since = time.monotonic()
+        self._since = math.inf  # nothing has been looked at, of which anything could be said
         self._told = End(RUNNING)
         self._told_launcher = False
         self._beaten: dict[int, int] = {}  # when each rank gave its last sign of life
@@ -181,16 +182,21 @@ class Ends:
                 self._daemon_journal.death(number, how_of(fate), fate.time_ns, step)
 
     def _say(self, end: End, *, over: bool) -> None:
-        if end != self.end:
-            self.end, self._since = end, time.monotonic()
-        settled = over or time.monotonic() - self._since > SETTLED_SECONDS
-        new = end != self._told and end.state != RUNNING
+        now = time.monotonic()
+        self._since = min(self._since, now) if end == self.end else now
+        self.end = end
+        settled = over or now - self._since > SETTLED_SECONDS
+        found = anomalies_of(end, self._case, self._attempt, self._daemon_journal.causes)
+        is_none = self._daemon_journal.is_lost and not any(a.level == "page" for a in found)
+        new = is_none or (end != self._told and end.state != RUNNING)
         if over or (settled and new):
             self._write_heard()  # not earlier: a node that says it again and again fills no disk
         if settled and new:
             self._told = end
-            found = anomalies_of(end, self._case, self._attempt, self._daemon_journal.causes)
-            self._daemon_journal.lose(end, found)
+            if is_none:  # the ranks of a hang went on, whatever came behind it
+                self._daemon_journal.take_back()
+            if end.state != RUNNING:
+                self._daemon_journal.lose(end, found)
 
     def _write_heard(self) -> None:
         """Write down what other nodes have told of their ranks, for a successor and for readers."""

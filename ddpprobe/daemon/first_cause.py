@@ -33,7 +33,8 @@ class FirstCause:
     earlier, is told in its place. One that comes even later corrects it, once in an episode. The
     verdict that is written down is corrected with it: readers of the run say the same.
 
-    How an attempt ended has settled before it is written down (`ends`), and may be told anew.
+    How an attempt ended has settled before it is written down (`ends`), and may be told anew. A
+    hang that is over is taken back there, and the cause before it is the newest one again.
 
     Args:
         daemon_journal: whose causes these are, and where they are written down. What it holds of a
@@ -49,7 +50,6 @@ class FirstCause:
         self._since = 0.0
         self._told = 0  # times in this episode
         self._went_on = False
-        self._taken = 0
         if daemon_journal.first_cause is not None:
             self._go_on(daemon_journal.first_cause)
 
@@ -63,10 +63,11 @@ class FirstCause:
             over: nothing more is to come.
         """
         self._went_on |= running
+        if self._cause is not None and self._cause.detector == RANK_LOST:
+            self._cause = self._cause if self._daemon_journal.lost else None
         found = self._daemon_journal.first_causes
-        for anomaly in found[self._taken :]:
-            self._take(anomaly, now)
-        self._taken = len(found)
+        while found:
+            self._take(found.pop(0), now)
         while gather.late_witnesses:
             self._late.extend(self._judge(gather.late_witnesses.popleft()))
         if self._cause is None or self._told >= MOST_TOLD:
@@ -110,13 +111,15 @@ class FirstCause:
         """Go on behind what a predecessor has told: only what it had not come to is new."""
         found = self._daemon_journal.first_causes
         found.sort(key=lambda a: a.wall_time_ns)
+        known = 0
         same = [a for a in found if _labels(first_cause_of(a)) == _labels(told)]
         if not same:
             return  # a damaged journal: what is left of it is told anew
         self._cause, self._told = same[-1], 1
         for number, anomaly in enumerate(found, 1):
             if anomaly in same or follows(anomaly, same[-1]):
-                self._taken = number
+                known = number
+        del found[:known]
 
 
 def _labels(told: FirstCauseEvent | None) -> FirstCauseEvent | None:

@@ -52,9 +52,12 @@ def read_ranks(pids: Mapping[int, int]) -> dict[int, dict[str, float]]:
         try:
             process = psutil.Process(pid)
             with process.oneshot():
+                resident = float(process.memory_info().rss)
+                if not resident:
+                    continue  # it has ended, and its launcher has not waited for it yet
                 times = process.cpu_times()
                 found[rank] = {
-                    "resident_bytes": float(process.memory_info().rss),
+                    "resident_bytes": resident,
                     "cpu_seconds": times.user + times.system,
                 }
         except (psutil.Error, OSError):

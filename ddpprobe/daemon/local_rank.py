@@ -36,6 +36,7 @@ class LocalRank:
     beat: Heartbeat | None = None
     launcher: int | None = None
     unrecorded: int | None = None
+    _unread: tuple[tuple[int, int], float] | None = None  # up to where, and since when
     _not_ours: int | None = None  # sampled steps whose records were deleted before this daemon
 
     def compare(self, beat: Heartbeat) -> None:
@@ -53,6 +54,25 @@ class LocalRank:
         if self._not_ours is None:
             self._not_ours = missing if self.tail.first_segment > 0 else 0
         self.unrecorded = max(0, missing - self._not_ours)
+
+    def note_unread(self, now: float) -> None:
+        """Note since when something that it wrote has not been read.
+
+        A rank that trains has always written something more. So what was there at some time is
+        looked for: what came behind it is younger. Half a frame may be taken back by its writer
+        (a full disk); of one whose process has ended nothing more can be read.
+        """
+        read = self.tail.read_to
+        written = read if self.spent else self.tail.written_to
+        if written <= read or (self._unread is not None and self._unread[0] <= read):
+            self._unread = None
+        if self._unread is None and written > read:
+            self._unread = written, now
+
+    @property
+    def unread_since(self) -> float | None:
+        """Since when something that it wrote has not been read (monotonic s); None: nothing is."""
+        return None if self._unread is None else self._unread[1]
 
     @property
     def ended(self) -> bool:

@@ -24,6 +24,7 @@ from ddpprobe.daemon.uploader import Uploader, destination_of, identity_of
 from ddpprobe.daemon.web_config import WebConfigFile
 from ddpprobe.ends.judge import BAD, RUNNING, UNDECIDED
 from ddpprobe.records.events import SealedEvent
+from ddpprobe.records.past_counts import PastCounts
 from ddpprobe.rundir import paths, targets
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.journal import segments_of
@@ -35,6 +36,7 @@ from ddpprobe.rundir.targets import TargetFile
 if TYPE_CHECKING:
     from ddpprobe.daemon.server import Server
     from ddpprobe.metrics.render import Exposition
+    from ddpprobe.records.node_view import NodeView
 
 TICK_SECONDS = 0.15
 RENDER_SECONDS = (1.0, 5.0)  # when something changed, and when nothing did
@@ -120,6 +122,7 @@ class NodeDaemon:
         self._changed = True
         self._ended_at: float | None = None
         self._restarts = Counter[str]()  # attempts that another one followed, by their state
+        self._past = PastCounts()  # what these had counted
         self._seen_alive = self._succeeds = self._busy = self._sealed = False
 
     def stop(self) -> None:
@@ -185,6 +188,7 @@ class NodeDaemon:
             return
         if self._attempt is not None:
             self._attempt.close()
+            self._fuses["server"].guard(self._remember_counts)(self._attempt)
             self._restarts[self._attempt.state] += 1
         self._attempt = Attempt(
             self._run, self._node, later[0], self._watcher, self._gather_queue, self._pusher
@@ -375,19 +379,25 @@ class NodeDaemon:
             self._fuses["server"].guard(self._publish)(attempt, server, exposition)
 
     def _publish(self, attempt: Attempt, server: Server, exposition: Exposition) -> None:
-        view = view_of(
+        view = self._past.over(self._view(attempt, self._losses()))
+        text, openmetrics = (exposition.render(view, flag) for flag in (False, True))
+        server.publish(text, openmetrics)
+
+    def _remember_counts(self, attempt: Attempt) -> None:
+        self._past.take(self._view(attempt, {}))
+
+    def _view(self, attempt: Attempt, dropped: Mapping[str, int]) -> NodeView:
+        return view_of(
             attempt,
             self._readings,
             run_id=self._run_id(),
             finished=attempt.closed and (attempt.ends is None or attempt.ends.is_well),
-            dropped=self._losses(),
+            dropped=dropped,
             restarts=self._restarts,
             components={name: not fuse.blown for name, fuse in self._fuses.items()},
             uploader=self._uploader,
             histograms=self._options.histograms,
         )
-        text, openmetrics = (exposition.render(view, flag) for flag in (False, True))
-        server.publish(text, openmetrics)
 
     def _losses(self) -> Counter[str]:
         lost = Counter({"store_damaged": len(self._folding.damaged)})

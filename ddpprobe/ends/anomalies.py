@@ -60,11 +60,25 @@ def last_words(written: Iterable[Anomaly]) -> list[Anomaly]:
     """Return what holds of what a daemon has written down, in its order.
 
     A first cause that is told again as none has turned out to follow from an earlier one, of which
-    the head heard late: the second word holds.
+    the head heard late: the second word holds. So it does of an end that was taken back.
     """
-    every = list(written)
+    every = _without_taken_back(written)
     again = {code_of(replace(a, first_cause=True)) for a in every if not a.first_cause}
     return [a for a in every if not a.first_cause or code_of(a) not in again]
+
+
+def taken_back(anomaly: Anomaly) -> Anomaly:
+    """Return what is left of the page of an end that is none: the hang is over, the ranks went on.
+
+    It is history, which no reader counts as a fault.
+    """
+    return replace(anomaly, level="info", first_cause=False)
+
+
+def takes_back(anomaly: Anomaly, known: Anomaly) -> bool:
+    """Whether an anomaly says that an end, which is known by now, is none."""
+    is_end = anomaly.detector == known.detector == RANK_LOST and known.level != "info"
+    return is_end and code_of(anomaly) == code_of(taken_back(known))
 
 
 def first_cause_of(anomaly: Anomaly) -> FirstCauseEvent:
@@ -74,6 +88,15 @@ def first_cause_of(anomaly: Anomaly) -> FirstCauseEvent:
         module=anomaly.module, kind=anomaly.kind, phase=anomaly.phase,
         time_ns=anomaly.wall_time_ns,
     )  # fmt: skip
+
+
+def _without_taken_back(written: Iterable[Anomaly]) -> list[Anomaly]:
+    kept: list[Anomaly] = []
+    for anomaly in written:
+        if anomaly.detector == RANK_LOST:  # few
+            kept = [known for known in kept if not takes_back(anomaly, known)]
+        kept.append(anomaly)
+    return kept
 
 
 def _event(a: Anomaly) -> tuple[object, ...]:

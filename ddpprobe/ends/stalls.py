@@ -12,8 +12,12 @@ LATE_STEPS = 10
 
 
 def is_late(seen: float, step_seconds: float | None) -> bool:
-    """Return whether a rank was silent for too long (`seen` seconds), by what a step takes it."""
-    return seen > max(LATE_SECONDS, LATE_STEPS * (step_seconds or 0.0))
+    """Return whether a rank was silent for too long (`seen` seconds), by what a step takes it.
+
+    Before it is known what a step takes (None) nobody is late: the first one may compile, or wait
+    for its data.
+    """
+    return step_seconds is not None and seen > max(LATE_SECONDS, LATE_STEPS * step_seconds)
 
 
 def is_still(beats: Sequence[Heartbeat], now_ns: int) -> bool:

@@ -307,7 +307,7 @@ METRICS: tuple[Metric, ...] = (
          ("rank", "kind"), _nonfinite, joined="sum"),
     _row("anomalies_total", "anomalies", "Verdicts of the detectors (head node), and rank_lost; the exemplar names step, fqn, kind and rank.",
          ("detector", "level"), _anomalies),
-    _row("first_cause_info", "", "1 for the first cause of the newest episode (head node), once all ranks have gone by its step, or 5 s later; what is not known of it is empty, as fqn is of a NaN in the forward of a step that is not sampled (every=1 samples all). ddpprobe anomalies DIRECTORY says what followed.",
+    _row("first_cause_info", "", "1 for the first cause of the newest episode (head node), once all ranks have gone by its step, or 5 s later; behind a hang that is over it is the one before that, or none; what is not known of it is empty, as fqn is of a NaN in the forward of a step that is not sampled (every=1 samples all). ddpprobe anomalies DIRECTORY says what followed.",
          ("detector", "step", "rank", "fqn", "kind", "phase"), _first_cause),
     _row("orders_total", "orders", "What the head ordered all ranks to do at chosen steps: capture (full tensors), stop, or tell (on_anomaly= is a function); ddpprobe info RUN lists them with their steps and reasons.",
          ("action",), lambda v: [Reading((action,), v.orders.get(action, 0)) for action in ACTIONS] if v.is_head else []),

@@ -209,9 +209,20 @@ class JournalTail:
             self._fd = -1
 
     @property
-    def lag_bytes(self) -> int:
-        """Bytes written to the current segment that have not been decoded (yet)."""
-        return max(0, os.fstat(self._fd).st_size - self._offset) if self._fd >= 0 else 0
+    def read_to(self) -> tuple[int, int]:
+        """Segment, and byte in it, up to which everything is decoded."""
+        return self.segment, self._offset
+
+    @property
+    def written_to(self) -> tuple[int, int]:
+        """Segment, and byte in it, up to which the writer has written what can be decoded."""
+        last = max(segments_of(self.directory), default=self.segment)
+        if last <= self.segment and self._name in self.damage:
+            return self.read_to
+        try:
+            return last, (self.directory / f"{last:08d}.wal").stat().st_size
+        except OSError:  # it was folded into the store just now
+            return self.read_to
 
     @property
     def _name(self) -> str:

@@ -157,9 +157,14 @@ class RankTail:
         return self._segment
 
     @property
-    def lag_bytes(self) -> int:
-        """Bytes written and not decoded."""
-        return self._tail.lag_bytes
+    def read_to(self) -> tuple[int, int]:
+        """As of `JournalTail`."""
+        return self._tail.read_to
+
+    @property
+    def written_to(self) -> tuple[int, int]:
+        """As of `JournalTail`."""
+        return self._tail.written_to
 
     @property
     def damaged(self) -> int:

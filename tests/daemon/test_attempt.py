@@ -1,4 +1,4 @@
-"""One attempt on one node: whether its launcher may start it again."""
+"""One attempt on one node: whether its launcher may start it again, and what is still unread."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ddpprobe.daemon.attempt import RESTART_SECONDS, Attempt
 from ddpprobe.daemon.folding import Folding
 from ddpprobe.daemon.liveness import Exit
 from ddpprobe.ends.judge import CRASHED, ENDED, HUNG, RUNNING, STOPPED, UNDECIDED, VANISHED, End
+from ddpprobe.rundir.journal import segments_of
 
 from ..made_cluster import cluster
 from ..made_runs import NODE
@@ -89,3 +90,51 @@ def test_what_a_rank_closes_behind_the_last_look_is_there_for_the_next_daemon(
         made.look(1.0)
         made.look(10.0)
         assert [r.step for r in made.merged()] == list(range(60))
+
+
+def test_what_is_written_while_it_is_read_is_as_old_as_one_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(tmp_path, nodes=1) as made:
+        steps = iter(range(1, 100))
+        # A quick rank has written something more whenever what it wrote was read.
+        monkeypatch.setattr(made.head, "_watch_processes", lambda: made.train(next(steps)))
+        for _ in range(40):  # over several segments
+            made.look(1.0)
+            assert made.head.unread_since == made.now
+        monkeypatch.undo()
+        made.look(1.0)
+        assert made.head.unread_since is None
+        made.train(next(steps))
+        monkeypatch.setattr(attempt, "MAX_PENDING", 0)  # nothing more is read
+        made.look(1.0)
+        since = made.now
+        for _ in range(20):
+            made.train(next(steps))
+            made.look(1.0)
+        assert made.head.unread_since == since
+        monkeypatch.undo()
+        made.look(1.0)
+        assert made.head.unread_since is None
+
+
+@pytest.mark.parametrize("how", ["half a frame", "damage", "closed"])
+def test_what_nobody_will_ever_read_is_not_unread(tmp_path: Path, how: str) -> None:
+    with cluster(tmp_path, nodes=1) as made:
+        made.train(1)
+        if how == "closed":
+            made.head.poll(1.0)
+            made.train(2)
+            made.head.close(ended=False)
+            assert made.head.unread_since is None
+            return
+        made.look(1.0)
+        journal = made.run.rank_journal(0, NODE, 1)
+        segment = journal / f"{max(segments_of(journal)):08d}.wal"
+        with segment.open("ab") as file:
+            file.write(b"?" * 64 if how == "damage" else segment.read_bytes()[:20])
+        if how == "half a frame":
+            made.head.ranks[1].exit = Exit((0, 1), "SIGKILL", 5)
+        for _ in range(3):
+            made.look(1.0)
+        assert made.head.unread_since is None

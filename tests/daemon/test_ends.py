@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ import pytest
 from ddpprobe.daemon import ends
 from ddpprobe.daemon.liveness import Exit
 from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.judge import HUNG, RUNNING
+from ddpprobe.reader.merged_reader import MergedReader
+from ddpprobe.rundir import framing
 from ddpprobe.rundir.pidfds import UNKNOWN
 
-from ..made_cluster import cluster
+from ..made_cluster import Cluster, cluster
 
 
 def test_no_verdict_is_made_while_a_dead_rank_s_journal_is_still_being_read(
@@ -34,3 +38,47 @@ def test_no_verdict_is_made_while_a_dead_rank_s_journal_is_still_being_read(
         head.ends.look(head.ranks, over=False)
         assert head.state == "vanished"
         assert [a.detector for a in head.daemon_journal.lost] == [RANK_LOST]
+
+
+def let_stand(job: Cluster, step: int, monkeypatch: pytest.MonkeyPatch, ago: float) -> None:
+    """Let all ranks have given their last sign of life so long ago; the last one is behind."""
+    now = time.time_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: now() - int(ago * 1e9))
+        for rank in job.of(0):
+            job.beat(rank, step + 1 if rank < job.ranks - 1 else step)
+    job.look(1.0)
+    job.look(1.0)
+
+
+@pytest.mark.parametrize("then", ["trains", "ends", "another daemon"])
+def test_a_hang_is_the_first_cause_while_it_lasts_and_none_when_the_ranks_went_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    monkeypatch.setattr(ends, "SETTLED_SECONDS", -1.0)
+    with cluster(tmp_path, nodes=1) as job:
+        let_stand(job, 5, monkeypatch, 60.0)
+        told = job.head.daemon_journal
+        assert told is not None
+        assert job.head.state == HUNG
+        assert told.first_cause is not None
+        assert (told.first_cause.detector, told.first_cause.rank) == (RANK_LOST, 1)
+        if then == "another daemon":
+            job.kill()
+            job.start()
+            job.look(1.0)
+            told = job.head.daemon_journal
+            assert told is not None
+            assert told.first_cause is not None
+        if then == "ends":  # before anybody has looked again
+            monkeypatch.setattr(ends, "SETTLED_SECONDS", 1e9)
+        let_stand(job, 7, monkeypatch, 0.0)
+        assert job.head.state == RUNNING
+        if then == "ends":
+            for number in job.of(0):
+                job.writer(number).append_json(framing.LIFE, {"event": "closed", "status": "ok"})
+            job.head.close()
+        assert told.first_cause is None
+        assert told.anomalies[RANK_LOST, "page"] == 1
+        kept = MergedReader(job.run).daemon_anomalies(0)
+        assert [a.level for a in kept if a.detector == RANK_LOST] == ["info"]

@@ -72,6 +72,11 @@ class Head:
         end = End(state, (rank,), "SIGKILL", step, "forward", f"rank {rank}")
         self.journal.lose(end, anomalies_of(end, case, 0, self.journal.causes))
 
+    def went_on(self) -> None:
+        """Write down that the end that was told is none, as `Ends` does."""
+        self.journal.take_back()
+        self.wait()
+
     @property
     def told(self) -> list[Told]:
         """Everything that was told so far, in order."""
@@ -90,7 +95,7 @@ class Head:
         run = RunDir(self._directory.parents[3])
         assert run.daemon_journal(0, "node_0000") == self._directory
         found = MergedReader(run).daemon_anomalies(0)
-        return [(a.detector, a.step, a.rank, a.first_cause) for a in found]
+        return [(a.detector, a.step, a.rank, a.first_cause) for a in found if a.level == "page"]
 
     @property
     def shown(self) -> Told | None:
@@ -305,6 +310,62 @@ def test_a_crash_behind_a_hang_that_passed_is_another_episode(head) -> None:
         head.end(CRASHED, rank, 500)
         head.wait(running=False)
     assert [rank for _, _, rank, _ in head.told] == [2, 1, 3, 0]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_hang_that_is_over_is_no_cause_any_more_and_counts_on(head, restarted) -> None:
+    head.sample(0)
+    head.end(HUNG, 2, 1)
+    head.wait(running=False)
+    assert head.shown == ("rank_lost", 1, 2, None)
+    head.went_on()
+    if restarted:
+        head = follow(head)
+        head.wait()
+    assert head.shown is None
+    assert head.written == []  # a reader judges the end anew; nothing of the daemon's is a page
+    assert head.journal.anomalies == {("rank_lost", "page"): 1}
+    assert head.journal.blamed == {2: {"page": 1}}
+    head.end(HUNG, 2, 1)  # once more, in the same place
+    head.wait(running=False)
+    assert head.shown == ("rank_lost", 1, 2, None)
+    assert head.journal.anomalies == {("rank_lost", "page"): 2}
+    assert head.written == [("rank_lost", 1, 2, True)]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_behind_a_hang_that_is_over_the_cause_before_it_is_the_newest(head, restarted) -> None:
+    head.sample(0)
+    head.hear(alarm(5, 1))
+    head.wait(60)
+    nan = ("nonfinite", 5, 1, "blocks.1")
+    assert head.shown == nan
+    head.sample(400)
+    head.end(HUNG, 2, 401)
+    head.wait(running=False)
+    assert head.shown == ("rank_lost", 401, 2, None)
+    head.went_on()
+    if restarted:
+        head = follow(head)
+    head.wait(60)
+    assert head.shown == nan
+    assert head.written == [("nonfinite", 5, 1, True)]
+    assert head.told == [nan, ("rank_lost", 401, 2, None)]  # and not once more
+    head.end(CRASHED, 0, 700)
+    head.wait(running=False)
+    assert head.shown == ("rank_lost", 700, 0, None)
+
+
+def test_a_hang_that_followed_from_a_nan_leaves_that_as_the_cause_when_it_is_over(head) -> None:
+    head.sample(0)
+    head.hear(alarm(5, 1))
+    head.wait(60)
+    head.end(HUNG, 2, 6)
+    head.wait(running=False)
+    assert ("rank_lost", 6, 2, False) in head.written
+    head.went_on()
+    assert head.shown == ("nonfinite", 5, 1, "blocks.1")
+    assert head.written == [("nonfinite", 5, 1, True)]
 
 
 def test_a_nan_that_is_heard_of_behind_the_end_it_brought_about_is_the_cause(head) -> None:

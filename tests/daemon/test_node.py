@@ -499,6 +499,36 @@ def test_behind_an_end_that_is_an_alert_it_is_there_until_the_alert_is_sent(stat
     assert linger_of(7.0, state) == 7.0
 
 
+def counted(text: str) -> dict[str, float]:
+    """Return the counters of an exposition that count what was found."""
+    names = ("anomalies_total", "nonfinite_elements_total", "orders_total", "dropped_total")
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    of_found = [x for x in lines if x[0].partition("{")[0].endswith(names)]
+    return {series: float(value) for series, _, value in of_found}
+
+
+def test_what_was_found_in_an_attempt_still_counts_in_the_next_one(job) -> None:
+    """An increase that lies between two scrapes would be lost if the counters fell meanwhile."""
+    job.daemon(0, linger=600.0)
+    page = 'ddpprobe_anomalies_total{detector="nonfinite",level="page"}'
+    blamed = 'ddpprobe_rank_anomalies_total{level="page",rank="0"}'
+    bad = 'ddpprobe_nonfinite_elements_total{kind="grad_output",rank="0"}'
+    before: dict[str, float] = {}
+
+    def has_found(pages: int) -> bool:
+        """Look once; what is there at every look never falls."""
+        now = counted(job.metrics())
+        assert all(now.get(series, value) >= value for series, value in before.items())
+        before.update(now)
+        return before.get(page) == pages
+
+    for attempt in (0, 1):
+        job.rank(0, world=1, steps=9, attempt=attempt, bad=5)
+        wait(lambda n=attempt: has_found(n + 1))
+        assert (before[blamed], before[bad]) == (attempt + 1, 3 * (attempt + 1))
+        wait(lambda n=attempt: job.life("finished", attempt=n))
+
+
 def test_a_new_attempt_is_followed_while_the_daemon_lingers(job) -> None:
     daemon = job.daemon(0, linger=600.0)
     old = [job.rank(n, steps=20, hang=True) for n in range(2)]

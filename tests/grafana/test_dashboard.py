@@ -21,6 +21,7 @@ from ddpprobe.daemon.server import Server
 from ddpprobe.metrics.labels import label_value
 from ddpprobe.metrics.render import Exposition
 from ddpprobe.metrics.table import METRICS
+from ddpprobe.records.events import FirstCauseEvent
 from ddpprobe.records.node_view import FirstFailure, NodeView
 from ddpprobe.records.step import Site
 
@@ -209,12 +210,13 @@ def hostile(view: NodeView) -> NodeView:
     )
 
 
+HANG = FirstCauseEvent(detector="rank_lost", step=12, rank=0, phase="forward", time_ns=10**18)
 RANKS = 100  # more than are drawn by line
 VAST, NODE_RANKS = 1032, 8  # more than have a series each of everything, and those of one node
 
 
 def others(view: NodeView) -> dict[str, NodeView]:
-    """Return six more runs at the same moment, by their names; nobody knows a cause there."""
+    """Return more runs at the same moment, by their names; nobody knows a cause there at last."""
     unknown = replace(view, first_failure=None, first_cause=None, anomalies={}, exemplars={})
     rank = view.ranks[0]
     return {
@@ -230,6 +232,11 @@ def others(view: NodeView) -> dict[str, NodeView]:
             unknown, state="crashed", first_failure=FirstFailure(1, "SIGKILL", view.time_ns)
         ),
         "hung": replace(unknown, state="hung", stuck={0: "forward"}),
+        "passed": replace(
+            unknown,
+            first_cause=HANG if 12 < rank.steps <= 24 else None,
+            anomalies={("rank_lost", "page"): int(rank.steps > 12)},
+        ),
     }
 
 
@@ -261,7 +268,7 @@ class Scraped:
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     """A run of two ranks, scraped as it goes: healthy, then a NaN on rank 1, then its death.
 
-    Beside it, six runs of one job without a known cause, and one with hostile names.
+    Beside it, seven runs of one job without a known cause, and one with hostile names.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
@@ -304,6 +311,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
             'ddpprobe_rank_stuck{run="hung"}',
             'ddpprobe_first_failure_timestamp_seconds{run="killed"}',
             'increase(ddpprobe_anomalies_total{run="small",detector="output_jump"}[1m]) > 0',
+            'increase(ddpprobe_anomalies_total{run="passed",detector="rank_lost"}[1m]) > 0',
         )
         assert until(lambda: all(prometheus.now(expr) for expr in asked), 120)
         yield Scraped(prometheus, start, bad, time.time())
@@ -322,7 +330,7 @@ def situations(scraped: Scraped) -> list[dict[str, Any]]:
         well,
         *(
             {**whole, "job": "others", "run": run}
-            for run in ("large", "vast", "small", "lost", "killed", "hung")
+            for run in ("large", "vast", "small", "lost", "killed", "hung", "passed")
         ),
     ]
 
@@ -367,10 +375,29 @@ def test_what_went_wrong_without_a_first_cause_is_not_called_well(scraped: Scrap
         ("killed", "Rank 1 was the first to fail (SIGKILL)"),
         ("lost", "It did not end well, and the cause is not known"),
         ("small", "warning: output_jump"),
+        ("passed", "warning: rank_lost"),  # it went on: history, and no first cause
     ):
         [(words, when)] = now(scraped, "run", "Verdict", job="others", run=run)
         assert words == said
         assert scraped.start - 60 < when / 1000 < scraped.end
+
+
+def test_a_hang_that_is_over_was_a_fault_and_is_no_verdict(scraped: Scraped) -> None:
+    job = {"job": "others", "run": "passed"}
+    faults = [
+        row["metric"]["detector"]
+        for _, title, target in QUERIES
+        if title == "Faults, in order of time"
+        for row in scraped.prometheus.panel(target, scraped.start, scraped.end, **job)
+    ]
+    assert set(faults) == {"rank_lost"}
+    verdicts = [
+        row["metric"]
+        for _, title, target in QUERIES
+        if title == "Runs, the worst first" and "verdict" in target["expr"]
+        for row in scraped.prometheus.panel(target, scraped.start, scraped.end, job="others")
+    ]
+    assert verdicts == []
 
 
 def test_the_numbers_below_it_are_right(scraped: Scraped) -> None:
@@ -405,7 +432,7 @@ def test_of_a_vast_run_a_line_is_of_a_node_where_the_ranks_are_joined(scraped: S
 
 def test_runs_of_one_job_do_not_mix(scraped: Scraped) -> None:
     [(_, ranks)] = scraped.prometheus.now('count(ddpprobe_rank_info{job="others"})')
-    assert ranks == RANKS + NODE_RANKS + 4 * 2
+    assert ranks == RANKS + NODE_RANKS + 5 * 2
     for run, lost in (("large", 0), ("small", 1)):
         [(_, shown)] = now(scraped, "run", "Ranks lost", job="others", run=run)
         assert shown == lost
@@ -413,7 +440,7 @@ def test_runs_of_one_job_do_not_mix(scraped: Scraped) -> None:
 
 def test_the_fleet_has_a_line_per_run_and_counts_them(scraped: Scraped) -> None:
     rows = now(scraped, "fleet", "State by run", job=".*")
-    assert len(rows) == 8
+    assert len(rows) == 9
     [(_, failed)] = now(scraped, "fleet", "Failed or hung", job=".*")
     assert failed == 3
     [verdict] = [

@@ -456,23 +456,39 @@ def test_a_handler_of_a_signal_may_append_in_the_middle_of_an_append(
     writer.close()
 
 
-def test_what_is_written_and_not_decoded_is_told_in_bytes(tmp_path: Path) -> None:
-    writer = JournalWriter(tmp_path / "j", {})
+def test_how_far_a_journal_is_written_and_how_far_decoded(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path / "j", {}, segment_frames=2)
     tail = JournalTail(tmp_path / "j")
-    assert tail.lag_bytes == 0  # nothing was looked at yet
-    assert [f.type for f in tail.poll()] == [framing.META]
-    assert tail.lag_bytes == 0
     path = tmp_path / "j" / "00000000.wal"
-    size = path.stat().st_size
+    assert tail.read_to == (0, 0)
+    assert tail.written_to == (0, path.stat().st_size)
+    assert [f.type for f in tail.poll()] == [framing.META]
+    assert tail.read_to == tail.written_to
+    whole = path.stat().st_size
     assert writer.append(framing.LIFE, b"{}")
-    assert tail.lag_bytes == path.stat().st_size - size > 0
-    os.truncate(path, size + 5)  # torn: it stays undecoded
+    assert tail.written_to == (0, path.stat().st_size)
+    frame = path.read_bytes()[whole:]
+    os.truncate(path, whole + 5)  # torn: it stays undecoded
     assert list(tail.poll()) == []
-    assert tail.lag_bytes == 5
-    os.truncate(path, 3)  # never less than nothing
-    assert tail.lag_bytes == 0
+    assert (tail.read_to, tail.written_to) == ((0, whole), (0, whole + 5))
+    os.truncate(path, whole)  # and is taken back
+    assert tail.read_to == tail.written_to
+    with path.open("ab") as file:
+        file.write(frame)
+    for _ in range(4):
+        assert writer.append(framing.LIFE, b"{}")
+    last = max(journal.segments_of(tmp_path / "j"))
+    assert last > 0
+    size = (tmp_path / "j" / f"{last:08d}.wal").stat().st_size
+    assert tail.written_to == (last, size) > tail.read_to
+    assert list(tail.poll())
+    assert tail.read_to == (last, size)
+    with (tmp_path / "j" / f"{last:08d}.wal").open("ab") as file:
+        file.write(b"?" * 64)
+    assert list(tail.poll()) == []
+    assert tail.damage
+    assert tail.written_to == tail.read_to  # nobody reads on there
     tail.close()
-    assert tail.lag_bytes == 0
     writer.close()
 
 

@@ -33,6 +33,7 @@ from ddpprobe.reader.selection import Selection
 from ddpprobe.records.derived import NoiseScale
 from ddpprobe.records.events import FirstCauseEvent, OrderEvent, StalledEvent, SuspendedEvent
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
+from ddpprobe.records.past_counts import PastCounts
 from ddpprobe.records.site_memory import Magnitudes, Outliers, UpdateRatios
 from ddpprobe.records.step import Anomaly, StepRecord
 from ddpprobe.rundir import paths
@@ -61,11 +62,17 @@ def views(
     """
     newest = max(merged_reader.attempts(), default=-1)
     restarts = Counter[str]()
+    past: defaultdict[str, PastCounts] = defaultdict(PastCounts)  # by node
     for attempt in part.attempts(merged_reader):
         here = [a for a in anomalies if a.attempt == attempt and a.step > part.after]
         ends = not (live and attempt == newest)
         told = _Attempt(merged_reader, attempt, part, here, restarts, where=where, ends=ends)
-        yield from told.views(advance)
+        last: dict[str, NodeView] = {}
+        for view in told.views(advance):
+            last[view.node] = view
+            yield past[view.node].over(view)
+        for node, view in last.items():
+            past[node].take(view)
         restarts[told.end.state] += 1
 
 

@@ -18,9 +18,13 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ddpprobe.detectors.suite import order_of_cause
-from ddpprobe.ends.evidence import Evidence
-from ddpprobe.ends.judge import HUNG, RUNNING, UNDECIDED, judge
+from ddpprobe.ends.anomalies import RANK_LOST
+from ddpprobe.ends.evidence import UNKNOWN, Evidence
+from ddpprobe.ends.judge import HUNG, RUNNING, UNDECIDED, End, judge
+from ddpprobe.ends.rank_ends import ABSENT, LEFT, SILENT, RankEnds
 from ddpprobe.ends.stalls import is_late, is_still
+from ddpprobe.ends.words import how_of
+from ddpprobe.reader.endings import Ending, ending_of
 from ddpprobe.reader.live.live_view import (
     LiveView,
     RankNow,
@@ -31,9 +35,11 @@ from ddpprobe.reader.live.live_view import (
     worst_sites,
 )
 from ddpprobe.reader.merged_reader import MergedReader
+from ddpprobe.reader.rank_losses import rank_losses
 from ddpprobe.reader.run import Run
 from ddpprobe.reader.under_way import has_daemon, is_live
-from ddpprobe.records.events import DeathEvent, Event, FinishedEvent
+from ddpprobe.records.events import DeathEvent, EndEvent, Event, FinishedEvent
+from ddpprobe.records.fate import Fate
 from ddpprobe.records.site_stats import global_grad_norm
 from ddpprobe.records.step import STEP_PHASES, Anomaly, StepRecord, derive
 from ddpprobe.rundir import framing, heartbeat, safe_read, validate
@@ -63,7 +69,8 @@ class RunWatch:
         run: of which the newest attempt is watched.
     """
 
-    _state: str  # how the newest attempt ended; "": not judged yet
+    _ending: Ending | None  # how the newest attempt stands, if it does not just train,
+    _known: tuple[int, End] | None  # and what was known when that was judged
 
     def __init__(self, run: Run) -> None:
         self._run, self._directory = run, RunDir(run.path)
@@ -87,15 +94,17 @@ class RunWatch:
             self._begin(attempts[-1])
         self._read_daemons()
         live = self._is_under_way()
-        self._state = "" if live else self._state
-        found = order_of_cause(list(self._anomalies.values()))
         beats = dict(self._beats())
+        ending = self._judge(beats, live=live)
+        found = list(self._anomalies.values())
+        found = order_of_cause(found + (rank_losses(ending, found) if ending else []))
         pages = Counter(a.rank for a in found if a.level == "page")
-        ranks = [self._rank(n, beats.get(n), pages, live=live) for n in self._numbers(beats)]
+        ended = None if live or ending is None else RankEnds(ending.case)
+        ranks = [self._rank(n, beats.get(n), pages, ended) for n in self._numbers(beats)]
         merged = self._merged
         return LiveView(
             name=self._run.name,
-            state=RUNNING if live else self._last_state(),
+            state=RUNNING if live else ending.end.state if ending else UNDECIDED,
             source=str(self._run.path),
             world_size=self._world_size,
             ranks=worst_ranks(ranks),
@@ -106,7 +115,7 @@ class RunWatch:
             sampled_step=merged.step if merged else None,
             grad_norm=global_grad_norm(merged) if merged else None,
             notes=(
-                *self._stuck(beats, live=live),
+                *_stuck(ending, live=live),
                 *(() if self._tails or merged else (NO_DAEMON,)),
                 *self._others(beats),
             ),
@@ -117,22 +126,24 @@ class RunWatch:
         followed = self._attempt >= 0 and not self._finished and has_daemon(self._directory)
         return is_live(self._directory) or followed
 
-    def _last_state(self) -> str:
-        """Return how the newest attempt ended; it is judged once, as nothing of it changes."""
-        if not self._state:
-            endings = self._run.endings()
-            self._state = endings[-1].end.state if endings else UNDECIDED
-        return self._state
+    def _judge(self, beats: Mapping[int, Heartbeat], *, live: bool) -> Ending | None:
+        """Return how the newest attempt stands, as `ddpprobe anomalies` says it; None: it trains.
 
-    def _stuck(self, beats: Mapping[int, Heartbeat], *, live: bool) -> Iterator[str]:
-        """Say whom the others wait for, while it lasts."""
+        What the ranks said last is not read at each look, but when something else is known than
+        before, and once of a run that is over: nothing of it changes.
+        """
         for rank, beat in beats.items():
             self._evidence.take_beat(rank, "", beat)
         whole = live and not self._deaths and len(beats) == self._world_size
         still = whole and is_still(list(beats.values()), time.time_ns())
         end = judge(self._evidence.case(self._world_size, live=live, stalled=still))
-        if live and end.state == HUNG:
-            yield f"{HUNG}: {end.message}"
+        if self._attempt < 0 or (live and end.state == RUNNING):
+            return None
+        known = (self._said_ends, end) if live else None
+        if self._ending is None or known != self._known:
+            self._known = known
+            self._ending = ending_of(MergedReader(self._directory), self._attempt)
+        return self._ending
 
     def close(self) -> None:
         """Close the journals."""
@@ -149,7 +160,7 @@ class RunWatch:
         self._deaths: dict[int, str] = {}
         self._scalars: dict[int, Mapping[str, float]] = {}
         self._devices: dict[int, str] = {}
-        self._memory: dict[int, float] = {}
+        self._memory: dict[int, float | None] = {}
         self._host: Mapping[str, float] = {}
         self._merged: StepRecord | None = None
         self._here: set[int] = set()  # ranks that write to this directory
@@ -160,7 +171,9 @@ class RunWatch:
         self._steps, self._cpus = Rates(), Rates()
         self._world_size = 0
         self._evidence = Evidence()
-        self._state, self._finished = "", False
+        self._ending = self._known = None
+        self._said_ends = 0  # by daemons
+        self._finished = False
         if attempt >= 0:
             self._read_store(attempt)
 
@@ -226,6 +239,8 @@ class RunWatch:
             self._keep_base(record)
 
     def _take_anomaly(self, a: Anomaly) -> None:
+        if a.detector == RANK_LOST:
+            return  # the end is judged anew: it was told again, or is none any more
         self._anomalies[a.detector, a.step, a.micro, a.rank, a.module, a.kind, a.message] = a
 
     def _take_event(self, event: Event | None) -> None:
@@ -233,12 +248,14 @@ class RunWatch:
             self._evidence.take_event(event, None)
         if isinstance(event, DeathEvent):
             self._deaths[event.rank] = event.signal
+        self._said_ends += isinstance(event, EndEvent)
         self._finished = self._finished or isinstance(event, FinishedEvent)
 
     def _take_reading(self, reading: Mapping[str, Any]) -> None:
         self._host = {k: float(v) for k, v in reading["host"].items()}
         for rank, numbers in reading["ranks"].items():
-            self._memory[int(rank)] = float(numbers["resident_bytes"])
+            # A process that has ended, and that nobody has waited for yet, has none.
+            self._memory[int(rank)] = float(numbers["resident_bytes"]) or None
             busy = {"cpu": float(numbers["cpu_seconds"])}
             self._cpus.add(int(rank), reading["time_ns"] / 1e9, busy)
 
@@ -274,8 +291,13 @@ class RunWatch:
         return beat is None and number not in self._here and bool(self._here)
 
     def _rank(
-        self, number: int, beat: Heartbeat | None, pages: Counter[int | None], *, live: bool
+        self,
+        number: int,
+        beat: Heartbeat | None,
+        pages: Counter[int | None],
+        ended: RankEnds | None,
     ) -> RankNow:
+        """Return what is known of a rank; `ended`: how all of them ended, None while it trains."""
         scalars = self._scalars.get(number, {})
         seconds, busy = self._cpus.grown(number)
         known = RankNow(
@@ -287,12 +309,25 @@ class RunWatch:
         )  # fmt: skip
         if beat is not None:
             known = self._with_beat(known, beat)
-        elif self._is_elsewhere(number, beat) and number not in self._deaths:
-            return self._of_another_node(known, live=live)
+        fates = () if ended is None else ended.case.fates
+        fate = next((f for f in fates if f.rank == number), None)
+        if ended is not None and fate is not None and ended.part(fate) != ABSENT:
+            return self._ended(known, fate, ended.part(fate))
+        if self._is_elsewhere(number, beat) and number not in self._deaths:
+            return self._of_another_node(known, live=ended is None)
         death = self._deaths.get(number)
-        if death is None and not live and known.state not in {"closed", "paused"}:
-            death = "no last word"
         return known if death is None else replace(known, state="dead", why=death)
+
+    def _ended(self, known: RankNow, fate: Fate, part: str) -> RankNow:
+        """Say how a rank of a run that is over ended, and how far it came."""
+        told = self._told.get(known.rank)
+        steps = [known.step, fate.clock.step if fate.clock else None, told.step if told else None]
+        step = max((step for step in steps if step is not None), default=None)
+        if part in {LEFT, SILENT}:
+            return replace(known, state="closed", why="", step=step)
+        how = how_of(fate)
+        why = "no last word" if how in {"", UNKNOWN} else how
+        return replace(known, state="dead", why=why, step=step)
 
     def _of_another_node(self, known: RankNow, *, live: bool) -> RankNow:
         """Say what the merged steps tell of a rank whose heartbeat nobody sees here."""
@@ -303,7 +338,7 @@ class RunWatch:
         state, why = ("up", "") if live else ("unknown", ELSEWHERE)
         if live and known.rank in last.missing:
             state, why = "late", "missing in the last merged step"
-        elif live and is_late(seen, self._gap):
+        elif live and is_late(seen, self._gap or None):
             state, why = "late", "no step merged"
         return replace(known, state=state, why=why, step=told.step, seen=seen)
 
@@ -335,6 +370,12 @@ class RunWatch:
                 base = self._base.get(site.key)
                 growth = peak / base if base and np.isfinite(peak) else None
                 yield SiteNow(str(site), peak, rms, int(bad), growth)
+
+
+def _stuck(ending: Ending | None, *, live: bool) -> Iterator[str]:
+    """Say whom the others wait for, while it lasts."""
+    if live and ending is not None and ending.end.state == HUNG:
+        yield f"{HUNG}: {ending.end.message}"
 
 
 def _device(directory: Path) -> str:

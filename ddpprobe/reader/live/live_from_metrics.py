@@ -171,7 +171,8 @@ class UrlWatch:
         beat = value("rank_last_heartbeat_timestamp_seconds")
         seen = None if beat is None else max(0.0, now - beat)
         info = samples.first("rank_info", rank=str(number))
-        state, why = self._state(number, samples, seen, 1 / rate if rate else None)
+        usual = sum(phases.values()) / steps if steps else None
+        state, why = self._state(number, samples, seen, usual)
         return RankNow(
             number, state, why, int(steps), rate, phase, value("loss"), value("grad_norm"),
             value("rank_resident_memory_bytes"),

@@ -23,6 +23,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,8 @@ from rich.cells import cell_len
 
 from ddpprobe.cli.main import main
 from ddpprobe.cli.top_frame import ago, frame
-from ddpprobe.ends.anomalies import TITLES
+from ddpprobe.ends.anomalies import RANK_LOST, TITLES
+from ddpprobe.ends.judge import HUNG, End
 from ddpprobe.metrics.render import OPENMETRICS_CONTENT_TYPE, TEXT_CONTENT_TYPE, render
 from ddpprobe.reader.live.live_from_files import NO_DAEMON, RunWatch
 from ddpprobe.reader.live.live_from_metrics import NoMetricsError, UrlWatch, fetch, target
@@ -40,7 +42,7 @@ from ddpprobe.reader.live.live_view import LiveView, RankNow, SiteNow, worst_ran
 from ddpprobe.reader.run import open_run
 from ddpprobe.records.merge import merge_all
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
-from ddpprobe.records.step import Site, StepRecord
+from ddpprobe.records.step import Anomaly, Site, StepRecord
 from ddpprobe.rundir import framing, paths
 from ddpprobe.rundir.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.rundir.journal import JournalWriter
@@ -330,7 +332,104 @@ def test_a_run_that_was_folded_and_sealed_still_shows_its_last_step(tmp_path):
     now = watch.look()
     assert (now.state, now.sampled_step, len(now.sites)) == ("ended", 19, 3)
     assert now.anomalies[0].startswith("PAGE step 3 rank 0")
-    assert [(r.state, r.why) for r in now.ranks] == [("dead", "no last word")] * 2
+    assert [(r.state, r.why, r.step) for r in now.ranks] == [("closed", "", 19)] * 2
+    watch.close()
+
+
+def beat_of_all(made: Made, *states: str, step: int = 6, ago: float = 0.0) -> None:
+    for rank, state in enumerate(states):
+        beat(made, rank, step, state, ago)
+
+
+def said(rank: int | None, message: str, **changes: Any) -> Anomaly:
+    """What a daemon writes down of an end."""
+    place = {"rank": rank, "module": None, "kind": None, "step": 6, "message": message}
+    return replace(ANOMALY, detector=RANK_LOST, values={}, sampled=False, **place, **changes)
+
+
+def lost_lines(now: LiveView) -> list[str]:
+    return [line for line in now.anomalies if RANK_LOST in line]
+
+
+def test_a_hang_is_one_anomaly_however_often_it_was_told_and_none_when_it_is_over(lively):
+    beat_of_all(lively, "backward", "forward", ago=60.0)
+    lively.tell(framing.LIFE, {"event": "stalled", "time_ns": 1})
+    for message in ("rank 1 did not move on", "rank 1 did not move on; rank 0 waited"):
+        told = End(HUNG, (1,), "hang", 6, "forward", message)
+        lively.tell(framing.LIFE, {"event": "end", **told.to_json()})
+        lively.tell(framing.ANOMALY, said(1, message))
+    watch = RunWatch(open_run(lively.path))
+    now = watch.look()
+    (note,) = now.notes
+    assert note.startswith("hung: rank 1, in forward of step 6")
+    (line,) = lost_lines(now)
+    assert line.startswith("PAGE step 6 rank 1")
+    assert {r.rank: r.pages for r in now.ranks} == {0: 1, 1: 1}  # rank 0 has a NaN
+    lively.tell(framing.LIFE, {"event": "moving", "time_ns": 2})
+    beat_of_all(lively, "backward", "forward", step=7)
+    for each in (watch, RunWatch(open_run(lively.path))):
+        now = each.look()
+        each.close()
+        assert (now.notes, lost_lines(now)) == ((), [])
+        assert {r.rank: (r.state, r.pages) for r in now.ranks} == {0: ("up", 1), 1: ("up", 0)}
+
+
+def test_who_died_is_told_once_with_what_its_last_word_says(lively):
+    beat_of_all(lively, "forward", "backward")
+    watch = RunWatch(open_run(lively.path))
+    assert lost_lines(watch.look()) == []
+    error = {"type": "ValueError", "message": "boom"}
+    lively.writer(1).append_json(
+        framing.LIFE, {"event": "closed", "status": "exception", "error": error}
+    )
+    told = {"event": "exit", "rank": 1, "how": "exit:1", "order": 0, "witness": "w", "time_ns": 1}
+    lively.tell(framing.LIFE, told)
+    for message in ("rank 1 ended", "rank 1 ended, ValueError"):
+        lively.tell(framing.ANOMALY, said(1, message))
+    (line,) = lost_lines(watch.look())
+    assert "ValueError" in line
+    watch.close()
+
+
+def test_before_the_first_step_is_done_no_rank_is_late(lively):
+    """It may compile, or wait for its data: how long a step takes is not known."""
+    beat_of_all(lively, "forward", "start", step=0, ago=600.0)
+    watch = RunWatch(open_run(lively.path))
+    found = {r.rank: (r.state, r.why) for r in watch.look().ranks}
+    assert found == {0: ("up", ""), 1: ("starting", "")}
+    beat(lively, 0, 1, ago=600.0)
+    assert watch.look().ranks[0].state == "late"
+    watch.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "SIGKILL", "nobody saw it"])
+def test_of_an_ended_run_without_heartbeats_it_says_how_the_ranks_ended(tmp_path, how):
+    made = Made(tmp_path / "run", segment_frames=512).whole(5)
+    told = {"event": "exit", "order": -1, "witness": "w", "time_ns": 1}
+    if how == "SIGKILL":
+        for rank, signal_ in ((0, "SIGTERM"), (1, how)):
+            made.tell(framing.LIFE, {**told, "rank": rank, "how": signal_})
+    made.tell(framing.LIFE, {"event": "finished"})
+    made.close(cleanly=how == "closed")
+    watch = RunWatch(open_run(made.path))
+    now = watch.look()
+    watch.close()
+    ended = {r.rank: (r.state, r.why, r.step) for r in now.ranks}
+    whole = {
+        "closed": {0: ("closed", "", 4), 1: ("closed", "", 4)},
+        "SIGKILL": {0: ("dead", "SIGTERM", 4), 1: ("dead", "SIGKILL", 4)},
+        "nobody saw it": {0: ("dead", "no last word", 4), 1: ("dead", "no last word", 4)},
+    }
+    assert ended == whole[how]
+    assert "no step yet" not in text(now)
+
+
+def test_memory_of_a_process_that_is_gone_is_not_known(lively):
+    ranks = {"0": {"resident_bytes": 0.0, "cpu_seconds": 3.0}}
+    lively.tell(framing.SAMPLE, {"time_ns": 1, "host": {}, "ranks": ranks})
+    watch = RunWatch(open_run(lively.path))
+    beat_of_all(lively, "forward", "backward")
+    assert [r.resident_bytes for r in watch.look().ranks] == [None, None]
     watch.close()
 
 
@@ -384,6 +483,21 @@ VIEW = NodeView(
     host={"cpu_ratio": 0.25},
 )  # fmt: skip
 URL = "http://127.0.0.1:13377"
+
+
+def test_a_daemon_s_rank_is_late_by_what_its_steps_took_and_never_before_the_first():
+    still = {"last_heartbeat_ns": VIEW.time_ns - 300 * 10**9}
+    for changes, state in (
+        ({"steps": 0, "phase_seconds": {"forward": 5.0}}, "up"),
+        ({"steps": 40}, "late"),
+        ({"steps": 2, "phase_seconds": {"forward": 100.0}}, "up"),
+    ):
+        view = replace(VIEW, ranks=(replace(VIEW.ranks[0], **still, **changes),))
+        watch = UrlWatch(URL, lambda _, view=view: served(view))
+        assert [watch.look().ranks[0].state for _ in range(2)] == [state] * 2
+        later = replace(view, time_ns=view.time_ns + 10**9)
+        watch._fetch = lambda _, later=later: served(later)
+        assert watch.look().ranks[0].state == state  # nor because it has no pace any more
 
 
 def served(view: NodeView, *, openmetrics: bool = True) -> tuple[bytes, str]:
@@ -499,7 +613,7 @@ def test_without_a_run_the_newest_one_is_shown(tmp_path, monkeypatch, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["format_version"] == 1
     assert told["source"] == "ddpprobe-runs/old"
-    assert [r["state"] for r in told["ranks"]] == ["dead"] * 2
+    assert [r["state"] for r in told["ranks"]] == ["closed"] * 2
 
 
 class Terminal:

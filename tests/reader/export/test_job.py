@@ -351,6 +351,31 @@ def test_steps_and_a_rank_select(run, call, tmp_path) -> None:
     assert len({t for _, _, t in found["ddpprobe_site_rms"]}) == 10
 
 
+def test_what_was_found_in_an_attempt_still_counts_in_the_next_one(tmp_path, call) -> None:
+    for attempt in range(2):
+        made = made_runs.Made(tmp_path / "run", attempt=attempt)
+        for step in range(BAD + 2):
+            now = (START + 100 * attempt + step) * 10**9
+            parts = [record(rank, step) for rank in range(2)]
+            made.write([replace(x, attempt=attempt, wall_time_ns=now) for x in parts])
+        made.close()
+    code, text, _ = call(tmp_path / "run", "--format", "openmetrics")
+    assert code == 0
+    pages = ddpprobe.open(tmp_path / "run").anomalies()
+    assert {a.attempt for a in pages} == {0, 1}
+    for name, labels, last in (
+        ("anomalies_total", {"detector": "nonfinite", "level": "page"}, 2),
+        ("rank_anomalies_total", {"rank": "1", "level": "page"}, 2),
+        ("nonfinite_elements_total", {"rank": "1", "kind": "output"}, 2 * 64 * 2),
+    ):
+        found = samples_of(text)[f"ddpprobe_{name}"]
+        values = [v for x, v, _ in found if labels.items() <= x.items()]
+        assert values == sorted(values)
+        assert (values[0], values[-1]) == (0, last)
+    steps = [v for x, v, _ in samples_of(text)["ddpprobe_steps_total"] if x["rank"] == "0"]
+    assert steps.count(0) == 2  # a rank's own: they begin anew with its process
+
+
 def test_a_restarted_run_goes_on_in_the_same_series(tmp_path, call) -> None:
     for attempt in range(2):
         made = made_runs.Made(tmp_path / "run", attempt=attempt)
