@@ -263,8 +263,6 @@ class F04(Fault):
     def update(self) -> None:
         if not self.lasts:
             self.optimizer.step()
-        else:
-            self.probe.step()
         self.optimizer.zero_grad()
 
 

@@ -34,6 +34,7 @@ from ddpprobe.rank.phase_times import BACKWARD, DATA, FORWARD, OPTIMIZER, PhaseT
 from ddpprobe.rank.step_events import Events
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.torch_private import dynamo
+from ddpprobe.rank.unstepped import Unstepped
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.rundir.stopwatch import Stopwatch
@@ -97,6 +98,7 @@ class StepClock:
         self._blind = 0  # optimizer steps before any forward of the root was seen
         self.owners = Owners(topology)
         self._lending = Lending(topology, self.owners)
+        self._unstepped = Unstepped()
         self._handles: list[RemovableHandle] = []
         self._act = act
         self._host, self._follows = host, follows
@@ -268,6 +270,7 @@ class StepClock:
                 skipped = self._events.given_up(vanished=vanished)
                 if skipped or (vanished and not self._lending.throws_away()):
                     self._end_step(skipped=skipped)
+            self._go_on()
         self._throw_away()
         if self._ended:  # inside a running step() too: LBFGS calls its closure there
             self._begin_step()
@@ -330,6 +333,8 @@ class StepClock:
         self.passes.backward_over()
         self.backward.forget()
         self._lending.backward_over(self.micro + 1, in_a_step=bool(self._running))
+        if self.trains and not self._running:
+            self._unstepped.backward()
         self._events.backward_ended()
         if not self._ended and self._lending.was_frozen():
             self._lend()
@@ -347,6 +352,7 @@ class StepClock:
             if self.owners.any or self._is_anothers(optimizer):
                 self._lending.another_steps()
             self.passes.another_steps()
+            self._unstepped.another_steps()
             return None
         if id(optimizer) in self._running:  # its last step() raised and never ended
             del self._running[self._running.index(id(optimizer)) :]
@@ -403,10 +409,12 @@ class StepClock:
         if self._blind == _BLIND_STEPS and self._events.blind():
             self._blind = 0
 
-    def _end_step(self, *, skipped: bool) -> None:
+    def _end_step(self, *, skipped: bool, unstepped: bool = False) -> None:
         if self._ended:
             return
         self._ended = True
+        if not unstepped:
+            self._unstepped.step()
         self.passes.end_step(self.step)
         self.steps += 1
         self.skipped += skipped
@@ -452,10 +460,18 @@ class StepClock:
             for clock in _listening
         )
 
+    def _go_on(self) -> None:
+        """End a step that no optimizer takes any more, in a loop that goes on without."""
+        if self._ended or self._manual or self._follows or not self._unstepped.goes_on:
+            return
+        if self._unstepped.end(gone=self._lending.was_thrown_away()):
+            self._end_step(skipped=False, unstepped=True)
+
     def _throw_away(self) -> None:
         """Take for lent what came before a `zero_grad` that no step of this model's followed."""
         if not self._ended and self._lending.was_thrown_away():
             self.passes.throw_away()
+            self._unstepped.throw_away()
             self._lend()
 
     def _lend(self) -> None:
