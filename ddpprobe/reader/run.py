@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpprobe.detectors.settings import Settings
 from ddpprobe.detectors.suite import order_of_cause
-from ddpprobe.errors import RunNotFound
+from ddpprobe.errors import RunNotFound, TensorError, UnknownSeries
 from ddpprobe.reader.captured_steps import (
     CapturedStep,
     captured_attempts,
@@ -27,6 +27,7 @@ from ddpprobe.reader.readings import NodeReading, read_readings
 from ddpprobe.reader.run_directories import newest
 from ddpprobe.reader.run_html import html_of
 from ddpprobe.reader.run_numbers import RunNumbers
+from ddpprobe.reader.selection import check_attempt
 from ddpprobe.reader.summary import summarize
 from ddpprobe.reader.tensors import Captured, GlobalTensor, StoredCall
 from ddpprobe.reader.under_way import is_under_way
@@ -97,16 +98,21 @@ class Run(RunNumbers):
         return self._merged_reader.attempts()
 
     def ranks(self, attempt: int | None = None) -> list[int]:
-        """Ranks that left records in an attempt (default: the last one)."""
-        attempts = self._merged_reader.attempts()
-        return (
-            self._merged_reader.ranks(attempts[-1] if attempt is None else attempt)
-            if attempts
-            else []
-        )
+        """Ranks that left records in an attempt (default: the last one).
+
+        Raises:
+            UnknownSeries: there is no such attempt, although there are others.
+        """
+        attempts = self._attempts(attempt)
+        return self._merged_reader.ranks(attempts[-1]) if attempts else []
 
     def sampled_steps(self, attempt: int, rank: int | None = None) -> list[int]:
-        """Return the sampled steps of an attempt that are held of a rank (None: of any)."""
+        """Return the sampled steps of an attempt that are held of a rank (None: of any).
+
+        Raises:
+            UnknownSeries: there is no such attempt or rank, although there are others.
+        """
+        self._asked(rank, attempt)
         ranks = self._merged_reader.ranks(attempt) if rank is None else [rank]
         found = [self._merged_reader.rank_steps(attempt, r) for r in ranks]
         merged = [] if rank is not None else [self._merged_reader.told_steps(attempt)]
@@ -152,9 +158,13 @@ class Run(RunNumbers):
         return summary if url is None else {**summary, "path": url}
 
     def readings(self, attempt: int | None = None) -> Iterator[NodeReading]:
-        """Yield what the daemons read of their hosts and of the ranks' processes, node by node."""
-        for number in self._attempts(attempt):
-            yield from read_readings(self._merged_reader, number)
+        """Yield what the daemons read of their hosts and of the ranks' processes, node by node.
+
+        Raises:
+            UnknownSeries: there is no such attempt, although there are others.
+        """
+        reader = self._merged_reader
+        return (r for number in self._attempts(attempt) for r in read_readings(reader, number))
 
     def anomalies(self) -> list[Anomaly]:
         """Return what went wrong in order of cause, each first cause before what followed from it.
@@ -208,7 +218,11 @@ class Run(RunNumbers):
         ]
 
     def captures(self, attempt: int | None = None) -> list[Captured]:
-        """Return the steps of which full tensors were kept (of all attempts), ascending."""
+        """Return the steps of which full tensors were kept (of all attempts), ascending.
+
+        Raises:
+            TensorError: there is no such attempt, although there are others.
+        """
         self._lose_expiry(attempt)
         steps = [
             s for n in self._captured(attempt) for s in captured_steps(self._merged_reader.run, n)
@@ -231,7 +245,8 @@ class Run(RunNumbers):
             call: which call of the module in it, from 0.
 
         Raises:
-            TensorError: it was not captured, or has expired; the text says what is there.
+            TensorError: it was not captured, or has expired, or there is no such attempt; the text
+                says what is there.
         """
         found = self._captured_step(step, attempt)
         return found.tensor(found.find(site, micro, call))
@@ -240,7 +255,7 @@ class Run(RunNumbers):
         """Return what each rank kept of each call of a module at a step, by rank.
 
         Raises:
-            TensorError: the step was not captured, or has expired.
+            TensorError: the step was not captured, or has expired, or there is no such attempt.
         """
         return self._captured_step(step, attempt).capsules(module)
 
@@ -255,8 +270,12 @@ class Run(RunNumbers):
             self._merged_reader.lose(*damage_of_expiry(run, number))
 
     def _captured(self, attempt: int | None) -> list[int]:
-        run = self._merged_reader.run
-        return captured_attempts(run, self.attempts()) if attempt is None else [attempt]
+        known = captured_attempts(self._merged_reader.run, self.attempts())
+        try:
+            check_attempt(attempt, known)
+        except UnknownSeries as error:
+            raise TensorError(str(error)) from None
+        return known if attempt is None else [attempt]
 
     def _captured_step(self, step: int, attempt: int | None) -> CapturedStep:
         fetch_captured(self.path, step)
