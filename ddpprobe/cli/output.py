@@ -81,6 +81,18 @@ def _complain_of(what: str, things: Iterable[object]) -> bool:
     return bool(texts)
 
 
+def check_file(file: Path, name: str) -> None:
+    """Raise RunError, which says what to type, if no file can be written here.
+
+    Args:
+        file: where it is to be written.
+        name: of a file that may be written into a directory that was given in its place.
+    """
+    if file.is_dir():
+        raise RunError(f"{file}: a directory; give the file to write: -o {file / name}")
+    check_place(file)
+
+
 def check_place(file: Path) -> None:
     """Raise RunError, which says what to type, if a file's directory does not exist."""
     above = file.parent
