@@ -48,7 +48,7 @@ class Overview:
         self._sampled = 0
 
     def add_steps(self, steps: NDArray[np.int64], sampled: NDArray[np.bool_]) -> None:
-        """Take in which steps [rows] there are, and which of them were sampled."""
+        """Take in which steps [rows] there are, and which were sampled and came to their end."""
         if len(steps):
             self._steps = [min([*self._steps, int(steps.min())]),
                            max([*self._steps, int(steps.max())])]  # fmt: skip

@@ -27,6 +27,7 @@ from ddpprobe.cli.output import (
 from ddpprobe.cli.run_argument import add_run
 from ddpprobe.detectors.suite import Episode, episodes
 from ddpprobe.ends.judge import told
+from ddpprobe.reader.completeness import NOTHING_SAMPLED
 from ddpprobe.reader.models import FirstOfModels, Models, models_in
 from ddpprobe.reader.run import Run, open_run
 from ddpprobe.reader.text import UNOBSERVED, plain
@@ -153,6 +154,8 @@ def nothing(held: Completeness, damaged: bool, hidden: int, level: str) -> str: 
     steps = _steps(held.sampled)
     if held.complete and not damaged:
         return f"no anomalies{below}{' so far' if held.live else ''} in {steps}"
+    if held.empty and not damaged:
+        return NOTHING_SAMPLED
     if not held.held:
         return f"nothing found{below} in what is held: no sampled step of all ranks"
     return f"nothing found{below} in what is held: {held.held} of {steps} of all ranks"

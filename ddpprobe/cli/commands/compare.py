@@ -283,7 +283,7 @@ def _nothing_found(runs: tuple[Run, Run], found: Comparison, args: argparse.Name
         return RunError(f"no site matches {args.sites!r}; nearest: {nearest(args.sites, known)}")
     empty = [str(r.path) for r, n in zip(runs, found.only, strict=True) if not n]
     if empty:
-        return RunError(f"{' and '.join(empty)}: no step was sampled yet")
+        return RunError(f"{' and '.join(empty)}: no step was sampled")
     return RunError(
         f"no step was sampled in both: {found.only[0]} only in A, {found.only[1]} only in B; "
         "give both runs the same every="

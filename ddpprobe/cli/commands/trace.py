@@ -399,7 +399,7 @@ def _no_step(run_: Run, args: argparse.Namespace) -> Exception:
     """Say that no step was sampled in a range, and which ones are next to it."""
     steps = np.unique([step for n in run_.attempts() for step in run_.sampled_steps(n, args.rank)])
     if not len(steps):
-        return RunError(f"{args.run}: no step was sampled yet")
+        return RunError(f"{args.run}: no step was sampled")
     near = sampled_around(steps, args.steps)
     reach = f"they reach from {steps[0]} to {steps[-1]}; nearest: {near}"
     return RunError(f"no sampled step in --steps; {reach}")
@@ -409,7 +409,7 @@ def _no_scalar(run_: Run, args: argparse.Namespace) -> Exception:
     """Say whether it is the name or the steps that match nothing."""
     known = {s.name for s in run_.matching_scalars("*", args.rank) if s.given.any()}
     if not known:
-        return RunError(f"{args.run}: no rank has said a number of a step yet")
+        return RunError(f"{args.run}: no rank has said a number of a step")
     if args.scalar is None and not known.intersection(HEALTH):
         there = ", ".join(sorted(known))
         return RunError(f"this run has no loss and no gradient norm; --scalar takes one of {there}")

@@ -447,7 +447,7 @@ def test_wrong_use_is_one_line_and_exit_2(tmp_path, call):
         ((a, b, "--sites", "blocks.1"), ""),
         ((a, b, "--sites", "bloks"), "no site matches 'bloks'; nearest: blocks."),
         ((a, tmp_path / "late"), "no step was sampled in both: 6 only in A, 2 only in B"),
-        ((a, tmp_path / "empty"), "empty: no step was sampled yet"),
+        ((a, tmp_path / "empty"), "empty: no step was sampled"),
         ((a, b, "--exact", "--rtol", "0.1"), "--exact leaves nothing to --rtol"),
     ]:
         code, _, err = call("compare", *words)
