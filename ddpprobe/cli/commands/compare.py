@@ -183,9 +183,11 @@ def _checksums(compared: int, first: Bits | None) -> Iterator[str]:
 
 
 def _notes(found: Comparison) -> Iterator[str]:
-    for name, only in zip("AB", found.only, strict=True):
+    for name, only, torn in zip("AB", found.only, found.torn, strict=True):
         if only:
             yield f"not compared: {_count(only, 'step')} that only {name} sampled"
+        if torn:
+            yield f"not compared: {_count(torn, 'step')} that never came to an end in {name}"
     if found.incomplete:
         yield f"a rank is missing at {_count(found.incomplete, 'compared step')}"
     for why, sites in found.left_out.items():
@@ -232,7 +234,7 @@ def as_json(runs: tuple[Run, Run], allowed: Tolerance, answer: Answer) -> dict[s
         "tolerance": {"rtol": allowed.rtol, "atol": allowed.atol, "exact": allowed.exact},
         "steps": {
             "compared": found.steps, "first": found.first, "last": found.last,
-            "only": found.only, "incomplete": found.incomplete,
+            "only": found.only, "torn": found.torn, "incomplete": found.incomplete,
         },
         "sites": found.sites,
         "parted": bool(differences),
@@ -281,6 +283,11 @@ def _nothing_found(runs: tuple[Run, Run], found: Comparison, args: argparse.Name
     if found.steps:
         known = (str(site) for r in runs for site in r.series("*", "numel").sites)
         return RunError(f"no site matches {args.sites!r}; nearest: {nearest(args.sites, known)}")
+    if any(found.torn):
+        return RunError(
+            "no step was sampled in both and came to its end: "
+            f"{found.torn[0]} did not in A, {found.torn[1]} not in B"
+        )
     empty = [str(r.path) for r, n in zip(runs, found.only, strict=True) if not n]
     if empty:
         return RunError(f"{' and '.join(empty)}: no step was sampled")
