@@ -16,7 +16,7 @@ from ddpprobe.ends.judge import RUNNING, UNDECIDED
 from ddpprobe.errors import Error
 from ddpprobe.reader.completeness import NOTHING_SAMPLED, steps_taken, took_none
 from ddpprobe.reader.endings import ending_of
-from ddpprobe.reader.identity import identity_of
+from ddpprobe.reader.identity import Identity, identity_of
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event
 from ddpprobe.reader.rank_losses import rank_losses
@@ -149,19 +149,19 @@ class _Moment(MergedReader):
         return self._events[attempt]
 
 
-def _listed(path: Path, identity: dict[str, Any], began: int) -> ListedRun:
-    reader = _Moment(RunDir(path))
+def _listed(path: Path, identity: Identity, began: int) -> ListedRun:
+    reader, told = _Moment(RunDir(path)), identity.told
     line = ListedRun(
-        path=path, began_ns=began, name=str(identity.get("name") or ""),
-        run_id=str(identity.get("run_id") or ""),
+        path=path, began_ns=began, name=str(told.get("name") or ""),
+        run_id=str(told.get("run_id") or ""), damage=identity.lost,
     )  # fmt: skip
     attempts = reader.attempts()
     if not attempts:
         return line
     attempt = attempts[-1]
     ending = ending_of(reader, attempt)
-    told = [a for a in reader.daemon_anomalies(attempt) if a.detector != RANK_LOST]
-    found = told + rank_losses(ending, told)
+    judgements = [a for a in reader.daemon_anomalies(attempt) if a.detector != RANK_LOST]
+    found = judgements + rank_losses(ending, judgements)
     # A step that never came to its end is none that was judged, as `completeness` counts them.
     steps, judged_steps = reader.told_steps(attempt, whole=True)
     judged, taken = int(judged_steps.sum()), steps_taken(reader, attempt)
@@ -180,7 +180,7 @@ def _listed(path: Path, identity: dict[str, Any], began: int) -> ListedRun:
         sampled=max(taken, judged),
         whole=told_all and (ending.end.state == RUNNING or 0 < judged >= taken),
         empty=ending.end.state != RUNNING and not judged and took_none(reader, attempt),
-        damage=str(reader.lost[0]) if reader.lost else "",
+        damage=str(reader.lost[0]) if reader.lost else identity.lost,
     )
 
 

@@ -19,7 +19,7 @@ from ddpprobe.reader.captured_steps import (
 from ddpprobe.reader.completeness import Completeness, completeness
 from ddpprobe.reader.endings import Death, Ending, deaths_of, ending_of
 from ddpprobe.reader.expired import expired_in
-from ddpprobe.reader.identity import identity_of
+from ddpprobe.reader.identity import Identity, identity_of
 from ddpprobe.reader.listed_run import listed
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.not_a_run import WHERE
@@ -52,12 +52,12 @@ class Run(RunNumbers):
 
     Args:
         path: the run directory; see `open_run`, which says what is wrong with a path.
-        identity: content of its run.json.
+        identity: content of its run.json, or what is known of it.
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+    def __init__(self, path: Path, identity: Identity) -> None:
         super().__init__(path)
-        self._identity = identity
+        self._identity, self._identity_lost = identity.told, identity.lost
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -78,8 +78,13 @@ class Run(RunNumbers):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What run.json says; {} without one."""
+        """What run.json says; without one what the store or the ranks say, {} if none does."""
         return dict(self._identity)
+
+    @property
+    def identity_lost(self) -> str:
+        """That run.json is missing, and what is therefore not known; "" if it is there."""
+        return self._identity_lost
 
     @property
     def lost(self) -> list[Lost]:
@@ -133,11 +138,11 @@ class Run(RunNumbers):
         expected then), `overhead` (what ddpprobe adds to a step of the newest attempt, by the
         step's own time, as it was last measured: `ratio`, and the `rank` where it is most),
         `sites` (number), `bytes` {store, manifest, journal, total},
-        `anomalies` {page, warn, info}, `first_death`, `lost` (texts), and `attempts`: for each
-        `attempt`, `steps`, `pace`, `overhead`, `sites`, `first_death`, `sealed`, `unsealed`
-        (nodes),
-        `command` (`words`, `directory`, `commit`, `changed`: what was typed to start it, by
-        `records.events.CommandEvent`; None if no daemon saw it alive),
+        `anomalies` {page, warn, info}, `first_death`, `lost` (texts), `identity_lost` (that
+        run.json is missing, and what is not known therefore; None if it is there), and `attempts`:
+        for each `attempt`, `steps`, `pace`, `overhead`, `sites`, `first_death`, `sealed`,
+        `unsealed` (nodes), `command` (`words`, `directory`, `commit`, `changed`: what was typed to
+        start it, by `records.events.CommandEvent`; None if no daemon saw it alive),
         `torn_bytes`, `silent_ranks`, `orders` (`order_history.orders_of`) and `ranks`: `rank`,
         `local_rank`, `node`, `hostname`, `device`, `pid`, `status`,
         `first_step`, `last_step`, `sampled`, `expected` (steps that it sampled, or another rank),
@@ -155,6 +160,7 @@ class Run(RunNumbers):
             self.endings(),
         )
         url = url_of(self.path)
+        summary["identity_lost"] = self.identity_lost or None
         return summary if url is None else {**summary, "path": url}
 
     def readings(self, attempt: int | None = None) -> Iterator[NodeReading]:

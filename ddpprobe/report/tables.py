@@ -46,6 +46,7 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _said(info["attempts"])
     yield "size", size(info["bytes"]["total"])
     yield "path", str(info["path"])
+    yield "identity", info["identity_lost"] or ""
 
 
 def _said(attempts: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:

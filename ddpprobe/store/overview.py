@@ -63,11 +63,11 @@ class Overview:
                 self._labels.append(site)
         at = np.array([self._sites[site.key] for site in sites], np.intp)
         bad = observed("nonfinite", counts, values)
-        rms = observed("rms", counts, values)
-        self._rms.add(at, rms, rms, bad > 0)
-        for track, stat in ((self._abs_max, "abs_max"), (self._zero_ratio, "zero_ratio")):
+        is_bad: NDArray[np.bool_] = np.greater(bad, 0)
+        tracks = {"rms": self._rms, "abs_max": self._abs_max, "zero_ratio": self._zero_ratio}
+        for stat, track in tracks.items():
             found = observed(stat, counts, values)
-            track.add(at, found, found, bad > 0)
+            track.add(at, found, found, is_bad)
         self._bad = _grown(self._bad, len(self._labels), 0)
         np.add.at(self._bad, at, np.nan_to_num(bad).sum(axis=0).astype(np.int64))
 
@@ -83,9 +83,10 @@ class Overview:
         values, given = values[..., chosen], given[..., chosen]
         known = given & np.isfinite(values)
         finite, all_ = _means(values, known), _means(values, given)
-        self._scalars.add(at, finite, all_, (given & ~known).any(axis=1))
+        bad = given & ~known
+        self._scalars.add(at, finite, all_, np.logical_or.reduce(bad, axis=1))
         self._bad_scalars = _grown(self._bad_scalars, len(self._names), 0)
-        np.add.at(self._bad_scalars, at, (given & ~known).sum(axis=(0, 1)))
+        np.add.at(self._bad_scalars, at, bad.sum(axis=(0, 1)))
 
     def rows(self, facts: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Return the table: a list for each of `TYPES`, None where something is not known.

@@ -16,14 +16,14 @@ from ddpprobe.cli import completion
 from ddpprobe.cli.names import shortened
 from ddpprobe.cli.output import report_gaps, say, say_json, table
 from ddpprobe.cli.progress import progress
-from ddpprobe.cli.run_argument import add_run
+from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.errors import RunError
 from ddpprobe.reader.compare.difference import Comparison, Difference, Growth
 from ddpprobe.reader.compare.run_differences import Bits, first_bits, reasons
 from ddpprobe.reader.compare.runs import compare
 from ddpprobe.reader.compare.timeline import length
 from ddpprobe.reader.compare.tolerance import Tolerance
-from ddpprobe.reader.run import Run, open_run
+from ddpprobe.reader.run import Run
 from ddpprobe.reader.text import UNOBSERVED, number, plain
 from ddpprobe.records.near_names import nearest
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Print where the runs part; 3 if one of the stores is damaged."""
     if args.exact and (args.rtol is not None or args.atol):
         raise RunError("--exact leaves nothing to --rtol and --atol: give one or the other")
-    runs = open_run(args.run), open_run(args.other)
+    runs = opened(args.run), opened(args.other)
     allowed = Tolerance(args.rtol, args.atol, args.exact)
     total = sum(map(length, runs)) or None
     with progress("comparing", total, silent=args.json) as bar:

@@ -23,12 +23,12 @@ from ddpprobe.cli.commands.trace import check_rank, step_range
 from ddpprobe.cli.local_server import ends_with_sigterm
 from ddpprobe.cli.output import Shown, check_file, check_place, complain, report_gaps, say, say_json
 from ddpprobe.cli.progress import progress
-from ddpprobe.cli.run_argument import add_run
+from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.cli.serving import serve
 from ddpprobe.errors import RunError
 from ddpprobe.metrics.table import SERIES_LIMIT
 from ddpprobe.reader.export.job import Job
-from ddpprobe.reader.run import Run, open_run
+from ddpprobe.reader.run import Run
 from ddpprobe.reader.selection import EVERY_RANK, Selection
 from ddpprobe.reader.text import plain, size
 from ddpprobe.rundir import paths
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
 
-    run_ = open_run(args.run)
+    run_ = opened(args.run)
     _check(args)
     job, path = Job(run_, _part(run_, args)), args.output
     _check_output(run_, args)

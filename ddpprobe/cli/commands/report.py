@@ -11,8 +11,7 @@ from pathlib import Path
 
 from ddpprobe.cli.output import check_file, report_gaps, say, say_json
 from ddpprobe.cli.progress import progress
-from ddpprobe.cli.run_argument import add_run
-from ddpprobe.reader.run import open_run
+from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.reader.text import plain, size
 from ddpprobe.report.page import render
 from ddpprobe.report.story import gather
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page; 3 if the store is damaged, and then the page says what is lost."""
-    run_ = open_run(args.run)
+    run_ = opened(args.run)
     path = args.output or Path(f"{run_.path.resolve().name}.html")
     check_file(path, "report.html")
     with progress("reading", None, silent=args.json) as bar:

@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from ddpprobe.cli.completion import offer
 from ddpprobe.cli.names import MOST, shortened
 from ddpprobe.cli.output import colours, complain, report_gaps, say, say_json, table
-from ddpprobe.cli.run_argument import add_run
+from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.errors import RunError
 from ddpprobe.reader.derived_series import NAMES, DerivedSeries
 from ddpprobe.reader.no_data import sampled_around, why_empty
-from ddpprobe.reader.run import Run, open_run
+from ddpprobe.reader.run import Run
 from ddpprobe.reader.series import Scalars, Series
 from ddpprobe.reader.text import UNOBSERVED, lacking, number, plain, without
 from ddpprobe.records.histogram import NEAR_ZERO_RATIO
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the series."""
-    run_ = open_run(args.run)
+    run_ = opened(args.run)
     check_rank(run_, args.rank)
     if args.site is None and args.stat is not None:
         raise RunError("--stat is of sites: give --site GLOB as well")
