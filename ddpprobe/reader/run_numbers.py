@@ -300,7 +300,8 @@ class RunNumbers:
         attempts = self._attempts(attempt)
         if rank is not None:
             reader = self._merged_reader
-            check_rank(rank, sorted({r for number in attempts for r in reader.ranks(number)}))
+            known = sorted({r for number in attempts for r in reader.ranks(number)})
+            check_rank(rank, known, attempt)
         return attempts
 
     def _attempts(self, attempt: int | None) -> list[int]:

@@ -69,9 +69,9 @@ def check_attempt(attempt: int | None, known: Sequence[int]) -> None:
     _check("attempt", attempt, known)
 
 
-def check_rank(rank: int | None, known: Sequence[int]) -> None:
-    """Raise UnknownSeries if a run has ranks, and not this one; None is all of them."""
-    _check("rank", rank, known)
+def check_rank(rank: int | None, known: Sequence[int], attempt: int | None = None) -> None:
+    """Raise UnknownSeries if a run, or an attempt of it, has ranks, and not this one."""
+    _check("rank", rank, known, "this run" if attempt is None else f"attempt {attempt}")
 
 
 def check_steps(steps: slice) -> None:
@@ -90,12 +90,12 @@ def check_steps(steps: slice) -> None:
             )
 
 
-def _check(what: str, asked: int | None, known: Sequence[int]) -> None:
+def _check(what: str, asked: int | None, known: Sequence[int], where: str = "this run") -> None:
     """Of a run that holds nothing yet all may be asked for: it may have it the next time."""
     if asked is None or (_is_whole(asked) and (asked in known or not known)):
         return
     there = f"it has {', '.join(map(str, known))}" if known else "give its number: 0, 1, ..."
-    raise UnknownSeries(f"no {what} {asked!r:.40} in this run; {there}")
+    raise UnknownSeries(f"no {what} {asked!r:.40} in {where}; {there}")
 
 
 def _is_whole(number: object) -> bool:

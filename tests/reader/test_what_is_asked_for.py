@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ddpprobe.cli.main import main
 from ddpprobe.errors import TensorError, UnknownSeries
 from ddpprobe.reader.run import Run, open_run
 
@@ -56,7 +57,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize("name", BY_RANK)
 def test_a_rank_that_is_not_there_is_refused(run: Run, name: str) -> None:
     for rank in (5, -1, "0", 1.0, True):
-        text = f"no rank {rank!r} in this run; it has 0, 1"
+        where = "attempt 0" if name == "sampled steps" else "this run"
+        text = f"no rank {rank!r} in {where}; it has 0, 1"
         with pytest.raises(UnknownSeries, match=re.escape(text)):
             BY_RANK[name](run, rank=rank)
 
@@ -93,6 +95,32 @@ def test_what_is_there_is_given_also_by_numbers_of_numpy(run: Run) -> None:
     assert found.steps.tolist() == [2, 3]
     assert set(found.attempts.tolist()) == {1}
     assert [r.ranks for r in run.records(_numpy(0), 0)] == [(0,)] * 6
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two attempts of unlike size: rank 2 is in the second alone."""
+    path = tmp_path_factory.mktemp("made") / "run"
+    for attempt, ranks in enumerate((2, 4)):
+        Made(path, ranks=ranks, attempt=attempt).whole(6).close()
+    return open_run(path)
+
+
+def test_a_rank_that_another_attempt_has_is_refused_for_this_one(sizes: Run) -> None:
+    with pytest.raises(UnknownSeries, match="no rank 2 in attempt 0; it has 0, 1$"):
+        sizes.records(2, 0)
+    assert len(list(sizes.records(2))) == 6
+    assert sizes.sampled_steps(1, 2) == list(range(6))
+
+
+def test_runs_whose_attempts_have_unlike_sizes_are_compared(
+    sizes: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Made(tmp_path / "run", ranks=4).whole(6).close().path
+    assert main(["compare", str(sizes.path), str(other)]) == 0
+    assert "compared: 6 sampled steps" in capsys.readouterr().out
+    assert main(["trace", str(sizes.path), "--site", "*", "--rank", "2", "--steps", "90:"]) == 2
+    assert "they reach from 0 to 5" in capsys.readouterr().err
 
 
 def test_of_a_run_that_has_nothing_yet_nothing_is_given(tmp_path: Path) -> None:

@@ -119,6 +119,8 @@ def _verdict(found: Comparison, *, exact: bool) -> str:
         numbers = f"{first.stat} {' against '.join(_both(first.a, first.b))}"
         before = f"agreed through {agreed}" if found.agreed is not None else "never agreed"
         return f"parted at step {first.step} in {place(first)}: {numbers} ({before})"
+    if not found.sites:
+        return "undecided: no site could be compared"
     if exact:
         return "no parting: every number is equal"
     if found.nearest is None:

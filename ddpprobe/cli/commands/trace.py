@@ -397,7 +397,8 @@ def check_rank(run_: Run, rank: int | None) -> None:
 
 def _no_step(run_: Run, args: argparse.Namespace) -> Exception:
     """Say that no step was sampled in a range, and which ones are next to it."""
-    steps = np.unique([step for n in run_.attempts() for step in run_.sampled_steps(n, args.rank)])
+    attempts = [n for n in run_.attempts() if args.rank is None or args.rank in run_.ranks(n)]
+    steps = np.unique([step for n in attempts for step in run_.sampled_steps(n, args.rank)])
     if not len(steps):
         return RunError(f"{args.run}: no step was sampled")
     near = sampled_around(steps, args.steps)

@@ -292,6 +292,9 @@ def test_what_a_missing_rank_would_have_held_is_not_compared():
     assert found.incomplete == 3
     assert {p.site.placement for p in found.differences} == {"replicated"}
     assert sum(len(sites) for sites in found.left_out.values()) == 9
+    local = [replace(r, sites=SITES[:9], counts=r.counts[:9], values=r.values[:9]) for r in short]
+    said = list(lines((of(Told(whole), Told(local)), (0, None), []), exact=False))
+    assert said[0] == "undecided: no site could be compared"
 
 
 def test_a_site_that_only_a_missing_rank_has_is_no_parting():
