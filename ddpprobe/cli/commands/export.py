@@ -187,12 +187,15 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_output(run_: Run, args: argparse.Namespace) -> None:
     """Raise RunError if nothing can be written where it was asked for."""
-    if args.output in (None, STDOUT):
+    path = args.output
+    if path is None and not (args.serve or args.format in TEXTS):
+        path = _default(run_, args.format)
+    if path in (None, STDOUT):
         return
     if args.serve or args.format == "blocks":
-        check_place(Path(args.output))
+        check_place(Path(path))
     else:
-        check_file(Path(args.output), _default(run_, args.format))
+        check_file(Path(path), _default(run_, args.format))
 
 
 def _default(run_: Run, format_: str) -> str:

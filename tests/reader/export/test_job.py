@@ -677,6 +677,22 @@ def test_a_directory_in_the_place_of_a_file_is_said_with_what_to_give(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("format_", ["csv", "parquet", "blocks"])
+def test_where_no_file_can_be_written_it_says_so_before_it_reads(
+    run, call, tmp_path, monkeypatch, format_
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    given = ["-o", "x.csv"] if format_ == "csv" else []
+    code, out, err = call(run.path, "--format", format_, *given)
+    assert (code, out) == (2, "")
+    name = "x.csv" if given else f"{run.path.name}{SUFFIXES[format_]}"
+    says = f"{name}: no file can be written in {tmp_path}; give -o PATH in another one"
+    assert err == f"ddpprobe: {says}\n"
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("words", [["--format", "blocks"], ["--serve"]])
 def test_blocks_below_a_directory_that_is_not_there_are_refused(run, call, tmp_path, words) -> None:
     above = tmp_path / "none"
