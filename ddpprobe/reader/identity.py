@@ -31,7 +31,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class RunIdentity:
     """What a run says of itself.
 
     Attributes:
@@ -44,7 +44,7 @@ class Identity:
     lost: str = ""
 
 
-def identity_of(directory: Path) -> Identity:
+def identity_of(directory: Path) -> RunIdentity:
     """Return what the run.json in a run's directory says; if it is lost, what records say.
 
     Raises:
@@ -73,10 +73,10 @@ def identity_of(directory: Path) -> Identity:
         )
     if why := paths.unreadable(version):
         raise RunError(f"{directory}: {why}")
-    return Identity(identity)
+    return RunIdentity(identity)
 
 
-def _recovered(run: RunDir) -> Identity:
+def _recovered(run: RunDir) -> RunIdentity:
     """Return the same from the store's root, which repeats it, or from what the ranks wrote."""
     told, where = _in_the_store(run), "the store"
     if not told:
@@ -84,7 +84,7 @@ def _recovered(run: RunDir) -> Identity:
     unknown = [word for key, word in _WORDS.items() if told.get(key) is None]
     said = f"; name, id and what else it said are taken from {where}" if told else ""
     gap = f"; not known: {', '.join(unknown)}" if unknown else ""
-    return Identity(told, f"{paths.RUN_JSON} is missing{said}{gap}")
+    return RunIdentity(told, f"{paths.RUN_JSON} is missing{said}{gap}")
 
 
 def _in_the_store(run: RunDir) -> dict[str, Any]:

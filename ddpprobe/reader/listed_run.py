@@ -16,7 +16,7 @@ from ddpprobe.ends.judge import RUNNING, UNDECIDED
 from ddpprobe.errors import Error
 from ddpprobe.reader.completeness import NOTHING_SAMPLED, steps_taken, took_none
 from ddpprobe.reader.endings import ending_of
-from ddpprobe.reader.identity import Identity, identity_of
+from ddpprobe.reader.identity import RunIdentity, identity_of
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event
 from ddpprobe.reader.rank_losses import rank_losses
@@ -149,7 +149,7 @@ class _Moment(MergedReader):
         return self._events[attempt]
 
 
-def _listed(path: Path, identity: Identity, began: int) -> ListedRun:
+def _listed(path: Path, identity: RunIdentity, began: int) -> ListedRun:
     reader, told = _Moment(RunDir(path)), identity.told
     line = ListedRun(
         path=path, began_ns=began, name=str(told.get("name") or ""),

@@ -19,7 +19,7 @@ from ddpprobe.reader.captured_steps import (
 from ddpprobe.reader.completeness import Completeness, completeness
 from ddpprobe.reader.endings import Death, Ending, deaths_of, ending_of
 from ddpprobe.reader.expired import expired_in
-from ddpprobe.reader.identity import Identity, identity_of
+from ddpprobe.reader.identity import RunIdentity, identity_of
 from ddpprobe.reader.listed_run import listed
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.not_a_run import WHERE
@@ -55,7 +55,7 @@ class Run(RunNumbers):
         identity: content of its run.json, or what is known of it.
     """
 
-    def __init__(self, path: Path, identity: Identity) -> None:
+    def __init__(self, path: Path, identity: RunIdentity) -> None:
         super().__init__(path)
         self._identity, self._identity_lost = identity.told, identity.lost
 
