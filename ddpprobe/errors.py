@@ -82,9 +82,10 @@ class RunNotFound(RunError):
 
 
 class UnknownSeries(RunError, ValueError):
-    """A site, statistic, scalar or rank that a run has not; the text names those that come close.
+    """A site, statistic, scalar, rank or attempt that a run has not; the text names those it has.
 
-    Where a site was never heard of, it also says why, as far as the run knows.
+    Of many it names those that come close. Steps that no run has, such as negative ones, are told
+    by it, too. Where a site was never heard of, it also says why, as far as the run knows.
     """
 
 

@@ -81,11 +81,26 @@ def _complain_of(what: str, things: Iterable[object]) -> bool:
     return bool(texts)
 
 
+def check_file(file: Path, name: str) -> None:
+    """Raise RunError, which says what to type, if no file can be written here.
+
+    Args:
+        file: where it is to be written.
+        name: of a file that may be written into a directory that was given in its place.
+    """
+    if file.is_dir():
+        raise RunError(f"{file}: a directory; give the file to write: -o {file / name}")
+    check_place(file)
+
+
 def check_place(file: Path) -> None:
-    """Raise RunError, which says what to type, if a file's directory does not exist."""
+    """Raise RunError, which says what to type, if a file's directory takes no file."""
     above = file.parent
     if not above.is_dir():
         raise RunError(f"{file}: there is no directory {above}; make it first: mkdir -p {above}")
+    if not (os.access(above, os.W_OK) or (file.exists() and os.access(file, os.W_OK))):
+        where = above.absolute()
+        raise RunError(f"{file}: no file can be written in {where}; give -o PATH in another one")
 
 
 def table(rows: Iterable[Sequence[object]], right: Iterable[int] = ()) -> list[str]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpprobe.cli import completion
 from ddpprobe.cli.output import complain
 from ddpprobe.errors import RunError
 from ddpprobe.reader.text import plain
+
+if TYPE_CHECKING:
+    from ddpprobe.reader.run import Run
 
 
 def add_run(
@@ -19,6 +23,27 @@ def add_run(
     text = f"{what} (default: the newest run, as `ddpprobe ls` lists them)"
     action = parser.add_argument(name, metavar=metavar, nargs="?", help=text)
     action.completer = completion.runs  # type: ignore[attr-defined]  # argcomplete looks for it
+
+
+def opened(path: str) -> Run:
+    """Open a run, and say on stderr if it has lost its identity.
+
+    That is no damage of what a verdict is about, so it is no exit code; `verify` has one.
+
+    Raises:
+        RunError: it cannot be opened; the text says why.
+    """
+    from ddpprobe.reader.run import open_run  # noqa: PLC0415  (`--help` comes here, too)
+
+    run = open_run(path)
+    tell_identity(run)
+    return run
+
+
+def tell_identity(run: Run) -> None:
+    """Say on stderr if a run has lost its identity, and what is not known therefore."""
+    if run.identity_lost:
+        complain(f"ddpprobe: {plain(run.path)}: {run.identity_lost}")
 
 
 def choose(args: argparse.Namespace) -> None:

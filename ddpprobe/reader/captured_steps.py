@@ -332,7 +332,9 @@ def captured_step(run: paths.RunDir, attempts: Sequence[int], step: int) -> Capt
     steps = {s for found in there.values() for s in found}
     near = sorted(heapq.nsmallest(_SHOWN, steps, key=lambda s: abs(s - step)))
     others = f"these steps were: {near}" if steps else "no step was"
-    raise TensorError(f"step {step} was not captured; {others}")
+    # Of one attempt that somebody chose: another may have captured it.
+    only = f" in attempt {attempts[0]}" if len(attempts) == 1 and attempts[0] else ""
+    raise TensorError(f"step {step} was not captured{only}; {others}")
 
 
 def _expired_text(step: int) -> str:

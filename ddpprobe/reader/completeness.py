@@ -30,6 +30,7 @@ from ddpprobe.rundir.heartbeat import Heartbeat
 # A rank counts a sampled step before its rows have arrived and are in the journal.
 IN_FLIGHT = 2
 _OBSERVING = ("hooks", "steps")  # components without which nothing is recorded any more
+NOTHING_SAMPLED = "nothing to judge: no step was sampled"
 CLOSED, DIED, RUNNING, UNKNOWN = "closed", "died", "running", "unknown"
 
 
@@ -98,6 +99,12 @@ class Completeness:
     def unsampled(self) -> bool:
         """Whether the run is over and took no sampled step: then there is nothing to judge."""
         return not self.live and not self.sampled
+
+    @property
+    def empty(self) -> bool:
+        """Whether all is held, and that is no sampled step: it is known that none was taken."""
+        whole = bool(self.shares) and all(s.complete for s in self.shares)
+        return self.unsampled and whole
 
     @property
     def sampled(self) -> int:
@@ -206,6 +213,12 @@ def completeness(merged_reader: MergedReader, *, live: bool, host: str = "") -> 
 def steps_taken(merged_reader: MergedReader, attempt: int) -> int:
     """Return how many sampled steps the ranks of an attempt say that they took."""
     return max((word.sampled for word in _last_words(merged_reader, attempt).values()), default=0)
+
+
+def took_none(merged_reader: MergedReader, attempt: int) -> bool:
+    """Return whether every rank of an attempt came to its end and said that it sampled nothing."""
+    words = _last_words(merged_reader, attempt).values()
+    return bool(words) and all(word.exact and not word.sampled for word in words)
 
 
 def last_beat(run: paths.RunDir, attempt: int, rank: int) -> Heartbeat | None:

@@ -1,19 +1,51 @@
-"""What a run's run.json says, whatever became of it."""
+"""What a run's run.json says, or, where that is lost, what else says it."""
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddpprobe.errors import RunError, RunNotFound
+from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.not_a_run import what_is_there
 from ddpprobe.reader.run_directories import holds_records
 from ddpprobe.rundir import paths, safe_read
 from ddpprobe.rundir.paths import RunDir
+from ddpprobe.rundir.validate import MALFORMED
+from ddpprobe.store.group_names import attempts_of
+from ddpprobe.store.manifest import GROUP_JSON
+
+# What a rank writes down of its run as well; the rest of it is its own.
+_OF_A_RANK = ("run_id", "name", "world_size", "every", "wrapper", "torch", "backend")
+_WORDS = {
+    "name": "name",
+    "run_id": "id",
+    "created_ns": "start",
+    "nodes": "number of nodes",
+    "torch": "version of torch",
+    "hostname": "host of rank 0",
+    "every": "sampling interval",
+}  # fmt: skip  (the number of ranks and the wrapper are told by events and every journal, too)
 
 
-def identity_of(directory: Path) -> dict[str, Any]:
-    """Return what the run.json in a run's directory says; {} if it is lost, and records are left.
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """What a run says of itself.
+
+    Attributes:
+        told: as run.json says it.
+        lost: "" if there is a run.json; else that it is missing, where `told` is from, and what is
+            not known.
+    """
+
+    told: dict[str, Any] = field(default_factory=dict)
+    lost: str = ""
+
+
+def identity_of(directory: Path) -> RunIdentity:
+    """Return what the run.json in a run's directory says; if it is lost, what records say.
 
     Raises:
         RunNotFound: it is no run directory.
@@ -25,7 +57,7 @@ def identity_of(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         if not holds_records(directory):
             raise RunNotFound(what_is_there(directory)) from None
-        return {}  # it was killed while it started, or run.json was lost: the rest is still there
+        return _recovered(run)
     except OSError as error:
         raise RunError(f"{run.run_json}: cannot be read ({error.strerror})") from error
     try:
@@ -41,4 +73,38 @@ def identity_of(directory: Path) -> dict[str, Any]:
         )
     if why := paths.unreadable(version):
         raise RunError(f"{directory}: {why}")
-    return identity
+    return RunIdentity(identity)
+
+
+def _recovered(run: RunDir) -> RunIdentity:
+    """Return the same from the store's root, which repeats it, or from what the ranks wrote."""
+    told, where = _in_the_store(run), "the store"
+    if not told:
+        told, where = _of_the_ranks(run), "what the ranks wrote down"
+    unknown = [word for key, word in _WORDS.items() if told.get(key) is None]
+    said = f"; name, id and what else it said are taken from {where}" if told else ""
+    gap = f"; not known: {', '.join(unknown)}" if unknown else ""
+    return RunIdentity(told, f"{paths.RUN_JSON} is missing{said}{gap}")
+
+
+def _in_the_store(run: RunDir) -> dict[str, Any]:
+    try:
+        data = safe_read.read_regular(
+            run.path, f"{safe_read.STORE}/{GROUP_JSON}", safe_read.MAX_JSON_BYTES
+        )
+        told = dict(safe_read.parse(data)["attributes"]["ddpprobe"])
+    except (OSError, *MALFORMED):
+        return {}
+    return told if isinstance(told.get("run_id"), str) else {}
+
+
+def _of_the_ranks(run: RunDir) -> dict[str, Any]:
+    """Return what a rank of the first attempt says that has left a word of it."""
+    reader = MergedReader(run)
+    for attempt in sorted({*run.attempts(), *attempts_of(run)}):
+        with contextlib.suppress(OSError):
+            meta = reader.rank_meta(attempt)
+            if isinstance(meta.get("run_id"), str):  # strangers' files hold anything
+                of_rank_0 = ["hostname"] if meta.get("rank") == 0 else []
+                return {key: meta[key] for key in (*_OF_A_RANK, *of_rank_0) if key in meta}
+    return {}

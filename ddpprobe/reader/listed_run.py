@@ -14,9 +14,9 @@ from ddpprobe.detectors.suite import order_of_cause
 from ddpprobe.ends.anomalies import RANK_LOST
 from ddpprobe.ends.judge import RUNNING, UNDECIDED
 from ddpprobe.errors import Error
-from ddpprobe.reader.completeness import steps_taken
+from ddpprobe.reader.completeness import NOTHING_SAMPLED, steps_taken, took_none
 from ddpprobe.reader.endings import ending_of
-from ddpprobe.reader.identity import identity_of
+from ddpprobe.reader.identity import RunIdentity, identity_of
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event
 from ddpprobe.reader.rank_losses import rank_losses
@@ -41,12 +41,13 @@ class ListedRun:
         attempt: its number; -1: the run has none yet.
         state: one of `ends.judge.STATES`.
         ranks: how many; 0: not known.
-        step: the newest that was begun; None: not known.
+        step: the newest that was begun; None: not known, or none was.
         anomaly: the first in order of cause of the worst level; None: none is known. It is called
             a first cause only where the daemon saw all that is held.
         pages, warnings: how many there are.
         judged, sampled: sampled steps that the daemon judged, and that were taken, as far as known.
         whole: all of it was judged, of a run under way so far.
+        empty: it is over and took no sampled step, so there is nothing to judge.
         damage: what could not be read; "" if nothing was met with.
     """
 
@@ -64,6 +65,7 @@ class ListedRun:
     judged: int = 0
     sampled: int = 0
     whole: bool = False
+    empty: bool = False
     damage: str = ""
 
     @property
@@ -96,6 +98,8 @@ class ListedRun:
             return f"no anomalies{so_far} in {_steps(self.judged)}"
         if self.judged:
             return "nothing found"
+        if self.empty:
+            return NOTHING_SAMPLED
         return f"not judged ({_steps(self.sampled)})" if self.sampled else "not judged"
 
     def _judged(self) -> str:
@@ -145,23 +149,24 @@ class _Moment(MergedReader):
         return self._events[attempt]
 
 
-def _listed(path: Path, identity: dict[str, Any], began: int) -> ListedRun:
-    reader = _Moment(RunDir(path))
+def _listed(path: Path, identity: RunIdentity, began: int) -> ListedRun:
+    reader, told = _Moment(RunDir(path)), identity.told
     line = ListedRun(
-        path=path, began_ns=began, name=str(identity.get("name") or ""),
-        run_id=str(identity.get("run_id") or ""),
+        path=path, began_ns=began, name=str(told.get("name") or ""),
+        run_id=str(told.get("run_id") or ""), damage=identity.lost,
     )  # fmt: skip
     attempts = reader.attempts()
     if not attempts:
         return line
     attempt = attempts[-1]
     ending = ending_of(reader, attempt)
-    told = [a for a in reader.daemon_anomalies(attempt) if a.detector != RANK_LOST]
-    found = told + rank_losses(ending, told)
-    steps, sampled = reader.told_steps(attempt)
-    judged, taken = int(sampled.sum()), steps_taken(reader, attempt)
+    judgements = [a for a in reader.daemon_anomalies(attempt) if a.detector != RANK_LOST]
+    found = judgements + rank_losses(ending, judgements)
+    # A step that never came to its end is none that was judged, as `completeness` counts them.
+    steps, judged_steps = reader.told_steps(attempt, whole=True)
+    judged, taken = int(judged_steps.sum()), steps_taken(reader, attempt)
     told_all = _is_told(reader, attempt, all_sampled=judged >= taken) and not reader.lost
-    clocks = [fate.clock.step for fate in ending.case.fates if fate.clock]
+    clocks = [fate.clock.step for fate in ending.case.fates if fate.clock and fate.clock.begun]
     return replace(
         line,
         attempt=attempt,
@@ -173,8 +178,9 @@ def _listed(path: Path, identity: dict[str, Any], began: int) -> ListedRun:
         warnings=sum(a.level == "warn" for a in found),
         judged=judged,
         sampled=max(taken, judged),
-        whole=told_all and (ending.end.state == RUNNING or judged >= taken),
-        damage=str(reader.lost[0]) if reader.lost else "",
+        whole=told_all and (ending.end.state == RUNNING or 0 < judged >= taken),
+        empty=ending.end.state != RUNNING and not judged and took_none(reader, attempt),
+        damage=str(reader.lost[0]) if reader.lost else identity.lost,
     )
 
 

@@ -151,9 +151,12 @@ class MergedReader:
         self.note(group)
         return lacking_of
 
-    def told_steps(self, attempt: int) -> tuple[Steps, NDArray[np.bool_]]:
-        """Return the steps that the head's daemon merged, ascending, and which are sampled."""
-        return self._steps(attempt, "merged", self._daemons(attempt))
+    def told_steps(self, attempt: int, *, whole: bool = False) -> tuple[Steps, NDArray[np.bool_]]:
+        """Return the steps that the head's daemon merged, ascending, and which are sampled.
+
+        `whole`: which are sampled and came to their end, on each rank of which they have a record.
+        """
+        return self._steps(attempt, "merged", self._daemons(attempt), whole=whole)
 
     def _steps(
         self, attempt: int, name: str, listing: Listing, *, whole: bool = False

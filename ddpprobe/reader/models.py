@@ -11,6 +11,7 @@ from typing import final
 from ddpprobe.detectors.nonfinite import NonFinite, was_lent
 from ddpprobe.errors import RunNotFound
 from ddpprobe.reader.run import Run, open_run
+from ddpprobe.reader.run_directories import holds_records
 from ddpprobe.records.every_loss import losses_of
 from ddpprobe.records.step import PASS, PASS_OF_BAD, Anomaly, FirstBad, StepRecord
 from ddpprobe.rundir import store_url
@@ -100,12 +101,17 @@ def open_models(directory: str | Path) -> Models:
 def models_in(directory: str | Path) -> Models | None:
     """Return the models whose runs a directory holds; None if it holds anything else."""
     path = Path(directory)
-    if store_url.is_url(str(directory)) or not path.is_dir() or (path / RUN_JSON).exists():
+    if store_url.is_url(str(directory)) or not path.is_dir() or _is_run(path):
         return None
-    names = sorted(each.name for each in path.iterdir() if (each / RUN_JSON).is_file())
+    names = sorted(each.name for each in path.iterdir() if each.is_dir() and _is_run(each))
     runs = {name: open_run(path / name) for name in names}
     processes = {run.process for run in runs.values()}
     return Models(path, runs) if len(processes) == 1 and "" not in processes else None
+
+
+def _is_run(path: Path) -> bool:
+    """Return whether a directory is a run; one that has lost its run.json may be the first."""
+    return (path / RUN_JSON).exists() or holds_records(path)
 
 
 def _causes(model: str, run: Run, anomalies: Sequence[Anomaly]) -> Iterator[FirstOfModels]:

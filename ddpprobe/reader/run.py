@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpprobe.detectors.settings import Settings
 from ddpprobe.detectors.suite import order_of_cause
-from ddpprobe.errors import RunNotFound
+from ddpprobe.errors import RunNotFound, TensorError, UnknownSeries
 from ddpprobe.reader.captured_steps import (
     CapturedStep,
     captured_attempts,
@@ -19,7 +19,7 @@ from ddpprobe.reader.captured_steps import (
 from ddpprobe.reader.completeness import Completeness, completeness
 from ddpprobe.reader.endings import Death, Ending, deaths_of, ending_of
 from ddpprobe.reader.expired import expired_in
-from ddpprobe.reader.identity import identity_of
+from ddpprobe.reader.identity import RunIdentity, identity_of
 from ddpprobe.reader.listed_run import listed
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.not_a_run import WHERE
@@ -27,6 +27,7 @@ from ddpprobe.reader.readings import NodeReading, read_readings
 from ddpprobe.reader.run_directories import newest
 from ddpprobe.reader.run_html import html_of
 from ddpprobe.reader.run_numbers import RunNumbers
+from ddpprobe.reader.selection import check_attempt
 from ddpprobe.reader.summary import summarize
 from ddpprobe.reader.tensors import Captured, GlobalTensor, StoredCall
 from ddpprobe.reader.under_way import is_under_way
@@ -51,12 +52,12 @@ class Run(RunNumbers):
 
     Args:
         path: the run directory; see `open_run`, which says what is wrong with a path.
-        identity: content of its run.json.
+        identity: content of its run.json, or what is known of it.
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+    def __init__(self, path: Path, identity: RunIdentity) -> None:
         super().__init__(path)
-        self._identity = identity
+        self._identity, self._identity_lost = identity.told, identity.lost
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -77,8 +78,13 @@ class Run(RunNumbers):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What run.json says; {} without one."""
+        """What run.json says; without one what the store or the ranks say, {} if none does."""
         return dict(self._identity)
+
+    @property
+    def identity_lost(self) -> str:
+        """That run.json is missing, and what is therefore not known; "" if it is there."""
+        return self._identity_lost
 
     @property
     def lost(self) -> list[Lost]:
@@ -97,16 +103,21 @@ class Run(RunNumbers):
         return self._merged_reader.attempts()
 
     def ranks(self, attempt: int | None = None) -> list[int]:
-        """Ranks that left records in an attempt (default: the last one)."""
-        attempts = self._merged_reader.attempts()
-        return (
-            self._merged_reader.ranks(attempts[-1] if attempt is None else attempt)
-            if attempts
-            else []
-        )
+        """Ranks that left records in an attempt (default: the last one).
+
+        Raises:
+            UnknownSeries: there is no such attempt, although there are others.
+        """
+        attempts = self._attempts(attempt)
+        return self._merged_reader.ranks(attempts[-1]) if attempts else []
 
     def sampled_steps(self, attempt: int, rank: int | None = None) -> list[int]:
-        """Return the sampled steps of an attempt that are held of a rank (None: of any)."""
+        """Return the sampled steps of an attempt that are held of a rank (None: of any).
+
+        Raises:
+            UnknownSeries: there is no such attempt or rank, although there are others.
+        """
+        self._asked(rank, attempt)
         ranks = self._merged_reader.ranks(attempt) if rank is None else [rank]
         found = [self._merged_reader.rank_steps(attempt, r) for r in ranks]
         merged = [] if rank is not None else [self._merged_reader.told_steps(attempt)]
@@ -127,11 +138,11 @@ class Run(RunNumbers):
         expected then), `overhead` (what ddpprobe adds to a step of the newest attempt, by the
         step's own time, as it was last measured: `ratio`, and the `rank` where it is most),
         `sites` (number), `bytes` {store, manifest, journal, total},
-        `anomalies` {page, warn, info}, `first_death`, `lost` (texts), and `attempts`: for each
-        `attempt`, `steps`, `pace`, `overhead`, `sites`, `first_death`, `sealed`, `unsealed`
-        (nodes),
-        `command` (`words`, `directory`, `commit`, `changed`: what was typed to start it, by
-        `records.events.CommandEvent`; None if no daemon saw it alive),
+        `anomalies` {page, warn, info}, `first_death`, `lost` (texts), `identity_lost` (that
+        run.json is missing, and what is not known therefore; None if it is there), and `attempts`:
+        for each `attempt`, `steps`, `pace`, `overhead`, `sites`, `first_death`, `sealed`,
+        `unsealed` (nodes), `command` (`words`, `directory`, `commit`, `changed`: what was typed to
+        start it, by `records.events.CommandEvent`; None if no daemon saw it alive),
         `torn_bytes`, `silent_ranks`, `orders` (`order_history.orders_of`) and `ranks`: `rank`,
         `local_rank`, `node`, `hostname`, `device`, `pid`, `status`,
         `first_step`, `last_step`, `sampled`, `expected` (steps that it sampled, or another rank),
@@ -149,12 +160,17 @@ class Run(RunNumbers):
             self.endings(),
         )
         url = url_of(self.path)
+        summary["identity_lost"] = self.identity_lost or None
         return summary if url is None else {**summary, "path": url}
 
     def readings(self, attempt: int | None = None) -> Iterator[NodeReading]:
-        """Yield what the daemons read of their hosts and of the ranks' processes, node by node."""
-        for number in self._attempts(attempt):
-            yield from read_readings(self._merged_reader, number)
+        """Yield what the daemons read of their hosts and of the ranks' processes, node by node.
+
+        Raises:
+            UnknownSeries: there is no such attempt, although there are others.
+        """
+        reader = self._merged_reader
+        return (r for number in self._attempts(attempt) for r in read_readings(reader, number))
 
     def anomalies(self) -> list[Anomaly]:
         """Return what went wrong in order of cause, each first cause before what followed from it.
@@ -208,7 +224,11 @@ class Run(RunNumbers):
         ]
 
     def captures(self, attempt: int | None = None) -> list[Captured]:
-        """Return the steps of which full tensors were kept (of all attempts), ascending."""
+        """Return the steps of which full tensors were kept (of all attempts), ascending.
+
+        Raises:
+            TensorError: there is no such attempt, although there are others.
+        """
         self._lose_expiry(attempt)
         steps = [
             s for n in self._captured(attempt) for s in captured_steps(self._merged_reader.run, n)
@@ -231,7 +251,8 @@ class Run(RunNumbers):
             call: which call of the module in it, from 0.
 
         Raises:
-            TensorError: it was not captured, or has expired; the text says what is there.
+            TensorError: it was not captured, or has expired, or there is no such attempt; the text
+                says what is there.
         """
         found = self._captured_step(step, attempt)
         return found.tensor(found.find(site, micro, call))
@@ -240,7 +261,7 @@ class Run(RunNumbers):
         """Return what each rank kept of each call of a module at a step, by rank.
 
         Raises:
-            TensorError: the step was not captured, or has expired.
+            TensorError: the step was not captured, or has expired, or there is no such attempt.
         """
         return self._captured_step(step, attempt).capsules(module)
 
@@ -255,8 +276,12 @@ class Run(RunNumbers):
             self._merged_reader.lose(*damage_of_expiry(run, number))
 
     def _captured(self, attempt: int | None) -> list[int]:
-        run = self._merged_reader.run
-        return captured_attempts(run, self.attempts()) if attempt is None else [attempt]
+        known = captured_attempts(self._merged_reader.run, self.attempts())
+        try:
+            check_attempt(attempt, known)
+        except UnknownSeries as error:
+            raise TensorError(str(error)) from None
+        return known if attempt is None else [attempt]
 
     def _captured_step(self, step: int, attempt: int | None) -> CapturedStep:
         fetch_captured(self.path, step)

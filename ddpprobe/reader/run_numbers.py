@@ -15,7 +15,7 @@ from ddpprobe.reader.histograms import Histograms, near_zero_series, read_histog
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.needs import needs
 from ddpprobe.reader.no_data import no_site
-from ddpprobe.reader.selection import Selection
+from ddpprobe.reader.selection import Selection, check_attempt, check_rank, check_steps
 from ddpprobe.reader.series import (
     Scalars,
     Series,
@@ -57,8 +57,14 @@ class RunNumbers:
             rank: one rank's own; None: all ranks merged.
             attempt: of one attempt; None: of all, one after the other.
             after: of steps above this one only.
+
+        Raises:
+            UnknownSeries: there is no such rank or attempt, although there are others.
         """
-        for number in self._attempts(attempt):
+        return self._records(self._asked(rank, attempt), rank, after)
+
+    def _records(self, attempts: list[int], rank: int | None, after: int) -> Iterator[StepRecord]:
+        for number in attempts:
             if rank is None:
                 yield from self._merged_reader.merged_records(number, after)
             else:
@@ -83,8 +89,9 @@ class RunNumbers:
             attempt: None: all of them.
 
         Raises:
-            UnknownSeries: there is no such statistic or rank, or no such site at any step, although
-                there are others; the text names what comes close. It is a ValueError.
+            UnknownSeries: there is no such statistic, rank or attempt, or no such site at any step,
+                although there are others; the text names what comes close. Or `steps` is no slice
+                over step numbers, which are not negative. It is a ValueError.
         """
         if stat == NEAR_ZERO_RATIO:
             return near_zero_series(
@@ -93,10 +100,9 @@ class RunNumbers:
         if stat not in STATS:
             near = ", ".join(by_nearness(stat, (*STATS, NEAR_ZERO_RATIO)))
             raise UnknownSeries(f"no statistic {stat!r}: choose one of {near}")
-        reader, attempts = self._merged_reader, self._attempts(attempt)
+        reader, attempts = self._merged_reader, self._asked(rank, attempt, steps)
         found = read_series(reader, attempts, site_glob, stat, rank, steps)
         if not found.sites:
-            self._check_rank(rank, attempts)
             known = known_sites(reader, attempts, rank)
             if known and not any(matches(site, site_glob) for site in known.values()):
                 raise UnknownSeries(no_site(reader, attempts, site_glob, known.values()))
@@ -114,10 +120,10 @@ class RunNumbers:
         Arguments as of `series`. Without any it has no sites.
 
         Raises:
-            UnknownSeries: there is no such rank, although there are others.
+            UnknownSeries: there is no such rank or attempt, although there are others.
         """
-        self._check_rank(rank, self._attempts(attempt))
-        return read_histograms(self.records(rank, attempt), site_glob, steps)
+        attempts = self._asked(rank, attempt, steps)
+        return read_histograms(self._records(attempts, rank, -1), site_glob, steps)
 
     def scalars(
         self,
@@ -129,13 +135,12 @@ class RunNumbers:
         """Return one per-rank number, e.g. `loss` or `grad_norm_local`, over the steps.
 
         Raises:
-            UnknownSeries: there is no such scalar or rank, although there are others.
+            UnknownSeries: there is no such scalar, rank or attempt, although there are others.
         """
-        reader, attempts = self._merged_reader, self._attempts(attempt)
+        reader, attempts = self._merged_reader, self._asked(rank, attempt, steps)
         found = read_scalars(reader, attempts, name.__eq__, rank, steps)
         if found:
             return found[0]
-        self._check_rank(rank, attempts)
         others = [s.name for s in read_scalars(reader, attempts, bool, rank, steps)]
         if others:
             near = ", ".join(by_nearness(name, others))
@@ -149,12 +154,16 @@ class RunNumbers:
         steps: slice = slice(None),
         attempt: int | None = None,
     ) -> list[Scalars]:
-        """Return the scalars whose names match a glob, ascending by name; [] if none does."""
+        """Return the scalars whose names match a glob, ascending by name; [] if none does.
+
+        Raises:
+            UnknownSeries: there is no such rank or attempt, although there are others.
+        """
 
         def wanted(name: str) -> bool:
             return name == glob or fnmatchcase(name, glob)
 
-        attempts = self._attempts(attempt)
+        attempts = self._asked(rank, attempt, steps)
         return read_scalars(self._merged_reader, attempts, wanted, rank, steps)
 
     def derived(
@@ -170,12 +179,12 @@ class RunNumbers:
             attempt: None: all of them.
 
         Raises:
-            UnknownSeries: there is no such number, in any run.
+            UnknownSeries: there is no such number, in any run, or no such attempt in this one.
         """
         if not any(fnmatchcase(name, glob) for name in NAMES):
             near = ", ".join(by_nearness(glob, NAMES))
             raise UnknownSeries(f"no derived number {glob!r}: choose one of {near}")
-        records = self.records(attempt=attempt)
+        records = self._records(self._asked(None, attempt, steps), None, -1)
         return read_derived(records, lambda name: fnmatchcase(name, glob), steps)
 
     def to_xarray(
@@ -202,12 +211,13 @@ class RunNumbers:
         Raises:
             ImportError: xarray is not installed; with `chunks`, dask is not.
             ValueError: `chunks` names no dimension of the dataset.
+            UnknownSeries: there is no such rank or attempt, although there are others.
             StoreDamaged: with `chunks`, also when they are computed: a part of it is damaged.
                 Without, what is damaged is left out and listed in `lost`.
         """
         with needs("Run.to_xarray()", "xarray"):
             from ddpprobe.reader.dataset import to_dataset  # noqa: PLC0415
-        attempts = self._merged_reader.attempts()
+        attempts = self._asked(rank, attempt)
         chosen = attempts[-1] if attempt is None and attempts else attempt
         if chunks is None:
             return to_dataset(list(self.records(rank, chosen)), merged=rank is None)
@@ -234,6 +244,7 @@ class RunNumbers:
 
         Raises:
             ImportError: pandas is not installed.
+            UnknownSeries: as `series` does, of a rank, an attempt or steps.
         """
         return pandas_frame(self._table(rank, steps, attempt))
 
@@ -247,6 +258,7 @@ class RunNumbers:
 
         Raises:
             ImportError: polars is not installed.
+            UnknownSeries: as `series` does, of a rank, an attempt or steps.
         """
         return polars_frame(self._table(rank, steps, attempt))
 
@@ -277,14 +289,22 @@ class RunNumbers:
     def _table(
         self, rank: int | None, steps: slice, attempt: int | None
     ) -> Iterator[long_table.Block]:
-        self._check_rank(rank, self._attempts(attempt))
+        self._asked(rank, attempt, steps)
         return long_table.blocks(self._merged_reader, Selection(rank, steps, attempt))
 
-    def _check_rank(self, rank: int | None, attempts: list[int]) -> None:
-        known = sorted({r for attempt in attempts for r in self._merged_reader.ranks(attempt)})
-        if rank is not None and known and rank not in known:
-            there = ", ".join(map(str, known))
-            raise UnknownSeries(f"no rank {rank} in this run; it has {there}")
+    def _asked(
+        self, rank: int | None, attempt: int | None, steps: slice = slice(None)
+    ) -> list[int]:
+        """Return the attempts that are asked for; raise UnknownSeries for what the run has not."""
+        check_steps(steps)
+        attempts = self._attempts(attempt)
+        if rank is not None:
+            reader = self._merged_reader
+            known = sorted({r for number in attempts for r in reader.ranks(number)})
+            check_rank(rank, known, attempt)
+        return attempts
 
     def _attempts(self, attempt: int | None) -> list[int]:
-        return self._merged_reader.attempts() if attempt is None else [attempt]
+        known = self._merged_reader.attempts()
+        check_attempt(attempt, known)
+        return known if attempt is None else [attempt]

@@ -1,10 +1,12 @@
-"""Which part of a run is exported."""
+"""Which part of a run is asked for, and whether the run has it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ddpprobe.errors import UnknownSeries
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.series import is_within
 from ddpprobe.records.step import StepRecord
@@ -60,3 +62,46 @@ class Selection:
                 return
             if is_within(record.step, self.steps):
                 yield record
+
+
+def check_attempt(attempt: int | None, known: Sequence[int]) -> None:
+    """Raise UnknownSeries if a run has attempts, and not this one; None is all of them."""
+    _check("attempt", attempt, known)
+
+
+def check_rank(rank: int | None, known: Sequence[int], attempt: int | None = None) -> None:
+    """Raise UnknownSeries if a run, or an attempt of it, has ranks, and not this one."""
+    _check("rank", rank, known, "this run" if attempt is None else f"attempt {attempt}")
+
+
+def check_steps(steps: slice) -> None:
+    """Raise UnknownSeries for what is no slice over step numbers.
+
+    A negative bound is refused: it would count from the end, which a live run does not have yet.
+    """
+    example = "give step numbers, such as steps=slice(100, 200)"
+    if not isinstance(steps, slice):
+        raise UnknownSeries(f"steps={steps!r:.60} is no slice: {example}")
+    for name, least in (("start", 0), ("stop", 0), ("step", 1)):
+        bound = getattr(steps, name)
+        if bound is not None and not (_is_whole(bound) and bound >= least):
+            raise UnknownSeries(
+                f"{name} of steps={steps!r:.60} is no whole number of at least {least}: {example}"
+            )
+
+
+def _check(what: str, asked: int | None, known: Sequence[int], where: str = "this run") -> None:
+    """Of a run that holds nothing yet all may be asked for: it may have it the next time."""
+    if asked is None or (_is_whole(asked) and (asked in known or not known)):
+        return
+    there = f"it has {', '.join(map(str, known))}" if known else "give its number: 0, 1, ..."
+    raise UnknownSeries(f"no {what} {asked!r:.40} in {where}; {there}")
+
+
+def _is_whole(number: object) -> bool:
+    """Return whether it can be an index, as NumPy's whole numbers can; True and False are none."""
+    try:
+        operator.index(number)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        return False
+    return not isinstance(number, bool)

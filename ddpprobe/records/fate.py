@@ -58,6 +58,11 @@ class Progress:
             raise ValueError(f"no phase {self.phase!r:.40}: it is one of {', '.join(STEP_PHASES)}")
 
     @property
+    def begun(self) -> bool:
+        """Whether it had begun a step at all; else `step` is the one that it was to begin."""
+        return self.steps > 0 or self.phase != "data"
+
+    @property
     def key(self) -> tuple[int, int, int]:
         """What orders two ranks of a job; behind a step comes the data of the next one."""
         place = STEP_PHASES.index(self.phase)

@@ -21,6 +21,7 @@ MOST_ANOMALIES = 300
 MOST_NAMED = 16
 MOST_CAPTURES = 200
 MOST_NOTES = 20
+MOST_SAID = 8  # different texts of attempts
 _OWN = ("node", "hostname", "device", "pid")
 
 
@@ -45,20 +46,51 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _said(info["attempts"])
     yield "size", size(info["bytes"]["total"])
     yield "path", str(info["path"])
+    yield "identity", info["identity_lost"] or ""
 
 
 def _said(attempts: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield what was typed for the last attempt, and what the script said and chose."""
-    for told in attempts[-1:]:
-        if (command := told["command"]) is not None:
-            yield "command", shlex.join(command["words"])
-            yield "in", command["directory"]
-            yield "commit", commit(command)
-        yield "config", ", ".join(f"{name}={value}" for name, value in told["config"].items())
-        notes = told["notes"][:MOST_NOTES]
-        yield "noted", ", ".join(f"{note['what']} (behind step {note['step']})" for note in notes)
-        off = [name for name, given in told["detectors"].items() if given is None]
-        yield "detectors off", ", ".join(off)
+    """Yield what was typed, and what the script said and chose, of each attempt that differs."""
+    told = {attempt["attempt"]: dict(_said_in(attempt)) for attempt in attempts}
+    for label in dict.fromkeys(label for said in told.values() for label in said):
+        yield label, _by_attempt({n: said.get(label, "") for n, said in told.items()})
+
+
+def _said_in(attempt: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if (command := attempt["command"]) is not None:
+        yield "command", shlex.join(command["words"])
+        yield "in", command["directory"]
+        yield "commit", commit(command)
+    yield "config", ", ".join(f"{name}={value}" for name, value in attempt["config"].items())
+    notes = attempt["notes"][:MOST_NOTES]
+    yield "noted", ", ".join(f"{note['what']} ({_behind(note['step'])})" for note in notes)
+    off = [name for name, given in attempt["detectors"].items() if given is None]
+    yield "detectors off", ", ".join(off)
+
+
+def _behind(step: int) -> str:
+    return f"behind step {step}" if step >= 0 else "before the first step"
+
+
+def _by_attempt(texts: dict[int, str]) -> str:
+    """Write texts of attempts as one; whose each is, unless all say the same, newest first."""
+    whose: dict[str, list[int]] = {}
+    for attempt, text in sorted(texts.items(), reverse=True):
+        whose.setdefault(text, []).append(attempt)
+    if len(whose) == 1:
+        return next(iter(whose))
+    said = [f"{_whose(numbers)}: {text}" for text, numbers in whose.items() if text]
+    more = len(said) - MOST_SAID
+    return "; ".join([*said[:MOST_SAID], *[f"{more} more in earlier attempts"] * (more > 0)])
+
+
+def _whose(newest_first: list[int]) -> str:
+    numbers = newest_first[::-1]
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 2 and last - first == len(numbers) - 1:
+        return f"attempts {first}-{last}"
+    shown = ", ".join(map(str, numbers[-MOST_NAMED:]))
+    return f"attempt {first}" if first == last else f"attempts {shown}"
 
 
 def _state(info: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -21,7 +20,9 @@ FACTS = {
     "pages": "int", "warnings": "int", "cause_detector": "text", "cause_step": "int",
     "cause_rank": "int", "cause_module": "text", "cause_kind": "text", "cause_message": "text",
 }  # fmt: skip
-# Of a site its rms, of a scalar the mean over the ranks that gave a finite one, over the steps.
+# Of a site its rms, of a scalar the mean over the ranks, over the steps. `first` and `last` are as
+# they were, NaN too: what ended in NaN must not look like its last good step. `steps`, `min`, `max`
+# and `mean` are over what is finite (of a scalar: over the ranks that gave a finite one).
 NUMBERS = {
     "steps": "int", "first": "float", "last": "float", "min": "float", "max": "float",
     "mean": "float", "nonfinite": "int", "abs_max": "float", "zero_ratio": "float",
@@ -48,7 +49,7 @@ class Overview:
         self._sampled = 0
 
     def add_steps(self, steps: NDArray[np.int64], sampled: NDArray[np.bool_]) -> None:
-        """Take in which steps [rows] there are, and which of them were sampled."""
+        """Take in which steps [rows] there are, and which were sampled and came to their end."""
         if len(steps):
             self._steps = [min([*self._steps, int(steps.min())]),
                            max([*self._steps, int(steps.max())])]  # fmt: skip
@@ -61,12 +62,14 @@ class Overview:
                 self._sites[site.key] = len(self._labels)
                 self._labels.append(site)
         at = np.array([self._sites[site.key] for site in sites], np.intp)
-        self._rms.add(at, observed("rms", counts, values))
-        self._abs_max.add(at, observed("abs_max", counts, values))
-        self._zero_ratio.add(at, observed("zero_ratio", counts, values))
-        bad = np.nan_to_num(observed("nonfinite", counts, values)).sum(axis=0).astype(np.int64)
+        bad = observed("nonfinite", counts, values)
+        is_bad: NDArray[np.bool_] = np.greater(bad, 0)
+        tracks = {"rms": self._rms, "abs_max": self._abs_max, "zero_ratio": self._zero_ratio}
+        for stat, track in tracks.items():
+            found = observed(stat, counts, values)
+            track.add(at, found, found, is_bad)
         self._bad = _grown(self._bad, len(self._labels), 0)
-        np.add.at(self._bad, at, bad)
+        np.add.at(self._bad, at, np.nan_to_num(bad).sum(axis=0).astype(np.int64))
 
     def add_scalars(self, names: Sequence[str], values: Floats, given: NDArray[np.bool_]) -> None:
         """Take in scalars [rows, ranks, names], and where they were given.
@@ -79,12 +82,11 @@ class Overview:
         at = np.array([self._names[names[i]] for i in chosen], np.intp)
         values, given = values[..., chosen], given[..., chosen]
         known = given & np.isfinite(values)
-        many = known.sum(axis=1)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            means = np.where(known, values, 0.0).sum(axis=1) / many
-        self._scalars.add(at, np.where(many > 0, means, np.nan))
+        finite, all_ = _means(values, known), _means(values, given)
+        bad = given & ~known
+        self._scalars.add(at, finite, all_, np.logical_or.reduce(bad, axis=1))
         self._bad_scalars = _grown(self._bad_scalars, len(self._names), 0)
-        np.add.at(self._bad_scalars, at, (given & ~known).sum(axis=(0, 1)))
+        np.add.at(self._bad_scalars, at, bad.sum(axis=(0, 1)))
 
     def rows(self, facts: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Return the table: a list for each of `TYPES`, None where something is not known.
@@ -126,36 +128,54 @@ class _Track:
 
     def __init__(self) -> None:
         self._count = np.zeros(0, np.int64)
+        self._met = np.zeros(0, np.bool_)
         self._of = {name: np.zeros(0) for name in ("first", "last", "min", "max", "total")}
 
-    def add(self, at: NDArray[np.intp], values: Floats) -> None:
-        """Take in values [rows, columns], NaN where there is none, of the columns `at`."""
+    def add(
+        self, at: NDArray[np.intp], values: Floats, as_it_was: Floats, bad: NDArray[np.bool_]
+    ) -> None:
+        """Take in rows of the columns `at`.
+
+        Args:
+            at: the columns.
+            values: [rows, columns] of what is finite; NaN where there is none.
+            as_it_was: the same with what is not finite.
+            bad: where something was not finite, so that NaN is a value there.
+        """
         size = max(len(self._count), int(at.max(initial=-1)) + 1)
-        self._count = _grown(self._count, size, 0)
+        self._count, self._met = _grown(self._count, size, 0), _grown(self._met, size, 0)
         self._of = {name: _grown(held, size, np.nan) for name, held in self._of.items()}
         known = ~np.isnan(values)
-        some = known.any(axis=0)
-        values, known, at = values[:, some], known[:, some], at[some]
+        met = known | bad
+        some = met.any(axis=0)
+        values, known, met, at = values[:, some], known[:, some], met[:, some], at[some]
+        told = as_it_was[:, some]
         columns, of = np.arange(len(at)), self._of
-        new = self._count[at] == 0
-        of["first"][at[new]] = values[known.argmax(axis=0), columns][new]
+        new = ~self._met[at]
+        of["first"][at[new]] = told[met.argmax(axis=0), columns][new]
+        of["last"][at] = told[len(told) - 1 - met[::-1].argmax(axis=0), columns]
+        self._met[at] = True
         of["total"][at[new]] = 0.0
-        of["last"][at] = values[len(values) - 1 - known[::-1].argmax(axis=0), columns]
         np.fmin.at(of["min"], at, np.fmin.reduce(values, axis=0))
         np.fmax.at(of["max"], at, np.fmax.reduce(values, axis=0))
         np.add.at(of["total"], at, np.where(known, values, 0.0).sum(axis=0))
         np.add.at(self._count, at, known.sum(axis=0))
 
     def numbers(self, size: int) -> dict[str, list[Any]]:
-        """Return steps, first, last, min, max and mean of `size` columns; None: not known."""
-        count = _grown(self._count, size, 0)
+        """Return steps, first, last, min, max and mean of `size` columns; None: not known.
+
+        A first or a last that is NaN was NaN, or infinite both ways.
+        """
+        count, met = _grown(self._count, size, 0), _grown(self._met, size, 0)
         held = {name: _grown(values, size, np.nan) for name, values in self._of.items()}
         total = held.pop("total")
         with np.errstate(invalid="ignore", divide="ignore"):
             held["mean"] = np.where(count > 0, total / count, np.nan)
         numbers: dict[str, list[Any]] = {"steps": count.tolist()}
         for name, values in held.items():
-            numbers[name] = [None if math.isnan(x) else x for x in values.tolist()]
+            there = met if name in {"first", "last"} else ~np.isnan(values)
+            pairs = zip(values.tolist(), there.tolist(), strict=True)
+            numbers[name] = [x if here else None for x, here in pairs]
         return numbers
 
 
@@ -196,6 +216,14 @@ def facts_of(
         "cause_kind": cause and cause.kind,
         "cause_message": cause and cause.message,
     }
+
+
+def _means(values: Floats, chosen: NDArray[np.bool_]) -> Floats:
+    """Return means over the ranks [rows, names] of those chosen [rows, ranks, names]."""
+    many = chosen.sum(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        means = np.where(chosen, values, 0.0).sum(axis=1) / many
+    return np.where(many > 0, means, np.nan)
 
 
 def _grown(held: NDArray[Any], size: int, fill: float) -> NDArray[Any]:

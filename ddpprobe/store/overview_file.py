@@ -55,7 +55,8 @@ def _read_block(
         given = reader.read("scalar_given", start, stop, len(ranks), len(names))
     except StoreDamaged:
         return
-    into.add_steps(columns["step"][start:stop], columns["sampled"][start:stop] != 0)
+    whole = (columns["sampled"] != 0) & (columns["partial"] == 0)
+    into.add_steps(columns["step"][start:stop], whole[start:stop])
     into.add_sites(sites, counts, values)
     into.add_scalars(names, scalars, given != 0)
 

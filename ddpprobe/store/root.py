@@ -134,6 +134,15 @@ def _attempts_of(files: Files) -> list[int]:
 def _identity(run: paths.RunDir) -> dict[str, Any]:
     try:
         found = safe_read.parse(run.run_json.read_bytes())
+    except FileNotFoundError:
+        return _identity_before(run)  # it is lost: what the root repeats is all that is left of it
     except (OSError, ValueError):
         return {}  # the reader says so; folding must not wait for it
     return dict(found) if isinstance(found, dict) else {}
+
+
+def _identity_before(run: paths.RunDir) -> dict[str, Any]:
+    try:
+        return dict(safe_read.parse(read_regular(run.store, GROUP_JSON))["attributes"]["ddpprobe"])
+    except (OSError, *MALFORMED):
+        return {}

@@ -172,6 +172,14 @@ MUTE = held((9, 9), end=UNKNOWN)
             ),
         ),
         (NONE, False, 0, "nothing found in what is held: no sampled step of all ranks"),
+        (held((0, 0)), False, 0, "nothing to judge: no step was sampled"),
+        (held((0, 0)), True, 0, "nothing found in what is held: no sampled step of all ranks"),
+        (
+            held((0, 0), end=UNKNOWN),
+            False,
+            0,
+            "nothing found in what is held: no sampled step of all ranks",
+        ),
     ],
 )
 def test_that_nothing_was_found_is_said_of_what_was_judged(

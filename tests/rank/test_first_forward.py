@@ -233,10 +233,12 @@ def test_a_run_without_a_sampled_step_is_never_green(tmp_path: Path, call, way) 
     with ddpprobe.install(net, run_dir=tmp_path / "r", every=1, daemon="none"):
         way(net)
     code, out, err = call("anomalies", tmp_path / "r")
-    assert (code, out) == (4, "nothing found in what is held: no sampled step of all ranks\n")
+    assert (code, out) == (4, "nothing to judge: no step was sampled\n")
     assert "the run took no sampled step" in err
     assert not ddpprobe.open(tmp_path / "r").info()["complete"]
-    assert ddpprobe.runs(tmp_path)[0].verdict == "not judged"
+    line = ddpprobe.runs(tmp_path)[0]
+    assert line.verdict == "nothing to judge: no step was sampled"
+    assert (line.whole, line.to_json()["judged"]["complete"]) == (False, False)
 
 
 def test_steps_that_the_loop_declares_without_a_forward_are_no_green_run(

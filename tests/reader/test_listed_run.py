@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import ddpprobe
+from ddpprobe.cli.main import main
 from ddpprobe.reader.listed_run import ListedRun, listed, runs
 from ddpprobe.reader.run import open_run
 from ddpprobe.reader.run_directories import default_directory, run_directories
@@ -105,6 +106,53 @@ def test_a_healthy_run_says_in_how_much_nothing_was_found(tmp_path: Path) -> Non
         made.write(parts)
         made.tell(framing.RECORD, head_merge(parts))
     assert listed(made.close().path).verdict == "no anomalies in 3 sampled steps"
+
+
+def test_a_step_that_never_came_to_its_end_is_none_that_was_judged(tmp_path: Path) -> None:
+    made = Made(tmp_path / "run")
+    for step in range(4):
+        parts = [replace(record(rank, step), partial=step == 3) for rank in range(2)]
+        parts = parts[:1] if step == 3 else parts  # rank 1 left no word of it
+        made.write(parts)
+        merged = head_merge(parts)
+        made.tell(framing.RECORD, replace(merged, missing=(1,)) if step == 3 else merged)
+    died = ExitEvent(rank=1, how="SIGKILL", order=0, witness="daemon", time_ns=10**18, step=3)
+    made.tell(framing.LIFE, to_json(died))
+    for rank in range(2):
+        beat(made, rank, 3)
+    held, line = open_run(made.path).completeness(), listed(made.close(cleanly=False).path)
+    assert (line.judged, line.sampled, line.step) == (held.held, held.sampled, 3) == (3, 3, 3)
+
+
+def test_a_run_that_ended_before_its_first_step_is_told_in_the_same_words_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Made(tmp_path / "run")
+    for rank in range(2):
+        beat(made, rank, 0, "closed")
+        said = {"event": "closed", "status": "ok", "sampled": 0}
+        made.writer(rank).append_json(framing.LIFE, said)
+    path = made.close(cleanly=False).path
+    line = listed(path)
+    words = "nothing to judge: no step was sampled"
+    assert (line.verdict, line.step, line.whole) == (words, None, False)
+    assert line.to_json()["judged"] == {"complete": False, "held": 0, "sampled": 0}
+    info = open_run(path).info()
+    assert (info["complete"], info["steps"]["last"]) == (False, None)
+    assert main(["anomalies", str(path)]) == 4
+    assert capsys.readouterr().out == f"{words}\n"
+    for words in (["trace", path], ["export", path, "--format", "csv"], ["compare", path, path]):
+        assert main([str(word) for word in words]) == 2
+        assert "yet" not in capsys.readouterr().err
+
+
+def test_of_a_rank_whose_last_word_is_lost_it_is_not_said_that_it_sampled_nothing(
+    tmp_path: Path,
+) -> None:
+    made = Made(tmp_path / "run")
+    made.writer(0).append_json(framing.LIFE, {"event": "closed", "status": "ok", "sampled": 0})
+    made.writer(1)
+    assert listed(made.close(cleanly=False).path).verdict == "not judged"
 
 
 def test_a_run_under_way_says_so(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -104,6 +105,71 @@ def test_the_numbers_of_a_row_are_those_of_the_run(run: RunDir) -> None:
     assert (row["first_step"], row["last_step"], row["sampled_steps"]) == (0, STEPS - 1, STEPS)
 
 
+def diverged(path: Path, ends: float, ranks: tuple[int, ...] = (0, 1), lr: str = "9.9") -> RunDir:
+    """Write and seal a run whose loss falls, and is `ends` on some ranks at the last step."""
+    made = Made(path)
+    config = {"event": "note", "step": 0, "what": "", "config": {"lr": lr}}
+    made.writer(0).append_json(framing.LIFE, config)
+    for step in range(12):
+        parts = [record(r, step) for r in range(2)]
+        if step == 11:
+            for r in ranks:
+                parts[r] = replace(parts[r], scalars={r: {"loss": ends}})
+            for part in parts:
+                part.counts[0, 1] = part.counts[0, 0]  # of the first site all are NaN
+                part.counts[1, 1] = 3  # of the second some
+        made.write(parts)
+        made.tell(framing.RECORD, head_merge(parts))
+    run = made.close()
+    folder = StoreWriter(run, NODE, block=8, durable=False)
+    folder.seal()
+    folder.close()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ends", "ranks", "last"),
+    [
+        (math.nan, (0, 1), math.nan),
+        (math.nan, (1,), math.nan),  # the mean over all ranks
+        (math.inf, (0,), math.inf),
+        (-math.inf, (0, 1), -math.inf),
+    ],
+)
+def test_a_run_that_ended_in_nan_does_not_look_like_its_last_good_step(
+    tmp_path: Path, ends: float, ranks: tuple[int, ...], last: float
+) -> None:
+    run = diverged(tmp_path / "run", ends, ranks)
+    rows = {row["fqn"]: row for row in written(run)}
+    loss = rows["loss"]
+    assert loss["last"] == pytest.approx(last, nan_ok=True)
+    assert (loss["first"], loss["nonfinite"]) == (1.0, len(ranks))
+    finite = 12 if len(ranks) == 1 else 11
+    assert (loss["steps"], loss["min"]) == (finite, pytest.approx(1 / finite))
+    assert (loss["max"], np.isfinite(loss["mean"])) == (1.0, True)
+    rms = open_run(run.path).series("*", "rms").values
+    site = rows["blocks.0.mlp"]
+    assert (math.isnan(site["last"]), site["steps"]) == (True, 11)
+    assert (site["max"], site["first"]) == (np.nanmax(rms[:, 0]), rms[0, 0])
+    some = rows["blocks.1.mlp"]
+    assert (some["last"], some["nonfinite"], some["steps"]) == (rms[-1, 1], 6, 12)
+
+
+def test_a_first_step_that_is_not_finite_is_the_first(tmp_path: Path) -> None:
+    made = Made(tmp_path / "run")
+    for step in range(3):
+        loss = math.nan if step == 0 else 2.0
+        parts = [replace(record(r, step), scalars={r: {"loss": loss}}) for r in range(2)]
+        made.write(parts)
+        made.tell(framing.RECORD, head_merge(parts))
+    run = made.close()
+    folder = StoreWriter(run, NODE, durable=False)
+    folder.seal()
+    folder.close()
+    (row,) = (row for row in written(run) if row["fqn"] == "loss")
+    assert (math.isnan(row["first"]), row["last"], row["steps"], row["mean"]) == (True, 2.0, 2, 2.0)
+
+
 def test_export_writes_what_the_daemon_writes(run: RunDir, tmp_path: Path) -> None:
     out = tmp_path / "exported.parquet"
     assert cli.main(["export", str(run.path), "--format", "overview", "-o", str(out)]) in (0, 4)
@@ -162,6 +228,8 @@ def test_the_how_to_over_many_runs_can_be_typed_as_it_stands(
     for name, steps, lr in (("a", 30, "0.1"), ("b", 10, "0.2")):
         run = sealed(tmp_path / "ddpprobe-runs" / name, steps, lr)
         written(run, "ended" if name == "a" else "crashed")
+    # Its last good step is better than all of "b"; it is no good run for that.
+    written(diverged(tmp_path / "ddpprobe-runs" / "c", math.nan))
     asked = SQL.findall(HOW_TO.read_text())
     assert len(asked) == 3
     # In a process of its own: duckdb complains of its own references when one ends.
@@ -171,6 +239,8 @@ def test_the_how_to_over_many_runs_can_be_typed_as_it_stands(
     )
     done = subprocess.run([sys.executable, "-c", script, *asked], check=True, capture_output=True)
     best, growing, causes = json.loads(done.stdout)
-    assert [(row[1], row[2]) for row in best] == [("0.1", 1 / 30), ("0.2", 1 / 10)]
+    assert [(row[1], row[2]) for row in best[:2]] == [("0.1", 1 / 30), ("0.2", 1 / 10)]
+    assert (best[2][1], math.isnan(best[2][2])) == ("9.9", True)
+    assert all(math.isfinite(row[2]) for row in growing)
     assert {row[1] for row in growing} == {f"blocks.{n}.mlp" for n in range(4)}
     assert causes == [["nonfinite", "blocks.1.mlp", 2]]

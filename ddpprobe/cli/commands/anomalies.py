@@ -24,11 +24,12 @@ from ddpprobe.cli.output import (
     say_json,
     table,
 )
-from ddpprobe.cli.run_argument import add_run
+from ddpprobe.cli.run_argument import add_run, opened, tell_identity
 from ddpprobe.detectors.suite import Episode, episodes
 from ddpprobe.ends.judge import told
+from ddpprobe.reader.completeness import NOTHING_SAMPLED
 from ddpprobe.reader.models import FirstOfModels, Models, models_in
-from ddpprobe.reader.run import Run, open_run
+from ddpprobe.reader.run import Run
 from ddpprobe.reader.text import UNOBSERVED, plain
 from ddpprobe.records.step import LEVELS
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     models = models_in(args.run)
     if models is not None:
         return _run_models(models, args)
-    run_ = open_run(args.run)
+    run_ = opened(args.run)
     found = run_.anomalies()
     held = run_.completeness()
     if args.json:
@@ -73,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_models(models: Models, args: argparse.Namespace) -> int:
     """Print which model was bad first, then the verdicts of each; the first code in `_WORST`."""
+    for model in models.values():
+        tell_identity(model)
     judged_ = {name: (r, r.anomalies(), r.completeness()) for name, r in models.items()}
     firsts = models.first_causes({name: found for name, (_, found, _) in judged_.items()})
     if args.json:
@@ -153,6 +156,8 @@ def nothing(held: Completeness, damaged: bool, hidden: int, level: str) -> str: 
     steps = _steps(held.sampled)
     if held.complete and not damaged:
         return f"no anomalies{below}{' so far' if held.live else ''} in {steps}"
+    if held.empty and not damaged:
+        return NOTHING_SAMPLED
     if not held.held:
         return f"nothing found{below} in what is held: no sampled step of all ranks"
     return f"nothing found{below} in what is held: {held.held} of {steps} of all ranks"

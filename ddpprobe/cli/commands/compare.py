@@ -16,14 +16,14 @@ from ddpprobe.cli import completion
 from ddpprobe.cli.names import shortened
 from ddpprobe.cli.output import report_gaps, say, say_json, table
 from ddpprobe.cli.progress import progress
-from ddpprobe.cli.run_argument import add_run
+from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.errors import RunError
 from ddpprobe.reader.compare.difference import Comparison, Difference, Growth
 from ddpprobe.reader.compare.run_differences import Bits, first_bits, reasons
 from ddpprobe.reader.compare.runs import compare
 from ddpprobe.reader.compare.timeline import length
 from ddpprobe.reader.compare.tolerance import Tolerance
-from ddpprobe.reader.run import Run, open_run
+from ddpprobe.reader.run import Run
 from ddpprobe.reader.text import UNOBSERVED, number, plain
 from ddpprobe.records.near_names import nearest
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Print where the runs part; 3 if one of the stores is damaged."""
     if args.exact and (args.rtol is not None or args.atol):
         raise RunError("--exact leaves nothing to --rtol and --atol: give one or the other")
-    runs = open_run(args.run), open_run(args.other)
+    runs = opened(args.run), opened(args.other)
     allowed = Tolerance(args.rtol, args.atol, args.exact)
     total = sum(map(length, runs)) or None
     with progress("comparing", total, silent=args.json) as bar:
@@ -119,6 +119,8 @@ def _verdict(found: Comparison, *, exact: bool) -> str:
         numbers = f"{first.stat} {' against '.join(_both(first.a, first.b))}"
         before = f"agreed through {agreed}" if found.agreed is not None else "never agreed"
         return f"parted at step {first.step} in {place(first)}: {numbers} ({before})"
+    if not found.sites:
+        return "undecided: no site could be compared"
     if exact:
         return "no parting: every number is equal"
     if found.nearest is None:
@@ -183,9 +185,11 @@ def _checksums(compared: int, first: Bits | None) -> Iterator[str]:
 
 
 def _notes(found: Comparison) -> Iterator[str]:
-    for name, only in zip("AB", found.only, strict=True):
+    for name, only, torn in zip("AB", found.only, found.torn, strict=True):
         if only:
             yield f"not compared: {_count(only, 'step')} that only {name} sampled"
+        if torn:
+            yield f"not compared: {_count(torn, 'step')} that never came to an end in {name}"
     if found.incomplete:
         yield f"a rank is missing at {_count(found.incomplete, 'compared step')}"
     for why, sites in found.left_out.items():
@@ -232,7 +236,7 @@ def as_json(runs: tuple[Run, Run], allowed: Tolerance, answer: Answer) -> dict[s
         "tolerance": {"rtol": allowed.rtol, "atol": allowed.atol, "exact": allowed.exact},
         "steps": {
             "compared": found.steps, "first": found.first, "last": found.last,
-            "only": found.only, "incomplete": found.incomplete,
+            "only": found.only, "torn": found.torn, "incomplete": found.incomplete,
         },
         "sites": found.sites,
         "parted": bool(differences),
@@ -281,9 +285,14 @@ def _nothing_found(runs: tuple[Run, Run], found: Comparison, args: argparse.Name
     if found.steps:
         known = (str(site) for r in runs for site in r.series("*", "numel").sites)
         return RunError(f"no site matches {args.sites!r}; nearest: {nearest(args.sites, known)}")
+    if any(found.torn):
+        return RunError(
+            "no step was sampled in both and came to its end: "
+            f"{found.torn[0]} did not in A, {found.torn[1]} not in B"
+        )
     empty = [str(r.path) for r, n in zip(runs, found.only, strict=True) if not n]
     if empty:
-        return RunError(f"{' and '.join(empty)}: no step was sampled yet")
+        return RunError(f"{' and '.join(empty)}: no step was sampled")
     return RunError(
         f"no step was sampled in both: {found.only[0]} only in A, {found.only[1]} only in B; "
         "give both runs the same every="

@@ -21,14 +21,14 @@ from typing import Any, BinaryIO, cast
 
 from ddpprobe.cli.commands.trace import check_rank, step_range
 from ddpprobe.cli.local_server import ends_with_sigterm
-from ddpprobe.cli.output import Shown, check_place, complain, report_gaps, say, say_json
+from ddpprobe.cli.output import Shown, check_file, check_place, complain, report_gaps, say, say_json
 from ddpprobe.cli.progress import progress
-from ddpprobe.cli.run_argument import add_run
+from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.cli.serving import serve
 from ddpprobe.errors import RunError
 from ddpprobe.metrics.table import SERIES_LIMIT
 from ddpprobe.reader.export.job import Job
-from ddpprobe.reader.run import Run, open_run
+from ddpprobe.reader.run import Run
 from ddpprobe.reader.selection import EVERY_RANK, Selection
 from ddpprobe.reader.text import plain, size
 from ddpprobe.rundir import paths
@@ -77,9 +77,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
 
-    run_ = open_run(args.run)
+    run_ = opened(args.run)
     _check(args)
     job, path = Job(run_, _part(run_, args)), args.output
+    _check_output(run_, args)
     if args.serve:
 
         def make(directory: Path) -> dict[str, Any]:
@@ -89,10 +90,8 @@ def _run(args: argparse.Namespace) -> int:
         serve(job, make, keep, args.listen, as_json=args.json)
         return report_gaps(job.lost, run_.completeness().unknown())
     if path is None and args.format not in TEXTS:
-        path = f"{run_.path.resolve().name}{SUFFIXES[args.format]}"
+        path = _default(run_, args.format)
     target = None if path in (None, STDOUT) else Path(path)
-    if target is not None and args.format != "blocks":
-        check_place(target)
     facts = {"run": run_.name, "format_version": 1, "format": args.format, "path": path}
     facts |= write(job, args.format, target, silent=args.json)
     if args.json:
@@ -186,8 +185,25 @@ def _check(args: argparse.Namespace) -> None:
         raise RunError("--json is about the file that is written: give -o PATH")
 
 
-def _part(run_: Run, args: argparse.Namespace) -> Selection:
+def _check_output(run_: Run, args: argparse.Namespace) -> None:
+    """Raise RunError if nothing can be written where it was asked for."""
+    path = args.output
+    if path is None and not (args.serve or args.format in TEXTS):
+        path = _default(run_, args.format)
+    if path in (None, STDOUT):
+        return
+    if args.serve or args.format == "blocks":
+        check_place(Path(path))
+    else:
+        check_file(Path(path), _default(run_, args.format))
 
+
+def _default(run_: Run, format_: str) -> str:
+    """Return the name of what is written if none is given."""
+    return f"{run_.path.resolve().name}{SUFFIXES[format_]}"
+
+
+def _part(run_: Run, args: argparse.Namespace) -> Selection:
     attempts = run_.attempts()
     if args.attempt is not None and args.attempt not in attempts:
         known = ", ".join(map(str, attempts)) or "none"
@@ -197,7 +213,6 @@ def _part(run_: Run, args: argparse.Namespace) -> Selection:
 
 
 def _rank(text: str) -> int:
-
     if text == ALL:
         return EVERY_RANK
     if not (text.isascii() and text.isdecimal()):

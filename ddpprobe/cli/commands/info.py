@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ddpprobe.cli.output import report_gaps, say, say_json, table
-from ddpprobe.cli.run_argument import add_run
+from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.ends.judge import told
-from ddpprobe.reader.run import open_run
 from ddpprobe.reader.text import UNOBSERVED, commit, plain, size, wrapping
 
 MOST_ORDERS = MOST_NOTES = 20  # lines of an attempt
@@ -26,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what is known of the run."""
-    run_ = open_run(args.run)
+    run_ = opened(args.run)
     info = run_.info()
     if args.json:
         say_json(info)

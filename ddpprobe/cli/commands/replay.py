@@ -15,12 +15,11 @@ from ddpprobe.cli.commands.anomalies import FIELDS, row
 from ddpprobe.cli.completion import offer
 from ddpprobe.cli.output import report_gaps, say, say_json, table
 from ddpprobe.cli.progress import progress
-from ddpprobe.cli.run_argument import add_run
+from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.detectors.settings import Settings, defaults, meanings, summary
 from ddpprobe.detectors.suite import DETECTORS, read_settings
 from ddpprobe.errors import RunError
 from ddpprobe.reader.rerun_detectors import RerunResult, rerun
-from ddpprobe.reader.run import open_run
 from ddpprobe.reader.text import plain
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ def _detectors(args: argparse.Namespace) -> int:
         settings = read_settings(args.settings)
     except ValueError as error:
         raise RunError(str(error)) from None
-    run_ = open_run(args.run)
+    run_ = opened(args.run)
     with progress("judging", None, silent=args.json) as bar:
         found = rerun(run_, settings, bar.advance)
     if args.json:
@@ -160,7 +159,7 @@ def _with(changed: list[str]) -> str:
 
 def _module(args: argparse.Namespace) -> int:
 
-    run_ = open_run(args.run)
+    run_ = opened(args.run)
     try:
         from ddpprobe.reader.reexecute.module import Which, reexecute  # noqa: PLC0415
     except ModuleNotFoundError as error:

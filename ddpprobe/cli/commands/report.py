@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ddpprobe.cli.output import check_place, report_gaps, say, say_json
+from ddpprobe.cli.output import check_file, report_gaps, say, say_json
 from ddpprobe.cli.progress import progress
-from ddpprobe.cli.run_argument import add_run
-from ddpprobe.errors import RunError
-from ddpprobe.reader.run import open_run
+from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.reader.text import plain, size
 from ddpprobe.report.page import render
 from ddpprobe.report.story import gather
@@ -31,11 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page; 3 if the store is damaged, and then the page says what is lost."""
-    run_ = open_run(args.run)
+    run_ = opened(args.run)
     path = args.output or Path(f"{run_.path.resolve().name}.html")
-    if path.is_dir():
-        raise RunError(f"{path}: a directory; give the file to write: -o {path / 'report.html'}")
-    check_place(path)
+    check_file(path, "report.html")
     with progress("reading", None, silent=args.json) as bar:
         story = gather(run_, bar.advance)
     page = render(story).encode(errors="backslashreplace")  # a module may be named "\ud800"

@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from ddpprobe.cli.completion import offer
 from ddpprobe.cli.names import MOST, shortened
 from ddpprobe.cli.output import colours, complain, report_gaps, say, say_json, table
-from ddpprobe.cli.run_argument import add_run
+from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.errors import RunError
 from ddpprobe.reader.derived_series import NAMES, DerivedSeries
 from ddpprobe.reader.no_data import sampled_around, why_empty
-from ddpprobe.reader.run import Run, open_run
+from ddpprobe.reader.run import Run
 from ddpprobe.reader.series import Scalars, Series
 from ddpprobe.reader.text import UNOBSERVED, lacking, number, plain, without
 from ddpprobe.records.histogram import NEAR_ZERO_RATIO
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the series."""
-    run_ = open_run(args.run)
+    run_ = opened(args.run)
     check_rank(run_, args.rank)
     if args.site is None and args.stat is not None:
         raise RunError("--stat is of sites: give --site GLOB as well")
@@ -397,9 +397,10 @@ def check_rank(run_: Run, rank: int | None) -> None:
 
 def _no_step(run_: Run, args: argparse.Namespace) -> Exception:
     """Say that no step was sampled in a range, and which ones are next to it."""
-    steps = np.unique([step for n in run_.attempts() for step in run_.sampled_steps(n, args.rank)])
+    attempts = [n for n in run_.attempts() if args.rank is None or args.rank in run_.ranks(n)]
+    steps = np.unique([step for n in attempts for step in run_.sampled_steps(n, args.rank)])
     if not len(steps):
-        return RunError(f"{args.run}: no step was sampled yet")
+        return RunError(f"{args.run}: no step was sampled")
     near = sampled_around(steps, args.steps)
     reach = f"they reach from {steps[0]} to {steps[-1]}; nearest: {near}"
     return RunError(f"no sampled step in --steps; {reach}")
@@ -409,7 +410,7 @@ def _no_scalar(run_: Run, args: argparse.Namespace) -> Exception:
     """Say whether it is the name or the steps that match nothing."""
     known = {s.name for s in run_.matching_scalars("*", args.rank) if s.given.any()}
     if not known:
-        return RunError(f"{args.run}: no rank has said a number of a step yet")
+        return RunError(f"{args.run}: no rank has said a number of a step")
     if args.scalar is None and not known.intersection(HEALTH):
         there = ", ".join(sorted(known))
         return RunError(f"this run has no loss and no gradient norm; --scalar takes one of {there}")

@@ -67,6 +67,7 @@ class Comparison:
     Attributes:
         steps: number of sampled steps compared; `first` and `last` of them.
         only: number of sampled steps that one run has and the other has not.
+        torn: number of steps that both have, and that never came to their end in one of them.
         sites: number of sites compared.
         differences: the first one of each site and scalar, earliest first.
         agreed: the last compared step before the first difference; None if there is none.
@@ -84,6 +85,7 @@ class Comparison:
     first: int | None = None
     last: int | None = None
     only: list[int] = field(default_factory=lambda: [0, 0])
+    torn: list[int] = field(default_factory=lambda: [0, 0])
     sites: int = 0
     differences: list[Difference] = field(default_factory=list)
     agreed: int | None = None

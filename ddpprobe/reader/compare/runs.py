@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ddpprobe.reader.compare.difference import PRESENT, VALUE, Comparison, Difference, Growth
 from ddpprobe.reader.compare.site_matching import (
+    PART_MISSING,
     SiteMatcher,
     SiteMatching,
     execution_order,
@@ -141,6 +142,10 @@ class _Comparing:
         if a is None or b is None:
             out.only[a is None] += 1
             return
+        if a.partial or b.partial:  # what it lacks, another exception or exit would have cut off
+            for side, record in enumerate((a, b)):
+                out.torn[side] += record.partial
+            return
         out.first = a.step if out.first is None else out.first
         self._previous, out.last = out.last, a.step
         out.steps += 1
@@ -191,6 +196,11 @@ class _Comparing:
             known.update(site.key for site in record.sites)
         for side, (absent, record) in enumerate(zip(self._absent, (a, b), strict=True)):
             order = execution_order(record.sites)
+            if (b, a)[side].missing:  # which may have it: a stage of a pipeline, say
+                self._left.setdefault(PART_MISSING, {}).update(
+                    (site, None) for site, _ in pairing.alone[side]
+                )
+                continue
             for site, row in pairing.alone[side]:
                 gone = Difference(
                     a.step, order[row], site, "", None, PRESENT, 1.0 - side, float(side), math.inf

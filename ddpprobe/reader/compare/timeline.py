@@ -18,13 +18,19 @@ def timeline(run: Run, rank: int | None = None) -> Iterator[StepRecord]:
     for attempt in reversed(attempts):
         ends[attempt] = end
         if attempt != attempts[0]:
-            first = next(run.records(rank, attempt), None)
+            first = next(_of(run, rank, attempt), None)
             end = min(end, first.step) if first else end
     for attempt in attempts:
-        for record in run.records(rank, attempt):
+        for record in _of(run, rank, attempt):
             if record.step >= ends[attempt]:
                 break
             yield record
+
+
+def _of(run: Run, rank: int | None, attempt: int) -> Iterator[StepRecord]:
+    """Return the records of an attempt, which may have had fewer ranks than another."""
+    held = rank is None or rank in run.ranks(attempt)
+    return run.records(rank, attempt) if held else iter(())
 
 
 def aligned(

@@ -172,7 +172,7 @@ class Tolerance:
             out = np.abs(one - two) / self.allowed(a, b, limits)
         # Without a number in one of them, or with an infinite allowance, the counts have the say.
         out = np.where(same | np.isnan(out), 0.0, out)
-        out[:, 1:] *= seen
+        out[:, 1:] = np.where(seen, out[:, 1:], 0.0)
         return np.nan_to_num(out, nan=0.0, posinf=np.inf)
 
 

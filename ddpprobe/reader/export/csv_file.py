@@ -20,17 +20,18 @@ _UNSAFE = re.compile("^[=+@-]|[\x01-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def write_csv(blocks: Iterable[Block], out: TextIO) -> int:
-    """Write blocks of the table; return the number of rows.
+    """Write blocks of the table; return the number of rows; without any not even the header.
 
     Args:
         blocks: as `long_table.blocks` makes them.
         out: a text stream opened with `newline=""`.
     """
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(TYPES)
     rows = 0
     for block in blocks:
         columns = [_column(cells, TYPES[name]) for name, cells in block.items()]
+        if not rows and len(columns[0]):
+            writer.writerow(TYPES)
         rows += len(columns[0])
         writer.writerows(zip(*columns, strict=True))
     return rows

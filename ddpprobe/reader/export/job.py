@@ -143,7 +143,7 @@ class Job:
         if self.lost:
             return RunError(f"nothing to export: {self.lost[0]}", exit_code=3)
         if self.part.steps == slice(None):
-            return RunError(f"{self.run.path}: no step was recorded yet")
+            return RunError(f"{self.run.path}: no step was recorded")
         return RunError("no recorded step in --steps; `ddpprobe info RUN` says which there are")
 
 

@@ -58,7 +58,7 @@ def export_overview(run: Run, out: BinaryIO, advance: Callable[[int], object]) -
 def _take(overview: Overview, batch: list[StepRecord]) -> None:
     axis, names, ranks = SiteAxis(), LabelAxis[str](), LabelAxis[int]()
     rows, cells = encode_rows(batch, axis), encode_scalars(batch, names, ranks)
-    steps, sampled = [r.step for r in batch], [r.sampled for r in batch]
-    overview.add_steps(np.array(steps), np.array(sampled))
+    steps, whole = [r.step for r in batch], [r.sampled and not r.partial for r in batch]
+    overview.add_steps(np.array(steps), np.array(whole))
     overview.add_sites(axis.sites, rows["counts"], rows["values"])
     overview.add_scalars(names.labels, cells["scalars"], cells["scalar_given"] != 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddpprobe.errors import PackDamaged, RunError, StoreDamaged, TensorError
+from ddpprobe.errors import PackDamaged, RunError, StoreDamaged, TensorError, UnknownSeries
 from ddpprobe.reader.reexecute.call import Outcome, execute
 from ddpprobe.reader.reexecute.model import build, fill, find
 from ddpprobe.reader.reexecute.op_watch import BACKWARD, FORWARD, Op
@@ -189,8 +189,11 @@ def evidence(run: Run, stored_call: StoredCall) -> dict[str, bool | None]:
 
     None where the step was not sampled, or nothing inside the module reports in that phase.
     """
-    records = run.records(stored_call.rank, stored_call.attempt, after=stored_call.step - 1)
-    record = next(iter(records), None)
+    try:
+        records = run.records(stored_call.rank, stored_call.attempt, after=stored_call.step - 1)
+        record = next(iter(records), None)
+    except UnknownSeries:  # its tensors are held, and no record of it
+        record = None
     if record is None or record.step != stored_call.step or not record.sampled:
         return {FORWARD: None, BACKWARD: None}
     inside = f"{stored_call.module}." if stored_call.module else ""

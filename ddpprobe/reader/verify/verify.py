@@ -50,8 +50,8 @@ def verify(run: Run, advance: Advance = _unheard) -> VerifyReport:
     """
     directory, report = paths.RunDir(run.path), VerifyReport()
     fetch_captured(run.path)
-    if not directory.run_json.exists():  # it is written before the first journal
-        why = "missing: name, id and size of the run are told by the journals and the store alone"
+    if run.identity_lost:  # it is written before the first journal
+        why = run.identity_lost.removeprefix(f"{paths.RUN_JSON} is ")
         report.add(Lost(paths.RUN_JSON, None, why))
     # Journals first: what is folded while we look is in the store afterwards.
     firsts = list(_check_journals(directory, report, advance))

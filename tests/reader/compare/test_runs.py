@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddpprobe.cli.commands.compare import lines
 from ddpprobe.cli.main import main
 from ddpprobe.reader.compare.difference import Comparison
 from ddpprobe.reader.compare.runs import compare
@@ -291,6 +292,45 @@ def test_what_a_missing_rank_would_have_held_is_not_compared():
     assert found.incomplete == 3
     assert {p.site.placement for p in found.differences} == {"replicated"}
     assert sum(len(sites) for sites in found.left_out.values()) == 9
+    local = [replace(r, sites=SITES[:9], counts=r.counts[:9], values=r.values[:9]) for r in short]
+    said = list(lines((of(Told(whole), Told(local)), (0, None), []), exact=False))
+    assert said[0] == "undecided: no site could be compared"
+
+
+def test_a_site_that_only_a_missing_rank_has_is_no_parting():
+    short = steps(range(4))
+    short[2] = replace(step(2, tuple(s for s in SITES if s != SITES[5])), missing=(1,))
+    for runs in ((steps(range(4)), short), (short, steps(range(4)))):
+        found = of(*map(Told, runs))
+        assert (found.differences, found.incomplete) == ([], 1)
+        assert not any(found.alone)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_step_that_never_came_to_its_end_is_not_compared(side: int):
+    whole, torn = steps(range(4)), steps(range(4))
+    counts, values = torn[3].counts.copy(), torn[3].values.copy()
+    counts[6:, 6], values[6:] = 0, (np.inf, -np.inf, 0, 0)  # the backward is not there
+    values[0] *= 8
+    torn[3] = replace(torn[3], counts=counts, values=values, partial=True, missing=(1,))
+    runs = (torn, whole)[:: 1 - 2 * side]
+    found = of(*map(Told, runs))
+    assert (found.differences, found.steps, found.last) == ([], 3, 2)
+    assert found.torn == [1 - side, side]
+    said = list(lines((found, (0, None), []), exact=False))
+    assert said[-1] == f"not compared: 1 step that never came to an end in {'AB'[side]}"
+
+
+def test_a_site_that_arrived_in_one_run_only_parts_there_without_a_warning():
+    whole, short = steps(range(2)), steps(range(2))
+    for made, other in ((short, 7), (whole, 5)):
+        counts, values = made[1].counts.copy(), made[1].values.copy()
+        counts[other], values[other] = 0, (np.inf, -np.inf, 0, 0)
+        made[1] = replace(made[1], counts=counts, values=values)
+    found = of(Told(whole), Told(short))
+    assert {(p.step, p.site, p.stat) for p in found.differences} == {
+        (1, SITES[5], "observed"), (1, SITES[7], "observed"),
+    }  # fmt: skip
 
 
 def test_only_steps_that_both_sampled_are_compared():
@@ -447,7 +487,7 @@ def test_wrong_use_is_one_line_and_exit_2(tmp_path, call):
         ((a, b, "--sites", "blocks.1"), ""),
         ((a, b, "--sites", "bloks"), "no site matches 'bloks'; nearest: blocks."),
         ((a, tmp_path / "late"), "no step was sampled in both: 6 only in A, 2 only in B"),
-        ((a, tmp_path / "empty"), "empty: no step was sampled yet"),
+        ((a, tmp_path / "empty"), "empty: no step was sampled"),
         ((a, b, "--exact", "--rtol", "0.1"), "--exact leaves nothing to --rtol"),
     ]:
         code, _, err = call("compare", *words)

@@ -24,6 +24,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 import ddpprobe
 from ddpprobe.cli import local_server
+from ddpprobe.cli.commands.export import SUFFIXES
 from ddpprobe.cli.main import main
 from ddpprobe.daemon.attempt import Attempt
 from ddpprobe.daemon.gather_queue import GatherQueue
@@ -682,6 +683,47 @@ def test_wrong_use_is_said_in_one_line(run, call, words, says) -> None:
     code, _, err = call(run.path, *words)
     assert code == 2
     assert says in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [["--steps", "900:"], ["--steps", "900:", "--rank", "all"]])
+def test_without_a_row_not_even_the_header_is_written(run, call, words) -> None:
+    assert call(run.path, "--format", "csv", *words)[1] == ""
+
+
+@pytest.mark.parametrize("format_", ["csv", "openmetrics", "parquet", "overview"])
+def test_a_directory_in_the_place_of_a_file_is_said_with_what_to_give(
+    run, call, tmp_path, format_
+) -> None:
+    code, _, err = call(run.path, "--format", format_, "-o", tmp_path)
+    assert code == 2
+    name = f"{run.path.name}{SUFFIXES[format_]}"
+    says = f"{tmp_path}: a directory; give the file to write: -o {tmp_path / name}"
+    assert err == f"ddpprobe: {says}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("format_", ["csv", "parquet", "blocks"])
+def test_where_no_file_can_be_written_it_says_so_before_it_reads(
+    run, call, tmp_path, monkeypatch, format_
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    given = ["-o", "x.csv"] if format_ == "csv" else []
+    code, out, err = call(run.path, "--format", format_, *given)
+    assert (code, out) == (2, "")
+    name = "x.csv" if given else f"{run.path.name}{SUFFIXES[format_]}"
+    says = f"{name}: no file can be written in {tmp_path}; give -o PATH in another one"
+    assert err == f"ddpprobe: {says}\n"
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["--format", "blocks"], ["--serve"]])
+def test_blocks_below_a_directory_that_is_not_there_are_refused(run, call, tmp_path, words) -> None:
+    above = tmp_path / "none"
+    code, _, err = call(run.path, *words, "-o", above / "out")
+    assert code == 2
+    assert err.endswith(f"there is no directory {above}; make it first: mkdir -p {above}\n")
 
 
 def test_a_missing_tool_is_named_with_what_to_install(run, call, tmp_path, monkeypatch) -> None:

@@ -22,10 +22,13 @@ from ddpprobe.reader.reexecute.model import build, fill, find
 from ddpprobe.reader.reexecute.module import Which, choose, evidence
 from ddpprobe.reader.reexecute.scene import Scene, scene_of, tensor_of
 from ddpprobe.reader.reexecute.verdict import ExecutionVerdict, judge
+from ddpprobe.reader.run import open_run
 from ddpprobe.reader.tensors import Captured, StoredCall
 from ddpprobe.records.step import COUNTS, VALUES, FirstBad, Site, StepRecord
 from ddpprobe.rundir.tensor_pack import ITEM_SIZES
 from ddpprobe.store.captures import dtypes
+
+from ...made_runs import Made
 
 CPU = torch.device("cpu")
 UNKNOWN = {"forward": None, "backward": None}
@@ -442,6 +445,13 @@ class OneRecord:
     def records(self, rank: int, attempt: int, *, after: int) -> Iterator[StepRecord]:
         assert (rank, attempt, after) == (0, 0, 6)
         return iter([self._record])
+
+
+def test_of_a_rank_whose_records_are_gone_nothing_is_known_before(tmp_path: Path) -> None:
+    run = open_run(Made(tmp_path / "run").whole(2).close().path)
+    stored_call = StoredCall(0, 7, 5, "mlp", {}, {}, 0, 0, {})
+    assert set(evidence(run, stored_call).values()) == {None}
+    assert set(evidence(run, replace(stored_call, attempt=3, rank=0)).values()) == {None}
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,10 @@ def test_without_its_identity_a_run_is_damaged(tmp_path: Path) -> None:
     made = make(tmp_path / "run")
     made.close()
     (made.path / "run.json").unlink()
-    why = "missing: name, id and size of the run are told by the journals and the store alone"
+    why = (
+        "missing; name, id and what else it said are taken from what the ranks wrote down; "
+        "not known: start, number of nodes"
+    )
     assert found(made.path) == [("run.json", why)]
 
 
