@@ -32,6 +32,9 @@ EARLY_LATER = 2.0  # times as clear
 # evaluation mode; `mode_flip` tells it), and how many elements all outputs have (the size of a
 # batch).
 MEANT = np.array([0.04, 1e-6, 1e-6, 0.1])
+# A loss is of every step, and rises at once: what was changed more than so many blocks before does
+# not explain that; nor does a learning rate that falls no faster than so many times its usual fall.
+LATELY, AT_ONCE = 3, 3.0
 NUMBERS = (
     ("loss", "forward"),
     ("gradient norm", "backward"),
@@ -62,7 +65,8 @@ class LevelShift(SoundStepsDetector):
     module's output, and the share that each parameter has of the gradient norm. All of the last
     values must lie beyond all of those before, and the step between them must be larger than any
     before it. Nothing is said where the learning rate, the number of trained parameters, the share
-    of modules in training mode or the size of the outputs has changed meanwhile.
+    of modules in training mode or the size of the outputs has changed meanwhile; of the loss, if
+    that was lately, and no rate that falls as it always does.
 
     Args:
         loss_ratio: how many times the loss of the block before.
@@ -141,9 +145,26 @@ class LevelShift(SoundStepsDetector):
                 if shift.clear >= self._by_loss_clear if shift.place else shift.size > 0:
                     numbers[1 + shift.place] = shift
             places = self._shifted_places(record, norms, norm)
-        if not (numbers or places) or (self._meant.largest_move(QUICK) > MEANT).any():
+        if (numbers or places) and (self._meant.largest_move(QUICK) > MEANT).any():
+            places = {}
+            numbers = {0: numbers[0]} if 0 in numbers and not self._loss_is_meant() else {}
+        if not (numbers or places):
             return []
         return [self._verdict(record, numbers, places)] if self._telling.due(record.step) else []
+
+    def _loss_is_meant(self) -> bool:
+        """Whether a loss that has risen has risen by what the loop changed."""
+        lately = self._meant.values_since(self._losses.step_of(LATELY * self._recent))
+        rise = np.fmax.reduce(lately - np.fmin.accumulate(lately), axis=0, initial=0.0)
+        fall = np.fmax.reduce(np.fmax.accumulate(lately) - lately, axis=0, initial=0.0)
+        falls = -np.diff(
+            self._meant.values_since(-math.inf)[:, 0]
+        )  # of the rate, from look to look
+        falls = falls[np.isfinite(falls)]
+        usual = float(np.median(falls)) if len(falls) else 0.0
+        if falls[len(falls) - len(lately) + 1 :].max(initial=0.0) <= AT_ONCE * usual:
+            fall[0] = 0.0
+        return bool((np.fmax(rise, fall) > MEANT).any())
 
     def _shifted_places(
         self, record: StepRecord, norms: Floats, norm: float
@@ -220,7 +241,7 @@ class LevelShift(SoundStepsDetector):
         message = (
             f"{what} has been {moved} its level before, at each of the last {shift.values} {of}"
             f"steps: {shift.clear:.3g} x as far as it ever moved in its window{joined}. No change "
-            "of learning rate or sizes was seen: look at the data, the labels, the scale of the "
+            "of learning rate or sizes explains it: look at the data, the labels, the scale of the "
             "loss, and what was loaded"
         )
         values = {

@@ -62,6 +62,15 @@ class LevelWindow:
         """Return whether so many have been pushed."""
         return bool(np.isfinite(self._steps[-values]))
 
+    def step_of(self, values: int) -> float:
+        """Return the step of the first of the last `values`; NaN if there are fewer."""
+        return float(self._steps[-values])
+
+    def values_since(self, step: float) -> Floats:
+        """Return the values [looks, n] from the last one before a step on; NaN: nothing known."""
+        earlier = int((~(self._steps >= step)).sum())  # and places that hold nothing yet
+        return self._past[max(earlier - 1, 0) :].astype(np.float64)
+
     def shifts(self, recent: int, blocks: int) -> Shifts:
         """Return what has shifted: the last `recent` values against `blocks` times as many."""
         past = self._past[-recent * (blocks + 1) :]

@@ -159,6 +159,28 @@ def test_a_learning_rate_that_moves_slowly_explains_nothing() -> None:
     assert len(run(LevelShift(), noisy(slow))) == 1
 
 
+def rated(rate: Callable[[int], float], every: int = 10) -> list[StepRecord]:
+    """A run whose loss doubles at `AT`, sampled now and then, at a learning rate by step."""
+    losses = [float(r.scalars[0]["loss"]) for r in noisy(behind(loss=2.0))]
+    out = []
+    for number in range(0, len(losses), every):
+        said = {name_of(back): losses[number - back] for back in range(min(every, number + 1))}
+        out.append(record(number, {0: {**said, "lr": rate(number)}}))
+    return out
+
+
+def test_a_rate_that_was_warmed_up_long_before_explains_no_loss_of_now() -> None:
+    warmed_up = rated(lambda n: 0.1 * min(1.0, (n + 1) / 25))
+    assert levels(run(LevelShift(), warmed_up)) == [("warn", AT + 10)]
+
+
+def test_a_rate_that_falls_as_ever_explains_no_loss_that_rises() -> None:
+    cosine = rated(lambda n: 0.1 * (0.1 + 0.45 * (1 + math.cos(math.pi * n / 200))))
+    assert levels(run(LevelShift(), cosine)) == [("warn", AT + 10)]
+    assert run(LevelShift(), rated(lambda n: 0.1 if n < AT else 0.05)) == []
+    assert run(LevelShift(), rated(lambda n: 0.1 * (1 + n / 50))) == []  # one that rises may
+
+
 @pytest.mark.parametrize("rate", [1.02, 0.98])
 def test_a_trend_is_no_shift(rate: float) -> None:
     trend = noisy(lambda n: dict.fromkeys(("loss", "a", "b", "grad"), rate**n), spread=0.02)
