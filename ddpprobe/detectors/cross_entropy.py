@@ -132,7 +132,7 @@ class CrossEntropy(SoundStepsDetector):
         if self._told["labelled"].due(record.step):
             message = (
                 f"all rows of the output have a label in the loss at each of the last {COUNTING} "
-                f"sampled steps, and at {self._looks} before them {100 * (1 - high):.2g} % or more "
+                f"sampled steps, and at {self._looks} before them {_percent(1 - high)} % or more "
                 "were ignored: if these were padding or a prompt, they are learned now; look at "
                 "what labels such places are given, and which the loss ignores"
             )
@@ -163,9 +163,10 @@ class CrossEntropy(SoundStepsDetector):
             names = ", ".join(str(label) for label, _ in gone[:NAMED])
             more = f" and {len(gone) - NAMED} more" if len(gone) > NAMED else ""
             message = (
-                f"no row of any rank has had label {names}{more} since step {since} (of labels "
-                f"from {LABEL_BITS} on, the remainder is counted), far longer than by chance: look "
-                "whether part of the data is lost, or cannot be read"
+                f"no row of a sampled step has had label {names}{more} since step {since} (of "
+                f"labels from {LABEL_BITS} on, the remainder is counted), far longer than by "
+                "chance where samples are drawn at random: look whether part of the data is lost, "
+                "or cannot be read"
             )
             values = {"labels": len(gone), "label": gone[0][0], "since": since}
             yield self._verdict(record, message, values, "forward")
@@ -209,10 +210,10 @@ class CrossEntropy(SoundStepsDetector):
         if self._told["right"].due(record.step):
             # Of two nobody knows which of them is right, unless one was as the other before.
             rank = order[lowest] if sudden or len(order) > 2 else None
-            at_once = f", and {100 * was:.2g} % before" if sudden else ""
+            at_once = f", and {_percent(was)} % before" if sudden else ""
             message = (
-                f"rank {order[lowest]} answers {100 * low:.2g} % of its samples with their label"
-                f"{at_once}, {_others(order, lowest)} {100 * usual:.2g} % or more, over {ANSWERED} "
+                f"rank {order[lowest]} answers {_percent(low)} % of its samples with their label"
+                f"{at_once}, {_others(order, lowest)} {_percent(usual)} % or more, over {ANSWERED} "
                 "sampled steps: look whether it numbers the classes as the others do, and which "
                 "data it reads"
             )
@@ -276,6 +277,10 @@ class _LabelsSeen:
         looks, absent = np.stack(self._last), int(self._absent[label])
         before, now = looks[-2 * absent : -absent], looks[-absent:]
         return bool(((now.mean(0) >= HALF) & ~before.any(0)).any()) if len(before) else False
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}" if share < 0.995 else "100"
 
 
 def _is_known(said: Mapping[str, float]) -> bool:

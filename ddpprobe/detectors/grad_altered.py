@@ -1,4 +1,4 @@
-"""`grad_altered`: the optimizer is given other gradients than the backward has left."""
+"""`grad_altered`: the optimizer is given other gradients than those of its step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
-from ddpprobe.records.step import USED_NORM, Anomaly, StepRecord
+from ddpprobe.records.step import KEPT, USED_NORM, Anomaly, StepRecord
 
 # Gradients that are clipped to 0.01 or more behind the scaler have 40 or more, times the scale.
 LEAST_SCALE, MOST_CLIPPED = 4096.0, 20.0
@@ -31,7 +32,11 @@ class GradAltered(SampledDetector):
     neither. Gradients that are rounded, scaled twice or damaged there do
     not show in any row, as those are of what the backward has left. In one case it is told that
     little is left of them: if that norm, times the loss scale, is always the same, they were
-    clipped before the scaler divided them.
+    clipped before the scaler divided them. A gradient that is many times larger at one step is
+    told at that step.
+
+    And gradients of the step before that are still there when the backward of a step begins, and
+    are added to: nobody has set them to zero.
 
     Args:
         share: by which the norm must be larger; two norms in bfloat16 differ by 0.002.
@@ -39,6 +44,7 @@ class GradAltered(SampledDetector):
         repeats: sampled steps in a row at which it is.
         quiet_steps: steps without it after which it is told again.
         cut: sampled steps in a row at which scaled gradients were clipped.
+        jump: how many times as large a gradient of one step must be.
     """
 
     name = "grad_altered"
@@ -46,14 +52,14 @@ class GradAltered(SampledDetector):
 
     def __init__(
         self, *, share: float = 0.005, least: int = 8, repeats: int = 3, quiet_steps: int = 100,
-        cut: int = 5,
+        cut: int = 5, jump: float = 3.0,
     ) -> None:  # fmt: skip
-        above_zero(share=share)
+        above_zero(share=share, jump=jump)
         at_least(1, least=least, repeats=repeats)
         at_least(2, cut=cut)
         at_least(0, quiet_steps=quiet_steps)
         self._share, self._least, self._repeats = share, least, repeats
-        self._quiet, self._cut = quiet_steps, cut
+        self._quiet, self._cut, self._jump = quiet_steps, cut, jump
         self._reset()
 
     def _reset(self) -> None:
@@ -64,19 +70,24 @@ class GradAltered(SampledDetector):
         self._telling = Telling(self._quiet)
         self._norms: list[float] = []  # of clipped scaled gradients, at sampled steps in a row
         self._of_scaled = Telling(self._quiet)
+        self._added: list[int] = []  # sampled steps in a row whose gradients were added to others
+        self._of_added = Telling(self._quiet)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
         if record.skipped:
             return []
         ratios = _ratios(record)
-        clipped = self._clipped_while_scaled(record, ratios)
-        if clipped is not None:
-            return [clipped]
+        said = self._added_to(record) or self._clipped_while_scaled(record, ratios)
+        if said is not None:
+            return [said]
         for rank, ratio in ratios.items():
             kept = self._is_kept(rank, ratio, float(record.scalars[rank][USED_NORM]))
             self._follow(rank, larger=ratio > 1 + self._share, kept=kept, step=record.step)
-        found = [rank for rank in sorted(ratios) if self._larger.get(rank, 0) >= self._repeats]
+        found = [
+            rank for rank in sorted(ratios)
+            if self._larger.get(rank, 0) >= (1 if ratios[rank] >= self._jump else self._repeats)
+        ]  # fmt: skip
         if not found or not self._telling.due(record.step):
             return []
         ratio = max(ratios[rank] for rank in found)
@@ -89,6 +100,24 @@ class GradAltered(SampledDetector):
         values = {"ratio": ratio, "since": since, "ranks": len(found)}
         alone = found[0] if len(found) == 1 else None
         return [self.anomaly(record, "warn", message, values, rank=alone, kind="grad")]
+
+    def _added_to(self, record: StepRecord) -> Anomaly | None:
+        """Return what is to be said of gradients that were there before their backward."""
+        norm = largest(record, KEPT)
+        if not norm > 0:  # NaN: there were none
+            self._added.clear()
+            return None
+        self._added = [*self._added[: self._repeats - 1], record.step]
+        if len(self._added) < self._repeats or not self._of_added.due(record.step):
+            return None
+        since = self._added[0]
+        message = (
+            f"at each sampled step since {since} the backward has added to the gradients of the "
+            "step before, which the optimizer has used already: call optimizer.zero_grad() in each "
+            "step, before the backward"
+        )
+        values = {"norm": norm, "since": since}
+        return self.anomaly(record, "warn", message, values, phase="backward", kind="grad")
 
     def _clipped_while_scaled(
         self, record: StepRecord, ratios: Mapping[int, float]

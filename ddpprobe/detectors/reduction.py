@@ -12,11 +12,11 @@ from collections import deque
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.misplaced import Misplaced
-from ddpprobe.detectors.rank_scalars import SAME, are_one, scalars
+from ddpprobe.detectors.rank_scalars import SAME, are_one, largest, scalars
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.subtrees import and_also, common_module
 from ddpprobe.detectors.telling import Telling
-from ddpprobe.records.step import UNREDUCED, USED_NORM, Anomaly, StepRecord
+from ddpprobe.records.step import KEPT, UNREDUCED, USED_NORM, Anomaly, StepRecord
 
 Norms = tuple[float, float]  # local, reduced
 MORE = 0.05  # relative: so much above what a mean can be; a reduction in bfloat16 rounds by 0.01
@@ -82,7 +82,8 @@ class Reduction(SampledDetector):
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
-        if record.skipped or record.missing:
+        kept = largest(record, KEPT) > 0  # then it is the sum of several steps
+        if record.skipped or record.missing or kept:
             return []
         norms = _norms(record)
         if not norms or self._is_reduced_by_hand(record, norms):

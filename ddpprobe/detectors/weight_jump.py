@@ -150,11 +150,11 @@ class WeightJump(SampledDetector):
 
     def _drift(self, record: StepRecord, rate: float, parameters: int, steps: int) -> Anomaly:
         way = "grown" if rate > 0 else "shrunk"
-        share = math.expm1(rate)
+        share, whole = math.expm1(rate), math.expm1(rate * steps)
         message = (
-            f"half of {parameters} parameters or more have {way} by {abs(share):.1%} a step for "
-            f"{steps} steps or more: look at weight decay, at what is done to the weights beside "
-            "the optimizer, and at the learning rate"
+            f"half of {parameters} parameters or more have {way} by {abs(whole):.3g} of their "
+            f"norm within {steps} steps, {abs(share):.1%} a step in the mean: look at weight "
+            "decay, at what is done to the weights beside the optimizer, and at the learning rate"
         )
         values = {"rate": share, "parameters": parameters}
         return self.anomaly(record, "warn", message, values, module="", kind="param")

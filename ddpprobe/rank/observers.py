@@ -13,6 +13,7 @@ from ddpprobe.rank.hooks.compiled import CompiledHooks
 from ddpprobe.rank.hooks.eager import EagerHooks
 from ddpprobe.rank.hooks.execution_order import ExecutionOrder
 from ddpprobe.rank.hooks.full import FullHooks
+from ddpprobe.rank.hooks.kept_gradients import KeptGradients
 from ddpprobe.rank.hooks.loss_scale import LossScaleReader
 from ddpprobe.rank.hooks.root import called
 from ddpprobe.rank.hooks.state_check import StateCheck
@@ -69,6 +70,8 @@ class Observers:
         self.rows.on_bad = on_bad
         self.compiled = CompiledHooks(select, fuse, lost)
         self.eager = EagerHooks(topology, select, self.rows, clock, fuse, self.compiled)
+        self.kept = KeptGradients(clock, self.rows)
+        self.eager.backward_begins = self.kept.backward_begins
         self.full = FullHooks(topology, select, self.rows, clock, fuse, self.compiled)
         self._select = select
         told = self._was_read, self._flat_was_read
@@ -109,6 +112,7 @@ class Observers:
         if sampled:
             self.rows.begin()
             self.eager.begin()
+            self.kept.begin()
             self.gradients_read = False
         self.capturing.begin(self._clock.step, sampled=sampled)
         return sampled
@@ -155,8 +159,15 @@ class Observers:
 
     def backward_computed(self, *, sampled: bool) -> None:
         """Let the watch look at the gradients that the rows of this step do not tell of."""
+        if sampled:
+            self.kept.backward_ends()
         told = self.eager.tapped if sampled else ()
         self.watch.backward_ends(told if sampled and self.rows.are_finite() else (), told)
+
+    def tell(self) -> None:
+        """At the end of a sampled step: add the facts that are known only then."""
+        self.eager.recomputation.tell()
+        self.kept.tell()
 
     def end_step(self) -> None:
         """Judge whether compiled modules were heard; between steps is the time to renew graphs."""

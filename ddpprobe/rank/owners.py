@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from typing import final
 
 from torch import Tensor
@@ -32,6 +33,7 @@ class Owners:
         self._own: dict[int, weakref.ref[Tensor]] = {}  # the model's parameters, as last listed
         self._complete: dict[tuple[int, ...], bool] = {}  # do these own every parameter?
         self._stepped: list[int] = []  # ids of those that did in this step
+        self._before: frozenset[int] = frozenset()  # of those that did in the one before
         self._left: set[int] = set()  # ids of the parameters that they left, where they are many
 
     def optimizers(self) -> list[Optimizer]:
@@ -87,9 +89,20 @@ class Owners:
 
     def begin_step(self) -> None:
         """Begin a step, in which no optimizer has stepped yet."""
+        self._before = frozenset(self._stepped)
         self._stepped.clear()
         self._left.clear()
         self._own.clear()  # one that is not the model's any more is nobody's
+
+    def of_the_step_before(self, most: int) -> Iterator[Tensor]:
+        """Yield parameters of the model that an optimizer has stepped in the step before.
+
+        `most`: of each optimizer; the first ones.
+        """
+        for optimizer, (_, mine) in list(self._owned.items()):
+            if id(optimizer) in self._before:
+                given = (p for group in optimizer.param_groups for p in group["params"])
+                yield from (p for p in islice(given, most) if id(p) in mine)
 
     @property
     def some_stepped(self) -> bool:

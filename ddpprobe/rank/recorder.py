@@ -443,7 +443,7 @@ class Recorder:
 
     def _finish_sampled(self, *, skipped: bool, partial: bool) -> None:
         observers = self._prepare()
-        observers.eager.recomputation.tell()
+        observers.tell()
         observers.detach()
         self._sampling = False
         facts = self._facts() | self._set_up

@@ -243,6 +243,8 @@ NORM_VALUES = "batch_norm_values"
 LENT = "lent_passes"
 # Scalar: how many times in the step gradients were thrown away before any optimizer took them.
 DROPPED = "dropped_gradients"
+# Scalar: norm of some gradients of the step before that the first backward of a step has added to.
+KEPT = "kept_gradients"
 # Scalars, each with the attribute's path behind it: how many parameters in a Python list of modules
 # have a gradient, and no optimizer.
 UNREGISTERED = "unregistered@"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ddpprobe.detectors.grad_altered import GradAltered
-from ddpprobe.records.step import USED_NORM, StepRecord
+from ddpprobe.records.step import KEPT, USED_NORM, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 
@@ -20,7 +20,7 @@ def step(number: int, ratios: Sequence[float], **changes: object) -> StepRecord:
 
 
 @pytest.mark.parametrize("every", [1, 10])
-@pytest.mark.parametrize("ratio", [1.01, 2.0, 1e30])
+@pytest.mark.parametrize("ratio", [1.01, 2.0, 2.9])
 def test_gradients_that_become_larger_are_found_at_the_third_sampled_step(
     every: int, ratio: float
 ) -> None:
@@ -133,3 +133,36 @@ def test_what_is_clipped_by_a_little_was_clipped() -> None:
     clipped_ = [used(s, norm, 1.0) for s, norm in enumerate(norms)]
     larger = [used(s, 1.02, 1.1) for s in range(40, 50)]
     assert levels(run(GradAltered(), [*clipped_, *larger])) == [("warn", 42)]
+
+
+@pytest.mark.parametrize("ratio", [3.1, 100.0, 1e30])
+def test_one_gradient_that_is_many_times_larger_is_told_at_once(ratio: float) -> None:
+    stream = [step(s, [ratio if s == 60 else 1.0] * 2) for s in range(90)]
+    (warn,) = run(GradAltered(), stream)
+    assert (warn.level, warn.step, warn.rank) == ("warn", 60, None)
+    assert warn.values == {"ratio": pytest.approx(ratio), "since": 60, "ranks": 2}
+    assert run(GradAltered(jump=2 * ratio), stream) == []
+
+
+def kept(norms: Sequence[float | None], every: int = 1) -> list[StepRecord]:
+    """Steps of two ranks whose backward has added to a gradient of this norm; None: to none."""
+    names = [{} if norm is None else {KEPT: norm} for norm in norms]
+    return [record(i * every, {0: said, 1: said}) for i, said in enumerate(names)]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("before", [[], [None] * 20, [0.0] * 20])
+def test_gradients_that_nobody_has_set_to_zero_are_told_once(
+    before: list[float | None], every: int
+) -> None:
+    (warn,) = run(GradAltered(), kept([*before, *[0.5] * 60], every))
+    began = len(before) * every
+    assert (warn.level, warn.step, warn.rank) == ("warn", began + 2 * every, None)
+    assert warn.values == {"norm": 0.5, "since": began}
+    assert "zero_grad" in warn.message
+
+
+def test_gradients_that_are_set_to_zero_now_and_then_are_meant() -> None:
+    assert run(GradAltered(), kept([0.5, 0.5, None] * 20)) == []
+    assert run(GradAltered(), kept([0.5, 0.5, 0.0] * 20)) == []
+    assert run(GradAltered(), kept([0.0] * 60)) == []

@@ -22,6 +22,7 @@ from ddpprobe.rank import torch_private
 from ddpprobe.rank.backward import Backward
 from ddpprobe.rank.hooks import came_in, class_facts, gradients, step_facts, target_facts
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver, take_off
+from ddpprobe.rank.hooks.kept_gradients import BackwardHook
 from ddpprobe.rank.hooks.outputs import leaves
 from ddpprobe.rank.hooks.recomputed import Recomputation
 from ddpprobe.rank.hooks.reduced import ReducedGradients
@@ -101,6 +102,7 @@ class EagerHooks:
         self.tapped: dict[int, Tensor] = {}
         self._called: set[str] = set()
         self.after_call: Callable[..., object] = lambda *_: None
+        self.backward_begins: Callable[[], object] = lambda: None
         self._fewest = math.inf  # values by which a batch norm normalizes a channel
         self._backward = (-1, -1)  # the backward that was last seen, and its micro-batch
         self.recomputation = Recomputation(rows)
@@ -115,6 +117,7 @@ class EagerHooks:
         self.on_flat_gradient = fuse.guard(self._flat_gradient, Caller.TENSOR)
         self._on_pull = fuse.guard(self._pull, Caller.TENSOR)
         self._on_classes = fuse.guard(self._classes, Caller.TENSOR)
+        self._on_begin = BackwardHook(fuse.guard(self._begins, Caller.TENSOR))
 
     def begin(self) -> None:
         """Forget the last sampled step."""
@@ -337,6 +340,12 @@ class EagerHooks:
             output.register_hook(target_facts.PullHook(self._on_pull, output))
         if output is not None and class_facts.is_of_classes(output):
             output.register_hook(class_facts.ClassHook(self._on_classes, output))
+        if output is not None:
+            output.register_hook(self._on_begin)
+
+    def _begins(self) -> None:
+        if self.attached:
+            self.backward_begins()
 
     def _pull(self, output: Tensor, gradient: Tensor) -> None:
         if self.attached:
