@@ -170,6 +170,8 @@ class EagerHooks:
                 step_facts.add_input((args, kwargs), rows)
                 target_facts.add_copied((args, kwargs), output, rows)
                 self._listen(target_facts.trained(output))
+                for tensor in target_facts.with_gradient(output):
+                    tensor.register_hook(self._on_begin)
             step_facts.add_output(output, rows)
             if self._fewest < math.inf:
                 rows.add_scalar(NORM_VALUES, self._fewest)
@@ -340,8 +342,6 @@ class EagerHooks:
             output.register_hook(target_facts.PullHook(self._on_pull, output))
         if output is not None and class_facts.is_of_classes(output):
             output.register_hook(class_facts.ClassHook(self._on_classes, output))
-        if output is not None:
-            output.register_hook(self._on_begin)
 
     def _begins(self) -> None:
         if self.attached:

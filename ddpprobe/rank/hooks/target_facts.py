@@ -86,6 +86,11 @@ def trained(returned: object) -> Tensor | None:
     return None if found is None or found.is_leaf else found
 
 
+def with_gradient(returned: object) -> list[Tensor]:
+    """Return the outputs to which a backward comes, the first ones; a loss is one of them."""
+    return [t for t in _first(returned) if t.requires_grad and not t.is_leaf]
+
+
 def is_pulled(output: Tensor) -> bool:
     """Whether an output has as many samples as `add_pull` needs, and few enough elements."""
     return len(output) >= SAMPLES and output.numel() <= NUMBERS

@@ -104,6 +104,27 @@ def told(step: Step, path: Path, records_of: Callable[..., list]) -> list[float 
     return [r.scalars[0].get(KEPT) for r in records_of(path) if not r.partial]
 
 
+class OwnLoss(nn.Module):
+    """Returns its loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.net(x) - 1).square().mean()
+
+
+def test_a_model_that_returns_its_loss_alone_is_heard_too(tmp_path: Path, records_of) -> None:
+    model = OwnLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ddpprobe.install(model, run_dir=tmp_path, every=1, daemon="none"):
+        for _ in range(STEPS):
+            model(torch.randn(3, 4)).backward()
+            optimizer.step()
+    assert [KEPT in r.scalars[0] for r in records_of(tmp_path)] == [False, *[True] * (STEPS - 1)]
+
+
 @pytest.mark.parametrize(
     "step", [never_zeroed, clipped_and_never_zeroed, accumulated_and_never_zeroed]
 )
