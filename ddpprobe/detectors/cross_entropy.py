@@ -71,6 +71,7 @@ class CrossEntropy(SoundStepsDetector):
 
     def _reset(self) -> None:
         self._weights: deque[Floats] = deque(maxlen=self._looks + NOW)
+        self._order: tuple[int, ...] = ()  # ranks, of these
         self._labelled: deque[tuple[float, float]] = deque(maxlen=self._looks + COUNTING)
         self._labels: deque[frozenset[int]] = deque(maxlen=OF)
         self._sorted = False
@@ -96,26 +97,35 @@ class CrossEntropy(SoundStepsDetector):
         return [anomaly for look in looks for anomaly in look]
 
     def _look_at_weights(self, record: StepRecord) -> Iterator[Anomaly]:
-        self._weights.append(_weights(record))
+        order, logs = _weights(record)
+        if order != self._order:
+            self._order = order
+            self._weights.clear()
+        self._weights.append(np.vstack((logs.mean(0), logs)))  # [all and each rank, 6]
         if len(self._weights) < self._looks + NOW:
             return
-        logs = np.stack(self._weights)
-        before, now = logs[: self._looks], logs[self._looks :]
+        looks = np.stack(self._weights)
+        before, now = looks[: self._looks], looks[self._looks :]
         up, down = now.min(0) - before.max(0), before.min(0) - now.max(0)
-        moved = (up >= self._ratio).all() or (down >= self._ratio).all()
         spread = np.maximum(np.ptp(before, 0), np.ptp(now, 0))
-        if not moved or spread.min() > math.log1p(STEADY):
+        moved = (up >= self._ratio).all(1) | (down >= self._ratio).all(1)
+        moved &= spread.min(1) <= math.log1p(STEADY)
+        ranks = np.flatnonzero(moved[1:])
+        alone = order[ranks[0]] if len(ranks) == 1 < len(order) else None
+        if not moved[0] and alone is None:
             return
-        steady = int(spread.argmin())
-        ratio = math.exp(np.median(now, 0)[steady] - np.median(before, 0)[steady])
+        at = 0 if alone is None else 1 + int(ranks[0])
+        steady = int(spread[at].argmin())
+        ratio = math.exp(np.median(now, 0)[at, steady] - np.median(before, 0)[at, steady])
         if self._told["weight"].due(record.step):
+            of = "the output" if alone is None else f"the output of rank {alone} alone"
             message = (
-                f"at the last {NOW} sampled steps a row of the output weighs {ratio:.3g} x what it "
-                f"did in the loss at the {self._looks} before; neither the size of the batch nor "
-                "the number of micro-batches explains it: look at what the loss is divided by (a "
-                "sum or a mean, micro-batches), and at its weight among other losses"
+                f"at the last {NOW} sampled steps a row of {of} weighs {ratio:.3g} x what it did "
+                f"in the loss at the {self._looks} before; neither the size of the batch nor the "
+                "number of micro-batches explains it: look at what the loss is divided by (a sum "
+                "or a mean, micro-batches), and at its weight among other losses"
             )
-            yield self._verdict(record, message, {"ratio": ratio}, "backward")
+            yield self._verdict(record, message, {"ratio": ratio}, "backward", alone)
 
     def _look_at_labelled(self, record: StepRecord) -> Iterator[Anomaly]:
         shares = scalars(record, CLASS_LABELLED)
@@ -290,22 +300,20 @@ def _is_known(said: Mapping[str, float]) -> bool:
     return all(0 < one < math.inf for one in sizes) and all(map(math.isfinite, shares))
 
 
-def _weights(record: StepRecord) -> Floats:
-    """Return logarithms of what a row weighs [6], mean of the ranks, without a GradScaler's scale.
+def _weights(record: StepRecord) -> tuple[tuple[int, ...], Floats]:
+    """Return ranks, and logarithms of what a row weighs [ranks, 6], without a GradScaler's scale.
 
     Of a row, times all rows, times those with a label, and these times the micro-batches: whatever
     a loss is divided by, one of them stays when that changes.
     """
-    of = [
-        np.log(np.array(scalars(record, name)))
-        for name in (CLASS_WEIGHT, CLASS_ROWS, CLASS_LABELLED)
-    ]
-    weight, rows, labelled = (float(each.mean()) for each in of)
+    order = tuple(sorted(r for r, said in record.scalars.items() if CLASS_WEIGHT in said))
+    names = CLASS_WEIGHT, CLASS_ROWS, CLASS_LABELLED
+    logs = np.log([[record.scalars[rank][name] for name in names] for rank in order])
     scales = [scale for scale in scalars(record, "loss_scale") if scale > 0]
-    weight -= math.log(scales[0]) if scales else 0.0
+    logs[:, 0] -= math.log(scales[0]) if scales else 0.0
     micros = math.log(max(1.0, max(scalars(record, "micro_batches"), default=1.0)))
-    one = np.array([weight, weight + rows, weight + rows + labelled])
-    return np.concatenate((one, one + micros))
+    one = logs.cumsum(1)
+    return order, np.concatenate((one, one + micros), 1)
 
 
 def _answers(said: Mapping[str, float]) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.records.step import DIGEST, LEARNING_RATE, NOTED, Anomaly, StepRecord
 
 _SAME_RATE = 1e-3  # relative: a rate is computed anew in another process
-_FEWEST_LOSSES = 8  # before anything is said of them
+_FEWEST_LOSSES = 5  # before anything is said of them
 _MOST_LOSSES = 20
 _FIRST, _KEPT = 16, 256  # steps that are kept: the first ones, and all; bounds the state
 

@@ -61,6 +61,28 @@ def test_a_row_that_weighs_otherwise_is_told_at_the_second_look(every: int, rati
     assert "divided by" in warn.message
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ratio", [5.0, 0.2])
+def test_a_row_that_weighs_otherwise_on_one_rank_names_it(ranks: int, ratio: float) -> None:
+    usual, other = weighing(*[1 / 32] * 52), weighing(*[1 / 32] * 12, *[ratio / 32] * 40)
+    (warn,) = told(*[usual] * (ranks - 1), other)
+    assert (warn.step, warn.rank) == (13, ranks - 1)
+    assert warn.values == {"ratio": pytest.approx(ratio)}
+    assert f"of the output of rank {ranks - 1} alone weighs {ratio:.3g} x" in warn.message
+
+
+def test_of_two_ranks_among_many_none_is_named_and_a_new_set_of_ranks_begins_anew() -> None:
+    usual, other = weighing(*[1 / 32] * 52), weighing(*[1 / 32] * 12, *[5 / 32] * 40)
+    assert told(*[usual] * 6, other, other) == []  # their mean has moved too little
+    (warn,) = told(usual, other, other)
+    assert warn.rank is None
+    looks = [record(i, dict(enumerate([look()] * (2 + (i >= 12))))) for i in range(12)]
+    looks += [
+        record(i, {r: look(**{CLASS_WEIGHT: 5 / 32}) for r in range(3)}) for i in range(12, 20)
+    ]
+    assert run(CrossEntropy(), looks) == []
+
+
 @pytest.mark.parametrize(
     "looks",
     [

@@ -140,7 +140,7 @@ def test_a_loss_within_what_it_was_or_for_one_step_is_left_alone() -> None:
     assert run(Resume(), noisy + attempt(1, AFTER, noise=0.3)) == []
     once = attempt(1, AFTER, loss=lambda step: 9.0 if step == NEXT else fell(step))
     assert run(Resume(), BEFORE + once) == []
-    few = attempt(0, range(150, 180, EVERY))
+    few = attempt(0, range(180 - 8 * EVERY, 180, EVERY))  # of which the later half is four
     assert run(Resume(), few + attempt(1, AFTER, loss=anew(fell))) == []
 
 
