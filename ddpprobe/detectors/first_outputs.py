@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ddpprobe.detectors.loss import mean_losses
+from ddpprobe.detectors.loss import loss_of
 from ddpprobe.detectors.statistics_of import statistic_of
 from ddpprobe.records.step import Site, StepRecord
 
@@ -33,15 +33,15 @@ def first_outputs(record: StepRecord) -> FirstOutputs | None:
 
     A loss that is a sum over many predictions is larger than any difference of logits explains.
     """
-    losses = [loss for step, loss in mean_losses(record, whole=True) if step == record.step]
-    if not losses:
+    loss = loss_of(record)
+    if math.isnan(loss):
         return None
     for module, root, gradient in gradient_rows(record):
         if not _is_balanced(record, gradient):
             continue
         low, high, deviation = (stat_of(record, root, stat) for stat in ("min", "max", "std"))
-        if losses[0] <= high - low + _MOST_CLASSES:
-            return FirstOutputs(module, deviation, losses[0])
+        if loss <= high - low + _MOST_CLASSES:
+            return FirstOutputs(module, deviation, loss)
     return None
 
 

@@ -157,12 +157,12 @@ class LevelShift(SoundStepsDetector):
         lately = self._meant.values_since(self._losses.step_of(LATELY * self._recent))
         rise = np.fmax.reduce(lately - np.fmin.accumulate(lately), axis=0, initial=0.0)
         fall = np.fmax.reduce(np.fmax.accumulate(lately) - lately, axis=0, initial=0.0)
-        falls = -np.diff(
-            self._meant.values_since(-math.inf)[:, 0]
-        )  # of the rate, from look to look
-        falls = falls[np.isfinite(falls)]
-        usual = float(np.median(falls)) if len(falls) else 0.0
-        if falls[len(falls) - len(lately) + 1 :].max(initial=0.0) <= AT_ONCE * usual:
+        # Of the learning rate, from look to look.
+        falls, of_late = (
+            -np.diff(values[:, 0]) for values in (self._meant.values_since(-math.inf), lately)
+        )
+        usual = np.median(falls[np.isfinite(falls)]) if np.isfinite(falls).any() else 0.0
+        if np.fmax.reduce(of_late, initial=0.0) <= AT_ONCE * usual:
             fall[0] = 0.0
         return bool((np.fmax(rise, fall) > MEANT).any())
 

@@ -29,6 +29,12 @@ def mean_losses(record: StepRecord, *, whole: bool = False) -> list[tuple[int, f
     return found
 
 
+def loss_of(record: StepRecord) -> float:
+    """Return the mean of the ranks' losses at a record's own step; NaN: none, or not all finite."""
+    losses = dict(mean_losses(record, whole=True))
+    return losses.get(record.step, math.nan)
+
+
 def mean(losses: Iterable[float]) -> float:
     """Return the mean of one or more finite numbers; it is finite."""
     numbers = list(losses)

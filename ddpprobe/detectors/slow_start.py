@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ddpprobe.detectors.learning_rate import SAME
-from ddpprobe.detectors.loss import mean_losses
+from ddpprobe.detectors.loss import loss_of
 from ddpprobe.detectors.rank_scalars import largest, scalars
 from ddpprobe.records.step import CLASS_RIGHT, CLASS_SEEN, LEARNING_RATE, StepRecord
 
@@ -20,12 +20,14 @@ class Guess(NamedTuple):
     """What a model that guesses shows.
 
     Attributes:
+        share: by which the step changed the weights that it trains, of their size.
         labels: how many there are, modulo `LABEL_BITS`; a guess among them has their log as loss.
         loss: mean of the ranks and looks.
         rate: learning rate, the largest.
         since: the first step at which it was so.
     """
 
+    share: float
     labels: int
     loss: float
     rate: float
@@ -50,16 +52,19 @@ class SlowStart:
         self._since, self._rate, self._looks = -1, math.inf, 0
         self._labels, self._losses, self._rights = 0, 0.0, 0.0
 
-    def update(self, record: StepRecord, share: float) -> Guess | None:
+    def update(self, record: StepRecord, share: float | None) -> Guess | None:
         """Take the next sampled step; return what is so, once.
 
         Args:
             record: of the step.
-            share: by which it changed the weights that it trains, of their size.
+            share: by which it changed the weights that it trains, of their size; None: nobody
+                knows, and the step is passed over.
         """
+        if share is None:
+            return None
         rate, right = largest(record, LEARNING_RATE), scalars(record, CLASS_RIGHT)
-        losses = [loss for step, loss in mean_losses(record, whole=True) if step == record.step]
-        is_slow = share <= self._share and losses and right and math.isfinite(sum(right))
+        loss = loss_of(record)
+        is_slow = share <= self._share and right and math.isfinite(loss + sum(right))
         if not is_slow or not rate <= SAME * self._rate:  # a rate that nobody knows does neither
             self._begin()
         if not is_slow or not math.isfinite(rate):
@@ -69,11 +74,11 @@ class SlowStart:
         self._looks += 1
         for seen in scalars(record, CLASS_SEEN):
             self._labels |= int(seen)
-        self._losses += losses[0]
+        self._losses += loss
         self._rights += sum(right) / len(right)
-        return self._judge(record, rate)
+        return self._judge(record, share, rate)
 
-    def _judge(self, record: StepRecord, rate: float) -> Guess | None:
+    def _judge(self, record: StepRecord, share: float, rate: float) -> Guess | None:
         labels = self._labels.bit_count()
         if self._told or self._looks < LOOKS or record.step - self._since < STEPS or labels < 2:
             return None
@@ -81,4 +86,4 @@ class SlowStart:
         if loss < math.log(labels) or right * labels > LUCKY:
             return None
         self._told = True
-        return Guess(labels, loss, rate, self._since)
+        return Guess(share, labels, loss, rate, self._since)

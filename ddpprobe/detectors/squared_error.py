@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ddpprobe.detectors.first_outputs import gradient_rows, stat_of
-from ddpprobe.detectors.loss import mean_losses
+from ddpprobe.detectors.loss import loss_of
 from ddpprobe.records.step import StepRecord
 
 # Relative: how well the loss must be what the gradient says. Of each number bfloat16 rounds as
@@ -41,8 +41,8 @@ def squared_error(record: StepRecord, least: float) -> SquaredError | None:
         record: of a sampled step.
         least: of the rms error; for a smaller one nothing is computed.
     """
-    losses = [loss for step, loss in mean_losses(record, whole=True) if step == record.step]
-    if not losses or losses[0] < least**2:
+    loss = loss_of(record)
+    if not loss >= least**2:  # NaN is not
         return None
     ranks = len(record.scalars)
     for module, output, gradient in gradient_rows(record):
@@ -51,7 +51,7 @@ def squared_error(record: StepRecord, least: float) -> SquaredError | None:
         )
         count = numel * (1 - zeros) / ranks  # n
         found = count / 4 * (rms**2 * numel) / ranks  # the ranks' mean
-        if abs(found - losses[0]) <= _FITS * losses[0]:
+        if abs(found - loss) <= _FITS * loss:
             offset = -mean * numel / (2 * ranks)
             return SquaredError(module, stat_of(record, output, "rms"), math.sqrt(found), offset)
     return None

@@ -100,13 +100,13 @@ class TrainingTargets(SoundStepsDetector):
         above_zero(copied=copied)
         at_least(1, looks=looks, far_looks=far_looks)
         at_least(0, quiet_steps=quiet_steps)
-        self._copied, self._looks, self._quiet = copied, looks, quiet_steps
-        self._far_looks = far_looks
+        self._copied, self._quiet = copied, quiet_steps
+        self._looks = {"copied": looks, "pulled": looks, "far": far_looks}
         self._reset()
 
     def _reset(self) -> None:
         self._copies, self._pulls, self._fars = _Streak(), _Streak(), _Streak()
-        self._told = {kind: Telling(self._quiet) for kind in ("copied", "pulled", "far")}
+        self._told = {kind: Telling(self._quiet) for kind in self._looks}
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; an anomaly for each of the three."""
@@ -159,7 +159,7 @@ class TrainingTargets(SoundStepsDetector):
             self._fars = _Streak()
             return
         self._fars.take(record.step, _NO_PULL)
-        if self._fars.looks >= self._far_looks and self._told["far"].due(record.step):
+        if self._is_due("far", self._fars, record.step):
             message = (
                 f"at each of the last {self._fars.looks} sampled steps the model answers with "
                 f"numbers of about {found.output:.2g} and is off by {found.error:.2g} (rms), by "
@@ -170,7 +170,7 @@ class TrainingTargets(SoundStepsDetector):
             yield self._verdict(record, message, values, self._fars, found.module)
 
     def _is_due(self, kind: str, streak: _Streak, step: int) -> bool:
-        return streak.looks >= self._looks and self._told[kind].due(step)
+        return streak.looks >= self._looks[kind] and self._told[kind].due(step)
 
     def _verdict(
         self, record: StepRecord, message: str, values: dict[str, float], streak: _Streak,

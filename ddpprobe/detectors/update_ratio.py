@@ -75,10 +75,10 @@ class UpdateRatio(SampledDetector):
         share = _share(now, now.seen)
         if share is None:
             return []
-        moved = _share(now, now.moved)  # without what is frozen, of which there may be far more
-        guess = None if moved is None else self._start.update(record, moved)
-        if guess is not None and moved is not None:
-            return [self._of_guess(record, moved, guess)]
+        # Of what moved: what is frozen may be far more.
+        guess = self._start.update(record, _share(now, now.moved))
+        if guess is not None:
+            return [self._of_guess(record, guess)]
         return self._judge(record, share)
 
     def _judge(self, record: StepRecord, share: float) -> list[Anomaly]:
@@ -109,15 +109,15 @@ class UpdateRatio(SampledDetector):
         self._moving = np.where(now.seen, now.moved, self._moving)
         return stopped > 0 and 2 * stopped >= int(moved.sum())
 
-    def _of_guess(self, record: StepRecord, share: float, guess: Guess) -> Anomaly:
+    def _of_guess(self, record: StepRecord, guess: Guess) -> Anomaly:
         steps = record.step - guess.since
         message = (
-            f"a step changes the weights that it trains by {share:.3g} of their size, at a "
+            f"a step changes the weights that it trains by {guess.share:.3g} of their size, at a "
             f"learning rate of {guess.rate:.3g} that does not rise, and after {steps} steps the "
             f"model still guesses (loss {guess.loss:.3g}; a guess among {guess.labels} labels has "
             f"{math.log(guess.labels):.3g}): the rate may be many times too low"
         )
-        values = {"share": share, "lr": guess.rate, "loss": guess.loss, "since": guess.since}
+        values = {"share": guess.share, "lr": guess.rate, "loss": guess.loss, "since": guess.since}
         return self.anomaly(record, "warn", message, values, kind="update")
 
     def _of_rate(self, record: StepRecord, rate: float, highest: float) -> Anomaly:
