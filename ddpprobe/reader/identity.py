@@ -13,9 +13,8 @@ from ddpprobe.reader.not_a_run import what_is_there
 from ddpprobe.reader.run_directories import holds_records
 from ddpprobe.rundir import paths, safe_read
 from ddpprobe.rundir.paths import RunDir
-from ddpprobe.rundir.validate import MALFORMED
 from ddpprobe.store.group_names import attempts_of
-from ddpprobe.store.manifest import GROUP_JSON
+from ddpprobe.store.repeated_identity import repeated_identity
 
 # What a rank writes down of its run as well; the rest of it is its own.
 _OF_A_RANK = ("run_id", "name", "world_size", "every", "wrapper", "torch", "backend")
@@ -78,24 +77,13 @@ def identity_of(directory: Path) -> RunIdentity:
 
 def _recovered(run: RunDir) -> RunIdentity:
     """Return the same from the store's root, which repeats it, or from what the ranks wrote."""
-    told, where = _in_the_store(run), "the store"
-    if not told:
+    told, where = repeated_identity(run), "the store"
+    if not isinstance(told.get("run_id"), str):
         told, where = _of_the_ranks(run), "what the ranks wrote down"
     unknown = [word for key, word in _WORDS.items() if told.get(key) is None]
     said = f"; name, id and what else it said are taken from {where}" if told else ""
     gap = f"; not known: {', '.join(unknown)}" if unknown else ""
     return RunIdentity(told, f"{paths.RUN_JSON} is missing{said}{gap}")
-
-
-def _in_the_store(run: RunDir) -> dict[str, Any]:
-    try:
-        data = safe_read.read_regular(
-            run.path, f"{safe_read.STORE}/{GROUP_JSON}", safe_read.MAX_JSON_BYTES
-        )
-        told = dict(safe_read.parse(data)["attributes"]["ddpprobe"])
-    except (OSError, *MALFORMED):
-        return {}
-    return told if isinstance(told.get("run_id"), str) else {}
 
 
 def _of_the_ranks(run: RunDir) -> dict[str, Any]:

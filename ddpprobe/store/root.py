@@ -18,6 +18,7 @@ from ddpprobe.rundir.validate import MALFORMED
 from ddpprobe.store import format as fmt
 from ddpprobe.store.commit import Files, encode
 from ddpprobe.store.manifest import GROUP_JSON, State, read_regular
+from ddpprobe.store.repeated_identity import repeated_identity
 
 
 class Root:
@@ -135,14 +136,7 @@ def _identity(run: paths.RunDir) -> dict[str, Any]:
     try:
         found = safe_read.parse(run.run_json.read_bytes())
     except FileNotFoundError:
-        return _identity_before(run)  # it is lost: what the root repeats is all that is left of it
+        return repeated_identity(run)
     except (OSError, ValueError):
         return {}  # the reader says so; folding must not wait for it
     return dict(found) if isinstance(found, dict) else {}
-
-
-def _identity_before(run: paths.RunDir) -> dict[str, Any]:
-    try:
-        return dict(safe_read.parse(read_regular(run.store, GROUP_JSON))["attributes"]["ddpprobe"])
-    except (OSError, *MALFORMED):
-        return {}
