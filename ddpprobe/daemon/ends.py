@@ -186,17 +186,20 @@ class Ends:
         self._since = min(self._since, now) if end == self.end else now
         self.end = end
         settled = over or now - self._since > SETTLED_SECONDS
-        found = anomalies_of(end, self._case, self._attempt, self._daemon_journal.causes)
-        is_none = self._daemon_journal.is_lost and not any(a.level == "page" for a in found)
-        new = is_none or (end != self._told and end.state != RUNNING)
+        journal = self._daemon_journal
+        new, was_lost = end != self._told and end.state != RUNNING, journal.is_lost
+        looked_at = new or was_lost  # while a job trains, at each look, there is nothing to find
+        found = anomalies_of(end, self._case, self._attempt, journal.causes) if looked_at else []
+        is_none = was_lost and not any(a.level == "page" for a in found)
+        new |= is_none
         if over or (settled and new):
             self._write_heard()  # not earlier: a node that says it again and again fills no disk
         if settled and new:
             self._told = end
             if is_none:  # the ranks of a hang went on, whatever came behind it
-                self._daemon_journal.take_back()
+                journal.take_back()
             if end.state != RUNNING:
-                self._daemon_journal.lose(end, found)
+                journal.lose(end, found)
 
     def _write_heard(self) -> None:
         """Write down what other nodes have told of their ranks, for a successor and for readers."""

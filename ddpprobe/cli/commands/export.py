@@ -79,8 +79,7 @@ def _run(args: argparse.Namespace) -> int:
 
     run_ = opened(args.run)
     _check(args)
-    job, path = Job(run_, _part(run_, args)), args.output
-    _check_output(run_, args)
+    job, path = Job(run_, _part(run_, args)), _output(run_, args)
     if args.serve:
 
         def make(directory: Path) -> dict[str, Any]:
@@ -89,8 +88,6 @@ def _run(args: argparse.Namespace) -> int:
         keep = None if path is None else Path(path)
         serve(job, make, keep, args.listen, as_json=args.json)
         return report_gaps(job.lost, run_.completeness().unknown())
-    if path is None and args.format not in TEXTS:
-        path = _default(run_, args.format)
     target = None if path in (None, STDOUT) else Path(path)
     facts = {"run": run_.name, "format_version": 1, "format": args.format, "path": path}
     facts |= write(job, args.format, target, silent=args.json)
@@ -185,22 +182,23 @@ def _check(args: argparse.Namespace) -> None:
         raise RunError("--json is about the file that is written: give -o PATH")
 
 
-def _check_output(run_: Run, args: argparse.Namespace) -> None:
-    """Raise RunError if nothing can be written where it was asked for."""
-    path = args.output
+def _output(run_: Run, args: argparse.Namespace) -> str | None:
+    """Return where to write; None is standard output, or a place that `--serve` chooses.
+
+    Raises:
+        RunError: nothing can be written there.
+    """
+    path: str | None = args.output
+    name = "" if args.serve else f"{run_.path.resolve().name}{SUFFIXES[args.format]}"
     if path is None and not (args.serve or args.format in TEXTS):
-        path = _default(run_, args.format)
-    if path in (None, STDOUT):
-        return
+        path = name
+    if path is None or path == STDOUT:
+        return path
     if args.serve or args.format == "blocks":
         check_place(Path(path))
     else:
-        check_file(Path(path), _default(run_, args.format))
-
-
-def _default(run_: Run, format_: str) -> str:
-    """Return the name of what is written if none is given."""
-    return f"{run_.path.resolve().name}{SUFFIXES[format_]}"
+        check_file(Path(path), name)
+    return path
 
 
 def _part(run_: Run, args: argparse.Namespace) -> Selection:
