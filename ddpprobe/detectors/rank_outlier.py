@@ -121,14 +121,20 @@ class RankOutlier(SampledDetector):
         told = -1 if rank is None else rank
         if not self._telling.setdefault(told, Telling(self._quiet)).due(record.step):
             return []
-        dex = now[max(now, key=lambda r: abs(now[r])) if rank is None else rank]
-        apart = "is zero, that of the others is not" if dex <= NOTHING_DEX / 2 else (
-            f"is {10.0 ** abs(dex):.3g} x {'above' if dex > 0 else 'below'} that of the others"
+        away = max(now, key=lambda r: abs(now[r])) if rank is None else rank
+        dex, two = now[away], len(now) == 2
+        others = f"rank {next(r for r in now if r != away)}'s" if two else "that of the others"
+        apart = f"is zero, {others} is not" if dex <= NOTHING_DEX / 2 else (
+            f"is {10.0 ** abs(dex):.3g} x {'above' if dex > 0 else 'below'} {others}"
         )  # fmt: skip
-        who = "ranks differ: one's" if rank is None else f"rank {rank}'s"
+        advice = (
+            "look at the data that it reads, and at its device" if rank is not None else
+            "which of the two is wrong is not known: look at the data that each reads, and at "
+            "their devices"
+        )  # fmt: skip
         message = (
-            f"{who} {what} {apart}, at {times} of the last {self._recent} sampled steps: "
-            "look at the data that it reads"
+            f"rank {away}'s {what} {apart}, at {times} of the last {self._recent} sampled steps: "
+            f"{advice}"
         )
         values = {"decades": dex, "points": len(before)}
         return [self.anomaly(record, "warn", message, values, rank=rank, phase=phase)]

@@ -22,7 +22,9 @@ FEW = 6  # parameters of which half are too few to be all together
 WHOLE = 0.25  # of the rate at which they shrink slowly: that of the norm of all together
 COUNTED = 2.0  # times the largest rise between two looks, which a count that began anew has reached
 _WORDS = {"param": "weight", "buffer": "buffer"}
-_BESIDE = {"param": " beside the optimizer", "buffer": ""}
+_BESIDE = {
+    "param": " beside the optimizer, and at its learning rate and weight decay", "buffer": ""
+}  # fmt: skip
 
 
 class WeightJump(SampledDetector):
