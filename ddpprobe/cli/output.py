@@ -10,13 +10,14 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO, cast
 
 from ddpprobe.errors import RunError
 from ddpprobe.reader.text import plain
 
 OK, PAGED, USAGE, DAMAGED, INCOMPLETE = 0, 1, 2, 3, 4  # exit codes
 INTERRUPTED, PIPE_CLOSED = 130, 141  # as a shell reports SIGINT and SIGPIPE
+STDOUT = "-"  # as the path of a file to write
 
 
 def say(text: str) -> None:
@@ -58,6 +59,11 @@ class Shown(io.RawIOBase):
         """Show a piece of the text, which may end within a character."""
         self._stream.write("\n".join(map(plain, self._decode(bytes(data)).split("\n"))))
         return len(data)
+
+
+def stdout_bytes() -> BinaryIO:
+    """Return where a file goes that is written to stdout: as it is, or `plain` on a terminal."""
+    return cast("BinaryIO", Shown(sys.stdout)) if sys.stdout.isatty() else sys.stdout.buffer
 
 
 def report_gaps(lost: Iterable[object], unknown: Iterable[str] = ()) -> int:

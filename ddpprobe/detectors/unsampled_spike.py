@@ -126,8 +126,8 @@ class UnsampledSpike(SampledDetector):
         message = (
             f"between steps {record.step - steps} and {record.step} the optimizer's second moment "
             f"took in as much as one gradient of {what} of norm {norm:.3g} or more leaves there; "
-            f"the largest that was sampled is {largest:.3g}. Either a gradient of an unsampled step "
-            "was so large (clip gradients, sample more often), or the state was written to"
+            f"the largest that was sampled is {largest:.3g}. Either an unsampled gradient was so "
+            "large (clip gradients, sample more often), or the state was written to"
         )
         values = {
             "norm": norm, "highest": largest, "ratio": norm / largest, "parameters": len(fqns),

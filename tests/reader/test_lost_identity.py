@@ -95,7 +95,7 @@ def test_every_reader_says_it_once_and_judges_what_is_held_as_before(
     words: list[list[Any]] = [
         ["anomalies", path], ["info", path], ["trace", path], ["replay", path],
         ["report", path, "-o", tmp_path / "r.html"], ["export", path, "--format", "csv"],
-        ["compare", path, path],
+        ["compare", path, path], ["top", path, "--once"], ["trigger", path],
     ]  # fmt: skip
     before = {}
     for asked in words:

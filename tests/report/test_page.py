@@ -260,6 +260,21 @@ def test_a_file_that_cannot_be_written_is_wrong_use(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_the_page_goes_to_standard_output(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make(tmp_path / "r", steps=1).close()
+    assert main(["report", str(run.path), "-o", "page.html"]) == 0
+    capsysbinary.readouterr()
+    assert main(["report", str(run.path), "-o", "-"]) == 0
+    assert capsysbinary.readouterr() == ((tmp_path / "page.html").read_bytes(), b"")
+    assert main(["report", str(run.path), "-o", "-", "--json"]) == 2
+    out, err = capsysbinary.readouterr()
+    assert (out, b"give -o FILE.html" in err) == (b"", True)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["page.html", "r"]
+
+
 # ---- what is drawn
 
 

@@ -14,14 +14,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from ddpprobe.cli.commands.trace import check_rank, step_range
 from ddpprobe.cli.local_server import ends_with_sigterm
-from ddpprobe.cli.output import Shown, check_file, check_place, complain, report_gaps, say, say_json
+from ddpprobe.cli.output import (
+    STDOUT,
+    check_file,
+    check_place,
+    complain,
+    report_gaps,
+    say,
+    say_json,
+    stdout_bytes,
+)
 from ddpprobe.cli.progress import progress
 from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.cli.serving import serve
@@ -36,7 +44,6 @@ from ddpprobe.rundir import paths
 SUFFIXES = {"openmetrics": ".om", "blocks": "-blocks", "csv": ".csv", "parquet": ".parquet",
             "overview": "-overview.parquet"}  # fmt: skip
 TEXTS = ("openmetrics", "csv")
-STDOUT = "-"
 ALL = "all"
 
 
@@ -150,7 +157,7 @@ def _noted(facts: dict[str, Any]) -> dict[str, Any]:
 def _opened(target: Path | None) -> Iterator[BinaryIO]:
     """Open a file that replaces an older one when it is whole; a device or a pipe as it is."""
     if target is None:
-        yield cast("BinaryIO", Shown(sys.stdout)) if sys.stdout.isatty() else sys.stdout.buffer
+        yield stdout_bytes()
         return
     if target.exists() and not target.is_file():
         with target.open("wb") as out:

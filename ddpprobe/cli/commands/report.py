@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ddpprobe.cli.output import check_file, report_gaps, say, say_json
+from ddpprobe.cli.output import STDOUT, check_file, report_gaps, say, say_json, stdout_bytes
 from ddpprobe.cli.progress import progress
 from ddpprobe.cli.run_argument import add_run, opened
+from ddpprobe.errors import RunError
 from ddpprobe.reader.text import plain, size
 from ddpprobe.report.page import render
 from ddpprobe.report.story import gather
@@ -22,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE.html",
-        help="the page to write (default: RUN's name with .html, in the current directory)",
+        help="the page to write (default: RUN's name with .html, in the current directory); - is "
+        "stdout",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -31,10 +33,16 @@ def run(args: argparse.Namespace) -> int:
     """Write the page; 3 if the store is damaged, and then the page says what is lost."""
     run_ = opened(args.run)
     path = args.output or Path(f"{run_.path.resolve().name}.html")
-    check_file(path, "report.html")
+    if args.json and str(path) == STDOUT:
+        raise RunError("--json is about the file that is written: give -o FILE.html")
+    if str(path) != STDOUT:
+        check_file(path, "report.html")
     with progress("reading", None, silent=args.json) as bar:
         story = gather(run_, bar.advance)
     page = render(story).encode(errors="backslashreplace")  # a module may be named "\ud800"
+    if str(path) == STDOUT:
+        stdout_bytes().write(page)
+        return report_gaps(run_.lost, story.held.unknown())
     path.write_bytes(page)
     if args.json:
         say_json(

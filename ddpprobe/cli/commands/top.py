@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING
 
 from ddpprobe.cli.http_config import read
 from ddpprobe.cli.output import report_gaps, say, say_json
-from ddpprobe.cli.run_argument import add_run
+from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.cli.top_frame import STYLES, Line, frame
 from ddpprobe.errors import RunError
 from ddpprobe.reader.live.live_from_files import RunWatch
 from ddpprobe.reader.live.live_from_metrics import UrlWatch, fetch
 from ddpprobe.reader.live.live_view import UNREACHABLE, LiveView
-from ddpprobe.reader.run import open_run
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -86,7 +85,7 @@ def watch_of(where: str, http_config: str | None = None) -> RunWatch | UrlWatch:
         raise RunError("--http-config is for a URL: https://HOST:PORT of a daemon")
     if _ADDRESS.fullmatch(where) and not Path(where).exists():
         raise RunError(f"{where}: no such directory; a daemon's address is typed http://{where}")
-    return RunWatch(open_run(where))
+    return RunWatch(opened(where))
 
 
 def _once(watch: RunWatch | UrlWatch) -> LiveView:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpprobe.cli.output import say, say_json
-from ddpprobe.cli.run_argument import add_run
+from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.errors import RunError
-from ddpprobe.reader.run import open_run
 from ddpprobe.reader.text import plain
 from ddpprobe.reader.under_way import is_live
 from ddpprobe.rundir import paths, safe_read
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, wait, and print the steps; 2 if the run is not live, or the daemon refuses."""
-    run_ = open_run(args.run)
+    run_ = opened(args.run)
     home = paths.RunDir(run_.path)
     if not is_live(home):
         raise RunError(
