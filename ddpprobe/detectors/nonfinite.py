@@ -293,6 +293,7 @@ def _message(record: StepRecord, origin: FirstBad, level: str, known: _Known) ->
     if origins.may_be_the_loss(record, origin):
         text += f"; {origins.LOSS_OR_BACKWARD}"
     text += origins.since(record, origin, known.looked)
+    text += origins.grown_before(record, origin, known.looked)
     if origin.rank == SEVERAL and origin.kind != "grad" and origin is record.first_bad:
         text += _STAGES if origin.order == UNORDERED else _AT_ONCE
     if level == "info":

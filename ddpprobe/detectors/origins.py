@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.detectors.rank_scalars import scalars
+from ddpprobe.detectors.statistics_of import statistic_of
 from ddpprobe.records.every_loss import losses_of
 from ddpprobe.records.step import (
     CHECKED,
@@ -24,6 +25,8 @@ from ddpprobe.records.step import (
     StepRecord,
 )
 
+GROWN = 1e3  # times what an output was at the last look: no step of a sound run does that
+_FORWARD = ("input", "output")
 _FOUND = {
     "param": "the parameter", "buffer": "the buffer", "optim_state": "the optimizer's state",
 }  # fmt: skip
@@ -41,17 +44,19 @@ UNREAD = (
 
 @dataclass(frozen=True, slots=True)
 class LastLook:
-    """The last whole sampled step: its sites, which were observed, and which of them were bad."""
+    """The last whole sampled step: of each site if it was observed, was bad, and its abs-max."""
 
     step: int
     sites: tuple[Site, ...]
     observed: NDArray[np.bool_]
     bad: NDArray[np.bool_]
+    largest: NDArray[np.float64]
 
     @classmethod
     def of(cls, record: StepRecord) -> LastLook:
         """Return what a record leaves behind."""
-        return cls(record.step, record.sites, record.counts[:, OBSERVED] > 0, _bad_rows(record))
+        observed, bad = record.counts[:, OBSERVED] > 0, _bad_rows(record)
+        return cls(record.step, record.sites, observed, bad, statistic_of(record, "abs_max"))
 
     def was_finite(self, key: tuple[str | None, str | None, str]) -> bool | None:
         """Whether a site was; None: it was not observed."""
@@ -210,6 +215,31 @@ def since(record: StepRecord, origin: FirstBad, last: LastLook | None) -> str:
     if finite is None:
         return f"; not looked at since step {last.step}, so it may have been so earlier"
     return f"; finite at step {last.step}, so it may have been so since step {last.step + 1}"
+
+
+def grown_before(record: StepRecord, origin: FirstBad, last: LastLook | None) -> str:
+    """Say which output was the first to be far above its last look before a forward's origin.
+
+    What ends as a NaN in a norm or a softmax has often begun as a number that is far too large: a
+    flipped bit of a weight, a step of the optimizer that was too long.
+    """
+    own = record.sampled and origin.step == record.step and origin is record.first_bad
+    if not own or origin.phase != "forward" or origin.kind not in _FORWARD or last is None:
+        return ""
+    key = (origin.fqn, origin.kind, origin.leaf)
+    row = next((i for i, site in enumerate(record.sites) if site.key == key), 0)
+    fine = last.observed & ~last.bad
+    at_last = zip(last.sites, last.largest, fine, strict=True)
+    was = {site.key: float(largest) for site, largest, known in at_last if known}
+    largest, bad = statistic_of(record, "abs_max"), _bad_rows(record)
+    for site, now, is_bad in zip(record.sites[:row], largest, bad, strict=False):
+        before = was.get(site.key, math.nan)
+        if site.kind == "output" and not is_bad and now > GROWN * before > 0:
+            return (
+                f"; before it the output of {site.fqn or 'the model'} reached {now:.3g}, and was "
+                f"at most {before:.3g} at step {last.step}: look there first"
+            )
+    return ""
 
 
 def _is_seen(record: StepRecord, origin: FirstBad) -> bool:

@@ -214,3 +214,37 @@ def test_of_stages_whose_order_is_not_known_it_is_said_that_one_was_first_and_no
             "on several stages of a pipeline: which of them was first is not known" in page.message
         )
         assert "at once" not in page.message
+
+
+HUGE = "; before it the output of fc reached 4e+37, and was at most 2 at step 10: look there first"
+
+
+@pytest.mark.parametrize(
+    ("reached", "last", "said"),
+    [
+        (4e37, {}, HUGE),
+        (1999.0, {}, ""),
+        (4e37, {"nan": 1}, ""),  # it was no clean look
+        (4e37, {"max": 0.0}, ""),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["output", "input"])
+def test_what_grew_beyond_all_measure_before_a_nan_is_named_with_it(
+    reached: float, last: Row, said: str, kind: str
+) -> None:
+    huge, small = Site("fc", "output"), Site("first", "output")
+    origin, behind = Site("norm", kind), Site("out", "output")
+    first = FirstBad(11, 0, "forward", 3, 1, "norm", kind, "", 9, 0, 0, 10)
+
+    def made(step: int, fc: Row, nan: int) -> StepRecord:
+        rows: dict[Site, Row] = {
+            small: {"max": 1.0}, huge: fc, origin: {"max": 1.0, "nan": nan},
+            behind: {"max": 1e30 if nan else 1.0},
+        }  # fmt: skip
+        bad = first if nan else None
+        return made_records.record(step, FINE, rows, first_bad=bad, ranks=2)
+
+    stream = [made(10, {"max": 2.0, **last}, 0), made(11, {"max": reached}, 9)]
+    page = run(*stream)[-1]
+    assert page.module == "norm"
+    assert page.message.partition("; before it the")[0] + said == page.message
