@@ -141,16 +141,26 @@ class Resume(Detector):
         old, now = said_last.rate, self._now[first].rate
         if not (old > 0 and now > 0) or max(old / now, now / old) < self._ratio:
             return None
-        for step, said in self._now.items():
-            anew = self._before.get(begun + step - first)
-            if anew is None or not math.isclose(said.rate, anew.rate, rel_tol=_SAME_RATE):
-                return None
+        if not all(self._is_of_first_steps(said.rate, begun + step - first)
+                   for step, said in self._now.items()):  # fmt: skip
+            return None
         message = (
             f"the learning rate is {now:.3g} since step {first}, as in the first steps of the run, "
             f"and was {old:.3g} at step {last}: the schedule has begun anew; load its "
             "state with the model's"
         )
         return "warn", message, {"rate": now, "before": old}
+
+    def _is_of_first_steps(self, rate: float, step: int) -> bool:
+        """Whether it is the rate of a step, or of one before the next that was sampled.
+
+        A resume between two sampled steps begins the schedule anew at neither of them.
+        """
+        if step not in self._before:
+            return False
+        behind = self._before.get(min((s for s in self._before if s > step), default=step))
+        low, high = sorted((self._before[step].rate, behind.rate if behind else math.nan))
+        return low * (1 - _SAME_RATE) <= rate <= high * (1 + _SAME_RATE)
 
     def _losses(self, first: int, before: _Steps) -> _Verdict:
         """Return what is to be said of a loss that is far above what it was."""

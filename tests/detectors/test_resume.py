@@ -128,6 +128,21 @@ def test_a_rise_that_begins_anew_is_told() -> None:
     assert run(Resume(), first + attempt(1, AFTER, rate=rises)) == []
 
 
+def test_a_resume_between_two_sampled_steps_begins_the_schedule_anew_at_neither() -> None:
+    def rises(step: int) -> float:
+        return min(1e-2, 1e-3 * (step + 1))
+
+    first = attempt(0, range(0, LAST, EVERY), rate=rises)
+    later = attempt(1, AFTER, rate=lambda step: rises(step - NEXT + 3))
+    (warn,) = run(Resume(), first + later)
+    assert warn.values == {"rate": 4e-3, "before": 1e-2}
+    assert "the schedule has begun anew" in warn.message
+    lower = attempt(1, AFTER, rate=lambda _: 4e-3)  # which the rise has left by the next look
+    assert run(Resume(), first + lower) == []
+    steep = attempt(0, range(0, LAST, EVERY), rate=lambda step: 1e-2 if step else 1e-5)
+    assert run(Resume(), steep + lower) == []
+
+
 def test_weights_that_were_not_loaded_are_told_by_the_loss() -> None:
     (warn,) = run(Resume(), BEFORE + attempt(1, AFTER, loss=anew(fell)))
     assert "maybe the weights were not loaded" in warn.message
