@@ -50,7 +50,7 @@ class Observers:
         named: whether a module or parameter of this FQN has histograms; None: none has.
 
     Attributes:
-        gradients_read: the gradients in the rows of this step are as the backward left them.
+        gradients_read: the gradients in the rows of this step are as a backward left them.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Observers:
             self.rows.begin()
             self.eager.begin()
             self.kept.begin()
-            self.gradients_read = False
+            self.gradients_read = self.eager.arrived = False
         self.capturing.begin(self._clock.step, sampled=sampled)
         return sampled
 
@@ -140,7 +140,16 @@ class Observers:
             self.eager.reduced.read(self._clock.micro)
         else:
             self.eager.reduced.read_of(self._clock.micro, of)
-        self.rows.grad_is_scaled = scaled
+        self.rows.grad_is_scaled, self.eager.arrived = scaled, False
+
+    @property
+    def are_read(self) -> bool:
+        """Whether `.grad` is as it was read, or somebody has clipped it since.
+
+        Not so behind a backward that came by no output of the model, whose end nobody hears: that
+        of a penalty on its gradients, or on its weights.
+        """
+        return self.gradients_read and not self.eager.arrived
 
     def _was_read(self, fqn: str) -> bool:
         """Whether the row made last tells of this parameter's local gradient if it is bad.

@@ -283,9 +283,9 @@ class Recorder:
         scale = loss_scale.of_optimizer(optimizer)
         self._optimizers.add(optimizer, observers.topology, scale, observers.rows, owners.first)
         mine = None if by_engine else owners.parameters_of(optimizer)
-        if not observers.gradients_read:
+        if not observers.are_read:
             observers.read_gradients(mine, scaled=by_engine or scale is not None)
-            observers.gradients_read = by_engine
+            observers.gradients_read |= by_engine
         observers.eager.reduced.take(mine or ())
 
     def given_up(self, *, vanished: bool) -> bool:

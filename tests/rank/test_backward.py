@@ -1,7 +1,10 @@
-"""A bad gradient is told with the micro-batch of its backward, in whatever order these come."""
+"""Backwards in whatever order: the micro-batch of a bad gradient, and what `.grad` holds behind."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ddpprobe
 from ddpprobe.rank.backward import Backward
 from ddpprobe.rank.passes import OF_THE_PROCESS
-from ddpprobe.records.step import PASS_OF_BAD
+from ddpprobe.records.step import PASS_OF_BAD, USED_NORM, StepRecord
 
 from .. import far
 
@@ -107,3 +110,54 @@ def test_an_output_in_a_graph_has_no_micro_batch_of_its_own() -> None:
     assert (backward.micro, backward.micro_or(3)) == (1, 1)
     backward.forget()
     assert (backward.micro, backward.entered) == (None, [])
+
+
+def mlp(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.LeakyReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def slope_penalty(model: nn.Sequential, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """R1: its forward's own backward fills no `.grad`; that of the penalty meets no output."""
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    penalty = slope.square().sum(1).mean()
+    optimizer.zero_grad()
+    penalty.backward()
+
+
+def weight_penalty(model: nn.Sequential, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """What is added to the gradients of the loss comes by no output either."""
+    optimizer.zero_grad()
+    model(x).mean().backward()
+    sum(p.abs().sum() for p in model.parameters()).backward()
+
+
+@pytest.mark.parametrize("penalty", [slope_penalty, weight_penalty])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_reduced_gradients_are_those_of_a_backward_that_came_by_no_output(
+    penalty: Callable[[nn.Sequential, Tensor, torch.optim.Optimizer], None], fraction: float,
+    tmp_path: Path, records_of: Callable[[Path], list[StepRecord]],
+) -> None:  # fmt: skip
+    model = mlp(2, 6, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    data = torch.Generator().manual_seed(0)
+    expected = []
+    with ddpprobe.install(model, run_dir=tmp_path, every=1, daemon="none"):
+        for at in range(6):
+            x = torch.randn(8, 2, generator=data)
+            if at % 2:
+                penalty(model, x, optimizer)
+            else:
+                optimizer.zero_grad()
+                model(x).mean().backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            expected.append(math.sqrt(sum(float(g.square().sum()) for g in grads)))
+            if fraction < 1 and not at % 2:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), fraction * expected[-1])
+            optimizer.step()
+    told = [r.scalars[0] for r in records_of(tmp_path)]
+    assert [said["grad_norm"] for said in told] == pytest.approx(expected, rel=1e-5)
+    used = [x * (1 if at % 2 else fraction) for at, x in enumerate(expected)]
+    assert [said[USED_NORM] for said in told] == pytest.approx(used, rel=1e-4)

@@ -71,6 +71,7 @@ class EagerHooks:
     Attributes:
         attached: a sampled step is under way.
         tapped: by id, the parameters whose local gradients are read in it.
+        arrived: one of these has come since this was last set to False.
         reduced: reads its reduced gradients.
         recomputation: compares what checkpointing computes again.
         after_call: takes FQN, module, args, kwargs and output once the rows of a call are made.
@@ -91,7 +92,7 @@ class EagerHooks:
         self._clock = clock
         self._fuse = fuse
         self._resident = resident
-        self.attached = False
+        self.attached = self.arrived = False
         self._heard: Counter[int] = Counter()  # outputs told by graphs, per slot
         self._recomputed: Counter[int] = Counter()
         self._waiting: dict[int, list[int]] = {}  # slot -> micros whose gradients are to come
@@ -326,6 +327,7 @@ class EagerHooks:
         if micro >= 0:
             self._backward = backward, micro
         else:  # of a parameter, which does not know its forward; an output of this backward did
+            self.arrived = True
             known = self._micro_of_backward()
             micro = self._clock.micro if known is None else known
         if is_dtensor(gradient):
