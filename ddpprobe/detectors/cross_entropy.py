@@ -72,6 +72,7 @@ class CrossEntropy(SoundStepsDetector):
     def _reset(self) -> None:
         self._weights: deque[Floats] = deque(maxlen=self._looks + NOW)
         self._order: tuple[int, ...] = ()  # ranks, of these
+        self._known = 0  # looks in a row at which the weight is known
         self._labelled: deque[tuple[float, float]] = deque(maxlen=self._looks + COUNTING)
         self._labels: deque[frozenset[int]] = deque(maxlen=OF)
         self._sorted = False
@@ -84,8 +85,12 @@ class CrossEntropy(SoundStepsDetector):
         """Take the next record; an anomaly for each of the six."""
         ranks = {rank: said for rank, said in record.scalars.items() if CLASS_ROWS in said}
         known = bool(ranks) and all(map(_is_known, ranks.values()))
-        if not known or record.skipped or record.missing:
+        if record.skipped or record.missing:
             return []
+        if not known:
+            self._known = 0 if ranks else self._known
+            return []
+        self._known += 1
         looks = (
             self._look_at_weights(record),
             self._look_at_labelled(record),
@@ -102,7 +107,9 @@ class CrossEntropy(SoundStepsDetector):
             self._order = order
             self._weights.clear()
         self._weights.append(np.vstack((logs.mean(0), logs)))  # [all and each rank, 6]
-        if len(self._weights) < self._looks + NOW:
+        # Of two losses in one output (labelled rows, and what a model has labelled itself) now one
+        # is told and now the other, with looks between that fit neither.
+        if len(self._weights) < self._looks + NOW or self._known <= NOW:
             return
         looks = np.stack(self._weights)
         before, now = looks[: self._looks], looks[self._looks :]

@@ -61,6 +61,15 @@ def test_a_row_that_weighs_otherwise_is_told_at_the_second_look(every: int, rati
     assert "divided by" in warn.message
 
 
+def test_two_losses_in_one_output_with_looks_of_neither_between_are_no_other_weight() -> None:
+    """FixMatch: labelled rows, and such as the model has labelled; now most are these, now those."""
+    usual, other, mixed = 1 / 16, 1 / 48, math.nan
+    assert told(weighing(*[usual] * 12, *[mixed] * 2, *[other] * 40)) == []
+    assert told(weighing(*[usual] * 12, mixed, usual, mixed, *[other] * 40)) == []
+    (warn,) = told(weighing(*[usual] * 12, mixed, usual, *[other] * 40))
+    assert warn.step == 15
+
+
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("ratio", [5.0, 0.2])
 def test_a_row_that_weighs_otherwise_on_one_rank_names_it(ranks: int, ratio: float) -> None:
