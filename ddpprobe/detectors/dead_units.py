@@ -73,8 +73,8 @@ class DeadUnits(SoundStepsDetector):
         then = f"; so do {named(names[1:])}" if names[1:] else ""
         message = (
             f"{share[first]:.0%} of the outputs have been zero since step {self._since[first]}, "
-            f"where they were alive before{then}; through a ReLU that puts out zeros nothing is "
-            "trained"
+            f"where they were alive before{then}; if a ReLU puts them out, nothing is trained "
+            "through it"
         )
         values = {
             "zero_ratio": float(share[first]),

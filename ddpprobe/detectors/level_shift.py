@@ -241,8 +241,8 @@ class LevelShift(SoundStepsDetector):
         message = (
             f"{what} has been {moved} its level before, at each of the last {shift.values} {of}"
             f"steps: {shift.clear:.3g} x as far as it ever moved in its window{joined}. No change "
-            "of learning rate or sizes explains it: look at the data, the labels, the scale of the "
-            "loss, and what was loaded"
+            "of learning rate or sizes explains it; unless another anomaly does, look at the data, "
+            "the labels, the scale of the loss, and what was loaded"
         )
         values = {
             "ratio": ratio,
