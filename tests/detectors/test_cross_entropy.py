@@ -62,7 +62,7 @@ def test_a_row_that_weighs_otherwise_is_told_at_the_second_look(every: int, rati
 
 
 def test_two_losses_in_one_output_with_looks_of_neither_between_are_no_other_weight() -> None:
-    """FixMatch: labelled rows, and such as the model has labelled; now most are these, now those."""
+    """FixMatch: labelled rows, and such as the model has labelled itself."""
     usual, other, mixed = 1 / 16, 1 / 48, math.nan
     assert told(weighing(*[usual] * 12, *[mixed] * 2, *[other] * 40)) == []
     assert told(weighing(*[usual] * 12, mixed, usual, mixed, *[other] * 40)) == []
