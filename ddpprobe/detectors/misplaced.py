@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ddpprobe.detectors.sites_of_kind import Beside, SitesOfKind, grown
+from ddpprobe.detectors.sites_of_kind import Beside, Floats, SitesOfKind, grown
 from ddpprobe.records.step import StepRecord
 
 ROUNDED = 1.02  # times that bound: what a reduction in bfloat16 may add
 MORE = 1.5  # times a bound that is exact: a hook that compresses may go a little beyond
+FAR = 4.0  # where that makes all together larger, too
 
 
 class Misplaced:
@@ -16,7 +17,8 @@ class Misplaced:
 
     For n ranks with gradients g_r: |mean g_r|^2 <= mean |g_r|^2 (Jensen), and a merged row of local
     gradients holds the sum of |g_r|^2. A sum over the ranks is larger for nearly all of them, and
-    for all together: that is not judged here.
+    for all together: that is not judged here, unless those that are far beyond are fewer than half,
+    and all others together are what a mean can be.
 
     Args:
         repeats: sampled steps in a row at which a parameter must be beyond.
@@ -47,9 +49,16 @@ class Misplaced:
         known = np.isfinite(own) & np.isfinite(reduced) & (own > 0)
         ranks = len(record.ranks) ** 0.5
         ratio = np.divide(ranks * reduced, own, out=np.zeros(len(own)), where=known)
-        whole = ranks * np.sqrt(np.square(reduced[known]).sum())
-        a_mean = whole <= np.sqrt(np.square(own[known]).sum())
-        beyond = (ratio > MORE) & a_mean
+        more = ratio > MORE
+        others = known & ~more
+        few = 2 * more.sum() < known.sum()
+        beyond = more & _is_a_mean(ranks * reduced[known], own[known])
+        beyond |= (ratio > FAR) & few & _is_a_mean(ranks * reduced[others], own[others])
         self._beyond = np.where(beyond, self._beyond + 1, 0)
         places = np.flatnonzero(self._beyond >= self._repeats)
         return {self._reduced.fqns[place]: float(ratio[place]) for place in places}
+
+
+def _is_a_mean(reduced: Floats, own: Floats) -> bool:
+    """Whether several gradients together may be one: norms, the reduced ones times its root."""
+    return bool(np.square(reduced).sum() <= np.square(own).sum())

@@ -40,7 +40,7 @@ class Reduction(SampledDetector):
     up to the optimizer, or hooks that DDP lost) it warns, and pages after `patience` sampled steps
     in a row if as many before had all been reduced: local SGD begins otherwise.
     It warns, with the module, where that of single parameters is larger than a mean can be and
-    that of all together is not: they got another one's gradient.
+    that of all others together is not: they got another one's gradient.
     It warns where the reduced norm is larger than the mean of the local ones, which no mean of them
     can be (triangle inequality), and that of nearly each parameter, `repeats` times within `recent`
     sampled steps; whoever sums from the start means to. And it warns where it is smaller, at each
@@ -77,6 +77,7 @@ class Reduction(SampledDetector):
         self._telling = {level: Telling(self._quiet) for level in ("warn", "page", "sum", "parts")}
         self._means = 0  # sampled steps whose gradient may be a mean
         self._looks, self._divided = 0, True  # of the first ones: whether all were too small
+        self._clipped = math.nan  # the norm that the optimizers took at the last step
         self._sums: deque[bool] = deque(maxlen=self._recent)
         self._parameters = Misplaced(self._repeats)
 
@@ -91,8 +92,9 @@ class Reduction(SampledDetector):
         if not _stayed_local(norms):
             self._reduced = 1 if self._missing else self._reduced + 1
             self._missing = 0
-            found = self._summed(record, norms) or self._divided_twice(record, norms)
-            return found or self._of_parameters(record)
+            taken = self._is_taken(record, norms)
+            found = self._summed(record, norms, taken=taken) or self._divided_twice(record, norms)
+            return found or (self._of_parameters(record) if taken else [])
         self._missing += 1
         if self._missing < self._repeats:
             return []
@@ -109,10 +111,22 @@ class Reduction(SampledDetector):
             self._missing = 0
         return by_hand
 
-    def _summed(self, record: StepRecord, norms: list[Norms]) -> list[Anomaly]:
+    def _is_taken(self, record: StepRecord, norms: list[Norms]) -> bool:
+        """Whether the optimizers took all that was reduced, or clipped it, as far as is known.
+
+        What is left by them nobody may set to zero: it is the sum of all steps since.
+        """
+        used, before = scalars(record, USED_NORM), self._clipped
+        self._clipped = max(used, default=math.nan)
+        if len(used) != len(norms):
+            return True
+        alike = max(reduced for _, reduced in norms), before
+        return any(abs(self._clipped - norm) <= APART * norm for norm in alike)
+
+    def _summed(self, record: StepRecord, norms: list[Norms], *, taken: bool) -> list[Anomaly]:
         local = sum(own / len(norms) for own, _ in norms)
         ratio = min(reduced for _, reduced in norms) / local if local > 0 else 0.0
-        larger = ratio > 1 + MORE and not self._parameters.share(record) < OF_ALL
+        larger = ratio > 1 + MORE and taken and not self._parameters.share(record) < OF_ALL
         self._sums.append(larger)
         if not self._sums[-1]:
             self._means += 1
@@ -154,8 +168,8 @@ class Reduction(SampledDetector):
         message = (
             f"the reduced gradient of {worst} is {found[worst]:.3g} x as large as any mean of the "
             f"ranks' own can be, at {self._repeats} sampled steps in a row{also}, and that of all "
-            "parameters together is not; maybe they got what belongs to others (a bucket that is "
-            "in another order on one rank, a communication hook)"
+            "others together is not; maybe they got what belongs to others (a bucket that is in "
+            "another order on one rank, a communication hook)"
         )
         values = {"ratio": found[worst], "parameters": len(fqns)}
         module = common_module(fqn.rpartition(".")[0] for fqn in fqns) or None

@@ -210,6 +210,28 @@ def test_a_parameter_that_gets_what_belongs_to_another_is_named_at_the_third_loo
     assert run(Reduction(), now_and_then) == []
 
 
+def test_a_few_that_are_far_too_large_are_told_though_they_make_the_whole_too_large() -> None:
+    local = dict.fromkeys(("a.weight", "b.weight", "c.weight", "d.weight"), 1.0)
+    mean = {fqn: norm / 2**0.5 for fqn, norm in local.items()}
+    for worst, said in (({"b.weight": 14.0}, ["b"]), ({"b.weight": 2.0}, []),
+                        ({"a.weight": 14.0, "b.weight": 14.0}, [])):  # fmt: skip
+        stream = [of_parameters(s, local, mean | worst if s >= 50 else mean) for s in range(200)]
+        assert [(a.module, a.step) for a in run(Reduction(), stream)] == [(m, 52) for m in said]
+
+
+def test_what_no_optimizer_takes_may_be_the_sum_of_many_steps() -> None:
+    """A head alone is trained from step 20 on, and nobody sets the other gradients to zero."""
+    taken = [0.5 + 0.01 * np.sin(s) for s in range(100)]
+    for used_, said in ((lambda s: taken[s], 0), (lambda s: 0.5 + s, 1), (lambda _: 0.1, 1)):
+        stream = [of(s, 0.5 if s < 20 else 0.5 + s) for s in range(100)]
+        stream = [
+            replace(r, scalars={k: {**said_, USED_NORM: used_(r.step) if r.step >= 20 else 0.5}
+                                for k, said_ in r.scalars.items()})
+            for r in stream
+        ]  # fmt: skip
+        assert len(run(Reduction(), stream)) == said
+
+
 def test_gradients_that_are_equal_or_summed_from_the_start_are_not_said_to_be_anothers() -> None:
     local = {"a.weight": 1.0, "a.bias": 0.1, "b.weight": 2.0}
     assert run(Reduction(), [of_parameters(s, local, local) for s in range(100)]) == []
