@@ -6,13 +6,23 @@ another model, and nothing else looks wrong for a long time. Checksums make one 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.rank_scalars import are_one, scalars
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.records.merge import disagreements, ranks_of
-from ddpprobe.records.step import BUFFER, JOINED, UNREDUCED, Anomaly, Digests, StepRecord
+from ddpprobe.records.step import (
+    BUFFER,
+    JOINED,
+    UNREDUCED,
+    UNWRAPPED,
+    USED_NORM,
+    Anomaly,
+    Digests,
+    StepRecord,
+)
 
 MOST_NAMED = 8  # ranges of ranks in a message
 
@@ -50,6 +60,10 @@ class Desync(Detector):
     It warns, once for each, of buffers that no step changes and that are not the same everywhere:
     nothing but a DDP brings buffers together, and some are each rank's own by design.
 
+    Where nothing is known to reduce gradients, ranks may be replicas nevertheless: they are if the
+    optimizers of all of them get one gradient, of another norm at each step, that none of them had
+    by itself, at `by_hand` sampled steps in a row. From there on they are judged as any.
+
     Of several parameters the first one in the order of the model is named, with the number of the
     others. A rank that delivered nothing is not compared. Steps that never reached their end are
     not judged: one rank may have taken what another has not. Nor are those under DDP's `join()`
@@ -57,28 +71,45 @@ class Desync(Detector):
 
     Args:
         quiet_steps: steps in which ranks agreed, after which the same suspects are reported again.
+        by_hand: sampled steps in a row that show that a script reduces gradients itself.
     """
 
     name = "desync"
     title = "Replicas differ"
 
-    def __init__(self, *, quiet_steps: int = 100) -> None:
+    def __init__(self, *, quiet_steps: int = 100, by_hand: int = 3) -> None:
         at_least(0, quiet_steps=quiet_steps)
-        self._quiet = quiet_steps
+        at_least(1, by_hand=by_hand)
+        self._quiet, self._needed = quiet_steps, by_hand
         self._attempt: int | None = None
         self._last: int | None = None  # latest step at which ranks differed
         self._told: dict[str, set[int]] = {}  # level -> suspects of this episode
         self._buffers: set[str] = set()  # those that were told
+        self._by_hand, self._used = 0, math.nan  # sampled steps in a row; the norm at the last one
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly of parameters, and one of buffers."""
         if record.attempt != self._attempt:
             self._attempt, self._last, self._buffers = record.attempt, None, set()
+            self._by_hand, self._used = 0, math.nan
+        self._look_at_gradients(record)
         splits = [] if record.partial or _at_unlike_steps(record) else _splits(record.digests)
-        parameters = [split for split in splits if split.shard != BUFFER]
+        known = self._by_hand >= self._needed
+        parameters = [s for s in splits if s.shard != BUFFER and (known or s.shard != UNWRAPPED)]
         new = [s for s in splits if s.shard == BUFFER and s.fqn not in self._buffers]
         self._buffers.update(split.fqn for split in new)
         return [*self._judge(record, parameters), *([_of_buffers(record, new)] if new else [])]
+
+    def _look_at_gradients(self, record: StepRecord) -> None:
+        """Count the sampled steps at which a script has reduced the gradients of all ranks."""
+        used, local = scalars(record, USED_NORM), scalars(record, "grad_norm_local")
+        if not used or not any(said.get(UNREDUCED, 0.0) > 1 for said in record.scalars.values()):
+            return
+        whole = len(used) == len(local) == len(record.ranks) > 1
+        known = whole and all(map(math.isfinite, (*used, *local)))
+        # What each rank clips has one norm as well, but at every step.
+        one = known and are_one(used) and not are_one(local) and not are_one([used[0], self._used])
+        self._by_hand, self._used = self._by_hand + 1 if one else 0, used[0]
 
     def _judge(self, record: StepRecord, splits: list[_Split]) -> list[Anomaly]:
         if not splits:
@@ -87,7 +118,8 @@ class Desync(Detector):
             self._told = {}
         self._last = record.step
         found = {rank for split in splits for rank in split.suspects}
-        apart = any(UNREDUCED in said for said in record.scalars.values())
+        by_hand = all(split.shard == UNWRAPPED for split in splits)
+        apart = not by_hand and any(UNREDUCED in said for said in record.scalars.values())
         level = "warn" if apart else "page"
         known = self._told.get("page", set()) | self._told.get(level, set())
         if found <= known:
@@ -151,7 +183,7 @@ def _sides(split: _Split) -> str:
 
 def _message(splits: list[_Split], level: str) -> str:
     first = splits[0]
-    shard = f" (shard {first.shard})" if first.shard else ""
+    shard = f" (shard {first.shard})" if first.shard not in {"", UNWRAPPED} else ""
     more = f" and of {len(splits) - 1} more" if len(splits) > 1 else ""
     what = f"other bits of this parameter{shard}{more}"
     if first.decided:
@@ -165,6 +197,11 @@ def _message(splits: list[_Split], level: str) -> str:
             "so replicas part until something averages them; if this is no local SGD, it is a fault"
         )
     cure = "resume from a checkpoint; look for what only one rank does"
+    if first.shard == UNWRAPPED:
+        cure += (
+            ", and at how the script reduces gradients: the optimizers of all ranks get one "
+            "gradient, so they are to be replicas"
+        )
     return f"{text}: the replicas train apart from here on; {cure}"
 
 

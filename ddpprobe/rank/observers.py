@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import final
+
+from torch import Tensor
 
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.capture.capturing import Capturing
@@ -26,8 +28,9 @@ from ddpprobe.rank.stats import checksum
 from ddpprobe.rank.step_clock import StepClock
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.flat import FlatUnit
+from ddpprobe.rank.topology.placement import is_dtensor
 from ddpprobe.rank.torch_private import dynamo, functorch, graph
-from ddpprobe.records.step import FirstBad
+from ddpprobe.records.step import UNWRAPPED, FirstBad
 from ddpprobe.rundir.fuse import Fuse
 
 
@@ -123,6 +126,18 @@ class Observers:
         if self.topology.world_size == 1:
             return 0.0
         return 2.0 if self._nobody_reduces else float(not self.gradients_read)
+
+    def compared(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (FQN, shard, tensor) of the parameters that are held against other ranks'."""
+        topology = self.topology
+        yield from topology.replicated_parameters()
+        alone = topology.world_size == 1 or topology.engine is not None or topology.tensor_meshes
+        if alone or not self._nobody_reduces:
+            return
+        for fqn, _, _, parameter in topology.own_parameters():
+            plain = fqn.rpartition(".")[0] not in topology.cut and not is_dtensor(parameter)
+            if plain and topology.replica_shard(parameter) is None:
+                yield fqn, UNWRAPPED, parameter
 
     def has_gradients(self) -> bool:
         """Whether `.grad` is, at the end of a backward, what that has made, and reduced."""

@@ -309,7 +309,7 @@ class Recorder:
         if sampled:
             self._clock.sampled += 1
             turn = self._pacer.turn(self._clock.step)
-            observers.rows.add_checksums(in_turn(observers.topology.replicated_parameters(), turn))
+            observers.rows.add_checksums(in_turn(observers.compared(), turn))
             if unreduced := observers.unreduced:
                 observers.rows.add_scalar(UNREDUCED, unreduced)  # so replicas may part: local SGD
             observers.weights.tell(self._clock.micro, skipped=skipped)

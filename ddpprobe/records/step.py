@@ -215,6 +215,8 @@ MOMENT_DECAY = "second_moment_decay"
 # Scalar: how many units of FSDP2 were gathered before the optimizer stepped, and not again since.
 STALE = "stale_units"
 BUFFER = "buffer"  # in place of a shard, in digests: a buffer that no step has changed
+# The same: a parameter of a model that nothing is known to reduce, whose ranks may be replicas.
+UNWRAPPED = "unwrapped"
 DIGEST = "input_digest"  # scalar: 52 bits of a checksum of the first tensors given to it
 INPUT_ELEMENTS = "input_elements"  # scalar: how many elements these have together
 # Scalars: of that tensor, and of the first one that the model returns: which share of its mean
@@ -349,7 +351,8 @@ class StepRecord:
         digests: (parameter FQN, shard) -> checksum (64 bits, signed) -> set of the ranks that hold
             it, as a bit mask. Ranks that hold the same shard of one parameter (shard "" if it is
             whole) must agree; the head keeps only the entries in which they do not. With shard
-            `BUFFER` it is a buffer that no step has changed (of a large one, stretches of it).
+            `BUFFER` it is a buffer that no step has changed (of a large one, stretches of it); with
+            `UNWRAPPED` nobody knows whether ranks are to agree.
         binned: int64 [histograms], the rows of `sites` that have one, ascending.
         bins: int64 [histograms, bins], see `records.histogram`.
     """

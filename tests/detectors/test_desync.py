@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from ddpprobe.detectors.desync import Desync, ranks_text
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.records.merge import merge_all
-from ddpprobe.records.step import BUFFER, JOINED, Anomaly, FirstBad, StepRecord
+from ddpprobe.records.step import (
+    BUFFER,
+    JOINED,
+    UNREDUCED,
+    UNWRAPPED,
+    USED_NORM,
+    Anomaly,
+    FirstBad,
+    StepRecord,
+)
 from tests.detectors import made_records
 
 Digests = dict[tuple[str, str], dict[int, int]]
@@ -178,3 +187,39 @@ def test_the_verdict_is_that_of_the_checksums_in_whatever_order_ranks_arrive(
         alone = majority and len(minority) == 1
         assert found[0].rank == (minority[0] if alone else None)
         assert found[0].values["suspects"] == (len(minority) if majority else len(sides))
+
+
+def unwrapped(
+    step: int, used: tuple[float, float], *, local: tuple[float, float] = (1.0, 2.0),
+    apart: bool = True, told: float = 2.0, shard: str = UNWRAPPED,
+) -> StepRecord:  # fmt: skip
+    """Two ranks of a model without a wrapper; the norms that their optimizers get."""
+    said = {
+        rank: {USED_NORM: used[rank], "grad_norm_local": local[rank], UNREDUCED: told}
+        for rank in (0, 1)
+    }
+    digests = {("fc.weight", shard): {7: mask(0), 8: mask(1)}} if apart else {}
+    return record(step, digests, ranks=(0, 1), scalars=said)
+
+
+def alike(step: int) -> tuple[float, float]:
+    return 1.0 + 0.1 * (step % 7), 1.0 + 0.1 * (step % 7)
+
+
+def test_replicas_that_a_script_reduces_by_hand_are_judged_once_that_is_known() -> None:
+    (page,) = run(*[unwrapped(s, alike(s), apart=s >= 10) for s in range(20)])
+    assert (page.level, page.step, page.module, page.rank) == ("page", 10, "fc.weight", None)
+    assert "how the script reduces gradients" in page.message
+    assert "shard" not in page.message
+    (first,) = run(*[unwrapped(s, alike(s)) for s in range(0, 200, 10)])  # from the start
+    assert (first.level, first.step) == ("page", 30)
+
+
+def test_ranks_that_train_models_of_their_own_are_no_replicas() -> None:
+    own = [unwrapped(s, (1.0 + 0.1 * (s % 7), 2.0)) for s in range(20)]
+    clipped = [unwrapped(s, (0.5, 0.5)) for s in range(20)]  # each by itself
+    same = [unwrapped(s, alike(s), local=(1.0, 1.0)) for s in range(20)]  # data of one seed
+    for records in (own, clipped, same):
+        assert run(*records) == []
+    wrapped = run(*[unwrapped(s, alike(s), told=1.0, shard="") for s in range(20)])
+    assert [a.level for a in wrapped] == ["warn"]  # local SGD, as ever
