@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Floats
+from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import (
@@ -37,17 +37,19 @@ HALF, FAR = 0.5, 6.0  # of what the others answer rightly; standard deviations o
 TIMES_WRONG = 3.0  # as often as before, and as the others, where it comes at once
 BY_CHANCE, LONGER = 1e-6, 4  # how unlikely the absence of a label must be; than any before
 NAMED, REMEMBERED = 4, 256  # labels in a message; looks
+WHOLE = 0.01  # by which a row of probabilities in bfloat16 may miss 1
 FAVOURED = 0.5  # power of its share by which a label weighs
-_KINDS = ("weight", "labelled", "one label", "right", "gone", "favoured")
+_KINDS = ("weight", "labelled", "one label", "right", "gone", "favoured", "softmax")
 
 
 class CrossEntropy(SoundStepsDetector):
     """Warns when a loss over classes weighs its samples anew, or has labels that cannot be meant.
 
-    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Six things
-    are told: a row weighs many times what it did (a sum in place of a mean, a loss that is not
-    divided by the micro-batches any more); rows that had no label, as padding has none, have one;
-    each batch holds samples of one class, and the next batches those of another (nobody shuffles);
+    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Seven
+    things are told: what the loss takes for logits are probabilities already (a softmax twice); a
+    row weighs many times what it did (a sum in place of a mean, a loss that is not divided by the
+    micro-batches any more); rows that had no label, as padding has none, have one; each batch holds
+    samples of one class, and the next batches those of another (nobody shuffles);
     a label does not come any more, and none in its place; rows weigh the more, the more rows have
     their label (weights of classes that are to be inverse to their shares); one rank answers
     rightly far more seldom than all others, or all at once more seldom than these and than it did
@@ -56,7 +58,7 @@ class CrossEntropy(SoundStepsDetector):
     Args:
         ratio: how many times the weight that a row had.
         looks: sampled steps before it that are compared with.
-        quiet_steps: steps without it after which one of the six is told again.
+        quiet_steps: steps without it after which one of these is told again.
     """
 
     name = "cross_entropy"
@@ -77,12 +79,13 @@ class CrossEntropy(SoundStepsDetector):
         self._labels: deque[frozenset[int]] = deque(maxlen=OF)
         self._sorted = False
         self._seen = _LabelsSeen()
-        self._favoured = 0  # looks in a row
+        self._favoured = self._softmax = 0  # looks in a row
+        self._outputs = SitesOfKind("output")
         self._right: deque[dict[int, tuple[float, float]]] = deque(maxlen=self._looks + ANSWERED)
         self._told = {kind: Telling(self._quiet) for kind in _KINDS}
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
-        """Take the next record; an anomaly for each of the six."""
+        """Take the next record; an anomaly for each of these."""
         ranks = {rank: said for rank, said in record.scalars.items() if CLASS_ROWS in said}
         known = bool(ranks) and all(map(_is_known, ranks.values()))
         if record.skipped or record.missing:
@@ -98,6 +101,7 @@ class CrossEntropy(SoundStepsDetector):
             self._look_at_gone(record),
             self._look_at_favoured(record),
             self._look_at_answers(record, ranks),
+            self._look_at_outputs(record, ranks),
         )
         return [anomaly for look in looks for anomaly in look]
 
@@ -236,6 +240,25 @@ class CrossEntropy(SoundStepsDetector):
             )
             values = {"right": low, "others": usual}
             yield self._verdict(record, message, values, "forward", rank)
+
+    def _look_at_outputs(
+        self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]
+    ) -> Iterator[Anomaly]:
+        rows = sum(said[CLASS_ROWS] * said.get("micro_batches", 1.0) for said in ranks.values())
+        low, high, whole, many = (
+            self._outputs.read(record, stat) for stat in ("min", "max", "sum", "numel")
+        )
+        mine = np.array([not fqn for fqn in self._outputs.fqns], bool)  # what the model returns
+        mine &= (low >= 0) & (high <= 1 + WHOLE) & (many > rows)
+        mine &= abs(whole / rows - 1) <= WHOLE
+        self._softmax = self._softmax + 1 if mine.any() else 0
+        if self._softmax >= self._looks and self._told["softmax"].due(record.step):
+            message = (
+                f"at the last {self._softmax} sampled steps each row that the model returns holds "
+                "numbers between 0 and 1 whose sum is 1, and the loss takes them for logits: leave "
+                "out the softmax in the model, as a cross-entropy has its own"
+            )
+            yield self._verdict(record, message, {"looks": self._softmax}, "forward")
 
     def _verdict(
         self, record: StepRecord, message: str, values: Mapping[str, float], phase: str,

@@ -16,6 +16,7 @@ from ddpprobe.records.merge import disagreements, ranks_of
 from ddpprobe.records.step import (
     BUFFER,
     JOINED,
+    LEARNING_RATE,
     UNREDUCED,
     UNWRAPPED,
     USED_NORM,
@@ -155,7 +156,7 @@ def _anomaly(record: StepRecord, splits: list[_Split], level: str) -> Anomaly:
         "ranks": sum(map(len, first.sides)),
     }
     return Desync.anomaly(
-        record, level, _message(splits, level), values,
+        record, level, _message(record, splits, level), values,
         rank=suspects[0] if alone else None, module=first.fqn, kind="param",
     )  # fmt: skip
 
@@ -181,7 +182,7 @@ def _sides(split: _Split) -> str:
     return sides + (" / ..." if len(split.sides) > MOST_NAMED else "")
 
 
-def _message(splits: list[_Split], level: str) -> str:
+def _message(record: StepRecord, splits: list[_Split], level: str) -> str:
     first = splits[0]
     shard = f" (shard {first.shard})" if first.shard not in {"", UNWRAPPED} else ""
     more = f" and of {len(splits) - 1} more" if len(splits) > 1 else ""
@@ -196,13 +197,26 @@ def _message(splits: list[_Split], level: str) -> str:
             f"{text}: the gradients of this step were not reduced (no_sync up to the optimizer), "
             "so replicas part until something averages them; if this is no local SGD, it is a fault"
         )
-    cure = "resume from a checkpoint; look for what only one rank does"
+    cure = f"resume from a checkpoint; look for what only one rank does{_unlike_rates(record)}"
     if first.shard == UNWRAPPED:
         cure += (
             ", and at how the script reduces gradients: the optimizers of all ranks get one "
             "gradient, so they are to be replicas"
         )
     return f"{text}: the replicas train apart from here on; {cure}"
+
+
+def _unlike_rates(record: StepRecord) -> str:
+    """Say that the learning rates of ranks are not the same; "" if they are."""
+    said = record.scalars.items()
+    rates = {rank: float(own[LEARNING_RATE]) for rank, own in said if LEARNING_RATE in own}
+    if len(set(rates.values())) < 2:
+        return ""
+    low, high = min(rates, key=lambda r: rates[r]), max(rates, key=lambda r: rates[r])
+    return (
+        f" (the learning rate is {rates[low]:.3g} on rank {low} and {rates[high]:.3g} on rank "
+        f"{high})"
+    )
 
 
 def _hold(ranks: tuple[int, ...]) -> str:

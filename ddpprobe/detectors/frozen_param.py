@@ -9,7 +9,7 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.learning_rate import FadedRate
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Mask, grown
+from ddpprobe.detectors.sites_of_kind import Floats, Mask, grown
 from ddpprobe.detectors.subtrees import named, subtrees
 from ddpprobe.detectors.weight_rows import WeightRows, WeightsOfStep, trained
 from ddpprobe.records.step import Anomaly, StepRecord
@@ -18,6 +18,7 @@ MOST = 1 << 20
 # Times as long as the run took before it stopped, for which one must stand still that stopped when
 # others began: of two phases that take turns one is rarely so many times as long as the other.
 TURN = 4
+AT_REST = 1e-3  # of the largest gradient of the attempt: what is left may be converged
 MOST_BEGINS = 64  # bounds the state
 
 
@@ -75,6 +76,7 @@ class FrozenParam(SampledDetector):
         self._begins: deque[tuple[int, int]] = deque(maxlen=MOST_BEGINS)  # looks between which
         self._all: tuple[int, int] | None = None  # first step and looks at which nothing moved
         self._last_told: int | None = None
+        self._highest = 0.0  # norm of the gradients of all that a look had
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
@@ -85,6 +87,7 @@ class FrozenParam(SampledDetector):
             return [self._of_rate(record, *faded)]
         now = self._rows.read(record)
         self._grow(len(now.seen), record.step)
+        self._highest = max(self._highest, _norm(now.gradient))
         self._take_turns(now, record.step)
         self._follow(now, record.step)
         judged = now.seen & (self._active >= self._least)
@@ -196,11 +199,17 @@ class FrozenParam(SampledDetector):
         gone = [fqns[i] for i in np.flatnonzero(found)]
         moving = (self._active > 0) & (self._away == 0)
         modules = [""] if whole else subtrees(gone, [fqns[i] for i in np.flatnonzero(moving)])
-        gradient = float(np.sqrt(np.square(now.gradient[found]).sum()))
+        gradient = _norm(now.gradient[found])
+        rests = whole and gradient < AT_REST * self._highest
         # Else others may move, of which nobody has rows.
         all_known = whole and trained(record) <= len(fqns)
         where = "all that is observed" if whole and not all_known else named(modules)
         why = (
+            "it has converged, and an optimizer that sees it (L-BFGS) does nothing any more; else "
+            if rests
+            else ""
+        )
+        why += (
             "the learning rate is 0, or the optimizer's step is left out, or it was given others"
             if all_known
             else "their learning rate is 0, or the optimizer has lost them"
@@ -210,5 +219,10 @@ class FrozenParam(SampledDetector):
             f"{where}, though they have a gradient (norm {gradient:.3g}); maybe {why}"
         )
         values = {"parameters": len(gone), "since": since, "gradient": gradient}
-        level = "page" if all_known else "warn"
+        level = "page" if all_known and not rests else "warn"
         return self.anomaly(record, level, message, values, module=modules[0], kind="update")
+
+
+def _norm(norms: Floats) -> float:
+    """Return the norm of several gradients together, of those that are known."""
+    return float(np.sqrt(np.nansum(np.square(norms))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 
 from ddpprobe.detectors.desync import ranks_text
@@ -10,7 +11,7 @@ from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
-from ddpprobe.records.step import KEPT, USED_NORM, Anomaly, StepRecord
+from ddpprobe.records.step import KEPT, LEARNING_RATE, USED_NORM, Anomaly, StepRecord
 
 # Gradients that are clipped to 0.01 or more behind the scaler have 40 or more, times the scale.
 LEAST_SCALE, MOST_CLIPPED = 4096.0, 20.0
@@ -20,6 +21,9 @@ CUT_TO = 0.01  # of a gradient, which ordinary clipping comes to as well, but no
 # norms in bfloat16 differ by 0.002; what is clipped by less than CLIPPED has the norm of others.
 SLIGHT, CLIPPED = 0.003, 0.05
 SAME = 0.01  # by which norms that were clipped to one number may differ
+# Of the least share of the gradients that the optimizer got at the last looks, and of the least
+# norm: what is clipped to a smaller number, or set to zero too early, comes to less.
+LITTLE, LOOKS = 0.03, 64
 
 
 class GradAltered(SampledDetector):
@@ -34,6 +38,10 @@ class GradAltered(SampledDetector):
     little is left of them: if that norm, times the loss scale, is always the same, they were
     clipped before the scaler divided them. A gradient that is many times larger at one step is
     told at that step.
+
+    Little is also left where the share of the gradients that the optimizer is given falls to a
+    small part of what it was at all of the last looks, and their norm does: they are clipped to
+    another number, or nothing is there any more when it steps.
 
     And gradients of the step before that are still there when the backward of a step begins, and
     are added to: nobody has set them to zero.
@@ -72,13 +80,22 @@ class GradAltered(SampledDetector):
         self._of_scaled = Telling(self._quiet)
         self._added: list[int] = []  # sampled steps in a row whose gradients were added to others
         self._of_added = Telling(self._quiet)
+        # Share and norm of what the optimizer was given, of the rank with the least, at the last
+        # looks; and since when it has been little.
+        self._given: deque[tuple[float, float]] = deque(maxlen=LOOKS)
+        self._little: list[int] = []
+        self._of_little = Telling(self._quiet)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
         if record.skipped:
             return []
         ratios = _ratios(record)
-        said = self._added_to(record) or self._clipped_while_scaled(record, ratios)
+        said = (
+            self._added_to(record)
+            or self._clipped_while_scaled(record, ratios)
+            or self._little_left(record)
+        )
         if said is not None:
             return [said]
         for rank, ratio in ratios.items():
@@ -118,6 +135,34 @@ class GradAltered(SampledDetector):
         )
         values = {"norm": norm, "since": since}
         return self.anomaly(record, "warn", message, values, phase="backward", kind="grad")
+
+    def _little_left(self, record: StepRecord) -> Anomaly | None:
+        """Return what is to be said where next to nothing of gradients comes to the optimizer."""
+        given = [one for said in record.scalars.values() if (one := _given(said)) is not None]
+        if not given:
+            return None
+        share, norm = (min(each) for each in zip(*given, strict=True))
+        least = [min(each) for each in zip(*self._given, strict=True)]
+        if len(self._given) < self._least or not (
+            share < LITTLE * least[0] and norm < LITTLE * least[1]
+        ):
+            self._given.append((share, norm))
+            self._little.clear()
+            return None
+        self._little = [*self._little[: self._repeats - 1], record.step]
+        if len(self._little) < self._repeats or not self._of_little.due(record.step):
+            return None
+        since = self._little[0]
+        message = (
+            f"since step {since} the optimizer is given no gradients that are not zero, though the "
+            "backward has made some: look whether zero_grad() stands between the two"
+            if norm == 0
+            else f"since step {since} the optimizer is given {share:.2g} of each gradient, and was "
+            f"given {least[0]:.2g} or more: look at the norm that it is clipped to, and what else "
+            "divides it"
+        )
+        values = {"share": share, "before": least[0], "since": since}
+        return self.anomaly(record, "warn", message, values, kind="grad")
 
     def _clipped_while_scaled(
         self, record: StepRecord, ratios: Mapping[int, float]
@@ -161,6 +206,15 @@ class GradAltered(SampledDetector):
             if rank not in self._larger:
                 self._since[rank] = step
             self._larger[rank] = self._larger.get(rank, 0) + 1
+
+
+def _given(said: Mapping[str, float]) -> tuple[float, float] | None:
+    """Return share and norm of the gradients that a rank's optimizer was given; None: not known."""
+    before = float(said.get("grad_norm", math.nan))
+    # An optimizer that steps has a learning rate, and without gradients no norm of them.
+    used = float(said.get(USED_NORM, 0.0 if LEARNING_RATE in said else math.nan))
+    known = math.isfinite(before) and math.isfinite(used) and before > 0
+    return (used / before, used) if known else None
 
 
 def _ratios(record: StepRecord) -> dict[int, float]:

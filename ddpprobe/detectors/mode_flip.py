@@ -48,7 +48,7 @@ class ModeFlip(SampledDetector):
     evaluation mode from the start, which may be meant.
 
     Args:
-        steps: steps for which evaluation mode must last.
+        steps: steps for which evaluation mode must last, unless other ranks train meanwhile.
         quiet_steps: steps without a change after which the next one is told.
     """
 
@@ -98,7 +98,7 @@ class ModeFlip(SampledDetector):
         still = [r for r, x in share.items() if x == 0] if any(share.values()) else []
         self._apart = {r: self._apart.get(r) or _Lasting(record.step) for r in still}
         for rank, apart in self._apart.items():
-            if not (apart.is_due(record.step, self._steps) and self._trained):
+            if not (apart.is_due(record.step, 0) and self._trained):  # no evaluation is of one rank
                 continue
             apart.told = True
             message = (

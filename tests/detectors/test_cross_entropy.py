@@ -21,6 +21,7 @@ from ddpprobe.records.step import (
     CLASS_WEIGHT,
     LABEL_BITS,
     Anomaly,
+    Site,
     StepRecord,
 )
 from tests.detectors.made_records import record, run
@@ -365,3 +366,23 @@ def test_each_of_the_six_is_told_again_behind_a_quiet_time() -> None:
 def test_the_reward_of_a_row_is_no_weight_in_a_loss() -> None:
     assert chosen({}, "rl")["cross_entropy"] is None
     assert "cross_entropy" not in chosen({}, "gan")
+
+
+def returned(step: int, ranks: int = 2, micro: float = 1.0, **row: float) -> StepRecord:
+    """What ranks return in all, of 10 classes, beside the looks of a cross-entropy."""
+    rows = ranks * ROWS * micro
+    given = {"numel": rows * 10, "min": 0.0, "max": 0.9, "sum": rows, **row}
+    said = {rank: look(micro_batches=micro) for rank in range(ranks)}
+    return record(step, said, {Site("", "output"): given})
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 1.0), (2, 1.0), (3, 4.0)])
+def test_probabilities_that_a_loss_takes_for_logits_are_told_once(ranks: int, micro: float) -> None:
+    (warn,) = run(CrossEntropy(), [returned(s, ranks, micro) for s in range(0, 500, 10)])
+    assert (warn.level, warn.step, warn.phase, warn.rank) == ("warn", 70, "forward", None)
+    assert "leave out the softmax" in warn.message
+
+
+@pytest.mark.parametrize("row", [{"min": -0.01}, {"max": 1.5}, {"sum": 60.0}, {"numel": 64.0}])
+def test_outputs_that_are_no_probabilities_are_logits(row: dict[str, float]) -> None:
+    assert run(CrossEntropy(), [returned(s, **row) for s in range(50)]) == []

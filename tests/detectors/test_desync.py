@@ -13,6 +13,7 @@ from ddpprobe.records.merge import merge_all
 from ddpprobe.records.step import (
     BUFFER,
     JOINED,
+    LEARNING_RATE,
     UNREDUCED,
     UNWRAPPED,
     USED_NORM,
@@ -187,6 +188,15 @@ def test_the_verdict_is_that_of_the_checksums_in_whatever_order_ranks_arrive(
         alone = majority and len(minority) == 1
         assert found[0].rank == (minority[0] if alone else None)
         assert found[0].values["suspects"] == (len(minority) if majority else len(sides))
+
+
+def test_learning_rates_that_are_not_the_same_are_told_with_it() -> None:
+    rates = {rank: {LEARNING_RATE: 3e-3 if rank else 3e-4} for rank in range(4)}
+    (page,) = run(replace(split(5, (0,), (1, 2, 3)), scalars=rates))
+    assert "(the learning rate is 0.0003 on rank 0 and 0.003 on rank 1)" in page.message
+    same = {rank: {LEARNING_RATE: 3e-3} for rank in range(4)}
+    (page,) = run(replace(split(5, (0,), (1, 2, 3)), scalars=same))
+    assert "learning rate" not in page.message
 
 
 def unwrapped(

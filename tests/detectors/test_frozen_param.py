@@ -44,6 +44,14 @@ def test_a_model_of_which_nothing_moves_any_more_is_a_page(every: int) -> None:
     )
 
 
+def test_with_next_to_no_gradient_it_may_have_converged_and_is_no_page() -> None:
+    moving = stream((), steps=STOP, gradient=0.1)
+    steep = [weights(0, {f: Made(1.0, 1e-3, 500.0, "float32") for f in FQNS}), *moving[1:]]
+    (warn,) = run(FrozenParam(), [*steep, *stream()[STOP:]])
+    assert (warn.level, warn.step, warn.module) == ("warn", STOP + 20, "")
+    assert "maybe it has converged" in warn.message
+
+
 def test_a_part_is_a_warning_that_names_the_module_once() -> None:
     (warn,) = run(FrozenParam(), stream(("fc.weight", "fc.bias")))
     assert (warn.level, warn.step, warn.module) == ("warn", STOP + 20, "fc")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ddpprobe.detectors.grad_altered import GradAltered
-from ddpprobe.records.step import KEPT, USED_NORM, StepRecord
+from ddpprobe.records.step import KEPT, LEARNING_RATE, USED_NORM, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 
@@ -55,6 +55,35 @@ def test_a_scale_that_was_there_from_the_start_is_meant(factor: float) -> None:
 def test_with_a_quiet_of_0_each_is_told_that_comes_behind_a_step_without() -> None:
     found = run(GradAltered(quiet_steps=0), [step(s, [2.0 if s >= 60 else 1.0]) for s in range(70)])
     assert levels(found) == [("warn", s) for s in range(62, 70)]
+
+
+def given(number: int, norm: float | None, **more: float) -> StepRecord:
+    """Two ranks whose optimizers got gradients of one norm, of 2 that the backward left."""
+    said = {"grad_norm": 2.0, LEARNING_RATE: 0.1, **({} if norm is None else {USED_NORM: norm})}
+    return record(number, {rank: {**said, **more} for rank in (0, 1)})
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize(("little", "said"), [(None, "zero_grad"), (0.0, "zero_grad"),
+                                              (1e-3, "clipped to")])  # fmt: skip
+def test_gradients_of_which_little_is_left_are_told_at_the_third_look(
+    every: int, little: float | None, said: str
+) -> None:
+    looks = range(0, 300, every)
+    (warn,) = run(GradAltered(), [given(s, little if s >= 160 else 1.0) for s in looks])
+    assert (warn.level, warn.step, warn.rank) == ("warn", 160 + 2 * every, None)
+    assert said in warn.message
+    assert warn.values == {"share": (little or 0.0) / 2, "before": 0.5, "since": 160}
+
+
+def test_large_gradients_that_are_clipped_and_small_ones_that_are_not_lose_nothing() -> None:
+    for norms in ((2e3, 1.0), (1e-3, 1e-3)):  # what the backward left, what was used
+        stream = [given(s, 1.0) for s in range(50)]
+        stream += [given(s, norms[1], grad_norm=norms[0]) for s in range(50, 100)]
+        assert run(GradAltered(), stream) == []
+    never = [given(s, None) for s in range(100)]  # sparse ones have no norm
+    twice = [given(s, 1e-3 if s in {60, 61} else 1.0) for s in range(100)]
+    assert run(GradAltered(), never) == run(GradAltered(), twice) == []
 
 
 def test_two_steps_in_a_row_are_too_few() -> None:
