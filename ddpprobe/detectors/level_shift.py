@@ -35,6 +35,9 @@ MEANT = np.array([0.04, 1e-6, 1e-6, 0.1])
 # A loss is of every step, and rises at once: what was changed more than so many blocks before does
 # not explain that; nor does a learning rate that falls no faster than so many times its usual fall.
 LATELY, AT_ONCE = 3, 3.0
+# Decades by which a loss falls, and how clearly, before that is another loss. Of 100 healthy runs
+# of unlike kinds none has more than 0.33, nor is 2.7 times as clear.
+FALL, FALL_CLEAR = 0.7, 5.0
 NUMBERS = (
     ("loss", "forward"),
     ("gradient norm", "backward"),
@@ -60,13 +63,14 @@ class LevelShift(SoundStepsDetector):
     """Warns when a number of the run has moved to another level at once and stays there.
 
     Other data, other labels, a loss that is scaled otherwise, weights that were loaded, a module
-    that computes something else. Judged are the loss of every step and, on sampled steps, the
-    gradient norm, both upwards only, the gradient norm divided by the loss, the rms of each
-    module's output, and the share that each parameter has of the gradient norm. All of the last
-    values must lie beyond all of those before, and the step between them must be larger than any
-    before it. Nothing is said where the learning rate, the number of trained parameters, the share
-    of modules in training mode or the size of the outputs has changed meanwhile; of the loss, if
-    that was lately, and no rate that falls as it always does.
+    that computes something else. Judged are the loss of every step, downwards only where it falls
+    to a fifth or less, and, on sampled steps, the gradient norm, upwards only, the gradient norm
+    divided by the loss, the rms of each module's output, and the share that each parameter has of
+    the gradient norm. All of the last values must lie beyond all of those before, and the step
+    between them must be larger than any before it. Nothing is said where the learning rate, the
+    number of trained parameters, the share of modules in training mode or the size of the outputs
+    has changed meanwhile; of the loss, if that was lately, and no rate that falls as it always
+    does.
 
     Args:
         loss_ratio: how many times the loss of the block before.
@@ -128,7 +132,8 @@ class LevelShift(SoundStepsDetector):
         for step, value in self._loss.read(record):
             self._losses.push(_logs([value]), step)
             for shift in self._found(self._losses, *self._of_loss):
-                if shift.size > 0:  # one that falls is what training is for
+                # One that falls is what training is for, but not so far at once.
+                if shift.size > 0 or (shift.size <= -FALL and shift.clear >= FALL_CLEAR):
                     numbers[0] = shift
             loss = value if step == record.step else math.nan
         places: dict[str, list[_Shift]] = {}

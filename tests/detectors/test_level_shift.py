@@ -75,6 +75,17 @@ def test_a_loss_that_falls_at_once_is_what_training_is_for() -> None:
     assert run(LevelShift(), falls) == []
 
 
+def test_a_loss_that_falls_to_a_tenth_at_once_is_another_loss() -> None:
+    warn = only(run(LevelShift(), noisy(behind(loss=0.1))))
+    assert (warn.level, warn.step, warn.module) == ("warn", AT + 3, None)
+    assert warn.message.startswith("loss has been 9")
+    assert "x below its level" in warn.message
+    slowly = noisy(lambda n: {"loss": 0.1 ** min(1.0, max(0, n - AT) / 40)}, steps=300)
+    assert run(LevelShift(), slowly) == []
+    decayed = noisy(lambda n: {"loss": 0.1, "more": {"lr": 0.01}} if n >= AT else {})
+    assert run(LevelShift(), decayed) == []
+
+
 def test_gradients_that_leave_their_relation_to_the_loss_are_told_in_both_directions() -> None:
     for factor in (3.0, 1 / 3):
         # The gradient follows the loss, which scatters by a decade and hides it.
