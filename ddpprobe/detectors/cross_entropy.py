@@ -35,7 +35,9 @@ SAME, OF = 5, 6  # looks with one label, of so many
 ANSWERED = 5  # looks over which ranks are compared
 HALF, FAR = 0.5, 6.0  # of what the others answer rightly; standard deviations of a share
 TIMES_WRONG = 3.0  # as often as before, and as the others, where it comes at once
-BY_CHANCE, LONGER = 1e-6, 4  # how unlikely the absence of a label must be; than any before
+# How unlikely the absence of a label must be, of dozens that are looked at again and again; and how
+# many times longer than any before.
+BY_CHANCE, LONGER = 1e-7, 4
 NAMED, REMEMBERED = 4, 256  # labels in a message; looks
 WHOLE = 0.01  # by which a row of probabilities in bfloat16 may miss 1
 FAVOURED = 0.5  # power of its share by which a label weighs
@@ -183,11 +185,12 @@ class CrossEntropy(SoundStepsDetector):
             since = min(since for _, since in gone)
             names = ", ".join(str(label) for label, _ in gone[:NAMED])
             more = f" and {len(gone) - NAMED} more" if len(gone) > NAMED else ""
+            looked = max(scalars(record, CLASS_LOOKED))
             message = (
-                f"no row of a sampled step has had label {names}{more} since step {since} (of "
-                f"labels from {LABEL_BITS} on, the remainder is counted), far longer than by "
-                "chance where samples are drawn at random: look whether part of the data is lost, "
-                "or cannot be read"
+                f"none of the {looked:.0f} rows of a rank that are looked at in a sampled step has "
+                f"had label {names}{more} since step {since} (of labels from {LABEL_BITS} on, the "
+                "remainder is counted), far longer than by chance where samples are drawn at "
+                "random: look whether part of the data is lost, or cannot be read"
             )
             values = {"labels": len(gone), "label": gone[0][0], "since": since}
             yield self._verdict(record, message, values, "forward")
@@ -295,8 +298,7 @@ class _LabelsSeen:
         here = np.array([bits >> label & 1 for label in range(LABEL_BITS)], np.bool_)
         fresh = ~here & (self._absent == 0)
         self._since[fresh] = step
-        # Its rate is that of the looks before it was gone, as if it had stayed away once more.
-        before = self._looks - self._absent
+        before = self._looks - self._absent  # looks, those at which it came among them
         self._looks += 1
         self._came += here
         ended = here & (self._came > 1)  # the first one says nothing of how often it comes
@@ -304,8 +306,8 @@ class _LabelsSeen:
         self._absent = np.where(here, 0, self._absent + 1)
         self._told &= ~here
         self._last.append(here)
-        rate = self._came / (before + 1)
-        chance = np.power(1 - rate, self._absent)
+        chance = np.ones(LABEL_BITS)
+        chance[~here] = _of_absence(*(each[~here] for each in (self._came, before, self._absent)))
         gone = ~here & ~self._told & (self._came >= fewest)
         gone &= (chance <= BY_CHANCE) & (self._absent > LONGER * self._longest)
         self._told |= gone
@@ -317,6 +319,23 @@ class _LabelsSeen:
         looks, absent = np.stack(self._last), int(self._absent[label])
         before, now = looks[-2 * absent : -absent], looks[-absent:]
         return bool(((now.mean(0) >= HALF) & ~before.any(0)).any()) if len(before) else False
+
+
+def _of_absence(
+    came: NDArray[np.int64], looks: NDArray[np.int64], absent: NDArray[np.int64]
+) -> Floats:
+    """Return the probability that labels stay away for so many looks in a row.
+
+    If nothing else is known than that each came at some of the looks before: the rule of
+    succession, (b + 1) / (n + 2) for the next look when it was away at b of n, for one behind the
+    other.
+    """
+    found = [
+        math.exp(math.lgamma(n - c + 1 + k) + math.lgamma(n + 2) - math.lgamma(n - c + 1)
+                 - math.lgamma(n + 2 + k))
+        for c, n, k in zip(came.tolist(), looks.tolist(), absent.tolist(), strict=True)
+    ]  # fmt: skip
+    return np.array(found)
 
 
 def _percent(share: float) -> str:

@@ -202,7 +202,7 @@ def seeing(*looks: Sequence[int]) -> list[Look]:
 def test_a_label_that_does_not_come_any_more_is_told_once(every: int) -> None:
     looks = seeing(*[(0, 1, 51)] * 20, *[(0, 1)] * 40)
     (warn,) = told(looks, looks, every=every)
-    assert (warn.level, warn.step, warn.rank, warn.phase) == ("warn", 24 * every, None, "forward")
+    assert (warn.level, warn.step, warn.rank, warn.phase) == ("warn", 28 * every, None, "forward")
     assert warn.values == {"labels": 1, "label": 51, "since": 20 * every}
     assert f"has had label 51 since step {20 * every} " in warn.message
     assert told(seeing(*[(0, 1, 51)] * 20, *[(0, 1)] * 40), seeing(*[(0, 1, 51)] * 60)) == []
@@ -366,6 +366,15 @@ def test_each_of_the_six_is_told_again_behind_a_quiet_time() -> None:
 def test_the_reward_of_a_row_is_no_weight_in_a_loss() -> None:
     assert chosen({}, "rl")["cross_entropy"] is None
     assert "cross_entropy" not in chosen({}, "gan")
+
+
+def test_how_often_a_label_comes_is_not_known_from_a_few_looks() -> None:
+    """At 18 of 18 looks it came, and then stayed away at 6: of many labels one does that."""
+    seen = [look(**{CLASS_SEEN: 3.0})] * 18 + [look(**{CLASS_SEEN: 1.0})] * 6
+    assert told(seen) == []
+    (warn,) = told([*seen, *[look(**{CLASS_SEEN: 1.0})] * 20])
+    assert 24 <= warn.step < 32
+    assert warn.message.startswith("none of the 32 rows of a rank that are looked at in a sampled")
 
 
 def returned(step: int, ranks: int = 2, micro: float = 1.0, **row: float) -> StepRecord:
