@@ -21,6 +21,7 @@ LEAST_MOVE = 0.005  # of the logarithm of a norm: one that hardly moves is not j
 FEW = 6  # parameters of which half are too few to be all together
 WHOLE = 0.25  # of the rate at which they shrink slowly: that of the norm of all together
 COUNTED = 2.0  # times the largest rise between two looks, which a count that began anew has reached
+USELESS = 1e15  # a weight with which nothing can be computed
 _WORDS = {"param": "weight", "buffer": "buffer"}
 _BESIDE = {
     "param": " beside the optimizer, and at its learning rate and weight decay", "buffer": ""
@@ -29,6 +30,8 @@ _BESIDE = {
 
 class WeightJump(SampledDetector):
     """Warns when the largest weight of a parameter is many times the largest of its last looks.
+
+    It pages where that is beyond 1e15, as a flipped bit of an exponent makes it.
 
     A flipped bit, a bad load, one layer written over. It warns as well when the norm of a parameter
     moves between two looks many times as far as it ever did, up or down, and when half of the
@@ -132,7 +135,14 @@ class WeightJump(SampledDetector):
             )
         numbers = leap.now, leap.before, leap.times[0]
         values = {**dict(zip(names, numbers, strict=True)), "parameters": len(mine)}
-        return [self.anomaly(record, "warn", message, values, module=mine[0], kind=kind)]
+        broken = kind == "param" and not leap.of_norm and leap.now > USELESS
+        if broken:
+            message += (
+                ": a flipped bit, or a step of the optimizer that was far too long; nothing can be "
+                "computed with it, so resume from a checkpoint"
+            )
+        level = "page" if broken else "warn"
+        return [self.anomaly(record, level, message, values, module=mine[0], kind=kind)]
 
     def _drifted(self, record: StepRecord, now: WeightsOfStep) -> list[Anomaly]:
         fast, slow = (pace.read(now, record.step) for pace in (self._pace, self._slow_pace))

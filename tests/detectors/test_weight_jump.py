@@ -35,6 +35,13 @@ def test_a_weight_that_is_five_times_as_large_is_told_with_its_name(every: int) 
     assert warn.values["parameters"] == 1
 
 
+@pytest.mark.parametrize(("size", "level"), [(1e14, "warn"), (8e37, "page")])
+def test_a_weight_with_which_nothing_can_be_computed_is_a_page(size: float, level: str) -> None:
+    (found,) = run(WeightJump(), stream(lambda s, i: size if s >= AT and i == 1 else 1.0, 200))
+    assert (found.level, found.step, found.module) == (level, AT, "l1.weight")
+    assert ("resume from a checkpoint" in found.message) is (level == "page")
+
+
 def test_a_largest_weight_below_the_learning_rate_is_left_alone() -> None:
     def size(step: int, which: int) -> float:
         return 1.0 if which else 1e-5 if step < AT else 2.4e-4
