@@ -40,7 +40,8 @@ _COLUMNS = """
   of the merged record are right for both; *in part*: rank, phase and micro-batch are, on a step
   that was not sampled.
 - **graphs**, **breaks**: what `torch.compile` (aot_eager) made
-  without and with the probe: graphs, and different reasons to break them.
+  without and with the probe: graphs, and different reasons to break them. (Inductor fuses
+  operators: see [graphs of torch.compile](python.md#graphs-of-torchcompile).)
 """
 
 
