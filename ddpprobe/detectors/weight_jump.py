@@ -105,6 +105,8 @@ class WeightJump(SampledDetector):
             ("param", self._rows.fqns, *weights.read(now.numel, now.largest, now.norm, floor, at)),
             ("buffer", self._buffers.fqns, *buffers),
         ]
+        leapt_at = [place for leap in leaps[0][2:] if leap for place in leap.places]
+        self._slow_pace.forget(leapt_at)  # so far in one step is no slow decay
         leapt = [
             anomaly
             for kind, fqns, jump, step in leaps
@@ -311,6 +313,10 @@ class _Pace:
         self._first = np.zeros(0, np.int64)  # step of the first look
         self._then = np.zeros(0, np.int64)  # look that the norm is compared with
         self._norm = np.zeros(0)  # at that look
+
+    def forget(self, places: Sequence[int]) -> None:
+        """Begin anew with parameters that have leapt: what a step did is no pace."""
+        self._norm[[place for place in places if place < len(self._norm)]] = 0
 
     def read(self, now: WeightsOfStep, step: int) -> _Rates:
         sites = len(now.seen)

@@ -94,6 +94,12 @@ def test_weights_that_shrink_slowly_all_together_are_told_and_growth_as_slow_is_
     assert run(of_size_and_pace(), stream(lambda s, _: 1.015 ** max(0, s - AT), 160, every)) == []
 
 
+def test_weights_that_were_set_to_others_at_one_step_do_not_shrink_from_step_to_step() -> None:
+    found = run(WeightJump(), stream(lambda s, _: 0.75 if s >= AT else 1.0, 200))
+    assert levels(found) == [("warn", AT)]
+    assert "between two looks" in found[0].message
+
+
 def test_a_start_that_was_too_large_may_shrink_for_fifty_steps_and_later_a_little() -> None:
     assert run(WeightJump(), stream(lambda s, _: 0.985 ** min(s, 49))) == []
     assert run(WeightJump(), stream(lambda s, _: 0.993**s)) == []
