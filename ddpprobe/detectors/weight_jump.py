@@ -21,7 +21,9 @@ LEAST_MOVE = 0.005  # of the logarithm of a norm: one that hardly moves is not j
 FEW = 6  # parameters of which half are too few to be all together
 WHOLE = 0.25  # of the rate at which they shrink slowly: that of the norm of all together
 COUNTED = 2.0  # times the largest rise between two looks, which a count that began anew has reached
-USELESS = 1e15  # a weight with which nothing can be computed
+# A weight with which nothing can be computed; and how many times what it was before. Where more
+# than one parameter comes there at once, or from step to step, the run explodes: others tell that.
+USELESS, SANE = 1e15, 1e12
 _WORDS = {"param": "weight", "buffer": "buffer"}
 _BESIDE = {
     "param": " beside the optimizer, and at its learning rate and weight decay", "buffer": ""
@@ -31,7 +33,8 @@ _BESIDE = {
 class WeightJump(SampledDetector):
     """Warns when the largest weight of a parameter is many times the largest of its last looks.
 
-    It pages where that is beyond 1e15, as a flipped bit of an exponent makes it.
+    It pages where that of one parameter alone is beyond 1e15, as a flipped bit of an exponent makes
+    it.
 
     A flipped bit, a bad load, one layer written over. It warns as well when the norm of a parameter
     moves between two looks many times as far as it ever did, up or down, and when half of the
@@ -137,11 +140,11 @@ class WeightJump(SampledDetector):
             )
         numbers = leap.now, leap.before, leap.times[0]
         values = {**dict(zip(names, numbers, strict=True)), "parameters": len(mine)}
-        broken = kind == "param" and not leap.of_norm and leap.now > USELESS
+        alone = kind == "param" and len(mine) == 1 and not leap.of_norm
+        broken = alone and leap.now > USELESS > leap.before * SANE
         if broken:
             message += (
-                ": a flipped bit, or a step of the optimizer that was far too long; nothing can be "
-                "computed with it, so resume from a checkpoint"
+                ": maybe a flipped bit; nothing can be computed with it: resume from a checkpoint"
             )
         level = "page" if broken else "warn"
         return [self.anomaly(record, level, message, values, module=mine[0], kind=kind)]

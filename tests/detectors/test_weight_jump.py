@@ -40,6 +40,8 @@ def test_a_weight_with_which_nothing_can_be_computed_is_a_page(size: float, leve
     (found,) = run(WeightJump(), stream(lambda s, i: size if s >= AT and i == 1 else 1.0, 200))
     assert (found.level, found.step, found.module) == (level, AT, "l1.weight")
     assert ("resume from a checkpoint" in found.message) is (level == "page")
+    exploded = run(WeightJump(), stream(lambda s, _: size if s >= AT else 1.0, AT + 5))
+    assert {a.level for a in exploded} == {"warn"}  # all at once
 
 
 def test_a_largest_weight_below_the_learning_rate_is_left_alone() -> None:

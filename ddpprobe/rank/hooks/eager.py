@@ -32,7 +32,7 @@ from ddpprobe.rank.stats.dense import dtype_name
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.flat import FlatUnit
 from ddpprobe.rank.topology.placement import TpPlacement, is_dtensor, layout_of
-from ddpprobe.rank.torch_private import dynamo, leaf_hooks
+from ddpprobe.rank.torch_private import dynamo, graph, leaf_hooks
 from ddpprobe.records.step import NORM_VALUES, Site
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.stopwatch import Caller
@@ -327,7 +327,7 @@ class EagerHooks:
         if micro >= 0:
             self._backward = backward, micro
         else:  # of a parameter, which does not know its forward; an output of this backward did
-            self.arrived = True
+            self.arrived = self.arrived or not graph.returns_gradients(self.tapped.values())
             known = self._micro_of_backward()
             micro = self._clock.micro if known is None else known
         if is_dtensor(gradient):
