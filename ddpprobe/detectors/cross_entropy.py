@@ -251,10 +251,9 @@ class CrossEntropy(SoundStepsDetector):
         low, high, whole, many = (
             self._outputs.read(record, stat) for stat in ("min", "max", "sum", "numel")
         )
-        mine = np.array([not fqn for fqn in self._outputs.fqns], bool)  # what the model returns
-        mine &= (low >= 0) & (high <= 1 + WHOLE) & (many > rows)
-        mine &= abs(whole / rows - 1) <= WHOLE
-        self._softmax = self._softmax + 1 if mine.any() else 0
+        found = (low >= 0) & (high <= 1 + WHOLE) & (many > rows) & (abs(whole / rows - 1) <= WHOLE)
+        returned = any(not self._outputs.fqns[place] for place in np.flatnonzero(found))
+        self._softmax = self._softmax + 1 if returned else 0
         if self._softmax >= self._looks and self._told["softmax"].due(record.step):
             message = (
                 f"at the last {self._softmax} sampled steps each row that the model returns holds "

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from ddpprobe.detectors.detector import Detector
-from ddpprobe.detectors.rank_scalars import are_one, scalars
+from ddpprobe.detectors.rank_scalars import are_one, is_unwrapped, norm_used_by_all, scalars
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.records.merge import disagreements, ranks_of
 from ddpprobe.records.step import (
@@ -104,13 +104,13 @@ class Desync(Detector):
     def _look_at_gradients(self, record: StepRecord) -> None:
         """Count the sampled steps at which a script has reduced the gradients of all ranks."""
         used, local = scalars(record, USED_NORM), scalars(record, "grad_norm_local")
-        if not used or not any(said.get(UNREDUCED, 0.0) > 1 for said in record.scalars.values()):
+        if not (used and is_unwrapped(record)):
             return
-        whole = len(used) == len(local) == len(record.ranks) > 1
-        known = whole and all(map(math.isfinite, (*used, *local)))
+        known = len(local) == len(record.ranks) and math.isfinite(sum(local))
         # What each rank clips has one norm as well, but at every step.
-        one = known and are_one(used) and not are_one(local) and not are_one([used[0], self._used])
-        self._by_hand, self._used = self._by_hand + 1 if one else 0, used[0]
+        other = norm_used_by_all(record) is not None and not are_one([used[0], self._used])
+        self._by_hand = self._by_hand + 1 if known and other and not are_one(local) else 0
+        self._used = used[0]
 
     def _judge(self, record: StepRecord, splits: list[_Split]) -> list[Anomaly]:
         if not splits:

@@ -78,13 +78,11 @@ class GradAltered(SampledDetector):
         self._telling = Telling(self._quiet)
         self._norms: list[float] = []  # of clipped scaled gradients, at sampled steps in a row
         self._of_scaled = Telling(self._quiet)
-        self._added: list[int] = []  # sampled steps in a row whose gradients were added to others
-        self._of_added = Telling(self._quiet)
+        self._added = _InARow(self._repeats, self._quiet)  # whose gradients were added to others
         # Share and norm of what the optimizer was given, of the rank with the least, at the last
         # looks; and since when it has been little.
         self._given: deque[tuple[float, float]] = deque(maxlen=LOOKS)
-        self._little: list[int] = []
-        self._of_little = Telling(self._quiet)
+        self._little = _InARow(self._repeats, self._quiet)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
@@ -124,10 +122,9 @@ class GradAltered(SampledDetector):
         if not norm > 0:  # NaN: there were none
             self._added.clear()
             return None
-        self._added = [*self._added[: self._repeats - 1], record.step]
-        if len(self._added) < self._repeats or not self._of_added.due(record.step):
+        since = self._added.due(record.step)
+        if since is None:
             return None
-        since = self._added[0]
         message = (
             f"at each sampled step since {since} the backward has added to the gradients of the "
             "step before, which the optimizer has used already: call optimizer.zero_grad() in each "
@@ -149,10 +146,9 @@ class GradAltered(SampledDetector):
             self._given.append((share, norm))
             self._little.clear()
             return None
-        self._little = [*self._little[: self._repeats - 1], record.step]
-        if len(self._little) < self._repeats or not self._of_little.due(record.step):
+        since = self._little.due(record.step)
+        if since is None:
             return None
-        since = self._little[0]
         message = (
             f"since step {since} the optimizer is given no gradients that are not zero, though the "
             "backward has made some: look whether zero_grad() stands between the two"
@@ -206,6 +202,24 @@ class GradAltered(SampledDetector):
             if rank not in self._larger:
                 self._since[rank] = step
             self._larger[rank] = self._larger.get(rank, 0) + 1
+
+
+class _InARow:
+    """Sampled steps in a row that show one thing, which is told behind so many of them."""
+
+    def __init__(self, needed: int, quiet: int) -> None:
+        self._needed, self._telling = needed, Telling(quiet)
+        self._first, self._many = 0, 0
+
+    def clear(self) -> None:
+        """Hear of a step that does not show it."""
+        self._many = 0
+
+    def due(self, step: int) -> int | None:
+        """Hear of one that does; return the first of them, if it is to be told now."""
+        self._first = self._first if self._many else step
+        self._many += 1
+        return self._first if self._many >= self._needed and self._telling.due(step) else None
 
 
 def _given(said: Mapping[str, float]) -> tuple[float, float] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ddpprobe.records.step import StepRecord
+from ddpprobe.records.step import UNREDUCED, USED_NORM, StepRecord
 
 SAME = 1e-6  # relative: what the norm of one gradient differs by when it is computed twice
 
@@ -22,3 +22,15 @@ def are_one(norms: list[float]) -> bool:
 def largest(record: StepRecord, name: str) -> float:
     """Return the largest of them; NaN where no rank has one."""
     return max(scalars(record, name), default=math.nan)
+
+
+def norm_used_by_all(record: StepRecord) -> float | None:
+    """Return the norm of the gradients that the optimizers of all ranks got; None: not one norm."""
+    used = scalars(record, USED_NORM)
+    alike = len(used) == len(record.ranks) > 0 and math.isfinite(sum(used)) and are_one(used)
+    return max(used) if alike else None
+
+
+def is_unwrapped(record: StepRecord) -> bool:
+    """Whether nothing is known that could reduce the gradients."""
+    return any(said.get(UNREDUCED, 0.0) > 1 for said in record.scalars.values())

@@ -12,7 +12,13 @@ from collections import deque
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.misplaced import Misplaced
-from ddpprobe.detectors.rank_scalars import SAME, are_one, largest, scalars
+from ddpprobe.detectors.rank_scalars import (
+    SAME,
+    is_unwrapped,
+    largest,
+    norm_used_by_all,
+    scalars,
+)
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.subtrees import and_also, common_module
 from ddpprobe.detectors.telling import Telling
@@ -77,7 +83,7 @@ class Reduction(SampledDetector):
         self._telling = {level: Telling(self._quiet) for level in ("warn", "page", "sum", "parts")}
         self._means = 0  # sampled steps whose gradient may be a mean
         self._looks, self._divided = 0, True  # of the first ones: whether all were too small
-        self._clipped = math.nan  # the norm that the optimizers took at the last step
+        self._last_used = math.nan  # the norm that the optimizers took at the last step
         self._sums: deque[bool] = deque(maxlen=self._recent)
         self._parameters = Misplaced(self._repeats)
 
@@ -106,7 +112,7 @@ class Reduction(SampledDetector):
     def _is_reduced_by_hand(self, record: StepRecord, norms: list[Norms]) -> bool:
         """Whether the script reduced the gradients, behind where the others are read."""
         before, self._used = self._used, _one_norm_used(record, norms)
-        by_hand = self._used is not None and (_unwrapped(record) or self._used != before)
+        by_hand = self._used is not None and (is_unwrapped(record) or self._used != before)
         if by_hand:
             self._missing = 0
         return by_hand
@@ -116,12 +122,12 @@ class Reduction(SampledDetector):
 
         What is left by them nobody may set to zero: it is the sum of all steps since.
         """
-        used, before = scalars(record, USED_NORM), self._clipped
-        self._clipped = max(used, default=math.nan)
+        used, before = scalars(record, USED_NORM), self._last_used
+        self._last_used = max(used, default=math.nan)
         if len(used) != len(norms):
             return True
         alike = max(reduced for _, reduced in norms), before
-        return any(abs(self._clipped - norm) <= APART * norm for norm in alike)
+        return any(abs(self._last_used - norm) <= APART * norm for norm in alike)
 
     def _summed(self, record: StepRecord, norms: list[Norms], *, taken: bool) -> list[Anomaly]:
         local = sum(own / len(norms) for own, _ in norms)
@@ -207,15 +213,9 @@ def _one_norm_used(record: StepRecord, norms: list[Norms]) -> float | None:
     """
     if not _are_apart(norms):
         return None
-    used = scalars(record, USED_NORM)
-    alike = len(used) == len(norms) and math.isfinite(sum(used)) and are_one(used)
+    used = norm_used_by_all(record)
     # What is clipped has the same norm at every step.
-    return float(f"{max(used):.3g}") if alike else None
-
-
-def _unwrapped(record: StepRecord) -> bool:
-    """Whether nothing is known that could reduce the gradients."""
-    return any(said.get(UNREDUCED, 0.0) > 1 for said in record.scalars.values())
+    return None if used is None else float(f"{used:.3g}")
 
 
 def _are_apart(norms: list[Norms]) -> bool:

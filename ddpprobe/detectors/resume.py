@@ -158,9 +158,10 @@ class Resume(Detector):
         """
         if step not in self._before:
             return False
-        behind = self._before.get(min((s for s in self._before if s > step), default=step))
-        low, high = sorted((self._before[step].rate, behind.rate if behind else math.nan))
-        return low * (1 - _SAME_RATE) <= rate <= high * (1 + _SAME_RATE)
+        behind = min((s for s in self._before if s > step), default=step)
+        known = [x for s in (step, behind) if not math.isnan(x := self._before[s].rate)]
+        within = min(known, default=math.inf), max(known, default=-math.inf)
+        return within[0] * (1 - _SAME_RATE) <= rate <= within[1] * (1 + _SAME_RATE)
 
     def _losses(self, first: int, before: _Steps) -> _Verdict:
         """Return what is to be said of a loss that is far above what it was."""

@@ -158,7 +158,7 @@ class Observers:
         self.rows.grad_is_scaled, self.eager.arrived = scaled, False
 
     @property
-    def are_read(self) -> bool:
+    def gradients_are_current(self) -> bool:
         """Whether `.grad` is as it was read, or somebody has clipped it since.
 
         Not so behind a backward that came by no output of the model, whose end nobody hears: that

@@ -283,7 +283,7 @@ class Recorder:
         scale = loss_scale.of_optimizer(optimizer)
         self._optimizers.add(optimizer, observers.topology, scale, observers.rows, owners.first)
         mine = None if by_engine else owners.parameters_of(optimizer)
-        if not observers.are_read:
+        if not observers.gradients_are_current:
             observers.read_gradients(mine, scaled=by_engine or scale is not None)
             observers.gradients_read |= by_engine
         observers.eager.reduced.take(mine or ())

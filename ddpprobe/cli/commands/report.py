@@ -33,14 +33,15 @@ def run(args: argparse.Namespace) -> int:
     """Write the page; 3 if the store is damaged, and then the page says what is lost."""
     run_ = opened(args.run)
     path = args.output or Path(f"{run_.path.resolve().name}.html")
-    if args.json and str(path) == STDOUT:
+    to_stdout = str(path) == STDOUT
+    if to_stdout and args.json:
         raise RunError("--json is about the file that is written: give -o FILE.html")
-    if str(path) != STDOUT:
+    if not to_stdout:
         check_file(path, "report.html")
     with progress("reading", None, silent=args.json) as bar:
         story = gather(run_, bar.advance)
     page = render(story).encode(errors="backslashreplace")  # a module may be named "\ud800"
-    if str(path) == STDOUT:
+    if to_stdout:
         stdout_bytes().write(page)
         return report_gaps(run_.lost, story.held.unknown())
     path.write_bytes(page)
