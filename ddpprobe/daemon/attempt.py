@@ -44,8 +44,7 @@ ABSENT_SECONDS = 10.0
 # Behind the last of its ranks torchrun ends in a second or two. So long its exit code is waited for
 # where it decides; a later one counts as well, while the daemon is there.
 LAUNCHER_SECONDS = 10.0
-# So long a torchrun that has restarts left may take to start the ranks again: as long as it waits
-# for the other nodes by default (`join_timeout`).
+# So long a torchrun may take to start ranks again: it waits so long for nodes (`join_timeout`).
 RESTART_SECONDS = 600.0
 _LAUNCHER = -1  # in the place of a rank's number
 # A backlog (a daemon that starts late, a run opened afterwards) is merged while it is read.
@@ -203,7 +202,8 @@ class Attempt:
         self.closed = True
         now = time.monotonic()
         self._collect_exits()
-        while sum(self._read(rank, now) for rank in self.ranks.values()):
+        ends = [(rank, rank.last_to_read) for rank in self.ranks.values()]
+        while sum(self._read(rank, now) for rank, end in ends if rank.tail.read_to < end):
             self._take_merged(self.gather.ready(now) if self.gather is not None else [])
         if self.gather is not None:
             # What is ahead of this node's ranks is a later daemon's, if there is one.

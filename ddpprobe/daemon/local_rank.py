@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from dataclasses import dataclass
@@ -68,6 +69,15 @@ class LocalRank:
             self._unread = None
         if self._unread is None and written > read:
             self._unread = written, now
+
+    @property
+    def last_to_read(self) -> tuple[float, int]:
+        """Up to where a last reading goes: of who lives, what it has written by now.
+
+        It may write faster than a daemon that was told to end reads, and would be followed for ever
+        otherwise; what comes then is a later daemon's.
+        """
+        return self.tail.written_to if self.exit is None else (math.inf, 0)
 
     @property
     def unread_since(self) -> float | None:

@@ -12,7 +12,9 @@ from ddpprobe.daemon.attempt import RESTART_SECONDS, Attempt
 from ddpprobe.daemon.folding import Folding
 from ddpprobe.daemon.liveness import Exit
 from ddpprobe.ends.judge import CRASHED, ENDED, HUNG, RUNNING, STOPPED, UNDECIDED, VANISHED, End
+from ddpprobe.records.step import StepRecord
 from ddpprobe.rundir.journal import segments_of
+from ddpprobe.rundir.journal_tail import RankTail
 
 from ..made_cluster import cluster
 from ..made_runs import NODE
@@ -90,6 +92,25 @@ def test_what_a_rank_closes_behind_the_last_look_is_there_for_the_next_daemon(
         made.look(1.0)
         made.look(10.0)
         assert [r.step for r in made.merged()] == list(range(60))
+
+
+def test_a_daemon_that_is_told_to_end_does_not_follow_a_rank_that_writes_faster_than_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(tmp_path, nodes=1, rostered=False) as made:
+        steps = iter(range(1, 100))
+        for _ in range(19):
+            made.train(next(steps))
+        read = RankTail.read
+
+        def read_and_write(tail: RankTail, most: int) -> list[StepRecord]:
+            made.train(next(steps))
+            return read(tail, most)
+
+        monkeypatch.setattr(RankTail, "read", read_and_write)
+        made.head.close(ended=False)
+        assert next(steps) < 30
+        assert [r.step for r in made.merged()][:20] == list(range(20))
 
 
 def test_what_is_written_while_it_is_read_is_as_old_as_one_look(
