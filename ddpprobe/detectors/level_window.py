@@ -18,9 +18,11 @@ class Shifts:
 
     Attributes:
         places: of the series, ascending.
-        size: decades from the median of the block before to that of the last one; negative: down.
+        size: from the median of the block before to that of the last one, in decades where logs are
+            pushed; negative: down.
         clear: how many times the largest such move between two blocks before it, each as far as it
-            would have gone over as many steps as lie between the last two.
+            would have gone over as many steps as lie between the last two; infinite where nothing
+            has ever moved and there is no `least_noise`.
     """
 
     places: NDArray[np.intp]
@@ -32,7 +34,7 @@ _NONE = Shifts(np.zeros(0, np.intp), np.zeros(0), np.zeros(0))
 
 
 class LevelWindow:
-    """The last `length` values of each series, as log10; NaN where there was none.
+    """The last `length` values of each series, as log10 or plain; NaN where there was none.
 
     A series has shifted if all of its last k values lie beyond all of the n before. Of values that
     come in any order the last k are the largest by chance once in (n + k)! / (n! k!). A trend does
@@ -42,9 +44,11 @@ class LevelWindow:
 
     Args:
         length: values that are remembered of each series.
+        least_noise: what a series is taken to move by at least, in its unit.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, *, least_noise: float = LEAST_NOISE) -> None:
+        self._least_noise = least_noise
         self._past = np.full((length, 0), np.nan, np.float32)
         self._steps = np.full(length, np.nan)
 
@@ -65,6 +69,10 @@ class LevelWindow:
     def step_of(self, values: int) -> float:
         """Return the step of the first of the last `values`; NaN if there are fewer."""
         return float(self._steps[-values])
+
+    def last(self, values: int) -> Floats:
+        """Return the last `values` of each series [values, n]."""
+        return self._past[-values:].astype(np.float64)
 
     def values_since(self, step: float) -> Floats:
         """Return the values [looks, n] from the last one before a step on; NaN: nothing known."""
@@ -88,8 +96,9 @@ class LevelWindow:
         moves = _moves(past[:, places].astype(np.float64), recent)
         apart = _moves(self._steps[-len(past) :, None], recent)
         longer = np.maximum(apart[-1] / apart[:-1], 1.0)
-        noise = np.maximum((np.abs(moves[:-1]) * longer).max(0), LEAST_NOISE)
-        return Shifts(places, moves[-1], np.abs(moves[-1]) / noise)
+        noise = np.maximum((np.abs(moves[:-1]) * longer).max(0), self._least_noise)
+        with np.errstate(divide="ignore"):
+            return Shifts(places, moves[-1], np.abs(moves[-1]) / noise)
 
     def largest_move(self, recent: int) -> Floats:
         """Return the largest move between the medians of two blocks that are known [n], decades."""

@@ -74,18 +74,19 @@ class PositiveLoss:
 
     Attributes:
         first: the first one; NaN before.
+        over: one has been zero or negative.
     """
 
     def __init__(self, *, whole: bool = False) -> None:
         self._whole = whole
         self.first = math.nan
-        self._signed = False
+        self.over = False
 
     def read(self, record: StepRecord) -> Iterable[tuple[int, float]]:
         """Yield the (step, mean loss) of the next record that can be judged."""
         for step, loss in mean_losses(record, whole=self._whole):
-            self._signed |= loss <= 0
-            if self._signed:
+            self.over |= loss <= 0
+            if self.over:
                 return
             if math.isnan(self.first):
                 self.first = loss

@@ -368,3 +368,45 @@ def test_norms_that_are_put_into_evaluation_mode_are_meant(share: float) -> None
 
     told = run(LevelShift(), noisy(changed))
     assert levels(told) == ([("warn", AT + 3)] if share == 1.0 else [])
+
+
+def signed(at_end: Callable[[int], float], steps: int = 160, spread: float = 0.1) -> list[Anomaly]:
+    """What is said of a loss that scatters around zero, to which `at_end` adds from step 100 on."""
+    rng = np.random.default_rng(0)
+    losses = [spread * float(rng.standard_normal()) for _ in range(steps)]
+    losses[AT:] = [x + at_end(n) for n, x in enumerate(losses[AT:], AT)]
+    return run(LevelShift(), (step(n, loss=x) for n, x in enumerate(losses)))
+
+
+@pytest.mark.parametrize("way", [1, -1])
+def test_a_loss_around_zero_that_moves_far_at_once_and_stays_is_told(way: int) -> None:
+    warn = only(signed(lambda _: 3.0 * way))
+    assert (warn.level, warn.module, warn.step) == ("warn", None, AT + 3)
+    assert warn.values["now"] == pytest.approx(3.0 * way, abs=0.2)
+    assert warn.values["before"] == pytest.approx(0.0, abs=0.1)
+    assert "ratio" not in warn.values
+    assert f"loss has been about {warn.values['now']:.3g}, not " in warn.message
+
+
+def test_a_loss_below_zero_that_begins_to_run_away_is_told() -> None:
+    assert only(signed(lambda n: -0.2 * (n - AT))).values["now"] < 0
+
+
+def test_a_loss_around_zero_that_moves_as_far_as_it_scatters_is_left_alone() -> None:
+    assert signed(lambda _: 0.5) == []
+
+
+def test_a_loss_that_goes_below_zero_as_it_falls_is_left_alone() -> None:
+    rng = np.random.default_rng(0)
+    falls = [3.0 * math.exp(-n / 60) - 1.5 + 0.02 * rng.standard_normal() for n in range(300)]
+    assert run(LevelShift(), (step(n, loss=x) for n, x in enumerate(falls))) == []
+
+
+def test_a_loss_that_has_always_been_zero_has_no_level_that_it_could_leave() -> None:
+    rewards = [0.0] * AT + [1.0, 1.2, 0.9, 1.1, 1.0, 1.3, 0.8, 1.1] * 3
+    assert run(LevelShift(), (step(n, loss=x) for n, x in enumerate(rewards))) == []
+
+
+def test_a_positive_loss_that_becomes_negative_at_once_is_told() -> None:
+    flipped = noisy(behind(loss=-1.0), spread=0.05)
+    assert only(run(LevelShift(), flipped)).values["now"] == pytest.approx(-1.0, abs=0.1)
