@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -56,6 +57,7 @@ from ddpprobe.records.step import LEVELS, PHASES, Anomaly, StepRecord
 Earlier = Callable[[StepRecord], Iterable[StepRecord]]
 
 BEFORE_STEPS = 8  # so far before a first cause an anomaly may lie that follows from it
+WARNINGS, NAMED = 64, 2  # newest ones that are remembered; that a first cause names
 
 
 class Suite:
@@ -76,6 +78,7 @@ class Suite:
             if isinstance(detector, SoundStepsDetector):
                 detector.share(sound)
         self._cause: Anomaly | None = None
+        self._warnings: deque[Anomaly] = deque(maxlen=WARNINGS)
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Feed the record to every detector."""
@@ -84,7 +87,9 @@ class Suite:
             for detector in self._detectors:
                 if detector.across_attempts:
                     detector.update(each)
-        return [self._place(a) for d in self._detectors for a in d.update(record)]
+        found = [self._place(a) for d in self._detectors for a in d.update(record)]
+        self._warnings.extend(a for a in found if a.level == "warn")
+        return [self._after_warnings(a) if a.first_cause else a for a in found]
 
     def finish(self) -> list[Anomaly]:
         """End the stream."""
@@ -95,6 +100,19 @@ class Suite:
         if first:
             self._cause = anomaly
         return replace(anomaly, first_cause=first)
+
+    def _after_warnings(self, cause: Anomaly) -> Anomaly:
+        """Name in a first cause what only warned of a step before it: that was earlier."""
+        told = [
+            f"{a.detector} at step {a.step}" + (f" (rank {a.rank})" if a.rank is not None else "")
+            for a in sorted(self._warnings, key=when)
+            if a.attempt == cause.attempt and 0 < cause.step - a.step <= AFTERMATH_STEPS
+        ]
+        if not told:
+            return cause
+        more = f" and {len(told) - NAMED} more" if len(told) > NAMED else ""
+        before = ", ".join(told[:NAMED])
+        return replace(cause, message=f"{cause.message}; warned of before it: {before}{more}")
 
 
 # In root-cause order.

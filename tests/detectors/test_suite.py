@@ -66,6 +66,26 @@ def test_a_late_page_for_an_earlier_step_does_not_steal_the_cause() -> None:
     assert causes(nan(103), late) == [("nonfinite", 103)]
 
 
+def test_a_first_cause_names_what_was_warned_of_before_it() -> None:
+    loss = Scripted((110, anomaly("loss_spike", 106, "warn", rank=1)))
+    old = Scripted((3, anomaly("batch_size", 3, "warn")))
+    suite = Suite([nan(110), loss, old])
+    (page,) = [
+        a for s in range(120) for a in suite.update(StepRecord(0, s, (0,), 0)) if a.level == "page"
+    ]
+    assert page.message.endswith("; warned of before it: loss_spike at step 106 (rank 1)")
+
+
+def test_a_first_cause_names_two_earlier_warnings_and_counts_the_others() -> None:
+    warns = [Scripted((s, anomaly("grad_spike", s, "warn"))) for s in (95, 90, 99, 110)]
+    suite = Suite([*warns, nan(100)])
+    (page,) = [
+        a for s in range(120) for a in suite.update(StepRecord(0, s, (0,), 0)) if a.level == "page"
+    ]
+    told = "; warned of before it: grad_spike at step 90, grad_spike at step 95 and 1 more"
+    assert page.message.endswith(told)
+
+
 def test_the_default_suite_finds_a_nan_and_keeps_quiet_without_one() -> None:
     suite = default_suite()
     clean = [StepRecord(0, s, (0, 1), s, scalars={0: {"loss": 1.0}}) for s in range(50)]
