@@ -60,14 +60,21 @@ def place_of(fates: list[Fate]) -> str:
 
 
 def common_place(fates: Iterable[Fate]) -> str:
-    """Say where ranks are, behind their names; "" if that is not the same for all."""
-    places = {_place(f, f.clock) for f in fates if f.clock}
+    """Say where ranks are, behind their names; "" if that is not the same for all.
+
+    Between two steps, ranks that all wait for others are in a barrier, an evaluation or a
+    checkpoint, and not at the data.
+    """
+    known = [f for f in fates if f.clock]
+    talk = all(f.stands is not None and f.stands.waits for f in known)
+    places = {_place(f, f.clock, talks=talk) for f in known if f.clock}
     return places.pop() if len(places) == 1 else ""
 
 
-def _place(fate: Fate, clock: Progress) -> str:
-    where = where_of(fate) if clock.phase == "data" else f"of step {clock.step}"
-    return f", in {clock.phase} {where}"
+def _place(fate: Fate, clock: Progress, *, talks: bool) -> str:
+    if clock.phase != "data":
+        return f", in {clock.phase} of step {clock.step}"
+    return f", {where_of(fate)}" if talks else f", in data {where_of(fate)}"
 
 
 def ranks_of(fates: Iterable[Fate]) -> str:

@@ -285,6 +285,10 @@ VERDICTS = {
         [fate(0, clock=at(12, "backward"), stalled=True,
               stands=Standing("a.py:9 in f (c10d.py:1 in wait)", True, at(12, "backward"))),
          standing(1, waits=False)], "hung", [1], "hang"),
+    "a rank behind the others, and each waits for the other": (
+        [fate(0, clock=at(12, "backward"), stalled=True,
+              stands=Standing("a.py:9 in f (c10d.py:1 in wait)", True, at(12, "backward"))),
+         standing(1, waits=True)], "hung", [1], "hang"),
     # Nothing to blame anybody for.
     "all closed": (
         [fate(n, "exit:0", at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),
