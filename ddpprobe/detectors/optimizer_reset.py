@@ -66,15 +66,18 @@ class OptimizerReset(Detector):
             return []
         if not self._telling.due(record.step):
             return []
-        why = (
-            "the checkpoint that this attempt began with holds no state of it, or it was not loaded"
-            if now.attempt != last.attempt
-            else "it was built anew, or its state was cleared"
-        )
         message = (
             f"the optimizer has counted {now.count:.0f} steps before this one, and "
-            f"{last.count:.0f} before step {last.step}; maybe {why}. If its moments are lost with "
-            "the count, the next updates are not those of a run that went on"
+            f"{last.count:.0f} before step {last.step}; maybe {_why(last, now)}. If its moments "
+            "are lost with the count, the next updates are not those of a run that went on"
         )
         values = {"count": now.count, "before": last.count}
         return [self.anomaly(record, "warn", message, values)]
+
+
+def _why(last: _Seen, now: _Seen) -> str:
+    """Return what may have taken the count back."""
+    if now.attempt == last.attempt:
+        return "it was built anew, or its state was cleared"
+    lost = "the checkpoint that this attempt began with holds no state of it, or it was not loaded"
+    return f"{lost}, or it is that of an older checkpoint" if now.count else lost

@@ -38,8 +38,16 @@ def test_a_resume_without_the_state_is_told_and_one_with_it_is_not() -> None:
     (warn,) = run(OptimizerReset(), first + lost)
     assert (warn.step, warn.attempt) == (150, 1)
     assert "the checkpoint that this attempt began with" in warn.message
+    assert "older" not in warn.message
     kept = [step(s, s, attempt=1) for s in range(150, 300, 10)]
     assert run(OptimizerReset(), first + kept) == []
+
+
+def test_a_resume_with_a_state_that_has_counted_less_may_be_of_an_older_checkpoint() -> None:
+    older = [step(s, s - 110, attempt=1) for s in range(150, 300)]
+    (warn,) = run(OptimizerReset(), steps(range(150), 999) + older)
+    assert (warn.step, warn.values["count"]) == (150, 40)
+    assert "or it is that of an older checkpoint" in warn.message
 
 
 def test_an_attempt_that_begins_at_step_0_or_near_it_has_lost_nothing() -> None:
