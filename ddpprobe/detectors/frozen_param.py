@@ -196,11 +196,14 @@ class FrozenParam(SampledDetector):
         self, record: StepRecord, now: WeightsOfStep, found: Mask, since: int, *, whole: bool
     ) -> Anomaly:
         fqns = self._rows.fqns
+        still, moving = self._away > 0, (self._active > 0) & (self._away == 0)
         gone = [fqns[i] for i in np.flatnonzero(found)]
-        moving = (self._active > 0) & (self._away == 0)
         modules = [""] if whole else subtrees(gone, [fqns[i] for i in np.flatnonzero(moving)])
+        none_moves = modules == [""]
+        # Those count as well whose gradient is gone, or whose last change was small.
+        count = int((found | still).sum()) if none_moves else len(gone)
         gradient = _norm(now.gradient[found])
-        rests = whole and gradient < AT_REST * self._highest
+        rests = none_moves and gradient < AT_REST * self._highest
         # Else others may move, of which nobody has rows.
         all_known = whole and trained(record) <= len(fqns)
         where = "all that is observed" if whole and not all_known else named(modules)
@@ -215,10 +218,10 @@ class FrozenParam(SampledDetector):
             else "their learning rate is 0, or the optimizer has lost them"
         )
         message = (
-            f"no bit of {len(gone)} of {len(fqns)} parameters has changed since step {since}, in "
+            f"no bit of {count} of {len(fqns)} parameters has changed since step {since}, in "
             f"{where}, though they have a gradient (norm {gradient:.3g}); maybe {why}"
         )
-        values = {"parameters": len(gone), "since": since, "gradient": gradient}
+        values = {"parameters": count, "since": since, "gradient": gradient}
         level = "page" if all_known and not rests else "warn"
         return self.anomaly(record, level, message, values, module=modules[0], kind="update")
 
