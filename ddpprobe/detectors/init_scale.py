@@ -7,12 +7,16 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.first_outputs import FirstOutputs, first_outputs
 from ddpprobe.detectors.loss import mean_losses
+from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
 from ddpprobe.detectors.subtrees import and_also
-from ddpprobe.records.step import Anomaly, StepRecord
+from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 
-ALIKE = 1e-6  # relative: rows are taken behind the first step, and of float32
+ALIKE = 1e-6  # relative: of float32
+# Rows are taken behind the first step, which has moved each by another bit. No random start, and
+# nothing that was trained, lies so close together where there are so many.
+NEARLY_ALIKE, ENOUGH = 0.05, 64
 
 
 class InitScale(SampledDetector):
@@ -22,8 +26,8 @@ class InitScale(SampledDetector):
     the weight's elements by its bias's, so a layer without a bias is not judged, nor is a norm. All
     common ways to begin have a gain of 0.5 to 2 (torch's default 0.58, Glorot about 1, Kaiming's
     for a ReLU 1.41); where weights were trained before, it is the layers beside it that count. A
-    layer all of whose weights are the same number, and not 0, is told as well: its units get the
-    same gradient, and stay alike.
+    layer all of whose weights are about the same number, and not 0, is told as well: its units get
+    the same gradient, and stay alike.
 
     So is a model that begins sure of wrong answers: the logits of its cross-entropy spread widely
     at the first step, the loss is that of guesses by them, and falls to half within some steps,
@@ -113,17 +117,22 @@ class InitScale(SampledDetector):
         self, record: StepRecord, fresh: list[tuple[int, int]], numel: Floats
     ) -> list[Anomaly]:
         low, high = (self._weights.read(record, stat) for stat in ("min", "max"))
+        # Adam makes one number of a layer that begins at zero, if its gradients have one sign.
+        steps = record.step - (record.step if self._begun is None else self._begun) + 1
+        moved = 2 * steps * np.nan_to_num(largest(record, LEARNING_RATE))
+        apart = (high - low) / np.where(np.abs(low) > moved, np.abs(low), np.nan)  # NaN: not alike
         same = [
             self._weights.fqns[w]
             for w, b in fresh
-            if numel[w] > numel[b] and abs(low[w]) > 0 and high[w] - low[w] <= ALIKE * abs(low[w])
+            if numel[w] > numel[b] and apart[w] <= (NEARLY_ALIKE if numel[w] >= ENOUGH else ALIKE)
         ]
         if not same:
             return []
         others = and_also(same[1:])
         message = (
-            f"all of its weights are the same number at the first look{others}: the units of such "
-            "a layer get the same gradient and stay alike; give it a random initialization"
+            f"all of its weights are about the same number at the first look{others}: the units "
+            "of such a layer get much the same gradient and stay alike; give it a random "
+            "initialization"
         )
         values = {"layers": len(same)}
         return [self.anomaly(record, "warn", message, values, module=same[0], kind="param")]

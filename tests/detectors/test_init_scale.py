@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ddpprobe.detectors.init_scale import InitScale
-from ddpprobe.records.step import COUNTS, VALUES, Site, StepRecord
-from tests.detectors.made_records import record, run
+from ddpprobe.records.step import COUNTS, LEARNING_RATE, VALUES, Site, StepRecord
+from tests.detectors.made_records import levels, record, run
 
 
 def looked_at(step: int, tensors: Mapping[str, torch.Tensor], **changes: object) -> StepRecord:
@@ -112,6 +112,31 @@ def test_a_layer_all_of_whose_weights_are_one_number_is_told_once_and_zeros_are_
     assert run(InitScale(), [looked_at(0, made)]) == []
     norms = {f"norm.{name}": torch.ones(64) for name in ("weight", "bias")}
     assert run(InitScale(), [looked_at(0, {**mlp(64, 256, 32, 10), **norms})]) == []
+
+
+@pytest.mark.parametrize(("inputs", "spread", "told"), [(64, 1e-3, True), (64, 0.03, False),
+                                                       (8, 1e-3, False)])  # fmt: skip
+def test_a_step_behind_its_start_the_weights_of_such_a_layer_lie_close_together(
+    inputs: int, spread: float, told: bool
+) -> None:
+    made = mlp(inputs, 1)
+    made["l0.weight"].data = 0.05 * (1 + spread * torch.linspace(-1, 1, inputs)[None])
+    assert bool(run(InitScale(), [looked_at(0, made)])) is told
+
+
+def test_adam_makes_one_number_of_a_layer_that_begins_at_zero() -> None:
+    head = nn.Linear(64, 1)
+    nn.init.zeros_(head.weight)
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
+    records = []
+    for step in range(3):
+        optimizer.zero_grad()
+        head(torch.rand(16, 64) + 1).mean().backward()
+        optimizer.step()
+        made = looked_at(step, {f"head.{k}": w for k, w in head.named_parameters()})
+        records.append(replace(made, scalars={0: {LEARNING_RATE: 0.01}}))
+    assert run(InitScale(), records) == []
+    assert levels(run(InitScale(), [replace(r, scalars={}) for r in records])) == [("warn", 0)]
 
 
 def training(
