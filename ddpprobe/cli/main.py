@@ -19,6 +19,7 @@ from ddpprobe.cli.output import (
     PIPE_CLOSED,
     USAGE,
     complain,
+    flush,
     say,
 )
 from ddpprobe.cli.run_argument import choose
@@ -125,7 +126,7 @@ def _run(words: Sequence[str]) -> int:
         choose(args)
         fetch(args)
         code = int(_module(args.verb).run(args))
-        sys.stdout.flush()  # a closed pipe shows here, not at the interpreter's exit
+        flush()  # a closed pipe shows here, not at the interpreter's exit
     except BrokenPipeError:
         # What is still buffered goes nowhere, or the interpreter would complain when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,7 +8,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
 
@@ -21,8 +22,30 @@ STDOUT = "-"  # as the path of a file to write
 
 
 def say(text: str) -> None:
-    """Print one line on stdout, escaped as the terminal's encoding needs it."""
-    _write(sys.stdout, text)
+    """Print one line on stdout, escaped as the terminal's encoding needs it.
+
+    Raises:
+        RunError: stdout takes no more, as its disk is full.
+    """
+    with _told_of_stdout():
+        _write(sys.stdout, text)
+
+
+def flush() -> None:
+    """Write what is buffered for stdout; raises as `say`."""
+    with _told_of_stdout():
+        sys.stdout.flush()
+
+
+@contextmanager
+def _told_of_stdout() -> Iterator[None]:
+    """Say of an error that it is stdout's; a closed pipe is none."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise RunError(f"standard output takes no more: {error}") from error
 
 
 def complain(text: str) -> None:

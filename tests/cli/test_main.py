@@ -632,6 +632,18 @@ def test_a_closed_pipe_is_quiet(healthy: Path) -> None:
     assert process.wait() == 141
 
 
+@pytest.mark.parametrize("words", [("info",), ("trace", "--site", "*")])
+def test_a_full_disk_under_standard_output_is_told_as_that(healthy: Path, words) -> None:
+    verb, *more = words
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "ddpprobe", verb, str(healthy), *more]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    said = "ddpprobe: standard output takes no more: [Errno 28] No space left on device"
+    assert done.stderr.splitlines()[-1] == said
+    assert "Traceback" not in done.stderr
+
+
 def test_output_survives_a_terminal_that_knows_only_ascii(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
