@@ -11,7 +11,9 @@ from statistics import median
 from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.loss import mean
 from ddpprobe.detectors.rank_scalars import largest, scalars
+from ddpprobe.detectors.resumed_weights import ResumedWeights
 from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.subtrees import named
 from ddpprobe.records.step import DIGEST, LEARNING_RATE, NOTED, Anomaly, StepRecord
 
 _SAME_RATE = 1e-3  # relative: a rate is computed anew in another process
@@ -41,9 +43,10 @@ class Resume(Detector):
     has the learning rate of the first steps. A loss far above all that it was lately tells that
     weights were not loaded, or not all. Judged are the first sampled steps of an attempt that does
     not begin at the first step of the run, against what earlier attempts said of the same steps, of
-    those before them, and of the first ones. That all ranks together train on more micro-batches in
-    a step, or fewer, is information. What `probe.note` announces at its first sampled step is
-    meant. That the optimizer's state was lost is told by `optimizer_reset`.
+    those before them, and of the first ones. Weights that do not go on from what they were are told
+    by name, once: each is compared at its second look of the attempt. That all ranks together train
+    on more micro-batches in a step, or fewer, is information. What `probe.note` announces at its
+    first sampled step is meant. That the optimizer's state was lost is told by `optimizer_reset`.
 
     Args:
         looks: sampled steps in a row whose batches came before, all of them as many steps before,
@@ -51,15 +54,20 @@ class Resume(Detector):
         ratio: times the learning rate before, or less than one by it, that is no step of a schedule
             if it is the rate of the first steps.
         jump: times the range of the last losses by which a loss is above the largest of them.
+        moved: times as far as a weight ever moved between two looks, above which it is another one.
     """
 
     name = "resume"
     title = "A resumed run does not go on where it was"
     across_attempts = True
 
-    def __init__(self, *, looks: int = 2, ratio: float = 1.5, jump: float = 1.0) -> None:
+    def __init__(
+        self, *, looks: int = 2, ratio: float = 1.5, jump: float = 1.0, moved: float = 5.0
+    ) -> None:  # fmt: skip
         at_least(1, looks=looks)
-        above_zero(ratio=ratio, jump=jump)
+        above_zero(ratio=ratio, jump=jump, moved=moved)
+        self._weights = ResumedWeights(moved)
+        self._meant = False  # what was announced at the first sampled step, or told
         self._looks, self._ratio, self._jump = looks, ratio, jump
         self._before: dict[int, _Said] = {}  # what earlier attempts said, the newest of a step
         self._now: dict[int, _Said] = {}  # what this one says, until it is judged
@@ -71,9 +79,41 @@ class Resume(Detector):
         if record.attempt != self._attempt:
             self._attempt, self._judged = record.attempt, False
             self._before |= self._now
-            self._now = {}
+            self._now, self._meant = {}, False
+            self._weights.begin()
         if not record.sampled or record.partial:
             return []
+        self._meant |= not self._now and bool(scalars(record, NOTED))
+        weights = self._of_weights(record)
+        return weights + self._restored(record, explained=bool(weights))
+
+    def _of_weights(self, record: StepRecord) -> list[Anomaly]:
+        """Return what is to be said of weights, once."""
+        found = self._weights.read(record)
+        if found is None or self._meant:
+            return []
+        self._meant = True
+        first, move = found.fqns[0], found.first
+        message = (
+            f"the weights of {named(found.fqns)} are not those that the run had at step "
+            f"{move.before}: the norm of {first} was {move.norm_before:.4g}, and is "
+            f"{move.norm:.4g}; it is {move.times:.3g} x as far away as it ever moved between two "
+            "looks. Maybe the checkpoint does not hold it, or by another name "
+            "(load_state_dict(strict=False) passes over it), or it is another checkpoint"
+        )
+        values = {
+            "parameters": float(len(found.fqns)), "compared": float(found.compared),
+            "norm": move.norm, "before": move.norm_before, "times": move.times,
+        }  # fmt: skip
+        return [
+            self.anomaly(record, "warn", message, values, step=move.now, module=first, kind="param")
+        ]
+
+    def _restored(self, record: StepRecord, *, explained: bool) -> list[Anomaly]:
+        """Take a sampled step; return what is to be said of batches, rate and losses.
+
+        `explained`: weights were told, of which a loss that is too high is a consequence.
+        """
         self._now[record.step] = _said(record)
         for kept in (self._before, self._now):
             while len(kept) > _KEPT:
@@ -89,8 +129,8 @@ class Resume(Detector):
         if announced or not before or before[0][0] == first:
             return []  # from scratch, or as far as is known
         found = (
-            self._batches(first), self._rate(first, before), self._losses(first, before),
-            self._share(first, before),
+            self._batches(first), self._rate(first, before),
+            None if explained else self._losses(first, before), self._share(first, before),
         )  # fmt: skip
         return [self.anomaly(record, *said) for said in found if said is not None]
 

@@ -1,12 +1,14 @@
 """What earlier attempts of a run said of themselves, for who judges whether a later one goes on.
 
-Records of sampled steps with the scalars of their ranks, and no rows: those of the first steps of
-the run, and those around the step at which the later attempt begins.
+Records of sampled steps with the scalars of their ranks: those of the first steps of the run, and
+those around the step at which the later attempt begins. Of these also the rows of the parameters
+that had their turn, and no other rows; nor those of shards that nobody has merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +18,14 @@ from ddpprobe.records.step import (
     DIGEST,
     LEARNING_RATE,
     NOTED,
+    OBSERVED,
     OPTIMIZER_STEPS,
     TRAINABLE,
+    Counts,
+    Site,
     StepRecord,
+    Values,
+    empty_rows,
 )
 from ddpprobe.rundir import framing
 from ddpprobe.rundir.paths import RunDir
@@ -28,11 +35,17 @@ from ddpprobe.store.group_names import attempts_of, groups_of
 from ddpprobe.store.manifest import Consumed
 from ddpprobe.store.segments import JournalSource
 
+if TYPE_CHECKING:
+    from ddpprobe.store.reader import StoredGroup
+
 START, BEFORE, BEHIND = 16, 64, 16  # sampled steps that are kept: of 1,000 ranks 48 MB
 _NAMES = ("loss", "micro_batches", DIGEST, LEARNING_RATE, NOTED, OPTIMIZER_STEPS, TRAINABLE)
 _MOST_ATTEMPTS = 16  # the newest ones, and the first
 
 Scalars = dict[int, dict[int, dict[str, float]]]  # step -> rank -> name -> number
+Weights = dict[int, tuple[tuple[Site, ...], Counts, Values]]  # step -> rows of parameters
+_NO_ROWS: tuple[tuple[Site, ...], Counts, Values] = ((), *empty_rows(0))
+_OF_WEIGHTS = ("numel", "sum", "norm", "min", "max")
 
 
 def earlier(run: RunDir, first: StepRecord) -> Iterator[StepRecord]:
@@ -40,28 +53,35 @@ def earlier(run: RunDir, first: StepRecord) -> Iterator[StepRecord]:
     numbers = sorted(n for n in {*run.attempts(), *attempts_of(run)} if n < first.attempt)
     for number in [*numbers[:1], *numbers[1:][-_MOST_ATTEMPTS:]]:
         start = START if number == numbers[0] else 0
-        for step, said in sorted(_scalars(run, number, first.step, start).items()):
-            yield StepRecord(number, step, tuple(sorted(said)), 0, scalars=said)
+        scalars, weights = _said(run, number, first.step, start)
+        for step, said in sorted(scalars.items()):
+            sites, counts, values = weights.pop(step, _NO_ROWS)
+            yield StepRecord(
+                number, step, tuple(sorted(said)), 0, sites=sites, counts=counts, values=values,
+                scalars=said,
+            )  # fmt: skip
 
 
-def _scalars(run: RunDir, attempt: int, step: int, start: int) -> Scalars:
-    """Return the scalars of an attempt: as its head merged them, else as its ranks wrote them."""
+def _said(run: RunDir, attempt: int, step: int, start: int) -> tuple[Scalars, Weights]:
+    """Return what an attempt said: as its head merged it, else scalars as its ranks wrote them."""
     found: Scalars = {}
+    weights: Weights = {}
     for of_ranks in (False, True):
         # The journals first: what is folded and deleted meanwhile is in the store afterwards.
         journaled: Scalars = {}
         for source in segments.sources_of(run, attempt):
             if (source.rank is not None) == of_ranks:
-                _add_journal(journaled, source)
+                _add_journal(journaled, weights, source)
         group = f"{attempt_key(attempt)}/{'rank_' if of_ranks else 'merged'}"
         for key in groups_of(run, attempt):
             if key.startswith(group):
-                _add_group(found, run, key, step, start)
+                _add_group(found, weights, run, key, step, start)
         for at, said in journaled.items():  # of a step that is there twice, what came last
             found.setdefault(at, {}).update(said)
         if found:
             break
-    return {int(n): found[int(n)] for n in _around(np.array(sorted(found)), step, start)}
+    wanted = _around(np.array(sorted(found)), step, start).tolist()
+    return {n: found[n] for n in wanted}, weights
 
 
 def _around(steps: NDArray[np.int64], step: int, start: int) -> NDArray[np.int64]:
@@ -71,9 +91,9 @@ def _around(steps: NDArray[np.int64], step: int, start: int) -> NDArray[np.int64
     return np.union1d(steps[:start], near)
 
 
-def _add_journal(into: Scalars, source: JournalSource) -> None:
+def _add_journal(into: Scalars, weights: Weights, source: JournalSource) -> None:
     """Add what is not folded yet."""
-    tables = framing.NameTables()
+    tables, own = framing.NameTables(), Weights()
     for number in segments.segments_of(source):
         try:
             segment = segments.read_segment(source.directory, number)
@@ -84,9 +104,37 @@ def _add_journal(into: Scalars, source: JournalSource) -> None:
                 here = into.setdefault(record.step, {})
                 for rank, said in record.scalars.items():
                     here[rank] = {n: float(said[n]) for n in _NAMES if n in said}
+                seen = record.counts[:, OBSERVED] > 0
+                rows = [i for i in _weights_in(record.sites, whole=source.rank is None) if seen[i]]
+                sites = tuple(record.sites[i] for i in rows)
+                own[record.step] = sites, record.counts[rows], record.values[rows]
+    _add_rows(weights, own)
 
 
-def _add_group(into: Scalars, run: RunDir, key: str, step: int, start: int) -> None:
+def _weights_in(sites: Sequence[Site], *, whole: bool) -> list[int]:
+    """Return at which places parameters are whole tensors; `whole`: shards are merged."""
+    return [
+        place for place, site in enumerate(sites)
+        if site.kind == "param" and (whole or site.placement != "sharded")
+    ]  # fmt: skip
+
+
+def _add_rows(into: Weights, more: Weights) -> None:
+    """Add the rows of parameters that are not there yet: what ranks share is the same on all."""
+    for step, (sites, counts, values) in more.items():
+        known, some, numbers = into.get(step, _NO_ROWS)
+        have = set(known)
+        new = [i for i, site in enumerate(sites) if site not in have]
+        into[step] = (
+            (*known, *(sites[i] for i in new)),
+            np.concatenate((some, counts[new])),
+            np.concatenate((numbers, values[new])),
+        )
+
+
+def _add_group(
+    into: Scalars, weights: Weights, run: RunDir, key: str, step: int, start: int
+) -> None:
     """Add what a stored group holds of the steps that are wanted."""
     from ddpprobe.store.reader import StoredGroup  # noqa: PLC0415  (what decodes loads slowly)
 
@@ -100,3 +148,27 @@ def _add_group(into: Scalars, run: RunDir, key: str, step: int, start: int) -> N
         for at, given in group.scalar(name, wanted):
             for rank, value in given.items():
                 into.setdefault(at, {}).setdefault(rank, {})[name] = value
+    sites = group.sites() or []
+    places = _weights_in(sites, whole="/rank_" not in key)
+    _add_rows(weights, _stored(group, sites, places, _around(np.unique(steps[sampled]), step, 0)))
+
+
+def _stored(
+    group: StoredGroup, sites: list[Site], places: list[int], wanted: NDArray[np.int64]
+) -> Weights:
+    """Return the rows at some places, of the steps that are wanted."""
+    found = Weights()
+    for name in _OF_WEIGHTS if places else ():
+        for steps, here, counts, values in group.statistic(
+            name, places, lambda steps: np.isin(steps, wanted)
+        ):
+            for row in np.flatnonzero(np.isin(steps, wanted)):
+                seen = np.flatnonzero(here[row] & (counts[row, :, OBSERVED] > 0))
+                table = tuple(sites[places[i]] for i in seen)
+                empty = (table, *empty_rows(len(seen)))
+                _, some, numbers = found.setdefault(int(steps[row]), empty)
+                if len(some) == len(seen):
+                    np.maximum(some, counts[row, seen], out=some)
+                    known = np.isfinite(values[row, seen])
+                    numbers[known] = values[row, seen][known]
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from ddpprobe.detectors.resume import Resume
-from ddpprobe.records.step import DIGEST, LEARNING_RATE, NOTED, StepRecord
+from ddpprobe.records.step import DIGEST, LEARNING_RATE, NOTED, Site, StepRecord
 from tests.detectors.made_records import record, run
 
 LAST, NEXT, EVERY = 200, 180, 5  # the first attempt's steps, the step of its checkpoint
@@ -185,3 +186,118 @@ def test_what_is_kept_of_long_attempts_is_bounded_and_holds_their_first_and_last
     found = run(detector, long + after)
     assert [a.values.get("distance") for a in found] == [5000.0]
     assert len(detector._before) <= 256
+
+
+WEIGHTS = {"a.weight": 4096, "b.weight": 4096, "b.bias": 32}
+
+
+class Trained:
+    """Weights that each step moves by a little, as an optimizer does."""
+
+    def __init__(self, seed: int = 0, step: float = 1e-3) -> None:
+        self.rng, self.step = np.random.default_rng(seed), step
+        self.held = {name: self.rng.standard_normal(n) for name, n in WEIGHTS.items()}
+
+    def train(self) -> None:
+        for name, held in self.held.items():
+            self.held[name] = held + self.step * self.rng.standard_normal(len(held))
+
+    def record(self, step: int, number: int, turn: int = 1, **more: object) -> StepRecord:
+        rows = {
+            Site(name, "param"): {
+                "numel": len(x), "sum": x.sum(), "sum_sq": (x**2).sum(), "min": x.min(),
+                "max": x.max(),
+            }
+            for i, (name, x) in enumerate(self.held.items()) if i % turn == step // EVERY % turn
+        }  # fmt: skip
+        return record(step, {0: {"loss": fell(step)}}, rows, attempt=number, **more)
+
+
+def looks(
+    trained: Trained, steps: range, number: int, every: int = EVERY, turn: int = 1
+) -> list[StepRecord]:
+    """The records of sampled steps of an attempt, with what the weights are behind each."""
+    found = []
+    for step in steps:
+        trained.train()
+        if step % every == 0:
+            found.append(trained.record(step, number, turn))
+    return found
+
+
+def resumes(
+    change: Callable[[Trained], None], *, every: int = EVERY, turn: int = 1, until: int = LAST
+) -> list[StepRecord]:
+    """Two attempts; the second goes on from a checkpoint of step `NEXT`, which `change` alters."""
+    one = Trained()
+    before = looks(one, range(NEXT), 0, every, turn)
+    other = copy.deepcopy(one)
+    before += looks(one, range(NEXT, until), 0, every, turn)
+    change(other)
+    other.rng = np.random.default_rng(7)
+    return before + looks(other, range(NEXT, 300), 1, every, turn)
+
+
+def anew_in(*names: str) -> Callable[[Trained], None]:
+    fresh = Trained(seed=1).held
+    return lambda trained: trained.held.update({name: fresh[name].copy() for name in names})
+
+
+@pytest.mark.parametrize("every", [1, 5, 10])
+@pytest.mark.parametrize("until", [NEXT, LAST])
+def test_a_weight_that_begins_anew_behind_a_resume_is_named_once(every: int, until: int) -> None:
+    (warn,) = run(Resume(), resumes(anew_in("b.weight"), every=every, until=until))
+    assert (warn.level, warn.attempt, warn.step) == ("warn", 1, NEXT)
+    assert (warn.module, warn.kind) == ("b.weight", "param")
+    assert (warn.values["parameters"], warn.values["compared"]) == (1, 2)
+    assert "the weights of b.weight are not those that the run had at step " in warn.message
+
+
+def test_another_checkpoint_shows_at_all_weights() -> None:
+    (warn,) = run(Resume(), resumes(anew_in("a.weight", "b.weight")))
+    assert (warn.values["parameters"], warn.module) == (2, "a.weight")
+
+
+def test_weights_that_take_turns_are_compared_as_they_come() -> None:
+    found = run(Resume(), resumes(anew_in("a.weight", "b.weight"), turn=3))
+    assert [a.module for a in found] == ["a.weight"]
+
+
+@pytest.mark.parametrize("every", [1, 5, 10])
+@pytest.mark.parametrize("until", [NEXT, LAST])
+@pytest.mark.parametrize("turn", [1, 3])
+def test_weights_that_go_on_from_a_checkpoint_are_left_alone(
+    every: int, until: int, turn: int
+) -> None:
+    assert run(Resume(), resumes(lambda _: None, every=every, until=until, turn=turn)) == []
+
+
+def test_weights_that_move_twice_as_far_behind_a_resume_are_left_alone() -> None:
+    def faster(trained: Trained) -> None:
+        trained.step *= 2
+
+    assert run(Resume(), resumes(faster)) == []
+
+
+def test_few_numbers_another_shape_and_what_is_announced_are_not_judged() -> None:
+    assert run(Resume(), resumes(anew_in("b.bias"))) == []
+
+    def wider(trained: Trained) -> None:
+        trained.held["b.weight"] = np.ones(8192)
+
+    assert run(Resume(), resumes(wider)) == []
+    stream = resumes(anew_in("b.weight"))
+    first = next(i for i, r in enumerate(stream) if r.attempt == 1)
+    noted = replace(stream[first], scalars={0: {**stream[first].scalars[0], NOTED: 1.0}})
+    assert run(Resume(), [*stream[:first], noted, *stream[first + 1 :]]) == []
+
+
+def test_two_looks_before_are_too_few_to_know_how_far_a_weight_moves() -> None:
+    stream = resumes(anew_in("b.weight"), until=NEXT)
+    before, after = stream[: NEXT // EVERY], stream[NEXT // EVERY :]
+    assert run(Resume(), before[-2:] + after) == []
+    assert len(run(Resume(), before[-3:] + after)) == 1
+
+
+def test_how_far_is_too_far_is_a_setting() -> None:
+    assert run(Resume(moved=1e6), resumes(anew_in("b.weight"))) == []

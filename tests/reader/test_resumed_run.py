@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import ddpprobe
+from ddpprobe.detectors.statistics_of import statistic_of
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.verdicts import run_detectors
 from ddpprobe.records.step import DIGEST, LEARNING_RATE, StepRecord
@@ -28,7 +29,8 @@ from .. import conftest
 FIRST, NEXT, LAST, EVERY = 0, 100, 130, 5
 FORGOTTEN = {
     "optimizer": ("optimizer_reset", "counted 0 steps"),
-    "weights": ("resume", "the weights were not loaded"),
+    "weights": ("resume", "the weights of 0.weight, 0.bias, 2.weight are not those"),
+    "layer": ("resume", "the weights of 2.weight are not those that the run had at step 95"),
     "loader": ("resume", "those of step 0 and on"),
     "schedule": ("resume", "the schedule has begun anew"),
 }
@@ -44,6 +46,9 @@ def train(path: Path, steps: range, restored: dict[str, Any], forgotten: str, da
     for name, part in parts.items():
         if name in restored and name != forgotten:
             part.load_state_dict(restored[name])
+    if restored and forgotten == "layer":
+        torch.manual_seed(1)
+        model[2].reset_parameters()
     for group in optimizer.param_groups:
         group["lr"] = schedule.get_last_lr()[0]
     start = steps.start if forgotten == "loader" else 0
@@ -81,10 +86,11 @@ def test_a_training_that_goes_on_is_left_alone(tmp_path: Path) -> None:
     assert ddpprobe.open(resumed(tmp_path, "")).anomalies() == []
 
 
+@pytest.mark.parametrize("forgotten", ["loader", "layer"])
 def test_the_daemon_of_the_resumed_attempt_says_the_same(
-    tmp_path: Path, poll: Callable[..., None]
+    tmp_path: Path, poll: Callable[..., None], forgotten: str
 ) -> None:
-    reader = MergedReader(RunDir(resumed(tmp_path / "run", "loader", "auto")))
+    reader = MergedReader(RunDir(resumed(tmp_path / "run", forgotten, "auto")))
     poll(lambda: bool(reader.daemon_anomalies(1)), 60)
     conftest.end_daemons(tmp_path)
     assert reader.daemon_anomalies(1) == run_detectors(reader, 1)
@@ -101,6 +107,18 @@ def told(records: Iterable[StepRecord]) -> list[tuple[float, ...]]:
     return [(r.attempt, r.step, *(r.scalars[0][name] for name in names)) for r in records]
 
 
+def weights_of(record: StepRecord) -> dict[str, tuple[float, ...]]:
+    """What a record says of the weights that had their turn."""
+    stats = ("numel", "sum", "norm", "min", "max")
+    columns = [statistic_of(record, name) for name in stats]
+    observed = statistic_of(record, "observed")
+    return {
+        site.fqn: tuple(float(column[i]) for column in columns)
+        for i, site in enumerate(record.sites)
+        if site.kind == "param" and observed[i] > 0
+    }
+
+
 def first_of(path: Path, attempt: int) -> StepRecord:
     return next(ddpprobe.open(path).records(attempt=attempt))
 
@@ -112,13 +130,17 @@ def test_earlier_attempts_are_read_as_they_were_written_in_journals_and_in_the_s
     first = first_of(journaled, 1)
     found = list(earlier(RunDir(journaled), first))
     assert told(found) == told(whole)
-    assert all(not r.sites and r.sampled and r.ranks == (0,) for r in found)
+    assert all(r.sampled and r.ranks == (0,) for r in found)
+    weights = [weights_of(r) for r in found]
+    assert weights == [weights_of(r) for r in whole]
+    assert {fqn for row in weights for fqn in row} == {"0.weight", "0.bias", "2.weight", "2.bias"}
     stored = RunDir(shutil.copytree(journaled, tmp_path / "stored"))
     command = [sys.executable, "-m", "ddpprobe.daemon", "--dir", str(stored.path)]
     env = {**os.environ, "DDPPROBE_LINGER": "0"}
     subprocess.run(command, check=True, capture_output=True, timeout=60, env=env)
     assert stored.has_store
     assert told(earlier(stored, first)) == told(found)
+    assert [weights_of(r) for r in earlier(stored, first)] == weights
     assert list(earlier(RunDir(journaled), whole[0])) == []
 
 

@@ -1,0 +1,162 @@
+"""The weights that a resumed attempt begins with, beside those that attempts before it had."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpprobe.detectors.sites_of_kind import Floats, Mask, SitesOfKind, grown
+from ddpprobe.records.step import StepRecord
+
+_LOOKS = 4  # newest ones that are kept of a parameter: bounds the state
+_ENOUGH_LOOKS = 3  # before the attempt: of fewer nobody knows how far it moves
+_TOGETHER = 2  # of the numbers below must tell it: one alone may leap
+_COLUMNS = ("sum", "norm", "min", "max")
+_FEWEST = 64  # elements: of few, chance alone moves all numbers far
+# Relative: of sums that were rounded in another order; and the least by which a norm is another.
+_ROUNDING = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """How far a parameter is from what it was before the attempt.
+
+    Attributes:
+        times: as far as it ever moved between two looks.
+        before, now: steps of the two looks.
+        norm_before, norm: at these.
+    """
+
+    times: float
+    before: int
+    now: int
+    norm_before: float
+    norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWeights:
+    """Parameters that do not go on from what they were: FQNs in the order of the model.
+
+    `compared`: how many parameters; `first`: how far the first of these is.
+    """
+
+    fqns: list[str]
+    compared: int
+    first: Move
+
+
+class ResumedWeights:
+    """Compares each parameter's first looks of an attempt with the nearest look before.
+
+    Training moves a weight by little from step to step, so its sum, norm, least and largest element
+    go on from what they were. Those of another tensor do not. How far one goes is taken from the
+    moves between looks, of the attempts before and of this one: the larger counts.
+
+    Args:
+        times: so many times as far two of the four numbers, or more, must have moved.
+
+    Of 216 resumes of three small nets (Adam, SGD with momentum; looks at each step, each tenth, and
+    in turns; from the last step and from 13 before) a sound one came to 1.3, one without the
+    optimizer's state to 1.6, and one at ten times the learning rate to 4.0; one layer that began
+    anew to 4 to 46 where each step was looked at.
+    """
+
+    def __init__(self, times: float) -> None:
+        self._times = times
+        self._weights = SitesOfKind("param")
+        self._before, self._now = _Looks(), _Looks()
+
+    def begin(self) -> None:
+        """Begin an attempt."""
+        self._before.extend(self._now)
+        self._now = _Looks()
+
+    def read(self, record: StepRecord) -> OtherWeights | None:
+        """Take a sampled step; return what is other, of what has its second look in it."""
+        numel = self._weights.read(record, "numel")
+        numbers = np.stack([numel, *(self._weights.read(record, name) for name in _COLUMNS)], 1)
+        seen = np.asarray(np.isfinite(numbers).all(axis=1))
+        self._now.push(seen, record.step, numbers)
+        if not self._before.sites:
+            return None
+        second = np.flatnonzero(seen & (self._now.looks(len(seen)) == 2)).tolist()
+        moved = {place: found for place in second if (found := self._compare(place)) is not None}
+        other = {place: move for place, move in moved.items() if move.times >= self._times}
+        if not other:
+            return None
+        fqns = [self._weights.fqns[place] for place in other]
+        return OtherWeights(fqns, len(moved), next(iter(other.values())))
+
+    def _compare(self, place: int) -> Move | None:
+        """Return how far a parameter is from what it was; None: that is not known."""
+        steps, before = self._before.of(place)
+        (first, last), now = self._now.of(place)
+        same = len(steps) >= _ENOUGH_LOOKS and (before[:, 0] == now[0, 0]).all()
+        if not same or now[0, 0] < _FEWEST:  # hardly ever seen, or of another shape
+            return None
+        nearest = int(np.argmin(np.abs(steps - first)))
+        # Both may have gone on from a checkpoint that lies as far back as looks do from each other.
+        away = abs(first - steps[nearest]) + np.abs(np.diff(steps)).max()
+        usual = np.abs(np.diff(before[:, 1:], axis=0)) / np.maximum(np.diff(steps), 1)[:, None]
+        after = np.abs(now[1, 1:] - now[0, 1:]) / max(last - first, 1)
+        rounding = _ROUNDING * np.abs(before[nearest, 1:])
+        rounding[0] += _ROUNDING * before[nearest, 2]  # a sum may cancel
+        moved = np.abs(now[0, 1:] - before[nearest, 1:])
+        times = moved / (away * np.maximum(usual.max(axis=0), after) + rounding)
+        return Move(
+            float(np.sort(times)[-_TOGETHER]), int(steps[nearest]), int(first),
+            float(before[nearest, 2]), float(now[0, 2]),
+        )  # fmt: skip
+
+
+class _Looks:
+    """The newest looks at each parameter: steps [n, looks], numbers [n, looks, 5]; oldest first."""
+
+    def __init__(self) -> None:
+        self._steps = np.zeros((0, _LOOKS))
+        self._numbers = np.zeros((0, _LOOKS, 1 + len(_COLUMNS)))
+        self._count = np.zeros(0, np.int64)
+
+    @property
+    def sites(self) -> int:
+        """How many parameters it knows."""
+        return len(self._count)
+
+    def push(self, seen: Mask, step: int, numbers: Floats) -> None:
+        """Remember a look at some of the parameters [n]."""
+        self._grow(len(seen))
+        self._steps[seen, :-1] = self._steps[seen, 1:]
+        self._numbers[seen, :-1] = self._numbers[seen, 1:]
+        self._steps[seen, -1], self._numbers[seen, -1] = step, numbers[seen]
+        self._count[seen] += 1
+
+    def extend(self, later: _Looks) -> None:
+        """Remember what came later, in place of as many looks before."""
+        self._grow(later.sites)
+        for place in range(later.sites):
+            steps, numbers = later.of(place)
+            new = len(steps)
+            if new:
+                self._steps[place] = np.concatenate((self._steps[place], steps))[-_LOOKS:]
+                joined = np.concatenate((self._numbers[place], numbers))
+                self._numbers[place] = joined[-_LOOKS:]
+                self._count[place] += new
+
+    def looks(self, sites: int) -> NDArray[np.int64]:
+        """Return how many looks there were at each [sites]."""
+        return grown(self._count, sites, 0)[:sites]
+
+    def of(self, place: int) -> tuple[Floats, Floats]:
+        """Return the steps and numbers of those that are kept; none of a parameter not known."""
+        if place >= self.sites:
+            return np.zeros(0), np.zeros((0, 1 + len(_COLUMNS)))
+        known = min(int(self._count[place]), _LOOKS)
+        return self._steps[place, _LOOKS - known :], self._numbers[place, _LOOKS - known :]
+
+    def _grow(self, sites: int) -> None:
+        self._steps = grown(self._steps, max(sites, self.sites), 0)
+        self._numbers = grown(self._numbers, max(sites, self.sites), 0)
+        self._count = grown(self._count, max(sites, self.sites), 0)
