@@ -34,6 +34,8 @@ def bring_identity(place: Place, sources: Sequence[RunDir], report: Collected) -
                 problems.append(f"{run.run_json}: half written or damaged")
             continue
         different.append(json.dumps(public, indent=1))
+    if not different and not problems:
+        problems.append(f"{paths.RUN_JSON}: no source has one")
     report.say(problems, found=bool(different))
     if different:
         place.keep(place.run.run_json, min(different).encode())

@@ -293,6 +293,19 @@ def test_what_is_damaged_in_all_sources_is_said_and_missed(nodes, tmp_path, caps
     ]
 
 
+def test_a_run_json_that_no_source_has_is_said_and_all_else_is_there(
+    nodes, tmp_path, capsys
+) -> None:
+    dest = tmp_path / "run"
+    for node in nodes:
+        (node / "run.json").unlink()
+    assert main(["collect", str(dest), *map(str, nodes)]) == 3
+    assert "ddpprobe: lost: run.json: no source has one" in capsys.readouterr().err
+    assert [key(r) for r in open_run(dest).records(0)] == [
+        key(r) for r in open_run(nodes[0]).records(0)
+    ]
+
+
 def test_a_damaged_journal_or_pack_is_taken_from_another_source(tmp_path, capsys) -> None:
     own = made_nodes.make([tmp_path / "0", tmp_path / "1"], seal=False)
     copy = shutil.copytree(own[1].path, tmp_path / "copy")
