@@ -21,6 +21,15 @@ OF_PARAMETERS = {
     "param",
     "update",
 }  # kinds that are chosen by a parameter's module
+# Of what belongs to a parameter or an optimizer a call of the module says nothing.
+_NOT_THERE = {
+    **dict.fromkeys(("grad", "grad_local"), "it had no gradient at these steps"),
+    **dict.fromkeys(
+        ("param", "buffer", "update"),
+        "it had no turn at these steps: parameters and buffers take turns",
+    ),
+    "optim_state": "no optimizer held it at these steps, or it had no turn",
+}
 
 
 def no_site(
@@ -65,7 +74,7 @@ def why_empty(series: Series, tapped: Series) -> list[str]:
                 "tensor was changed in place or does not exist as one of its own"
             )
         else:
-            why = "its module was not called at these steps"
+            why = _NOT_THERE.get(site.kind, "its module was not called at these steps")
         said.setdefault(why, []).append(str(site))
     return [f"no data of {_named(sites)}: {why}" for why, sites in said.items()]
 

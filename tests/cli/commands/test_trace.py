@@ -247,6 +247,22 @@ def test_a_site_without_any_number_says_why(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "why"),
+    [("output", "its module was not called"), ("grad", "it had no gradient"),
+     ("update", "it had no turn"), ("optim_state", "no optimizer held it")],
+)  # fmt: skip
+def test_of_a_weight_without_any_number_no_call_is_said(
+    call: Call, tmp_path: Path, kind: str, why: str
+) -> None:
+    made = Made(tmp_path / "run", ranks=1)
+    full = record(0, 0, 1)
+    sites, none = (Site("a", kind),), np.zeros_like(full.counts)
+    made.write([replace(full, sites=sites, counts=none)])
+    _, _, err = call("trace", made.close().path, "--site", "*")
+    assert err.startswith(f"ddpprobe: no data of a:{kind}: {why}")
+
+
+@pytest.mark.parametrize(
     ("terminal", "no_colour", "coloured"),
     [(True, "", True), (True, "1", False), (False, "", False), (True, None, True)],
 )
