@@ -279,6 +279,31 @@ def test_weights_that_move_twice_as_far_behind_a_resume_are_left_alone() -> None
     assert run(Resume(), resumes(faster)) == []
 
 
+def test_weights_that_a_higher_learning_rate_moves_further_are_left_alone() -> None:
+    def faster(trained: Trained) -> None:
+        trained.step *= 30
+        trained.train()
+        trained.step /= 30
+
+    stream = resumes(faster, every=1)
+    assert run(Resume(), stream) != []
+    rated = [
+        replace(r, scalars={0: {**r.scalars[0], LEARNING_RATE: 3e-3 if r.attempt else 1e-4}})
+        for r in stream
+    ]
+    assert run(Resume(), rated) == []
+
+
+def test_the_norm_alone_tells_a_weight_whose_other_numbers_are_alike() -> None:
+    def smaller(trained: Trained) -> None:
+        held = trained.held["b.weight"]
+        inner = np.abs(held) < np.abs(held).max() / 2
+        trained.held["b.weight"] = np.where(inner, held * 0.8, held)
+
+    (warn,) = run(Resume(), resumes(smaller, every=1))
+    assert warn.module == "b.weight"
+
+
 def test_few_numbers_another_shape_and_what_is_announced_are_not_judged() -> None:
     assert run(Resume(), resumes(anew_in("b.bias"))) == []
 
