@@ -89,7 +89,7 @@ class Resume(Detector):
 
     def _of_weights(self, record: StepRecord) -> list[Anomaly]:
         """Return what is to be said of weights, once."""
-        found = self._weights.read(record)
+        found = None if record.missing else self._weights.read(record)
         if found is None or self._meant:
             return []
         self._meant = True

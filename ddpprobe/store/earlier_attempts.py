@@ -45,6 +45,7 @@ _MOST_ATTEMPTS = 16  # the newest ones, and the first
 Scalars = dict[int, dict[int, dict[str, float]]]  # step -> rank -> name -> number
 Weights = dict[int, tuple[tuple[Site, ...], Counts, Values]]  # step -> rows of parameters
 _NO_ROWS: tuple[tuple[Site, ...], Counts, Values] = ((), *empty_rows(0))
+_MOST_WEIGHTS, _AT_ONCE = 1 << 14, 1 << 11  # parameters, 23 KB each while they are read
 _OF_WEIGHTS = ("numel", "sum", "norm", "min", "max")
 
 
@@ -104,6 +105,8 @@ def _add_journal(into: Scalars, weights: Weights, source: JournalSource) -> None
                 here = into.setdefault(record.step, {})
                 for rank, said in record.scalars.items():
                     here[rank] = {n: float(said[n]) for n in _NAMES if n in said}
+                if record.partial or record.missing:  # of a shard that lacks a sum is less
+                    continue
                 seen = record.counts[:, OBSERVED] > 0
                 rows = [i for i in _weights_in(record.sites, whole=source.rank is None) if seen[i]]
                 sites = tuple(record.sites[i] for i in rows)
@@ -150,7 +153,17 @@ def _add_group(
                 into.setdefault(at, {}).setdefault(rank, {})[name] = value
     sites = group.sites() or []
     places = _weights_in(sites, whole="/rank_" not in key)
-    _add_rows(weights, _stored(group, sites, places, _around(np.unique(steps[sampled]), step, 0)))
+    near = _around(np.unique(steps[sampled]), step, 0)
+    whole = near[np.isin(near, _whole_steps(group))] if places else near
+    for first in range(0, min(len(places), _MOST_WEIGHTS), _AT_ONCE):
+        _add_rows(weights, _stored(group, sites, places[first : first + _AT_ONCE], whole))
+
+
+def _whole_steps(group: StoredGroup) -> NDArray[np.int64]:
+    """Return the sampled steps that came to their end and lack no rank."""
+    steps, sampled = group.step_numbers(whole=True)
+    lacking = [of[lacks.any(axis=1)] for of, _, lacks in group.missing()]
+    return np.setdiff1d(steps[sampled], np.concatenate([*lacking, np.empty(0, np.int64)]))
 
 
 def _stored(
@@ -158,7 +171,7 @@ def _stored(
 ) -> Weights:
     """Return the rows at some places, of the steps that are wanted."""
     found = Weights()
-    for name in _OF_WEIGHTS if places else ():
+    for name in _OF_WEIGHTS:
         for steps, here, counts, values in group.statistic(
             name, places, lambda steps: np.isin(steps, wanted)
         ):

@@ -324,5 +324,16 @@ def test_two_looks_before_are_too_few_to_know_how_far_a_weight_moves() -> None:
     assert len(run(Resume(), before[-3:] + after)) == 1
 
 
+def test_a_look_that_lacks_a_shard_is_not_compared() -> None:
+    stream = resumes(lambda _: None, every=1)
+    first = next(i for i, r in enumerate(stream) if r.attempt == 1)
+    half = Trained()
+    half.held = {name: x / 2 for name, x in half.held.items()}
+    torn = [half.record(NEXT + i, 1, missing=(1,)) for i in range(3)]
+    assert run(Resume(), [*stream[:first], *torn, *stream[first + 3 :]]) == []
+    whole = [half.record(NEXT + i, 1) for i in range(3)]
+    assert len(run(Resume(), [*stream[:first], *whole, *stream[first + 3 :]])) == 1
+
+
 def test_how_far_is_too_far_is_a_setting() -> None:
     assert run(Resume(moved=1e6), resumes(anew_in("b.weight"))) == []
