@@ -120,11 +120,13 @@ def test_the_fingerprint_of_what_is_recorded_leaves_out_detectors_and_their_judg
     tmp_path: Path,
 ) -> None:
     jobs, probe = tmp_path / "benchmarks" / "detection", tmp_path / "ddpprobe"
-    for place in (probe / "detectors", probe / "reader" / "live", probe / "rank", jobs):
+    store = probe / "store"
+    for place in (probe / "detectors", probe / "reader" / "live", probe / "rank", store, jobs):
         place.mkdir(parents=True)
     judging = [probe / "detectors" / "a.py", probe / "reader" / "live" / "a.py",
-               jobs / "score.py", jobs / "rivals.py"]  # fmt: skip
-    recording = [probe / "b.py", probe / "rank" / "reader.py", jobs / "faults.py"]
+               jobs / "score.py", jobs / "rivals.py", store / "earlier_attempts.py"]  # fmt: skip
+    recording = [probe / "b.py", probe / "rank" / "reader.py", jobs / "faults.py",
+                 store / "writer.py"]  # fmt: skip
     for file in judging + recording:
         file.write_text("1")
     first = code(tmp_path, recorded=True)

@@ -21,8 +21,11 @@ _HOME = Path(__file__).parent.parent.parent
 _ONLY_SHOW = {"__main__.py", "kept.py", "report.py", "results.py"}  # they change no result
 _JUDGE = {"reference.py", "rivals.py", "score.py"}  # they change what is said of a run, not the run
 # They carry or show records, or judge them: that no number changes on the way is what
-# tests/distributed/test_replayed.py and tests/grid hold.
-_NO_ROWS = {"cli", "daemon", "detectors", "inspect", "metrics", "reader", "report", "testing"}
+# tests/distributed/test_replayed.py and tests/grid hold. No job here is resumed.
+_NO_ROWS = {
+    *("cli", "daemon", "detectors", "ends", "inspect", "metrics", "reader", "report", "testing"),
+    "store/earlier_attempts.py",
+}
 
 
 class Key(NamedTuple):
@@ -69,12 +72,17 @@ def code(home: Path = _HOME, *, recorded: bool = False) -> str:
     top = home / "ddpprobe"
     probe = top.rglob("*.py")
     passed = _NO_ROWS if recorded else set()
-    measured = [*(f for f in probe if f.relative_to(top).parts[0] not in passed),
+    measured = [*(f for f in probe if passed.isdisjoint(_within(f.relative_to(top)))),
                 *(f for f in jobs if f.name not in left_out),
                 *(home / "benchmarks").glob("zoo.txt")]  # fmt: skip
     for file in sorted(measured):
         found.update(f"{file.relative_to(home)}\0".encode() + file.read_bytes() + b"\0")
     return found.hexdigest()[:16]
+
+
+def _within(path: Path) -> list[str]:
+    """Return a path and the directories that it lies in."""
+    return [path.as_posix(), *(parent.as_posix() for parent in path.parents)]
 
 
 class Results:
