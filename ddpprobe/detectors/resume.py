@@ -84,13 +84,14 @@ class Resume(Detector):
         if not record.sampled or record.partial:
             return []
         self._meant |= not self._now and bool(scalars(record, NOTED))
+        self._now[record.step] = _said(record)
         weights = self._of_weights(record)
         return weights + self._restored(record, explained=bool(weights))
 
     def _of_weights(self, record: StepRecord) -> list[Anomaly]:
         """Return what is to be said of weights, once."""
         found = None if record.missing else self._weights.read(record)
-        if found is None or self._meant:
+        if found is None or self._meant or self._is_from_scratch(min(self._now)):
             return []
         self._meant = True
         first, move = found.fqns[0], found.first
@@ -114,7 +115,6 @@ class Resume(Detector):
 
         `explained`: weights were told, of which a loss that is too high is a consequence.
         """
-        self._now[record.step] = _said(record)
         for kept in (self._before, self._now):
             while len(kept) > _KEPT:
                 del kept[next(islice(kept, _FIRST, None))]
@@ -126,13 +126,17 @@ class Resume(Detector):
         self._judged = True
         first = min(self._now)
         before = [(step, self._before[step]) for step in sorted(self._before) if step <= first]
-        if announced or not before or before[0][0] == first:
-            return []  # from scratch, or as far as is known
+        if announced or self._is_from_scratch(first):
+            return []
         found = (
             self._batches(first), self._rate(first, before),
             None if explained else self._losses(first, before), self._share(first, before),
         )  # fmt: skip
         return [self.anomaly(record, *said) for said in found if said is not None]
+
+    def _is_from_scratch(self, first: int) -> bool:
+        """Whether an attempt begins at the first step of the run, as far as that is known."""
+        return not self._before or first <= min(self._before)
 
     def _batches(self, first: int) -> _Verdict:
         """Return what is to be said of batches that the run has had."""

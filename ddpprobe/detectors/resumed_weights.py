@@ -17,8 +17,9 @@ _TOGETHER = 2  # of the numbers below must tell it: one alone may leap, but for 
 _COLUMNS = ("sum", "norm", "min", "max")
 _NORM = _COLUMNS.index("norm")
 _FEWEST = 64  # elements: of few, chance alone moves all numbers far
-# Relative: of sums that were rounded in another order; and the least by which a norm is another.
-_ROUNDING = 1e-4
+# By this, as a share of each number (of the sum: of the norm), another tensor is another at least:
+# a checkpoint may hold the weights in bfloat16, which rounds each to 2^-8.
+_ROUNDING = np.array([4e-3, 1e-3, 4e-3, 4e-3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,8 @@ class ResumedWeights:
         away = abs(first - steps[nearest]) + np.abs(np.diff(steps)).max()
         usual = np.abs(np.diff(before[:, 1:], axis=0)) / np.maximum(np.diff(steps), 1)[:, None]
         after = np.abs(now[1, 1:] - now[0, 1:]) / max(last - first, 1)
-        rounding = _ROUNDING * np.abs(before[nearest, 1:])
-        rounding[0] += _ROUNDING * before[nearest, 2]  # a sum may cancel
+        norm, low, high = np.abs(before[nearest, 2:])
+        rounding = _ROUNDING * np.array([norm, norm, low, high])
         moved = np.abs(now[0, 1:] - before[nearest, 1:])
         times = moved / (away * np.maximum(usual.max(axis=0), after) + rounding)
         far = max(times[_NORM], np.sort(times)[-_TOGETHER])

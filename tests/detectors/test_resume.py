@@ -281,14 +281,14 @@ def test_weights_that_move_twice_as_far_behind_a_resume_are_left_alone() -> None
 
 def test_weights_that_a_higher_learning_rate_moves_further_are_left_alone() -> None:
     def faster(trained: Trained) -> None:
-        trained.step *= 30
+        trained.step *= 300
         trained.train()
-        trained.step /= 30
+        trained.step /= 300
 
     stream = resumes(faster, every=1)
     assert run(Resume(), stream) != []
     rated = [
-        replace(r, scalars={0: {**r.scalars[0], LEARNING_RATE: 3e-3 if r.attempt else 1e-4}})
+        replace(r, scalars={0: {**r.scalars[0], LEARNING_RATE: 3e-2 if r.attempt else 1e-4}})
         for r in stream
     ]
     assert run(Resume(), rated) == []
@@ -322,6 +322,26 @@ def test_two_looks_before_are_too_few_to_know_how_far_a_weight_moves() -> None:
     before, after = stream[: NEXT // EVERY], stream[NEXT // EVERY :]
     assert run(Resume(), before[-2:] + after) == []
     assert len(run(Resume(), before[-3:] + after)) == 1
+
+
+@pytest.mark.parametrize("until", [4 * EVERY, LAST])
+def test_an_attempt_from_scratch_begins_with_weights_of_its_own(until: int) -> None:
+    again = looks(Trained(seed=1), range(100), 1)
+    assert run(Resume(), looks(Trained(), range(until), 0) + again) == []
+
+
+@pytest.mark.parametrize("bits", [7, 10])
+def test_a_checkpoint_in_half_precision_rounds_weights_and_is_left_alone(bits: int) -> None:
+    def rounded(trained: Trained) -> None:
+        trained.step = 0.0
+        for name, held in trained.held.items():
+            spacing = 2.0 ** (np.floor(np.log2(np.abs(held))) - bits)
+            trained.held[name] = np.round(held / spacing) * spacing
+
+    one = Trained(step=1e-6)
+    before = looks(one, range(NEXT), 0, 1)
+    rounded(one)
+    assert run(Resume(), before + looks(one, range(NEXT, 300), 1, 1)) == []
 
 
 def test_a_look_that_lacks_a_shard_is_not_compared() -> None:
