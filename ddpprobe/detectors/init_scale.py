@@ -9,7 +9,7 @@ from ddpprobe.detectors.first_outputs import FirstOutputs, first_outputs
 from ddpprobe.detectors.loss import mean_losses
 from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
+from ddpprobe.detectors.sites_of_kind import Beside, Floats, SitesOfKind
 from ddpprobe.detectors.subtrees import and_also
 from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 
@@ -17,6 +17,7 @@ ALIKE = 1e-6  # relative: of float32
 # Rows are taken behind the first step, which has moved each by another bit. No random start, and
 # nothing that was trained, lies so close together where there are so many.
 NEARLY_ALIKE, ENOUGH = 0.05, 64
+FROM_ZERO = 1e-3  # share of a weight that was there before the step, if rounding alone is
 
 
 class InitScale(SampledDetector):
@@ -58,6 +59,7 @@ class InitScale(SampledDetector):
 
     def _reset(self) -> None:
         self._weights = SitesOfKind("param")
+        self._changes = Beside(self._weights, "update")
         self._pairs: list[tuple[int, int]] = []  # places of a weight and its bias
         self._paired = 0  # parameters among which pairs were looked for
         self._first: dict[int, float] = {}  # place of a weight -> its gain at the first look
@@ -117,10 +119,8 @@ class InitScale(SampledDetector):
         self, record: StepRecord, fresh: list[tuple[int, int]], numel: Floats
     ) -> list[Anomaly]:
         low, high = (self._weights.read(record, stat) for stat in ("min", "max"))
-        # Adam makes one number of a layer that begins at zero, if its gradients have one sign.
-        steps = record.step - (record.step if self._begun is None else self._begun) + 1
-        moved = 2 * steps * np.nan_to_num(largest(record, LEARNING_RATE))
-        apart = (high - low) / np.where(np.abs(low) > moved, np.abs(low), np.nan)  # NaN: not alike
+        whole = np.abs(low) > self._moved_from_zero(record)
+        apart = (high - low) / np.where(whole, np.abs(low), np.nan)  # NaN: not alike
         same = [
             self._weights.fqns[w]
             for w, b in fresh
@@ -136,6 +136,19 @@ class InitScale(SampledDetector):
         )
         values = {"layers": len(same)}
         return [self.anomaly(record, "warn", message, values, module=same[0], kind="param")]
+
+    def _moved_from_zero(self, record: StepRecord) -> Floats:
+        """Return up to which magnitude weights [n] may have begun at zero.
+
+        Adam makes one number of these, if their gradients have one sign. In the first step what
+        they were before it is known: it is the weight less what the step changed.
+        """
+        steps = record.step - (record.step if self._begun is None else self._begun) + 1
+        total, changed = self._weights.read(record, "sum"), self._changes.read(record, "sum")
+        rate = 2 * steps * np.nan_to_num(largest(record, LEARNING_RATE))
+        known = np.isfinite(changed) & (steps == 1)
+        zero = np.abs(total - changed) <= FROM_ZERO * np.abs(total)
+        return np.where(known, np.where(zero, np.inf, 0.0), rate)
 
     def _pair(self) -> None:
         fqns = self._weights.fqns

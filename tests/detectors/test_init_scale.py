@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -137,6 +138,26 @@ def test_adam_makes_one_number_of_a_layer_that_begins_at_zero() -> None:
         records.append(replace(made, scalars={0: {LEARNING_RATE: 0.01}}))
     assert run(InitScale(), records) == []
     assert levels(run(InitScale(), [replace(r, scalars={}) for r in records])) == [("warn", 0)]
+
+
+@pytest.mark.parametrize("begun", [0.0, 0.02])
+def test_what_the_first_step_changed_tells_where_a_weight_began(begun: float) -> None:
+    lr = 0.01  # Adam's first step is one learning rate: both may be one number behind it
+    made = {"l0.weight": torch.full((1, 64), begun - lr), "l0.bias": torch.zeros(1)}
+    first = looked_at(0, made)
+    numel = made["l0.weight"].numel()
+    kept = [i for i, site in enumerate(first.sites) if site.fqn == "l0.weight"]
+    values = first.values.copy()
+    values[kept, VALUES.index("sum")] = numel * (begun - lr)
+    update = record(0, rows={Site("l0.weight", "update"): {"numel": numel, "sum": -lr * numel}})
+    joined = replace(
+        first,
+        sites=(*first.sites, *update.sites),
+        counts=np.concatenate((first.counts, update.counts)),
+        values=np.concatenate((values, update.values)),
+        scalars={0: {LEARNING_RATE: lr}},
+    )
+    assert bool(run(InitScale(), [joined])) is (begun > 0)
 
 
 def training(
