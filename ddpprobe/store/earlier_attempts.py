@@ -7,8 +7,7 @@ that had their turn, and no other rows; nor those of shards that nobody has merg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +34,6 @@ from ddpprobe.store.group_names import attempts_of, groups_of
 from ddpprobe.store.manifest import Consumed
 from ddpprobe.store.segments import JournalSource
 
-if TYPE_CHECKING:
-    from ddpprobe.store.reader import StoredGroup
-
 START, BEFORE, BEHIND = 16, 64, 16  # sampled steps that are kept: of 1,000 ranks 48 MB
 _NAMES = ("loss", "micro_batches", DIGEST, LEARNING_RATE, NOTED, OPTIMIZER_STEPS, TRAINABLE)
 _MOST_ATTEMPTS = 16  # the newest ones, and the first
@@ -45,8 +41,6 @@ _MOST_ATTEMPTS = 16  # the newest ones, and the first
 Scalars = dict[int, dict[int, dict[str, float]]]  # step -> rank -> name -> number
 Weights = dict[int, tuple[tuple[Site, ...], Counts, Values]]  # step -> rows of parameters
 _NO_ROWS: tuple[tuple[Site, ...], Counts, Values] = ((), *empty_rows(0))
-_MOST_WEIGHTS, _AT_ONCE = 1 << 14, 1 << 11  # parameters, 23 KB each while they are read
-_OF_WEIGHTS = ("numel", "sum", "norm", "min", "max")
 
 
 def earlier(run: RunDir, first: StepRecord) -> Iterator[StepRecord]:
@@ -76,7 +70,7 @@ def _said(run: RunDir, attempt: int, step: int, start: int) -> tuple[Scalars, We
         group = f"{attempt_key(attempt)}/{'rank_' if of_ranks else 'merged'}"
         for key in groups_of(run, attempt):
             if key.startswith(group):
-                _add_group(found, weights, run, key, step, start)
+                _add_group(found, weights, run, attempt, key, step, start)
         for at, said in journaled.items():  # of a step that is there twice, what came last
             found.setdefault(at, {}).update(said)
         if found:
@@ -94,7 +88,7 @@ def _around(steps: NDArray[np.int64], step: int, start: int) -> NDArray[np.int64
 
 def _add_journal(into: Scalars, weights: Weights, source: JournalSource) -> None:
     """Add what is not folded yet."""
-    tables, own = framing.NameTables(), Weights()
+    tables, own = framing.NameTables(), _Rows(whole=source.rank is None)
     for number in segments.segments_of(source):
         try:
             segment = segments.read_segment(source.directory, number)
@@ -105,21 +99,37 @@ def _add_journal(into: Scalars, weights: Weights, source: JournalSource) -> None
                 here = into.setdefault(record.step, {})
                 for rank, said in record.scalars.items():
                     here[rank] = {n: float(said[n]) for n in _NAMES if n in said}
-                if record.partial or record.missing:  # of a shard that lacks a sum is less
-                    continue
-                seen = record.counts[:, OBSERVED] > 0
-                rows = [i for i in _weights_in(record.sites, whole=source.rank is None) if seen[i]]
-                sites = tuple(record.sites[i] for i in rows)
-                own[record.step] = sites, record.counts[rows], record.values[rows]
-    _add_rows(weights, own)
+                own.take(record)
+    _add_rows(weights, own.found)
 
 
-def _weights_in(sites: Sequence[Site], *, whole: bool) -> list[int]:
-    """Return at which places parameters are whole tensors; `whole`: shards are merged."""
-    return [
-        place for place, site in enumerate(sites)
-        if site.kind == "param" and (whole or site.placement != "sharded")
-    ]  # fmt: skip
+class _Rows:
+    """Takes from records the rows of the parameters that had their turn, but shards of a tensor.
+
+    `whole`: of those, too, as they are merged.
+    """
+
+    def __init__(self, *, whole: bool) -> None:
+        self.found = Weights()
+        self._whole = whole
+        self._table: tuple[Site, ...] = ()
+        self._places = np.zeros(0, np.intp)
+
+    def take(self, record: StepRecord) -> None:
+        """Take a record; of one that is not whole a sum would be too small."""
+        if record.partial or record.missing:
+            return
+        if record.sites is not self._table:
+            self._table = record.sites
+            self._places = np.array(
+                [
+                    place for place, site in enumerate(record.sites)
+                    if site.kind == "param" and (self._whole or site.placement != "sharded")
+                ], np.intp,
+            )  # fmt: skip
+        rows = self._places[record.counts[self._places, OBSERVED] > 0]
+        sites = tuple(record.sites[i] for i in rows)
+        self.found[record.step] = sites, record.counts[rows], record.values[rows]
 
 
 def _add_rows(into: Weights, more: Weights) -> None:
@@ -136,7 +146,7 @@ def _add_rows(into: Weights, more: Weights) -> None:
 
 
 def _add_group(
-    into: Scalars, weights: Weights, run: RunDir, key: str, step: int, start: int
+    into: Scalars, weights: Weights, run: RunDir, attempt: int, key: str, step: int, start: int
 ) -> None:
     """Add what a stored group holds of the steps that are wanted."""
     from ddpprobe.store.reader import StoredGroup  # noqa: PLC0415  (what decodes loads slowly)
@@ -151,37 +161,11 @@ def _add_group(
         for at, given in group.scalar(name, wanted):
             for rank, value in given.items():
                 into.setdefault(at, {}).setdefault(rank, {})[name] = value
-    sites = group.sites() or []
-    places = _weights_in(sites, whole="/rank_" not in key)
-    near = _around(np.unique(steps[sampled]), step, 0)
-    whole = near[np.isin(near, _whole_steps(group))] if places else near
-    for first in range(0, min(len(places), _MOST_WEIGHTS), _AT_ONCE):
-        _add_rows(weights, _stored(group, sites, places[first : first + _AT_ONCE], whole))
-
-
-def _whole_steps(group: StoredGroup) -> NDArray[np.int64]:
-    """Return the sampled steps that came to their end and lack no rank."""
-    steps, sampled = group.step_numbers(whole=True)
-    lacking = [of[lacks.any(axis=1)] for of, _, lacks in group.missing()]
-    return np.setdiff1d(steps[sampled], np.concatenate([*lacking, np.empty(0, np.int64)]))
-
-
-def _stored(
-    group: StoredGroup, sites: list[Site], places: list[int], wanted: NDArray[np.int64]
-) -> Weights:
-    """Return the rows at some places, of the steps that are wanted."""
-    found = Weights()
-    for name in _OF_WEIGHTS:
-        for steps, here, counts, values in group.statistic(
-            name, places, lambda steps: np.isin(steps, wanted)
-        ):
-            for row in np.flatnonzero(np.isin(steps, wanted)):
-                seen = np.flatnonzero(here[row] & (counts[row, :, OBSERVED] > 0))
-                table = tuple(sites[places[i]] for i in seen)
-                empty = (table, *empty_rows(len(seen)))
-                _, some, numbers = found.setdefault(int(steps[row]), empty)
-                if len(some) == len(seen):
-                    np.maximum(some, counts[row, seen], out=some)
-                    known = np.isfinite(values[row, seen])
-                    numbers[known] = values[row, seen][known]
-    return found
+    near = set(_around(np.unique(steps[sampled]), step, 0).tolist())
+    own = _Rows(whole="/rank_" not in key)
+    for record in group.records(attempt, min(near, default=0) - 1):
+        if record.step in near:
+            own.take(record)
+        elif record.step > max(near, default=-1):
+            break
+    _add_rows(weights, own.found)
