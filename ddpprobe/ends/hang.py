@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpprobe.ends.evidence import UNKNOWN, named
 from ddpprobe.ends.rank_ends import ALIVE, LEFT, VICTIM, RankEnds
-from ddpprobe.ends.words import place_of, ranks_of
+from ddpprobe.ends.words import all_wait, place_of, ranks_of
 from ddpprobe.records.fate import Fate
 
 _MOST_SHOWN = 4  # places at which ranks stand
@@ -51,7 +51,7 @@ def in_words(parts: RankEnds, stuck: list[Fate]) -> tuple[str, str]:
     elif len(stuck) == 1 and stuck[0].paused:
         text, how = f"{place_of(stuck)}, was paused (probe.pause) and did not come back", "hang"
     elif len(stuck) == 1:
-        did = "waited for the others" if _waits(stuck) else "did not move on"
+        did = "waited for the others" if all_wait(stuck) else "did not move on"
         text, how = f"{place_of(stuck)}, {did}", "hang"
     else:
         text, how = f"no rank moved on: {place_of(stuck)}, and nothing says which was first", "hang"
@@ -67,7 +67,7 @@ def in_words(parts: RankEnds, stuck: list[Fate]) -> tuple[str, str]:
     ends = sorted({f.how for f in parts.case.fates if f.how and f.how != UNKNOWN})
     if ends and not parts.has(ALIVE):
         text += f", until the job was ended ({', '.join(ends)})"
-    if len(_by_place([*stuck, *waiting])) > 1 and _waits([*stuck, *waiting]):
+    if len(_by_place([*stuck, *waiting])) > 1 and all_wait([*stuck, *waiting]):
         text += (
             ". They waited for each other in calls that do not meet: one makes a call that others "
             "leave out or make in another order, or what was sent did not arrive"
@@ -88,11 +88,6 @@ def _not_waiting(stuck: list[Fate]) -> list[Fate]:
     waits = [f.stands.waits if f.stands is not None else None for f in stuck]
     others = [f for f, one in zip(stuck, waits, strict=True) if not one]
     return others if others and None not in waits else stuck
-
-
-def _waits(fates: list[Fate]) -> bool:
-    """Whether all of these, and there are some, are seen to wait for other ranks."""
-    return bool(fates) and all(f.stands is not None and f.stands.waits for f in fates)
 
 
 def _by_micro(stuck: list[Fate], waiting: list[Fate]) -> bool:

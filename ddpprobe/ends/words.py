@@ -66,7 +66,7 @@ def common_place(fates: Iterable[Fate]) -> str:
     checkpoint, and not at the data.
     """
     known = [f for f in fates if f.clock]
-    talk = all(f.stands is not None and f.stands.waits for f in known)
+    talk = all_wait(known)
     places = {_place(f, f.clock, talks=talk) for f in known if f.clock}
     return places.pop() if len(places) == 1 else ""
 
@@ -75,6 +75,11 @@ def _place(fate: Fate, clock: Progress, *, talks: bool) -> str:
     if clock.phase != "data":
         return f", in {clock.phase} of step {clock.step}"
     return f", {where_of(fate)}" if talks else f", in data {where_of(fate)}"
+
+
+def all_wait(fates: list[Fate]) -> bool:
+    """Return whether all of these, and there are some, are seen to wait for other ranks."""
+    return bool(fates) and all(f.stands is not None and f.stands.waits for f in fates)
 
 
 def ranks_of(fates: Iterable[Fate]) -> str:
