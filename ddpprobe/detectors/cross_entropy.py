@@ -40,7 +40,7 @@ TIMES_WRONG = 3.0  # as often as before, and as the others, where it comes at on
 BY_CHANCE, LONGER = 1e-7, 4
 NAMED, REMEMBERED = 4, 256  # labels in a message; looks
 WHOLE = 0.01  # by which a row of probabilities in bfloat16 may miss 1
-FAVOURED = 0.5  # power of its share by which a label weighs
+FAVOURED = 0.5  # power of its share by which a label weighs, in the mean of the ranks
 _KINDS = ("weight", "labelled", "one label", "right", "gone", "favoured", "softmax")
 
 
@@ -196,18 +196,18 @@ class CrossEntropy(SoundStepsDetector):
             yield self._verdict(record, message, values, "forward")
 
     def _look_at_favoured(self, record: StepRecord) -> Iterator[Anomaly]:
-        powers = scalars(record, CLASS_POWER)
-        favoured = bool(powers) and all(power >= FAVOURED for power in powers)
-        self._favoured = self._favoured + 1 if favoured else 0
+        # Of the few rows of one rank a power is a rough estimate, and none where all are alike.
+        powers = [power for power in scalars(record, CLASS_POWER) if math.isfinite(power)]
+        power = math.fsum(powers) / len(powers) if powers else 0.0
+        self._favoured = self._favoured + 1 if power >= FAVOURED else 0
         if self._favoured >= self._looks and self._told["favoured"].due(record.step):
-            least = min(powers)
             message = (
                 f"at the last {self._favoured} sampled steps rows weigh the more in the loss, the "
-                f"more rows have their label (as its share to the power of {least:.2g}): weights "
+                f"more rows have their label (as its share to the power of {power:.2g}): weights "
                 "of classes are meant to be the inverse of their shares, and rare ones are learned "
                 "by nobody so"
             )
-            yield self._verdict(record, message, {"power": least}, "backward")
+            yield self._verdict(record, message, {"power": power}, "backward")
 
     def _look_at_answers(
         self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]

@@ -49,7 +49,7 @@ class Router(SoundStepsDetector):
     title = "The experts are not chosen any more"
 
     def __init__(
-        self, *, share: float = 0.95, looks: int = 8, steps: int = 50, idle: float = 0.5,
+        self, *, share: float = 0.95, looks: int = 8, steps: int = 20, idle: float = 0.5,
         idle_looks: int = 100,
     ) -> None:  # fmt: skip
         above_zero(share=share, idle=idle)

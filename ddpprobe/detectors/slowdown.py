@@ -11,8 +11,14 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import SitesOfKind
+from ddpprobe.detectors.slower_phase import Grown, SlowerPhase, phase_look
 from ddpprobe.detectors.spaced_looks import SpacedLooks
-from ddpprobe.detectors.step_seconds import RankSeconds, gap_of, seconds_by_rank
+from ddpprobe.detectors.step_seconds import (
+    RankSeconds,
+    gap_of,
+    queued_by_rank,
+    seconds_by_rank,
+)
 from ddpprobe.records.step import TRAINABLE, Anomaly, StepRecord
 
 _SPANS = 6  # that are remembered before the newest one
@@ -45,15 +51,18 @@ Split = tuple[list[StepLook], list[StepLook]]  # before, and now
 
 
 class Slowdown(SampledDetector):
-    """Warns when a step takes all ranks longer than before, for minutes, or in the reduction.
+    """Warns when a step takes all ranks longer than before, for minutes, or in one of its phases.
 
     A machine has other work for seconds, so a longer step must last for minutes: nearly all of its
     sampled steps must have taken longer than nearly all before them. A step of which modules return
     as many times more (longer sequences, more micro-batches) is none, nor one that waits for a
     single rank, which `straggler` names. The wait for the reduction is judged sooner: who waits
-    least waits for nobody, so what lies behind that is the network, or who shares it. What is
-    meant is announced (`probe.note`); that other parameters are trained is known. Once told, it is
-    the past that later steps are compared with.
+    least waits for nobody, so what lies behind that is the network, or who shares it. So is the
+    forward, the backward or the optimizer where it alone takes each rank several times what it
+    took at its shortest, without what the rank was queued for, ready and with no core: clocks and
+    neighbours slow all of them alike, hooks that pile up do not. What is meant is announced
+    (`probe.note`); that other parameters are trained is known. Once told, it is the past that later
+    steps are compared with.
 
     Args:
         times: as long as before,
@@ -65,6 +74,8 @@ class Slowdown(SampledDetector):
         reduced_step: and the step takes so many times as long,
         steps: for so many of them,
         looks: with so many sampled ones among them.
+        phase_times: as long as at its shortest, of one phase where the others are not,
+        phase_steps: for so many steps, with `looks` sampled ones among them.
     """
 
     name = "slowdown"
@@ -74,20 +85,23 @@ class Slowdown(SampledDetector):
         self, *, times: float = 1.5, minutes: float = 10.0, least: int = 20,
         reduced_times: float = 1.5, reduced_share: float = 0.25, reduced_seconds: float = 0.005,
         reduced_step: float = 1.2, steps: int = 40, looks: int = 5,
+        phase_times: float = 2.5, phase_steps: int = 20,
     ) -> None:  # fmt: skip
         above_zero(
             times=times, minutes=minutes, reduced_times=reduced_times,
             reduced_share=reduced_share, reduced_seconds=reduced_seconds,
-            reduced_step=reduced_step,
+            reduced_step=reduced_step, phase_times=phase_times,
         )  # fmt: skip
-        at_least(1, least=least, steps=steps, looks=looks)
+        at_least(1, least=least, steps=steps, looks=looks, phase_steps=phase_steps)
         self._times, self._many = times, (60.0 * minutes, least)
         self._reduced = reduced_times, reduced_share, reduced_seconds, reduced_step
         self._few = steps - 1.0, looks
+        self._phase = phase_times, phase_steps, looks
         self._reset()
 
     def _reset(self) -> None:
         self._minutes, self._steps = _Past(*self._many), _Past(*self._few)
+        self._phases = SlowerPhase(*self._phase)
         self._trains: list[float] | None = None  # parameters that require a gradient, by rank
         self._outputs = SitesOfKind("output")
 
@@ -100,14 +114,21 @@ class Slowdown(SampledDetector):
         if trains != self._trains:
             self._reset()
         self._trains = trains
-        look = _look_of(record, told, float(np.nansum(self._outputs.read(record, "numel"))))
+        work = float(np.nansum(self._outputs.read(record, "numel")))
+        look = _look_of(record, told, work)
+        queued = queued_by_rank(record)
+        grown = self._phases.take(phase_look(record.step, told, queued, work)) if queued else None
         self._minutes.add(look, record.wall_time_ns / 1e9)
         self._steps.add(look, record.step)
         found = self._in_reduction() or self._in_all()
-        if found is None:
+        if found is not None:
+            said = _anomaly(record, *found)
+        elif grown is not None:
+            said = _anomaly_of_phase(record, grown)
+        else:
             return []
         self._reset()
-        return [_anomaly(record, *found)]
+        return [said]
 
     def _in_reduction(self) -> Split | None:
         """Return the looks before and now, if all ranks wait longer for the reduction."""
@@ -208,5 +229,23 @@ def _anomaly(record: StepRecord, before: list[StepLook], now: list[StepLook]) ->
     values = {
         "step_seconds": step, "before": step_before, "times": step / step_before,
         "more": more[longest], "since": since, "points": len(now),
+    }  # fmt: skip
+    return Slowdown.anomaly(record, "warn", message, values, phase=phase)
+
+
+def _anomaly_of_phase(record: StepRecord, grown: Grown) -> Anomaly:
+    what, phase, _ = _PARTS[grown.phase]
+    who = "each rank" if len(record.ranks) > 1 else "the rank"
+    times = grown.now / grown.before
+    message = (
+        f"{what} takes {who} {grown.now:.3g} s, {times:.3g} x what it took at its shortest "
+        f"({grown.before:.3g} s), at {grown.looks} sampled steps since step {grown.since}; the "
+        f"other phases take no longer, and a step {grown.step_now / grown.step_before:.3g} x as "
+        "long: look for what piles up from step to step (hooks, graphs and lists that are kept), "
+        "and for work that was added to it"
+    )
+    values = {
+        "step_seconds": grown.step_now, "before": grown.step_before, "phase_seconds": grown.now,
+        "phase_before": grown.before, "times": times, "since": grown.since, "points": grown.looks,
     }  # fmt: skip
     return Slowdown.anomaly(record, "warn", message, values, phase=phase)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 LEAST_MOVE = 0.005  # of the logarithm of a norm: one that hardly moves is not judged by less
 FEW = 6  # parameters of which half are too few to be all together
 WHOLE = 0.25  # of the rate at which they shrink slowly: that of the norm of all together
+SEVERAL = 3  # parameters that move far together are no chance
 COUNTED = 2.0  # times the largest rise between two looks, which a count that began anew has reached
 # A weight with which nothing can be computed; and how many times what it was before. Where more
 # than one parameter comes there at once, or from step to step, the run explodes: others tell that.
@@ -37,7 +39,8 @@ class WeightJump(SampledDetector):
     it.
 
     A flipped bit, a bad load, one layer written over. It warns as well when the norm of a parameter
-    moves between two looks many times as far as it ever did, up or down, and when half of the
+    moves between two looks many times as far as it ever did, up or down (fewer times are enough
+    for several parameters at one look, as of a layer that was loaded anew), and when half of the
     parameters or more change their norm, in one direction, faster than training does: a decay that
     is applied at each step, or is too strong. What has just begun to be trained may grow fast, from
     zero; a weight that stood still to the bit for a whole window, and that a step now moves, is
@@ -54,6 +57,8 @@ class WeightJump(SampledDetector):
         window: looks at a parameter that are compared with, and needed.
         moved: how many times the largest move of the norm in the window,
         share: and at least so much of the norm.
+        together: as `moved`, where three parameters or more move so far between the same looks; at
+            a learning rate that has risen, so many times further.
         rate: change of the norm in a step, as a share, over `over` steps.
         over: steps for which it must go on.
         shrink: as `rate`, for norms that shrink over `shrink_over` steps.
@@ -68,23 +73,27 @@ class WeightJump(SampledDetector):
 
     def __init__(
         self, *, ratio: float = 4.0, window: int = 10, moved: float = 20.0, share: float = 0.1,
-        rate: float = 0.03, over: int = 10, shrink: float = 0.008, shrink_over: int = 20,
-        settle: int = 50, quiet_steps: int = 100, worse: float = 10.0,
+        together: float = 5.0, rate: float = 0.03, over: int = 10, shrink: float = 0.008,
+        shrink_over: int = 20, settle: int = 50, quiet_steps: int = 100, worse: float = 10.0,
     ) -> None:  # fmt: skip
-        above_zero(ratio=ratio, moved=moved, share=share, rate=rate, shrink=shrink, worse=worse)
+        above_zero(
+            ratio=ratio, moved=moved, share=share, together=together, rate=rate, shrink=shrink,
+            worse=worse,
+        )  # fmt: skip
         at_least(1, window=window, over=over, shrink_over=shrink_over)
         at_least(0, settle=settle, quiet_steps=quiet_steps)
-        self._ratio, self._window, self._rate, self._over = ratio, window, rate, over
-        self._moved, self._share = moved, math.log1p(share)
+        self._window, self._rate, self._over = window, rate, over
+        self._limits = _Limits(ratio, moved, math.log1p(share), together)
         self._shrink, self._shrink_over = shrink, shrink_over
         self._settle, self._repeat = settle, (quiet_steps, worse)
         self._reset()
 
     def _reset(self) -> None:
         self._rows, self._buffers = WeightRows(), SitesOfKind("buffer")
-        limits = self._ratio, self._moved, self._share
         self._own = {
-            kind: _Past(self._window, *limits, may_count=kind == "buffer") for kind in _WORDS
+            "param": _Past(self._window, self._limits),
+            # Statistics of a batch norm all follow its input.
+            "buffer": _Past(self._window, self._limits._replace(together=math.inf), may_count=True),
         }
         self._pace = _Pace(self._over, self._settle)
         self._slow_pace = _Pace(self._shrink_over, self._settle)
@@ -97,7 +106,7 @@ class WeightJump(SampledDetector):
         if record.skipped or record.missing:
             return []
         now = self._rows.read(record)
-        floor, at = largest(record, LEARNING_RATE), record.step
+        lr, at = largest(record, LEARNING_RATE), record.step
         sizes, peaks, norms = (
             self._buffers.read(record, stat) for stat in ("numel", "abs_max", "norm")
         )
@@ -105,7 +114,7 @@ class WeightJump(SampledDetector):
         weights.forget_rest(now.moved, now.still)
         buffers = self._own["buffer"].read(sizes, peaks, norms, math.nan, at)
         leaps = [
-            ("param", self._rows.fqns, *weights.read(now.numel, now.largest, now.norm, floor, at)),
+            ("param", self._rows.fqns, *weights.read(now.numel, now.largest, now.norm, lr, at)),
             ("buffer", self._buffers.fqns, *buffers),
         ]
         leapt_at = [place for leap in leaps[0][2:] if leap for place in leap.places]
@@ -196,18 +205,25 @@ class _Leap:
     before: float
 
 
+class _Limits(NamedTuple):
+    """Of a leap, see `WeightJump`; `share` is of the logarithm of a norm."""
+
+    ratio: float
+    moved: float
+    share: float
+    together: float
+
+
 class _Past:
     """The last looks at each tensor of a kind: its largest magnitude, and its norm."""
 
-    def __init__(
-        self, window: int, ratio: float, moved: float, share: float, *, may_count: bool
-    ) -> None:
-        self._window, self._ratio, self._moved, self._share = window, ratio, moved, share
-        self._may_count = may_count
+    def __init__(self, window: int, limits: _Limits, *, may_count: bool = False) -> None:
+        self._window, self._limits, self._may_count = window, limits, may_count
         self._largest = SiteWindow(window)
         self._moves = SiteWindow(window)  # of the logarithm of the norm, from look to look
         self._rates = SiteWindow(window)  # the same in a step
         self._rises = SiteWindow(window)  # of the norm, from look to look
+        self._learning = SiteWindow(window)  # the learning rate at the looks
         self._norm, self._numel = np.zeros(0), np.zeros(0)  # at the last look at each
         self._at = np.zeros(0, np.int64)  # which was at this step
         self._still = np.zeros(0, np.int64)  # looks in a row at which a step did not change it
@@ -227,33 +243,35 @@ class _Past:
         if those.any():
             self._norm = grown(self._norm, len(those), 0)
             self._norm[those] = 0
-            for window in (self._largest, self._moves, self._rates, self._rises):
+            for window in (
+                self._largest, self._moves, self._rates, self._rises, self._learning
+            ):  # fmt: skip
                 window.forget(those)
 
     def read(
-        self, numel: Floats, largest: Floats, norm: Floats, floor: float, step: int
+        self, numel: Floats, largest: Floats, norm: Floats, lr: float, step: int
     ) -> tuple[_Leap | None, _Leap | None]:
         """Look at the tensors [n] at a step; NaN: not seen. Return leaps of magnitude, and of norm.
 
-        A magnitude that is not above `floor` is not judged; NaN: all are.
+        A magnitude that is not above the learning rate is not judged; NaN: all are.
         """
         sites, seen = len(numel), np.isfinite(numel)
         last = grown(self._numel, sites, np.nan)
         self._numel = np.where(seen, numel, last)
         self._norm = grown(self._norm, sites, 0)
         self._begin(seen & np.isfinite(last) & (numel != last))  # resized
-        return self._jump(largest, floor), self._step(norm, step)
+        return self._jump(largest, lr), self._step(norm, lr, step)
 
-    def _jump(self, now: Floats, floor: float) -> _Leap | None:
+    def _jump(self, now: Floats, lr: float) -> _Leap | None:
         sites = len(now)
         highest = self._largest.highest(sites)
         known = np.isfinite(now) & (self._largest.points(sites) >= self._window) & (highest > 0)
-        known &= ~(now <= floor)
+        known &= ~(now <= lr)
         ratio = np.divide(now, highest, out=np.zeros(sites), where=known)
         self._largest.add(now)
-        return _leap(ratio, self._ratio, now, highest, of_norm=False)
+        return _leap(ratio, self._limits.ratio, now, highest, of_norm=False)
 
-    def _step(self, now: Floats, step: int) -> _Leap | None:
+    def _step(self, now: Floats, lr: float, step: int) -> _Leap | None:
         sites = len(now)
         last, at = self._norm, grown(self._at, sites, step)
         steps = np.maximum(step - at, 1)
@@ -263,15 +281,19 @@ class _Past:
         # Where fewer steps are sampled than before, the same pace goes further between two looks.
         furthest = np.maximum(self._moves.highest(sites), self._rates.highest(sites) * steps)
         furthest = np.maximum(furthest, LEAST_MOVE)
-        far = known & (self._moves.points(sites) >= self._window) & (move > self._share)
+        far = known & (self._moves.points(sites) >= self._window) & (move > self._limits.share)
         if self._may_count:
             far &= ~self._began_anew(now, last, known)
         times = np.divide(move, furthest, out=np.zeros(sites), where=far)
+        risen = np.fmax(lr / self._learning.lowest(sites), 1.0)
+        together = int((times > self._limits.together * risen).sum()) >= SEVERAL
+        self._learning.add(np.where(known & (lr > 0), lr, np.nan))
         self._moves.add(np.where(known, move, np.nan))
         self._rates.add(np.where(known, move / steps, np.nan))
         self._norm = np.where(np.isfinite(now), now, last)
         self._at = np.where(np.isfinite(now), step, at)
-        return _leap(times, self._moved, now, last, of_norm=True)
+        limit = self._limits.together if together else self._limits.moved
+        return _leap(times, limit, now, last, of_norm=True)
 
     def _began_anew(self, now: Floats, last: Floats, known: Mask) -> Mask:
         """Return which are counts, by their past, that have begun anew since the last look."""

@@ -243,11 +243,16 @@ def favouring(*powers: float) -> list[Look]:
 
 @pytest.mark.parametrize("every", [1, 100])
 def test_frequent_labels_that_weigh_more_are_told_at_the_eighth_look(every: int) -> None:
-    looks = favouring(*[0.5, 1.1] * 30)
-    (warn,) = told(looks, favouring(*[1.0] * 60), every=every)
+    looks = favouring(*[0.3, 1.1] * 30)  # of the few rows of a rank, a rough estimate
+    (warn,) = told(looks, favouring(*[0.8] * 60), every=every)
     assert (warn.level, warn.step, warn.rank, warn.phase) == ("warn", 7 * every, None, "backward")
-    assert warn.values == {"power": 1.0}
+    assert warn.values == {"power": pytest.approx(0.95)}
     assert "inverse of their shares" in warn.message
+
+
+def test_a_rank_that_cannot_tell_how_labels_weigh_is_left_out() -> None:
+    (warn,) = told(favouring(*[1.0] * 20), favouring(*[math.nan] * 20))
+    assert (warn.step, warn.values) == (7, {"power": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -255,14 +260,17 @@ def test_frequent_labels_that_weigh_more_are_told_at_the_eighth_look(every: int)
     [
         [-1.0] * 40,  # as they are meant
         [0.0] * 40,
-        [1.0] * 7,
-        [*[1.0] * 7, 0.4] * 5,  # by chance
+        [0.9] * 7,
+        [*[0.9] * 7, 0.1] * 5,  # by chance
         [math.nan] * 40,
     ],
 )
 def test_other_weights_of_labels_are_not(powers: list[float]) -> None:
     assert told(favouring(*powers)) == []
-    assert told(favouring(*[1.0] * len(powers)), favouring(*powers)) == []
+    assert (
+        told(favouring(*[0.8 if power > 0.5 else power for power in powers]), favouring(*powers))
+        == []
+    )
 
 
 def answering(share: float, steps: int = 40, rows: int = ROWS) -> list[Look]:

@@ -40,19 +40,19 @@ def balanced_until(at: int, then: Sequence[int]) -> Callable[[int], Sequence[int
 def test_an_expert_that_gets_nearly_all_is_named_once(every: int) -> None:
     (warn,) = run(Router(), steps(balanced_until(100, [1, 31, 0, 0]), every=every))
     assert (warn.level, warn.module, warn.kind) == ("warn", "blocks.1.experts.1", "output")
-    assert warn.step == (150 if every == 1 else 170)  # 50 steps, and 8 looks
+    assert warn.step == (120 if every == 1 else 170)  # 20 steps, and 8 looks
     assert warn.values == {"share": 31 / 32, "since": 100, "experts": 4}
     assert "has got 97% of what the 4 experts of its layer are given since step 100" in warn.message
 
 
 def test_it_is_told_again_when_another_one_gets_all() -> None:
     stream = steps(lambda s: [32, 0, 0, 0] if s < 100 else [0, 0, 32, 0], 190)
-    assert levels(run(Router(), stream)) == [("warn", 50), ("warn", 150)]
+    assert levels(run(Router(), stream)) == [("warn", 20), ("warn", 120)]
 
 
 def test_a_busy_expert_below_nineteen_of_twenty_and_all_for_a_few_steps_are_left_alone() -> None:
     assert run(Router(), steps(balanced_until(100, [1, 30, 1, 0]))) == []
-    assert run(Router(), steps(lambda s: [0, 32, 0, 0] if s % 50 < 49 else [8, 8, 8, 8])) == []
+    assert run(Router(), steps(lambda s: [0, 32, 0, 0] if s % 20 < 19 else [8, 8, 8, 8])) == []
 
 
 def test_a_batch_so_small_that_one_gets_all_by_chance_is_left_alone() -> None:

@@ -12,11 +12,11 @@ from tests.detectors.made_records import levels, record, run
 from tests.detectors.made_weights import Made, weights
 
 AT = 100
-OFF = 1e9  # times as far as ever: the rule of one norm that moves is off
+OFF = 1e9  # times as far as ever: the rules of norms that move are off
 
 
 def of_size_and_pace() -> WeightJump:
-    return WeightJump(moved=OFF)
+    return WeightJump(moved=OFF, together=OFF)
 
 
 def stream(weight, steps: int = 160, every: int = 1) -> list[StepRecord]:
@@ -165,6 +165,34 @@ def test_a_norm_that_moves_as_fast_as_before_is_left_alone_where_fewer_steps_are
     steady = stream(lambda s, _: rate**s, steps=500)
     sampled = [r for r in steady if r.step < 50 or r.step % 100 == 0]
     assert run(WeightJump(), sampled) == []
+
+
+def anew(many: int, rate: float | None = None, every: int = 10) -> list[StepRecord]:
+    """Of four parameters that move by 3 % between looks, the first ones grow to 1.2 at once."""
+    late = 2 * AT
+    out = []
+    for at in range(0, 300, every):
+        scalars = {0: {LEARNING_RATE: 0.1 if at < late or rate is None else rate}}
+        usual, far = (1.03 if at // every % 2 else 1.0), (1.2 if at >= late else 1.0)
+        made = {f"l{i}.weight": Made(usual * (far if i < many else 1.0)) for i in range(4)}
+        out.append(replace(weights(at, made), scalars=scalars))
+    return out
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_three_that_move_far_together_are_told_where_one_or_two_are_not(every: int) -> None:
+    (warn,) = run(WeightJump(), anew(3, every=every))
+    assert (warn.level, warn.step, warn.module) == ("warn", 2 * AT, "l0.weight")
+    assert warn.values["parameters"] == 3
+    assert 5 < warn.values["times"] < 10
+    assert "also l1.weight, l2.weight" in warn.message
+    assert [run(WeightJump(), anew(many, every=every)) for many in (1, 2)] == [[], []]
+
+
+def test_a_learning_rate_that_rises_takes_all_further_and_one_that_falls_does_not() -> None:
+    assert run(WeightJump(), anew(3, rate=0.2)) == []
+    assert len(run(WeightJump(), anew(3, rate=0.1))) == 1
+    assert len(run(WeightJump(), anew(3, rate=0.01))) == 1
 
 
 def test_all_norms_that_moved_are_told_in_one_line() -> None:

@@ -1,0 +1,130 @@
+"""A phase of the step that takes all ranks several times what it did, and the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import NamedTuple, final
+
+import numpy as np
+
+from ddpprobe.detectors.sites_of_kind import Floats
+from ddpprobe.detectors.spaced_looks import SpacedLooks
+from ddpprobe.detectors.step_seconds import RankSeconds
+
+PHASES = ("forward", "backward", "optimizer")
+BLOCKS = 2  # of looks that must have been, so that one of them is usual
+SHARE = 0.25  # of the step, that the phase takes
+LEAST_SECONDS = 0.005  # that it takes more
+STEP_TIMES = 1.3  # as long as it took, the step with it
+ALONE = 1.5  # times as much as any other phase: clocks and neighbours slow all of them
+_OUTER = 0.2  # of the looks on either side, which may be anywhere
+_NOTHING = 1e-4  # seconds; what is shorter is not divided by
+
+
+class PhaseLook(NamedTuple):
+    """A sampled step: seconds of each of `PHASES` with a core, on the rank that needed least.
+
+    `whole` is the time of the step, and `work` how many elements modules returned.
+    """
+
+    step: int
+    phases: tuple[float, ...]
+    whole: float
+    work: float
+
+
+class Grown(NamedTuple):
+    """A phase that takes so many seconds, and took so many; the same of the whole step.
+
+    `since` is the first of the looks that say so, of which there are `looks`.
+    """
+
+    phase: str
+    now: float
+    before: float
+    step_now: float
+    step_before: float
+    since: int
+    looks: int
+
+
+def phase_look(
+    step: int, told: Mapping[int, RankSeconds], queued: Mapping[int, RankSeconds], work: float
+) -> PhaseLook:
+    """Return the look at a step, from what ranks took and what of it they were queued for."""
+    phases = (
+        min(getattr(told[rank], name) - getattr(queued[rank], name) for rank in told)
+        for name in PHASES
+    )
+    whole = median(seconds.step for seconds in told.values())
+    return PhaseLook(step, tuple(max(0.0, phase) for phase in phases), whole, work)
+
+
+@final
+class SlowerPhase:
+    """Compares the newest looks with the block of looks in which a phase took least.
+
+    That may be long ago: what piles up step by step is never far above the step before.
+
+    Args:
+        times: as long as it took, beyond the growth of the work.
+        steps: that the newest looks lie over.
+        looks: so many of them at least.
+    """
+
+    def __init__(self, times: float, steps: int, looks: int) -> None:
+        self._times, self._span, self._least = times, steps - 1.0, looks
+        self._looks = SpacedLooks[PhaseLook](self._span, looks)
+        self._blocks, self._closed = 0, -1  # how many, and the last step of the last one
+        self._high = self._middle = np.full(len(PHASES), np.inf)  # of the block with least
+        self._work = np.zeros(len(PHASES))  # of it
+        self._whole = np.inf
+
+    def take(self, look: PhaseLook) -> Grown | None:
+        """Take the next look; return the phase that has grown most, if one has grown so far."""
+        self._looks.add(look, look.step)
+        held = self._looks.held
+        while len(held) > self._least and held[-1][0] - held[1][0] >= self._span:
+            held.popleft()
+        if len(held) < self._least or held[-1][0] - held[0][0] < self._span:
+            return None
+        looks = [one for _, one in held]
+        found = self._grown(looks) if self._blocks >= BLOCKS else None
+        if looks[0].step > self._closed:
+            self._close(looks)
+        return found
+
+    def _close(self, looks: list[PhaseLook]) -> None:
+        """Take a block of looks for the usual one of each phase that took less than before."""
+        self._blocks, self._closed = self._blocks + 1, looks[-1].step
+        times = _times(looks)
+        high = np.quantile(times, 1 - _OUTER, axis=0)
+        less = high < self._high
+        self._high = np.where(less, high, self._high)
+        self._middle = np.where(less, np.median(times, axis=0), self._middle)
+        self._work = np.where(less, median(one.work for one in looks), self._work)
+        self._whole = min(self._whole, median(one.whole for one in looks))
+
+    def _grown(self, looks: list[PhaseLook]) -> Grown | None:
+        times = _times(looks)
+        middle, low = np.median(times, axis=0), np.quantile(times, _OUTER, axis=0)
+        whole = median(one.whole for one in looks)
+        work = median(one.work for one in looks)
+        more_work = np.divide(work, self._work, out=np.ones(len(PHASES)), where=self._work > 0)
+        growth = middle / np.maximum(self._middle, _NOTHING)
+        found = low >= self._times * np.maximum(more_work, 1.0) * np.maximum(self._high, _NOTHING)
+        found &= (middle >= SHARE * whole) & (middle - self._middle >= LEAST_SECONDS)
+        place = int(np.where(found, growth, 0.0).argmax())
+        others = np.delete(growth, place).max()
+        if not found[place] or growth[place] < ALONE * others or whole < STEP_TIMES * self._whole:
+            return None
+        return Grown(
+            PHASES[place], float(middle[place]), max(float(self._middle[place]), _NOTHING), whole,
+            max(self._whole, _NOTHING), looks[0].step, len(looks),
+        )  # fmt: skip
+
+
+def _times(looks: list[PhaseLook]) -> Floats:
+    """Return the seconds [looks, phases]."""
+    return np.array([one.phases for one in looks])
