@@ -46,8 +46,8 @@ class WeightJump(SampledDetector):
     zero; a weight that stood still to the bit for a whole window, and that a step now moves, is
     looked at anew. But for the rule of all together buffers are judged as parameters are: the
     running variance of a batch norm, say, which only evaluation uses. A buffer that has only
-    risen, and is down to what it gains between two looks, is a count that began anew. What is
-    resized is looked at anew.
+    risen, and is down to what it gains between two looks, is a count that began anew, and one of
+    zeros and ones a mask. What is resized is looked at anew.
 
     A largest weight below the learning rate is not judged: one step of Adam may set it (the bias
     of keys, whose gradient is rounding alone).
@@ -107,9 +107,7 @@ class WeightJump(SampledDetector):
             return []
         now = self._rows.read(record)
         lr, at = largest(record, LEARNING_RATE), record.step
-        sizes, peaks, norms = (
-            self._buffers.read(record, stat) for stat in ("numel", "abs_max", "norm")
-        )
+        sizes, peaks, norms = _of_buffers(self._buffers, record)
         weights = self._own["param"]
         weights.forget_rest(now.moved, now.still)
         buffers = self._own["buffer"].read(sizes, peaks, norms, math.nan, at)
@@ -184,6 +182,19 @@ class WeightJump(SampledDetector):
         )
         values = {"rate": share, "parameters": parameters}
         return self.anomaly(record, "warn", message, values, module="", kind="param")
+
+
+def _of_buffers(buffers: SitesOfKind, record: StepRecord) -> list[Floats]:
+    """Return size, largest magnitude and norm of each buffer; NaN: not seen, or nothing to judge.
+
+    What holds zeros and ones alone is a mask (pruning), and has as many of them as it is given.
+    """
+    low, high, whole, square = (
+        buffers.read(record, stat) for stat in ("min", "max", "sum", "sum_sq")
+    )
+    mask = (low >= 0) & (high <= 1) & (whole == square)  # of each element x - x * x >= 0
+    stats = (buffers.read(record, stat) for stat in ("numel", "abs_max", "norm"))
+    return [np.where(mask, np.nan, of) for of in stats]
 
 
 def _usual(rates: Floats) -> float:

@@ -258,6 +258,15 @@ def test_a_buffer_may_be_below_the_learning_rate_and_may_shrink_or_grow_slowly()
         assert run(WeightJump(), statistics(lambda s, f=factor: f**s)) == []
 
 
+@pytest.mark.parametrize(("lowest", "told"), [(0.0, 0), (-1.0, 1)])
+def test_a_mask_of_zeros_and_ones_may_lose_ones_at_once(lowest: float, told: int) -> None:
+    site = Site("head.weight_mask", "buffer")
+    ones = [60 if s < AT else 20 for s in range(160)]
+    of = [{"min": lowest, "max": 1.0, "sum": many, "rms": (many / 100) ** 0.5} for many in ones]
+    records = [record(s, {0: {}}, {site: row}) for s, row in enumerate(of)]
+    assert len(run(WeightJump(), records)) == told
+
+
 def of_elements(size, numel, kind: str = "buffer") -> list[StepRecord]:
     """Steps of a tensor, `size` of step large, of `numel` of step elements."""
     site = Site("cache", kind)
