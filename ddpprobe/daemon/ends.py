@@ -227,6 +227,7 @@ class Ends:
     def _look_at_processes(self, ranks: Mapping[int, LocalRank]) -> None:
         """Write down who is suspended, and that nobody moves although everybody lives."""
         evidence, now = self._daemon_journal.evidence, time.time_ns()
+        said_at = max(now, evidence.last_turn + 1)  # a clock may be set back
         living = {n: r for n, r in ranks.items() if r.up and not r.ended}
         for number, rank in living.items():
             beaten = rank.beat.time_ns if rank.beat else 0
@@ -236,14 +237,15 @@ class Ends:
             known = evidence.is_suspended(number)
             if known != (not moved and (known or _is_suspended(rank))):
                 turn = events.ContinuedEvent if known else events.SuspendedEvent
-                self._daemon_journal.say(turn(rank=number, time_ns=now))
-        if not ranks or len(living) < len(ranks):
-            return  # who waits for one that is gone does not wait for these
-        beats = [rank.beat for rank in ranks.values() if rank.beat is not None]
-        still = len(beats) == len(ranks) and is_still(beats, now)
+                self._daemon_journal.say(turn(rank=number, time_ns=said_at))
+        left = {f.rank for f in self._own if f.closed and f.how == CLEAN}
+        if not living or not ranks.keys() - living.keys() <= left:
+            return  # who waits for one that died does not wait for these
+        beats = [rank.beat for rank in living.values() if rank.beat is not None]
+        still = len(beats) == len(living) and is_still(beats, now)
         if still != evidence.is_stalled(self._node):
             self._daemon_journal.say(
-                (events.StalledEvent if still else events.MovingEvent)(time_ns=now)
+                (events.StalledEvent if still else events.MovingEvent)(time_ns=said_at)
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ddpprobe.detectors.suite import DETECTORS, follows
@@ -115,7 +115,7 @@ def _found(end: End, case: Case, attempt: int) -> list[Anomaly]:
         return []
     if end.state in {CRASHED, HUNG} and end.ranks:
         others = [f for f in case.fates if f.rank not in end.ranks and _is_gone(f, case)]
-        found += [_taken_along(f, end, attempt) for f in others]
+        found += [_taken_along(f, end, fates, attempt) for f in others]
     return found
 
 
@@ -131,9 +131,10 @@ def _of_end(end: End, fates: dict[int, Fate], attempt: int, level: str) -> Anoma
     )  # fmt: skip
 
 
-def _taken_along(fate: Fate, end: End, attempt: int) -> Anomaly:
+def _taken_along(fate: Fate, end: End, fates: Mapping[int, Fate], attempt: int) -> Anomaly:
     who = f"rank {end.ranks[0]}" if len(end.ranks) == 1 else "others"
-    text = f"{describe(fate)}, after {who}"
+    first = any(fate.died_before(fates[rank]) for rank in end.ranks if rank in fates)
+    text = f"{describe(fate)}, {'before' if first else 'after'} {who}"
     step, phase = (fate.clock.step, fate.clock.phase) if fate.clock else (None, None)
     return _anomaly("info", text, attempt, fate.rank, step, phase, [fate])
 

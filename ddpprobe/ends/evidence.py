@@ -137,6 +137,13 @@ class Evidence:
         """Ranks of which another node's daemon has told."""
         return set(self._told)
 
+    @property
+    def last_turn(self) -> int:
+        """Unix time in ns of the newest word that ranks stand still, are suspended, or go on."""
+        return max(
+            (when for when, _ in (*self._stalls.values(), *self._suspended.values())), default=0
+        )
+
     def is_stalled(self, node: str) -> bool:
         """Whether the daemon of a node said last that its ranks stand still."""
         return self._stalls.get(node, (0, False))[1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpprobe.ends.evidence import UNKNOWN, named
-from ddpprobe.ends.rank_ends import ALIVE, LEFT, VICTIM, RankEnds
-from ddpprobe.ends.words import all_wait, place_of, ranks_of
+from ddpprobe.ends.rank_ends import ALIVE, CLEAN, LEFT, TOLD, VICTIM, RankEnds
+from ddpprobe.ends.words import all_wait, common_place, place_of, ranks_of
 from ddpprobe.records.fate import Fate
 
 _MOST_SHOWN = 4  # places at which ranks stand
@@ -36,6 +36,34 @@ def stuck_in(parts: RankEnds) -> list[Fate]:
     places = {f.clock.key for f in stuck if f.clock and parts.part(f) == VICTIM}
     also = [f for f in waited if f not in stuck and f.clock and f.clock.key in places]
     return _not_waiting(sorted([*stuck, *also], key=lambda f: f.rank))
+
+
+def left_early(parts: RankEnds) -> list[Fate]:
+    """Return who came to its end, its exit code seen, while all others stand in a later step.
+
+    They train together, so each step has a call to the others that these will never make.
+    """
+    left = [f for f in parts.all(LEFT) if f.how == CLEAN and f.clock]
+    others = [f for f in parts.case.fates if f not in left]
+    if not left or parts.case.partial or not any(f.stalled for f in others):
+        return []
+    if any(parts.part(f) not in {ALIVE, TOLD} or f.paused or not _is_within(f) for f in others):
+        return []
+    first = min(f.clock.key for f in others if f.clock)
+    return [f for f in left if f.clock and f.clock.key < first]
+
+
+def _is_within(fate: Fate) -> bool:
+    """Whether it stands within a step, and not seen to wait for nobody."""
+    elsewhere = fate.stands is not None and fate.stands.waits is False
+    return fate.clock is not None and fate.clock.phase != "data" and not elsewhere
+
+
+def waiting_in_words(parts: RankEnds) -> str:
+    """Say of those that did not come to their end where they wait, or waited."""
+    others = [f for f in parts.case.fates if parts.part(f) != LEFT]
+    verb = "waited" if not parts.has(ALIVE) else "waits" if len(others) == 1 else "wait"
+    return f"{ranks_of(others)} {verb} for it{common_place(others)}"
 
 
 def missed(parts: RankEnds) -> list[Fate]:

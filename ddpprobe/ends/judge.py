@@ -43,6 +43,7 @@ from ddpprobe.ends.words import (
     last_step_of,
     phase_of,
     place_of,
+    raised_in_words,
     ranks_of,
     step_of,
 )
@@ -122,6 +123,10 @@ def judge(case: Case) -> End:
         return open_ or _last_resort(parts, pool) or _crashed(pool)
     if parts.has(SILENT) and not parts.has(VICTIM):
         return _quiet(parts)
+    early = hang.left_early(parts)
+    if early:
+        text = f"{'; '.join(map(describe_left, early))}; {hang.waiting_in_words(parts)}"
+        return End(HUNG, tuple(f.rank for f in early), "hang", step_of(early), None, text)
     stuck = hang.stuck_in(parts)
     if stuck:
         return _hung(parts, stuck)
@@ -179,11 +184,12 @@ def _same_choice(parts: RankEnds) -> End | None:
         inside = any(f.clock and f.clock.phase in INSIDE for f in fates)
         who = ranks_of(fates) if unseen else "every rank"
         said = f"{who} ended with exit code {next(iter(hows))[5:]}"
-        # Where no script calls sys.exit(), and a signal's handler may. Of several nodes the
-        # launcher sends the signal because of the other one, too.
-        if inside and not parts.has(ABSENT) and not unseen:
+        # There no script calls sys.exit(), but a signal's handler does, if one has run, or what
+        # catches an exception. Of several nodes the launcher sends it because of the other, too.
+        if inside and all(f.handles for f in fates) and not parts.has(ABSENT) and not unseen:
             return _stopped(parts, f"{said} out of a handler of SIGTERM or SIGINT")
-        why = "by the script's handler of a signal, or by its own choice"
+        other = "behind an exception that it caught" if inside else "by its own choice"
+        why = f"by the script's handler of a signal, or {other}"
         text, grave = f"{said}: {why}{_besides(parts)}", bool(unseen)
         return End(UNDECIDED, (), next(iter(hows)), step_of(fates), None, text, grave)
     return _quiet(parts) if _is_between_steps(parts) else None
@@ -213,15 +219,18 @@ def _watched(parts: RankEnds, pool: list[Fate]) -> End | None:
 
     NCCL's watchdog aborts those who wait; one that aborts on its own leaves others behind as well.
     Told to stop may also be who was killed (SIGKILL), if nothing says which of the two was first.
+    For one that had come to its end an exit code may be the answer, too.
     """
-    aborted = [f for f in pool if parts.part(f) == ABORTED]
+    early = parts.all(LEFT, SILENT)
+    answers = [f for f in pool if early and parts.part(f) == CHOSE]
+    aborted = [f for f in pool if parts.part(f) == ABORTED] or answers
     killed = [f for f in parts.all(CAUSE) if is_killed(f)]
     killed = [f for f in killed if not any(is_ordered(f, a) for a in aborted)]
     known = [*aborted, *killed, *unseen_of(parts)]
     if not aborted or any(f.clock is None or f not in known for f in pool):
         return None
     least = min(f.clock.key for f in aborted if f.clock)
-    after = [*parts.all(TOLD, LOST), *killed]
+    after = early if aborted == answers else [*parts.all(TOLD, LOST), *early, *killed]
     behind = [f for f in after if f.clock and f.clock.key < least]
     if not behind:
         return None
@@ -229,7 +238,7 @@ def _watched(parts: RankEnds, pool: list[Fate]) -> End | None:
     text = f"{describe(aborted[0])} while {place_of(behind)}, was behind: "
     text += "it failed, or had waited for it"
     ranks = tuple(f.rank for f in both)
-    return End(UNDECIDED, ranks, "SIGABRT", step_of(both), None, text, grave=True)
+    return End(UNDECIDED, ranks, how_of(aborted[0]), step_of(both), None, text, grave=True)
 
 
 def _last_resort(parts: RankEnds, pool: list[Fate]) -> End | None:
@@ -326,11 +335,39 @@ def _broken(parts: RankEnds) -> End:
         return End(CRASHED, ranks, UNKNOWN, step_of(gone), phase_of(gone), text)
     if parts.has(ALIVE):
         return End(RUNNING, message=f"{said}; the other ranks live")
-    if parts.has(TOLD):
+    return _broke_by_itself(parts)
+
+
+def _broke_by_itself(parts: RankEnds) -> End:
+    """Communication broke, and all others were told to end, because of that or before it."""
+    victims, told = parts.all(VICTIM), parts.all(TOLD)
+    first = _broke_first(parts)
+    if told and not first:
         return _stopped(parts)
-    ranks = tuple(f.rank for f in victims)
-    text = f"{said}, and no rank is known to have failed on its own"
-    return End(CRASHED, ranks, how_of(victims[0]), step_of(victims), phase_of(victims), text)
+    victims = first or victims
+    ranks, how = tuple(f.rank for f in victims), how_of(victims[0])
+    said = f"{ranks_of(victims)} lost the connection ({died_of(victims[0])})"
+    if any(f.may_be_handled for f in told):
+        text = (
+            f"{said} before {ranks_of(told)} ended ({told[0].how}): it broke, and they were told "
+            "to end because of that, or they were told to end, and closed it"
+        )
+        return End(UNDECIDED, ranks, how, step_of(first), phase_of(first), text, grave=True)
+    lived = " while all others lived" if first else ""
+    text = f"{said}{lived}, and no rank is known to have failed on its own"
+    return End(CRASHED, ranks, how, step_of(victims), phase_of(victims), text)
+
+
+def _broke_first(parts: RankEnds) -> list[Fate]:
+    """Return whose communication broke before anybody ended who was told to: not because of that.
+
+    Somebody else's handler of a signal, or Python's answer to SIGINT, may have closed it before.
+    """
+    told = parts.all(TOLD)
+    if not told or any(f.asked or f.error is not None for f in told):
+        return []
+    victims = (f for f in parts.all(VICTIM) if not f.handles)
+    return [f for f in victims if all(f.died_before(t) for t in told)]
 
 
 def _stopped(parts: RankEnds, said: str = "") -> End:
@@ -345,6 +382,8 @@ def _stopped(parts: RankEnds, said: str = "") -> End:
     hows = sorted({_asked_by(f) for f in told}, key=lambda how: (how == "SIGKILL", how))
     text = said or f"{ranks_of(told)} ended because of {' and '.join(map(asked_in_words, hows))}"
     text += _besides(parts)
+    broken = parts.all(VICTIM)
+    text += f"; {ranks_of(broken)} lost the connection ({died_of(broken[0])})" if broken else ""
     by = f"; {case.scheduler}" if case.scheduler else ""
     fates = told or case.fates
     how = hows[0] if hows else case.fates[0].how
@@ -391,7 +430,10 @@ def _without_word(parts: RankEnds) -> End:
     unread = [f for f in lost if f.beat_closed and not f.closed]
     if unread:
         text += f"; {ranks_of(unread)} closed, and the last words are not in the run directory"
-    return End(UNDECIDED, (), UNKNOWN, step, None, text)
+    raised = next((f.error for f in lost if f.error is not None), None)
+    if raised is not None:
+        text += f"; {raised_in_words(lost)}"
+    return End(UNDECIDED, (), raised.type if raised else UNKNOWN, step, None, text)
 
 
 def _ended(case: Case) -> End:
@@ -402,7 +444,7 @@ def _ended(case: Case) -> End:
 
 
 def _midway(case: Case) -> End | None:
-    """Ranks left in the middle of a step, each in another place, with nothing wrong by their codes.
+    """Ranks left in the middle of a step, with nothing wrong by their codes.
 
     None of them had said that its training was over. An exception that a script swallows leaves no
     other trace. Behind a training forward a script may come to its end as well, but then all ranks
@@ -410,12 +452,18 @@ def _midway(case: Case) -> End | None:
     """
     places = {f.clock.key for f in case.fates if f.clock}
     inside = [f for f in case.fates if f.clock and f.clock.phase != "data" and f.at_exit]
-    if len(places) < 2 or not inside:
+    within = [f for f in case.fates if f.clock and f.clock.phase in INSIDE]
+    within = [f for f in within if f.at_exit or f.error is not None]
+    if not within and (len(places) < 2 or not inside):
         return None
+    inside = within or inside
     step = last_step_of(inside)
     each = "; ".join(place_of([f]) for f in inside[:4]) + ("; ..." if len(inside) > 4 else "")
-    text = f"not every rank came to the end of its step ({each}), and none said why: an exception "
-    text += "that the script caught, or its own choice"
+    who = "no rank" if len(inside) == len(case.fates) else "not every rank"
+    text = f"{who} came to the end of its step ({each}), and "
+    raised = raised_in_words(inside)
+    caught = "an exception that the script caught"
+    text += f"{raised}: {caught}" if raised else f"none said why: {caught}, or its own choice"
     return End(UNDECIDED, (), CLEAN, step, None, text)
 
 

@@ -104,17 +104,36 @@ def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
     chose = how.startswith("exit:") and how != CLEAN and not _was_over(fate)
     if fate.pool and fate.at_exit:
         return TOLD  # its script had not said that it was over: the pool did not wait for that
-    if fate.closed and not fate.dead and not chose:
-        # A signal behind that is torch's threads, which abort now and then in its last moments.
-        # Without an exit code nobody knows why one closed in the middle of a step.
-        midway = fate.clock is not None and fate.clock.phase != "data" and how in {"", UNKNOWN}
-        return LEFT if not midway else ALIVE if case.live and not how else LOST
+    if fate.closed and not fate.dead and not chose and not _was_killed_early(fate, case):
+        return _of_closed(fate, case)
     if how == CLEAN:
         return LEFT if fate.beat_closed else SILENT  # its last word may have found no room
     if how in {"", UNKNOWN}:
         alive = not how and case.live
         return ALIVE if alive else LOST if fate.heard else ABSENT
     return _of_status(fate, case, told)
+
+
+def _of_closed(fate: Fate, case: Case) -> str:
+    """Return what the end is of one that said its last word.
+
+    A signal behind that is torch's threads, which abort now and then in its last moments. Without
+    an exit code nobody knows why one closed in the middle of a step, or behind an exception.
+    """
+    midway = (fate.clock is not None and fate.clock.phase != "data") or fate.error is not None
+    if not midway or fate.how not in {"", UNKNOWN}:
+        return LEFT
+    return ALIVE if case.live and not fate.how else LOST
+
+
+def _was_killed_early(fate: Fate, case: Case) -> bool:
+    """Whether it was killed behind its last word, when another rank had not yet said its own.
+
+    Where all of them have, it may be what started them, when all is done.
+    """
+    others = [f for f in case.fates if f.rank != fate.rank]
+    early = any(f.heard and not (f.closed or f.beat_closed) for f in others)
+    return fate.how == "SIGKILL" and not fate.pool and early
 
 
 def _was_over(fate: Fate) -> bool:

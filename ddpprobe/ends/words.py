@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpprobe.ends.evidence import UNKNOWN, named
 from ddpprobe.ends.rank_ends import CLEAN
-from ddpprobe.records.fate import Fate, Progress
+from ddpprobe.records.fate import Fate, Progress, RaisedError
 
 
 def how_of(fate: Fate) -> str:
@@ -39,18 +39,31 @@ def died_of(fate: Fate) -> str:
     how, error = how_of(fate), fate.error
     if error is None or how != error.type:
         return how
+    return f"{_in_words(error)}{_lingering(fate)}"
+
+
+def raised_in_words(fates: Iterable[Fate]) -> str:
+    """Say which of these ranks had an exception under way as they closed; "" if none had."""
+    raised = [(f, f.error) for f in fates if f.error is not None]
+    return (
+        f"{ranks_of(f for f, _ in raised)} had raised {_in_words(raised[0][1])}" if raised else ""
+    )
+
+
+def _in_words(error: RaisedError) -> str:
     text = f": {error.message}" if error.message else ""
     at = f" at {error.where}" if error.where else ""
     while_ = f", while it handled {error.behind}" if error.behind else ""
-    return f"{how}{text}{at}{while_}{_lingering(fate)}"
+    return f"{error.type}{text}{at}{while_}"
 
 
 def _lingering(fate: Fate) -> str:
     """Say for which threads its process waited, unless it came to its end."""
     if not fate.threads or fate.how.startswith("exit:"):
         return ""
+    ended = "" if fate.how in {"", UNKNOWN} else ", and its process did not end: it"
     many = "s" * (len(fate.threads) > 1)
-    return f", and its process did not end: it waited for thread{many} {', '.join(fate.threads)}"
+    return f"{ended or ', behind which it'} waited for thread{many} {', '.join(fate.threads)}"
 
 
 def place_of(fates: list[Fate]) -> str:

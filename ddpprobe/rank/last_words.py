@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 from ddpprobe.rank.frames import line_in_words, module_of, stack
 from ddpprobe.rank.scheduler import pool
@@ -25,6 +25,8 @@ MAX_THREADS, MAX_NAME = 4, 60
 MAX_CHAIN = 16  # exceptions, each raised while the one before it was handled
 # Where ranks talk to one another, and what of it raises; the name of a module, or its beginning.
 _TALKING = ("torch.distributed", "torch._C._distributed_c10d")
+# Where torch reads and writes files, and pipes, of any name.
+_FILES = ("torch.serialization", "torch.multiprocessing", "torch.utils.data", "torch.hub")
 _RAISE = opcode.opmap["RAISE_VARARGS"]
 # Schedulers announce the end of a job's time by a signal of its choice (Slurm's --signal).
 _ASKS = {
@@ -44,7 +46,10 @@ _WRONG_CALL = re.compile(
     r"|not (?:been|initialized|implemented|available))\b",
     re.IGNORECASE,
 )
+# A port of this rank's own host.
+_OWN_ADDRESS = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _PATH = re.compile(r"\S*/\S*")
+_TOLD_WORKER = re.compile(r"DataLoader worker .*killed by signal: (?:Terminated|Interrupt|Hangup)")
 _OF_A_WORKER = re.compile(r"Caught (\w+) in ")
 
 # What a rank's own device says, wherever it is heard: a collective may be the next to ask it.
@@ -152,14 +157,21 @@ def _behind(chain: list[BaseException]) -> str:
 def _is_asked(chain: Iterable[BaseException]) -> bool:
     """Whether one of these is Python's answer to SIGINT, or out of a handler of the script's.
 
-    Of a signal by which somebody asks a script to end: a timer of its own (SIGALRM) is none.
+    Of a signal by which somebody asks a script to end: a timer of its own (SIGALRM) is none. One
+    that is sent to all processes of a job ends the workers of a DataLoader, too.
     """
     handlers = OF_THE_SCRIPT.codes
     return any(
         (isinstance(error, KeyboardInterrupt) and not _is_raised_by_hand(error))
-        or any(f.f_code in handlers or signal_of(f) in _ASKS for f in _frames(error.__traceback__))
+        or any(_is_in_a_handler(f, handlers) for f in _frames(error.__traceback__))
         for error in chain
-    )
+    ) or (OF_THE_SCRIPT.may_have_run and any(_TOLD_WORKER.search(first_line(e)) for e in chain))
+
+
+def _is_in_a_handler(frame: FrameType, handlers: frozenset[CodeType]) -> bool:
+    """Whether a frame is one of a handler that a signal called; a script may call it by itself."""
+    called_for = signal_of(frame)
+    return called_for in _ASKS or (called_for is not None and frame.f_code in handlers)
 
 
 def _is_raised_by_hand(error: BaseException, *, torch_s: bool = False) -> bool:
@@ -238,17 +250,18 @@ def _is_collective(error: BaseException) -> bool:
     script where that waits for what it began. What is raised by a `raise` in torch.distributed is
     of its own checks, unless it says that a peer is gone.
     """
-    if _is_of_the_device(error):
+    if _is_of_the_device(error) or _OWN_ADDRESS.search(first_line(error)):
         return False
     if any(kind.__name__ in _DIST_ERRORS for kind in type(error).__mro__):
-        return True
-    if not isinstance(error, RuntimeError | OSError):  # a wrong call, such as without a group
-        return False
+        return not _is_raised_by_hand(error)  # a script may have errors that are derived from these
     modules = [module_of(frame) for frame in _frames(error.__traceback__)]
     inner, said = modules[-1] if modules else "", first_line(error)
+    # Others are a wrong call, such as without a group.
+    if inner.startswith(_FILES) or not isinstance(error, RuntimeError | OSError):
+        return False
     text = _PATH.sub("", said)  # a checkpoint may lie in a folder of any name
     gone, by_hand = bool(_GONE.search(text)), _is_raised_by_hand(error, torch_s=True)
-    if not inner.startswith("torch"):
+    if not (inner == "torch" or inner.startswith("torch.")):
         # A script has connections of its own, to which the same may happen.
         return type(error) is RuntimeError and gone and not by_hand and bool(_BACKEND.search(said))
     if gone or by_hand or _WRONG_CALL.search(text):

@@ -82,3 +82,61 @@ def test_a_hang_is_the_first_cause_while_it_lasts_and_none_when_the_ranks_went_o
         assert told.anomalies[RANK_LOST, "page"] == 1
         kept = MergedReader(job.run).daemon_anomalies(0)
         assert [a.level for a in kept if a.detector == RANK_LOST] == ["info"]
+
+
+def test_ranks_that_stand_in_a_step_which_another_left_before_wait_for_that_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ends, "SETTLED_SECONDS", -1.0)
+    with cluster(tmp_path, nodes=1) as job:
+        last = job.ranks - 1
+        let_stand(job, 5, monkeypatch, 0.0)
+        job.writer(last).append_json(
+            framing.LIFE,
+            {
+                "event": "closed",
+                "status": "ok",
+                "step": 5,
+                "steps": 5,
+                "micro": 0,
+                "state": "closed",
+            },
+        )
+        gone = job.head.ranks[last]
+        gone.exit, gone.spent = Exit((0, last), "exit:0", time.time_ns()), True
+        job.look(1.0)
+        assert job.head.state == RUNNING
+        now = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now() + 60_000_000_000)
+        job.look(1.0)
+        job.look(1.0)
+        assert job.head.state == HUNG
+        told = job.head.daemon_journal
+        assert told is not None
+        assert told.first_cause is not None
+        assert told.first_cause.rank == last
+        assert any(f"rank {last} had ended (exit:0)" in a.message for a in told.lost)
+        job.beat(0, 7)
+        job.look(1.0)
+        job.look(1.0)
+        assert job.head.state == RUNNING
+
+
+def test_a_clock_that_is_set_back_takes_no_word_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ends, "SETTLED_SECONDS", -1.0)
+    with cluster(tmp_path, nodes=1) as job:
+        let_stand(job, 5, monkeypatch, 60.0)
+        assert job.head.state == HUNG
+        now = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now() - 3_600_000_000_000)
+        for rank in job.of(0):
+            job.beat(rank, 7)
+        job.look(1.0)
+        job.look(1.0)
+        assert job.head.state == RUNNING
+        kept = MergedReader(job.run).events(0)
+        assert [type(e.what).__name__ for e in kept if "Moving" in type(e.what).__name__] == [
+            "MovingEvent"
+        ]

@@ -21,6 +21,7 @@ from ddpprobe.rundir.heartbeat import Heartbeat
 
 GONE = RaisedError("RuntimeError", "[gloo] Connection closed by peer", "train.py:9 in main", True)
 TIMED_OUT = RaisedError("RuntimeError", "[gloo] Timed out waiting 1800000ms", "train.py:9", True)
+NETWORK = RaisedError("DistBackendError", "NCCL error: unhandled system error", "t.py:9", True)
 OWN = RaisedError("ValueError", "bad batch", "train.py:40 in step")
 REFUSED = RaisedError("ConnectionResetError", "by peer", "train.py:40 in fetch")
 OWN_STOP = RaisedError("AnomalyStop", "nonfinite at step 6, rank 1", "train.py:50 in train")
@@ -243,6 +244,50 @@ VERDICTS = {
         [fate(0, "SIGTERM", order=0), fate(1, "SIGKILL", order=1)], "stopped", [], "SIGTERM"),
     "one told to stop, and its peer by a broken connection": (
         [fate(0, "SIGTERM"), raised(1, GONE)], "stopped", [], "SIGTERM"),
+    "the same, seen in this order": (
+        [fate(0, "SIGTERM", order=0), raised(1, GONE, order=1)], "stopped", [], "SIGTERM"),
+    "a broken connection while all others lived, who were told to stop behind it": (
+        [fate(0, "SIGTERM", order=1), raised(1, NETWORK, order=0), fate(2, "SIGTERM", order=2)],
+        "crashed", [1], "DistBackendError"),
+    "the same, and one of the others had ended before": (
+        [fate(0, "SIGTERM", order=1), raised(1, GONE, order=0), fate(2, "SIGTERM", order=0)],
+        "stopped", [], "SIGTERM"),
+    "the same on two ranks": (
+        [raised(0, NETWORK, order=0), raised(1, NETWORK, order=0), fate(2, "SIGTERM", order=1)],
+        "crashed", [0, 1], "DistBackendError"),
+    "the same, and the others may have closed it in a handler of their own": (
+        [fate(0, "exit:143", order=1, sets_handlers=True), raised(1, NETWORK, order=0)],
+        "unknown", [1], "DistBackendError"),
+    "the same, and a handler had run in the one that broke": (
+        [fate(0, "exit:143", order=1, sets_handlers=True),
+         raised(1, GONE, order=0, handles=True, sets_handlers=True)], "stopped", [], "exit:143"),
+    "the same, and Python's answer to SIGINT ended the other": (
+        [raised(0, PREEMPTED, order=1), raised(1, GONE, order=0)], "stopped", [],
+        "a handler of a signal (Preempted)"),
+    # Left early, or killed behind its last word.
+    "left behind the others, who stood in a later step until they were told to stop": (
+        [fate(0, "exit:0", at(5, "data"), closed=True, at_exit=True),
+         *(fate(n, "SIGTERM", at(5, "backward"), stalled=True) for n in (1, 2))], "hung", [0],
+        "hang"),
+    "the same, and nobody stands still": (
+        [fate(0, "exit:0", at(5, "data"), closed=True, at_exit=True),
+         *(fate(n, "SIGTERM", at(5, "backward")) for n in (1, 2))], "stopped", [], "SIGTERM"),
+    "left where all others stand behind their last step, as for a checkpoint": (
+        [fate(0, "exit:0", at(5, "data"), closed=True, at_exit=True),
+         *(fate(n, "SIGTERM", at(6, "data"), stalled=True) for n in (1, 2))], "stopped", [],
+        "SIGTERM"),
+    "killed behind close() while others trained on": (
+        [fate(0, "SIGKILL", at(40, "data"), closed=True, order=0),
+         fate(1, "SIGTERM", at(40, "data"), order=1)], "crashed", [0], "SIGKILL"),
+    "killed behind close(), as all had closed": (
+        [fate(0, "SIGKILL", at(40, "data"), closed=True, order=0),
+         fate(1, "exit:0", at(40, "data"), closed=True, order=1)], "ended", [], ""),
+    "an abort, and one had left behind it": (
+        [fate(0, "exit:0", at(5, "data"), closed=True, at_exit=True, order=0),
+         fate(1, "SIGABRT", at(5, "backward"), order=1)], "unknown", [0, 1], "SIGABRT"),
+    "an exit code, and one had left behind it": (
+        [fate(0, "exit:0", at(5, "data"), closed=True, at_exit=True, order=0),
+         fate(1, "exit:3", at(5, "backward"), closed=True, order=1)], "unknown", [0, 1], "exit:3"),
     # Stood still.
     "suspended, and killed by the launcher at last": (
         [fate(0, "SIGTERM", at(12, "backward"), order=0), fate(1, "SIGKILL", suspended=True,
@@ -296,7 +341,15 @@ VERDICTS = {
         [fate(0, "SIGABRT", closed=True), fate(1, "exit:0", closed=True)], "ended", [], ""),
     "closed without a daemon": (
         [fate(n, clock=at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),
-    "caught behind close()": ([fate(0, "exit:0", closed=True, error=OWN)], "ended", [], ""),
+    "caught behind close(), out of a forward": (
+        [fate(0, "exit:0", closed=True, error=OWN)], "unknown", [], "exit:0"),
+    "caught behind close(), between two steps, as what ends a training early": (
+        [fate(0, "exit:0", at(12, "data"), closed=True, error=OWN)], "ended", [], ""),
+    "an exception between two steps, and nobody saw the exit code": (
+        [fate(0, "", at(12, "data"), closed=True, error=OWN)], "unknown", [], "ValueError"),
+    "the same, seen by a daemon that does not know the code": (
+        [fate(n, "unknown", at(12, "data"), closed=True, error=OWN) for n in (0, 1)], "unknown", [],
+        "ValueError"),
     "everybody gone without a word or a witness": (
         [fate(0), fate(1, "unknown")], "vanished", [], "unknown"),
     "a copy of records without a heartbeat": (
@@ -420,9 +473,14 @@ VERDICTS = {
         [fate(0, "exit:0", at(17, "data"), closed=True), fate(1, "exit:0", at(17), closed=True)],
         "ended", [], ""),
     "ended well behind the same forward": (
-        [fate(n, "exit:0", at(17), closed=True, at_exit=True) for n in (0, 1)], "ended", [], ""),
-    "three that ended well behind the same forward": (
-        [fate(n, "exit:0", at(17), closed=True, at_exit=True) for n in range(3)], "ended", [], ""),
+        [fate(n, "exit:0", at(17, "backward"), closed=True, at_exit=True) for n in (0, 1)],
+        "ended", [], ""),
+    "left out of the same forward, where only an exception leads": (
+        [fate(n, "exit:0", at(17), closed=True, at_exit=True) for n in (0, 1)],
+        "unknown", [], "exit:0"),
+    "one alone that left out of its optimizer": (
+        [fate(0, "exit:0", at(17, "optimizer"), closed=True, at_exit=True)],
+        "unknown", [], "exit:0"),
     "ended well with unlike numbers of batches": (
         [fate(n, "exit:0", at(17 + n, "data"), closed=True, at_exit=True) for n in (0, 1)],
         "ended", [], ""),
@@ -442,8 +500,10 @@ VERDICTS = {
     "torchrun failed because a rank did": (
         [left(0, at(7, "data"), launcher="exit:1"), raised(1, OWN, launcher="exit:1")], "crashed",
         [1], "ValueError"),
-    "one exit code of all in the same forward, of a script that handles signals": (
-        [fate(n, "exit:5", sets_handlers=True) for n in (0, 1)], "stopped", [], "exit:5"),
+    "one exit code of all in the same forward, and a handler of signals had run": (
+        [fate(n, "exit:5", closed=True, handles=True) for n in (0, 1)], "stopped", [], "exit:5"),
+    "the same, of which nobody knows whether it had": (
+        [fate(n, "exit:5", sets_handlers=True) for n in (0, 1)], "unknown", [], "exit:5"),
     "the same between two steps": (
         [fate(n, "exit:5", at(7, "data"), sets_handlers=True) for n in (0, 1)], "unknown", [],
         "exit:5"),
@@ -594,6 +654,23 @@ def test_who_answered_a_signal_by_a_code_may_have_been_told_to_because_of_anothe
     assert verdict(*here).state == "stopped"
     end = verdict(*here, Fate(2), partial=True)
     assert (end.state, end.ranks, end.how) == ("unknown", (), "exit:5"), end.message
+
+
+def test_who_left_before_a_step_in_which_all_others_stand_is_named_while_it_lasts() -> None:
+    gone = fate(0, "exit:0", at(5, "data"), closed=True, at_exit=True)
+    waiting = [fate(n, clock=at(5, "backward"), stalled=True) for n in (1, 2)]
+    end = verdict(gone, *waiting, live=True)
+    assert (end.state, end.ranks) == ("hung", (0,))
+    assert "rank 0 had ended (exit:0) after step 5; ranks 1 and 2 wait for it" in end.message
+    elsewhere = Standing("a.py:5 in f", False, at(5, "backward"))
+    for others in (
+        [replace(one, stalled=False) for one in waiting],
+        [replace(one, stands=elsewhere) for one in waiting],  # seen to wait for nobody
+        [replace(waiting[0], paused=True), waiting[1]],
+        [replace(waiting[0], clock=at(5, "data")), waiting[1]],  # not begun either
+    ):
+        assert verdict(gone, *others, live=True).state == "running"
+    assert verdict(replace(gone, how=""), *waiting, live=True).state == "running"
 
 
 def test_a_broken_connection_is_no_rank_s_doing_while_another_node_is_not_seen() -> None:

@@ -86,7 +86,12 @@ class DistBackendError(RuntimeError):
 
 
 def dist_error(text: str = "NCCL error") -> None:
-    raise DistBackendError(text)
+    """Raise it as C++ does: with no `raise` in a frame."""
+    (_ for _ in ()).throw(DistBackendError(text))
+
+
+def own_dist_error() -> None:
+    raise DistBackendError("the configuration of the mesh is wrong")
 
 
 @pytest.mark.parametrize(
@@ -110,6 +115,15 @@ def dist_error(text: str = "NCCL error") -> None:
         (inside(ENGINE, "raise RuntimeError('backward through the graph a second time')"), False),
         (inside("botocore.client", "raise OSError('Connection reset by peer')"), False),
         (dist_error, True),
+        (own_dist_error, False),
+        (lambda: dist_error("code: -98, name: EADDRINUSE, address already in use"), False),
+        # Files and pipes of any name, and modules that are named like torch.
+        (inside("torch.serialization", "open('nccl_model.pt')"), False),
+        (inside("torch.serialization", "raise BrokenPipeError(32, 'Broken pipe')"), False),
+        (inside("torch.serialization", of_cpp("my gloo run is no folder")), False),
+        (inside("torch.utils.data.dataloader", of_cpp("Connection reset by peer")), False),
+        (inside("torch_utils.data", of_cpp("connection refused by the tokenizer")), False),
+        (inside("torchdata.nodes", of_cpp("timed out waiting for a worker")), False),
         # What a device has failed with is heard by whoever asks it next.
         (inside("torch.distributed.distributed_c10d", ASSERT), False),
         (inside("torch.distributed.fsdp._fully_shard._fsdp_collectives", OUT_OF_MEMORY), False),
@@ -251,6 +265,37 @@ def test_what_a_handler_of_a_signal_raises_was_asked_for(on_term) -> None:
     assert describe(caught(lambda: signal.raise_signal(signal.SIGTERM))).asked
     assert not describe(caught(own)).asked
     assert goodbye().handles
+
+
+def test_a_handler_that_the_script_calls_by_itself_was_asked_for_by_nobody() -> None:
+    def save(signum: object = None, frame: object = None) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = signal.signal(signal.SIGTERM, save)
+    try:
+        assert not describe(caught(save)).asked
+        assert describe(caught(lambda: signal.raise_signal(signal.SIGTERM))).asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_loader_s_worker_that_was_told_to_end_with_its_script_was_asked_for() -> None:
+    def told(by: str) -> bool:
+        raising = inside("train", f"raise RuntimeError('DataLoader worker (pid 7) is {by}. ')")
+        return describe(caught(raising)).asked
+
+    def flag(*_: object) -> None:
+        """Note that the training is to end behind this step."""
+
+    before = signal.signal(signal.SIGTERM, flag)
+    try:
+        assert not told("killed by signal: Terminated")  # nobody told the script
+        signal.raise_signal(signal.SIGTERM)
+        assert told("killed by signal: Terminated")
+        assert not told("killed by signal: Killed")
+        assert not told("killed by signal: Segmentation fault")
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_ctrl_c_was_asked_for_and_is_no_handler_of_the_script_s() -> None:
