@@ -24,8 +24,8 @@ _JUDGE = {"reference.py", "rivals.py", "score.py"}  # they change what is said o
 # tests/distributed/test_replayed.py and tests/grid hold. No job here is resumed.
 _NO_ROWS = {
     *("cli", "daemon", "detectors", "ends", "inspect", "metrics", "reader", "report", "testing"),
-    "store/earlier_attempts.py",
-}
+    "rank/last_words.py", "store/earlier_attempts.py",
+}  # fmt: skip
 
 
 class Key(NamedTuple):
