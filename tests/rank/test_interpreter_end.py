@@ -113,7 +113,8 @@ def test_training_of_a_thread_that_goes_on_is_recorded_to_its_end(
 @pytest.mark.parametrize(
     ("how", "threads", "lingers"),
     [
-        ("", ("a",), ", and its process did not end: it waited for thread a"),
+        ("", ("a",), ", behind which it waited for thread a"),
+        ("unknown", ("a",), ", behind which it waited for thread a"),
         ("SIGTERM", ("a", "b"), ", and its process did not end: it waited for threads a, b"),
         ("exit:1", ("a",), ""),
         ("", (), ""),

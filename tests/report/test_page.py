@@ -21,7 +21,7 @@ from ddpprobe.cli.main import main
 from ddpprobe.reader.run import open_run
 from ddpprobe.records.histogram import BINS
 from ddpprobe.records.step import KINDS, Anomaly, FirstBad, Site, StepRecord
-from ddpprobe.report import page
+from ddpprobe.report import page, tables
 from ddpprobe.report.columns import NEAR, StepColumns
 from ddpprobe.report.heat import KIND_WORDS, LAST, grouped
 from ddpprobe.report.numbers import Labels, Numbers, table_of
@@ -265,6 +265,7 @@ def test_the_page_goes_to_standard_output(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = make(tmp_path / "r", steps=1).close()
+    monkeypatch.setattr(tables, "when", lambda _: "now")  # the second in which it is made
     assert main(["report", str(run.path), "-o", "page.html"]) == 0
     capsysbinary.readouterr()
     assert main(["report", str(run.path), "-o", "-"]) == 0
