@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from ddpprobe.cli.main import main
 
+from ..prometheus_harness import until
 from ..waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +87,66 @@ def test_shellcheck_finds_no_fault_in_what_a_task_and_a_pod_run(tmp_path: Path) 
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}")
         done = shellcheck(tmp_path / name)
         assert done.returncode == 0, done.stdout
+
+
+# torchrun and ddpprobe, as far as signals go: they say what they are told.
+TORCHRUN = """#!/usr/bin/env bash
+end() {
+  echo torchrun got SIGTERM >> said
+  kill "$!"
+  sleep 0.3
+  echo torchrun ended >> said
+  exit 7
+}
+trap end TERM
+echo torchrun runs >> said
+sleep 600 & wait "$!"
+"""
+DDPPROBE = '#!/usr/bin/env bash\necho "ddpprobe $*" >> said\n'
+
+
+def in_pid_namespace() -> list[str]:
+    """Return the words that make a command process 1 of its own, if the system allows that."""
+    words = ["unshare", "--pid", "--fork", "--kill-child"]
+    allowed = shutil.which("unshare") and subprocess.run([*words, "true"], check=False)
+    return words if allowed and allowed.returncode == 0 else []
+
+
+def test_sigterm_reaches_torchrun_and_the_daemon_is_waited_for_behind_it(tmp_path: Path) -> None:
+    """A kubelet sends it to process 1 alone, Slurm to all processes of a task."""
+    (task,) = re.findall(r"bash -c '(.*?)'", (LAUNCH / "slurm/train.sbatch").read_text(), re.DOTALL)
+    (container,) = pod()["spec"]["containers"]
+    (args,) = container["args"]
+    for name, script, prefix in (("pod", args, in_pid_namespace()), ("task", task, [])):
+        folder = tmp_path / name
+        (folder / "run").mkdir(parents=True)
+        for word, text in (("torchrun", TORCHRUN), ("ddpprobe", DDPPROBE)):
+            (folder / word).write_text(text)
+            (folder / word).chmod(0o755)
+        environment = os.environ | {
+            "PATH": f"{folder}:{os.environ['PATH']}", "DDPPROBE_DIR": "run",
+            "JOB_COMPLETION_INDEX": "1", "SLURM_NODEID": "1", "SLURM_NNODES": "2",
+            "SLURM_GPUS_ON_NODE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1",
+        }  # fmt: skip
+        said = folder / "said"
+        shell = subprocess.Popen(
+            [*prefix, "bash", "-c", script], cwd=folder, env=environment, start_new_session=True
+        )
+        try:
+            assert until(said.exists)
+            if name == "task":
+                os.killpg(shell.pid, signal.SIGTERM)
+            else:
+                first = psutil.Process(shell.pid)
+                (first.children()[0] if prefix else first).terminate()
+            assert shell.wait(20 * PATIENCE) == 7, name
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
+        assert said.read_text().splitlines() == [
+            "torchrun runs", "torchrun got SIGTERM", "torchrun ended",
+            "ddpprobe daemon --dir run --node node_0001 --after",
+        ]  # fmt: skip
 
 
 def cluster(tmp_path: Path, *, nodes: int) -> dict[str, str]:
