@@ -174,7 +174,7 @@ def _pace() -> list[Placed]:
         (
             graph_panel(
                 "Overhead of ddpprobe",
-                "What it adds to a step on the worst rank. Above the dashed line an alert fires: give that run budget= or raise every=.",
+                f"What it adds to a step on the worst rank. Above the dashed line for {alerts.OVERHEAD_WAIT}, and more than {alerts.OVERHEAD_SECONDS * 1000:g} ms in each step, an alert fires: give that run budget= or raise every=.",
                 "percentunit",
                 [
                     Query(f"{overhead} {DRAWN}", NAME),

@@ -54,7 +54,9 @@ RANK_STATES = {
 HEARTBEAT_SECONDS = alerts.SILENT_SECONDS
 FAILED = 3  # from here on it is not well
 
-_CAUSE = "detector, step, rank, fqn, kind, phase"
+CAUSE = "detector, step, rank, fqn, kind, phase"
+# Of first causes: the end of the job, and all others.
+DEATH, FAULT = 'detector="rank_lost"', 'detector!="rank_lost"'
 
 
 def metric(name: str, selector: str) -> str:
@@ -68,8 +70,15 @@ def rate(name: str, selector: str) -> str:
 
 
 def events(name: str, selector: str, window: str = "$__rate_interval") -> str:
-    """Return by how much a counter rose."""
-    return f"increase({metric(name, selector)}[{window}])"
+    """Return by how much a counter rose, with what it held when it was seen first.
+
+    `increase()` does not see that: what was counted before the first scrape.
+    """
+    counter = metric(name, selector)
+    rose = f"increase({counter}[{window}])"
+    known = f"max_over_time({counter}[{alerts.KNOWN_WINDOW}] offset {window})"
+    new = f"(min_over_time({counter}[{window}]) unless {known})"
+    return f"({rose} + {new} or {rose} or {new})"
 
 
 def state(selector: str, by: str = "") -> str:
@@ -93,25 +102,50 @@ def at_the_end(expr: str) -> str:
     return f"last_over_time(({expr})[$__range:$__interval])"
 
 
-def causes(selector: str, by: str = _CAUSE) -> str:
-    """Return the first causes told within the shown time; the value is when, in Unix seconds."""
-    info, when = (
-        f"ddpprobe_{name}{{{selector}}}"
-        for name in ("first_cause_info", "first_cause_timestamp_seconds")
-    )
+def causes(selector: str, by: str = CAUSE, which: str = "") -> str:
+    """Return the first causes told within the shown time; the value is when, in Unix seconds.
+
+    Args:
+        selector: of targets.
+        by: labels that are kept.
+        which: of the causes alone: when they were seen has no label of theirs.
+    """
+    info = metric("first_cause_info", f"{selector},{which}" if which else selector)
+    when = metric("first_cause_timestamp_seconds", selector)
     timed = f"{info} * on (job, run, instance) group_left () {when}"
     return f"max by ({by}) (max_over_time(({timed})[$__range:$__interval]))"
 
 
-def lasting_causes(selector: str, by: str = _CAUSE) -> str:
-    """Return of the first causes as of `causes` those that hold: no hang that was over."""
-    lost = f'ddpprobe_first_cause_info{{{selector},detector="rank_lost"}}'
-    held = f"max by (job, run, instance) ({lost} or 0 * ddpprobe_job_info{{{selector}}})"
-    each = f"job, run, instance, {_CAUSE}"
-    found = causes(f'{selector},detector!="rank_lost"', each)
-    ended = causes(f'{selector},detector="rank_lost"', each)
-    ended = f"({ended} and on (job, run, instance) {at_the_end(held)} == 1)"
-    return f"max by ({by}) ({found} or {ended})"
+def of_earlier_attempts(series: str, selector: str, by: str) -> str:
+    """Return those of some series that are of an earlier attempt than the newest one of their run.
+
+    Args:
+        series: what a daemon says of its attempt; finite.
+        selector: of targets.
+        by: labels that are kept, job and run among them.
+    """
+    attempt = metric("attempt", selector)
+    own = f"(0 * {series} + on (job, run, instance) group_left () {attempt})"
+    own = f"max by ({by}) (max_over_time({own}[$__range:$__interval]))"
+    return f"({own} < on (job, run) group_left () {at_the_end(f'max by (job, run) ({attempt})')})"
+
+
+def deaths(selector: str, by: str = CAUSE) -> str:
+    """Return of the first causes as of `causes` ends of the job: no hang that was over.
+
+    Nor what another attempt has followed: the run goes on.
+    """
+    lost = metric("first_cause_info", f"{selector},{DEATH}")
+    held = f"max by (job, run, instance) ({lost} or 0 * {metric('job_info', selector)})"
+    each = f"job, run, instance, {CAUSE}"
+    ended = f"{causes(selector, each, DEATH)} and on (job, run, instance) {at_the_end(held)} == 1"
+    return f"max by ({by}) ({ended} unless on ({each}) {of_earlier_attempts(lost, selector, each)})"
+
+
+def lasting_causes(selector: str, by: str = CAUSE) -> str:
+    """Return of the first causes as of `causes` those that hold: of ends of the job `deaths`."""
+    found = causes(selector, by, FAULT)
+    return f"({found} or {deaths(selector, by)})"
 
 
 def beat_age(selector: str) -> str:
@@ -149,12 +183,13 @@ def in_words(cause: str) -> str:
         ("where", ", $1", "fqn", "(.+)"),
         ("what", " ($1)", "kind", "(.+)"),
         ("when", ", $1", "phase", "(forward|backward)"),
+        ("how", " ($1)", "signal", "(.+)"),
     ):
         cause = f'label_replace({cause}, "{label}", "{text}", "{source}", "{known}")'
     return cause
 
 
-CAUSE_WORDS = "{{detector}} in step {{step}}{{who}}{{where}}{{what}}{{when}}"
+CAUSE_WORDS = "{{detector}} in step {{step}}{{who}}{{how}}{{where}}{{what}}{{when}}"
 
 
 def by_rank(expr: str, of: str = "rank") -> list[Query]:

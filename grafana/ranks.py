@@ -44,13 +44,18 @@ COMPARED = {
     "gradient norm": metric("grad_norm", RANK),
     "memory": metric("rank_resident_memory_bytes", RANK),
 }
-FAR = 2.0  # times the median rank: from here on it is not like the others
+FAR = 2.0  # times the median of the others: from here on it is not like the others
 
 
 def to_median(value: str) -> str:
-    """Return how many times the median rank's value each rank (label `rank`) has; without NaN."""
+    """Return how many times the others' value each rank (label `rank`) has; without NaN.
+
+    That is the median of all but the highest one, which is compared so with all others: of two
+    ranks, it is measured by the other one.
+    """
     finite = f"max by (rank) (({value}) == ({value}))"
-    return f"{finite} / on () group_left () (quantile(0.5, {finite}) > 0)"
+    others = f"(quantile(0.5, {finite} unless topk(1, {finite})) or quantile(0.5, {finite}))"
+    return f"{finite} / on () group_left () ({others} > 0)"
 
 
 def _worst() -> list[Placed]:
@@ -79,7 +84,7 @@ def _worst() -> list[Placed]:
         (
             table_panel(
                 "The worst ranks",
-                f"The {ROWS} ranks that are waited for or gone, then those with most own work. What is compared is in multiples of the median rank: red from {FAR:g} on. "
+                f"The {ROWS} ranks that are waited for or gone, then those with most own work. What is compared is in multiples of the median of all but the highest rank: red from {FAR:g} on. "
                 "Much own work makes all others wait; a high gradient norm or a verdict points to its data or hardware. "
                 f"Above {JOINED_ABOVE:,} ranks memory is known by node only, and empty here.",
                 "none",
@@ -120,7 +125,7 @@ def _compared() -> list[Placed]:
         (
             graph_panel(
                 f"{name.capitalize()}, compared",
-                f"In multiples of the median rank. Above the dashed line for long: look at that rank's data, device and neighbours. {BANDS}",
+                f"In multiples of the median of all ranks but the highest. Above the dashed line for long: look at that rank's data, device and neighbours. {BANDS}",
                 "none",
                 [
                     *by_rank(to_median(value)),

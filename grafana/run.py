@@ -25,8 +25,10 @@ from grafana.panels import (
 )
 from grafana.queries import (
     BANDS,
+    CAUSE,
     CAUSE_WORDS,
     FAILED,
+    FAULT,
     HEARTBEAT_SECONDS,
     HUNG,
     LINES,
@@ -39,10 +41,12 @@ from grafana.queries import (
     at_the_end,
     by_rank,
     causes,
+    deaths,
     events,
     in_words,
     lasting_causes,
     metric,
+    of_earlier_attempts,
     rank_state,
     rate,
     state,
@@ -61,9 +65,20 @@ ddpprobe top $directory
 """
 
 
+def _failure() -> str:
+    """Return the ranks that were the first to fail; the value is when, in Unix seconds."""
+    failure = metric("first_failure_timestamp_seconds", NODE)
+    return f"max by (job, run, rank, signal) (max_over_time({failure}[$__range]))"
+
+
 def _verdict() -> Query:
+    # Of an end one rank is known to be the cause of, its signal as well.
+    ended = deaths(NODE, f"job, run, {CAUSE}")
+    signal = f"topk by (job, run, rank) (1, {_failure()})"
+    signalled = f"{ended} + on (job, run, rank) group_left (signal) 0 * {signal}"
+    caused = f"{causes(NODE, which=FAULT)} or ({signalled} or on (rank) {ended})"
     return Query(
-        f"1000 * topk(1, {in_words(lasting_causes(NODE))})",
+        f"1000 * topk(1, {in_words(f'({caused})')})",
         CAUSE_WORDS,
         instant=True,
         style=fixed(RED),
@@ -75,13 +90,16 @@ def _otherwise() -> list[Query]:
     now = at_the_end(state(NODE))
     seen = f"max(max_over_time({metric('last_collect_timestamp_seconds', NODE)}[$__range]))"
     stuck = f"{waited_for(NODE)} and on () ({now} == {HUNG})"
+    # Another attempt may have followed it.
+    rank = "job, run, rank, signal"
     failure = metric("first_failure_timestamp_seconds", NODE)
-    failed = f"max by (rank, signal) (max_over_time({failure}[$__range]))"
+    before = f"({_failure()} and on ({rank}) {of_earlier_attempts(failure, NODE, rank)})"
+    failed = f"({_failure()} unless on ({rank}) {before})"
     unless = f"unless on () max({lasting_causes(NODE)})"
     unknown = f"{seen} and on () ({now} >= {FAILED}) {unless} unless on () {failed} unless on () ({stuck})"
     bad = f'{NODE},level=~"page|warn"'
     warned = f"topk({MOST_WARNINGS}, sum by (detector) ({events('anomalies_total', bad, '$__range')}) > 0)"
-    well = f"({seen} {unless} unless on () ({now} >= {FAILED}))"
+    well = f"({seen} {unless} unless on () {failed} unless on () ({now} >= {FAILED}))"
     return [
         Query(
             f"1000 * ({stuck})",
@@ -96,11 +114,16 @@ def _otherwise() -> list[Query]:
             "It did not end well, and the cause is not known", instant=True, style=fixed(RED),
         ),
         Query(
+            f"1000 * (topk(1, {before}) and on () {well})",
+            "It goes on; in an earlier attempt rank {{rank}} was the first to fail ({{signal}})",
+            instant=True, style=fixed(AMBER),
+        ),
+        Query(
             f"1000 * (0 * {warned} + on () group_left () {well})",
             "warning: {{detector}}", instant=True, style=fixed(AMBER),
         ),
         Query(
-            f"1000 * ({well} unless on () ({warned}))",
+            f"1000 * ({well} unless on () ({warned}) unless on () {before})",
             "Nothing wrong was found", instant=True, style=fixed(GREEN),
         ),
     ]  # fmt: skip
@@ -360,7 +383,9 @@ def _time() -> list[Placed]:
     phases = rate("step_phase_seconds_total", RANK)
     stepping = rate("steps_total", RANK)
     step_seconds = f"max(sum by (rank) ({phases}) / sum by (rank) ({stepping}))"
-    straggles = f"quantile(0.5, ({OWN_SECONDS}) > 0) + {alerts.STRAGGLER_SHARE} * {step_seconds}"
+    working = f"(({OWN_SECONDS}) > 0)"
+    others = f"quantile(0.5, {working} unless topk(1, {working}))"
+    straggles = f"{others} + {alerts.STRAGGLER_SHARE} * {step_seconds}"
     return [
         (
             graph_panel(

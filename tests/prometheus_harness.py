@@ -197,7 +197,7 @@ def filled_in(expr: str, start: float, end: float, **chosen: str) -> str:
 
 # Labels of a legend that may be absent: what of a first cause is not known, and a target without
 # discovery's label.
-OPTIONAL = {"who", "where", "what", "when", "run"}
+OPTIONAL = {"who", "how", "where", "what", "when", "run"}
 
 
 def labels_of(target: dict[str, Any]) -> list[str]:

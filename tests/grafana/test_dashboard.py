@@ -231,6 +231,13 @@ def others(view: NodeView) -> dict[str, NodeView]:
         "killed": replace(
             unknown, state="crashed", first_failure=FirstFailure(1, "SIGKILL", view.time_ns)
         ),
+        "again": replace(
+            unknown,
+            attempt=int(rank.steps > 24),
+            first_failure=FirstFailure(1, "SIGKILL", view.time_ns)
+            if 12 < rank.steps <= 24
+            else None,
+        ),
         "hung": replace(unknown, state="hung", stuck={0: "forward"}),
         "passed": replace(
             unknown,
@@ -268,7 +275,7 @@ class Scraped:
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     """A run of two ranks, scraped as it goes: healthy, then a NaN on rank 1, then its death.
 
-    Beside it, seven runs of one job without a known cause, and one with hostile names.
+    Beside it, eight runs of one job without a known cause, and one with hostile names.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
@@ -330,7 +337,7 @@ def situations(scraped: Scraped) -> list[dict[str, Any]]:
         well,
         *(
             {**whole, "job": "others", "run": run}
-            for run in ("large", "vast", "small", "lost", "killed", "hung", "passed")
+            for run in ("large", "vast", "small", "lost", "killed", "again", "hung", "passed")
         ),
     ]
 
@@ -373,6 +380,7 @@ def test_what_went_wrong_without_a_first_cause_is_not_called_well(scraped: Scrap
     for run, said in (
         ("hung", "All wait for rank 0 (forward)"),
         ("killed", "Rank 1 was the first to fail (SIGKILL)"),
+        ("again", "It goes on; in an earlier attempt rank 1 was the first to fail (SIGKILL)"),
         ("lost", "It did not end well, and the cause is not known"),
         ("small", "warning: output_jump"),
         ("passed", "warning: rank_lost"),  # it went on: history, and no first cause
@@ -432,7 +440,7 @@ def test_of_a_vast_run_a_line_is_of_a_node_where_the_ranks_are_joined(scraped: S
 
 def test_runs_of_one_job_do_not_mix(scraped: Scraped) -> None:
     [(_, ranks)] = scraped.prometheus.now('count(ddpprobe_rank_info{job="others"})')
-    assert ranks == RANKS + NODE_RANKS + 5 * 2
+    assert ranks == RANKS + NODE_RANKS + 6 * 2
     for run, lost in (("large", 0), ("small", 1)):
         [(_, shown)] = now(scraped, "run", "Ranks lost", job="others", run=run)
         assert shown == lost
@@ -440,7 +448,7 @@ def test_runs_of_one_job_do_not_mix(scraped: Scraped) -> None:
 
 def test_the_fleet_has_a_line_per_run_and_counts_them(scraped: Scraped) -> None:
     rows = now(scraped, "fleet", "State by run", job=".*")
-    assert len(rows) == 9
+    assert len(rows) == 10
     [(_, failed)] = now(scraped, "fleet", "Failed or hung", job=".*")
     assert failed == 3
     [verdict] = [
