@@ -192,9 +192,12 @@ _FIRST_FAILURE = _at_last("ddpprobe_first_failure_timestamp_seconds")
 _NOT_RUNNING = _told('ddpprobe_job_state{state!~"running|hung"}')
 # Only what was running when it was last seen: neither an unused port nor a run that ended.
 _UNANSWERED = f"up == 0 and on (job, run, instance) last_over_time({_RUNNING}[{SEEN_WINDOW}]) == 1"
+_WITHOUT_ANSWER = (
+    f"up{{%s}} == 0 and on (instance) last_over_time({_RUNNING}{{%s}}[{SEEN_WINDOW}]) == 1"
+)
 _LAST_ANSWER = (
     f"min(last_over_time(ddpprobe_last_collect_timestamp_seconds{{%s}}[{SEEN_WINDOW}])"
-    " and on (instance) up{%s} == 0)"
+    f" and on (instance) {_WITHOUT_ANSWER})"
 )
 _LATE_NODES = f"ddpprobe_node_last_block_timestamp_seconds{{%s}} < time() - {MISSING_SECONDS}"
 _HUNG = f"(last_over_time({_IS_HUNG}[{LAST_WORDS}]) == 1)"
@@ -217,9 +220,14 @@ def _mean_seconds(phases: str) -> str:
 / sum by (job, run, rank) (rate(ddpprobe_steps_total[5m]))"""
 
 
-def _over_median(of: str) -> str:
-    """Return by how much each rank exceeds the median rank of its run."""
-    return f"{of} - on (job, run) group_left () quantile by (job, run) (0.5, {of})"
+def _over_the_others(of: str) -> str:
+    """Return by how much each rank exceeds the median of all ranks but the highest of its run.
+
+    For the highest, which is what counts, that is the median of the others: of two ranks the other
+    one, where the median of both would halve what lies between them.
+    """
+    others = f"{of} unless topk by (job, run) (1, {of})"
+    return f"{of} - on (job, run) group_left () quantile by (job, run) (0.5, {others})"
 
 
 RECORDINGS = (
@@ -229,8 +237,8 @@ RECORDINGS = (
     Recording(
         _BEHIND,
         f"""max by (job, run, rank) (
-  ({_over_median(_OWN)})
-  or label_replace({_over_median(_DATA)}, "of", "data", "", "")
+  ({_over_the_others(_OWN)})
+  or label_replace({_over_the_others(_DATA)}, "of", "data", "", "")
 )""",
     ),
     Recording(_STEP, _mean_seconds(".+")),
@@ -425,7 +433,7 @@ unless on (job, run) ddpprobe_first_failure_timestamp_seconds""",
         f"max by (job, run) ({_UNANSWERED})",
         f"{RUN}: a node that trained does not answer",
         "No answer from: "
-        + _list(f"bottomk({MOST_NAMED}, up{{%s}} == 0)", "instance", "a target")
+        + _list(f"bottomk({MOST_NAMED}, {_WITHOUT_ANSWER})", "instance", "a target")
         + f"{{{{ with {_ask(_LAST_ANSWER)} }}}}; last numbers of "
         "{{ . | first | value | humanizeTimestamp }}{{ end }}"
         + ". The node is gone or cannot be reached, or only the daemon on it is: from here that "
@@ -496,7 +504,7 @@ unless on (job, run) ddpprobe_first_failure_timestamp_seconds""",
         f"""max by (job, run) ({_BEHIND})
 > {STRAGGLER_SHARE} * max by (job, run) ({_STEP})""",
         f"{RUN} waits for rank " + _list(f"topk(1, {_BEHIND}{{%s}})", "rank", "?"),
-        "It works {{ $value | humanizeDuration }} longer on each step than most ranks (input, "
+        "It works {{ $value | humanizeDuration }} longer on each step than the median of the others (input, "
         "forward, optimizer; under FSDP input alone), and all the others wait for it. Its data "
         f"loader, its device, its neighbours on the node: {INFO}",
         wait=STRAGGLER_WAIT,
@@ -504,10 +512,12 @@ unless on (job, run) ddpprobe_first_failure_timestamp_seconds""",
     Alert(
         "CoverageLost",
         "warning",
+        # Of a target that has gone the last samples would be all: what it saw less of last comes and
+        # goes, perhaps.
         f"""max by (job, run) {_grown('ddpprobe_anomalies_total{detector="coverage"}', WARN_WINDOW)}
 or on (job, run)
 max by (job, run) (
-  max by (job, run, rank) (max_over_time(ddpprobe_sites_observed[{COVERAGE_WINDOWS[0]}]))
+  max by (job, run, rank) (max_over_time(ddpprobe_sites_observed[{COVERAGE_WINDOWS[0]}]) and ddpprobe_sites_observed)
   < {COVERAGE_KEPT}
   * max by (job, run, rank) (max_over_time(ddpprobe_sites_observed[{COVERAGE_WINDOWS[1]}]))
   unless on (job, run) ddpprobe_job_finished == 1
@@ -519,8 +529,8 @@ max by (job, run) (
     Alert(
         "RecordsLost",
         "warning",
-        # Growing, not grown: a disk that is written again ends it. A disk that refuses heartbeats
-        # as well refuses the daemon's own journal.
+        # More than at some time of the last hour: it ends an hour after the last one was lost. A
+        # disk that refuses heartbeats as well refuses the daemon's own journal.
         f"""max by (job, run) (
   min_over_time(ddpprobe_unrecorded_steps[{LOST_WINDOWS[0]}]) > {ON_THEIR_WAY}
   and
@@ -556,10 +566,12 @@ max by (job, run) {_grown(f'ddpprobe_records_dropped_total{{reason=~"{DISK}"}}',
     Alert(
         "OverheadHigh",
         "warning",
+        # By node: above 1,024 ranks one number is of all ranks of a node, and steps are of each.
         f"""max by (job, run) (
-  ddpprobe_overhead_ratio > {OVERHEAD}
+  max by (job, run, instance) (ddpprobe_overhead_ratio) > {OVERHEAD}
   and
-  rate(ddpprobe_probe_seconds_total[{OVERHEAD_WINDOW}]) > {OVERHEAD_SECONDS} * rate(ddpprobe_steps_total[{OVERHEAD_WINDOW}])
+  max by (job, run, instance) (rate(ddpprobe_probe_seconds_total[{OVERHEAD_WINDOW}]))
+  > {OVERHEAD_SECONDS} * max by (job, run, instance) (rate(ddpprobe_steps_total[{OVERHEAD_WINDOW}]))
 )""",
         f"{RUN}: ddpprobe takes {{{{ $value | humanizePercentage }}}} of a step",
         "Give install() a budget, such as budget=0.01, or raise every= (DDPPROBE_BUDGET, "
@@ -586,7 +598,8 @@ ECHOES = (
     ),
     Echo(("NodeMissing",), ("TargetDown",)),
     # The other nodes wait for one that is gone, or lose the connection to it.
-    Echo(_GONE, ("Stuck", "RankDead", "NonFinite", "CollectStale")),
+    # Not NonFinite: it is for a head that does not answer, and nobody else tells the NaN then.
+    Echo(_GONE, ("Stuck", "RankDead", "CollectStale")),
     Echo(_GONE, ("RunLost",), 'rank=""'),
     Echo(("RunLost", "Stuck"), ("RankDead", "Straggler", "AnomalyWarn")),
 )
