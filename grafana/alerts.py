@@ -199,6 +199,10 @@ _LAST_ANSWER = (
     f"min(last_over_time(ddpprobe_last_collect_timestamp_seconds{{%s}}[{SEEN_WINDOW}])"
     f" and on (instance) {_WITHOUT_ANSWER})"
 )
+_UNASKED = 'ddpprobe_restarts_total{state!~"stopped|ended"}'
+_UNASKED_BEFORE = (
+    f"max by (job, run, state) (max_over_time({_UNASKED}[{KNOWN_WINDOW}] offset {WARN_WINDOW}))"
+)
 _LATE_NODES = f"ddpprobe_node_last_block_timestamp_seconds{{%s}} < time() - {MISSING_SECONDS}"
 _HUNG = f"(last_over_time({_IS_HUNG}[{LAST_WORDS}]) == 1)"
 
@@ -493,8 +497,14 @@ unless on (job, run) ddpprobe_first_failure_timestamp_seconds""",
     Alert(
         "Restarted",
         "warning",
-        # What was stopped from outside was meant to be: a planned rescale.
-        f"""max by (job, run) {_grown('ddpprobe_restarts_total{state!~"stopped|ended"}', WARN_WINDOW)}""",
+        # What was stopped from outside was meant to be: a planned rescale. An attempt with a daemon of
+        # its own, perhaps elsewhere, has a counter that begins with all attempts before it: new is
+        # what nobody counted before.
+        f"""max by (job, run) (
+  increase({_UNASKED}[{WARN_WINDOW}]) > 0
+  or {_UNASKED} > on (job, run, state) group_left () {_UNASKED_BEFORE}
+  or ({_UNASKED} > 0 unless on (job, run, state) {_UNASKED_BEFORE})
+)""",
         f"{RUN} was started again after an end that nobody asked for",
         "It trains on. Which rank failed, how, and how much was trained twice: " + ANOMALIES,
     ),

@@ -20,6 +20,7 @@ from ddpprobe.daemon.liveness import ProcessWatcher
 from ddpprobe.daemon.overview_job import OverviewJob
 from ddpprobe.daemon.push import Pusher
 from ddpprobe.daemon.snapshot import Readings, view_of
+from ddpprobe.daemon.stored_journal import states_before
 from ddpprobe.daemon.uploader import Uploader, destination_of, identity_of
 from ddpprobe.daemon.web_config import WebConfigFile
 from ddpprobe.ends.judge import BAD, RUNNING, UNDECIDED
@@ -121,6 +122,7 @@ class NodeDaemon:
         self._due["fold"] = time.monotonic() + FOLD_SECONDS
         self._changed = True
         self._ended_at: float | None = None
+        self._earlier: int | None = None  # attempts before this one are still to be counted
         self._restarts = Counter[str]()  # attempts that another one followed, by their state
         self._past = PastCounts()  # what these had counted
         self._seen_alive = self._succeeds = self._busy = self._sealed = False
@@ -193,6 +195,7 @@ class NodeDaemon:
         self._attempt = Attempt(
             self._run, self._node, later[0], self._watcher, self._gather_queue, self._pusher
         )
+        self._earlier = later[0] if current < 0 else self._earlier
         self._ended_at = None
         self._overview = None
         self._changed = True
@@ -379,6 +382,9 @@ class NodeDaemon:
             self._fuses["server"].guard(self._publish)(attempt, server, exposition)
 
     def _publish(self, attempt: Attempt, server: Server, exposition: Exposition) -> None:
+        earlier, self._earlier = self._earlier, None
+        if earlier:  # a daemon of their own has followed them; that is read late, as it takes long
+            self._restarts += states_before(self._run, earlier, self._node)
         view = self._past.over(self._view(attempt, self._losses()))
         text, openmetrics = (exposition.render(view, flag) for flag in (False, True))
         server.publish(text, openmetrics)

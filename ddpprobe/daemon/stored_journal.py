@@ -6,12 +6,14 @@ the oldest segments of that journal away, their records, verdicts and events com
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpprobe.ends.judge import ENDED, RUNNING, UNDECIDED
 from ddpprobe.errors import StoreDamaged
-from ddpprobe.records.events import Event
+from ddpprobe.records.events import EndEvent, Event, FinishedEvent
 from ddpprobe.records.step import Anomaly, StepRecord
 from ddpprobe.rundir import validate
 from ddpprobe.rundir.paths import RunDir
@@ -41,6 +43,16 @@ class StoredJournal:
         own = [said for name, _, said in group.events() if name == self.name] if group else []
         return list(filter(None, map(validate.known_event, own)))
 
+    def state(self) -> str:
+        """Return how the attempt ended, as this daemon said it last, as `ends.judge.End`."""
+        state = UNDECIDED
+        for event in self.events():
+            if isinstance(event, EndEvent):
+                state = event.state
+            elif isinstance(event, FinishedEvent) and state == UNDECIDED:
+                state = ENDED  # of a good end nothing more is said
+        return UNDECIDED if state == RUNNING else state
+
     def anomalies(self) -> tuple[list[Anomaly], Consumed]:
         """Return the verdicts that are committed, and which frames of the journal these were."""
         group = self._open("anomalies")
@@ -62,6 +74,13 @@ class StoredJournal:
         except StoreDamaged:
             return None  # of a newer version, or damaged: what the journal holds is enough to go on
         return group if group.exists else None
+
+
+def states_before(run: RunDir, attempt: int, node: str) -> Counter[str]:
+    """Return how many earlier attempts that a node took part in ended in each state."""
+    earlier = [n for n in run.attempts() if n < attempt and (run.attempt_dir(n) / node).is_dir()]
+    name = run.daemon_journal(attempt, node).name
+    return Counter(StoredJournal(run, n, node, name).state() for n in earlier)
 
 
 def past_of(directory: Path) -> StoredJournal:

@@ -567,6 +567,30 @@ def test_an_attempt_that_another_one_follows_is_counted_by_how_it_ended(
     assert daemon.wait(20 * PATIENCE) == 0
 
 
+@pytest.mark.parametrize(
+    ("number", "state"), [(signal.SIGKILL, "crashed"), (signal.SIGTERM, "stopped"), (0, "ended")]
+)
+def test_a_daemon_of_a_later_attempt_counts_those_before_it(job, number: int, state: str) -> None:
+    """As launchers do that end the daemon with the ranks, or start the job on another machine."""
+    daemon = job.daemon()
+    old = job.rank(0, world=1, steps=20, hang=bool(number))
+    wait(lambda: len(job.acked(0)) == 20)
+    if number:
+        old.send_signal(number)
+    assert daemon.wait(30 * PATIENCE) == 0
+    for attempt in (1, 2):
+        rank = job.rank(0, world=1, steps=20, hang=True, attempt=attempt)
+        daemon = job.daemon()
+        wait(lambda: "ddpprobe_attempt " in job.metrics())
+        told = {state: 1.0} if attempt == 1 else {state: 1.0, "crashed": 1.0 + (state == "crashed")}
+        shown = re.findall(
+            r"^ddpprobe_restarts_total.*\"(\w+)\"} (\S+)$", job.metrics(), re.MULTILINE
+        )
+        assert {name: float(count) for name, count in shown if float(count)} == told
+        kill(rank)
+        assert daemon.wait(30 * PATIENCE) == 0
+
+
 def test_a_new_attempt_ends_the_one_before_although_a_rank_of_it_seems_alive(job) -> None:
     daemon = job.daemon()
     job.rank(0, world=1, steps=10, hang=True)
