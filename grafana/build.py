@@ -1,4 +1,4 @@
-"""Writes every generated file: dashboards, alert rules, the reference of metrics and detectors.
+"""Writes every generated file: dashboards, alert rules, references, what alerts hold back.
 
     python -m grafana.build [DIR]
 
@@ -56,6 +56,9 @@ def files() -> dict[str, str]:
         "grafana/rules/ddpprobe.yml": rule_files.rules_yaml(),
         "launch/kubernetes/prometheusrule.yml": rule_files.prometheus_rule_yaml(),
         "grafana/alertmanager/alertmanager.yml": routing.alertmanager_yaml(),
+        "docs/how-to/alerts.md": reference.echoes(
+            (HOME / "docs/how-to/alerts.md").read_text("utf-8")
+        ),
         "docs/reference/metrics.md": reference.metrics(),
         "docs/reference/detectors.md": reference.detectors(
             (HOME / "docs/reference/detectors.md").read_text("utf-8"),

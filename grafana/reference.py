@@ -1,19 +1,26 @@
-"""The reference of metrics and detectors, made from the table and the classes that do the work."""
+"""Pages, or parts of them, made from what does the work: metrics, detectors, what alerts hold back."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from ddpprobe.detectors.settings import defaults, meanings, summary
 from ddpprobe.detectors.suite import DETECTORS
 from ddpprobe.ends.anomalies import TITLES
-from ddpprobe.metrics.labels import EXEMPLAR_CHARACTERS, LABEL_BYTES
+from ddpprobe.metrics.labels import EXEMPLAR_CHARACTERS, LABEL_BYTES, PATH_BYTES
 from ddpprobe.metrics.table import (
     JOINED_ABOVE,
     METRICS,
     SERIES_LIMIT,
     Metric,
 )
-from ddpprobe.records.step import KINDS, LEVELS
-from grafana import measured, series_table
+from ddpprobe.records.step import COUNTED_KINDS, IN_TURN, KINDS, LEVELS
+from grafana import alerts, measured, series_table
+
+
+def _names(words: Iterable[str]) -> str:
+    return ", ".join(words)
+
 
 _HEAD = f"""# Metrics
 
@@ -26,7 +33,8 @@ text 0.0.4, or OpenMetrics 1.0 with exemplars for a client that asks for it.
 - The body is made once per collection interval, not per scrape:
   `ddpprobe_last_collect_timestamp_seconds` says when.
 - A value that is not known is absent, never 0. Counters start at 0 and begin anew with the daemon:
-  what is found, ordered or lost in one attempt still counts in the next one. What a rank counts
+  what is found, ordered or lost in one attempt still counts in the next one that it follows. But
+  `ddpprobe_restarts_total` begins with all attempts before its own. What a rank counts
   itself (its steps, skipped steps, seconds) begins anew with its process, and so with each attempt;
   `rate()` and `increase()` take such a fall for the restart that it is.
 - Anomalies, the global norm and the sites are served by the head node only (that of rank 0). They
@@ -37,9 +45,11 @@ text 0.0.4, or OpenMetrics 1.0 with exemplars for a client that asks for it.
 - A target has at most {SERIES_LIMIT} series: first those of tier A, then of the sites (tier B)
   modules that hold others, gradients, and the rest, each in execution order.
   `ddpprobe_series_dropped_total` counts what is left out.
-- Label values have at most {LABEL_BYTES} bytes and are cut from the left. Several tensors of one
-  output (a tuple, a dict) count as one site here; the store keeps them apart.
-- `kind` is one of {", ".join(KINDS)}.
+- Label values have at most {LABEL_BYTES} bytes, `directory` {PATH_BYTES:,}, and are cut from the left.
+  Several tensors of one output (a tuple, a dict) count as one site here; the store keeps them apart.
+- `kind` is, in the metrics of sites (tier B), one of {_names(k for k in KINDS if k not in IN_TURN)};
+  in `ddpprobe_nonfinite_elements_total` one of {_names(COUNTED_KINDS)};
+  in `ddpprobe_site_update_ratio` always update. A first cause can be of each of these.
   `grad_local` is a gradient before any reduction, `grad` one after it, `update` what the step
   changed of a parameter, `optim_state` the optimizer's second moment of one.
 
@@ -120,3 +130,24 @@ def detectors(page: str, detection: str) -> str:
             for key, value in defaults(detector).items()
         ]
     return before + BEGIN + "\n".join(lines) + "\n\n" + END + after
+
+
+ECHOES = "<!-- Made by `python -m grafana.build` from ECHOES in grafana/alerts.py. -->\n"
+
+
+def echoes(page: str) -> str:
+    """Return the page about alerts with what holds back what made anew.
+
+    Args:
+        page: as it is.
+    """
+    before, rest = page.split(ECHOES)
+    _, after = rest.split(END)
+    held: dict[str, list[str]] = {}
+    for echo in alerts.ECHOES:
+        for target in echo.targets:
+            name = f"`{target}`" + (", where no rank is known" if echo.only else "")
+            held.setdefault(name, []).extend(f"`{source}`" for source in echo.sources)
+    lines = ["", "| not sent | while one of these fires |", "|---|---|"]
+    lines += [f"| {target} | {_names(sources)} |" for target, sources in held.items()]
+    return before + ECHOES + "\n".join(lines) + "\n\n" + END + after

@@ -37,7 +37,8 @@ def test_the_configuration_is_that_of_the_code(tmp_path: Path) -> None:
         [sys.executable, "-m", "grafana.build", str(tmp_path)],
         cwd=ROOT, check=True, capture_output=True,
     )  # fmt: skip
-    assert (tmp_path / CONFIG.relative_to(ROOT)).read_text() == CONFIG.read_text()
+    for made in (CONFIG, HOW_TO):
+        assert (tmp_path / made.relative_to(ROOT)).read_text() == made.read_text(), made
 
 
 def test_amtool_finds_no_fault() -> None:
@@ -74,6 +75,22 @@ def test_no_two_alerts_hold_each_other_back() -> None:
         for target in names_of(rule["target_matchers"]):
             held.setdefault(target, set()).update(names_of(rule["source_matchers"]))
     list(TopologicalSorter(held).static_order())  # raises CycleError
+
+
+def test_a_nan_of_a_head_that_does_not_answer_is_told_beside_that() -> None:
+    for rule in configuration()["inhibit_rules"]:
+        if "DdpprobeNonFinite" in names_of(rule["target_matchers"]):
+            assert names_of(rule["source_matchers"]) == {"DdpprobeFirstCause"}
+
+
+def test_the_how_to_says_of_each_alert_what_holds_it_back() -> None:
+    said = dict(re.findall(r"^\| `(\w+)`.*? \| (`.*`) \|$", HOW_TO.read_text(), re.MULTILINE))
+    for rule in configuration()["inhibit_rules"]:
+        for target in names_of(rule["target_matchers"]):
+            for source in names_of(rule["source_matchers"]):
+                assert (
+                    f"`{source.removeprefix('Ddpprobe')}`" in said[target.removeprefix("Ddpprobe")]
+                )
 
 
 def test_a_page_is_held_back_by_pages_only_and_a_known_death_by_nothing() -> None:

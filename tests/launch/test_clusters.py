@@ -284,6 +284,13 @@ def test_what_the_containers_read_is_what_up_writes(
     capsys.readouterr()
 
 
+def test_the_runbooks_are_where_the_prometheus_of_compose_listens() -> None:
+    command = tree(COMPOSE)["services"]["prometheus"]["command"]
+    (listen,) = (w.partition("=")[2] for w in command if w.startswith("--web.listen-address="))
+    for text in (COMPOSE.read_text(), PAGE):
+        assert re.findall(r"--runbook-base (http\S+)", text) == [f"http://{listen}/user"]
+
+
 def verified(unit: str, home: Path) -> str:
     """Return what systemd says of a user's unit; nothing is good."""
     tool = shutil.which("systemd-analyze")
