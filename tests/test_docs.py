@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ddpprobe
-from ddpprobe.records.step import KINDS, STATS
+from ddpprobe.records.step import COUNTED_KINDS, IN_TURN, KINDS, STATS
 
 HOME = Path(__file__).parent.parent
 PAGES = [*HOME.glob("*.md"), *HOME.glob("docs/**/*.md")]
@@ -84,4 +84,6 @@ def test_the_pages_of_sites_name_every_kind_and_every_statistic():
     trace = trace.partition("\n## ")[0]
     assert set(re.findall(r"`(\w+)`", trace)) >= {*KINDS, *STATS}
     served = (HOME / "docs/reference/metrics.md").read_text()
-    assert f"`kind` is one of {', '.join(KINDS)}." in served
+    lasting = ", ".join(kind for kind in KINDS if kind not in IN_TURN)
+    assert f"`kind` is, in the metrics of sites (tier B), one of {lasting};" in served
+    assert f"`ddpprobe_nonfinite_elements_total` one of {', '.join(COUNTED_KINDS)};" in served
