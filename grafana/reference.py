@@ -32,8 +32,9 @@ text 0.0.4, or OpenMetrics 1.0 with exemplars for a client that asks for it.
 
 - The body is made once per collection interval, not per scrape:
   `ddpprobe_last_collect_timestamp_seconds` says when.
-- A value that is not known is absent, never 0. Counters start at 0 and begin anew with the daemon:
-  what is found, ordered or lost in one attempt still counts in the next one that it follows. But
+- A value that is not known is absent, never 0. Counters start at 0 and begin anew with a daemon that
+  begins with another attempt: what is found, ordered or lost in one attempt still counts in the next
+  one that the same daemon follows, and for the one that takes its place if it is killed. But
   `ddpprobe_restarts_total` begins with all attempts before its own. What a rank counts
   itself (its steps, skipped steps, seconds) begins anew with its process, and so with each attempt;
   `rate()` and `increase()` take such a fall for the restart that it is.

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpprobe.daemon import host
+from ddpprobe.daemon import counts_file, host
 from ddpprobe.daemon.attempt import Attempt
+from ddpprobe.daemon.counts_file import COUNTS
 from ddpprobe.daemon.folding import LAST_TRIES, Folding
 from ddpprobe.daemon.gather_queue import GatherQueue
 from ddpprobe.daemon.liveness import ProcessWatcher
@@ -190,12 +191,16 @@ class NodeDaemon:
             return
         if self._attempt is not None:
             self._attempt.close()
-            self._fuses["server"].guard(self._remember_counts)(self._attempt)
+            self._fuses["server"].guard(self._remember_counts)(self._attempt, later[0])
             self._restarts[self._attempt.state] += 1
         self._attempt = Attempt(
             self._run, self._node, later[0], self._watcher, self._gather_queue, self._pusher
         )
-        self._earlier = later[0] if current < 0 else self._earlier
+        if current < 0:
+            self._earlier = later[0]
+            counted = counts_file.read(self._run.daemon_file(self._node, COUNTS), later[0])
+            if counted is not None:
+                self._past.take(counted)
         self._ended_at = None
         self._overview = None
         self._changed = True
@@ -389,8 +394,11 @@ class NodeDaemon:
         text, openmetrics = (exposition.render(view, flag) for flag in (False, True))
         server.publish(text, openmetrics)
 
-    def _remember_counts(self, attempt: Attempt) -> None:
-        self._past.take(self._view(attempt, {}))
+    def _remember_counts(self, attempt: Attempt, later: int) -> None:
+        view = self._view(attempt, {})
+        everything = self._past.over(view)
+        self._past.take(view)
+        counts_file.write(self._run.daemon_file(self._node, COUNTS), later, everything)
 
     def _view(self, attempt: Attempt, dropped: Mapping[str, int]) -> NodeView:
         return view_of(

@@ -509,7 +509,7 @@ def counted(text: str) -> dict[str, float]:
 
 def test_what_was_found_in_an_attempt_still_counts_in_the_next_one(job) -> None:
     """An increase that lies between two scrapes would be lost if the counters fell meanwhile."""
-    job.daemon(0, linger=600.0)
+    daemon = job.daemon(0, linger=600.0)
     page = 'ddpprobe_anomalies_total{detector="nonfinite",level="page"}'
     blamed = 'ddpprobe_rank_anomalies_total{level="page",rank="0"}'
     bad = 'ddpprobe_nonfinite_elements_total{kind="grad_output",rank="0"}'
@@ -523,10 +523,16 @@ def test_what_was_found_in_an_attempt_still_counts_in_the_next_one(job) -> None:
         return before.get(page) == pages
 
     for attempt in (0, 1):
-        job.rank(0, world=1, steps=9, attempt=attempt, bad=5)
+        job.rank(0, world=1, steps=9, attempt=attempt, bad=5, hang=attempt > 0)
         wait(lambda n=attempt: has_found(n + 1))
         assert (before[blamed], before[bad]) == (attempt + 1, 3 * (attempt + 1))
-        wait(lambda n=attempt: job.life("finished", attempt=n))
+        if not attempt:
+            wait(lambda: job.life("finished"))
+    # Nor do they for its successor.
+    kill(daemon)
+    daemon.wait(20 * PATIENCE)
+    job.daemon(0, linger=600.0)
+    wait(lambda: (now := counted(job.metrics())).get(page) == 2 and {**before, **now} == before)
 
 
 def test_a_new_attempt_is_followed_while_the_daemon_lingers(job) -> None:
