@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.detectors.rank_scalars import scalars
+from ddpprobe.detectors.loss import mean
+from ddpprobe.detectors.rank_scalars import labels_seen, scalars
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
@@ -21,7 +22,6 @@ from ddpprobe.records.step import (
     CLASS_POWER,
     CLASS_RIGHT,
     CLASS_ROWS,
-    CLASS_SEEN,
     CLASS_WEIGHT,
     LABEL_BITS,
     Anomaly,
@@ -41,6 +41,9 @@ BY_CHANCE, LONGER = 1e-7, 4
 NAMED, REMEMBERED = 4, 256  # labels in a message; looks
 WHOLE = 0.01  # by which a row of probabilities in bfloat16 may miss 1
 FAVOURED = 0.5  # power of its share by which a label weighs, in the mean of the ranks
+# What a rank says, all of it, of a cross-entropy.
+_NEEDED = {CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED, CLASS_LOOKED, CLASS_RIGHT, CLASS_OF_ALL}
+LARGEST = 700.0  # the logarithm of a number that a float64 still holds
 _KINDS = ("weight", "labelled", "one label", "right", "gone", "favoured", "softmax")
 
 
@@ -88,7 +91,7 @@ class CrossEntropy(SoundStepsDetector):
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; an anomaly for each of these."""
-        ranks = {rank: said for rank, said in record.scalars.items() if CLASS_ROWS in said}
+        ranks = {rank: said for rank, said in record.scalars.items() if _NEEDED & said.keys()}
         known = bool(ranks) and all(map(_is_known, ranks.values()))
         if record.skipped or record.missing:
             return []
@@ -97,7 +100,7 @@ class CrossEntropy(SoundStepsDetector):
             return []
         self._known += 1
         looks = (
-            self._look_at_weights(record),
+            self._look_at_weights(record, ranks),
             self._look_at_labelled(record),
             self._look_at_labels(record),
             self._look_at_gone(record),
@@ -107,8 +110,10 @@ class CrossEntropy(SoundStepsDetector):
         )
         return [anomaly for look in looks for anomaly in look]
 
-    def _look_at_weights(self, record: StepRecord) -> Iterator[Anomaly]:
-        order, logs = _weights(record)
+    def _look_at_weights(
+        self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]
+    ) -> Iterator[Anomaly]:
+        order, logs = _weights(record, ranks)
         if order != self._order:
             self._order = order
             self._weights.clear()
@@ -123,13 +128,14 @@ class CrossEntropy(SoundStepsDetector):
         spread = np.maximum(np.ptp(before, 0), np.ptp(now, 0))
         moved = (up >= self._ratio).all(1) | (down >= self._ratio).all(1)
         moved &= spread.min(1) <= math.log1p(STEADY)
-        ranks = np.flatnonzero(moved[1:])
-        alone = order[ranks[0]] if len(ranks) == 1 < len(order) else None
+        those = np.flatnonzero(moved[1:])
+        alone = order[those[0]] if len(those) == 1 < len(order) else None
         if not moved[0] and alone is None:
             return
-        at = 0 if alone is None else 1 + int(ranks[0])
+        at = 0 if alone is None else 1 + int(those[0])
         steady = int(spread[at].argmin())
-        ratio = math.exp(np.median(now, 0)[at, steady] - np.median(before, 0)[at, steady])
+        times = np.median(now, 0)[at, steady] - np.median(before, 0)[at, steady]
+        ratio = math.exp(min(times, LARGEST))
         if self._told["weight"].due(record.step):
             of = "the output" if alone is None else f"the output of rank {alone} alone"
             message = (
@@ -180,7 +186,7 @@ class CrossEntropy(SoundStepsDetector):
             yield self._verdict(record, message, values, "forward")
 
     def _look_at_gone(self, record: StepRecord) -> Iterator[Anomaly]:
-        gone = self._seen.take(record.step, scalars(record, CLASS_SEEN), self._looks)
+        gone = self._seen.take(record.step, labels_seen(record), self._looks)
         if gone and self._told["gone"].due(record.step):
             since = min(since for _, since in gone)
             names = ", ".join(str(label) for label, _ in gone[:NAMED])
@@ -198,7 +204,7 @@ class CrossEntropy(SoundStepsDetector):
     def _look_at_favoured(self, record: StepRecord) -> Iterator[Anomaly]:
         # Of the few rows of one rank a power is a rough estimate, and none where all are alike.
         powers = [power for power in scalars(record, CLASS_POWER) if math.isfinite(power)]
-        power = math.fsum(powers) / len(powers) if powers else 0.0
+        power = mean(powers) if powers else 0.0
         self._favoured = self._favoured + 1 if power >= FAVOURED else 0
         if self._favoured >= self._looks and self._told["favoured"].due(record.step):
             message = (
@@ -281,17 +287,14 @@ class _LabelsSeen:
         self._told = np.zeros(LABEL_BITS, np.bool_)
         self._last: deque[NDArray[np.bool_]] = deque(maxlen=REMEMBERED)
 
-    def take(self, step: int, seen: Sequence[float], fewest: int) -> list[tuple[int, int]]:
+    def take(self, step: int, bits: int, fewest: int) -> list[tuple[int, int]]:
         """Take what the ranks have seen; return (label, since) of those that are gone as of now.
 
         Args:
             step: of the look.
-            seen: a number of each rank, with a bit for each label.
+            bits: one for each label that has come.
             fewest: looks at which a label must have come.
         """
-        bits = 0
-        for each in seen:
-            bits |= int(each) if math.isfinite(each) and 0 <= each < 1 << LABEL_BITS else 0
         if not bits:
             return []
         here = np.array([bits >> label & 1 for label in range(LABEL_BITS)], np.bool_)
@@ -344,19 +347,22 @@ def _percent(share: float) -> str:
 def _is_known(said: Mapping[str, float]) -> bool:
     """Whether a rank's loss is a cross-entropy, and it says all that is looked at."""
     sizes = (said.get(name, math.nan) for name in (CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED))
-    shares = (said.get(name, math.nan) for name in (CLASS_LOOKED, CLASS_RIGHT, CLASS_OF_ALL))
-    return all(0 < one < math.inf for one in sizes) and all(map(math.isfinite, shares))
+    shares = (said.get(name, math.nan) for name in (CLASS_RIGHT, CLASS_OF_ALL))
+    looked = 0 <= said.get(CLASS_LOOKED, math.nan) < math.inf
+    return looked and all(0 < one < math.inf for one in sizes) and all(map(math.isfinite, shares))
 
 
-def _weights(record: StepRecord) -> tuple[tuple[int, ...], Floats]:
+def _weights(
+    record: StepRecord, ranks: Mapping[int, Mapping[str, float]]
+) -> tuple[tuple[int, ...], Floats]:
     """Return ranks, and logarithms of what a row weighs [ranks, 6], without a GradScaler's scale.
 
     Of a row, times all rows, times those with a label, and these times the micro-batches: whatever
     a loss is divided by, one of them stays when that changes.
     """
-    order = tuple(sorted(r for r, said in record.scalars.items() if CLASS_WEIGHT in said))
+    order = tuple(sorted(ranks))
     names = CLASS_WEIGHT, CLASS_ROWS, CLASS_LABELLED
-    logs = np.log([[record.scalars[rank][name] for name in names] for rank in order])
+    logs = np.log([[float(ranks[rank][name]) for name in names] for rank in order])
     scales = [scale for scale in scalars(record, "loss_scale") if scale > 0]
     logs[:, 0] -= math.log(scales[0]) if scales else 0.0
     micros = math.log(max(1.0, max(scalars(record, "micro_batches"), default=1.0)))

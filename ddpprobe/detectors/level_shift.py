@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ddpprobe.detectors.history import LARGEST_DEX
 from ddpprobe.detectors.level_window import LevelWindow
 from ddpprobe.detectors.loss import PositiveLoss, mean_losses
 from ddpprobe.detectors.rank_scalars import largest
@@ -275,7 +276,7 @@ class LevelShift(SoundStepsDetector):
         of = "" if what == "loss" else "sampled "
         level: dict[str, float]
         if shift.signed is None:
-            level = {"ratio": 10.0**shift.size}
+            level = {"ratio": 10.0 ** max(-LARGEST_DEX, min(LARGEST_DEX, shift.size))}
             moved = _times(level["ratio"])
         else:
             level = dict(zip(("before", "now"), shift.signed, strict=True))

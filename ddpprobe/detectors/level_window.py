@@ -60,7 +60,8 @@ class LevelWindow:
             fresh = np.full((len(self._past), more), np.nan, np.float32)
             self._past = np.concatenate((self._past, fresh), axis=1)
         self._past[:-1] = self._past[1:]
-        self._past[-1] = logs
+        with np.errstate(over="ignore"):  # a loss that is no logarithm
+            self._past[-1] = logs
 
     def holds(self, values: int) -> bool:
         """Return whether so many have been pushed."""

@@ -5,6 +5,7 @@ Behind the reduction such a gradient is the others' alone, and smaller: nothing 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +65,8 @@ class RankGradients:
 
     def update(self, record: StepRecord) -> LostGradients | None:
         """Take the next whole record; return what has been lost as of it."""
-        now = {r: int(s[ACTIVE]) for r, s in record.scalars.items() if s.get(ACTIVE, -1) >= 0}
+        said = {rank: scalars.get(ACTIVE, math.nan) for rank, scalars in record.scalars.items()}
+        now = {rank: int(count) for rank, count in said.items() if 0 <= count < math.inf}
         alive = self._alive(record)
         if len(now) < 2 or len(now) != len(record.ranks):
             return None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping
 from statistics import median
 
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.history import LARGEST_DEX
 from ddpprobe.detectors.rank_order import RankOrder
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
@@ -124,17 +126,15 @@ class RankOutlier(SampledDetector):
         away = max(now, key=lambda r: abs(now[r])) if rank is None else rank
         dex, two = now[away], len(now) == 2
         others = f"rank {next(r for r in now if r != away)}'s" if two else "that of the others"
-        apart = f"is zero, {others} is not" if dex <= NOTHING_DEX / 2 else (
-            f"is {10.0 ** abs(dex):.3g} x {'above' if dex > 0 else 'below'} {others}"
-        )  # fmt: skip
+        apart = _apart({r: float(record.scalars[r][name]) for r in now}, away, dex, others)
         advice = (
             "look at the data that it reads, and at its device" if rank is not None else
             "which of the two is wrong is not known: look at the data that each reads, and at "
             "their devices"
         )  # fmt: skip
         message = (
-            f"rank {away}'s {what} {apart}, at {times} of the last {self._recent} sampled steps: "
-            f"{advice}"
+            f"rank {away}'s {what} is {apart}, at {times} of the last {self._recent} sampled "
+            f"steps: {advice}"
         )
         values = {"decades": dex, "points": len(before)}
         return [self.anomaly(record, "warn", message, values, rank=rank, phase=phase)]
@@ -151,7 +151,7 @@ class RankOutlier(SampledDetector):
         )
         message = (
             f"rank {rank}'s loss was {'above' if dex > 0 else 'below'} {others} at each of the "
-            f"last {self._apart} sampled steps, {10.0 ** abs(dex):.3g} x in the median: its data, "
+            f"last {self._apart} sampled steps, {_times(dex):.3g} x in the median: its data, "
             "its labels or what it computes with are not the same, which may be meant"
         )
         values, known = {"decades": dex, "points": self._apart}, None if two else rank
@@ -193,6 +193,20 @@ class RankOutlier(SampledDetector):
         moved = {r: _moved(r, logs[-self._recent :], logs[: -self._recent]) for r in now}
         first, second = sorted(moved, key=lambda r: -moved[r])
         return first if moved[first] > MOVED * moved[second] else None
+
+
+def _apart(told: Mapping[int, float], away: int, dex: float, others: str) -> str:
+    """Return how far away a rank is, from what ranks said; beside a zero no ratio says it."""
+    if told[away] == 0:
+        return f"zero, {others} is not"
+    if all(number == 0 for rank, number in told.items() if rank != away):
+        return f"not zero, {others} is"
+    return f"{_times(dex):.3g} x {'above' if dex > 0 else 'below'} {others}"
+
+
+def _times(dex: float) -> float:
+    """Return how many times so many decades are, up or down; it is finite."""
+    return float(10.0 ** min(abs(dex), LARGEST_DEX))
 
 
 def _moved(rank: int, recent: list[Away], before: list[Away]) -> float:

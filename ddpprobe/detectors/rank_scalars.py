@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ddpprobe.records.step import UNREDUCED, USED_NORM, StepRecord
+from ddpprobe.records.step import CLASS_SEEN, LABEL_BITS, UNREDUCED, USED_NORM, StepRecord
 
 SAME = 1e-6  # relative: what the norm of one gradient differs by when it is computed twice
 
@@ -22,6 +22,14 @@ def are_one(norms: list[float]) -> bool:
 def largest(record: StepRecord, name: str) -> float:
     """Return the largest of them; NaN where no rank has one."""
     return max(scalars(record, name), default=math.nan)
+
+
+def labels_seen(record: StepRecord) -> int:
+    """Return a bit for each label that some rank has seen, see `CLASS_SEEN`."""
+    bits = 0
+    for seen in scalars(record, CLASS_SEEN):
+        bits |= int(seen) if 0 <= seen < 1 << LABEL_BITS else 0  # NaN is not
+    return bits
 
 
 def norm_used_by_all(record: StepRecord) -> float | None:

@@ -151,7 +151,8 @@ class Reduction(SampledDetector):
     def _divided_twice(self, record: StepRecord, norms: list[Norms]) -> list[Anomaly]:
         squares = sum(own * own for own, _ in norms)
         largest = max(reduced for _, reduced in norms)
-        common = (len(norms) * largest) ** 2 / squares if squares > 0 else math.inf
+        in_all = len(norms) * largest
+        common = in_all * in_all / squares if squares > 0 else math.inf
         self._looks += 1
         self._divided &= common < TWICE
         if self._looks != self._young or not self._divided:

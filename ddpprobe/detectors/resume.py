@@ -9,7 +9,7 @@ from itertools import islice
 from statistics import median
 
 from ddpprobe.detectors.detector import Detector
-from ddpprobe.detectors.loss import mean
+from ddpprobe.detectors.loss import loss_of
 from ddpprobe.detectors.rank_scalars import largest, scalars
 from ddpprobe.detectors.resumed_weights import ResumedWeights
 from ddpprobe.detectors.settings import above_zero, at_least
@@ -27,7 +27,7 @@ class _Said:
     """What a sampled step says; NaN where it does not."""
 
     rate: float
-    loss: float
+    loss: float  # mean of the ranks; NaN also where one is not finite
     micro_batches: float  # of all ranks
     digests: Mapping[int, float]  # of the input, by rank
 
@@ -230,7 +230,7 @@ class Resume(Detector):
     def _share(self, first: int, before: _Steps) -> _Verdict:
         """Return what is to be said of another number of micro-batches in a step."""
         old, now = before[-1][1].micro_batches, self._now[first].micro_batches
-        if not (old > 0 and now > 0) or now == old:
+        if not (0 < old < math.inf and 0 < now < math.inf) or now == old:
             return None
         message = (
             f"all ranks together train on {now:.0f} micro-batches in a step, and on {old:.0f} "
@@ -242,7 +242,5 @@ class Resume(Detector):
 
 def _said(record: StepRecord) -> _Said:
     digests = {rank: float(said[DIGEST]) for rank, said in record.scalars.items() if DIGEST in said}
-    losses = scalars(record, "loss")
-    micro_batches = math.fsum(scalars(record, "micro_batches"))
-    loss = mean(losses) if losses else math.nan
-    return _Said(largest(record, LEARNING_RATE), loss, micro_batches, digests)
+    micro_batches = sum(scalars(record, "micro_batches"))
+    return _Said(largest(record, LEARNING_RATE), loss_of(record), micro_batches, digests)

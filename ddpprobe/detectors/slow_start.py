@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ddpprobe.detectors.learning_rate import SAME
 from ddpprobe.detectors.loss import loss_of
-from ddpprobe.detectors.rank_scalars import largest, scalars
-from ddpprobe.records.step import CLASS_RIGHT, CLASS_SEEN, LEARNING_RATE, StepRecord
+from ddpprobe.detectors.rank_scalars import labels_seen, largest, scalars
+from ddpprobe.records.step import CLASS_RIGHT, LEARNING_RATE, StepRecord
 
 STEPS, LOOKS = 50, 5  # for which it must have been so
 # Times the share of right answers that a guess has. A model that answers with the most frequent
@@ -72,8 +72,7 @@ class SlowStart:
         if not self._looks:
             self._since, self._rate = record.step, rate
         self._looks += 1
-        for seen in scalars(record, CLASS_SEEN):
-            self._labels |= int(seen)
+        self._labels |= labels_seen(record)
         self._losses += loss
         self._rights += sum(right) / len(right)
         return self._judge(record, share, rate)

@@ -50,7 +50,7 @@ def squared_error(record: StepRecord, least: float) -> SquaredError | None:
             stat_of(record, gradient, stat) for stat in ("numel", "zero_ratio", "rms", "mean")
         )
         count = numel * (1 - zeros) / ranks  # n
-        found = count / 4 * (rms**2 * numel) / ranks  # the ranks' mean
+        found = count / 4 * (rms * rms * numel) / ranks  # the ranks' mean
         if abs(found - loss) <= _FITS * loss:
             offset = -mean * numel / (2 * ranks)
             return SquaredError(module, stat_of(record, output, "rms"), math.sqrt(found), offset)

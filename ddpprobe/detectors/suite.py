@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+import numpy as np
+
 from ddpprobe.detectors.batch_norm import BatchNorm
 from ddpprobe.detectors.batch_size import BatchSize
 from ddpprobe.detectors.collapse import Collapse
@@ -80,6 +82,8 @@ class Suite:
         self._cause: Anomaly | None = None
         self._warnings: deque[Anomaly] = deque(maxlen=WARNINGS)
 
+    # A number that overflows or is none in what a record says is no reason to warn on the console.
+    @np.errstate(all="ignore")
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Feed the record to every detector."""
         earlier, self._earlier = self._earlier, None

@@ -361,6 +361,18 @@ def test_what_is_no_number_of_rows_or_is_not_there_is_no_look(name: str, value: 
     assert told(looks) == []
 
 
+def test_what_one_rank_says_in_part_only_is_no_look() -> None:
+    """Nor does a number of rows below zero, or a weight beyond what a float can say, raise."""
+    looks = sorted_by_class(*range(40))
+    part = {name: one for name, one in look().items() if name != CLASS_ROWS}
+    assert run(CrossEntropy(), [record(i, {0: one, 1: part}) for i, one in enumerate(looks)]) == []
+    assert told([{**one, CLASS_LOOKED: -1.0} for one in looks]) == []
+    (warn,) = told(weighing(*[1e-300] * 12, *[1e300] * 3))
+    assert 1e300 < warn.values["ratio"] < math.inf
+    (warn,) = told(weighing(*[1] * 12, *[2**70] * 3))  # an int that NumPy has no dtype for
+    assert warn.values["ratio"] == pytest.approx(2.0**70)
+
+
 def test_each_of_the_six_is_told_again_behind_a_quiet_time() -> None:
     looks = ([look()] * 12 + weighing(*[1 / 8] * 40)) * 2
     told_at = [warn.step for warn in told(looks, detector=CrossEntropy(quiet_steps=20))]

@@ -64,6 +64,16 @@ def test_a_loss_that_rises_at_once_and_stays_is_told_once() -> None:
     assert "at each of the last 4 steps" in warn.message
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "ratio"), [(1e-20, 1e300, 1e300), (1e300, 1e-20, 1e-300)]
+)
+def test_a_shift_further_than_a_float_can_say_is_told(
+    before: float, now: float, ratio: float
+) -> None:
+    found = run(LevelShift(), [step(s, loss=before if s < AT else now) for s in range(AT + 9)])
+    assert only(a for a in found if a.message.startswith("loss")).values["ratio"] == ratio
+
+
 def test_a_smaller_rise_takes_eight_values() -> None:
     warn = only(run(LevelShift(), noisy(behind(loss=1.2), spread=0.03)))
     assert (warn.step, warn.values["values"]) == (AT + 7, 8)

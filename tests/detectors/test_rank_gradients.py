@@ -102,5 +102,9 @@ def test_a_rank_that_comes_back_is_told_again_only_when_it_loses_more() -> None:
 def test_one_rank_alone_and_ranks_that_do_not_say_it_are_not_judged() -> None:
     gone: Gone = lambda now, rank, name: now >= 60 and name == "head.weight" and not rank  # noqa: E731
     assert told(step(s, gone, world=1) for s in range(100)) == []
+    endless = (
+        record(s, {r: {ACTIVE: 1e999 if s == 50 else 4.0} for r in (0, 1)}) for s in range(99)
+    )
+    assert told(endless) == []
     silent = (record(s, {r: {} for r in range(3)}) for s in range(100))
     assert told(silent) == []

@@ -41,6 +41,22 @@ def test_a_rank_that_contributes_nothing_is_named_from_the_start() -> None:
     assert "is zero" in warn.message
 
 
+def test_a_rank_beside_others_that_have_nothing_is_told_without_a_ratio() -> None:
+    (warn,) = run(RankOutlier(), [step(s, "loss", [0.0, 0.0, 3.0]) for s in range(20)])
+    assert (warn.step, warn.rank) == (2, 2)
+    assert "rank 2's loss is not zero, that of the others is" in warn.message
+
+
+def test_what_is_next_to_nothing_is_not_called_zero() -> None:
+    (warn,) = run(RankOutlier(), [step(s, "loss", [1.0, 1e-16]) for s in range(20)])
+    assert "is 1e+16 x below rank 0's" in warn.message
+
+
+def test_losses_further_apart_than_a_float_can_say_are_told() -> None:
+    (warn,) = run(RankOutlier(), [step(s, "loss", [1e300, 1e-20, 1e-20]) for s in range(20)])
+    assert "1e+300 x" in warn.message
+
+
 @pytest.mark.parametrize("level", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("away", [30.0, 0.2])
 def test_of_two_ranks_that_part_the_one_is_named_whose_own_numbers_moved(

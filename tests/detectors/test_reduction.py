@@ -164,6 +164,10 @@ def test_shards_micro_batches_and_missing_ranks_are_not_judged() -> None:
     assert run(Reduction(), [*parts, *missing, *micros]) == []
 
 
+def test_norms_whose_squares_no_float_holds_do_not_raise() -> None:
+    assert run(Reduction(), [of(s, 1e300, (1e300, 0.5e300)) for s in range(20)]) == []
+
+
 def test_values_that_nobody_expects_do_not_raise() -> None:
     odd = (math.nan, math.inf, 0.0, -1.0, 1e308)
     stream = []

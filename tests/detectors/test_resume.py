@@ -160,6 +160,17 @@ def test_a_loss_within_what_it_was_or_for_one_step_is_left_alone() -> None:
     assert run(Resume(), few + attempt(1, AFTER, loss=anew(fell))) == []
 
 
+def test_a_loss_that_is_infinite_both_ways_is_no_loss_to_compare() -> None:
+    """Neither in the attempt before nor in the one that resumes: the mean is no number."""
+
+    def torn(of: list[StepRecord]) -> list[StepRecord]:
+        said = {rank: {**of[1].scalars[rank], "loss": s} for rank, s in ((0, np.inf), (1, -np.inf))}
+        micro = {rank: {**one, "micro_batches": one["loss"]} for rank, one in said.items()}
+        return [of[0], replace(of[1], scalars=micro), *of[2:]]
+
+    assert run(Resume(), torn(BEFORE) + torn(attempt(1, AFTER))) == []
+
+
 @pytest.mark.parametrize(("ranks", "micro"), [(4, 1.0), (2, 4.0), (1, 1.0)])
 def test_another_number_of_micro_batches_is_information(ranks: int, micro: float) -> None:
     (info,) = run(Resume(), BEFORE + attempt(1, AFTER, ranks=ranks, micro=micro))

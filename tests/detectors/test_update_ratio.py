@@ -147,6 +147,14 @@ def slow(
     return replace(one, ranks=(0, 1), scalars=scalars)
 
 
+@pytest.mark.parametrize("seen", [math.nan, math.inf, -1.0, 1e300])
+def test_what_is_no_set_of_labels_is_passed_over(seen: float) -> None:
+    records = [slow(i) for i in range(60)]
+    odd = {rank: {**said, CLASS_SEEN: seen} for rank, said in records[9].scalars.items()}
+    (warn,) = run(UpdateRatio(), [*records[:9], replace(records[9], scalars=odd), *records[10:]])
+    assert "a guess among 16 labels" in warn.message
+
+
 @pytest.mark.parametrize(("every", "at"), [(1, 50), (10, 50), (100, 400)])
 def test_a_model_that_guesses_and_hardly_moves_is_told_once(every: int, at: int) -> None:
     (warn,) = run(UpdateRatio(), [slow(i * every) for i in range(120)])
