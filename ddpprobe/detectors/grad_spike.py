@@ -1,7 +1,7 @@
 """`grad_spike`: a gradient norm far above its own history, and the rank and module that grew.
 
 The rule (thresholds as measured on 63 healthy and 90 faulty runs, see docs/reference/detectors.md):
-robust z of log10 norm > 8, and > 4 x the median, and above everything in the window. It warns; it
+robust z of log10 norm > 10, and > 4 x the median, and above everything in the window. It warns; it
 pages if the loss spikes too (within 8 steps), or at the third spike within 50 steps.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.groups import GroupNorms
 from ddpprobe.detectors.history import LogHistory, WindowedValue
-from ddpprobe.detectors.loss import mean_losses
+from ddpprobe.detectors.loss import PositiveLoss
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.records.step import NONFINITE, SUM_SQ, Anomaly, StepRecord
 
@@ -104,6 +104,7 @@ class GradSpike(SampledDetector):
         self._histories: dict[Source, LogHistory] = {}
         self._groups = GroupNorms(*self._memory[:2])
         self._summed: set[int] = set()  # ranks whose part was larger than a mean, without a spike
+        self._loss = PositiveLoss()  # of one below zero a fall would look like a spike
         self._loss_spike: int | None = None  # step of the latest one
         self._begun: int | None = None  # the first step
         self._episode = _Episode()
@@ -118,7 +119,8 @@ class GradSpike(SampledDetector):
         self._watch_loss(record)
         for source, value in _norms(record).items():
             self._history(source).add(value)
-        self._groups.add(record)
+        if not _is_torn(record):
+            self._groups.add(record)
         if spike is None:
             self._summed.update(_beyond_mean(record))
         return self._report(record.step, spike)
@@ -148,7 +150,8 @@ class GradSpike(SampledDetector):
         source = max(spikes, key=lambda s: spikes[s].dex)
         one_rank = rank is not None and all(_is_local(s) for s in spikes)
         # Of what one rank has alone, the rows of all of them show the less, the more they are.
-        module = self._groups.largest(record, of_one=len(record.ranks) if rank is not None else 1)
+        of_one = len(record.ranks) if rank is not None else 1
+        module = None if _is_torn(record) else self._groups.largest(record, of_one=of_one)
         if rank is None and not any(_is_local(s) for s in spikes):
             rank = self._shard(record)
         anomaly = _anomaly(record, spikes[source], rank, module, local=_is_local(source))
@@ -165,7 +168,7 @@ class GradSpike(SampledDetector):
     def _watch_loss(self, record: StepRecord) -> None:
         history = self._history(("loss", None))
         z, dex = self._loss_rule
-        for step, loss in mean_losses(record):  # also of the steps that were not sampled
+        for step, loss in self._loss.read(record):  # also of the steps that were not sampled
             reading = history.read(loss)
             if reading and reading.z > z and reading.dex > dex:
                 self._loss_spike = step
@@ -224,8 +227,7 @@ def _norms(record: StepRecord) -> dict[Source, float]:
         i for i, s in enumerate(record.sites)
         if s.kind == "grad" and s.placement not in ("partial", "unknown")
     ]  # fmt: skip
-    torn = bool(record.missing) and any(record.sites[i].placement == "sharded" for i in rows)
-    if rows and not torn:
+    if rows and not _is_torn(record):
         with np.errstate(over="ignore", invalid="ignore"):
             square = float(record.values[rows, SUM_SQ].sum())
         bad = bool(record.counts[rows, NONFINITE].any())
@@ -236,6 +238,13 @@ def _norms(record: StepRecord) -> dict[Source, float]:
         if "grad_norm_local" in scalars:
             out["grad_norm_local", rank] = float(scalars["grad_norm_local"])
     return out
+
+
+def _is_torn(record: StepRecord) -> bool:
+    """Whether a shard of the gradients is missing, so that rows and norms are of a part of them."""
+    return bool(record.missing) and any(
+        site.kind == "grad" and site.placement == "sharded" for site in record.sites
+    )
 
 
 def _beyond_mean(record: StepRecord) -> list[int]:

@@ -121,6 +121,13 @@ def test_a_loss_spike_within_eight_steps_makes_it_a_page_for_the_original_step(a
     assert f"the loss spiked too, at step {at}" in found[-1].message
 
 
+@pytest.mark.parametrize(("usual", "then"), [(-1.0, -100.0), (1.0, -100.0)])
+def test_a_loss_that_falls_far_below_zero_is_no_spike(usual: float, then: float) -> None:
+    stream = [record(s, [1.0 + s % 7 / 50] * 4, [usual] * 4) for s in range(130)]
+    stream[100] = record(100, [100.0] * 4, [then] * 4)
+    assert [a.level for a in run(stream)] == ["warn"]
+
+
 @pytest.mark.parametrize(("times", "level"), [(2.5, "page"), (1.5, "warn")])
 def test_the_loss_must_be_twice_its_median_for_a_page(times: float, level: str) -> None:
     stream = steady(130)
