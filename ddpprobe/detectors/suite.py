@@ -323,8 +323,10 @@ def order_of_cause(anomalies: Iterable[Anomaly]) -> list[Anomaly]:
     return out
 
 
-def _event(anomaly: Anomaly) -> tuple[str, int, int, int | None]:
-    return (anomaly.detector, anomaly.attempt, anomaly.step, anomaly.rank)
+def _event(anomaly: Anomaly) -> tuple[object, ...]:
+    """Return what a page has in common with the warning that was raised to it."""
+    when_and_who = anomaly.detector, anomaly.attempt, anomaly.step, anomaly.rank
+    return (*when_and_who, anomaly.module, anomaly.kind)
 
 
 def when(anomaly: Anomaly) -> tuple[int, int, int, int, int]:

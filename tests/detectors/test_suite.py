@@ -114,6 +114,12 @@ def test_a_warning_raised_to_a_page_is_listed_once() -> None:
     assert order_of_cause([warn, page]) == [page]
 
 
+def test_a_warning_of_something_else_is_listed_beside_a_page_of_its_step() -> None:
+    page = replace(anomaly("desync", 100, first_cause=True), module="fc.weight", kind="param")
+    warn = replace(anomaly("desync", 100, "warn"), module="positions", kind="buffer")
+    assert order_of_cause([warn, page]) == [page, warn]
+
+
 def test_the_order_does_not_depend_on_the_order_of_arrival() -> None:
     some = [anomaly("nonfinite", s, first_cause=True) for s in (5, 300)]
     some += [anomaly("grad_spike", s, "warn") for s in (7, 20, 310, 600)]
