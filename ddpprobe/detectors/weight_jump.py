@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -123,7 +123,7 @@ class WeightJump(SampledDetector):
             for anomaly in self._leapt(record, kind, fqns, jump)
             or self._leapt(record, kind, fqns, step)
         ]
-        return [*leapt[:1], *self._drifted(record, now)]
+        return [*_as_one(leapt), *self._drifted(record, now)]
 
     def _leapt(
         self, record: StepRecord, kind: str, fqns: Sequence[str], leap: _Leap | None
@@ -182,6 +182,14 @@ class WeightJump(SampledDetector):
         )
         values = {"rate": share, "parameters": parameters}
         return self.anomaly(record, "warn", message, values, module="", kind="param")
+
+
+def _as_one(leapt: list[Anomaly]) -> list[Anomaly]:
+    """Return one verdict of what leapt at one look: that of weights names the buffer, too."""
+    if len(leapt) < 2:
+        return leapt
+    first, other = leapt
+    return [replace(first, message=f"{first.message}; buffer {other.module} leapt as well")]
 
 
 def _of_buffers(buffers: SitesOfKind, record: StepRecord) -> list[Floats]:

@@ -358,6 +358,7 @@ def test_a_weight_and_a_buffer_that_jump_at_once_are_told_once() -> None:
         both.append(record(number, rows=rows))
     (warn,) = run(WeightJump(), both)
     assert (warn.module, warn.kind) == ("w", "param")
+    assert warn.message.endswith("; buffer b leapt as well")
 
 
 def test_a_buffer_that_leaps_again_and_again_silences_no_weight() -> None:
