@@ -90,14 +90,20 @@ class SampledDetector(Detector):
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; looks at those that it is about."""
         noted = any(NOTED in said for said in record.scalars.values())
-        if record.attempt != self._attempt or noted:
+        if record.attempt != self._attempt:
             self._attempt = record.attempt
+            self._begin()
+            self._reset()
+        elif noted:
             self._reset()
         return self._look(record) if self._is_about(record) else []
 
     def _is_about(self, record: StepRecord) -> bool:
         """Whether it looks at this record: at whole sampled steps."""
         return record.sampled and not record.partial
+
+    def _begin(self) -> None:
+        """Begin an attempt: forget what a note leaves alone, such as what is of its start."""
 
     @abstractmethod
     def _reset(self) -> None:

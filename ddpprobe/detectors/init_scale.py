@@ -55,9 +55,12 @@ class InitScale(SampledDetector):
         at_least(1, others=others, within=within)
         self._gain, self._ratio, self._others = gain, ratio, others
         self._deviation, self._by_guess, self._within = deviation, by_guess, within
-        self._reset()
+        self._begin()
 
     def _reset(self) -> None:
+        """Forget nothing: what a weight began with stays, whatever is announced."""
+
+    def _begin(self) -> None:
         self._weights = SitesOfKind("param")
         self._changes = Beside(self._weights, "update")
         self._pairs: list[tuple[int, int]] = []  # places of a weight and its bias

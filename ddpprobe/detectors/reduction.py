@@ -76,13 +76,15 @@ class Reduction(SampledDetector):
         self._recent, self._mean, self._young = recent, mean, young
         self._reset()
 
+    def _begin(self) -> None:
+        self._looks, self._divided = 0, True  # of the first ones: whether all were too small
+
     def _reset(self) -> None:
         self._used: float | None = None  # the norm that all optimizers got at the last step
         self._reduced = 0  # sampled steps in a row, up to the first that was not
         self._missing = 0  # sampled steps in a row that were not
         self._telling = {level: Telling(self._quiet) for level in ("warn", "page", "sum", "parts")}
         self._means = 0  # sampled steps whose gradient may be a mean
-        self._looks, self._divided = 0, True  # of the first ones: whether all were too small
         self._last_used = math.nan  # the norm that the optimizers took at the last step
         self._sums: deque[bool] = deque(maxlen=self._recent)
         self._parameters = Misplaced(self._repeats)

@@ -27,6 +27,9 @@ class StaleWeights(SampledDetector):
         self._over = over
         self._reset()
 
+    def _begin(self) -> None:
+        self._told = False
+
     def _reset(self) -> None:
         self._row = 0  # sampled steps in a row
 
@@ -37,8 +40,10 @@ class StaleWeights(SampledDetector):
             return []
         units = max(counts)
         self._row = self._row + 1 if units else 0
-        if self._row != self._over:
+        self._told &= units != 0
+        if self._told or self._row < self._over:
             return []
+        self._told = True
         message = (
             f"{units:.0f} units of FSDP2 compute with weights that were gathered before the "
             "optimizer's last step: what it learns is not used. Leave set_reshard_after_backward "

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddpprobe.detectors.init_scale import InitScale
-from ddpprobe.records.step import COUNTS, LEARNING_RATE, VALUES, Site, StepRecord
+from ddpprobe.records.step import COUNTS, LEARNING_RATE, NOTED, VALUES, Site, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 
@@ -86,6 +86,14 @@ def test_the_parameters_may_take_turns_and_what_begins_at_zero_is_judged_when_it
     steps += [looked_at(3, {**large, "l3.weight": zero}), looked_at(4, large)]
     (warn,) = run(InitScale(), steps)
     assert (warn.step, warn.module) == (4, "l3.weight")
+
+
+def test_a_note_does_not_make_a_later_look_the_first() -> None:
+    made = mlp(64, 256, 32, 512, 10)
+    made["l1.weight"].data.mul_(15)
+    noted = looked_at(20, made, scalars={0: {NOTED: 1.0}})
+    stream = [*(looked_at(s, made) for s in range(20)), noted, looked_at(21, made)]
+    assert levels(run(InitScale(), stream)) == [("warn", 0)]
 
 
 def test_what_grows_later_is_not_judged_here() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ddpprobe.detectors.reduction import Reduction
-from ddpprobe.records.step import UNREDUCED, USED_NORM, Site, StepRecord
+from ddpprobe.records.step import NOTED, UNREDUCED, USED_NORM, Site, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 
@@ -134,6 +134,19 @@ def test_a_mean_that_is_divided_once_more_is_told_at_the_fifth_step() -> None:
                 ranks * (0.95 * mean / ranks) ** 2, rel=0.06
             )
             assert run(Reduction(), [of(s, 0.95 * mean, local) for s in range(100)]) == []
+
+
+def test_a_note_does_not_begin_the_first_steps_anew() -> None:
+    """Later, gradients of ranks that read the same batches again may cancel each other."""
+
+    def noted(number: int, reduced: float) -> StepRecord:
+        made = of(number, reduced)
+        return replace(made, scalars={0: {**made.scalars[0], NOTED: 1.0}, 1: made.scalars[1]})
+
+    later = [noted(50, 0.01), *(of(s, 0.01) for s in range(51, 80))]
+    assert run(Reduction(), [*(of(s, 0.7) for s in range(50)), *later]) == []
+    between = [of(s, 0.01) if s != 2 else noted(2, 0.01) for s in range(20)]
+    assert levels(run(Reduction(), between)) == [("warn", 4)]
 
 
 def test_gradients_that_cancel_each_other_later_or_not_at_each_step_are_left_alone() -> None:

@@ -29,6 +29,14 @@ def test_it_is_told_again_where_it_had_ended_and_in_each_attempt() -> None:
     ]  # fmt: skip
 
 
+def test_a_note_does_not_tell_again_what_has_not_ended() -> None:
+    noted = record(5, {0: {STALE: 2.0, NOTED: 1.0}})
+    stream = [*(step(s, 2) for s in range(5)), noted, *(step(s, 2) for s in range(6, 20))]
+    assert levels(run(StaleWeights(), stream)) == [("page", 1)]
+    ended = [step(s, 0 if s == 12 else 2) for s in range(6, 20)]
+    assert levels(run(StaleWeights(), [*stream[:6], *ended])) == [("page", 1), ("page", 14)]
+
+
 def test_one_rank_that_is_stale_is_enough_and_one_without_the_number_is_no_rank() -> None:
     assert levels(run(StaleWeights(), [step(s, 0, None, 1) for s in range(4)])) == [("page", 1)]
 
