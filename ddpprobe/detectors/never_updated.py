@@ -200,14 +200,17 @@ class NeverUpdated(SampledDetector):
         fqns = self._rows.fqns
         never = [fqns[i] for i in np.flatnonzero(found)]
         modules = subtrees(never, [fqns[i] for i in np.flatnonzero(~self._never)])
-        since, gradient = int(self._since[found].min()), float(np.nanmax(now.gradient[found]))
+        since, gradient = int(self._since[found].min()), float(np.fmax.reduce(now.gradient[found]))
+        known = not np.isnan(gradient)
+        pulled = f"they have a gradient (norm {gradient:.3g}) and " if known else ""
         message = (
             f"no bit of {len(never)} of {len(fqns)} parameters has changed since step {since}, in "
-            f"{named(modules)}, though they have a gradient (norm {gradient:.3g}) and others move; "
+            f"{named(modules)}, though {pulled}others move; "
             "maybe the optimizer was not given them, or others in their place, or their learning "
             "rate is 0, or their phase is yet to come; if that was meant, all is well"
         )
-        values = {"parameters": len(never), "since": since, "gradient": gradient}
+        values = {"parameters": float(len(never)), "since": float(since)}
+        values |= {"gradient": gradient} if known else {}
         return self.anomaly(record, "warn", message, values, module=modules[0], kind="update")
 
     def _too_coarse(self, record: StepRecord, found: Mask) -> Anomaly:

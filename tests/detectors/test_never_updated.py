@@ -31,6 +31,14 @@ def test_a_whole_module_with_a_gradient_is_told_once_after_fifty_steps(every: in
     assert warn.values == {"parameters": 2, "since": 0, "gradient": pytest.approx(1.0)}
 
 
+def test_a_gradient_that_is_not_known_now_is_not_spoken_of() -> None:
+    records = stream(50, head__weight=NEVER)
+    without = stream(80, head__weight=Made(1.0, 0.0, None))
+    (warn,) = run(NeverUpdated(), records + without[50:])
+    assert (warn.step, warn.module, warn.values) == (50, "head", {"parameters": 1, "since": 0})
+    assert "though others move" in warn.message
+
+
 @pytest.mark.parametrize(
     "never",
     [
