@@ -237,15 +237,18 @@ def _anomaly_of_phase(record: StepRecord, grown: Grown) -> Anomaly:
     what, phase, _ = _PARTS[grown.phase]
     who = "each rank" if len(record.ranks) > 1 else "the rank"
     times = grown.now / grown.before
+    all_of_them = grown.many == grown.looks  # then it was so before the first of them, maybe
+    since = f"step {grown.since} or before" if all_of_them else f"about step {grown.since}"
     message = (
         f"{what} takes {who} {grown.now:.3g} s, {times:.3g} x what it took at its shortest "
-        f"({grown.before:.3g} s), at {grown.looks} sampled steps since step {grown.since}; the "
-        f"other phases take no longer, and a step {grown.step_now / grown.step_before:.3g} x as "
-        "long: look for what piles up from step to step (hooks, graphs and lists that are kept), "
-        "and for work that was added to it"
+        f"({grown.before:.3g} s), at {grown.many} of the last {grown.looks} sampled steps, since "
+        f"{since}; the other phases take at most {grown.others:.3g} x as long, a step "
+        f"{grown.step_now / grown.step_before:.3g} x: look for what piles up from step to step "
+        "(hooks, graphs and lists that are kept), and for work that was added to it"
     )
     values = {
         "step_seconds": grown.step_now, "before": grown.step_before, "phase_seconds": grown.now,
-        "phase_before": grown.before, "times": times, "since": grown.since, "points": grown.looks,
+        "phase_before": grown.before, "times": times, "others": grown.others, "since": grown.since,
+        "points": grown.many,
     }  # fmt: skip
     return Slowdown.anomaly(record, "warn", message, values, phase=phase)

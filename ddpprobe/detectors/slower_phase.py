@@ -37,7 +37,8 @@ class PhaseLook(NamedTuple):
 class Grown(NamedTuple):
     """A phase that takes so many seconds, and took so many; the same of the whole step.
 
-    `since` is the first of the looks that say so, of which there are `looks`.
+    `many` of the newest `looks` are nearer to what it takes now than to what it took, of which
+    `since` is the first. Each of the other phases takes no more than `others` times what it took.
     """
 
     phase: str
@@ -45,7 +46,9 @@ class Grown(NamedTuple):
     before: float
     step_now: float
     step_before: float
+    others: float
     since: int
+    many: int
     looks: int
 
 
@@ -119,9 +122,11 @@ class SlowerPhase:
         others = np.delete(growth, place).max()
         if not found[place] or growth[place] < ALONE * others or whole < STEP_TIMES * self._whole:
             return None
+        now, before = float(middle[place]), max(float(self._middle[place]), _NOTHING)
+        longer = [one.step for one in looks if one.phases[place] >= (before + now) / 2]
         return Grown(
-            PHASES[place], float(middle[place]), max(float(self._middle[place]), _NOTHING), whole,
-            max(self._whole, _NOTHING), looks[0].step, len(looks),
+            PHASES[place], now, before, whole, max(self._whole, _NOTHING), float(others),
+            longer[0], len(longer), len(looks),
         )  # fmt: skip
 
 

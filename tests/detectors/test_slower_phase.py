@@ -58,6 +58,20 @@ def test_hooks_that_pile_up_are_told_with_the_phase(every: int) -> None:
     assert warn.values["times"] == pytest.approx(warn.values["phase_seconds"] / USUAL[1])
 
 
+def test_what_the_other_phases_took_and_since_when_is_told_in_numbers() -> None:
+    def phases(step: int, _: int) -> Phases:
+        at = step >= AT
+        return USUAL[0], USUAL[1] * (6 if at else 1), USUAL[2] * (1.5 if at else 1), USUAL[3]
+
+    (warn,) = told(phases)
+    assert AT <= warn.values["since"] <= warn.step
+    assert "the other phases take at most 1.52 x as long" in warn.message
+    assert warn.values["others"] == pytest.approx(1.5, 0.03)  # without the reduction
+    assert f"since about step {warn.values['since']}" in warn.message
+    slow, *_ = told(lambda step, _: forward(1 + 0.05 * max(0, step - AT)), 1)
+    assert f"20 of the last 20 sampled steps, since step {slow.step - 19} or before" in slow.message
+
+
 def test_what_grows_slowly_is_compared_with_how_it_was_long_ago() -> None:
     first, *_ = told(lambda step, _: forward(1 + 0.01 * step))
     assert 200 < first.step < 300
