@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
+from ddpprobe.detectors.sites_of_kind import Floats, Mask, SitesOfKind, grown
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.records.step import Anomaly, StepRecord
 
@@ -42,8 +41,8 @@ class Vanishing(SoundStepsDetector):
 
     def _reset(self) -> None:
         self._gradients = SitesOfKind("grad")
-        self._since: int | None = None
-        self._lasted = 0
+        self._since = np.zeros(0, np.int64)  # of each gradient: first step of its looks in a row
+        self._lasted = np.zeros(0, np.int64)  # at which it is so far below, and how many
         self._told = False
         self._weight = np.zeros(0, bool)  # of each gradient: whether it is a weight's
         self._peers = np.zeros(0, np.intp)  # of each gradient: which have its name in other layers
@@ -61,24 +60,22 @@ class Vanishing(SoundStepsDetector):
         weights = np.flatnonzero(self._weight & (rms > 0))
         if len(weights) < 2:
             return []
-        smallest, largest = self._furthest(rms, weights)
-        decades = math.log10(rms[largest]) - math.log10(rms[smallest])
-        if not decades > self._decades:
-            self._since, self._lasted = None, 0
-            return []
-        self._since = record.step if self._since is None else self._since
-        self._lasted += 1
-        if self._lasted < self._samples or record.step - self._since < self._steps:
+        below, beside = self._below(rms, weights)
+        lasting = self._follow(weights, below > self._decades, record.step)
+        if not lasting.any():
             return []
         self._told = True
+        place = int(np.argmax(np.where(lasting, below, -np.inf)))
+        smallest, largest, decades = weights[place], beside[place], below[place]
         message = (
-            f"its gradient (rms {rms[smallest]:.3g}) has been {decades:.1f} decades below that of "
-            f"{fqns[largest]} ({rms[largest]:.3g}) since step {self._since}: unless the optimizer "
+            f"its gradient (rms {rms[smallest]:.3g}) is {decades:.1f} decades below that of "
+            f"{fqns[largest]} ({rms[largest]:.3g}), and has been more than {self._decades:.3g} "
+            f"below the largest since step {self._since[smallest]}: unless the optimizer "
             "divides by the size of gradients, it is hardly trained; look at activations that "
             "saturate, at the initialization, at missing norms or residual connections"
         )
         values = {
-            "decades": decades,
+            "decades": float(decades),
             "smallest": float(rms[smallest]),
             "largest": float(rms[largest]),
         }
@@ -89,13 +86,22 @@ class Vanishing(SoundStepsDetector):
             )
         ]  # fmt: skip
 
-    def _furthest(self, rms: Floats, weights: NDArray[np.intp]) -> tuple[int, int]:
-        """Return which weight is furthest below which of those that it is compared with."""
+    def _follow(self, weights: NDArray[np.intp], far: Mask, step: int) -> Mask:
+        """Take which weights are far below others at a step; return those that are for long."""
+        sites = len(self._weight)
+        self._since, self._lasted = (grown(of, sites, 0) for of in (self._since, self._lasted))
+        self._since[weights[far & (self._lasted[weights] == 0)]] = step
+        self._lasted[weights] = np.where(far, self._lasted[weights] + 1, 0)
+        enough = self._lasted[weights] >= self._samples
+        lasting: Mask = far & enough & (step - self._since[weights] >= self._steps)
+        return lasting
+
+    def _below(self, rms: Floats, weights: NDArray[np.intp]) -> tuple[Floats, NDArray[np.intp]]:
+        """Return by how many decades weights are below the largest of those beside them: which."""
         peers, logs = self._peers[weights], np.log10(rms[weights])
         best = np.full(len(self._peers), -1)  # by group: place in `weights` of the largest one
         ascending = np.argsort(logs, kind="stable")
         best[peers[ascending]] = ascending  # the last one stays
         alone = np.bincount(peers, minlength=len(best))[peers] == 1
         beside = np.where(alone, ascending[-1], best[peers])
-        worst = int(np.argmax(logs[beside] - logs))
-        return int(weights[worst]), int(weights[beside[worst]])
+        return logs[beside] - logs, weights[beside]

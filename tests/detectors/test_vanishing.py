@@ -43,6 +43,19 @@ def test_a_weight_is_compared_with_those_of_its_name_in_other_layers() -> None:
     assert (warn.module, warn.values["largest"]) == ("stem.weight", 10.0)
 
 
+def test_the_weight_that_is_named_is_one_that_lasted() -> None:
+    """At the last look another one is still further below, which was not before."""
+
+    def of(number: int, other: float) -> StepRecord:
+        rms = {"layers.0.weight": 1e-6, "layers.1.weight": other, "layers.9.weight": 1.0}
+        return record(number, rows={Site(name, "grad"): {"rms": x} for name, x in rms.items()})
+
+    (warn,) = run(Vanishing(), [of(s, 1.0 if s < 50 else 1e-9) for s in range(80)])
+    assert (warn.step, warn.module, warn.values["decades"]) == (50, "layers.0.weight", 6.0)
+    in_turn = [of(s, 1e-9 if s % 2 else 1.0) for s in range(80)]
+    assert [warn.module for warn in run(Vanishing(), in_turn)] == ["layers.0.weight"]
+
+
 def test_a_step_in_between_begins_the_count_anew() -> None:
     assert run(Vanishing(), [step(s, 1e-7 if s % 40 else 1.0) for s in range(300)]) == []
 
