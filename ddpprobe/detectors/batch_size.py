@@ -15,6 +15,7 @@ from ddpprobe.records.step import INPUT_ELEMENTS, LEARNING_RATE, Anomaly, StepRe
 
 NOW = 3  # looks at which it is less
 MOST = 64  # looks before them that are remembered
+SAME = 1e-3  # relative: a rate that hardly moved
 MEANT = 0.7  # of the learning rate before: at most so much tells that the batch is meant
 
 
@@ -69,11 +70,20 @@ class BatchSize(SoundStepsDetector):
             return []
         message = (
             f"at the last {NOW} sampled steps the model is given {now.max():.6g} numbers in a step "
-            f"where it was given {usual:.6g}, at the same learning rate: look at the micro-batches "
-            "that are accumulated, the batch size, the length of texts, and which data are left"
+            f"where it was given {usual:.6g}{_rates(was, rate)}: look at the micro-batches that "
+            "are accumulated, the batch size, the length of texts, and which data are left"
         )
         values = {"elements": float(now.max()), "before": usual}
         return [self.anomaly(record, "warn", message, values, module="", phase="forward")]
+
+
+def _rates(was: float, now: float) -> str:
+    """Return what is to be said of the learning rate; nothing where it is not known."""
+    if not (math.isfinite(was) and math.isfinite(now)):
+        return ""
+    if math.isclose(was, now, rel_tol=SAME):
+        return ", at the same learning rate"
+    return f", at a learning rate of {now:.3g}, before {was:.3g}"
 
 
 def _elements(record: StepRecord) -> float:

@@ -45,6 +45,22 @@ def test_a_smaller_step_is_told_once_at_the_third_look(before: Row, now: Row) ->
 
 
 @pytest.mark.parametrize(
+    ("before", "now", "says"),
+    [
+        (0.1, 0.1, ", at the same learning rate: look"),
+        (0.1, 0.09, ", at a learning rate of 0.09, before 0.1: look"),
+        (math.nan, math.nan, "was given 64: look"),
+        (math.nan, 0.1, "was given 64: look"),
+    ],
+)
+def test_the_learning_rate_is_told_as_far_as_it_is_known(
+    before: float, now: float, says: str
+) -> None:
+    (warn,) = told([given(64, 1, before)] * 10 + [given(8, 1, now)] * 5)
+    assert says in warn.message
+
+
+@pytest.mark.parametrize(
     "looks",
     [
         [given(64)] * 100,
