@@ -283,17 +283,24 @@ class LevelShift(SoundStepsDetector):
             moved = f"about {level['now']:.3g}, not {level['before']:.3g} as"
         message = (
             f"{what} has been {moved} before, at each of the last {shift.values} {of}"
-            f"steps: {shift.clear:.3g} x as far as it ever moved in its window{joined}. No change "
+            f"steps: {_how_clear(shift.clear)}{joined}. No change "
             "of learning rate or sizes explains it; unless another anomaly does, look at the data, "
             "the labels, the scale of the loss, and what was loaded"
         )
         values = {
             **level,
-            "clear": shift.clear,
+            **({"clear": shift.clear} if math.isfinite(shift.clear) else {}),
             "values": shift.values,
             "outputs": len(places.get(RMS, [])),
         }
         return self.anomaly(record, "warn", message, values, module=module, kind=kind, phase=phase)
+
+
+def _how_clear(clear: float) -> str:
+    """Return how far a number has moved; infinite: its level never did before."""
+    if not math.isfinite(clear):
+        return "its level had not moved at all in its window"
+    return f"{clear:.3g} x as far as it ever moved in its window"
 
 
 def _times(ratio: float) -> str:

@@ -95,17 +95,22 @@ class Resume(Detector):
             return []
         self._meant = True
         first, move = found.fqns[0], found.first
+        knows = math.isfinite(move.times)
+        far = (
+            f"it is {move.times:.3g} x as far away as it ever moved between two looks"
+            if knows
+            else "it had never moved from look to look"
+        )
         message = (
             f"the weights of {named(found.fqns)} are not those that the run had at step "
             f"{move.before}: the norm of {first} was {move.norm_before:.4g}, and is "
-            f"{move.norm:.4g}; it is {move.times:.3g} x as far away as it ever moved between two "
-            "looks. Maybe the checkpoint does not hold it, or by another name "
+            f"{move.norm:.4g}; {far}. Maybe the checkpoint does not hold it, or by another name "
             "(load_state_dict(strict=False) passes over it), or it is another checkpoint"
         )
         values = {
             "parameters": float(len(found.fqns)), "compared": float(found.compared),
-            "norm": move.norm, "before": move.norm_before, "times": move.times,
-        }  # fmt: skip
+            "norm": move.norm, "before": move.norm_before,
+        } | ({"times": move.times} if knows else {})  # fmt: skip
         return [
             self.anomaly(record, "warn", message, values, step=move.now, module=first, kind="param")
         ]

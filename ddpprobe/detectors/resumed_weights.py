@@ -27,7 +27,7 @@ class Move:
     """How far a parameter is from what it was before the attempt.
 
     Attributes:
-        times: as far as it ever moved between two looks.
+        times: as far as it ever moved between two looks; infinite if it never moved.
         before, now: steps of the two looks.
         norm_before, norm: at these.
     """
@@ -113,7 +113,8 @@ class ResumedWeights:
         norm, low, high = np.abs(before[nearest, 2:])
         rounding = _ROUNDING * np.array([norm, norm, low, high])
         moved = np.abs(now[0, 1:] - before[nearest, 1:])
-        times = moved / (away * np.maximum(usual.max(axis=0), after) + rounding)
+        reach = away * np.maximum(usual.max(axis=0), after) + rounding
+        times = np.divide(moved, reach, out=np.where(moved > 0, np.inf, 0.0), where=reach > 0)
         far = max(times[_NORM], np.sort(times)[-_TOGETHER])
         return Move(
             float(far / self._faster), int(steps[nearest]), int(first),

@@ -398,6 +398,16 @@ def test_a_loss_around_zero_that_moves_far_at_once_and_stays_is_told(way: int) -
     assert f"loss has been about {warn.values['now']:.3g}, not " in warn.message
 
 
+def test_a_loss_whose_level_had_not_moved_at_all_is_told_without_a_ratio() -> None:
+    def loss(number: int) -> float:
+        return -5.0 if number >= AT else (-1.0, 0.0, 0.0, 0.0)[number % 4]
+
+    found = run(LevelShift(), [step(s, loss=loss(s)) for s in range(AT + 9)])
+    warn = only(a for a in found if a.message.startswith("loss"))
+    assert "its level had not moved at all in its window" in warn.message
+    assert "clear" not in warn.values
+
+
 def test_a_loss_below_zero_that_begins_to_run_away_is_told() -> None:
     assert only(signed(lambda n: -0.2 * (n - AT))).values["now"] < 0
 

@@ -264,6 +264,24 @@ def test_a_weight_that_begins_anew_behind_a_resume_is_named_once(every: int, unt
     assert "the weights of b.weight are not those that the run had at step " in warn.message
 
 
+def test_a_weight_that_never_moved_is_told_without_a_ratio() -> None:
+    """A bias of zeros that the optimizer leaves alone is another one, and stays so."""
+    zeros, ones = np.zeros(WEIGHTS["b.weight"]), np.ones(WEIGHTS["b.weight"])
+
+    def fixed(to: np.ndarray, steps: range, number: int) -> list[StepRecord]:
+        one, found = Trained(), []
+        for step in steps:
+            one.train()
+            one.held["b.weight"] = to
+            found += [one.record(step, number)] if step % EVERY == 0 else []
+        return found
+
+    found = run(Resume(), fixed(zeros, range(LAST), 0) + fixed(ones, AFTER, 1))
+    (warn,) = [each for each in found if each.module == "b.weight"]
+    assert "it had never moved from look to look. Maybe" in warn.message
+    assert "times" not in warn.values
+
+
 def test_another_checkpoint_shows_at_all_weights() -> None:
     (warn,) = run(Resume(), resumes(anew_in("a.weight", "b.weight")))
     assert (warn.values["parameters"], warn.module) == (2, "a.weight")
