@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats, Mask, SitesOfKind, SiteWindow, grown
@@ -51,7 +52,8 @@ class OutputDrop(SoundStepsDetector):
         now = self._outputs.read(record, "rms")
         sites, seen = len(now), np.isfinite(now)
         lowest = self._past.lowest(sites)
-        known = seen & (self._past.points(sites) >= self._least) & (lowest > LEAST)
+        points = self._past.points(sites)
+        known = seen & (points >= self._least) & (lowest > LEAST)
         dropped = known & (now * self._ratio < lowest)
         before = grown(self._dropped, sites, 0)
         self._dropped = np.where(seen, dropped, before)
@@ -60,9 +62,12 @@ class OutputDrop(SoundStepsDetector):
         twice = dropped & before
         if not twice.any() or not self._telling.due(record.step):
             return []
-        return [self._verdict(record, now, lowest, twice)]
+        return [self._verdict(record, now, lowest, twice, points)]
 
-    def _verdict(self, record: StepRecord, now: Floats, lowest: Floats, dropped: Mask) -> Anomaly:
+    def _verdict(
+        self, record: StepRecord, now: Floats, lowest: Floats, dropped: Mask,
+        points: NDArray[np.int64],
+    ) -> Anomaly:  # fmt: skip
         first, names = self._outputs.marked(dropped)
         then = f"; then {named(names[1:])}" if names[1:] else ""
         many = "nothing is left of" if now[first] == 0 else (
@@ -70,7 +75,7 @@ class OutputDrop(SoundStepsDetector):
         )  # fmt: skip
         message = (
             f"rms of the output {now[first]:.3g}: {many} the lowest {lowest[first]:.3g} of the "
-            f"last {self._past.points(len(now))[first]} sampled steps{then}: look at the weights "
+            f"last {points[first]} sampled steps{then}: look at the weights "
             "and masks of it and of what comes before it"
         )
         values = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import above_zero, at_least
@@ -61,15 +62,18 @@ class OutputJump(SampledDetector):
         self._past.add(np.where(now > LEAST, now, np.nan))
         if not jumped.any() or not self._telling.due(record.step, float(np.nanmax(ratio))):
             return []
-        return [self._verdict(record, now, highest, jumped)]
+        return [self._verdict(record, now, highest, jumped, points)]
 
-    def _verdict(self, record: StepRecord, now: Floats, highest: Floats, jumped: Mask) -> Anomaly:
+    def _verdict(
+        self, record: StepRecord, now: Floats, highest: Floats, jumped: Mask,
+        points: NDArray[np.int64],
+    ) -> Anomaly:  # fmt: skip
         first, names = self._outputs.marked(jumped)
         ratio = float(now[first] / highest[first])
         then = f"; then {named(names[1:])}" if names[1:] else ""
         message = (
             f"largest output {now[first]:.3g} is {ratio:.3g} x the largest {highest[first]:.3g} of "
-            f"the last {self._past.points(len(now))[first]} sampled steps{then}"
+            f"the last {points[first]} sampled steps{then}"
         )
         values = {
             "abs_max": float(now[first]),

@@ -83,7 +83,7 @@ class UpdateRatio(SampledDetector):
 
     def _judge(self, record: StepRecord, share: float) -> list[Anomaly]:
         """Compare a step's share with those of the window."""
-        past = self._past
+        past, looks = self._past, len(self._past)
         found = None
         if len(past) >= self._least and share > self._share:
             middle, highest = median(past), max(past)
@@ -95,7 +95,7 @@ class UpdateRatio(SampledDetector):
         middle, highest = found
         message = (
             f"the step changed the weights by {share:.3g} of their size, {share / middle:.3g} x "
-            f"the median and {share / highest:.3g} x the largest of the last {len(past) - 1} "
+            f"the median and {share / highest:.3g} x the largest of the last {looks} "
             "looks: look at the learning rate, the scale of the loss, and clipping"
         )
         values = {"share": share, "median": middle, "highest": highest}

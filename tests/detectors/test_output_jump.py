@@ -48,6 +48,11 @@ def test_below_sixteen_sampled_steps_a_jump_must_be_twice_as_far(
     assert len(run(OutputJump(), [*quiet(samples), step(samples, ratio * highest)])) == told
 
 
+def test_the_jump_itself_is_not_among_the_looks_before() -> None:
+    (warn,) = run(OutputJump(), [step(s, 1.0 if s < 20 else 100.0) for s in range(21)])
+    assert "of the last 20 sampled steps" in warn.message
+
+
 def test_growth_however_far_is_no_jump() -> None:
     assert run(OutputJump(), [step(s, 1.5**s) for s in range(60)]) == []
 

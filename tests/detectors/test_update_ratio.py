@@ -36,6 +36,12 @@ def test_a_step_twenty_times_as_large_as_usual_is_told() -> None:
     assert warn.values == pytest.approx({"share": 0.06, "median": USUAL, "highest": USUAL}, 1e-3)
 
 
+@pytest.mark.parametrize(("first", "looks"), [(40, 40), (80, 64)])
+def test_the_step_itself_is_not_among_the_looks_before(first: int, looks: int) -> None:
+    (warn,) = run(UpdateRatio(), stream(0.06, first=first))
+    assert f"of the last {looks} looks" in warn.message
+
+
 @pytest.mark.parametrize(
     "records",
     [
