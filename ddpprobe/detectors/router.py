@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
+from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.derived import expert_loads
 from ddpprobe.records.step import Anomaly, StepRecord
 
@@ -21,13 +22,13 @@ class _Group:
     busiest: str = ""
     since: int = 0
     looks: int = 0  # in a row at which it had nearly all
-    told: str = ""  # the expert that was told last
+    told: dict[str, Telling] = field(default_factory=dict)  # by expert, how often it is told
     idle: dict[str, tuple[int, int]] = field(default_factory=dict)  # expert: since, looks
     told_idle: bool = False
 
 
 class Router(SoundStepsDetector):
-    """Warns, once, of a layer in which one expert gets nearly all tokens.
+    """Warns of a layer in which one expert gets nearly all tokens, once for each expert.
 
     That most experts of a layer get none is an information: without a loss that balances them it
     happens in small jobs that learn well.
@@ -43,6 +44,7 @@ class Router(SoundStepsDetector):
         steps: steps for which it must have.
         idle: share of a layer's experts that is most.
         idle_looks: sampled steps for which these must have had nothing.
+        quiet_steps: steps in which an expert does not get nearly all after which it is told again.
     """
 
     name = "router"
@@ -50,11 +52,12 @@ class Router(SoundStepsDetector):
 
     def __init__(
         self, *, share: float = 0.95, looks: int = 8, steps: int = 20, idle: float = 0.5,
-        idle_looks: int = 100,
+        idle_looks: int = 100, quiet_steps: int = 100,
     ) -> None:  # fmt: skip
         above_zero(share=share, idle=idle)
         at_least(1, looks=looks, steps=steps, idle_looks=idle_looks)
-        self._share, self._looks, self._steps = share, looks, steps
+        at_least(0, quiet_steps=quiet_steps)
+        self._share, self._looks, self._steps, self._quiet = share, looks, steps, quiet_steps
         self._idle, self._idle_looks = idle, idle_looks
         self._reset()
 
@@ -89,9 +92,8 @@ class Router(SoundStepsDetector):
             group.since = group.since if group.looks else record.step
             group.busiest, group.looks = busiest, group.looks + 1
         long = group.looks >= self._looks and record.step - group.since >= self._steps
-        if not long or group.told == busiest:
+        if not long or not group.told.setdefault(busiest, Telling(self._quiet)).due(record.step):
             return None
-        group.told = busiest
         message = (
             f"{busiest} has got {share:.0%} of what the {len(fqns)} experts of its layer are given "
             f"since step {group.since}: look at the weights of the router, and at "

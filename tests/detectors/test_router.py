@@ -50,6 +50,13 @@ def test_it_is_told_again_when_another_one_gets_all() -> None:
     assert levels(run(Router(), stream)) == [("warn", 20), ("warn", 120)]
 
 
+def test_two_experts_that_get_all_in_turn_are_told_once_each() -> None:
+    stream = steps(lambda s: [32, 0, 0, 0] if s // 30 % 2 else [0, 0, 32, 0], 900)
+    assert levels(run(Router(), stream)) == [("warn", 20), ("warn", 50)]
+    again = steps(lambda s: [32, 0, 0, 0] if s < 50 or s >= 160 else [8, 8, 8, 8], 200)
+    assert levels(run(Router(), again)) == [("warn", 20), ("warn", 180)]
+
+
 def test_a_busy_expert_below_nineteen_of_twenty_and_all_for_a_few_steps_are_left_alone() -> None:
     assert run(Router(), steps(balanced_until(100, [1, 30, 1, 0]))) == []
     assert run(Router(), steps(lambda s: [0, 32, 0, 0] if s % 20 < 19 else [8, 8, 8, 8])) == []
