@@ -12,7 +12,8 @@ class BatchNorm(SampledDetector):
     """Warns when a batch norm in training mode normalizes each channel by one or two values.
 
     Of two values it makes -1 and 1, whatever they were: all that comes through is which was larger.
-    Told once, at the second sampled step at which it is so on a rank. More values than that are a
+    Told at the second sampled step in a row at which it is so on a rank, and again where it had
+    ended. More values than that are a
     matter of degree, and not told; a synchronized batch norm has the values of all ranks.
 
     Args:
