@@ -91,7 +91,8 @@ class Vanishing(SoundStepsDetector):
         sites = len(self._weight)
         self._since, self._lasted = (grown(of, sites, 0) for of in (self._since, self._lasted))
         self._since[weights[far & (self._lasted[weights] == 0)]] = step
-        self._lasted[weights] = np.where(far, self._lasted[weights] + 1, 0)
+        before, self._lasted = self._lasted, np.zeros(sites, np.int64)
+        self._lasted[weights[far]] = before[weights[far]] + 1
         enough = self._lasted[weights] >= self._samples
         lasting: Mask = far & enough & (step - self._since[weights] >= self._steps)
         return lasting

@@ -341,6 +341,21 @@ def test_a_shard_missing_from_the_global_norm_is_no_reading() -> None:
     assert len(run([*stream, torn])) == 1
 
 
+def test_no_module_is_named_by_rows_that_lack_a_shard() -> None:
+    norms = dict.fromkeys(BLOCKS, 1.0)
+    bare = [*steady(100), record(100, [1.0, 1.0, 100.0, 1.0])]
+    grown = {**norms, BLOCKS[1]: 1e4}
+    stream = [
+        replace(with_rows(r, grown if r.step == 100 else norms, placement="sharded"),
+                scalars=r.scalars)
+        for r in bare
+    ]  # fmt: skip
+    (whole,) = run(stream)
+    (torn,) = run([*stream[:100], replace(stream[100], missing=(9,))])
+    assert whole.module is not None
+    assert (torn.rank, torn.kind, torn.module) == (2, "grad_local", None)
+
+
 def test_rows_of_any_numbers_do_not_raise() -> None:
     detector = GradSpike()
     for step, x in enumerate([1.0] * 40 + [np.nan, np.inf, -1.0, HUGE, 1e150, 0.0]):

@@ -52,6 +52,8 @@ def test_the_weight_that_is_named_is_one_that_lasted() -> None:
 
     (warn,) = run(Vanishing(), [of(s, 1.0 if s < 50 else 1e-9) for s in range(80)])
     assert (warn.step, warn.module, warn.values["decades"]) == (50, "layers.0.weight", 6.0)
+    now_and_then = [of(s, 1e-9 if s % 2 else 0.0) for s in range(80)]
+    assert [warn.module for warn in run(Vanishing(), now_and_then)] == ["layers.0.weight"]
     in_turn = [of(s, 1e-9 if s % 2 else 1.0) for s in range(80)]
     assert [warn.module for warn in run(Vanishing(), in_turn)] == ["layers.0.weight"]
 
