@@ -13,7 +13,14 @@ from dask.delayed import delayed
 from numpy.typing import NDArray
 
 from ddpprobe.errors import StoreDamaged
-from ddpprobe.reader.dataset import AGGREGATES, STATISTICS, RunDataset, derived_numbers, labelled
+from ddpprobe.reader.dataset import (
+    AGGREGATES,
+    QUANTITY,
+    STATISTICS,
+    RunDataset,
+    derived_numbers,
+    labelled,
+)
 from ddpprobe.reader.derived_series import NAMES
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.series import group_name, last_of_each, unfolded
@@ -100,8 +107,8 @@ def lazy_dataset(merged_reader: MergedReader, attempt: int, rank: int | None) ->
     steps = ordered["step"].tolist()
     numbers = delayed(_derived, pure=False)(merged_reader.run.path, attempt, steps)
     derived = da.from_delayed(numbers, shape=(len(steps), len(NAMES)), dtype=np.float64)
-    whole = dataset.assign_coords(derived=list(NAMES))
-    return whole.assign(derived=(("step", "derived"), derived))
+    whole = dataset.assign_coords({QUANTITY: list(NAMES)})
+    return whole.assign(derived=(("step", QUANTITY), derived))
 
 
 def cut(dataset: RunDataset, chunks: int | dict[str, int] | str) -> RunDataset:

@@ -198,7 +198,7 @@ class RunNumbers:
         Dimensions step, site, count_stat, value_stat, and for scalars rank and scalar, named as in
         the store, whose `values` is called `aggregates` here; every statistic that is derived (rms,
         mean, ...; NaN where nothing was observed) is a variable [step, site] of its name; of all
-        ranks merged also derived, see `Run.derived`.
+        ranks merged also derived [step, quantity], see `Run.derived`.
 
         Args:
             rank: one rank's own; None: all ranks merged.
