@@ -71,3 +71,12 @@ def test_wrong_use_of_the_public_functions_raises_one_of_them(kind, wrong, tmp_p
     with pytest.raises(kind) as caught:
         wrong()
     assert isinstance(caught.value, ddpprobe.Error)
+
+
+@pytest.mark.parametrize("place", [3, b"runs/gpt", "a\0b", Path("a\0b")])
+def test_a_run_dir_that_is_no_path_is_named_with_an_example(place):
+    with pytest.raises(ddpprobe.InstallError) as caught:
+        ddpprobe.install(nn.Linear(1, 1), run_dir=place, daemon="none")
+    assert "run_dir must be a path" in str(caught.value)
+    assert "such as run_dir='runs/gpt'" in str(caught.value)
+    assert repr(place) in str(caught.value)
