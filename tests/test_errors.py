@@ -10,6 +10,7 @@ from torch import nn
 
 import ddpprobe
 from ddpprobe import errors
+from ddpprobe.rundir.fuse import Fuse
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "python.md"
 BUILT_IN = {
@@ -80,3 +81,34 @@ def test_a_run_dir_that_is_no_path_is_named_with_an_example(place):
     assert "run_dir must be a path" in str(caught.value)
     assert "such as run_dir='runs/gpt'" in str(caught.value)
     assert repr(place) in str(caught.value)
+
+
+def test_each_method_of_a_probe_that_is_switched_off_does_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDPPROBE_DISABLE", "1")
+    with ddpprobe.install(nn.Linear(1, 1), run_dir=tmp_path / "run") as probe:
+        monkeypatch.delenv("DDPPROBE_DISABLE")  # it was read once
+        probe.log(loss=1.0, indices=[1])
+        probe.listen(None)
+        probe.note("unfreeze", config=3)
+        probe.step()
+        probe.trigger("look")
+        with probe.pause("eval"):
+            pass
+    probe.close()
+    assert (probe.run_dir, probe.run_id, list(tmp_path.iterdir())) == (None, None, [])
+
+
+@pytest.mark.parametrize("word", ["1", "true", "Yes", "on"])
+def test_strictness_takes_the_words_of_the_other_switches(word, monkeypatch):
+    monkeypatch.setenv("DDPPROBE_STRICT", word)
+    with pytest.raises(ZeroDivisionError):
+        Fuse("x").guard(lambda: 1 / 0)()
+
+
+def test_any_other_word_for_strictness_is_refused_at_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDPPROBE_STRICT", "banana")
+    with pytest.raises(ddpprobe.InstallError, match="DDPPROBE_STRICT=banana: write DDPPROBE_STR"):
+        ddpprobe.install(nn.Linear(1, 1), run_dir=tmp_path / "run", daemon="none")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("DDPPROBE_STRICT", "off")
+    ddpprobe.install(nn.Linear(1, 1), run_dir=tmp_path / "run", daemon="none").close()
