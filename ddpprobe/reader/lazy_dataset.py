@@ -12,7 +12,7 @@ import numpy as np
 from dask.delayed import delayed
 from numpy.typing import NDArray
 
-from ddpprobe.errors import StoreDamaged
+from ddpprobe.errors import StoreDamaged, UnknownSeries
 from ddpprobe.reader.dataset import (
     AGGREGATES,
     QUANTITY,
@@ -119,14 +119,26 @@ def cut(dataset: RunDataset, chunks: int | dict[str, int] | str) -> RunDataset:
         chunks: {} leaves them as they are; see `Run.to_xarray`.
 
     Raises:
-        ValueError: one of these dimensions does not exist.
+        UnknownSeries: one of these dimensions does not exist, or it is no size.
     """
     if chunks == {}:
         return dataset
     named = chunks if isinstance(chunks, dict) else {}
-    if unknown := sorted(set(named) - set(dataset.sizes)):
+    if unknown := sorted(map(str, set(named) - set(dataset.sizes))):
         there = ", ".join(map(str, dataset.sizes))
-        raise ValueError(f"no dimension {', '.join(unknown)} in chunks=: there are {there}")
+        raise UnknownSeries(f"no dimension {', '.join(unknown)} in chunks=: there are {there}")
+    try:
+        return _cut(dataset, chunks, named)
+    except (TypeError, ValueError, ZeroDivisionError) as error:  # dask's own
+        raise UnknownSeries(
+            f"chunks={chunks!r:.80} is no size: give {{}} for the store's own blocks, sizes by "
+            "dimension such as {'step': 1024}, one size for all, or 'auto'"
+        ) from error
+
+
+def _cut(
+    dataset: RunDataset, chunks: int | dict[str, int] | str, named: dict[str, int]
+) -> RunDataset:
     lazy = {name: array for name, array in dataset.data_vars.items() if array.chunks is not None}
     return dataset.assign(
         {
