@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ddpprobe.errors import SummaryError as SummaryError
     from ddpprobe.errors import TensorError as TensorError
     from ddpprobe.errors import UnknownName as UnknownName
+    from ddpprobe.errors import UnknownRow as UnknownRow
     from ddpprobe.errors import UnknownSeries as UnknownSeries
     from ddpprobe.inspect.capture.capture import capture as capture
     from ddpprobe.inspect.summary.summary import summary as summary
@@ -54,6 +55,7 @@ _ERRORS = (
     "SummaryError",
     "TensorError",
     "UnknownName",
+    "UnknownRow",
     "UnknownSeries",
 )
 _HOMES = {

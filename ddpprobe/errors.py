@@ -17,10 +17,11 @@ class Error(Exception):
     """Base of all errors of ddpprobe; the text says what came, what was expected, what to type."""
 
 
-class InstallError(Error, ValueError, RuntimeError):
+class InstallError(Error, ValueError, RuntimeError, TypeError):
     """`ddpprobe.install()` refused, on every rank, for the reason given by the first that did.
 
-    It is a ValueError (an argument is wrong) and a RuntimeError (some rank did not come).
+    It is a ValueError and a TypeError (an argument is wrong), and a RuntimeError (some rank did not
+    come, or a probe has no run). The integrations raise it, too.
     """
 
 
@@ -50,19 +51,26 @@ class AnomalyStop(Error, RuntimeError):
         )
 
 
-class CaptureError(Error, ValueError, RuntimeError):
+class CaptureError(Error, ValueError, RuntimeError, TypeError):
     """`ddpprobe.capture` cannot give what was asked."""
 
 
-class UnknownName(CaptureError, KeyError):
-    """There is no captured module of this name; the text lists close ones."""
+class UnknownName(CaptureError, KeyError, IndexError):
+    """There is no captured module of this name or number; the text lists close ones."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # a KeyError would quote it
 
 
-class SummaryError(Error, RuntimeError):
-    """`ddpprobe.summary` cannot tell the shapes of this model without running it."""
+class SummaryError(Error, RuntimeError, TypeError):
+    """`ddpprobe.summary` cannot tell what was asked of this model without running it."""
+
+
+class UnknownRow(SummaryError, KeyError):
+    """A summary has no module of this name; the text lists those it has."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError would quote it
 
 
 class RunError(Error):

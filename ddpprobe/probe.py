@@ -22,7 +22,7 @@ from ddpprobe.rank.hooks.stream_capture import is_captured
 from ddpprobe.rank.join import Joined, join_run
 from ddpprobe.rank.listener import Listener
 from ddpprobe.rank.made_recorder import make_recorder
-from ddpprobe.rank.options import InstallOptions, as_globs, is_disabled
+from ddpprobe.rank.options import Checked, InstallOptions, as_globs, is_disabled
 from ddpprobe.rank.order_handler import OrderHandler
 from ddpprobe.rank.probes import Probes, install_each
 from ddpprobe.rank.recorder import Recorder
@@ -34,6 +34,7 @@ from ddpprobe.rank.topology.describe import Topology, outermost
 from ddpprobe.rank.topology.engine import Engine
 from ddpprobe.rank.torch_private.dynamo import run_beside_graphs
 from ddpprobe.records.step import Anomaly
+from ddpprobe.rundir import switches
 from ddpprobe.rundir.fuse import Fuse, logger
 from ddpprobe.rundir.stopwatch import Stopwatch
 
@@ -56,6 +57,7 @@ class Probe:
     def __init__(self) -> None:
         self.run_dir: str | None = None
         self.run_id: str | None = None
+        self._is_off = is_disabled()
         self._recorder: Recorder | None = None
         self._order_handler: OrderHandler | None = None
         self._joined: Joined | None = None
@@ -117,7 +119,7 @@ class Probe:
             config: hyper-parameters by name, which `ddpprobe info` and the report show; values are
                 kept as texts. Later ones replace earlier ones of the same name.
         """
-        if what or config:
+        if (what or config) and not self._is_off:
             self._config |= config or {}
             self._note(what, config or {})
 
@@ -128,10 +130,12 @@ class Probe:
         listener; another one takes its place for the steps to come.
 
         Raises:
-            RuntimeError: there is no run yet (`run_dir` is None), or none any more.
+            InstallError: there is no run yet (`run_dir` is None), or none any more.
         """
+        if self._is_off:
+            return
         if self._recorder is None:
-            raise RuntimeError("listen() needs a run: call it while this probe has a run_dir")
+            raise InstallError("listen() needs a run: call it while this probe has a run_dir")
         fuse = Fuse("listener")
         self._recorder.listen(fuse.guard(listener.sampled))
         self._told_close = [fuse.guard(listener.closed)]
@@ -173,8 +177,7 @@ class Probe:
                 "ddpprobe: nothing was recorded: install() came before the process group, and no "
                 "training forward of the model was seen since"
             )
-        recorder = self._let_go()
-        if recorder is None:
+        if (recorder := self._let_go()) is None:
             return
         midway = recorder.is_inside_a_step
         words = Fuse("last words").guard(last_words.goodbye)(at_exit=at_exit, midway=midway)
@@ -308,8 +311,7 @@ def install(  # type: ignore[misc]  # a keyword that is none of these is a TypeE
     `DDPPROBE_LISTEN`, `DDPPROBE_DISABLE=1` (returns a probe that does nothing).
 
     Raises:
-        TypeError, ValueError: a wrong argument.
-        InstallError: some rank refused; the same text on every rank.
+        InstallError: a wrong argument, or some rank refused; the same text on every rank.
     """
     announce_install()
     said = {
@@ -326,8 +328,7 @@ def install(  # type: ignore[misc]  # a keyword that is none of these is a TypeE
 
 def _install(model: nn.Module, options: InstallOptions) -> Probe:
     """Observe one model from now on."""
-    probe = Probe()
-    if is_disabled():
+    if (probe := Probe())._is_off:  # noqa: SLF001  (same module)
         return probe
     if not process_group.exists() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         meet = Fuse("install").guard(partial(_meet_group, probe, model, options))
@@ -349,8 +350,7 @@ def install_within(called: nn.Module, model: nn.Module, **options: Any) -> Probe
     Raises:
         InstallError: some rank refused; the same text on every rank.
     """
-    probe = Probe()
-    if is_disabled():
+    if (probe := Probe())._is_off:  # noqa: SLF001  (same module)
         return probe
     made = _options(**_defaults() | options)
     if not process_group.exists() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -384,9 +384,15 @@ def _options(
 def _described(model: nn.Module, options: InstallOptions) -> Topology:
     """Look at model and arguments before there is anybody to agree with."""
     try:
-        return options.check(model, _run_of).topology
+        return _checked(model, options).topology
     except ValueError as error:
         raise InstallError(str(error)) from error
+
+
+def _checked(model: nn.Module, options: InstallOptions) -> Checked:
+    """Look at model and arguments where an error reaches all ranks. Raises ValueError."""
+    switches.check(switches.STRICT)
+    return options.check(model, _run_of)
 
 
 def _meet_group(probe: Probe, model: nn.Module, options: InstallOptions, called: nn.Module) -> None:
@@ -437,7 +443,7 @@ def _join(
     rank, world_size, store = process_group.job()
     joined, checked = join_run(
         store, process_group.round_name(), rank, world_size, options,
-        lambda: options.check(model, _run_of),
+        partial(_checked, model, options),
     )  # fmt: skip
     topology = checked.topology
     recorder, order_handler, stopwatch = make_recorder(joined, checked, options, rank, world_size)
@@ -479,22 +485,16 @@ def _close_all() -> None:
         probe._close(at_exit=True)  # noqa: SLF001  (same module)
 
 
-def _rest_all() -> None:
+def _of_all(act: Callable[[Probe], None]) -> None:
     for probe in list(_live):
-        probe._rest()  # noqa: SLF001  (same module)
-
-
-def _go_on_all() -> None:
-    for probe in list(_live):
-        probe._go_on()  # noqa: SLF001  (same module)
-
-
-def _abandon_all() -> None:
-    for probe in list(_live):
-        probe._abandon()  # noqa: SLF001  (same module)
+        act(probe)
 
 
 interpreter_end.register(_close_all)
-os.register_at_fork(before=_rest_all, after_in_child=_abandon_all, after_in_parent=_go_on_all)
+os.register_at_fork(
+    before=partial(_of_all, Probe._rest),  # noqa: SLF001  (same module)
+    after_in_child=partial(_of_all, Probe._abandon),  # noqa: SLF001
+    after_in_parent=partial(_of_all, Probe._go_on),  # noqa: SLF001
+)
 
 __all__ = ["Probe", "Probes", "install"]

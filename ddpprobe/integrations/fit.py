@@ -9,6 +9,7 @@ from typing import Any, final
 
 from torch import nn
 
+from ddpprobe.errors import InstallError
 from ddpprobe.integrations.loggers import Sink, install_linked
 from ddpprobe.integrations.run_directory import run_directory
 from ddpprobe.probe import Probe
@@ -31,7 +32,9 @@ class Fit:
 
     def __init__(self, options: dict[str, Any]) -> None:
         if "first_step" in options:
-            raise TypeError("first_step comes from the framework, which knows where it resumes")
+            raise InstallError(
+                "first_step comes from the framework, which knows where it resumes: leave it out"
+            )
         self.probe: Probe | None = None
         self.stopped_for: Anomaly | None = None
         self._options = options

@@ -16,6 +16,7 @@ from typing import Any, Protocol, final
 
 from torch import nn
 
+from ddpprobe.errors import InstallError
 from ddpprobe.integrations.verdict import verdict
 from ddpprobe.probe import Probe, install
 from ddpprobe.rank import process_group
@@ -212,13 +213,13 @@ def attach(probe: Probe, *clients: object) -> None:
         clients: as `sink_of` takes them.
 
     Raises:
-        TypeError: a client is none of those.
+        InstallError: a client is none of those.
     """
     sinks = []
     for client in clients:
         sink = sink_of(client)
         if sink is None:
-            raise TypeError(
+            raise InstallError(
                 f"attach() takes a wandb.Run, an mlflow.ActiveRun or a SummaryWriter, got "
                 f"{type(client).__name__}"
             )

@@ -15,6 +15,7 @@ from ddpprobe.records.step import COUNTS, FORMULAS, VALUES, Floats, StepRecord, 
 from ddpprobe.store.columns import LabelAxis, SiteAxis, encode_rows, encode_scalars, step_columns
 
 STATISTICS = ("nonfinite", *FORMULAS)  # each a variable [step, site]
+QUANTITY = "quantity"  # dimension of `derived`: one of that name would take it for a coordinate
 AGGREGATES = "aggregates"  # what the store calls `values`, which is a property of every Dataset
 _RENAMED = (
     "to_xarray() calls this variable 'aggregates': a Dataset has a property `values` of its own. "
@@ -99,14 +100,14 @@ def labelled(
 
 
 def derived(records: Iterable[StepRecord], steps: Sequence[int]) -> xarray.DataArray:
-    """Return what follows from merged records: [step, derived], NaN where it is not known.
+    """Return what follows from merged records: [step, quantity], NaN where it is not known.
 
     Args:
         records: of one attempt, ascending.
         steps: the rows, ascending.
     """
     values = derived_numbers(records, steps)
-    return xarray.DataArray(values, dims=("step", "derived"), coords={"derived": list(NAMES)})
+    return xarray.DataArray(values, dims=("step", QUANTITY), coords={QUANTITY: list(NAMES)})
 
 
 def derived_numbers(records: Iterable[StepRecord], steps: Sequence[int]) -> Floats:

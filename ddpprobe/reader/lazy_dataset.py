@@ -12,8 +12,15 @@ import numpy as np
 from dask.delayed import delayed
 from numpy.typing import NDArray
 
-from ddpprobe.errors import StoreDamaged
-from ddpprobe.reader.dataset import AGGREGATES, STATISTICS, RunDataset, derived_numbers, labelled
+from ddpprobe.errors import StoreDamaged, UnknownSeries
+from ddpprobe.reader.dataset import (
+    AGGREGATES,
+    QUANTITY,
+    STATISTICS,
+    RunDataset,
+    derived_numbers,
+    labelled,
+)
 from ddpprobe.reader.derived_series import NAMES
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.series import group_name, last_of_each, unfolded
@@ -100,8 +107,8 @@ def lazy_dataset(merged_reader: MergedReader, attempt: int, rank: int | None) ->
     steps = ordered["step"].tolist()
     numbers = delayed(_derived, pure=False)(merged_reader.run.path, attempt, steps)
     derived = da.from_delayed(numbers, shape=(len(steps), len(NAMES)), dtype=np.float64)
-    whole = dataset.assign_coords(derived=list(NAMES))
-    return whole.assign(derived=(("step", "derived"), derived))
+    whole = dataset.assign_coords({QUANTITY: list(NAMES)})
+    return whole.assign(derived=(("step", QUANTITY), derived))
 
 
 def cut(dataset: RunDataset, chunks: int | dict[str, int] | str) -> RunDataset:
@@ -112,14 +119,26 @@ def cut(dataset: RunDataset, chunks: int | dict[str, int] | str) -> RunDataset:
         chunks: {} leaves them as they are; see `Run.to_xarray`.
 
     Raises:
-        ValueError: one of these dimensions does not exist.
+        UnknownSeries: one of these dimensions does not exist, or it is no size.
     """
     if chunks == {}:
         return dataset
     named = chunks if isinstance(chunks, dict) else {}
-    if unknown := sorted(set(named) - set(dataset.sizes)):
+    if unknown := sorted(map(str, set(named) - set(dataset.sizes))):
         there = ", ".join(map(str, dataset.sizes))
-        raise ValueError(f"no dimension {', '.join(unknown)} in chunks=: there are {there}")
+        raise UnknownSeries(f"no dimension {', '.join(unknown)} in chunks=: there are {there}")
+    try:
+        return _cut(dataset, chunks, named)
+    except (TypeError, ValueError, ZeroDivisionError) as error:  # dask's own
+        raise UnknownSeries(
+            f"chunks={chunks!r:.80} is no size: give {{}} for the store's own blocks, sizes by "
+            "dimension such as {'step': 1024}, one size for all, or 'auto'"
+        ) from error
+
+
+def _cut(
+    dataset: RunDataset, chunks: int | dict[str, int] | str, named: dict[str, int]
+) -> RunDataset:
     lazy = {name: array for name, array in dataset.data_vars.items() if array.chunks is not None}
     return dataset.assign(
         {

@@ -10,6 +10,7 @@ from typing import final
 
 from ddpprobe.detectors.nonfinite import NonFinite, was_lent
 from ddpprobe.errors import RunNotFound
+from ddpprobe.reader.not_a_run import as_directory
 from ddpprobe.reader.run import Run, open_run
 from ddpprobe.reader.run_directories import holds_records
 from ddpprobe.records.every_loss import losses_of
@@ -17,6 +18,7 @@ from ddpprobe.records.step import PASS, PASS_OF_BAD, Anomaly, FirstBad, StepReco
 from ddpprobe.rundir import store_url
 from ddpprobe.rundir.paths import RUN_JSON
 
+_GIVE = "give the run_dir that install({...}) was given"
 _NEXT = 0.5  # of a number: behind its pass, before the next one and what leads to that
 
 
@@ -89,11 +91,11 @@ def open_models(directory: str | Path) -> Models:
         RunNotFound: it holds no runs, or not of one process only; the text says what to give.
         RunError: one of them is of a version that is not read, or damaged.
     """
-    found = models_in(directory)
+    found = models_in(as_directory(directory, _GIVE))
     if found is None:
         raise RunNotFound(
-            f"{directory}: holds no runs of models that one process trained; give the run_dir that "
-            "install({...}) was given, or open a run by itself"
+            f"{directory}: holds no runs of models that one process trained; "
+            f"{_GIVE}, or open a run by itself"
         )
     return found
 

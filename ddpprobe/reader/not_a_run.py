@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from ddpprobe.errors import RunNotFound
 from ddpprobe.rundir import paths, safe_read
 
 LISTED = 5
 WHERE = "by default ddpprobe-runs/<name>"
 GIVE = f"give the directory that install() made, {WHERE}"
+
+
+def as_directory(place: object, what: str) -> Path:
+    """Return the path that somebody was given.
+
+    Args:
+        place: as it was given.
+        what: what to give, for the error.
+
+    Raises:
+        RunNotFound: it is no path, or one that the system refuses to look at.
+    """
+    path = os.fspath(place) if isinstance(place, str | os.PathLike) else None
+    if not isinstance(path, str):
+        raise RunNotFound(f"{place!r:.80} is no path: {what}")
+    try:
+        Path(path).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # who asks says so in words of its own
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RunNotFound(f"{path!r:.80}: cannot be looked at ({why}): {what}") from error
+    return Path(path)
 
 
 def what_is_there(directory: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,12 @@ from ddpprobe.reader.expired import expired_in
 from ddpprobe.reader.identity import RunIdentity, identity_of
 from ddpprobe.reader.listed_run import listed
 from ddpprobe.reader.merged_reader import MergedReader
-from ddpprobe.reader.not_a_run import WHERE
+from ddpprobe.reader.not_a_run import GIVE, WHERE, as_directory
 from ddpprobe.reader.readings import NodeReading, read_readings
 from ddpprobe.reader.run_directories import newest
 from ddpprobe.reader.run_html import html_of
 from ddpprobe.reader.run_numbers import RunNumbers
-from ddpprobe.reader.selection import check_attempt
+from ddpprobe.reader.selection import check_attempt, check_step, check_text
 from ddpprobe.reader.summary import summarize
 from ddpprobe.reader.tensors import Captured, GlobalTensor, StoredCall
 from ddpprobe.reader.under_way import is_under_way
@@ -254,6 +255,8 @@ class Run(RunNumbers):
             TensorError: it was not captured, or has expired, or there is no such attempt; the text
                 says what is there.
         """
+        with _told_of_tensors():
+            check_text("site", site, "layers.0.attn:output")
         found = self._captured_step(step, attempt)
         return found.tensor(found.find(site, micro, call))
 
@@ -263,6 +266,8 @@ class Run(RunNumbers):
         Raises:
             TensorError: the step was not captured, or has expired, or there is no such attempt.
         """
+        with _told_of_tensors():
+            check_text("module", module, "layers.0.attn")
         return self._captured_step(step, attempt).capsules(module)
 
     def expired(self) -> list[Lost]:
@@ -277,18 +282,27 @@ class Run(RunNumbers):
 
     def _captured(self, attempt: int | None) -> list[int]:
         known = captured_attempts(self._merged_reader.run, self.attempts())
-        try:
+        with _told_of_tensors():
             check_attempt(attempt, known)
-        except UnknownSeries as error:
-            raise TensorError(str(error)) from None
         return known if attempt is None else [attempt]
 
     def _captured_step(self, step: int, attempt: int | None) -> CapturedStep:
+        with _told_of_tensors():
+            check_step("step", step)
         fetch_captured(self.path, step)
         self._lose_expiry(attempt)
         found = captured_step(self._merged_reader.run, self._captured(attempt), step)
         self._merged_reader.lose(*found.lost)
         return found
+
+
+@contextlib.contextmanager
+def _told_of_tensors() -> Iterator[None]:
+    """Whoever asks for tensors hears of all that is wrong by one error."""
+    try:
+        yield
+    except UnknownSeries as error:
+        raise TensorError(str(error)) from None
 
 
 def open_run(
@@ -308,7 +322,8 @@ def open_run(
     """
     if path is None:
         path = newest()
-    directory = copy_of(str(path), advance) if store_url.is_url(path) else Path(path)
+    is_url = store_url.is_url(path)
+    directory = copy_of(str(path), advance) if is_url else as_directory(path, GIVE)
     if not directory.exists():
         raise RunNotFound(f"{path}: no such directory; give the one install() made, {WHERE}")
     if not directory.is_dir():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddpprobe.errors import RunNotFound
+from ddpprobe.reader.not_a_run import as_directory
 from ddpprobe.rundir import safe_read, store_url
 from ddpprobe.rundir.paths import JOURNAL, RUN_JSON, RUN_VARIABLE, RUNS, RunDir
 from ddpprobe.rundir.validate import MALFORMED
@@ -35,7 +36,7 @@ def run_directories(directory: str | Path) -> list[Path]:
         RunNotFound: there is no such directory.
         OSError: it cannot be read.
     """
-    top = Path(directory)
+    top = as_directory(directory, f"give a directory that holds runs, by default {RUNS} here")
     if store_url.is_url(str(directory)):
         raise RunNotFound(f"{directory}: an object store is not listed; give the URL of a run")
     if not top.is_dir():

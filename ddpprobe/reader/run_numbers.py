@@ -15,7 +15,14 @@ from ddpprobe.reader.histograms import Histograms, near_zero_series, read_histog
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.needs import needs
 from ddpprobe.reader.no_data import no_site
-from ddpprobe.reader.selection import Selection, check_attempt, check_rank, check_steps
+from ddpprobe.reader.selection import (
+    Selection,
+    check_attempt,
+    check_rank,
+    check_step,
+    check_steps,
+    check_text,
+)
 from ddpprobe.reader.series import (
     Scalars,
     Series,
@@ -35,6 +42,8 @@ if TYPE_CHECKING:
     import polars as pl
     import xarray
     from matplotlib.figure import Figure
+
+_SITES = "blocks.*.mlp:output"  # what a glob over sites looks like, for messages
 
 
 class RunNumbers:
@@ -61,6 +70,7 @@ class RunNumbers:
         Raises:
             UnknownSeries: there is no such rank or attempt, although there are others.
         """
+        check_step("after", after)
         return self._records(self._asked(rank, attempt), rank, after)
 
     def _records(self, attempts: list[int], rank: int | None, after: int) -> Iterator[StepRecord]:
@@ -93,6 +103,8 @@ class RunNumbers:
                 although there are others; the text names what comes close. Or `steps` is no slice
                 over step numbers, which are not negative. It is a ValueError.
         """
+        check_text("site_glob", site_glob, _SITES)
+        check_text("stat", stat, "rms")
         if stat == NEAR_ZERO_RATIO:
             return near_zero_series(
                 self.histograms(site_glob, rank, steps, attempt), stat, site_glob
@@ -122,6 +134,7 @@ class RunNumbers:
         Raises:
             UnknownSeries: there is no such rank or attempt, although there are others.
         """
+        check_text("site_glob", site_glob, _SITES)
         attempts = self._asked(rank, attempt, steps)
         return read_histograms(self._records(attempts, rank, -1), site_glob, steps)
 
@@ -137,6 +150,7 @@ class RunNumbers:
         Raises:
             UnknownSeries: there is no such scalar, rank or attempt, although there are others.
         """
+        check_text("name", name, "loss")
         reader, attempts = self._merged_reader, self._asked(rank, attempt, steps)
         found = read_scalars(reader, attempts, name.__eq__, rank, steps)
         if found:
@@ -159,6 +173,7 @@ class RunNumbers:
         Raises:
             UnknownSeries: there is no such rank or attempt, although there are others.
         """
+        check_text("glob", glob, "grad_norm*")
 
         def wanted(name: str) -> bool:
             return name == glob or fnmatchcase(name, glob)
@@ -181,6 +196,7 @@ class RunNumbers:
         Raises:
             UnknownSeries: there is no such number, in any run, or no such attempt in this one.
         """
+        check_text("glob", glob, "grad_noise*")
         if not any(fnmatchcase(name, glob) for name in NAMES):
             near = ", ".join(by_nearness(glob, NAMES))
             raise UnknownSeries(f"no derived number {glob!r}: choose one of {near}")
@@ -198,7 +214,7 @@ class RunNumbers:
         Dimensions step, site, count_stat, value_stat, and for scalars rank and scalar, named as in
         the store, whose `values` is called `aggregates` here; every statistic that is derived (rms,
         mean, ...; NaN where nothing was observed) is a variable [step, site] of its name; of all
-        ranks merged also derived, see `Run.derived`.
+        ranks merged also derived [step, quantity], see `Run.derived`.
 
         Args:
             rank: one rank's own; None: all ranks merged.
@@ -210,8 +226,8 @@ class RunNumbers:
 
         Raises:
             ImportError: xarray is not installed; with `chunks`, dask is not.
-            ValueError: `chunks` names no dimension of the dataset.
-            UnknownSeries: there is no such rank or attempt, although there are others.
+            UnknownSeries: there is no such rank or attempt, although there are others; `chunks`
+                names no dimension of the dataset, or no size. It is a ValueError.
             StoreDamaged: with `chunks`, also when they are computed: a part of it is damaged.
                 Without, what is damaged is left out and listed in `lost`.
         """

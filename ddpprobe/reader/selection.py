@@ -74,6 +74,18 @@ def check_rank(rank: int | None, known: Sequence[int], attempt: int | None = Non
     _check("rank", rank, known, "this run" if attempt is None else f"attempt {attempt}")
 
 
+def check_text(what: str, given: object, example: str) -> None:
+    """Raise UnknownSeries if the name of something, or a glob over names, is no text."""
+    if not isinstance(given, str):
+        raise UnknownSeries(f"{what} is a text such as {example!r}, got {given!r:.80}")
+
+
+def check_step(what: str, step: object) -> None:
+    """Raise UnknownSeries for what is no number of a step."""
+    if not is_whole(step):
+        raise UnknownSeries(f"{what} is the number of a step, such as {what}=412, got {step!r:.80}")
+
+
 def check_steps(steps: slice) -> None:
     """Raise UnknownSeries for what is no slice over step numbers.
 
@@ -84,7 +96,7 @@ def check_steps(steps: slice) -> None:
         raise UnknownSeries(f"steps={steps!r:.60} is no slice: {example}")
     for name, least in (("start", 0), ("stop", 0), ("step", 1)):
         bound = getattr(steps, name)
-        if bound is not None and not (_is_whole(bound) and bound >= least):
+        if bound is not None and not (is_whole(bound) and bound >= least):
             raise UnknownSeries(
                 f"{name} of steps={steps!r:.60} is no whole number of at least {least}: {example}"
             )
@@ -92,13 +104,13 @@ def check_steps(steps: slice) -> None:
 
 def _check(what: str, asked: int | None, known: Sequence[int], where: str = "this run") -> None:
     """Of a run that holds nothing yet all may be asked for: it may have it the next time."""
-    if asked is None or (_is_whole(asked) and (asked in known or not known)):
+    if asked is None or (is_whole(asked) and (asked in known or not known)):
         return
     there = f"it has {', '.join(map(str, known))}" if known else "give its number: 0, 1, ..."
     raise UnknownSeries(f"no {what} {asked!r:.40} in {where}; {there}")
 
 
-def _is_whole(number: object) -> bool:
+def is_whole(number: object) -> bool:
     """Return whether it can be an index, as NumPy's whole numbers can; True and False are none."""
     try:
         operator.index(number)  # type: ignore[arg-type]  # that is the question

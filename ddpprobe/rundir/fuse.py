@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import traceback
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from ddpprobe.rundir import switches
 from ddpprobe.rundir.signal_frames import is_out_of_a_handler
 from ddpprobe.rundir.stopwatch import Caller, Stopwatch
 
@@ -58,10 +58,6 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def _is_strict() -> bool:
-    return os.environ.get("DDPPROBE_STRICT") == "1"
-
-
 class Fuse:
     """Contains the failures of one component.
 
@@ -84,7 +80,7 @@ class Fuse:
         self._on_blow = on_blow
         self._stopwatch = stopwatch
         self._unsaid: Exception | None = None  # it blew where the stack was too deep to say so
-        self._strict = _is_strict()
+        self._strict = switches.is_on(switches.STRICT)
 
     def guard(self, fn: Callable[P, R], caller: Caller = Caller.PYTHON) -> Callable[P, R | None]:
         """Wrap an entry point: it returns None once the fuse has blown, and never raises.

@@ -59,19 +59,20 @@ def parse(url: str) -> str:
     return f"{parts.scheme}://{'/'.join((parts.netloc, *path))}"
 
 
-def wanted(place: str | os.PathLike[str] | None) -> str | None:
+def wanted(place: object) -> str | None:
     """Return the URL that `install()` was given, ready to be used; None if it is a directory.
 
     Raises:
-        ValueError: it cannot be used, or the library for it is not installed here.
+        ValueError: it is no path, or cannot be used, or the library for it is not installed here.
     """
     if place is None:
         return None
     if not is_url(place):
-        flat = _FLATTENED.match(os.fspath(place))
+        directory = _path(place)
+        flat = _FLATTENED.match(directory)
         if flat and flat[1] in VARIABLES:
             raise ValueError(
-                f"run_dir={os.fspath(place)!r}: a Path loses a slash of a URL. "
+                f"run_dir={directory!r}: a Path loses a slash of a URL. "
                 f'Give it as a string: run_dir="{flat[1]}://..."'
             )
         return None
@@ -79,6 +80,17 @@ def wanted(place: str | os.PathLike[str] | None) -> str | None:
     if importlib.util.find_spec(LIBRARY) is None:
         raise ValueError(f"run_dir={url!r} needs the library {LIBRARY}: {INSTALL}")
     return url
+
+
+def _path(place: object) -> str:
+    """Return a directory as a text. Raises ValueError."""
+    path = os.fspath(place) if isinstance(place, str | os.PathLike) else None
+    if not isinstance(path, str) or "\0" in path:
+        raise ValueError(
+            "run_dir must be a path or the URL of an object store, such as run_dir='runs/gpt' or "
+            f"run_dir='s3://my-bucket/team/gpt', got {place!r:.200}"
+        )
+    return path
 
 
 def beside(url: str, run_id: str) -> str:

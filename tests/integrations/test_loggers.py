@@ -218,10 +218,11 @@ def test_of_gradients_that_other_ranks_hold_a_part_of_no_norm_is_known(placement
     assert known_numbers(of_one, 2, 0.25)["overhead_ratio"] == 0.25
 
 
-def test_nothing_can_be_told_of_a_probe_without_a_run(monkeypatch) -> None:
-    monkeypatch.setenv("DDPPROBE_DISABLE", "1")
-    with pytest.raises(RuntimeError, match="while this probe has a run_dir"):
-        ddpprobe.install(nn.Linear(1, 1)).listen(LoggerLink(None))
+def test_nothing_can_be_told_of_a_probe_without_a_run(tmp_path: Path) -> None:
+    probe = ddpprobe.install(nn.Linear(1, 1), run_dir=tmp_path / "run", daemon="none")
+    probe.close()
+    with pytest.raises(ddpprobe.InstallError, match="while this probe has a run_dir"):
+        probe.listen(LoggerLink(None))
 
 
 # ---- clients

@@ -335,7 +335,7 @@ def test_xarray_gets_what_is_folded_and_what_is_not(tmp_path: Path, state: str) 
     dataset = open_run(tmp_path).to_xarray()
     assert dict(dataset.sizes) == {
         "step": STEPS, "site": 4, "count_stat": 7, "value_stat": 4, "rank": 2, "scalar": 2,
-        "derived": len(NAMES),
+        "quantity": len(NAMES),
     }  # fmt: skip
     assert np.isnan(dataset.derived).all()  # these records hold what no formula needs
     assert "derived" not in open_run(tmp_path).to_xarray(rank=0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from ddpprobe.errors import CaptureError
 from ddpprobe.inspect.capture.held_tensor import Apply, Holder
 from ddpprobe.inspect.capture.inference import Inference
 from ddpprobe.inspect.capture.opening import Opening
@@ -29,7 +31,7 @@ HISTORY = 256  # rows of statistics per tensor with keep="stats": 150 KiB with 6
 def capture(
     model: nn.Module,
     *modules: Selector,
-    exclude: Sequence[Selector] = (),
+    exclude: Selector | Sequence[Selector] = (),
     paramless: bool = True,
     input: bool = False,  # noqa: A002  (the kind's name)
     grad: bool = False,
@@ -61,7 +63,7 @@ def capture(
         model: plain, DDP, FSDP, tensor-parallel; a pipeline stage on each rank.
         modules: globs over FQNs without wrapper prefixes (`*` crosses dots), module objects, or
             classes such as nn.Linear; none: every module.
-        exclude: the same, to leave out.
+        exclude: one of these or several, to leave out.
         paramless: whether modules without parameters of their own are captured.
         input: whether to take what the modules are called with.
         grad: whether to take the gradients with respect to the outputs (tensor hooks on them).
@@ -86,11 +88,10 @@ def capture(
         `.close()`.
 
     Raises:
-        TypeError: `model` is no module.
-        CaptureError: on opening, on every rank: see `Capture.open`.
+        CaptureError: `model` is no module; the rest on opening, on every rank: see `Capture.open`.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
+        raise CaptureError(
             f"capture() takes a torch.nn.Module first, got {type(model).__name__}. "
             'Write ddpprobe.capture(model, "layers.*").'
         )
@@ -99,9 +100,9 @@ def capture(
     statistics = keep == "stats"
     calls = None if keep == "all" else keep if isinstance(keep, int) and keep > 0 else 1
     meter = TensorMeter(bins, range, near_zero)
-    targets = choose(model, modules, exclude, paramless=paramless)
-    device = torch.device(to) if to is not None else None
-    holder = Holder(copy=copy, detach=detach, to=device, apply=apply)
+    left_out = _several(exclude)
+    targets = choose(model, modules, left_out, paramless=paramless)
+    holder = Holder(copy=copy, detach=detach, to=_device(to), apply=apply)
     sites = CapturedSites(targets.modules, None if statistics else holder, meter, calls, HISTORY)
     fuse = Fuse("capture")
     inference = Inference(model, fuse)
@@ -115,19 +116,23 @@ def capture(
     )
     options = {
         "input": input, "grad": grad, "keep": keep, "every": every, "bins": bins,
-        "range": list(range) if range is not None else None, "near_zero": near_zero,
+        "range": list(range) if isinstance(range, tuple) else range, "near_zero": near_zero,
         "apply": apply is not None, "timeout": timeout,
     }  # fmt: skip
-    wrong = partial(_refuse_wrong, keep, every, bins, range, compiled, timeout, apply)
+    wrong = partial(
+        _refuse_wrong, keep, every, bins, range, compiled, timeout, apply,
+        partial(_refuse_what, (*modules, *left_out), to, near_zero),
+    )  # fmt: skip
     opening = Opening(targets, watcher, options, wrong, eager=compiled == "eager", timeout=timeout)
     return Capture(session, opening)
 
 
 def _refuse_wrong(
     keep: object, every: object, bins: object, limits: object, compiled: object, timeout: object,
-    apply: object,
+    apply: object, first: Callable[[], None],
 ) -> None:  # fmt: skip
     """Complain about arguments; called where an error on one rank becomes one on all."""
+    first()
     if keep not in ("last", "all", "stats") and not _whole(keep, 1):
         raise ValueError(f'keep must be "last", "all", "stats" or a number of calls, got {keep!r}')
     if not _whole(every, 1):
@@ -148,6 +153,35 @@ def _refuse_wrong(
         raise ValueError(
             f'apply must be a function of a tensor, without keep="stats", got {apply!r}'
         )
+
+
+def _refuse_what(selectors: Sequence[object], to: object, near_zero: object) -> None:
+    """Complain about what is to be captured, where it is kept, and what counts as near zero."""
+    for selector in selectors:
+        if not isinstance(selector, str | type | nn.Module):
+            raise ValueError(  # noqa: TRY004  (told to all ranks alike)
+                "modules and exclude= are globs such as 'layers.*.attn', modules of the model, or "
+                f"classes such as nn.Linear, one or several, got {selector!r:.80}"
+            )
+    if to is not None and _device(to) is None:
+        raise ValueError(f"to must be a device such as 'cpu' or 'cuda:0', or None, got {to!r:.80}")
+    if not isinstance(near_zero, int | float) or not 0 <= near_zero < math.inf:
+        raise ValueError(f"near_zero must be a number of at least 0, got {near_zero!r:.80}")
+
+
+def _several(selectors: object) -> tuple[Any, ...]:
+    """Return one selector or several as a tuple; what is neither, too, to be refused."""
+    if isinstance(selectors, Iterable) and not isinstance(selectors, str | type | nn.Module):
+        return tuple(selectors)
+    return (selectors,)
+
+
+def _device(to: object) -> torch.device | None:
+    """Return a device, None of what names none."""
+    try:
+        return torch.device(to) if to is not None else None  # type: ignore[call-overload]  # that is the question
+    except (RuntimeError, TypeError):
+        return None
 
 
 def _whole(value: object, least: int) -> bool:

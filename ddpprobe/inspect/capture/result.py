@@ -131,8 +131,12 @@ class Capture(Mapping[str, CapturedModule]):
         session.gather()  # raises if this capture was never opened
         if isinstance(name, int):
             if not -len(self) <= name < len(self):
-                raise IndexError(f"module {name} of {len(self)} captured ones")
+                raise UnknownName(
+                    f"there is no module {name} of {len(self)} captured ones, numbered from 0"
+                )
             name = session.names[name]
+        if not isinstance(name, str):
+            raise UnknownName(f"give the name of a captured module, or its number, got {name!r}")
         first = session.aliases.get(name, name)
         if first not in session.names:
             close = close_names(name, session.names) or "no module"

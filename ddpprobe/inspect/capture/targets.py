@@ -119,4 +119,4 @@ def _chooses(selector: Selector, names: Sequence[str], module: nn.Module) -> boo
         return any(fnmatch.fnmatchcase(name, selector) for name in names)
     if isinstance(selector, type):
         return isinstance(module, selector)
-    return unwrap(selector) is module
+    return isinstance(selector, nn.Module) and unwrap(selector) is module

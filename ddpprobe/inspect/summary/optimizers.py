@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddpprobe.errors import SummaryError
 from ddpprobe.inspect.summary.parameters import held_tensor
 from ddpprobe.rank.topology.naming import clean
 
@@ -37,12 +38,12 @@ def optimizer_rows(
     """Return the optimizers, and the trainable parameters that are in none of them, by name.
 
     Raises:
-        TypeError: one of them is no optimizer of torch's kind.
+        SummaryError: one of them is no optimizer of torch's kind.
     """
-    given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    given = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     for one in given:
         if not isinstance(one, Optimizer):
-            raise TypeError(
+            raise SummaryError(
                 f"optimizer must be a torch.optim.Optimizer or a list of them, got "
                 f"{type(one).__name__}"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,15 @@ def inputs_of(model: nn.Module, sizes: Sizes, dtypes: Dtypes) -> tuple[Tensor, .
     Raises:
         SummaryError: they are no sizes, or not as many dtypes.
     """
-    given: list[Any] = [sizes] if _is_size(sizes) else list(sizes)
+    several = list(sizes) if isinstance(sizes, Iterable) else []
+    given: list[Any] = [sizes] if _is_size(sizes) else several
     if not given or not all(map(_is_size, given)):
         raise SummaryError(
             f"input_sizes must be a size such as (8, 3, 32, 32), or a list of sizes, got {sizes!r}"
         )
     chosen = _default(model) if dtypes is None else dtypes
-    each = [chosen] * len(given) if isinstance(chosen, torch.dtype) else list(chosen)
+    own = list(chosen) if isinstance(chosen, Iterable) else []
+    each = [chosen] * len(given) if isinstance(chosen, torch.dtype) else own
     if len(each) != len(given) or not all(isinstance(d, torch.dtype) for d in each):
         raise SummaryError(
             f"input_dtypes must be a torch.dtype, or one for each of the {len(given)} sizes, "

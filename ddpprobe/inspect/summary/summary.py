@@ -10,7 +10,7 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
-from ddpprobe.errors import SummaryError
+from ddpprobe.errors import SummaryError, UnknownRow
 from ddpprobe.inspect.summary.optimizers import OptimizerRow, optimizer_rows
 from ddpprobe.inspect.summary.parameters import HeldParameter, held_parameters, held_tensor
 from ddpprobe.inspect.summary.shapes import Calls, Shapes, run_fake
@@ -143,12 +143,13 @@ class Summary:
         """Return the row of a module.
 
         Raises:
-            KeyError: there is none of this name.
+            UnknownRow: there is none of this name.
         """
         for row in self.rows:
             if row.fqn == fqn:
                 return row
-        raise KeyError(f"no module {fqn!r}; there are: {', '.join(r.fqn for r in self.rows[:40])}")
+        known = ", ".join(repr(row.fqn) for row in self.rows[:40])
+        raise UnknownRow(f"no module {fqn!r}; there are: {known}")
 
     def __iter__(self) -> Iterator[ModuleRow]:
         return iter(self.rows)
@@ -188,11 +189,11 @@ def summary(
         **kwinputs: inputs given by name.
 
     Raises:
-        TypeError: `model` is not a module, or `optimizer` no optimizer.
-        SummaryError: the forward cannot be followed on fake tensors; sizes beside inputs, or wrong.
+        SummaryError: `model` is not a module, or `optimizer` no optimizer; the forward cannot be
+            followed on fake tensors; sizes beside inputs, or wrong.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
+        raise SummaryError(
             f"summary() takes a torch.nn.Module, got {type(model).__name__}. "
             "Write ddpprobe.summary(model) or ddpprobe.summary(model, batch)."
         )

@@ -353,6 +353,11 @@ def test_growth_and_balance_of_a_real_run_are_those_of_its_tensors(
     by_name = {each["name"]: each["values"] for each in told}
     assert "grad_noise" not in by_name  # of one rank
     np.testing.assert_allclose([by_name[name] for name in names], np.transpose(expected), 1e-5)
+    for dataset in (ddpprobe.open(path).to_xarray(), ddpprobe.open(path).to_xarray(chunks={})):
+        assert "derived" in dataset.data_vars
+        for name, values in by_name.items():
+            assert dataset["derived"].sel(quantity=name).values.tolist() == values
+        assert np.isnan(dataset["derived"].sel(quantity="grad_noise")).all()
     head, *rows = cells(call("trace", path, "--derived", "expert_*", "--steps", 1)[1])
     assert head == ["attempt", "step", "expert_violation", "expert_concentration", "expert_idle"]
     assert rows[0][:3] == ["0", "1", "1"]

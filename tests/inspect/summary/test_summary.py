@@ -334,7 +334,7 @@ def test_the_dictionary_is_json_and_the_table_is_aligned() -> None:
     assert "in part" in text
     assert "tied" in text
     assert "params: 352 (344 trainable, 8 frozen)" in text
-    with pytest.raises(KeyError, match=r"no module 'nope'; there are: , embed"):
+    with pytest.raises(KeyError, match=r"no module 'nope'; there are: '', 'embed"):
         summary["nope"]
 
 
