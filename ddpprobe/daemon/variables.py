@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from ddpprobe.rundir import switches
+
 LISTEN, LINGER, HISTOGRAMS = "DDPPROBE_LISTEN", "DDPPROBE_LINGER", "DDPPROBE_HISTOGRAMS"
 MAX_BYTES, MAX_AGE = "DDPPROBE_MAX_BYTES", "DDPPROBE_MAX_AGE"
 WEB_CONFIG = "DDPPROBE_WEB_CONFIG"  # the path of a `web_config`
@@ -21,7 +23,6 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _QUANTITIES: dict[str, tuple[str, Mapping[str, float], str]] = {
     MAX_BYTES: ("--max-bytes", _BYTES, "20GB"), MAX_AGE: ("--max-age", _SECONDS, "14d"),
 }  # fmt: skip
-_YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
 def check() -> None:
@@ -39,23 +40,32 @@ def check() -> None:
     is_set(HISTOGRAMS)
     for variable in _QUANTITIES:
         quantity(variable)
-    web = os.environ.get(WEB_CONFIG)
-    if web and not Path(web).is_file():
-        raise ValueError(f"{WEB_CONFIG}={web}: no such file; give the path of a web config")
+    if web := os.environ.get(WEB_CONFIG):
+        _check_web(Path(web))
+
+
+def _check_web(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{WEB_CONFIG}={path}: no such file; give the path of a web config")
+    # Only who has such a file needs what it takes to read one.
+    from ddpprobe.daemon import web_config  # noqa: PLC0415
+
+    try:
+        web_config.read(path)
+    except web_config.WebConfigError as error:
+        raise ValueError(f"{WEB_CONFIG}: {error}") from error
 
 
 def is_set(variable: str) -> bool:
     """Return whether a variable switches something on. Raises ValueError."""
-    said = os.environ.get(variable, "").strip().lower()
-    if said not in (*_YES, *_NO):
-        raise ValueError(f"{variable}={said}: write {variable}=1, or unset it")
-    return said in _YES
+    switches.check(variable)
+    return switches.is_on(variable)
 
 
 def seconds(variable: str) -> float | None:
     """Return a variable's seconds, None where it is not set. Raises ValueError."""
-    said = os.environ.get(variable)
-    if said is None:
+    said = os.environ.get(variable, "").strip()
+    if not said:
         return None
     try:
         found = float(said)

@@ -225,7 +225,7 @@ def chosen(detectors: Mapping[str, object], task: str | None) -> Settings:
     Raises:
         ValueError: there is no such task, detector or setting, or no such value.
     """
-    if task is not None and task not in TASKS:
+    if task is not None and not (isinstance(task, str) and task in TASKS):
         raise ValueError(f"task must be one of {', '.join(TASKS)}, or None; got {task!r}")
     if not isinstance(detectors, Mapping):
         raise ValueError(  # noqa: TRY004  (told to all ranks alike)

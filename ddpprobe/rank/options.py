@@ -187,8 +187,11 @@ class InstallOptions:
         """Return which steps are sampled. Raises ValueError."""
         if not isinstance(self.every, Variable):
             return as_schedule(self.every)
-        if not self.every.isdecimal():
-            raise ValueError(f"DDPPROBE_EVERY must be a whole number of steps, got {self.every!r}")
+        if not self.every.isdecimal() or not int(self.every):
+            raise ValueError(
+                "DDPPROBE_EVERY must be a whole number of steps from 1 up, such as "
+                f"DDPPROBE_EVERY=10, got {self.every!r}"
+            )
         return as_schedule(int(self.every))
 
     def share(self) -> float | None:
@@ -221,15 +224,14 @@ class InstallOptions:
         """Globs that match nothing here, with what to say if they match nothing on any rank."""
         names = [fqn for fqn, _ in topology.named_modules()]
         every = _names(topology) if self.histograms else []
-        some = textwrap.shorten(", ".join(filter(None, names)), 200, placeholder=" ...")
         return {
-            f"{option} {glob}": f"{option} glob {glob!r} matches no module. There are: {some}"
+            f"{option} {glob}": f"{option} glob {glob!r} matches no module. {_there_are(names)}"
             for option in ("include", "exclude", "capture")
             for glob in getattr(self, option)
             if not any(_matches(name, (glob,)) for name in names)
         } | {
             f"histograms {glob}": f"histograms glob {glob!r} matches no module and no parameter. "
-            f"There are: {some}"
+            f"{_there_are(every)}"
             for glob in self.histograms
             if not any(_matches(name, (glob,)) for name in every)
         }
@@ -250,6 +252,12 @@ def _names(topology: Topology) -> list[str]:
     """Return the FQNs of all modules and parameters."""
     modules = [fqn for fqn, _ in topology.named_modules()]
     return [*modules, *(fqn for fqn, _ in topology.named_parameters())]
+
+
+def _there_are(names: Iterable[str]) -> str:
+    """Say which names a glob may match, for a message."""
+    some = textwrap.shorten(", ".join(filter(None, names)), 200, placeholder=" ...")
+    return f"There are: {some}" if some else "The model has no modules inside: leave it out"
 
 
 def _variable(name: str) -> Variable | None:

@@ -35,8 +35,9 @@ def test_the_environment_overrides_what_the_script_gave(monkeypatch: pytest.Monk
 
 
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DIR", "EVERY", "BUDGET", "LISTEN"):
+    for name in ("DIR", "EVERY", "BUDGET", "LISTEN", "LINGER", "WEB_CONFIG", "MAX_AGE"):
         monkeypatch.setenv(f"DDPPROBE_{name}", "")
+    options().check(nn.Linear(1, 1), lambda _: None)
     found = options(run_dir="here", every=7, budget=0.1)
     assert (found.run_dir, found.listen) == ("here", None)
     assert (found.schedule().every, found.share()) == (7, 0.1)
@@ -52,6 +53,23 @@ def test_a_text_is_a_number_only_where_the_environment_gave_it(
     assert options().check(nn.Linear(1, 1), lambda _: None).schedule.every == 5
 
 
+def test_no_step_is_no_interval_and_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPPROBE_EVERY", "0")
+    with pytest.raises(ValueError, match="DDPPROBE_EVERY must be .* such as DDPPROBE_EVERY=10"):
+        options().schedule()
+
+
+@pytest.mark.parametrize("option", ["include", "exclude", "capture"])
+def test_of_a_model_without_modules_inside_no_name_matches(option: str) -> None:
+    said = options(**{option: ("zzz",)}).check(nn.Linear(1, 1), lambda _: None).facts["unmatched"]
+    assert next(iter(said.values())).endswith("The model has no modules inside: leave it out")
+
+
+def test_a_task_that_is_no_text_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"task must be one of .*got \['rl'\]"):
+        options(task=["rl"]).check(nn.Linear(1, 1), lambda _: None)
+
+
 @pytest.mark.parametrize(
     ("variable", "wrong", "right"),
     [
@@ -65,6 +83,7 @@ def test_a_text_is_a_number_only_where_the_environment_gave_it(
         ("MAX_AGE", "soon", "14d"),
         ("HISTOGRAMS", "maybe", "DDPPROBE_HISTOGRAMS=1"),
         ("WEB_CONFIG", "/nowhere/web.yml", "no such file"),
+        ("WEB_CONFIG", __file__, "test_options.py"),
     ],
 )
 def test_a_variable_of_the_daemons_is_refused_where_somebody_reads_it(
