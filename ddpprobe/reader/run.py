@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     pass
 
 
+MOST_SHOWN = 100  # characters of what was typed and names nothing
 LOOKS = 3  # at a run that seems to be incomplete, until two of them agree
 
 
@@ -309,7 +310,12 @@ def open_run(
     if path is None:
         path = newest()
     directory = copy_of(str(path), advance) if store_url.is_url(path) else Path(path)
-    if not directory.exists():
+    try:
+        there = directory.exists()
+    except OSError as error:  # the name is too long, or a directory above is not ours to enter
+        shown = str(path) if len(str(path)) < MOST_SHOWN else f"{str(path)[:MOST_SHOWN]}..."
+        raise RunNotFound(f"{shown}: {error.strerror}; give a run directory, {WHERE}") from error
+    if not there:
         raise RunNotFound(f"{path}: no such directory; give the one install() made, {WHERE}")
     if not directory.is_dir():
         raise RunNotFound(f"{path}: a file; give the run directory that holds it, {WHERE}")
