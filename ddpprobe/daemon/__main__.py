@@ -37,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
         prog="ddpprobe daemon",
         description="Watch the ranks of one node: merge, detect, store, serve /metrics. On a run "
         "that is over: do what is left of it, and end.",
-        epilog=f"In the environment: {TOKEN_VARIABLE}, a secret that all nodes share, instead of "
-        f"one for each. Exit codes: {OK} nothing wrong; {WRONG_USE} wrong use, or no run began",
+        epilog=f"exit codes: {OK} nothing wrong; {WRONG_USE} wrong use, or no run began. In the "
+        f"environment: {TOKEN_VARIABLE}, a secret that all nodes share, instead of one for each",
     )
     add_arguments(new)
     return new
