@@ -75,8 +75,8 @@ def test_every_variable_that_a_page_names_is_in_the_table_of_variables():
     table = (HOME / "docs/reference/python.md").read_text().partition("\n## Environment\n")[2]
     rows = re.findall(r"^\| (`DDPPROBE_.*?) \|", table, re.MULTILINE)
     known = set(re.findall(r"DDPPROBE_[A-Z_]+", " ".join(rows)))
-    # These two the processes of ddpprobe give each other.
-    assert told - known == {"DDPPROBE_RUN", "DDPPROBE_TOKEN"}
+    # This one the processes of ddpprobe give each other.
+    assert told - known == {"DDPPROBE_RUN"}
 
 
 def test_the_pages_of_sites_name_every_kind_and_every_statistic():

@@ -86,7 +86,10 @@ def read(path: Path) -> HttpConfig:
     try:
         with path.open("rb") as file:
             said = yaml.safe_load(file.read(MAX_BYTES))
-    except (OSError, yaml.YAMLError) as error:
+    except OSError as error:
+        advice = f"give a file that says {' or '.join(_TOP)}"
+        raise RunError(f"--http-config {path}: {error.strerror}; {advice}") from error
+    except yaml.YAMLError as error:
         raise RunError(f"{path}: {error}") from error
     top = _section(path, said or {}, "the file", _TOP)
     basic = _texts(path, top.get("basic_auth") or {}, "basic_auth", _BASIC)

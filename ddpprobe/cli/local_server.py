@@ -28,8 +28,12 @@ _TIED = (
 _EVERYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  (to be replaced)
 
 
-def address_of(listen: str) -> tuple[str, int]:
+def address_of(listen: str, option: str = "") -> tuple[str, int]:
     """Split HOST:PORT.
+
+    Args:
+        listen: that.
+        option: which gave it, for the message.
 
     Raises:
         RunError: it is none.
@@ -37,7 +41,7 @@ def address_of(listen: str) -> tuple[str, int]:
     try:
         return parse_address(listen)
     except ValueError as error:
-        raise RunError(str(error)) from error
+        raise RunError(f"{option}: {error}" if option else str(error)) from error
 
 
 def free_address(listen: str, tries: int = 1) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from ddpprobe.cli.output import (
     PIPE_CLOSED,
     USAGE,
     complain,
+    discard_stdout,
     flush,
     say,
 )
@@ -52,6 +54,7 @@ def epilog(verb: str | None = None) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; never raises for what a user can cause."""
     _open_closed_streams()
+    _buffer_stdout()
     if completion.is_asked():
         completion.answer(_parsers(completion.verb_of())[0])
     words = list(sys.argv[1:] if argv is None else argv)
@@ -67,6 +70,18 @@ def _open_closed_streams() -> None:
         if getattr(sys, name) is None:
             stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115  (to the end)
             setattr(sys, name, stream)
+
+
+def _buffer_stdout() -> None:
+    """Give stdout the buffer that PYTHONUNBUFFERED took away.
+
+    Without one what a pipe takes only in part is lost unseen, and so is that its reader went.
+    """
+    told, is_own = sys.stdout, sys.stdout is sys.__stdout__  # and no caller's
+    raw = getattr(told, "buffer", None)
+    if is_own and isinstance(raw, io.RawIOBase):
+        whole = io.BufferedWriter(raw)
+        sys.stdout = io.TextIOWrapper(whole, told.encoding, told.errors, line_buffering=True)
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -122,26 +137,33 @@ class _Version(argparse.Action):
 def _run(words: Sequence[str]) -> int:
     """Run a verb: the only place where an error becomes an exit code."""
     try:
-        args = _parse(words)
-        choose(args)
-        fetch(args)
-        code = int(_module(args.verb).run(args))
-        flush()  # a closed pipe shows here, not at the interpreter's exit
+        code = _carry_out(words)
     except BrokenPipeError:
-        # What is still buffered goes nowhere, or the interpreter would complain when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
         return PIPE_CLOSED
     except KeyboardInterrupt:
         return INTERRUPTED
     except RunError as error:
         complain(f"ddpprobe: {plain(error)}")
         return error.exit_code
-    except StoreDamaged as error:
-        complain(f"ddpprobe: {plain(args.run)}: {plain(error)}")
-        return DAMAGED
     except OSError as error:
         complain(f"ddpprobe: {plain(error)}")
         return USAGE
+    return code
+
+
+def _carry_out(words: Sequence[str]) -> int:
+    try:
+        args = _parse(words)
+        choose(args)
+        fetch(args)
+        code = int(_module(args.verb).run(args))
+    except StoreDamaged as error:
+        raise RunError(f"{args.run}: {error}", exit_code=DAMAGED) from error
+    except SystemExit:
+        flush()  # argparse swallows what it meets as it prints the help
+        raise
+    flush()  # a closed pipe shows here, not at the interpreter's exit
     return code
 
 

@@ -37,6 +37,11 @@ def flush() -> None:
         sys.stdout.flush()
 
 
+def discard_stdout() -> None:
+    """Let what is still buffered go nowhere, or the interpreter would complain when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @contextmanager
 def _told_of_stdout() -> Iterator[None]:
     """Say of an error that it is stdout's; a closed pipe is none."""
@@ -45,6 +50,7 @@ def _told_of_stdout() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
+        discard_stdout()
         raise RunError(f"standard output takes no more: {error}") from error
 
 
@@ -80,13 +86,32 @@ class Shown(io.RawIOBase):
 
     def write(self, data: Any) -> int:  # noqa: ANN401  (any buffer)
         """Show a piece of the text, which may end within a character."""
-        self._stream.write("\n".join(map(plain, self._decode(bytes(data)).split("\n"))))
+        with _told_of_stdout():
+            self._stream.write("\n".join(map(plain, self._decode(bytes(data)).split("\n"))))
         return len(data)
 
 
+class _Whole(io.RawIOBase):
+    """Bytes on their way to stdout as they are."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:  # noqa: ANN401  (any buffer)
+        with _told_of_stdout():
+            return self._stream.write(data)
+
+
 def stdout_bytes() -> BinaryIO:
-    """Return where a file goes that is written to stdout: as it is, or `plain` on a terminal."""
-    return cast("BinaryIO", Shown(sys.stdout)) if sys.stdout.isatty() else sys.stdout.buffer
+    """Return where a file goes that is written to stdout: as it is, or `plain` on a terminal.
+
+    To write to it raises as `say`.
+    """
+    shown = Shown(sys.stdout) if sys.stdout.isatty() else _Whole(sys.stdout.buffer)
+    return cast("BinaryIO", shown)
 
 
 def report_gaps(lost: Iterable[object], unknown: Iterable[str] = ()) -> int:
@@ -130,6 +155,18 @@ def check_place(file: Path) -> None:
     if not (os.access(above, os.W_OK) or (file.exists() and os.access(file, os.W_OK))):
         where = above.absolute()
         raise RunError(f"{file}: no file can be written in {where}; give -o PATH in another one")
+
+
+@contextmanager
+def told_of_file(file: Path) -> Iterator[None]:
+    """Say of an error that a file to be written met it, and what to type."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        why = error.strerror or str(error)
+        raise RunError(f"{file}: cannot be written ({why}); give -o PATH elsewhere") from error
 
 
 def table(rows: Iterable[Sequence[object]], right: Iterable[int] = ()) -> list[str]:

@@ -52,6 +52,12 @@ def choose(args: argparse.Namespace) -> None:
     Raises:
         RunError: there is no run; the text says what to give.
     """
+    glob = getattr(args, "derived", None)
+    if glob and getattr(args, "run", "") is None and Path(glob).is_dir():
+        raise RunError(
+            f"--derived takes a glob over names of numbers, and {glob} is a directory: put the run "
+            f"before the option, as in ddpprobe {args.verb} {glob} --derived"
+        )
     left_out = [name for name in ("run", "other") if getattr(args, name, "") is None]
     if not left_out or getattr(args, "list", False):
         return

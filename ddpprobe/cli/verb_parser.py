@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ddpprobe.reader.text import plain
 
@@ -13,12 +13,38 @@ from ddpprobe.reader.text import plain
 class VerbParser(argparse.ArgumentParser):
     """A parser that names the nearest option, under the usage of the verb that was typed."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  (those of argparse)
+        super().__init__(*args, **kwargs)
+        # argparse would say "invalid int value".
+        self.register("type", int, _whole)
+        self.register("type", float, _number)
+
+    def error(self, message: str) -> NoReturn:
+        """Show the usage and what is wrong; exits with 2."""
+        if message == "argument --steps: expected one argument":  # "-5:" looks like an option
+            message += "; steps count from 0: type --steps A:B, such as --steps 0:100"
+        super().error(message)
+
     def refuse(self, words: Sequence[str]) -> NoReturn:
         """Show the usage of this verb, and say which of its options may be meant; exits with 2."""
         names = (word.partition("=")[0] for word in words if word.startswith("-"))
         known = [name for name in self._option_string_actions if name.startswith("--")]
         near = [found for name in names for found in nearest(f"--{name.lstrip('-')}", known)]
         self.error(f"unrecognized arguments: {plain(' '.join(words))}{did_you_mean(near)}")
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:

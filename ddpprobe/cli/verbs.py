@@ -18,11 +18,13 @@ class Verb(NamedTuple):
         help: its line in the help, the first of its module's docstring.
         codes: its exit codes.
         run: what its argument RUN may be: `HERE`, `ANYWHERE`, or "" if it takes none.
+        wrong_use: what its exit code 2 means, if not what it means of most.
     """
 
     help: str
     codes: tuple[int, ...]
     run: str = ""
+    wrong_use: str = ""
 
 
 HERE = "here"  # a directory: what the verb does, or shows, is where the run's daemon is
@@ -44,6 +46,7 @@ VERBS = {
     "ls": Verb(
         "List the runs below a directory, newest first: how each ended, and what went wrong first",
         (OK, USAGE),
+        wrong_use="wrong use: an unknown option, or no such directory",
     ),
     "info": Verb(
         "Say what ran: ranks, topology, steps, sites, sizes, and how complete each rank's record "
@@ -117,7 +120,8 @@ VERBS = {
 def exits(verb: str | None = None) -> list[tuple[int, str]]:
     """Return the exit codes that a verb can end with (None: any), and what each means."""
     codes = MEANINGS if verb is None else VERBS[verb].codes
-    return [(code, MEANINGS[code] + _only(code, verb)) for code in codes]
+    own = {} if verb is None else {USAGE: VERBS[verb].wrong_use}
+    return [(code, own.get(code) or MEANINGS[code] + _only(code, verb)) for code in codes]
 
 
 def _only(code: int, verb: str | None) -> str:

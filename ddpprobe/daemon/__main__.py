@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpprobe.daemon import variables
+from ddpprobe.daemon import given_run, variables
 from ddpprobe.daemon.bounded_log import BoundedLog
 from ddpprobe.daemon.launch import TOKEN_VARIABLE
 from ddpprobe.daemon.node import DaemonOptions, NodeDaemon
@@ -37,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
         prog="ddpprobe daemon",
         description="Watch the ranks of one node: merge, detect, store, serve /metrics. On a run "
         "that is over: do what is left of it, and end.",
-        epilog=f"exit codes: {OK} nothing wrong; {WRONG_USE} wrong use",
+        epilog=f"exit codes: {OK} nothing wrong; {WRONG_USE} wrong use, or no run began. In the "
+        f"environment: {TOKEN_VARIABLE}, a secret that all nodes share, instead of one for each",
     )
     add_arguments(new)
     return new
@@ -56,8 +57,8 @@ def add_arguments(new: argparse.ArgumentParser) -> None:
     new.add_argument("--head", metavar="URL", help="where the head's daemon takes merged records")
     new.add_argument("--listen", metavar="A:P", help=f"for /metrics (default {LISTEN}, or above)")
     new.add_argument("--gather-listen", metavar="A:P", help="for other nodes' records, on the head")
-    new.add_argument("--linger", type=float, metavar="S", help="serve on so long after the end")
-    new.add_argument("--wait", type=float, metavar="S", help="for the first rank to appear")
+    new.add_argument("--linger", type=_seconds, metavar="S", help="serve on so long after the end")
+    new.add_argument("--wait", type=_seconds, metavar="S", help="for the first rank to appear")
     new.add_argument(
         "--after",
         action="store_true",
@@ -73,32 +74,44 @@ def add_arguments(new: argparse.ArgumentParser) -> None:
     new.add_argument("--max-age", metavar="T", help="how old it may be, e.g. 14d, 12h")
 
 
+def _seconds(text: str) -> float:
+    try:
+        return variables.as_seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the daemon to its end; return the exit code (0, or 2 for wrong use)."""
     arguments = parser().parse_args(argv)
     if arguments.service:
         return _be_service()
-    run = RunDir(arguments.dir.absolute())
-    if not run.path.is_dir():
-        print(f"ddpprobe daemon: {arguments.dir} is no directory: give the run's", file=sys.stderr)
-        return WRONG_USE
-    node = arguments.node or _first_node(run)
-    lock = DirectoryLock(run.daemon_file(node, "lock"))
+    try:
+        run = given_run.run_at(arguments.dir)
+        options = _options(arguments, run, given_run.node_of(run, arguments.node))
+    except (ValueError, OSError) as error:
+        return _refuse(error)
+    lock = DirectoryLock(run.daemon_file(options.node, "lock"))
     try:
         paths.make_inner(lock.path.parent)
         acquired = _acquire(lock, forever=arguments.after)
     except OSError as error:  # somebody else's, or a full disk
-        print(f"ddpprobe daemon: {error}", file=sys.stderr)
-        return WRONG_USE
+        return _refuse(error)
     if not acquired:
-        print(f"ddpprobe daemon: one serves {node} of {run.path} already", file=sys.stderr)
+        print(f"ddpprobe daemon: one serves {options.node} of {run.path} already", file=sys.stderr)
         return OK
     try:
-        run.daemon_file(node, "json").unlink(missing_ok=True)  # a killed predecessor's
+        run.daemon_file(options.node, "json").unlink(missing_ok=True)  # a killed predecessor's
         _log_to_stderr()
-        return _serve(arguments, run, node)
+        return _serve(options)
     finally:
+        given_run.leave_no_trace(run, options.node)
         lock.release()
+
+
+def _refuse(error: object) -> int:
+    print(f"ddpprobe daemon: {error}", file=sys.stderr)
+    return WRONG_USE
 
 
 def _log_to_stderr() -> None:
@@ -128,22 +141,40 @@ def _be_service() -> int:
     return OK
 
 
-def _serve(arguments: argparse.Namespace, run: RunDir, node: str) -> int:
+def _serve(options: DaemonOptions) -> int:
     try:
-        daemon = NodeDaemon(_options(arguments, run, node))
+        daemon = NodeDaemon(options)
     except ValueError as error:
-        print(f"ddpprobe daemon: {error}", file=sys.stderr)
-        return WRONG_USE
+        return _refuse(error)
+    told_to_end = threading.Event()
+
+    def end(*_: object) -> None:
+        told_to_end.set()
+        daemon.stop()
+
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: daemon.stop())
+            signal.signal(number, end)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go, the evidence stays
     daemon.serve()
-    return OK
+    run = options.run
+    if told_to_end.is_set() or given_run.has_begun(run) or not run.path.is_dir():
+        return OK
+    return _refuse(
+        f"no run began in {run.path} within {options.wait:g} s: give the directory that install() "
+        f"made, or start a training that has it as its run_dir= ({paths.RUN_VARIABLE})"
+    )
 
 
 def _options(arguments: argparse.Namespace, run: RunDir, node: str) -> DaemonOptions:
     given, wait = os.environ, arguments.wait
+    listen, gather_listen = arguments.listen, arguments.gather_listen
+    if listen is not None:
+        variables.address("--listen", listen)
+    elif given.get(variables.LISTEN):
+        listen = variables.address(variables.LISTEN, given[variables.LISTEN])
+    if gather_listen is not None:
+        variables.address("--gather-listen", gather_listen)
     web = arguments.web_config or given.get(variables.WEB_CONFIG)
     linger = variables.seconds(variables.LINGER) if arguments.linger is None else arguments.linger
     if wait is None:
@@ -152,9 +183,9 @@ def _options(arguments: argparse.Namespace, run: RunDir, node: str) -> DaemonOpt
     return DaemonOptions(
         run=run,
         node=node,
-        listen=arguments.listen or given.get(variables.LISTEN) or LISTEN,
+        listen=listen or LISTEN,
         head_url=arguments.head,
-        gather_listen=arguments.gather_listen,
+        gather_listen=gather_listen,
         token=os.environ.pop(TOKEN_VARIABLE, ""),
         linger=linger,
         wait=wait,
@@ -163,11 +194,6 @@ def _options(arguments: argparse.Namespace, run: RunDir, node: str) -> DaemonOpt
         web=Path(web).absolute() if web else None,
         histograms=arguments.histograms or variables.is_set(variables.HISTOGRAMS),
     )
-
-
-def _first_node(run: RunDir) -> str:
-    names = {p.name for a in run.attempts() for p in run.attempt_dir(a).glob("node_*")}
-    return min(names, default=paths.node_name(0))
 
 
 def _acquire(lock: DirectoryLock, *, forever: bool) -> bool:

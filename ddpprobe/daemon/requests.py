@@ -117,7 +117,11 @@ class RequestFiles:
             fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             with os.fdopen(fd, "rb") as file:
                 value = safe_read.parse(file.read(MAX_BYTES))
-            globs = tuple(str(glob) for glob in value["modules"])[:MAX_GLOBS]
+            globs = tuple(str(glob) for glob in value["modules"])
+            if len(globs) > MAX_GLOBS:
+                refused = f"it names {len(globs)} globs, {MAX_GLOBS} are the most"
+                self.answer(cause, {"refused": refused})
+                return None
             return Request(
                 attempt, cause, f"trigger: {value['reason']}", globs, int64(value["steps"])
             )

@@ -32,10 +32,7 @@ def check() -> None:
         ValueError: one makes no sense; the text says what to write.
     """
     if listen := os.environ.get(LISTEN):
-        try:
-            parse_address(listen)
-        except ValueError as error:
-            raise ValueError(f"{LISTEN}: {error}") from error
+        address(LISTEN, listen)
     seconds(LINGER)
     is_set(HISTOGRAMS)
     for variable in _QUANTITIES:
@@ -68,11 +65,20 @@ def seconds(variable: str) -> float | None:
     if not said:
         return None
     try:
-        found = float(said)
+        return as_seconds(said)
+    except ValueError as error:
+        advice = f"write {variable}=20"
+        raise ValueError(f"{variable}={said!r} is no number of seconds: {advice}") from error
+
+
+def as_seconds(text: str) -> float:
+    """Return what a text says in seconds; ValueError says what to write if it is no time."""
+    try:
+        found = float(text)
     except ValueError:
         found = math.nan
     if not 0 <= found < math.inf:
-        raise ValueError(f"{variable}={said!r} is no number of seconds: write {variable}=20")
+        raise ValueError(f"expected seconds, 0 or more, as in 20; got {text!r}")
     return found
 
 
@@ -96,6 +102,15 @@ def quantity(variable: str, given: str | None = None) -> float | None:
         known = ", ".join(unit for unit in units if unit)
         raise ValueError(f"{said}: write a number and one of {known}, as in {example}")
     return float(match[1]) * units[match[2].lower()]
+
+
+def address(name: str, said: str) -> str:
+    """Return an address as it was said; ValueError names its option or variable if it is none."""
+    try:
+        parse_address(said)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return said
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -9,9 +9,9 @@ from typing import Any
 
 from ddpprobe.errors import RunError, RunNotFound
 from ddpprobe.reader.merged_reader import MergedReader
-from ddpprobe.reader.not_a_run import what_is_there
 from ddpprobe.reader.run_directories import holds_records
 from ddpprobe.rundir import paths, safe_read
+from ddpprobe.rundir.not_a_run import what_is_there
 from ddpprobe.rundir.paths import RunDir
 from ddpprobe.store.group_names import attempts_of
 from ddpprobe.store.repeated_identity import repeated_identity

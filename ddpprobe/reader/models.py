@@ -10,12 +10,12 @@ from typing import final
 
 from ddpprobe.detectors.nonfinite import NonFinite, was_lent
 from ddpprobe.errors import RunNotFound
-from ddpprobe.reader.not_a_run import as_directory
 from ddpprobe.reader.run import Run, open_run
 from ddpprobe.reader.run_directories import holds_records
 from ddpprobe.records.every_loss import losses_of
 from ddpprobe.records.step import PASS, PASS_OF_BAD, Anomaly, FirstBad, StepRecord
 from ddpprobe.rundir import store_url
+from ddpprobe.rundir.not_a_run import as_directory
 from ddpprobe.rundir.paths import RUN_JSON
 
 _GIVE = "give the run_dir that install({...}) was given"

@@ -23,7 +23,6 @@ from ddpprobe.reader.expired import expired_in
 from ddpprobe.reader.identity import RunIdentity, identity_of
 from ddpprobe.reader.listed_run import listed
 from ddpprobe.reader.merged_reader import MergedReader
-from ddpprobe.reader.not_a_run import GIVE, WHERE, as_directory
 from ddpprobe.reader.readings import NodeReading, read_readings
 from ddpprobe.reader.run_directories import newest
 from ddpprobe.reader.run_html import html_of
@@ -35,6 +34,7 @@ from ddpprobe.reader.under_way import is_under_way
 from ddpprobe.reader.verdicts import losses, run_detectors, verdicts
 from ddpprobe.records.step import Anomaly
 from ddpprobe.rundir import store_url
+from ddpprobe.rundir.not_a_run import GIVE, WHERE, as_directory
 from ddpprobe.store.manifest import Lost
 from ddpprobe.store.remote.cache import url_of
 from ddpprobe.store.remote.cached_run import copy_of, fetch_captured

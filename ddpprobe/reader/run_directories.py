@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddpprobe.errors import RunNotFound
-from ddpprobe.reader.not_a_run import as_directory
 from ddpprobe.rundir import safe_read, store_url
+from ddpprobe.rundir.not_a_run import as_directory
 from ddpprobe.rundir.paths import JOURNAL, RUN_JSON, RUN_VARIABLE, RUNS, RunDir
 from ddpprobe.rundir.validate import MALFORMED
 

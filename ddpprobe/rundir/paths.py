@@ -42,6 +42,7 @@ from ddpprobe.rundir import safe_read
 from ddpprobe.rundir.validate import MALFORMED
 
 RUN_JSON = "run.json"
+RUN_LOCK = "run.lock"
 OWN_DISK = "own_disk"  # in the run.json of a node that shares no directory with the head: its name
 UPLOAD = "upload"  # suffix of what a daemon says of an upload that ended incomplete
 FORMAT_VERSION = 1  # what is written; when it rises: docs/reference/store-format.md, Versions
@@ -50,6 +51,7 @@ FILE_MODE = 0o600
 _PATIENCE = 5  # looks, 20 ms apart, at a lock that somebody may only be looking at
 _VECTORS = 512  # buffers per writev; the kernel takes 1024
 JOURNAL, _HEARTBEAT, _CAPTURES, _DAEMON = "journal", "heartbeat", "captures", "daemon"
+PARTS = (JOURNAL, _HEARTBEAT, _CAPTURES, _DAEMON, safe_read.MANIFESTS, safe_read.STORE)
 # The directories of a run below its own: somebody else's links in there are not followed.
 _INNER = re.compile(
     rf"(.*?)/((?:{JOURNAL}|{_HEARTBEAT}|{_CAPTURES})/\d{{3,}}(?:/node_\d{{4,}}(?:/[^/]+)?)?"
@@ -154,7 +156,7 @@ class RunDir:
     @property
     def lock(self) -> Path:
         """Lock file of the live attempt."""
-        return self.path / "run.lock"
+        return self.path / RUN_LOCK
 
     @property
     def store(self) -> Path:

@@ -694,8 +694,9 @@ def test_the_daemon_loads_no_torch_and_zarr_only_to_fold() -> None:
 
 def test_what_serves_inside_a_test_takes_no_signal_from_those_behind_it(tmp_path) -> None:
     before = [signal.getsignal(number) for number in TAKEN]
-    paths.make_dir(tmp_path / "run")
-    words = ["--dir", str(tmp_path / "run"), "--listen", "127.0.0.1:0", "--wait", "0"]
+    run = RunDir(paths.make_dir(tmp_path / "run"))
+    paths.write_json(run.run_json, {"run_id": "r", "format_version": 1})
+    words = ["--dir", str(run.path), "--listen", "127.0.0.1:0", "--wait", "0"]
     with handlers_kept():
         assert main(words) == 0
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -706,6 +707,7 @@ def test_a_launcher_can_wait_for_the_end_of_the_one_that_serves(
     tmp_path, monkeypatch, capsys
 ) -> None:
     run = RunDir(paths.make_dir(tmp_path / "run"))
+    paths.write_json(run.run_json, {"run_id": "r", "format_version": 1})
     paths.make_dir(run.path / "daemon")
     other = paths.DirectoryLock(run.daemon_file(NODE, "lock"))
     assert other.acquire()

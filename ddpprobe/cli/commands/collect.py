@@ -20,6 +20,8 @@ from ddpprobe.reader.collect.job import collect, work
 from ddpprobe.reader.run import open_run
 from ddpprobe.reader.text import plain, size
 from ddpprobe.rundir import store_url
+from ddpprobe.rundir.not_a_run import whole_of
+from ddpprobe.rundir.paths import RUN_JSON
 from ddpprobe.store.remote.cached_run import fetch_captured
 
 if TYPE_CHECKING:
@@ -67,7 +69,11 @@ def _directory(source: str, *, silent: bool) -> Path:
     if not store_url.is_url(source):
         path = Path(source)
         if not path.is_dir():
-            raise RunNotFound(f"{source}: no such directory; give a node's run directory, or a URL")
+            what = "a file" if path.exists() else "no such directory"
+            raise RunNotFound(f"{source}: {what}; give a node's run directory, or a URL")
+        whole = None if (path / RUN_JSON).exists() else whole_of(path)
+        if whole is not None:
+            raise RunNotFound(f"{source}: a part of a run; give its directory: {whole}")
         return path
     with progress("fetching", None, silent=silent) as bar:
         path = open_run(source, bar.advance).path

@@ -29,6 +29,7 @@ from ddpprobe.cli.output import (
     say,
     say_json,
     stdout_bytes,
+    told_of_file,
 )
 from ddpprobe.cli.progress import progress
 from ddpprobe.cli.run_argument import add_run, opened
@@ -159,13 +160,14 @@ def _opened(target: Path | None) -> Iterator[BinaryIO]:
     if target is None:
         yield stdout_bytes()
         return
-    if target.exists() and not target.is_file():
-        with target.open("wb") as out:
+    with told_of_file(target):
+        if target.exists() and not target.is_file():
+            with target.open("wb") as out:
+                yield out
+            return
+        # Created with mode 0600: names of modules are nobody else's business.
+        with paths.replacing(target) as fd, open(fd, "wb", closefd=False) as out:
             yield out
-        return
-    # Created with mode 0600: names of modules are nobody else's business.
-    with paths.replacing(target) as fd, open(fd, "wb", closefd=False) as out:
-        yield out
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 A run is a line: its directory, when its newest attempt began (UTC), state, ranks, the newest step,
 and the verdict of its daemon, or how much that has judged. What the daemon did not judge, because
 it died or there was none, `ddpprobe anomalies RUN` judges. DIR may also be a run itself. A damaged
-run is a line like any other.
+run is a line like any other. A directory that holds no run is no error, and said on stderr.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ddpprobe.reader.listed_run import ListedRun, listed
 from ddpprobe.reader.run_directories import default_directory, run_directories
 from ddpprobe.reader.text import UNOBSERVED, plain
 from ddpprobe.rundir.paths import RUN_VARIABLE, RUNS
+from ddpprobe.rundir.store_url import is_url
 
 HEAD = ("run", "began", "state", "ranks", "step", "verdict")
 LEAST_VERDICT = 40  # characters of it, however narrow the terminal is
@@ -40,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each run; 0 whatever became of them."""
-    directory = default_directory() if args.directory is None else Path(args.directory)
+    given = args.directory
+    directory = default_directory() if given is None else given if is_url(given) else Path(given)
     paths = run_directories(directory)[: args.newest]
     found = []
     with progress("looking", len(paths), silent=args.json) as bar:

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     once.add_argument("--micro", type=int, metavar="M", help="of which micro-batch")
     once.add_argument("--call", type=int, metavar="C", help="which call in the micro-batch")
     once.add_argument("--attempt", type=int, metavar="A", help="of which start (default: the last)")
-    once.add_argument("--device", default="cpu", metavar="D", help="cpu (default), cuda, cuda:1")
+    once.add_argument("--device", metavar="D", help="cpu (default), cuda, cuda:1")
     once.add_argument("--no-float64", action="store_true", help="do not try it in float64 as well")
 
 
@@ -64,10 +64,23 @@ def run(args: argparse.Namespace) -> int:
     if args.detector and len(missing) < len(given):
         raise RunError("--detector asks the detectors again, --step a module: one at a time")
     if len(missing) == len(given):
+        _refuse_of_a_module(args)
         return _detectors(args)
     if missing:
         raise RunError(f"to execute a module again, give {' and '.join(missing)} as well")
     return _module(args)
+
+
+def _refuse_of_a_module(args: argparse.Namespace) -> None:
+    """Raise RunError for an option that says how a module is executed, where none is."""
+    names = ("rank", "micro", "call", "attempt", "device")
+    words = [f"--{name}" for name in names if getattr(args, name) is not None]
+    words += ["--no-float64"] * args.no_float64
+    if words:
+        raise RunError(
+            f"{' and '.join(words)} {'is' if len(words) == 1 else 'are'} about executing a module "
+            "again: give --step, --module and --build as well; the detectors judge all ranks"
+        )
 
 
 class _Detector(argparse.Action):
@@ -169,7 +182,7 @@ def _module(args: argparse.Namespace) -> int:
             "executing a module again needs torch: pip install 'ddpprobe[train]'"
         ) from None
     which = Which(args.step, args.module, args.attempt, args.rank, args.micro, args.call)
-    found = reexecute(run_, which, args.build, args.device, in_double=not args.no_float64)
+    found = reexecute(run_, which, args.build, args.device or "cpu", in_double=not args.no_float64)
     if args.json:
         say_json({"run": run_.name, "format_version": 1, **found.to_json()})
     else:

@@ -9,7 +9,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ddpprobe.cli.output import STDOUT, check_file, report_gaps, say, say_json, stdout_bytes
+from ddpprobe.cli.output import (
+    STDOUT,
+    check_file,
+    report_gaps,
+    say,
+    say_json,
+    stdout_bytes,
+    told_of_file,
+)
 from ddpprobe.cli.progress import progress
 from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.errors import RunError
@@ -23,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE.html",
-        help="the page to write (default: RUN's name with .html, in the current directory); - is "
+        help="the page to write (default: the name of RUN's directory with .html, here); - is "
         "stdout",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -44,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     if to_stdout:
         stdout_bytes().write(page)
         return report_gaps(run_.lost, story.held.unknown())
-    path.write_bytes(page)
+    with told_of_file(path):
+        path.write_bytes(page)
     if args.json:
         say_json(
             {

@@ -11,16 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import ddpprobe
 from ddpprobe.cli.output import complain
+from ddpprobe.detectors.suite import chosen
 from ddpprobe.errors import RunError
+from ddpprobe.rank.schedule import as_schedule
 from ddpprobe.reader.text import plain
 from ddpprobe.rundir.paths import RUN_OPTIONS_VARIABLE
 
 SHIM = Path(ddpprobe.__file__).parent / "integrations" / "unmodified_path"
+NAME = re.compile(r"(?!\.{1,2}$)[^/]{1,200}", re.DOTALL)
 EXAMPLE = "ddpprobe run --every 5 -- torchrun --nproc-per-node 8 train.py"
 
 
@@ -55,11 +59,12 @@ def run(args: argparse.Namespace) -> int:
     """Become the job.
 
     Raises:
-        RunError: there is no command, or it cannot be started.
+        RunError: there is no command, or an option is wrong.
     """
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise RunError(f"nothing to run: put the job behind the options, such as {EXAMPLE}")
+    _check(args)
     paths = [str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])]
     job = {
         **os.environ,
@@ -71,6 +76,31 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         complain(f"ddpprobe: cannot start {plain(command[0])}: {plain(error.strerror)}")
         return 127 if isinstance(error, FileNotFoundError) else 126  # as a shell answers
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what `install()` would refuse in each process, when the job has long begun.
+
+    Without a look at `rank/options.py`, which takes torch: who starts a job may not have it.
+    """
+    try:
+        if args.every is not None:
+            as_schedule(args.every)
+        chosen(dict.fromkeys(args.detectors or (), False), args.task)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    if args.budget is not None and not 0 < args.budget < 1:
+        raise RunError(
+            "--budget: expected a share of the step time, between 0 and 1 (0.01: sampling may add "
+            f"1 %), got {args.budget:g}"
+        )
+    if args.first_step is not None and args.first_step < 0:
+        raise RunError(f"--first-step: expected a step, 0 or more, got {args.first_step}")
+    if args.name is not None and not NAME.fullmatch(args.name):
+        raise RunError(
+            f"--name: expected a name of a directory, without '/' (--run-dir says where it is), "
+            f"got {args.name!r}"
+        )
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ddpprobe.cli.output import say, say_json
 from ddpprobe.cli.run_argument import add_run, opened
+from ddpprobe.daemon.requests import MAX_GLOBS
 from ddpprobe.errors import RunError
 from ddpprobe.reader.text import plain
 from ddpprobe.reader.under_way import is_live
@@ -28,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, "run directory of a live run")
     parser.add_argument(
         "--module", metavar="GLOB", action="append", default=[], dest="modules",
-        help="over names of observed modules; may be given more than once",
+        help="over names of observed modules; may be given more than once, "
+        f"{MAX_GLOBS} times at most",
     )  # fmt: skip
     parser.add_argument(
         "--steps", metavar="K", type=int, default=STEPS, help=f"how many (default {STEPS})"
@@ -44,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, wait, and print the steps; 2 if the run is not live, or the daemon refuses."""
+    if len(args.modules) > MAX_GLOBS:
+        raise RunError(
+            f"--module was given {len(args.modules)} times, and is taken {MAX_GLOBS} times at "
+            "most: one glob, such as 'blocks.*', names many modules"
+        )
     run_ = opened(args.run)
     home = paths.RunDir(run_.path)
     if not is_live(home):

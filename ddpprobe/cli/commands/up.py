@@ -108,6 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the files; then be Prometheus and Alertmanager until Ctrl-C."""
     directory = Path(args.directory).absolute()
+    if directory.exists() and not directory.is_dir():
+        raise RunError(f"{directory}: no directory; give one for the files of up, or a new name")
     if args.status:
         return _status(directory, as_json=args.json)
     if args.stop:
@@ -144,8 +146,9 @@ def _options(args: argparse.Namespace, before: Mapping[str, Any]) -> dict[str, A
         given["http_config"] = str(Path(given["http_config"]).absolute())
     known = {name: value for name, value in before.items() if name in OPTIONS}
     options = {name: value for name, value in (known | given).items() if value}
-    for address in (*options.get("target", ()), options.get("listen", LISTEN)):
-        address_of(address)
+    for address in options.get("target", ()):
+        _check_target(address)
+    address_of(options.get("listen", LISTEN), "--listen")
     for name in URLS:
         _check_url(name, options.get(name))
     for name, why in (
@@ -157,6 +160,15 @@ def _options(args: argparse.Namespace, before: Mapping[str, Any]) -> dict[str, A
     if {"alertmanager", "prometheus"} <= options.keys():
         raise RunError("--alertmanager does not go with --prometheus: that one knows its own")
     return options
+
+
+def _check_target(address: str) -> None:
+    try:
+        address_of(address)
+    except RunError as error:
+        raise RunError(
+            f"--target: expected the HOST:PORT of a daemon, as in node1:13377, got {address!r}"
+        ) from error
 
 
 def _check_url(name: str, url: str | None) -> None:

@@ -39,10 +39,11 @@ def as_directory(place: object, what: str) -> Path:
 def what_is_there(directory: Path) -> str:
     """Say what a directory holds instead of a run, and what to give."""
     names = sorted(p.name for p in directory.iterdir())
+    whole = whole_of(directory)
+    if whole is not None:
+        return f"{directory}: a part of a run; give its directory: {whole}"
     if not names:
         return f"{directory}: an empty directory, no run; give the one install() made, {WHERE}"
-    if directory.name == safe_read.STORE or (directory.parent / paths.RUN_JSON).is_file():
-        return f"{directory}: a part of a run; give its directory: {directory.parent}"
     runs = [n for n in names if (directory / n / paths.RUN_JSON).is_file()]
     if runs:
         shown = ", ".join(str(directory / n) for n in runs[:LISTED])
@@ -50,3 +51,22 @@ def what_is_there(directory: Path) -> str:
         return f"{directory}: holds {len(runs)} runs, name one of them: {shown}{more}"
     shown = ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
     return f"{directory}: not a ddpprobe run (no run.json; it holds {shown}); {GIVE}"
+
+
+def whole_of(directory: Path) -> Path | None:
+    """Return the run that a directory is a part of, None where it is no part of one."""
+    here = directory.resolve()
+    for part, above in zip((here, *here.parents), here.parents, strict=False):
+        inside = part == here or part.name in paths.PARTS
+        if inside and (above / paths.RUN_JSON).is_file():
+            return above
+    return here.parent if here.name == safe_read.STORE else None
+
+
+def may_become_one(directory: Path) -> bool:
+    """Return whether a directory is new: nothing is in it but what a run begins with."""
+    own = {*paths.PARTS, paths.RUN_JSON, paths.RUN_LOCK}
+    return all(
+        entry.name in own or entry.name.startswith(f".{paths.RUN_JSON}.")  # is being written
+        for entry in directory.iterdir()
+    )
