@@ -173,7 +173,7 @@ def test_more_globs_than_a_daemon_takes_are_refused_and_none_is_left_out(
         (["collect", "TMP/new", "TMP/nope"], "nope: no such directory; give a node's"),
         (["report", "RUN", "-o", "/proc/x.html"], "/proc/x.html: cannot be written ("),
         (["export", "RUN", "--format", "csv", "-o", "/proc/x"], "/proc/x: cannot be written ("),
-        (["info", "a" * 5000], "a...: File name too long; give a run directory"),
+        (["info", "a" * 5000], "cannot be looked at (File name too long): give the directory"),
         (["trace", "RUN", "--rank", "x"], "argument --rank: expected a whole number, got 'x'"),
         (["run", "--budget", "x"], "argument --budget: expected a number, got 'x'"),
         (["trace", "RUN", "--steps", "-5:"], "steps count from 0: type --steps A:B, such as"),
