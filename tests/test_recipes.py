@@ -44,7 +44,7 @@ def apply(diff: str, root: Path) -> None:
 def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what belongs together, with one more of each."""
     root = tmp_path_factory.mktemp("house")
-    for part in ("ddpprobe", "grafana", "docs/reference"):
+    for part in ("ddpprobe", "grafana", "docs/how-to", "docs/reference"):
         shutil.copytree(HOME / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(HOME / "docs/detection.md", root / "docs")
     for diff in RECIPES:

@@ -231,7 +231,7 @@ def test_options_are_those_of_last_time_until_they_are_taken_back(write, tmp_pat
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--target", "13377"), "write HOST:PORT"),
+        (("--target", "13377"), "expected the HOST:PORT of a daemon"),
         (("--listen", "here:port"), "write HOST:PORT"),
         (("--webhook", "hooks.example/key"), "--webhook: expected http://HOST"),
         (("--webhook", "http://me:key"), "--webhook: expected http://HOST"),
