@@ -77,8 +77,8 @@ class SlowerPhase:
     """
 
     def __init__(self, times: float, steps: int, looks: int) -> None:
-        self._times, self._span, self._least = times, steps - 1.0, looks
-        self._looks = SpacedLooks[PhaseLook](self._span, looks)
+        self._times = times
+        self._looks = SpacedLooks[PhaseLook](steps - 1.0, looks)
         self._blocks, self._closed = 0, -1  # how many, and the last step of the last one
         self._high = self._middle = np.full(len(PHASES), np.inf)  # of the block with least
         self._work = np.zeros(len(PHASES))  # of it
@@ -87,12 +87,9 @@ class SlowerPhase:
     def take(self, look: PhaseLook) -> Grown | None:
         """Take the next look; return the phase that has grown most, if one has grown so far."""
         self._looks.add(look, look.step)
-        held = self._looks.held
-        while len(held) > self._least and held[-1][0] - held[1][0] >= self._span:
-            held.popleft()
-        if len(held) < self._least or held[-1][0] - held[0][0] < self._span:
+        looks = self._looks.newest()
+        if looks is None:
             return None
-        looks = [one for _, one in held]
         found = self._grown(looks) if self._blocks >= BLOCKS else None
         if looks[0].step > self._closed:
             self._close(looks)

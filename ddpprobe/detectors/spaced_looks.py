@@ -14,7 +14,7 @@ Look = TypeVar("Look")
 class SpacedLooks(Generic[Look]):
     """Holds looks that are as far apart as `_MOST`, or `least`, of them fill a span.
 
-    So a long span is bounded; who asks drops what is too old.
+    So a long span is bounded; who asks drops what is too old (`newest`, where nothing else counts).
 
     Args:
         span: steps or seconds.
@@ -23,6 +23,7 @@ class SpacedLooks(Generic[Look]):
 
     def __init__(self, span: float, least: int) -> None:
         self._apart = span / max(_MOST, least)
+        self._span, self._least = span, least
         self.held: deque[tuple[float, Look]] = deque()  # place and look, the oldest first
 
     def add(self, look: Look, place: float) -> None:
@@ -32,3 +33,11 @@ class SpacedLooks(Generic[Look]):
             held.clear()
         if not held or place - held[-1][0] >= self._apart:
             held.append((place, look))
+
+    def newest(self) -> list[Look] | None:
+        """Drop what is older than a span needs, and return the rest; None: it is not full yet."""
+        held = self.held
+        while len(held) > self._least and held[-1][0] - held[1][0] >= self._span:
+            held.popleft()
+        full = len(held) >= self._least and held[-1][0] - held[0][0] >= self._span
+        return [look for _, look in held] if full else None

@@ -111,22 +111,19 @@ class _Window:
     """The newest gaps: as many as lie within a span of steps or seconds, and `least` at least."""
 
     def __init__(self, span: float, least: int, rule: _Rule) -> None:
-        self._span, self._least, self._rule = span, least, rule
+        self._rule = rule
         self._looks = SpacedLooks[Gap](span, least)
+        self._gaps: list[Gap] | None = None  # None: too few yet
 
     def add(self, gap: Gap, place: float) -> None:
         """Take the next gap; its place is its step or its time."""
         self._looks.add(gap, place)
-        held = self._looks.held
-        while len(held) > self._least and held[-1][0] - held[1][0] >= self._span:
-            held.popleft()
+        self._gaps = self._looks.newest()
 
     def lag(self) -> _Lag | None:
         """Return who lies as far behind as the rule asks; None: nobody, or too few gaps yet."""
-        rule = self._rule
-        held = self._looks.held
-        gaps = [gap for _, gap in held]
-        if len(gaps) < self._least or held[-1][0] - held[0][0] < self._span:
+        rule, gaps = self._rule, self._gaps
+        if gaps is None:
             return None
         rank, times = Counter(gap.rank for gap in gaps).most_common(1)[0]
         behind, step = median(gap.behind for gap in gaps), median(gap.step for gap in gaps)
