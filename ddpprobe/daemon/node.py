@@ -198,9 +198,7 @@ class NodeDaemon:
         )
         if current < 0:
             self._earlier = later[0]
-            counted = counts_file.read(self._run.daemon_file(self._node, COUNTS), later[0])
-            if counted is not None:
-                self._past.take(counted)
+            self._past = counts_file.read(self._run.daemon_file(self._node, COUNTS), later[0])
         self._ended_at = None
         self._overview = None
         self._changed = True
@@ -395,10 +393,8 @@ class NodeDaemon:
         server.publish(text, openmetrics)
 
     def _remember_counts(self, attempt: Attempt, later: int) -> None:
-        view = self._view(attempt, {})
-        everything = self._past.over(view)
-        self._past.take(view)
-        counts_file.write(self._run.daemon_file(self._node, COUNTS), later, everything)
+        self._past.take(self._view(attempt, {}))
+        counts_file.write(self._run.daemon_file(self._node, COUNTS), later, self._past)
 
     def _view(self, attempt: Attempt, dropped: Mapping[str, int]) -> NodeView:
         return view_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 from ddpprobe.records.node_view import NodeView, RankView
 from ddpprobe.records.step import Anomaly
@@ -49,12 +49,37 @@ class PastCounts:
             self._blamed[rank.rank].update(rank.anomalies)
             self._nonfinite[rank.rank].update(rank.nonfinite)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as plain values, without the anomalies that stand for them."""
+        return {
+            "anomalies": [[*key, count] for key, count in self._anomalies.items()],
+            "orders": dict(self._orders),
+            "dropped": dict(self._dropped),
+            "blamed": {str(rank): dict(counts) for rank, counts in self._blamed.items()},
+            "nonfinite": {str(rank): dict(counts) for rank, counts in self._nonfinite.items()},
+        }
+
+    @classmethod
+    def of_json(cls, value: Mapping[str, Any]) -> PastCounts:
+        """Return what `to_json` said; raises as `rundir.validate.MALFORMED` for anything else."""
+        past = cls()
+        for who, level, count in value["anomalies"]:
+            past._anomalies[str(who), str(level)] = int(count)
+        past._orders, past._dropped = _counts(value["orders"]), _counts(value["dropped"])
+        past._blamed.update({int(rank): _counts(of) for rank, of in value["blamed"].items()})
+        past._nonfinite.update({int(rank): _counts(of) for rank, of in value["nonfinite"].items()})
+        return past
+
     def _over_rank(self, rank: RankView) -> RankView:
         return replace(
             rank,
             anomalies=_sum(self._blamed[rank.rank], rank.anomalies),
             nonfinite=_sum(self._nonfinite[rank.rank], rank.nonfinite),
         )
+
+
+def _counts(value: Mapping[str, Any]) -> Counter[str]:
+    return Counter({str(key): int(count) for key, count in value.items()})
 
 
 def _sum(past: Mapping[K, int], now: Mapping[K, int]) -> dict[K, int]:
