@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -25,11 +24,11 @@ from ddpprobe.rank.topology.describe import Topology, describe
 from ddpprobe.rank.topology.engine import Engine
 from ddpprobe.rank.topology.refusals import refuse_taken
 from ddpprobe.records.step import Anomaly
+from ddpprobe.rundir import store_url
 from ddpprobe.rundir.paths import RUN_VARIABLE
 
 _BACKWARD = ("output", "full")
 _DAEMON = ("auto", "none")
-_NAME = re.compile(r"(?!\.{1,2}$)[^/\0]{1,200}", re.DOTALL)
 MOST_NAMED = 128  # modules and parameters with histograms
 _ON_ANOMALY, _TELL = ("record", "stop"), "tell"
 
@@ -160,13 +159,12 @@ class InstallOptions:
                         f"{option} must be a glob over module names or several, such as "
                         f"{option}=['*.attn', 'head'], got {glob!r}"
                     )
-        if self.run_dir is not None and not isinstance(self.run_dir, str | os.PathLike):
-            raise ValueError(f"run_dir must be a path or the URL of a store, got {self.run_dir!r}")
-        name = self.name
-        if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+        if self.run_dir is not None:
+            store_url.text_of(self.run_dir)
+        if self.name is not None and not store_url.is_run_name(self.name):
             raise ValueError(
                 "name must be a name of a directory, without '/', such as name='gpt-small' "
-                f"(run_dir= says where it is), got {name!r}"
+                f"(run_dir= says where it is), got {self.name!r}"
             )
 
     @property

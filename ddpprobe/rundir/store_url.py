@@ -22,6 +22,7 @@ NETWORK = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "https_proxy", "http_proxy",
 _KNOWN = "s3://BUCKET/PREFIX/RUN, gs://BUCKET/PREFIX/RUN or az://CONTAINER/PREFIX/RUN"
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@-]*")
 _FLATTENED = re.compile(r"(\w+):/[^/]")
+_RUN_NAME = re.compile(r"(?!\.{1,2}$)[^/\0]{1,200}", re.DOTALL)
 
 
 def is_url(place: object) -> bool:
@@ -68,7 +69,7 @@ def wanted(place: object) -> str | None:
     if place is None:
         return None
     if not is_url(place):
-        directory = _path(place)
+        directory = text_of(place)
         flat = _FLATTENED.match(directory)
         if flat and flat[1] in VARIABLES:
             raise ValueError(
@@ -82,8 +83,8 @@ def wanted(place: object) -> str | None:
     return url
 
 
-def _path(place: object) -> str:
-    """Return a directory as a text. Raises ValueError."""
+def text_of(place: object) -> str:
+    """Return what `run_dir=` was given as a text. Raises ValueError for what is no path."""
     path = os.fspath(place) if isinstance(place, str | os.PathLike) else None
     if not isinstance(path, str) or "\0" in path:
         raise ValueError(
@@ -91,6 +92,11 @@ def _path(place: object) -> str:
             f"run_dir='s3://my-bucket/team/gpt', got {place!r:.200}"
         )
     return path
+
+
+def is_run_name(name: object) -> bool:
+    """Return whether a run may be called so: as the directory that it lies in."""
+    return isinstance(name, str) and _RUN_NAME.fullmatch(name) is not None
 
 
 def beside(url: str, run_id: str) -> str:

@@ -20,7 +20,7 @@ from ddpprobe.reader.collect.job import collect, work
 from ddpprobe.reader.run import open_run
 from ddpprobe.reader.text import plain, size
 from ddpprobe.rundir import store_url
-from ddpprobe.rundir.not_a_run import whole_of
+from ddpprobe.rundir.not_a_run import what_is_there, whole_of
 from ddpprobe.rundir.paths import RUN_JSON
 from ddpprobe.store.remote.cached_run import fetch_captured
 
@@ -71,9 +71,8 @@ def _directory(source: str, *, silent: bool) -> Path:
         if not path.is_dir():
             what = "a file" if path.exists() else "no such directory"
             raise RunNotFound(f"{source}: {what}; give a node's run directory, or a URL")
-        whole = None if (path / RUN_JSON).exists() else whole_of(path)
-        if whole is not None:
-            raise RunNotFound(f"{source}: a part of a run; give its directory: {whole}")
+        if not (path / RUN_JSON).exists() and whole_of(path) is not None:
+            raise RunNotFound(what_is_there(path))
         return path
     with progress("fetching", None, silent=silent) as bar:
         path = open_run(source, bar.advance).path

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from ddpprobe.errors import RunError
 from ddpprobe.rank.schedule import as_schedule
 from ddpprobe.reader.text import plain
 from ddpprobe.rundir.paths import RUN_OPTIONS_VARIABLE
+from ddpprobe.rundir.store_url import is_run_name
 
 SHIM = Path(ddpprobe.__file__).parent / "integrations" / "unmodified_path"
-NAME = re.compile(r"(?!\.{1,2}$)[^/]{1,200}", re.DOTALL)
 EXAMPLE = "ddpprobe run --every 5 -- torchrun --nproc-per-node 8 train.py"
 
 
@@ -96,7 +95,7 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.first_step is not None and args.first_step < 0:
         raise RunError(f"--first-step: expected a step, 0 or more, got {args.first_step}")
-    if args.name is not None and not NAME.fullmatch(args.name):
+    if args.name is not None and not is_run_name(args.name):
         raise RunError(
             f"--name: expected a name of a directory, without '/' (--run-dir says where it is), "
             f"got {args.name!r}"

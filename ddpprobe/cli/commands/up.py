@@ -35,6 +35,7 @@ from ddpprobe.cli.local_server import (
 )
 from ddpprobe.cli.output import OK, USAGE, complain, say, say_json
 from ddpprobe.cli.stack_files import ALERTMANAGER, PROMETHEUS, RUNBOOKS, Stack
+from ddpprobe.daemon.variables import parse_address
 from ddpprobe.errors import RunError
 from ddpprobe.reader.text import plain
 from ddpprobe.rundir import paths, targets
@@ -164,8 +165,8 @@ def _options(args: argparse.Namespace, before: Mapping[str, Any]) -> dict[str, A
 
 def _check_target(address: str) -> None:
     try:
-        address_of(address)
-    except RunError as error:
+        parse_address(address)
+    except ValueError as error:
         raise RunError(
             f"--target: expected the HOST:PORT of a daemon, as in node1:13377, got {address!r}"
         ) from error
