@@ -1,4 +1,4 @@
-"""A learning rate that fades long before the end, or rises behind a rest."""
+"""A learning rate that fades long before the end, rises behind a rest, or begins anew."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ LOOKS = 3  # sampled steps that it must have lasted
 PART = 0.07
 REST_STEPS, REST_LOOKS = 50, 5  # in which it was no higher than before: what rises is no warm-up
 SAME = 1.01  # so much higher is no rise
+# A step of a schedule falls to half or less, and so many steps behind it, and looks, it has rested.
+FALLEN, FALLEN_STEPS, FALLEN_LOOKS = 0.5, 25, 3
 
 
 class FadedRate:
@@ -101,3 +103,48 @@ class RisenRate:
             return None
         self._told = True
         return rate, self._rested
+
+
+class ReturnedRate:
+    """Follows the learning rate of a schedule of steps, which never comes back to an earlier one.
+
+    It has rested at a rate, fallen at least to half and rested there, and is at the earlier one
+    again within one look. A cosine does not rest, and a warm-up that is seen takes several looks.
+    """
+
+    def __init__(self) -> None:
+        self._trained = math.nan
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rate, self._since, self._looks = math.nan, 0, 0  # it has been the same so long
+        self._rested = 0.0  # the highest at which it rested
+        self._told = False
+
+    def update(self, record: StepRecord, *, others: bool) -> tuple[float, float] | None:
+        """Take the next sampled step; return the rate and that which it had fallen to, once.
+
+        Args:
+            record: of the step.
+            others: whether other parameters move than at the step before.
+        """
+        rate = largest(record, LEARNING_RATE)
+        trained = max(scalars(record, TRAINABLE), default=0.0)
+        if not math.isfinite(rate):
+            return None
+        if trained != self._trained or others:
+            self._trained = trained
+            self._begin()
+        if rate == self._rate:
+            self._looks += 1
+            return None
+        before, lasted, looks = self._rate, record.step - self._since, self._looks
+        self._rate, self._since, self._looks = rate, record.step, 1
+        is_back = rate <= SAME * self._rested and self._rested <= SAME * rate
+        fallen = lasted >= FALLEN_STEPS and looks >= FALLEN_LOOKS and before <= FALLEN * rate
+        if lasted >= REST_STEPS and looks >= REST_LOOKS:
+            self._rested = max(self._rested, before)
+        if self._told or not (is_back and fallen):
+            return None
+        self._told = True
+        return rate, before

@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
-from ddpprobe.detectors.learning_rate import RisenRate
+from ddpprobe.detectors.learning_rate import ReturnedRate, RisenRate
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Mask, grown
 from ddpprobe.detectors.slow_start import Guess, SlowStart
@@ -24,8 +24,8 @@ class UpdateRatio(SampledDetector):
     The share is the root mean square of the change over that of the weights, over all parameters
     that were looked at, so that biases about zero count for as little as they are. A learning rate
     or a loss that became many times too large does that, before the loss tells. A learning rate
-    that rises far above its highest, behind a rest, is told by itself; and one by which a model
-    that still guesses hardly moves.
+    that rises far above its highest, behind a rest, is told by itself; one that comes back to where
+    it rested before it fell; and one by which a model that still guesses hardly moves.
 
     Args:
         share: below it, no change is too large.
@@ -58,7 +58,7 @@ class UpdateRatio(SampledDetector):
         self._reset()
 
     def _reset(self) -> None:
-        self._rows, self._rate = WeightRows(), RisenRate(self._risen)
+        self._rows, self._rate, self._anew = WeightRows(), RisenRate(self._risen), ReturnedRate()
         self._start = SlowStart(self._slow)
         self._past: deque[float] = deque(maxlen=self._window)
         self._telling = Telling(*self._repeat)
@@ -69,9 +69,13 @@ class UpdateRatio(SampledDetector):
         if record.skipped or record.missing:
             return []
         now = self._rows.read(record)
-        risen = self._rate.update(record, others=self._others_move(now))
+        others = self._others_move(now)
+        risen = self._rate.update(record, others=others)
+        returned = self._anew.update(record, others=others)
         if risen is not None:
             return [self._of_rate(record, *risen)]
+        if returned is not None:
+            return [self._of_return(record, *returned)]
         share = _share(now, now.seen)
         if share is None:
             return []
@@ -126,6 +130,15 @@ class UpdateRatio(SampledDetector):
             "before it rested, and the parameters to train are the same: look at the schedule"
         )
         values = {"lr": rate, "highest": highest}
+        return self.anomaly(record, "warn", message, values, kind="update")
+
+    def _of_return(self, record: StepRecord, rate: float, fallen: float) -> Anomaly:
+        message = (
+            f"the learning rate is {rate:.3g} again, where it rested before it fell to "
+            f"{fallen:.3g}, and the parameters to train are the same: if no new task begins, the "
+            "schedule began anew (a resume without its state)"
+        )
+        values = {"lr": rate, "before": fallen}
         return self.anomaly(record, "warn", message, values, kind="update")
 
 

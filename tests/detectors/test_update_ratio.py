@@ -102,6 +102,30 @@ def test_rises_that_schedules_have_are_left_alone() -> None:
         assert run(UpdateRatio(), [rated(s, rate) for s, rate in enumerate(rates)]) == []
 
 
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_rate_that_is_back_where_it_rested_before_it_fell_is_told_once(every: int) -> None:
+    rates = [1e-3 if s % 160 < 100 else 1e-4 for s in range(0, 640, every)]
+    (warn,) = run(UpdateRatio(), [rated(i * every, rate) for i, rate in enumerate(rates)])
+    assert (warn.level, warn.step, warn.kind) == ("warn", 160, "update")
+    assert warn.values == {"lr": 1e-3, "before": 1e-4}
+
+
+def test_falls_and_returns_that_schedules_have_are_left_alone() -> None:
+    steps = [10.0 ** -(2 + s // 100) for s in range(400)]
+    warmed = [min(1e-2, 1e-4 * (1 + s % 200)) if s % 200 < 150 else 1e-4 for s in range(600)]
+    in_turn = [1e-2 if s % 2 else 1e-4 for s in range(400)]
+    halves = [1e-2 if s % 200 < 100 else 6e-3 for s in range(400)]
+    brief = [1e-4 if 100 <= s < 120 else 1e-2 for s in range(400)]
+    for rates in (steps, warmed, in_turn, halves, brief):
+        assert run(UpdateRatio(), [rated(s, rate) for s, rate in enumerate(rates)]) == []
+
+
+def test_a_rate_comes_back_with_other_parameters() -> None:
+    trained = [4.0 if s < 160 else 8.0 for s in range(300)]
+    pairs = [(1e-4 if 100 <= s < 160 else 1e-3, trained[s]) for s in range(300)]
+    assert run(UpdateRatio(), [rated(s, *of) for s, of in enumerate(pairs)]) == []
+
+
 def test_other_parameters_may_bring_a_rate_of_their_own() -> None:
     unfrozen = [rated(s, 1e-4, 2.0) if s < 100 else rated(s, 1e-2, 8.0) for s in range(300)]
     assert run(UpdateRatio(), unfrozen) == []
