@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ddpprobe.ends.evidence import clock_of
 from ddpprobe.ends.rank_ends import CLEAN
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event, Steps
@@ -24,6 +25,7 @@ from ddpprobe.records.events import (
     LastBeatsEvent,
     PeerExitEvent,
 )
+from ddpprobe.records.step import STEP_PHASES
 from ddpprobe.rundir import heartbeat, paths, safe_read
 from ddpprobe.rundir.heartbeat import Heartbeat
 
@@ -45,6 +47,8 @@ class RankShare:
         sampled: sampled steps that it took, at least.
         last_held: the newest of those held; None without any.
         reached: the step that it said last it was in; None if it said nothing.
+        began: the first step that it trained; None if it said of none, or not where in a step it
+            was last.
         end: `closed`, `died`, `running` or `unknown`.
         elsewhere: none of its own journals is here.
         blind: its optimizer stepped, and it never saw a training forward of the model.
@@ -61,6 +65,7 @@ class RankShare:
     elsewhere: bool = False
     blind: bool = False
     blown: str = ""
+    began: int | None = None
 
     @property
     def missing(self) -> int:
@@ -244,8 +249,18 @@ class _Word:
     sampled: int = 0
     exact: bool = False
     reached: int | None = None
+    began: int | None = None
     blind: bool = False
     blown: str = ""
+
+    def take_place(self, step: int | None, steps: int | None, state: str | None) -> None:
+        """Take where it is: the steps that it has behind it, counted back, begin at its first."""
+        if step is None or steps is None or state not in STEP_PHASES:
+            return  # "closed" and "paused" may be said within a step, and between two
+        clock = clock_of(steps, 0, state, step)
+        first = step - steps + (state == STEP_PHASES[0])
+        if clock is not None and clock.begun and 0 <= first <= step:
+            self.began = first
 
     def take_beat(self, step: int, sampled: int, state: str) -> None:
         if step >= 0:
@@ -273,7 +288,7 @@ def _shares(merged_reader: MergedReader, attempt: int, *, live: bool) -> list[Ra
                 attempt, rank, count, max(sampled_steps, count),
                 int(steps[-1]) if count else None, word.reached,
                 word.end or (DIED if word.fell else RUNNING if live else UNKNOWN), rank in absent,
-                blind=word.blind and not sampled_steps, blown=word.blown,
+                blind=word.blind and not sampled_steps, blown=word.blown, began=word.began,
             )
         )  # fmt: skip
     return found
@@ -295,6 +310,7 @@ def _last_words(merged_reader: MergedReader, attempt: int) -> dict[int, _Word]:
         beat = last_beat(merged_reader.run, attempt, rank)
         if beat is not None:
             word.take_beat(beat.step, beat.sampled, beat.state)
+            word.take_place(beat.step, beat.steps, beat.state)
     for event in merged_reader.events(attempt):
         _take_event(words, event)
     return words
@@ -302,8 +318,9 @@ def _last_words(merged_reader: MergedReader, attempt: int) -> dict[int, _Word]:
 
 def _take_event(words: dict[int, _Word], event: Event) -> None:
     match event.what:
-        case ClosedEvent(sampled=sampled) if event.rank in words:
+        case ClosedEvent(sampled=sampled) as said if event.rank in words:
             word = words[event.rank]
+            word.take_place(said.step, said.steps, said.state)
             word.end = word.end or CLOSED
             if sampled >= 0:
                 word.sampled, word.exact = max(word.sampled, sampled), True
@@ -319,6 +336,7 @@ def _take_event(words: dict[int, _Word], event: Event) -> None:
             for rank in ranks.keys() & words.keys():
                 beat = ranks[rank]
                 words[rank].take_beat(beat.step, beat.sampled, beat.state)
+                words[rank].take_place(beat.step, beat.steps, beat.state)
 
 
 def _ranks(numbers: Iterable[int]) -> str:

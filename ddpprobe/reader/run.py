@@ -133,7 +133,8 @@ class Run(RunNumbers):
         attempt (running, ended, stopped, crashed, hung, vanished or unknown) and `end` (how it came
         to that: `ends.judge.End` as values; `attempts` have theirs), `unsealed` (the nodes that
         an ended run's store lacks something of, without a daemon: `node`, `finish`: what to type),
-        `steps` {first, last},
+        `steps` {first, last} of the sampled ones, `began` and `reached` (the first and the last
+        step that a rank trained, or is in; None: not known),
         `complete` (every sampled step of every rank is held, and every end is known) and `unknown`
         (else: texts), `pace` (under a budget: `every` from `step` on, `budget`, and the `ratio`
         expected then), `overhead` (what ddpprobe adds to a step of the newest attempt, by the
@@ -141,9 +142,10 @@ class Run(RunNumbers):
         `sites` (number), `bytes` {store, manifest, journal, total},
         `anomalies` {page, warn, info}, `first_death`, `lost` (texts), `identity_lost` (that
         run.json is missing, and what is not known therefore; None if it is there), and `attempts`:
-        for each `attempt`, `steps`, `pace`, `overhead`, `sites`, `first_death`, `sealed`,
-        `unsealed` (nodes), `command` (`words`, `directory`, `commit`, `changed`: what was typed to
-        start it, by `records.events.CommandEvent`; None if no daemon saw it alive),
+        for each `attempt`, `steps`, `began`, `reached`, `pace`, `overhead`, `sites`,
+        `first_death`, `sealed`, `unsealed` (nodes), `command` (`words`, `directory`, `commit`,
+        `changed`: what was typed to start it, by `records.events.CommandEvent`; None if no daemon
+        saw it alive),
         `torn_bytes`, `silent_ranks`, `orders` (`order_history.orders_of`) and `ranks`: `rank`,
         `local_rank`, `node`, `hostname`, `device`, `pid`, `status`,
         `first_step`, `last_step`, `sampled`, `expected` (steps that it sampled, or another rank),

@@ -57,6 +57,7 @@ def summarize(
         "unknown": held.unknown(),
         "attempts": attempts,
         "steps": {"first": min(first, default=None), "last": max(last, default=None)},
+        "began": min((n for s in attempts if (n := s["began"]) is not None), default=None),
         "reached": max((n for s in attempts if (n := s["reached"]) is not None), default=None),
         "pace": attempts[-1]["pace"] if attempts else None,
         "overhead": attempts[-1]["overhead"] if attempts else None,
@@ -137,6 +138,7 @@ def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) ->
     return {
         "attempt": attempt,
         "steps": {"first": min(steps, default=None), "last": max(steps, default=None)},
+        "began": min((n for s in shares.values() if (n := s.began) is not None), default=None),
         "reached": max((n for s in shares.values() if (n := s.reached) is not None), default=None),
         "pace": _pace(events),
         "overhead": _overhead(ranks),

@@ -60,6 +60,25 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.1f} TiB"
 
 
+def steps_in_words(info: Mapping[str, Any]) -> str:
+    """Say which steps a run, or an attempt, has trained, and which are recorded if others are.
+
+    Neither the first one nor the last one is always a sampled one.
+    """
+    first, last = info["steps"]["first"], info["steps"]["last"]
+    known = [n for n in (first, info["began"]) if n is not None]
+    if not known:
+        return UNOBSERVED
+    began = min(known)
+    reached = max(n for n in (began, last, info["reached"]) if n is not None)
+    trained = f"{began} to {reached}"
+    if first is None:
+        return f"{trained}, none recorded"
+    if (began, reached) == (first, last):
+        return trained
+    return f"{trained}, recorded {'up to' if began == first else f'{first} to'} {last}"
+
+
 def wrapping(info: Mapping[str, Any]) -> list[str]:
     """Return the wrapper and the backend of a run, as far as they are known."""
     known = [str(info[name]) for name in ("wrapper", "backend") if info[name]]

@@ -12,7 +12,7 @@ import numpy as np
 
 from ddpprobe.ends.evidence import named
 from ddpprobe.ends.judge import RUNNING
-from ddpprobe.reader.text import UNOBSERVED, commit, number, size, wrapping
+from ddpprobe.reader.text import UNOBSERVED, commit, number, size, steps_in_words, wrapping
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.ranks import COMPARED, MOST_LISTED, differences, differs, standing_out
 from ddpprobe.report.story import Story
@@ -40,8 +40,8 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "torch", str(info["torch"] or "")
     yield "rank 0 on", str(info["hostname"] or "")
     yield "sampling", _sampling(info)
-    first, last = info["steps"]["first"], info["steps"]["last"]
-    yield "steps", "" if first is None else f"{first:,} to {last:,}"
+    steps = steps_in_words(info)
+    yield "steps", "" if steps == UNOBSERVED else steps
     yield "sites", f"{info['sites']:,}"
     yield from _said(info["attempts"])
     yield "size", size(info["bytes"]["total"])
@@ -119,7 +119,7 @@ def attempts(story: Story) -> list[dict[str, Any]]:
     return [
         {
             "attempt": a["attempt"],
-            "steps": _span(a["steps"]),
+            "steps": steps_in_words(a),
             "ranks": len(a["ranks"]),
             "complete": _complete(a["ranks"]),
             "silent": ", ".join(map(str, a["silent_ranks"][:20])),

@@ -53,8 +53,9 @@ def record(rank: int, step: int, bad: FirstBad | None) -> StepRecord:
 
 
 def make_run(
-    path: Path, bad: FirstBad | None = None, ranks: int = 2, steps: int = 40, *, closed: bool = True
-) -> Path:
+    path: Path, bad: FirstBad | None = None, ranks: int = 2, steps: int = 40, *,
+    closed: bool = True, first: int = 0,
+) -> Path:  # fmt: skip
     """A run that only its ranks wrote down: journals, no daemon, no store."""
     run = RunDir(make_dir(path))
     write_json(
@@ -70,10 +71,12 @@ def make_run(
                 "backend": "gloo", "torch": "2.13.0", "run_id": "r1", "name": "tiny", "every": 1,
                 "started_ns": 10**18, "head": True, "resume_step": 0}  # fmt: skip
         writer = JournalWriter(run.rank_journal(0, "node_0000", rank), meta)
-        for step in range(steps):
+        for step in range(first, steps):
             writer.append_record(record(rank, step, bad if bad and step == bad.step else None))
         if closed:
-            writer.append_json(framing.LIFE, {"event": "closed", "status": "ok", "sampled": steps})
+            writer.append_json(
+                framing.LIFE, {"event": "closed", "status": "ok", "sampled": steps - first}
+            )
         writer.close()
     return path
 
@@ -702,6 +705,24 @@ def test_info_and_the_report_say_the_last_step_and_not_the_last_sampled_one(
     told = call("info", path)[1]
     assert told.count("0 to 49, recorded up to 39") == 2  # of the run and of its attempt
     assert json.loads(call("info", path, "--json")[1])["reached"] == 49
+
+
+def test_info_and_the_report_say_the_first_step_that_was_trained_and_which_are_recorded(
+    call: Call, tmp_path: Path
+) -> None:
+    """A resumed attempt of steps 23 to 47, of which the run holds 30 to 39."""
+    path = make_run(tmp_path / "run", ranks=1, first=30)
+    beat = HeartbeatWriter(RunDir(path).heartbeat(0, "node_0000", 0))
+    place = {"micro": 0, "skipped": 0, "sampled": 10, "probe_seconds": 0.0}
+    for state, step, steps in (("forward", 47, 24), ("data", 47, 25)):
+        beat.beat(step=step, state=STATES.index(state), steps=steps,
+                  phase_seconds=(1.0, 1.0, 1.0, 1.0), **place)  # fmt: skip
+        assert call("info", path)[1].count("23 to 47, recorded 30 to 39") == 2
+        told = json.loads(call("info", path, "--json")[1])
+        assert (told["began"], told["reached"]) == (23, 47)
+    beat.close()
+    assert call("report", path, "-o", tmp_path / "page.html")[0] == 0
+    assert (tmp_path / "page.html").read_text().count("23 to 47, recorded 30 to 39") == 2
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

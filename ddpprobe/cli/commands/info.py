@@ -11,7 +11,7 @@ from typing import Any
 from ddpprobe.cli.output import report_gaps, say, say_json, table
 from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.ends.judge import told
-from ddpprobe.reader.text import UNOBSERVED, commit, plain, size, wrapping
+from ddpprobe.reader.text import UNOBSERVED, commit, plain, size, steps_in_words, wrapping
 
 MOST_ORDERS = MOST_NOTES = 20  # lines of an attempt
 OWN = {"install": "install(capture=...)", "first bad module": "the first bad module"}
@@ -42,7 +42,7 @@ def lines(info: dict[str, Any]) -> Iterator[str]:
         yield ""
         sealed = ", sealed" if attempt["sealed"] else ""
         torn = f", {size(attempt['torn_bytes'])} torn off" if attempt["torn_bytes"] else ""
-        steps = _steps(attempt["steps"], attempt["reached"])
+        steps = steps_in_words(attempt)
         yield f"attempt {attempt['attempt']}: steps {steps}{sealed}{torn}"
         if attempt["ranks"]:
             yield from table(_ranks(attempt["ranks"]), right=(0, 3, 5, 7))
@@ -85,7 +85,7 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "topology", ", ".join(_topology(info))
     yield "sampling", _sampling(info)
     yield "overhead", _overhead(info)
-    yield "steps", _steps(info["steps"], info["reached"])
+    yield "steps", steps_in_words(info)
     yield "sites", str(info["sites"])
     parts = [f"{name} {size(n)}" for name, n in info["bytes"].items() if name != "total"]
     yield "size", f"{size(info['bytes']['total'])} ({', '.join(parts)})"
@@ -218,14 +218,6 @@ def _span(steps: dict[str, int | None]) -> str:
     if steps["first"] is None:
         return UNOBSERVED
     return f"{steps['first']} to {steps['last']}"
-
-
-def _steps(recorded: dict[str, int | None], reached: int | None) -> str:
-    """Say which steps there were: the last one is seldom a sampled one."""
-    last = recorded["last"]
-    if last is None or reached is None or reached <= last:
-        return _span(recorded)
-    return f"{recorded['first']} to {reached}, recorded up to {last}"
 
 
 def _known(value: object) -> str:
