@@ -238,7 +238,7 @@ class Ends:
             if known != (not moved and (known or _is_suspended(rank))):
                 turn = events.ContinuedEvent if known else events.SuspendedEvent
                 self._daemon_journal.say(turn(rank=number, time_ns=said_at))
-        left = {f.rank for f in self._own if f.closed and f.how == CLEAN}
+        left = {f.rank for f in self._own if f.closed and f.how in {CLEAN, ""}}
         if not living or not ranks.keys() - living.keys() <= left:
             return  # who waits for one that died does not wait for these
         beats = [rank.beat for rank in living.values() if rank.beat is not None]

@@ -186,7 +186,7 @@ class Evidence:
         clock = _clock_said(event)
         known = self._fates.get(rank, Fate(rank)).stands
         if clock is not None and (known is None or clock.key >= known.clock.key):
-            self._set(rank, node, stands=Standing(event.where, event.waits, clock))
+            self._set(rank, node, stands=Standing(event.where, event.waits, clock, event.within))
             self._moved(rank, node, clock)
 
     def _peer_exit(self, node: str, event: PeerExitEvent) -> None:

@@ -6,7 +6,14 @@ from collections.abc import Iterable
 
 from ddpprobe.ends.evidence import UNKNOWN, named
 from ddpprobe.ends.rank_ends import ALIVE, CLEAN, LEFT, TOLD, VICTIM, RankEnds
-from ddpprobe.ends.words import all_wait, common_place, place_of, ranks_of
+from ddpprobe.ends.words import (
+    all_wait,
+    common_place,
+    place_of,
+    ranks_of,
+    standing_in_words,
+    within_of,
+)
 from ddpprobe.records.fate import Fate
 
 _MOST_SHOWN = 4  # places at which ranks stand
@@ -20,7 +27,8 @@ def stuck_in(parts: RankEnds) -> list[Fate]:
         return _behind(suspended)
     victims = parts.all(VICTIM)
     waited = [f for f in victims if f.how == "SIGABRT" or (f.error and f.error.timed_out)]
-    if not waited and (parts.has(LEFT) or not any(f.stalled for f in case.fates)):
+    past = any(_is_past(parts, f) for f in case.fates)  # one may have something else to do
+    if not waited and (past or parts.has(LEFT) or not any(f.stalled for f in case.fates)):
         return []
     # Who waited in vain was waited by somebody: also one that said it does something else.
     here = [f for f in case.fates if f.heard and f not in waited and (waited or not f.paused)]
@@ -41,16 +49,25 @@ def stuck_in(parts: RankEnds) -> list[Fate]:
 def left_early(parts: RankEnds) -> list[Fate]:
     """Return who came to its end, its exit code seen, while all others stand in a later step.
 
-    They train together, so each step has a call to the others that these will never make.
+    They train together, so each step has a call to the others that these will never make. One that
+    has closed and lives may train on unseen: then each of the others is seen in such a call.
     """
-    left = [f for f in parts.all(LEFT) if f.how == CLEAN and f.clock]
+    left = [f for f in parts.case.fates if f.clock and _is_past(parts, f)]
     others = [f for f in parts.case.fates if f not in left]
     if not left or parts.case.partial or not any(f.stalled for f in others):
+        return []
+    if not all_wait(others) and any(f.how != CLEAN for f in left):
         return []
     if any(parts.part(f) not in {ALIVE, TOLD} or f.paused or not _is_within(f) for f in others):
         return []
     first = min(f.clock.key for f in others if f.clock)
     return [f for f in left if f.clock and f.clock.key < first]
+
+
+def _is_past(parts: RankEnds, fate: Fate) -> bool:
+    """Whether it came to its end, its exit code seen, or had closed, whatever it did since."""
+    seen = parts.part(fate) == LEFT and fate.how == CLEAN
+    return seen or (fate.closed and parts.part(fate) in {LEFT, ALIVE})
 
 
 def _is_within(fate: Fate) -> bool:
@@ -61,7 +78,7 @@ def _is_within(fate: Fate) -> bool:
 
 def waiting_in_words(parts: RankEnds) -> str:
     """Say of those that did not come to their end where they wait, or waited."""
-    others = [f for f in parts.case.fates if parts.part(f) != LEFT]
+    others = [f for f in parts.case.fates if parts.part(f) != LEFT and not _is_past(parts, f)]
     verb = "waited" if not parts.has(ALIVE) else "waits" if len(others) == 1 else "wait"
     return f"{ranks_of(others)} {verb} for it{common_place(others)}"
 
@@ -127,8 +144,15 @@ def _by_micro(stuck: list[Fate], waiting: list[Fate]) -> bool:
 
 def _where_they_stand(stuck: list[Fate], waiting: list[Fate]) -> str:
     """Say at which lines those stand, the fewest at one line first, and most of those that wait."""
-    places = _by_place(stuck)[:_MOST_SHOWN] + _by_place(waiting)[-1:]
-    return "".join(f"; {ranks_of(fates)} stood at {where}" for where, fates in places)
+    told = within_of(stuck[0]) in common_place(stuck)  # it is said once, before
+    places = [
+        (where, fates, "" if told else standing_in_words(fates[0]))
+        for where, fates in _by_place(stuck)[:_MOST_SHOWN]
+    ]
+    places += [(where, fates, "") for where, fates in _by_place(waiting)[-1:]]
+    return "".join(
+        f"; {ranks_of(fates)} stood {said or f'at {where}'}" for where, fates, said in places
+    )
 
 
 def _by_place(fates: Iterable[Fate]) -> list[tuple[str, list[Fate]]]:

@@ -35,11 +35,12 @@ from ddpprobe.ends.rank_ends import (
     may_be_told,
 )
 from ddpprobe.ends.words import (
+    broken_in_words,
     common_place,
     describe,
     describe_left,
-    died_of,
     how_of,
+    last_seen_in_words,
     last_step_of,
     phase_of,
     place_of,
@@ -294,7 +295,7 @@ def _quiet(parts: RankEnds) -> End:
 
 def _crashed(pool: list[Fate]) -> End:
     step, phase, how = step_of(pool), phase_of(pool), how_of(pool[0])
-    text = describe(pool[0])
+    text = f"{describe(pool[0])}{last_seen_in_words(pool[0])}"
     if len(pool) > 1:
         each = "; ".join(describe(f) for f in pool[:4]) + ("; ..." if len(pool) > 4 else "")
         who = named((f.rank for f in pool), "or")
@@ -311,6 +312,7 @@ def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
         )
         return End(HUNG, (), "hang", step, phase, text)
     text, how = hang.in_words(parts, stuck)
+    text += _besides(parts) if len(unseen_of(parts)) < len(parts.case.fates) else ""
     return End(HUNG, ranks, how, step, phase, text)
 
 
@@ -319,7 +321,7 @@ def _broken(parts: RankEnds) -> End:
     victims = parts.all(VICTIM)
     gone = parts.all(LOST) or parts.all(SILENT)
     gone = sorted([*gone, *hang.missed(parts)], key=lambda f: f.rank) if gone else parts.all(LEFT)
-    said = f"{ranks_of(victims)} lost the connection ({died_of(victims[0])})"
+    said = broken_in_words(victims)
     if parts.has(ABSENT):  # who left, or ended unseen, is no better a candidate than those
         among = "may not be" if gone else "is not"
         text = f"{said}, and the cause {among} among the ranks that are known here"
@@ -346,7 +348,7 @@ def _broke_by_itself(parts: RankEnds) -> End:
         return _stopped(parts)
     victims = first or victims
     ranks, how = tuple(f.rank for f in victims), how_of(victims[0])
-    said = f"{ranks_of(victims)} lost the connection ({died_of(victims[0])})"
+    said = broken_in_words(victims)
     if any(f.may_be_handled for f in told):
         text = (
             f"{said} before {ranks_of(told)} ended ({told[0].how}): it broke, and they were told "
@@ -383,7 +385,7 @@ def _stopped(parts: RankEnds, said: str = "") -> End:
     text = said or f"{ranks_of(told)} ended because of {' and '.join(map(asked_in_words, hows))}"
     text += _besides(parts)
     broken = parts.all(VICTIM)
-    text += f"; {ranks_of(broken)} lost the connection ({died_of(broken[0])})" if broken else ""
+    text += f"; {broken_in_words(broken)}" if broken else ""
     by = f"; {case.scheduler}" if case.scheduler else ""
     fates = told or case.fates
     how = hows[0] if hows else case.fates[0].how
@@ -437,9 +439,14 @@ def _without_word(parts: RankEnds) -> End:
 
 
 def _ended(case: Case) -> End:
-    """All ranks left; where that was in the middle of a step it is said, as it may be no end."""
+    """All ranks left; where that was in the middle of a step it is said, as it may be no end.
+
+    Of a sys.exit() a rank knows nothing at the end of its interpreter: only its exit code tells.
+    """
     inside = all(f.at_exit and f.clock and f.clock.phase != "data" for f in case.fates)
     said = f"every rank came to its end{common_place(case.fates) if inside else ''}"
+    if any(f.at_exit and f.how in {"", UNKNOWN} for f in case.fates):
+        said += "; nobody saw with which exit code"
     return End(ENDED, step=last_step_of(case.fates), message=said)
 
 
@@ -476,7 +483,7 @@ def _by_handler(parts: RankEnds, left: Iterable[Fate]) -> End:
     )
     text += "the script: probe.close() behind its training would say which"
     if victims:
-        text += f"; {ranks_of(victims)} lost the connection ({died_of(victims[0])})"
+        text += f"; {broken_in_words(victims)}"
     return End(UNDECIDED, (), CLEAN if victims else UNKNOWN, step, None, text, grave=bool(victims))
 
 

@@ -163,14 +163,33 @@ def _of_error(fate: Fate) -> str:
 
 
 def _of_signal(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
-    stuck = fate.stalled or any(f.suspended for f in case.fates)
+    others = [f for f in case.fates if f.rank != fate.rank and not _is_well(f)]
+    # One that is alone, as the others have left, keeps nobody waiting: nobody lost patience.
+    suspended = any(f.suspended for f in case.fates)
+    stuck = suspended or (fate.stalled and bool(others))
     asked = list(told)
     first = any(fate.died_before(t) for t in asked)
+    first |= not (asked or suspended) and any(map(_heard_it, others))
     if fate.how == "SIGKILL" and not first and (stuck or any(t.died_before(fate) for t in asked)):
         return TOLD  # by a launcher that got no answer
     if fate.how == "SIGABRT" and len(case.fates) > 1:
         return VICTIM if stuck else ABORTED
     return CAUSE
+
+
+def _is_well(fate: Fate) -> bool:
+    """Whether it had said its last word, and ended well or not yet."""
+    return fate.closed and not fate.raised and fate.how in {"", CLEAN}
+
+
+def _heard_it(fate: Fate) -> bool:
+    """Whether its connection broke, so that another one's process was gone while this one lived.
+
+    Who ends a job that hangs kills all of it. A handler of a signal may have closed it as well.
+    """
+    error = fate.error
+    broke = error is not None and error.collective and not (error.timed_out or error.is_retold)
+    return broke and not fate.handles and not fate.asked
 
 
 def _signal_asked(fate: Fate) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpprobe.records.step import STEP_PHASES
-from ddpprobe.rundir.heartbeat import Heartbeat
+from ddpprobe.rundir.heartbeat import CLOSED, Heartbeat
 
 LATE_SECONDS = 10.0  # a rank that was silent for longer, and for that many steps, is late
 LATE_STEPS = 10
@@ -23,13 +23,15 @@ def is_late(seen: float, step_seconds: float | None) -> bool:
 def is_still(beats: Sequence[Heartbeat], now_ns: int) -> bool:
     """Return whether none of these living ranks moves although they train.
 
-    A job in which one rank says that it is paused, or has come to its end, waits for that.
+    A job in which one rank says that it is paused waits for that. One that has closed moves no
+    more; the others are then what is looked at.
     """
-    if not beats or any(beat.state not in STEP_PHASES for beat in beats):
+    training = [beat for beat in beats if beat.state != CLOSED]
+    if not training or any(beat.state not in STEP_PHASES for beat in training):
         return False
-    steps = min(beat.steps for beat in beats)
+    steps = min(beat.steps for beat in training)
     if steps <= 0:  # how long a step takes is not known: the first one may compile
         return False
-    usual = max(sum(beat.phase_seconds) / beat.steps for beat in beats)
+    usual = max(sum(beat.phase_seconds) / beat.steps for beat in training)
     newest = max(beat.time_ns for beat in beats)
     return is_late((now_ns - newest) / 1e9, usual)

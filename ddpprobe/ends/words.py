@@ -21,9 +21,12 @@ def describe(fate: Fate) -> str:
 
 
 def describe_left(fate: Fate) -> str:
-    """Say where one rank had come to an end, and its exit code if that was 0."""
-    how = f" ({CLEAN})" if fate.how == CLEAN else ""
-    return f"rank {fate.rank} had ended{how} {where_of(fate)}"
+    """Say where one rank had come to an end, and its exit code if that was 0.
+
+    One that had closed, and did not end by itself, may have done something else since.
+    """
+    did = f"ended ({CLEAN})" if fate.how == CLEAN else "closed" if fate.closed else "ended"
+    return f"rank {fate.rank} had {did} {where_of(fate)}"
 
 
 def where_of(fate: Fate) -> str:
@@ -40,6 +43,13 @@ def died_of(fate: Fate) -> str:
     if error is None or how != error.type:
         return how
     return f"{_in_words(error)}{_lingering(fate)}"
+
+
+def broken_in_words(victims: list[Fate]) -> str:
+    """Say whose communication broke, and by what; or who was told that another rank had failed."""
+    told = all(f.error is not None and f.error.is_retold for f in victims)
+    did = "failed because another rank did" if told else "lost the connection"
+    return f"{ranks_of(victims)} {did} ({died_of(victims[0])})"
 
 
 def raised_in_words(fates: Iterable[Fate]) -> str:
@@ -76,18 +86,41 @@ def common_place(fates: Iterable[Fate]) -> str:
     """Say where ranks are, behind their names; "" if that is not the same for all.
 
     Between two steps, ranks that all wait for others are in a barrier, an evaluation or a
-    checkpoint, and not at the data.
+    checkpoint, and not at the data; nor is one that is seen in a checkpoint.
     """
     known = [f for f in fates if f.clock]
-    talk = all_wait(known)
-    places = {_place(f, f.clock, talks=talk) for f in known if f.clock}
+    calls = {within_of(f) for f in known}
+    call = calls.pop() if len(calls) == 1 else ""
+    otherwise = "" if calls or all_wait(known) else "in data "
+    between = f"in {call} " if call else otherwise
+    within = f" ({call})" if call else ""
+    places = {_place(f, f.clock, between, within) for f in known if f.clock}
     return places.pop() if len(places) == 1 else ""
 
 
-def _place(fate: Fate, clock: Progress, *, talks: bool) -> str:
+def _place(fate: Fate, clock: Progress, between: str, within: str) -> str:
     if clock.phase != "data":
-        return f", in {clock.phase} of step {clock.step}"
-    return f", {where_of(fate)}" if talks else f", in data {where_of(fate)}"
+        return f", in {clock.phase} of step {clock.step}{within}"
+    return f", {between}{where_of(fate)}"
+
+
+def within_of(fate: Fate) -> str:
+    """Return the call for a checkpoint in which a rank stands; "" if in none that is known."""
+    return fate.stands.within if fate.stands is not None else ""
+
+
+def standing_in_words(fate: Fate) -> str:
+    """Say where a rank is that stands: in a call for a checkpoint, if it is, and at which line."""
+    if fate.stands is None:
+        return ""
+    call = f"in {fate.stands.within}, " if fate.stands.within else ""
+    return f"{call}at {fate.stands.where}"
+
+
+def last_seen_in_words(fate: Fate) -> str:
+    """Say where a rank stood that then died and left no word; "" if it had not stood for long."""
+    unsaid = fate.stands is not None and fate.error is None
+    return f"; it was last seen {standing_in_words(fate)}" if unsaid else ""
 
 
 def all_wait(fates: list[Fate]) -> bool:

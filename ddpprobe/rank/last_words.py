@@ -14,6 +14,7 @@ from types import CodeType, FrameType, TracebackType
 
 from ddpprobe.rank.frames import line_in_words, module_of, stack
 from ddpprobe.rank.scheduler import pool
+from ddpprobe.rank.shared_failure import shared_failure
 from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
 from ddpprobe.records.events import ClosedEvent
 from ddpprobe.records.fate import RaisedError
@@ -116,7 +117,7 @@ def describe(raised: BaseException) -> RaisedError:
     chain = list(_chain(raised))
     return RaisedError(
         type(raised).__name__, _message(raised), _origin(raised.__traceback__),
-        collective=any(_is_collective(error) for error in chain if error.__cause__ is None),
+        collective=any(_is_another_s(error) for error in chain if error.__cause__ is None),
         asked=_is_asked(chain), behind=_behind(chain),
     )  # fmt: skip
 
@@ -127,15 +128,21 @@ def _of_group(raised: BaseException) -> BaseException:
         if not isinstance(raised, BaseExceptionGroup):
             break
         each = raised.exceptions
-        raised = next((e for e in each if not _is_collective(e)), each[0])
+        raised = next((e for e in each if not _is_another_s(e)), each[0])
     return raised
 
 
 def _message(raised: BaseException) -> str:
     """Return the first line of what an exception says; of one that a worker raised, what it said.
 
-    torch raises what a worker of a DataLoader raised anew, with its traceback for a text.
+    torch raises what a worker of a DataLoader raised anew, with its traceback for a text; and of a
+    checkpoint that failed anywhere the same on every rank, with the numbers of those where it did.
     """
+    shared = shared_failure(raised)
+    if shared is not None:
+        whose = "" if shared.own is not None else "of another rank: "
+        text = f"{type(shared.first).__name__}: {first_line(shared.first)}".removesuffix(": ")
+        return f"{whose}{text}"[:MAX_MESSAGE]
     said = first_line(raised)
     caught = _OF_A_WORKER.match(said)
     own = re.findall(rf"^(?:\w+\.)*{caught[1]}: (.+)$", str(raised), re.MULTILINE) if caught else []
@@ -148,7 +155,7 @@ def _behind(chain: list[BaseException]) -> str:
     A script that waits for the others in a `finally` may time out there because of it.
     """
     first = chain[-1]
-    if len(chain) == 1 or _is_collective(first) or not _is_collective(chain[0]):
+    if len(chain) == 1 or _is_another_s(first) or not _is_another_s(chain[0]):
         return ""
     text, where = _message(first), _origin(first.__traceback__)
     return f"{type(first).__name__}{f': {text}' if text else ''}{f' at {where}' if where else ''}"
@@ -241,6 +248,17 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
     while trace is not None:
         yield trace.tb_frame
         trace = trace.tb_next
+
+
+def _is_another_s(error: BaseException) -> bool:
+    """Whether another rank is behind an error: communication broke, or a common checkpoint failed.
+
+    Of such a checkpoint each rank knows whether the failure was its own.
+    """
+    shared = shared_failure(error)
+    if shared is None:
+        return _is_collective(error)
+    return shared.own is None or _is_collective(shared.own)
 
 
 def _is_collective(error: BaseException) -> bool:

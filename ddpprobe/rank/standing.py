@@ -27,6 +27,18 @@ STILL_SECONDS = 5.0
 STILL_STEPS = 5
 # Where ranks talk to one another: the name of a module, or its beginning.
 _TALKING = ("torch.distributed.", "torch.nn.parallel.distributed.")
+# What is below it and talks to nobody by itself: it writes and reads files, and waits for its own
+# threads. Its collectives are in the frames of others.
+_FILES = "torch.distributed.checkpoint."
+# What a script calls for a checkpoint: module and function of the frame, and what it is called.
+_CHECKPOINTS = {
+    ("torch.serialization", "save"): "torch.save",
+    ("torch.serialization", "load"): "torch.load",
+    ("torch.distributed.checkpoint.state_dict_saver", "save"): "torch.distributed.checkpoint.save",
+    ("torch.distributed.checkpoint.state_dict_saver", "async_save"):
+        "torch.distributed.checkpoint.async_save",
+    ("torch.distributed.checkpoint.state_dict_loader", "load"): "torch.distributed.checkpoint.load",
+}  # fmt: skip
 _ENGINE = "torch.autograd.graph."  # of a backward: DDP waits for the others in its C++
 _OURS = ("torch.", "ddpprobe.")
 _STDLIB = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  (compared as text)
@@ -78,7 +90,7 @@ class StandingLook:
             self._tell(
                 StandsEvent(
                     step=beat.step, steps=beat.steps, micro=beat.micro, state=beat.state,
-                    where=where, waits=waits, time_ns=time.time_ns(),
+                    where=where, waits=waits, within=within(frame), time_ns=time.time_ns(),
                 )
             )  # fmt: skip
 
@@ -88,14 +100,25 @@ def place(innermost: FrameType, *, reducing: bool = False) -> tuple[str, bool | 
 
     `reducing`: what the engine of a backward still waits for is the reduction.
     """
-    within = f"{module_of(innermost)}."
+    module = f"{module_of(innermost)}."
     script = next((f for f in stack(innermost) if _is_the_scripts(f)), innermost)
     where = line_in_words(script.f_code, script.f_lineno)
     if script is not innermost:
         where += f" ({line_in_words(innermost.f_code, innermost.f_lineno)})"
-    if within.startswith(_TALKING) or (reducing and within == _ENGINE):
+    talks = module.startswith(_TALKING) and not module.startswith(_FILES)
+    if talks or (reducing and module == _ENGINE):
         return where, True
     return where, None if torch.cuda.is_initialized() else False
+
+
+def within(innermost: FrameType) -> str:
+    """Return which of torch's calls for a checkpoint a thread is in, the outermost; as `Standing`.
+
+    A `torch.save` of its own may be a part of another one.
+    """
+    calls = ((module_of(frame), frame.f_code.co_name) for frame in stack(innermost))
+    found = [_CHECKPOINTS[call] for call in calls if call in _CHECKPOINTS]
+    return found[-1] if found else ""
 
 
 def _is_the_scripts(frame: FrameType) -> bool:

@@ -213,10 +213,11 @@ class SteadyEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandsEvent(_Place):
-    """The rank stands still; `where` and `waits` as of `Standing`."""
+    """The rank stands still; `where`, `waits` and `within` as of `Standing`."""
 
     where: str
     waits: bool | None = None
+    within: str = ""
     time_ns: int
 
 

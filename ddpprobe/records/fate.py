@@ -35,7 +35,13 @@ class RaisedError:
     @property
     def timed_out(self) -> bool:
         """Whether the others were waited for in vain."""
-        return self.collective and bool(_TIMED_OUT.search(f"{self.type} {self.message}"))
+        told = self.collective and not self.is_retold
+        return told and bool(_TIMED_OUT.search(f"{self.type} {self.message}"))
+
+    @property
+    def is_retold(self) -> bool:
+        """Whether it is another rank's failure, of which this one was told: nothing broke."""
+        return self.collective and self.type == "CheckpointException"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +86,13 @@ class Standing:
             are being reduced. False: it is none of that, though a script may wait for others in
             torch's C++. None: nor is it, and the host may wait there for a device.
         clock: how far the rank had come.
+        within: the call of torch's for a checkpoint that it was in ("torch.save"); "" if in none.
     """
 
     where: str
     waits: bool | None
     clock: Progress
+    within: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from pathlib import Path
 from ddpprobe.rundir import paths, safe_read, tmpfs
 from ddpprobe.rundir.slot_file import MappedSlotFile, SlotFile, checked, newest, whole
 
-STATES = ("start", "data", "forward", "backward", "optimizer", "paused", "closed")
+CLOSED = "closed"
+STATES = ("start", "data", "forward", "backward", "optimizer", "paused", CLOSED)
 _BODY = struct.Struct("<qqiiqqq4ddqd")
 
 

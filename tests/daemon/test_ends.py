@@ -140,3 +140,31 @@ def test_a_clock_that_is_set_back_takes_no_word_back(
         assert [type(e.what).__name__ for e in kept if "Moving" in type(e.what).__name__] == [
             "MovingEvent"
         ]
+
+
+def test_a_rank_that_closed_and_lives_is_named_by_those_that_wait_in_a_later_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ends, "SETTLED_SECONDS", -1.0)
+    with cluster(tmp_path, nodes=1) as job:
+        last, place = job.ranks - 1, {"step": 5, "steps": 5, "micro": 0}
+        let_stand(job, 5, monkeypatch, 0.0)
+        closed = {"event": "closed", "status": "ok", **place, "state": "data"}
+        job.writer(last).append_json(framing.LIFE, closed)
+        now = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now() + 60_000_000_000)
+        job.look(1.0)
+        assert job.head.state == RUNNING  # they may have something else to do
+        stands = {"event": "stands", **place, "step": 6, "steps": 6, "state": "forward"}
+        for number in range(last):
+            where = {"where": "a.py:5 in f", "waits": True, "time_ns": now()}
+            job.writer(number).append_json(framing.LIFE, {**stands, **where})
+        job.look(1.0)
+        job.look(1.0)
+        assert job.head.state == HUNG
+        told = job.head.daemon_journal
+        assert told is not None
+        assert told.first_cause is not None
+        assert told.first_cause.rank == last
+        text = f"rank {last} had closed in step 5; rank 0 waits for it, in forward of step 6"
+        assert [a.message for a in told.lost] == [text]

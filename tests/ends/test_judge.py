@@ -25,6 +25,9 @@ NETWORK = RaisedError("DistBackendError", "NCCL error: unhandled system error", 
 OWN = RaisedError("ValueError", "bad batch", "train.py:40 in step")
 REFUSED = RaisedError("ConnectionResetError", "by peer", "train.py:40 in fetch")
 OWN_STOP = RaisedError("AnomalyStop", "nonfinite at step 6, rank 1", "train.py:50 in train")
+RETOLD = RaisedError(
+    "CheckpointException", "of another rank: OSError: [Errno 28] timed out", "train.py:70", True
+)
 PREEMPTED = RaisedError("Preempted", "", "train.py:7 in on_term", asked=True)
 
 
@@ -47,10 +50,12 @@ def left(rank: int, clock: Progress, **more: Any) -> Fate:
     return fate(rank, "exit:0", clock, **more)
 
 
-def standing(rank: int, *, waits: bool | None, where: str = "a.py:5 in f") -> Fate:
+def standing(
+    rank: int, *, waits: bool | None, where: str = "a.py:5 in f", within: str = ""
+) -> Fate:
     """Return a rank that stands still at its data, in a call to other ranks or not."""
     clock = at(12, "data")
-    return fate(rank, clock=clock, stalled=True, stands=Standing(where, waits, clock))
+    return fate(rank, clock=clock, stalled=True, stands=Standing(where, waits, clock, within))
 
 
 def verdict(*fates: Fate, **case: Any) -> End:
@@ -334,6 +339,56 @@ VERDICTS = {
         [fate(0, clock=at(12, "backward"), stalled=True,
               stands=Standing("a.py:9 in f (c10d.py:1 in wait)", True, at(12, "backward"))),
          standing(1, waits=True)], "hung", [1], "hang"),
+    "stood still until they were told to stop, and nobody saw how those of a lost node ended": (
+        [*(fate(n, "SIGTERM", at(12, "data"), stalled=True) for n in (0, 1)),
+         *(fate(n, clock=at(12, "data")) for n in (2, 3))], "hung", [0, 1, 2, 3], "hang"),
+    # In a checkpoint.
+    "a rank that hangs in torch.save, and the others wait behind it": (
+        [standing(0, waits=True, where="a.py:9 in f (c10d.py:1 in barrier)"),
+         standing(1, waits=False, within="torch.save")], "hung", [1], "hang"),
+    "two of three ranks in one place, one of them in torch.save": (
+        [standing(0, waits=False), standing(1, waits=False, within="torch.save"),
+         standing(2, waits=True)], "hung", [0, 1], "hang"),
+    "one that hangs in a checkpoint of all ranks": (
+        [standing(n, waits=not n, within="torch.distributed.checkpoint.save") for n in (0, 1)],
+        "hung", [1], "hang"),
+    "a rank that hangs in a checkpoint behind its backward": (
+        [fate(0, clock=at(13), stalled=True),
+         fate(1, clock=at(12, "backward"), stalled=True,
+              stands=Standing("a.py:9 in f", False, at(12, "backward"), "torch.save"))],
+        "hung", [1], "hang"),
+    "killed where it had stood for long": (
+        [fate(0, "SIGTERM"),
+         fate(1, "SIGKILL", at(12, "data"),
+              stands=Standing("a.py:9 in f", False, at(12, "data"), "torch.save"))],
+        "crashed", [1], "SIGKILL"),
+    "an error of its own where it had stood for long": (
+        [raised(0, OWN, clock=at(12, "data"),
+                stands=Standing("a.py:9 in f", False, at(12, "data"), "torch.save"))],
+        "crashed", [0], "ValueError"),
+    "a checkpoint of all ranks that failed on one of them": (
+        [raised(0, RETOLD), raised(1, replace(RETOLD, collective=False, message="OSError"))],
+        "crashed", [1], "CheckpointException"),
+    "the same, and of the one on which it failed nothing is known": (
+        [raised(0, RETOLD), Fate(1)], "crashed", [], "CheckpointException"),
+    # Killed where all stood still: by who lost patience, or by what takes memory back.
+    "killed in a long checkpoint, and its peer's connection broke behind it": (
+        [raised(0, GONE, clock=at(12, "data"), stalled=True),
+         fate(1, "SIGKILL", at(12, "data"), stalled=True,
+              stands=Standing("a.py:9 in f", False, at(12, "data"), "torch.save"))],
+        "crashed", [1], "SIGKILL"),
+    "the same, and a handler of a signal may have closed the connection": (
+        [raised(0, GONE, clock=at(12, "data"), stalled=True, handles=True),
+         fate(1, "SIGKILL", at(11, "data"), stalled=True)], "hung", [1], "hang"),
+    "the same, and it was suspended": (
+        [raised(0, GONE, clock=at(12, "data"), stalled=True),
+         fate(1, "SIGKILL", at(11, "data"), stalled=True, suspended=True)], "hung", [1],
+        "SIGSTOP"),
+    "killed in a long evaluation, when all others had left": (
+        [fate(0, "SIGKILL", at(40, "data"), stalled=True),
+         fate(1, "exit:0", at(40, "data"), closed=True)], "crashed", [0], "SIGKILL"),
+    "killed in a long checkpoint, by itself": (
+        [fate(0, "SIGKILL", at(40, "data"), stalled=True)], "crashed", [0], "SIGKILL"),
     # Nothing to blame anybody for.
     "all closed": (
         [fate(n, "exit:0", at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),
@@ -341,6 +396,9 @@ VERDICTS = {
         [fate(0, "SIGABRT", closed=True), fate(1, "exit:0", closed=True)], "ended", [], ""),
     "closed without a daemon": (
         [fate(n, clock=at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),
+    "came to the end of the interpreter, and nobody saw the exit code": (
+        [fate(0, "exit:0", at(40, "data"), closed=True, at_exit=True),
+         fate(1, "unknown", at(40, "data"), closed=True, at_exit=True)], "ended", [], ""),
     "caught behind close(), out of a forward": (
         [fate(0, "exit:0", closed=True, error=OWN)], "unknown", [], "exit:0"),
     "caught behind close(), between two steps, as what ends a training early": (
@@ -673,6 +731,28 @@ def test_who_left_before_a_step_in_which_all_others_stand_is_named_while_it_last
     assert verdict(replace(gone, how=""), *waiting, live=True).state == "running"
 
 
+def test_who_closed_and_lives_is_waited_for_by_who_is_seen_to_wait_in_a_later_step() -> None:
+    """Its script may train on unseen behind close(), or stand in a barrier that all must reach."""
+    gone = fate(0, clock=at(5, "data"), closed=True)
+    waiting = [
+        fate(n, clock=at(5, "backward"), stalled=True,
+             stands=Standing("a.py:5 in f (c10d.py:1 in wait)", True, at(5, "backward")))
+        for n in (1, 2)
+    ]  # fmt: skip
+    end = verdict(gone, *waiting, live=True)
+    assert (end.state, end.ranks, end.step) == ("hung", (0,), 5)
+    place = "rank 0 had closed after step 5; ranks 1 and 2 wait for it, in backward of step 5"
+    assert end.message == place
+    ended = verdict(replace(gone, how="SIGTERM"), *(replace(f, how="SIGTERM") for f in waiting))
+    assert (ended.state, ended.ranks) == ("hung", (0,))
+    assert ended.message == place.replace("wait for", "waited for")
+    unseen = replace(waiting[1], stands=None)
+    assert verdict(gone, waiting[0], unseen, live=True).state == "running"
+    within = replace(gone, clock=at(40))  # closed in a step; the other evaluates for long
+    alone = fate(1, clock=at(40, "data"), stalled=True)
+    assert verdict(within, alone, live=True).state == "running"
+
+
 def test_a_broken_connection_is_no_rank_s_doing_while_another_node_is_not_seen() -> None:
     for here in (fate(0, "unknown"), fate(0, "exit:0", at(12, "data"), closed=True)):
         assert verdict(here, raised(1, GONE)).ranks == (0,)
@@ -787,3 +867,6 @@ def test_ranks_stand_still_only_when_none_of_them_moves_for_many_steps() -> None
     assert not is_still([beat(0), beat(second, state="paused")], 99 * second)
     assert not is_still([beat(0, steps=0)], 99 * second)
     assert not is_still([], 99 * second)
+    assert is_still([beat(0), beat(second, state="closed")], 12 * second)
+    assert not is_still([beat(0), beat(second, state="closed")], 9 * second)
+    assert not is_still([beat(0, state="closed")], 99 * second)

@@ -7,13 +7,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from traceback import StackSummary
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ddpprobe.rank.last_words import describe, goodbye
 from ddpprobe.rank.scheduler import pool, restarts_left, scheduler
 from ddpprobe.records.events import ClosedEvent
+from ddpprobe.records.fate import RaisedError
 
 pytestmark = pytest.mark.usefixtures("python_s_own_handlers")
 
@@ -343,6 +347,42 @@ def test_what_a_rank_handled_when_its_communication_broke_is_told() -> None:
     assert told.behind.startswith("ValueError: bad batch at test_last_words.py:")
     for other in (lambda: while_handling(broken), lambda: from_it(broken), own, broken):
         assert describe(caught(other)).behind == ""
+
+
+def of_a_checkpoint(failed: dict[int, BaseException]) -> Callable[[], object]:
+    """Return what raises on rank 0, as torch does, that a checkpoint failed on some ranks."""
+    told = {rank: (error, StackSummary.from_list([])) for rank, error in failed.items()}
+    ranks = _DistWrapper(None, use_dist=False, coordinator_rank=0)
+    ranks.broadcast_object = lambda _: CheckpointException("write", told)
+    return lambda: ranks.all_reduce("write", lambda: 0, lambda _: 0)
+
+
+def test_of_a_checkpoint_that_failed_each_rank_says_whether_it_was_its_own_failure() -> None:
+    full = OSError(28, "No space left on device")
+    told = describe(caught(of_a_checkpoint({0: full, 1: ValueError("no")})))
+    text = "OSError: [Errno 28] No space left on device"
+    assert (told.type, told.message, told.collective) == ("CheckpointException", text, False)
+    told = describe(caught(of_a_checkpoint({1: full})))
+    assert (told.message, told.collective) == (f"of another rank: {text}", True)
+    assert told.is_retold
+    gone = DistBackendError("connection closed by peer")
+    assert describe(caught(of_a_checkpoint({0: gone}))).collective
+
+
+def test_an_error_from_a_checkpoint_that_failed_elsewhere_is_none_of_its_own() -> None:
+    def save() -> None:
+        try:
+            of_a_checkpoint({1: OSError("no room")})()
+        except CheckpointException as error:
+            raise RuntimeError("cannot save") from error
+
+    told = describe(caught(save))
+    assert (told.type, told.collective, told.is_retold) == ("RuntimeError", True, False)
+
+
+def test_of_another_torch_s_checkpoint_that_failed_nobody_knows_whose_failure_it_was() -> None:
+    error = CheckpointException("write", {1: (OSError("x"), StackSummary.from_list([]))})
+    assert describe(error) == RaisedError("CheckpointException", describe(error).message)
 
 
 def test_what_torch_raises_from_an_error_of_the_script_s_is_that_error() -> None:

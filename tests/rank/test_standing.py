@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import queue
 import sys
 import threading
@@ -14,7 +16,7 @@ import pytest
 
 from ddpprobe.ends import stalls
 from ddpprobe.rank import standing
-from ddpprobe.rank.standing import STILL_SECONDS, STILL_STEPS, StandingLook, place
+from ddpprobe.rank.standing import STILL_SECONDS, STILL_STEPS, StandingLook, place, within
 from ddpprobe.records.events import StandsEvent, to_json
 from ddpprobe.rundir import validate
 from ddpprobe.rundir.heartbeat import Heartbeat
@@ -59,6 +61,7 @@ def test_it_is_told_once_of_each_stillness_and_can_be_read_back(rank: Rank) -> N
     assert (told.step, told.steps, told.micro, told.state) == (7, 3, 1, "data")
     assert (Path(__file__).name in told.where, told.waits) == (True, False)
     assert validate.event(to_json(told)) == told
+    assert told.within == ""
     rank.beats()
     rank.passes(1.0)
     assert len(rank.told) == 1
@@ -154,7 +157,7 @@ def of_torch(module: str, given: queue.SimpleQueue[int]) -> Callable[[], object]
     [
         ("torch.distributed.distributed_c10d", True), ("torch.nn.parallel.distributed", True),
         ("torch.distributed", True), ("torch.autograd.graph", False), ("torch.nn.modules", False),
-        ("torch.distributedness", False),
+        ("torch.distributedness", False), ("torch.distributed.checkpoint.filesystem", False),
     ],
 )  # fmt: skip
 def test_communication_is_what_torch_s_modules_for_it_do(frames, module: str, waits: bool) -> None:
@@ -168,6 +171,36 @@ def test_communication_is_what_torch_s_modules_for_it_do(frames, module: str, wa
     line = main.__code__.co_firstlineno + 1
     assert found == f"{Path(__file__).name}:{line} in main (c10d.py:2 in waits)"
     assert communicates == waits
+
+
+SAVER = "torch.distributed.checkpoint.state_dict_saver"
+
+
+@pytest.mark.parametrize(
+    ("calls", "told"),
+    [
+        ([("torch.serialization", "save")], "torch.save"),
+        ([("torch.serialization", "load")], "torch.load"),
+        ([("torch.serialization", "save"), (SAVER, "save")], f"{SAVER.rpartition('.')[0]}.save"),
+        ([("train", "save")], ""),
+        ([("torch.serialization", "_save")], ""),
+    ],
+)
+def test_the_outermost_of_torch_s_calls_for_a_checkpoint_is_named(frames, calls, told) -> None:
+    """`calls`: module and name of each function, the innermost first."""
+    event = threading.Event()
+    call: Callable[[], object] = event.wait
+    for module, name in calls:
+        names = {"__name__": module, "call": call}
+        exec(f"def {name}():\n    call()", names)
+        call = names[name]  # type: ignore[assignment]
+    assert within(frames(call, event.set)) == told
+
+
+def test_the_names_of_torch_s_calls_for_a_checkpoint_are_those_of_this_torch() -> None:
+    for module, name in standing._CHECKPOINTS:
+        call = inspect.unwrap(getattr(importlib.import_module(module), name))
+        assert (call.__module__, call.__code__.co_name) == (module, name)
 
 
 @pytest.mark.parametrize("reducing", [True, False])

@@ -137,7 +137,9 @@ class RunWatch:
         whole = live and not self._deaths and len(beats) == self._world_size
         still = whole and is_still(list(beats.values()), time.time_ns())
         end = judge(self._evidence.case(self._world_size, live=live, stalled=still))
-        if self._attempt < 0 or (live and end.state == RUNNING):
+        # Whom one that has closed leaves waiting is told by where they stand, in their journals.
+        left = still and any(beat.state == heartbeat.CLOSED for beat in beats.values())
+        if self._attempt < 0 or (live and end.state == RUNNING and not left):
             return None
         known = (self._said_ends, end) if live else None
         if self._ending is None or known != self._known:
