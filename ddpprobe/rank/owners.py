@@ -74,6 +74,7 @@ class Owners:
             if not (ids or self.any) and _is_out_of_date(given, self._known()):
                 ids = frozenset(map(id, given))
             known = self._owned[optimizer] = (size, ids)
+            self.look_again()  # its id may have been another one's
             self.any |= bool(ids)
         return known[1]
 
@@ -103,6 +104,10 @@ class Owners:
             if id(optimizer) in self._before:
                 given = (p for group in optimizer.param_groups for p in group["params"])
                 yield from (p for p in islice(given, most) if id(p) in mine)
+
+    def look_again(self) -> None:
+        """Forget which optimizers own all that is trained: the loop may freeze and thaw it."""
+        self._complete.clear()
 
     @property
     def some_stepped(self) -> bool:

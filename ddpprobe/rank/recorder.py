@@ -373,6 +373,7 @@ class Recorder:
         observers.state.begin(sampled=self._sampling)
         self._bad = None
         if self._sampling:
+            self._clock.owners.look_again()
             observers.weights.begin(self._pacer.turn(self._clock.step))
             step_facts.add_stale_units(observers.topology, observers.rows)
             self._logged.names.clear()

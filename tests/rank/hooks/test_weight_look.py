@@ -158,6 +158,37 @@ def test_the_change_of_a_weight_of_more_than_four_mebibytes_is_that_of_stretches
     assert_row(row(record, "weight", "update"), change)
 
 
+@pytest.mark.parametrize("made", ["from the start", "as they thaw"])
+def test_weights_that_thaw_have_their_own_optimizer_s_change(
+    made: str, tmp_path: Path, records_of
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    optimizers = [torch.optim.SGD(model[1].parameters(), lr=0.1)]
+    if made == "from the start":
+        optimizers.append(torch.optim.SGD(model[0].parameters(), lr=0.1))
+    changes = []
+    with ddpprobe.install(model, run_dir=tmp_path, every=1, daemon="none"):
+        for step in range(4):
+            if step == 2:
+                model[0].requires_grad_(True)
+                if len(optimizers) == 1:
+                    optimizers.append(torch.optim.SGD(model[0].parameters(), lr=0.1))
+            model(torch.randn(3, 4)).square().mean().backward()
+            before = model[0].weight.detach().clone()
+            for optimizer in optimizers:
+                optimizer.step()
+            changes.append((model[0].weight.detach() - before).double().sum().item())
+            model.zero_grad()
+    told = [
+        {site.key: values[2] for site, values in zip(r.sites, r.values, strict=True)}
+        for r in records_of(tmp_path)
+    ]
+    assert all(changes[2:])
+    assert [t["0.weight", "update", ""] for t in told[2:]] == pytest.approx(changes[2:])
+
+
 def test_a_weight_that_did_not_move_has_a_change_of_zeros_only(tmp_path: Path, records_of) -> None:
     def between(step: int, _model: nn.Module, optimizers) -> None:
         optimizers[0].param_groups[0]["lr"] = 0.0 if step == 3 else 0.1
