@@ -25,7 +25,7 @@ from ddpprobe.rank.interval import Pacer
 from ddpprobe.rank.join import Joined
 from ddpprobe.rank.journal_writer import EndedStep, FrameWriter, Identity
 from ddpprobe.rank.listener import tell
-from ddpprobe.rank.logged_numbers import LoggedNumbers
+from ddpprobe.rank.logged_numbers import LoggedNumbers, returned_loss
 from ddpprobe.rank.observers import Observers
 from ddpprobe.rank.options import InstallOptions
 from ddpprobe.rank.order_handler import OrderHandler
@@ -224,7 +224,7 @@ class Recorder:
         observers = self._prepare()
         observers.watch.found()
         observers.watch.output(trained)
-        losses = [t for t in outputs if t.dim() == 0 and t.is_floating_point()]
+        loss = returned_loss(outputs)
         if self._sampling:
             if self._bad is None and observers.rows.bad:  # and the root's output does not show it
                 self._bad = self._explain(observers)
@@ -232,10 +232,10 @@ class Recorder:
             if self._clock.micro == self._clock.lent or self._clock.trains != self._trains:
                 self._set_up |= step_facts.modes(observers.topology)  # the last pass is what counts
             self._trains = self._clock.trains
-            if len(losses) == 1 and "loss" not in self._logged.names:
-                observers.rows.add_scalar(unless_logged("loss"), losses[0])
-        elif len(losses) == 1:
-            self._logged.losses.add(self._clock.step, losses[0], logged=False)
+            if loss is not None and "loss" not in self._logged.names:
+                observers.rows.add_scalar(unless_logged("loss"), loss)
+        elif loss is not None:
+            self._logged.losses.add(self._clock.step, loss, logged=False)
 
     def evaluation_begins(self) -> None:
         """Write what is held: an evaluation may take long."""
