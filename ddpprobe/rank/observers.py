@@ -118,6 +118,7 @@ class Observers:
             self.kept.begin()
             self.gradients_read = self.eager.arrived = False
         self.capturing.begin(self._clock.step, sampled=sampled)
+        self.state.begin(sampled=sampled)
         return sampled
 
     @property

@@ -87,10 +87,9 @@ class Recorder:
         self.declare_step = self._clock.declare_step
         self._logged = LoggedNumbers(self._clock, self._frame_writer)
         self._observers: Observers | None = None
-        self._sampling = self._noted = self._trains = False  # noted: since the last sampled step
+        self._sampling = self._noted = self._trains = self._renewed = False  # noted: since a sample
         self._set_up: dict[str, float] = {}  # how the loop is, in the sampled step
         self._optimizers = step_facts.OptimizerFacts()
-        self._renewed = False
         self._bad: FirstBad | None = None
         self._stopwatch = stopwatch
         self._times = StepTimes(self._clock.phases, stopwatch)
@@ -240,6 +239,8 @@ class Recorder:
     def evaluation_begins(self) -> None:
         """Write what is held: an evaluation may take long."""
         self._logged.rest()
+        if self._observers is not None:
+            self._observers.eager.evaluation_begins()
 
     def forward_raised(self, error: BaseException) -> None:
         """Look for a NaN in what the code that raised had at hand."""
@@ -370,7 +371,6 @@ class Recorder:
     def _begin_step(self, observers: Observers) -> None:
         wanted = self._pacer.sampled(self._clock.step)
         self._sampling = observers.begin_step(sampled=wanted)
-        observers.state.begin(sampled=self._sampling)
         self._bad = None
         if self._sampling:
             self._clock.owners.look_again()

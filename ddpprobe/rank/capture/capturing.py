@@ -18,6 +18,7 @@ from ddpprobe.rank.capture.calls import CallHooks
 from ddpprobe.rank.capture.first_bad_capture import FirstBadCapture
 from ddpprobe.rank.capture.pack_writer import PackWriter
 from ddpprobe.rank.capture.step_capture import PackKey, StepCapture
+from ddpprobe.rank.hooks import fast_path
 from ddpprobe.rank.hooks.eager import StepPosition
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.rank.topology import parts
@@ -62,7 +63,8 @@ class Capturing:
         self._scaled = False  # the last backward, by a GradScaler
         self._optimizes = True  # the last step was an optimizer's of torch
         self._taken = False  # the state that the optimizer found in this step
-        self._compiled: set[str] = set()  # FQNs said to be missed
+        self._told_samples = False  # that they are none
+        self._missed: set[str] = set()  # FQNs said to be
         guard = self.fuse.guard
         self.begin, self.attach = guard(self._begin), guard(self._attach)
         self.backward_ended = guard(self._backward_ended)
@@ -134,8 +136,16 @@ class Capturing:
 
     def _log_samples(self, samples: Tensor | Sequence[int]) -> None:
         """Keep which samples the micro-batch under way is made of."""
-        if self._step_capture is not None and self._clock is not None:
+        if self._step_capture is None or self._clock is None:
+            return
+        try:
             self._step_capture.log_samples(max(self._clock.micro, 0), samples)
+        except TypeError as error:  # the script's: no reason to end all captures
+            if not self._told_samples:
+                self._told_samples = True
+                logger.warning(
+                    "ddpprobe: what probe.log() was given as indices is not kept: %s", error
+                )
 
     def _end_step(self) -> None:
         """Send what was kept on its way."""
@@ -179,7 +189,7 @@ class Capturing:
 
     def _choose(self, globs: Sequence[str]) -> dict[str, nn.Module]:
         """Return {FQN: module} of those that are named; says which of them nobody can hear."""
-        modules = self._topology.named_modules() if self._topology is not None else ()
+        modules = list(self._topology.named_modules()) if self._topology is not None else []
         chosen = {
             fqn: module
             for fqn, module in modules
@@ -187,17 +197,24 @@ class Capturing:
             and type(module).forward is not nn.Module.forward  # a container is never called
         }
         compiled = {fqn for fqn, module in chosen.items() if module in self._graphs}
-        if compiled - self._compiled:
-            self._compiled |= compiled
-            names = sorted(compiled)[:_NAMED]
+        layers = fast_path.inside_layers(module for _, module in modules)
+        fused = {fqn for fqn, m in chosen.items() if fast_path.is_fused(layers.get(m))}
+        self._tell_missed(compiled, "compiled", "inside a graph of torch.compile")
+        self._tell_missed(fused, "fused", f"in {fast_path.REASON}")
+        return {fqn: m for fqn, m in chosen.items() if fqn not in compiled | fused}
+
+    def _tell_missed(self, missed: set[str], reason: str, where: str) -> None:
+        """Say once that the tensors of modules cannot be captured; `where`: these are."""
+        if missed - self._missed:
+            self._missed |= missed
+            names = sorted(missed)[:_NAMED]
             self._pack_writer.tell(
-                events.UncapturedEvent(modules=tuple(names), count=len(compiled), reason="compiled")
+                events.UncapturedEvent(modules=tuple(names), count=len(missed), reason=reason)
             )
             logger.warning(
-                "ddpprobe: %d modules are inside a graph of torch.compile, where their tensors "
-                "cannot be captured (%s ...)", len(compiled), ", ".join(names[:3]),
+                "ddpprobe: %d modules are %s, where their tensors cannot be captured (%s ...)",
+                len(missed), where, ", ".join(names[:3]),
             )  # fmt: skip
-        return {fqn: module for fqn, module in chosen.items() if fqn not in compiled}
 
     def _bundle_for(self, fqn: str) -> StepCapture | None:
         """Give the capture for a module whose output is the first bad one; None: it is kept."""

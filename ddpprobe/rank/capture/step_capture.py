@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
@@ -94,7 +95,7 @@ class StepCapture:
         if count > MAX_SAMPLES:
             self.keeper.left_out["sample indices"] += count
         elif not isinstance(samples, Tensor):
-            self._samples.append((micro, [int(sample) for sample in samples]))
+            self._samples.append((micro, [operator.index(sample) for sample in samples]))
         elif samples.is_floating_point() or samples.is_complex():
             raise TypeError(f"sample indices must be whole numbers, got {samples.dtype}")
         elif (kept := self.keeper.take(samples)) is not None:

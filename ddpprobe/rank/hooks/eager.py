@@ -20,7 +20,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
 from ddpprobe.rank.backward import Backward
-from ddpprobe.rank.hooks import came_in, class_facts, gradients, step_facts, target_facts
+from ddpprobe.rank.hooks import (
+    came_in,
+    class_facts,
+    fast_path,
+    gradients,
+    step_facts,
+    target_facts,
+)
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver, take_off
 from ddpprobe.rank.hooks.kept_gradients import BackwardHook
 from ddpprobe.rank.hooks.outputs import leaves
@@ -97,6 +104,8 @@ class EagerHooks:
         self._recomputed: Counter[int] = Counter()
         self._waiting: dict[int, list[int]] = {}  # slot -> micros whose gradients are to come
         self._handles: list[RemovableHandle] = []
+        self._in_layers: list[RemovableHandle] = []  # which have a fused forward
+        self._fused: set[nn.Module] = set()  # on which none hangs
         # Hooks are hung anew at each sampled forward, but made once.
         self._guests: dict[str, CopySafeObserver] = {}
         self._taps: dict[str, _Gradient] = {}
@@ -123,6 +132,7 @@ class EagerHooks:
     def begin(self) -> None:
         """Forget the last sampled step."""
         self.reduced.begin()
+        self._fused.clear()
         self._heard.clear()
         self._recomputed.clear()
         self._waiting.clear()
@@ -131,16 +141,24 @@ class EagerHooks:
 
     def attach(self) -> None:
         """Hang the hooks on the model as it is now (modules may have been replaced since)."""
+        layers = fast_path.inside_layers(module for _, module in self._topology.named_modules())
+        self._fused = {module for module, layer in layers.items() if fast_path.is_fused(layer)}
         self._handles += self._inference.attach()
         self.attached = True
         for fqn, module in self._topology.named_modules():
-            if self._select(fqn) and module not in self._resident:
-                guest = self._guests.get(fqn)
-                if guest is None:
-                    guest = self._guests[fqn] = CopySafeObserver(
-                        self._fuse.guard(_Forward(self, fqn), Caller.MODULE), 4
-                    )
-                self._handles.append(module.register_forward_hook(guest, with_kwargs=True))
+            if not self._select(fqn) or module in self._resident:
+                continue
+            if module in self._fused:
+                if module is layers[module]:
+                    self._rows.leave_out(fast_path.REASON)
+                continue
+            guest = self._guests.get(fqn)
+            if guest is None:
+                guest = self._guests[fqn] = CopySafeObserver(
+                    self._fuse.guard(_Forward(self, fqn), Caller.MODULE), 4
+                )
+            handles = self._in_layers if module in layers else self._handles
+            handles.append(module.register_forward_hook(guest, with_kwargs=True))
         self._handles += gradients.seek(
             self._topology, self._fuse, self._tap_parameter, self._tap_flat
         )
@@ -149,10 +167,15 @@ class EagerHooks:
         """Take every hook off."""
         self.attached = False
         take_off(self._handles)
+        take_off(self._in_layers)
         for parameter in self.tapped.values():
             leaf_hooks.forget_empty(parameter)
         self.tapped.clear()
         self._inference.end()
+
+    def evaluation_begins(self) -> None:
+        """Hear of a forward without gradients amid the step: its bits are the user's, too."""
+        take_off(self._in_layers)
 
     def call(
         self, fqn: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any],
@@ -291,6 +314,7 @@ class EagerHooks:
             for fqn, module in self._topology.named_modules()
             if type(module).forward is not nn.Module.forward
             and fqn not in self._called
+            and module not in self._fused
             and self._select(fqn)
         )
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
+from ddpprobe.rank.hooks import fast_path
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver, take_off
 from ddpprobe.rank.hooks.eager import StepPosition
 from ddpprobe.rank.hooks.outputs import leaves
@@ -60,8 +61,11 @@ class FullHooks:
         probing = self._safe is None
         if probing:
             self._seen = {}
+        layers = fast_path.inside_layers(module for _, module in self._topology.named_modules())
         for fqn, module in self._topology.named_modules():
-            if module in self._resident:
+            if fast_path.is_fused(layers.get(module)):
+                self.unsafe[fqn] = fast_path.REASON
+            elif module in self._resident:
                 # They would break the graph, at each module.
                 self.unsafe[fqn] = "compiled with torch.compile: a full hook would break the graph"
             elif probing:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpprobe.rank import torch_private
+from ddpprobe.rank.hooks import fast_path
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver, take_off
 from ddpprobe.rank.topology.describe import Topology
 
@@ -48,9 +49,14 @@ class PartHooks:
         """Hang two hooks on the heads, and on every module while they are not known."""
         if not self.armed or self._handles:
             return
-        for module in self._heads if self._chosen else [m for _, m in self._topology.walk()]:
+        modules = list(self._heads) if self._chosen else [m for _, m in self._topology.walk()]
+        layers = fast_path.inside_layers(modules)
+        for module in modules:
             # The root has hooks of its own, and a ScriptModule takes none.
-            if module is not self._topology.root and not isinstance(module, torch.jit.ScriptModule):
+            bare = isinstance(module, torch.jit.ScriptModule) or fast_path.is_fused(
+                layers.get(module)
+            )
+            if not (bare or module is self._topology.root):
                 self._handles.append(module.register_forward_pre_hook(before))
                 self._handles.append(module.register_forward_hook(after, always_call=True))
 

@@ -183,6 +183,10 @@ class StepRows:
         """Note that a hook was placed for `slot`; if nothing arrives it is unobserved."""
         self._tapped.append(slot)
 
+    def leave_out(self, reason: str) -> None:
+        """Note that there is no row of something that could have had one."""
+        self._unsupported[reason] += 1
+
     def confirm(self, micro: int) -> None:
         """A gradient arrived: this forward was a training micro-batch, not an evaluation."""
         self._confirmed.add(micro)

@@ -532,3 +532,16 @@ def test_copies_leave_the_device_without_anybody_waiting_and_are_right(device, t
         assert torch.equal(before.relu(), after)
         assert ("1", "rng", "", device, 0, 0) in found
         assert pack.header["indices"] == [{"micro": 0, "samples": [0, 1, 2]}]
+
+
+@pytest.mark.parametrize("indices", ["abc", 3, torch.rand(2), [1.5], [None]])
+def test_indices_that_are_none_are_told_once_and_captures_go_on(
+    indices: object, tmp_path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build()
+    with install(model, tmp_path, every=1, capture="part") as probe:
+        train(model, 3, lambda step: probe.log(indices=indices if step < 2 else [7]))
+    assert caplog.text.count("indices is not kept") == 1
+    assert steps_of(tmp_path) == [0, 1, 2]
+    assert pack_of(tmp_path, 1).header["indices"] is None
+    assert pack_of(tmp_path, 2).header["indices"] == [{"micro": 0, "samples": [7]}]
