@@ -20,16 +20,16 @@ from ddpprobe.rank.announcements import announce_install
 from ddpprobe.rank.first_forward import FirstForward
 from ddpprobe.rank.hooks.stream_capture import is_captured
 from ddpprobe.rank.join import Joined, join_run
-from ddpprobe.rank.listener import Listener
+from ddpprobe.rank.listener import Listener, must_listen
 from ddpprobe.rank.made_recorder import make_recorder
+from ddpprobe.rank.notes import Notes
 from ddpprobe.rank.options import Checked, InstallOptions, as_globs, is_disabled
 from ddpprobe.rank.order_handler import OrderHandler
 from ddpprobe.rank.probes import Probes, install_each
 from ddpprobe.rank.recorder import Recorder
 from ddpprobe.rank.schedule import Schedule
 from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
-from ddpprobe.rank.stats import native
-from ddpprobe.rank.stats.warm_up import warm_up
+from ddpprobe.rank.stats.warm_up import compile_kernels
 from ddpprobe.rank.topology.describe import Topology, outermost
 from ddpprobe.rank.topology.engine import Engine
 from ddpprobe.rank.torch_private.dynamo import run_beside_graphs
@@ -65,7 +65,8 @@ class Probe:
         self._log: Callable[..., object] = _nothing
         self._step: Callable[..., object] = _nothing
         self._note: Callable[..., object] = _nothing
-        self._config: dict[str, object] = {}  # of all notes
+        self._notes = Notes()
+        self._pauses = 0  # blocks of `pause` under way, one in another
         self._waits: FirstForward | None = None  # for a process group that may come
         self._told_close: list[Callable[[], object]] = []
 
@@ -77,8 +78,8 @@ class Probe:
         fuse = self._fuse = Fuse("probe", stopwatch=stopwatch)
         self._log, self._step = fuse.guard(recorder.log), fuse.guard(recorder.declare_step)
         self._note = fuse.guard(recorder.note)
-        if self._config:  # said before there was a run, or to the attempt before this one
-            self._note("", self._config)
+        if self._notes.config:  # said before there was a run, or to the attempt before this one
+            self._note("", self._notes.config)
         self.run_dir, self.run_id = str(joined.run.path), joined.run_id
 
     @run_beside_graphs
@@ -119,9 +120,9 @@ class Probe:
             config: hyper-parameters by name, which `ddpprobe info` and the report show; values are
                 kept as texts. Later ones replace earlier ones of the same name.
         """
-        if (what or config) and not self._is_off:
-            self._config |= config or {}
-            self._note(what, config or {})
+        said = None if self._is_off else self._notes.take(what, config)
+        if said is not None:
+            self._note(*said)
 
     def listen(self, listener: Listener) -> None:
         """Have somebody in this process told of the sampled steps of this rank, and of `close()`.
@@ -130,10 +131,12 @@ class Probe:
         listener; another one takes its place for the steps to come.
 
         Raises:
-            InstallError: there is no run yet (`run_dir` is None), or none any more.
+            InstallError: there is no run yet (`run_dir` is None), or none any more; or this is no
+                listener.
         """
         if self._is_off:
             return
+        must_listen(listener)
         if self._recorder is None:
             raise InstallError("listen() needs a run: call it while this probe has a run_dir")
         fuse = Fuse("listener")
@@ -151,18 +154,31 @@ class Probe:
 
     @contextlib.contextmanager
     def pause(self, reason: str = "") -> Iterator[None]:
-        """Within this block nothing is a training step, a hang, or a straggler."""
-        if self._waits is not None:
-            self._waits.cancel()
-        if self._recorder is not None:
-            self._fuse.guard(self._recorder.pause)(reason)
+        """Within this block nothing is a training step, a hang, or a straggler.
+
+        Blocks may be nested: the outermost one counts.
+        """
+        self._pauses += 1
+        if self._pauses == 1:
+            self._begin_pause(reason)
         try:
             yield
         finally:
-            if self._recorder is not None:
-                self._fuse.guard(self._recorder.resume)()
-            if self._waits is not None:
-                self._waits.hang()
+            self._pauses -= 1
+            if not self._pauses:
+                self._end_pause()
+
+    def _begin_pause(self, reason: str) -> None:
+        if self._waits is not None:
+            self._waits.cancel()
+        if self._recorder is not None:
+            self._fuse.guard(self._recorder.pause)(str(reason))
+
+    def _end_pause(self) -> None:
+        if self._recorder is not None:
+            self._fuse.guard(self._recorder.resume)()
+        if self._waits is not None:
+            self._waits.hang()
 
     def close(self) -> None:
         """Write what is left and take every hook, file handle and lock away. Idempotent."""
@@ -187,8 +203,7 @@ class Probe:
         Fuse("close").guard(recorder.close)(words)
         if self._joined is not None:
             Fuse("close").guard(self._joined.close)()
-            if self._joined.lock is not None:
-                self._joined.lock.release()
+            self._joined.release()
         _live.discard(self)
         if not _live:
             Fuse("signal handlers").guard(OF_THE_SCRIPT.release)()
@@ -213,9 +228,7 @@ class Probe:
 
     def _rest(self) -> None:
         if self._joined is not None:
-            self._joined.peer_watcher.rest()
-        if self._joined is not None and self._joined.record_files.disk_thread is not None:
-            self._joined.record_files.disk_thread.rest()
+            self._joined.rest()
 
     def _go_on(self) -> None:
         if self._joined is not None:
@@ -227,10 +240,7 @@ class Probe:
         if (recorder := self._let_go()) is not None:
             recorder.abandon()
         if self._joined is not None:
-            self._joined.peer_watcher.abandon()
-            self._joined.record_files.abandon()
-        if self._joined is not None and self._joined.lock is not None:
-            self._joined.lock.forget()
+            self._joined.abandon()
 
 
 @overload
@@ -401,12 +411,7 @@ def _meet_group(probe: Probe, model: nn.Module, options: InstallOptions, called:
     if process_group.exists():
         _join(probe, outermost(model), options, called)
         return
-    logger.warning(
-        "ddpprobe: WORLD_SIZE is %s, but there is no process group to agree through, so nothing is "
-        "recorded. Call torch.distributed.init_process_group() before training, or unset "
-        "WORLD_SIZE if the processes are jobs of their own.",
-        os.environ.get("WORLD_SIZE"),
-    )
+    process_group.tell_missing()
 
 
 def _is_not_alone(
@@ -447,13 +452,7 @@ def _join(
     )  # fmt: skip
     topology = checked.topology
     recorder, order_handler, stopwatch = make_recorder(joined, checked, options, rank, world_size)
-    # Here, where waiting is allowed: no step ever compiles anything.
-    native.prepare()
-    parameters = list(topology.root.parameters())
-    Fuse("compiling the Triton kernels").guard(warm_up)(
-        dict.fromkeys((topology.device, *(p.device for p in parameters))),
-        {p.dtype for p in parameters},
-    )
+    compile_kernels(topology.device, list(topology.root.parameters()))
     Fuse("starting the disk thread").guard(joined.start)(recorder.is_reducing)
     Fuse("watching the other ranks").guard(joined.watch_peers)()
     Fuse("signal handlers").guard(OF_THE_SCRIPT.look)()

@@ -102,6 +102,15 @@ def test_each_method_of_a_probe_that_is_switched_off_does_nothing(tmp_path, monk
     assert (probe.run_dir, probe.run_id, list(tmp_path.iterdir())) == (None, None, [])
 
 
+@pytest.mark.parametrize("listener", [None, 3, lambda *_: None])
+def test_what_is_no_listener_is_refused_with_the_methods_of_one(listener, tmp_path):
+    with ddpprobe.install(nn.Linear(1, 1), run_dir=tmp_path / "run", daemon="none") as probe:
+        with pytest.raises(ddpprobe.InstallError) as caught:
+            probe.listen(listener)
+    assert "sampled(step, numbers) and closed()" in str(caught.value)
+    assert type(listener).__name__ in str(caught.value)
+
+
 @pytest.mark.parametrize("word", ["1", "true", "Yes", "on"])
 def test_strictness_takes_the_words_of_the_other_switches(word, monkeypatch):
     monkeypatch.setenv("DDPPROBE_STRICT", word)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -206,6 +207,51 @@ def test_paused_the_model_is_all_the_users(tmp_path: Path, records_of) -> None:
             net(torch.randn(3, 4)).sum()
         train(net, steps=1)
     assert [r.step for r in records_of(tmp_path / "r")] == [0, 1]
+
+
+def test_of_nested_pauses_the_outermost_one_counts(tmp_path: Path, records_of) -> None:
+    net = model()
+    with ddpprobe.install(net, run_dir=tmp_path / "r", every=1, daemon="none") as probe:
+        train(net, steps=1)
+        with probe.pause("validation"):
+            with probe.pause("checkpoint"):
+                pass
+            assert all(not m._forward_hooks and not m._forward_pre_hooks for m in net.modules())
+            train(net, steps=2)
+        with pytest.raises(KeyError), probe.pause("a"), probe.pause("b"):
+            raise KeyError
+        train(net, steps=1)
+    assert [r.step for r in records_of(tmp_path / "r")] == [0, 1]
+
+
+def test_nested_pauses_before_the_process_group_leave_no_hook(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    net = model()
+    probe = ddpprobe.install(net, daemon="none")
+    hooks = [len(m._forward_pre_hooks) for m in net.modules()]
+    with probe.pause("a"):
+        with probe.pause("b"):
+            pass
+        assert not any(m._forward_pre_hooks for m in net.modules())
+    assert [len(m._forward_pre_hooks) for m in net.modules()] == hooks
+    probe.close()
+    assert not any(m._forward_pre_hooks for m in net.modules())
+
+
+@pytest.mark.parametrize("config", [3, "abc", [("lr", 0.1)], argparse.Namespace(lr=0.1)])
+def test_a_config_that_is_no_mapping_is_told_once_and_training_goes_on(
+    config: object, tmp_path: Path, records_of, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    with ddpprobe.install(net, run_dir=tmp_path / "r", every=1, daemon="none") as probe:
+        for _ in range(2):
+            probe.note(config=config)
+            probe.note("unfreeze", config={"lr": 0.1})
+            train(net, steps=1)
+            probe.log(seen=1.0)
+    assert [r.scalars[0]["seen"] for r in records_of(tmp_path / "r")] == [1.0, 1.0]
+    assert caplog.text.count("config=vars(args), and it is a " + type(config).__name__) == 1
+    assert ddpprobe.open(tmp_path / "r").info()["attempts"][-1]["config"] == {"lr": "0.1"}
 
 
 def test_whatever_breaks_inside_training_goes_on_unchanged(tmp_path, monkeypatch) -> None:

@@ -81,6 +81,24 @@ class Joined:
         self.record_files.close()
         self.keep_daemon(last=True)
 
+    def release(self) -> None:
+        """Give the run directory back."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def rest(self) -> None:
+        """Before a fork: have no thread of ours at work."""
+        self.peer_watcher.rest()
+        if self.record_files.disk_thread is not None:
+            self.record_files.disk_thread.rest()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of what is the parent's."""
+        self.peer_watcher.abandon()
+        self.record_files.abandon()
+        if self.lock is not None:
+            self.lock.forget()
+
     def keep_daemon(self, *, last: bool = False) -> None:
         """Start this node's daemon anew if it died; looks at most every five seconds.
 

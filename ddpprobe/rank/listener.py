@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from ddpprobe.errors import InstallError
 from ddpprobe.records.site_stats import global_grad_norm
 from ddpprobe.records.step import StepRecord
 from ddpprobe.rundir.heartbeat import HeartbeatWriter
@@ -30,6 +31,15 @@ class Listener(Protocol):
         Nobody is told where the process ends without it, or where an exception is under way, but
         `AnomalyStop`: the other ranks may wait for this one, and the verdict is to come.
         """
+
+
+def must_listen(listener: object) -> None:
+    """Raise InstallError for what is no `Listener`."""
+    if not all(callable(getattr(listener, name, None)) for name in ("sampled", "closed")):
+        raise InstallError(
+            "listen() takes an object with the methods sampled(step, numbers) and closed(), got "
+            f"{type(listener).__name__}"
+        )
 
 
 def tell(

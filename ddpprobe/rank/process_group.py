@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from torch import distributed as dist
 
 from ddpprobe.rank import rendezvous, torch_private
 
+logger = logging.getLogger("ddpprobe")
 _rounds = 0
 
 
@@ -30,6 +32,16 @@ def job() -> tuple[int, int, rendezvous.Store]:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]  # not in its __all__
     return dist.get_rank(), dist.get_world_size(), store
+
+
+def tell_missing() -> None:
+    """Say that ranks cannot agree on a run."""
+    logger.warning(
+        "ddpprobe: WORLD_SIZE is %s, but there is no process group to agree through, so nothing is "
+        "recorded. Call torch.distributed.init_process_group() before training, or unset "
+        "WORLD_SIZE if the processes are jobs of their own.",
+        os.environ.get("WORLD_SIZE"),
+    )
 
 
 def round_name() -> str:

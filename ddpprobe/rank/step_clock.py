@@ -404,7 +404,9 @@ class StepClock:
 
     def _stepped_unseen(self) -> None:
         """Hear of a step without a forward; loading a checkpoint may take one to make the state."""
-        self._blind += not self._root.deaf
+        if self._root.deaf:  # in a pause, in which the model is the user's
+            return
+        self._blind += 1
         self._root.listen_to_parts()
         if self._blind == _BLIND_STEPS and self._events.blind():
             self._blind = 0

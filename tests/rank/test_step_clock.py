@@ -262,13 +262,14 @@ def test_steps_in_a_pause_leave_nothing_behind(tmp_path: Path) -> None:
 def test_steps_in_a_pause_before_the_first_forward_are_no_sign_of_blindness(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4))
     model(X).sum().backward()
     optimizer = adam(model)
     with ddpprobe.install(model, run_dir=tmp_path, daemon="none") as probe:
         with probe.pause("a warm-up"):
             for _ in range(10):
                 optimizer.step()
+                assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
         assert "no training forward" not in caplog.text
         for _ in range(10):
             optimizer.step()

@@ -7,19 +7,34 @@ cache: one per dtype, and one more for tensors that do not begin at a multiple o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from ddpprobe.rank.stats import native
 from ddpprobe.rank.stats.dense import FLOATS
 from ddpprobe.rank.stats.device import has_kernels, reduce_device
 from ddpprobe.rank.stats.many import KernelTable, checksum_many, reduce_many
 from ddpprobe.rank.stats.rows import WIDTH
+from ddpprobe.rundir.fuse import Fuse
 
 SECONDS = 60.0  # after which no other kernel is begun: what is missing is made when it is needed
 _AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)  # what autocast makes of any model
 _BYTES = 1 << 17  # of a tensor that several programs share, which are merged
+
+
+def compile_kernels(device: torch.device, parameters: Sequence[Tensor]) -> None:
+    """Compile what the statistics of a model need, so that no step ever does.
+
+    Args:
+        device: where it computes.
+        parameters: of it.
+    """
+    native.prepare()
+    Fuse("compiling the Triton kernels").guard(warm_up)(
+        dict.fromkeys((device, *(p.device for p in parameters))), {p.dtype for p in parameters}
+    )
 
 
 def warm_up(devices: Iterable[torch.device], dtypes: Iterable[torch.dtype]) -> None:
