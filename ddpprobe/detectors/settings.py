@@ -72,7 +72,7 @@ def parse(detector: type[Detector], given: Mapping[str, object]) -> dict[str, Nu
     found: dict[str, Number] = {}
     for name, value in given.items():
         if name not in known:
-            there = ", ".join(f"{key}={known[key]}" for key in by_nearness(name, known))
+            there = ", ".join(f"{key}={known[key]}" for key in by_nearness(str(name), known))
             raise ValueError(f"{detector.name} has no setting {name!r}; it has {there}")
         kind = type(known[name])
         try:

@@ -8,6 +8,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -18,7 +19,7 @@ from ddpprobe.detectors.settings import Settings
 from ddpprobe.detectors.suite import chosen
 from ddpprobe.errors import InstallError
 from ddpprobe.rank.host import Host
-from ddpprobe.rank.schedule import Schedule, as_schedule
+from ddpprobe.rank.schedule import Schedule, as_schedule, is_step
 from ddpprobe.rank.topology import stages
 from ddpprobe.rank.topology.describe import Topology, describe
 from ddpprobe.rank.topology.engine import Engine
@@ -111,7 +112,7 @@ class InstallOptions:
         for option, value, allowed in (
             ("backward", self.backward, _BACKWARD), ("daemon", self.daemon, _DAEMON),
         ):  # fmt: skip
-            if value not in allowed:
+            if not (isinstance(value, str) and value in allowed):
                 raise ValueError(f"{option} must be one of {allowed}, got {value!r}")
         if self.response not in (*_ON_ANOMALY, _TELL):
             raise ValueError(
@@ -119,7 +120,7 @@ class InstallOptions:
                 f"{self.on_anomaly!r}"
             )
         step = self.first_step
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        if not is_step(step):
             raise ValueError(f"first_step must be a step number, 0 or more, got {step!r}")
         detectors = chosen(self.detectors, self.task)
         topology = describe(model, self.select, self.engine)
@@ -264,7 +265,12 @@ def _variable(name: str) -> Variable | None:
 
 
 def as_globs(globs: str | Iterable[str]) -> tuple[str, ...]:
-    """Return one glob or several as a tuple; what is neither, too, for `check` to refuse."""
+    """Return one glob or several as a tuple; what is neither, too, for `check` to refuse.
+
+    A set has another order on each rank, and ranks must say the same.
+    """
+    if isinstance(globs, AbstractSet):
+        return tuple(sorted(globs, key=str))
     several = isinstance(globs, Iterable) and not isinstance(globs, str)
     return tuple(globs) if several else (globs,)  # type: ignore[return-value]
 

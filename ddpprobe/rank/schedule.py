@@ -8,6 +8,7 @@ from typing import final
 
 from ddpprobe.errors import InstallError
 
+MOST_STEPS = 1 << 53  # below it every whole number is one of float64, too
 KEPT_RANGES = 32  # of steps that were ordered one by one: "not long ago" is asked for as well
 
 
@@ -29,12 +30,12 @@ class Schedule:
     ranges: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+        if not (is_step(self.every) and self.every):
             raise InstallError(
                 "every must be an integer of at least 1 (sample each N-th step), "
                 f"got {self.every!r}"
             )
-        if not isinstance(self.dense_until, int) or self.dense_until < 0:
+        if not is_step(self.dense_until):
             msg = f"dense_until must be a step number, 0 or more, got {self.dense_until!r}"
             raise InstallError(msg)
         pairs = self.ranges if isinstance(self.ranges, tuple | list) else (self.ranges,)
@@ -56,10 +57,17 @@ class Schedule:
         return json.dumps(asdict(self), sort_keys=True)
 
 
+def is_step(number: object) -> bool:
+    """Whether a number is one of a step: whole, 0 or more, and such that files can hold it."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        return False
+    return 0 <= number < MOST_STEPS
+
+
 def _is_range(pair: object) -> bool:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         return False
-    return all(isinstance(step, int) for step in pair) and 0 <= pair[0] <= pair[1]
+    return all(map(is_step, pair)) and pair[0] <= pair[1]
 
 
 def as_schedule(every: int | Schedule) -> Schedule:

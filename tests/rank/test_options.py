@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import nn
 
@@ -137,6 +138,10 @@ def test_any_other_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"name": "../esc"}, "name must be .*run_dir"),
         ({"name": "/tmp/abs"}, "name must be"),
         ({"every": 2.5}, "every must be an integer"),
+        ({"every": 2**70}, "every must be an integer"),
+        ({"first_step": 2**63}, "first_step must be a step number"),
+        ({"backward": np.array(["output", "full"])}, "backward must be one of"),
+        ({"detectors": {"grad_spike": {3: 1}}}, "grad_spike has no setting 3; it has z="),
     ],
 )
 def test_what_is_no_name_or_path_is_refused_with_an_example(given: dict, says: str) -> None:
@@ -145,7 +150,9 @@ def test_what_is_no_name_or_path_is_refused_with_an_example(given: dict, says: s
     options(name="gpt small.2", run_dir=Path("x")).check(nn.Linear(1, 1), lambda _: None)
 
 
-@pytest.mark.parametrize("ranges", [(1, 2), 5, ((3, 1),), ((1, 2, 3),), ((1.5, 2),), "ab"])
+@pytest.mark.parametrize(
+    "ranges", [(1, 2), 5, ((3, 1),), ((1, 2, 3),), ((1.5, 2),), ((False, True),), "ab"]
+)
 def test_ranges_that_are_none_are_refused_with_an_example(ranges: object) -> None:
     with pytest.raises(InstallError, match=r"ranges=\(\(100, 120\),\)"):
         ddpprobe.Schedule(ranges=ranges)  # type: ignore[arg-type]
@@ -154,3 +161,10 @@ def test_ranges_that_are_none_are_refused_with_an_example(ranges: object) -> Non
 def test_nothing_changes_them() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         options().every = 1  # type: ignore[misc]
+
+
+def test_a_set_of_globs_has_one_order_on_all_ranks() -> None:
+    globs = {f"layers.{i}.*" for i in range(20)}
+    assert as_globs(globs) == as_globs(frozenset(globs)) == tuple(sorted(globs))
+    assert set(as_globs({"b", 1})) == {"b", 1}
+    assert as_globs(["b", "a"]) == ("b", "a")
