@@ -86,8 +86,12 @@ def is_within(step: int, steps: slice) -> bool:
 
 
 def _are_within(numbers: NDArray[np.int64], steps: slice) -> NDArray[np.bool_]:
-    first, width = steps.start or 0, steps.step or 1
-    last = np.iinfo(np.int64).max if steps.stop is None else steps.stop - 1
+    # No step is larger than an int64, but a bound that somebody typed may be.
+    most = int(np.iinfo(np.int64).max)
+    first, width = steps.start or 0, min(steps.step or 1, most)
+    if first > most:
+        return np.zeros(len(numbers), bool)
+    last = most if steps.stop is None else min(steps.stop - 1, most)
     inside: NDArray[np.bool_] = (numbers >= first) & (numbers <= last)
     inside &= (numbers - first) % width == 0
     return inside

@@ -215,7 +215,7 @@ def _part(run_: Run, args: argparse.Namespace) -> Selection:
     if args.attempt is not None and args.attempt not in attempts:
         known = ", ".join(map(str, attempts)) or "none"
         raise RunError(f"no attempt {args.attempt} in this run; it has {known}")
-    check_rank(run_, None if args.rank == EVERY_RANK else args.rank)
+    check_rank(run_, None if args.rank == EVERY_RANK else args.rank, args.attempt)
     return Selection(args.rank, args.steps, args.attempt)
 
 

@@ -140,6 +140,7 @@ def _derived(run_: Run, args: argparse.Namespace) -> int:
     if not found:
         if run_.lost:
             return report_gaps(run_.lost)
+        _refuse_steps(run_.derived(args.derived), args)
         raise RunError(
             f"no step holds what {args.derived!r} needs: the noise scale needs two ranks or more "
             "whose gradients are averaged whole, growth numbered blocks, balance numbered experts"
@@ -388,11 +389,16 @@ def step_range(text: str) -> slice:
     return slice(start, stop)
 
 
-def check_rank(run_: Run, rank: int | None) -> None:
-    """Raise RunError for a rank that left no records; None is all of them."""
-    ranks = sorted({r for attempt in run_.attempts() for r in run_.ranks(attempt)})
+def check_rank(run_: Run, rank: int | None, attempt: int | None = None) -> None:
+    """Raise RunError for a rank that left no records, in an attempt or (None) in any.
+
+    A rank of None is all of them.
+    """
+    chosen = run_.attempts() if attempt is None else [attempt]
+    ranks = sorted({r for number in chosen for r in run_.ranks(number)})
     if rank is not None and rank not in ranks:
-        raise RunError(f"no rank {rank} in this run; it has {', '.join(map(str, ranks)) or 'none'}")
+        where = "this run" if attempt is None else f"attempt {attempt}"
+        raise RunError(f"no rank {rank} in {where}; it has {', '.join(map(str, ranks)) or 'none'}")
 
 
 def _no_step(run_: Run, args: argparse.Namespace) -> Exception:
@@ -404,6 +410,16 @@ def _no_step(run_: Run, args: argparse.Namespace) -> Exception:
     near = sampled_around(steps, args.steps)
     reach = f"they reach from {steps[0]} to {steps[-1]}; nearest: {near}"
     return RunError(f"no sampled step in --steps; {reach}")
+
+
+def _refuse_steps(anywhere: Sequence[DerivedSeries], args: argparse.Namespace) -> None:
+    """Raise RunError if numbers are known at other steps than those that were asked for."""
+    if anywhere:
+        steps = np.unique(np.concatenate([series.steps for series in anywhere]))
+        raise RunError(
+            f"no step in --steps holds what {args.derived!r} needs; those that do reach from "
+            f"{steps[0]} to {steps[-1]}; nearest: {sampled_around(steps, args.steps)}"
+        )
 
 
 def _no_scalar(run_: Run, args: argparse.Namespace) -> Exception:

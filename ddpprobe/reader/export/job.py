@@ -143,7 +143,8 @@ class Job:
         if self.lost:
             return RunError(f"nothing to export: {self.lost[0]}", exit_code=3)
         if self.part.steps == slice(None):
-            return RunError(f"{self.run.path}: no step was recorded")
+            where = "" if self.part.attempt is None else f" in attempt {self.part.attempt}"
+            return RunError(f"{self.run.path}: no step was recorded{where}")
         return RunError("no recorded step in --steps; `ddpprobe info RUN` says which there are")
 
 

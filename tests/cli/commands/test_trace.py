@@ -18,8 +18,10 @@ from torch import Tensor, nn
 import ddpprobe
 from ddpprobe.records.step import OBSERVED, Site
 from ddpprobe.rundir import framing
+from ddpprobe.rundir.paths import RunDir
+from ddpprobe.store.writer import StoreWriter
 
-from ...made_runs import Made, record
+from ...made_runs import NODE, Made, record
 
 Call = Callable[..., tuple[int, str, str]]
 NAN = float("nan")
@@ -368,3 +370,34 @@ def test_a_derived_number_that_no_step_holds_says_what_it_needs(call: Call, run:
     assert (code, "the noise scale needs two ranks or more" in err) == (2, True)
     assert "choose one of grad_noise" in call("trace", run, "--derived", "grad_nosie")[2]
     assert "leave --rank away" in call("trace", run, "--derived", "--rank", 0)[2]
+
+
+def test_a_derived_number_of_other_steps_names_those_next_to_them(
+    call: Call, tmp_path: Path
+) -> None:
+    names = [name for n in range(3) for name in (f"blocks.{n}", f"blocks.{n}.mlp")]
+    sites = tuple(Site(name, "output", dtype="float32") for name in names)
+    made = Made(tmp_path / "run")
+    made.write(record(r, step, 6, sites=sites) for step in (0, 10, 20) for r in range(2))
+    path, name = made.close().path, "output_growth"
+    assert ddpprobe.open(path).derived(name)[0].steps.tolist() == [0, 10, 20]
+    code, _, err = call("trace", path, "--derived", name, "--steps", "11:20")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"no step in --steps holds what {name!r} needs; those that do reach from 0 to 20" in err
+    assert "nearest: 10 and 20" in err
+
+
+@pytest.mark.parametrize("steps", ["9223372036854775808:", f":{10**30}", f"{10**30}"])
+def test_steps_beyond_any_number_of_a_step_are_no_error_of_the_program(
+    call: Call, run: Path, steps: str
+) -> None:
+    wanted = ("--site", "blocks.1.mlp:output", "--steps", steps)
+    code, out, err = call("trace", run, *wanted)
+    if steps.startswith(":"):
+        assert (code, len(cells(out))) == (0, 5)
+    else:
+        assert (code, "they reach from 0 to 3; nearest: 3" in err) == (2, True)
+    folder = StoreWriter(RunDir(run), NODE, durable=False)
+    folder.fold()
+    folder.close()
+    assert call("trace", run, *wanted)[:2] == (code, out)

@@ -352,6 +352,15 @@ def test_steps_and_a_rank_select(run, call, tmp_path) -> None:
     assert len({t for _, _, t in found["ddpprobe_site_rms"]}) == 10
 
 
+def test_a_rank_that_an_attempt_has_not_is_refused_by_name(tmp_path, call) -> None:
+    made_runs.Made(tmp_path / "run", ranks=1).whole(3).close()
+    made_runs.Made(tmp_path / "run", ranks=2, attempt=1).whole(3).close()
+    wanted = (tmp_path / "run", "--format", "csv", "--rank", 1)
+    code, _, err = call(*wanted, "--attempt", 0)
+    assert (code, "no rank 1 in attempt 0; it has 0" in err) == (2, True)
+    assert call(*wanted, "--attempt", 1)[0] == 0
+
+
 def test_what_was_found_in_an_attempt_still_counts_in_the_next_one(tmp_path, call) -> None:
     for attempt in range(2):
         made = made_runs.Made(tmp_path / "run", attempt=attempt)
