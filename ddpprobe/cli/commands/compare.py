@@ -24,8 +24,10 @@ from ddpprobe.reader.compare.runs import compare
 from ddpprobe.reader.compare.timeline import length
 from ddpprobe.reader.compare.tolerance import Tolerance
 from ddpprobe.reader.run import Run
+from ddpprobe.reader.series import matches
 from ddpprobe.reader.text import UNOBSERVED, number, plain
 from ddpprobe.records.near_names import nearest
+from ddpprobe.records.step import IN_TURN
 
 if TYPE_CHECKING:
     from ddpprobe.records.step import Site
@@ -122,9 +124,9 @@ def _verdict(found: Comparison, *, exact: bool) -> str:
     if not found.sites:
         return "undecided: no site could be compared"
     if exact:
-        return "no parting: every number is equal"
+        return "no parting: every number that is compared is equal"
     if found.nearest is None:
-        return "no parting: no number differs"
+        return "no parting: no number that is compared differs"
     near = found.nearest
     return (
         f"no parting: the largest difference is {near.excess:.3g} of what is allowed, at step "
@@ -283,8 +285,16 @@ def _texts(things: Iterable[object]) -> list[str]:
 def _nothing_found(runs: tuple[Run, Run], found: Comparison, args: argparse.Namespace) -> Exception:
     """Say why there is nothing to compare."""
     if found.steps:
-        known = (str(site) for r in runs for site in r.series("*", "numel").sites)
-        return RunError(f"no site matches {args.sites!r}; nearest: {nearest(args.sites, known)}")
+        known = [site for r in runs for site in r.series("*", "numel").sites]
+        kinds = {site.kind for site in known if matches(site, args.sites)}
+        if kinds and kinds.issubset(IN_TURN):
+            return RunError(
+                f"{args.sites!r} matches sites of kind {', '.join(sorted(kinds))} alone, which are "
+                "not compared: an optimizer turns rounding into a whole step; without --sites the "
+                "checksums of parameters are"
+            )
+        near = nearest(args.sites, map(str, known))
+        return RunError(f"no site matches {args.sites!r}; nearest: {near}")
     if any(found.torn):
         return RunError(
             "no step was sampled in both and came to its end: "

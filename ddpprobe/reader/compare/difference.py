@@ -47,7 +47,7 @@ class Growth:
     Attributes:
         step: optimizer step.
         apart, compared: number of sites beyond what is allowed, and of all.
-        worst: the site with the largest `excess`; None if there is no site.
+        worst: the site with the largest `excess`; None if none differs.
         a, b: loss, as the mean over the ranks; NaN where none was given.
     """
 

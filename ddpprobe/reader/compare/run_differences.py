@@ -15,7 +15,7 @@ from ddpprobe.rundir.paths import RunDir
 # Of a process, not of what it computed.
 _OWN = {
     "rank", "local_rank", "node", "node_index", "attempt", "pid", "pid_start", "run_id", "name",
-    "started_ns", "created_ns", "head", "head_url", "role", "format_version",
+    "started_ns", "created_ns", "head", "head_url", "role", "format_version", "process",
 }  # fmt: skip
 _LOOKS = 8  # records: the first ones say which parameters have a checksum
 

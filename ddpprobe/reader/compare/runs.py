@@ -221,10 +221,14 @@ class _Comparing:
         for difference in self._differences(both, rows[new], excess[new]):
             self._keep(self._found, difference.site and difference.site.key, difference)
         self._parted[both.pairing.index[rows[new]]] = True
-        nearest = self._out.nearest
-        if not self._found and worst.max(initial=0.0) > (nearest.excess if nearest else 0.0):
+        if self._is_nearest(worst.max(initial=0.0)):
             at = slice(int(worst.argmax()), int(worst.argmax()) + 1)
             (self._out.nearest,) = self._differences(both, rows[at], excess[at])
+
+    def _is_nearest(self, excess: float) -> bool:
+        """Return whether nothing has parted, and nothing came nearer to that than this."""
+        nearest = self._out.nearest
+        return not self._found and excess > (nearest.excess if nearest else 0.0)
 
     def _differences(
         self, both: _Both, rows: NDArray[np.intp], excess: Floats
@@ -247,9 +251,11 @@ class _Comparing:
         for name, rank in one.keys() & two.keys() - self._found.keys():
             x, y = one[name, rank], two[name, rank]
             excess = self._scalar_excess(x, y, r)
+            difference = Difference(a.step, order, None, name, rank, VALUE, x, y, excess)
             if excess > 1:
-                difference = Difference(a.step, order, None, name, rank, VALUE, x, y, excess)
                 self._keep(self._found, (name, rank), difference)
+            elif self._is_nearest(excess):
+                self._out.nearest = difference
 
     def _scalar_excess(self, x: float, y: float, r: float) -> float:
         if x == y or (math.isnan(x) and math.isnan(y)):
@@ -270,7 +276,7 @@ class _Comparing:
     def _growth(self, both: _Both, a: StepRecord, b: StepRecord) -> Growth:
         sites = both.pairing.sites
         excess = both.excess(self._tolerance, np.arange(len(sites))).max(axis=1, initial=0.0)
-        worst = int(excess.argmax()) if sites else None
+        worst = int(excess.argmax()) if excess.any() else None
         return Growth(
             both.step, int((excess > 1).sum()), len(sites),
             None if worst is None else sites[worst],

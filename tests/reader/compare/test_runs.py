@@ -254,6 +254,23 @@ def test_equal_runs_do_not_part_and_say_how_near_they_came():
     assert of(Told(steps(range(4))), Told(near), exact=True).differences[0].stat == "max"
 
 
+def test_a_scalar_may_be_what_came_nearest_to_a_parting():
+    near = steps(range(4))
+    near[2].values[3, VALUES.index("max")] *= 1 + rounding("float32") / 16
+    near[3].scalars[0]["loss"] *= 1 + rounding("float32")
+    found = of(Told(steps(range(4))), Told(near))
+    assert (found.differences, found.nearest.step, found.nearest.scalar) == ([], 3, "loss")
+    said = next(lines((found, (0, None), []), exact=False))
+    assert " of what is allowed, at step 3 in loss of rank 0: value " in said
+
+
+def test_where_a_scalar_parts_alone_no_site_is_named_as_the_farthest_apart():
+    other = steps(range(3))
+    other[1].scalars[0]["loss"] = 5.0
+    found = of(Told(steps(range(3))), Told(other))
+    assert [(g.step, g.apart, g.worst) for g in found.growth] == [(1, 0, None), (2, 0, None)]
+
+
 def test_a_batch_over_other_ranks_is_compared_after_the_reduction_and_in_the_forward():
     found = of(Told(steps(range(3))), Told(steps(range(3), ranks=4)))
     assert found.differences == []
@@ -461,7 +478,7 @@ def test_the_verb_tells_checksums_and_circumstances(tmp_path, call):
     a, b = write(tmp_path / "a", bend), write(tmp_path / "b", lambda r: bend(r) if r.step < 4 else
                  replace(r, digests={("b.weight", ""): {9: 1 << r.ranks[0]}}))  # fmt: skip
     _, out, _ = call("compare", a, b)
-    assert out.startswith("no parting: no number differs\n")
+    assert out.startswith("no parting: no number that is compared differs\n")
     assert "checksums: bits differ after step 4 in b.weight on rank 0 (equal through step 3;" in out
     assert "what else differs" not in out
     other = Made(tmp_path / "c", ranks=3)
@@ -474,6 +491,27 @@ def test_the_verb_tells_checksums_and_circumstances(tmp_path, call):
         ["local_world_size", "2", "3"],
         ["world_size", "2", "3"],
     ]
+
+
+def test_a_glob_over_weights_alone_is_told_that_they_are_not_compared(tmp_path, call):
+    weight = Site("blocks.1.w", "param", dtype="float32")
+
+    def bend(record: StepRecord) -> StepRecord:
+        return replace(record, sites=(*record.sites[:2], weight))
+
+    a, b = write(tmp_path / "a", bend), write(tmp_path / "b", bend)
+    for glob in ("*:param", "blocks.1.w"):
+        code, _, err = call("compare", a, b, "--sites", glob)
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"{glob!r} matches sites of kind param alone, which are not compared" in err
+
+
+def test_the_process_that_trained_is_no_difference_between_runs(tmp_path, call):
+    for name in "ab":
+        made = Made(tmp_path / name, process=f"process of {name}")
+        made.write(made_record(r, s) for s in range(2) for r in range(2))
+        made.close()
+    assert "what else differs" not in call("compare", tmp_path / "a", tmp_path / "b")[1]
 
 
 def test_wrong_use_is_one_line_and_exit_2(tmp_path, call):
@@ -513,7 +551,7 @@ def test_a_damaged_store_is_compared_as_far_as_it_goes_and_exits_with_3(tmp_path
     chunk.write_bytes(chunk.read_bytes()[:-9])
     code, out, err = call("compare", *paths)
     assert code == 3
-    assert out.startswith("no parting: no number differs\n")
+    assert out.startswith("no parting: no number that is compared differs\n")
     assert "not compared: 8 steps that only A sampled" in out
     assert f"lost: {tmp_path / 'b'}: " in err
 
@@ -579,7 +617,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("a", "b", "words", "says"),
     [
-        ("a", "a", ["--exact"], "no parting: every number is equal\n"),
+        ("a", "a", ["--exact"], "no parting: every number that is compared is equal\n"),
         ("a", "shuffled", [], "no parting: the largest difference is 0."),
         ("a", "shuffled", ["--exact"], "parted at step "),
         ("a", "micros", [], "no parting: the largest difference is 0."),
