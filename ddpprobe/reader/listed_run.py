@@ -44,7 +44,7 @@ class ListedRun:
         step: the newest that was begun; None: not known, or none was.
         anomaly: the first in order of cause of the worst level; None: none is known. It is called
             a first cause only where the daemon saw all that is held.
-        pages, warnings: how many there are.
+        pages, warnings, infos: how many there are.
         judged, sampled: sampled steps that the daemon judged, and that were taken, as far as known.
         whole: all of it was judged, of a run under way so far.
         empty: it is over and took no sampled step, so there is nothing to judge.
@@ -62,6 +62,7 @@ class ListedRun:
     anomaly: Anomaly | None = None
     pages: int = 0
     warnings: int = 0
+    infos: int = 0
     judged: int = 0
     sampled: int = 0
     whole: bool = False
@@ -87,17 +88,18 @@ class ListedRun:
             "attempt": None if self.attempt == NO_ATTEMPT else self.attempt,
             "state": self.state, "ranks": self.ranks or None, "step": self.step,
             "verdict": self.verdict, "anomaly": self.anomaly and asdict(self.anomaly),
-            "anomalies": {"page": self.pages, "warn": self.warnings},
+            "anomalies": {"page": self.pages, "warn": self.warnings, "info": self.infos},
             "judged": {"complete": self.whole, "held": self.judged, "sampled": self.sampled},
             "damage": self.damage or None,
         }  # fmt: skip
 
     def _nothing(self) -> str:
+        below = f" at level warn or above ({self.infos} below)" if self.infos else ""
         if self.whole and (self.judged or self.state == RUNNING):
             so_far = " so far" if self.state == RUNNING else ""
-            return f"no anomalies{so_far} in {_steps(self.judged)}"
+            return f"no anomalies{below}{so_far} in {_steps(self.judged)}"
         if self.judged:
-            return "nothing found"
+            return f"nothing found{below}"
         if self.empty:
             return NOTHING_SAMPLED
         return f"not judged ({_steps(self.sampled)})" if self.sampled else "not judged"
@@ -176,6 +178,7 @@ def _listed(path: Path, identity: RunIdentity, began: int) -> ListedRun:
         anomaly=_leading(found, told_all=told_all),
         pages=sum(a.level == "page" for a in found),
         warnings=sum(a.level == "warn" for a in found),
+        infos=sum(a.level == "info" for a in found),
         judged=judged,
         sampled=max(taken, judged),
         whole=told_all and (ending.end.state == RUNNING or 0 < judged >= taken),

@@ -108,6 +108,15 @@ def test_a_healthy_run_says_in_how_much_nothing_was_found(tmp_path: Path) -> Non
     assert listed(made.close().path).verdict == "no anomalies in 3 sampled steps"
 
 
+def test_what_is_below_a_warning_is_not_said_to_be_nothing(tmp_path: Path) -> None:
+    made = Made(tmp_path / "run").whole(3)
+    made.tell(framing.ANOMALY, replace(ANOMALY, level="info", first_cause=False, step=2))
+    line = listed(made.close().path)
+    said = "no anomalies at level warn or above (1 below) in 3 sampled steps"
+    assert (line.anomaly, line.verdict) == (None, said)
+    assert line.to_json()["anomalies"] == {"page": 0, "warn": 0, "info": 1}
+
+
 def test_a_step_that_never_came_to_its_end_is_none_that_was_judged(tmp_path: Path) -> None:
     made = Made(tmp_path / "run")
     for step in range(4):
