@@ -14,6 +14,7 @@ from ddpprobe.reader.readings import NodeReading
 from ddpprobe.reader.run import Run
 from ddpprobe.reader.tensors import Captured
 from ddpprobe.records.derived import DerivedNumbers
+from ddpprobe.records.every_loss import losses_of
 from ddpprobe.records.step import Anomaly, Site, StepRecord
 from ddpprobe.report.bins import SiteBins
 from ddpprobe.report.captured_cause import CapturedCause, look
@@ -171,10 +172,11 @@ def _holes(run: Run) -> list[tuple[int, int, int]]:
 def _count(story: Story, record: StepRecord) -> None:
     story.records += 1
     story.skipped += record.skipped
-    if story.loss_lost is None:
-        bad = [r for r, s in record.scalars.items() if not math.isfinite(s.get("loss", 0.0))]
+    for step, losses in losses_of(record) if story.loss_lost is None else ():
+        bad = [rank for rank, loss in losses.items() if not math.isfinite(loss)]
         if bad:
-            story.loss_lost = record.attempt, record.step, sorted(bad)
+            story.loss_lost = record.attempt, step, sorted(bad)
+            return
 
 
 def _read_ranks(run: Run, history: History) -> None:
