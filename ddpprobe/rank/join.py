@@ -281,6 +281,8 @@ class _Head:
             "apart": any(part["model"] != heard[0]["model"] for part in heard), "refused": "",
             "disk": attempts.mark_disk(claimed.run) if len(nodes) > 1 else "",
             "process": OF_THE_PROCESS.token,
+            # Of this attempt: what run.json says of it is of the first one.
+            "every": heard[0]["every"], "wrapper": _wrapper(heard),
         }  # fmt: skip
         if self.roster is not None and self._options.starts_daemon:
             try:
@@ -363,9 +365,9 @@ def _open(
         "local_world_size": plan["members"][str(place.node_index)], "node": node,
         "node_index": place.node_index, "attempt": attempt, "pid": os.getpid(),
         "pid_start": processes.own_start(), "hostname": place.hostname,
-        "device": _device(), "wrapper": identity["wrapper"],
+        "device": _device(), "wrapper": plan["wrapper"],
         "backend": backend(), "torch": torch.__version__, "run_id": identity["run_id"],
-        "name": identity["name"], "every": identity["every"], "started_ns": time.time_ns(),
+        "name": identity["name"], "every": plan["every"], "started_ns": time.time_ns(),
         "head": is_head, "head_url": plan["head"],
         "restarts_left": restarts_left(os.environ),
         "on_anomaly": options.response, "include": options.include, "exclude": options.exclude,

@@ -50,7 +50,7 @@ def summarize(
         "path": str(merged_reader.run.path),
         "name": str(identity.get("name") or merged_reader.run.path.name),
         **{key: identity.get(key) for key in _IDENTITY},
-        **(_newest(merged_reader, endings[-1].attempt) if endings else {}),
+        **(_newest(merged_reader, attempts[-1], identity) if attempts else {}),
         "state": endings[-1].end.state if endings else UNKNOWN,
         "end": endings[-1].end.to_json() if endings else None,
         "complete": held.complete,
@@ -100,11 +100,20 @@ _IDENTITY = (
 )  # fmt: skip
 
 
-def _newest(merged_reader: MergedReader, attempt: int) -> dict[str, Any]:
+def _newest(
+    merged_reader: MergedReader, told: dict[str, Any], identity: dict[str, Any]
+) -> dict[str, Any]:
     """Return what run.json may know wrongly: it was written at the first `install()`.
 
-    The model may have been wrapped since, and a later attempt may have other ranks.
+    The model may have been wrapped since, and a later attempt may have other ranks, elsewhere, of
+    another version, that sample other steps.
+
+    Args:
+        merged_reader: the run.
+        told: what `_attempt` says of the newest attempt.
+        identity: content of run.json.
     """
+    attempt = told["attempt"]
     topologies = [
         e.what for e in merged_reader.events(attempt) if isinstance(e.what, TopologyEvent)
     ]
@@ -113,9 +122,23 @@ def _newest(merged_reader: MergedReader, attempt: int) -> dict[str, Any]:
     found = {
         "wrapper": next(iter(wrappers)) if len(wrappers) == 1 else "mixed" if wrappers else "",
         "world_size": merged_reader.world_size(attempt),
-        "backend": meta.get("backend"),
+        **{key: meta.get(key) for key in ("backend", "every", "torch")},
+        **_places(told["ranks"], merged_reader.world_size(attempt), identity),
     }
     return {key: value for key, value in found.items() if value}
+
+
+def _places(ranks: list[dict[str, Any]], world: int, identity: dict[str, Any]) -> dict[str, Any]:
+    """Return on how many nodes these ranks are, and on which host rank 0 is, as far as they say.
+
+    A run that has lost its run.json does not know it: that is said, and stays so.
+    """
+    nodes = {str(rank["node"]) for rank in ranks if rank["node"] is not None}
+    found = {
+        "nodes": len(nodes) if len(ranks) == world else None,  # else others are elsewhere
+        "hostname": next((rank["hostname"] for rank in ranks if rank["rank"] == 0), None),
+    }
+    return {key: value for key, value in found.items() if identity.get(key) is not None}
 
 
 def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) -> dict[str, Any]:
@@ -127,6 +150,7 @@ def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) ->
     steps = [int(step) for f in facts for step in (*f.steps[:1], *f.steps[-1:])]
     silent = sorted(set(range(merged_reader.world_size(attempt))) - {f.rank for f in facts})
     sealed = {e.node for e in events if isinstance(e.what, SealedEvent)}
+    unsealed = sorted({str(f.meta["node"]) for f in facts if "node" in f.meta} - sealed)
     ranks = []
     for each in facts:
         share = shares[each.rank]
@@ -151,8 +175,8 @@ def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) ->
         **_notes(events),
         "command": _command(events),
         "detectors": recorded(merged_reader.rank_meta(attempt).get("detectors")),
-        "sealed": bool(sealed),
-        "unsealed": sorted({str(f.meta["node"]) for f in facts if "node" in f.meta} - sealed),
+        "sealed": bool(sealed) and not unsealed,
+        "unsealed": unsealed,
         "torn_bytes": sum(f.torn for f in facts),
     }
 

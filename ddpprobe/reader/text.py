@@ -51,6 +51,11 @@ def without(ranks: int) -> str:
     return f"{ranks} rank{'' if ranks == 1 else 's'}" if ranks else ""
 
 
+def per_cent(ratio: float | None) -> str:
+    """Format a share of 1 as per cent, rounded down: what lacks anything is never 100 %."""
+    return UNOBSERVED if ratio is None else f"{math.floor(1000 * ratio) / 10:g} %"
+
+
 def size(n_bytes: float) -> str:
     """Format a number of bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -68,7 +73,8 @@ def steps_in_words(info: Mapping[str, Any]) -> str:
     first, last = info["steps"]["first"], info["steps"]["last"]
     known = [n for n in (first, info["began"]) if n is not None]
     if not known:
-        return UNOBSERVED
+        reached = info["reached"]
+        return UNOBSERVED if reached is None else f"up to {reached}, none recorded"
     began = min(known)
     reached = max(n for n in (began, last, info["reached"]) if n is not None)
     trained = f"{began} to {reached}"

@@ -12,7 +12,15 @@ import numpy as np
 
 from ddpprobe.ends.evidence import named
 from ddpprobe.ends.judge import RUNNING
-from ddpprobe.reader.text import UNOBSERVED, commit, number, size, steps_in_words, wrapping
+from ddpprobe.reader.text import (
+    UNOBSERVED,
+    commit,
+    number,
+    per_cent,
+    size,
+    steps_in_words,
+    wrapping,
+)
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.ranks import COMPARED, MOST_LISTED, differences, differs, standing_out
 from ddpprobe.report.story import Story
@@ -40,8 +48,7 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "torch", str(info["torch"] or "")
     yield "rank 0 on", str(info["hostname"] or "")
     yield "sampling", _sampling(info)
-    steps = steps_in_words(info)
-    yield "steps", "" if steps == UNOBSERVED else steps
+    yield "steps", steps_in_words(info)
     yield "sites", f"{info['sites']:,}"
     yield from _said(info["attempts"])
     yield "size", size(info["bytes"]["total"])
@@ -153,7 +160,7 @@ def ranks(story: Story) -> dict[str, Any]:
             "rank": rank["rank"],
             "status": rank["status"],
             "steps": _span({"first": rank["first_step"], "last": rank["last_step"]}),
-            "complete": _percent(rank["completeness"]),
+            "complete": per_cent(rank["completeness"]),
             "short": rank["completeness"] is not None and rank["completeness"] < 1,
             "out": rank["rank"] in blamed,
             "values": [_compared(medians[w], ratio[w], rank["rank"]) for w in medians],
@@ -230,11 +237,7 @@ def _compared(
 
 def _complete(told: list[dict[str, Any]]) -> str:
     shares = [rank["completeness"] for rank in told if rank["completeness"] is not None]
-    return _percent(min(shares, default=None))
-
-
-def _percent(share: float | None) -> str:
-    return UNOBSERVED if share is None else f"{math.floor(1000 * share) / 10:g} %"
+    return per_cent(min(shares, default=None))
 
 
 def _span(steps: dict[str, int | None]) -> str:

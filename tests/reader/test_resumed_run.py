@@ -154,3 +154,16 @@ def test_of_long_attempts_the_first_steps_and_those_around_the_resume_are_read(
     assert steps == [0, 5, 10, 80, 85, 90, 95]
     back = StepRecord(1, 52, (0,), 0)
     assert [r.step for r in earlier(RunDir(journaled), back)] == [0, 5, 10, 35, 40, 45, 50, 55, 60]
+
+
+def test_the_interval_that_is_told_is_that_of_the_newest_attempt(tmp_path: Path) -> None:
+    for every, first in ((10, 0), (3, 20)):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        path = tmp_path / "run"
+        with ddpprobe.install(model, run_dir=path, every=every, first_step=first, daemon="none"):
+            for _ in range(10):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+    run = ddpprobe.open(path)
+    assert (run.info()["every"], run.sampled_steps(1)) == (3, [21, 24, 27])

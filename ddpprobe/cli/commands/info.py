@@ -11,7 +11,7 @@ from typing import Any
 from ddpprobe.cli.output import report_gaps, say, say_json, table
 from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.ends.judge import told
-from ddpprobe.reader.text import UNOBSERVED, commit, plain, size, steps_in_words, wrapping
+from ddpprobe.reader.text import UNOBSERVED, commit, per_cent, plain, size, steps_in_words, wrapping
 
 MOST_ORDERS = MOST_NOTES = 20  # lines of an attempt
 OWN = {"install": "install(capture=...)", "first bad module": "the first bad module"}
@@ -143,7 +143,6 @@ def _topology(info: dict[str, Any]) -> Iterator[str]:
 def _ranks(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     yield ("rank", "node", "device", "pid", "steps", "sampled", "complete", "sites", "status")
     for rank in ranks:
-        complete = rank["completeness"]
         yield (
             str(rank["rank"]),
             _known(rank["node"]),
@@ -151,7 +150,7 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             _known(rank["pid"]),
             _span({"first": rank["first_step"], "last": rank["last_step"]}),
             f"{rank['sampled']} of {rank['expected']}",
-            UNOBSERVED if complete is None else f"{100 * complete:.3g} %",
+            per_cent(rank["completeness"]),
             _sites(rank),
             rank["status"],
         )

@@ -1,0 +1,64 @@
+"""What ran, of the newest attempt, and how much of it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ddpprobe
+from ddpprobe.reader.text import per_cent
+from ddpprobe.records.events import SealedEvent, to_json
+from ddpprobe.report.story import gather
+from ddpprobe.report.tables import ranks
+from ddpprobe.rundir import framing
+
+from ...made_runs import Made, record
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@dataclass
+class Elsewhere(Made):
+    """A later attempt: on another host, of another version, with another interval."""
+
+    def _meta(self, rank: int) -> dict[str, Any]:
+        nodes = ("node_0000", "node_0001")
+        said = {"every": 5, "torch": "3", "hostname": f"host {rank}", "node": nodes[rank]}
+        return {**super()._meta(rank), **said}
+
+
+def test_a_rank_that_lacks_one_step_of_many_is_not_said_to_be_complete(
+    call: Call, tmp_path: Path
+) -> None:
+    assert [per_cent(1 - lacking) for lacking in (0, 1e-9, 4e-4)] == ["100 %", "99.9 %", "99.9 %"]
+    made = Made(tmp_path / "run")
+    made.write(record(r, step) for step in range(3) for r in range(2) if (r, step) != (1, 1))
+    path = made.close().path
+    code, out, _ = call("info", path)
+    assert (code, "3 of 3  100 %" in out, "2 of 3  66.6 %" in out) == (4, True, True)
+    assert [row["complete"] for row in ranks(gather(ddpprobe.open(path)))["rows"]] == [
+        "100 %",
+        "66.6 %",
+    ]
+
+
+def test_what_ran_is_told_of_the_newest_attempt(call: Call, tmp_path: Path) -> None:
+    Made(tmp_path / "run").whole(3).close()
+    path = Elsewhere(tmp_path / "run", attempt=1).whole(3).close().path
+    out = call("info", path)[1]
+    assert "topology   2 ranks on 2 nodes, ddp, gloo, torch 3, rank 0 on host 0\n" in out
+    assert "sampling   every 5 steps\n" in out
+
+
+def test_an_attempt_is_sealed_if_all_of_its_nodes_are(call: Call, tmp_path: Path) -> None:
+    nodes = [Made(tmp_path / "run", node=f"node_000{n}") for n in range(2)]
+    for rank, made in enumerate(nodes):
+        made.write(record(rank, step) for step in range(3))
+    for sealed, made in zip((False, True), nodes, strict=True):
+        made.tell(framing.LIFE, to_json(SealedEvent()))
+        made.close()
+        (attempt,) = ddpprobe.open(made.path).info()["attempts"]
+        assert (attempt["sealed"], attempt["unsealed"] == []) == (sealed, sealed)
+        assert (", sealed" in call("info", made.path)[1]) == sealed
