@@ -87,3 +87,22 @@ def test_the_pages_of_sites_name_every_kind_and_every_statistic():
     lasting = ", ".join(kind for kind in KINDS if kind not in IN_TURN)
     assert f"`kind` is, in the metrics of sites (tier B), one of {lasting};" in served
     assert f"`ddpprobe_nonfinite_elements_total` one of {', '.join(COUNTED_KINDS)};" in served
+
+
+def test_no_code_in_a_table_shows_a_backslash_before_a_bar():
+    """GitHub drops it there; the site shows it, and a reader types it."""
+    shown = [
+        (page.name, code)
+        for page in PAGES
+        for line in page.read_text().splitlines()
+        if line.startswith("|")
+        for code in re.findall(r"`[^`]+`", line)
+        if r"\|" in code
+    ]
+    assert shown == []
+
+
+def test_the_style_of_the_site_is_built_into_it():
+    named = re.findall(r"^extra_css: \[(.*)\]$", (HOME / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert named == ["extra.css"]
+    assert "word-break: normal" in (HOME / "docs/extra.css").read_text()
