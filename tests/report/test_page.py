@@ -333,6 +333,8 @@ def test_a_slow_rank_stands_out(report: Report, tmp_path: Path) -> None:
     assert backward["data"][0]["y"] == [f"rank {r}" for r in range(4)]
     np.testing.assert_allclose(ratio[:, 0], [1, 2, 1, 1], rtol=1e-6)
     assert "0.4 2.00 x" in page.text
+    # Before the numbers, which are wider than the page: on which machine to look.
+    assert re.search(r"rank\s+host\s+status\s+steps", page.text)
 
 
 def test_readings_are_the_same_from_the_journal_and_from_the_store(tmp_path: Path) -> None:
