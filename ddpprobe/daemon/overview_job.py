@@ -67,13 +67,15 @@ class OverviewJob:
             NAME,
             noted_config,
             read_overview,
+            stored_identity,
         )
 
         overview = Overview()
         yield from read_overview(self._run, overview)
         facts: dict[str, Any] = facts_of(
-            identity_of(self._run), noted_config(self._run), state=self._state(),
-            attempt=self._attempt, found=self._found(),
+            stored_identity(self._run, identity_of(self._run), self._attempt),
+            noted_config(self._run), state=self._state(), attempt=self._attempt,
+            found=self._found(),
         )  # fmt: skip
         yield from _write(overview.rows(facts), self._run.path / NAME)
 

@@ -33,6 +33,7 @@ from ddpprobe.records.events import (
 from ddpprobe.records.events import Event as LifeEvent
 from ddpprobe.records.step import Anomaly, Site
 from ddpprobe.rundir import paths, safe_read
+from ddpprobe.store.newest_identity import newest_identity
 
 
 def summarize(
@@ -103,42 +104,16 @@ _IDENTITY = (
 def _newest(
     merged_reader: MergedReader, told: dict[str, Any], identity: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return what run.json may know wrongly: it was written at the first `install()`.
-
-    The model may have been wrapped since, and a later attempt may have other ranks, elsewhere, of
-    another version, that sample other steps.
-
-    Args:
-        merged_reader: the run.
-        told: what `_attempt` says of the newest attempt.
-        identity: content of run.json.
-    """
-    attempt = told["attempt"]
-    topologies = [
-        e.what for e in merged_reader.events(attempt) if isinstance(e.what, TopologyEvent)
-    ]
-    meta = merged_reader.rank_meta(attempt)
-    wrappers = {t.wrapper for t in topologies if t.wrapper}
-    found = {
-        "wrapper": next(iter(wrappers)) if len(wrappers) == 1 else "mixed" if wrappers else "",
-        "world_size": merged_reader.world_size(attempt),
-        **{key: meta.get(key) for key in ("backend", "every", "torch")},
-        **_places(told["ranks"], merged_reader.world_size(attempt), identity),
-    }
-    return {key: value for key, value in found.items() if value}
+    """Return what the newest attempt, which `_attempt` has `told`, knows better than run.json."""
+    events = merged_reader.events(told["attempt"])
+    wrappers = (e.what.wrapper for e in events if isinstance(e.what, TopologyEvent))
+    world = {"world_size": merged_reader.world_size(told["attempt"])}
+    meta = {**merged_reader.rank_meta(told["attempt"]), **world}
+    metas = [{**meta, **{key: rank[key] for key in _OWN}} for rank in told["ranks"]]
+    return newest_identity(identity, metas or [world], wrappers)
 
 
-def _places(ranks: list[dict[str, Any]], world: int, identity: dict[str, Any]) -> dict[str, Any]:
-    """Return on how many nodes these ranks are, and on which host rank 0 is, as far as they say.
-
-    A run that has lost its run.json does not know it: that is said, and stays so.
-    """
-    nodes = {str(rank["node"]) for rank in ranks if rank["node"] is not None}
-    found = {
-        "nodes": len(nodes) if len(ranks) == world else None,  # else others are elsewhere
-        "hostname": next((rank["hostname"] for rank in ranks if rank["rank"] == 0), None),
-    }
-    return {key: value for key, value in found.items() if identity.get(key) is not None}
+_OWN = ("rank", "node", "hostname")  # of one rank
 
 
 def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) -> dict[str, Any]:

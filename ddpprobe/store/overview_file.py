@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpprobe.errors import StoreDamaged
-from ddpprobe.records.events import NoteEvent
+from ddpprobe.records.events import Event, NoteEvent, TopologyEvent
 from ddpprobe.rundir import validate
 from ddpprobe.rundir.paths import RunDir
 from ddpprobe.store.group_names import attempts_of, groups_of
+from ddpprobe.store.newest_identity import newest_identity
 from ddpprobe.store.overview import Overview
 from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.row_reader import RowReader
@@ -65,11 +66,22 @@ def noted_config(run: RunDir) -> dict[str, str]:
     """Return what the script said by `probe.note(config=...)`, as far as it is in the store."""
     config: dict[str, str] = {}
     for attempt in attempts_of(run):
-        for key in groups_of(run, attempt):
-            if "/node_" not in key:
-                continue
-            for _, _, value in StoredGroup(run, key).events():
-                event = validate.known_event(value)
-                if isinstance(event, NoteEvent):
-                    config |= event.config
+        for event in _events(run, attempt):
+            if isinstance(event, NoteEvent):
+                config |= event.config
     return config
+
+
+def stored_identity(run: RunDir, identity: Mapping[str, Any], attempt: int) -> dict[str, Any]:
+    """Return content of run.json, with what an attempt knows better, as far as it is stored."""
+    keys = (key for key in groups_of(run, attempt) if "/rank_" in key)
+    metas = [meta for key in keys if (meta := StoredGroup(run, key).meta)]
+    wrappers = (e.wrapper for e in _events(run, attempt) if isinstance(e, TopologyEvent))
+    return {**identity, **newest_identity(identity, metas, wrappers)}
+
+
+def _events(run: RunDir, attempt: int) -> Iterator[Event]:
+    for key in groups_of(run, attempt):
+        if "/node_" in key:
+            found = (validate.known_event(e) for _, _, e in StoredGroup(run, key).events())
+            yield from (event for event in found if event is not None)

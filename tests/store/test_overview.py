@@ -182,6 +182,29 @@ def test_export_writes_what_the_daemon_writes(run: RunDir, tmp_path: Path) -> No
         assert mine == theirs
 
 
+def test_what_ran_is_that_of_the_newest_attempt_as_info_has_it(tmp_path: Path) -> None:
+    sealed(tmp_path / "run", 4)
+    made = Made(tmp_path / "run", ranks=1, attempt=1)
+    made.write(record(0, step, attempt=1) for step in range(4))
+    made.tell(framing.RECORD, record(0, 0, attempt=1))
+    told = {"event": "topology", "wrapper": "fsdp", "device": "cpu"}
+    made.writer(0).append_json(framing.LIFE, told)
+    run = made.close()
+    folder = StoreWriter(run, NODE, block=8, durable=False)
+    folder.fold()
+    folder.seal()
+    folder.close()
+    job = OverviewJob(run, 1, lambda: "ended", Fuse("store"))
+    while not job.done:
+        job.advance()
+    daemons = pq.read_table(run.path / NAME).to_pylist()[0]
+    out, info = tmp_path / "exported.parquet", open_run(run.path).info()
+    cli.main(["export", str(run.path), "--format", "overview", "-o", str(out)])
+    for row in (daemons, pq.read_table(out).to_pylist()[0]):
+        assert (row["attempt"], row["ranks"], row["wrapper"]) == (1, 1, "fsdp")
+        assert (info["world_size"], info["wrapper"]) == (1, "fsdp")
+
+
 def test_the_daemon_s_writer_imports_neither_pandas_nor_zarr(tmp_path: Path) -> None:
     rows = {name: ["a" if kind == "text" else 1] for name, kind in TYPES.items()}
     command = [sys.executable, "-X", "importtime", "-m", overview_job.WRITER, tmp_path / NAME]

@@ -19,6 +19,7 @@ from ddpprobe.store.columns import LabelAxis, SiteAxis, encode_rows, encode_scal
 from ddpprobe.store.overview import TYPES, Overview, facts_of
 from ddpprobe.store.overview_writer import write_overview
 
+_OF_THE_NEWEST = ("world_size", "nodes", "wrapper", "torch", "hostname")  # in `Run.info`
 _BATCH = 64  # records that are in memory together
 
 
@@ -39,10 +40,11 @@ def export_overview(run: Run, out: BinaryIO, advance: Callable[[int], object]) -
         advance(len(batch))
     attempts, endings = run.attempts(), run.endings()
     config: dict[str, str] = {}
-    for told in run.info()["attempts"]:
+    info = run.info()
+    for told in info["attempts"]:
         config |= told["config"]
     facts = facts_of(
-        run.identity,
+        {**run.identity, **{key: info[key] for key in _OF_THE_NEWEST}},
         config,
         state=endings[-1].end.state if endings else "unknown",
         attempt=attempts[-1] if attempts else 0,
