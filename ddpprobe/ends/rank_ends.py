@@ -164,9 +164,8 @@ def _of_error(fate: Fate) -> str:
 
 def _of_signal(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
     others = [f for f in case.fates if f.rank != fate.rank and not _is_well(f)]
-    # One that is alone, as the others have left, keeps nobody waiting: nobody lost patience.
     suspended = any(f.suspended for f in case.fates)
-    stuck = suspended or (fate.stalled and bool(others))
+    stuck = suspended or (fate.stalled and not _has_time(fate, case, others))
     asked = list(told)
     first = any(fate.died_before(t) for t in asked)
     first |= not (asked or suspended) and any(map(_heard_it, others))
@@ -175,6 +174,17 @@ def _of_signal(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
     if fate.how == "SIGABRT" and len(case.fates) > 1:
         return VICTIM if stuck else ABORTED
     return CAUSE
+
+
+def _has_time(fate: Fate, case: Case, others: list[Fate]) -> bool:
+    """Whether one that stands still keeps nobody waiting, so that nobody loses patience with it.
+
+    That is one by itself, and one between two steps when others have come to their end. `others`
+    have not.
+    """
+    left = len(others) < len(case.fates) - 1
+    between = fate.clock is not None and fate.clock.phase == "data"
+    return not others or (left and between)
 
 
 def _is_well(fate: Fate) -> bool:

@@ -387,6 +387,12 @@ VERDICTS = {
     "killed in a long evaluation, when all others had left": (
         [fate(0, "SIGKILL", at(40, "data"), stalled=True),
          fate(1, "exit:0", at(40, "data"), closed=True)], "crashed", [0], "SIGKILL"),
+    "two killed in a long evaluation, when a third one had left": (
+        [*(fate(n, "SIGKILL", at(40, "data"), stalled=True) for n in (0, 1)),
+         fate(2, "exit:0", at(40, "data"), closed=True)], "crashed", [0, 1], "SIGKILL"),
+    "two killed in a step that a third one had left before": (
+        [*(fate(n, "SIGKILL", at(40, "backward"), stalled=True) for n in (0, 1)),
+         fate(2, "exit:0", at(40, "data"), closed=True)], "hung", [2], "hang"),
     "killed in a long checkpoint, by itself": (
         [fate(0, "SIGKILL", at(40, "data"), stalled=True)], "crashed", [0], "SIGKILL"),
     # Nothing to blame anybody for.
