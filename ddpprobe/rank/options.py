@@ -30,6 +30,7 @@ from ddpprobe.rundir.paths import RUN_VARIABLE
 
 _BACKWARD = ("output", "full")
 _DAEMON = ("auto", "none")
+MOST_STEPS = 1 << 53  # below it every whole number is one of float64, too
 MOST_NAMED = 128  # modules and parameters with histograms
 _ON_ANOMALY, _TELL = ("record", "stop"), "tell"
 
@@ -120,7 +121,7 @@ class InstallOptions:
                 f"{self.on_anomaly!r}"
             )
         step = self.first_step
-        if not is_step(step):
+        if not (is_step(step) and step < MOST_STEPS):
             raise ValueError(f"first_step must be a step number, 0 or more, got {step!r}")
         detectors = chosen(self.detectors, self.task)
         topology = describe(model, self.select, self.engine)

@@ -8,7 +8,7 @@ from typing import final
 
 from ddpprobe.errors import InstallError
 
-MOST_STEPS = 1 << 53  # below it every whole number is one of float64, too
+MOST_EVERY = 1 << 63  # what files have room for
 KEPT_RANGES = 32  # of steps that were ordered one by one: "not long ago" is asked for as well
 
 
@@ -30,7 +30,7 @@ class Schedule:
     ranges: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if not (is_step(self.every) and self.every):
+        if not (is_step(self.every) and 0 < self.every < MOST_EVERY):
             raise InstallError(
                 "every must be an integer of at least 1 (sample each N-th step), "
                 f"got {self.every!r}"
@@ -58,10 +58,8 @@ class Schedule:
 
 
 def is_step(number: object) -> bool:
-    """Whether a number is one of a step: whole, 0 or more, and such that files can hold it."""
-    if isinstance(number, bool) or not isinstance(number, int):
-        return False
-    return 0 <= number < MOST_STEPS
+    """Whether a number is one of a step: whole, and 0 or more."""
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
 
 def _is_range(pair: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,9 @@ def test_a_set_of_globs_has_one_order_on_all_ranks() -> None:
     assert as_globs(globs) == as_globs(frozenset(globs)) == tuple(sorted(globs))
     assert set(as_globs({"b", 1})) == {"b", 1}
     assert as_globs(["b", "a"]) == ("b", "a")
+
+
+def test_a_number_that_stands_for_no_end_is_taken() -> None:
+    never, always = ddpprobe.Schedule(every=sys.maxsize), ddpprobe.Schedule(dense_until=sys.maxsize)
+    later = ddpprobe.Schedule(every=sys.maxsize, ranges=((3, 1 << 70),))
+    assert [never.sampled(7), always.sampled(7), later.sampled(7)] == [False, True, True]
