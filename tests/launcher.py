@@ -29,6 +29,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from .nursery import be_called, fork_daemons, nursery
 from .waiting import deadline
 
 # What the jobs of this suite import: of torch, and of ddpprobe all that `install` does.
@@ -63,12 +64,13 @@ class Launcher:
         out, err: files for what it and its ranks print; they may be one.
         fresh: whether each rank is an interpreter of its own.
         enter: what is called in its process before all else.
+        forks_daemons: whether the daemons of forked ranks are forked as well (`nursery`).
     """
 
     def __init__(
         self, options: Sequence[object] | None, script: Sequence[object], *, cwd: Path,
         env: Mapping[str, str], out: Path, err: Path, fresh: bool,
-        enter: Callable[[], None] | None = None,
+        enter: Callable[[], None] | None = None, forks_daemons: bool = True,
     ) -> None:  # fmt: skip
         ends = [] if fresh else [_ENDS]
         words = [*ends, *script]
@@ -78,7 +80,9 @@ class Launcher:
         self._words = [*map(str, words)]
         for file in (out, err):
             file.write_bytes(b"")
-        given = (self._words, enter, str(cwd), dict(env), str(out), str(err))
+        # Behind `enter` it is on another host, where the nursery is not.
+        bell = nursery().bell if forks_daemons and not fresh and enter is None else None
+        given = (self._words, enter, bell, str(cwd), dict(env), str(out), str(err))
         begun = _torchrun if options is not None else _script
         self._process = _server.Process(target=begun, args=given)
         with _alone:
@@ -108,7 +112,7 @@ class Launcher:
 def _torchrun(words: list[str], *where: Any) -> None:
     """Be torchrun, in the forked process."""
     _move(*where)
-    _be_called(sys.executable, "-m", "torch.distributed.run", *words)
+    be_called(sys.executable, "-m", "torch.distributed.run", *words)
     _run(words)
 
 
@@ -117,9 +121,13 @@ def _run(words: Sequence[str]) -> None:
 
     A forked rank that is through waits for a word, which torchrun says when all are through. If it
     ends them before, it would never say it, and kill such a rank half a minute later.
+
+    For its own log torchrun asks eighteen times for the name of the method that it is in, by way of
+    all modules that there are, which is half of what it takes: here one frame is looked at.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     closes = MultiprocessContext._close
 
@@ -128,16 +136,9 @@ def _run(words: Sequence[str]) -> None:
         closes(context, **how)
 
     MultiprocessContext._close = close  # type: ignore[method-assign]
+    name_of = lambda depth=2: sys._getframe(depth).f_code.co_name  # noqa: E731
+    dynamic_rendezvous.get_method_name = name_of  # type: ignore[assignment]
     run.main(words)
-
-
-def _be_called(*words: str) -> None:
-    """Put a command line, as far as there is room, in the place of the one that /proc shows."""
-    fields = Path("/proc/self/stat").read_bytes().rpartition(b") ")[2].split()
-    start, end = (int(field) for field in fields[45:47])  # arg_start, arg_end: proc(5)
-    line = b"".join(word.encode() + b"\0" for word in words)[: end - start - 1]
-    ctypes.memset(start, 0, end - start)
-    ctypes.memmove(start, line, len(line))
 
 
 def _script(words: list[str], *where: Any) -> None:
@@ -148,8 +149,9 @@ def _script(words: list[str], *where: Any) -> None:
 
 
 def _move(
-    enter: Callable[[], None] | None, cwd: str, env: dict[str, str], out: str, err: str
-) -> None:
+    enter: Callable[[], None] | None, bell: str | None, cwd: str, env: dict[str, str], out: str,
+    err: str,
+) -> None:  # fmt: skip
     """Take on the directory, the environment and the output of a launch."""
     # A thread of the parent is none here, and would leave its locks as they were.
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread"
@@ -160,6 +162,8 @@ def _move(
     os.setsid()
     if enter is not None:
         enter()
+    if bell is not None:
+        fork_daemons(bell)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

@@ -62,7 +62,7 @@ def test_the_command_is_told_without_what_its_options_call_secrets(job: int, tre
 
 
 def test_a_process_that_has_named_itself_has_no_words_behind_its_name() -> None:
-    name = "import sys; from tests.launcher import _be_called; _be_called('worker', 'x')"
+    name = "import sys; from tests.nursery import be_called; be_called('worker', 'x')"
     code = f"{name}; print('runs', flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
     words = [sys.executable, "-c", code, *["more words"] * 9]

@@ -207,7 +207,7 @@ def test_who_succeeds_a_daemon_killed_just_now_tells_prometheus_the_end(
 @pytest.mark.parametrize("word", ["stopped", "crashed", "hung", "vanished"])
 def test_how_a_run_ended_is_the_same_word_wherever_it_is_told(job, call, word) -> None:
     daemon = job.daemon(0, linger=600.0)
-    ranks = [job.rank(n, steps=100_000) for n in range(2)]
+    ranks = [job.rank(n, steps=100_000, delay=0.1) for n in range(2)]
     wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 2)  # it watches them
     wait(lambda: min(len(job.acked(n)) for n in range(2)) > 5)
     match word:

@@ -59,7 +59,7 @@ class Launch:
         late = deadline(timeout)
         while not (value := condition()):
             assert time.monotonic() < late, f"not within {timeout:.0f} s:\n{self.log}"
-            time.sleep(0.005)
+            time.sleep(0.02)
         return value
 
     def finished(self, rank: int) -> list[int]:

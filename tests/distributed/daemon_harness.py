@@ -35,7 +35,7 @@ Process = subprocess.Popen[Any] | Child
 class Harness:
     """One run directory with its processes; every one of them is ended by `close`.
 
-    They are forked (`nursery`), but for those that start in a namespace of their own.
+    They are forked (`nursery`), but for those that a command begins (`prefix`).
 
     Attributes:
         patient: its daemons wait for slow ranks and nodes as long as it takes.
@@ -50,20 +50,22 @@ class Harness:
         self.processes: list[Process] = []
         self.acks: dict[tuple[int, int], Path] = {}
 
-    def rank(self, rank: int, world: int = 2, prefix: Sequence[str] = (), **spec: Any) -> Process:
-        """Start a rank; see `rank_process` for what `spec` may say."""
+    def rank(self, rank: int, world: int = 2, network: str | None = None, **spec: Any) -> Process:
+        """Start a rank, in a network of `ip netns`; `rank_process` says what `spec` may say."""
         spec = {"steps": 40, "delay": 0.02, "local_world_size": world, **spec}
         spec |= {"run": str(self.run.path), "rank": rank, "world_size": world}
         ack = self.run.path / f"ack_{spec.get('attempt', 0)}_{rank}"
         self.acks[spec.get("attempt", 0), rank] = ack
         with ack.open("w") as out:
-            return self._start(prefix, [str(RANK), json.dumps(spec)], out.fileno(), 2)
+            words = [str(RANK), json.dumps(spec)]
+            return self._start((), words, out.fileno(), 2, network=network)
 
     def daemon(
         self,
         node: int = 0,
         *extra: str,
         prefix: Sequence[str] = (),
+        network: str | None = None,
         linger: float = 0.0,
         token: str | None = TOKEN,
         run: RunDir | None = None,
@@ -77,7 +79,7 @@ class Harness:
         log = (self.run.path / f"daemon_{node}.txt").open("a")
         with log:
             env = {} if token is None else {"DDPPROBE_TOKEN": token}
-            return self._start(prefix, words, log.fileno(), log.fileno(), env)
+            return self._start(prefix, words, log.fileno(), log.fileno(), env, network)
 
     def log(self, node: int = 0) -> str:
         """Return what the node's daemons printed."""
@@ -147,7 +149,7 @@ class Harness:
 
     def _start(
         self, prefix: Sequence[str], words: Sequence[str], out: int, err: int,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None, network: str | None = None,
     ) -> Process:  # fmt: skip
         env = {**os.environ, "DDPPROBE_STRICT": "1", **(env or {})}
         if prefix:
@@ -156,7 +158,7 @@ class Harness:
                 stdout=out, stderr=err,
             )  # fmt: skip
         else:
-            process = nursery().start(words, env, out, err)
+            process = nursery().start(words, env, out, err, network=network)
         self.processes.append(process)
         return process
 
@@ -177,7 +179,7 @@ def wait(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
     late = deadline(timeout)
     while not (value := condition()):
         assert time.monotonic() < late, f"not within {timeout:.0f} s"
-        time.sleep(0.02)
+        time.sleep(0.05)  # a look is a scrape, or reads a journal
     return value
 
 

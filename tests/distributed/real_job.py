@@ -7,8 +7,7 @@ import json
 import os
 import random
 import socket
-import subprocess
-import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Mapping, Sequence
@@ -21,26 +20,34 @@ from ddpprobe.rundir.orders import OrderReader
 from ddpprobe.rundir.paths import RunDir
 
 from ..launcher import Launcher
+from ..nursery import nursery
 from ..waiting import PATIENCE
 
 
 def ddpprobe_says(*words: str | Path) -> tuple[int, str]:
-    """Run the command; return its exit code and what it printed. A traceback fails the test."""
-    tool = Path(sys.executable).with_name("ddpprobe")
-    done = subprocess.run([tool, *words], capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout
+    """Run the command; return its exit code and what it printed. A traceback fails the test.
+
+    It is a process of its own, forked: what is about its start is tested in `cli/`.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        command = ["-m", "ddpprobe", *map(str, words)]
+        code = nursery().start(command, os.environ, out.fileno(), err.fileno()).wait()
+        for file in (out, err):
+            file.seek(0)
+        assert "Traceback" not in (said := err.read()), said
+        return code, out.read()
 
 
 def start(
     script: Sequence[object], folder: Path, nproc: int, env: Mapping[str, str], *more: str,
-    fresh: bool,
+    fresh: bool, forks_daemons: bool = True,
 ) -> Launcher:  # fmt: skip
     """Start a job under torchrun, its output in `folder`/torchrun.out."""
     folder.mkdir(exist_ok=True)
     log = folder / "torchrun.out"
     where = {"cwd": folder, "env": {**os.environ, **env}, "out": log, "err": log}
-    return Launcher([*more, "--nproc-per-node", nproc], script, **where, fresh=fresh)
+    options = [*more, "--nproc-per-node", nproc]
+    return Launcher(options, script, **where, fresh=fresh, forks_daemons=forks_daemons)
 
 
 def said(run: Path) -> dict[str, Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +17,9 @@ from ddpprobe.reader.verify.verify import verify
 from ddpprobe.rundir import paths
 from ddpprobe.store.reader import StoredGroup
 
+from ..nursery import nursery
 from ..timed import untimed
+from ..waiting import PATIENCE
 
 NODE = paths.node_name(0)
 DRAWS = int(os.environ.get("DDPPROBE_TEST_DRAWS", "3"))  # of each test; more by tests.faults
@@ -166,8 +166,10 @@ def test_the_daemon_is_killed(launch) -> None:
         run = assert_nothing_acknowledged_is_lost(launched)
         assert run.deaths() == untimed(run.anomalies()) == []
         if not patient:  # what `ddpprobe daemon --dir RUN` does afterwards
-            command = [sys.executable, "-m", "ddpprobe.daemon", "--dir", str(launched.path)]
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            with (launched.directory / "by hand").open("w") as log:
+                words = ["-m", "ddpprobe.daemon", "--dir", str(launched.path)]
+                by_hand = nursery().start(words, os.environ, log.fileno(), log.fileno())
+            assert by_hand.wait(60 * PATIENCE) == 0
             run = assert_nothing_acknowledged_is_lost(launched)
         assert run.deaths() == untimed(run.anomalies()) == []
         assert run.info()["attempts"][0]["sealed"]

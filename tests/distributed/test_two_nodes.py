@@ -55,13 +55,12 @@ def port() -> int:
 def start_ranks(
     nodes: list[Harness],
     killed: int | None = None,
-    inside: list[list[str]] | None = None,
+    networks: Sequence[str] = (),
     **spec: object,
 ) -> list[subprocess.Popen[bytes]]:
     """Four ranks, two a node; rank 2, on the node that is not the head, goes bad at step 30.
 
-    One may be killed (SIGKILL) behind its last step. `inside`: what a command of each node begins
-    with.
+    One may be killed (SIGKILL) behind its last step. `networks`: that of each node.
 
     They begin together: a head waits five seconds for the slowest one, and no machine is that fast.
     """
@@ -70,8 +69,8 @@ def start_ranks(
     for rank in range(4):
         bad = 30 if rank == 2 else None
         given = {"node": rank // 2, "local_world_size": 2, "bad": bad, "world": 4, **spec}
-        if inside is not None:
-            given["prefix"] = inside[rank // 2]
+        if networks:
+            given["network"] = networks[rank // 2]
         if rank == killed:
             given |= {"closed": False, "signal": signal.SIGKILL}
         started.append(nodes[rank // 2].rank(rank, gate=str(gate), **given))
@@ -385,16 +384,15 @@ def test_two_hosts_gather_over_mutual_tls_and_a_wrong_certificate_is_told_to_the
 ) -> None:
     """A daemon that shows another authority's certificate first; the right one follows it."""
     head, other = nodes
-    inside = [["ip", "netns", "exec", name] for name in namespaces]
     folder = web_configs[0].parent
     stranger = Authority(folder, "stranger")
     wrong = web_config(folder, stranger, "wrong", "10.213.7.2", folder / "authority.crt")
     gather = ["--gather-listen", "10.213.7.1:13378", "--web-config", str(web_configs[0])]
-    leader = head.daemon(0, *gather, prefix=inside[0])
+    leader = head.daemon(0, *gather, network=namespaces[0])
     url = ["--head", "https://10.213.7.1:13378"]
     # It serves its metrics to all, and asks those for a certificate: that is nothing to warn of.
     to_all = ["--listen", "0.0.0.0:13377"]
-    refused = other.daemon(1, *url, *to_all, "--web-config", str(wrong), prefix=inside[1])
+    refused = other.daemon(1, *url, *to_all, "--web-config", str(wrong), network=namespaces[1])
     end = head.run.path / "end"
     ranks = start_ranks(nodes, steps=60, go_on=str(end))
     told = wait(lambda: (other.said(1) or {}).get("notices"))
@@ -407,7 +405,7 @@ def test_two_hosts_gather_over_mutual_tls_and_a_wrong_certificate_is_told_to_the
     (line,) = [r.getMessage() for r in caplog.records if "lacks this node" in r.getMessage()]
     assert line.startswith("ddpprobe: the head at 10.213.7.1:13378 does not answer (")
     kill(refused)
-    daemon = other.daemon(1, *url, "--web-config", str(web_configs[1]), prefix=inside[1])
+    daemon = other.daemon(1, *url, "--web-config", str(web_configs[1]), network=namespaces[1])
     wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step == 59], 40)
     wait(lambda: (other.said(1) or {}).get("notices") == {})
     end.touch()
@@ -418,10 +416,9 @@ def test_two_hosts_gather_over_mutual_tls_and_a_wrong_certificate_is_told_to_the
 
 def test_two_hosts_on_a_network_gather_and_a_cut_cable_is_survived(nodes, namespaces) -> None:
     head, other = nodes
-    inside = [["ip", "netns", "exec", name] for name in namespaces]
-    leader = head.daemon(0, "--gather-listen", "10.213.7.1:13378", prefix=inside[0])
-    daemon = other.daemon(1, "--head", "http://10.213.7.1:13378", prefix=inside[1])
-    ranks = start_ranks(nodes, inside=inside, steps=200, delay=0.02)
+    leader = head.daemon(0, "--gather-listen", "10.213.7.1:13378", network=namespaces[0])
+    daemon = other.daemon(1, "--head", "http://10.213.7.1:13378", network=namespaces[1])
+    ranks = start_ranks(nodes, networks=namespaces, steps=200, delay=0.02)
     wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step >= 20])
     # Two seconds without a cable: less than the head's patience, so nothing is missing after it.
     ip("-n", namespaces[1], "link", "set", "ddpp1", "down")
