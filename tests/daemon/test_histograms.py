@@ -19,14 +19,17 @@ BUCKETS = 'ddpprobe_site_magnitude_bucket{fqn="blocks.1.mlp",kind="output",le='
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_histograms_are_in_the_metrics_if_asked_for(tmp_path: Path, asked: bool) -> None:
+def test_histograms_are_in_the_metrics_if_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    monkeypatch.setenv("DDPPROBE_HISTOGRAMS", str(int(asked)))
     bins = np.zeros((1, BINS), np.int64)
     bins[0, [30, 100]] = 5, 7
     with daemon_harness.harness(tmp_path) as job:
         made = Made(job.run.path, ranks=1, pid=os.getpid())
         for step in range(5):
             made.write([replace(_whole(record(0, step)), binned=np.array([1]), bins=bins)])
-        daemon = job.daemon(prefix=["env", f"DDPPROBE_HISTOGRAMS={int(asked)}"])
+        daemon = job.daemon()
         daemon_harness.wait(lambda: 'ddpprobe_loss{rank="0"} 0.2' in job.metrics())
         if asked:
             daemon_harness.wait(lambda: f'{BUCKETS}"+Inf"}} 60.0' in job.metrics())

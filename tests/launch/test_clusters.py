@@ -47,6 +47,8 @@ with ddpprobe.install(model, every=1):
 dist.barrier()
 dist.destroy_process_group()
 """
+# torchrun itself, whose ranks need not import torch once more.
+FORKING = f'#!/bin/sh\nexec {sys.executable} -m tests.launcher "$@"\n'
 # The words of Slurm that the script uses: a task for each node, all at once, on this machine.
 SRUN = """#!/usr/bin/env bash
 shift # --kill-on-bad-exit=0
@@ -153,7 +155,8 @@ def cluster(tmp_path: Path, *, nodes: int) -> dict[str, str]:
     """Return the environment of a batch script, with Slurm's commands as this machine has them."""
     words = tmp_path / "bin"
     words.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho 127.0.0.1\n")):
+    scontrol = "#!/bin/sh\necho 127.0.0.1\n"
+    for name, text in (("srun", SRUN), ("scontrol", scontrol), ("torchrun", FORKING)):
         (words / name).write_text(text)
         (words / name).chmod(0o755)
     (tmp_path / "train.py").write_text(TRAIN)
