@@ -334,7 +334,7 @@ def test_a_job_that_is_told_to_stop_blames_nobody(job) -> None:
 
 def test_all_ranks_killed_at_once_leave_a_sealed_run(job) -> None:
     daemon = job.daemon()
-    ranks = [job.rank(n, world=3, steps=10_000, delay=0.005) for n in range(3)]
+    ranks = [job.rank(n, world=3, steps=10_000) for n in range(3)]
     wait(lambda: job.metrics().count("ddpprobe_rank_up{") == 3)
     for rank in ranks:
         rank.send_signal(signal.SIGKILL)
@@ -353,7 +353,7 @@ def test_all_ranks_killed_at_once_leave_a_sealed_run(job) -> None:
 @pytest.mark.parametrize("draw", range(3))
 def test_a_killed_daemon_is_followed_without_loss_or_duplicate(job, draw) -> None:
     rng = random.Random(draw)
-    ranks = [job.rank(n, steps=600, delay=0.004, bad=200 if n else None) for n in range(2)]
+    ranks = [job.rank(n, steps=300, delay=0.008, bad=100 if n else None) for n in range(2)]
     while any(rank.poll() is None for rank in ranks):
         daemon = job.daemon()
         try:
@@ -361,9 +361,9 @@ def test_a_killed_daemon_is_followed_without_loss_or_duplicate(job, draw) -> Non
         except subprocess.TimeoutExpired:
             kill(daemon)
     assert job.daemon().wait(30 * PATIENCE) == 0
-    assert job.merged_steps() == list(range(600))
-    assert job.acked(0) == job.acked(1) == list(range(600))
-    assert [(a.step, a.rank) for a in job.anomalies()] == [(200, 1)]
+    assert job.merged_steps() == list(range(300))
+    assert job.acked(0) == job.acked(1) == list(range(300))
+    assert [(a.step, a.rank) for a in job.anomalies()] == [(100, 1)]
     assert job.life("death") == []
 
 
@@ -608,24 +608,24 @@ def test_a_new_attempt_ends_the_one_before_although_a_rank_of_it_seems_alive(job
 
 
 def test_a_dead_run_is_sealed_by_hand_and_then_the_daemon_ends(job) -> None:
-    ranks = [job.rank(n, steps=300, delay=0.0, closed=False, bad=250) for n in range(2)]
+    ranks = [job.rank(n, steps=100, delay=0.0, closed=False, bad=80) for n in range(2)]
     for rank in ranks:
         rank.wait(30 * PATIENCE)
     assert job.daemon(0, linger=60.0).wait(30 * PATIENCE) == 0
-    assert job.merged_steps() == list(range(300))
+    assert job.merged_steps() == list(range(100))
     told = [(a.detector, a.step, a.rank) for a in job.anomalies()]
-    assert told == [("nonfinite", 250, None), ("rank_lost", 300, None)]  # both ranks have it
+    assert told == [("nonfinite", 80, None), ("rank_lost", 100, None)]  # both ranks have it
     assert [d["signal"] for d in job.life("death")] == ["unknown", "unknown"]
     assert (job.life("end")[-1]["state"], job.life("end")[-1]["ranks"]) == ("vanished", [])
     assert (
         job.daemon(0, "--wait", "0.5").wait(30 * PATIENCE) == 0
     )  # and once more: nothing is left to do
-    assert job.merged_steps() == list(range(300))
+    assert job.merged_steps() == list(range(100))
     assert len(job.life("death")) == 2
     (said,) = {
         (r["state"], r["pages"], r["cause_detector"], r["cause_step"]) for r in overview(job)
     }
-    assert said == ("vanished", 2, "nonfinite", 250)
+    assert said == ("vanished", 2, "nonfinite", 80)
 
 
 def test_sigterm_ends_it_at_once_and_a_later_daemon_goes_on(job) -> None:

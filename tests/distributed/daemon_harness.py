@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from ddpprobe.records.step import Anomaly
+from ddpprobe.records.step import Anomaly, StepRecord
 from ddpprobe.rundir import framing
 from ddpprobe.rundir.journal import JournalTail
 from ddpprobe.rundir.paths import RunDir, make_dir, node_name, write_json
@@ -124,6 +124,27 @@ class Harness:
                     out.append((frame.type, frame.json()))
         tail.close()
         return out
+
+    def until_merged(
+        self, wanted: Callable[[StepRecord], bool], timeout: float = 20.0
+    ) -> list[StepRecord]:
+        """Wait until the head's journal has such a record; return those that it has by then.
+
+        What it holds is read once: at every look it would take longer than what is waited for.
+        """
+        tail = JournalTail(self.run.daemon_journal(0, node_name(0)))
+        found: list[StepRecord] = []
+
+        def look() -> bool:
+            for frame in tail.poll():
+                if frame.type == framing.RECORD:
+                    record = framing.decode_record(frame.payload, tail.tables)
+                    found.extend([record] if wanted(record) else [])
+            return bool(found)
+
+        with contextlib.closing(tail):
+            wait(look, timeout)
+        return found
 
     def life(self, event: str, node: int = 0, attempt: int = 0) -> list[Mapping[str, Any]]:
         """Return LIFE events of one sort, in the order of the sealed store."""

@@ -97,7 +97,7 @@ def test_the_command_line_asks_a_live_run_and_killed_daemons_announce_nothing_tw
 
     write_json(head.run.run_json, {"run_id": "test", "name": "test", "format_version": 1})
     lock = DirectoryLock(head.run.lock)
-    ranks = [head.rank(r, steps=6000, delay=0.01, bad=40 if r else None) for r in range(2)]
+    ranks = [head.rank(r, steps=6000, delay=0.03, bad=40 if r else None) for r in range(2)]
     wait(lambda: head.acked(0) and head.acked(1))
     code, _, error = ask()
     assert (code, "is not live here" in error) == (2, True)

@@ -153,19 +153,19 @@ def test_a_killed_head_is_followed_without_loss_or_duplicate(nodes, port, draw) 
     daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
     # They stay until the last head is there: it would wait for a node that ended before it began.
     end = head.run.path / "end"
-    ranks = start_ranks(nodes, steps=500, delay=0.006, go_on=str(end))
-    while any(len(nodes[n // 2].acked(n)) < 500 for n in range(4)):
+    ranks = start_ranks(nodes, steps=250, delay=0.012, go_on=str(end))
+    while any(len(nodes[n // 2].acked(n)) < 250 for n in range(4)):
         leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
         try:
             leader.wait(rng.uniform(0.4, 2.0))
         except subprocess.TimeoutExpired:
             kill(leader)
     leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
-    wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step == 499], 40)
+    head.until_merged(lambda r: r.step == 249, 40)
     end.touch()
     assert [rank.wait(40 * PATIENCE) for rank in ranks] == [0, 0, 0, 0]
     assert [leader.wait(40 * PATIENCE), daemon.wait(40 * PATIENCE)] == [0, 0]
-    assert_all_merged(head, 500)
+    assert_all_merged(head, 250)
 
 
 @pytest.mark.parametrize("draw", range(2))
@@ -174,20 +174,20 @@ def test_a_killed_node_daemon_is_followed_without_loss_or_duplicate(nodes, port,
     rng = random.Random(draw)
     leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
     end = head.run.path / "end"
-    ranks = start_ranks(nodes, steps=500, delay=0.006, go_on=str(end))
-    while len(other.acked(3)) < 450:
+    ranks = start_ranks(nodes, steps=250, delay=0.012, go_on=str(end))
+    while len(other.acked(3)) < 225:
         daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
         try:
             daemon.wait(rng.uniform(0.7, 1.5))
         except subprocess.TimeoutExpired:
             kill(daemon)
     daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
-    merged = wait(lambda: [p for t, p in head.frames() if t == 3 and p.step == 499], 40)
+    merged = head.until_merged(lambda r: r.step == 249, 40)
     assert len(merged) == 1
     end.touch()
     assert [rank.wait(40 * PATIENCE) for rank in ranks] == [0, 0, 0, 0]
     assert [leader.wait(40 * PATIENCE), daemon.wait(40 * PATIENCE)] == [0, 0]
-    assert head.merged_steps() == list(range(500))
+    assert head.merged_steps() == list(range(250))
 
 
 def test_a_node_that_falls_silent_is_missing_and_holds_nobody_up(nodes, port) -> None:
@@ -197,7 +197,7 @@ def test_a_node_that_falls_silent_is_missing_and_holds_nobody_up(nodes, port) ->
     daemon = other.daemon(1, "--head", f"http://127.0.0.1:{port}")
     end = head.run.path / "end"
     ranks = start_ranks(nodes, steps=1_000_000, delay=0.02, hang=True, end=str(end))
-    wait(lambda: [1 for t, p in head.frames() if t == 3 and p.ranks == (0, 1, 2, 3)])
+    head.until_merged(lambda r: r.ranks == (0, 1, 2, 3))
     kill(daemon)
     kill(leader)
     with daemon_harness.stopped(ranks):  # what they do from now on, nobody tells the head
@@ -206,7 +206,7 @@ def test_a_node_that_falls_silent_is_missing_and_holds_nobody_up(nodes, port) ->
     wait(lambda: all(len(nodes[n // 2].acked(n)) == steps for n in range(4)))
     head.patient = False
     leader = head.daemon(0, "--gather-listen", f"127.0.0.1:{port}")
-    wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step == steps - 1])
+    head.until_merged(lambda r: r.step == steps - 1)
     for rank in ranks:
         kill(rank)
     assert leader.wait(40 * PATIENCE) == 0
@@ -304,7 +304,7 @@ def test_a_hostile_node_with_its_own_secret_changes_nothing_and_metrics_stay_ali
         seen.add(push(made_cluster.block(made_cluster.wish(4, cause="request/../../evil"))))
         assert "ddpprobe_build_info" in head.metrics()
         step += 1
-    wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step == 149], 40)
+    head.until_merged(lambda r: r.step == 149, 40)
     for rank in ranks:
         kill(rank)
     assert [d.wait(40 * PATIENCE) for d in (leader, daemon)] == [0, 0]
@@ -406,7 +406,7 @@ def test_two_hosts_gather_over_mutual_tls_and_a_wrong_certificate_is_told_to_the
     assert line.startswith("ddpprobe: the head at 10.213.7.1:13378 does not answer (")
     kill(refused)
     daemon = other.daemon(1, *url, "--web-config", str(web_configs[1]), network=namespaces[1])
-    wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step == 59], 40)
+    head.until_merged(lambda r: r.step == 59, 40)
     wait(lambda: (other.said(1) or {}).get("notices") == {})
     end.touch()
     assert [r.wait(40 * PATIENCE) for r in ranks] == [0] * 4
@@ -419,7 +419,7 @@ def test_two_hosts_on_a_network_gather_and_a_cut_cable_is_survived(nodes, namesp
     leader = head.daemon(0, "--gather-listen", "10.213.7.1:13378", network=namespaces[0])
     daemon = other.daemon(1, "--head", "http://10.213.7.1:13378", network=namespaces[1])
     ranks = start_ranks(nodes, networks=namespaces, steps=200, delay=0.02)
-    wait(lambda: [1 for t, p in head.frames() if t == 3 and p.step >= 20])
+    head.until_merged(lambda r: r.step >= 20)
     # Two seconds without a cable: less than the head's patience, so nothing is missing after it.
     ip("-n", namespaces[1], "link", "set", "ddpp1", "down")
     at = len(head.acked(0))
