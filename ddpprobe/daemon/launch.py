@@ -68,6 +68,8 @@ logger = logging.getLogger("ddpprobe")
 class DaemonKeeper:
     """Starts the daemon of a node anew if it died, ever more seldom if it dies at its start.
 
+    One that is still starting is given a minute.
+
     What is wrong is said once in the log of the training. `look` is for one thread at a time.
 
     Args:
@@ -113,7 +115,7 @@ class DaemonKeeper:
         elif not self._run.path.is_dir():
             self._over = True
             self._say("gone", _GONE, self._run.path)
-        else:
+        elif now - self._started > STEADY_SECONDS or not _is_starting(self._run, self._node):
             self._start_anew(now)
 
     def _pass_on(self) -> None:
@@ -278,6 +280,14 @@ def ask_store(url: str, question: Mapping[str, Any]) -> dict[str, Any]:
 def daemon_alive(run: RunDir, node: str) -> bool:
     """Return whether a daemon holds the lock of this node."""
     return paths.is_locked(run.daemon_file(node, "lock"))
+
+
+def _is_starting(run: RunDir, node: str) -> bool:
+    """Return whether a process is there that is to be this daemon, whoever started it.
+
+    On a starved machine it takes Python many seconds to come as far as the lock.
+    """
+    return processes.is_told("--dir", str(run.path.absolute()), "--node", node)
 
 
 def wait_for_daemon(run: RunDir, node: str, timeout: float) -> dict[str, Any] | None:

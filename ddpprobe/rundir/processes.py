@@ -41,6 +41,16 @@ def exists(pid: object) -> bool:
     return True
 
 
+def is_told(*words: str) -> bool:
+    """Return whether a process has these words in its command line, one behind the other."""
+    try:
+        lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    except (psutil.Error, OSError):
+        return False
+    told = [*words]
+    return any(told == line[i : i + len(told)] for line in lines for i in range(len(line)))
+
+
 def is_process(pid: int, started: float | None) -> bool:
     """Return whether `pid` is (or was, as a zombie) the process started at Unix time `started`.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ddpprobe.daemon import launch
-from ddpprobe.daemon.launch import CHECK_SECONDS, DaemonKeeper, last_words
+from ddpprobe.daemon.launch import CHECK_SECONDS, STEADY_SECONDS, DaemonKeeper, last_words
 from ddpprobe.daemon.node import DaemonOptions, NodeDaemon
 from ddpprobe.rundir import paths, processes
 from ddpprobe.rundir.paths import DirectoryLock, RunDir
@@ -173,6 +175,32 @@ def test_a_start_that_is_refused_is_said_once_an_outage(
     silent._next = 0.0
     silent.look()
     assert said(caplog) == []
+
+
+def test_a_daemon_that_is_slow_to_start_is_neither_started_twice_nor_said_to_end(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ["--dir", str(bench.run.path), "--node", NODE, "--wait", "120"]
+    slow = subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE)
+    try:
+        bench.wait(STEADY_SECONDS)
+        assert (bench.starts, said(caplog)) == ([], [])
+        bench.wait(2 * CHECK_SECONDS)  # it does not start: another one may
+        assert len(bench.starts) == 1
+    finally:
+        slow.kill()
+        slow.communicate()
+
+
+def test_a_daemon_that_ended_as_it_started_is_started_anew_at_the_next_look(bench: Bench) -> None:
+    words = ["--dir", str(bench.run.path), "--node", "node_0007"]  # another node's does not count
+    other = subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE)
+    try:
+        bench.wait(CHECK_SECONDS)
+        assert len(bench.starts) == 1
+    finally:
+        other.kill()
+        other.communicate()
 
 
 def test_a_deleted_run_directory_is_said_once_and_not_made_again(
