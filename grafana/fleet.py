@@ -11,6 +11,7 @@ from grafana.panels import (
     GREEN,
     PURPLE,
     RED,
+    STEPS_PER_SECOND,
     THRESHOLD,
     Column,
     Query,
@@ -40,6 +41,10 @@ BY = "job, run"
 NAME = "{{job}} {{run}}"
 LINK = f"/d/{run.UID}?var-job=${{__data.fields.job:percentencode}}&var-run=${{__data.fields.run:percentencode}}&${{__url_time_range}}"
 STATE = at_the_end(state(ALL, BY))
+FAULTY = 10  # more than the state of a run that did not fail, in which a fault was found
+SHOWN = SHOWN_STATES | {
+    FAULTY + code: (f"{SHOWN_STATES[code][0]}, with a fault", RED) for code in range(FAILED)
+}
 SEEN = metric("last_collect_timestamp_seconds", ALL)
 # The runs that are drawn: those that were seen last. It is decided once, at the end of the shown
 # time.
@@ -102,6 +107,8 @@ def _table() -> list[Placed]:
     )
     said = f'label_join({newest}, "verdict", "", "detector", "where", "who", "when")'
     loss = metric("loss", ALL)
+    # A run with a NaN is no good one, though it goes on.
+    faulty = f"({STATE} < {FAILED}) + on ({BY}) ({FAULTY} + 0 * {lasting_causes(ALL, BY)})"
     link = {"links": [{"title": "Open the run", "url": LINK, "targetBlank": False}]}
 
     def of(expr: str) -> Query:
@@ -111,12 +118,16 @@ def _table() -> list[Placed]:
         (
             table_panel(
                 "Runs, the worst first",
-                "One line per run: what it is, the first cause of its newest fault and when that was seen, how far it came. Click a run to open it.",
+                "One line per run: what it is and whether a fault was found, the first cause of its newest fault and when that was seen, how far it came. Click a run to open it.",
                 "none",
                 [
                     Column("job"),
                     Column("run", properties={"custom.width": 240, **link}),
-                    Column("state", Query(STATE), {**worded(SHOWN_STATES), "custom.width": 170}),
+                    Column(
+                        "state",
+                        Query(f"{faulty} or on ({BY}) {STATE}"),
+                        {**worded(SHOWN), "custom.width": 190},
+                    ),
                     Column("verdict", properties={"custom.width": 380}),
                     Column(
                         "since",
@@ -138,6 +149,7 @@ def _table() -> list[Placed]:
                     ),
                 ],
                 "state",
+                finest=True,
             ),
             24,
         )
@@ -166,7 +178,7 @@ def _pace() -> list[Placed]:
             graph_panel(
                 "Steps per second",
                 f"Of the slowest rank of each of the {ROWS} newest runs. One that falls: open its dashboard.",
-                "ops",
+                STEPS_PER_SECOND,
                 [Query(f"min by ({BY}) ({rate('steps_total', ALL)}) {DRAWN}", NAME)],
             ),
             8,

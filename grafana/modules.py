@@ -80,7 +80,7 @@ def _now() -> list[Placed]:
             table_panel(
                 "Changed most",
                 f"The {ROWS} modules whose $stat is furthest from what it was $window before, in doublings or halvings. "
-                "Who is far above the others blows up or dies. Empty until the run is older than that.",
+                "Who is far above the others blows up or dies. Empty until the run is older than that, and where nothing is finite any more.",
                 "none",
                 [
                     Column("fqn", properties=NAME),
@@ -92,7 +92,7 @@ def _now() -> list[Placed]:
                     ),
                 ],
                 "doublings",
-                no_value="the run is younger than $window",
+                no_value="nothing to compare: the run is younger than $window, over, or not finite",
             ),
             8,
         ),
@@ -108,7 +108,7 @@ def _now() -> list[Placed]:
                     Column("powers of ten", Query(outliers), {"decimals": 1}),
                 ],
                 "powers of ten",
-                no_value="no site has a past yet",
+                no_value="nothing to compare: no site has a past yet, the run is over, or not finite",
             ),
             8,
         ),
@@ -128,7 +128,7 @@ def _dead() -> list[Placed]:
             table_panel(
                 "Without a finite value now",
                 "Modules that had a value in the shown time and have none any more: all of it is NaN or infinite, or it did not report. "
-                "The first to end stand above; the verdict of Run says in which it began. Empty is good.",
+                "The first to end stand above; those between two scrapes in no order: the verdict of Run says in which it began. Empty is good.",
                 "none",
                 [
                     Column(

@@ -22,7 +22,7 @@ OWN_WORK = f'{RANK},phase=~"{alerts.OWN_WORK}"'
 # After the reduction every rank is as bad as the worst: these kinds name no culprit.
 LOCAL = f'{RANK},kind!~"{alerts.REDUCED}"'
 PAGE = f'{NODE},level="page"'
-LINES = 64  # ranks above which bands replace a line per rank
+LINES = 16  # ranks above which bands replace a line per rank
 WORST = 5  # ranks, nodes or runs that are drawn beside the bands
 ROWS = 20  # of a table
 
@@ -44,11 +44,12 @@ SHOWN_STATES = {
     3: ("over, how is not known", AMBER),
     NO_ANSWER: ("does not answer", PURPLE),
 }
-# They share a time line with those, so they share the numbers.
+# They share a time line with those, so they share the numbers. Worse ones are higher here as well.
+UP = 10
 RANK_STATES = {
-    10: ("gone", RED),
-    11: ("up", GREEN),
-    12: ("no heartbeat", AMBER),
+    UP: ("up", GREEN),
+    11: ("no heartbeat", AMBER),
+    12: ("gone", RED),
     13: ("waited for", RED),
 }
 HEARTBEAT_SECONDS = alerts.SILENT_SECONDS
@@ -163,7 +164,7 @@ def rank_state() -> str:
     up = metric("rank_up", RANK)
     stale = f"({beat_age(RANK)} > bool {HEARTBEAT_SECONDS})"
     busy = f"on (job, run, instance) group_left () (1 - {metric('paused', NODE)})"
-    seen = f"10 + {up} + {up} * {stale} * {busy}"
+    seen = f"12 - 2 * {up} + {up} * {stale} * {busy}"
     return f"max by (rank) (13 * {metric('rank_stuck', RANK)} or {seen})"
 
 

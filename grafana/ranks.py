@@ -24,6 +24,7 @@ from grafana.queries import (
     RANK,
     RANK_STATES,
     ROWS,
+    UP,
     WORST,
     at_the_end,
     beat_age,
@@ -64,7 +65,7 @@ def _worst() -> list[Placed]:
     # While no step is taken there is no own work, but there are ranks. Who is waited for comes
     # before who is gone or waits, and these before all others.
     work = f"({to_median(COMPARED['own work'])} or 0 * max by (rank) ({info}))"
-    scored = f"{work} + on (rank) 1000 * abs({rank_state()} - 11)"
+    scored = f"{work} + on (rank) 1000 * ({rank_state()} - {UP})"
     shown = f"and on (rank) topk({ROWS}, {at_the_end(scored)})"
     who = f"max by (rank, instance, device, pid) ({info})"
     red: Properties = {
@@ -113,7 +114,8 @@ def _worst() -> list[Placed]:
                         {"decimals": 0},
                     ),
                 ],
-                "work / median",
+                "state",
+                then_by="work / median",
             ),
             24,
         )

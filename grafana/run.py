@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from grafana import alerts
+from grafana import alerts, queries
 from grafana.board import Placed, Row, of_one_run, placed
 from grafana.panels import (
     AMBER,
@@ -12,6 +12,7 @@ from grafana.panels import (
     COUNTED,
     GREEN,
     RED,
+    STEPS_PER_SECOND,
     THRESHOLD,
     Column,
     Query,
@@ -71,12 +72,21 @@ def _failure() -> str:
     return f"max by (job, run, rank, signal) (max_over_time({failure}[$__range]))"
 
 
+def _hanging() -> str:
+    """Return the ranks that the others wait for, if the job hangs."""
+    return f"{waited_for(NODE)} and on () ({at_the_end(state(NODE))} == {HUNG})"
+
+
 def _verdict() -> Query:
     # Of an end one rank is known to be the cause of, its signal as well.
     ended = deaths(NODE, f"job, run, {CAUSE}")
     signal = f"topk by (job, run, rank) (1, {_failure()})"
     signalled = f"{ended} + on (job, run, rank) group_left (signal) 0 * {signal}"
-    caused = f"{causes(NODE, which=FAULT)} or ({signalled} or on (rank) {ended})"
+    # While it hangs that is the verdict, and not a second one.
+    caused = (
+        f"{causes(NODE, which=FAULT)} or "
+        f"(({signalled} or on (rank) {ended}) unless on () ({_hanging()}))"
+    )
     return Query(
         f"1000 * topk(1, {in_words(f'({caused})')})",
         CAUSE_WORDS,
@@ -89,7 +99,11 @@ def _otherwise() -> list[Query]:
     """Return the verdicts of a run in which no page was found: what is known, from bad to good."""
     now = at_the_end(state(NODE))
     seen = f"max(max_over_time({metric('last_collect_timestamp_seconds', NODE)}[$__range]))"
-    stuck = f"{waited_for(NODE)} and on () ({now} == {HUNG})"
+    stuck = _hanging()
+    # The step, if the detector of hangs has told it.
+    step = f"topk by (rank) (1, {deaths(NODE, 'rank, step')})"
+    in_step = f"(({stuck}) + on (rank) group_left (step) 0 * {step}) or on (rank) ({stuck})"
+    in_step = f'label_replace({in_step}, "at", " in step $1", "step", "(.+)")'
     # Another attempt may have followed it.
     rank = "job, run, rank, signal"
     failure = metric("first_failure_timestamp_seconds", NODE)
@@ -99,11 +113,17 @@ def _otherwise() -> list[Query]:
     unknown = f"{seen} and on () ({now} >= {FAILED}) {unless} unless on () {failed} unless on () ({stuck})"
     bad = f'{NODE},level=~"page|warn"'
     warned = f"topk({MOST_WARNINGS}, sum by (detector) ({events('anomalies_total', bad, '$__range')}) > 0)"
+    # A detector's warnings count it, and not their ranks. If nothing else was found on any rank but
+    # one, it is that one's.
+    blamed = f"(sum by (rank) ({events('rank_anomalies_total', bad, '$__range')}) > 0)"
+    one = f"({blamed} and on () (count({blamed}) == 1) and on () (count({warned}) == 1))"
+    who = f'max by (who) (label_replace({one}, "who", ", rank $1", "rank", "(.+)"))'
+    named = f"(0 * {warned} + on () group_left (who) 0 * {who} or on (detector) 0 * {warned})"
     well = f"({seen} {unless} unless on () {failed} unless on () ({now} >= {FAILED}))"
     return [
         Query(
-            f"1000 * ({stuck})",
-            "All wait for rank {{rank}} ({{phase}})", instant=True, style=fixed(RED),
+            f"1000 * {in_step}",
+            "All wait for rank {{rank}}{{at}} ({{phase}})", instant=True, style=fixed(RED),
         ),
         Query(
             f"1000 * {failed} {unless} unless on () ({stuck})",
@@ -119,8 +139,8 @@ def _otherwise() -> list[Query]:
             instant=True, style=fixed(AMBER),
         ),
         Query(
-            f"1000 * (0 * {warned} + on () group_left () {well})",
-            "warning: {{detector}}", instant=True, style=fixed(AMBER),
+            f"1000 * ({named} + on () group_left () {well})",
+            "warning: {{detector}}{{who}}", instant=True, style=fixed(AMBER),
         ),
         Query(
             f"1000 * ({well} unless on () ({warned}) unless on () {before})",
@@ -158,7 +178,7 @@ def _first_screen() -> list[Placed]:
                 "State",
                 "The last known state of the job, of several nodes the worst. Anything red: the verdict, else the command on the right.",
                 "none",
-                [Query(state(NODE), "state")],
+                [Query(at_the_end(state(NODE)), "state")],
                 words=SHOWN_STATES,
                 no_value="no data",
             ),
@@ -185,7 +205,7 @@ def _progress() -> list[Placed]:
                 "Step",
                 "Optimizer steps of the slowest rank since its start. Standing still: look at the time line below.",
                 "none",
-                [Query(f"min({metric('steps_total', RANK)})", "steps")],
+                [Query(at_the_end(f"min({metric('steps_total', RANK)})"), "steps")],
             ),
             4,
         ),
@@ -205,7 +225,7 @@ def _progress() -> list[Placed]:
                 "Last finite loss",
                 "The lowest over the ranks. It stays when the loss becomes NaN: the graph below says since when.",
                 "short",
-                [Query(f"min({loss} == {loss})", "loss")],
+                [Query(at_the_end(f"min({loss} == {loss})"), "loss")],
                 no_value="none logged",
             ),
             4,
@@ -215,7 +235,7 @@ def _progress() -> list[Placed]:
                 "Ranks lost",
                 "Ranks whose process was gone before its end, when they were last seen. Above 0: the verdict names the first, its own log says why.",
                 "none",
-                [Query(lost, "lost")],
+                [Query(at_the_end(lost), "lost")],
                 GOOD_AT_ZERO,
             ),
             4,
@@ -235,7 +255,12 @@ def _progress() -> list[Placed]:
                 "Started again",
                 "Attempts that another one followed, since the run began. Above 0: ddpprobe anomalies names the rank that failed.",
                 "none",
-                [Query(f"max(sum by (instance) ({metric('restarts_total', NODE)}))", "restarts")],
+                [
+                    Query(
+                        at_the_end(f"max(sum by (instance) ({metric('restarts_total', NODE)}))"),
+                        "restarts",
+                    )
+                ],
                 steps((None, BLUE), (1, AMBER)),
             ),
             4,
@@ -244,7 +269,13 @@ def _progress() -> list[Placed]:
 
 
 def _time_line() -> list[Placed]:
-    few = f"and on () (count({metric('rank_info', NODE)}) <= {LINES})"
+    ranks = f"count({metric('rank_info', NODE)})"
+    few, many = (f"and on () ({ranks} {is_} {LINES})" for is_ in ("<=", ">"))
+    up, stuck = metric("rank_up", RANK), metric("rank_stuck", RANK)
+    # Who was up the shortest went first.
+    gone = f"sum_over_time({up}[$__range] @ end()) and min_over_time({up}[$__range] @ end()) == 0"
+    waited = f"-1 * (max_over_time({stuck}[$__range] @ end()) > 0)"
+    first = f"bottomk({queries.ROWS}, max by (rank) ({waited}) or max by (rank) ({gone}))"
 
     def found(level: str, code: int) -> str:
         rose = events("anomalies_total", f'{NODE},level="{level}"')
@@ -254,11 +285,12 @@ def _time_line() -> list[Placed]:
         (
             timeline_panel(
                 "Job, ranks and detectors",
-                f"What the job was, which rank had no heartbeat for {HEARTBEAT_SECONDS} s, was waited for or gone (up to {LINES} ranks), "
-                "and which detector found something. What turns red first is the cause.",
+                f"What the job was, which rank had no heartbeat for {HEARTBEAT_SECONDS} s, was waited for or gone "
+                f"(of more than {LINES} ranks the first {queries.ROWS} of these two), and which detector found something. What turns red first is the cause.",
                 [
                     Query(state(NODE), "job"),
                     Query(f"{rank_state()} {few}", "rank {{rank}}"),
+                    Query(f"{rank_state()} and on (rank) {first} {many}", "rank {{rank}}"),
                     Query(f"{found('page', 22)} or {found('warn', 21)}", "{{detector}}"),
                 ],
                 SHOWN_STATES | RANK_STATES | VERDICTS,
@@ -309,7 +341,7 @@ def _training() -> list[Placed]:
                 [
                     *by_rank(norm),
                     Query(f"max({reduced})", "reduced, all ranks"),
-                    Query(f"max({metric('global_grad_norm_used', NODE)})", "behind clipping"),
+                    Query(f"max({metric('global_grad_norm_used', NODE)})", "after clipping"),
                     Query(
                         f"max(clamp_min({explodes}, {alerts.LEAST_NORM}))",
                         "explodes",
@@ -355,6 +387,7 @@ def _faults() -> list[Placed]:
                 columns,
                 "seen",
                 ascending=True,
+                finest=True,
                 no_value="no page: see the time line for warnings",
             ),
             14,
@@ -382,7 +415,7 @@ def _faults() -> list[Placed]:
 def _time() -> list[Placed]:
     phases = rate("step_phase_seconds_total", RANK)
     stepping = rate("steps_total", RANK)
-    step_seconds = f"max(sum by (rank) ({phases}) / sum by (rank) ({stepping}))"
+    step_seconds = f"max(sum by (rank) ({phases}) / (sum by (rank) ({stepping}) > 0))"
     working = f"(({OWN_SECONDS}) > 0)"
     others = f"quantile(0.5, {working} unless topk(1, {working}))"
     straggles = f"{others} + {alerts.STRAGGLER_SHARE} * {step_seconds}"
@@ -394,7 +427,7 @@ def _time() -> list[Placed]:
                 "s",
                 [
                     Query(
-                        f"sum by (phase) ({phases}) / on () group_left () sum({stepping})",
+                        f"sum by (phase) ({phases}) / on () group_left () (sum({stepping}) > 0)",
                         "{{phase}}",
                     )
                 ],
@@ -416,7 +449,7 @@ def _time() -> list[Placed]:
             graph_panel(
                 "Steps",
                 "Steps per second of the slowest rank, and skipped ones. Many skipped: the loss scale does not recover.",
-                "ops",
+                STEPS_PER_SECOND,
                 [
                     Query(f"min({stepping})", "steps"),
                     Query(f"max({rate('skipped_steps_total', RANK)})", "skipped"),

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ..prometheus_harness import QUERIES, filled_in
+from ..prometheus_harness import filled_in, panels_of
 from .test_rules import RECORDINGS, promtool
 
 TARGET = 'job="j",run="r",instance="a"'
 ANSWER = re.compile(r'^ +expr: (".*"), time: .*\n +exp: .*\n +got: (.*)$', re.MULTILINE)
 STEP = 15  # seconds from one scrape to the next
+# What Grafana takes for an interval of less than that, both in seconds.
+INTERVALS = {17.5: 15, 25: 20, 45: 30, 90: 60, 210: 120, 450: 300, 750: 600, 1200: 900}
+COLUMN = 66  # pixels: a panel has as many moments as pixels, if nothing else is said
 # What every run has: 50 minutes of a daemon that answers.
 WATCHED = {
     f'ddpprobe_job_info{{{TARGET},directory="/d"}}': "1x200",
@@ -39,17 +42,20 @@ RESTARTED = {
 
 
 def shown(
-    folder: Path, series: Mapping[str, str], board: str, title: str, *, minute: int = 20
-) -> list[tuple[dict[str, str], float]]:
+    folder: Path, series: Mapping[str, str], board: str, title: str, *, minute: int = 20,
+    hours: float = 0.5,
+) -> list[tuple[dict[str, str], float]]:  # fmt: skip
     """Return (labels, value) of all that a panel finds of some series, with its words in "legend".
 
-    Its shown time are the 30 minutes before that minute. promtool says what it found where other
+    Its shown time are so many hours before that minute. promtool says what it found where other
     samples were expected: so an unlikely one is.
     """
+    [panel] = [p for p in panels_of(f"ddpprobe-{board}") if p["title"] == title]
+    points = panel.get("maxDataPoints", COLUMN * panel["gridPos"]["w"])
+    interval = next(i for most, i in INTERVALS.items() if hours * 3600 / points < most)
+    chosen = {"job": "j", "run": "r", "__interval": f"{interval}s"}
     legends = {
-        filled_in(t["expr"], 0, 1800, job="j", run="r", __interval=f"{STEP}s"): t["legendFormat"]
-        for name, panel, t in QUERIES
-        if (name, panel) == (f"ddpprobe-{board}", title)
+        filled_in(t["expr"], 0, hours * 3600, **chosen): t["legendFormat"] for t in panel["targets"]
     }
     assert legends
     case = {
@@ -158,3 +164,119 @@ def test_one_of_two_ranks_is_measured_by_the_other_one(tmp_path: Path) -> None:
     alone = {name: values for name, values in series.items() if 'rank="1"' not in name}
     [(_, value), _] = shown(tmp_path, alone, "ranks", "Own work, compared")
     assert value == pytest.approx(1)
+
+
+def test_a_short_end_is_seen_in_a_long_time_by_tiles_of_any_width(tmp_path: Path) -> None:
+    """A daemon serves the end of a run for two minutes, and nothing is there behind it."""
+    short = {name: v.replace("159", "6 stale") for name, v in CRASHED.items()}
+    up = f'ddpprobe_rank_up{{{TARGET},rank="3"}}'
+    steps = f'ddpprobe_steps_total{{{TARGET},rank="3"}}'
+    series = short | {
+        f'{LOST},rank="3"}}': "_x41 1x6 stale",
+        **dict.fromkeys(LOST_AT, "_x41 615x6 stale"),
+        up: "1x40 0x7 stale",
+        steps: "0+10x41 410x6 stale",
+        f'ddpprobe_loss{{{TARGET},rank="3"}}': "2x40 1x7 stale",
+        f"ddpprobe_last_collect_timestamp_seconds{{{TARGET}}}": "0+15x47 stale",
+        f"up{{{TARGET}}}": "1x47 stale",
+        f'ddpprobe_job_info{{{TARGET},directory="/d"}}': "1x47 stale",
+    }
+    for hours in (0.5, 12, 48):
+        for board, title, value in (
+            ("run", "State", 6),
+            ("run", "Step", 410),
+            ("run", "Last finite loss", 1),
+            ("run", "Ranks lost", 1),
+            ("fleet", "Failed or hung", 1),
+        ):
+            [(_, seen)] = shown(tmp_path, series, board, title, hours=hours)
+            assert seen == value, (title, hours)
+        for title in ("Verdict", "Since"):
+            [(labels, when)] = shown(tmp_path, series, "run", title, hours=hours)
+            assert (labels["legend"], when) == ("rank_lost in step 412, rank 3", 615_000), hours
+        [(labels, _)] = shown(tmp_path, series, "run", "Faults, in order of time", hours=hours)
+        assert labels["rank"] == "3"
+
+
+def test_a_hang_is_one_verdict_with_its_step(tmp_path: Path) -> None:
+    hung = {
+        f'ddpprobe_job_state{{{TARGET},state="hung"}}': "1x200",
+        f'ddpprobe_rank_stuck{{{TARGET},rank="3",phase="forward"}}': "_x41 1x159",
+        f'ddpprobe_rank_last_heartbeat_timestamp_seconds{{{TARGET},rank="3"}}': "600x200",
+    }
+    lost = {f'{LOST},rank="3",phase="forward"}}': "_x41 1x159", **LOST_AT}
+    assert verdict(tmp_path, hung) == ["All wait for rank 3 (forward)"]
+    assert verdict(tmp_path, hung, lost) == ["All wait for rank 3 in step 412 (forward)"]
+
+
+def test_the_only_rank_that_a_lone_warning_blames_is_named(tmp_path: Path) -> None:
+    running = {f'ddpprobe_job_state{{{TARGET},state="running"}}': "1x200"}
+
+    def warned(detector: str) -> dict[str, str]:
+        name = f'ddpprobe_anomalies_total{{{TARGET},detector="{detector}",level="warn"}}'
+        return {name: "0x50 2x150"}
+
+    def blamed(rank: int) -> dict[str, str]:
+        name = f'ddpprobe_rank_anomalies_total{{{TARGET},rank="{rank}",level="warn"}}'
+        return {name: "0x50 2x150"}
+
+    def said(*series: Mapping[str, str]) -> list[str]:
+        return sorted(verdict(tmp_path, running, *series))
+
+    assert said(warned("straggler"), blamed(3)) == ["warning: straggler, rank 3"]
+    assert said(warned("straggler")) == ["warning: straggler"]
+    assert said(warned("straggler"), blamed(3), blamed(4)) == ["warning: straggler"]
+    both = ["warning: grad_spike", "warning: straggler"]
+    assert said(warned("straggler"), warned("grad_spike"), blamed(3)) == both
+
+
+def test_a_phase_without_a_step_has_no_time_a_step(tmp_path: Path) -> None:
+    """It would be infinite, and Grafana draws nothing then of the whole graph."""
+    ours = f'{TARGET},rank="0"'
+    series = {
+        f"ddpprobe_steps_total{{{ours}}}": "0+15x40 600x159",
+        f'ddpprobe_step_phase_seconds_total{{{ours},phase="forward"}}': "0+6x200",
+    }
+    title = "Time per step by phase"
+    [(_, seconds)] = shown(tmp_path, series, "run", title, minute=9)
+    assert seconds == pytest.approx(0.4)
+    assert shown(tmp_path, series, "run", title) == []
+
+
+def test_of_many_ranks_the_time_line_shows_who_went_first_or_is_waited_for(tmp_path: Path) -> None:
+    ranks, gone, stuck = 40, 30, 7
+    series = {
+        f'ddpprobe_rank_stuck{{{TARGET},rank="{stuck}",phase="forward"}}': "_x41 1x159",
+        f"ddpprobe_paused{{{TARGET}}}": "0x200",
+    }
+    for rank in range(ranks):
+        ours = f'{TARGET},rank="{rank}"'
+        series[f"ddpprobe_rank_info{{{ours}}}"] = "1x200"
+        seen = 41 + 2 * rank if rank >= ranks - gone else 200
+        series[f"ddpprobe_rank_up{{{ours}}}"] = f"1x{seen} 0x{200 - seen}"
+        series[f"ddpprobe_rank_last_heartbeat_timestamp_seconds{{{ours}}}"] = "0+15x200"
+    found = shown(tmp_path, series, "run", "Job, ranks and detectors", minute=45, hours=0.75)
+    named = {labels["rank"]: value for labels, value in found if "rank" in labels}
+    first = range(ranks - gone, ranks - gone + 19)
+    assert named == {str(stuck): 13} | {str(rank): 12 for rank in first}
+
+
+def test_a_run_that_goes_on_with_a_fault_stands_above_one_that_is_well(tmp_path: Path) -> None:
+    running = {f'ddpprobe_job_state{{{TARGET},state="running"}}': "1x200"}
+    nan = {f'{LOST.replace("rank_lost", "nonfinite")},rank="3"}}': "_x41 1x159", **LOST_AT}
+
+    def state(*series: Mapping[str, str]) -> float:
+        found = shown(tmp_path, merged(series), "fleet", "Runs, the worst first")
+        [value] = [v for labels, v in found if {*labels} == {"job", "run", "legend"} and v < 100]
+        return value
+
+    [panel] = [p for p in panels_of("ddpprobe-fleet") if p["title"] == "Runs, the worst first"]
+    [override] = [
+        o for o in panel["fieldConfig"]["overrides"] if o["matcher"]["options"] == "state"
+    ]
+    [words] = [p["value"] for p in override["properties"] if p["id"] == "mappings"]
+    options = words[0]["options"]
+    well, bad, crashed = state(running), state(running, nan), state(CRASHED, nan)
+    assert bad > crashed > well
+    assert options[f"{bad:g}"]["text"] == "running, with a fault"
+    assert (options[f"{well:g}"]["text"], options[f"{crashed:g}"]["text"]) == ("running", "crashed")
