@@ -113,9 +113,10 @@ def _otherwise() -> list[Query]:
     unknown = f"{seen} and on () ({now} >= {FAILED}) {unless} unless on () {failed} unless on () ({stuck})"
     bad = f'{NODE},level=~"page|warn"'
     warned = f"topk({MOST_WARNINGS}, sum by (detector) ({events('anomalies_total', bad, '$__range')}) > 0)"
+    warn = f'{NODE},level="warn"'
     # A detector's warnings count it, and not their ranks. If nothing else was found on any rank but
     # one, it is that one's.
-    blamed = f"(sum by (rank) ({events('rank_anomalies_total', bad, '$__range')}) > 0)"
+    blamed = f"(sum by (rank) ({events('rank_anomalies_total', warn, '$__range')}) > 0)"
     one = f"({blamed} and on () (count({blamed}) == 1) and on () (count({warned}) == 1))"
     who = f'max by (who) (label_replace({one}, "who", ", rank $1", "rank", "(.+)"))'
     named = f"(0 * {warned} + on () group_left (who) 0 * {who} or on (detector) 0 * {warned})"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -80,6 +82,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, 100)
+    _remember_chunks()
+
+
+def _remember_chunks() -> None:
+    """Let the store remember more chunks: hundreds of tests write the same made records.
+
+    To have Zarr encode them is a quarter of what such tests take. What is asked is a function of
+    its arguments alone, and a process that is not a test's remembers as many as ever.
+    """
+    encoding = sys.modules.get("ddpprobe.store.encoding")
+    if encoding is not None:
+        encoding._remembered = functools.lru_cache(8192)(encoding._remembered.__wrapped__)
 
 
 @pytest.fixture(autouse=True)

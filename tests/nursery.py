@@ -35,6 +35,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -72,12 +73,18 @@ class Child:
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code; raises `subprocess.TimeoutExpired`."""
-        late = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if late is not None and time.monotonic() > late:
+        if self.poll() is None:
+            # Without asking again and again: on a busy machine that takes longer than the process.
+            ended = os.pidfd_open(self.pid)
+            try:
+                asked = select.poll()
+                asked.register(ended, select.POLLIN)
+                asked.poll(None if timeout is None else 1000 * timeout)
+            finally:
+                os.close(ended)
+            if self.poll() is None:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            time.sleep(0.03)  # each look wakes the nursery
-        return code
+        return int(self.returncode or 0)
 
     def send_signal(self, number: int) -> None:
         """Send a signal to what has not ended."""
@@ -303,7 +310,9 @@ class _ForkedWriter:
     def __init__(self, command: Sequence[str], *, stdin: Any, **_: Any) -> None:
         said, saying = os.pipe()
         self._code: int | None = None
-        self._pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12, of the threads
+            self._pid = os.fork()
         if self._pid == 0:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)

@@ -195,9 +195,9 @@ def filled_in(expr: str, start: float, end: float, **chosen: str) -> str:
     return re.sub(r"\$([a-z_]+)", lambda match: values[match[1]], expr)
 
 
-# Labels of a legend that may be absent: what of a first cause is not known, and a target without
-# discovery's label.
-OPTIONAL = {"who", "how", "where", "what", "when", "run"}
+# Labels of a legend that may be absent: what of a first cause is not known, the step of a hang, and
+# a target without discovery's label.
+OPTIONAL = {"who", "how", "where", "what", "when", "at", "run"}
 
 
 def labels_of(target: dict[str, Any]) -> list[str]:

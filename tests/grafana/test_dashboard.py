@@ -220,7 +220,11 @@ def others(view: NodeView) -> dict[str, NodeView]:
     unknown = replace(view, first_failure=None, first_cause=None, anomalies={}, exemplars={})
     rank = view.ranks[0]
     return {
-        "large": replace(unknown, ranks=tuple(replace(rank, rank=r) for r in range(RANKS))),
+        "large": replace(
+            unknown,
+            ranks=tuple(replace(rank, rank=r) for r in range(RANKS)),
+            stuck={7: "forward"},
+        ),
         "vast": replace(
             unknown,
             world_size=VAST,

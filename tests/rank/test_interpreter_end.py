@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -12,7 +10,9 @@ import pytest
 import ddpprobe
 from ddpprobe.ends.words import describe
 from ddpprobe.records.fate import Fate, Progress, RaisedError
+from tests import forked_script
 from tests.distributed.daemon_harness import wait
+from tests.forked_script import Script
 from tests.rank.capture.test_capturing import life_of
 
 HEAD = """
@@ -35,13 +35,10 @@ HEAD = """
 """
 
 
-def start(run: Path, script: str) -> subprocess.Popen[str]:
+def start(run: Path, script: str) -> Script:
     """Start a script whose threads may wait for the end of its stdin."""
     text = textwrap.dedent(HEAD) + textwrap.dedent(script)
-    words = [sys.executable, "-c", text, str(run)]
-    return subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return Script(run.parent, text, run)
 
 
 def goodbyes(run: Path) -> list[dict]:
@@ -62,10 +59,10 @@ def test_a_script_that_raises_and_lingers_says_so_while_it_lives(tmp_path) -> No
         (said,) = wait(lambda: goodbyes(tmp_path / "r"))
         assert process.poll() is None
     finally:
-        _, errors = process.communicate("")
+        process.end()
     assert said["error"]["type"] == "ValueError"
     assert (said["status"], said["threads"]) == ("exception", ["prefetch"])
-    assert "ValueError: a bad batch" in errors
+    assert "ValueError: a bad batch" in process.stderr
     assert goodbyes(tmp_path / "r") == [said]
     assert process.returncode == 1
 
@@ -103,8 +100,7 @@ def test_a_script_that_raises_and_lingers_says_so_while_it_lives(tmp_path) -> No
 def test_training_of_a_thread_that_goes_on_is_recorded_to_its_end(
     script: str, status: str, tmp_path
 ) -> None:
-    process = start(tmp_path / "r", script)
-    process.communicate("")
+    start(tmp_path / "r", script).end()
     assert [one.step for one in ddpprobe.open(tmp_path / "r").records()] == [0, 1, 2, 3, 4]
     (said,) = goodbyes(tmp_path / "r")
     assert (said["status"], said["steps"]) == (status, 5)
@@ -149,8 +145,8 @@ def test_a_process_of_multiprocessing_has_a_last_word(fails: bool, tmp_path) -> 
         sys.exit(worker.exitcode)
         """,
     )
-    _, said = process.communicate()
-    assert process.returncode == int(fails), said
+    process.end()
+    assert process.returncode == int(fails), process.stderr
     (goodbye,) = goodbyes(tmp_path / "r")
     assert goodbye["at_exit"]
     assert (goodbye.get("error") or {}).get("message") == ("a bad batch" if fails else None)
@@ -191,10 +187,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("method", ["fork alone", "fork", "spawn"])
 def test_a_process_started_behind_the_import_leaves_its_last_word(tmp_path, method, bad) -> None:
     """`multiprocessing` calls neither what `atexit` has nor what finalizers there were before."""
-    script = tmp_path / "train.py"
-    script.write_text(PROCESSES)
-    words = [sys.executable, str(script), method, str(tmp_path / "r"), bad]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    done = forked_script.run(tmp_path, PROCESSES, method, tmp_path / "r", bad)
     assert (done.returncode, "ValueError: a bad batch" in done.stderr) == (
         int(bool(bad)),
         bool(bad),

@@ -25,6 +25,7 @@ from ddpprobe.rundir.journal import JournalTail, segments_of
 from ddpprobe.rundir.orders import Order, OrderBoard
 from ddpprobe.rundir.paths import RunDir
 from ddpprobe.rundir.spool import SpooledJournal
+from tests import forked_script
 
 Call = Callable[..., tuple[int, str, str]]
 NODE = "node_0000"
@@ -236,8 +237,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 def killed(path: Path, script: str) -> tuple[RunDir, Path]:
     """Run a script that kills itself; return its run and what it has left in memory."""
     run = RunDir(path)
-    done = subprocess.run([sys.executable, "-c", script, str(run.path)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    done = forked_script.run(path.parent, script, run.path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     place = tmpfs.beside(run.heartbeat(0, NODE, 0).parent)
     assert place is not None
     return run, place
