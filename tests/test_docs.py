@@ -105,4 +105,4 @@ def test_no_code_in_a_table_shows_a_backslash_before_a_bar():
 def test_the_style_of_the_site_is_built_into_it():
     named = re.findall(r"^extra_css: \[(.*)\]$", (HOME / "mkdocs.yml").read_text(), re.MULTILINE)
     assert named == ["extra.css"]
-    assert "word-break: normal" in (HOME / "docs/extra.css").read_text()
+    assert "td:first-child:has(code)" in (HOME / "docs/extra.css").read_text()
