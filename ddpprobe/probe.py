@@ -120,7 +120,7 @@ class Probe:
             config: hyper-parameters by name, which `ddpprobe info` and the report show; values are
                 kept as texts. Later ones replace earlier ones of the same name.
         """
-        said = None if self._is_off else self._notes.take(what, config)
+        said = None if self._is_off else self._fuse.guard(self._notes.take)(what, config)
         if said is not None:
             self._note(*said)
 
@@ -203,7 +203,7 @@ class Probe:
         Fuse("close").guard(recorder.close)(words)
         if self._joined is not None:
             Fuse("close").guard(self._joined.close)()
-            self._joined.release()
+            Fuse("close").guard(self._joined.release)()
         _live.discard(self)
         if not _live:
             Fuse("signal handlers").guard(OF_THE_SCRIPT.release)()

@@ -630,7 +630,7 @@ def test_a_dead_run_is_sealed_by_hand_and_then_the_daemon_ends(job) -> None:
 
 def test_sigterm_ends_it_at_once_and_a_later_daemon_goes_on(job) -> None:
     first, end = job.daemon(), job.run.path / "end"
-    rank = job.rank(0, world=1, steps=1_000_000, end=str(end))
+    rank = job.rank(0, world=1, steps=1_000_000, delay=0.05, end=str(end))
     wait(lambda: len(job.acked(0)) > 20)
     wait(job.said)
     first.terminate()
@@ -787,8 +787,8 @@ def test_a_full_disk_delays_the_store_and_ends_nothing(small_disk, job, tmp_path
     assert daemon.poll() is None
     assert job.merged_steps() == []
     (small_disk / "filler").unlink()
-    wait(job.merged_steps)
-    assert job.merged_steps()[:20] == list(range(20))
+    # What the daemon's own journal had no room for comes behind the rest.
+    wait(lambda: job.merged_steps()[:20] == list(range(20)))
     assert daemon.poll() is None
 
 
