@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 
@@ -16,6 +15,7 @@ from ddpprobe.errors import InstallError
 from ddpprobe.rank import rendezvous
 from ddpprobe.rank.rendezvous import StoreChannel, round_trip
 from ddpprobe.rank.torch_private import tcp_store
+from tests.forked_script import Script
 
 
 def all_ranks(world: int, mine: Callable[[int], dict], decide=len, timeout=60.0, absent=()):
@@ -107,26 +107,31 @@ sys.stdin.read()
 
 
 def test_a_line_carries_words_until_its_store_stops_answering_and_then_costs_nothing(
-    monkeypatch, caplog, poll
+    monkeypatch, caplog, poll, tmp_path
 ) -> None:
     """torch's own timeouts do not hold for a host that is stopped: `check` never returns."""
     monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 60.0)  # a busy host may take its time ...
-    command = [sys.executable, "-c", HOST]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:
-        store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
+    host = Script(tmp_path, HOST)
+    try:
+        poll(lambda: host.stdout.endswith("\n"), 60)
+        store = dist.TCPStore("127.0.0.1", int(host.stdout), is_master=False)
         said, heard = (StoreChannel(dist.PrefixStore("job", store), "pace") for _ in range(2))
         assert heard.hear() is None
         for word in ("one", "two"):
             said.say(word)
         assert [poll(heard.hear), poll(heard.hear), heard.hear()] == ["one", "two", None]
-        host.send_signal(signal.SIGSTOP)
+        os.kill(host.pid, signal.SIGSTOP)
         for line in (said, heard):  # ... and one that is stopped is not waited for
             descriptor = re.search(r"\bfd=(\d+)", repr(line._store))
             assert tcp_store._limit(int(descriptor[1]), store.port, 0.3)
         assert heard.hear() is None
-        host.kill()
+        os.kill(host.pid, signal.SIGKILL)
         said.say("three")
         assert [heard.hear(), said.hear()] == [None, None]
+    finally:
+        if host.poll() is None:
+            os.kill(host.pid, signal.SIGKILL)
+        host.end()
     assert caplog.text.count("the job's store does not answer") == 2
 
 

@@ -6,8 +6,6 @@ import copy
 import dataclasses
 import gc
 import io
-import subprocess
-import sys
 import weakref
 from functools import partial
 from typing import NamedTuple
@@ -32,6 +30,7 @@ from ddpprobe.inspect.capture.series import CallSeries, TensorMeter
 from ddpprobe.rank.stats import histogram
 from ddpprobe.records.shard_spec import MeshAxis, ShardSpec
 from ddpprobe.testing import state_hash
+from tests import forked_script
 
 mpl.use("Agg")
 
@@ -551,7 +550,7 @@ def test_the_plots_show_every_call(tmp_path):
     mpl.pyplot.close("all")
 
 
-def test_without_matplotlib_the_plots_say_what_to_install():
+def test_without_matplotlib_the_plots_say_what_to_install(tmp_path):
     code = """
 import sys; sys.modules["matplotlib"] = None
 import torch, ddpprobe
@@ -560,7 +559,8 @@ with ddpprobe.capture(model) as seen: model(torch.ones(1, 2))
 try: seen.plot_hist()
 except ddpprobe.CaptureError as error: print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forked_script.run(tmp_path, code)
+    assert done.returncode == 0, done.stderr
     assert "pip install 'ddpprobe[plot]'" in done.stdout
 
 
