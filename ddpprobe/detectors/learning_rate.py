@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 from ddpprobe.detectors.rank_scalars import largest, scalars
 from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, StepRecord
@@ -56,12 +57,47 @@ class FadedRate:
         return rate, self._since
 
 
-class RisenRate:
-    """Follows the learning rate; once it has rested, no schedule takes it far above its highest.
+class _RateOfSchedule(ABC):
+    """Follows the learning rate of what is trained.
 
-    A warm restart comes back to the highest, and one cycle rises from the start. Other parameters
-    to train, and another optimizer that steps instead, may bring a rate of their own, and begin
-    anew.
+    Other parameters to train, and another optimizer that steps instead, may bring a rate of their
+    own, and begin anew.
+    """
+
+    def __init__(self) -> None:
+        self._trained = math.nan
+        self._begin()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Forget all rates so far."""
+
+    @abstractmethod
+    def _take(self, step: int, rate: float) -> tuple[float, float] | None:
+        """Take the next rate; return what is told of it."""
+
+    def update(self, record: StepRecord, *, others: bool) -> tuple[float, float] | None:
+        """Take the next sampled step; return two rates, once for each time that it is told.
+
+        Args:
+            record: of the step.
+            others: whether other parameters move than at the step before.
+        """
+        rate = largest(record, LEARNING_RATE)
+        trained = max(scalars(record, TRAINABLE), default=0.0)
+        if not math.isfinite(rate):
+            return None
+        if trained != self._trained or others:
+            self._trained = trained
+            self._begin()
+        return self._take(record.step, rate)
+
+
+class RisenRate(_RateOfSchedule):
+    """Once the learning rate has rested, no schedule takes it far above its highest.
+
+    A warm restart comes back to the highest, and one cycle rises from the start. Told are the rate,
+    and the highest before, once for each rise.
 
     Args:
         ratio: how many times its highest before the rest.
@@ -69,8 +105,7 @@ class RisenRate:
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio
-        self._trained = math.nan
-        self._begin()
+        super().__init__()
 
     def _begin(self) -> None:
         self._highest, self._at = 0.0, 0  # and the step of it
@@ -78,68 +113,39 @@ class RisenRate:
         self._rested: float | None = None  # the highest behind which it rested
         self._told = False
 
-    def update(self, record: StepRecord, *, others: bool) -> tuple[float, float] | None:
-        """Take the next sampled step; return rate and highest before, once for each rise.
-
-        Args:
-            record: of the step.
-            others: whether other parameters move than at the step before.
-        """
-        rate = largest(record, LEARNING_RATE)
-        trained = max(scalars(record, TRAINABLE), default=0.0)
-        if not math.isfinite(rate):
-            return None
-        if trained != self._trained or others:
-            self._trained = trained
-            self._begin()
+    def _take(self, step: int, rate: float) -> tuple[float, float] | None:
         if rate <= SAME * self._highest:
             self._looks += 1
-            rested = self._looks >= REST_LOOKS and record.step - self._at >= REST_STEPS
+            rested = self._looks >= REST_LOOKS and step - self._at >= REST_STEPS
             if rested and not self._told:
                 self._rested = self._highest
             return None
-        self._highest, self._at, self._looks = rate, record.step, 0
+        self._highest, self._at, self._looks = rate, step, 0
         if self._told or self._rested is None or rate < self._ratio * self._rested:
             return None
         self._told = True
         return rate, self._rested
 
 
-class ReturnedRate:
-    """Follows the learning rate of a schedule of steps, which never comes back to an earlier one.
+class ReturnedRate(_RateOfSchedule):
+    """A schedule of steps never comes back to an earlier learning rate.
 
     It has rested at a rate, fallen at least to half and rested there, and is at the earlier one
     again within one look. A cosine does not rest, and a warm-up that is seen takes several looks.
+    Told are the rate, and that which it had fallen to, once.
     """
-
-    def __init__(self) -> None:
-        self._trained = math.nan
-        self._begin()
 
     def _begin(self) -> None:
         self._rate, self._since, self._looks = math.nan, 0, 0  # it has been the same so long
         self._rested = 0.0  # the highest at which it rested
         self._told = False
 
-    def update(self, record: StepRecord, *, others: bool) -> tuple[float, float] | None:
-        """Take the next sampled step; return the rate and that which it had fallen to, once.
-
-        Args:
-            record: of the step.
-            others: whether other parameters move than at the step before.
-        """
-        rate = largest(record, LEARNING_RATE)
-        trained = max(scalars(record, TRAINABLE), default=0.0)
-        if not math.isfinite(rate):
-            return None
-        if trained != self._trained or others:
-            self._trained = trained
-            self._begin()
+    def _take(self, step: int, rate: float) -> tuple[float, float] | None:
         if rate == self._rate:
             self._looks += 1
             return None
-        before, lasted, looks = self._rate, record.step - self._since, self._looks
-        self._rate, self._since, self._looks = rate, record.step, 1
+        before, lasted, looks = self._rate, step - self._since, self._looks
+        self._rate, self._since, self._looks = rate, step, 1
         is_back = rate <= SAME * self._rested and self._rested <= SAME * rate
         fallen = lasted >= FALLEN_STEPS and looks >= FALLEN_LOOKS and before <= FALLEN * rate
         if lasted >= REST_STEPS and looks >= REST_LOOKS:

@@ -65,6 +65,11 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.1f} TiB"
 
 
+def span(first: int | None, last: int | None) -> str:
+    """Say from which step to which; None: there is none."""
+    return UNOBSERVED if first is None else f"{first} to {last}"
+
+
 def steps_in_words(info: Mapping[str, Any]) -> str:
     """Say which steps a run, or an attempt, has trained, and which are recorded if others are.
 
@@ -77,7 +82,7 @@ def steps_in_words(info: Mapping[str, Any]) -> str:
         return UNOBSERVED if reached is None else f"up to {reached}, none recorded"
     began = min(known)
     reached = max(n for n in (began, last, info["reached"]) if n is not None)
-    trained = f"{began} to {reached}"
+    trained = span(began, reached)
     if first is None:
         return f"{trained}, none recorded"
     if (began, reached) == (first, last):

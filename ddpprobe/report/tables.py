@@ -18,6 +18,7 @@ from ddpprobe.reader.text import (
     number,
     per_cent,
     size,
+    span,
     steps_in_words,
     wrapping,
 )
@@ -159,7 +160,7 @@ def ranks(story: Story) -> dict[str, Any]:
             **{key: UNOBSERVED if rank[key] is None else rank[key] for key in _OWN},
             "rank": rank["rank"],
             "status": rank["status"],
-            "steps": _span({"first": rank["first_step"], "last": rank["last_step"]}),
+            "steps": span(rank["first_step"], rank["last_step"]),
             "complete": per_cent(rank["completeness"]),
             "short": rank["completeness"] is not None and rank["completeness"] < 1,
             "out": rank["rank"] in blamed,
@@ -238,7 +239,3 @@ def _compared(
 def _complete(told: list[dict[str, Any]]) -> str:
     shares = [rank["completeness"] for rank in told if rank["completeness"] is not None]
     return per_cent(min(shares, default=None))
-
-
-def _span(steps: dict[str, int | None]) -> str:
-    return UNOBSERVED if steps["first"] is None else f"{steps['first']} to {steps['last']}"

@@ -51,6 +51,16 @@ def let_stand(job: Cluster, step: int, monkeypatch: pytest.MonkeyPatch, ago: flo
     job.look(1.0)
 
 
+def hung_for(job: Cluster, rank: int) -> list[str]:
+    """Assert that the run hangs and waits for one rank; return what is said of the ends."""
+    told = job.head.daemon_journal
+    assert job.head.state == HUNG
+    assert told is not None
+    assert told.first_cause is not None
+    assert told.first_cause.rank == rank
+    return [a.message for a in told.lost]
+
+
 @pytest.mark.parametrize("then", ["trains", "ends", "another daemon"])
 def test_a_hang_is_the_first_cause_while_it_lasts_and_none_when_the_ranks_went_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
@@ -110,12 +120,7 @@ def test_ranks_that_stand_in_a_step_which_another_left_before_wait_for_that_one(
         monkeypatch.setattr(time, "time_ns", lambda: now() + 60_000_000_000)
         job.look(1.0)
         job.look(1.0)
-        assert job.head.state == HUNG
-        told = job.head.daemon_journal
-        assert told is not None
-        assert told.first_cause is not None
-        assert told.first_cause.rank == last
-        assert any(f"rank {last} had ended (exit:0)" in a.message for a in told.lost)
+        assert any(f"rank {last} had ended (exit:0)" in text for text in hung_for(job, last))
         job.beat(0, 7)
         job.look(1.0)
         job.look(1.0)
@@ -161,10 +166,5 @@ def test_a_rank_that_closed_and_lives_is_named_by_those_that_wait_in_a_later_ste
             job.writer(number).append_json(framing.LIFE, {**stands, **where})
         job.look(1.0)
         job.look(1.0)
-        assert job.head.state == HUNG
-        told = job.head.daemon_journal
-        assert told is not None
-        assert told.first_cause is not None
-        assert told.first_cause.rank == last
         text = f"rank {last} had closed in step 5; rank 0 waits for it, in forward of step 6"
-        assert [a.message for a in told.lost] == [text]
+        assert hung_for(job, last) == [text]

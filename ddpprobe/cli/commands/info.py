@@ -11,7 +11,16 @@ from typing import Any
 from ddpprobe.cli.output import report_gaps, say, say_json, table
 from ddpprobe.cli.run_argument import add_run, opened
 from ddpprobe.ends.judge import told
-from ddpprobe.reader.text import UNOBSERVED, commit, per_cent, plain, size, steps_in_words, wrapping
+from ddpprobe.reader.text import (
+    UNOBSERVED,
+    commit,
+    per_cent,
+    plain,
+    size,
+    span,
+    steps_in_words,
+    wrapping,
+)
 
 MOST_ORDERS = MOST_NOTES = 20  # lines of an attempt
 OWN = {"install": "install(capture=...)", "first bad module": "the first bad module"}
@@ -148,7 +157,7 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             _known(rank["node"]),
             _known(rank["device"]),
             _known(rank["pid"]),
-            _span({"first": rank["first_step"], "last": rank["last_step"]}),
+            span(rank["first_step"], rank["last_step"]),
             f"{rank['sampled']} of {rank['expected']}",
             per_cent(rank["completeness"]),
             _sites(rank),
@@ -211,12 +220,6 @@ def _orders(orders: list[dict[str, Any]], world: object) -> Iterator[str]:
 
 def _count(n: object, what: str) -> str:
     return f"{_known(n)} {what}{'' if n == 1 else 's'}"
-
-
-def _span(steps: dict[str, int | None]) -> str:
-    if steps["first"] is None:
-        return UNOBSERVED
-    return f"{steps['first']} to {steps['last']}"
 
 
 def _known(value: object) -> str:

@@ -197,8 +197,8 @@ class Capturing:
             and type(module).forward is not nn.Module.forward  # a container is never called
         }
         compiled = {fqn for fqn, module in chosen.items() if module in self._graphs}
-        layers = fast_path.inside_layers(module for _, module in modules)
-        fused = {fqn for fqn, m in chosen.items() if fast_path.is_fused(layers.get(m))}
+        bare = fast_path.fused(module for _, module in modules)
+        fused = {fqn for fqn, module in chosen.items() if module in bare}
         self._tell_missed(compiled, "compiled", "inside a graph of torch.compile")
         self._tell_missed(fused, "fused", f"in {fast_path.REASON}")
         return {fqn: m for fqn, m in chosen.items() if fqn not in compiled | fused}

@@ -142,7 +142,7 @@ class EagerHooks:
     def attach(self) -> None:
         """Hang the hooks on the model as it is now (modules may have been replaced since)."""
         layers = fast_path.inside_layers(module for _, module in self._topology.named_modules())
-        self._fused = {module for module, layer in layers.items() if fast_path.is_fused(layer)}
+        self._fused = {module for module, layer in layers.items() if not layer.training}
         self._handles += self._inference.attach()
         self.attached = True
         for fqn, module in self._topology.named_modules():

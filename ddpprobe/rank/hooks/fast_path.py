@@ -26,9 +26,9 @@ def inside_layers(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Transforme
     return found
 
 
-def is_fused(layer: nn.TransformerEncoderLayer | None) -> bool:
-    """Whether a layer may take its fused forward as it is now, so that no hook is to hang in it."""
-    return layer is not None and not layer.training
+def fused(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return those in layers that may take their fused forward now, so that no hook is to hang."""
+    return {module for module, layer in inside_layers(modules).items() if not layer.training}
 
 
 def _layers(modules: Iterable[nn.Module]) -> Iterator[nn.TransformerEncoderLayer]:

@@ -61,9 +61,9 @@ class FullHooks:
         probing = self._safe is None
         if probing:
             self._seen = {}
-        layers = fast_path.inside_layers(module for _, module in self._topology.named_modules())
+        fused = fast_path.fused(module for _, module in self._topology.named_modules())
         for fqn, module in self._topology.named_modules():
-            if fast_path.is_fused(layers.get(module)):
+            if module in fused:
                 self.unsafe[fqn] = fast_path.REASON
             elif module in self._resident:
                 # They would break the graph, at each module.

@@ -50,12 +50,10 @@ class PartHooks:
         if not self.armed or self._handles:
             return
         modules = list(self._heads) if self._chosen else [m for _, m in self._topology.walk()]
-        layers = fast_path.inside_layers(modules)
+        fused = fast_path.fused(modules)
         for module in modules:
             # The root has hooks of its own, and a ScriptModule takes none.
-            bare = isinstance(module, torch.jit.ScriptModule) or fast_path.is_fused(
-                layers.get(module)
-            )
+            bare = isinstance(module, torch.jit.ScriptModule) or module in fused
             if not (bare or module is self._topology.root):
                 self._handles.append(module.register_forward_pre_hook(before))
                 self._handles.append(module.register_forward_hook(after, always_call=True))
