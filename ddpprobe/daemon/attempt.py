@@ -148,7 +148,6 @@ class Attempt:
             for rank in everybody:
                 count = self._read(rank, now)
                 read, more = read + count, more or count == RECORDS_PER_LOOK
-        self._watch_processes()
         self._note_command()
         self._look_at_ends(over=False)
         if self.gather is None:
@@ -305,6 +304,8 @@ class Attempt:
         beat = heartbeat.read(self.run.heartbeat(self.number, self.node, rank.tail.rank))
         lags = self._spool_carrier.lags(rank.tail.rank, now)
         records = rank.tail.read(RECORDS_PER_LOOK)
+        rank.beat = beat or rank.beat
+        self._watch(rank)
         if self.gather is None and rank.tail.facts.meta is not None:
             self._begin(rank.tail.facts.meta)
         for record in records:
@@ -313,7 +314,6 @@ class Attempt:
         rank.spent = over and not lags and len(records) < RECORDS_PER_LOOK
         if rank.tail.facts.closed and rank.closed_at is None:
             rank.closed_at = now
-        rank.beat = beat or rank.beat
         if beat is not None and len(records) < RECORDS_PER_LOOK and not lags:
             rank.compare(beat)
         return len(records)
@@ -339,9 +339,8 @@ class Attempt:
             last = self.daemon_journal.last_step
             self._gather_queue.open(self.number, self.world_size, self.local_ranks, last)
             self._gather_queue.announce(self._board.orders.values())
-            everybody = range(self.world_size)
-            self.gather = Gather(everybody, HEAD_GRACE_SECONDS, after=last)
-            self._first_cause = FirstCause(self.daemon_journal, everybody)
+            self.gather = Gather(range(self.world_size), HEAD_GRACE_SECONDS, after=last)
+            self._first_cause = FirstCause(self.daemon_journal, range(self.world_size))
         else:
             if self._pusher is not None and meta.get("head_url"):
                 self._pusher.redirect(str(meta["head_url"]))  # a restarted job has a new head
@@ -447,19 +446,20 @@ class Attempt:
         elif self._pusher is not None:
             self._pusher.say(request.wish())
 
-    def _watch_processes(self) -> None:
-        for number, rank in self.ranks.items():
-            meta = rank.tail.facts.meta
-            if meta is not None and not rank.watched and not rank.elsewhere:
-                rank.watched = True
-                key, pid = (self.number, number), int(meta["pid"])
-                rank.seen_alive = self._watcher.watch(key, pid, meta["pid_start"])
-                rank.launcher = torchrun_of(pid) if rank.seen_alive else None
-                if self.is_head and self._command is None and rank.seen_alive:
-                    self._command = Command(rank.launcher or pid)
-                known = [r.launcher for r in self.ranks.values() if r is not rank]
-                if rank.launcher is not None and rank.launcher not in known:
-                    self._watcher.watch((self.number, _LAUNCHER), rank.launcher, None)
+    def _watch(self, rank: LocalRank) -> None:
+        """Watch its process as soon as it is known, before anything takes time: it may end."""
+        meta = rank.tail.facts.meta
+        if meta is None or rank.watched or rank.elsewhere:
+            return
+        rank.watched = True
+        key, pid = (self.number, rank.tail.rank), int(meta["pid"])
+        rank.seen_alive = self._watcher.watch(key, pid, meta["pid_start"])
+        rank.launcher = torchrun_of(pid) if rank.seen_alive else None
+        if meta["head"] and self._command is None and rank.seen_alive:
+            self._command = Command(rank.launcher or pid)
+        known = (None, *(r.launcher for r in self.ranks.values() if r is not rank))
+        if rank.launcher not in known:
+            self._watcher.watch((self.number, _LAUNCHER), rank.launcher, None)
 
     def _note_command(self, *, over: bool = False) -> None:
         if self._command is not None and self.daemon_journal is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,7 +120,7 @@ def test_what_is_written_while_it_is_read_is_as_old_as_one_look(
     with cluster(tmp_path, nodes=1) as made:
         steps = iter(range(1, 100))
         # A quick rank has written something more whenever what it wrote was read.
-        monkeypatch.setattr(made.head, "_watch_processes", lambda: made.train(next(steps)))
+        monkeypatch.setattr(made.head, "_note_command", lambda: made.train(next(steps)))
         for _ in range(40):  # over several segments
             made.look(1.0)
             assert made.head.unread_since == made.now
@@ -137,6 +138,20 @@ def test_what_is_written_while_it_is_read_is_as_old_as_one_look(
         monkeypatch.undo()
         made.look(1.0)
         assert made.head.unread_since is None
+
+
+def test_a_rank_is_watched_before_anything_is_made_of_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, watched = Attempt._begin, []
+
+    def begun(own: Attempt, meta: Mapping[str, Any]) -> None:
+        watched.append(any(rank.watched for rank in own.ranks.values()))
+        begin(own, meta)
+
+    monkeypatch.setattr(Attempt, "_begin", begun)
+    with cluster(tmp_path, nodes=1):
+        assert watched == [True]  # the script of a short job may end in the next moment
 
 
 @pytest.mark.parametrize("how", ["half a frame", "damage", "closed"])

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpprobe.cli.output import report_gaps, say, say_json, table
 from ddpprobe.cli.run_argument import add_run, opened
-from ddpprobe.ends.judge import told
+from ddpprobe.ends.judge import RUNNING, told
 from ddpprobe.reader.text import (
     UNOBSERVED,
     commit,
@@ -105,7 +105,8 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "upload", f"{upload['node']} is not done ({why}); finish with: {upload['finish']}"
     for left in info["unsealed"]:
         yield "unsealed", f"{left['node']} is not all in the store; finish with: {left['finish']}"
-    yield "end", told(info["end"]) if info["end"] else ""
+    end = info["end"]
+    yield "end", (told(end) or end["message"]) if end and end["state"] != RUNNING else ""
 
 
 def _sampling(info: dict[str, Any]) -> str:

@@ -62,3 +62,16 @@ def test_an_attempt_is_sealed_if_all_of_its_nodes_are(call: Call, tmp_path: Path
         (attempt,) = ddpprobe.open(made.path).info()["attempts"]
         assert (attempt["sealed"], attempt["unsealed"] == []) == (sealed, sealed)
         assert (", sealed" in call("info", made.path)[1]) == sealed
+
+
+def test_how_a_run_ended_is_told_also_where_nobody_saw_with_which_exit_code(
+    call: Call, tmp_path: Path
+) -> None:
+    made = Made(tmp_path / "run").whole(3)
+    for writer in made.writers.values():
+        writer.append_json(framing.LIFE, {"event": "closed", "status": "ok", "at_exit": True})
+    out = call("info", made.close(cleanly=False).path)[1]
+    said = "every rank came to its end; nobody saw with which exit code"
+    assert f"end        {said}\n" in out
+    whole = call("info", Made(tmp_path / "whole").whole(3).close().path)[1]
+    assert "end        every rank came to its end\n" in whole
