@@ -20,7 +20,7 @@ from ddpprobe.ends.judge import (
     RUNNING,
     UNDECIDED,
     End,
-    is_failed,
+    failed,
     is_well,
     judge,
     stuck_of,
@@ -174,10 +174,10 @@ class Ends:
                 )
             )  # fmt: skip
         case = self._daemon_journal.evidence.case(self._world, live=True)
-        fates = {fate.rank: fate for fate in case.fates}
+        fates = {fate.rank: fate for fate in failed(case)}
         for number in sorted(gone):
-            fate = fates[number]
-            if number not in self._daemon_journal.deaths and is_failed(fate, case):
+            fate = fates.get(number)
+            if fate is not None and number not in self._daemon_journal.deaths:
                 step = fate.clock.step if fate.clock else -1
                 self._daemon_journal.death(number, how_of(fate), fate.time_ns, step)
 

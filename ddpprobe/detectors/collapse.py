@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.enough_looks import EnoughLooks
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import INPUT_SPREAD, OUTPUT_SPREAD, Anomaly, StepRecord
 
 # Of the mean square: of equal numbers in float32 the rounding of their mean leaves up to 1e-14.

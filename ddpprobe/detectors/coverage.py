@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.sites_of_kind import grown
@@ -26,6 +25,7 @@ from ddpprobe.detectors.subtrees import (
     without_indices,
 )
 from ddpprobe.records.derived import is_in_expert
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import (
     IN_TURN,
     OBSERVED,

@@ -13,6 +13,7 @@ from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.rank_scalars import are_one, is_unwrapped, norm_used_by_all, scalars
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.records.merge import disagreements, ranks_of
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import (
     BUFFER,
     JOINED,
@@ -25,7 +26,7 @@ from ddpprobe.records.step import (
     StepRecord,
 )
 
-MOST_NAMED = 8  # ranges of ranks in a message
+MOST_SIDES = 8  # groups of ranks in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +179,8 @@ def _of_buffers(record: StepRecord, splits: list[_Split]) -> Anomaly:
 
 
 def _sides(split: _Split) -> str:
-    sides = " / ".join(ranks_text(side) for side in split.sides[:MOST_NAMED])
-    return sides + (" / ..." if len(split.sides) > MOST_NAMED else "")
+    sides = " / ".join(ranks_text(side) for side in split.sides[:MOST_SIDES])
+    return sides + (" / ..." if len(split.sides) > MOST_SIDES else "")
 
 
 def _message(record: StepRecord, splits: list[_Split], level: str) -> str:
@@ -221,16 +222,3 @@ def _unlike_rates(record: StepRecord) -> str:
 
 def _hold(ranks: tuple[int, ...]) -> str:
     return "holds" if len(ranks) == 1 else "hold"
-
-
-def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Name ranks in ascending order, runs of them as ranges: `ranks 0-3, 6`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    names = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:MOST_NAMED]]
-    etc = ", ..." if len(runs) > MOST_NAMED else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(names)}{etc}"

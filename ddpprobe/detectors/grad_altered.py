@@ -6,11 +6,11 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
-from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.rank_scalars import largest
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import KEPT, LEARNING_RATE, USED_NORM, Anomaly, StepRecord
 
 # Gradients that are clipped to 0.01 or more behind the scaler have 40 or more, times the scale.

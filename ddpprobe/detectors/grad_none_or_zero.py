@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.detectors.coverage import NEVER, patience
-from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.rank_gradients import LostGradients, RankGradients
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import SitesOfKind
@@ -24,6 +23,7 @@ from ddpprobe.detectors.subtrees import (
     subtrees,
 )
 from ddpprobe.records.derived import is_in_expert
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import Anomaly, StepRecord
 
 MOST_ACTIVE = 256  # sampled steps that are counted

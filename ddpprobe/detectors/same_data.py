@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 
-from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import Anomaly, StepRecord
 
 _JUDGED = ("loss", "grad_norm_local", "output_rms")

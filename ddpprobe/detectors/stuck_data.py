@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ddpprobe.detectors.desync import ranks_text
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.enough_looks import EnoughLooks
 from ddpprobe.detectors.same_epochs import SameEpochs
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import DIGEST, Anomaly, StepRecord
 
 FEWEST_CHANGES = 8  # from look to look before a rank's data are known to vary

@@ -14,7 +14,7 @@ from ddpprobe.ends.judge import (
     STOPPED,
     UNDECIDED,
     End,
-    is_failed,
+    failed,
 )
 from ddpprobe.ends.words import describe
 from ddpprobe.records.events import FirstCauseEvent
@@ -114,13 +114,9 @@ def _found(end: End, case: Case, attempt: int) -> list[Anomaly]:
     else:
         return []
     if end.state in {CRASHED, HUNG} and end.ranks:
-        others = [f for f in case.fates if f.rank not in end.ranks and _is_gone(f, case)]
+        others = [f for f in failed(case) if f.rank not in end.ranks and (f.how or f.raised)]
         found += [_taken_along(f, end, fates, attempt) for f in others]
     return found
-
-
-def _is_gone(fate: Fate, case: Case) -> bool:
-    return bool(fate.how or fate.raised) and is_failed(fate, case)
 
 
 def _of_end(end: End, fates: dict[int, Fate], attempt: int, level: str) -> Anomaly:

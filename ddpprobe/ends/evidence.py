@@ -6,7 +6,6 @@ come makes no difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -243,12 +242,3 @@ def clock_of(steps: int, micro: int, state: str, step: int) -> Progress | None:
         return None
     phase = state if state in STEP_PHASES else "data"
     return Progress(steps, micro, phase, step)
-
-
-def named(ranks: Iterable[int], word: str = "or") -> str:
-    """Name ranks in a sentence: `rank 3`, `rank 1 or 3`, `ranks 0, 1 and 2`."""
-    numbers = sorted(ranks)
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    many = "s" if word == "and" else ""
-    return f"rank{many} {', '.join(map(str, numbers[:-1]))} {word} {numbers[-1]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpprobe.ends.evidence import UNKNOWN, named
+from ddpprobe.ends.evidence import UNKNOWN
 from ddpprobe.ends.rank_ends import ALIVE, CLEAN, LEFT, TOLD, VICTIM, RankEnds
 from ddpprobe.ends.words import (
     all_wait,
@@ -15,6 +15,7 @@ from ddpprobe.ends.words import (
     within_of,
 )
 from ddpprobe.records.fate import Fate
+from ddpprobe.records.rank_names import named
 
 _MOST_SHOWN = 4  # places at which ranks stand
 
@@ -31,7 +32,8 @@ def stuck_in(parts: RankEnds) -> list[Fate]:
     if not waited and (past or parts.has(LEFT) or not any(f.stalled for f in case.fates)):
         return []
     # Who waited in vain was waited by somebody: also one that said it does something else.
-    here = [f for f in case.fates if f.heard and f not in waited and (waited or not f.paused)]
+    in_vain = {f.rank for f in waited}
+    here = [f for f in case.fates if f.heard and f.rank not in in_vain and (waited or not f.paused)]
     here = [f for f in here if parts.part(f) != LEFT]
     if not here and missed(parts):
         return []  # who was waited for had ended
@@ -42,7 +44,8 @@ def stuck_in(parts: RankEnds) -> list[Fate]:
     stuck = [*stuck, *_behind(ahead)]
     # One whose communication broke in the same place had waited there as well.
     places = {f.clock.key for f in stuck if f.clock and parts.part(f) == VICTIM}
-    also = [f for f in waited if f not in stuck and f.clock and f.clock.key in places]
+    known = {f.rank for f in stuck}
+    also = [f for f in waited if f.rank not in known and f.clock and f.clock.key in places]
     return _not_waiting(sorted([*stuck, *also], key=lambda f: f.rank))
 
 
@@ -53,7 +56,8 @@ def left_early(parts: RankEnds) -> list[Fate]:
     has closed and lives may train on unseen: then each of the others is seen in such a call.
     """
     left = [f for f in parts.case.fates if f.clock and _is_past(parts, f)]
-    others = [f for f in parts.case.fates if f not in left]
+    gone = {f.rank for f in left}
+    others = [f for f in parts.case.fates if f.rank not in gone]
     if not left or parts.case.partial or not any(f.stalled for f in others):
         return []
     if not all_wait(others) and any(f.how != CLEAN for f in left):
@@ -100,7 +104,8 @@ def in_words(parts: RankEnds, stuck: list[Fate]) -> tuple[str, str]:
         text, how = f"{place_of(stuck)}, {did}", "hang"
     else:
         text, how = f"no rank moved on: {place_of(stuck)}, and nothing says which was first", "hang"
-    waiting = [f for f in parts.case.fates if f not in stuck and f.clock]
+    stuck_ranks = {f.rank for f in stuck}
+    waiting = [f for f in parts.case.fates if f.rank not in stuck_ranks and f.clock]
     if waiting:
         text += f"; {named((f.rank for f in waiting), 'and')} waited"
     if _by_micro(stuck, waiting):
@@ -121,8 +126,8 @@ def in_words(parts: RankEnds, stuck: list[Fate]) -> tuple[str, str]:
 
 
 def _behind(fates: list[Fate]) -> list[Fate]:
-    known = [f.clock.key for f in fates if f.clock]
-    return [f for f in fates if f.clock and f.clock.key == min(known)] if known else fates
+    least = min((f.clock.key for f in fates if f.clock), default=None)
+    return fates if least is None else [f for f in fates if f.clock and f.clock.key == least]
 
 
 def _not_waiting(stuck: list[Fate]) -> list[Fate]:
@@ -137,9 +142,11 @@ def _not_waiting(stuck: list[Fate]) -> list[Fate]:
 
 def _by_micro(stuck: list[Fate], waiting: list[Fate]) -> bool:
     """Whether only the number of its micro-batch puts somebody in front of who is stuck."""
-    at = [f.clock for f in stuck if f.clock and f.clock.phase != "data"]
-    others = [f.clock for f in waiting if f.clock and f.clock.phase != "data"]
-    return any(a.steps == b.steps and a.micro != b.micro for a in at for b in others)
+    at, others = (
+        {(f.clock.steps, f.clock.micro) for f in fates if f.clock and f.clock.phase != "data"}
+        for fates in (stuck, waiting)
+    )
+    return any(a[0] == b[0] and a[1] != b[1] for a in at for b in others)
 
 
 def _where_they_stand(stuck: list[Fate], waiting: list[Fate]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ddpprobe.ends import hang
 from ddpprobe.ends.candidates import candidates, is_killed, is_ordered, unseen_of
-from ddpprobe.ends.evidence import UNKNOWN, Case, named
+from ddpprobe.ends.evidence import UNKNOWN, Case
 from ddpprobe.ends.rank_ends import (
     ABORTED,
     ABSENT,
@@ -49,6 +49,7 @@ from ddpprobe.ends.words import (
     step_of,
 )
 from ddpprobe.records.fate import Fate
+from ddpprobe.records.rank_names import named
 
 RUNNING, ENDED, STOPPED = "running", "ended", "stopped"
 CRASHED, HUNG, VANISHED, UNDECIDED = "crashed", "hung", "vanished", "unknown"
@@ -137,9 +138,9 @@ def judge(case: Case) -> End:
     return _broken(parts) if parts.has(VICTIM) else _without_cause(parts)
 
 
-def is_failed(fate: Fate, case: Case) -> bool:
-    """Whether a rank ended otherwise than by the end of its training."""
-    return RankEnds(case).part(fate) in {CAUSE, CHOSE, ABORTED, VICTIM, TOLD, LOST}
+def failed(case: Case) -> list[Fate]:
+    """Return the ranks that ended otherwise than by the end of their training."""
+    return RankEnds(case).all(CAUSE, CHOSE, ABORTED, VICTIM, TOLD, LOST)
 
 
 def is_well(case: Case) -> bool:

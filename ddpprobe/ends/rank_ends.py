@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 from ddpprobe.ends.evidence import UNKNOWN, Case
 from ddpprobe.records.fate import Fate
@@ -24,12 +24,13 @@ class RankEnds:
 
     def __init__(self, case: Case) -> None:
         self.case = case = replace(case, fates=tuple(sorted(case.fates, key=lambda f: f.rank)))
-        told = [f for f in case.fates if _signal_asked(f)]
-        self._of = {f.rank: _part(f, case, told) for f in case.fates}
+        everybody = _Everybody.of(case)
+        self._of = {f.rank: _part(f, everybody) for f in case.fates}
         if _fell_midway(self.all(LEFT)):
             self._of |= {f.rank: TOLD for f in self.all(LEFT) if may_be_told(f)}
         well = [f for f in case.fates if self._of[f.rank] in {LEFT, SILENT, TOLD}]
-        nodes = {f.node for f in well} - {f.node for f in case.fates if f not in well}
+        ranks = {f.rank for f in well}
+        nodes = {f.node for f in well} - {f.node for f in case.fates if f.rank not in ranks}
         self._of |= {f.rank: TOLD for f in well if f.node in nodes and _followed_launcher(f)}
 
     def part(self, fate: Fate) -> str:
@@ -57,6 +58,38 @@ class RankEnds:
         """
         seen = tuple(f for f in self.case.fates if self._of[f.rank] != ABSENT)
         return seen if self.case.partial and len(seen) > 1 else self.case.fates
+
+
+@dataclass(frozen=True, slots=True)
+class _Everybody:
+    """What of all ranks decides on one of them, found once: a job may have thousands.
+
+    Attributes:
+        case: theirs.
+        told: those that ended by a signal that asks.
+        open: ranks that have not said their last word.
+        unwell: ranks that have not, or did not end well.
+        broken: of these, whose connection broke (`_heard_it`).
+        suspended: whether any is.
+    """
+
+    case: Case
+    told: tuple[Fate, ...]
+    open: frozenset[int]
+    unwell: frozenset[int]
+    broken: frozenset[int]
+    suspended: bool
+
+    @classmethod
+    def of(cls, case: Case) -> Self:
+        """Look at each rank once."""
+        unwell = [f for f in case.fates if not _is_well(f)]
+        open_ = (f.rank for f in case.fates if f.heard and not (f.closed or f.beat_closed))
+        return cls(
+            case, tuple(f for f in case.fates if _is_asked(f.how)), frozenset(open_),
+            frozenset(f.rank for f in unwell), frozenset(f.rank for f in unwell if _heard_it(f)),
+            any(f.suspended for f in case.fates),
+        )  # fmt: skip
 
 
 def may_be_told(fate: Fate) -> bool:
@@ -97,21 +130,21 @@ def _fell_midway(left: list[Fate]) -> bool:
     return bool(phases & INSIDE) or ("backward" in phases and len(places) > 1)
 
 
-def _part(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
-    how = fate.how
+def _part(fate: Fate, everybody: _Everybody) -> str:
+    how, case = fate.how, everybody.case
     if fate.asked or fate.failed or (fate.error and how not in {"", CLEAN, UNKNOWN}):
         return TOLD if fate.asked else _of_error(fate)
     chose = how.startswith("exit:") and how != CLEAN and not _was_over(fate)
     if fate.pool and fate.at_exit:
         return TOLD  # its script had not said that it was over: the pool did not wait for that
-    if fate.closed and not fate.dead and not chose and not _was_killed_early(fate, case):
+    if fate.closed and not fate.dead and not chose and not _was_killed_early(fate, everybody):
         return _of_closed(fate, case)
     if how == CLEAN:
         return LEFT if fate.beat_closed else SILENT  # its last word may have found no room
     if how in {"", UNKNOWN}:
         alive = not how and case.live
         return ALIVE if alive else LOST if fate.heard else ABSENT
-    return _of_status(fate, case, told)
+    return _of_status(fate, everybody)
 
 
 def _of_closed(fate: Fate, case: Case) -> str:
@@ -126,13 +159,12 @@ def _of_closed(fate: Fate, case: Case) -> str:
     return ALIVE if case.live and not fate.how else LOST
 
 
-def _was_killed_early(fate: Fate, case: Case) -> bool:
+def _was_killed_early(fate: Fate, everybody: _Everybody) -> bool:
     """Whether it was killed behind its last word, when another rank had not yet said its own.
 
     Where all of them have, it may be what started them, when all is done.
     """
-    others = [f for f in case.fates if f.rank != fate.rank]
-    early = any(f.heard and not (f.closed or f.beat_closed) for f in others)
+    early = bool(everybody.open - {fate.rank})
     return fate.how == "SIGKILL" and not fate.pool and early
 
 
@@ -148,10 +180,10 @@ def _was_over(fate: Fate) -> bool:
     return _is_asked(fate.how) and between and not fate.at_exit and not fate.handles
 
 
-def _of_status(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
-    if _signal_asked(fate):
+def _of_status(fate: Fate, everybody: _Everybody) -> str:
+    if _is_asked(fate.how):
         return TOLD
-    return CHOSE if fate.how.startswith("exit:") else _of_signal(fate, case, told)
+    return CHOSE if fate.how.startswith("exit:") else _of_signal(fate, everybody)
 
 
 def _of_error(fate: Fate) -> str:
@@ -162,27 +194,25 @@ def _of_error(fate: Fate) -> str:
     return TOLD if asked else VICTIM if error.collective else CAUSE
 
 
-def _of_signal(fate: Fate, case: Case, told: Iterable[Fate]) -> str:
-    others = [f for f in case.fates if f.rank != fate.rank and not _is_well(f)]
-    suspended = any(f.suspended for f in case.fates)
-    stuck = suspended or (fate.stalled and not _has_time(fate, case, others))
-    asked = list(told)
+def _of_signal(fate: Fate, everybody: _Everybody) -> str:
+    asked, suspended = everybody.told, everybody.suspended
+    stuck = suspended or (fate.stalled and not _has_time(fate, everybody))
     first = any(fate.died_before(t) for t in asked)
-    first |= not (asked or suspended) and any(map(_heard_it, others))
+    first |= not (asked or suspended) and bool(everybody.broken - {fate.rank})
     if fate.how == "SIGKILL" and not first and (stuck or any(t.died_before(fate) for t in asked)):
         return TOLD  # by a launcher that got no answer
-    if fate.how == "SIGABRT" and len(case.fates) > 1:
+    if fate.how == "SIGABRT" and len(everybody.case.fates) > 1:
         return VICTIM if stuck else ABORTED
     return CAUSE
 
 
-def _has_time(fate: Fate, case: Case, others: list[Fate]) -> bool:
+def _has_time(fate: Fate, everybody: _Everybody) -> bool:
     """Whether one that stands still keeps nobody waiting, so that nobody loses patience with it.
 
-    That is one by itself, and one between two steps when others have come to their end. `others`
-    have not.
+    That is one by itself, and one between two steps when others have come to their end.
     """
-    left = len(others) < len(case.fates) - 1
+    others = everybody.unwell - {fate.rank}
+    left = len(others) < len(everybody.case.fates) - 1
     between = fate.clock is not None and fate.clock.phase == "data"
     return not others or (left and between)
 
@@ -200,10 +230,6 @@ def _heard_it(fate: Fate) -> bool:
     error = fate.error
     broke = error is not None and error.collective and not (error.timed_out or error.is_retold)
     return broke and not fate.handles and not fate.asked
-
-
-def _signal_asked(fate: Fate) -> bool:
-    return _is_asked(fate.how)
 
 
 def _is_asked(how: str) -> bool:

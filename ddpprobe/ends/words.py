@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpprobe.ends.evidence import UNKNOWN, named
+from ddpprobe.ends.evidence import UNKNOWN
 from ddpprobe.ends.rank_ends import CLEAN
 from ddpprobe.records.fate import Fate, Progress, RaisedError
+from ddpprobe.records.rank_names import named
 
 
 def how_of(fate: Fate) -> str:

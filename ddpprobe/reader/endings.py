@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from ddpprobe.ends.evidence import Case, Evidence
-from ddpprobe.ends.judge import CRASHED, End, is_failed, judge
+from ddpprobe.ends.judge import CRASHED, End, failed, judge
 from ddpprobe.ends.stalls import is_still
 from ddpprobe.ends.words import how_of
 from ddpprobe.reader.merged_reader import MergedReader
@@ -58,8 +58,8 @@ def deaths_of(ending: Ending) -> list[Death]:
             ending.attempt, f.rank, how_of(f), f.time_ns, f.clock.step if f.clock else -1,
             cause == (f.rank,), f.node,
         )
-        for f in case.fates
-        if (f.how or f.raised) and is_failed(f, case)
+        for f in failed(case)
+        if f.how or f.raised
     ]  # fmt: skip
     return sorted(found, key=lambda d: (not d.first, d.rank not in cause, d.time_ns, d.rank))
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpprobe.detectors.desync import Desync, ranks_text
+from ddpprobe.detectors.desync import Desync
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.records.merge import merge_all
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import (
     BUFFER,
     JOINED,

@@ -4,7 +4,9 @@ was noticed."""
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -876,3 +878,41 @@ def test_ranks_stand_still_only_when_none_of_them_moves_for_many_steps() -> None
     assert is_still([beat(0), beat(second, state="closed")], 12 * second)
     assert not is_still([beat(0), beat(second, state="closed")], 9 * second)
     assert not is_still([beat(0, state="closed")], 99 * second)
+
+
+OF_MANY = {
+    "ended": lambda n: ([left(r, at(40, "data")) for r in range(n)], {}),
+    "killed, the others told to stop": lambda n: (
+        [fate(0, "SIGKILL"), *(fate(r, "SIGTERM") for r in range(1, n))], {}),
+    "killed, the others lost the connection": lambda n: (
+        [fate(0, "SIGKILL"), *(raised(r, GONE) for r in range(1, n))], {}),
+    "aborted": lambda n: ([fate(r, "SIGABRT", order=r) for r in range(n)], {}),
+    "hangs": lambda n: (
+        [fate(r, clock=at(41 - (r == 3), "backward"), stalled=True) for r in range(n)],
+        {"live": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OF_MANY)
+def test_a_job_of_four_times_as_many_ranks_takes_not_much_more_than_four_times_as_long(
+    what: str,
+) -> None:
+    """Counted are calls, of Python and of C: it was their cube, 15 s of a daemon at 256 ranks."""
+
+    def calls(ranks: int) -> int:
+        fates, more = OF_MANY[what](ranks)
+        case, counted = Case(tuple(fates), **more), count()
+
+        def note(_: object, event: str, __: object) -> None:
+            if event in {"call", "c_call"}:
+                next(counted)
+
+        sys.setprofile(note)
+        try:
+            anomalies_of(judge(case), case, 0)
+        finally:
+            sys.setprofile(None)
+        return next(counted)
+
+    few, many = calls(64), calls(256)
+    assert many < 6 * few
