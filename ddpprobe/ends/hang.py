@@ -15,7 +15,7 @@ from ddpprobe.ends.words import (
     within_of,
 )
 from ddpprobe.records.fate import Fate
-from ddpprobe.records.rank_names import named
+from ddpprobe.records.rank_names import ranks_joined
 
 _MOST_SHOWN = 4  # places at which ranks stand
 
@@ -107,7 +107,7 @@ def in_words(parts: RankEnds, stuck: list[Fate]) -> tuple[str, str]:
     stuck_ranks = {f.rank for f in stuck}
     waiting = [f for f in parts.case.fates if f.rank not in stuck_ranks and f.clock]
     if waiting:
-        text += f"; {named((f.rank for f in waiting), 'and')} waited"
+        text += f"; {ranks_joined((f.rank for f in waiting), 'and')} waited"
     if _by_micro(stuck, waiting):
         text += ", if all ranks have equally many micro-batches"
     text += _where_they_stand(stuck, waiting)

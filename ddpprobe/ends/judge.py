@@ -49,7 +49,7 @@ from ddpprobe.ends.words import (
     step_of,
 )
 from ddpprobe.records.fate import Fate
-from ddpprobe.records.rank_names import named
+from ddpprobe.records.rank_names import ranks_joined
 
 RUNNING, ENDED, STOPPED = "running", "ended", "stopped"
 CRASHED, HUNG, VANISHED, UNDECIDED = "crashed", "hung", "vanished", "unknown"
@@ -299,8 +299,7 @@ def _crashed(pool: list[Fate]) -> End:
     text = f"{describe(pool[0])}{last_seen_in_words(pool[0])}"
     if len(pool) > 1:
         each = "; ".join(describe(f) for f in pool[:4]) + ("; ..." if len(pool) > 4 else "")
-        who = named((f.rank for f in pool), "or")
-        text = f"{who} is the cause, and nothing says which: {each}"
+        text = f"{ranks_joined(f.rank for f in pool)} is the cause, and nothing says which: {each}"
     return End(CRASHED, tuple(f.rank for f in pool), how, step, phase, text)
 
 
@@ -334,7 +333,7 @@ def _broken(parts: RankEnds) -> End:
         return End(CRASHED, (gone[0].rank,), how, step_of(gone), phase_of(gone), text)
     if gone:
         ranks = tuple(f.rank for f in gone)
-        text = f"{named(ranks, 'or')} is gone without a last word, and {said}"
+        text = f"{ranks_joined(ranks)} is gone without a last word, and {said}"
         return End(CRASHED, ranks, UNKNOWN, step_of(gone), phase_of(gone), text)
     if parts.has(ALIVE):
         return End(RUNNING, message=f"{said}; the other ranks live")

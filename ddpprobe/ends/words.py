@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ddpprobe.ends.evidence import UNKNOWN
 from ddpprobe.ends.rank_ends import CLEAN
 from ddpprobe.records.fate import Fate, Progress, RaisedError
-from ddpprobe.records.rank_names import named
+from ddpprobe.records.rank_names import ranks_joined
 
 
 def how_of(fate: Fate) -> str:
@@ -79,7 +79,7 @@ def _lingering(fate: Fate) -> str:
 
 def place_of(fates: list[Fate]) -> str:
     """Name ranks, and where they are if that is the same for all."""
-    who = named((f.rank for f in fates), "and" if len(fates) > 2 else "or")
+    who = ranks_joined((f.rank for f in fates), "and" if len(fates) > 2 else "or")
     return who + common_place(fates)
 
 
@@ -132,7 +132,7 @@ def all_wait(fates: list[Fate]) -> bool:
 def ranks_of(fates: Iterable[Fate]) -> str:
     """Name ranks, or say how many they are."""
     ranks = [f.rank for f in fates]
-    return named(ranks, "and") if len(ranks) <= 4 else f"{len(ranks)} ranks"
+    return ranks_joined(ranks, "and") if len(ranks) <= 4 else f"{len(ranks)} ranks"
 
 
 def last_step_of(fates: Iterable[Fate]) -> int | None:

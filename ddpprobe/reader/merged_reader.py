@@ -348,9 +348,8 @@ class MergedReader:
                 self._note_segment(source, segment)
 
     def _listing(self, attempt: int, rank: int | None = None) -> Listing:
-        sources = segments.sources_of(self.run, attempt)
-        wanted = [s for s in sources if rank is None or s.rank == rank]
-        return [(s, segments.segments_of(s)) for s in wanted]
+        sources = segments.sources_of(self.run, attempt, rank=rank)
+        return [(s, segments.segments_of(s)) for s in sources]
 
     def _daemons(self, attempt: int) -> Listing:
         return [(s, n) for s, n in self._listing(attempt) if s.rank is None]

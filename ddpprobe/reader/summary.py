@@ -126,10 +126,10 @@ def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) ->
     silent = sorted(set(range(merged_reader.world_size(attempt))) - {f.rank for f in facts})
     sealed = {e.node for e in events if isinstance(e.what, SealedEvent)}
     unsealed = sorted({str(f.meta["node"]) for f in facts if "node" in f.meta} - sealed)
-    ranks = []
+    said, ranks = _said(events), list[dict[str, Any]]()
     for each in facts:
         share = shares[each.rank]
-        own = _said(each, events)
+        own = said.get(paths.rank_name(each.rank), [])
         told = _rank(each, share, _status(each.rank, own, deaths, share.end))
         overhead = _overhead_ratio(merged_reader.run, attempt, each.rank)
         lost = {"dropped": _dropped(own), "overhead_ratio": overhead}
@@ -210,10 +210,12 @@ def _rank(facts: RankFacts, share: RankShare, status: str) -> dict[str, Any]:
     }
 
 
-def _said(facts: RankFacts, events: list[Event]) -> list[LifeEvent]:
-    """Return what a rank said, in its order."""
-    own = [e for e in events if e.source == paths.rank_name(facts.rank)]
-    return [e.what for e in sorted(own, key=lambda e: e.seq)]
+def _said(events: list[Event]) -> dict[str, list[LifeEvent]]:
+    """Return what each of those that write a journal said, by its name, in its order."""
+    said: dict[str, list[LifeEvent]] = {}
+    for event in sorted(events, key=lambda e: e.seq):
+        said.setdefault(event.source, []).append(event.what)
+    return said
 
 
 def _coverage(said: list[LifeEvent]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(names[:MOST_RUNS])}{etc}"
 
 
-def named(ranks: Iterable[int], word: str = "or") -> str:
+def ranks_joined(ranks: Iterable[int], word: str = "or") -> str:
     """Name ranks in a sentence: `rank 3`, `rank 1 or 3`, `ranks 0, 1 and 2`, `ranks 0-6, 8`.
 
     More than four that `or` joins are `one of ranks 0-6, 8`.

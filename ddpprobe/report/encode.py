@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ddpprobe.reader.text import plain
+from ddpprobe.records.rank_names import ranks_text
 
 NAME_CHARACTERS = 80
-NAMED_RANKS = 8
 _TYPES = {"float64": "f8", "float32": "f4"}
 
 
@@ -47,12 +47,9 @@ def names(texts: Sequence[object]) -> list[str]:
     return out
 
 
-def ranks_named(ranks: Sequence[int], every: int, most: int = NAMED_RANKS) -> str:
-    """Name some of `every` rank of a run; of too many the first `most`."""
-    if len(ranks) == every > 1:
-        return "every rank"
-    shown = ", ".join(map(str, sorted(ranks)[:most]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', …' if len(ranks) > most else ''}"
+def ranks_named(ranks: Sequence[int], every: int) -> str:
+    """Name some of `every` rank of a run."""
+    return "every rank" if len(ranks) == every > 1 else ranks_text(ranks)
 
 
 def figure(

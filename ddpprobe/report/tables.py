@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ddpprobe.ends.evidence import named
 from ddpprobe.ends.judge import RUNNING
 from ddpprobe.reader.text import (
     UNOBSERVED,
@@ -22,6 +21,7 @@ from ddpprobe.reader.text import (
     steps_in_words,
     wrapping,
 )
+from ddpprobe.records.rank_names import ranks_joined
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.ranks import COMPARED, MOST_LISTED, differences, differs, standing_out
 from ddpprobe.report.story import Story
@@ -141,7 +141,7 @@ def attempts(story: Story) -> list[dict[str, Any]]:
 
 def _end(end: dict[str, Any]) -> str:
     """Return how an attempt ended, and by whose fault if that is known."""
-    whose = f": {named(end['ranks'])} ({end['how']})" if end["ranks"] else ""
+    whose = f": {ranks_joined(end['ranks'])} ({end['how']})" if end["ranks"] else ""
     return f"{end['state']}{whose}"
 
 
@@ -214,7 +214,7 @@ def unseen(story: Story) -> list[str]:
             groups.setdefault(f"never called: {silent}", []).append(rank["rank"])
         if kinds:
             groups.setdefault(f"not supported: {kinds}", []).append(rank["rank"])
-    return [f"{ranks_named(who, len(told), MOST_NAMED)}: {text}" for text, who in groups.items()]
+    return [f"{ranks_named(who, len(told))}: {text}" for text, who in groups.items()]
 
 
 def _medians(story: Story, what: str) -> dict[int, float]:

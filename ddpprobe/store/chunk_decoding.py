@@ -58,11 +58,15 @@ _remembered = functools.lru_cache(REMEMBERED)(_numbers)
 
 
 def strings(data: bytes, count: int) -> NDArray[Any]:
-    """Undo `vlen-utf8, zstd, crc32c`: an object array of `count` strings.
+    """Undo `vlen-utf8, zstd, crc32c`: an object array of `count` strings, not to be written to.
 
     Raises:
         ValueError: as `numbers`.
     """
+    return (_remembered_strings if len(data) <= SMALL_BYTES else _strings)(data, count)
+
+
+def _strings(data: bytes, count: int) -> NDArray[Any]:
     body = checked(data)
     size = _content_size(body)
     if not 4 + 4 * count <= size <= fmt.MAX_CHUNK_BYTES:
@@ -79,7 +83,12 @@ def strings(data: bytes, count: int) -> NDArray[Any]:
         i += 1
     if at + 4 * (count - i) != size:
         raise ValueError("strings that do not end where their chunk does")
+    out.flags.writeable = False
     return out
+
+
+# The names of all sites are the same on each of a thousand ranks.
+_remembered_strings = functools.lru_cache(REMEMBERED)(_strings)
 
 
 def checked(data: bytes) -> bytes:

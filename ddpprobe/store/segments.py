@@ -48,17 +48,21 @@ class JournalSource:
         return f"{attempt_key(self.attempt)}/{name}"
 
 
-def sources_of(run: paths.RunDir, attempt: int, node: str | None = None) -> list[JournalSource]:
-    """List the journals of an attempt (of one node), ranks before daemons, ascending."""
-    found = []
+def sources_of(
+    run: paths.RunDir, attempt: int, node: str | None = None, rank: int | None = None
+) -> list[JournalSource]:
+    """List the journals of an attempt (of one node, or rank), ranks before daemons, ascending."""
+    found, only = [], None if rank is None else paths.rank_name(rank)
     top = run.attempt_dir(attempt).relative_to(run.path).as_posix()
     for name in safe_read.directories(run.path, top):
         if not re.fullmatch(r"node_\d{4,}", name) or node not in {None, name}:
             continue
         for inner in safe_read.directories(run.path, f"{top}/{name}"):
-            rank = _RANK.fullmatch(inner)
-            if rank or _DAEMON.fullmatch(inner):
-                number = int(rank[1]) if rank else None
+            if only not in {None, inner}:
+                continue  # of thousands, and each is asked for
+            of_rank = _RANK.fullmatch(inner)
+            if of_rank or _DAEMON.fullmatch(inner):
+                number = int(of_rank[1]) if of_rank else None
                 directory = run.path / top / name / inner
                 found.append(JournalSource(attempt, name, inner, directory, number))
     return sorted(found, key=lambda s: (s.rank is None, s.rank or 0, s.node, s.name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpprobe.records.rank_names import named, ranks_text
+from ddpprobe.records.rank_names import ranks_joined, ranks_text
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,15 @@ from ddpprobe.records.rank_names import named, ranks_text
     ],
 )
 def test_runs_of_many_ranks_are_ranges(ranks, text: str, either: str, both: str) -> None:
-    assert (ranks_text(ranks), named(ranks), named(ranks, "and")) == (text, either, both)
+    assert (ranks_text(ranks), ranks_joined(ranks), ranks_joined(ranks, "and")) == (
+        text,
+        either,
+        both,
+    )
 
 
 def test_of_many_runs_the_first_are_named() -> None:
     text = "ranks 0, 2, 4, 6, 8, 10, 12, 14"
     assert ranks_text(range(0, 16, 2)) == text
     assert ranks_text(range(0, 18, 2)) == f"{text}, ..."
-    assert named(range(0, 2000, 2)) == f"one of {text}, ..."
+    assert ranks_joined(range(0, 2000, 2)) == f"one of {text}, ..."
