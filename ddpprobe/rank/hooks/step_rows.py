@@ -358,6 +358,7 @@ class StepRows:
 
     def begin(self) -> None:
         """Forget the last step; the buffers and the site table stay."""
+        self.table.begin()
         self._main.begin()
         for buffer in self._others.values():
             buffer.begin()
