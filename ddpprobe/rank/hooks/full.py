@@ -1,9 +1,10 @@
 """`register_full_backward_hook`, for `grad_input`, on modules a probe forward has proven safe.
 
 A full hook wraps a module's inputs and outputs in an autograd function. That crashes the user's own
-forward when an output is later changed in place or is a view, and when the module returns a tuple
-subclass. So the first sampled forward only looks: tensor versions before and after tell who is
-changed in place. From the next sampled step on, the safe modules carry full hooks as well.
+forward when an output is later changed in place or is a view, when the module returns a tuple
+subclass, and where a tensor has no views. So the first sampled forward only looks: tensor versions
+before and after tell who is changed in place. From the next sampled step on, the safe modules carry
+full hooks as well.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Container
 from functools import partial
 from typing import final
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -103,6 +105,7 @@ class FullHooks:
             return
         if torch_private.in_functorch():
             self.unsafe.setdefault(fqn, "runs inside vmap, grad or jvp")
+        self._refuse_without_views(fqn, args)
         inputs = [t for _, t in leaves(args) if t.requires_grad]
         if not inputs:
             self.unsafe.setdefault(fqn, "no positional input requires grad: there is no grad_input")
@@ -115,10 +118,17 @@ class FullHooks:
             self.unsafe.setdefault(fqn, f"returns a {type(output).__name__}, not a tensor or tuple")
         if torch_private.is_a(module, "torch.distributed.fsdp", "FSDPModule"):
             self.unsafe.setdefault(fqn, "fully_shard hooks this module's outputs itself")
+        self._refuse_without_views(fqn, output)
         outputs = [t for _, t in leaves(output) if t.requires_grad]
         if any(t._is_view() for t in outputs):  # noqa: SLF001
             self.unsafe.setdefault(fqn, "an output is a view, whose base may be changed in place")
         self._note(fqn, outputs)
+
+    def _refuse_without_views(self, fqn: str, passed: object) -> None:
+        """A full hook makes a view of each tensor that is passed, with a gradient or without."""
+        tensors = passed if isinstance(passed, tuple) else (passed,)
+        if any(isinstance(t, Tensor) and not _has_views(t) for t in tensors):
+            self.unsafe.setdefault(fqn, "an input or output is a tensor of which no view is made")
 
     def _note(self, fqn: str, tensors: list[Tensor]) -> None:
         if self._seen is not None:
@@ -138,3 +148,9 @@ class FullHooks:
                 slot = self._rows.table.slot(site)
             self._rows.tap(slot)
             self._rows.add(slot, micro, gradient)
+
+
+def _has_views(tensor: Tensor) -> bool:
+    """Whether torch makes views of a tensor: not of sparse ones, nor of nested ones of old."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested
+    return plain or tensor.layout is torch.jagged

@@ -118,6 +118,35 @@ def test_a_forward_tells_which_modules_are_safe_and_why_others_are_not() -> None
     assert hooks.safe == {"safe"}
 
 
+@pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse CSR).*:UserWarning")
+@pytest.mark.parametrize("kind", ["nested", "sparse", "compressed", "mkldnn"])
+def test_what_no_view_is_made_of_goes_through_a_module_as_without_a_full_hook(kind: str) -> None:
+    made = {
+        "nested": lambda x: torch.nested.as_nested_tensor([x[:1], x[1:]]),
+        "sparse": Tensor.to_sparse,
+        "compressed": lambda x: x.detach().to_sparse_csr(),
+        "mkldnn": lambda x: x.detach().to_mkldnn(),
+    }[kind]
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.gives = nn.Linear(2, 2), Calls(lambda x: (x * 2, made(x)))
+            self.takes, self.packed = Calls(lambda _, x: x * 3), Calls(lambda _, x: x * 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, odd = self.gives(self.first(x))
+            return self.takes(odd, y).sum() + self.packed([odd], y).sum()
+
+    model = Odd()
+    hooks, _, _ = hooks_of(model)
+    for _ in range(2):
+        hooks.attach()
+        model(torch.ones(3, 2)).backward()
+        hooks.probed()
+    assert hooks.safe == {"packed"}
+
+
 def test_they_read_each_gradient_to_an_input_of_the_safe_ones() -> None:
     model = Model()
     hooks, rows, clock = hooks_of(model)
