@@ -223,10 +223,11 @@ def _spread(tensor: Tensor) -> Tensor | None:
     One of size 1 before the others is passed over: packed samples lie along the next. None of a
     single sample, of one that is expanded, and of a tensor that is not plain.
     """
+    if not is_dense(tensor) or tensor.dtype not in _COMPARED or not tensor.numel():
+        return None
     while tensor.dim() > 2 and tensor.shape[0] == 1:
         tensor = tensor[0]
-    known = is_dense(tensor) and tensor.dtype in _COMPARED and tensor.numel() > 0
-    if not known or not tensor.dim() or len(tensor) < 2 or not tensor.stride(0):
+    if not tensor.dim() or len(tensor) < 2 or not tensor.stride(0):
         return None
     some = tensor.detach()[:: -(-len(tensor) // SAMPLES)]
     while some[0].numel() > NUMBERS:  # of views: nothing is copied

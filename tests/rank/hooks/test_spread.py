@@ -173,3 +173,22 @@ def test_a_net_of_dead_units_is_recorded_and_told(tmp_path: Path, records_of) ->
     assert all(0.1 < record.scalars[0][INPUT_SPREAD] <= 1 for record in records)
     found = [a for a in ddpprobe.open(tmp_path / "r").anomalies() if a.detector == "collapse"]
     assert [(a.level, a.step, a.kind) for a in found] == [("warn", 27, "output")]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_model_over_nested_tensors_is_recorded(tmp_path: Path, records_of, layout) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ddpprobe.install(model, run_dir=tmp_path / "run", every=1, daemon="none"):
+        for _ in range(2):
+            samples = [torch.randn(length, 3) for length in (2, 5)]
+            output = model(torch.nested.nested_tensor(samples, layout=layout))
+            torch.nested.to_padded_tensor(output, 0.0).sum().backward()
+            optimizer.step()
+    records = records_of(tmp_path / "run")
+    assert [record.step for record in records] == [0, 1]
+    for record in records:
+        of = {site.key: int(n) for site, n in zip(record.sites, record.counts[:, 0], strict=True)}
+        assert of["", "output", ""] == of["", "grad_output", ""] == 14
