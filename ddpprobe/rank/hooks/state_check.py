@@ -20,6 +20,7 @@ from ddpprobe.rank.hooks import lanes
 from ddpprobe.rank.hooks.state_look import BadTensor, Look, Looker, is_finite
 from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.outliving import Inventory, Key, outliving, parameters_of
+from ddpprobe.rank.torch_private import sharding
 from ddpprobe.records.step import FirstBad
 
 
@@ -128,6 +129,8 @@ class StateCheck:
         """At the end of a run, between steps: what the last one left behind, if nobody looked."""
         step, micro = self._last
         if self._checked or step < 0 or torch_private.in_functorch():
+            return None
+        if any(sharding.has_weights_of_another(ddp) for _, ddp in self._topology.ddps):
             return None
         looks = self.look(step, micro, over=True)
         looks.wait()

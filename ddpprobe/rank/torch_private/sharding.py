@@ -146,6 +146,15 @@ def is_joined(ddp: nn.Module) -> bool:
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 
+def has_weights_of_another(ddp: nn.Module) -> bool:
+    """Whether the last `join()` of a DDP ended with the weights of a rank that had more steps.
+
+    Degradation: False; what that rank has made of the weights is then told of this one, too.
+    """
+    last = getattr(ddp, "_authoritative_rank", None)
+    return last is not None and last != getattr(ddp, "_distributed_rank", last)
+
+
 def is_extended(flat: Tensor) -> bool:
     """Whether a flat parameter of FSDP1 is made of DTensors (FSDP1 over tensor parallelism).
 

@@ -416,3 +416,37 @@ def test_what_outlives_a_step_is_named_anew_only_where_it_was_exchanged(exchange
         assert keys is not again
         assert list(keys) == [one.key for one in named]
         assert all(a is b.tensor for a, b in zip(tensors, named, strict=True))
+
+
+JOINED = """
+import math
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import ddpprobe
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = DistributedDataParallel(nn.Linear(3, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with ddpprobe.install(model, run_dir="run", every=4, daemon="none"):
+    with model.join():
+        for step in range(3 + 4 * rank):
+            optimizer.zero_grad()
+            x = torch.full((2, 3), math.nan if step == 6 else 1.0)
+            model(x).sum().backward()
+            optimizer.step()
+    assert model.module.weight.isnan().all()
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_what_another_rank_has_made_of_the_weights_by_the_end_of_a_join_is_not_this_one_s(
+    tmp_path: Path, torchrun, records_of
+) -> None:
+    done = torchrun(JOINED, nproc=2)
+    assert done.returncode == 0, done.stderr
+    bad = [[r.first_bad for r in records_of(tmp_path / "run", rank)] for rank in (0, 1)]
+    assert not any(bad[0])
+    assert {(one.step, one.rank) for one in bad[1] if one is not None} == {(6, 1)}
