@@ -26,6 +26,7 @@ from ddpprobe.rank.notes import Notes
 from ddpprobe.rank.options import Checked, InstallOptions, as_globs, is_disabled
 from ddpprobe.rank.order_handler import OrderHandler
 from ddpprobe.rank.probes import Probes, install_each
+from ddpprobe.rank.quiet_fuse import QuietFuse
 from ddpprobe.rank.recorder import Recorder
 from ddpprobe.rank.schedule import Schedule
 from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
@@ -61,7 +62,7 @@ class Probe:
         self._recorder: Recorder | None = None
         self._order_handler: OrderHandler | None = None
         self._joined: Joined | None = None
-        self._fuse = Fuse("probe")
+        self._fuse: Fuse = Fuse("probe")
         self._log: Callable[..., object] = _nothing
         self._step: Callable[..., object] = _nothing
         self._note: Callable[..., object] = _nothing
@@ -75,7 +76,7 @@ class Probe:
     ) -> None:
         """Speak for a recorder from now on."""
         self._recorder, self._joined, self._order_handler = recorder, joined, order_handler
-        fuse = self._fuse = Fuse("probe", stopwatch=stopwatch)
+        fuse = self._fuse = QuietFuse("probe", stopwatch=stopwatch)
         self._log, self._step = fuse.guard(recorder.log), fuse.guard(recorder.declare_step)
         self._note = fuse.guard(recorder.note)
         if self._notes.config:  # said before there was a run, or to the attempt before this one

@@ -29,6 +29,7 @@ from ddpprobe.rank.logged_numbers import LoggedNumbers, returned_loss
 from ddpprobe.rank.observers import Observers
 from ddpprobe.rank.options import InstallOptions
 from ddpprobe.rank.order_handler import OrderHandler
+from ddpprobe.rank.quiet_fuse import QuietFuse
 from ddpprobe.rank.signal_handlers import OF_THE_SCRIPT
 from ddpprobe.rank.step_clock import StepClock
 from ddpprobe.rank.step_times import StepTimes
@@ -69,7 +70,7 @@ class Recorder:
         pacer: Pacer, order_handler: OrderHandler, capturing: Capturing, stopwatch: Stopwatch,
     ) -> None:  # fmt: skip
         journal, heartbeat = joined.record_files.journal, joined.record_files.heartbeat
-        self.fuse = Fuse("hooks", on_blow=self._blown, stopwatch=stopwatch)
+        self.fuse = QuietFuse("hooks", on_blow=self._blown, stopwatch=stopwatch)
         self._topology, self._names = topology, stages.Names(topology)
         self._who = who
         self._pacer = pacer
@@ -77,7 +78,7 @@ class Recorder:
         self._options = options
         self._heartbeat = heartbeat
         self._after_step = joined.after_step
-        self._clock_fuse = Fuse("steps", on_blow=self._blown, stopwatch=stopwatch)
+        self._clock_fuse = QuietFuse("steps", on_blow=self._blown, stopwatch=stopwatch)
         self._order_handler = order_handler
         self._clock = StepClock(
             topology, self, self._clock_fuse, heartbeat, stopwatch, options.first_step,
@@ -95,8 +96,7 @@ class Recorder:
         self._times = StepTimes(self._clock.phases, stopwatch)
         self._files = (journal, heartbeat, pacer, order_handler, self._clock.phases)
         self.is_reducing = self._times.is_reducing
-        self._calls_are_measured = False
-        self._open = True
+        self._calls_are_measured, self._open = False, True
         self._room = Room()
 
     def start(

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import ddpprobe
@@ -429,6 +430,46 @@ def test_training_ends_with_the_same_bits(
         assert [r.step for r in records] == list(range(0, steps, every))
         if micros is not None:
             assert {r.scalars[0]["micro_batches"] for r in records} == {float(micros)}
+
+
+class Operators(TorchDispatchMode):
+    """A mode of the user's that writes down what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_dispatch_mode_of_the_users_sees_what_it_sees_without_us(every: int, tmp_path) -> None:
+    def seen(probe: ddpprobe.Probe | None) -> list[list[str]]:
+        labels, steps = torch.arange(16) % 2, []
+        for step in range(STEPS):
+            with Operators() as mode:
+                logits = model(batch(step).repeat(6, 1)[:16])
+                loss = nn.functional.cross_entropy(logits, labels)
+                if probe is not None:
+                    probe.log(loss=loss)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            steps.append(mode.seen)
+        return steps
+
+    model = net()
+    optimizer = sgd(model)
+    want = seen(None)
+    model = net()
+    optimizer = sgd(model)
+    with ddpprobe.install(
+        model, run_dir=tmp_path / "run", every=every, daemon="none", histograms="fc1"
+    ) as probe:
+        assert seen(probe) == want
 
 
 def test_the_search_for_hooks_finds_ours(tmp_path) -> None:

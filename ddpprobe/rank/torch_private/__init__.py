@@ -7,13 +7,14 @@ this file alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -22,6 +23,8 @@ from torch.utils import _python_dispatch
 
 from ddpprobe.rank.torch_private.dynamo import run_as_python
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -210,6 +213,22 @@ def outside_modes() -> contextlib.AbstractContextManager[object]:
     if _depth_of_modes is None or _without_modes is None or not _depth_of_modes():
         return _NOTHING
     return cast("contextlib.AbstractContextManager[object]", _without_modes())
+
+
+def unseen_by_modes(fn: Callable[P, R]) -> Callable[P, R]:
+    """Wrap what is to run as under `outside_modes`; without a mode that costs next to nothing."""
+    depth = _depth_of_modes
+    if depth is None:
+        return fn
+
+    @functools.wraps(fn)
+    def unseen(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not depth():
+            return fn(*args, **kwargs)
+        with outside_modes():
+            return fn(*args, **kwargs)
+
+    return unseen
 
 
 def in_functorch() -> bool:
