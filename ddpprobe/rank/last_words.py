@@ -52,6 +52,7 @@ _OWN_ADDRESS = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _PATH = re.compile(r"\S*/\S*")
 _TOLD_WORKER = re.compile(r"DataLoader worker .*killed by signal: (?:Terminated|Interrupt|Hangup)")
 _OF_A_WORKER = re.compile(r"Caught (\w+) in ")
+_BEHIND_FRAMES = re.compile(r"^  .*\n(\S.+)$", re.MULTILINE)  # in a traceback: what was raised
 
 # What a rank's own device says, wherever it is heard: a collective may be the next to ask it.
 _OUT_OF_MEMORY = "OutOfMemoryError"  # of torch; a RuntimeError
@@ -144,6 +145,8 @@ def _message(raised: BaseException) -> str:
         text = f"{type(shared.first).__name__}: {first_line(shared.first)}".removesuffix(": ")
         return f"{whose}{text}"[:MAX_MESSAGE]
     said = first_line(raised)
+    if said.endswith("terminated with the following error:"):  # of `torch.multiprocessing.spawn`
+        return " ".join([said, *_BEHIND_FRAMES.findall(str(raised))[-1:]])[:MAX_MESSAGE]
     caught = _OF_A_WORKER.match(said)
     own = re.findall(rf"^(?:\w+\.)*{caught[1]}: (.+)$", str(raised), re.MULTILINE) if caught else []
     return f"{said.rstrip('.')}: {own[-1]}"[:MAX_MESSAGE] if own else said[:MAX_MESSAGE]

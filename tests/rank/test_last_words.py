@@ -167,6 +167,21 @@ def test_of_what_a_worker_raised_the_reason_is_told() -> None:
     assert told.message == said
 
 
+def test_of_what_a_spawned_process_raised_the_reason_is_told() -> None:
+    frames = (
+        'Traceback (most recent call last):\n  File "t.py", line 7, in f\n    raise E\n    ^^^\n'
+    )
+    text = "\n\n-- Process 1 terminated with the following error:\n"
+    text += (
+        f"{frames}KeyError: 3\n\nDuring the handling of that:\n\n{frames}ValueError: bad\nof 20\n"
+    )
+    told = describe(caught(inside("torch.multiprocessing.spawn", f"raise RuntimeError({text!r})")))
+    said = "-- Process 1 terminated with the following error:"
+    assert told.message == f"{said} ValueError: bad"
+    without = describe(caught(inside("torch.multiprocessing.spawn", f"raise ValueError({said!r})")))
+    assert without.message == said
+
+
 class Preempted(Exception):
     pass
 
