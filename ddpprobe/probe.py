@@ -221,6 +221,10 @@ class Probe:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[type[Probe], tuple[()]]:
+        """Let a model that holds it be copied and pickled: a copy does nothing."""
+        return (Probe, ())
+
     def _let_go(self) -> Recorder | None:
         """Forget recorder and model, which a script may keep this object longer than."""
         recorder, self._recorder, self._order_handler = self._recorder, None, None
@@ -457,12 +461,8 @@ def _join(
     Fuse("starting the disk thread").guard(joined.start)(recorder.is_reducing)
     Fuse("watching the other ranks").guard(joined.watch_peers)()
     Fuse("signal handlers").guard(OF_THE_SCRIPT.look)()
-    first = (
-        None
-        if process_group.exists()
-        else partial(_is_not_alone, probe, weakref.ref(model), options)
-    )
-    recorder.start(inside, first)
+    alone = partial(_is_not_alone, probe, weakref.ref(model), options)
+    recorder.start(inside, None if process_group.exists() else alone)
     probe._begin(recorder, joined, order_handler, stopwatch)  # noqa: SLF001  (same module)
     _probed[topology.root] = probe
     _live.add(probe)

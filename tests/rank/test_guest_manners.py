@@ -444,6 +444,32 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_model_that_holds_its_probe_is_copied_and_pickled(several: bool, tmp_path) -> None:
+    model = net()
+    optimizer = sgd(model)
+    models = {"net": model, "other": nn.Linear(2, 2)} if several else model
+    model.probe = ddpprobe.install(models, run_dir=tmp_path / "run", every=1, daemon="none")
+    turn(model, optimizer, 0)
+    for copied in (
+        copy.deepcopy(model), pickle.loads(pickle.dumps(model)), AveragedModel(model).module,
+    ):  # fmt: skip
+        held = copied.probe
+        if several:
+            held.note("nothing")
+            held = held["net"]
+        held.log(loss=1.0)
+        held.step()
+        with held.pause():
+            turn(copied, sgd(copied), 1)
+        held.close()
+        assert held.run_dir is None
+    turn(model, optimizer, 1)
+    assert hooks_left(model)
+    model.probe.close()
+    assert hooks_left(model) == []
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_dispatch_mode_of_the_users_sees_what_it_sees_without_us(every: int, tmp_path) -> None:
     def seen(probe: ddpprobe.Probe | None) -> list[list[str]]:
