@@ -25,6 +25,7 @@ _OF_STATE = {
 }
 # A daemon's metrics leave out a site that has no number.
 NOTHING_FINITE = "no site had a finite value at the newest sampled step"
+_GUILTY = "  (first cause)"
 _LEAST_NAME = 24  # characters of a module's name, whatever the width
 _LEAST_ROWS = 3  # of each table, whatever the height
 
@@ -147,12 +148,12 @@ def _sites(now: LiveView, most: int, width: int) -> Iterator[Line]:
     shown = now.sites[:most]
     rows = [("nonfinite", "abs max", "growth", "rms"), *map(_numbers, shown)]
     numbers = [f"{line}  " for line in table(rows, right=(0, 1, 2, 3))]
-    left = max(width - len(numbers[0]), _LEAST_NAME)
-    names = ("worst modules", *shortened((plain(s.site) for s in shown), left))
-    lines = [a + b for a, b in zip(numbers, names, strict=True)]
-    yield "head", lines[0]
-    for site, line in zip(shown, lines[1:], strict=True):
-        yield "bad" if site.nonfinite else "", line
+    left = width - len(numbers[0]) - len(_GUILTY) * any(s.guilty for s in shown)
+    names = shortened((plain(s.site) for s in shown), max(left, _LEAST_NAME))
+    yield "head", f"{numbers[0]}worst modules"
+    for site, line, name in zip(shown, numbers[1:], names, strict=True):
+        bad = site.guilty or site.nonfinite
+        yield "bad" if bad else "", f"{line}{name}{_GUILTY if site.guilty else ''}"
 
 
 def _numbers(s: SiteNow) -> tuple[str, ...]:

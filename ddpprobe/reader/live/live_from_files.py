@@ -104,11 +104,11 @@ class RunWatch:
         merged = self._merged
         return LiveView(
             name=self._run.name,
-            state=RUNNING if live else ending.end.state if ending else UNDECIDED,
+            state=ending.end.state if ending else RUNNING if live else UNDECIDED,
             source=str(self._run.path),
             world_size=self._world_size,
             ranks=worst_ranks(ranks),
-            sites=worst_sites(self._sites()),
+            sites=worst_sites(self._sites(), [a.place for a in found if a.first_cause and a.place]),
             anomalies=tuple(map(describe, found)),
             host=self._host,
             sampled=merged is not None,
@@ -169,7 +169,8 @@ class RunWatch:
         self._told: dict[int, StepRecord] = {}  # rank -> the newest merged record that has it
         self._last: StepRecord | None = None
         self._gap = 0.0  # seconds between the newest two merged records
-        self._base: dict[tuple[str, str, str], float] = {}
+        # Of each site: the first sampled step at which it was not all zero, and abs_max there.
+        self._base: dict[tuple[str, str, str], tuple[int, float]] = {}
         self._steps, self._cpus = Rates(), Rates()
         self._world_size = 0
         self._evidence = Evidence()
@@ -231,7 +232,8 @@ class RunWatch:
             self._take_reading(frame.json())
 
     def _take_record(self, record: StepRecord) -> None:
-        self._scalars.update(record.scalars)
+        for rank, scalars in record.scalars.items():  # the last one may have the loss alone
+            self._scalars[rank] = {**self._scalars.get(rank, {}), **scalars}
         self._told |= dict.fromkeys(record.ranks, record)
         if self._last is not None and record.step > self._last.step:
             self._gap = (record.wall_time_ns - self._last.wall_time_ns) / 1e9
@@ -265,7 +267,7 @@ class RunWatch:
         peaks = derive("abs_max", record.counts, record.values)
         for site, peak in zip(record.sites, peaks.tolist(), strict=True):
             if peak > 0:
-                self._base.setdefault(site.key, peak)
+                self._base.setdefault(site.key, (record.step, peak))
 
     def _beats(self) -> Iterator[tuple[int, Heartbeat]]:
         root, top = self._run.path, f"heartbeat/{self._attempt:03d}"
@@ -369,8 +371,9 @@ class RunWatch:
         ]
         for site, peak, rms, bad, observed in zip(record.sites, *columns, strict=True):
             if observed:
-                base = self._base.get(site.key)
-                growth = peak / base if base and np.isfinite(peak) else None
+                since, base = self._base.get(site.key, (record.step, 0.0))
+                known = since != record.step and np.isfinite(peak)
+                growth = peak / base if known else None
                 yield SiteNow(str(site), peak, rms, int(bad), growth)
 
 

@@ -140,7 +140,7 @@ class UrlWatch:
             source=self._url,
             world_size=world,
             ranks=worst_ranks(ranks),
-            sites=worst_sites(self._sites(samples)),
+            sites=worst_sites(self._sites(samples), list(_guilty(samples))),
             anomalies=tuple(_anomalies(samples.all("anomalies_total"))),
             host={
                 name.removeprefix(_HOST): values[0].value
@@ -199,9 +199,9 @@ class UrlWatch:
         rms = {(s.labels["fqn"], s.labels["kind"]): s.value for s in samples.all("site_rms")}
         for sample in samples.all("site_abs_max"):
             key = sample.labels["fqn"], sample.labels["kind"]
-            if sample.value > 0:
-                self._base.setdefault(key, sample.value)
             base = self._base.get(key)
+            if base is None and sample.value > 0:
+                self._base[key] = sample.value
             growth = sample.value / base if base else None
             yield SiteNow(":".join(key), sample.value, rms.get(key, math.nan), None, growth)
 
@@ -274,6 +274,14 @@ def _state_of(samples: _Samples) -> str:
     state = samples.first("job_state")
     running = state.labels.get("state", RUNNING) if state else RUNNING
     return ENDED if samples.value("job_finished") else running
+
+
+def _guilty(samples: _Samples) -> Iterator[str]:
+    """Name the site of the first cause that holds, if it has one."""
+    for sample in samples.all("first_cause_info"):
+        fqn, kind = (sample.labels.get(name, "") for name in ("fqn", "kind"))
+        if fqn:
+            yield f"{fqn}:{kind}" if kind else fqn
 
 
 def _stuck(samples: _Samples) -> Iterator[str]:

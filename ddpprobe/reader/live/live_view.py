@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 LOOKS = 30  # over so many looks a rate is taken
 # Of what is usual among sites of a kind; growth below it is noise. The gradient of a bias that the
@@ -58,7 +58,8 @@ class RankNow:
 class SiteNow:
     """One site at the newest sampled step, over all ranks.
 
-    `growth` is abs_max by what it was at the first sampled step that was read; None: not known.
+    `growth` is abs_max by what it was at the first sampled step that was read; None: not known, or
+    no other one was read yet. `guilty`: a first cause names it.
     """
 
     site: str
@@ -66,6 +67,7 @@ class SiteNow:
     rms: float
     nonfinite: int | None = None
     growth: float | None = None
+    guilty: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +114,30 @@ def worst_ranks(ranks: Iterable[RankNow]) -> tuple[RankNow, ...]:
     return tuple(sorted(ranks, key=key))
 
 
-def worst_sites(sites: Iterable[SiteNow]) -> tuple[SiteNow, ...]:
+def worst_sites(sites: Iterable[SiteNow], guilty: Sequence[str] = ()) -> tuple[SiteNow, ...]:
     """Order sites: by non-finite elements, by how abs_max grew above what is noise, by abs_max.
 
+    Before all others come those that a first cause names, as `guilty` has them: behind a NaN all
+    that follow in the forward pass have as many. One that has no numbers now is added without.
     What is less than `NEGLIGIBLE` of the median among the sites of its kind, at the first sampled
     step, counts as that much, before and after: a site has to become one that matters to count.
     Kinds that are `NOT_RANKED` are left out unless they have non-finite elements.
     """
-    known = [s for s in sites if _kind(s) not in NOT_RANKED or s.nonfinite or math.isnan(s.abs_max)]
+    named = dict.fromkeys(guilty)
+    met = {s.site: replace(s, guilty=s.site in named) for s in sites}
+    absent = {name: SiteNow(name, math.nan, math.nan, guilty=True) for name in named}
+    known = [s for s in (absent | met).values() if s.guilty or _is_ranked(s)]
+    order = list(named)
     least = _least_that_matters(known)
 
     def key(s: SiteNow) -> tuple[float, ...]:
+        first = order.index(s.site) if s.guilty else len(order)
         nothing_finite = math.isnan(s.abs_max)
         peak = 0.0 if nothing_finite else s.abs_max
         base = _base(s)
         floor = least.get(_kind(s), 0.0)
         growth = max(peak, floor) / max(base, floor) if base else 0.0
-        return -(s.nonfinite or nothing_finite), -growth, -peak
+        return first, -(s.nonfinite or nothing_finite), -growth, -peak
 
     return tuple(sorted(known, key=key))
 
@@ -141,6 +150,10 @@ def _least_that_matters(sites: Iterable[SiteNow]) -> dict[str, float]:
         if base:
             bases[_kind(site)].append(base)
     return {kind: NEGLIGIBLE * sorted(found)[len(found) // 2] for kind, found in bases.items()}
+
+
+def _is_ranked(site: SiteNow) -> bool:
+    return _kind(site) not in NOT_RANKED or bool(site.nonfinite) or math.isnan(site.abs_max)
 
 
 def _kind(site: SiteNow) -> str:

@@ -40,6 +40,7 @@ from ddpprobe.reader.live.live_from_files import NO_DAEMON, RunWatch
 from ddpprobe.reader.live.live_from_metrics import NoMetricsError, UrlWatch, fetch, target
 from ddpprobe.reader.live.live_view import LiveView, RankNow, SiteNow, worst_ranks, worst_sites
 from ddpprobe.reader.run import open_run
+from ddpprobe.records.events import FirstCauseEvent
 from ddpprobe.records.merge import merge_all
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
 from ddpprobe.records.step import Anomaly, Site, StepRecord
@@ -112,6 +113,18 @@ def test_worst_sites_are_nonfinite_then_growing_then_large():
     known = {"calm": (9.0, 1.0, 0, 1.0), "grows": (1.0, 1.0, 0, 50.0), "bad": (nan, nan, 7, None)}
     sites = [SiteNow(name, *numbers) for name, numbers in (known | {"new": (99.0, 1.0, 0)}).items()]
     assert [s.site for s in worst_sites(sites)] == ["bad", "grows", "calm", "new"]
+
+
+def test_what_a_first_cause_names_comes_before_all_that_followed_though_these_are_worse():
+    sites = [SiteNow("a:output", math.nan, math.nan, 99), SiteNow("b:output", 1.0, 1.0, 1),
+             SiteNow("c.w:update", 1.0, 1.0, 0, 1.0)]  # fmt: skip
+    found = worst_sites(sites, ["c.w:update", "gone:buffer", "b:output"])
+    assert [s.site for s in found] == ["c.w:update", "gone:buffer", "b:output", "a:output"]
+    assert [s.guilty for s in found] == [True, True, True, False]
+    lines = text(LiveView("r", "running", "/r", sites=found), 60).splitlines()
+    (told,) = (line.split() for line in lines if "gone:buffer" in line)
+    assert told == ["-", "-", "-", "-", "gone:buffer", "(first", "cause)"]
+    assert [i for i, line in enumerate(lines) if "(first cause)" in line] == [6, 7, 8]
 
 
 def test_second_moments_and_changes_are_listed_only_where_they_are_not_finite():
@@ -234,6 +247,7 @@ def test_a_live_run_shows_its_ranks_sites_anomalies_and_host(lively):
     assert (up.loss, late.grad_norm) == (1 / 6, 2.0)
     merged = merge_all([record(r, 5) for r in (0, 1)])
     assert {s.site for s in now.sites} == {str(s) for s in merged.sites}
+    assert (now.sites[0].site, now.sites[0].guilty) == ("blocks.1.mlp:output", True)
     assert now.anomalies == (
         "PAGE step 3 rank 0 blocks.1.mlp:output nonfinite: 3 NaN in blocks.1.mlp",
     )
@@ -331,6 +345,7 @@ def test_a_run_that_was_folded_and_sealed_still_shows_its_last_step(tmp_path):
     watch = RunWatch(open_run(run.path))
     now = watch.look()
     assert (now.state, now.sampled_step, len(now.sites)) == ("ended", 19, 3)
+    assert [s.growth for s in now.sites] == [None] * 3  # one step was read, and nothing before it
     assert now.anomalies[0].startswith("PAGE step 3 rank 0")
     assert [(r.state, r.why, r.step) for r in now.ranks] == [("closed", "", 19)] * 2
     watch.close()
@@ -362,6 +377,7 @@ def test_a_hang_is_one_anomaly_however_often_it_was_told_and_none_when_it_is_ove
     now = watch.look()
     (note,) = now.notes
     assert note.startswith("hung: rank 1, in forward of step 6")
+    assert now.state == HUNG  # as `info` and `ls` say it
     (line,) = lost_lines(now)
     assert line.startswith("PAGE step 6 rank 1")
     assert {r.rank: r.pages for r in now.ranks} == {0: 1, 1: 1}  # rank 0 has a NaN
@@ -370,7 +386,7 @@ def test_a_hang_is_one_anomaly_however_often_it_was_told_and_none_when_it_is_ove
     for each in (watch, RunWatch(open_run(lively.path))):
         now = each.look()
         each.close()
-        assert (now.notes, lost_lines(now)) == ((), [])
+        assert (now.state, now.notes, lost_lines(now)) == ("running", (), [])
         assert {r.rank: (r.state, r.pages) for r in now.ranks} == {0: ("up", 1), 1: ("up", 0)}
 
 
@@ -422,6 +438,17 @@ def test_of_an_ended_run_without_heartbeats_it_says_how_the_ranks_ended(tmp_path
     }
     assert ended == whole[how]
     assert "no step yet" not in text(now)
+
+
+def test_the_gradient_norm_stays_that_of_the_last_sampled_step_when_the_last_losses_come(lively):
+    losses = {rank: {"loss": 0.5} for rank in (0, 1)}
+    last = record(0, 7, n=0, ranks=(0, 1), sampled=False, scalars=losses)
+    lively.tell(framing.RECORD, last)
+    watch = RunWatch(open_run(lively.path))
+    beat_of_all(lively, "forward", "backward")
+    told = {r.rank: (r.loss, r.grad_norm) for r in watch.look().ranks}
+    assert told == {0: (0.5, 1.0), 1: (0.5, 2.0)}
+    watch.close()
 
 
 def test_memory_of_a_process_that_is_gone_is_not_known(lively):
@@ -532,6 +559,23 @@ def test_a_daemon_none_of_whose_sites_is_finite_does_not_look_like_one_without_a
     view = replace(VIEW, merged=merge_all([bad]), ranks=(sampled,))
     said = text(UrlWatch(URL, lambda _: served(view)).look())
     assert "no site had a finite value at the newest sampled step" in said
+
+
+def test_the_site_that_a_daemon_s_first_cause_names_is_shown_though_it_has_no_finite_value():
+    bad = record(0, 5)
+    bad.counts[1, 1] = bad.counts[1, 0]  # all of it NaN: such a site is not served
+    bad.values[1] = [math.inf, -math.inf, 0.0, 0.0]
+    cause = FirstCauseEvent(
+        detector="nonfinite", step=5, rank=0, module="blocks.1.mlp", kind="output",
+        phase="forward", time_ns=1,
+    )  # fmt: skip
+    watch = UrlWatch(URL, lambda _: served(replace(VIEW, merged=merge_all([bad]), first_cause=cause)))
+    first, *rest = watch.look().sites
+    assert (first.site, first.guilty) == ("blocks.1.mlp:output", True)
+    assert math.isnan(first.abs_max)
+    assert {s.site for s in rest} == {"blocks.0.mlp:output", "blocks.2.mlp:output"}
+    assert [s.growth for s in rest] == [None, None]
+    assert [s.growth for s in watch.look().sites[1:]] == [1.0, 1.0]
 
 
 def test_a_daemon_that_went_away_comes_back():
