@@ -2,7 +2,8 @@
 
 Records of sampled steps with the scalars of their ranks: those of the first steps of the run, and
 those around the step at which the later attempt begins. Of these also the rows of the parameters
-that had their turn, and no other rows; nor those of shards that nobody has merged.
+that had their turn, and no other rows; nor those of shards that nobody has merged. A step that did
+not come to its end is left out: it had a part of its micro-batches, and maybe of its ranks.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def _add_journal(into: Scalars, weights: Weights, source: JournalSource) -> None
         except OSError:
             continue  # folded meanwhile, or not to be read
         for _, record in segments.records_of(segment, tables, Consumed()):
-            if record.sampled and segments.belongs(record, source):
+            whole = record.sampled and not record.partial
+            if whole and segments.belongs(record, source):
                 here = into.setdefault(record.step, {})
                 for rank, said in record.scalars.items():
                     here[rank] = {n: float(said[n]) for n in _NAMES if n in said}
@@ -155,7 +157,7 @@ def _add_group(
         group = StoredGroup(run, key)
     except StoreDamaged:
         return  # of a newer version, or damaged: then less is known
-    steps, sampled = group.step_numbers()
+    steps, sampled = group.step_numbers(whole=True)
     wanted = set(_around(np.unique(steps[sampled]), step, start).tolist())
     for name in _NAMES:
         for at, given in group.scalar(name, wanted):

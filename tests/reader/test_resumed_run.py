@@ -86,6 +86,37 @@ def test_a_training_that_goes_on_is_left_alone(tmp_path: Path) -> None:
     assert ddpprobe.open(resumed(tmp_path, "")).anomalies() == []
 
 
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_step_that_broke_off_says_nothing_of_the_batch_before_the_resume(
+    tmp_path: Path, folded: bool
+) -> None:
+    def attempt(steps: range, breaks_at: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with ddpprobe.install(
+            model, run_dir=tmp_path, every=EVERY, first_step=steps.start, daemon="none"
+        ):
+            for step in steps:
+                optimizer.zero_grad()
+                for micro in range(2):
+                    if (step, micro) == (breaks_at, 1):
+                        raise RuntimeError
+                    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + micro))
+                    model(x).square().mean().backward()
+                optimizer.step()
+
+    with pytest.raises(RuntimeError):
+        attempt(range(21), 20)  # a sampled step, of which one of two micro-batches was trained
+    if folded:
+        fold(tmp_path)
+    attempt(range(20, 40), -1)
+    assert [r.step for r in ddpprobe.open(tmp_path).records(attempt=0) if r.partial] == [20]
+    first = first_of(tmp_path, 1)
+    assert [r.step for r in earlier(RunDir(tmp_path), first)] == [0, 5, 10, 15]
+    assert [a for a in ddpprobe.open(tmp_path).anomalies() if a.attempt] == []
+
+
 @pytest.mark.parametrize("forgotten", ["loader", "layer"])
 def test_the_daemon_of_the_resumed_attempt_says_the_same(
     tmp_path: Path, poll: Callable[..., None], forgotten: str
@@ -119,6 +150,14 @@ def weights_of(record: StepRecord) -> dict[str, tuple[float, ...]]:
     }
 
 
+def fold(path: Path) -> None:
+    """Have a daemon carry what ranks wrote down into the store."""
+    command = [sys.executable, "-m", "ddpprobe.daemon", "--dir", str(path)]
+    env = {**os.environ, "DDPPROBE_LINGER": "0"}
+    subprocess.run(command, check=True, capture_output=True, timeout=60, env=env)
+    assert RunDir(path).has_store
+
+
 def first_of(path: Path, attempt: int) -> StepRecord:
     return next(ddpprobe.open(path).records(attempt=attempt))
 
@@ -135,10 +174,7 @@ def test_earlier_attempts_are_read_as_they_were_written_in_journals_and_in_the_s
     assert weights == [weights_of(r) for r in whole]
     assert {fqn for row in weights for fqn in row} == {"0.weight", "0.bias", "2.weight", "2.bias"}
     stored = RunDir(shutil.copytree(journaled, tmp_path / "stored"))
-    command = [sys.executable, "-m", "ddpprobe.daemon", "--dir", str(stored.path)]
-    env = {**os.environ, "DDPPROBE_LINGER": "0"}
-    subprocess.run(command, check=True, capture_output=True, timeout=60, env=env)
-    assert stored.has_store
+    fold(stored.path)
     assert told(earlier(stored, first)) == told(found)
     assert [weights_of(r) for r in earlier(stored, first)] == weights
     assert list(earlier(RunDir(journaled), whole[0])) == []
