@@ -28,6 +28,7 @@ from ddpprobe.report.numbers import Labels, Numbers, table_of
 from ddpprobe.report.rows import RunSites, SiteRows, stat_of
 from ddpprobe.report.story import gather
 from ddpprobe.rundir import framing
+from ddpprobe.rundir.paths import DirectoryLock
 
 from ..made_runs import NODE, Made, head_merge
 
@@ -220,6 +221,21 @@ def test_several_attempts_are_told_apart(report: Report, tmp_path: Path) -> None
     steps = next(f for f in figures(page)["map"])["data"][0]["x"]
     assert steps[0].startswith("attempt 0: ")
     assert steps[-1] == "attempt 1: 39"
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_a_run_under_way_is_shown_in_green_only_while_nothing_is_wrong(
+    report: Report, tmp_path: Path, is_bad: bool
+) -> None:
+    made = make(tmp_path / "r", bad=bad_at("b.d") if is_bad else None)
+    lock = DirectoryLock(made.run.lock)
+    assert lock.acquire()
+    page = report(made.path)
+    made.close()
+    assert f'<span class="badge running {"bad" if is_bad else "good"}">running</span>' in page.html
+    (rule,) = re.findall(r"(\S*badge\.running\S*) \{ color: var\(--good\)", page.html)
+    assert rule == ".badge.running.good"
+    lock.release()
 
 
 def test_a_damaged_run_lists_in_the_page_what_is_lost(report: Report, tmp_path: Path) -> None:
