@@ -18,7 +18,7 @@ from ddpprobe.cli.commands import anomalies, info
 from ddpprobe.cli.progress import Bar
 from ddpprobe.cli.verbs import ANYWHERE, MEANINGS, VERBS, exits
 from ddpprobe.ends.evidence import Case
-from ddpprobe.ends.judge import ENDED, HUNG, End
+from ddpprobe.ends.judge import ENDED, HUNG, UNDECIDED, End
 from ddpprobe.errors import RunError, StoreDamaged
 from ddpprobe.reader.completeness import CLOSED, RUNNING, UNKNOWN, Completeness, RankShare
 from ddpprobe.reader.endings import Ending
@@ -210,6 +210,16 @@ def test_ends_name_their_attempt_where_there_were_several() -> None:
     assert anomalies.told_ends([one, two, well]) == [
         "attempt 0: hung: no rank came on", "attempt 1: hung: no rank came on",
     ]  # fmt: skip
+
+
+def test_an_end_that_a_verdict_tells_is_not_told_twice() -> None:
+    ends = [End(state, (1,), "SIGKILL", 3, "forward", "rank 1 died") for state in (HUNG, UNDECIDED)]
+    one, two = (Ending(n, Case(()), end) for n, end in enumerate(ends))
+    lost = replace(ANOMALY, detector="rank_lost", attempt=1, message="rank 1 died")
+    assert anomalies.told_ends([one, two], [lost]) == [
+        "attempt 0: hung: rank 1 died", "attempt 1: unknown, see below",
+    ]  # fmt: skip
+    assert anomalies.told_ends([one], [replace(lost, attempt=0)]) == ["hung, see below"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ first which of them was bad first.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpprobe.cli.output import (
@@ -111,9 +112,9 @@ def _told(run_: Run, found: list[Anomaly], held: Completeness, level: str) -> di
 
 
 def _say(run_: Run, found: list[Anomaly], held: Completeness, level: str) -> None:
-    for line in told_ends(run_.endings()):
-        say(line)
     shown = _shown(found, level)
+    for line in told_ends(run_.endings(), shown):
+        say(line)
     if shown:
         for line in lines(episodes(shown)):
             say(line)
@@ -131,10 +132,19 @@ def _exit_code(run_: Run, found: list[Anomaly], held: Completeness) -> int:
     return PAGED if paged and gaps != DAMAGED else gaps
 
 
-def told_ends(endings: list[Ending]) -> list[str]:
-    """Say how the attempts ended that did not come to their end, newest last."""
+def told_ends(endings: list[Ending], shown: Sequence[Anomaly] = ()) -> list[str]:
+    """Say how the attempts ended that did not come to their end, newest last.
+
+    What a verdict that is `shown` below says as well is not said twice.
+    """
     several = len(endings) > 1
-    texts = (told(e.end.to_json(), e.attempt if several else None) for e in endings)
+    below = {(a.attempt, a.message) for a in shown}
+    texts = []
+    for each in endings:
+        end = each.end.to_json()
+        if (each.attempt, each.end.message) in below:
+            end["message"] = f"{each.end.state}, see below"
+        texts.append(told(end, each.attempt if several else None))
     return [plain(text) for text in texts if text]
 
 

@@ -569,7 +569,8 @@ def test_the_site_that_a_daemon_s_first_cause_names_is_shown_though_it_has_no_fi
         detector="nonfinite", step=5, rank=0, module="blocks.1.mlp", kind="output",
         phase="forward", time_ns=1,
     )  # fmt: skip
-    watch = UrlWatch(URL, lambda _: served(replace(VIEW, merged=merge_all([bad]), first_cause=cause)))
+    view = replace(VIEW, merged=merge_all([bad]), first_cause=cause)
+    watch = UrlWatch(URL, lambda _: served(view))
     first, *rest = watch.look().sites
     assert (first.site, first.guilty) == ("blocks.1.mlp:output", True)
     assert math.isnan(first.abs_max)
