@@ -82,6 +82,7 @@ class Made:
     segment_frames: int = 8
     pid: int = DEAD_PID
     node: str = NODE
+    hostname: str = "here"
     process: str = ""  # what it has in common with other models' runs
     daemon: JournalWriter | None = None
     writers: dict[int, JournalWriter] = field(default_factory=dict)
@@ -147,7 +148,7 @@ class Made:
         return {
             "format_version": 1, "run_id": "id", "name": "made", "world_size": self.ranks,
             "nodes": 1, "created_ns": 1, "every": 1, "wrapper": "ddp", "torch": "2",
-            "backend": "gloo", "hostname": "here",
+            "backend": "gloo", "hostname": self.hostname,
         }  # fmt: skip
 
     def _meta(self, rank: int) -> dict[str, Any]:

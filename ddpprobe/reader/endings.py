@@ -10,7 +10,7 @@ from ddpprobe.ends.judge import CRASHED, End, failed, judge
 from ddpprobe.ends.stalls import is_still
 from ddpprobe.ends.words import how_of
 from ddpprobe.reader.merged_reader import MergedReader
-from ddpprobe.reader.under_way import is_under_way
+from ddpprobe.reader.under_way import is_here, is_under_way
 from ddpprobe.records.events import ExitEvent, SealedEvent
 from ddpprobe.rundir import heartbeat, safe_read
 from ddpprobe.rundir.heartbeat import Heartbeat
@@ -82,6 +82,9 @@ def _case(merged_reader: MergedReader, attempt: int, *, live: bool) -> Case:
     copied = open_ended and url_of(merged_reader.run.path) is not None
     partial = bool(set(range(world)) - set(ranks) - evidence.told) or copied
     still = live and bool(present) and is_still(present, time.time_ns())
+    if still:  # of another machine's ranks its daemon says so, by the clock that is theirs
+        nodes = {node for node, _ in beats.values()}
+        still = all(is_here(merged_reader.run, attempt, node) for node in nodes)
     return evidence.case(world, live=live, stalled=still, partial=partial)
 
 

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -37,7 +36,7 @@ from ddpprobe.reader.live.live_view import (
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_losses import rank_losses
 from ddpprobe.reader.run import Run
-from ddpprobe.reader.under_way import has_daemon, is_live
+from ddpprobe.reader.under_way import has_daemon, is_here, is_live, meta_of
 from ddpprobe.records.events import DeathEvent, EndEvent, Event, FinishedEvent
 from ddpprobe.records.fate import Fate
 from ddpprobe.records.site_stats import global_grad_norm
@@ -165,6 +164,10 @@ class RunWatch:
         self._memory: dict[int, float | None] = {}
         self._host: Mapping[str, float] = {}
         self._merged: StepRecord | None = None
+        self._nodes: dict[str, bool] = {}  # whether its ranks live on this machine
+        # Of a rank that does not: what it said last, when that was met with here, by our clock,
+        # and whether it was said just then.
+        self._met: dict[int, tuple[int, int, bool]] = {}
         self._here: set[int] = set()  # ranks that write to this directory
         self._told: dict[int, StepRecord] = {}  # rank -> the newest merged record that has it
         self._last: StepRecord | None = None
@@ -210,7 +213,8 @@ class RunWatch:
             key = f"{source.node}/{source.name}"
             if source.rank is not None:
                 self._here.add(source.rank)
-                self._devices.setdefault(source.rank, _device(source.directory))
+                if source.rank not in self._devices:
+                    self._devices[source.rank] = str(meta_of(source.directory).get("device", ""))
             elif key not in self._tails:
                 last = segments_of(source.directory)[-LAST_SEGMENTS:]
                 self._tails[key] = JournalTail(source.directory, last[0] if last else 0)
@@ -276,7 +280,23 @@ class RunWatch:
                 number = _RANK.fullmatch(name)
                 beat = heartbeat.read(root / top / node / name) if number else None
                 if number and beat:
-                    yield int(number[1]), beat
+                    yield int(number[1]), self._by_our_clock(int(number[1]), node, beat)
+
+    def _by_our_clock(self, number: int, node: str, beat: Heartbeat) -> Heartbeat:
+        """Return a beat with the time of this machine at which it came, as far as it is known.
+
+        Of another machine's rank that is when it was met with here first: it is older then, and how
+        much nobody can say until another one comes.
+        """
+        if node not in self._nodes:
+            self._nodes[node] = is_here(self._directory, self._attempt, node)
+        if self._nodes[node]:
+            return beat
+        said, met, known = self._met.get(number, (0, 0, False))
+        if said != beat.time_ns:
+            said, met, known = beat.time_ns, time.time_ns(), number in self._met
+            self._met[number] = said, met, known
+        return replace(beat, time_ns=met)
 
     def _numbers(self, beats: Mapping[int, Heartbeat]) -> list[int]:
         known = beats.keys() | self._deaths.keys() | self._scalars.keys()
@@ -352,13 +372,14 @@ class RunWatch:
         self._steps.add(known.rank, time.monotonic(), counters)
         rate, phase = pace(beat.steps, phases, self._steps.grown(known.rank))
         seen = max(0.0, (time.time_ns() - beat.time_ns) / 1e9)
+        *_, is_known = self._met.get(known.rank, (0, 0, True))
         state = {"start": "starting", "paused": "paused", "closed": "closed"}.get(beat.state, "up")
         usual = sum(beat.phase_seconds) / beat.steps if beat.steps else None
         if state == "up" and is_late(seen, usual):
             state = "late"
         return replace(
             known, state=state, why=beat.state if state == "late" else "", step=beat.step,
-            rate=rate, phase=phase, seen=seen,
+            rate=rate, phase=phase, seen=seen if is_known else None,
         )  # fmt: skip
 
     def _sites(self) -> Iterator[SiteNow]:
@@ -381,19 +402,6 @@ def _stuck(ending: Ending | None, *, live: bool) -> Iterator[str]:
     """Say whom the others wait for, while it lasts."""
     if live and ending is not None and ending.end.state == HUNG:
         yield f"{HUNG}: {ending.end.message}"
-
-
-def _device(directory: Path) -> str:
-    """Return the device that a rank's journal names; "" if it does not."""
-    tail = JournalTail(directory)
-    try:
-        first = next(tail.poll(), None)
-        is_meta = first is not None and first.type == framing.META
-        return str(first.json().get("device", "")) if first is not None and is_meta else ""
-    except (OSError, *MALFORMED):
-        return ""
-    finally:
-        tail.close()
 
 
 def describe(anomaly: Anomaly) -> str:

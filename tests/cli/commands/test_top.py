@@ -12,6 +12,7 @@ import pty
 import select
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -40,11 +41,12 @@ from ddpprobe.reader.live.live_from_files import NO_DAEMON, RunWatch
 from ddpprobe.reader.live.live_from_metrics import NoMetricsError, UrlWatch, fetch, target
 from ddpprobe.reader.live.live_view import LiveView, RankNow, SiteNow, worst_ranks, worst_sites
 from ddpprobe.reader.run import open_run
+from ddpprobe.reader.under_way import is_here
 from ddpprobe.records.events import FirstCauseEvent
 from ddpprobe.records.merge import merge_all
 from ddpprobe.records.node_view import FirstFailure, NodeView, RankView
 from ddpprobe.records.step import Anomaly, Site, StepRecord
-from ddpprobe.rundir import framing, paths
+from ddpprobe.rundir import framing, paths, tmpfs
 from ddpprobe.rundir.heartbeat import STATES, HeartbeatWriter
 from ddpprobe.rundir.journal import JournalWriter
 from ddpprobe.rundir.paths import DirectoryLock
@@ -201,10 +203,10 @@ def test_columns_that_matter_less_go_first_where_it_is_narrow():
 # ---- a run directory
 
 
-@pytest.fixture
-def lively(tmp_path: Path) -> Iterator[Made]:
+@pytest.fixture(params=[socket.gethostname()], ids=["this machine"])
+def lively(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Made]:
     """A run of two ranks under way, with a daemon."""
-    made = Made(tmp_path / "run").whole(6)
+    made = Made(tmp_path / "run", hostname=request.param).whole(6)
     lock = DirectoryLock(made.run.lock)
     assert lock.acquire()
     yield made
@@ -388,6 +390,59 @@ def test_a_hang_is_one_anomaly_however_often_it_was_told_and_none_when_it_is_ove
         each.close()
         assert (now.state, now.notes, lost_lines(now)) == ("running", (), [])
         assert {r.rank: (r.state, r.pages) for r in now.ranks} == {0: ("up", 1), 1: ("up", 0)}
+
+
+@pytest.mark.parametrize(
+    ("lively", "state"),
+    [(socket.gethostname(), HUNG), ("another-machine", "running")],
+    indirect=["lively"],
+)
+def test_a_reader_whose_clock_is_ahead_calls_no_run_of_another_machine_hung(
+    lively: Made, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat_of_all(lively, "backward", "forward", ago=600.0)  # by the clock of who reads
+    watch = RunWatch(open_run(lively.path))
+    now, told = watch.look(), open_run(lively.path)
+    assert (now.state, told.info()["state"]) == (state, state)
+    assert {r.state for r in now.ranks} == {"late" if state == HUNG else "up"}
+    assert [r.seen is None for r in now.ranks] == [state != HUNG] * 2
+    # One that moves while it is watched, and then does not.
+    beat(lively, 0, 7, ago=590.0)
+    ranks = {r.rank: r for r in watch.look().ranks}
+    if state != HUNG:
+        assert (ranks[0].state, ranks[1].seen) == ("up", None)
+        assert ranks[0].seen is not None
+        now_ns = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now_ns() + 60 * 10**9)
+        assert {r.state for r in watch.look().ranks} == {"late"}
+    watch.close()
+
+
+def test_what_its_daemon_says_of_a_run_on_another_machine_holds_whatever_the_clocks(
+    tmp_path: Path,
+) -> None:
+    made = Made(tmp_path / "run", hostname="another-machine").whole(6)
+    lock = DirectoryLock(made.run.lock)
+    assert lock.acquire()
+    beat_of_all(made, "backward", "forward")
+    made.tell(framing.LIFE, {"event": "stalled", "time_ns": 1})
+    watch = RunWatch(open_run(made.path))
+    assert (watch.look().state, open_run(made.path).info()["state"]) == (HUNG, HUNG)
+    watch.close()
+    lock.release()
+
+
+@pytest.mark.parametrize("hostname", [socket.gethostname(), "another-machine"])
+def test_ranks_are_here_if_their_memory_is_whatever_the_names_of_hosts(
+    tmp_path: Path, hostname: str
+) -> None:
+    made = Made(tmp_path / "run", hostname=hostname).whole(2)
+    assert is_here(made.run, 0, NODE) == (hostname != "another-machine")
+    memory = tmpfs.make(made.run.heartbeat(0, NODE, 0).parent, tmpfs.token())
+    assert is_here(made.run, 0, NODE)
+    shutil.rmtree(memory)  # as another machine sees it
+    assert not is_here(made.run, 0, NODE)
+    made.close()
 
 
 def test_who_died_is_told_once_with_what_its_last_word_says(lively):
