@@ -68,12 +68,17 @@ class OverviewJob:
             noted_config,
             read_overview,
             stored_identity,
+            stored_metas,
         )
 
         overview = Overview()
         yield from read_overview(self._run, overview)
+        metas: list[dict[str, Any]] = []
+        for meta in stored_metas(self._run, self._attempt):
+            metas.append(meta)
+            yield
         facts: dict[str, Any] = facts_of(
-            stored_identity(self._run, identity_of(self._run), self._attempt),
+            stored_identity(self._run, identity_of(self._run), self._attempt, metas),
             noted_config(self._run), state=self._state(), attempt=self._attempt,
             found=self._found(),
         )  # fmt: skip

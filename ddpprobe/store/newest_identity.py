@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+_OF_THE_FIRST = ("world_size", "backend", "every", "torch")
+ASKED = (*_OF_THE_FIRST, "node", "hostname", "rank")  # of what a rank wrote of itself
+
 
 def newest_identity(
     identity: Mapping[str, Any], metas: Sequence[Mapping[str, Any]], wrappers: Iterable[str]
@@ -29,7 +32,7 @@ def newest_identity(
     }
     found = {
         "wrapper": next(iter(told)) if len(told) == 1 else "mixed" if told else "",
-        **{key: meta.get(key) for key in ("world_size", "backend", "every", "torch")},
+        **{key: meta.get(key) for key in _OF_THE_FIRST},
         **{key: value for key, value in places.items() if identity.get(key) is not None},
     }
     return {key: value for key, value in found.items() if value}

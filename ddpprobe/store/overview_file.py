@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpprobe.errors import StoreDamaged
@@ -10,7 +10,7 @@ from ddpprobe.records.events import Event, NoteEvent, TopologyEvent
 from ddpprobe.rundir import validate
 from ddpprobe.rundir.paths import RunDir
 from ddpprobe.store.group_names import attempts_of, groups_of
-from ddpprobe.store.newest_identity import newest_identity
+from ddpprobe.store.newest_identity import ASKED, newest_identity
 from ddpprobe.store.overview import Overview
 from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.row_reader import RowReader
@@ -72,12 +72,31 @@ def noted_config(run: RunDir) -> dict[str, str]:
     return config
 
 
-def stored_identity(run: RunDir, identity: Mapping[str, Any], attempt: int) -> dict[str, Any]:
-    """Return content of run.json, with what an attempt knows better, as far as it is stored."""
-    keys = (key for key in groups_of(run, attempt) if "/rank_" in key)
-    metas = [meta for key in keys if (meta := StoredGroup(run, key).meta)]
+def stored_metas(run: RunDir, attempt: int) -> Iterator[dict[str, Any]]:
+    """Yield what each rank of an attempt wrote of itself, {} if that is not stored, ascending.
+
+    Of each only what `stored_identity` asks for: of thousands of ranks all are held together, and
+    they take seconds to read.
+    """
+    for key in groups_of(run, attempt):
+        if "/rank_" in key:
+            meta = StoredGroup(run, key).meta or {}
+            yield {name: meta[name] for name in ASKED if name in meta}
+
+
+def stored_identity(
+    run: RunDir, identity: Mapping[str, Any], attempt: int, metas: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return content of run.json, with what an attempt knows better, as far as it is stored.
+
+    Args:
+        run: the run directory.
+        identity: content of run.json.
+        attempt: its number.
+        metas: what `stored_metas` yields.
+    """
     wrappers = (e.wrapper for e in _events(run, attempt) if isinstance(e, TopologyEvent))
-    return {**identity, **newest_identity(identity, metas, wrappers)}
+    return {**identity, **newest_identity(identity, list(filter(None, metas)), wrappers)}
 
 
 def _events(run: RunDir, attempt: int) -> Iterator[Event]:

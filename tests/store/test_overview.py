@@ -21,8 +21,10 @@ from ddpprobe.reader.run import open_run
 from ddpprobe.rundir import framing
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.paths import RunDir
+from ddpprobe.store import overview_file
 from ddpprobe.store.overview import TYPES
 from ddpprobe.store.overview_file import NAME
+from ddpprobe.store.reader import StoredGroup
 from ddpprobe.store.writer import StoreWriter
 
 from ..made_runs import ANOMALY, NODE, Made, head_merge, record
@@ -203,6 +205,25 @@ def test_what_ran_is_that_of_the_newest_attempt_as_info_has_it(tmp_path: Path) -
     for row in (daemons, pq.read_table(out).to_pylist()[0]):
         assert (row["attempt"], row["ranks"], row["wrapper"]) == (1, 1, "fsdp")
         assert (info["world_size"], info["wrapper"]) == (1, "fsdp")
+
+
+def test_of_the_ranks_one_is_read_at_one_go(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    class Spy(StoredGroup):
+        def __init__(self, of: RunDir, key: str) -> None:
+            read.append(key)
+            super().__init__(of, key)
+
+    monkeypatch.setattr(overview_file, "StoredGroup", Spy)
+    job, at_once = OverviewJob(run, 0, lambda: "ended", Fuse("store")), []
+    while not job.done:
+        before = len(read)
+        job.advance()
+        at_once.append([key for key in read[before:] if "/rank_" in key])
+    assert [keys for keys in at_once if keys] == [
+        [f"attempt_000/rank_{rank:05d}"] for rank in range(2)
+    ]
 
 
 def test_the_daemon_s_writer_imports_neither_pandas_nor_zarr(tmp_path: Path) -> None:
