@@ -189,7 +189,7 @@ class CapturePolicy:
             self._drop(cause, f"there were {MAX_ORDERS} orders in this attempt")
             return True
         number = self._board.last + 1
-        order = Order(number, action, start, stop, modules, reason[:MAX_REASON], anomaly, cause)
+        order = Order(number, action, start, stop, modules, _cut(reason), anomaly, cause)
         try:
             if not self._board.post(order):
                 return False
@@ -213,7 +213,7 @@ class CapturePolicy:
 
     def _pin_steps(self, first: int, last: int, reason: str, cause: str) -> None:
         if cause not in self._daemon_journal.settled and last >= 0:
-            reason = reason[:MAX_REASON]
+            reason = _cut(reason)
             self._daemon_journal.say(
                 events.PinnedEvent(first=first, last=last, cause=cause, reason=reason)
             )
@@ -281,3 +281,8 @@ class _Outlook:
         seconds, whole = (now - then) / 1e9, sum(beat.phase_seconds)
         late = (last - first) / seconds if seconds > RATE_SECONDS else 0.0
         return max(late, beat.steps / whole if whole > 0 else 0.0)
+
+
+def _cut(reason: str) -> str:
+    """Shorten a reason, and show that it is: half a verdict may read as another one."""
+    return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON - 1]}…"

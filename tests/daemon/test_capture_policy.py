@@ -20,6 +20,7 @@ from ddpprobe.daemon.capture_policy import (
     LEAD_STEPS,
     MAX_CAPTURES,
     MAX_ORDERS,
+    MAX_REASON,
     MAX_TRIGGERS,
     QUIET_STEPS,
     CapturePolicy,
@@ -135,6 +136,14 @@ def test_a_page_keeps_the_window_before_it_and_has_its_module_captured_ahead_of_
     first = 200 - 2 * (WINDOW_STEPS - 1)
     assert head.pinned() == [(first, 200), (order.start, order.stop - 1)]
     assert head.act(204) == []
+
+
+def test_a_long_verdict_is_cut_where_it_can_be_seen(head) -> None:
+    head.merge(0, 200, every=2)
+    head.box.found([page(200, rank=1, message="word " * 100)])
+    (order,) = head.act(203)
+    for reason in (order.reason, *(said["reason"] for said in head.said("pinned"))):
+        assert (len(reason), reason[-1]) == (MAX_REASON, "…")
 
 
 def test_what_is_no_page_leads_to_nothing(head) -> None:
