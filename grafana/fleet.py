@@ -38,7 +38,8 @@ from grafana.queries import (
 UID = "ddpprobe-fleet"
 ALL = 'job=~"$job"'
 BY = "job, run"
-NAME = "{{job}} {{run}}"
+NAME = "{{run}} ({{job}})"
+HOVER = "Point at a line for the names."
 LINK = f"/d/{run.UID}?var-job=${{__data.fields.job:percentencode}}&var-run=${{__data.fields.run:percentencode}}&${{__url_time_range}}"
 STATE = at_the_end(state(ALL, BY))
 FAULTY = 10  # more than the state of a run that did not fail, in which a fault was found
@@ -177,30 +178,33 @@ def _pace() -> list[Placed]:
         (
             graph_panel(
                 "Steps per second",
-                f"Of the slowest rank of each of the {ROWS} newest runs. One that falls: open its dashboard.",
+                f"Of the slowest rank of each of the {ROWS} newest runs. One that falls: open its dashboard. {HOVER}",
                 STEPS_PER_SECOND,
                 [Query(f"min by ({BY}) ({rate('steps_total', ALL)}) {DRAWN}", NAME)],
+                legend=False,
             ),
             8,
         ),
         (
             graph_panel(
                 "Overhead of ddpprobe",
-                f"What it adds to a step on the worst rank. Above the dashed line for {alerts.OVERHEAD_WAIT}, and more than {alerts.OVERHEAD_SECONDS * 1000:g} ms in each step, an alert fires: give that run budget= or raise every=.",
+                f"What it adds to a step on the worst rank. Above the dashed line for {alerts.OVERHEAD_WAIT}, and more than {alerts.OVERHEAD_SECONDS * 1000:g} ms in each step, an alert fires: give that run budget= or raise every=. {HOVER}",
                 "percentunit",
                 [
                     Query(f"{overhead} {DRAWN}", NAME),
                     Query(f"vector({alerts.OVERHEAD})", "too much", style=THRESHOLD),
                 ],
+                legend=False,
             ),
             8,
         ),
         (
             graph_panel(
                 "CPU of the busiest node",
-                "Of each run. At 1 for long, and several runs on it: they slow each other down.",
+                f"Of each run. At 1 for long, and several runs on it: they slow each other down. {HOVER}",
                 "percentunit",
                 [Query(f"{cpu} {DRAWN}", NAME)],
+                legend=False,
                 soft_max=1,
             ),
             8,

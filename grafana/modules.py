@@ -14,7 +14,7 @@ from grafana.panels import (
     heatmap_panel,
     table_panel,
 )
-from grafana.queries import NODE, ROWS, events, metric, rate
+from grafana.queries import NO_DATA, NODE, ROWS, events, metric, none_of, or_none, rate
 
 UID = "ddpprobe-modules"
 # Values of the variable: ends of names of metrics. The last one is of parameters, and has no kind
@@ -123,24 +123,26 @@ def _dead() -> list[Placed]:
     last = f"max by (fqn) (last_over_time({SITE}[$__range]))"
     until = f"max by (fqn) (max_over_time(timestamp({SITE})[$__range:$__interval]))"
     gone = f"({last} unless {SITES})"
+    newest = f"1000 * max(max_over_time(timestamp({SITE})[$__range:$__interval]))"
+    told = f"round(max by (detector) ({found})) > 0"
     return [
         (
             table_panel(
                 "Without a finite value now",
                 "Modules that had a value in the shown time and have none any more: all of it is NaN or infinite, or it did not report. "
-                "The first to end stand above; those between two scrapes in no order: the verdict of Run says in which it began. Empty is good.",
+                "The first to end stand above; those between two scrapes in no order: the verdict of Run says in which it began. None is good.",
                 "none",
                 [
                     Column(
                         "until",
-                        Query(f"1000 * {until} and on (fqn) {gone}"),
+                        Query(or_none(f"1000 * {until} and on (fqn) {gone}", newest, "fqn")),
                         {"unit": "dateTimeAsIsoNoDateIfToday"},
                     ),
                     Column("fqn", properties=NAME),
                 ],
                 "until",
                 ascending=True,
-                no_value="none",
+                no_value="no data: no module had a value in the shown time",
             ),
             8,
         ),
@@ -165,11 +167,11 @@ def _dead() -> list[Placed]:
             graph_panel(
                 "Verdicts on modules",
                 "Dead units, gradients that are absent, zero or vanish along the depth, outputs that jump, modules that fell silent. "
-                "ddpprobe anomalies names the module. Empty is good.",
+                "ddpprobe anomalies names the module. None is good.",
                 "none",
-                [Query(f"round(max by (detector) ({found})) > 0", "{{detector}}")],
+                [Query(told, "{{detector}}"), none_of(told)],
                 bars=True,
-                no_value="none",
+                no_value=NO_DATA,
             ),
             8,
         ),

@@ -185,8 +185,12 @@ def graph_panel(
     bars: bool = False,
     soft_max: float | None = None,
     no_value: str = "",
+    legend: bool = True,
 ) -> timeseries.Panel:
-    """Return lines over time (or bars for counts of events, or stacked areas for shares)."""
+    """Return lines over time (or bars for counts of events, or stacked areas for shares).
+
+    Without a legend the tooltip names the lines: of many with long names it hides the graph.
+    """
     panel = (
         timeseries.Panel()
         .title(title)
@@ -198,7 +202,7 @@ def graph_panel(
         .span_nulls(False)
         .legend(
             common.VizLegendOptions()
-            .show_legend(True)
+            .show_legend(legend)
             .display_mode(common_models.LegendDisplayMode.LIST)
             .placement(common_models.LegendPlacement.BOTTOM)
         )

@@ -103,6 +103,30 @@ def at_the_end(expr: str) -> str:
     return f"last_over_time(({expr})[$__range:$__interval])"
 
 
+def none_of(found: str) -> Query:
+    """Return a line at 0 that says so where nothing of something was found in the shown time.
+
+    Only where a daemon was asked: else nothing is known, and the panel is empty.
+    """
+    seen = f"max({metric('last_collect_timestamp_seconds', NODE)})"
+    ever = f"max_over_time(({found})[$__range:$__interval] @ end())"
+    return Query(f"0 * {seen} unless on () {ever}", "none")
+
+
+def or_none(found: str, known: str, label: str) -> str:
+    """Return rows of a table, or one that says "none" in a label: it is known that there is none.
+
+    Args:
+        found: the rows.
+        known: what there is a value of if it is known: the value of that row.
+        label: where it is said.
+    """
+    return f'({found}) or on () label_replace({known}, "{label}", "none", "", "")'
+
+
+NO_DATA = "no data: is the run scraped?"
+
+
 def causes(selector: str, by: str = CAUSE, which: str = "") -> str:
     """Return the first causes told within the shown time; the value is when, in Unix seconds.
 

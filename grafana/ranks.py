@@ -19,6 +19,7 @@ from grafana.panels import (
 from grafana.queries import (
     BANDS,
     BY_NODE,
+    NO_DATA,
     NODE,
     OWN_SECONDS,
     RANK,
@@ -31,6 +32,7 @@ from grafana.queries import (
     by_rank,
     events,
     metric,
+    none_of,
     rank_state,
     rate,
     seconds_a_step,
@@ -174,6 +176,7 @@ def _work() -> list[Placed]:
 
 def _numbers() -> list[Placed]:
     blamed = events("rank_anomalies_total", f'{RANK},level=~"page|warn"')
+    most = f"topk({WORST}, round(sum by (rank) ({blamed})) > 0)"
     return [
         (
             graph_panel(
@@ -188,16 +191,11 @@ def _numbers() -> list[Placed]:
         (
             graph_panel(
                 "Verdicts by rank",
-                f"The {WORST} ranks that detectors blamed most, warnings and pages. Many on one rank: its data or its hardware. Empty is good.",
+                f"The {WORST} ranks that detectors blamed most, warnings and pages. Many on one rank: its data or its hardware. None is good.",
                 "none",
-                [
-                    Query(
-                        f"topk({WORST}, round(sum by (rank) ({blamed})) > 0)",
-                        "rank {{rank}}",
-                    )
-                ],
+                [Query(most, "rank {{rank}}"), none_of(most)],
                 bars=True,
-                no_value="none",
+                no_value=NO_DATA,
             ),
             8,
         ),

@@ -34,6 +34,7 @@ from grafana.queries import (
     HUNG,
     LINES,
     LOCAL,
+    NO_DATA,
     NODE,
     OWN_SECONDS,
     RANK,
@@ -47,7 +48,9 @@ from grafana.queries import (
     in_words,
     lasting_causes,
     metric,
+    none_of,
     of_earlier_attempts,
+    or_none,
     rank_state,
     rate,
     state,
@@ -58,10 +61,12 @@ UID = "ddpprobe-run"
 MOST_WARNINGS = 3  # detectors named by the verdict of a run that only has warnings
 GOOD_AT_ZERO = steps((None, GREEN), (1, RED))
 VERDICTS = {21: ("warning", AMBER), 22: ("page", RED)}
+# The path once: three times a long one, and the last command was not to be seen.
 COMMANDS = """```
-ddpprobe anomalies $directory
-ddpprobe report $directory -o report.html
-ddpprobe top $directory
+cd "$directory"
+ddpprobe anomalies .
+ddpprobe report . -o ~/report.html
+ddpprobe top .
 ```
 """
 
@@ -159,7 +164,7 @@ def _first_screen() -> list[Placed]:
                 "The first cause of the newest fault. Red: type the first command on the right, or open the runbook of the detector.",
                 "none",
                 verdicts,
-                no_value="no data: is the run scraped?",
+                no_value=NO_DATA,
                 named=True,
             ),
             12,
@@ -217,7 +222,7 @@ def _progress() -> list[Placed]:
                 "Empty when no step is taken.",
                 "s",
                 [Query(f"1 / (min({rate('steps_total', RANK)}) > 0)", "a step", instant=True)],
-                no_value="no step now",
+                no_value="no step seen",
             ),
             4,
         ),
@@ -227,7 +232,7 @@ def _progress() -> list[Placed]:
                 "The lowest over the ranks. It stays when the loss becomes NaN: the graph below says since when.",
                 "short",
                 [Query(at_the_end(f"min({loss} == {loss})"), "loss")],
-                no_value="none logged",
+                no_value="none seen",
             ),
             4,
         ),
@@ -359,14 +364,14 @@ def _training() -> list[Placed]:
             graph_panel(
                 "Loss scale",
                 "Of the GradScaler, over the ranks. It halves when it skips a step, and should rise again. Falling and "
-                "falling: no step is taken. Empty is good: there is no GradScaler.",
+                "falling: no step is taken. Of a run without a GradScaler there is none.",
                 "short",
                 [
                     Query(f"min({metric('loss_scale', RANK)})", "lowest"),
                     Query(f"max({metric('loss_scale', RANK)})", "highest"),
                 ],
                 log=True,
-                no_value="no GradScaler",
+                no_value="none seen: without a GradScaler there is none",
             ),
             4,
         ),
@@ -374,7 +379,9 @@ def _training() -> list[Placed]:
 
 
 def _faults() -> list[Placed]:
-    when = Query(f"1000 * {causes(NODE)}")
+    seen = f"1000 * max(max_over_time({metric('last_collect_timestamp_seconds', NODE)}[$__range]))"
+    when = Query(or_none(f"1000 * {causes(NODE)}", seen, "detector"))
+    nonfinite = f"round(sum by (kind) ({events('nonfinite_elements_total', RANK)})) > 0"
     columns = [
         Column("seen", when, {"unit": "dateTimeAsIso", "custom.width": 170}),
         *(Column(word) for word in ("detector", "step", "rank", "fqn", "kind", "phase")),
@@ -383,13 +390,13 @@ def _faults() -> list[Placed]:
         (
             table_panel(
                 "Faults, in order of time",
-                "The first cause of each episode in the shown time: where it began. ddpprobe anomalies says what followed from it. Warnings are not here, they stand in the time line above.",
+                "The first cause of each episode in the shown time: where it began. ddpprobe anomalies says what followed from it. Warnings are not here, they stand in the time line above. None: up to the time beside it.",
                 "none",
                 columns,
                 "seen",
                 ascending=True,
                 finest=True,
-                no_value="no page: see the time line for warnings",
+                no_value=NO_DATA,
             ),
             14,
         ),
@@ -397,16 +404,11 @@ def _faults() -> list[Placed]:
             graph_panel(
                 "Non-finite elements by kind",
                 "NaN and infinite elements by where they were seen. grad and param are after the reduction: all ranks "
-                "show them. Empty is good.",
+                "show them. None is good.",
                 "short",
-                [
-                    Query(
-                        f"round(sum by (kind) ({events('nonfinite_elements_total', RANK)})) > 0",
-                        "{{kind}}",
-                    )
-                ],
+                [Query(nonfinite, "{{kind}}"), none_of(nonfinite)],
                 bars=True,
-                no_value="none",
+                no_value=NO_DATA,
             ),
             10,
         ),

@@ -96,6 +96,26 @@ def test_every_panel_explains_itself(board: str) -> None:
         assert panel["type"] == "text" or panel["fieldConfig"]["defaults"]["unit"], panel["title"]
 
 
+def test_the_commands_of_a_run_are_seen_whatever_the_length_of_its_path() -> None:
+    [panel] = [p for p in panels_of("ddpprobe-run") if p["title"] == "What to type"]
+    content = panel["options"]["content"]
+    assert content.count("$directory") == 1
+    rows = content.replace("$directory", "x" * 150).strip("`\n").splitlines()
+    width = 6 * panel["gridPos"]["w"]  # characters of a line, on a screen of 1,400 pixels
+    assert sum(-(-len(row) // width) for row in rows) <= 8
+
+
+def test_names_of_many_runs_hide_no_graph() -> None:
+    graphs = [p for p in panels_of("ddpprobe-fleet") if p["type"] == "timeseries"]
+    assert len(graphs) == 3
+    for panel in graphs:
+        assert panel["options"]["legend"]["showLegend"] is False
+        assert panel["options"]["tooltip"]["mode"] == "multi"
+        assert "for the names" in panel["description"]
+        names = [t["legendFormat"] for t in panel["targets"] if "{{" in t["legendFormat"]]
+        assert names == ["{{run}} ({{job}})"]  # what is cut off is cut off behind
+
+
 @pytest.mark.parametrize("board", BOARDS)
 def test_ids_are_unique_and_panels_do_not_overlap(board: str) -> None:
     panels = panels_of(board)

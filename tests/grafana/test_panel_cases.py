@@ -280,3 +280,38 @@ def test_a_run_that_goes_on_with_a_fault_stands_above_one_that_is_well(tmp_path:
     assert bad > crashed > well
     assert options[f"{bad:g}"]["text"] == "running, with a fault"
     assert (options[f"{well:g}"]["text"], options[f"{crashed:g}"]["text"]) == ("running", "crashed")
+
+
+SITE = f'ddpprobe_site_rms{{{TARGET},fqn="blocks.0",kind="output"}}'
+# Where nothing is good: what is shown then, and what makes something of it.
+NONE_IS_GOOD = {
+    ("run", "Faults, in order of time", "detector"): {f"{LOST}}}": "_x41 1x159", **LOST_AT},
+    ("run", "Non-finite elements by kind", "legend"): {
+        f'ddpprobe_nonfinite_elements_total{{{TARGET},rank="1",kind="output"}}': "0+1x200"
+    },
+    ("ranks", "Verdicts by rank", "legend"): {
+        f'ddpprobe_rank_anomalies_total{{{TARGET},rank="1",level="page"}}': "0+1x200"
+    },
+    ("modules", "Verdicts on modules", "legend"): {
+        f'ddpprobe_anomalies_total{{{TARGET},detector="coverage",level="warn"}}': "0+1x200"
+    },
+    ("modules", "Without a finite value now", "fqn"): {SITE: "1x40 stale"},
+}
+
+
+@pytest.mark.parametrize("where", NONE_IS_GOOD, ids=lambda where: where[1])
+def test_none_is_said_only_of_a_run_that_was_asked(
+    tmp_path: Path, where: tuple[str, str, str]
+) -> None:
+    board, title, label = where
+    [panel] = [p for p in panels_of(f"ddpprobe-{board}") if p["title"] == title]
+    assert panel["fieldConfig"]["defaults"]["noValue"].startswith("no data")
+
+    def said(*series: Mapping[str, str]) -> set[str]:
+        return {labels[label] for labels, _ in shown(tmp_path, merged(series), board, title)}
+
+    assert said(dict.fromkeys(WATCHED, "_x200")) == set()
+    assert said({SITE: "1x200"}) == {"none"}
+    bad = said({SITE: "1x200"}, NONE_IS_GOOD[where])
+    assert bad
+    assert "none" not in bad
