@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,17 @@ def test_no_code_in_a_table_shows_a_backslash_before_a_bar():
         if r"\|" in code
     ]
     assert shown == []
+
+
+def test_no_table_of_a_page_has_an_empty_head():
+    """The site draws it: an empty bar above the table."""
+    heads = [
+        (page.name, line)
+        for page in PAGES
+        for line, rule in pairwise(page.read_text().splitlines())
+        if rule.startswith("|--") and not line.strip("| ")
+    ]
+    assert heads == []
 
 
 def test_the_style_of_the_site_is_built_into_it():
