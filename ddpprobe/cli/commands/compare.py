@@ -118,7 +118,7 @@ def _verdict(found: Comparison, *, exact: bool) -> str:
     if found.differences:
         first = found.differences[0]
         agreed = UNOBSERVED if found.agreed is None else f"step {found.agreed}"
-        numbers = f"{first.stat} {' against '.join(_both(first.a, first.b))}"
+        numbers = f"{first.stat} {' against '.join(_sides(first))}"
         before = f"agreed through {agreed}" if found.agreed is not None else "never agreed"
         return f"parted at step {first.step} in {place(first)}: {numbers} ({before})"
     if not found.sites:
@@ -130,7 +130,7 @@ def _verdict(found: Comparison, *, exact: bool) -> str:
     near = found.nearest
     return (
         f"no parting: the largest difference is {near.excess:.3g} of what is allowed, at step "
-        f"{near.step} in {place(near)}: {near.stat} {' against '.join(_both(near.a, near.b))}"
+        f"{near.step} in {place(near)}: {near.stat} {' against '.join(_sides(near))}"
     )
 
 
@@ -149,7 +149,7 @@ def _earliest(differences: list[Difference]) -> Iterator[str]:
     rows = [("step", "where", "statistic", "A", "B", "times allowed")]
     names = shortened(plain(place(p)) for p in differences[:MOST])
     rows += [
-        (str(p.step), name, p.stat, *_both(p.a, p.b), _times(p.excess))
+        (str(p.step), name, p.stat, *_sides(p), _times(p.excess))
         for p, name in zip(differences, names, strict=False)
     ]
     yield from ("", "where they part first")
@@ -164,7 +164,7 @@ def _grown(growth: list[Growth]) -> Iterator[str]:
     rows = [("step", "sites apart", "loss A", "loss B", "times allowed", "at")]
     names = shortened(plain(g.worst or UNOBSERVED) for g in growth)
     rows += [
-        (str(g.step), f"{g.apart} of {g.compared}", *_both(g.a, g.b), _times(g.excess), name)
+        (str(g.step), f"{g.apart} of {g.compared}", *_read(g.a, g.b), _times(g.excess), name)
         for g, name in zip(growth, names, strict=True)
     ]
     yield from ("", "how far apart they are from then on")
@@ -211,6 +211,19 @@ def _names(things: Iterable[object]) -> str:
     texts = [str(thing) for thing in things]
     more = f", ... ({len(texts)} in all)" if len(texts) > MOST else ""
     return ", ".join(texts[:MOST]) + more
+
+
+def _sides(difference: Difference) -> tuple[str, str]:
+    is_scalar = difference.site is None
+    return (_read if is_scalar else _both)(difference.a, difference.b)
+
+
+def _read(a: float | None, b: float | None) -> tuple[str, str]:
+    """Format what a script gave: None is not known, and NaN is what it was."""
+    texts = _both(*(math.nan if x is None else x for x in (a, b)))
+    pairs = zip((a, b), texts, strict=True)
+    one, two = ("nan" if x is not None and math.isnan(x) else text for x, text in pairs)
+    return one, two
 
 
 def _both(a: float, b: float) -> tuple[str, str]:

@@ -20,7 +20,7 @@ class Difference:
         scalar: its name, "" for a site; `rank`: whose it is, None for the mean over all ranks.
         stat: of `records.STATS`; "value" of a scalar; "present" for a site that is in the records
             of both runs, but not of both at this step.
-        a, b: the numbers; NaN where there is none.
+        a, b: the numbers; NaN where there is none, of a scalar where it is NaN.
         excess: difference / allowed difference; infinite where equality was due.
     """
 
@@ -48,7 +48,7 @@ class Growth:
         step: optimizer step.
         apart, compared: number of sites beyond what is allowed, and of all.
         worst: the site with the largest `excess`; None if none differs.
-        a, b: loss, as the mean over the ranks; NaN where none was given.
+        a, b: loss, as the mean over the ranks; None where none was given.
     """
 
     step: int
@@ -56,8 +56,8 @@ class Growth:
     compared: int
     worst: Site | None
     excess: float
-    a: float
-    b: float
+    a: float | None
+    b: float | None
 
 
 @dataclass(slots=True)

@@ -301,10 +301,11 @@ def _numbers(record: StepRecord, *, resplit: bool) -> dict[tuple[str, int | None
             if not resplit:
                 found[name, rank] = value
             elif not name.startswith(_BY_SPLIT):
-                found[name, None] = _mean(record, name)
+                mean = _mean(record, name)
+                found |= {} if mean is None else {(name, None): mean}
     return found
 
 
-def _mean(record: StepRecord, name: str) -> float:
+def _mean(record: StepRecord, name: str) -> float | None:
     given = [cells[name] for cells in record.scalars.values() if name in cells]
-    return sum(given) / len(given) if given else math.nan
+    return sum(given) / len(given) if given else None

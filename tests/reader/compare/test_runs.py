@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -406,6 +407,18 @@ def test_scalars_part_by_rank_and_times_do_not_count():
     (only,) = of(Told(steps(range(4))), Told(slow)).differences
     assert (only.step, only.scalar, only.rank, only.a, only.b) == (2, "loss", 0, 1 / 3, 2.0)
     assert of(Told(steps(range(4))), Told(slow), "blocks.*").differences == []
+
+
+def test_a_loss_that_is_nan_is_no_loss_that_nobody_gave():
+    bad, none = steps(range(3)), steps(range(3))
+    bad[1].scalars[0]["loss"] = math.nan
+    none[1].values[:] *= 2
+    del none[1].scalars[0]["loss"]
+    told = "\n".join(lines((of(Told(steps(range(3))), Told(bad)), (0, None), []), exact=False))
+    assert "parted at step 1 in loss of rank 0: value 0.5 against nan (agreed" in told
+    assert re.search(r"^ +1 +0 of 12 +0.5 +nan ", told, re.MULTILINE)
+    told = "\n".join(lines((of(Told(steps(range(3))), Told(none)), (0, None), []), exact=False))
+    assert re.search(r"^ +1 +12 of 12 +0.5 +- ", told, re.MULTILINE)
 
 
 def test_a_long_divergence_is_kept_at_few_steps():
