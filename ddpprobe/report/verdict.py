@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from ddpprobe.ends.anomalies import RANK_LOST, TITLES
-from ddpprobe.ends.judge import RUNNING, told
+from ddpprobe.ends.judge import ENDED, RUNNING, told
 from ddpprobe.reader.text import plain
 from ddpprobe.records.step import STATE_KINDS, Anomaly
 from ddpprobe.report.captured_cause import CapturedCause
@@ -24,9 +24,10 @@ _KINDS = {
     "grad_local": "gradient before the reduction", "grad": "gradient after the reduction",
     "buffer": "buffer", "optim_state": "state of the optimizer", "update": "change by the step",
 }  # fmt: skip
+_NAMED = ("parameter", "buffer")  # their own name is told, and not whose they are
 _WITHOUT_ROWS = ("input", *STATE_KINDS)
 _PHASES = {"forward": "in the forward pass", "backward": "in the backward pass",
-           "step": "in the optimizer's step"}  # fmt: skip
+           "step": "behind the backward pass"}  # fmt: skip
 
 
 @final
@@ -35,7 +36,7 @@ class Where:
     """Where it happened; None or empty where it is not known, or nobody is to blame.
 
     `attempt` is None where there is only one; `phase` is a word, `during` what a sentence says.
-    `micro` is None and these are empty where a rank was lost outside of a forward or backward.
+    `micro` is None where it was behind the backward; there these are empty of a rank that was lost.
     """
 
     step: int
@@ -106,11 +107,13 @@ def _headline(story: Story, found: list[Finding], others: list[Anomaly]) -> str:
     first = found[0].where
     what = ""
     if first.module is not None:
-        what = f": {first.kind} of {first.module}" if first.kind else f": {first.module}"
+        of = " " if first.kind in _NAMED else " of "
+        what = f": {first.kind}{of}{first.module}" if first.kind else f": {first.module}"
     rank = "" if first.rank is None else f" on rank {first.rank}"
     when = f" at step {first.step}"
-    if first.micro is not None:
-        when += f", micro-batch {first.micro}, {first.during}"
+    when += "" if first.attempt is None else f" of attempt {first.attempt}"
+    when += "" if first.micro is None else f", micro-batch {first.micro}"
+    when += f", {first.during}" if first.during else ""
     return f"{found[0].title}{what}{rank}{when}"
 
 
@@ -146,9 +149,10 @@ def _finding(
     several: bool,
 ) -> Finding:
     # The phase `step` of a lost rank stands for all that is neither forward nor backward.
-    vague = cause.detector == RANK_LOST and cause.phase == "step"
+    behind = cause.phase == "step"  # all micro-batches
+    vague = cause.detector == RANK_LOST and behind
     where = Where(
-        cause.step, None if vague else cause.micro, cause.rank, cause.attempt if several else None,
+        cause.step, None if behind else cause.micro, cause.rank, cause.attempt if several else None,
         None if cause.module is None else cause.module or "(root)",
         _KINDS.get(cause.kind or "", cause.kind or ""), "" if vague else cause.phase,
         "" if vague else _PHASES.get(cause.phase, cause.phase),
@@ -218,5 +222,10 @@ def _aftermath(story: Story, said: Collection[str]) -> Iterator[str]:
         attempt = story.info["attempts"][-1]["attempt"]
         reached = (s.reached for s in story.held.shares if s.attempt == attempt)
         last = max([last, *filter(None, reached)])
-        under_way = story.info["state"] == RUNNING
-        yield f"The run is under way, at step {last}." if under_way else f"The last step is {last}."
+        whole = f"attempt {attempt}" if several else "the run"
+        if story.info["state"] == RUNNING:
+            yield f"{whole.capitalize()} is under way, at step {last}."
+        elif several and story.info["state"] == ENDED:
+            yield f"{whole.capitalize()} came to its end, at step {last}."
+        else:
+            yield f"The last step is {last}."

@@ -102,7 +102,30 @@ def test_a_rank_lost_between_two_steps_is_not_said_to_be_in_the_optimizer() -> N
     assert inside.headline == f"{what}, micro-batch 1, in the forward pass"
     assert between.headline == what
     assert (between.findings[0].where.micro, between.findings[0].where.phase) == (None, "")
-    assert judge(story(replace(PAGE, phase="step"))).headline.endswith("in the optimizer's step")
+
+
+def test_what_was_found_behind_the_backward_is_not_laid_to_the_optimizer_nor_a_micro_batch() -> (
+    None
+):
+    weight = replace(PAGE, module="a.b.weight", kind="param", phase="step")
+    found = judge(story(weight))
+    where = "parameter a.b.weight on rank 0 at step 3, behind the backward pass"
+    assert found.headline == f"First non-finite tensor: {where}"
+    assert found.findings[0].where.micro is None
+
+
+def test_of_several_attempts_it_is_said_whose_cause_it_is_and_how_the_last_one_went() -> None:
+    well = {"attempt": 1, "end": {"state": "ended", "how": "", "message": "every rank"}}
+    attempts = [{"attempt": 0, "end": KILLED}, well]
+    lost = replace(LOST, attempt=0, phase="step")
+    for state, last in (
+        ("ended", "Attempt 1 came to its end, at step 7."),
+        ("running", "Attempt 1 is under way, at step 7."),
+        ("crashed", "The last step is 7."),
+    ):
+        found = judge(story(lost, info={"attempts": attempts, "state": state}))
+        assert found.headline == "The job was lost on rank 0 at step 3 of attempt 0"
+        assert found.aftermath[-1] == last
 
 
 def test_of_weights_that_stand_still_the_rows_of_their_parameters_are_shown() -> None:
