@@ -27,12 +27,14 @@ from grafana.queries import (
     NO_ANSWER,
     ROWS,
     SHOWN_STATES,
+    STATES_WITH_FAULT,
     at_the_end,
     in_words,
     lasting_causes,
     metric,
     rate,
     state,
+    with_fault,
 )
 
 UID = "ddpprobe-fleet"
@@ -42,10 +44,6 @@ NAME = "{{run}} ({{job}})"
 HOVER = "Point at a line for the names."
 LINK = f"/d/{run.UID}?var-job=${{__data.fields.job:percentencode}}&var-run=${{__data.fields.run:percentencode}}&${{__url_time_range}}"
 STATE = at_the_end(state(ALL, BY))
-FAULTY = 10  # more than the state of a run that did not fail, in which a fault was found
-SHOWN = SHOWN_STATES | {
-    FAULTY + code: (f"{SHOWN_STATES[code][0]}, with a fault", RED) for code in range(FAILED)
-}
 SEEN = metric("last_collect_timestamp_seconds", ALL)
 # The runs that are drawn: those that were seen last. It is decided once, at the end of the shown
 # time.
@@ -108,8 +106,6 @@ def _table() -> list[Placed]:
     )
     said = f'label_join({newest}, "verdict", "", "detector", "where", "who", "when")'
     loss = metric("loss", ALL)
-    # A run with a NaN is no good one, though it goes on.
-    faulty = f"({STATE} < {FAILED}) + on ({BY}) ({FAULTY} + 0 * {lasting_causes(ALL, BY)})"
     link = {"links": [{"title": "Open the run", "url": LINK, "targetBlank": False}]}
 
     def of(expr: str) -> Query:
@@ -126,8 +122,8 @@ def _table() -> list[Placed]:
                     Column("run", properties={"custom.width": 240, **link}),
                     Column(
                         "state",
-                        Query(f"{faulty} or on ({BY}) {STATE}"),
-                        {**worded(SHOWN), "custom.width": 190},
+                        Query(with_fault(STATE, lasting_causes(ALL, BY), BY)),
+                        {**worded(STATES_WITH_FAULT), "custom.width": 190},
                     ),
                     Column("verdict", properties={"custom.width": 380}),
                     Column(

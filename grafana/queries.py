@@ -54,6 +54,10 @@ RANK_STATES = {
 }
 HEARTBEAT_SECONDS = alerts.SILENT_SECONDS
 FAILED = 3  # from here on it is not well
+FAULTY = 10  # more than the state of a run that did not fail, in which a fault was found
+STATES_WITH_FAULT = SHOWN_STATES | {
+    FAULTY + code: (f"{SHOWN_STATES[code][0]}, with a fault", RED) for code in range(FAILED)
+}
 
 CAUSE = "detector, step, rank, fqn, kind, phase"
 # Of first causes: the end of the job, and all others.
@@ -96,6 +100,20 @@ def state(selector: str, by: str = "") -> str:
         f"{NO_ANSWER} + up{{{selector}}} == {NO_ANSWER} and on (job, run, instance) {running} == 1"
     )
     return f"max{f' by ({by})' if by else ''} ({told} or {silent})"
+
+
+def with_fault(states: str, found: str, by: str = "") -> str:
+    """Return the states of runs, as keys of `STATES_WITH_FAULT`.
+
+    A run with a NaN is no good one, though it goes on.
+
+    Args:
+        states: as of `state`, of runs.
+        found: the first causes that hold, by the same labels.
+        by: these labels.
+    """
+    faulty = f"({states} < {FAILED}) + on ({by}) ({FAULTY} + 0 * {found})"
+    return f"{faulty} or on ({by}) {states}"
 
 
 def at_the_end(expr: str) -> str:

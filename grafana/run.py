@@ -40,6 +40,7 @@ from grafana.queries import (
     RANK,
     RANK_STATES,
     SHOWN_STATES,
+    STATES_WITH_FAULT,
     at_the_end,
     by_rank,
     causes,
@@ -55,6 +56,7 @@ from grafana.queries import (
     rate,
     state,
     waited_for,
+    with_fault,
 )
 
 UID = "ddpprobe-run"
@@ -184,8 +186,12 @@ def _first_screen() -> list[Placed]:
                 "State",
                 "The last known state of the job, of several nodes the worst. Anything red: the verdict, else the command on the right.",
                 "none",
-                [Query(at_the_end(state(NODE)), "state")],
-                words=SHOWN_STATES,
+                [
+                    Query(
+                        with_fault(at_the_end(state(NODE)), f"max({lasting_causes(NODE)})"), "state"
+                    )
+                ],
+                words=STATES_WITH_FAULT,
                 no_value="no data",
             ),
             3,

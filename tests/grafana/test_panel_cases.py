@@ -282,6 +282,20 @@ def test_a_run_that_goes_on_with_a_fault_stands_above_one_that_is_well(tmp_path:
     assert (options[f"{well:g}"]["text"], options[f"{crashed:g}"]["text"]) == ("running", "crashed")
 
 
+def test_the_state_of_a_run_that_goes_on_with_a_fault_is_not_green(tmp_path: Path) -> None:
+    running = {f'ddpprobe_job_state{{{TARGET},state="running"}}': "1x200"}
+    nan = {f'{LOST.replace("rank_lost", "nonfinite")},rank="3"}}': "_x41 1x159", **LOST_AT}
+    [panel] = [p for p in panels_of("ddpprobe-run") if p["title"] == "State"]
+    words = panel["fieldConfig"]["defaults"]["mappings"][0]["options"]
+    for series, said in (
+        ((running,), ("running", "green")),
+        ((running, nan), ("running, with a fault", "red")),
+        ((CRASHED, nan), ("crashed", "red")),
+    ):
+        [(_, value)] = shown(tmp_path, merged(series), "run", "State")
+        assert (words[f"{value:g}"]["text"], words[f"{value:g}"]["color"]) == said
+
+
 SITE = f'ddpprobe_site_rms{{{TARGET},fqn="blocks.0",kind="output"}}'
 # Where nothing is good: what is shown then, and what makes something of it.
 NONE_IS_GOOD = {

@@ -288,7 +288,7 @@ class RunWatch:
         Of another machine's rank that is when it was met with here first: it is older then, and how
         much nobody can say until another one comes.
         """
-        if node not in self._nodes:
+        if not self._nodes.get(node):  # it may not have said yet where it is
             self._nodes[node] = is_here(self._directory, self._attempt, node)
         if self._nodes[node]:
             return beat
