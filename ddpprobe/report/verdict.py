@@ -70,7 +70,8 @@ class Verdict:
     """What the page says first.
 
     `tone` is good, warn, or bad; `headline` one sentence; `findings` the first causes; `aftermath`
-    what else came of it, `alone` the first anomalies that belong to no first cause.
+    what else came of it, `alone` the first anomalies that belong to no first cause; `hidden` says
+    how many there are beside `findings`, or without any beside `alone`.
     """
 
     tone: str
@@ -97,7 +98,8 @@ def judge(story: Story) -> Verdict:
     tone = "bad" if found else "warn" if alone or story.lost or not story.held.complete else "good"
     return Verdict(
         tone, _headline(story, found, others), found[:MOST_CAUSES], list(_aftermath(story, said)),
-        [] if found else alone[:MOST_FOLLOWED], max(0, len(found) - MOST_CAUSES),
+        [] if found else alone[:MOST_FOLLOWED],
+        max(0, len(found) - MOST_CAUSES if found else len(alone) - MOST_FOLLOWED),
     )  # fmt: skip
 
 

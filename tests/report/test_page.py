@@ -208,6 +208,17 @@ def test_a_run_with_a_warning_only_shows_it_and_no_first_cause(
     assert "step 31, rank 1: b.c:output: odd" in page.text
 
 
+def test_warnings_that_are_not_listed_are_counted(report: Report, tmp_path: Path) -> None:
+    made = make(tmp_path / "r")
+    for step in range(30, 37):
+        odd = replace(verdict(bad_at("b.c")), detector="grad_spike", level="warn", step=step)
+        odd = replace(odd, first_cause=False, message="odd")
+        made.tell(framing.ANOMALY, odd)
+    page = report(made.close().path)
+    assert "No page, 7 weaker anomalies in 40 recorded steps" in page.text
+    assert "step 35, rank 1: b.c:output: odd and 1 more: all anomalies" in page.text
+
+
 def test_a_run_that_recorded_nothing_still_has_a_page(report: Report, tmp_path: Path) -> None:
     page = report(make(tmp_path / "r", steps=0).close().path)
     assert page.code == 4
