@@ -53,7 +53,7 @@ COLUMNS = (
            else size(r.resident_bytes)),
     RankColumn("cpus", 6, lambda r: UNOBSERVED if r.cpus is None else f"{r.cpus:.2f}"),
     RankColumn("device", 7, lambda r: r.device or UNOBSERVED, right=False),
-    RankColumn("pages", 3, lambda r: str(r.pages)),
+    RankColumn("pages", 3, lambda r: _known(r.pages)),
     RankColumn("seen", 2, lambda r: UNOBSERVED if r.seen is None else ago(r.seen)),
 )  # fmt: skip
 
@@ -68,7 +68,7 @@ def frame(now: LiveView, width: int, height: int) -> list[Line]:
     deep = min(len(now.ranks) or 1, max(_LEAST_ROWS, left - tall - wide))
     wide = max(wide, min(len(now.sites), left - tall - deep))  # what the ranks do not need
     lines: list[Line] = [*head, *notes, ("", ""), *_ranks(now.ranks, deep, width)]
-    lines += [("", ""), *_sites(now, wide, width), ("", ""), *_anomalies(now.anomalies, tall)]
+    lines += [("", ""), *_sites(now, wide, width), ("", ""), *_anomalies(now, tall)]
     return [(style, cut(plain(text), width)) for style, text in lines[:height]]
 
 
@@ -143,7 +143,8 @@ def _summary(ranks: Sequence[RankNow]) -> str:
 
 def _sites(now: LiveView, most: int, width: int) -> Iterator[Line]:
     if not now.sites:
-        yield "note", NOTHING_FINITE if now.sampled else "no sampled step yet"
+        none = NOTHING_FINITE if now.sampled else "no sampled step yet"
+        yield "note", "modules are not known" if now.sampled is None else none
         return
     shown = now.sites[:most]
     rows = [("nonfinite", "abs max", "growth", "rms"), *map(_numbers, shown)]
@@ -162,9 +163,10 @@ def _numbers(s: SiteNow) -> tuple[str, ...]:
     return (_known(s.nonfinite), _number(peak), growth, _number(rms))
 
 
-def _anomalies(texts: Sequence[str], most: int) -> Iterator[Line]:
+def _anomalies(now: LiveView, most: int) -> Iterator[Line]:
+    texts = now.anomalies
     if not texts:
-        yield "head", "no anomalies"
+        yield "head", "anomalies are not known" if now.sampled is None else "no anomalies"
         return
     more = f", {len(texts) - most} more: ddpprobe anomalies" if len(texts) > most else ""
     yield "head", f"anomalies ({len(texts)}{more})"

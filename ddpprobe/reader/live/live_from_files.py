@@ -99,8 +99,11 @@ class RunWatch:
         found = order_of_cause(found + (rank_losses(ending, found) if ending else []))
         pages = Counter(a.rank for a in found if a.level == "page")
         ended = None if live or ending is None else RankEnds(ending.case)
-        ranks = [self._rank(n, beats.get(n), pages, ended) for n in self._numbers(beats)]
         merged = self._merged
+        is_told = bool(self._tails or merged)  # a daemon wrote something down
+        numbers = self._numbers(beats)
+        blamed = {n: pages[n] if is_told or pages[n] else None for n in numbers}
+        ranks = [self._rank(n, beats.get(n), blamed[n], ended) for n in numbers]
         return LiveView(
             name=self._run.name,
             state=ending.end.state if ending else RUNNING if live else UNDECIDED,
@@ -110,12 +113,12 @@ class RunWatch:
             sites=worst_sites(self._sites(), [a.place for a in found if a.first_cause and a.place]),
             anomalies=tuple(map(describe, found)),
             host=self._host,
-            sampled=merged is not None,
+            sampled=merged is not None if is_told else None,
             sampled_step=merged.step if merged else None,
             grad_norm=global_grad_norm(merged) if merged else None,
             notes=(
                 *_stuck(ending, live=live),
-                *(() if self._tails or merged else (NO_DAEMON,)),
+                *(() if is_told else (NO_DAEMON,)),
                 *self._others(beats),
             ),
         )
@@ -318,7 +321,7 @@ class RunWatch:
         self,
         number: int,
         beat: Heartbeat | None,
-        pages: Counter[int | None],
+        pages: int | None,
         ended: RankEnds | None,
     ) -> RankNow:
         """Return what is known of a rank; `ended`: how all of them ended, None while it trains."""
@@ -329,7 +332,7 @@ class RunWatch:
             loss=scalars.get("loss"), grad_norm=scalars.get("grad_norm_local"),
             resident_bytes=self._memory.get(number),
             cpus=busy["cpu"] / seconds if seconds > 0 else None,
-            device=self._devices.get(number, ""), pages=pages[number],
+            device=self._devices.get(number, ""), pages=pages,
         )  # fmt: skip
         if beat is not None:
             known = self._with_beat(known, beat)

@@ -35,7 +35,7 @@ class RankNow:
         loss, grad_norm: of the last sampled step; the norm is local, before the reduction.
         resident_bytes, cpus: of its process; cores kept busy.
         device: as the rank names it.
-        pages: anomalies at level page that blame it.
+        pages: anomalies at level page that blame it; None: nobody has judged, and none is known.
         seen: seconds since its last sign of life.
     """
 
@@ -50,7 +50,7 @@ class RankNow:
     resident_bytes: float | None = None
     cpus: float | None = None
     device: str = ""
-    pages: int = 0
+    pages: int | None = 0
     seen: float | None = None
 
 
@@ -83,7 +83,7 @@ class LiveView:
         sites: worst first.
         anomalies: one line each, first causes first.
         host: name -> number, of the first node; see `daemon.host`.
-        sampled: whether a step was sampled yet.
+        sampled: whether a step was sampled yet; None: not known, nor what went wrong.
         sampled_step: the newest sampled step; None: not known.
         grad_norm: L2 norm of all reduced gradients of that step.
         notes: what a user may wonder about.
@@ -97,7 +97,7 @@ class LiveView:
     sites: tuple[SiteNow, ...] = ()
     anomalies: tuple[str, ...] = ()
     host: Mapping[str, float] = field(default_factory=dict)
-    sampled: bool = False
+    sampled: bool | None = False
     sampled_step: int | None = None
     grad_norm: float | None = None
     notes: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ def worst_ranks(ranks: Iterable[RankNow]) -> tuple[RankNow, ...]:
     def key(r: RankNow) -> tuple[float, ...]:
         bad = any(x is not None and not math.isfinite(x) for x in (r.loss, r.grad_norm))
         behind = math.inf if r.step is None else r.step
-        return STATES.index(r.state), -r.pages, -bad, behind, r.rank
+        return STATES.index(r.state), -(r.pages or 0), -bad, behind, r.rank
 
     return tuple(sorted(ranks, key=key))
 

@@ -522,6 +522,12 @@ def test_without_a_daemon_it_says_what_is_not_known(tmp_path):
     assert NO_DAEMON in text(watch.look())
     watch.close()
     made.close()
+    watch = RunWatch(open_run(made.path))
+    now = watch.look()
+    assert text(now).endswith("modules are not known\n\nanomalies are not known")
+    assert {r.pages for r in now.ranks} == {None}
+    watch.close()
+    made.close()
 
 
 def test_a_stranger_s_run_makes_it_read_nothing_else_and_wait_for_nobody(tmp_path):
