@@ -457,8 +457,8 @@ class Attempt:
         rank.launcher = torchrun_of(pid) if rank.seen_alive else None
         if meta["head"] and self._command is None and rank.seen_alive:
             self._command = Command(rank.launcher or pid)
-        known = (None, *(r.launcher for r in self.ranks.values() if r is not rank))
-        if rank.launcher not in known:
+        others = [r.launcher for r in self.ranks.values() if r is not rank]
+        if rank.launcher is not None and rank.launcher not in others:
             self._watcher.watch((self.number, _LAUNCHER), rank.launcher, None)
 
     def _note_command(self, *, over: bool = False) -> None:
