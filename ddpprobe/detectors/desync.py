@@ -10,7 +10,13 @@ import math
 from dataclasses import dataclass
 
 from ddpprobe.detectors.detector import Detector
-from ddpprobe.detectors.rank_scalars import are_one, is_unwrapped, norm_used_by_all, scalars
+from ddpprobe.detectors.rank_scalars import (
+    are_one,
+    is_local_sgd,
+    is_unwrapped,
+    norm_used_by_all,
+    scalars,
+)
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.records.merge import disagreements, ranks_of
 from ddpprobe.records.rank_names import ranks_text
@@ -58,6 +64,7 @@ class Desync(Detector):
 
     Behind a step whose gradients nobody reduced it only warns: local SGD is meant to part there. It
     pages if they still differ behind a step with a reduction, which does not bring them together.
+    Where torch's own hook of post-local SGD is at work, they are meant to, and nothing is said.
 
     It warns, once for each, of buffers that no step changes and that are not the same everywhere:
     nothing but a DDP brings buffers together, and some are each rank's own by design.
@@ -98,6 +105,8 @@ class Desync(Detector):
         splits = [] if record.partial or _at_unlike_steps(record) else _splits(record.digests)
         known = self._by_hand >= self._needed
         parameters = [s for s in splits if s.shard != BUFFER and (known or s.shard != UNWRAPPED)]
+        if is_local_sgd(record):
+            parameters = []
         new = [s for s in splits if s.shard == BUFFER and s.fqn not in self._buffers]
         self._buffers.update(split.fqn for split in new)
         return [*self._judge(record, parameters), *([_of_buffers(record, new)] if new else [])]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import math
 
-from ddpprobe.records.step import CLASS_SEEN, LABEL_BITS, UNREDUCED, USED_NORM, StepRecord
+from ddpprobe.records.step import (
+    CLASS_SEEN,
+    LABEL_BITS,
+    LOCAL_SGD,
+    UNREDUCED,
+    USED_NORM,
+    StepRecord,
+)
 
 SAME = 1e-6  # relative: what the norm of one gradient differs by when it is computed twice
 
@@ -37,6 +44,11 @@ def norm_used_by_all(record: StepRecord) -> float | None:
     used = scalars(record, USED_NORM)
     alike = len(used) == len(record.ranks) > 0 and math.isfinite(sum(used)) and are_one(used)
     return max(used) if alike else None
+
+
+def is_local_sgd(record: StepRecord) -> bool:
+    """Whether replicas are meant to part, by torch's hook of post-local SGD."""
+    return any(LOCAL_SGD in said for said in record.scalars.values())
 
 
 def is_unwrapped(record: StepRecord) -> bool:

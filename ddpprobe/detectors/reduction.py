@@ -14,6 +14,7 @@ from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.misplaced import Misplaced
 from ddpprobe.detectors.rank_scalars import (
     SAME,
+    is_local_sgd,
     is_unwrapped,
     largest,
     norm_used_by_all,
@@ -92,7 +93,7 @@ class Reduction(SampledDetector):
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
         kept = largest(record, KEPT) > 0  # then it is the sum of several steps
-        if record.skipped or record.missing or kept:
+        if record.skipped or record.missing or kept or is_local_sgd(record):
             return []
         norms = _norms(record)
         if not norms or self._is_reduced_by_hand(record, norms):

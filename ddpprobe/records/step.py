@@ -201,6 +201,8 @@ UNREDUCED = "unreduced"
 # Scalar, 1 on a sampled step of a rank that has begun a `join()` of DDP: once ranks have had unlike
 # numbers of batches, a step of one is no longer the step of that number of another.
 JOINED = "joined"
+# Scalar, 1 on a sampled step whose gradients torch's hook of post-local SGD keeps to some ranks.
+LOCAL_SGD = "local_sgd"
 LEARNING_RATE = "lr"  # scalar: the largest of all parameter groups; a logged one stands instead
 # Scalar of a sampled step: L2 norm of this rank's gradients as the optimizers are given them.
 USED_NORM = "grad_norm_used"

@@ -15,6 +15,7 @@ from ddpprobe.records.step import (
     BUFFER,
     JOINED,
     LEARNING_RATE,
+    LOCAL_SGD,
     UNREDUCED,
     UNWRAPPED,
     USED_NORM,
@@ -65,6 +66,15 @@ def test_ranks_that_are_at_other_steps_under_join_are_not_compared() -> None:
     for told in (joined((0.5, 0.5)), joined((0.5, 0.6), said=0.0)):
         (page,) = run(told)
         assert page.level == "page"
+
+
+def test_replicas_that_torch_s_hook_of_local_sgd_parts_are_not_told() -> None:
+    parted = split(33, (0,), (1,))
+    meant = {rank: {LOCAL_SGD: 1.0} for rank in (0, 1)}
+    assert run(replace(parted, scalars=meant)) == []
+    assert [a.level for a in run(parted)] == ["page"]
+    buffers = {(name, BUFFER): held for (name, _), held in parted.digests.items()}
+    assert [a.kind for a in run(replace(parted, scalars=meant, digests=buffers))] == ["buffer"]
 
 
 def test_a_minority_of_several_ranks_is_listed_and_none_of_them_blamed_alone() -> None:

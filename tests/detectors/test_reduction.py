@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ddpprobe.detectors.reduction import Reduction
-from ddpprobe.records.step import NOTED, UNREDUCED, USED_NORM, Site, StepRecord
+from ddpprobe.records.step import LOCAL_SGD, NOTED, UNREDUCED, USED_NORM, Site, StepRecord
 from tests.detectors.made_records import levels, record, run
 
 
@@ -85,6 +85,13 @@ def test_local_sgd_is_warned_of_and_never_pages() -> None:
     assert {a.level for a in run(Reduction(), apart)} == {"warn"}
     in_turn = [step(s, reduced=s % 50 == 0, told=s % 50 != 0) for s in range(400)]
     assert {a.level for a in run(Reduction(), in_turn)} == {"warn"}
+
+
+def test_what_torch_s_hook_of_local_sgd_keeps_within_ranks_is_not_judged() -> None:
+    made = [step(number, reduced=False) for number in range(30)]
+    for said in (said for one in made for said in one.scalars.values()):
+        said[LOCAL_SGD] = 1.0
+    assert run(Reduction(), made) == []
 
 
 def test_a_reduced_gradient_is_left_alone() -> None:

@@ -26,6 +26,7 @@ from ddpprobe.records.step import (
     INPUT_SPREAD,
     JOINED,
     LEARNING_RATE,
+    LOCAL_SGD,
     MOMENT_DECAY,
     OPTIMIZER_STEPS,
     OUTPUT_SPREAD,
@@ -49,13 +50,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def modes(topology: Topology) -> dict[str, float]:
     """Return the share of modules in training mode, and how many parameters require a gradient.
 
-    And that ranks may be at unlike steps, if they may.
+    And that ranks may be at unlike steps, or are to part, if so.
     """
     training = [module.training for _, module in topology.walk()]
     trained = sum([p.requires_grad for _, p in topology.named_parameters()])
-    joined = any(sharding.is_joined(ddp) for _, ddp in topology.ddps)
     told = {TRAINING: sum(training) / max(len(training), 1), TRAINABLE: float(trained)}
-    return told | ({JOINED: 1.0} if joined else {})
+    asked = (JOINED, sharding.is_joined), (LOCAL_SGD, sharding.is_local_sgd)
+    return told | {name: 1.0 for name, is_ in asked if any(is_(ddp) for _, ddp in topology.ddps)}
 
 
 @final

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _CONVERSIONS = 8  # autograd nodes between a converted input and the plain one
 _REHEARSAL_DEPTH = 24  # frames between the stage and a hook of its module, DDP and FSDP included
 _FSDP = "torch.distributed.fsdp"
+_LOCAL_SGD = "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook"
 _SPECS = ("_unsharded_dtensor_spec", "_tp_spec")  # the second is that of torch 2.6
 
 
@@ -144,6 +145,16 @@ def is_joined(ddp: nn.Module) -> bool:
     Degradation: False; ranks that part there are then told as replicas that differ.
     """
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+
+
+def is_local_sgd(ddp: nn.Module) -> bool:
+    """Whether torch's hook of post-local SGD keeps the next gradients of a DDP within some ranks.
+
+    Degradation: False; replicas that are to part until they are averaged are then told as a fault.
+    """
+    states = [state for _, state in getattr(ddp, "_comm_hooks", ())]
+    own: list[Any] = [state for state in states if is_a(state, _LOCAL_SGD, "PostLocalSGDState")]
+    return any(state.iter >= state.start_localSGD_iter for state in own)
 
 
 def has_weights_of_another(ddp: nn.Module) -> bool:

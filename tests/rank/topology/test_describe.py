@@ -10,6 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpprobe.errors import ModelRefused
 from ddpprobe.rank.hooks import step_facts
 from ddpprobe.rank.topology.describe import clean, describe
-from ddpprobe.records.step import JOINED
+from ddpprobe.records.step import JOINED, LOCAL_SGD
 
 
 @pytest.mark.parametrize(
@@ -154,6 +158,19 @@ def test_a_model_in_ddp_s_join_says_so_from_there_on(alone: None) -> None:
         model(torch.ones(1, 2)).sum().backward()
         assert step_facts.modes(describe(model))[JOINED] == 1.0
     assert step_facts.modes(describe(model))[JOINED] == 1.0
+
+
+def test_a_model_under_torch_s_hook_of_local_sgd_says_so_from_the_step_on_that_parts_it(
+    alone: None,
+) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    group = dist.new_group([0])
+    model.register_comm_hook(PostLocalSGDState(None, group, 2), post_localSGD_hook)
+    said = []
+    for _ in range(4):
+        said.append(LOCAL_SGD in step_facts.modes(describe(model)))  # as a forward begins
+        model(torch.ones(1, 2)).sum().backward()
+    assert said == [False, False, True, True]
 
 
 # torch 2.6 warns of DTensors on a CPU.
