@@ -287,10 +287,10 @@ def _by_torchrun(fates: Iterable[Fate]) -> bool:
 def _quiet(parts: RankEnds) -> End:
     fates = parts.all(SILENT, CHOSE, CAUSE)
     hows = sorted({f.how for f in fates})
-    step = step_of(fates)
-    where = "" if step is None else f" behind step {step}"
+    where = "" if (step := step_of(fates)) is None else f" behind step {step}"
     said = f"{ranks_of(fates)} ended ({', '.join(hows)}){where} without a last word"
-    text = f"{said}: nothing says whether training was over{_besides(parts)}"
+    hint = " (before os._exit(), probe.close() says so)" if hows == [CLEAN] else ""
+    text = f"{said}: nothing says whether training was over{hint}{_besides(parts)}"
     return End(UNDECIDED, (), hows[0], step, None, text, grave=bool(unseen_of(parts)))
 
 
