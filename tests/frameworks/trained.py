@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,7 +67,7 @@ def assert_right(trained: Trained, steps: int, sites: set[str], wrapper: str) ->
     assert all(one["same"] for one in trained.told)
     info = trained.run.info()
     assert (info["state"], info["complete"], info["wrapper"]) == ("ended", True, wrapper)
-    assert info["anomalies"] == {"page": 0, "warn": 0, "info": 0}
+    assert [a for a in trained.run.anomalies() if a.attempt == 0] == []
     records = trained.records()
     assert [r.step for r in records] == list(range(steps))
     for record in records:
@@ -84,8 +84,12 @@ def assert_losses(trained: Trained, micros: int) -> None:
         assert seen == pytest.approx(steps_of(one["losses"], micros), rel=1e-5)
 
 
-def assert_resumed(trained: Trained, first: int, steps: int) -> None:
-    """Claim: the resumed training is a further attempt, at the framework's own step number."""
+def assert_resumed(trained: Trained, first: int, steps: int, told: Sequence[str] = ()) -> None:
+    """Claim: the resumed training is a further attempt, at the framework's own step number.
+
+    `told` are the detectors that find something in it.
+    """
+    assert [a.detector for a in trained.run.anomalies() if a.attempt == 1] == [*told]
     assert {one["resumed_run"] for one in trained.told} == {trained.told[0]["run"]}
     assert [r.step for r in trained.records(attempt=1)] == list(range(first, steps))
 
