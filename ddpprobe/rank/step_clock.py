@@ -126,6 +126,10 @@ class StepClock:
         """Whether the root's last event came from a graph of torch.compile, chosen before it."""
         return self._root.in_graph
 
+    def is_the_model(self, fqn: str, module: nn.Module) -> bool:
+        """Whether a call of this module is one of the model: the root, or all that is called."""
+        return not fqn or self._root.is_only_part(module)
+
     @property
     def is_inside_a_step(self) -> bool:
         """Whether a step has begun and is not known to have ended."""

@@ -189,7 +189,7 @@ class EagerHooks:
             rows.unread(before)
         if rows.bad:
             rows.tell_call(before, partial(came_in.first_bad_of, args, kwargs))
-        if not (fqn or self._clock.evaluating):
+        if self._clock.is_the_model(fqn, module) and not self._clock.evaluating:
             if self._clock.micro == self._clock.lent:
                 step_facts.add_input((args, kwargs), rows)
                 target_facts.add_copied((args, kwargs), output, rows)

@@ -77,6 +77,10 @@ class PartHooks:
         """Whether the outermost call under way is not the root's."""
         return self._inside is not None and self._inside is not self._topology.root
 
+    def is_only_one(self, module: nn.Module) -> bool:
+        """Whether training calls this part and no other: it stands for the model then."""
+        return self.armed and self._chosen and list(self._heads) == [module]
+
     def trains(self) -> None:
         """Hear that the outermost call under way is one with gradients: it makes a head."""
         if self._inside is not None and not self._chosen:

@@ -125,6 +125,10 @@ class RootHooks:
         """Whether the forward under way is one of a part that the root did not call."""
         return self._parts.in_a_part
 
+    def is_only_part(self, module: nn.Module) -> bool:
+        """Whether it is all that is ever called of a root that is not."""
+        return self._parts.is_only_one(module)
+
     def unhang(self, *, for_good: bool) -> None:
         """Take them off. From inside a graph they would not come back: there they turn deaf."""
         self.deaf = True

@@ -379,3 +379,33 @@ def test_the_modes_of_a_model_are_shares_of_its_modules_and_a_count_of_its_param
     model[0].eval().requires_grad_(False)
     assert step_facts.modes(describe(model)) == {TRAINING: 0.75, TRAINABLE: 2.0}
     assert step_facts.modes(describe(nn.Linear(2, 2))) == {TRAINING: 1.0, TRAINABLE: 2.0}
+
+
+class Holder(nn.Module):
+    """Is only asked for its `training_step`, as a LightningModule on one device."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Model() for _ in range(parts)])
+
+    def training_step(self, data: torch.Tensor) -> torch.Tensor:
+        return sum((part(data).sum() for part in self.parts), torch.zeros(()))
+
+
+@pytest.mark.parametrize(("parts", "told"), [(1, True), (2, False)])
+def test_a_part_that_is_all_that_is_called_is_given_the_data_of_its_model(
+    parts: int, told: bool, tmp_path: Path, records_of
+) -> None:
+    model, alone = Holder(parts), Model()
+    for at, (net, step) in enumerate([(model, model.training_step), (alone, alone)]):
+        optimizer = torch.optim.SGD(net.parameters(), 0.0)
+        probe = ddpprobe.install(net, every=1, run_dir=tmp_path / str(at), daemon="none")
+        for number in range(4):
+            step(torch.full((2, 4), float(number))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        probe.close()
+    held, root = ([r.scalars[0] for r in records_of(tmp_path / str(at))] for at in range(2))
+    assert [DIGEST in scalars for scalars in held] == [False, told, told, told]  # found in step 0
+    for name in (DIGEST, INPUT_ELEMENTS) if told else ():
+        assert [s[name] for s in held[1:]] == [s[name] for s in root[1:]]
