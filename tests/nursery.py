@@ -367,8 +367,9 @@ def main(door: int, bell: int, modules: Sequence[str]) -> None:
         from ddpprobe.store.overview_writer import _WithoutPandas
 
         sys.meta_path.insert(0, _WithoutPandas())
-        for name in _WITHOUT_PANDAS:
-            importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # where a framework is tested
+            for name in _WITHOUT_PANDAS:
+                importlib.import_module(name)
         sys.meta_path.pop(0)
         overview_job.subprocess = _Instead(Popen=_ForkedWriter)  # type: ignore[assignment]
     _be_nursery(socket.socket(fileno=door), socket.socket(fileno=bell))()
