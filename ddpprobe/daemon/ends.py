@@ -108,7 +108,7 @@ class Ends:
                 events.LauncherEvent(how=launcher.how, time_ns=launcher.time_ns)
             )
         gone = {n: r for n, r in ranks.items() if r.exit is not None and not r.judged}
-        if all(rank.spent for rank in gone.values()):
+        if gone and all(rank.spent for rank in gone.values()):
             self._note(gone)
         live = any(rank.exit is None for rank in ranks.values()) and not over
         partial = len({*ranks, *evidence.told}) < self._world

@@ -64,6 +64,9 @@ class Evidence:
     _peers: dict[int, PeerExitEvent] = field(default_factory=dict)  # by who ended: all that is told
     _launchers: dict[str, str] = field(default_factory=dict)  # node -> how it ended
     _scheduler: str = ""
+    # What `_fate` last made of each rank, while that holds: a head is asked several times a second,
+    # and news come of few of its thousands of ranks.
+    _made: dict[int, Fate] = field(default_factory=dict)
 
     def take_event(self, event: Event, rank: int | None, node: str = "") -> None:
         """Take what a rank says, or (None) a daemon; of the other it says nothing."""
@@ -96,17 +99,21 @@ class Evidence:
             case LauncherEvent():
                 if self._launchers.get(node, UNKNOWN) == UNKNOWN:
                     self._launchers[node] = event.how
+                    self._made.clear()
             case FateEvent():
                 self._told[event.fate.rank] = event.fate
+                self._made.pop(event.fate.rank, None)
             case LastBeatsEvent():
                 for number, beat in event.ranks.items():
                     self._beaten(number, node, beat)
             case StalledEvent() | MovingEvent():
                 still = (event.time_ns, isinstance(event, StalledEvent))
                 self._stalls[node] = max(self._stalls.get(node, still), still)
+                self._made.clear()
             case SuspendedEvent() | ContinuedEvent():
                 said = (event.time_ns, isinstance(event, SuspendedEvent))
                 self._suspended[event.rank] = max(self._suspended.get(event.rank, said), said)
+                self._made.pop(event.rank, None)
 
     def take_rank(self, rank: int, node: str = "") -> None:
         """Take that there is something of a rank."""
@@ -128,7 +135,9 @@ class Evidence:
             partial: see `Case`.
         """
         numbers = sorted({*range(world_size), *self._fates, *self._told})
-        fates = tuple(self._fate(rank, stalled=stalled) for rank in numbers)
+        fates = tuple(self._made.get(rank) or self._fate(rank) for rank in numbers)
+        if stalled:
+            fates = tuple(replace(fate, stalled=True) for fate in fates)
         return Case(fates, live, partial, self._scheduler)
 
     @property
@@ -151,22 +160,27 @@ class Evidence:
         """Whether its daemon said last that a rank is suspended."""
         return self._suspended.get(rank, (0, False))[1]
 
-    def _fate(self, rank: int, *, stalled: bool) -> Fate:
+    def _fate(self, rank: int) -> Fate:
         """Return what is known of a rank: of what it left here, or else what was told of it."""
         if rank not in self._fates and rank in self._told:
-            told = self._told[rank]
-            return replace(told, stalled=stalled or told.stalled)
-        fate = _as_peers_say(self._fates.get(rank, Fate(rank)), self._peers.get(rank))
-        if fate.stands is not None and fate.stands.clock != fate.clock:  # it has moved on
-            fate = replace(fate, stands=None)
-        return replace(
-            fate, suspended=self.is_suspended(rank), stalled=stalled or self.is_stalled(fate.node),
-            launcher=self._launchers.get(fate.node, ""),
-        )  # fmt: skip
+            fate = self._told[rank]
+        else:
+            fate = _as_peers_say(self._fates.get(rank, Fate(rank)), self._peers.get(rank))
+            if fate.stands is not None and fate.stands.clock != fate.clock:  # it has moved on
+                fate = replace(fate, stands=None)
+            fate = replace(
+                fate, suspended=self.is_suspended(rank), stalled=self.is_stalled(fate.node),
+                launcher=self._launchers.get(fate.node, ""),
+            )  # fmt: skip
+        self._made[rank] = fate
+        return fate
 
     def _set(self, rank: int, node: str, **facts: Any) -> None:  # noqa: ANN401
-        known = self._fates.get(rank, Fate(rank))
-        self._fates[rank] = replace(known, node=node or known.node, heard=True, **facts)
+        known = self._fates.get(rank)
+        facts |= {"heard": True, **({"node": node} if node else {})}
+        if known is None or any(getattr(known, name) != fact for name, fact in facts.items()):
+            self._fates[rank] = replace(known or Fate(rank), **facts)
+            self._made.pop(rank, None)
 
     def _moved(self, rank: int, node: str, clock: Progress | None) -> None:
         known = self._fates.get(rank, Fate(rank)).clock
@@ -195,6 +209,7 @@ class Evidence:
         first, other = sorted((known, event), key=lambda e: (e.how == UNKNOWN, e.time_ns, e.how))
         alive = tuple(sorted({*first.alive, *other.alive}))
         self._peers[event.rank] = replace(first, alive=alive)
+        self._made.pop(event.rank, None)
 
     def _exit(self, node: str, event: ExitEvent) -> None:
         if self._fates.get(event.rank, Fate(event.rank)).how in {"", UNKNOWN}:

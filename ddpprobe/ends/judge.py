@@ -117,7 +117,12 @@ def told(end: Mapping[str, Any], attempt: int | None = None) -> str:
 
 def judge(case: Case) -> End:
     """Return how an attempt ended, or that it is under way."""
-    parts = RankEnds(case)
+    if case.live and case.fates and all(fate.trains for fate in case.fates):
+        return End(RUNNING, message="it is under way")  # that is asked several times a second
+    return _judge(RankEnds(case))
+
+
+def _judge(parts: RankEnds) -> End:
     if parts.has(CAUSE, CHOSE, ABORTED):
         pool = candidates(parts)
         open_ = _unseen_but_killed(parts) or _same_choice(parts) or _all_killed(parts)
@@ -151,8 +156,8 @@ def is_well(case: Case) -> bool:
 
 def stuck_of(end: End, case: Case) -> dict[int, str]:
     """Return the ranks that the others wait or waited for, and in which phase they are."""
-    named = [f for f in case.fates if end.state == HUNG and f.rank in end.ranks]
-    return {f.rank: f.clock.phase if f.clock else "" for f in named}
+    named = set(end.ranks) if end.state == HUNG else set()
+    return {f.rank: f.clock.phase if f.clock else "" for f in case.fates if f.rank in named}
 
 
 def _unseen_but_killed(parts: RankEnds) -> End | None:
@@ -305,7 +310,6 @@ def _crashed(pool: list[Fate]) -> End:
 
 def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
     step, phase = step_of(stuck), phase_of(stuck)
-    ranks = tuple(f.rank for f in stuck)
     if parts.case.partial or parts.has(ABSENT):
         text = (
             f"no rank seen here moved on ({place_of(stuck)} is behind); the first may be elsewhere"
@@ -313,7 +317,7 @@ def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
         return End(HUNG, (), "hang", step, phase, text)
     text, how = hang.in_words(parts, stuck)
     text += _besides(parts) if len(unseen_of(parts)) < len(parts.case.fates) else ""
-    return End(HUNG, ranks, how, step, phase, text)
+    return End(HUNG, tuple(f.rank for f in stuck), how, step, phase, text)
 
 
 def _broken(parts: RankEnds) -> End:
@@ -398,9 +402,7 @@ def _asked_by(fate: Fate) -> str:
     if fate.error is not None and fate.error.asked:
         interrupt = fate.error.type == "KeyboardInterrupt"
         return "SIGINT" if interrupt else f"a handler of a signal ({fate.error.type})"
-    if fate.pool:
-        return f"{fate.pool} ({fate.how or UNKNOWN})"
-    return fate.how
+    return f"{fate.pool} ({fate.how or UNKNOWN})" if fate.pool else fate.how
 
 
 def _without_cause(parts: RankEnds) -> End:
@@ -433,8 +435,7 @@ def _without_word(parts: RankEnds) -> End:
     if unread:
         text += f"; {ranks_of(unread)} closed, and the last words are not in the run directory"
     raised = next((f.error for f in lost if f.error is not None), None)
-    if raised is not None:
-        text += f"; {raised_in_words(lost)}"
+    text += "" if raised is None else f"; {raised_in_words(lost)}"
     return End(UNDECIDED, (), raised.type if raised else UNKNOWN, step, None, text)
 
 
@@ -482,8 +483,7 @@ def _by_handler(parts: RankEnds, left: Iterable[Fate]) -> End:
         f"{ranks_of(left)} ended (exit code 0), by a handler of SIGTERM or SIGINT or at the end of "
     )
     text += "the script: probe.close() behind its training would say which"
-    if victims:
-        text += f"; {broken_in_words(victims)}"
+    text += f"; {broken_in_words(victims)}" if victims else ""
     return End(UNDECIDED, (), CLEAN if victims else UNKNOWN, step, None, text, grave=bool(victims))
 
 

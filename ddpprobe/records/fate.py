@@ -164,6 +164,12 @@ class Fate:
         return self.raised and not (self.how == "exit:0" and between)
 
     @property
+    def trains(self) -> bool:
+        """Whether nothing of it says that it ended, ends, or stands still."""
+        ends = self.how or self.closed or self.raised or self.asked or self.at_exit
+        return not (ends or self.beat_closed or self.suspended or self.stalled)
+
+    @property
     def may_be_handled(self) -> bool:
         """Whether its end may be the doing of its script's handler of a signal."""
         return self.handles if self.closed else self.sets_handlers

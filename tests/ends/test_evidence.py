@@ -12,6 +12,7 @@ from ddpprobe.records.events import (
     ClosedEvent,
     ContinuedEvent,
     DeathEvent,
+    Event,
     ExitEvent,
     FateEvent,
     HandlesEvent,
@@ -282,3 +283,46 @@ def test_what_says_no_step_says_not_where_a_rank_stands() -> None:
     evidence = Evidence()
     evidence.take_event(StandsEvent(where="a.py:5 in f", waits=False, time_ns=9), 0, NODE)
     assert fate_of(evidence).stands is None
+
+
+TOLD = Fate(0, NODE, "SIGKILL", witness="w", order=3, heard=True)
+SAID: list[tuple[Event | Heartbeat, int | None]] = [
+    (beat(4), 0),
+    (stands(), 0),
+    (FateEvent(fate=Fate(1, "node_0004", stalled=True)), None),
+    (SuspendedEvent(rank=0, time_ns=5), None),
+    (StalledEvent(time_ns=6), None),
+    (beat(5), 0),
+    (ContinuedEvent(rank=0, time_ns=7), None),
+    (PeerExitEvent(rank=0, how="SIGKILL", time_ns=8, alive=(1,)), 1),
+    (FateEvent(fate=TOLD), None),
+    (LauncherEvent(how="SIGTERM", time_ns=9), None),
+    (MovingEvent(time_ns=10), None),
+]
+
+
+def test_who_is_asked_after_each_word_says_in_the_end_what_one_does_who_is_asked_once() -> None:
+    asked, once = Evidence(), Evidence()
+    for said, rank in SAID:
+        for evidence in (asked, once):
+            if isinstance(said, Heartbeat):
+                evidence.take_beat(0, NODE, said)
+            else:
+                evidence.take_event(said, rank, NODE)
+        fresh = replace(asked, _made={})
+        assert asked.case(3, live=True) == fresh.case(3, live=True)
+    assert asked.case(3, live=True) == once.case(3, live=True)
+    assert asked.case(3, live=True, stalled=True) == once.case(3, live=True, stalled=True)
+
+
+def test_news_of_one_rank_make_nothing_new_of_the_thousands_of_others() -> None:
+    """A head is asked seven times a second: at 1,024 ranks that took a third of a core."""
+    evidence = Evidence()
+    before = evidence.case(1024, live=True).fates
+    evidence.take_beat(5, NODE, beat(4))
+    evidence.take_event(FateEvent(fate=TOLD), None)
+    after = evidence.case(1024, live=True).fates
+    assert [a.rank for a, b in zip(after, before, strict=True) if a is not b] == [0, 5]
+    evidence.take_beat(5, NODE, beat(4))
+    evidence.take_rank(5, NODE)
+    assert all(a is b for a, b in zip(evidence.case(1024, live=True).fates, after, strict=True))

@@ -887,32 +887,55 @@ OF_MANY = {
     "killed, the others lost the connection": lambda n: (
         [fate(0, "SIGKILL"), *(raised(r, GONE) for r in range(1, n))], {}),
     "aborted": lambda n: ([fate(r, "SIGABRT", order=r) for r in range(n)], {}),
+    "trains": lambda n: ([fate(r, clock=at(41 - r % 2)) for r in range(n)], {"live": True}),
     "hangs": lambda n: (
         [fate(r, clock=at(41 - (r == 3), "backward"), stalled=True) for r in range(n)],
         {"live": True}),
 }  # fmt: skip
 
 
+def calls_of(what: str, ranks: int) -> int:
+    """Count calls, of Python and of C, that it takes to judge a job."""
+    fates, more = OF_MANY[what](ranks)
+    case, counted = Case(tuple(fates), **more), count()
+
+    def note(_: object, event: str, __: object) -> None:
+        if event in {"call", "c_call"}:
+            next(counted)
+
+    sys.setprofile(note)
+    try:
+        anomalies_of(judge(case), case, 0)
+    finally:
+        sys.setprofile(None)
+    return next(counted)
+
+
 @pytest.mark.parametrize("what", OF_MANY)
 def test_a_job_of_four_times_as_many_ranks_takes_not_much_more_than_four_times_as_long(
     what: str,
 ) -> None:
-    """Counted are calls, of Python and of C: it was their cube, 15 s of a daemon at 256 ranks."""
+    """It was their cube, 15 s of a daemon at 256 ranks."""
+    assert calls_of(what, 256) < 6 * calls_of(what, 64)
 
-    def calls(ranks: int) -> int:
-        fates, more = OF_MANY[what](ranks)
-        case, counted = Case(tuple(fates), **more), count()
 
-        def note(_: object, event: str, __: object) -> None:
-            if event in {"call", "c_call"}:
-                next(counted)
+def test_a_head_asks_little_of_each_rank_while_a_job_trains() -> None:
+    """It asks seven times a second."""
+    assert calls_of("trains", 256) < 4 * 256
 
-        sys.setprofile(note)
-        try:
-            anomalies_of(judge(case), case, 0)
-        finally:
-            sys.setprofile(None)
-        return next(counted)
 
-    few, many = calls(64), calls(256)
-    assert many < 6 * few
+def test_ranks_that_all_stand_still_are_told_without_looking_for_each_in_a_list_of_all() -> None:
+    ranks = range(2048)
+    case = Case(tuple(fate(r, stalled=True) for r in ranks), live=True)
+    end = judge(case)
+    assert end.ranks == tuple(ranks)
+    assert stuck_of(End(end.state, _Ranks(end.ranks), end.how), case).keys() == set(ranks)
+
+
+class _Ranks(tuple[int, ...]):
+    """Ranks that must not be looked for one by one."""
+
+    __slots__ = ()
+
+    def __contains__(self, _: object) -> bool:
+        raise AssertionError
