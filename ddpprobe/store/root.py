@@ -2,13 +2,15 @@
 
 They take turns under a lock. Consolidated metadata at the root makes opening the whole tree fast,
 but a stale copy would hide what is committed later, so it is there only while the run is sealed:
-whoever commits next takes it away first.
+whoever commits next takes it away first. Of more ranks than a few hundred it would be a file that
+no reader takes apart: then there is none, and the root says that the run is sealed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,9 @@ from ddpprobe.store import format as fmt
 from ddpprobe.store.commit import Files, encode
 from ddpprobe.store.manifest import GROUP_JSON, State, read_regular
 from ddpprobe.store.repeated_identity import repeated_identity
+
+ATTEMPT = re.compile(rf"attempt_(\d{{3,}})/{re.escape(GROUP_JSON)}")
+SEALED = "sealed"  # said in the root of a run that is, if its metadata is too much for one file
 
 
 class Root:
@@ -32,6 +37,7 @@ class Root:
     def __init__(self, run: paths.RunDir, *, durable: bool = True) -> None:
         self._run, self._durable = run, durable
         self._stamp: tuple[int, ...] = ()
+        self._sealed: tuple[int, ...] = ()
         self._attempts: frozenset[int] = frozenset()
 
     def prepare(self, attempt: int) -> None:
@@ -51,9 +57,10 @@ class Root:
 
     def seal(self) -> None:
         """Consolidate the metadata of everything committed. Raises as `prepare`."""
-        if self._stat():
+        if self._stat() != self._sealed:  # else nobody has committed anything since
             with self._locked() as files:
                 self._write(files, _attempts_of(files), consolidated=True)
+                self._sealed = self._stat()
 
     def files(self, attempts: list[int], *, consolidated: bool) -> dict[str, bytes]:
         """Return the files of the root.
@@ -66,47 +73,52 @@ class Root:
             f"{fmt.attempt_key(n)}/{GROUP_JSON}": encode(fmt.group_document({}, None))
             for n in attempts
         }
-        attrs = {
+        attrs: dict[str, Any] = {
             "Conventions": fmt.CONVENTIONS,
             "ddpprobe": {
                 "format_version": fmt.FORMAT_VERSION, **_identity(self._run), "attempts": attempts,
             },
         }  # fmt: skip
-        arrays = self._collect(attempts) if consolidated else None
-        found[GROUP_JSON] = encode(fmt.group_document(attrs, arrays))
+        attrs["ddpprobe"].pop(SEALED, None)  # if all that is known of the run is what a root said
+        found[GROUP_JSON] = encode(fmt.group_document(attrs, None))
+        if consolidated:
+            arrays = self._collect(attempts)
+            whole = encode(fmt.group_document(attrs, arrays)) if arrays is not None else b""
+            if not 0 < len(whole) <= safe_read.MAX_JSON_BYTES:
+                attrs["ddpprobe"][SEALED] = True
+                whole = encode(fmt.group_document(attrs, None))
+            found[GROUP_JSON] = whole
         return found
 
     def _write(self, files: Files, attempts: list[int], *, consolidated: bool) -> None:
         files.commit(State(), self.files(attempts, consolidated=consolidated))
 
-    def _collect(self, attempts: list[int]) -> dict[str, fmt.Document]:
+    def _collect(self, attempts: list[int]) -> dict[str, fmt.Document] | None:
+        """Return the metadata of all groups, by path; None if they are too many for one file."""
         out: dict[str, fmt.Document] = {}
+        left = safe_read.MAX_JSON_BYTES
         for attempt in attempts:
-            top = fmt.attempt_key(attempt)
-            out[top] = fmt.group_document({}, {})
-            for name in sorted(os.listdir(self._run.store / top)):
-                if fmt.kind_of_group(f"{top}/{name}") is not None:
-                    out |= self._group(f"{top}/{name}")
-                elif name == "captures":
-                    out |= self._group(f"{top}/{name}")
-                    for event in sorted(os.listdir(self._run.store / top / name)):
-                        if event != GROUP_JSON:
-                            out |= self._group(f"{top}/{name}/{event}")
+            out[fmt.attempt_key(attempt)] = fmt.group_document({}, {})
+            for key in self._keys(fmt.attempt_key(attempt)):
+                try:
+                    data = read_regular(self._run.store, f"{key}/{GROUP_JSON}")
+                except FileNotFoundError:  # its first commit is under way
+                    continue
+                left -= len(data)
+                if left < 0:
+                    return None
+                out |= _group(key, data)
         return out
 
-    def _group(self, key: str) -> dict[str, fmt.Document]:
-        """Return the metadata of a group and what is in it, by path."""
-        try:
-            data = read_regular(self._run.store, f"{key}/{GROUP_JSON}")
-        except FileNotFoundError:  # its first commit is under way
-            return {}
-        try:
-            document = safe_read.parse(data)
-            out = {key: fmt.group_document(document["attributes"], {})}
-            arrays = document.get("consolidated_metadata", {}).get("metadata", {})
-            return out | {f"{key}/{path}": inner for path, inner in arrays.items()}
-        except MALFORMED as error:
-            raise StoreDamaged(f"{key}/{GROUP_JSON} is no group's: {error!r}") from error
+    def _keys(self, top: str) -> Iterator[str]:
+        """Yield the paths of an attempt's groups."""
+        for name in sorted(os.listdir(self._run.store / top)):
+            if fmt.kind_of_group(f"{top}/{name}") is not None or name == "captures":
+                yield f"{top}/{name}"
+            if name == "captures":
+                for event in sorted(os.listdir(self._run.store / top / name)):
+                    if event != GROUP_JSON:
+                        yield f"{top}/{name}/{event}"
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Files]:
@@ -122,14 +134,21 @@ class Root:
         return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _attempts_of(files: Files) -> list[int]:
-    if GROUP_JSON not in files.manifest.state.files:
-        return []
+def _group(key: str, data: bytes) -> dict[str, fmt.Document]:
+    """Return the metadata of a group and what is in it, by path."""
     try:
-        found = safe_read.parse(files.read(GROUP_JSON))["attributes"]["ddpprobe"]["attempts"]
-        return [int(n) for n in found]
+        document = safe_read.parse(data)
+        out = {key: fmt.group_document(document["attributes"], {})}
+        arrays = document.get("consolidated_metadata", {}).get("metadata", {})
+        return out | {f"{key}/{path}": inner for path, inner in arrays.items()}
     except MALFORMED as error:
-        raise StoreDamaged(f"{GROUP_JSON} of the store's root makes no sense: {error!r}") from error
+        raise StoreDamaged(f"{key}/{GROUP_JSON} is no group's: {error!r}") from error
+
+
+def _attempts_of(files: Files) -> list[int]:
+    """Return the attempts whose groups the root has, by its list of files, however large it is."""
+    matches = map(ATTEMPT.fullmatch, files.manifest.state.files)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _identity(run: paths.RunDir) -> dict[str, Any]:

@@ -129,10 +129,20 @@ class StoreWriter:
         rows = self._fold(final=True)
         self._trim()
         try:
-            self._root.seal()
+            if not self._others_write():
+                self._root.seal()
         except StoreDamaged as error:
             self.damaged[""] = str(error)
         return rows
+
+    def _others_write(self) -> bool:
+        """Whether other nodes have yet to seal: the last one of them lists all that there is.
+
+        Each of hundreds would write what the next one takes away, and that for all ranks.
+        """
+        sources = (s for n in self.run.attempts() for s in sources_of(self.run, n))
+        others = (s for s in sources if s.rank is not None and s.node != self.node)
+        return any(map(segments_of, others))
 
     def close(self) -> None:
         """Close the journals that are being followed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 
 from ddpprobe.errors import StoreDamaged
@@ -22,8 +21,7 @@ from ddpprobe.store.manifest import (
 from ddpprobe.store.remote.bucket import Bucket
 from ddpprobe.store.remote.carry import carry, state_there
 from ddpprobe.store.remote.remote_paths import BucketTarget
-
-_ATTEMPT = re.compile(rf"attempt_(\d{{3,}})/{re.escape(GROUP_JSON)}")
+from ddpprobe.store.root import ATTEMPT, SEALED
 
 
 class RootUpload:
@@ -65,12 +63,13 @@ class RootUpload:
         staged = dict(files)
         target = BucketTarget(self._bucket, self._advance, lambda _, key, __: staged[key], {})
         before = state_there(target, ROOT, "")  # asked anew: another job may have been there
-        matches = {k: _ATTEMPT.fullmatch(k) for k in before.files.keys() - files.keys()}
+        matches = {k: ATTEMPT.fullmatch(k) for k in before.files.keys() - files.keys()}
         others = {k: int(match[1]) for k, match in matches.items() if match}
         document = json.loads(staged[GROUP_JSON])
         if others or not consolidated:
             document.pop("consolidated_metadata", None)
         told = document["attributes"]["ddpprobe"]
+        told.pop(SEALED, None)
         told["attempts"] = sorted({*told["attempts"], *others.values()})
         staged[GROUP_JSON] = encode(document)
         kept = {k: before.files[k] for k in others}
@@ -80,5 +79,8 @@ class RootUpload:
 
 
 def is_sealed(root: dict[str, bytes] | None) -> bool:
-    """Return whether a root's metadata is consolidated: nobody commits any more."""
-    return root is not None and "consolidated_metadata" in json.loads(root[GROUP_JSON])
+    """Return whether a root's metadata is consolidated, or it says so: nobody commits any more."""
+    if root is None:
+        return False
+    document = json.loads(root[GROUP_JSON])
+    return "consolidated_metadata" in document or SEALED in document["attributes"]["ddpprobe"]
