@@ -14,6 +14,7 @@ from ddpprobe.daemon.requests import Request
 from ddpprobe.records.events import Ended, Told
 from ddpprobe.records.fate import Fate
 from ddpprobe.records.identity_cache import IdentityCache
+from ddpprobe.records.rank_names import numbers_text
 from ddpprobe.records.step import KINDS, PLACEMENTS, SEVERAL, FirstBad, Site, StepRecord
 
 # Ahead of the head's own ranks. DDP keeps ranks within one step of each other, a pipeline within
@@ -92,9 +93,9 @@ def fault_of_ranks(delivery: StepRecord | Ended | Request | Told, node: str, cla
     else:
         ranks = delivery.ranks
     if not claims.hold(node, ranks):
-        return f"it speaks for ranks that are not its own: {_few(ranks)}"
+        return f"it speaks for ranks that are not its own: {numbers_text(ranks)}"
     if not ranks or len(set(ranks)) < len(ranks):
-        return f"it names no rank, or one of them twice: {_few(ranks)}"
+        return f"it names no rank, or one of them twice: {numbers_text(ranks)}"
     return ""
 
 
@@ -197,7 +198,3 @@ def _make_keys_of(sites: tuple[Site, ...]) -> frozenset[tuple[str, str, str]]:
 
 _fault_of_table = IdentityCache(_make_fault_of_table, _TABLES)
 _keys_of = IdentityCache(_make_keys_of, _TABLES)
-
-
-def _few(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -15,6 +15,7 @@ import numpy as np
 
 from ddpprobe.ends.evidence import clock_of
 from ddpprobe.ends.rank_ends import CLEAN
+from ddpprobe.reader.last_beats import last_beats
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.rank_facts import Event, Steps
 from ddpprobe.records.events import (
@@ -25,9 +26,8 @@ from ddpprobe.records.events import (
     LastBeatsEvent,
     PeerExitEvent,
 )
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import STEP_PHASES
-from ddpprobe.rundir import heartbeat, paths, safe_read
-from ddpprobe.rundir.heartbeat import Heartbeat
 
 # A rank counts a sampled step before its rows have arrived and are in the journal.
 IN_FLIGHT = 2
@@ -135,7 +135,7 @@ class Completeness:
         said = []
         for (attempt, text), shares in texts.items():
             where = f"attempt {attempt}, " if several else ""
-            said.append(f"{where}{_ranks(s.rank for s in shares)}{text}")
+            said.append(f"{where}{ranks_text(s.rank for s in shares)}{text}")
         if self.unsampled and not said:
             said.append(
                 "the run took no sampled step: it ended before the first one, or its loop trains "
@@ -226,13 +226,6 @@ def took_none(merged_reader: MergedReader, attempt: int) -> bool:
     return bool(words) and all(word.exact and not word.sampled for word in words)
 
 
-def last_beat(run: paths.RunDir, attempt: int, rank: int) -> Heartbeat | None:
-    """Return what a rank last said of itself: a full disk takes its records, not its heartbeat."""
-    nodes = safe_read.directories(run.path, f"heartbeat/{attempt:03d}")
-    found = (heartbeat.read(run.heartbeat(attempt, node, rank)) for node in nodes)
-    return next(filter(None, found), None)
-
-
 def _elsewhere(merged_reader: MergedReader, attempt: int) -> set[int]:
     return set(range(merged_reader.world_size(attempt))) - set(merged_reader.ranks(attempt))
 
@@ -306,11 +299,10 @@ def union(parts: Iterable[Steps]) -> Steps:
 def _last_words(merged_reader: MergedReader, attempt: int) -> dict[int, _Word]:
     world = range(merged_reader.world_size(attempt))
     words = {rank: _Word() for rank in {*world, *merged_reader.ranks(attempt)}}
-    for rank, word in words.items():
-        beat = last_beat(merged_reader.run, attempt, rank)
-        if beat is not None:
-            word.take_beat(beat.step, beat.sampled, beat.state)
-            word.take_place(beat.step, beat.steps, beat.state)
+    for rank, (_, beat) in last_beats(merged_reader.run, attempt).items():
+        if rank in words:
+            words[rank].take_beat(beat.step, beat.sampled, beat.state)
+            words[rank].take_place(beat.step, beat.steps, beat.state)
     for event in merged_reader.events(attempt):
         _take_event(words, event)
     return words
@@ -337,16 +329,6 @@ def _take_event(words: dict[int, _Word], event: Event) -> None:
                 beat = ranks[rank]
                 words[rank].take_beat(beat.step, beat.sampled, beat.state)
                 words[rank].take_place(beat.step, beat.steps, beat.state)
-
-
-def _ranks(numbers: Iterable[int]) -> str:
-    """Name ranks: `rank 3`, `ranks 0, 1`, `ranks 0-7`."""
-    ranks = sorted(numbers)
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _count(steps: int) -> str:

@@ -9,11 +9,10 @@ from ddpprobe.ends.evidence import Case, Evidence
 from ddpprobe.ends.judge import CRASHED, End, failed, judge
 from ddpprobe.ends.stalls import is_still
 from ddpprobe.ends.words import how_of
+from ddpprobe.reader.last_beats import last_beats
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.under_way import is_here, is_under_way
 from ddpprobe.records.events import ExitEvent, SealedEvent
-from ddpprobe.rundir import heartbeat, safe_read
-from ddpprobe.rundir.heartbeat import Heartbeat
 from ddpprobe.store.remote.cache import url_of
 
 
@@ -65,8 +64,9 @@ def deaths_of(ending: Ending) -> list[Death]:
 
 
 def _case(merged_reader: MergedReader, attempt: int, *, live: bool) -> Case:
-    evidence, beats = Evidence(), _beats(merged_reader, attempt)
+    evidence, found = Evidence(), last_beats(merged_reader.run, attempt)
     ranks = merged_reader.ranks(attempt)
+    beats = {rank: found[rank] for rank in ranks if rank in found}
     for rank in ranks:
         evidence.take_rank(rank)
     events = merged_reader.events(attempt)
@@ -86,14 +86,3 @@ def _case(merged_reader: MergedReader, attempt: int, *, live: bool) -> Case:
         nodes = {node for node, _ in beats.values()}
         still = all(is_here(merged_reader.run, attempt, node) for node in nodes)
     return evidence.case(world, live=live, stalled=still, partial=partial)
-
-
-def _beats(merged_reader: MergedReader, attempt: int) -> dict[int, tuple[str, Heartbeat]]:
-    """Return what each rank last said of itself, and on which node."""
-    found: dict[int, tuple[str, Heartbeat]] = {}
-    for node in safe_read.directories(merged_reader.run.path, f"heartbeat/{attempt:03d}"):
-        for rank in merged_reader.ranks(attempt):
-            beat = heartbeat.read(merged_reader.run.heartbeat(attempt, node, rank))
-            if beat is not None:
-                found[rank] = node, beat
-    return found

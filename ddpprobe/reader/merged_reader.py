@@ -48,6 +48,8 @@ class MergedReader:
         self.run = run
         self.lost: list[Lost] = []
         self._open: dict[str, tuple[Stamp, StoredGroup]] = {}
+        # Where a rank writes, once it does: in an attempt it stays on its node.
+        self._journals: dict[tuple[int, int], list[JournalSource]] = {}
 
     def attempts(self) -> list[int]:
         """Attempts that left anything, ascending."""
@@ -63,6 +65,11 @@ class MergedReader:
         numbers = {s.rank for s in sources if s.rank is not None}
         numbers |= {int(n[5:]) for n in self.groups(attempt) if n.startswith("rank_")}
         return sorted(numbers)
+
+    def has_rank(self, attempt: int, rank: int) -> bool:
+        """Return whether a rank left a journal or a group; cheaper than `ranks`."""
+        name = paths.rank_name(rank) if rank >= 0 else ""
+        return bool(name and (self._sources(attempt, rank) or name in self.groups(attempt)))
 
     def rank_records(self, attempt: int, rank: int, after: int = -1) -> Iterator[StepRecord]:
         """Yield one rank's records of steps above `after`, ascending."""
@@ -348,11 +355,19 @@ class MergedReader:
                 self._note_segment(source, segment)
 
     def _listing(self, attempt: int, rank: int | None = None) -> Listing:
-        sources = segments.sources_of(self.run, attempt, rank=rank)
-        return [(s, segments.segments_of(s)) for s in sources]
+        return [(s, segments.segments_of(s)) for s in self._sources(attempt, rank)]
+
+    def _sources(self, attempt: int, rank: int | None = None) -> list[JournalSource]:
+        if rank is None:
+            return segments.sources_of(self.run, attempt)
+        found = self._journals.get((attempt, rank))
+        if found is None and (found := segments.sources_of(self.run, attempt, rank=rank)):
+            self._journals[attempt, rank] = found
+        return found
 
     def _daemons(self, attempt: int) -> Listing:
-        return [(s, n) for s, n in self._listing(attempt) if s.rank is None]
+        sources = (s for s in self._sources(attempt) if s.rank is None)
+        return [(s, segments.segments_of(s)) for s in sources]
 
     def _frames(
         self, listing: Listing, type_: int

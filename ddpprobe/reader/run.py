@@ -112,6 +112,10 @@ class Run(RunNumbers):
         attempts = self._attempts(attempt)
         return self._merged_reader.ranks(attempts[-1]) if attempts else []
 
+    def has_rank(self, rank: int, attempt: int) -> bool:
+        """Return whether a rank left records in an attempt; cheaper than to look in `ranks`."""
+        return self._merged_reader.has_rank(attempt, rank)
+
     def sampled_steps(self, attempt: int, rank: int | None = None) -> list[int]:
         """Return the sampled steps of an attempt that are held of a rank (None: of any).
 

@@ -22,6 +22,7 @@ from ddpprobe.reader.selection import (
     check_step,
     check_steps,
     check_text,
+    is_whole,
 )
 from ddpprobe.reader.series import (
     Scalars,
@@ -314,11 +315,14 @@ class RunNumbers:
         """Return the attempts that are asked for; raise UnknownSeries for what the run has not."""
         check_steps(steps)
         attempts = self._attempts(attempt)
-        if rank is not None:
+        if rank is not None and not self._has_rank(rank, attempts):
             reader = self._merged_reader
             known = sorted({r for number in attempts for r in reader.ranks(number)})
             check_rank(rank, known, attempt)
         return attempts
+
+    def _has_rank(self, rank: int, attempts: list[int]) -> bool:
+        return is_whole(rank) and any(self._merged_reader.has_rank(n, rank) for n in attempts)
 
     def _attempts(self, attempt: int | None) -> list[int]:
         known = self._merged_reader.attempts()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ddpprobe.errors import UnknownSeries
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.series import is_within
+from ddpprobe.records.rank_names import numbers_text
 from ddpprobe.records.step import StepRecord
 
 EVERY_RANK = -1
@@ -45,8 +46,9 @@ class Selection:
 
     def ranks(self, merged_reader: MergedReader, attempt: int) -> list[int]:
         """Return the ranks whose own records it needs, ascending."""
-        found = merged_reader.ranks(attempt)
-        return found if self.rank in (None, EVERY_RANK) else [n for n in found if n == self.rank]
+        if self.rank is None or self.rank == EVERY_RANK:
+            return merged_reader.ranks(attempt)
+        return [self.rank] if merged_reader.has_rank(attempt, self.rank) else []
 
     def merged(self, merged_reader: MergedReader, attempt: int) -> Iterator[StepRecord]:
         """Yield the merged records in it, ascending."""
@@ -106,7 +108,7 @@ def _check(what: str, asked: int | None, known: Sequence[int], where: str = "thi
     """Of a run that holds nothing yet all may be asked for: it may have it the next time."""
     if asked is None or (is_whole(asked) and (asked in known or not known)):
         return
-    there = f"it has {', '.join(map(str, known))}" if known else "give its number: 0, 1, ..."
+    there = f"it has {numbers_text(known)}" if known else "give its number: 0, 1, ..."
     raise UnknownSeries(f"no {what} {asked!r:.40} in {where}; {there}")
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpprobe.detectors.suite import recorded
-from ddpprobe.reader.completeness import UNKNOWN, Completeness, RankShare, last_beat
+from ddpprobe.reader.completeness import UNKNOWN, Completeness, RankShare
 from ddpprobe.reader.endings import Death, Ending, deaths_of
+from ddpprobe.reader.last_beats import last_beats
 from ddpprobe.reader.merged_reader import MergedReader
 from ddpprobe.reader.order_history import orders_of
 from ddpprobe.reader.rank_facts import Event, RankFacts
@@ -127,11 +128,13 @@ def _attempt(merged_reader: MergedReader, ending: Ending, held: Completeness) ->
     sealed = {e.node for e in events if isinstance(e.what, SealedEvent)}
     unsealed = sorted({str(f.meta["node"]) for f in facts if "node" in f.meta} - sealed)
     said, ranks = _said(events), list[dict[str, Any]]()
+    beats = last_beats(merged_reader.run, attempt)
     for each in facts:
         share = shares[each.rank]
         own = said.get(paths.rank_name(each.rank), [])
         told = _rank(each, share, _status(each.rank, own, deaths, share.end))
-        overhead = _overhead_ratio(merged_reader.run, attempt, each.rank)
+        ratio = beats[each.rank][1].overhead_ratio if each.rank in beats else math.nan
+        overhead = ratio if math.isfinite(ratio) else None  # it has not said any
         lost = {"dropped": _dropped(own), "overhead_ratio": overhead}
         ranks.append({**told, **_coverage(own), **lost})
     return {
@@ -178,13 +181,6 @@ def _pace(events: list[Event]) -> dict[str, Any] | None:
     said = [e.what for e in events if isinstance(e.what, BudgetEvent)]
     last = max(said, key=lambda what: what.step, default=None)
     return None if last is None else asdict(last)
-
-
-def _overhead_ratio(run: paths.RunDir, attempt: int, rank: int) -> float | None:
-    """Return what a rank said last that ddpprobe adds to a step, by the step's own time."""
-    beat = last_beat(run, attempt, rank)
-    known = beat is not None and math.isfinite(beat.overhead_ratio)
-    return beat.overhead_ratio if beat is not None and known else None
 
 
 def _overhead(ranks: list[dict[str, Any]]) -> dict[str, Any] | None:

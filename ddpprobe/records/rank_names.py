@@ -11,9 +11,13 @@ _FEW = 4  # so many are named one by one
 def ranks_text(ranks: Iterable[int]) -> str:
     """Name ranks in ascending order, runs of them as ranges: `ranks 0-3, 6`."""
     numbers = sorted(ranks)
-    names = _runs(numbers)
-    etc = ", ..." if len(names) > MOST_RUNS else ""
-    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(names[:MOST_RUNS])}{etc}"
+    return f"rank{'' if len(numbers) == 1 else 's'} {_listed(_runs(numbers))}"
+
+
+def numbers_text(numbers: Iterable[int]) -> str:
+    """Name ranks without the word, up to four one by one: `0, 1`, `0-6, 8`; "" of none."""
+    known = sorted(numbers)
+    return _listed([*map(str, known)] if len(known) <= _FEW else _runs(known))
 
 
 def ranks_joined(ranks: Iterable[int], word: str = "or") -> str:
@@ -28,6 +32,10 @@ def ranks_joined(ranks: Iterable[int], word: str = "or") -> str:
         return f"rank {numbers[0]}"
     many = "s" if word == "and" else ""
     return f"rank{many} {', '.join(map(str, numbers[:-1]))} {word} {numbers[-1]}"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:MOST_RUNS]) + (", ..." if len(names) > MOST_RUNS else "")
 
 
 def _runs(numbers: list[int]) -> list[str]:

@@ -21,7 +21,7 @@ from ddpprobe.reader.text import (
     steps_in_words,
     wrapping,
 )
-from ddpprobe.records.rank_names import ranks_joined
+from ddpprobe.records.rank_names import numbers_text, ranks_joined
 from ddpprobe.report.encode import ranks_named
 from ddpprobe.report.ranks import COMPARED, MOST_LISTED, differences, differs, standing_out
 from ddpprobe.report.story import Story
@@ -130,7 +130,7 @@ def attempts(story: Story) -> list[dict[str, Any]]:
             "steps": steps_in_words(a),
             "ranks": len(a["ranks"]),
             "complete": _complete(a["ranks"]),
-            "silent": ", ".join(map(str, a["silent_ranks"][:20])),
+            "silent": numbers_text(a["silent_ranks"]),
             "torn": size(a["torn_bytes"]) if a["torn_bytes"] else "",
             "sealed": "yes" if a["sealed"] else "no",
             "end": _end(a["end"]),

@@ -6,7 +6,9 @@ what was shown before.
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,15 +59,23 @@ def sources_of(
     for name in safe_read.directories(run.path, top):
         if not re.fullmatch(r"node_\d{4,}", name) or node not in {None, name}:
             continue
-        for inner in safe_read.directories(run.path, f"{top}/{name}"):
-            if only not in {None, inner}:
-                continue  # of thousands, and each is asked for
+        # Of thousands each is asked for, and there are hundreds of nodes: none of them is listed.
+        one = only is not None and _is_directory(f"{run.path}/{top}/{name}/{only}")
+        own = safe_read.directories(run.path, f"{top}/{name}") if only is None else [only] * one
+        for inner in own:
             of_rank = _RANK.fullmatch(inner)
             if of_rank or _DAEMON.fullmatch(inner):
                 number = int(of_rank[1]) if of_rank else None
                 directory = run.path / top / name / inner
                 found.append(JournalSource(attempt, name, inner, directory, number))
     return sorted(found, key=lambda s: (s.rank is None, s.rank or 0, s.node, s.name))
+
+
+def _is_directory(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 @dataclass(slots=True)

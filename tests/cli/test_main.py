@@ -286,7 +286,7 @@ def test_info_says_what_each_rank_sees_and_what_it_does_not(call: Call, healthy:
     code, out, err = call("info", healthy)
     assert (code, err) == (0, "")
     assert out.count("  5 of 7  closed") == 2
-    assert "\nranks 0, 1: never called: head?, (root)\n" in out
+    assert "\nranks 0-1: never called: head?, (root)\n" in out
     assert "\nrank 0: not supported: qint8 (2)\n" in out
     first, second = json.loads(call("info", healthy, "--json")[1])["attempts"][0]["ranks"]
     assert (first["sites_expected"], first["sites_observed"]) == (7, 5)
@@ -303,7 +303,7 @@ def test_info_lists_where_infinities_do_no_harm(call: Call, healthy: Path) -> No
         writer.close()
     code, out, _ = call("info", healthy)
     assert code == 0
-    line = "ranks 0, 1: infinite without harm since step 2: blocks.0.mask?:output (-Inf)"
+    line = "ranks 0-1: infinite without harm since step 2: blocks.0.mask?:output (-Inf)"
     assert f"\n{line}\n" in out
 
 

@@ -289,7 +289,7 @@ def test_a_partial_view_says_so_and_claims_no_first_cause(tmp_path: Path, call: 
     assert out.startswith("PAGE  step 30")
     assert "(first cause)" not in out
     assert out.splitlines()[-1] != ""
-    assert "ranks 0, 1 of 4: nothing is held here; their records are on their own nodes" in err
+    assert "ranks 0-1 of 4: nothing is held here; their records are on their own nodes" in err
     assert "rank 0 ran on here" in err
     assert "ddpprobe collect DEST DIR" in err
     assert not any(a.first_cause for a in open_run(path).replayed())
@@ -330,7 +330,7 @@ def test_the_head_s_own_directory_keeps_its_verdict_and_names_what_is_elsewhere(
     assert (found.step, found.rank, found.first_cause) == (30, 0, True)
     shares = open_run(path).completeness().shares
     assert [(s.rank, s.held, s.end) for s in shares][:2] == [(0, 40, UNKNOWN), (1, 40, UNKNOWN)]
-    assert "ranks 0, 1 of 4: how it ended is on its own node" in call("anomalies", path)[2]
+    assert "ranks 0-1 of 4: how it ended is on its own node" in call("anomalies", path)[2]
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["journals", "folded"])

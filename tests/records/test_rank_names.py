@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpprobe.records.rank_names import ranks_joined, ranks_text
+from ddpprobe.records.rank_names import numbers_text, ranks_joined, ranks_text
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,10 @@ def test_of_many_runs_the_first_are_named() -> None:
     assert ranks_text(range(0, 16, 2)) == text
     assert ranks_text(range(0, 18, 2)) == f"{text}, ..."
     assert ranks_joined(range(0, 2000, 2)) == f"one of {text}, ..."
+
+
+def test_ranks_without_the_word_are_a_few_one_by_one_or_ranges() -> None:
+    assert numbers_text([]) == ""
+    assert numbers_text([1, 0]) == "0, 1"
+    assert numbers_text(range(2048)) == "0-2047"
+    assert numbers_text([*range(7), 8]) == "0-6, 8"

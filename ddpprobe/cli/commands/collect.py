@@ -19,6 +19,7 @@ from ddpprobe.errors import RunError, RunNotFound
 from ddpprobe.reader.collect.job import collect, work
 from ddpprobe.reader.run import open_run
 from ddpprobe.reader.text import plain, size
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.rundir import store_url
 from ddpprobe.rundir.not_a_run import what_is_there, whole_of
 from ddpprobe.rundir.paths import RUN_JSON
@@ -27,7 +28,7 @@ from ddpprobe.store.remote.cached_run import fetch_captured
 if TYPE_CHECKING:
     from ddpprobe.reader.collect.report import Collected
 
-MOST_RANKS = 16  # named in a line
+MOST_NODES = 8  # named in a line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,8 +86,9 @@ def _say(done: Collected, dest: str) -> None:
     say(f"{len(done.ranks)} of {done.world_size} ranks in {plain(dest)}: {new}")
     left = sorted({*range(done.world_size)} - {*done.ranks})
     if left:
-        named = ", ".join(map(str, left[:MOST_RANKS])) + (", ..." if left[MOST_RANKS:] else "")
-        say(f"not there yet: ranks {named}; collect the directories of their nodes, too")
+        say(f"not there yet: {ranks_text(left)}; collect the directories of their nodes, too")
     if done.unsealed:
-        nodes = ", ".join(map(plain, done.unsealed))
+        nodes = ", ".join(map(plain, done.unsealed[:MOST_NODES]))
+        more = len(done.unsealed) - MOST_NODES
+        nodes += f" and {more} more" if more > 0 else ""
         say(f"not sealed: {nodes}; what their journals hold is read from there")

@@ -21,8 +21,11 @@ from ddpprobe.reader.text import (
     steps_in_words,
     wrapping,
 )
+from ddpprobe.records.rank_names import numbers_text, ranks_text
 
 MOST_ORDERS = MOST_NOTES = 20  # lines of an attempt
+MOST_UNSEALED = 4  # nodes that are named
+SINGLE_RANKS = 64  # with a line each; of more those have one together of which the same is said
 OWN = {"install": "install(capture=...)", "first bad module": "the first bad module"}
 
 
@@ -58,7 +61,7 @@ def lines(info: dict[str, Any]) -> Iterator[str]:
             yield from _unseen(attempt["ranks"])
         yield from _said(attempt)
         if attempt["silent_ranks"]:
-            yield f"ranks without a record: {', '.join(map(str, attempt['silent_ranks']))}"
+            yield f"ranks without a record: {numbers_text(attempt['silent_ranks'])}"
         yield from _orders(attempt["orders"], info["world_size"])
 
 
@@ -103,8 +106,10 @@ def _facts(info: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for upload in info["uploads"]:
         why = upload["error"] or "not all groups are there"
         yield "upload", f"{upload['node']} is not done ({why}); finish with: {upload['finish']}"
-    for left in info["unsealed"]:
+    for left in info["unsealed"][:MOST_UNSEALED]:
         yield "unsealed", f"{left['node']} is not all in the store; finish with: {left['finish']}"
+    if (more := len(info["unsealed"]) - MOST_UNSEALED) > 0:
+        yield "unsealed", f"{more} nodes more: --json has them all"
     end = info["end"]
     yield "end", (told(end) or end["message"]) if end and end["state"] != RUNNING else ""
 
@@ -152,18 +157,26 @@ def _topology(info: dict[str, Any]) -> Iterator[str]:
 
 def _ranks(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     yield ("rank", "node", "device", "pid", "steps", "sampled", "complete", "sites", "status")
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for rank in ranks:
-        yield (
-            str(rank["rank"]),
-            _known(rank["node"]),
-            _known(rank["device"]),
-            _known(rank["pid"]),
+        same = (
             span(rank["first_step"], rank["last_step"]),
             f"{rank['sampled']} of {rank['expected']}",
             per_cent(rank["completeness"]),
             _sites(rank),
             rank["status"],
         )
+        alone = (*same, str(rank["rank"])) if len(ranks) <= SINGLE_RANKS else same
+        groups.setdefault(alone, []).append(rank)
+    for same, who in groups.items():
+        places = (_all_of(who, key) for key in ("node", "device", "pid"))
+        yield (numbers_text(rank["rank"] for rank in who), *places, *same[:5])
+
+
+def _all_of(ranks: list[dict[str, Any]], key: str) -> str:
+    """Return what ranks say of where they run: one thing, or how many they are."""
+    found = {_known(rank[key]) for rank in ranks}
+    return found.pop() if len(found) == 1 else f"{len(found)} of them"
 
 
 def _sites(rank: dict[str, Any]) -> str:
@@ -174,7 +187,7 @@ def _sites(rank: dict[str, Any]) -> str:
 
 def _unseen(ranks: list[dict[str, Any]]) -> Iterator[str]:
     """Name what is not observed, ranks that say the same together."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[int]] = {}
     for rank in ranks:
         silent, unsupported, dropped = rank["silent"], rank["unsupported"], rank["dropped"]
         texts = [
@@ -190,9 +203,9 @@ def _unseen(ranks: list[dict[str, Any]]) -> Iterator[str]:
             ),
         ]
         for text in filter(None, texts):
-            groups.setdefault(plain(text), []).append(str(rank["rank"]))
+            groups.setdefault(plain(text), []).append(rank["rank"])
     for text, who in groups.items():
-        yield f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {text}"
+        yield f"{ranks_text(who)}: {text}"
 
 
 def _orders(orders: list[dict[str, Any]], world: object) -> Iterator[str]:

@@ -38,6 +38,7 @@ from ddpprobe.reader.series import Scalars, Series
 from ddpprobe.reader.text import UNOBSERVED, lacking, number, plain, without
 from ddpprobe.records.histogram import NEAR_ZERO_RATIO
 from ddpprobe.records.near_names import by_nearness
+from ddpprobe.records.rank_names import numbers_text
 from ddpprobe.records.step import STATS, Site
 
 # Of the curves of a plot, on its white ground and below it; more cannot be told apart.
@@ -395,15 +396,15 @@ def check_rank(run_: Run, rank: int | None, attempt: int | None = None) -> None:
     A rank of None is all of them.
     """
     chosen = run_.attempts() if attempt is None else [attempt]
-    ranks = sorted({r for number in chosen for r in run_.ranks(number)})
-    if rank is not None and rank not in ranks:
+    if rank is not None and not any(run_.has_rank(rank, number) for number in chosen):
+        ranks = {r for number in chosen for r in run_.ranks(number)}
         where = "this run" if attempt is None else f"attempt {attempt}"
-        raise RunError(f"no rank {rank} in {where}; it has {', '.join(map(str, ranks)) or 'none'}")
+        raise RunError(f"no rank {rank} in {where}; it has {numbers_text(ranks) or 'none'}")
 
 
 def _no_step(run_: Run, args: argparse.Namespace) -> Exception:
     """Say that no step was sampled in a range, and which ones are next to it."""
-    attempts = [n for n in run_.attempts() if args.rank is None or args.rank in run_.ranks(n)]
+    attempts = [n for n in run_.attempts() if args.rank is None or run_.has_rank(args.rank, n)]
     steps = np.unique([step for n in attempts for step in run_.sampled_steps(n, args.rank)])
     if not len(steps):
         return RunError(f"{args.run}: no step was sampled")

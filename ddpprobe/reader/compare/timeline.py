@@ -29,7 +29,7 @@ def timeline(run: Run, rank: int | None = None) -> Iterator[StepRecord]:
 
 def _of(run: Run, rank: int | None, attempt: int) -> Iterator[StepRecord]:
     """Return the records of an attempt, which may have had fewer ranks than another."""
-    held = rank is None or rank in run.ranks(attempt)
+    held = rank is None or run.has_rank(rank, attempt)
     return run.records(rank, attempt) if held else iter(())
 
 

@@ -39,6 +39,7 @@ from ddpprobe.reader.run import Run
 from ddpprobe.reader.under_way import has_daemon, is_here, is_live, meta_of
 from ddpprobe.records.events import DeathEvent, EndEvent, Event, FinishedEvent
 from ddpprobe.records.fate import Fate
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.site_stats import global_grad_norm
 from ddpprobe.records.step import STEP_PHASES, Anomaly, StepRecord, derive
 from ddpprobe.rundir import framing, heartbeat, safe_read, validate
@@ -56,7 +57,6 @@ LAST_READINGS = 2  # of a node, which make a rate
 LAST_SEGMENTS = 4  # of a daemon's journal: what came before is in the store, or outdated by these
 _RANK = re.compile(r"rank_(\d{5,})")
 ELSEWHERE = "on another node"
-MOST_RANKS = 16  # named in a note
 NO_DAEMON = "no daemon wrote anything down: losses, modules and anomalies are not known"
 
 
@@ -310,9 +310,8 @@ class RunWatch:
         """Say which ranks write to another disk than this."""
         numbers = [n for n in self._numbers(beats) if self._is_elsewhere(n, beats.get(n))]
         if numbers:
-            more = ", ..." if numbers[MOST_RANKS:] else ""
-            named = ", ".join(map(str, numbers[:MOST_RANKS])) + more
-            yield f"{ELSEWHERE}, and known by the steps that were merged here: ranks {named}"
+            named = ranks_text(numbers)
+            yield f"{ELSEWHERE}, and known by the steps that were merged here: {named}"
 
     def _is_elsewhere(self, number: int, beat: Heartbeat | None) -> bool:
         return beat is None and number not in self._here and bool(self._here)

@@ -75,3 +75,18 @@ def test_how_a_run_ended_is_told_also_where_nobody_saw_with_which_exit_code(
     assert f"end        {said}\n" in out
     whole = call("info", Made(tmp_path / "whole").whole(3).close().path)[1]
     assert "end        every rank came to its end\n" in whole
+
+
+def test_of_many_ranks_those_of_which_the_same_is_said_have_one_line(
+    call: Call, tmp_path: Path
+) -> None:
+    made = Made(tmp_path / "run", ranks=80)
+    made.write(record(r, step) for step in range(3) for r in range(80) if (r, step) != (7, 1))
+    path = made.close().path
+    out = call("info", path)[1].splitlines()
+    table = out[next(i for i, line in enumerate(out) if "rank  node" in line) + 1 :]
+    assert [line.split()[:3] for line in table if "node_0000" in line] == [
+        ["0-6,", "8-79", "node_0000"],
+        ["7", "node_0000", "cpu"],
+    ]
+    assert len(ddpprobe.open(path).info()["attempts"][0]["ranks"]) == 80

@@ -289,7 +289,7 @@ def test_ranks_of_a_node_with_its_own_disk_are_told_by_the_merged_steps(tmp_path
     assert told[2] == ("up", "", 1)
     assert told[3] == ("unknown", "on another node", None)
     assert now.notes == (
-        "on another node, and known by the steps that were merged here: ranks 2, 3",
+        "on another node, and known by the steps that were merged here: ranks 2-3",
     )
     merge(2, (0, 1))
     told = {r.rank: (r.state, r.why, r.step) for r in watch.look().ranks}

@@ -147,7 +147,7 @@ def test_a_second_time_nothing_is_written_and_the_sources_never_are(nodes, tmp_p
 
 def test_a_part_says_which_ranks_are_missing(made, tmp_path, capsys) -> None:
     assert main(["collect", str(tmp_path / "run"), str(made["0"])]) == 0
-    assert "not there yet: ranks 2, 3; collect the directories of their nodes" in (
+    assert "not there yet: ranks 2-3; collect the directories of their nodes" in (
         capsys.readouterr().out
     )
     assert main(["collect", str(tmp_path / "run"), str(made["1"]), "--json"]) == 0
