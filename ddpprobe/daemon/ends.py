@@ -72,6 +72,7 @@ class Ends:
         self._heard: dict[int, Fate] = {}  # as the head's, from other nodes
         self._witness = f"{node}/{os.getpid()}/{own_start()}"
         self._case = Case(())
+        self._judged: Case | None = None
         self._since = math.inf  # nothing has been looked at, of which anything could be said
         self._told = End(RUNNING)
         self._told_launcher = False
@@ -121,7 +122,10 @@ class Ends:
         self._report()
         if over:
             self._tell = None  # behind a node's last word the head takes nothing of the attempt
-        self._say(judge(self._case), over=over)
+        # Behind its end a job is looked at for minutes, and nothing is new.
+        end = self.end if self._case == self._judged else judge(self._case)
+        self._judged = self._case
+        self._say(end, over=over)
 
     @property
     def is_well(self) -> bool:

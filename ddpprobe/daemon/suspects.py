@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -69,9 +69,12 @@ def _of_record(record: StepRecord) -> list[str]:
         largest = derive("abs_max", record.counts, record.values)
         bad = sorted((i for i in rows if not np.isnan(largest[i])), key=lambda i: -largest[i])
     names = dict.fromkeys(record.sites[i].fqn for i in bad)
-    parents = {name for name in names for other in names if _below(other, name)}
+    parents = {parent for name in names for parent in _parents(name)}
     return [name for name in names if name not in parents][:MAX_SUSPECTS]
 
 
-def _below(name: str, parent: str) -> bool:
-    return name != parent and (not parent or name.startswith(f"{parent}."))
+def _parents(name: str) -> Iterator[str]:
+    """Yield the modules that hold a module, the root ("") among them."""
+    if name:
+        yield ""
+    yield from (name[:at] for at, letter in enumerate(name) if letter == ".")

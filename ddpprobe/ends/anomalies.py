@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ddpprobe.detectors.suite import DETECTORS, follows
+from ddpprobe.ends.death_order import DeathOrder
 from ddpprobe.ends.evidence import Case
 from ddpprobe.ends.judge import (
     BAD,
@@ -114,8 +115,10 @@ def _found(end: End, case: Case, attempt: int) -> list[Anomaly]:
     else:
         return []
     if end.state in {CRASHED, HUNG} and end.ranks:
-        others = [f for f in failed(case) if f.rank not in end.ranks and (f.how or f.raised)]
-        found += [_taken_along(f, end, fates, attempt) for f in others]
+        named = {*end.ranks}
+        others = [f for f in failed(case) if f.rank not in named and (f.how or f.raised)]
+        order = DeathOrder(fates[rank] for rank in end.ranks if rank in fates)
+        found += [_taken_along(f, end, order, attempt) for f in others]
     return found
 
 
@@ -127,10 +130,9 @@ def _of_end(end: End, fates: dict[int, Fate], attempt: int, level: str) -> Anoma
     )  # fmt: skip
 
 
-def _taken_along(fate: Fate, end: End, fates: Mapping[int, Fate], attempt: int) -> Anomaly:
+def _taken_along(fate: Fate, end: End, order: DeathOrder, attempt: int) -> Anomaly:
     who = f"rank {end.ranks[0]}" if len(end.ranks) == 1 else "others"
-    first = any(fate.died_before(fates[rank]) for rank in end.ranks if rank in fates)
-    text = f"{describe(fate)}, {'before' if first else 'after'} {who}"
+    text = f"{describe(fate)}, {'before' if order.any_behind(fate) else 'after'} {who}"
     step, phase = (fate.clock.step, fate.clock.phase) if fate.clock else (None, None)
     return _anomaly("info", text, attempt, fate.rank, step, phase, [fate])
 

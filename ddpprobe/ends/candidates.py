@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ddpprobe.ends.death_order import DeathOrder
 from ddpprobe.ends.rank_ends import ABORTED, CAUSE, CHOSE, LOST, RankEnds
 from ddpprobe.records.fate import Fate
 
@@ -17,8 +18,10 @@ def candidates(parts: RankEnds) -> list[Fate]:
     pool = causes or others
     if causes:
         first = min((f.clock.key for f in causes if f.clock), default=None)
-        pool = [*causes, *(f for f in others if _may_be_first(f, causes, first))]
-    proven = [f for f in pool if f.error is not None or not any(d.died_before(f) for d in pool)]
+        order, killed = DeathOrder(causes), all(map(is_killed, causes))
+        pool = [*causes, *(f for f in others if _may_be_first(f, order, first, killed=killed))]
+    order = DeathOrder(pool)
+    proven = [f for f in pool if f.error is not None or not order.any_before(f)]
     pool = proven or pool
     if not causes and len(pool) > 1 and all(f.clock for f in pool):
         # An exit code may be a script's answer to a peer's end, but not of one who was further on.
@@ -31,12 +34,13 @@ def _unseen_before(parts: RankEnds, pool: list[Fate]) -> list[Fate]:
     """Return whose end nobody saw, and it may be the reason of all of these ends."""
     if any(parts.part(f) == CAUSE and not is_killed(f) for f in pool):
         return []
+    order = DeathOrder(pool)
+    least = min((f.clock.key for f in pool if f.clock and not is_killed(f)), default=None)
 
-    def may_follow(fate: Fate, unseen: Fate) -> bool:
-        ahead = fate.clock and unseen.clock and unseen.clock.key > fate.clock.key
-        return not fate.died_before(unseen) and (is_killed(fate) or not ahead)
+    def is_ahead(fate: Fate) -> bool:
+        return fate.clock is not None and least is not None and fate.clock.key > least
 
-    return [u for u in unseen_of(parts) if all(may_follow(f, u) for f in pool)]
+    return [u for u in unseen_of(parts) if not (order.any_before(u) or is_ahead(u))]
 
 
 def _without_killed(parts: RankEnds) -> list[Fate]:
@@ -49,10 +53,11 @@ def _without_killed(parts: RankEnds) -> list[Fate]:
     """
     causes = parts.all(CAUSE)
     killed = [f for f in causes if is_killed(f)]
+    order = DeathOrder(killed)
     first = min((f.clock.key for f in killed if f.clock), default=None)
 
     def is_first(fate: Fate) -> bool:
-        if fate in killed or not all(_may_come_before(fate, k) for k in killed):
+        if is_killed(fate) or not order.all_behind(fate, together=True):
             return False
         if parts.part(fate) == CAUSE:
             return not _may_follow(fate)
@@ -60,13 +65,7 @@ def _without_killed(parts: RankEnds) -> list[Fate]:
         return behind and not fate.may_be_handled
 
     found = any(is_first(f) for f in parts.all(CAUSE, CHOSE))
-    return [f for f in causes if f not in killed] if found else causes
-
-
-def _may_come_before(fate: Fate, other: Fate) -> bool:
-    """Whether it was seen that this one was not later."""
-    together = fate.witness == other.witness and 0 <= fate.order <= other.order
-    return together or fate.died_before(other)
+    return [f for f in causes if not is_killed(f)] if found else causes
 
 
 def _may_follow(fate: Fate) -> bool:
@@ -74,16 +73,16 @@ def _may_follow(fate: Fate) -> bool:
     return fate.error is not None and bool(_OF_CONNECTIONS.search(fate.error.type))
 
 
-def _may_be_first(fate: Fate, causes: list[Fate], first: tuple[int, ...] | None) -> bool:
-    """Whether an exit code may be the cause beside these: they may have followed from it."""
+def _may_be_first(
+    fate: Fate, causes: DeathOrder, first: tuple[int, ...] | None, *, killed: bool
+) -> bool:
+    """Whether an exit code may be the cause beside these: they may have followed from it.
+
+    `killed`: each of these was.
+    """
     behind = fate.clock is not None and first is not None and fate.clock.key < first
-    killed = all(is_killed(c) and _may_come_before(fate, c) for c in causes)
-    return behind or killed or any(fate.died_before(c) for c in causes)
-
-
-def is_ordered(fate: Fate, other: Fate) -> bool:
-    """Whether it is known which of two died first."""
-    return fate.died_before(other) or other.died_before(fate)
+    before = killed and causes.all_behind(fate, together=True)
+    return behind or before or causes.any_behind(fate)
 
 
 def is_killed(fate: Fate) -> bool:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpprobe.ends import hang
-from ddpprobe.ends.candidates import candidates, is_killed, is_ordered, unseen_of
+from ddpprobe.ends.candidates import candidates, is_killed, unseen_of
+from ddpprobe.ends.death_order import DeathOrder
 from ddpprobe.ends.evidence import UNKNOWN, Case
 from ddpprobe.ends.rank_ends import (
     ABORTED,
@@ -211,7 +212,7 @@ def _all_killed(parts: RankEnds) -> End | None:
     fates, causes = parts.seen, parts.all(CAUSE)
     if len(fates) < 2 or len(causes) < len(fates) or {f.how for f in fates} != {"SIGKILL"}:
         return None
-    ordered = any(d.died_before(f) for f in fates for d in fates)
+    ordered = any(map(DeathOrder(fates).any_before, fates))
     if any(f.error for f in fates) or (ordered and not _by_torchrun(fates)):
         return None
     text = (
@@ -232,7 +233,7 @@ def _watched(parts: RankEnds, pool: list[Fate]) -> End | None:
     answers = [f for f in pool if early and parts.part(f) == CHOSE]
     aborted = [f for f in pool if parts.part(f) == ABORTED] or answers
     killed = [f for f in parts.all(CAUSE) if is_killed(f)]
-    killed = [f for f in killed if not any(is_ordered(f, a) for a in aborted)]
+    killed = DeathOrder(aborted).unordered(killed)
     known = [*aborted, *killed, *unseen_of(parts)]
     if not aborted or any(f.clock is None or f not in known for f in pool):
         return None
@@ -369,11 +370,10 @@ def _broke_first(parts: RankEnds) -> list[Fate]:
 
     Somebody else's handler of a signal, or Python's answer to SIGINT, may have closed it before.
     """
-    told = parts.all(TOLD)
+    told, order = parts.all(TOLD), DeathOrder(parts.all(TOLD))
     if not told or any(f.asked or f.error is not None for f in told):
         return []
-    victims = (f for f in parts.all(VICTIM) if not f.handles)
-    return [f for f in victims if all(f.died_before(t) for t in told)]
+    return [f for f in parts.all(VICTIM) if not f.handles and order.all_behind(f)]
 
 
 def _stopped(parts: RankEnds, said: str = "") -> End:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
+from ddpprobe.ends.death_order import DeathOrder
 from ddpprobe.ends.evidence import UNKNOWN, Case
 from ddpprobe.records.fate import Fate
 
@@ -66,7 +67,7 @@ class _Everybody:
 
     Attributes:
         case: theirs.
-        told: those that ended by a signal that asks.
+        told: those that ended by a signal that asks; `order`: of their deaths.
         open: ranks that have not said their last word.
         unwell: ranks that have not, or did not end well.
         broken: of these, whose connection broke (`_heard_it`).
@@ -75,6 +76,7 @@ class _Everybody:
 
     case: Case
     told: tuple[Fate, ...]
+    order: DeathOrder
     open: frozenset[int]
     unwell: frozenset[int]
     broken: frozenset[int]
@@ -85,8 +87,9 @@ class _Everybody:
         """Look at each rank once."""
         unwell = [f for f in case.fates if not _is_well(f)]
         open_ = (f.rank for f in case.fates if f.heard and not (f.closed or f.beat_closed))
+        told = tuple(f for f in case.fates if _is_asked(f.how))
         return cls(
-            case, tuple(f for f in case.fates if _is_asked(f.how)), frozenset(open_),
+            case, told, DeathOrder(told), frozenset(open_),
             frozenset(f.rank for f in unwell), frozenset(f.rank for f in unwell if _heard_it(f)),
             any(f.suspended for f in case.fates),
         )  # fmt: skip
@@ -195,11 +198,11 @@ def _of_error(fate: Fate) -> str:
 
 
 def _of_signal(fate: Fate, everybody: _Everybody) -> str:
-    asked, suspended = everybody.told, everybody.suspended
+    asked, order, suspended = everybody.told, everybody.order, everybody.suspended
     stuck = suspended or (fate.stalled and not _has_time(fate, everybody))
-    first = any(fate.died_before(t) for t in asked)
+    first = order.any_behind(fate)
     first |= not (asked or suspended) and bool(everybody.broken - {fate.rank})
-    if fate.how == "SIGKILL" and not first and (stuck or any(t.died_before(fate) for t in asked)):
+    if fate.how == "SIGKILL" and not first and (stuck or order.any_before(fate)):
         return TOLD  # by a launcher that got no answer
     if fate.how == "SIGABRT" and len(everybody.case.fates) > 1:
         return VICTIM if stuck else ABORTED

@@ -10,8 +10,10 @@ import pytest
 from ddpprobe.daemon import ends
 from ddpprobe.daemon.liveness import Exit
 from ddpprobe.ends.anomalies import RANK_LOST
-from ddpprobe.ends.judge import HUNG, RUNNING
+from ddpprobe.ends.evidence import Case
+from ddpprobe.ends.judge import HUNG, RUNNING, judge
 from ddpprobe.reader.merged_reader import MergedReader
+from ddpprobe.records.fate import Fate
 from ddpprobe.rundir import framing
 from ddpprobe.rundir.pidfds import UNKNOWN
 
@@ -168,3 +170,23 @@ def test_a_rank_that_closed_and_lives_is_named_by_those_that_wait_in_a_later_ste
         job.look(1.0)
         text = f"rank {last} had closed in step 5; rank 0 waits for it, in forward of step 6"
         assert hung_for(job, last) == [text]
+
+
+def test_a_job_that_is_over_is_judged_again_only_if_there_is_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its daemon looks for minutes: at thousands of ranks it had nothing else to do."""
+    judged: list[Case] = []
+    monkeypatch.setattr(ends, "judge", lambda case: (judged.append(case), judge(case))[-1])
+    with cluster(tmp_path, ranks=2, nodes=2) as job:
+        job.head.ends.hear(Fate(2, "node_0001", "SIGKILL", heard=True))
+        job.look()
+        job.head.close()
+        before = len(judged)
+        for _ in range(3):
+            job.head.note_late_exits()
+        assert len(judged) <= before + 1
+        job.head.ends.hear(Fate(3, "node_0001", "SIGKILL", heard=True))
+        job.head.note_late_exits()
+        assert len(judged) > before
+        assert judged[-1].fates[3].how == "SIGKILL"

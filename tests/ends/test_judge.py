@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ddpprobe.ends.anomalies import anomalies_of
+from ddpprobe.ends.death_order import DeathOrder
 from ddpprobe.ends.evidence import Case, Evidence
 from ddpprobe.ends.judge import End, is_well, judge, stuck_of
 from ddpprobe.ends.rank_ends import may_be_told
@@ -886,6 +887,13 @@ OF_MANY = {
         [fate(0, "SIGKILL"), *(fate(r, "SIGTERM") for r in range(1, n))], {}),
     "killed, the others lost the connection": lambda n: (
         [fate(0, "SIGKILL"), *(raised(r, GONE) for r in range(1, n))], {}),
+    "all killed": lambda n: ([fate(r, "SIGKILL") for r in range(n)], {}),
+    "half killed, half told to stop": lambda n: (
+        [fate(r, "SIGKILL" if r % 2 else "SIGTERM", order=1 - r % 2) for r in range(n)], {}),
+    "half lost the connection before the others were told to stop": lambda n: (
+        [raised(r, NETWORK, order=0) if r % 2 else fate(r, "SIGTERM", order=1)
+         for r in range(n)], {}),
+    "all chose a code": lambda n: ([fate(r, "exit:3", closed=True) for r in range(n)], {}),
     "aborted": lambda n: ([fate(r, "SIGABRT", order=r) for r in range(n)], {}),
     "trains": lambda n: ([fate(r, clock=at(41 - r % 2)) for r in range(n)], {"live": True}),
     "hangs": lambda n: (
@@ -939,3 +947,25 @@ class _Ranks(tuple[int, ...]):
 
     def __contains__(self, _: object) -> bool:
         raise AssertionError
+
+
+def test_an_order_says_of_all_at_once_what_each_pair_of_deaths_does() -> None:
+    rng = random.Random(3)
+
+    def any_fate(rank: int) -> Fate:
+        outlived = rng.choice([(), (), tuple(rng.sample(range(5), 3))])
+        order = rng.randrange(-1, 3)
+        return Fate(rank, order=order, witness=rng.choice(["", "w", "v"]), outlived_by=outlived)
+
+    for _ in range(3000):
+        fates = [any_fate(rank) for rank in range(rng.randrange(4))]
+        one, order = any_fate(4), DeathOrder(fates)
+        behind, before = ([a.died_before(b) for a, b in pairs] for pairs in (
+            [(one, f) for f in fates], [(f, one) for f in fates]))  # fmt: skip
+        together = [f.witness == one.witness and 0 <= one.order <= f.order for f in fates]
+        assert order.any_behind(one) == any(behind)
+        assert order.any_before(one) == any(before)
+        assert order.all_behind(one) == all(behind)
+        either = [a or b for a, b in zip(behind, together, strict=True)]
+        assert order.all_behind(one, together=True) == all(either)
+        assert order.unordered([one]) == ([] if any(behind) or any(before) else [one])
