@@ -427,7 +427,7 @@ def _without_word(parts: RankEnds) -> End:
     if quiet and step is not None and not case.partial:
         text = f"no rank left a last word, and nobody saw how they ended{where}"
         return End(VANISHED, (), UNKNOWN, step, None, text)
-    who = ranks_of(lost or parts.all(ABSENT) or case.fates) if case.fates else "no rank"
+    who = ranks_of(lost or parts.all(ABSENT) or case.fates) if case.fates else "the run"
     hows = sorted({f.how for f in case.fates if f.how not in {"", CLEAN, UNKNOWN}})
     others = f"; of the others: {', '.join(hows)}" if hows else ""
     text = f"how {who} ended is not known{where}{others}"

@@ -33,6 +33,10 @@ from ddpprobe.records.step import STEP_PHASES
 IN_FLIGHT = 2
 _OBSERVING = ("hooks", "steps")  # components without which nothing is recorded any more
 NOTHING_SAMPLED = "nothing to judge: no step was sampled"
+_UPLOADED = (
+    "the daemon of each node uploads what it has committed, records about a minute late; what does "
+    "not arrive lies on that node, where `ddpprobe info` says how to finish the upload"
+)
 CLOSED, DIED, RUNNING, UNKNOWN = "closed", "died", "running", "unknown"
 
 
@@ -88,12 +92,14 @@ class Completeness:
         world: ranks by attempt.
         live: it is still under way.
         host: where rank 0 ran; "" if that is not known.
+        url: the object store that it is read from; "" for a directory.
     """
 
     shares: tuple[RankShare, ...]
     world: Mapping[int, int]
     live: bool
     host: str = ""
+    url: str = ""
 
     @property
     def complete(self) -> bool:
@@ -124,6 +130,8 @@ class Completeness:
     def unknown(self) -> list[str]:
         """Say what is not held and what is therefore not known, ranks that lack the same in one."""
         if not self.shares:
+            if self.url:
+                return [f"nothing of any rank has arrived at {self.url}: {_UPLOADED}"]
             return [
                 "nothing is held of any rank: none has begun, or its journals and store are gone"
             ]
@@ -167,6 +175,9 @@ class Completeness:
         of = f" of {self.world[share.attempt]}" if share.elsewhere else ""
         if share.elsewhere and not share.held:
             at = f" (rank 0 ran on {self.host})" if self.host else ""
+            if self.url:
+                yield f"{of}: nothing of theirs has arrived at {self.url}: {_UPLOADED}{at}"
+                return
             yield (
                 f"{of}: nothing is held here; their records are on their own nodes{at}; to put "
                 "the directories of all nodes together: ddpprobe collect DEST DIR ..."
@@ -197,13 +208,16 @@ def is_partial(merged_reader: MergedReader, attempt: int) -> bool:
     return bool(_elsewhere(merged_reader, attempt)) and not merged_reader.has_head(attempt)
 
 
-def completeness(merged_reader: MergedReader, *, live: bool, host: str = "") -> Completeness:
+def completeness(
+    merged_reader: MergedReader, *, live: bool, host: str = "", url: str = ""
+) -> Completeness:
     """Find out what is held of a run.
 
     Args:
         merged_reader: the run.
         live: its newest attempt is under way.
         host: where rank 0 ran.
+        url: the object store that it is read from.
     """
     attempts = merged_reader.attempts()
     shares: list[RankShare] = []
@@ -212,7 +226,7 @@ def completeness(merged_reader: MergedReader, *, live: bool, host: str = "") -> 
         found = _shares(merged_reader, attempt, live=live and attempt == attempts[-1])
         world[attempt] = max(merged_reader.world_size(attempt), len(found))
         shares += found
-    return Completeness(tuple(shares), world, live, host)
+    return Completeness(tuple(shares), world, live, host, url)
 
 
 def steps_taken(merged_reader: MergedReader, attempt: int) -> int:

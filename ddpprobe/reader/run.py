@@ -193,13 +193,13 @@ class Run(RunNumbers):
 
     def completeness(self) -> Completeness:
         """Return how much of the run is held: what `anomalies` and all else here is about."""
-        host = str(self._identity.get("hostname") or "")
+        host, url = str(self._identity.get("hostname") or ""), url_of(self.path) or ""
         merged_reader = self._merged_reader
-        found = completeness(merged_reader, live=is_under_way(merged_reader), host=host)
+        found = completeness(merged_reader, live=is_under_way(merged_reader), host=host, url=url)
         for _ in range(LOOKS if not found.complete else 0):
             # A record may be on its way from a journal to the store, and a rank may say goodbye.
             anew = MergedReader(merged_reader.run)
-            again = completeness(anew, live=is_under_way(anew), host=host)
+            again = completeness(anew, live=is_under_way(anew), host=host, url=url)
             if again == found:
                 break
             found = again

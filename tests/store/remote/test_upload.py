@@ -192,6 +192,9 @@ def test_after_every_object_that_arrives_a_reader_finds_the_store_whole(cloud, u
                 there = open_run(url)
                 report = verify(there)
                 assert report.ok, report.damage
+                gaps = " ".join(there.completeness().unknown())
+                assert (f"has arrived at {url}" in gaps) == (len(there.ranks()) < 2)
+                assert "gone" not in gaps
                 read.add(tuple(len(list(there.records(r))) for r in there.ranks()))
                 if stop % 5 == 3:  # the next one is a daemon that knows nothing
                     bringing = upload(run, url)
@@ -393,6 +396,9 @@ def test_nodes_that_share_no_directory_fill_one_store(cloud, url, tmp_path):
     with pytest.raises(Exception, match="has not been there yet"):
         upload(other, url, "node_0001").bring()
     upload(head, url).bring()
+    missing = " ".join(open_run(url).completeness().unknown())
+    assert f"rank 1 of 2: nothing of theirs has arrived at {url}: " in missing
+    assert "how to finish the upload (rank 0 ran on here)" in missing
     upload(other, url, "node_0001").bring()
     there = open_run(url)
     assert there.ranks() == [0, 1]
