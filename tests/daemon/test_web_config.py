@@ -314,7 +314,9 @@ def test_top_shows_a_daemon_that_asks_for_a_certificate_and_a_password(
         file = ["--http-config", str(client_half(tmp_path))]
         assert main([*words, *file]) == 0
         assert address in capsys.readouterr().out
-        assert main(words) == 2
+        for wrong in (words, ["top", f"http://{address}", "--once"]):
+            assert main(wrong) == 2
+            assert "type https://HOST:PORT --http-config FILE" in capsys.readouterr().err
         (tmp_path / "password").write_text("wrong")
         assert main([*words, *file]) == 2
         assert "answers 401" in capsys.readouterr().err

@@ -96,7 +96,10 @@ def _once(watch: RunWatch | UrlWatch) -> LiveView:
     """
     now = watch.look()
     if now.state.startswith(UNREACHABLE):
-        raise RunError(f"{now.source}: {now.state}; give the address that the daemon listens on")
+        raise RunError(
+            f"{now.source}: {now.state}; give the address that the daemon listens on; if it "
+            "speaks TLS or asks for a password, type https://HOST:PORT --http-config FILE"
+        )
     return now
 
 
