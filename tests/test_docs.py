@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 import ddpprobe
+from ddpprobe.cli.main import _parsers
+from ddpprobe.cli.verbs import VERBS
+from ddpprobe.daemon.__main__ import parser
 from ddpprobe.records.step import COUNTED_KINDS, IN_TURN, KINDS, STATS
 
 HOME = Path(__file__).parent.parent
@@ -78,6 +81,22 @@ def test_every_variable_that_a_page_names_is_in_the_table_of_variables():
     known = set(re.findall(r"DDPPROBE_[A-Z_]+", " ".join(rows)))
     # This one the processes of ddpprobe give each other.
     assert told - known == {"DDPPROBE_RUN"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_reference_of_a_verb_names_each_of_its_options(verb: str) -> None:
+    page = (HOME / "docs/reference/cli.md").read_text()
+    row, section = rf"^\| `ddpprobe {verb} .*", rf"^## `{verb}`\n(?:(?!## ).*\n)*"
+    told = "".join(re.findall(f"{row}|{section}", page, re.MULTILINE))
+    ours = parser() if verb == "daemon" else _parsers(verb)[1][verb]
+    options = [action.option_strings for action in ours._actions if action.option_strings]
+    lacking = [
+        names
+        for names in options
+        if "--help" not in names
+        and not any(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", told) for name in names)
+    ]
+    assert lacking == []
 
 
 def test_the_pages_of_sites_name_every_kind_and_every_statistic():

@@ -105,6 +105,8 @@ VERBS = {
     "run": Verb(
         "Start a job whose script says nothing of ddpprobe, and observe what it trains",
         (OK, USAGE),
+        wrong_use="wrong use: an unknown option, or no command; any other code is the job's, and "
+        "127 or 126 says that it could not be started",
     ),
     "daemon": Verb(
         "Run the node daemon by hand or as a service; training that finds one running starts none",
@@ -113,6 +115,8 @@ VERBS = {
     "up": Verb(
         "Watch all runs with Prometheus, and notify a webhook of what is wrong with them",
         (OK, USAGE),
+        wrong_use="wrong use: an unknown option, an address that is none, a port that is taken, a "
+        "directory that cannot be written; or a server ended by itself",
     ),
 }
 

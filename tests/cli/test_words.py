@@ -371,7 +371,9 @@ def test_the_help_says_what_the_program_is_for_and_what_a_run_is(call: Call) -> 
 
 def test_exit_codes_are_those_of_the_verb_and_name_a_verb_that_alone_has_one() -> None:
     assert exits("verify") == [(c, MEANINGS[c]) for c in (0, 2, 3, 4)]
-    assert exits("up") == [(c, MEANINGS[c]) for c in (0, 2)]
+    assert exits("daemon") == [(c, MEANINGS[c]) for c in (0, 2)]
+    for own in ("run", "up"):
+        assert "site, statistic" not in dict(exits(own))[2]
     assert exits("ls") == [(0, MEANINGS[0]), (2, VERBS["ls"].wrong_use)]
     everything = dict(exits())
     assert everything.pop(1) == f"{MEANINGS[1]} (only anomalies)"
