@@ -239,7 +239,8 @@ def _take(run: RunDir) -> DirectoryLock:
     if held:
         raise ValueError(
             f"{run.path} is held by a live run. Give run_dir= another directory, or leave it "
-            "out to get a new one."
+            "out to get a new one. (If that run is this job, started by mp.spawn or the like: call "
+            "install() behind init_process_group.)"
         )
     return lock
 

@@ -176,6 +176,16 @@ def test_anomalies_of_the_directory_says_the_first_of_all_models_first(
     assert out.count("(first cause)") == 3  # of all, of a, of b
 
 
+def test_anomalies_of_one_model_says_that_others_may_have_been_first(call, tmp_path: Path) -> None:
+    for name, told in (("a", (bad(), {PASS_OF_BAD: 33.0})), ("b", None)):
+        model(tmp_path, name, told)
+        path = tmp_path / name / "run.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "name": f"job/{name}"}))
+    where = f"one of 2 models; which was bad first: ddpprobe anomalies {tmp_path}\n"
+    assert where in call("anomalies", tmp_path / "a")[2]
+    assert "one of 2 models" not in call("anomalies", tmp_path / "b")[2]  # which has no first cause
+
+
 def test_of_a_model_with_two_first_causes_at_once_the_first_line_is_one() -> None:
     cause = Anomaly("desync", "page", 3, 0, 1, "a", "output", "forward", True, "x", {}, True)
     two = [FirstOfModels("b", replace(cause, step=step), 1.0, 2.0) for step in (3, 4)]

@@ -20,6 +20,7 @@ from ddpprobe.cli.output import (
     INCOMPLETE,
     OK,
     PAGED,
+    complain,
     report_gaps,
     say,
     say_json,
@@ -66,11 +67,23 @@ def run(args: argparse.Namespace) -> int:
     run_ = opened(args.run)
     found = run_.anomalies()
     held = run_.completeness()
+    _tell_of_models(run_, found)
     if args.json:
         say_json(_told(run_, found, held, args.level))
     else:
         _say(run_, found, held, args.level)
     return _exit_code(run_, found, held)
+
+
+def _tell_of_models(run_: Run, found: Sequence[Anomaly]) -> None:
+    """Say on stderr where a first cause is compared with those of the process's other models."""
+    if "/" not in run_.name or not any(anomaly.first_cause for anomaly in found):
+        return
+    where = run_.path.resolve().parent
+    models = models_in(where)
+    if models is not None and len(models) > 1:
+        command = f"ddpprobe anomalies {plain(where)}"
+        complain(f"ddpprobe: one of {len(models)} models; which was bad first: {command}")
 
 
 def _run_models(models: Models, args: argparse.Namespace) -> int:
