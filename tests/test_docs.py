@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -97,6 +99,23 @@ def test_the_reference_of_a_verb_names_each_of_its_options(verb: str) -> None:
         and not any(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", told) for name in names)
     ]
     assert lacking == []
+
+
+def test_the_reference_calls_install_with_its_own_defaults() -> None:
+    page = (HOME / "docs/reference/python.md").read_text()
+    call = ast.parse(re.findall(r"^probe = (.*?^\))", page, re.MULTILINE | re.DOTALL)[0]).body[0]
+    assert isinstance(call, ast.Expr)
+    assert isinstance(call.value, ast.Call)
+    told = {str(word.arg): ast.literal_eval(word.value) for word in call.value.keywords}
+    known = inspect.signature(ddpprobe.install).parameters.values()
+    assert told == {p.name: p.default for p in known if p.default is not p.empty}
+
+
+@pytest.mark.parametrize("of", [ddpprobe.Run, ddpprobe.Probe], ids=lambda of: of.__name__)
+def test_the_reference_names_what_a_run_and_a_probe_can_do(of: type) -> None:
+    page = (HOME / "docs/reference/python.md").read_text()
+    methods = [name for name, _ in inspect.getmembers(of, callable) if not name.startswith("_")]
+    assert [n for n in methods if not re.search(rf"[`.]{n}\(", page)] == []
 
 
 def test_the_pages_of_sites_name_every_kind_and_every_statistic():
