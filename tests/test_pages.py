@@ -28,6 +28,7 @@ ELSEWHERE = {
     ("docs/how-to/frameworks", "python"): "tests/frameworks/test_how_to.py",
     ("docs/how-to/many-runs", "sql"): "tests/store/test_overview.py",
     ("docs/how-to/notebook", "python"): "tests/test_notebook.py",
+    ("docs/how-to/object-stores", "console"): "tests/store/remote/test_upload.py",
     ("docs/how-to/several-models", "python"): "tests/test_several_models_page.py",
     ("docs/how-to/several-models", ""): "tests/test_several_models_page.py",
     ("docs/tutorial/first-nan", "console"): "tests/test_tutorial.py",

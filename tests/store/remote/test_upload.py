@@ -59,6 +59,7 @@ from ...clouds import (
     what_it_says,
 )
 from ...made_runs import NODE, Made, key, record, tree
+from ...pages import blocks, ddpprobe_words
 from ...waiting import PATIENCE
 
 
@@ -235,6 +236,29 @@ def test_a_store_that_refuses_for_ever_ends_nothing_and_says_how_to_finish(
     assert serve(run) == 0
     assert open_run(run.path).info()["uploads"] == []
     assert what_it_says(open_run(url)) == what_it_says(open_run(run.path))
+
+
+def test_what_the_page_about_object_stores_tells_to_type_works(
+    cloud, url, tmp_path, monkeypatch, capfd
+):
+    """A killed daemon's upload is finished by hand; then every reader has the run by its URL."""
+    found = blocks("docs/how-to/object-stores")
+    typed = [words for b in found if b.kind == "console" for words, _ in b.commands]
+    read, finish = [words for line in typed for words in ddpprobe_words(line)]
+    theirs = read[-1]
+    sealed_run(tmp_path / finish[-1], url)
+    monkeypatch.chdir(tmp_path)
+    assert main.main([*read[:-1], url]) == 2  # nothing lies there yet
+    assert "no run lies there" in capfd.readouterr().err
+    assert main.main([*finish, "--wait", "0", "--listen", "127.0.0.1:0"]) == 0
+    assert main.main([*read[:-1], url]) == 1
+    assert "judged: 40 sampled steps" in capfd.readouterr().out
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    (stock,) = [b.text for b in found if b.kind == "python" and "open_zarr" in b.text]
+    before, _, last = stock.rstrip().rpartition("\n")
+    names: dict[str, object] = {}
+    exec(before.replace(theirs, url) + f"\nseen = {last}", names)
+    assert names["seen"].sizes["step"] == 40
 
 
 def test_a_store_that_is_down_for_a_while_is_tried_again_until_all_is_there(
