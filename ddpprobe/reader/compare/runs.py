@@ -8,7 +8,7 @@ runs are read as streams; what is kept grows with the number of sites, not of st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -64,6 +64,8 @@ _OF_THE_BATCH = {
     CLASS_WEIGHT, INPUT_ELEMENTS, RECOMPUTED, RECOMPUTED_AT,
 }  # fmt: skip
 _BY_SPLIT = "grad_norm"  # one rank's gradients, or its part of all
+# Over what a rank holds: everything under DDP, its shards under FSDP.
+_BY_WRAPPER = {"grad_norm", "grad_norm_used", "state_tensors"}
 
 
 def _unheard(_: int) -> None:
@@ -82,7 +84,8 @@ def compare(
         glob: over sites, as `Run.series` takes it; scalars are compared if it is "*".
         advance: told 1 for each record that was read.
     """
-    work = _Comparing(tolerance, glob)
+    rewrapped = a.identity.get("wrapper") != b.identity.get("wrapper")
+    work = _Comparing(tolerance, glob, _BY_WRAPPER if rewrapped else frozenset())
     for one, two in aligned(_sampled(a, advance), _sampled(b, advance)):
         work.take(one, two)
     return work.result()
@@ -119,10 +122,10 @@ class _Both:
 
 @final
 class _Comparing:
-    """One comparison under way."""
+    """One comparison under way; `without` are scalars that mean something else in each run."""
 
-    def __init__(self, tolerance: Tolerance, glob: str) -> None:
-        self._tolerance, self._glob = tolerance, glob
+    def __init__(self, tolerance: Tolerance, glob: str, without: Collection[str]) -> None:
+        self._tolerance, self._glob, self._without = tolerance, glob, without
         self._pairer = SiteMatcher(tolerance, glob)
         self._out = Comparison()
         self._pairing: SiteMatching | None = None
@@ -249,6 +252,8 @@ class _Comparing:
         order = len(a.sites)
         one, two = _numbers(a, resplit=resplit), _numbers(b, resplit=resplit)
         for name, rank in one.keys() & two.keys() - self._found.keys():
+            if name in self._without:
+                continue
             x, y = one[name, rank], two[name, rank]
             excess = self._scalar_excess(x, y, r)
             difference = Difference(a.step, order, None, name, rank, VALUE, x, y, excess)

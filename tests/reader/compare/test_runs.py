@@ -165,8 +165,9 @@ EXECUTED = (3, 5, 7, 8, 6, 4, 2, 1, 0, 9, 10, 11)
 class Told:
     """A run of which the records are given, by attempt."""
 
-    def __init__(self, *attempts: Sequence[StepRecord]) -> None:
+    def __init__(self, *attempts: Sequence[StepRecord], wrapper: str = "ddp") -> None:
         self._attempts = attempts
+        self.identity = {"wrapper": wrapper}
 
     def attempts(self) -> list[int]:
         return list(range(len(self._attempts)))
@@ -407,6 +408,18 @@ def test_scalars_part_by_rank_and_times_do_not_count():
     (only,) = of(Told(steps(range(4))), Told(slow)).differences
     assert (only.step, only.scalar, only.rank, only.a, only.b) == (2, "loss", 0, 1 / 3, 2.0)
     assert of(Told(steps(range(4))), Told(slow), "blocks.*").differences == []
+
+
+def test_norms_over_what_a_rank_holds_are_compared_only_under_one_wrapper():
+    """Under FSDP2 they are over the rank's shards, and the training is the same."""
+    held = ("grad_norm", "grad_norm_used", "state_tensors")
+    whole, sharded = (
+        [replace(r, scalars={0: r.scalars[0] | dict.fromkeys(held, x)}) for r in steps(range(4))]
+        for x in (2.0, 1.0)
+    )
+    assert of(Told(sharded, wrapper="fsdp2"), Told(whole)).differences == []
+    parted = {found.scalar for found in of(Told(sharded), Told(whole)).differences}
+    assert parted == {*held}
 
 
 def test_a_loss_that_is_nan_is_no_loss_that_nobody_gave():
