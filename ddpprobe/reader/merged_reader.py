@@ -360,8 +360,10 @@ class MergedReader:
     def _sources(self, attempt: int, rank: int | None = None) -> list[JournalSource]:
         if rank is None:
             return segments.sources_of(self.run, attempt)
-        found = self._journals.get((attempt, rank))
-        if found is None and (found := segments.sources_of(self.run, attempt, rank=rank)):
+        if (attempt, rank) in self._journals:
+            return self._journals[attempt, rank]
+        found = segments.sources_of(self.run, attempt, rank=rank)
+        if found:
             self._journals[attempt, rank] = found
         return found
 

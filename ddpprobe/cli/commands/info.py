@@ -168,9 +168,9 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         )
         alone = (*same, str(rank["rank"])) if len(ranks) <= SINGLE_RANKS else same
         groups.setdefault(alone, []).append(rank)
-    for same, who in groups.items():
-        places = (_all_of(who, key) for key in ("node", "device", "pid"))
-        yield (numbers_text(rank["rank"] for rank in who), *places, *same[:5])
+    for key, who in groups.items():
+        places = (_all_of(who, place) for place in ("node", "device", "pid"))
+        yield (numbers_text(rank["rank"] for rank in who), *places, *key[:5])
 
 
 def _all_of(ranks: list[dict[str, Any]], key: str) -> str:

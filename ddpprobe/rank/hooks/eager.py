@@ -62,6 +62,9 @@ class StepPosition(Protocol):
     backward: Backward
     without_grad: bool
 
+    def is_the_model(self, fqn: str, module: nn.Module) -> bool:
+        """Whether a call of this module is one of the model."""
+
 
 @final
 class EagerHooks:

@@ -23,6 +23,9 @@ class Clock:
         self.micro, self.lent, self.evaluating, self.backward = 0, 0, False, Backward()
         self.without_grad = False
 
+    def is_the_model(self, fqn: str, module: nn.Module) -> bool:
+        return not fqn
+
 
 class Told:
     """The hooks of one sampled step, that nothing but a graph tells anything."""
