@@ -168,8 +168,14 @@ def span(at: Index, size: int) -> tuple[int, int]:
 
 def place(
     out: NDArray[Any], where: Sequence[tuple[int, int]], at: Sequence[int], part: NDArray[Any]
-) -> None:
-    """Copy into `out`, the region `where`, what it shares with a part that begins at `at`."""
+) -> NDArray[Any]:
+    """Copy into `out`, the region `where`, what it shares with a part that begins at `at`.
+
+    Returns:
+        What was copied.
+    """
     spans = [(max(a, o), min(b, o + n)) for (a, b), o, n in zip(where, at, part.shape, strict=True)]
     target = tuple(slice(a - w, b - w) for (a, b), (w, _) in zip(spans, where, strict=True))
-    out[target] = part[tuple(slice(a - o, b - o) for (a, b), o in zip(spans, at, strict=True))]
+    copied = part[tuple(slice(a - o, b - o) for (a, b), o in zip(spans, at, strict=True))]
+    out[target] = copied
+    return copied

@@ -122,8 +122,9 @@ class GroupArrays:
                     self._copy_parts(column, key, grid, origin, where, out, only)
                 elif (data := self._files.load(key)) is not None:
                     part = regions.decode(column, data, grid)
-                    regions.place(out, where, origin, part)
-                    text += sum(map(len, part.flat)) if column.dtype == "string" else 0
+                    # Not all of a chunk, which has room for thousands of labels.
+                    copied = regions.place(out, where, origin, part)
+                    text += sum(map(len, copied.flat)) if column.dtype == "string" else 0
             except _DECODE_ERRORS as error:
                 raise StoreDamaged(f"{key} cannot be decoded: {error}") from error
             if text > MAX_TEXT_BYTES:

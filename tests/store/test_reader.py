@@ -7,6 +7,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import zarr
 from ddpprobe.errors import StoreDamaged
 from ddpprobe.records.step import COUNTS, VALUES
 from ddpprobe.store import format as fmt
+from ddpprobe.store import regions
 from ddpprobe.store.group_names import attempts_of, groups_of
 from ddpprobe.store.manifest import Manifest, manifest_path, read_regular, version_of
 from ddpprobe.store.reader import StoredGroup
@@ -287,3 +289,27 @@ def test_any_name_survives_the_store() -> None:
 def test_stock_zarr_reads_the_numbers_without_us(made: Made) -> None:
     array = zarr.open_array(made.run.store, path=f"{RANK_1}/counts", mode="r")
     assert np.array_equal(array[5, :3], record(1, 5).counts)
+
+
+def test_of_a_chunk_of_labels_those_that_there_are_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk has room for thousands: to count those took most of the time of a question."""
+    placed: list[int] = []
+
+    def place(*args: Any) -> Any:
+        copied = own(*args)
+        placed.append(copied.size)
+        return copied
+
+    own = regions.place
+    monkeypatch.setattr(regions, "place", place)
+    made = Made(tmp_path, ranks=1).whole(3)
+    made.close()
+    folder = StoreWriter(made.run, NODE, block=8, durable=False)
+    folder.seal()
+    folder.close()
+    placed.clear()
+    assert len(StoredGroup(made.run, "attempt_000/rank_00000").sites() or ()) == 3
+    assert placed
+    assert max(placed) == 3

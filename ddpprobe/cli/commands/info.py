@@ -159,7 +159,7 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     yield ("rank", "node", "device", "pid", "steps", "sampled", "complete", "sites", "status")
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for rank in ranks:
-        same = (
+        same: tuple[str, ...] = (
             span(rank["first_step"], rank["last_step"]),
             f"{rank['sampled']} of {rank['expected']}",
             per_cent(rank["completeness"]),
@@ -168,9 +168,9 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         )
         alone = (*same, str(rank["rank"])) if len(ranks) <= SINGLE_RANKS else same
         groups.setdefault(alone, []).append(rank)
-    for key, who in groups.items():
-        places = (_all_of(who, place) for place in ("node", "device", "pid"))
-        yield (numbers_text(rank["rank"] for rank in who), *places, *key[:5])
+    for text, who in groups.items():
+        places = (_all_of(who, key) for key in ("node", "device", "pid"))
+        yield (numbers_text(rank["rank"] for rank in who), *places, *text[:5])
 
 
 def _all_of(ranks: list[dict[str, Any]], key: str) -> str:
