@@ -27,7 +27,7 @@ class Clock:
         self.micro, self.evaluating, self.backward = 2, False, Backward()
         self.without_grad = False
 
-    def is_the_model(self, fqn: str, module: nn.Module) -> bool:
+    def is_the_model(self, fqn: str, module: object) -> bool:
         return not fqn
 
 
