@@ -17,6 +17,7 @@ from ddpprobe.cli import completion, main, output
 from ddpprobe.cli.commands import anomalies, info
 from ddpprobe.cli.progress import Bar
 from ddpprobe.cli.verbs import ANYWHERE, MEANINGS, VERBS, exits
+from ddpprobe.detectors.suite import Episode
 from ddpprobe.ends.evidence import Case
 from ddpprobe.ends.judge import ENDED, HUNG, UNDECIDED, End
 from ddpprobe.errors import RunError, StoreDamaged
@@ -485,3 +486,16 @@ def test_a_stream_without_an_encoding_gets_all_there_is(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stderr", stream)
     output.complain("größe")
     assert stream.text == "größe\n"
+
+
+def test_of_many_ranks_of_which_the_same_is_said_one_line_is_printed() -> None:
+    cause = replace(ANOMALY, detector="rank_lost", first_cause=True, message="rank 0 died")
+    others = [
+        replace(ANOMALY, level="info", first_cause=False, rank=r, message=f"rank {r} fell")
+        for r in range(1, 40)
+    ]
+    few = anomalies.lines([Episode(cause, others[:3])])
+    many = anomalies.lines([Episode(cause, others)])
+    assert (len(few), len(many)) == (4, 2)
+    assert "ranks 1-39" in many[1]
+    assert many[1].endswith("rank 1 fell (38 more alike)")

@@ -12,7 +12,7 @@ first which of them was bad first.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpprobe.cli.output import (
@@ -33,6 +33,7 @@ from ddpprobe.reader.completeness import NOTHING_SAMPLED
 from ddpprobe.reader.models import FirstOfModels, Models, models_in
 from ddpprobe.reader.run import Run
 from ddpprobe.reader.text import UNOBSERVED, plain
+from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import LEVELS
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ FIELDS = (
     "message", "values", "sampled",
 )  # fmt: skip
 _WORST = (DAMAGED, PAGED, INCOMPLETE, OK)  # exit codes: what one model has, all of them have
+MOST_ALIKE = 8  # verdicts of which the same is said, with a line each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -206,8 +208,35 @@ def lines(groups: list[Episode]) -> list[str]:
     for group in groups:
         if group.cause:
             rows.append(row(group.cause))
-        rows += [row(a, "  " if group.cause else "") for a in group.followed]
+        indent = "  " if group.cause else ""
+        for alike in _alike(group.followed):
+            if len(alike) <= MOST_ALIKE:
+                rows += [row(a, indent) for a in alike]
+            else:
+                level, step, _, *where, text = row(alike[0], indent)
+                who = ranks_text(a.rank for a in alike if a.rank is not None)
+                rows.append((level, step, who, *where, f"{text} ({len(alike) - 1} more alike)"))
     return table(rows)
+
+
+def _key(a: Anomaly) -> object:
+    """Return what verdicts have in common that say the same of a rank each."""
+    text = a.message.replace(f"rank {a.rank} ", "", 1)
+    place = (a.level, a.attempt, a.step, a.micro, a.place, a.phase, a.first_cause)
+    return place, a.detector, text, id(a) if a.rank is None else None
+
+
+def _alike(found: Sequence[Anomaly]) -> Iterator[list[Anomaly]]:
+    """Return verdicts in groups of which the same is said of a rank each, in their order."""
+    groups: dict[object, list[Anomaly]] = {}
+    for a in found:
+        groups.setdefault(_key(a), []).append(a)
+    for a in found:  # few of which the same is said stay where they are
+        alike = groups[_key(a)]
+        if len(alike) <= MOST_ALIKE:
+            yield [a]
+        elif a is alike[0]:
+            yield alike
 
 
 def row(anomaly: Anomaly, indent: str = "") -> tuple[str, ...]:
