@@ -95,7 +95,7 @@ class Daemon:
 def shares(daemon: Daemon, seconds: float) -> tuple[float, list[float]]:
     """Return the daemon's CPU share of one core over two windows, and its memory (MiB) in each.
 
-    Each window begins behind the start (imports, first fold), which is stated apart.
+    Each window begins after the start (imports, first fold), which is stated apart.
     """
     found, memory = [], []
     for _ in range(2):

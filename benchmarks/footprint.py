@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     times = import_times(0 if arguments.quick else 4)
     last = list(_ADDED)[-1]
     imports = tables.table(
-        ("behind `import torch, numpy, psutil`", "ms, min / **median** / max", "goal", "holds"),
+        ("after `import torch, numpy, psutil`", "ms, min / **median** / max", "goal", "holds"),
         [
             (
                 name, tables.spread(took, 1), f"<= {IMPORT_GOAL_MS:.0f}" if name == last else "",

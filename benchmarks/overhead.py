@@ -39,7 +39,7 @@ with by the fastest without (what others on the machine take can only add to eit
 the time with that ddpprobe's own stopwatch gives to itself, as its budget counts it, and the median
 ratios of CPU time, which others disturb less. Both medians must reach the goal. "No probe, against
 itself" is what the method makes of no difference at all. ddpprobe is installed before each of its
-blocks and closed behind it, so that "without" is without. Its daemon does not run here and has a
+blocks and closed after it, so that "without" is without. Its daemon does not run here and has a
 section of its own. Other tools look at less or at more than that, each as its documents say: wandb
 on rank 0 only, ActivationStats at modules with parameters only; what msprobe leaves hanging in
 blocks without it is counted as the step's own, to its advantage.

@@ -1,6 +1,6 @@
 """What ddpprobe says of its own cost, against the CPU time that a training takes with it.
 
-One process on one thread. The probe is installed for a block of steps and closed behind it, block
+One process on one thread. The probe is installed for a block of steps and closed after it, block
 by block, in alternating order, and a difference is that of two neighbours, so that whatever drifts
 on the machine hits both. All of it takes 15 minutes.
 """
@@ -37,7 +37,7 @@ is sampled, or all are), that of `probe_seconds`. It holds within 15 %, or where
 are no further apart than the quartiles of no difference. Where all steps are sampled it is a floor.
 
 `probe_seconds` is what passed in ddpprobe, and what torch takes to call it. What it does not have
-is that the code behind it finds the processor's caches full; the ratio has it.
+is that the code after it finds the processor's caches full; the ratio has it.
 """
 _BUDGET_TEXT = """
 `budget=0.01` from `every=10` on, measured when the interval has settled. What an unsampled step
@@ -106,7 +106,7 @@ class Training:
         return cpu / steps, wall / steps
 
     def probed(self, steps: int, warm: int, every: int, budget: float | None) -> Probed:
-        """Take some steps under the probe, behind `warm` others."""
+        """Take some steps under the probe, after `warm` others."""
         self._runs += 1
         run = self._scratch / f"run{self.size.width}-{self._runs}"
         with ddpprobe.install(
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> str:
             for mode in modes:
                 steps, pairs = (20, 3) if arguments.quick else (size.block, size.pairs)
                 steps = steps if MODES[mode] == 10 else max(steps // 2, 5)
-                # The ratio is known behind the second sampled step that is no step's first.
+                # The ratio is known after the second sampled step that is no step's first.
                 warm = 21 if MODES[mode] == 10 else 3
                 found = measure(training, MODES[mode], pairs, warm=warm, steps=steps)
                 rows.append(_row(mode, found))

@@ -48,7 +48,7 @@ class Variant:
 
 
 class Sampled(Variant):
-    """ddpprobe, installed for the block and closed behind it, so that "without" is without.
+    """ddpprobe, installed for the block and closed after it, so that "without" is without.
 
     The first two steps after `install()` are not timed: one looks at the model once more, the other
     learns which gradients may be read together. The daemon does not run: it takes nothing from the

@@ -30,7 +30,7 @@ class ModelRefused(Error, ValueError):
 
 
 class AnomalyStop(Error, RuntimeError):
-    """`install(on_anomaly="stop")`: training stops here, on all ranks behind the same step.
+    """`install(on_anomaly="stop")`: training stops here, on all ranks after the same step.
 
     Attributes:
         anomaly: the verdict that the user wanted to stop for.
@@ -46,7 +46,7 @@ class AnomalyStop(Error, RuntimeError):
         rank = "no rank alone" if found.rank is None else f"rank {found.rank}"
         where = "unknown module" if found.module is None else found.module or "(root)"
         return (
-            f"ddpprobe stopped training behind step {self.step}, as on_anomaly='stop' asks for: "
+            f"ddpprobe stopped training after step {self.step}, as on_anomaly='stop' asks for: "
             f"{found.detector} at step {found.step}, {rank}, {where}: {found.message}"
         )
 

@@ -90,7 +90,7 @@ class Probe:
         """Keep named numbers with the current step, such as `probe.log(loss=loss)`.
 
         Tensors must have one element; they stay on their device until the step is shipped.
-        Steps that are not sampled keep `loss` only. Behind `optimizer.step()` numbers belong to the
+        Steps that are not sampled keep `loss` only. After `optimizer.step()` numbers belong to the
         step that is over, until the next forward of the model. What cannot be kept is told once.
 
         Args:
@@ -117,7 +117,7 @@ class Probe:
         Args:
             what: a change of the training that is meant, such as "unfreeze", another sequence
                 length, or a restart of the learning rate. Detectors take what is usual from the
-                steps behind it. One rank is enough.
+                steps after it. One rank is enough.
             config: hyper-parameters by name, which `ddpprobe info` and the report show; values are
                 kept as texts. Later ones replace earlier ones of the same name.
         """
@@ -300,7 +300,7 @@ def install(  # type: ignore[misc]  # a keyword that is none of these is a TypeE
             be called again. Each must match something on some rank.
         on_anomaly: what happens at an anomaly of level page, beside what is recorded and captured:
             "record": nothing. "stop": every rank raises `ddpprobe.AnomalyStop` out of its
-            `optimizer.step()` at the same step, behind the captured ones. A function: it is called
+            `optimizer.step()` at the same step, after the captured ones. A function: it is called
             with the `Anomaly` on every rank at the end of the same step, and what it raises reaches
             the training loop, as it is the user's. Both need the daemon.
         budget: what ddpprobe may add to a step, as a share of the step's own time, on average: 0.01

@@ -56,7 +56,7 @@ COVERAGE_KEPT = 0.9
 # Records may be on their way from a GPU: so many are no loss yet, nor is what comes within a while.
 ON_THEIR_WAY = 4
 LOST_WINDOWS = ("2m", "1h")
-# What a disk answers, and what is not tried for a second behind that.
+# What a disk answers, and what is not tried for a second after that.
 DISK = "E[A-Z0-9]+|io|back_off|journal"
 MISSING_SECONDS = 60  # since another node's daemon pushed last, which it does every second or so
 MISSING_WAIT = "30s"

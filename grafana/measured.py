@@ -24,7 +24,7 @@ class Measured:
         meant: with a fault that it is meant for.
         first: of them, those in which it was the first such detector to speak, in time.
         found: of them, those that it or another one found in time.
-        late: steps behind the fault, median and 90 %; "" where it was never the first.
+        late: steps after the fault, median and 90 %; "" where it was never the first.
         paged, warned: healthy runs in which it did.
         healthy: all of these.
     """
@@ -39,7 +39,7 @@ class Measured:
 
     def __str__(self) -> str:
         median, _, most = self.late.partition(", ")
-        steps = f" (median {median} steps behind it, 90 % within {most})" if median else ""
+        steps = f" (median {median} steps after it, 90 % within {most})" if median else ""
         return (
             f"of {self.meant} runs with a fault that it is meant for it was the first to find "
             f"{self.first}{steps}, and {self.found} were found by it or another detector; in "

@@ -11,7 +11,7 @@ RECEIVER = "ddpprobe"
 NOBODY = "nobody"
 RUN = ["job", "run"]
 REPEAT = "12h"  # of what is still so
-# A page does not wait longer behind a warning of the same run than it would alone.
+# A page does not wait longer after a warning of the same run than it would alone.
 INTERVAL = "30s"
 
 

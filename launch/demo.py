@@ -2,7 +2,7 @@
 
     python launch/demo.py --wrap ddp
 
-What is printed behind a `$` can be typed as it is; /metrics is read while the training runs. The
+What is printed after a `$` can be typed as it is; /metrics is read while the training runs. The
 exit code is 0 if step, rank, module and phase are named rightly, live and afterwards. With a GPU
 for each of `--nproc` ranks it trains on these, over NCCL; there, give it more `--steps` than the
 daemon takes to start.

@@ -148,7 +148,7 @@ def torchrun_in(directory: Path) -> Iterator[Torchrun]:
             args = script
         script = [args] if isinstance(args, str | Path) else list(args)
         environ = {**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})}
-        # Not pipes: a daemon that inherited one would keep it open behind its ranks.
+        # Not pipes: a daemon that inherited one would keep it open after its ranks.
         out, err = directory / "torchrun.out", directory / "torchrun.err"
         options = ["--nproc-per-node", nproc] if nproc else None
         where = {"cwd": directory, "env": environ, "out": out, "err": err}

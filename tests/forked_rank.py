@@ -1,6 +1,6 @@
 """Run a script in a forked rank as `python SCRIPT ...` does, and end as its interpreter would.
 
-What the script has registered for its end is called. Behind an error or an exit code the process
+What the script has registered for its end is called. After an error or an exit code the process
 stays for as long as it takes to take down an interpreter with torch: who is seen to outlive whom
 depends on that.
 """

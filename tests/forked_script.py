@@ -26,7 +26,7 @@ class Script:
     Args:
         folder: for the script and what it prints.
         text: the script.
-        words: what is in `sys.argv` behind its path.
+        words: what is in `sys.argv` after its path.
         env: what its environment has beside this one's.
     """
 

@@ -1,6 +1,6 @@
 """torchrun in a process forked from one that has imported torch, and with it, mostly, its ranks.
 
-Importing torch, and what an optimizer and FSDP import behind it, is most of what a short job on
+Importing torch, and what an optimizer and FSDP import after it, is most of what a short job on
 real ranks takes: three seconds of every rank, two of the launcher; ddpprobe takes a third of one,
 half of what is left. Here one process of each test worker does it once. All else is torchrun's own:
 its agent and its store, the environment of a rank, the exit code. A forked rank has no environment
@@ -80,7 +80,7 @@ class Launcher:
         self._words = [*map(str, words)]
         for file in (out, err):
             file.write_bytes(b"")
-        # Behind `enter` it is on another host, where the nursery is not.
+        # After `enter` it is on another host, where the nursery is not.
         bell = nursery().bell if forks_daemons and not fresh and enter is None else None
         given = (self._words, enter, bell, str(cwd), dict(env), str(out), str(err))
         begun = _torchrun if options is not None else _script

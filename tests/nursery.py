@@ -132,7 +132,7 @@ class Nursery:
         """Fork `python WORDS`: `-m MODULE ARGUMENT ...` or `SCRIPT ARGUMENT ...`.
 
         Args:
-            words: the command line behind `python`.
+            words: the command line after `python`.
             env: the whole environment.
             out, err: descriptors of its standard output and standard error.
             stdin: of its standard input; None: it is empty.

@@ -31,7 +31,7 @@ class Quiet(WSGIRequestHandler):
 
 
 class Ordered:
-    """The server behind its orders."""
+    """The server after its orders."""
 
     def __init__(self, orders: Path) -> None:
         self.orders, self.log = orders, orders.with_suffix(".puts")

@@ -40,7 +40,7 @@ class Block:
 
     @property
     def commands(self) -> list[tuple[str, str]]:
-        """Each command behind a prompt, and what is printed below it."""
+        """Each command after a prompt, and what is printed below it."""
         parts = re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]
         return [(words, printed) for words, _, printed in (p.partition("\n") for p in parts)]
 

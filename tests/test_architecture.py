@@ -344,7 +344,7 @@ TRAINING = {
 
 @functools.cache
 def loaded(*modules: str) -> dict[str, set[str]]:
-    """Return all that is loaded behind each of these imports: torch alone takes three seconds."""
+    """Return all that is loaded after each of these imports: torch alone takes three seconds."""
     code = "import sys\n" + "".join(f"import {name}\nprint(*sys.modules)\n" for name in modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -112,7 +112,7 @@ def test_a_second_install_on_the_same_model_is_refused_until_the_first_is_closed
 def test_a_directory_held_by_a_live_run_is_refused(tmp_path: Path) -> None:
     with (
         ddpprobe.install(model(), run_dir=tmp_path / "r", daemon="none"),
-        pytest.raises(ValueError, match=r"is held by a live run.* behind init_process_group"),
+        pytest.raises(ValueError, match=r"is held by a live run.* after init_process_group"),
     ):
         ddpprobe.install(model(), run_dir=tmp_path / "r", daemon="none")
 

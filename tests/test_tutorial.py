@@ -47,7 +47,7 @@ def of_a_quiet_machine(lines: list[str]) -> list[str]:
 
 
 def is_over(run: Path) -> bool:
-    """Whether the daemon, which may begin behind the end of so short a training, is done."""
+    """Whether the daemon, which may begin after the end of so short a training, is done."""
     if is_locked(run / "daemon/node_0000.lock"):
         return False
     return all(attempt["sealed"] for attempt in ddpprobe.open(run).info()["attempts"])

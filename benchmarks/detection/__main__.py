@@ -1,7 +1,7 @@
 """Runs what has no result yet, and writes docs/detection.md once all is there.
 
 `make bench-detection` may take three hours, in as many sittings as you like: `MINUTES=10` starts
-nothing more behind ten minutes. Each run is a line of `.bench/detection.jsonl`, and is not run
+nothing more after ten minutes. Each run is a line of `.bench/detection.jsonl`, and is not run
 again until the code changes; where detectors alone have changed, it is judged anew by its records,
 which are kept beside that file (300 MB). `--quick` (`make bench-detection QUICK=1`): one seed, 15
 minutes, prints only. `--jobs U01 H05` runs some of the jobs only. What nobody listed

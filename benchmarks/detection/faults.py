@@ -18,7 +18,7 @@ from benchmarks.detection.training import Training
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What must be said: any of `detectors`, at most `within` steps behind the fault.
+    """What must be said: any of `detectors`, at most `within` steps after the fault.
 
     At an interval of k the limit is the next sampled step, or that many steps if they are more.
     `rank` and `module`: whether the one of the fault must be named.

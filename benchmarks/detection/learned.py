@@ -51,7 +51,7 @@ class U13(Fault):
 
 
 class U14(Fault):
-    says = "a dropout of 0.95 behind one activation"
+    says = "a dropout of 0.95 after one activation"
     net = "gpt"
     expected = Expected((*LOUD, "dead_units", "output_drop"), 20)
     modules = ("blocks.0.act", "blocks.1.act")

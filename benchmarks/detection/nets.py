@@ -184,7 +184,7 @@ class Data:
         return self._images[y] + noise * torch.randn(size, 1, 8, 8, generator=self.own), y
 
     def text(self, size: int = 8, length: int = LENGTH) -> Batch:
-        """Return characters, and those behind them: copies over a distance, with some noise."""
+        """Return characters, and those after them: copies over a distance, with some noise."""
         first = torch.randint(0, VOCABULARY, (size, PERIOD), generator=self.own)
         whole = first.repeat(1, (length + 1) // PERIOD + 1)[:, : length + 1]
         noise = torch.rand(whole.shape, generator=self.own) < 0.1

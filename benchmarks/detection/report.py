@@ -300,7 +300,7 @@ def _line(name: str, mine: Sequence[Outcome]) -> list[str]:
 
 
 def _rival_line(rival: str, outcomes: Sequence[tuple[Outcome, Spoke]]) -> list[str]:
-    """A rival finds a fault when it says anything behind it that it had not said before."""
+    """A rival finds a fault when it says anything after it that it had not said before."""
     found = []
     for every in EVERY:
         hits = runs = 0

@@ -18,7 +18,7 @@ SAMPLES = 5  # that a verdict may take where they are far apart
 class Outcome:
     """One run: which job, how it was sampled, and what was said.
 
-    `found`: the right detector spoke in time; `by` which one, `late` how many steps behind the
+    `found`: the right detector spoke in time; `by` which one, `late` how many steps after the
     fault; `rank` and `module` whether it named the right one, None where nobody asks. `pages` and
     `warns` are those of a healthy run, or before the fault.
     """

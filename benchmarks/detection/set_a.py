@@ -3,7 +3,7 @@
 Drawn from what goes wrong in training programs by papers and issue trackers, the source beside
 each, before any of them was run with the probe. A lot split the twenty into this set and `set_b`,
 separately among those that begin at the start, happen once, and last. From this one may be learned;
-the other is for one measurement, behind the last rule. What is expected names every detector that
+the other is for one measurement, after the last rule. What is expected names every detector that
 speaks of the cause or of what follows from it at once.
 """
 
@@ -62,8 +62,8 @@ class _Adapted(nn.Module):
 
 
 class U33(Fault):
-    # sd-scripts pull request 989, pytorch issue 12603: DDP does not know what came behind it.
-    says = "an adapter is put in behind DDP: nobody reduces its gradients"
+    # sd-scripts pull request 989, pytorch issue 12603: DDP does not know what came after it.
+    says = "an adapter is put in after DDP: nobody reduces its gradients"
     net, world, from_the_start = "gpt", 3, True
     expected = Expected(("reduction", "desync"), 10, module=True)
     modules = ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down")

@@ -20,7 +20,7 @@ from benchmarks.detection.nets import Batch
 
 
 class U41(Fault):
-    # EveryDream2trainer pull request 175: clipped behind the GradScaler, before it unscales.
+    # EveryDream2trainer pull request 175: clipped after the GradScaler, before it unscales.
     says = "gradients are clipped while they are scaled: next to nothing is left of them"
     net, from_the_start = "cnn", True
     expected = Expected(

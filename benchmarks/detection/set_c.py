@@ -75,7 +75,7 @@ class U53(Fault):
 class U54(Fault):
     # pytorch pull request 137348: weights that stay gathered do not see the optimizer's update.
     # Seen: the loss of the last 20 steps 1.43 and 1.41 (1.22), held out 3.79 and 3.53 (1.19).
-    says = "FSDP2 does not reshard behind the backward: the forward goes on with old weights"
+    says = "FSDP2 does not reshard after the backward: the forward goes on with old weights"
     net, world, wrap, from_the_start = "gpt", 2, "fsdp2", True
     expected = Expected(
         (*LOUD, "never_updated", "frozen_param", "reduction", "desync", "coverage",
@@ -110,7 +110,7 @@ class U55(Fault):
 class U56(Fault):
     # fashion-mnist pull request 5: the files are sorted by label, and not everybody shuffles.
     # Seen: the loss of training falls; held out 0.44 and 0.43 (0.17 and 0.16).
-    says = "nobody shuffles any more: one class behind the other, 25 batches of each"
+    says = "nobody shuffles any more: one class after the other, 25 batches of each"
     world = 2
     expected = Expected(
         (*LOUD, "collapse", "vanishing", "output_drop", "dead_units", "grad_zeros",

@@ -12,7 +12,7 @@ from benchmarks.detection.nets import Batch
 
 
 class U61(Fault):
-    # Lightning issue 3628: behind DDP's start nothing copies a state from rank 0 any more.
+    # Lightning issue 3628: after DDP's start nothing copies a state from rank 0 any more.
     # Seen: the mean loss of steps 40 to 60 2.30 and 2.35 (1.28 and 1.30, all load), held out on
     # rank 0 1.23 (1.16).
     says = "rank 0 alone loads the pretrained weights, when DDP has sent its own around already"
@@ -59,7 +59,7 @@ class U62(Fault):
         return x, y.masked_fill(self.unlabelled(y, places > ends), -100)
 
     def unlabelled(self, y: Tensor, padding: Tensor) -> Tensor:
-        """Return what has no label; it should be `padding`, which begins behind the end."""
+        """Return what has no label; it should be `padding`, which begins after the end."""
         return y == 0
 
 
@@ -79,7 +79,7 @@ class U63(Fault):
 
 
 class _Normed(nn.Module):
-    """Two convolutions, each with a batch norm behind it."""
+    """Two convolutions, each with a batch norm after it."""
 
     def __init__(self) -> None:
         super().__init__()

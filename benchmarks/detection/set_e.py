@@ -128,7 +128,7 @@ class U82(Fault):
 
 
 class _Normed(nn.Module):
-    """The `Mlp` with a batch norm behind each layer."""
+    """The `Mlp` with a batch norm after each layer."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class _Recurrent(nn.Module):
 class U88(Fault):
     # graphstorm issue 1366, VGRNN issue 4; a rate that needs it, as pytorch/examples' of texts has.
     # Seen: the loss of the last 20 steps 19.0 and 25.0 (0.00).
-    says = "gradients are clipped behind the optimizer's step"
+    says = "gradients are clipped after the optimizer's step"
     net, from_the_start = "gpt", True
     expected = Expected((*LOUD, "saturated", "nonfinite", "dead_units", "vanishing"), 50)
 
@@ -242,7 +242,7 @@ class U88(Fault):
 
 class U89(Fault):
     # Megatron-Bridge pull request 6032, composer pull request 2216: strict=False, a renamed key.
-    # Seen: the loss 1.90 and 2.96 at once (1.32 and 1.27), the mean of steps 5 to 15 behind it
+    # Seen: the loss 1.90 and 2.96 at once (1.32 and 1.27), the mean of steps 5 to 15 after it
     # 1.39 and 1.96 (1.23 and 1.33).
     says = "a part of the model is not in the checkpoint that is loaded: it begins anew"
     net, world = "gpt", 2

@@ -87,7 +87,7 @@ class U93(Fault):
     # values of the past, which give the scale, are lost or not those of the tensor.
     # Seen: the loss 1.90 and 2.18 at once (1.27 and 1.35), of the last 20 steps 1.34 and 1.43
     # (1.22 and 1.21).
-    says = "the scales of all float8 inputs are stale behind a resume: most values are cut off"
+    says = "the scales of all float8 inputs are stale after a resume: most values are cut off"
     net, world = "gpt", 2
     expected = Expected((*LOUD, "saturated", "output_drop", "loss_scale"), 10)
 
@@ -128,7 +128,7 @@ class U94(Fault):
 
 class U95(Fault):
     # KempnerForge issue 51, streaming issue 342: the state of the sampler is not in the
-    # checkpoint, a mixture comes one source behind the other.
+    # checkpoint, a mixture comes one source after the other.
     # Seen: the loss 1.55 and 2.50 at once (1.28 and 1.79), held out on the other source 2.18 and
     # 2.63 (0.98 and 0.99).
     says = "a resume loses the mixture: of two sources only one is read"
@@ -149,7 +149,7 @@ class U95(Fault):
         return both[:, :-1], both[:, 1:]
 
     def _counted(self, size: int, length: int) -> Tensor:
-        """Return texts of the second source: each character is so many behind the last one."""
+        """Return texts of the second source: each character is so many after the last one."""
         begin = torch.randint(0, nets.VOCABULARY, (size, 1), generator=self.data.own)
         whole = (begin + self.gap * torch.arange(length)) % nets.VOCABULARY
         noise = torch.rand(whole.shape, generator=self.data.own) < 0.1

@@ -25,7 +25,7 @@ from benchmarks.detection.nets import Batch
 
 class U101(Fault):
     # Open-Sora-Plan issue 186, waifu-diffusion pull request 31, schnetpack pull request 785: the
-    # weights that were stored for a validation are not restored behind it.
+    # weights that were stored for a validation are not restored after it.
     # Seen: the loss 1.82 and 1.91 at once (1.29 before it), of the last 20 steps 1.37 and 1.35
     # (1.22 and 1.21), held out 1.36 and 1.40 (1.22 and 1.25).
     says = "each validation leaves the averaged weights in the model: training goes on from them"
@@ -148,7 +148,7 @@ class U111(Fault):
     # EdgeNets issue 14: gradients are set to zero before the optimizer's step.
     # Seen: the loss of the last 20 steps 1.07 and 1.12 (0.00), held out 1.07 and 1.13 (0.00): that
     # of a guess.
-    says = "gradients are set to zero behind the backward, and then comes the step"
+    says = "gradients are set to zero after the backward, and then comes the step"
     net, world, from_the_start = "cnn", 2, True
     expected = Expected(
         ("never_updated", "frozen_param", "grad_none_or_zero", "grad_zeros", "grad_dropped",

@@ -100,7 +100,7 @@ class _Turned(nets.Gpt):
 class U106(Fault):
     # candle issue 3948, pollard-weights pull request 70: a checkpoint has the other of two layouts.
     # Seen: the loss 3.07 and 3.04 at once (1.41 and 1.39 before it), 1.52 and 1.54 over
-    # steps 20 to 40 behind it.
+    # steps 20 to 40 after it.
     says = "another implementation of rotary positions turns neighbours together, not halves"
     net, world = "gpt", 2
     expected = Expected((*LOUD, "attn_logit", "output_drop"), 20)

@@ -93,14 +93,14 @@ class Training:
         loss.backward()
 
     def before_update(self) -> None:
-        """Behind the backward."""
+        """After the backward."""
 
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def after_step(self) -> None:
-        """Behind the optimizer."""
+        """After the optimizer."""
 
     # What they ask.
 

@@ -114,7 +114,7 @@ class U07(Fault):
 
 
 class U08(Fault):
-    says = "nobody sets training mode again behind an evaluation"
+    says = "nobody sets training mode again after an evaluation"
     net, expected = "cnn", Expected(("mode_flip",), 25)
 
     def make_model(self) -> nn.Module:

@@ -150,7 +150,7 @@ _VIT = {"img_size": PIXELS, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_h
 _MADE = (
     _text("GPT2LMHeadModel", _GPT2, "GPT-2, two ranks", world=2),
     _text("LlamaForCausalLM", _LLAMA, "Llama, two ranks", world=2),
-    _text("Olmo2ForCausalLM", _LLAMA, "OLMo 2: norms behind the layers, and of q and k"),
+    _text("Olmo2ForCausalLM", _LLAMA, "OLMo 2: norms after the layers, and of q and k"),
     _text("Qwen2ForCausalLM", _LLAMA, "Qwen 2"),
     _text("Gemma2ForCausalLM", {**_LLAMA, "head_dim": 8}, "Gemma 2: soft-capped logits"),
     _text("MixtralForCausalLM", _MOE, "Mixtral: two of four experts"),

@@ -180,7 +180,7 @@ def wait_for(*servers: LocalServer) -> None:
 
 @contextlib.contextmanager
 def ends_with_sigterm() -> Iterator[None]:
-    """Let SIGTERM end what is inside as Ctrl-C does, so that it cleans up behind itself."""
+    """Let SIGTERM end what is inside as Ctrl-C does, so that it cleans up after itself."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -210,5 +210,5 @@ def _acquire(lock: DirectoryLock, *, forever: bool) -> bool:
 
 if __name__ == "__main__":
     code = main()
-    settle_others()  # behind its own work, and without its lock: it may wait for a dead disk
+    settle_others()  # after its own work, and without its lock: it may wait for a dead disk
     sys.exit(code)

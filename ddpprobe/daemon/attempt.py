@@ -41,7 +41,7 @@ NODE_GRACE_SECONDS = 3.0
 HEAD_GRACE_SECONDS = 5.0
 # A rank that torchrun started wrote its META when the others did, or never will.
 ABSENT_SECONDS = 10.0
-# Behind the last of its ranks torchrun ends in a second or two. So long its exit code is waited for
+# After the last of its ranks torchrun ends in a second or two. So long its exit code is waited for
 # where it decides; a later one counts as well, while the daemon is there.
 LAUNCHER_SECONDS = 10.0
 # So long a torchrun may take to start ranks again: it waits so long for nodes (`join_timeout`).
@@ -165,7 +165,7 @@ class Attempt:
     def look_once_more(self, now: float) -> None:
         """Take in who has ended by now, and their last words, before somebody ends this daemon.
 
-        What ends a job ends its daemon in the same moment, and nobody may come behind it.
+        What ends a job ends its daemon in the same moment, and nobody may come after it.
         """
         self._watcher.look()
         while self.poll(now)[1] and all(rank.exit is not None for rank in self.ranks.values()):
@@ -182,9 +182,9 @@ class Attempt:
         return everybody or now - self._changed_at > ABSENT_SECONDS
 
     def awaits_restart(self, now: float) -> bool:
-        """Whether the torchrun of this node's ranks may start them again behind their bad end.
+        """Whether the torchrun of this node's ranks may start them again after their bad end.
 
-        It lives, and has restarts left; at most for `RESTART_SECONDS` behind the last of them.
+        It lives, and has restarts left; at most for `RESTART_SECONDS` after the last of them.
         """
         may = self._has_one_launcher and self._launcher is None and self.meta.get("restarts_left")
         failed = self.state not in {RUNNING, ENDED, STOPPED}
@@ -262,7 +262,7 @@ class Attempt:
         }
 
     def note_late_exits(self) -> None:
-        """Write down how ranks ended that lived on behind the end of the attempt."""
+        """Write down how ranks ended that lived on after the end of the attempt."""
         self._collect_exits()
         for rank in self.ranks.values():
             rank.spent |= rank.exit is not None

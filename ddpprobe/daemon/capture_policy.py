@@ -66,7 +66,7 @@ class CapturePolicy:
         self._pages: list[Anomaly] = []
         self._requests: list[Request] = []
         for order in board.orders.values():
-            self._tell(order)  # what a predecessor was killed behind
+            self._tell(order)  # what a predecessor was killed after
         self.found(daemon_journal.recovered)
 
     def found(self, anomalies: Iterable[Anomaly]) -> None:
@@ -136,7 +136,7 @@ class CapturePolicy:
         if self._on_anomaly == "record" or stopped or cause in self._daemon_journal.settled:
             return True
         start = self._outlook.step(beats)
-        if self._on_anomaly == "stop":  # behind what is captured, or it would never be
+        if self._on_anomaly == "stop":  # after what is captured, or it would never be
             start = max([start, *(order.stop - 1 for order in self._captures())])
         return self._post(self._on_anomaly, start, start + 1, (), page.message, page, cause)
 
@@ -175,7 +175,7 @@ class CapturePolicy:
         self, cause: str, reason: str, names: Iterable[str], steps: int,
         beats: Sequence[Heartbeat], anomaly: Anomaly | None,
     ) -> bool:  # fmt: skip
-        """Announce a capture behind those announced before."""
+        """Announce a capture after those announced before."""
         ends = [order.stop for order in self._captures()]
         start = max([self._outlook.step(beats), *ends])
         stop = start + steps

@@ -2,7 +2,7 @@
 
 The HTTP library closes a connection that is idle or never completes a request. It neither counts
 connections nor gives up on a client that does not read its answer, and it answers whatever else a
-client has sent behind its request, in whichever protocol that asks for. This loop sees to that, one
+client has sent after its request, in whichever protocol that asks for. This loop sees to that, one
 layer below: a connection is for one request of HTTP/1.1.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 MAX_CONNECTIONS = 128
 HEAD_BYTES = 16 << 10  # of a request; the library refuses what is longer
-BEHIND_BYTES = 1 << 20  # that a client may send behind a request, unread
+BEHIND_BYTES = 1 << 20  # that a client may send after a request, unread
 _END = re.compile(rb"\n\r?\n")
 # A client that offers another protocol (some do by default) is answered in the one it speaks.
 _OFFERS = re.compile(rb"\n(?:upgrade|http2-settings):[^\n]*(?=\n)", re.IGNORECASE)
@@ -151,7 +151,7 @@ class _WhileOpen:
 
 
 class OneRequest:
-    """Lets the bytes of one request through, and nothing that a client sends behind it."""
+    """Lets the bytes of one request through, and nothing that a client sends after it."""
 
     def __init__(self) -> None:
         self._head: bytearray | None = bytearray()  # None: it has been passed on

@@ -2,7 +2,7 @@
 
 A daemon that was killed is followed by one that reads this journal back: it feeds the detectors
 with the recorded stream, writes down the verdicts its predecessor had no time to write, and goes on
-behind the last merged step.
+after the last merged step.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ class Ends:
             return  # its last words, which decide, are still to be read
         self._report()
         if over:
-            self._tell = None  # behind a node's last word the head takes nothing of the attempt
-        # Behind its end a job is looked at for minutes, and nothing is new.
+            self._tell = None  # after a node's last word the head takes nothing of the attempt
+        # After its end a job is looked at for minutes, and nothing is new.
         end = self.end if self._case == self._judged else judge(self._case)
         self._judged = self._case
         self._say(end, over=over)
@@ -200,7 +200,7 @@ class Ends:
             self._write_heard()  # not earlier: a node that says it again and again fills no disk
         if settled and new:
             self._told = end
-            if is_none:  # the ranks of a hang went on, whatever came behind it
+            if is_none:  # the ranks of a hang went on, whatever came after it
                 journal.take_back()
             if end.state != RUNNING:
                 journal.lose(end, found)

@@ -108,7 +108,7 @@ class FirstCause:
         return [anomaly for anomaly in found if anomaly.level == "page"]
 
     def _go_on(self, told: FirstCauseEvent) -> None:
-        """Go on behind what a predecessor has told: only what it had not come to is new."""
+        """Go on after what a predecessor has told: only what it had not come to is new."""
         found = self._daemon_journal.first_causes
         found.sort(key=lambda a: a.wall_time_ns)
         known = 0

@@ -163,7 +163,7 @@ class GatherQueue:
                 self._read_back(self._peer(path.name))
 
     def announce(self, orders: Iterable[Order]) -> None:
-        """Let the other nodes have orders, each of them behind its next question."""
+        """Let the other nodes have orders, each of them after its next question."""
         with self._lock:
             self._orders += [(order.number, encode(order)) for order in orders]
 

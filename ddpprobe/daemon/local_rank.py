@@ -43,7 +43,7 @@ class LocalRank:
     def compare(self, beat: Heartbeat) -> None:
         """Compare what a heartbeat counts with the records, once the journal was read to its end.
 
-        The heartbeat must have been read first: it is written behind the record that it counts, and
+        The heartbeat must have been read first: it is written after the record that it counts, and
         can be written where the journal cannot (it is overwritten in place). Nothing of the journal
         may have been on its way from memory then. What a GPU has not delivered yet, or a disk does
         not take, is counted until it comes.
@@ -60,7 +60,7 @@ class LocalRank:
         """Note since when something that it wrote has not been read.
 
         A rank that trains has always written something more. So what was there at some time is
-        looked for: what came behind it is younger. Half a frame may be taken back by its writer
+        looked for: what came after it is younger. Half a frame may be taken back by its writer
         (a full disk); of one whose process has ended nothing more can be read.
         """
         read = self.tail.read_to

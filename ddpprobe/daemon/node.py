@@ -47,7 +47,7 @@ FOLD_SECONDS = 5.0
 OTHERS_SECONDS = 5.0
 FLUSH_SECONDS = 5.0
 LINGER_SECONDS = 20.0
-TOLD_SECONDS = 150.0  # behind an end that somebody is to be told of: a scrape a minute, and more
+TOLD_SECONDS = 150.0  # after an end that somebody is to be told of: a scrape a minute, and more
 ERRORS_ALLOWED = 100
 
 logger = logging.getLogger("ddpprobe")

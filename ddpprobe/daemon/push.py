@@ -114,7 +114,7 @@ class Pusher:
         self._put(_item(message))
 
     def ask(self, attempt: int, last: int) -> list[Order]:
-        """Go on to ask for orders behind number `last`; return those that came."""
+        """Go on to ask for orders after number `last`; return those that came."""
         with self._changed:
             self._asks = (attempt, last)
             heard, self._heard = self._heard, deque()

@@ -51,7 +51,7 @@ class _Daemon:
 
 @final
 class DaemonService:
-    """Takes requests until `stop`; the daemons that it started live on behind it.
+    """Takes requests until `stop`; the daemons that it started live on after it.
 
     Args:
         path: of the Unix socket; its directory is made, for this user alone.

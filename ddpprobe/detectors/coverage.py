@@ -198,7 +198,7 @@ class _History:
     def _is_gone(self, site: np.intp) -> bool:
         """Whether an absence of a site that comes and goes is too unlikely by its own past.
 
-        Behind n presences and m absences the next k are absences with a probability of
+        After n presences and m absences the next k are absences with a probability of
         B(m + k + 1, n + 1) / B(m + 1, n + 1), if nothing else is known (rule of succession).
         """
         n, m = int(self._present[site]), int(self._gaps[site])

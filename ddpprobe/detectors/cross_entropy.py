@@ -329,7 +329,7 @@ def _of_absence(
     """Return the probability that labels stay away for so many looks in a row.
 
     If nothing else is known than that each came at some of the looks before: the rule of
-    succession, (b + 1) / (n + 2) for the next look when it was away at b of n, for one behind the
+    succession, (b + 1) / (n + 2) for the next look when it was away at b of n, for one after the
     other.
     """
     found = [

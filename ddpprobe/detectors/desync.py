@@ -62,8 +62,8 @@ class _Split:
 class Desync(Detector):
     """Pages when ranks of one replica group differ; again after `quiet_steps`, or for new suspects.
 
-    Behind a step whose gradients nobody reduced it only warns: local SGD is meant to part there. It
-    pages if they still differ behind a step with a reduction, which does not bring them together.
+    After a step whose gradients nobody reduced it only warns: local SGD is meant to part there. It
+    pages if they still differ after a step with a reduction, which does not bring them together.
     Where torch's own hook of post-local SGD is at work, they are meant to, and nothing is said.
 
     It warns, once for each, of buffers that no step changes and that are not the same everywhere:

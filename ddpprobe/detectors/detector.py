@@ -79,7 +79,7 @@ class Detector(ABC):
 
 
 class SampledDetector(Detector):
-    """A detector of whole sampled steps that begins anew with each attempt, and behind each note.
+    """A detector of whole sampled steps that begins anew with each attempt, and after each note.
 
     What `probe.note` announces (an unfreezing, another sequence length) is meant to change the
     numbers: what was usual before says nothing of them. A constructor ends with `_reset`.
@@ -107,7 +107,7 @@ class SampledDetector(Detector):
 
     @abstractmethod
     def _reset(self) -> None:
-        """Forget all records, as before the first one of an attempt or behind a note."""
+        """Forget all records, as before the first one of an attempt or after a note."""
 
     @abstractmethod
     def _look(self, record: StepRecord) -> list[Anomaly]:

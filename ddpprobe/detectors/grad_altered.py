@@ -13,7 +13,7 @@ from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import KEPT, LEARNING_RATE, USED_NORM, Anomaly, StepRecord
 
-# Gradients that are clipped to 0.01 or more behind the scaler have 40 or more, times the scale.
+# Gradients that are clipped to 0.01 or more after the scaler have 40 or more, times the scale.
 LEAST_SCALE, MOST_CLIPPED = 4096.0, 20.0
 CUT_TO = 0.01  # of a gradient, which ordinary clipping comes to as well, but not to such a norm
 # Gradients that are a little smaller, or larger, were neither passed on nor clipped: something is
@@ -29,7 +29,7 @@ LITTLE, LOOKS = 0.03, 64
 class GradAltered(SampledDetector):
     """Warns when gradients begin to grow between the backward and the optimizer, and go on.
 
-    Compared are the norm of a rank's gradients behind the reduction and that of those which its
+    Compared are the norm of a rank's gradients after the reduction and that of those which its
     optimizers are given. Clipping makes the second one smaller; nothing usual makes it larger that
     did not from the start. So a rank is judged once its gradients were passed on unchanged, or
     clipped, at enough sampled steps in a row; a little more or less, that is not clipped, is
@@ -205,7 +205,7 @@ class GradAltered(SampledDetector):
 
 
 class _InARow:
-    """Sampled steps in a row that show one thing, which is told behind so many of them."""
+    """Sampled steps in a row that show one thing, which is told after so many of them."""
 
     def __init__(self, needed: int, quiet: int) -> None:
         self._needed, self._telling = needed, Telling(quiet)

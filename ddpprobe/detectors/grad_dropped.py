@@ -18,7 +18,7 @@ class GradDropped(SampledDetector):
 
     Args:
         times: that gradients must be thrown away within a step; once or twice may be meant (a
-            second pass behind a first one that only moved the weights).
+            second pass after a first one that only moved the weights).
         looks: sampled steps in a row at which it must be so,
         steps: and so many steps.
     """

@@ -1,6 +1,6 @@
 """`grad_none_or_zero`: parameters that had a gradient have none any more, or one of zeros.
 
-Something cut the graph: a part that was frozen, detached or masked, a dead ReLU behind it. The
+Something cut the graph: a part that was frozen, detached or masked, a dead ReLU after it. The
 optimizer's momentum may move the weights for a while yet.
 """
 
@@ -38,7 +38,7 @@ class GradNoneOrZero(SoundStepsDetector):
     So are those that only some ranks have lost, which the reduction hides; the rank is named. One
     that another of its module takes the place of, at that very step, was renamed (pruning). A
     module whose gradients have been exactly zero from the first look on, while others have theirs,
-    is told once: weights of zeros or a dead activation behind it.
+    is told once: weights of zeros or a dead activation after it.
 
     Args:
         steps: steps for which it must have been away.

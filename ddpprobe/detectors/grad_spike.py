@@ -58,7 +58,7 @@ class GradSpike(SampledDetector):
         repeats: so many spikes within `repeat_steps` are a page.
         repeat_steps: steps that they may be spread over.
         quiet_steps: steps without a spike after which one is reported again.
-        worse: a spike so many times the reported one is reported at once (behind a page: it warns).
+        worse: a spike so many times the reported one is reported at once (after a page: it warns).
         peer_ratio: a rank is named if it grew so many times as much as any other.
     """
 
@@ -182,7 +182,7 @@ class GradSpike(SampledDetector):
             quiet = episode.last is None or step - episode.last > self._quiet
             if quiet or ratio > self._worse * episode.worst:
                 episode.worst = ratio
-                episode.paged &= not quiet  # what is worse behind a page only warns
+                episode.paged &= not quiet  # what is worse after a page only warns
                 found = [spike.anomaly]
             recent.append(spike)
             episode.last = step

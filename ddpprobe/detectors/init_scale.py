@@ -14,7 +14,7 @@ from ddpprobe.detectors.subtrees import and_also
 from ddpprobe.records.step import LEARNING_RATE, Anomaly, StepRecord
 
 ALIKE = 1e-6  # relative: of float32
-# Rows are taken behind the first step, which has moved each by another bit. No random start, and
+# Rows are taken after the first step, which has moved each by another bit. No random start, and
 # nothing that was trained, lies so close together where there are so many.
 NEARLY_ALIKE, ENOUGH = 0.05, 64
 FROM_ZERO = 1e-3  # share of a weight that was there before the step, if rounding alone is

@@ -1,4 +1,4 @@
-"""A learning rate that fades long before the end, rises behind a rest, or begins anew."""
+"""A learning rate that fades long before the end, rises after a rest, or begins anew."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOOKS = 3  # sampled steps that it must have lasted
 PART = 0.07
 REST_STEPS, REST_LOOKS = 50, 5  # in which it was no higher than before: what rises is no warm-up
 SAME = 1.01  # so much higher is no rise
-# A step of a schedule falls to half or less, and so many steps behind it, and looks, it has rested.
+# A step of a schedule falls to half or less, and so many steps after it, and looks, it has rested.
 FALLEN, FALLEN_STEPS, FALLEN_LOOKS = 0.5, 25, 3
 
 
@@ -110,7 +110,7 @@ class RisenRate(_RateOfSchedule):
     def _begin(self) -> None:
         self._highest, self._at = 0.0, 0  # and the step of it
         self._looks = 0  # since then
-        self._rested: float | None = None  # the highest behind which it rested
+        self._rested: float | None = None  # the highest after which it rested
         self._told = False
 
     def _take(self, step: int, rate: float) -> tuple[float, float] | None:

@@ -21,7 +21,7 @@ from ddpprobe.records.step import LEARNING_RATE, TRAINABLE, TRAINING, Anomaly, S
 
 # So few values are enough where a shift is so many times as large, in decades.
 QUICK, QUICK_BLOCKS, QUICK_TIMES = 4, 8, 2.0
-# Or so few blocks before them, so many steps behind the first, where a shift is so many times as
+# Or so few blocks before them, so many steps after the first, where a shift is so many times as
 # large and so clear: a run that is sampled at every tenth step has no more in its first 360. Once
 # there are more, it must be clearer: of few values chance alone makes a shift more often, and a run
 # that goes on for long meets it.
@@ -52,7 +52,7 @@ NUMBERS = (
 # Of one module or parameter: kind of site, phase.
 RMS, SHARE = "rms of the output", "share of the gradient norm"
 PLACES = {RMS: ("output", "forward"), SHARE: ("grad", "backward")}
-FEWEST_TOGETHER = 4  # outputs that must move together: fewer may be one and those behind it
+FEWEST_TOGETHER = 4  # outputs that must move together: fewer may be one and those after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class LevelShift(SoundStepsDetector):
         self._outputs, self._gradients = SitesOfKind("output"), SitesOfKind("grad")
         self._telling = Telling(self._quiet)
         self._begun: int | None = None  # the first step
-        self._late = False  # it is long behind
+        self._late = False  # it is long after
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""

@@ -67,7 +67,7 @@ class LossDetector(SampledDetector):
 class PositiveLoss:
     """The mean losses of an attempt, as long as none has been zero or negative.
 
-    Behind such a one a ratio of losses says nothing.
+    After such a one a ratio of losses says nothing.
 
     Args:
         whole: as of `mean_losses`.

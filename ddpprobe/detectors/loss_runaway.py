@@ -12,7 +12,7 @@ from ddpprobe.detectors.sites_of_kind import SitesOfKind
 from ddpprobe.records.step import Anomaly, StepRecord
 
 SMOOTH_STEPS, SMOOTH_SAMPLES = 10, 3  # of the running mean, whichever is longer
-FIRST_LOSSES = 5  # that what comes behind them is compared with
+FIRST_LOSSES = 5  # that what comes after them is compared with
 
 
 class LossRunaway(LossDetector):
@@ -33,7 +33,7 @@ class LossRunaway(LossDetector):
         small: share of the first losses below which nothing is lost.
         start: how many times the mean of the first losses,
         above: at so many losses in a row,
-        settle: so many steps behind the first one.
+        settle: so many steps after the first one.
     """
 
     name = "loss_runaway"

@@ -13,7 +13,7 @@ FAR = 4.0  # where that makes all together larger, too
 
 
 class Misplaced:
-    """Follows each parameter's gradient, before the reduction and behind it.
+    """Follows each parameter's gradient, before the reduction and after it.
 
     For n ranks with gradients g_r: |mean g_r|^2 <= mean |g_r|^2 (Jensen), and a merged row of local
     gradients holds the sum of |g_r|^2. A sum over the ranks is larger for nearly all of them, and

@@ -31,7 +31,7 @@ class _Lasting:
 
 @dataclass(slots=True)
 class _Steady:
-    """Modes, for how many looks they lasted, and a part that left training mode behind them."""
+    """Modes, for how many looks they lasted, and a part that left training mode after them."""
 
     modes: _Modes
     looks: int
@@ -42,7 +42,7 @@ class ModeFlip(SampledDetector):
     """Warns when a model that trained in training mode goes on training in evaluation mode.
 
     Dropout is off then and batch norms use what they had learned: `model.train()` was forgotten
-    behind an evaluation. So it does of a rank that is in evaluation mode while others are not, and
+    after an evaluation. So it does of a rank that is in evaluation mode while others are not, and
     of a part of the modules that is so, unless another number of parameters requires a gradient
     since: then it was frozen. Any such change is told as information at once; so is training in
     evaluation mode from the start, which may be meant.
@@ -145,7 +145,7 @@ class ModeFlip(SampledDetector):
         lasting.told = True
         message = (
             f"no module has been in training mode since step {lasting.since}: dropout is off, and "
-            "batch norms use what they had learned; call model.train() behind an evaluation"
+            "batch norms use what they had learned; call model.train() after an evaluation"
         )
         level = "warn" if self._trained else "info"
         return self.anomaly(record, level, message, {"since": lasting.since}, phase="forward")

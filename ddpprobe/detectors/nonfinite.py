@@ -67,10 +67,10 @@ class _Seen:
 class NonFinite(Detector):
     """Fires on the first non-finite value, and again on each that is a new origin.
 
-    What comes behind an origin is its descendant (the weights are bad) until a sampled step is
+    What comes after an origin is its descendant (the weights are bad) until a sampled step is
     clean. An origin that did no harm (an infinity, with a finite loss and finite gradients in the
     same sampled step) has none. The same site is told again after `quiet_steps` steps without it.
-    Where no module is named, another rank is another site, and the same one is told again behind a
+    Where no module is named, another rank is another site, and the same one is told again after a
     clean sampled step each time that as many steps have gone by as between its first and its last
     word: nobody knows whether it is the same fault.
 
@@ -95,7 +95,7 @@ class NonFinite(Detector):
         self._sites: dict[_Place, _Seen] = {}
         self._clean = -1  # the last sampled step that was
         self._looked: origins.LastLook | None = None
-        self._checked: int | None = None  # last step behind which all was looked at and finite
+        self._checked: int | None = None  # last step after which all was looked at and finite
 
     def update(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
@@ -152,7 +152,7 @@ class NonFinite(Detector):
 
 
 class _Known(NamedTuple):
-    """What was known before a record: the last step behind which all was finite, and the rows."""
+    """What was known before a record: the last step after which all was finite, and the rows."""
 
     checked: int | None
     looked: origins.LastLook | None

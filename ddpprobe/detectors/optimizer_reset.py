@@ -30,7 +30,7 @@ class OptimizerReset(Detector):
     (`state["step"]`: the Adam family, Adagrad, Adadelta, NAdam, RAdam, RMSprop, Rprop; SGD keeps
     none), also from one attempt to the next. What `probe.note` announces at that step is meant, and
     so is an optimizer that comes with other parameters to train. In an attempt it is told again
-    behind 100 steps without: one that is built anew in each short cycle is told once.
+    after 100 steps without: one that is built anew in each short cycle is told once.
 
     Args:
         least: steps that it must have counted before.

@@ -113,12 +113,12 @@ def is_of_unread_input(record: StepRecord, origin: FirstBad) -> bool:
 
 
 def born(record: StepRecord, origin: FirstBad, checked: int | None) -> str:
-    """Say when something was born that was found behind a step, or before a forward.
+    """Say when something was born that was found after a step, or before a forward.
 
     Args:
         record: that the origin came with.
         origin: of one of `STATE_KINDS`.
-        checked: the last step behind which all of it was finite, if that is known.
+        checked: the last step after which all of it was finite, if that is known.
     """
     what = f"{_FOUND[origin.kind or '']} {Site(origin.fqn or '', origin.kind or '', origin.leaf)}"
     what = what.rpartition(":")[0]
@@ -135,7 +135,7 @@ def born(record: StepRecord, origin: FirstBad, checked: int | None) -> str:
         text = f"{what} was so before the forward of step {record.step} began{seen}"
         if checked == origin.step:
             return f"{text}: born between the two"
-        behind = f"behind the backward of step {origin.step} (the reduction, the optimizer)"
+        behind = f"after the backward of step {origin.step} (the reduction, the optimizer)"
         return f"{text}: born {behind}, or earlier if no forward made use of it"
     text = f"{what} is so at the end of the step{seen}"
     if origin.kind == "buffer" or checked != record.step - 1:

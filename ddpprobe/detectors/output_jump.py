@@ -18,7 +18,7 @@ LEAST = 1e-6  # a module that puts out less than that puts out nothing
 class OutputJump(SampledDetector):
     """Warns when the largest output of a module is many times the largest of its own past.
 
-    The first module in execution order that jumped is named: those behind it compute with what it
+    The first module in execution order that jumped is named: those after it compute with what it
     put out. Steps at which it put out nothing are no past: a branch that begins at zero, and is
     trained later. A rank is named if the run has only one.
 

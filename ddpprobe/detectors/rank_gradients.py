@@ -1,6 +1,6 @@
 """Whether some ranks have fewer gradients than any rank ever had, and which parameters lack them.
 
-Behind the reduction such a gradient is the others' alone, and smaller: nothing in it is zero.
+After the reduction such a gradient is the others' alone, and smaller: nothing in it is zero.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class RankOutlier(SampledDetector):
         loss_dex, norm_dex, rms_dex: decades, beyond those of the window.
         spread: how many times as far as any rank has been in the window is enough as well,
         spread_dex: if it is so many decades more than that,
-        steady: behind so many sampled steps in the window,
+        steady: after so many sampled steps in the window,
         settle: and so many steps of the attempt,
         stays: at so many of the last ones.
         window: sampled steps that tell how far a rank lay away before.

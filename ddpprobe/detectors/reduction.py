@@ -41,7 +41,7 @@ APART = 1e-3  # relative: norms of ranks that lie closer may be one and the same
 class Reduction(SampledDetector):
     """Finds gradients that were not reduced over the ranks, several sampled steps in a row.
 
-    They are not if each rank's norm behind the reduction is its own local one, and the ranks'
+    They are not if each rank's norm after the reduction is its own local one, and the ranks'
     differ, unless the optimizers of all ranks got gradients of one norm: a script reduced them.
     That pages where a reduction took place, and changed nothing. Where none took place (`no_sync`
     up to the optimizer, or hooks that DDP lost) it warns, and pages after `patience` sampled steps
@@ -55,7 +55,7 @@ class Reduction(SampledDetector):
 
     Args:
         repeats: sampled steps in a row.
-        patience: sampled steps in a row, behind as many with a reduction, that make it a page.
+        patience: sampled steps in a row, after as many with a reduction, that make it a page.
         recent: sampled steps of which `repeats` must be larger than a mean.
         mean: sampled steps that were none such, without which a sum may be meant.
         young: first sampled steps of an attempt; later, gradients of ranks that read the same
@@ -113,7 +113,7 @@ class Reduction(SampledDetector):
         return [_anomaly(record, level, self._missing)]
 
     def _is_reduced_by_hand(self, record: StepRecord, norms: list[Norms]) -> bool:
-        """Whether the script reduced the gradients, behind where the others are read."""
+        """Whether the script reduced the gradients, after where the others are read."""
         before, self._used = self._used, _one_norm_used(record, norms)
         by_hand = self._used is not None and (is_unwrapped(record) or self._used != before)
         if by_hand:
@@ -146,7 +146,7 @@ class Reduction(SampledDetector):
         message = (
             f"the reduced gradient is {ratio:.3g} x as large as the mean of the {len(norms)} "
             f"ranks' own, at {self._repeats} of the last {self._recent} sampled steps: no mean of "
-            "them can be; they were summed, or scaled behind the reduction"
+            "them can be; they were summed, or scaled after the reduction"
         )
         values = {"ratio": ratio, "repeats": sum(self._sums)}
         return [self.anomaly(record, "warn", message, values, kind="grad")]
@@ -238,7 +238,7 @@ def _anomaly(record: StepRecord, level: str, repeats: int) -> Anomaly:
     none_took_place = any(UNREDUCED in said for said in record.scalars.values())
     why = (
         "no reduction took place (no wrapper around the model, no_sync up to the optimizer, or DDP "
-        "lost its hooks: a model that was moved or cast behind the wrap)"
+        "lost its hooks: a model that was moved or cast after the wrap)"
         if none_took_place
         else "a reduction took place and changed nothing (a communication hook, a process group)"
     )

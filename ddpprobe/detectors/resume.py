@@ -157,7 +157,7 @@ class Resume(Detector):
         # Had this step been trained before, another batch would be known to have been its own.
         why = (
             "the loader has begun anew, or at the wrong place; the data in between are trained "
-            "twice, and those behind may never be"
+            "twice, and those after may never be"
             if first in self._before and self._before[first].digests
             else "maybe the loader has begun anew, or at the wrong place; or an epoch ended here, "
             "and nobody shuffles"

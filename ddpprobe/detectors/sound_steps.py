@@ -15,7 +15,7 @@ from ddpprobe.records.step import StepRecord
 class SoundSteps:
     """Follows whether a NaN has come into the loss, the weights or the gradients.
 
-    What is zero, lower or alike behind one follows from it. A weight or a gradient that never was
+    What is zero, lower or alike after one follows from it. A weight or a gradient that never was
     finite spoils nothing: an unused one that nobody has set, or what the script mends itself.
     """
 

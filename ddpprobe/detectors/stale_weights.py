@@ -11,12 +11,12 @@ from ddpprobe.records.step import STALE, Anomaly, StepRecord
 class StaleWeights(SampledDetector):
     """Pages when units of FSDP2 forward with weights that were gathered before the optimizer.
 
-    A unit that is not resharded behind its backward (`set_reshard_after_backward(False)`) stays
+    A unit that is not resharded after its backward (`set_reshard_after_backward(False)`) stays
     gathered, and does not gather again in the next forward: the optimizer changes shards that
     nothing computes with. It is told once for each attempt, and again where it had ended.
 
     Args:
-        over: sampled steps one behind the other for which it must be so.
+        over: sampled steps one after the other for which it must be so.
     """
 
     name = "stale_weights"
@@ -47,7 +47,7 @@ class StaleWeights(SampledDetector):
         message = (
             f"{units:.0f} units of FSDP2 compute with weights that were gathered before the "
             "optimizer's last step: what it learns is not used. Leave set_reshard_after_backward "
-            "at True, or call reshard() behind optimizer.step()"
+            "at True, or call reshard() after optimizer.step()"
         )
         return [
             self.anomaly(

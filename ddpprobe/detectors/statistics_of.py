@@ -30,7 +30,7 @@ _newest: _Derived | None = None
 def statistic_of(record: StepRecord, stat: str) -> Floats:
     """Return a statistic of `STATS` of each row [sites], as `derive` does; not to be changed.
 
-    Two dozen detectors ask for the same ones, one record behind the other: those of the record that
+    Two dozen detectors ask for the same ones, one record after the other: those of the record that
     was asked for last are kept.
     """
     global _newest  # noqa: PLW0603  (a memory of one)

@@ -21,7 +21,7 @@ _PLACES = 3  # where ranks may meet
 
 
 class RankSeconds(NamedTuple):
-    """Host seconds of a rank's step; those of the backward without the reduction behind it."""
+    """Host seconds of a rank's step; those of the backward without the reduction after it."""
 
     data: float
     forward: float

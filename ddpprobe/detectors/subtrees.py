@@ -59,7 +59,7 @@ def named_alike(fqns: Sequence[str], those: NDArray[np.bool_]) -> NDArray[np.boo
 
 
 def and_also(names: list[str]) -> str:
-    """Return what a message says of others, behind the one that it is about."""
+    """Return what a message says of others, after the one that it is about."""
     return f"; also {named(names)}" if names else ""
 
 

@@ -24,7 +24,7 @@ class UpdateRatio(SampledDetector):
     The share is the root mean square of the change over that of the weights, over all parameters
     that were looked at, so that biases about zero count for as little as they are. A learning rate
     or a loss that became many times too large does that, before the loss tells. A learning rate
-    that rises far above its highest, behind a rest, is told by itself; one that comes back to where
+    that rises far above its highest, after a rest, is told by itself; one that comes back to where
     it rested before it fell; and one by which a model that still guesses hardly moves.
 
     Args:

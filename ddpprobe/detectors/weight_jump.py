@@ -248,7 +248,7 @@ class _Past:
         self._still = np.zeros(0, np.int64)  # looks in a row at which a step did not change it
 
     def forget_rest(self, moved: Mask, still: Mask) -> None:
-        """Begin anew with those [n] that a step has moved behind a window at which none did.
+        """Begin anew with those [n] that a step has moved after a window at which none did.
 
         What it was while it stood still says nothing of how far it moves when it is trained. One
         that no step moves, and that is another, was written to: that is judged.
@@ -339,7 +339,7 @@ def _leap(
 class _Rates:
     """Of parameters whose norm is known long enough: change of log(norm) in a step.
 
-    `young`: the time began soon behind the first look; `steps` is the shortest time. `whole`: the
+    `young`: the time began soon after the first look; `steps` is the shortest time. `whole`: the
     rate of the norm of all of them together.
     """
 

@@ -51,5 +51,5 @@ class DeathOrder:
         )
 
     def unordered(self, fates: Iterable[Fate]) -> list[Fate]:
-        """Return the ranks of which it is not known whether they died before or behind any."""
+        """Return the ranks of which it is not known whether they died before or after any."""
         return [f for f in fates if not (self.any_behind(f) or self.any_before(f))]

@@ -196,7 +196,7 @@ def _same_choice(parts: RankEnds) -> End | None:
         # catches an exception. Of several nodes the launcher sends it because of the other, too.
         if inside and all(f.handles for f in fates) and not parts.has(ABSENT) and not unseen:
             return _stopped(parts, f"{said} out of a handler of SIGTERM or SIGINT")
-        other = "behind an exception that it caught" if inside else "by its own choice"
+        other = "after an exception that it caught" if inside else "by its own choice"
         why = f"by the script's handler of a signal, or {other}"
         text, grave = f"{said}: {why}{_besides(parts)}", bool(unseen)
         return End(UNDECIDED, (), next(iter(hows)), step_of(fates), None, text, grave)
@@ -274,7 +274,7 @@ def _last_resort(parts: RankEnds, pool: list[Fate]) -> End | None:
 
 
 def _is_between_steps(parts: RankEnds) -> bool:
-    """Whether all ranks ended without a word in the same place, behind a whole step."""
+    """Whether all ranks ended without a word in the same place, after a whole step."""
     fates, unseen = parts.seen, unseen_of(parts)
     places = {f.clock.key for f in fates if f.clock}
     quiet = all(not f.closed and f.clock and f.clock.phase == "data" for f in fates)
@@ -293,7 +293,7 @@ def _by_torchrun(fates: Iterable[Fate]) -> bool:
 def _quiet(parts: RankEnds) -> End:
     fates = parts.all(SILENT, CHOSE, CAUSE)
     hows = sorted({f.how for f in fates})
-    where = "" if (step := step_of(fates)) is None else f" behind step {step}"
+    where = "" if (step := step_of(fates)) is None else f" after step {step}"
     said = f"{ranks_of(fates)} ended ({', '.join(hows)}){where} without a last word"
     hint = " (before os._exit(), probe.close() says so)" if hows == [CLEAN] else ""
     text = f"{said}: nothing says whether training was over{hint}{_besides(parts)}"
@@ -455,7 +455,7 @@ def _midway(case: Case) -> End | None:
     """Ranks left in the middle of a step, with nothing wrong by their codes.
 
     None of them had said that its training was over. An exception that a script swallows leaves no
-    other trace. Behind a training forward a script may come to its end as well, but then all ranks
+    other trace. After a training forward a script may come to its end as well, but then all ranks
     do so in the same place.
     """
     places = {f.clock.key for f in case.fates if f.clock}
@@ -482,7 +482,7 @@ def _by_handler(parts: RankEnds, left: Iterable[Fate]) -> End:
     text = (
         f"{ranks_of(left)} ended (exit code 0), by a handler of SIGTERM or SIGINT or at the end of "
     )
-    text += "the script: probe.close() behind its training would say which"
+    text += "the script: probe.close() after its training would say which"
     text += f"; {broken_in_words(victims)}" if victims else ""
     return End(UNDECIDED, (), CLEAN if victims else UNKNOWN, step, None, text, grave=bool(victims))
 

@@ -124,7 +124,7 @@ def _followed_launcher(fate: Fate) -> bool:
 def _fell_midway(left: list[Fate]) -> bool:
     """Whether a handler of a signal is known to have ended ranks that ended well to all appearance.
 
-    No script comes to its end within a forward or an optimizer's step. Behind a forward it may, but
+    No script comes to its end within a forward or an optimizer's step. After a forward it may, but
     then all ranks do so in the same place.
     """
     asked = [f for f in left if may_be_told(f) and f.how == CLEAN and f.clock]
@@ -153,8 +153,8 @@ def _part(fate: Fate, everybody: _Everybody) -> str:
 def _of_closed(fate: Fate, case: Case) -> str:
     """Return what the end is of one that said its last word.
 
-    A signal behind that is torch's threads, which abort now and then in its last moments. Without
-    an exit code nobody knows why one closed in the middle of a step, or behind an exception.
+    A signal after that is torch's threads, which abort now and then in its last moments. Without
+    an exit code nobody knows why one closed in the middle of a step, or after an exception.
     """
     midway = (fate.clock is not None and fate.clock.phase != "data") or fate.error is not None
     if not midway or fate.how not in {"", UNKNOWN}:
@@ -163,7 +163,7 @@ def _of_closed(fate: Fate, case: Case) -> str:
 
 
 def _was_killed_early(fate: Fate, everybody: _Everybody) -> bool:
-    """Whether it was killed behind its last word, when another rank had not yet said its own.
+    """Whether it was killed after its last word, when another rank had not yet said its own.
 
     Where all of them have, it may be what started them, when all is done.
     """
@@ -175,7 +175,7 @@ def _was_over(fate: Fate) -> bool:
     """Whether its script had said that it was over, and the exit code is not the script's choice.
 
     A pool ends its workers as it likes. Others were told to end between two steps, and no handler
-    of a signal had run until then: the one that chose the code ran behind it.
+    of a signal had run until then: the one that chose the code ran after it.
     """
     if fate.pool:
         return True

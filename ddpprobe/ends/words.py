@@ -74,7 +74,7 @@ def _lingering(fate: Fate) -> str:
         return ""
     ended = "" if fate.how in {"", UNKNOWN} else ", and its process did not end: it"
     many = "s" * (len(fate.threads) > 1)
-    return f"{ended or ', behind which it'} waited for thread{many} {', '.join(fate.threads)}"
+    return f"{ended or ', after which it'} waited for thread{many} {', '.join(fate.threads)}"
 
 
 def place_of(fates: list[Fate]) -> str:
@@ -84,7 +84,7 @@ def place_of(fates: list[Fate]) -> str:
 
 
 def common_place(fates: Iterable[Fate]) -> str:
-    """Say where ranks are, behind their names; "" if that is not the same for all.
+    """Say where ranks are, after their names; "" if that is not the same for all.
 
     Between two steps, ranks that all wait for others are in a barrier, an evaluation or a
     checkpoint, and not at the data; nor is one that is seen in a checkpoint.

@@ -32,7 +32,7 @@ def install(
     first_step: int | None = None,
     **options: Any,  # noqa: ANN401  (install's)
 ) -> Probe:
-    """Observe the model of an engine; call it on every rank, behind `load_checkpoint`.
+    """Observe the model of an engine; call it on every rank, after `load_checkpoint`.
 
     A step is one of the engine's optimizer: `engine.step()` at the end of an accumulation. Reduced
     gradients are those that the engine hands its optimizer, before it clips them.

@@ -43,7 +43,7 @@ class DdpprobeCallback(TrainerCallback):
     Args:
         options: keywords of `ddpprobe.install`. `run_dir` is by default a new directory below
             `output_dir/ddpprobe`, or the newest one there if training resumes.
-            `on_anomaly="stop"` sets `control.should_training_stop` on all ranks behind the same
+            `on_anomaly="stop"` sets `control.should_training_stop` on all ranks after the same
             step, instead of raising.
     """
 
@@ -90,7 +90,7 @@ class DdpprobeCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
         **_: Any,  # noqa: ANN401  (the trainer's)
     ) -> None:  # fmt: skip
-        """Pause, as behind a step."""
+        """Pause, as after a step."""
         self.on_step_end(args, state, control)
 
     def on_train_end(

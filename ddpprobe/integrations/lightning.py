@@ -39,7 +39,7 @@ class LightningCallback(Callback):
     Args:
         options: keywords of `ddpprobe.install`. `run_dir` is by default a new directory below
             `default_root_dir/ddpprobe`, or the newest one there if training resumes.
-            `on_anomaly="stop"` sets `trainer.should_stop` on all ranks behind the same step,
+            `on_anomaly="stop"` sets `trainer.should_stop` on all ranks after the same step,
             instead of raising.
     """
 

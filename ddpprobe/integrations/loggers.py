@@ -125,7 +125,7 @@ def sink_of(client: object, *, run_id: str | None = None, commit: bool = False) 
 
 @final
 class LoggerLink:
-    """Tells sinks of one run: its id and directory now, numbers as they come, the verdict behind.
+    """Tells sinks of one run: its id and directory now, numbers as they come, the verdict after.
 
     A sink that fails is told nothing more; the others go on, and so does the training.
 

@@ -32,7 +32,7 @@ class Anchors:
         return bool(self._chosen)
 
     def drop(self) -> None:
-        """Behind a backward: choose them, at the first one, and remember what it has left them."""
+        """After a backward: choose them, at the first one, and remember what it has left them."""
         if self._topology.engine is not None:
             return
         if not self._chosen:

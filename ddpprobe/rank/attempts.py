@@ -240,7 +240,7 @@ def _take(run: RunDir) -> DirectoryLock:
         raise ValueError(
             f"{run.path} is held by a live run. Give run_dir= another directory, or leave it "
             "out to get a new one. (If that run is this job, started by mp.spawn or the like: call "
-            "install() behind init_process_group.)"
+            "install() after init_process_group.)"
         )
     return lock
 

@@ -6,7 +6,7 @@ all, under the noise of the machine. So the cost of a sampled step is its own se
 longer than the unsampled steps before it by more than that and what noise can do.
 
 An unsampled step has no step without us to be compared with. But what the clock cannot see of it is
-of the same kind: the code behind ours finds the processor's caches full of ours. A sampled step
+of the same kind: the code after ours finds the processor's caches full of ours. A sampled step
 shows how much that is of each second seen, and the unsampled one is taken for no better.
 """
 
@@ -43,7 +43,7 @@ class CostMeter:
     """Measures one rank's steps.
 
     Args:
-        ahead: the host runs ahead of its device: it may wait in the step behind a sampled one for
+        ahead: the host runs ahead of its device: it may wait in the step after a sampled one for
             what was sampled, so that step counts as well. (On a CPU it would bring noise only.)
 
     Attributes:
@@ -70,7 +70,7 @@ class CostMeter:
             wall: its length in host seconds.
             own: our part of them.
             beside: CPU seconds of our own threads since the last sampled step. They carry what a
-                sampled step has written, in the steps behind it, so they are a part of its cost.
+                sampled step has written, in the steps after it, so they are a part of its cost.
             sampled: whether it was.
         """
         behind, self._sampled = self._sampled, sampled

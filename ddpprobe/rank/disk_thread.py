@@ -60,7 +60,7 @@ class DiskThread:
             self._begin()
 
     def do(self, task: Task) -> None:
-        """Have something done, behind everything before it."""
+        """Have something done, after everything before it."""
         self._tasks.put(task)
         if self._thread is None and self._open:
             self._fuse.guard(self._begin)()

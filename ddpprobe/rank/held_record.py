@@ -1,4 +1,4 @@
-"""The record of a sampled step, held back for the numbers that a script logs behind the step."""
+"""The record of a sampled step, held back for the numbers that a script logs after the step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import final
 
 @final
 class HeldRecord:
-    """Sends the record of a step when everything is there that is usually logged behind it.
+    """Sends the record of a step when everything is there that is usually logged after it.
 
-    Many loops log behind `optimizer.step()`. A record that always waited for the next forward would
+    Many loops log after `optimizer.step()`. A record that always waited for the next forward would
     come too late: between two steps one rank may write a checkpoint for longer than the others'
     records wait for its own, and a rank killed there would lose it. So a record waits only for as
-    many numbers of each name as came behind a step before, and the first one for whatever comes.
+    many numbers of each name as came after a step before, and the first one for whatever comes.
 
     Attributes:
         waits: there is a record that can take numbers.

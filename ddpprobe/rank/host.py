@@ -39,7 +39,7 @@ class Host:
         return None if self._clock is None else self._clock()
 
     def hear(self, clock: Clock, follow: Callable[[bool], object] | None) -> None:
-        """Take in a clock that begins; `follow`, of a follower, is called behind each step."""
+        """Take in a clock that begins; `follow`, of a follower, is called after each step."""
         if follow is None:
             self._clock = weakref.ref(clock)
         else:

@@ -1,4 +1,4 @@
-"""The end of the interpreter, heard in time: behind an exception it may never come.
+"""The end of the interpreter, heard in time: after an exception it may never come.
 
 `atexit` is called when all threads that are no daemons have ended. A script whose main thread has
 raised, and that has a thread of its own which goes on, lingers there for as long as that lives.
@@ -25,7 +25,7 @@ _finalizer: Finalize | None = None
 def register(close: Callable[[], object]) -> None:
     """Have `close` called at the end of the interpreter, and earlier as `hear` says.
 
-    To be called when the module is imported, so that it comes behind what a script registers later,
+    To be called when the module is imported, so that it comes after what a script registers later,
     and again by who trains: a process of `multiprocessing` leaves out what `atexit` calls, and
     forgets, when it is forked or has imported the script, which finalizers there were.
     """
@@ -40,7 +40,7 @@ def register(close: Callable[[], object]) -> None:
 def hear(close: Callable[[], object]) -> None:
     """Have `close` called as soon as an exception has ended the main thread, if that calls this.
 
-    To be called by who trains. In another thread training may go on behind the main one's end.
+    To be called by who trains. In another thread training may go on after the main one's end.
     Degradation: without the private function of `threading` that concurrent.futures uses as well,
     it is called with those of `atexit`.
     """

@@ -73,7 +73,7 @@ class Joined:
             self.keep_daemon()
 
     def close(self) -> None:
-        """Close this rank's files, and leave a daemon behind that tells the end.
+        """Close this rank's files, and leave a daemon after that tells the end.
 
         One that was killed since the last look would tell nobody, and Prometheus would go on
         asking for it, as if the machine was lost.

@@ -142,7 +142,7 @@ class FrameWriter:
         Once the weights are NaN every step is bad: this is said when it begins, when another module
         is named, and when a step that a GradScaler gave up is followed by one that was taken.
         A parameter that an earlier step left bad (`bad.step` < `at`) is not another module: right
-        behind a bad step it says no more than that one did; nor does what a bad step leaves behind.
+        after a bad step it says no more than that one did; nor does what a bad step leaves behind.
         """
         self._alarmed = at, bad
         if self._last_bad is not None:
@@ -237,7 +237,7 @@ class FrameWriter:
         self._report_learned(ended.step, result)
         bad = _earlier(result.first_bad, ended.watched)
         if bad is None and self._alarmed is not None and not ended.sampled:
-            # Its losses come behind the alarm, at the end of a run, and stand in its place.
+            # Its losses come after the alarm, at the end of a run, and stand in its place.
             bad = self._alarmed[1] if self._alarmed[0] == ended.step else None
         if ended.state is not None:
             bad = ended.state.origin(bad)

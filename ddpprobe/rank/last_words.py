@@ -97,7 +97,7 @@ def goodbye(*, at_exit: bool = False, midway: bool = False) -> ClosedEvent:
 def _under_way() -> BaseException | None:
     """Return the exception that is being handled, if it may end a script.
 
-    Behind the last batch of a loop by hand comes a StopIteration. Workers of
+    After the last batch of a loop by hand comes a StopIteration. Workers of
     `torch.multiprocessing.spawn` exit while they handle theirs, which says more than the exit.
     """
     raised = sys.exc_info()[1]

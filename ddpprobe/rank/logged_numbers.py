@@ -19,10 +19,10 @@ from ddpprobe.rank.step_clock import StepClock
 from ddpprobe.rank.topology.placement import is_dtensor
 from ddpprobe.rank.unsampled_losses import UnsampledLosses
 
-_NO_STEP = "no step had begun; log it behind the model's forward"
+_NO_STEP = "no step had begun; log it after the model's forward"
 _WRITTEN = (
     "the record of its step had been written by then; log it before optimizer.step(), or right "
-    "behind it and before the next forward of the model, be it an evaluation's"
+    "after it and before the next forward of the model, be it an evaluation's"
 )
 _NO_NUMBER = "it is no number, and no tensor of one element; log a number, such as loss.mean()"
 _NO_WHOLE = (

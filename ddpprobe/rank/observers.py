@@ -162,7 +162,7 @@ class Observers:
     def gradients_are_current(self) -> bool:
         """Whether `.grad` is as it was read, or somebody has clipped it since.
 
-        Not so behind a backward that came by no output of the model, whose end nobody hears: that
+        Not so after a backward that came by no output of the model, whose end nobody hears: that
         of a penalty on its gradients, or on its weights.
         """
         return self.gradients_read and not self.eager.arrived

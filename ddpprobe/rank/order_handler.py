@@ -1,7 +1,7 @@
 """What one rank does with the head's orders: at the steps they name, the same on all ranks.
 
 Hearing is ours and contained by the fuse. What the user has asked for, to stop or to be called, is
-done behind it, where an exception reaches the training loop: out of `optimizer.step()`, out of
+done after it, where an exception reaches the training loop: out of `optimizer.step()`, out of
 `probe.step()`, or, where only the next forward shows that a step is over, out of that.
 """
 

@@ -16,7 +16,7 @@ from ddpprobe.records.step import DROPPED, LENT, PASS, PASS_OF_BAD, FirstBad
 
 _KEPT_STEPS = 64  # for rows that come late from a device
 _MOST = 1024  # forwards, and backwards, that are kept of a step
-_BEHIND = 0.25  # of a number: behind its pass and all models of it, before the next
+_BEHIND = 0.25  # of a number: after its pass and all models of it, before the next
 _SHARE = 2.0**-10  # of a number, between two models that one backward comes to
 
 
@@ -107,7 +107,7 @@ class Passes:
             self._now.forwards.append(number)
 
     def backward(self, micro: int) -> None:
-        """Hear that a backward has come into the model, behind the forward of `micro`."""
+        """Hear that a backward has come into the model, after the forward of `micro`."""
         number = self._count.backward()
         if len(self._now.backwards) < _MOST:
             self._now.backwards.append((micro, number))
@@ -163,7 +163,7 @@ class Passes:
         """Return the number of the pass in which it was bad first; None: not known."""
         if passes is None:
             return None
-        if bad.phase == "step":  # by the optimizer, behind all passes of that step
+        if bad.phase == "step":  # by the optimizer, after all passes of that step
             return None if passes.end is None else passes.end + _BEHIND
         if bad.phase == "forward":
             known = 0 <= bad.micro < len(passes.forwards)

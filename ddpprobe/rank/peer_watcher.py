@@ -91,7 +91,7 @@ class PeerWatcher:
             raise
 
     def go_on(self) -> None:
-        """Behind a fork, in the parent: watch again."""
+        """After a fork, in the parent: watch again."""
         if self._watched and self._thread is None:
             self._wake = os.eventfd(0)  # no program that a child starts gets it
             run = self._fuse.guard(self._run)

@@ -56,7 +56,7 @@ class Handlers:
                 self._take(handler)
 
     def step_ended(self) -> None:
-        """Look, where a step ends: whatever a handler has raised, training went on behind it."""
+        """Look, where a step ends: whatever a handler has raised, training went on after it."""
         self.look()
         for seen in self._seen.values():
             seen.caught = seen.calls - seen.returns

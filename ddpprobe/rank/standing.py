@@ -65,7 +65,7 @@ class StandingLook:
         self._beat, self._tell, self._is_reducing = beat, tell, is_reducing
         self._thread = threading.get_ident()
         self._since = 0  # time of the last beat, Unix ns
-        self._due = 0.0  # seconds behind it at which to look
+        self._due = 0.0  # seconds after it at which to look
         self._told = ""
 
     def __call__(self) -> None:

@@ -55,7 +55,7 @@ class StepClock:
 
     Args:
         host: whose steps a frozen model takes for its own, if this one `follows`; else it is this.
-        act: called behind each event at which a step may be over, outside of the fuse: what it
+        act: called after each event at which a step may be over, outside of the fuse: what it
             raises is meant for the training loop.
 
     Attributes:
@@ -178,7 +178,7 @@ class StepClock:
     def settle(self, *, keep: bool = True) -> None:
         """At the end of the run: end a step that is over, which only the next forward would tell.
 
-        An optimizer of some of the parameters took it, or a scaler gave it up. Passes behind the
+        An optimizer of some of the parameters took it, or a scaler gave it up. Passes after the
         last step that were all lent have begun none, unless they are to be kept: something has cut
         the run off, or is to be told of them.
         """

@@ -49,7 +49,7 @@ class StepTimes:
     def told(self) -> dict[str, float]:
         """Return the scalars of the step under way.
 
-        A record cannot tell what it takes to write it. So the next one does: what passed behind the
+        A record cannot tell what it takes to write it. So the next one does: what passed after the
         last record in its step, and what the disk thread has taken since.
         """
         now, beside = self._readings(), self._stopwatch.beside
@@ -60,7 +60,7 @@ class StepTimes:
         return told | {REDUCE_SECONDS: self._reduced} | self._queued()
 
     def end_step(self, *, sampled: bool, following: bool) -> None:
-        """Begin anew, behind a step; `following`: the next one is sampled, as far as is known."""
+        """Begin anew, after a step; `following`: the next one is sampled, as far as is known."""
         self._base, self._reduced = self._readings(), 0.0
         if sampled:
             self._behind = self._base[-1] - self._told_own

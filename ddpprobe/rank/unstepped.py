@@ -10,7 +10,7 @@ STEPS = 8  # of an optimizer, without which a loop is not known
 # takes fewer, and no accumulation grows so at once.
 THROWN = PASSES = 32
 TIMES = 8
-_LEARNT = 4  # times these bounds, at most, that a step behind such a time makes usual
+_LEARNT = 4  # times these bounds, at most, that a step after such a time makes usual
 
 
 @final

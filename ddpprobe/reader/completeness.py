@@ -56,7 +56,7 @@ class RankShare:
         end: `closed`, `died`, `running` or `unknown`.
         elsewhere: none of its own journals is here.
         blind: its optimizer stepped, and it never saw a training forward of the model.
-        blown: the part of the probe that switched itself off, and why; nothing came behind that.
+        blown: the part of the probe that switched itself off, and why; nothing came after that.
     """
 
     attempt: int
@@ -192,7 +192,7 @@ class Completeness:
         if share.blown:
             yield (
                 f"{of}: a part of ddpprobe failed and switched itself off ({share.blown}), so what "
-                f"came behind that is not recorded; {_count(share.held)} held{last}"
+                f"came after that is not recorded; {_count(share.held)} held{last}"
             )
         if share.missing:
             reached = "" if share.reached is None else f"; it was last in step {share.reached}"
@@ -261,7 +261,7 @@ class _Word:
     blown: str = ""
 
     def take_place(self, step: int | None, steps: int | None, state: str | None) -> None:
-        """Take where it is: the steps that it has behind it, counted back, begin at its first."""
+        """Take where it is: the steps that it has after it, counted back, begin at its first."""
         if step is None or steps is None or state not in STEP_PHASES:
             return  # "closed" and "paused" may be said within a step, and between two
         clock = clock_of(steps, 0, state, step)

@@ -82,7 +82,7 @@ def lazy_dataset(merged_reader: MergedReader, attempt: int, rank: int | None) ->
     order = last_of_each(np.zeros(len(columns["step"]), np.int64), columns["step"])
 
     def array(load: Load, tail: NDArray[Any], *arguments: object) -> Any:  # noqa: ANN401
-        """Put the blocks of the store, and what it lacks, one behind the other."""
+        """Put the blocks of the store, and what it lacks, one after the other."""
         parts = [
             da.from_delayed(
                 delayed(load, pure=False)(stored.reader, a, b, tail.shape[1:], *arguments),

@@ -19,7 +19,7 @@ from ddpprobe.rundir.not_a_run import as_directory
 from ddpprobe.rundir.paths import RUN_JSON
 
 _GIVE = "give the run_dir that install({...}) was given"
-_NEXT = 0.5  # of a number: behind its pass, before the next one and what leads to that
+_NEXT = 0.5  # of a number: after its pass, before the next one and what leads to that
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def _causes(model: str, run: Run, anomalies: Sequence[Anomaly]) -> Iterator[Firs
     causes = [a for a in anomalies if a.first_cause and a.attempt in newest]
     if not causes:
         return
-    bad_losses: set[int] = set()  # steps that are told by the sampled step behind them
+    bad_losses: set[int] = set()  # steps that are told by the sampled step after them
     at: dict[int, StepRecord] = {}
     before: dict[int, float] = {}  # by step: the last pass of the record before it
     steps, last = {cause.step for cause in causes}, 0.0
@@ -152,7 +152,7 @@ def _when(
     numbers = [record.scalars.get(rank, {}).get(PASS_OF_BAD) for rank in whose]
     known = [number for number in numbers if number is not None]
     if bad.phase == "backward" and loss_is_bad and known and not was_lent(record, bad):
-        # The loss: behind all forwards that it was made of, and before the backward.
+        # The loss: after all forwards that it was made of, and before the backward.
         return math.floor(min(known)) - _NEXT, math.floor(max(known)) - _NEXT
     if _is(cause, bad):
         return (min(known), max(known)) if known else (before, end)

@@ -31,7 +31,7 @@ class Selection:
 
     @property
     def after(self) -> int:
-        """The step behind which it begins."""
+        """The step after which it begins."""
         return (self.steps.start or 0) - 1
 
     @property

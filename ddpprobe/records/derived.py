@@ -112,7 +112,7 @@ def _signal(record: StepRecord) -> float | None:
 def _used_norm(record: StepRecord) -> float | None:
     """Return the L2 norm of all gradients as the optimizers were given them.
 
-    A rank says the norm of what it holds, before clipping and behind it. How many ranks hold each
+    A rank says the norm of what it holds, before clipping and after it. How many ranks hold each
     element follows from the first and from the norm of the whole, if it is the same number for all
     of them: so it is not told where some gradients are sharded and others are not.
     """
@@ -194,7 +194,7 @@ _BALANCE_SOURCE = "Wang et al. 2024, arXiv 2408.15664 (MaxVio)"
 DERIVED: tuple[Derived, ...] = (
     Derived(
         "global_grad_norm_used", "",
-        "L2 norm of the reduced gradients as the optimizer is given them, over all ranks: behind "
+        "L2 norm of the reduced gradients as the optimizer is given them, over all ranks: after "
         "clipping; beside the one before it says how much clipping takes away",
         "what torch.nn.utils.clip_grad_norm_ leaves", _used_norm,
     ),

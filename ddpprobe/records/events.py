@@ -99,7 +99,7 @@ class ClosedEvent(_Place):
         asked: it is said in such a handler, or on the way to sys.exit() out of one.
         pool: what has started its process as a worker, and ends it when it likes, by an exit code
             of its own choice ("Ray"); "" if nothing does.
-        threads: names of those for which its process waits behind an exception, some of them.
+        threads: names of those for which its process waits after an exception, some of them.
     """
 
     sampled: int = -1
@@ -152,7 +152,7 @@ class OrderEvent(_AnyOrder):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoteEvent:
-    """What the script said by `probe.note`, behind `step`; `config`: names and values as texts."""
+    """What the script said by `probe.note`, after `step`; `config`: names and values as texts."""
 
     step: int = -1
     what: str = ""

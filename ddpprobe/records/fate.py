@@ -22,7 +22,7 @@ class RaisedError:
         where: file, line and function of its innermost frame outside of torch; "" if not known.
         collective: it came out of communication with other ranks.
         asked: it was raised by a handler of a signal, or is Python's answer to SIGINT.
-        behind: the exception that was handled when communication broke, in words; "" if none was.
+        after: the exception that was handled when communication broke, in words; "" if none was.
     """
 
     type: str = ""
@@ -70,7 +70,7 @@ class Progress:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What orders two ranks of a job; behind a step comes the data of the next one."""
+        """What orders two ranks of a job; after a step comes the data of the next one."""
         place = STEP_PHASES.index(self.phase)
         return self.steps, self.micro if place else -1, place
 
@@ -115,7 +115,7 @@ class Fate:
         at_exit: it closed at the end of its interpreter; its script had not said that it was over.
         asked: it closed in such a handler, or on its way to sys.exit() out of one.
         pool: it closed in a worker of this ("Ray"), which ends it when it likes; "" if in none.
-        threads: names of those for which its process waited when it closed behind an exception.
+        threads: names of those for which its process waited when it closed after an exception.
         beat_closed: its last heartbeat says that it closed.
         clock: how far it had come; None: not known.
         stands: where it stood in its code, if it has not moved on since; None: not known.

@@ -102,7 +102,7 @@ class Gather:
         grace_seconds: how long a sampled step waits for its slowest rank.
         reorder_seconds: how long an unsampled alarm waits for earlier ones.
         open_seconds: how long an alarm waits for the end of its step.
-        judges: True: nobody merges behind this one, so of the parameters' checksums those stay on
+        judges: True: nobody merges after this one, so of the parameters' checksums those stay on
             which ranks disagree. False, on a node: all of them go to the head.
         after: steps up to here came out in an earlier life and are ignored, uncounted.
 

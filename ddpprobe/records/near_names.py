@@ -18,7 +18,7 @@ def nearest(word: str, known: Iterable[str], most: int = 5) -> str:
         most: names that are told.
 
     Returns:
-        `a, b, c`; with `...` behind them if there are more. "" if nothing is known.
+        `a, b, c`; with `...` after them if there are more. "" if nothing is known.
     """
     names = sorted(set(known))
     near = names

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 REPLICATE, SHARD, PARTIAL, UNKNOWN = "replicate", "shard", "partial", "unknown"
-Runs = list[tuple[int, int]]  # [start, stop) one behind the other
+Runs = list[tuple[int, int]]  # [start, stop) one after the other
 SpecJson = Mapping[str, Any]  # how a part lies in the whole, as `tensor_pack` describes it
 WHOLE: SpecJson = {"kind": "replicated"}
 OWN: SpecJson = {"kind": "local"}
@@ -134,7 +134,7 @@ def _chunk(size: int, chunks: int, index: int) -> tuple[int, int]:
 
 
 def _cut(runs: Runs, start: int, stop: int) -> Runs:
-    """Positions [start, stop) of what `runs` hold one behind the other."""
+    """Positions [start, stop) of what `runs` hold one after the other."""
     out, position = [], 0
     for a, b in runs:
         low, high = max(start, position), min(stop, position + b - a)

@@ -26,7 +26,7 @@ KINDS = (
 )  # fmt: skip
 # What outlives a step. Whether it is finite is looked at apart from the rows, all of it at once.
 STATE_KINDS = ("param", "buffer", "optim_state")
-# Of these a sampled step has rows of some parameters and buffers only, behind the optimizer: they
+# Of these a sampled step has rows of some parameters and buffers only, after the optimizer: they
 # take turns. Of an optimizer's state that is the second moment.
 IN_TURN = ("param", "buffer", "optim_state", "update")
 # Whose elements are counted where they are not finite; a change is as bad as its weight.
@@ -53,7 +53,7 @@ PHASE_OF_KIND = MappingProxyType(
 )
 
 
-# Seen behind the reduction: there every rank may be as bad as the worst, so they name no culprit.
+# Seen after the reduction: there every rank may be as bad as the worst, so they name no culprit.
 REDUCED_KINDS = tuple(kind for kind in COUNTED_KINDS if PHASE_OF_KIND[kind] == "step")
 # What a backward produces: a GradScaler makes these overflow on purpose.
 BACKWARD_KINDS = tuple(kind for kind in KINDS if PHASE_OF_KIND[kind] == "backward")
@@ -162,7 +162,7 @@ class Site:
             whose layout cannot be told: labelled, not merged).
         primary: whether this rank's part is counted in the global value: of several ranks that hold
             the same part of a `local` or `sharded` site (HSDP replicas, a tensor-parallel group
-            behind one batch shard) exactly one is.
+            after one batch shard) exactly one is.
         dtype: dtype of the tensor, without the `torch.` prefix.
     """
 
@@ -193,8 +193,8 @@ REDUCE_SECONDS = "reduce_seconds"
 # Scalars: of the seconds of a part of a step, those in which the training thread could have run and
 # other threads had all cores. Linux counts them; elsewhere there are none.
 QUEUED = {part: f"{part}_queued_seconds" for part in (*STEP_PHASES, "reduce")}
-CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were looked at behind it
-NOTED = "noted"  # scalar, 1 on the first sampled step behind what `probe.note` announced
+CHECKED = "state_tensors"  # scalar of a sampled step: how many tensors were looked at after it
+NOTED = "noted"  # scalar, 1 on the first sampled step after what `probe.note` announced
 # Scalar: 1 on a sampled step whose gradients stayed each rank's own, 2 where nothing is known that
 # could reduce them: no wrapper is around the model, and a script may do it by hand.
 UNREDUCED = "unreduced"
@@ -249,7 +249,7 @@ LENT = "lent_passes"
 DROPPED = "dropped_gradients"
 # Scalar: norm of some gradients of the step before that the first backward of a step has added to.
 KEPT = "kept_gradients"
-# Scalars, each with the attribute's path behind it: how many parameters in a Python list of modules
+# Scalars, each with the attribute's path after it: how many parameters in a Python list of modules
 # have a gradient, and no optimizer.
 UNREGISTERED = "unregistered@"
 # Scalars of what a checkpointed block computes again in the backward: of the output that differs
@@ -272,7 +272,7 @@ def fqn_number(fqn: str) -> float:
     return float(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 12)
 
 
-# In place of an order: other ranks' may be before it or behind it, and nobody knows.
+# In place of an order: other ranks' may be before it or after it, and nobody knows.
 UNORDERED = 1 << 62
 SEVERAL = -1  # in place of a rank: more than one, and none of them first, or nobody knows which
 
@@ -342,7 +342,7 @@ class StepRecord:
             the like of the steps since the record before, see `every_loss`;
             `grad_norm_local` (L2, before the reduction), `grad_norm` (L2, after the reduction and
             before clipping, on this rank's part; without rows of `grad`, what the optimizer is
-            given), `grad_norm_used` (the same behind clipping), `output_rms` (geometric mean of the
+            given), `grad_norm_used` (the same after clipping), `output_rms` (geometric mean of the
             rms of its outputs), `active_gradients` (parameters whose local gradient is not zero),
             `micro_batches`, `<phase>_seconds`, `probe_seconds`, and how the loop is set up (`lr`
             and below).

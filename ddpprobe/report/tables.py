@@ -77,7 +77,7 @@ def _said_in(attempt: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _behind(step: int) -> str:
-    return f"behind step {step}" if step >= 0 else "before the first step"
+    return f"after step {step}" if step >= 0 else "before the first step"
 
 
 def _by_attempt(texts: dict[int, str]) -> str:

@@ -27,7 +27,7 @@ _KINDS = {
 _NAMED = ("parameter", "buffer")  # their own name is told, and not whose they are
 _WITHOUT_ROWS = ("input", *STATE_KINDS)
 _PHASES = {"forward": "in the forward pass", "backward": "in the backward pass",
-           "step": "behind the backward pass"}  # fmt: skip
+           "step": "after the backward pass"}  # fmt: skip
 
 
 @final

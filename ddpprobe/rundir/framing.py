@@ -96,7 +96,7 @@ def encode_frame(type_: int, seq: int, payload: bytes) -> bytes:
 
 
 def decode_frame(data: bytes | memoryview, offset: int = 0) -> tuple[Frame, int]:
-    """Return the frame that starts at `offset`, and the offset behind it.
+    """Return the frame that starts at `offset`, and the offset after it.
 
     Raises:
         FrameError: the bytes end too early (`torn`) or are damaged.

@@ -188,7 +188,7 @@ class JournalTail:
         self.tables = NameTables()
         self._fd = -1
         self._offset = 0
-        self._next_seq = -1  # -1: nobody can say, at the beginning and behind damage
+        self._next_seq = -1  # -1: nobody can say, at the beginning and after damage
 
     def poll(self) -> Iterator[Frame]:
         """Yield new frames, oldest first, then return; never waits."""

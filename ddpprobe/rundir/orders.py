@@ -39,7 +39,7 @@ class Order:
         start, stop: optimizer steps, `stop` not included.
         modules: FQNs without wrapper prefixes; those under suspicion.
         reason: for people, one line.
-        anomaly: the verdict behind it, if it was one.
+        anomaly: the verdict after it, if it was one.
         cause: identity of what is answered: the successor of a killed daemon, which sees everything
             again, answers nothing twice.
 
@@ -186,7 +186,7 @@ class OrderReader:
 
 
 def _append(fd: int, data: bytes) -> bool:
-    """Write an order behind all others, and behind what a killed predecessor left; whole or not."""
+    """Write an order after all others, and after what a killed predecessor left; whole or not."""
     try:
         end = os.fstat(fd).st_size
         if os.pwrite(fd, data, end) < len(data):
@@ -213,7 +213,7 @@ def _open(path: Path) -> int:
 
 
 def _orders(data: bytes) -> Iterator[tuple[Order, int]]:
-    """Yield the orders in `data`, each with the offset behind it; skips what is torn or damaged."""
+    """Yield the orders in `data`, each with the offset after it; skips what is torn or damaged."""
     at = 0
     while at >= 0:
         try:

@@ -365,7 +365,7 @@ def replace_file(
 
     Args:
         path: of the file.
-        parts: of its content, one behind the other.
+        parts: of its content, one after the other.
         made: see `replacing`; its directory is made, too.
         durable: wait until the content is on the disk, before it gets its name.
 

@@ -42,7 +42,7 @@ def exists(pid: object) -> bool:
 
 
 def is_told(*words: str) -> bool:
-    """Return whether a process has these words in its command line, one behind the other."""
+    """Return whether a process has these words in its command line, one after the other."""
     try:
         lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     except (psutil.Error, OSError):

@@ -95,7 +95,7 @@ class MappedSlotFile:
         self.said = b""
 
     def write(self, body: bytes) -> bool:
-        """Replace what it says; False behind `close`."""
+        """Replace what it says; False after `close`."""
         if self._map is None:
             return False
         self._count += 1

@@ -162,7 +162,7 @@ class SpooledJournal(JournalWriter):
         return self.carrier.carry(self._at)
 
     def finish(self) -> bool:
-        """Carry all that is left, and leave nothing in memory; behind `close`. As `carry`."""
+        """Carry all that is left, and leave nothing in memory; after `close`. As `carry`."""
         done = self.carrier.carry()
         self.carrier.close()
         return done

@@ -2,7 +2,7 @@
 
 Whatever torch or the user calls of ours goes through a `Fuse`, and a fuse that has a stopwatch lets
 it time the call: once, whatever of ours is called inside. What it takes to be called at all passes
-before the first look at the clock and behind the second one, in torch as in Python: the stopwatch
+before the first look at the clock and after the second one, in torch as in Python: the stopwatch
 counts the calls, and whoever has measured what one of a kind takes sets `way`.
 """
 

@@ -55,7 +55,7 @@ def address_for_others(listen: str) -> tuple[str, bool]:
 def labels_of(run: str | None, scheme: str) -> dict[str, str]:
     """Return the labels of a target; None: which run it is is not known yet.
 
-    Its run is asked for in the URL as well: behind the end of a run its port may be another's
+    Its run is asked for in the URL as well: after the end of a run its port may be another's
     before Prometheus has read that the target is gone, and that daemon refuses what is not its own.
     """
     labels = {"run": run, f"__param_{RUN_PARAMETER}": run} if run is not None else {}

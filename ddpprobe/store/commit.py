@@ -295,5 +295,5 @@ def encode(document: Mapping[str, Any]) -> bytes:
 
 
 def metadata_last(key: str) -> tuple[int, int, str]:
-    """Order the files of a group: metadata behind all else, the group's own behind the arrays'."""
+    """Order the files of a group: metadata after all else, the group's own after the arrays'."""
     return (key.endswith(GROUP_JSON), -key.count("/") if key.endswith(GROUP_JSON) else 0, key)

@@ -24,7 +24,7 @@ GROUP_JSON = "zarr.json"
 EXPIRED = ":expired"  # among what is consumed: blocks of steps that retention took away
 READ_BYTES = 4 << 20
 MAX_LOG_BYTES = 32 << 20
-MAX_SEARCH_BYTES = 256 << 20  # checksummed in search of a frame behind damaged bytes
+MAX_SEARCH_BYTES = 256 << 20  # checksummed in search of a frame after damaged bytes
 MAX_FILES = 1 << 20  # of a group, of which a reader keeps the list
 Version = tuple[int, int]  # length in bytes, crc32 (zlib)
 

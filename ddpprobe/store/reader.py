@@ -196,7 +196,7 @@ class StoredGroup:
         return [span_of(n) for n, start, _ in self._blocks_of("counts") if gone(start // block)]
 
     def _columns(self) -> Iterator[tuple[NDArray[Any], int, int]]:
-        """Yield steps, first row and row behind the last of a chunk of columns, but lost ones."""
+        """Yield steps, first row and row after the last of a chunk of columns, but lost ones."""
         for start in range(0, self.rows, fmt.COLUMN_CHUNK):
             stop = min(start + fmt.COLUMN_CHUNK, self.rows)
             steps = self._arrays.attempt("step", None, start, stop)
@@ -204,7 +204,7 @@ class StoredGroup:
                 yield steps, start, stop
 
     def _blocks_of(self, array: str, sites: int = 0) -> Iterator[tuple[NDArray[Any], int, int]]:
-        """Yield steps, first row and row behind the last of what is stored together of an array.
+        """Yield steps, first row and row after the last of what is stored together of an array.
 
         Or of a part of it, where so many sites of it are more than one read can hold.
         """

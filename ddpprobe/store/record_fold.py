@@ -204,7 +204,7 @@ class RecordFold:
 
 
 def settled_end(segment: Segment) -> int:
-    """Return the sequence number behind what the writer of a growing segment will not take back.
+    """Return the sequence number after what the writer of a growing segment will not take back.
 
     A table stands before the record that needs it, in one write. If the disk refuses the rest of
     it the table goes again, and its number with it.

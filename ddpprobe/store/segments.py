@@ -93,7 +93,7 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """Sequence number behind the last frame."""
+        """Sequence number after the last frame."""
         return self.frames[-1].seq + 1 if self.frames else 0
 
     @property

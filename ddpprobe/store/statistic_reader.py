@@ -41,7 +41,7 @@ class StatisticReader:
         Args:
             span: first and last step of these rows, to say what is lost.
             start: first row.
-            stop: behind the last one.
+            stop: after the last one.
 
         Returns:
             Arrays [rows, places], [rows, places, COUNTS] and [rows, places, VALUES]; columns that

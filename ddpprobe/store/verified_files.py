@@ -96,7 +96,7 @@ class GroupArrays:
         Args:
             name: of the array.
             start: first row.
-            stop: behind the last one; None: all that are left.
+            stop: after the last one; None: all that are left.
             inner: selects in its other dimensions.
             only: of the last dimension of `counts` or `values`, read these; the others hold `fill`.
 

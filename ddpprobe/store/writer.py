@@ -101,7 +101,7 @@ class StoreWriter:
 
         Args:
             reading: by attempt and rank, the segment that the daemon reads now. It stays with those
-                behind it: what a daemon that lags has not read has been merged by nobody.
+                after it: what a daemon that lags has not read has been merged by nobody.
 
         Raises:
             OSError: the disk is full or failing; what it would take is folded, nothing is lost,
@@ -120,7 +120,7 @@ class StoreWriter:
 
         Args:
             unread: by attempt and rank, the first segment that a later daemon has to read, which
-                stays with those behind it while the rank lives.
+                stays with those after it while the rank lives.
 
         Raises:
             OSError: as `fold`.
@@ -314,7 +314,7 @@ class StoreWriter:
             events.take_life(source, done.events, done.end)
         rows += events.flush(everything=True)
         folded = [n for n in closed if n != growing and all(map(fold.has, done.seqs[n]))]
-        # The newest one may still grow, also behind a seal.
+        # The newest one may still grow, also after a seal.
         self._first[source] = next((n for n in closed if n not in folded), numbers[-1])
         self._whole[source] = closed == folded
         if source.rank is not None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Behind the ranks, on one node: brings into the store what a daemon that was killed has left in its
+# After the ranks, on one node: brings into the store what a daemon that was killed has left in its
 # journals, then prints the verdict. The exit code is that of `ddpprobe anomalies`.
 #
 #     epilog.sh RUN NODES

@@ -141,7 +141,7 @@ def main() -> None:
     probe.close()
     dist.barrier()
     dist.destroy_process_group()
-    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right behind a DDP run
+    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right after a DDP run
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ JOB = Path(__file__).with_name("job.py")
 ROOT = Path(__file__).parents[2]
 ENDS = ROOT / "tests/forked_rank.py"
 Replace = Mapping[str, Callable[[str], str]]  # a path in the stack, and what makes it another
-# `up`, with the files of the package somewhere else: {stack} and the words behind it.
+# `up`, with the files of the package somewhere else: {stack} and the words after it.
 _UP = """\
 import sys
 from pathlib import Path

@@ -28,7 +28,7 @@ printf '%s\n' "${COMPREPLY[@]}"
 
 
 def tab(line: str, cwd: Path) -> set[str]:
-    """Return what bash offers behind a line."""
+    """Return what bash offers after a line."""
     bash = shutil.which("bash")
     assert bash is not None
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

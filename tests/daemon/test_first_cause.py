@@ -110,7 +110,7 @@ def head(tmp_path: Path) -> Head:
 
 
 def follow(head: Head) -> Head:
-    """Return the daemon that goes on behind a killed one."""
+    """Return the daemon that goes on after a killed one."""
     head.journal.close()
     return Head(head._directory)
 

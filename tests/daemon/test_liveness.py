@@ -77,7 +77,7 @@ def test_who_is_reaped_before_a_look_is_known_behind_it(watcher, start) -> None:
 
 
 def test_a_look_that_nobody_takes_any_more_is_over(watcher) -> None:
-    watcher._stopped = True  # as behind a failure of its thread
+    watcher._stopped = True  # as after a failure of its thread
     os.eventfd_write(watcher._wake, 1)
     watcher._thread.join()
     watcher.look()
@@ -161,7 +161,7 @@ def test_a_reused_pid_is_not_taken_for_the_rank(watcher, start, poll) -> None:
 
 
 def test_who_was_alive_behind_a_death_has_a_greater_order(start, poll) -> None:
-    """The second death comes when the first one was taken up, the others behind that, together."""
+    """The second death comes when the first one was taken up, the others after that, together."""
     watcher = ProcessWatcher()
     processes = [start() for _ in range(4)]
     for number, process in enumerate(processes):

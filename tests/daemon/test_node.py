@@ -133,7 +133,7 @@ def test_the_first_dead_rank_is_named_with_its_signal_and_nothing_of_it_is_lost(
     ("end", "how"),
     [
         ({}, []),
-        ({"signal": signal.SIGABRT}, []),  # torch's threads, behind a training that came to its end
+        ({"signal": signal.SIGABRT}, []),  # torch's threads, after a training that came to its end
         ({"exit": 3}, ["exit:3"]),
         ({"status": "exception", "exit": 1}, ["exit:1"]),
         ({"status": "exception", "signal": signal.SIGABRT}, ["SIGABRT"]),
@@ -173,7 +173,7 @@ def test_prometheus_is_told_where_a_daemon_serves_until_it_ends(job, tmp_path, m
     before = directory.stat().st_mtime_ns, (path.parent).stat().st_mtime_ns
     assert job.daemon(linger=0.0).wait(30 * PATIENCE) == 0
     assert before == (directory.stat().st_mtime_ns, (path.parent).stat().st_mtime_ns)
-    # What a killed one left would be scraped in vain, and TargetDown would fire behind the job.
+    # What a killed one left would be scraped in vain, and TargetDown would fire after the job.
     path.write_text(json.dumps([group]))
     os.utime(path, (0, time.time() - RECENT_SECONDS - 1))
     assert job.daemon(linger=600.0).wait(30 * PATIENCE) == 0

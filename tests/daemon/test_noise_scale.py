@@ -1,4 +1,4 @@
-"""The head's gradient noise scale is that of all steps before, also behind a daemon that died."""
+"""The head's gradient noise scale is that of all steps before, also after a daemon that died."""
 
 from __future__ import annotations
 

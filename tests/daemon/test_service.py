@@ -97,7 +97,7 @@ def test_a_daemon_is_the_child_of_the_service_and_comes_back_when_it_is_killed(
         again = wait_for_daemon(run, NODE, 0.0)
         assert again is not None
         assert again["gather"]
-    assert daemon_alive(run, NODE)  # behind the service's end
+    assert daemon_alive(run, NODE)  # after the service's end
 
 
 def test_one_that_is_killed_again_and_again_is_given_up(

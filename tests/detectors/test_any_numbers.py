@@ -1,4 +1,4 @@
-"""No number of a record makes a detector raise, or NumPy warn, behind a quiet past either.
+"""No number of a record makes a detector raise, or NumPy warn, after a quiet past either.
 
 The scalars are all that `records.step` names, and those that `StepRecord` lists. A stream is quiet
 first, so that windows are full, and then each number is now and then one of the extremes.

@@ -114,7 +114,7 @@ def test_numbers_that_are_none_and_steps_that_were_skipped_say_nothing() -> None
 
 
 def clipped(number: int, to: float, scale: float, *, unscaled: bool) -> StepRecord:
-    """A gradient of norm 5 to 9 that is clipped behind the scaler's division, or before it."""
+    """A gradient of norm 5 to 9 that is clipped after the scaler's division, or before it."""
     norm = 5.0 + number % 5
     used = to if unscaled else to / scale
     return record(number, {0: {"grad_norm": norm, USED_NORM: used, "loss_scale": scale}})

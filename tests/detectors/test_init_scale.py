@@ -150,7 +150,7 @@ def test_adam_makes_one_number_of_a_layer_that_begins_at_zero() -> None:
 
 @pytest.mark.parametrize("begun", [0.0, 0.02])
 def test_what_the_first_step_changed_tells_where_a_weight_began(begun: float) -> None:
-    lr = 0.01  # Adam's first step is one learning rate: both may be one number behind it
+    lr = 0.01  # Adam's first step is one learning rate: both may be one number after it
     made = {"l0.weight": torch.full((1, 64), begun - lr), "l0.bias": torch.zeros(1)}
     first = looked_at(0, made)
     numel = made["l0.weight"].numel()

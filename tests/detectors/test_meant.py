@@ -164,12 +164,12 @@ def test_info_and_report_show_what_was_chosen_and_said(
     tails = "grad_spike off, unsampled_spike off, cross_entropy off"
     assert f"detectors: {off}, {tails}, straggler steps=30" in out
     assert "config: lr=0.001, optimizer=<class 'torch.optim.sgd.SGD'>" in out
-    assert "noted behind step 78: harder data" in out
+    assert "noted after step 78: harder data" in out
     main(["info", str(path), "--json"])
     (attempt,) = json.loads(capsys.readouterr().out)["attempts"]
     assert attempt["notes"] == [{"step": 78, "what": "harder data"}]
     shown = dict(facts(gather(open_run(path))))
-    assert shown["noted"] == "harder data (behind step 78)"
+    assert shown["noted"] == "harder data (after step 78)"
     assert shown["config"].startswith("lr=0.001, ")
     assert shown["detectors off"] == (
         "loss_spike, loss_runaway, level_shift, grad_spike, unsampled_spike, cross_entropy"

@@ -44,7 +44,7 @@ def test_a_gradient_that_is_not_known_now_is_not_spoken_of() -> None:
     [
         {"fc__gain": NEVER},  # the module moves
         {"pool__weight": Made(1.0, 0.0, None)},  # unused
-        {"zero__weight": Made(1.0, 0.0, 0.0)},  # behind what begins at zero
+        {"zero__weight": Made(1.0, 0.0, 0.0)},  # after what begins at zero
         {"conv__bias": Made(1.0, 0.0, 1e-8)},  # in front of a norm, alone
         {"norm__weight": Made(1.0, 0.0, 1e-3, "bfloat16")},  # half a number further in 300 steps
         {"norm__weight": Made(1.0, 0.0, 0.0, "bfloat16")},

@@ -216,7 +216,7 @@ def test_a_parameter_that_was_bad_before_the_forward_is_of_the_step_before() -> 
     (page,) = run(looked(5), record(8, state(7), ranks=(0, 1), sampled=False))
     assert (page.step, page.rank, page.kind, page.phase) == (7, 1, "param", "step")
     assert "before the forward of step 8 began" in page.message
-    assert "behind the backward of step 7" in page.message
+    assert "after the backward of step 7" in page.message
     assert "finite at the end of step 5" in page.message
     (page,) = run(looked(7), record(8, state(7), ranks=(0, 1)))
     assert "finite at the end of step 7: born between the two" in page.message

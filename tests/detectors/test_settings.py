@@ -23,7 +23,7 @@ class Told(Detector):
             at length: it goes on.
         three: the last.
 
-    Behind them: nothing of it is a setting.
+    After them: nothing of it is a setting.
     """
 
     name, title = "told", "Told"

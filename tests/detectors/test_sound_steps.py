@@ -1,4 +1,4 @@
-"""What is lower, zero or alike behind a NaN follows from it, and is not told as something else."""
+"""What is lower, zero or alike after a NaN follows from it, and is not told as something else."""
 
 from __future__ import annotations
 

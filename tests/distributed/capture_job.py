@@ -398,7 +398,7 @@ def a_gradient_that_is_each_rank_s_own_is_no_replica(rank: int, world: int) -> N
     refused(own.grad.full, "torch does not tell", ".by_rank()")
     refused(lambda: own.grad.full(tp="replicated"), "not replicated")
     assert own.grad.stats().placement == "unknown"
-    after = seen["down"]  # behind the place where the two meet
+    after = seen["down"]  # after the place where the two meet
     assert after.grad.stats().placement == "replicated"
     agree(after.grad.full(), 2 * after.output.full(), exact=True)
 
@@ -495,7 +495,7 @@ def main() -> None:
         if rank == 0:
             print("ok", name, flush=True)
     dist.destroy_process_group()
-    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right behind a DDP run
+    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right after a DDP run
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 torchrun ... job.py --wrap ddp --out RUN [--bad phase:step:micro:rank:module] [--hash FILE] ...
 
-`--then` between two sets of options trains with one behind the other, in one launch.
+`--then` between two sets of options trains with one after the other, in one launch.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> None:
     for args in every_run:
         train(args, dist.get_rank())
     dist.destroy_process_group()
-    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right behind a DDP run
+    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right after a DDP run
 
 
 def wait_for(path: Path) -> None:

@@ -117,7 +117,7 @@ def main() -> None:
         optimizer.step()
         probe.close()
     dist.destroy_process_group()
-    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right behind a run
+    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right after a run
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Reference:
                 self.reduced[name] = self.reduced.get(name, 0) + parameter.grad / len(groups)
 
     def step(self, rate: float) -> Reference:
-        """Take the first step of SGD: the weights behind it, and what it changes of them."""
+        """Take the first step of SGD: the weights after it, and what it changes of them."""
         for name, before in self._build().named_parameters():
             after = before.detach() - rate * self.reduced[name]
             self._see((name, "param", ""), after)

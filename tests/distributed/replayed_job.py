@@ -136,7 +136,7 @@ def main() -> None:
     origins(out / "whole", "fsdp2", capture=("",))
     origins(out / "frozen", "fsdp2", frozen=True)
     dist.destroy_process_group()
-    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right behind a run
+    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right after a run
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 One run serves most tests here: `launch/train_gpt.py` under DDP, a NaN planted into one rank's
 activation, scraped every second. The fixture gathers what must be seen while it lives; its ranks
-wait for that shortly before the fault and shortly behind it.
+wait for that shortly before the fault and shortly after it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def watch(live: Live, training: Launcher) -> None:
     assert until(prometheus.ready)
     seen = "min(timestamp(ddpprobe_site_rms))"
     assert until(lambda: bool(prometheus.now(seen)))
-    # A range from here on holds values from before the fault, behind which some have none any more:
+    # A range from here on holds values from before the fault, after which some have none any more:
     # a second scrape of them too, as a range is rounded to seconds and leaves out its first moment.
     live.first = prometheus.now(seen)[0][1]
     assert until(lambda: prometheus.now(seen)[0][1] >= live.first + 1)
@@ -108,7 +108,7 @@ def watch(live: Live, training: Launcher) -> None:
     let_go(live.run, HELD[1])
     live.exit_code = training.wait(60)
     live.trained = time.time()
-    # A point a second behind what Prometheus was told of the end.
+    # A point a second after what Prometheus was told of the end.
     finished = "ddpprobe_job_finished offset 2s"
     assert until(lambda: any(v == 1 for _, v in prometheus.now(finished)))
     live.heard = time.time()

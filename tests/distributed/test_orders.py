@@ -59,7 +59,7 @@ def test_a_trigger_and_a_nan_are_captured_and_stop_all_ranks_of_all_nodes_at_the
     )  # fmt: skip
     assert (stop.action, stop.start) == ("stop", capture.stop - 1)
 
-    text = "ddpprobe stopped training behind step {}, as on_anomaly='stop' asks for: nonfinite at "
+    text = "ddpprobe stopped training after step {}, as on_anomaly='stop' asks for: nonfinite at "
     text = text.format(stop.start) + "step 40, rank 1, 2: 1 NaN of 32 elements"
     assert done.returncode != 0
     assert text in done.stderr

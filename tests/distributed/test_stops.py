@@ -57,7 +57,7 @@ for step in range(steps):
     optimizer.step()
     optimizer.zero_grad()
     stop = torch.tensor([float(bool(asked))])
-    dist.all_reduce(stop)  # all ranks stop behind the same step
+    dist.all_reduce(stop)  # all ranks stop after the same step
     if stop:
         break
     if step > 3:

@@ -60,7 +60,7 @@ def start_ranks(
 ) -> list[subprocess.Popen[bytes]]:
     """Four ranks, two a node; rank 2, on the node that is not the head, goes bad at step 30.
 
-    One may be killed (SIGKILL) behind its last step. `networks`: that of each node.
+    One may be killed (SIGKILL) after its last step. `networks`: that of each node.
 
     They begin together: a head waits five seconds for the slowest one, and no machine is that fast.
     """

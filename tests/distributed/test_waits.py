@@ -11,7 +11,7 @@ from ddpprobe.records.step import REDUCE_SECONDS
 from tests.conftest import torchrun_in
 from tests.distributed import waits_job as job
 
-# In the last two the wrapper is put around the model, or the model sharded, behind `install()`.
+# In the last two the wrapper is put around the model, or the model sharded, after `install()`.
 CASES = ("ddp", "fsdp1", "fsdp2", "ddp-behind", "fsdp2-behind")
 RANKS = 3
 

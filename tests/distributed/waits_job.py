@@ -43,7 +43,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 def made(case: str, out: Path) -> tuple[nn.Module, ddpprobe.Probe]:
-    """Return the model as it is called, and the probe on it; some are wrapped behind `install`."""
+    """Return the model as it is called, and the probe on it; some are wrapped after `install`."""
     options = {"run_dir": out / case, "every": 2, "daemon": "none"}
     if case == "fsdp2-behind":
         inner = net()
@@ -83,7 +83,7 @@ def wait_for_others(run: Path, micro: int) -> dict[int, tuple[int, int, str]]:
 
 
 def evaluate(model: nn.Module) -> None:
-    """Which is no step. Behind it wrappers skip once what they would wait for."""
+    """Which is no step. After it wrappers skip once what they would wait for."""
     model.eval()
     with torch.no_grad():
         model(torch.randn(4, 4))

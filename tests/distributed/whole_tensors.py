@@ -1,7 +1,7 @@
 """One captured step under a wrapper, of a model whose numbers are exact in float32.
 
 All values are small whole numbers, so sums do not depend on their order, and what the ranks hold
-must be the unsharded model's tensors bit for bit. `train` runs on the ranks, behind the cases of
+must be the unsharded model's tensors bit for bit. `train` runs on the ranks, after the cases of
 `wrappers_job`; `differences` reads what they left.
 """
 

@@ -1,4 +1,4 @@
-"""One step under each of several wrappers, one behind the other, with and without the probe.
+"""One step under each of several wrappers, one after the other, with and without the probe.
 
 torchrun ... wrappers_job.py OUT CASE [CASE ...]     (OUT/CASE is the run directory of a case)
 
@@ -350,7 +350,7 @@ def main() -> None:
             same[case].append(bare == train(case, out / f"{case}-before", before=True))
     (out / f"same.{dist.get_rank()}").write_text(json.dumps(same))
     dist.destroy_process_group()
-    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right behind a DDP run
+    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right after a DDP run
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ VERDICTS = {
         [raised(0, OWN, how=""), fate(1)], "crashed", [0], "ValueError"),
     "an exception, and its own process told to stop while it fell": (
         [raised(0, OWN, "SIGTERM"), raised(1, GONE, "SIGTERM")], "crashed", [0], "ValueError"),
-    "an exception behind close()": (
+    "an exception after close()": (
         [fate(0, "exit:1", closed=True, error=OWN), raised(1, GONE)], "crashed", [0], "ValueError"),
     "an exit code, its peer by a broken connection": (
         [fate(0, "exit:3"), raised(1, GONE)], "crashed", [0], "exit:3"),
@@ -155,7 +155,7 @@ VERDICTS = {
     "aborted while one was behind that was killed then": (
         [fate(0, "SIGABRT", at(12, "backward"), order=0), fate(1, "SIGKILL", order=1)],
         "crashed", [0], "SIGABRT"),
-    "aborted behind the death of one that was killed": (
+    "aborted after the death of one that was killed": (
         [fate(0, "SIGABRT", at(12, "backward"), order=1), fate(1, "SIGKILL", order=0)],
         "crashed", [1], "SIGKILL"),
     "aborted while nobody was behind, and another one killed then": (
@@ -169,7 +169,7 @@ VERDICTS = {
          raised(2, GONE, "SIGTERM", order=0)], "crashed", [1], "SIGKILL"),
     "killed as far as the others, who were told to stop, seen together": (
         [fate(0, "SIGTERM", order=0), fate(1, "SIGKILL", order=0)], "crashed", [1], "SIGKILL"),
-    "killed behind a time in which all stood still, proven to be the first": (
+    "killed after a time in which all stood still, proven to be the first": (
         [fate(0, "SIGTERM", order=1, stalled=True), fate(1, "SIGKILL", order=0, stalled=True)],
         "crashed", [1], "SIGKILL"),
     "one that left in mid-training, and its peers by broken connections": (
@@ -215,7 +215,7 @@ VERDICTS = {
                               "SIGTERM"),
     "handlers that exit as a shell would say it": (
         [fate(0, "exit:143", closed=True), raised(1, GONE)], "stopped", [], "exit:143"),
-    "the same behind the end of the training": (
+    "the same after the end of the training": (
         [fate(n, "exit:143", at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),
     "the same, as its handler had closed": (
         [fate(n, "exit:143", at(40, "data"), closed=True, handles=True) for n in (0, 1)],
@@ -254,7 +254,7 @@ VERDICTS = {
         [fate(0, "SIGTERM"), raised(1, GONE)], "stopped", [], "SIGTERM"),
     "the same, seen in this order": (
         [fate(0, "SIGTERM", order=0), raised(1, GONE, order=1)], "stopped", [], "SIGTERM"),
-    "a broken connection while all others lived, who were told to stop behind it": (
+    "a broken connection while all others lived, who were told to stop after it": (
         [fate(0, "SIGTERM", order=1), raised(1, NETWORK, order=0), fate(2, "SIGTERM", order=2)],
         "crashed", [1], "DistBackendError"),
     "the same, and one of the others had ended before": (
@@ -272,7 +272,7 @@ VERDICTS = {
     "the same, and Python's answer to SIGINT ended the other": (
         [raised(0, PREEMPTED, order=1), raised(1, GONE, order=0)], "stopped", [],
         "a handler of a signal (Preempted)"),
-    # Left early, or killed behind its last word.
+    # Left early, or killed after its last word.
     "left behind the others, who stood in a later step until they were told to stop": (
         [fate(0, "exit:0", at(5, "data"), closed=True, at_exit=True),
          *(fate(n, "SIGTERM", at(5, "backward"), stalled=True) for n in (1, 2))], "hung", [0],
@@ -280,14 +280,14 @@ VERDICTS = {
     "the same, and nobody stands still": (
         [fate(0, "exit:0", at(5, "data"), closed=True, at_exit=True),
          *(fate(n, "SIGTERM", at(5, "backward")) for n in (1, 2))], "stopped", [], "SIGTERM"),
-    "left where all others stand behind their last step, as for a checkpoint": (
+    "left where all others stand after their last step, as for a checkpoint": (
         [fate(0, "exit:0", at(5, "data"), closed=True, at_exit=True),
          *(fate(n, "SIGTERM", at(6, "data"), stalled=True) for n in (1, 2))], "stopped", [],
         "SIGTERM"),
-    "killed behind close() while others trained on": (
+    "killed after close() while others trained on": (
         [fate(0, "SIGKILL", at(40, "data"), closed=True, order=0),
          fate(1, "SIGTERM", at(40, "data"), order=1)], "crashed", [0], "SIGKILL"),
-    "killed behind close(), as all had closed": (
+    "killed after close(), as all had closed": (
         [fate(0, "SIGKILL", at(40, "data"), closed=True, order=0),
          fate(1, "exit:0", at(40, "data"), closed=True, order=1)], "ended", [], ""),
     "an abort, and one had left behind it": (
@@ -314,7 +314,7 @@ VERDICTS = {
     "all in one place": (
         [fate(n, "SIGTERM", at(12, "backward"), stalled=True) for n in (0, 1)], "hung", [0, 1],
         "hang"),
-    "one behind three others": (
+    "one after three others": (
         [fate(n, clock=at(12, "backward"), stalled=True) for n in (0, 2, 3)]
         + [fate(1, stalled=True)], "hung", [1], "hang"),
     "all stood still, and of one nothing is known": (
@@ -346,7 +346,7 @@ VERDICTS = {
         [*(fate(n, "SIGTERM", at(12, "data"), stalled=True) for n in (0, 1)),
          *(fate(n, clock=at(12, "data")) for n in (2, 3))], "hung", [0, 1, 2, 3], "hang"),
     # In a checkpoint.
-    "a rank that hangs in torch.save, and the others wait behind it": (
+    "a rank that hangs in torch.save, and the others wait after it": (
         [standing(0, waits=True, where="a.py:9 in f (c10d.py:1 in barrier)"),
          standing(1, waits=False, within="torch.save")], "hung", [1], "hang"),
     "two of three ranks in one place, one of them in torch.save": (
@@ -355,7 +355,7 @@ VERDICTS = {
     "one that hangs in a checkpoint of all ranks": (
         [standing(n, waits=not n, within="torch.distributed.checkpoint.save") for n in (0, 1)],
         "hung", [1], "hang"),
-    "a rank that hangs in a checkpoint behind its backward": (
+    "a rank that hangs in a checkpoint after its backward": (
         [fate(0, clock=at(13), stalled=True),
          fate(1, clock=at(12, "backward"), stalled=True,
               stands=Standing("a.py:9 in f", False, at(12, "backward"), "torch.save"))],
@@ -375,7 +375,7 @@ VERDICTS = {
     "the same, and of the one on which it failed nothing is known": (
         [raised(0, RETOLD), Fate(1)], "crashed", [], "CheckpointException"),
     # Killed where all stood still: by who lost patience, or by what takes memory back.
-    "killed in a long checkpoint, and its peer's connection broke behind it": (
+    "killed in a long checkpoint, and its peer's connection broke after it": (
         [raised(0, GONE, clock=at(12, "data"), stalled=True),
          fate(1, "SIGKILL", at(12, "data"), stalled=True,
               stands=Standing("a.py:9 in f", False, at(12, "data"), "torch.save"))],
@@ -401,16 +401,16 @@ VERDICTS = {
     # Nothing to blame anybody for.
     "all closed": (
         [fate(n, "exit:0", at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),
-    "closed, and aborted by a thread of torch behind it": (
+    "closed, and aborted by a thread of torch after it": (
         [fate(0, "SIGABRT", closed=True), fate(1, "exit:0", closed=True)], "ended", [], ""),
     "closed without a daemon": (
         [fate(n, clock=at(40, "data"), closed=True) for n in (0, 1)], "ended", [], ""),
     "came to the end of the interpreter, and nobody saw the exit code": (
         [fate(0, "exit:0", at(40, "data"), closed=True, at_exit=True),
          fate(1, "unknown", at(40, "data"), closed=True, at_exit=True)], "ended", [], ""),
-    "caught behind close(), out of a forward": (
+    "caught after close(), out of a forward": (
         [fate(0, "exit:0", closed=True, error=OWN)], "unknown", [], "exit:0"),
-    "caught behind close(), between two steps, as what ends a training early": (
+    "caught after close(), between two steps, as what ends a training early": (
         [fate(0, "exit:0", at(12, "data"), closed=True, error=OWN)], "ended", [], ""),
     "an exception between two steps, and nobody saw the exit code": (
         [fate(0, "", at(12, "data"), closed=True, error=OWN)], "unknown", [], "ValueError"),
@@ -441,12 +441,12 @@ VERDICTS = {
         [left(0, at(7)), left(1, at(7, "data"))], "stopped", [], "exit:0"),
     "the same, of a rank whose last word was an error": (
         [left(0, at(7)), raised(1, GONE, clock=at(7, "backward"))], "stopped", [], "exit:0"),
-    "ranks that left in different places, one of them behind its forward": (
+    "ranks that left in different places, one of them after its forward": (
         [left(0, at(7, "backward")), left(1, at(7, "data"))], "stopped", [], "exit:0"),
     "who left by sys.exit() out of a handler, as its close() saw": (
         [fate(n, "exit:0", at(7, "data"), closed=True, asked=True) for n in (0, 1)], "stopped",
         [], "exit:0"),
-    "all behind the same forward, by a handler or not": (
+    "all after the same forward, by a handler or not": (
         [left(n, at(7, "backward")) for n in (0, 1)], "unknown", [], "unknown"),
     "all between two steps, by a handler or not": (
         [left(n, at(7, "data")) for n in (0, 1)], "unknown", [], "unknown"),
@@ -454,7 +454,7 @@ VERDICTS = {
         [left(0, at(7, "data")), raised(1, GONE)], "unknown", [], "exit:0"),
     "the same, and a third one was told to stop": (
         [left(0, at(7, "data")), raised(1, GONE), fate(2, "SIGTERM")], "stopped", [], "SIGTERM"),
-    "all in one place behind close(), whatever handlers there are": (
+    "all in one place after close(), whatever handlers there are": (
         [left(n, at(7, "data"), at_exit=False) for n in (0, 1)], "ended", [], ""),
     "all in one place, without a handler": (
         [left(n, at(7, "data"), handles=False) for n in (0, 1)], "ended", [], ""),
@@ -498,7 +498,7 @@ VERDICTS = {
         [fate(n, "unknown", at(40, "data"), beat_closed=True) for n in (0, 1)], "unknown", [],
         "unknown"),
     # Who waited for whom, and who had gone.
-    "one ended behind its last batch, and another waited for it in vain": (
+    "one ended after its last batch, and another waited for it in vain": (
         [fate(0, "exit:0", at(20, "data"), closed=True),
          raised(1, TIMED_OUT, clock=at(20, "backward"))], "crashed", [0], "exit:0"),
     "the same, and it does something else since": (
@@ -513,7 +513,7 @@ VERDICTS = {
     "one behind by its micro-batch alone": (
         [raised(0, TIMED_OUT, clock=at(17, "backward", 3)),
          fate(1, "SIGTERM", at(17, "backward", 1))], "hung", [1], "hang"),
-    "one that waited in a finally, behind an error of its own": (
+    "one that waited in a finally, after an error of its own": (
         [raised(0, TIMED_OUT, clock=at(17, "data")),
          raised(1, replace(TIMED_OUT, behind="ValueError: bad batch at train.py:40 in step"),
                 clock=at(17, "data"))], "hung", [0, 1], "hang"),
@@ -523,7 +523,7 @@ VERDICTS = {
     "one that does something else, while the others stand still as long": (
         [fate(0, clock=at(11, "data"), paused=True), fate(1, clock=at(11, "data"), stalled=True)],
         "hung", [1], "hang"),
-    "one that waited behind its last batch for one that waited for its next": (
+    "one that waited after its last batch for one that waited for its next": (
         [fate(0, "SIGTERM", at(20, "backward")), raised(1, TIMED_OUT, clock=at(20, "data"))],
         "hung", [0, 1], "hang"),
     # An exception of a prompt within the script stays where Python keeps the last one.
@@ -536,10 +536,10 @@ VERDICTS = {
     "ended well to all appearance, each in the middle of another place": (
         [fate(0, "exit:0", at(17, "backward"), closed=True, at_exit=True),
          fate(1, "exit:0", at(17), closed=True, at_exit=True)], "unknown", [], "exit:0"),
-    "ended well, one of them with a forward behind its last step, as all said that it was over": (
+    "ended well, one of them with a forward after its last step, as all said that it was over": (
         [fate(0, "exit:0", at(17, "data"), closed=True), fate(1, "exit:0", at(17), closed=True)],
         "ended", [], ""),
-    "ended well behind the same forward": (
+    "ended well after the same forward": (
         [fate(n, "exit:0", at(17, "backward"), closed=True, at_exit=True) for n in (0, 1)],
         "ended", [], ""),
     "left out of the same forward, where only an exception leads": (
@@ -558,7 +558,7 @@ VERDICTS = {
         [left(n, at(7, "data"), launcher="exit:0") for n in (0, 1)], "unknown", [], "unknown"),
     "the same, and their torchrun was killed, which tells them nothing": (
         [left(n, at(7, "data"), launcher="SIGKILL") for n in (0, 1)], "unknown", [], "unknown"),
-    "no handler ran, and torchrun failed behind an orderly end": (
+    "no handler ran, and torchrun failed after an orderly end": (
         [left(n, at(7, "data"), handles=False, launcher="exit:1") for n in (0, 1)], "ended", [],
         ""),
     "without a goodbye, of a script that handles signals, and torchrun was told to end": (
@@ -690,7 +690,7 @@ def test_a_kill_of_all_that_are_seen_is_as_open_where_other_nodes_are_not_seen()
     end = verdict(*between, *absent, partial=True)
     assert (end.state, end.ranks, end.grave) == ("unknown", (), False), end.message
     assert end.message == (
-        "ranks 0 and 1 ended (SIGKILL) behind step 40 without a last word: nothing says whether "
+        "ranks 0 and 1 ended (SIGKILL) after step 40 without a last word: nothing says whether "
         "training was over; of ranks 2 and 3 nothing is known here"
     )
     end = verdict(*(fate(n, "SIGKILL") for n in (0, 1)), *absent, partial=True)
@@ -741,7 +741,7 @@ def test_who_left_before_a_step_in_which_all_others_stand_is_named_while_it_last
 
 
 def test_who_closed_and_lives_is_waited_for_by_who_is_seen_to_wait_in_a_later_step() -> None:
-    """Its script may train on unseen behind close(), or stand in a barrier that all must reach."""
+    """Its script may train on unseen after close(), or stand in a barrier that all must reach."""
     gone = fate(0, clock=at(5, "data"), closed=True)
     waiting = [
         fate(n, clock=at(5, "backward"), stalled=True,

@@ -111,7 +111,7 @@ class _Rank:
         wrapped = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
         optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
-        # Of its gradients that of the first layer is the last: behind it is the reduction.
+        # Of its gradients that of the first layer is the last: after it is the reduction.
         model[0].weight.register_hook(self.before_reduction)
         auto = "none" if self.plan.daemon == "late" else "auto"
         probe = ddpprobe.install(wrapped, run_dir=self.run, every=self.plan.every, daemon=auto)

@@ -67,7 +67,7 @@ def _of_detail(plan: Plan, end: Mapping[str, Any]) -> tuple[str, str]:
         return WRONG, f"how is {how!r}"
     if plan.rank < 0:
         return RIGHT, ""
-    # Between two steps: behind the one that was ended, or before the one that has not begun.
+    # Between two steps: after the one that was ended, or before the one that has not begun.
     steps = {plan.step, plan.step + {"data": -1, "between": 1}.get(plan.phase, 0)}
     if step is not None and step not in steps:
         return WRONG, f"in step {step}"

@@ -109,7 +109,7 @@ def with_frame(data: bytes, number: int, payload: bytes) -> bytes:
 
 
 def head_of(frame: framing.Frame) -> tuple[Any, bytes]:
-    """Return the JSON of a frame, and the bytes behind it."""
+    """Return the JSON of a frame, and the bytes after it."""
     if frame.type != framing.RECORD:
         return json.loads(frame.payload), b""
     size = int.from_bytes(frame.payload[:4], "little")

@@ -52,7 +52,7 @@ ORIGINS = (
     *(Origin("forward", module, micro=1) for module in ("embed", "blocks.1.down", "head")),
     Origin("forward", "blocks.1"),
     Origin("forward", "blocks.2", micro=1),
-    Origin("forward", "blocks.1.down", "inf"),  # behind `up` tanh would make it finite again
+    Origin("forward", "blocks.1.down", "inf"),  # after `up` tanh would make it finite again
     Origin("forward", "head", "-inf"),
     Origin("forward", "wrap.child"),
     Origin("inplace", "wrap"),

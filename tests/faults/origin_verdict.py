@@ -39,7 +39,7 @@ def truth(plan: Plan) -> Truth:
         case "eps_zero" | "exp_avg":
             phases = ("step",)
         case "param":
-            # Between two steps: behind the one, or in the next one's forward.
+            # Between two steps: after the one, or in the next one's forward.
             phases = ("forward", "step")
         case "buffer":
             # DDP gives rank 0's buffers to all of them.

@@ -62,7 +62,7 @@ def huggingface(out: Path, *, probed: bool) -> tuple[nn.Module, str | None]:
     where: list[str] = []
 
     class Seeded(TrainerCallback):
-        """Seeds behind the loggers: MLflow names a run by `random`, not always as often."""
+        """Seeds after the loggers: MLflow names a run by `random`, not always as often."""
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             seed()
@@ -122,7 +122,7 @@ def lightning(out: Path, *, probed: bool) -> tuple[nn.Module, str | None]:
     given = torch.stack([batch(step) for step in range(STEPS)])
 
     class Seeded(pl.Callback):
-        """Seeds behind the loggers, which are set up first."""
+        """Seeds after the loggers, which are set up first."""
 
         def setup(self, *_: object, **__: object) -> None:
             seed()

@@ -119,7 +119,7 @@ def test_for_an_anomaly_all_workers_raise_behind_one_step_and_fit_says_why(train
     assert step > FAULT
     assert [one["stopped"]["for"] for one in trained.told] == [[FAULT, world - 1]] * world
     assert "fit() raised: " in trained.done.stdout
-    assert "ddpprobe stopped training behind step" in trained.done.stdout
+    assert "ddpprobe stopped training after step" in trained.done.stdout
     run = ddpprobe.open(trained.out / "stopped")
     assert run.info()["state"] == "stopped"  # a stop that was asked for is no crash
     assert {a.detector for a in run.anomalies() if a.level == "page"} == {"nonfinite"}

@@ -50,7 +50,7 @@ JOBS = (
     *(Job("none", 1, "stuck", 1000, probe) for probe in (True, False)),
 )  # fmt: skip
 # What is to be said. Threads of torch's own abort a process whose device has failed, before or
-# behind its last word.
+# after its last word.
 ON_GPU = {"index": "device-side assert|SIGABRT", "memory": "out of memory", "stuck": "a bad batch"}
 DRY = {"index": "out of range", "memory": "out of memory", "stuck": "a bad batch"}
 
@@ -107,7 +107,7 @@ def raised(log: Path) -> float:
 
 
 def ended(log: Path) -> float:
-    """Return when the launcher wrote the last line, behind the death of the rank."""
+    """Return when the launcher wrote the last line, after the death of the rank."""
     return log.stat().st_mtime
 
 

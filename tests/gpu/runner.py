@@ -1,4 +1,4 @@
-"""Runs each part in a process of its own, and goes on behind whatever kills or hangs it."""
+"""Runs each part in a process of its own, and goes on after whatever kills or hangs it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Setting:
         precision: "" (float32), "bf16" (autocast), "fp16" (autocast and a GradScaler) or "fp64".
         remat: whether the blocks are checkpointed.
         mode: of `torch.compile`; "" does not compile.
-        graphed: "part" replaces a block by CUDA graphs before `install`, "whole" the model behind.
+        graphed: "part" replaces a block by CUDA graphs before `install`, "whole" the model after.
         streams: whether every block does half of its work on a stream of its own.
     """
 

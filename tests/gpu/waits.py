@@ -26,7 +26,7 @@ def cases() -> dict[str, Case]:
 
 
 def no_wait(setting: Setting, context: Context) -> None:
-    """Whatever makes the host wait raises, from the first step behind `install` on.
+    """Whatever makes the host wait raises, from the first step after `install` on.
 
     Where torch itself waits in the first steps (buckets, compilation) it is the third.
     """

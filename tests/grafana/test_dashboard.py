@@ -113,7 +113,7 @@ def test_names_of_many_runs_hide_no_graph() -> None:
         assert panel["options"]["tooltip"]["mode"] == "multi"
         assert "for the names" in panel["description"]
         names = [t["legendFormat"] for t in panel["targets"] if "{{" in t["legendFormat"]]
-        assert names == ["{{run}} ({{job}})"]  # what is cut off is cut off behind
+        assert names == ["{{run}} ({{job}})"]  # what is cut off is cut off after
 
 
 @pytest.mark.parametrize("board", BOARDS)

@@ -49,7 +49,7 @@ def test_each_section_says_what_was_measured_once_however_often_it_is_made() -> 
     assert told(page, read(TABLE)) == page
     one, three = re.findall(r"^\*\*Measured\*\* .*$", page, re.MULTILINE)
     assert "`one`: of 54 runs with a fault that it is meant for it was the first to find 53" in one
-    assert "(median 2 steps behind it, 90 % within 19), and 54 were found" in one
+    assert "(median 2 steps after it, 90 % within 19), and 54 were found" in one
     assert "in 7 healthy runs it paged in 0 and warned in 1; `two`: of 8 runs" in one
     assert "the first to find 0, and 5 were found" in one
     assert "`three`: not yet" in three

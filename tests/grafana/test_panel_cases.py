@@ -33,7 +33,7 @@ LOST = f'ddpprobe_first_cause_info{{{TARGET},detector="rank_lost",step="412"'
 LOST_AT = {f"ddpprobe_first_cause_timestamp_seconds{{{TARGET}}}": "_x41 615x159"}
 FAILURE = f"ddpprobe_first_failure_timestamp_seconds{{{TARGET}"
 KILLED = {f'{FAILURE},rank="3",signal="SIGKILL"}}': "_x41 614x159"}
-# And behind two minutes another attempt, of the same daemon.
+# And after two minutes another attempt, of the same daemon.
 RESTARTED = {
     f'ddpprobe_job_state{{{TARGET},state="running"}}': "1x40 stale _x8 1x150",
     f'ddpprobe_job_state{{{TARGET},state="crashed"}}': "_x41 1x8 stale",
@@ -167,7 +167,7 @@ def test_one_of_two_ranks_is_measured_by_the_other_one(tmp_path: Path) -> None:
 
 
 def test_a_short_end_is_seen_in_a_long_time_by_tiles_of_any_width(tmp_path: Path) -> None:
-    """A daemon serves the end of a run for two minutes, and nothing is there behind it."""
+    """A daemon serves the end of a run for two minutes, and nothing is there after it."""
     short = {name: v.replace("159", "6 stale") for name, v in CRASHED.items()}
     up = f'ddpprobe_rank_up{{{TARGET},rank="3"}}'
     steps = f'ddpprobe_steps_total{{{TARGET},rank="3"}}'

@@ -74,7 +74,7 @@ class Cell:
 
     @property
     def inplace(self) -> bool:
-        """Whether ReLUs work in place; torch refuses that behind a ColwiseParallel Linear."""
+        """Whether ReLUs work in place; torch refuses that after a ColwiseParallel Linear."""
         return self.wrapper not in TP
 
     @property

@@ -1,4 +1,4 @@
-"""Starts the worker on as many ranks as cells need, and again behind a cell that broke it."""
+"""Starts the worker on as many ranks as cells need, and again after a cell that broke it."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Loop:
                     self._evaluate(number)  # FSDP1 would go on with this pass's weights
             self._optimize()
         self._zero()
-        # Behind an eval pass FSDP1's parameters are whole: what was kept would not fit them.
+        # After an eval pass FSDP1's parameters are whole: what was kept would not fit them.
         if self.cell.loop == "eval" and not (self.cell.wrapper in FSDP1 and number >= STEPS - 1):
             self._evaluate(number)
         with torch.no_grad():

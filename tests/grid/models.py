@@ -34,7 +34,7 @@ class Spot(nn.Module):
     """Returns its input; `add` or `factor` set to NaN spoils its output, or its input's gradient.
 
     They are plain attributes: buffers would be broadcast by DDP and moved by FSDP. `by_hook` does
-    it without an autograd function of our own: behind a stranger's function nobody can tell how a
+    it without an autograd function of our own: after a stranger's function nobody can tell how a
     tensor lies over a tensor-parallel group.
     """
 

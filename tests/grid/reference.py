@@ -199,7 +199,7 @@ class Reference:
                 self.see((name, "buffer", ""), buffer)
 
     def _see_weights(self, replica: Replica, before: list[Tensor]) -> None:
-        """Keep the weights behind the step, and what it has changed of them."""
+        """Keep the weights after the step, and what it has changed of them."""
         names = [name for name, _ in replica.model.named_parameters()]
         for name, old, new in zip(names, before, replica.masters, strict=True):
             if name in self._chosen:

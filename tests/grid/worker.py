@@ -45,7 +45,7 @@ def main() -> None:
         if outcome is not None:
             _append(results, outcome)
     dist.destroy_process_group()
-    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right behind a DDP run
+    time.sleep(0.5)  # torch with gloo aborts now and then when it exits right after a DDP run
 
 
 def _append(results: Path, outcome: Outcome) -> None:

@@ -140,7 +140,7 @@ def assert_same(
     assert [run.info()[fact] for fact in facts] == [own.info()[fact] for fact in facts]
     assert rank == run.info()["world_size"] - 1
     for one in range(run.info()["world_size"]):
-        # Behind the fault the daemon may have steps captured, as soon as it has heard of it.
+        # After the fault the daemon may have steps captured, as soon as it has heard of it.
         seen, expected = (
             [
                 (r.step, r.sampled, sorted((s.fqn, s.kind) for s in r.sites))

@@ -29,7 +29,7 @@ Tried with {versions}.
 - **training**: *identical*: the bits of losses, parameters, buffers, optimizer state and random
   states, with the probe and without it, on every rank.
 - **sites**: tensors that passed a hook in a step: outputs of modules, gradients with respect to
-  them, gradients of parameters before and after the reduction, parameters behind the step, and
+  them, gradients of parameters before and after the reduction, parameters after the step, and
   what the step changed of them.
 - **rows**: how many rows of the {steps} steps, merged over the ranks, were compared with plain
   torch hooks in a process that has not imported ddpprobe: the counts (elements, NaN, +Inf, -Inf,

@@ -1,4 +1,4 @@
-"""Backwards in whatever order: the micro-batch of a bad gradient, and what `.grad` holds behind."""
+"""Backwards in whatever order: the micro-batch of a bad gradient, and what `.grad` holds after."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Model(nn.Module):
 def train(path: Path, order: str, bad: tuple[int, int], *, again: bool = False) -> tuple[int, ...]:
     """Train with several forwards in a step; return the step and micro-batch of the page.
 
-    `order`: of their backwards, "each" behind its own forward, or one of their "sum".
+    `order`: of their backwards, "each" after its own forward, or one of their "sum".
     """
     torch.manual_seed(0)
     model = Model(again=again)

@@ -225,7 +225,7 @@ def test_what_a_device_takes_of_a_sampled_step_says_nothing_of_the_others() -> N
 
 
 def test_what_the_disk_thread_carries_is_a_part_of_what_sampling_costs() -> None:
-    """It does so in the steps behind a sampled one."""
+    """It does so in the steps after a sampled one."""
     meter = CostMeter()
     for step in range(60):
         sampled = not step % 10

@@ -136,7 +136,7 @@ def test_a_compiled_part_of_the_loop_is_recorded_as_the_same_in_python(
     plain = Trained(tmp_path / "python", loop, compiled=False)
     assert probed.bits == alone.bits
     assert probed.graphs == alone.graphs
-    assert probed.breaks <= alone.breaks + 2  # a call of ours in front of the optimizer, one behind
+    assert probed.breaks <= alone.breaks + 2  # a call of ours in front of the optimizer, one after
     assert "ddpprobe" not in said
     assert "recompile" not in said
     assert probed.steps == plain.steps == [0, 3, 6]
@@ -160,7 +160,7 @@ class Plain(torch.optim.Optimizer):
 
 @pytest.fixture
 def said_anew() -> Iterator[None]:
-    """What is said once in a process is said to this test, and not to those behind it."""
+    """What is said once in a process is said to this test, and not to those after it."""
     dynamo._say_unheard.cache_clear()
     yield
     dynamo._say_unheard.cache_clear()

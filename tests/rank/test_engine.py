@@ -27,7 +27,7 @@ def net() -> nn.Sequential:
 
 
 class Partitioned:
-    """As ZeRO-2 does: `.grad` is gone behind each backward, and the optimizer has a flat copy."""
+    """As ZeRO-2 does: `.grad` is gone after each backward, and the optimizer has a flat copy."""
 
     wrapper = "zero2"
 

@@ -1,4 +1,4 @@
-"""A number belongs to the step whose loop pass logs it, also behind `optimizer.step()`."""
+"""A number belongs to the step whose loop pass logs it, also after `optimizer.step()`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train(
     probe: ddpprobe.Probe, model: nn.Module, place: str, steps: int,
     more: Callable[[int], None] = lambda _: None,
 ) -> dict[int, float]:  # fmt: skip
-    """Log behind `place` of each step; returns the true losses. `more` runs at the very end."""
+    """Log after `place` of each step; returns the true losses. `more` runs at the very end."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: dict[int, float] = {}
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""Behind an exception of the main thread the last word does not wait for threads that go on."""
+"""After an exception of the main thread the last word does not wait for threads that go on."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def test_training_of_a_thread_that_goes_on_is_recorded_to_its_end(
 @pytest.mark.parametrize(
     ("how", "threads", "lingers"),
     [
-        ("", ("a",), ", behind which it waited for thread a"),
-        ("unknown", ("a",), ", behind which it waited for thread a"),
+        ("", ("a",), ", after which it waited for thread a"),
+        ("unknown", ("a",), ", after which it waited for thread a"),
         ("SIGTERM", ("a", "b"), ", and its process did not end: it waited for threads a, b"),
         ("exit:1", ("a",), ""),
         ("", (), ""),

@@ -304,7 +304,7 @@ def test_a_loader_s_worker_that_was_told_to_end_with_its_script_was_asked_for() 
         return describe(caught(raising)).asked
 
     def flag(*_: object) -> None:
-        """Note that the training is to end behind this step."""
+        """Note that the training is to end after this step."""
 
     before = signal.signal(signal.SIGTERM, flag)
     try:

@@ -49,7 +49,7 @@ class Gan:
         clean: when the critic's gradients are thrown away: "before" its forward, "between" its
             forward and its backward, "behind" its step, or "frozen": the generator's pass leaves
             none, as the critic's `requires_grad` is False in it.
-        detached: the generator's forward for the critic is one with gradients, cut off behind it.
+        detached: the generator's forward for the critic is one with gradients, cut off after it.
     """
 
     def __init__(self, clean: str = "before", *, detached: bool = False) -> None:
@@ -482,7 +482,7 @@ X = torch.ones(BATCH, 4)
 class PenalizedGan(Gan):
     """The critic's loss has a gradient penalty: a gradient through the critic, in its forward.
 
-    Its gradients are thrown away behind the penalty ("late"), or before the forwards ("before").
+    Its gradients are thrown away after the penalty ("late"), or before the forwards ("before").
     """
 
     def critic_step(self) -> None:

@@ -98,7 +98,7 @@ def test_a_backward_that_raised_is_over_where_the_next_forward_begins() -> None:
         ([1], 0, True),  # one backward through both forwards
         ([0, 1], 0, True),
         ([0, 1], 1, True),
-        ([1, 1], 0, False),  # two of them, behind both forwards
+        ([1, 1], 0, False),  # two of them, after both forwards
         ([1, 1], 1, False),
         ([], 0, False),
     ],

@@ -198,7 +198,7 @@ def test_closing_leaves_no_thread_and_no_descriptor(
     before = open_files(), threading.active_count()
     for dead in (False, True):
         peers.watcher.start({0: found[0]} if dead else found)
-        peers.watcher.go_on()  # as behind a fork of which it has not heard before
+        peers.watcher.go_on()  # as after a fork of which it has not heard before
         assert threading.active_count() == before[1] + 1
         (thread,) = [t for t in threading.enumerate() if t.name == "ddpprobe peers"]
         assert thread.daemon  # no script waits for it

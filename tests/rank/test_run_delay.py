@@ -52,7 +52,7 @@ def test_it_grows_while_another_process_has_the_core(delay: RunDelay) -> None:
 def test_it_does_not_grow_while_the_thread_itself_waits(delay: RunDelay) -> None:
     before, began = delay.seconds(), time.monotonic()
     time.sleep(0.2)
-    # Behind its sleep it may have to wait for a core, on a busy machine for longer than it slept.
+    # After its sleep it may have to wait for a core, on a busy machine for longer than it slept.
     assert 0 <= delay.seconds() - before <= time.monotonic() - began - 0.2
 
 

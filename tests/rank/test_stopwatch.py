@@ -303,7 +303,7 @@ def test_the_disk_threads_own_time_is_known_and_outlives_the_thread() -> None:
 def test_a_record_tells_its_own_step_and_what_writing_the_last_one_took(
     job, clock, monkeypatch
 ) -> None:
-    """Ten seconds behind each record, one in each heartbeat; the disk thread took 100 more."""
+    """Ten seconds after each record, one in each heartbeat; the disk thread took 100 more."""
     training = job(every=4)
     disk_thread = training.probe._joined.record_files.disk_thread
     disk_thread.tell_cpu = lambda _: None  # but what is told below

@@ -97,7 +97,7 @@ def test_a_nan_of_the_teacher_is_told_before_the_students(every: int, tmp_path: 
 
 
 class Other(Distilling):
-    """A loop that asks the teacher behind the student, and lets it follow as a moving average."""
+    """A loop that asks the teacher after the student, and lets it follow as a moving average."""
 
     def learn(self, seed: int) -> None:
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))

@@ -50,7 +50,7 @@ def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def sharpness_aware(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Weights are moved by a first gradient, and moved back behind a second one."""
+    """Weights are moved by a first gradient, and moved back after a second one."""
     backward(model)
     moved = [(p, 0.05 * p.grad) for p in model.parameters()]
     with torch.no_grad():

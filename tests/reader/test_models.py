@@ -64,7 +64,7 @@ def firsts(home: Path) -> list[tuple[str, int]]:
             (bad("backward"), {PASS_OF_BAD: 33.0 + 2**-10}),
             ["a"],
         ),
-        # The loss of b lies before the backward that comes to both, and behind the forward of a.
+        # The loss of b lies before the backward that comes to both, and after the forward of a.
         (
             (bad("backward"), {PASS_OF_BAD: 33.0}),
             (bad("backward"), {PASS_OF_BAD: 33.0 + 2**-10, "loss": math.nan}),
@@ -75,7 +75,7 @@ def firsts(home: Path) -> list[tuple[str, int]]:
             (bad("backward"), {PASS_OF_BAD: 33.0, "loss": math.nan}),
             ["a"],
         ),
-        # The loss of a is of its own pass, behind the lent one.
+        # The loss of a is of its own pass, after the lent one.
         (
             (bad("backward"), {PASS_OF_BAD: 33.0, "loss": math.nan, LENT: 1.0}),
             (bad("backward"), {PASS_OF_BAD: 33.0 + 2**-10, "loss": math.nan}),

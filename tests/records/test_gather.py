@@ -433,7 +433,7 @@ def test_what_overlaps_others_is_counted_each_time_and_what_says_no_more_is_not(
         gather.add(merge_all([full(1, 3), full(2, 3)]), 0.0)  # whose are the numbers of rank 1?
     assert gather.late == 2
     gather.add(full(3, 3), 0.0)
-    gather.add(alarm(3, 3), 0.0)  # behind the whole of it
+    gather.add(alarm(3, 3), 0.0)  # after the whole of it
     assert gather.late == 2
 
 

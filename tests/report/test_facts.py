@@ -63,7 +63,7 @@ def test_each_attempt_that_differs_is_named_the_newest_first(tmp_path: Path) -> 
 def test_where_all_attempts_say_the_same_none_is_named(tmp_path: Path) -> None:
     told = shown(tmp_path / "run", ("straggler",), ("straggler",), notes=((-1, "a"), (3, "b")))
     assert told["detectors off"] == "straggler"
-    assert told["noted"] == "a (before the first step), b (behind step 3)"
+    assert told["noted"] == "a (before the first step), b (after step 3)"
     assert "detectors off" not in shown(tmp_path / "other", (), ())
 
 

@@ -109,7 +109,7 @@ def test_what_was_found_behind_the_backward_is_not_laid_to_the_optimizer_nor_a_m
 ):
     weight = replace(PAGE, module="a.b.weight", kind="param", phase="step")
     found = judge(story(weight))
-    where = "parameter a.b.weight on rank 0 at step 3, behind the backward pass"
+    where = "parameter a.b.weight on rank 0 at step 3, after the backward pass"
     assert found.headline == f"First non-finite tensor: {where}"
     assert found.findings[0].where.micro is None
 

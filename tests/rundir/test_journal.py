@@ -246,7 +246,7 @@ def test_no_acknowledged_record_is_lost_to_kill_9(tmp_path: Path, draw: int) -> 
 def test_a_long_frame_torn_by_a_full_disk_leaves_nothing_behind_a_shorter_one(
     tmp_path, monkeypatch
 ) -> None:
-    """What is written next is shorter: bytes of the torn frame behind it would be damage."""
+    """What is written next is shorter: bytes of the torn frame after it would be damage."""
     writer = JournalWriter(tmp_path / "j", {})
     assert writer.append_json(framing.SAMPLE, {"step": 0})
     disk = FullDisk(4000)

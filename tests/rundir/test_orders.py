@@ -211,7 +211,7 @@ def test_a_stop_is_raised_behind_its_step_and_names_the_verdict(rank) -> None:
         rank.go(10, 10)
     assert (stopped.value.step, stopped.value.anomaly) == (10, FOUND)
     assert str(stopped.value) == (
-        "ddpprobe stopped training behind step 10, as on_anomaly='stop' asks for: nonfinite at "
+        "ddpprobe stopped training after step 10, as on_anomaly='stop' asks for: nonfinite at "
         "step 3, rank 0, blocks.1.mlp: 3 NaN in blocks.1.mlp"
     )
     assert isinstance(stopped.value, RuntimeError)

@@ -87,7 +87,7 @@ def hostile() -> list[bytes]:
 
 
 def journal(directory: Path, payloads: list[bytes]) -> Path:
-    """Put frames behind what a journal holds."""
+    """Put frames after what a journal holds."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "00000000.wal"
     data = path.read_bytes() if path.exists() else b""

@@ -35,7 +35,7 @@ NEVER = b"\xff" * 16  # how a Zarr shard's index says that an inner chunk was no
 
 @dataclass(frozen=True)
 class Drawn:
-    """A run: of each step its sites, how many ranks, and behind which steps it is folded."""
+    """A run: of each step its sites, how many ranks, and after which steps it is folded."""
 
     widths: tuple[int, ...]
     ranks: int = 1

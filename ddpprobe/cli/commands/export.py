@@ -149,7 +149,7 @@ def _noted(facts: dict[str, Any]) -> dict[str, Any]:
     if facts.get("moved"):
         complain(
             f"ddpprobe: {facts['moved']} of {facts['moments']} moments were not later than the one "
-            "before; they stand right behind it"
+            "before; they stand right after it"
         )
     return facts
 

@@ -82,7 +82,7 @@ def _said(attempt: dict[str, Any]) -> Iterator[str]:
     if attempt["config"]:
         yield f"config: {', '.join(f'{plain(k)}={plain(v)}' for k, v in attempt['config'].items())}"
     for note in attempt["notes"][:MOST_NOTES]:
-        where = f"behind step {note['step']}" if note["step"] >= 0 else "before the first step"
+        where = f"after step {note['step']}" if note["step"] >= 0 else "before the first step"
         yield f"noted {where}: {plain(note['what'])}"
     if len(attempt["notes"]) > MOST_NOTES:
         yield f"and {len(attempt['notes']) - MOST_NOTES} notes more: --json has them all"

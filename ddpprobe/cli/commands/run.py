@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise RunError(f"nothing to run: put the job behind the options, such as {EXAMPLE}")
+        raise RunError(f"nothing to run: put the job after the options, such as {EXAMPLE}")
     _check(args)
     paths = [str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])]
     job = {

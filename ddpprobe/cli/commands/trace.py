@@ -327,7 +327,7 @@ def plot(curves: Iterable[Curve], title: str, narrow: str) -> str:
 
 
 def _flowing(names: Iterable[str], width: int) -> list[list[str]]:
-    """Lay names out in lines of so many columns, each behind the mark of its curve."""
+    """Lay names out in lines of so many columns, each after the mark of its curve."""
     lines: list[list[str]] = []
     left = -1
     for name in names:

@@ -1,7 +1,7 @@
 """The hooks of a capture: on the model while it is open, and never in the way.
 
 A forward hook in front of all others sees DTensors before a tensor-parallel module makes them
-local; one behind all others takes what the module returns. Gradients come through tensor hooks on
+local; one after all others takes what the module returns. Gradients come through tensor hooks on
 the outputs. Every hook returns None and enters through the fuse.
 """
 

@@ -134,7 +134,7 @@ def _bytes(number: int) -> str:
 
 
 def _scaled(number: float, prefixes: str, base: int) -> str:
-    """Return a number with the prefix of its size, behind which a unit may follow: 1.23 M."""
+    """Return a number with the prefix of its size, after which a unit may follow: 1.23 M."""
     shown = float(number)
     for prefix in ("", *prefixes):
         if shown < base or prefix == prefixes[-1]:

@@ -1,7 +1,7 @@
 """The hooks of a captured step: each call of a chosen module, its tensors and its surroundings.
 
 Inputs are copied before the call, since the module may change them in place. Outputs are copied by
-a hook behind all others, gradients by a tensor hook on the outputs, as in `eager`. What activation
+a hook after all others, gradients by a tensor hook on the outputs, as in `eager`. What activation
 checkpointing recomputes in the backward is the same call, and only tells its gradients.
 """
 
@@ -267,7 +267,7 @@ class CallHooks:
             return parts.over_tensor_group(self._topology, shape)
         replica = spec["kind"] == "dtensor" and all(a[0] == REPLICATE for a in spec["axes"])
         if replica and kind == "grad_output" and not alike:
-            return OWN  # a rank's gradient of it has become its own behind it
+            return OWN  # a rank's gradient of it has become its own after it
         return spec
 
 

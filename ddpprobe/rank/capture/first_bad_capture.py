@@ -85,7 +85,7 @@ class FirstBadCapture:
                     self._await_gathering(fqn, unit)
 
     def end_step(self, *, scaled: bool) -> None:
-        """At the end of a sampled step: what comes behind a bad one is bad because of it.
+        """At the end of a sampled step: what comes after a bad one is bad because of it.
 
         So it is where another rank's gradient was bad, but for a scaler, which skips such a step.
         """
@@ -133,7 +133,7 @@ class FirstBadCapture:
     def _keep_gathered(self, fqn: str, unit: nn.Module, args: object, output: object) -> None:
         """Copy what an FSDP2 unit has gathered, if it is to be kept: in front of FSDP's own hook.
 
-        That one frees it, before the rows of the unit's outputs are made behind all other hooks.
+        That one frees it, before the rows of the unit's outputs are made after all other hooks.
         """
         if torch_private.in_backward() or self._clock.evaluating:
             return
@@ -145,7 +145,7 @@ class FirstBadCapture:
     def _await_gathering(self, fqn: str, unit: nn.Module) -> None:
         """Hang a hook on a unit for what may have to be kept when it is gathered the next time.
 
-        That is in its backward, behind FSDP's hooks on its outputs, in its recomputation, or in the
+        That is in its backward, after FSDP's hooks on its outputs, in its recomputation, or in the
         forward of another micro-batch: until the optimizer's step the parameters are the same.
         """
         complete = CopySafeObserver(

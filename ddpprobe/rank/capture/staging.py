@@ -55,7 +55,7 @@ class StagedTensor:
 
 @final
 class _Block:
-    """Pinned memory, and what is in it: pieces of tensors, one behind the other."""
+    """Pinned memory, and what is in it: pieces of tensors, one after the other."""
 
     __slots__ = ("arrivals", "memory", "pieces", "used")
 

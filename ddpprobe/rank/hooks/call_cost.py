@@ -1,4 +1,4 @@
-"""What it takes to be called at all, which passes before and behind what a stopwatch can see.
+"""What it takes to be called at all, which passes before and after what a stopwatch can see.
 
 A module that has a hook is called by a longer way through torch, autograd makes a Python object of
 a gradient for a hook, and Python enters our wrappers. All of it is measured once, in a millisecond

@@ -2,7 +2,7 @@
 
 The first bad output of a step is the first that the hooks see. If the module was given something
 bad, then the code between two modules may have made it, or the data were so: the input is told
-instead. It is read only where an output is bad, and behind the call, so that a module which writes
+instead. It is read only where an output is bad, and after the call, so that a module which writes
 into its input is not told from the code before it. On a device nothing is read for that: there it
 is known only whether the input is a tensor that has a row.
 """

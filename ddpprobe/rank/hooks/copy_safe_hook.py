@@ -5,7 +5,7 @@ would break `torch.save(model)` and make an EMA copy report into the probe. A `C
 becomes a harmless standard-library callable when its model is copied or pickled: the copy needs no
 ddpprobe.
 
-On a module that is compiled itself a copy-safe hook runs as plain Python, before or behind the
+On a module that is compiled itself a copy-safe hook runs as plain Python, before or after the
 graph. On a module *inside* a graph it would be traced, and a Python side effect there recompiles
 the graph on every call (measured): so it does nothing there, and `compiled.Resident` stands in for
 it.

@@ -80,7 +80,7 @@ def stay_local(topology: Topology) -> bool:
 
 
 class UsedNorms:
-    """The norm of the gradients as the optimizers of a step are given them: behind any clipping.
+    """The norm of the gradients as the optimizers of a step are given them: after any clipping.
 
     Each optimizer is asked for its own when its `step` begins, as another may have none left by
     then, or none yet. On the device of the gradients; nobody waits.

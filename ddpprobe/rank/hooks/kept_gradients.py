@@ -46,7 +46,7 @@ class BackwardHook:
 
 @final
 class KeptGradients:
-    """Looks at some gradients as the first backward of a step begins, and again behind it.
+    """Looks at some gradients as the first backward of a step begins, and again after it.
 
     Only what that has added to counts: a loop may give `.grad` another tensor, and never look at
     the old one. And only what an optimizer took that has stepped in the step before.

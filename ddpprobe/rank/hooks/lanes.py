@@ -41,7 +41,7 @@ class Lane(Protocol):
         """
 
     def fence(self) -> None:
-        """Let what is sent from now on come behind what the current stream has been given."""
+        """Let what is sent from now on come after what the current stream has been given."""
 
     def send(self, source: Tensor, host: Tensor) -> Arrival | None:
         """Copy beside the current stream what was there at a `fence` and will not change.

@@ -54,7 +54,7 @@ class RootHooks:
             come.
         gradient: called when the gradient of one of these arrives, inside the backward, with the
             micro-batch of `follow`; from inside a graph with None.
-        act: called behind `begins` outside of the fuse, and not from inside a graph.
+        act: called after `begins` outside of the fuse, and not from inside a graph.
         raised: called with the exception that ends a training forward.
 
     Attributes:

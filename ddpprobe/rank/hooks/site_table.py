@@ -12,7 +12,7 @@ from ddpprobe.records.step import KINDS, Site
 
 # Each record tells all sites. A model whose outputs are named anew at each call (`f"image_{n}"`)
 # would make journal, store and every step grow for as long as it trains.
-MOST_LATE = 64  # leaves of an (fqn, kind) that come behind the step in which its first one came
+MOST_LATE = 64  # leaves of an (fqn, kind) that come after the step in which its first one came
 OTHERS = "..."  # the leaf that stands for all others
 
 

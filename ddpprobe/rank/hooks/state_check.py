@@ -1,6 +1,6 @@
 """Is what a step leaves behind finite: parameters, buffers, and the optimizer's state?
 
-Looked at once behind the optimizer on each sampled step. A fault that is born there shows in the
+Looked at once after the optimizer on each sampled step. A fault that is born there shows in the
 next forward, where every module looks guilty: so when a forward goes bad, the parameters are looked
 at then and there, and if they were bad before it, the step before is told.
 """
@@ -29,7 +29,7 @@ class Looks:
     """The looks of one sampled step, which may still be on their way to the host.
 
     `before`: at the parameters, before the forward; only where the step before was not looked at
-    and the host cannot look when it must. `after`: at everything, behind the optimizer; None if
+    and the host cannot look when it must. `after`: at everything, after the optimizer; None if
     the step never came so far. `last` are the step and micro-batch that ended before it.
     """
 
@@ -57,7 +57,7 @@ class Looks:
 
 @final
 class StateCheck:
-    """Finds what is non-finite behind a step, and tells each tensor once.
+    """Finds what is non-finite after a step, and tells each tensor once.
 
     An infinity without a NaN that a buffer or a frozen parameter had when it was first looked at (a
     mask) is how it is meant to be: that name may have infinities from then on.
@@ -108,7 +108,7 @@ class StateCheck:
         if not told or torch_private.in_functorch():
             return
         there = self._parameters.tensors()
-        # The first that is still bad ends it: behind a fault that stays this is all of its cost.
+        # The first that is still bad ends it: after a fault that stays this is all of its cost.
         if all(is_finite(there[key]) for key in told if key in there):
             for key in told:
                 del self._told[key]
@@ -171,7 +171,7 @@ class StateCheck:
         return min(found, key=lambda bad: bad.place, default=None)
 
     def _born(self, looks: Looks) -> FirstBad | None:
-        """Tell what is bad behind a step and was not told; forget what is finite again."""
+        """Tell what is bad after a step and was not told; forget what is finite again."""
         assert looks.after is not None  # noqa: S101  (the caller has asked)
         self._learn(looks.after)
         bad = {one.key: one for one in looks.after.bad() if not self._is_meant(one)}

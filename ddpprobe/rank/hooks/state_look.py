@@ -1,6 +1,6 @@
 """One look at many tensors together: is any of them non-finite, and which?
 
-Where the host can read them, small ones of one row shape are put behind each other and added up at
+Where the host can read them, small ones of one row shape are put after each other and added up at
 once, as in `Sweep`; a closer look follows only where a sum is not finite. On a device the largest
 magnitude of each is taken by one pass over all, and sent to the host beside the training.
 """

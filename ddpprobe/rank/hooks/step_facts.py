@@ -126,7 +126,7 @@ def _decay_of(group: Mapping[str, Any]) -> float | None:
 def add_stale_units(topology: Topology, rows: StepRows) -> None:
     """Before a forward: add how many units of FSDP2 will compute with the weights of a step before.
 
-    What is still gathered by now was gathered behind the optimizer, by the script, or before it.
+    What is still gathered by now was gathered after the optimizer, by the script, or before it.
     The first trained parameter of a unit stands for all, which are gathered together. Nothing is
     added where units are gathered and none of them can be compared.
     """

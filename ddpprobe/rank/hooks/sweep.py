@@ -1,7 +1,7 @@
 """One look at many gradients together, where a look at each costs more than the numbers in them.
 
 A hook per parameter costs 3 us, a sum of its own 1.5 us. Small gradients of one row shape are put
-behind each other instead (one copy; no view of each is needed) and added up at once: 0.2 us each,
+after each other instead (one copy; no view of each is needed) and added up at once: 0.2 us each,
 all told. Large ones are added up where they lie. A sum is finite unless an element is not, or
 finite ones overflow it, which a closer look tells.
 """
@@ -78,7 +78,7 @@ def sweeps_of(parameters: Iterable[Tensor]) -> list[Sweep]:
 
 
 def pack(tensors: Iterable[tuple[int, Tensor]]) -> tuple[list[list[int]], list[int]]:
-    """Say which tensors are put behind each other: small ones of one dtype and row shape.
+    """Say which tensors are put after each other: small ones of one dtype and row shape.
 
     Args:
         tensors: (place, tensor).

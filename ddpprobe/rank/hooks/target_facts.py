@@ -67,7 +67,7 @@ def _is_text(tensor: Tensor, logits: Tensor) -> bool:
 
 
 def _share(answers: Tensor, here: Tensor, behind: Tensor) -> Tensor:
-    """Return the share of places with another token behind them that are answered with their own.
+    """Return the share of places with another token after them that are answered with their own.
 
     -1: there are too few of them.
     """

@@ -9,7 +9,7 @@ What can be known is collected here during one sampled forward, and nothing is g
   is read off the autograd graph, back to the last tensors whose layout is known;
 - an elementwise module of torch's own keeps the layout of its one input.
 
-A gradient has the layout of its output as long as nothing behind it mixes what is replicated with
+A gradient has the layout of its output as long as nothing after it mixes what is replicated with
 what is not: there a rank's gradient of a replicated tensor may be its own. What comes before the
 last such place has gradients of unknown layout.
 
@@ -150,7 +150,7 @@ class TpInference:
         """Placement, within a tensor-parallel group, of the gradient of a plain parameter.
 
         It is the same on all ranks of the group if its module computed with replicated tensors, and
-        so did all that came behind it.
+        so did all that came after it.
         """
         owner = fqn.rpartition(".")[0]
         alone = self._parameters.get(fqn) not in self._tensors.apart
@@ -281,7 +281,7 @@ class TpInference:
                 self.declare(slot, seen.layout)
 
     def _settle_gradient(self, seen: TrackedTensor, slot: int) -> None:
-        """Now that the forward is over: has a rank's gradient of it become its own behind it?"""
+        """Now that the forward is over: has a rank's gradient of it become its own after it?"""
         layout = seen.gradient or seen.layout or UNKNOWN
         doubtful = layout[0] == "local" and seen.order < self._mixed
         self.declare(slot, UNKNOWN if doubtful else layout)

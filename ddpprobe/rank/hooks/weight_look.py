@@ -3,7 +3,7 @@
 The second moment is what Adam and its kin keep of the squares of all gradients, those of the steps
 between two sampled ones among them. A floating buffer has a row of its own.
 
-The change is the weight behind the optimizer less the weight before it, so a copy is needed, and
+The change is the weight after the optimizer less the weight before it, so a copy is needed, and
 parameters take turns, as for the checksums: a turn copies about 4 MiB, and no more than 8. Up to
 64 MiB each parameter has its turn at every 16th sampled step at the latest; of more than that, less
 is copied of each. A parameter of more than 4 MiB, or of more than this, is not copied whole: the

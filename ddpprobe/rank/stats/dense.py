@@ -37,7 +37,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the plain local tensor behind a DTensor or an unfinished functional collective."""
+    """Return the plain local tensor after a DTensor or an unfinished functional collective."""
     if type(tensor) not in _PLAIN:
         if torch_private.is_a(tensor, "torch.distributed.tensor", "DTensor"):
             tensor = cast("DTensor", tensor).to_local()

@@ -110,7 +110,7 @@ def _count(
         wide[ABOVE] += ((finite & (x > high)) * times).sum()
         inside = finite & (x >= low) & (x <= high)
         index = ((x - low) * (bins / (high - low))).floor()
-    # What does not count goes to a bin of its own behind the last: no shape depends on the data.
+    # What does not count goes to a bin of its own after the last: no shape depends on the data.
     slot = torch.where(inside, index.nan_to_num(0.0).clamp(0, bins - 1), bins).long()
     counts = torch.zeros(bins + 1, dtype=torch.int64, device=x.device)
     counts.scatter_add_(0, slot, times.expand_as(slot))

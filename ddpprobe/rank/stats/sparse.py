@@ -48,7 +48,7 @@ def _sums(indices: Tensor, values: Tensor, shape: torch.Size) -> tuple[Tensor, T
         shape: of the whole tensor.
 
     Returns:
-        The sums [n, ...], zeros behind the last of them, and how many of these there are, [].
+        The sums [n, ...], zeros after the last of them, and how many of these there are, [].
     """
     places = indices.new_zeros(indices.shape[1])
     for dim, index in enumerate(indices):

@@ -95,7 +95,7 @@ def reduce_at(
 
     Args:
         address: of the first element.
-        numel: how many there are, one behind the other.
+        numel: how many there are, one after the other.
         dtype: one of those of `reduce_rows`.
         out: address of the row.
         scratch: nobody else's until the kernel has run.

@@ -48,7 +48,7 @@ class Engine(Protocol):
         Args:
             ready: called when the gradients are reduced, before they are clipped or used.
             over: called when the step is over, with whether it was skipped.
-            act: called behind that; what it raises is meant for the training loop.
+            act: called after that; what it raises is meant for the training loop.
         """
 
     def mute(self) -> None:

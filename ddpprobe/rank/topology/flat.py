@@ -17,7 +17,7 @@ class FlatUnit:
     """One flat parameter and its parts: (FQN, part), a tied parameter once.
 
     `places` is where the model holds them, (id of the module, name): a tied one in several.
-    `whole` is how many elements they have on all ranks together, without padding behind them.
+    `whole` is how many elements they have on all ranks together, without padding after them.
     """
 
     flat: Tensor

@@ -28,7 +28,7 @@ _COMPILE_FILE, _NOT_COMPILED = "torch/_dynamo/eval_frame.py", "DisableContext."
 # Whether graphs may hold our operators, which a torch that keeps no operator for its effect drops.
 # Torch 2.6 also breaks a graph off at a hook of a tensor made inside, and 2.7 makes one for each
 # module until its limit: with `fullgraph=True` both would raise (measured).
-# 2.12 has the name, and refuses what is changed in place behind our operator (measured); of 2.10
+# 2.12 has the name, and refuses what is changed in place after our operator (measured); of 2.10
 # and 2.11 nothing is known.
 SPEAKING = hasattr(torch.library, "_register_effectful_op") and _MINOR >= (2, 13)
 
@@ -139,7 +139,7 @@ def keep_in_graphs(operator: str) -> bool:
 
 
 def keep_out_of_cuda_graphs(operator: str) -> bool:
-    """Let inductor end a CUDA graph in front of each call of an operator, and begin another behind.
+    """Let inductor end a CUDA graph in front of each call of an operator, and begin another after.
 
     The tag `cudagraph_unsafe` says the same, but a call of an operator with an effect stands in a
     graph as `with_effects`, which has none (measured, 2.13).

@@ -35,7 +35,7 @@ class ExportReport:
         moments: times at which a node was looked at, on the node with the most of them.
         first_ms, last_ms: Unix time of the first and the last sample; 0 if there is none.
         interval_ms: from one moment of a node to the next, the median.
-        moved: moments whose time was not after that of the one before, and that were put behind it.
+        moved: moments whose time was not after that of the one before, and that were put after it.
         dropped: series refused by the cap of a target, summed over the moments.
     """
 
@@ -185,7 +185,7 @@ class OpenMetrics:
         return family.series.setdefault(labelled, _Series())
 
     def _stamp(self, view: NodeView) -> str:
-        """Return the time of a view in seconds, behind the one before it on its node."""
+        """Return the time of a view in seconds, after the one before it on its node."""
         now, last = view.time_ns // 10**6, self._last.get(view.node)
         if now < (last or 0) + APART_MS:
             now = (last or 0) + APART_MS

@@ -117,7 +117,7 @@ def worst_ranks(ranks: Iterable[RankNow]) -> tuple[RankNow, ...]:
 def worst_sites(sites: Iterable[SiteNow], guilty: Sequence[str] = ()) -> tuple[SiteNow, ...]:
     """Order sites: by non-finite elements, by how abs_max grew above what is noise, by abs_max.
 
-    Before all others come those that a first cause names, as `guilty` has them: behind a NaN all
+    Before all others come those that a first cause names, as `guilty` has them: after a NaN all
     that follow in the forward pass have as many. One that has no numbers now is added without.
     What is less than `NEGLIGIBLE` of the median among the sites of its kind, at the first sampled
     step, counts as that much, before and after: a site has to become one that matters to count.

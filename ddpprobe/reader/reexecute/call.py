@@ -32,7 +32,7 @@ class Outcome:
     Attributes:
         outputs, input_gradients: by leaf, on the host.
         gradients: of the parameters, by FQN, on the host.
-        forward_op, backward_op: the first operator behind what is not finite, if one made it.
+        forward_op, backward_op: the first operator after what is not finite, if one made it.
         random: operators that drew random numbers, each name once.
         went_back: the backward ran.
     """

@@ -58,7 +58,7 @@ class Contained:
 
 _HERE = Path(__file__).parent
 _IMPORTED = (
-    ". The file is imported: what trains belongs behind `if __name__ == '__main__':`, or the model "
+    ". The file is imported: what trains belongs under `if __name__ == '__main__':`, or the model "
     "into a file of its own"
 )
 

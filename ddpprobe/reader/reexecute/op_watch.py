@@ -60,7 +60,7 @@ class Op:
         name: torch's, e.g. `aten.log.default`.
         phase: `forward` or `backward`.
         inputs, outputs: its floating-point tensors.
-        line: the user's line behind it, None where it is not known.
+        line: the user's line after it, None where it is not known.
         module: FQN of the module that ran it, None where it is not known.
         node: name of the autograd node, in the backward.
     """

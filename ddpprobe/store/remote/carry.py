@@ -67,7 +67,7 @@ def carry(target: Target, name: str, group: str, after: State, before: State | N
     target.copy(group, [(k, changed[k]) for k in rest if k not in last])
     target.copy(group, [(k, changed[k]) for k in last])
     if last and GROUP_JSON not in before.files:
-        # As behind every first commit: else to lose the file would look like one that was cut off.
+        # As after every first commit: else to lose the file would look like one that was cut off.
         target.write_manifest(name, in_two_lines(after, after))
     target.delete(group, gone)
 

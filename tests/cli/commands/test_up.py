@@ -298,7 +298,7 @@ def test_the_wheel_carries_every_file_that_is_written() -> None:
 
 @pytest.fixture
 def typed() -> Call:
-    """Do the same as `call` in a process of its own, as what goes on behind it must be."""
+    """Do the same as `call` in a process of its own, as what goes on after it must be."""
 
     def do(*words: object) -> tuple[int, dict[str, Any], str]:
         done = subprocess.run(

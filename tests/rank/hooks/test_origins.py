@@ -77,7 +77,7 @@ class Poison(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """Linear layers in a chosen order, poisoned behind one of them; a head that may be tied."""
+    """Linear layers in a chosen order, poisoned after one of them; a head that may be tied."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Layers(nn.Module):
 def named_backward(
     tmp_path: Path, model: Layers, poisoned: str, order: list[int], wrapped: nn.Module | None = None
 ) -> str | None:
-    """Return which parameter is named for a fault of an unsampled backward, behind a clean one."""
+    """Return which parameter is named for a fault of an unsampled backward, after a clean one."""
 
     def step(i: int) -> Tensor:
         model.poisoned, model.order = (poisoned, order) if i == 3 else ("", [0, 1, 2, 3])

@@ -91,7 +91,7 @@ def test_one_sample_of_sixteen_that_is_another_is_seen() -> None:
 
 
 def test_of_a_large_tensor_some_samples_are_read_and_some_numbers_all_over_each() -> None:
-    """The first token is the same in all texts, and so are the logits behind it."""
+    """The first token is the same in all texts, and so are the logits after it."""
     logits = torch.randn(1, 64, 257).repeat(70, 1, 1)
     assert logits[0].numel() > NUMBERS
     assert len(logits) > SAMPLES

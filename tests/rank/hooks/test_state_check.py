@@ -74,7 +74,7 @@ def test_a_fault_of_the_optimizer_is_told_in_its_own_step_where_that_is_sampled(
 
 
 def spoilt(step: int):
-    """Put a NaN into a buffer that no forward reads, behind the backward of a step."""
+    """Put a NaN into a buffer that no forward reads, after the backward of a step."""
 
     def between(now: int, model: Net, _optimizer: object) -> None:
         if now == step:
@@ -148,7 +148,7 @@ def test_a_parameter_that_is_written_between_the_forwards_of_a_step_is_told_in_t
 
 
 def train_spoilt(tmp_path: Path, steps: tuple[int, ...], every: int) -> list[StepRecord]:
-    """Weights are spoilt between two forwards of these steps of 6, and loaded anew behind them."""
+    """Weights are spoilt between two forwards of these steps of 6, and loaded anew after them."""
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -183,7 +183,7 @@ def test_weights_that_the_script_went_back_to_are_not_what_made_the_next_step_ba
 def test_a_fault_of_the_last_step_keeps_its_name_where_that_is_not_sampled(
     spoilt: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """The losses that are written behind the end are of the same step."""
+    """The losses that are written after the end are of the same step."""
     last = train_spoilt(tmp_path, spoilt, every=2)[-1]
     assert (last.step, last.sampled, *place(last.first_bad)) == (
         5, False, 5, "forward", "param", "b.bias", "", 0,

@@ -197,7 +197,7 @@ def test_in_a_pause_torch_makes_graphed_callables_of_the_model(tmp_path: Path, m
     def reached(*_: object, **__: object) -> None:
         raise NoGraphs
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", reached)  # behind all that torch checks
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", reached)  # after all that torch checks
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2), nn.Flatten(0))
     sample = (torch.ones(4, 3),)
     with ddpprobe.install(model, run_dir=tmp_path / "run", every=2, daemon="none") as probe:

@@ -179,7 +179,7 @@ def with_spare() -> nn.Module:
 
 
 def late() -> nn.Module:
-    """The user feeds each rank its part of the sequence, and says so behind the norm."""
+    """The user feeds each rank its part of the sequence, and says so after the norm."""
     net = layouts_job.Model("split-input")
     said = PrepareModuleInput(
         input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True

@@ -1,4 +1,4 @@
-"""The gradient norm behind clipping is torch's own, under DDP and FSDP2, whoever steps."""
+"""The gradient norm after clipping is torch's own, under DDP and FSDP2, whoever steps."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ LOOPS = {
 
 
 def train(path: Path | None, loop: str = "sgd", *, every: int = 1, micros: int = 1, between=None):
-    """Train; the weights before and behind each step, and the model's state at the end."""
+    """Train; the weights before and after each step, and the model's state at the end."""
     torch.manual_seed(0)
     model = Net()
     optimizers = LOOPS[loop](model)

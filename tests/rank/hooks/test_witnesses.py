@@ -97,7 +97,7 @@ HERE = replace(WITNESS, step=11, fqn="b")
 @pytest.mark.parametrize(
     ("second", "at", "written"),
     [
-        (PARAM, 11, [10]),  # what step 10 left bad, behind what step 10 was told of
+        (PARAM, 11, [10]),  # what step 10 left bad, after what step 10 was told of
         (replace(PARAM, step=11), 11, [10, 11]),  # another one, and of this step
         (PARAM, 12, [10, 12]),  # the step between was fine, and told of nothing
         (HERE, 11, [10, 11]),

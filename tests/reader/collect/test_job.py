@@ -208,7 +208,7 @@ def test_killed_anywhere_and_run_again_it_is_the_same(made, whole, tmp_path) -> 
 
 
 def _is_of_captures(at: int, total: int) -> bool:
-    """The last third of all renames: captured steps are written behind the records."""
+    """The last third of all renames: captured steps are written after the records."""
     return at > 2 * total // 3
 
 

@@ -35,7 +35,7 @@ UNKNOWN = {"forward": None, "backward": None}
 
 
 class Net(nn.Module):
-    """A linear layer, and behind it whatever a test wants."""
+    """A linear layer, and after it whatever a test wants."""
 
     def __init__(
         self, then: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32

@@ -334,5 +334,5 @@ def test_behind_a_segment_that_cannot_be_read_the_next_ones_are_looked_at(tmp_pa
     second.write_bytes(data)
     told = [where for where, _ in found(made.path)]
     assert [told.count(str(p.relative_to(made.path))) for p in (first, second)] == [1, 1]
-    # What the third one begins with was due behind the second, which nobody can tell.
+    # What the third one begins with was due after the second, which nobody can tell.
     assert told.count(str(third.relative_to(made.path))) == 0

@@ -248,7 +248,7 @@ def test_a_commit_that_was_interrupted_is_no_damage_and_hides_nothing(
 def test_files_from_before_the_last_commit_are_damage_in_a_settled_store(
     journals: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were committed, and are whole: only their versions tell that others came behind.
+    """They were committed, and are whole: only their versions tell that others came after.
 
     The group's own zarr.json stays: it is written last, and by it the commit has happened.
     """
