@@ -23,7 +23,7 @@ IN_MEMORY := /dev/shm/ddpprobe-tests-$(shell echo $(CURDIR) | cksum | cut -d' ' 
 HAS_ROOM := $(shell df --output=avail /dev/shm 2>/dev/null | awk 'NR == 2 && $$1 > 6000000')
 
 test: .venv/dev.stamp system-packages  # the whole suite: real ranks, a real Prometheus
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
 	  $(if $(HAS_ROOM),--basetemp=$(IN_MEMORY) && rm -rf $(IN_MEMORY))
 
 test-grid: .venv/dev.stamp       # every wrapper, loop, engine ... against one unsharded process
