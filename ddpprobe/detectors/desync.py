@@ -130,7 +130,7 @@ class Desync(Detector):
         self._last = record.step
         found = {rank for split in splits for rank in split.suspects}
         by_hand = all(split.shard == UNWRAPPED for split in splits)
-        apart = not by_hand and any(UNREDUCED in said for said in record.scalars.values())
+        apart = not by_hand and bool(scalars(record, UNREDUCED))
         level = "warn" if apart else "page"
         known = self._told.get("page", set()) | self._told.get(level, set())
         if found <= known:
@@ -141,7 +141,7 @@ class Desync(Detector):
 
 def _at_unlike_steps(record: StepRecord) -> bool:
     """Whether ranks under DDP's `join()` show by their gradients that they are at other steps."""
-    if not any(JOINED in said for said in record.scalars.values()):
+    if not scalars(record, JOINED):
         return False
     norms = scalars(record, "grad_norm")
     return len(norms) > 1 and not are_one(norms)

@@ -48,7 +48,7 @@ def norm_used_by_all(record: StepRecord) -> float | None:
 
 def is_local_sgd(record: StepRecord) -> bool:
     """Whether replicas are meant to part, by torch's hook of post-local SGD."""
-    return any(LOCAL_SGD in said for said in record.scalars.values())
+    return bool(scalars(record, LOCAL_SGD))
 
 
 def is_unwrapped(record: StepRecord) -> bool:

@@ -186,7 +186,7 @@ class Reduction(SampledDetector):
         return [self.anomaly(record, "warn", message, values, module=module, kind="grad")]
 
     def _level(self, record: StepRecord) -> str:
-        if not any(UNREDUCED in said for said in record.scalars.values()):
+        if not scalars(record, UNREDUCED):
             return "page"
         lost = self._missing >= self._patience <= self._reduced
         return "page" if lost else "warn"
@@ -235,7 +235,7 @@ def _stayed_local(norms: list[Norms]) -> bool:
 
 def _anomaly(record: StepRecord, level: str, repeats: int) -> Anomaly:
     norms = scalars(record, "grad_norm")
-    none_took_place = any(UNREDUCED in said for said in record.scalars.values())
+    none_took_place = bool(scalars(record, UNREDUCED))
     why = (
         "no reduction took place (no wrapper around the model, no_sync up to the optimizer, or DDP "
         "lost its hooks: a model that was moved or cast after the wrap)"

@@ -80,15 +80,12 @@ class Root:
             },
         }  # fmt: skip
         attrs["ddpprobe"].pop(SEALED, None)  # if all that is known of the run is what a root said
-        found[GROUP_JSON] = encode(fmt.group_document(attrs, None))
-        if consolidated:
-            arrays = self._collect(attempts)
-            whole = encode(fmt.group_document(attrs, arrays)) if arrays is not None else b""
-            if not 0 < len(whole) <= safe_read.MAX_JSON_BYTES:
-                attrs["ddpprobe"][SEALED] = True
-                whole = encode(fmt.group_document(attrs, None))
-            found[GROUP_JSON] = whole
-        return found
+        arrays = self._collect(attempts) if consolidated else None
+        whole = encode(fmt.group_document(attrs, arrays))
+        if consolidated and (arrays is None or len(whole) > safe_read.MAX_JSON_BYTES):
+            attrs["ddpprobe"][SEALED] = True
+            whole = encode(fmt.group_document(attrs, None))
+        return found | {GROUP_JSON: whole}
 
     def _write(self, files: Files, attempts: list[int], *, consolidated: bool) -> None:
         files.commit(State(), self.files(attempts, consolidated=consolidated))

@@ -60,8 +60,10 @@ def sources_of(
         if not re.fullmatch(r"node_\d{4,}", name) or node not in {None, name}:
             continue
         # Of thousands each is asked for, and there are hundreds of nodes: none of them is listed.
-        one = only is not None and _is_directory(f"{run.path}/{top}/{name}/{only}")
-        own = safe_read.directories(run.path, f"{top}/{name}") if only is None else [only] * one
+        if only is None:
+            own = safe_read.directories(run.path, f"{top}/{name}")
+        else:
+            own = [only] if _is_directory(f"{run.path}/{top}/{name}/{only}") else []
         for inner in own:
             of_rank = _RANK.fullmatch(inner)
             if of_rank or _DAEMON.fullmatch(inner):
