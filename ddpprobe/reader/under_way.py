@@ -50,7 +50,7 @@ def is_here(run: paths.RunDir, attempt: int, node: str) -> bool:
     own = run.heartbeat(attempt, node, 0).parent
     if tmpfs.POINTER in safe_read.names(own.parent, own.name):
         return tmpfs.beside(own) is not None
-    ranks = (s for s in segments.sources_of(run, attempt) if s.node == node and s.rank is not None)
+    ranks = (s for s in segments.sources_of(run, attempt, node) if s.rank is not None)
     first = next(ranks, None)
     return first is not None and meta_of(first.directory).get("hostname") == socket.gethostname()
 

@@ -7,7 +7,6 @@ are read: what is older is in the store, and only verdicts and deaths are wanted
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from ddpprobe.ends.rank_ends import ABSENT, LEFT, SILENT, RankEnds
 from ddpprobe.ends.stalls import is_late, is_still
 from ddpprobe.ends.words import how_of
 from ddpprobe.reader.endings import Ending, ending_of
+from ddpprobe.reader.last_beats import last_beats
 from ddpprobe.reader.live.live_view import (
     LiveView,
     RankNow,
@@ -42,7 +42,7 @@ from ddpprobe.records.fate import Fate
 from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.site_stats import global_grad_norm
 from ddpprobe.records.step import STEP_PHASES, Anomaly, StepRecord, derive
-from ddpprobe.rundir import framing, heartbeat, safe_read, validate
+from ddpprobe.rundir import framing, heartbeat, validate
 from ddpprobe.rundir.heartbeat import Heartbeat
 from ddpprobe.rundir.journal import JournalTail, segments_of
 from ddpprobe.rundir.paths import RunDir
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 LAST_READINGS = 2  # of a node, which make a rate
 LAST_SEGMENTS = 4  # of a daemon's journal: what came before is in the store, or outdated by these
-_RANK = re.compile(r"rank_(\d{5,})")
 ELSEWHERE = "on another node"
 NO_DAEMON = "no daemon wrote anything down: losses, modules and anomalies are not known"
 
@@ -93,7 +92,10 @@ class RunWatch:
             self._begin(attempts[-1])
         self._read_daemons()
         live = self._is_under_way()
-        beats = dict(self._beats())
+        beats = {
+            rank: self._by_our_clock(rank, node, beat)
+            for rank, (node, beat) in last_beats(self._directory, self._attempt).items()
+        }
         ending = self._judge(beats, live=live)
         found = list(self._anomalies.values())
         found = order_of_cause(found + (rank_losses(ending, found) if ending else []))
@@ -275,15 +277,6 @@ class RunWatch:
         for site, peak in zip(record.sites, peaks.tolist(), strict=True):
             if peak > 0:
                 self._base.setdefault(site.key, (record.step, peak))
-
-    def _beats(self) -> Iterator[tuple[int, Heartbeat]]:
-        root, top = self._run.path, f"heartbeat/{self._attempt:03d}"
-        for node in safe_read.directories(root, top):
-            for name in safe_read.names(root, f"{top}/{node}"):
-                number = _RANK.fullmatch(name)
-                beat = heartbeat.read(root / top / node / name) if number else None
-                if number and beat:
-                    yield int(number[1]), self._by_our_clock(int(number[1]), node, beat)
 
     def _by_our_clock(self, number: int, node: str, beat: Heartbeat) -> Heartbeat:
         """Return a beat with the time of this machine at which it came, as far as it is known.
