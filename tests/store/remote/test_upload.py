@@ -310,7 +310,10 @@ def asking_in_vain(run: RunDir, request_seconds: float, poll) -> Iterator[subpro
 
 
 def is_of(pid: int, said: Path) -> bool:
-    return said.exists() and json.loads(said.read_text())["pid"] == pid
+    try:
+        return bool(json.loads(said.read_text())["pid"] == pid)
+    except FileNotFoundError:  # one that was killed has left its own, which the next one removes
+        return False
 
 
 def lag_by(page: str) -> float:
