@@ -33,6 +33,7 @@ PARTS: Mapping[str, Part] = {
     "marked": Part("the tests that need a GPU", (*_READING, "pytest", "hypothesis")),
     "identical": Part("training is bit-identical with and without", _READING),
     "faults": Part("a planted NaN is named", _READING),
+    "records": Part("the records of a training are those of the CPU", _READING),
     "deaths": Part("a rank that its device ends is named", _DAEMON),
     "waits": Part("the host never waits, and no memory grows", _TRAINING),
     "bandwidth": Part("the statistics kernel beside a copy", _TRAINING),
