@@ -163,14 +163,23 @@ class Training:
 
     def step(self) -> Tensor:
         """Train on the batch; return the loss."""
+        loss = self.forward()
+        loss.backward()
+        self.update()
+        return loss
+
+    def forward(self) -> Tensor:
+        """Return the loss of the batch."""
         low = self._low
         with torch.autocast(self.device.type, low) if low else contextlib.nullcontext():
             loss: Tensor = self.model(*self._batch)[1]
-        loss.backward()
+        return loss
+
+    def update(self) -> None:
+        """Let the optimizer use the gradients, and forget them."""
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss
 
     def wait(self) -> None:
         """Wait until the device has done what it was told."""

@@ -38,6 +38,7 @@ PARTS: Mapping[str, Part] = {
     "waits": Part("the host never waits, and no memory grows", _TRAINING),
     "bandwidth": Part("the statistics kernel beside a copy", _TRAINING),
     "overhead": Part("what a step costs", _READING),
+    "breakdown": Part("where a step spends its time", _TRAINING),
     "capture": Part("what keeping full tensors costs", _TRAINING),
     "demo": Part("the demo from end to end", (*_DAEMON, "plotext", "rich", "jinja2", "plotly")),
 }
