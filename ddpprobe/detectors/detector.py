@@ -22,6 +22,8 @@ class Detector(ABC):
         name: in `Anomaly.detector`, on the command line, and as a label of the metrics.
         title: what a report calls a first cause of this kind.
         follows_within: steps after a first cause in which what this detector finds follows from it.
+        raised_after: detectors whose warning just before one of this detector makes that a page. It
+            says in `values["since"]` at which step it began.
         across_attempts: it is told of what earlier attempts said, ahead of the first record: their
             sampled steps, with scalars alone. What it finds in these is known.
     """
@@ -29,6 +31,7 @@ class Detector(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     follows_within: ClassVar[int] = AFTERMATH_STEPS
+    raised_after: ClassVar[frozenset[str]] = frozenset()
     across_attempts: ClassVar[bool] = False
 
     @abstractmethod

@@ -16,9 +16,11 @@ FIRST_LOSSES = 5  # that what comes after them is compared with
 
 
 class LossRunaway(LossDetector):
-    """Warns when the smoothed loss stays far above its best for a while.
+    """Warns when the smoothed loss stays far above its best for a while; pages after a blow-up.
 
-    What was learned may be lost: wrong labels, a shard that is corrupt, weights that blew up.
+    What was learned may be lost: wrong labels, a shard that is corrupt, weights that blew up. The
+    last of these is a page: a warning of weights, outputs or gradients that grew at once came at
+    the same time, so no harder data are behind it, and every further step is lost.
     A loss that has been zero or negative has no ratio and is not judged, and one that is still a
     small part of the first losses is not lost. Where all outputs together have more elements than
     then (a longer sequence, whose loss is a sum), it must be above by so many times more. It is
@@ -38,6 +40,9 @@ class LossRunaway(LossDetector):
 
     name = "loss_runaway"
     title = "The loss ran away"
+    raised_after = frozenset(
+        {"weight_jump", "update_ratio", "output_jump", "grad_spike", "unsampled_spike"}
+    )
 
     def __init__(
         self, *, ratio: float = 3.0, steps: int = 15, samples: int = 3, least: int = 8,

@@ -99,7 +99,27 @@ class Suite:
         """End the stream."""
         return [self._place(a) for d in self._detectors for a in d.finish()]
 
+    def _raised(self, anomaly: Anomaly) -> Anomaly:
+        """Make a warning a page that came with what it is raised after."""
+        since = anomaly.values.get("since")
+        if anomaly.level != "warn" or since is None:
+            return anomaly
+        causes = _RAISED_AFTER.get(anomaly.detector, frozenset())
+        at_once = [
+            a
+            for a in self._warnings
+            if a.detector in causes
+            and a.attempt == anomaly.attempt
+            and -BEFORE_STEPS <= a.step - since <= anomaly.step - since
+        ]
+        if not at_once:
+            return anomaly
+        sign = min(at_once, key=when)
+        message = f"{anomaly.message}; a page, as {sign.detector} warned at step {sign.step}"
+        return replace(anomaly, level="page", message=message)
+
     def _place(self, anomaly: Anomaly) -> Anomaly:
+        anomaly = self._raised(anomaly)
         first = anomaly.level == "page" and not (self._cause and follows(anomaly, self._cause))
         if first:
             self._cause = anomaly
@@ -162,6 +182,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Slowdown,
     Coverage,
 )
+_RAISED_AFTER = {detector.name: detector.raised_after for detector in DETECTORS}
 _FOLLOWS_WITHIN = {detector.name: detector.follows_within for detector in DETECTORS}
 
 

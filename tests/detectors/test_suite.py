@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from ddpprobe.detectors.detector import Detector
-from ddpprobe.detectors.suite import Suite, default_suite, episodes, order_of_cause
+from ddpprobe.detectors.loss_runaway import LossRunaway
+from ddpprobe.detectors.suite import DETECTORS, Suite, default_suite, episodes, order_of_cause
 from ddpprobe.records.step import Anomaly, FirstBad, StepRecord
 
 
@@ -54,6 +57,49 @@ def test_a_page_within_eight_steps_before_a_nonfinite_value_is_its_cause() -> No
 def test_a_warning_is_never_a_first_cause() -> None:
     assert causes(nan(101), spike(100, "warn")) == [("nonfinite", 101)]
     assert causes(spike(100, "warn")) == []
+
+
+def ran_away(sign: Anomaly, since: int = 101, told: int = 116) -> list[tuple[str, str, bool]]:
+    loss = anomaly("loss_runaway", told, "warn", message="the loss", values={"since": since})
+    suite = Suite([Scripted((told - 1, sign)), Scripted((told, loss))])
+    found = [a for s in range(120) for a in suite.update(StepRecord(0, s, (0,), 0))]
+    return [(a.level, a.message, a.first_cause) for a in found if a.detector == "loss_runaway"]
+
+
+@pytest.mark.parametrize("detector", sorted(LossRunaway.raised_after))
+@pytest.mark.parametrize("step", [93, 101, 116])
+def test_a_loss_that_runs_away_as_something_blows_up_is_a_page(detector: str, step: int) -> None:
+    ((level, message, first),) = ran_away(anomaly(detector, step, "warn"))
+    assert (level, first) == ("page", True)
+    assert message.startswith(f"the loss; a page, as {detector} warned at step {step}")
+
+
+@pytest.mark.parametrize(
+    "sign",
+    [
+        anomaly("weight_jump", 92, "warn"),
+        anomaly("weight_jump", 117, "warn"),
+        anomaly("weight_jump", 101, "warn", attempt=1),
+        anomaly("weight_jump", 101, "info"),
+        anomaly("level_shift", 101, "warn"),
+    ],
+)
+def test_a_loss_that_runs_away_by_itself_or_long_after_is_a_warning(sign: Anomaly) -> None:
+    assert ran_away(sign) == [("warn", "the loss", False)]
+
+
+def test_nothing_else_is_raised_by_what_blows_up() -> None:
+    worse = anomaly("loss_runaway", 101, "warn", values={"first": 2.0})  # than at first
+    other = anomaly("loss_spike", 101, "warn", values={"since": 101})
+    sign = anomaly("weight_jump", 100, "warn")
+    suite = Suite([Scripted((100, sign), (101, worse), (101, other))])
+    found = [a for s in range(120) for a in suite.update(StepRecord(0, s, (0,), 0))]
+    assert {a.level for a in found} == {"warn"}
+
+
+def test_what_raises_a_detector_are_detectors() -> None:
+    names = {detector.name for detector in DETECTORS}
+    assert all(detector.raised_after <= names - {detector.name} for detector in DETECTORS)
 
 
 def test_a_spike_within_a_hundred_steps_after_is_aftermath() -> None:
