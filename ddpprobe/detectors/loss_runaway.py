@@ -24,8 +24,9 @@ class LossRunaway(LossDetector):
     A loss that has been zero or negative has no ratio and is not judged, and one that is still a
     small part of the first losses is not lost. Where all outputs together have more elements than
     then (a longer sequence, whose loss is a sum), it must be above by so many times more. It is
-    told again when a new best was reached. Once in an attempt it warns as well where all losses of
-    a while are above those that it began with.
+    told again when a new best was reached. What began at less than so many times its best, as the
+    loss of a small vocabulary, is lost where it is back at the first losses for longer. Once in an
+    attempt it warns as well where all losses of a while are above those that it began with.
 
     Args:
         ratio: how many times the best.
@@ -33,6 +34,9 @@ class LossRunaway(LossDetector):
         samples: losses for which it must last.
         least: losses of the attempt before which there is no best.
         small: share of the first losses below which nothing is lost.
+        chance: share of the mean of the first losses at which it is back at them,
+        learned: after a best of less than this share,
+        lost_steps: for so many steps.
         start: how many times the mean of the first losses,
         above: at so many losses in a row,
         settle: so many steps after the first one.
@@ -46,14 +50,16 @@ class LossRunaway(LossDetector):
 
     def __init__(
         self, *, ratio: float = 3.0, steps: int = 15, samples: int = 3, least: int = 8,
-        small: float = 0.5, start: float = 1.5, above: int = 50, settle: int = 100,
+        small: float = 0.5, chance: float = 0.9, learned: float = 0.75, lost_steps: int = 30,
+        start: float = 1.5, above: int = 50, settle: int = 100,
     ) -> None:  # fmt: skip
-        above_zero(ratio=ratio, small=small, start=start)
-        at_least(0, steps=steps, settle=settle)
+        above_zero(ratio=ratio, small=small, chance=chance, learned=learned, start=start)
+        at_least(0, steps=steps, lost_steps=lost_steps, settle=settle)
         at_least(1, samples=samples, least=least, above=above)
         self._start, self._above, self._settle = start, above, settle
         self._ratio, self._small = ratio, small
         self._steps, self._samples, self._least = steps, samples, least
+        self._chance, self._learned, self._lost_steps = chance, learned, lost_steps
         self._reset()
 
     def _reset(self) -> None:
@@ -62,8 +68,8 @@ class LossRunaway(LossDetector):
         self._outputs, self._elements = SitesOfKind("output"), _RunningMean()  # of all outputs
         self._best_elements = self._first_elements = math.nan  # when it was the best, and at first
         self._best, self._seen = math.inf, 0
-        self._since: int | None = None  # it has been far above the best
-        self._lasted = 0
+        self._far = _Lasting(self._steps)  # above the best
+        self._back = _Lasting(self._lost_steps)  # at the first losses
         self._told = False
         self._firsts: list[tuple[int, float]] = []  # steps and losses that it began with
         self._worse = 0  # losses in a row above them
@@ -81,14 +87,18 @@ class LossRunaway(LossDetector):
         return max(1.0, self._elements.mean / since) if since > 0 else 1.0
 
     def _judge(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
-        return self._ran_away(record, step, loss) or self._grew(record, step, loss)
-
-    def _grew(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
         if len(self._firsts) < FIRST_LOSSES:
             self._firsts.append((step, loss))
             self._first_elements = self._elements.mean
-            return None
-        began = math.fsum(first / FIRST_LOSSES for _, first in self._firsts)
+        ran_away = self._ran_away(record, step, self._mean.add(loss, step))
+        return ran_away or self._grew(record, step, loss)
+
+    def _began(self) -> float:
+        """Return the mean of the first losses."""
+        return math.fsum(loss / len(self._firsts) for _, loss in self._firsts)
+
+    def _grew(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
+        began = self._began()
         limit = self._start * began * self._grown(self._first_elements)
         self._worse = self._worse + 1 if loss > limit else 0
         settled = step - self._firsts[0][0] >= self._settle
@@ -105,8 +115,7 @@ class LossRunaway(LossDetector):
         values = {"loss": mean, "first": began, "ratio": mean / began}
         return self.anomaly(record, "warn", message, values, phase="forward", step=step)
 
-    def _ran_away(self, record: StepRecord, step: int, loss: float) -> Anomaly | None:
-        mean = self._mean.add(loss, step)
+    def _ran_away(self, record: StepRecord, step: int, mean: float) -> Anomaly | None:
         self._seen += 1
         if self._seen <= self._least:
             return None
@@ -114,28 +123,48 @@ class LossRunaway(LossDetector):
             self._best, self._told = mean, False
             self._best_elements = self._elements.mean
         far = self._ratio * self._best * self._grown(self._best_elements)
-        if mean <= max(far, self._small * self._loss.first * self._grown(self._first_elements)):
-            self._since, self._lasted = None, 0
-            return None
-        self._since = step if self._since is None else self._since
-        self._lasted += 1
-        long = self._lasted >= self._samples and step - self._since >= self._steps
-        if self._told or not long:
+        began, grown = self._began(), self._grown(self._first_elements)
+        learned = self._best < self._learned * began
+        self._far.add(mean > max(far, self._small * self._loss.first * grown), step)
+        self._back.add(learned and mean >= self._chance * began * grown, step)
+        lasting = [each for each in (self._far, self._back) if each.is_long(step, self._samples)]
+        if self._told or not lasting:
             return None
         self._told = True
+        since = min(each.since for each in lasting if each.since is not None)
+        where = f", where it began ({began:.3g})" if self._back in lasting else ""
         message = (
-            f"the smoothed loss is {mean:.3g}, {mean / self._best:.3g} x the best "
-            f"{self._best:.3g}, and has stayed that far above it since step {self._since}. If the "
+            f"the smoothed loss is {mean:.3g}{where}, {mean / self._best:.3g} x the best "
+            f"{self._best:.3g}, and has stayed that far above it since step {since}. If the "
             "data are as hard as before, what was learned is lost: look at labels, data and "
             "learning rate of that step, and resume from before it"
         )
-        values = {
-            "loss": mean,
-            "best": self._best,
-            "ratio": mean / self._best,
-            "since": self._since,
-        }
+        values = {"loss": mean, "best": self._best, "ratio": mean / self._best, "since": since}
         return self.anomaly(record, "warn", message, values, phase="forward", step=step)
+
+
+class _Lasting:
+    """Since when something holds, and at how many losses in a row.
+
+    Args:
+        steps: after which it has held for long.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.since: int | None = None
+        self._steps, self._losses = steps, 0
+
+    def add(self, holds: bool, step: int) -> None:  # noqa: FBT001  (of the next loss)
+        if not holds:
+            self.since, self._losses = None, 0
+            return
+        self.since = step if self.since is None else self.since
+        self._losses += 1
+
+    def is_long(self, step: int, losses: int) -> bool:
+        """Whether it has held for long, and at so many losses at least."""
+        since = self.since
+        return since is not None and self._losses >= losses and step - since >= self._steps
 
 
 class _RunningMean:

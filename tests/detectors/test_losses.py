@@ -111,6 +111,35 @@ def test_a_runaway_is_told_once_it_lasted_and_again_only_behind_a_new_best() -> 
     assert found[0].values["ratio"] > 3
 
 
+def to_the_start(best: float, end: float, steps: int = 60, every: int = 1) -> list[StepRecord]:
+    """A loss that falls from 3 to its best in 100 steps, and is elsewhere from step 150 on."""
+    losses = [max(best, 3.0 - (3.0 - best) * s / 100) if s < 150 else end for s in range(300)]
+    return [step(s, losses[s]) for s in range(0, 150 + steps, every)]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_loss_that_is_back_where_it_began_has_run_away(every: int) -> None:
+    stream = to_the_start(1.9, 3.0, 100, every)
+    (warn,) = run(LossRunaway(), stream)
+    assert warn.level == "warn"
+    assert 150 <= warn.values["since"] <= 200
+    assert ", where it began (" in warn.message
+
+
+@pytest.mark.parametrize(
+    ("best", "end", "steps"),
+    [
+        (2.1, 2.5, 60),  # not back at the first ones
+        (2.4, 3.0, 60),  # had not learned much
+        (2.1, 3.0, 35),  # 30 steps, beside those that the smoothed loss takes
+    ],
+)
+def test_a_loss_that_is_not_quite_back_or_not_for_long_has_not(
+    best: float, end: float, steps: int
+) -> None:
+    assert run(LossRunaway(), to_the_start(best, end, steps)) == []
+
+
 def test_at_an_interval_of_ten_a_runaway_takes_three_sampled_steps() -> None:
     stream = falling(200, 10) + [step(s, 3.0) for s in range(200, 300, 10)]
     (warn,) = run(LossRunaway(), stream)
