@@ -97,7 +97,8 @@ SMALLEST = {
     "grad_spike-window": 12, "grad_spike-least_steps": 0, "grad_spike-join_steps": 0,
     "dead_units-steps": 0, "grad_none_or_zero-steps": 0, "grad_zeros-window": 8,
     "vanishing-steps": 0, "loss_spike-window": 16, "loss_runaway-steps": 0, "level_shift-blocks": 2,
-    "loss_runaway-settle": 0, "rank_outlier-window": 8, "rank_outlier-settle": 0,
+    "loss_runaway-settle": 0, "loss_runaway-lost_steps": 0, "rank_outlier-window": 8,
+    "rank_outlier-settle": 0,
     "unsampled_spike-window": 8, "stuck_data-looks": 2, "stuck_data-beside": 2,
     "mode_flip-steps": 0, "collapse-looks": 2, "collapse-beside": 2,
 }  # fmt: skip
