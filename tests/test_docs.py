@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import re
@@ -91,7 +92,8 @@ def test_the_reference_of_a_verb_names_each_of_its_options(verb: str) -> None:
     row, section = rf"^\| `ddpprobe {verb} .*", rf"^## `{verb}`\n(?:(?!## ).*\n)*"
     told = "".join(re.findall(f"{row}|{section}", page, re.MULTILINE))
     ours = parser() if verb == "daemon" else _parsers(verb)[1][verb]
-    options = [action.option_strings for action in ours._actions if action.option_strings]
+    shown = [action for action in ours._actions if action.help != argparse.SUPPRESS]
+    options = [action.option_strings for action in shown if action.option_strings]
     lacking = [
         names
         for names in options

@@ -72,6 +72,8 @@ def add_arguments(new: argparse.ArgumentParser) -> None:
         "--histograms", action="store_true", help="show those of install(histograms=) in /metrics"
     )
     new.add_argument("--max-age", metavar="T", help="how old it may be, e.g. 14d, 12h")
+    # Of who starts it: its number, and a descriptor of it that the daemon inherits.
+    new.add_argument("--pidfd", type=_pidfd, metavar="PID:FD", help=argparse.SUPPRESS)
 
 
 def _seconds(text: str) -> float:
@@ -79,6 +81,15 @@ def _seconds(text: str) -> float:
         return variables.as_seconds(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _pidfd(text: str) -> tuple[int, int]:
+    pid, _, fd = text.partition(":")
+    try:
+        os.set_inheritable(int(fd), False)  # noqa: FBT003  (nothing that this starts is to have it)
+        return int(pid), int(fd)
+    except (ValueError, OSError) as error:
+        raise argparse.ArgumentTypeError(f"expected PID:FD, got {text!r}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,6 +204,7 @@ def _options(arguments: argparse.Namespace, run: RunDir, node: str) -> DaemonOpt
         max_age=variables.quantity(variables.MAX_AGE, arguments.max_age),
         web=Path(web).absolute() if web else None,
         histograms=arguments.histograms or variables.is_set(variables.HISTOGRAMS),
+        pidfd=arguments.pidfd,
     )
 
 

@@ -2,7 +2,8 @@
 
 The daemon is exec'ed (never forked: the parent may hold CUDA contexts, threads and sockets), lives
 in a session of its own, where torchrun's signals to its children do not reach it, has init for a
-parent, so that it leaves no zombie, and inherits no file descriptor.
+parent, so that it leaves no zombie, and inherits one file descriptor: a pidfd of who starts it. A
+script may be over before the daemon is there, and how it ended can be asked only by that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ddpprobe.daemon import service_request, variables
-from ddpprobe.rundir import paths, processes, safe_read, store_url
+from ddpprobe.rundir import paths, pidfds, processes, safe_read, store_url
 from ddpprobe.rundir.paths import RunDir
 
 TOKEN_VARIABLE = "DDPPROBE_TOKEN"  # noqa: S105  (the name of a variable)
@@ -224,8 +225,17 @@ def start_daemon(
     environment = _environment(token) | _for_upload(run)
     out = paths.open_own(log, os.O_WRONLY | os.O_APPEND)
     try:
-        if service_request.ask(command, environment, log.absolute()):
-            return
+        if not service_request.ask(command, environment, log.absolute()):
+            _start(command, environment, out)
+    finally:
+        os.close(out)
+
+
+def _start(command: list[str], environment: Mapping[str, str], out: int) -> None:
+    own = pidfds.open_pidfd(os.getpid())
+    if own is not None:
+        command = [*command, "--pidfd", f"{os.getpid()}:{own}"]
+    try:
         subprocess.run(  # noqa: S603  (our own interpreter and module)
             # The shell puts the daemon into the background and ends: init adopts and reaps it.
             ["/bin/sh", "-c", '"$@" &', "sh", *command],
@@ -235,12 +245,14 @@ def start_daemon(
             cwd="/",  # keeps no directory of the user's busy
             env=environment,
             close_fds=True,
+            pass_fds=() if own is None else (own,),
             start_new_session=True,
             check=True,
             timeout=START_SECONDS,
         )
     finally:
-        os.close(out)
+        if own is not None:
+            os.close(own)
 
 
 def ask_store(url: str, question: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,9 +35,15 @@ class Exit:
 
 
 class ProcessWatcher:
-    """One thread that sleeps until a watched process dies."""
+    """One thread that sleeps until a watched process dies.
 
-    def __init__(self) -> None:
+    Args:
+        given: the number of a process and a pidfd of it, which are taken over: how it ended is told
+            even if it is gone before it is watched.
+    """
+
+    def __init__(self, given: tuple[int, int] | None = None) -> None:
+        self._given = given
         self._lock = threading.Lock()
         self._exits: list[Exit] = []
         self._watched: dict[int, tuple[Key, int]] = {}  # pidfd -> key, pid
@@ -54,10 +60,13 @@ class ProcessWatcher:
     def watch(self, key: Key, pid: int, started: float | None) -> bool:
         """Report the end of process `pid`, started at Unix time `started` (None: not known).
 
-        Returns False for a process that is gone already; it is reported with time 0.
+        Returns False for a process that is gone already, and of which nobody knows how; it is
+        reported with time 0.
         """
-        fd = open_pidfd(pid)
+        fd, given = self._pidfd(pid)
         alive = is_process(pid, started)  # asked after opening: the pidfd is of this one
+        if given is not None and not alive:
+            alive = how_it_ended(pid, given) != UNKNOWN  # found at the next look
         with self._lock:
             if not alive:
                 self._exits.append(Exit(key, UNKNOWN, 0))
@@ -69,6 +78,13 @@ class ProcessWatcher:
             os.close(fd)
         os.eventfd_write(self._wake, 1)
         return alive
+
+    def _pidfd(self, pid: int) -> tuple[int | None, int | None]:
+        """Return a pidfd of a process, and the same again if it is one that was given."""
+        if self._given is None or self._given[0] != pid:
+            return open_pidfd(pid), None
+        (_, fd), self._given = self._given, None
+        return fd, fd
 
     def look(self) -> None:
         """Wait until all that has ended by now is known, as `exits` tells it."""
@@ -90,9 +106,10 @@ class ProcessWatcher:
         self._stopped = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
-        for fd in self._watched:
+        for fd in (*self._watched, *(() if self._given is None else self._given[1:])):
             os.close(fd)
         self._watched.clear()
+        self._given = None
         os.close(self._wake)
 
     def _run(self) -> None:

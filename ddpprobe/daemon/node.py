@@ -59,6 +59,7 @@ class DaemonOptions:
 
     `token` is a secret that all nodes share; without one each has its own (see `roster`). Without
     `linger` how the run ended decides (see `linger_of`). `web` is a file of TLS and passwords.
+    `pidfd` is the number of the process that started this one, and a descriptor of it.
     """
 
     run: RunDir
@@ -73,6 +74,7 @@ class DaemonOptions:
     max_age: float | None = None
     web: Path | None = None
     histograms: bool = False
+    pidfd: tuple[int, int] | None = None
 
 
 def linger_of(asked: float | None, state: str) -> float:
@@ -111,7 +113,7 @@ class NodeDaemon:
         url, self._web = options.head_url, WebConfigFile(options.web) if options.web else None
         self._pusher = Pusher(url, self._secret, options.node, self._web) if url else None
         self._gather_queue = GatherQueue(self._run.daemon_file(self._node, "inbox"))
-        self._watcher = ProcessWatcher()
+        self._watcher = ProcessWatcher(options.pidfd)
         self._readings = Readings()
         self._folding = Folding(self._run, self._node, options.max_bytes, options.max_age)
         self._fuses = {name: Fuse(name, ERRORS_ALLOWED) for name in ("loop", "server", "sampler")}

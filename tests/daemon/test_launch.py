@@ -24,6 +24,7 @@ from ddpprobe.daemon.launch import daemon_alive, start_daemon, wait_for_daemon
 from ddpprobe.rundir.paths import RunDir, make_dir, write_json
 
 from ..waiting import PATIENCE
+from .test_liveness import kernel_at_least
 
 NODE = "node_0000"
 Poll = Callable[..., object]
@@ -138,11 +139,16 @@ def test_a_file_in_the_working_directory_is_not_taken_for_a_module(
     assert started(run).is_running()
 
 
+def waiting_python(begin: Path) -> str:
+    """Return a script that becomes Python when a file is there."""
+    wait = f"while ! test -e {begin}; do sleep 0.05; done"
+    return f'#!/bin/sh\n{wait}\nexec {sys.executable} "$@"\n'
+
+
 def test_starting_waits_for_no_daemon_and_takes_no_thread(run, tmp_path, monkeypatch) -> None:
     """Its interpreter waits for a file that is there when starting is over."""
     begin, python = tmp_path / "begin", tmp_path / "python"
-    wait = f"while ! test -e {begin}; do sleep 0.05; done"
-    python.write_text(f'#!/bin/sh\n{wait}\nexec {sys.executable} "$@"\n')
+    python.write_text(waiting_python(begin))
     python.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(python))
     threads = threading.active_count()
@@ -151,6 +157,40 @@ def test_starting_waits_for_no_daemon_and_takes_no_thread(run, tmp_path, monkeyp
     assert not daemon_alive(run, NODE)
     begin.touch()
     assert wait_for_daemon(run, NODE, 20 * PATIENCE) is not None
+
+
+OVER_AT_ONCE = """
+import os, sys, torch, ddpprobe
+run, python, how = sys.argv[1:]
+sys.executable = python
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+ddpprobe.install(model, run_dir=run, every=1)
+for _ in range(3):
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+if how.startswith("exit:"):
+    os._exit(int(how.removeprefix("exit:")))
+os.kill(os.getpid(), int(how))
+"""
+
+
+@pytest.mark.skipif(not kernel_at_least(6, 15), reason="PIDFD_INFO_EXIT needs Linux 6.15")
+@pytest.mark.parametrize(("how", "said"), [("exit:5", "exit:5"), ("11", "SIGSEGV")])
+def test_how_a_script_ended_that_was_over_before_its_daemon_was_there_is_known(
+    run, tmp_path, monkeypatch, poll: Poll, how: str, said: str
+) -> None:
+    monkeypatch.setenv("DDPPROBE_LINGER", "0")
+    begin, python, script = tmp_path / "begin", tmp_path / "python", tmp_path / "train.py"
+    python.write_text(waiting_python(begin))
+    python.chmod(0o700)
+    script.write_text(OVER_AT_ONCE)
+    subprocess.run([sys.executable, script, tmp_path / "its", python, how], check=False)
+    assert not (tmp_path / "its" / "daemon" / f"{NODE}.lock").exists()
+    begin.touch()
+    its = ddpprobe.open(tmp_path / "its")
+    poll(lambda: its.info()["state"] not in {"running", "vanished"})
+    assert its.info()["end"]["message"] == f"rank 0 died ({said}) after step 2"
 
 
 def test_what_a_killed_daemon_left_is_not_taken_for_a_living_one(run) -> None:

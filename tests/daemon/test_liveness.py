@@ -192,12 +192,44 @@ def test_without_pidfds_the_death_is_noticed_all_the_same(start, poll, monkeypat
     watcher.close()
 
 
-def test_closing_leaves_no_thread_and_no_descriptor(start) -> None:
+@pytest.mark.skipif(not kernel_at_least(6, 15), reason="PIDFD_INFO_EXIT needs Linux 6.15")
+def test_of_a_given_pidfd_the_end_is_known_though_it_was_reaped_before_the_watch(
+    start, poll
+) -> None:
+    process, other = start(), start()
+    began = created(process.pid)
+    watcher = ProcessWatcher((process.pid, os.pidfd_open(process.pid)))
+    process.kill()
+    process.wait()
+    assert watcher.watch((0, 1), other.pid, created(other.pid))
+    assert watcher.watch((0, 0), process.pid, began)
+    (told,) = collect(watcher, 1, poll)
+    assert (told.key, told.how) == ((0, 0), "SIGKILL")
+    assert told.time_ns > 0
+    watcher.close()
+
+
+def test_a_given_pidfd_is_of_the_process_that_it_is_of_and_no_other(start, poll) -> None:
+    process, gone = start(), start()
+    began = created(gone.pid)
+    watcher = ProcessWatcher((process.pid, os.pidfd_open(process.pid)))
+    gone.kill()
+    gone.wait()
+    assert not watcher.watch((0, 1), gone.pid, began)
+    assert watcher.watch((0, 0), process.pid, created(process.pid))
+    assert collect(watcher, 1, poll) == [Exit((0, 1), UNKNOWN, 0)]
+    watcher.close()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_closing_leaves_no_thread_and_no_descriptor(start, given: bool) -> None:
     before = set(os.listdir("/proc/self/fd")), threading.active_count()
-    watcher = ProcessWatcher()
     process = start()
+    watcher = ProcessWatcher((process.pid, os.pidfd_open(process.pid)) if given else None)
     watcher.watch((0, 0), process.pid, created(process.pid))
     watcher.close()
+    unused = ProcessWatcher((process.pid, os.pidfd_open(process.pid)) if given else None)
+    unused.close()
     assert (set(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
