@@ -8,6 +8,7 @@ script may be over before the daemon is there, and how it ended can be asked onl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import site
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -232,27 +233,38 @@ def start_daemon(
 
 
 def _start(command: list[str], environment: Mapping[str, str], out: int) -> None:
-    own = pidfds.open_pidfd(os.getpid())
-    if own is not None:
-        command = [*command, "--pidfd", f"{os.getpid()}:{own}"]
-    try:
+    with pidfd_of(os.getpid()) as (words, fds):
         subprocess.run(  # noqa: S603  (our own interpreter and module)
             # The shell puts the daemon into the background and ends: init adopts and reaps it.
-            ["/bin/sh", "-c", '"$@" &', "sh", *command],
+            ["/bin/sh", "-c", '"$@" &', "sh", *command, *words],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
             cwd="/",  # keeps no directory of the user's busy
             env=environment,
             close_fds=True,
-            pass_fds=() if own is None else (own,),
+            pass_fds=fds,
             start_new_session=True,
             check=True,
             timeout=START_SECONDS,
         )
+
+
+@contextlib.contextmanager
+def pidfd_of(pid: int | None) -> Iterator[tuple[list[str], tuple[int, ...]]]:
+    """Hold a pidfd of a process for a daemon that is started meanwhile.
+
+    Yields the arguments by which it is told, and the descriptors that it is to inherit; none of
+    either without a process, or where the kernel has no pidfds.
+    """
+    fd = None if pid is None else pidfds.open_pidfd(pid)
+    if fd is None:
+        yield [], ()
+        return
+    try:
+        yield ["--pidfd", f"{pid}:{fd}"], (fd,)
     finally:
-        if own is not None:
-            os.close(own)
+        os.close(fd)
 
 
 def ask_store(url: str, question: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from ddpprobe.daemon.launch import pidfd_of
 from ddpprobe.daemon.service_request import (
     ANSWER_SECONDS,
     MAX_BYTES,
     BadRequestError,
     DaemonRequest,
     decode,
-    is_ours,
+    peer_of,
 )
 from ddpprobe.rundir import paths
 from ddpprobe.rundir.paths import DirectoryLock
@@ -111,14 +112,14 @@ class DaemonService:
             connection, _ = self._listener.accept()
             with connection:
                 connection.settimeout(ANSWER_SECONDS)
-                if not is_ours(connection):
-                    return
-                connection.sendall(self._reply(_read(connection)))
+                asker = peer_of(connection)
+                if asker is not None:
+                    connection.sendall(self._reply(_read(connection), asker))
 
-    def _reply(self, data: bytes) -> bytes:
+    def _reply(self, data: bytes, asker: int) -> bytes:
         try:
             request = decode(data)
-            daemon = _Daemon(request, _start(request))
+            daemon = _Daemon(request, _start(request, asker))
         except (BadRequestError, OSError) as error:
             logger.warning("ddpprobe: a job starts its daemon itself: %s", error)
             return b'{"started": false}'
@@ -162,18 +163,21 @@ def _read(connection: socket.socket) -> bytes:
     return data
 
 
-def _start(request: DaemonRequest) -> subprocess.Popen[bytes]:
+def _start(request: DaemonRequest, asker: int | None = None) -> subprocess.Popen[bytes]:
+    """Start it, with a pidfd of who asks for it, and waits meanwhile."""
     out = paths.open_own(Path(request.log), os.O_WRONLY | os.O_APPEND)
     try:
-        return subprocess.Popen(  # noqa: S603  (of this user, who may start anything)
-            request.command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            cwd="/",
-            env=dict(request.environment),
-            close_fds=True,
-            start_new_session=True,
-        )
+        with pidfd_of(asker) as (words, fds):
+            return subprocess.Popen(  # noqa: S603  (of this user, who may start anything)
+                [*request.command, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd="/",
+                env=dict(request.environment),
+                close_fds=True,
+                pass_fds=fds,
+                start_new_session=True,
+            )
     finally:
         os.close(out)

@@ -62,11 +62,11 @@ def namespaces() -> tuple[str, ...]:
     return tuple(str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES)
 
 
-def is_ours(connection: socket.socket) -> bool:
-    """Return whether who is on the other side of a Unix socket is this user."""
+def peer_of(connection: socket.socket) -> int | None:
+    """Return the number of the process on the other side; None if it is not this user's."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(found)[1]
-    return uid == os.geteuid()
+    pid, uid, _ = _CREDENTIALS.unpack(found)
+    return int(pid) if uid == os.geteuid() else None
 
 
 def ask(command: Sequence[str], environment: Mapping[str, str], log: Path) -> bool:
@@ -85,7 +85,7 @@ def ask(command: Sequence[str], environment: Mapping[str, str], log: Path) -> bo
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(ANSWER_SECONDS)
             connection.connect(str(path))
-            if not is_ours(connection):  # /tmp is everybody's
+            if peer_of(connection) is None:  # /tmp is everybody's
                 return False
             connection.sendall(json.dumps(asdict(request)).encode())
             connection.shutdown(socket.SHUT_WR)

@@ -88,6 +88,8 @@ def test_a_daemon_is_the_child_of_the_service_and_comes_back_when_it_is_killed(
         assert said is not None, run.daemon_file(NODE, "log").read_text()
         daemon = psutil.Process(said["pid"])
         assert daemon.ppid() == os.getpid()  # a job's has init for a parent
+        assert daemon.cmdline()[-2:-1] == ["--pidfd"]
+        assert daemon.cmdline()[-1].startswith(f"{os.getpid()}:")  # of who asked for it
         assert os.getsid(daemon.pid) == daemon.pid
         environment = daemon.environ()
         assert environment["DDPPROBE_TOKEN"] == "the-gather-s"
