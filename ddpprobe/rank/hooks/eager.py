@@ -444,8 +444,9 @@ class _FlatGradient:
         self._hooks, self._unit, self._slots = hooks, unit, slots
 
     @dynamo.run_as_python
-    def __call__(self, gradient: Tensor) -> None:
-        self._hooks.on_flat_gradient(self._unit, self._slots, gradient)
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self._hooks.on_flat_gradient(self._unit, self._slots, gradient)
 
 
 def _relays(module: nn.Module) -> bool:

@@ -473,7 +473,10 @@ class Watch:
 
 @final
 class _Watched:
-    """The hook of a parameter or of a flat one: passes the tensor on, and answers None."""
+    """The hook of a parameter or of a flat one: passes the tensor on, and answers None.
+
+    There is none where the loss does not depend on what DDP has returned of the parameter.
+    """
 
     __slots__ = ("_check", "_what")
 
@@ -481,5 +484,6 @@ class _Watched:
         self._check, self._what = check, what
 
     @dynamo.run_as_python
-    def __call__(self, tensor: Tensor) -> None:
-        self._check(self._what, tensor)
+    def __call__(self, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            self._check(self._what, tensor)

@@ -166,6 +166,39 @@ def test_sums_that_a_reduction_has_spoilt_are_not_of_the_next_micro_batchs_backw
         assert page.kind == ("grad" if every == 1 else "param")
 
 
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.body(x)
+        return self.a(h), self.b(h)
+
+
+@pytest.mark.parametrize("every", [1, 100], ids=["sampled", "unsampled"])
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_an_output_that_the_loss_leaves_out_gives_no_gradient_and_the_watch_goes_on(
+    every: int, alone: None, tmp_path: Path
+) -> None:
+    """Where DDP looks for unused parameters, those behind such an output are given none."""
+    model = DistributedDataParallel(_TwoHeads(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=every, first_step=1, daemon="none"):
+        for step in range(1, 6):
+            a, b = model(torch.ones(2, 4))
+            loss = a.square().mean()
+            if step % 2:
+                loss = loss + b.square().mean()
+            if step == 4:
+                loss = loss + nan_in(model.module.a.bias)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (page,) = [a for a in ddpprobe.open(tmp_path / "r").anomalies() if a.level == "page"]
+    assert (page.step, page.phase, page.module) == (4, "backward", "a.bias")
+
+
 def test_a_second_order_gradient_is_swept_without_a_word(tmp_path: Path, records_of) -> None:
     model = net()
 
