@@ -8,7 +8,7 @@ imports, such as torch, which takes three seconds: `forked_script` is for script
 
 The daemon that a forked rank starts comes from here as well (`fork_daemons`): as from the shell of
 `start_daemon` it is nobody's child, in a session of its own, at home in `/`, and has inherited
-nothing but its log.
+nothing but its log and a pidfd of who starts it.
 
 Run as a script it is the nursery itself: its arguments are the numbers of its two sockets, room for
 the command lines of daemons, and what it imports.
@@ -190,7 +190,8 @@ class _Starting:
         order = {"daemon": words[len(_IN_BACKGROUND) :], "env": how["env"]}
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
             door.connect(self._bell)
-            socket.send_fds(door, [json.dumps(order).encode()], [how["stdout"]])
+            given = [how["stdout"], *how["pass_fds"]]
+            socket.send_fds(door, [json.dumps(order).encode()], given)
             assert door.recv(_LARGEST), "the nursery has failed"
         return subprocess.CompletedProcess(words, 0)
 
@@ -251,7 +252,7 @@ def _answer(bell: socket.socket) -> list[str] | None:
     caller, _ = bell.accept()
     with caller:
         who = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        data, descriptors, _, _ = socket.recv_fds(caller, _LARGEST, 1)
+        data, descriptors, _, _ = socket.recv_fds(caller, _LARGEST, 2)
         if who[1] == os.getuid() and data:
             order = json.loads(data)
             if (between := _fork()) == 0:
@@ -264,8 +265,11 @@ def _answer(bell: socket.socket) -> list[str] | None:
                 # SIGINT is ignored by now, and a shell lets what it starts so ignore this too.
                 signal.signal(signal.SIGQUIT, signal.SIG_IGN)
                 words: list[str] = order["daemon"]
+                out, *pidfd = descriptors
+                if pidfd:  # which has another number here
+                    words[-1] = f"{words[-1].partition(':')[0]}:{pidfd[0]}"
                 be_called(sys.executable, "-P", *words)
-                _move(order["env"], [*descriptors, os.dup(descriptors[0])])
+                _move(order["env"], [out, os.dup(out)])
                 return words
             os.waitpid(between, 0)
             caller.send(b"started")

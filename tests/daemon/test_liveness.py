@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
+from ddpprobe.daemon.__main__ import parser
 from ddpprobe.daemon.liveness import Exit, ProcessWatcher
 from ddpprobe.rundir.pidfds import UNKNOWN, describe, how_it_ended
 from ddpprobe.rundir.processes import is_process
@@ -237,3 +238,14 @@ def test_statuses_in_words() -> None:
     assert [describe(s) for s in (None, 0, 256, 9, 9 | 0x80)] == [
         UNKNOWN, "exit:0", "exit:1", "SIGKILL", "SIGKILL",
     ]  # fmt: skip
+
+
+def test_a_daemon_whose_pidfd_was_closed_on_the_way_does_without(tmp_path) -> None:
+    given = [f"{os.getpid()}:{number}" for number in ("999999", "none", "")]
+    for text in (*given, "none"):
+        told = parser().parse_args(["--dir", str(tmp_path), "--pidfd", text])
+        assert told.pidfd is None
+    fd = os.pidfd_open(os.getpid())
+    told = parser().parse_args(["--dir", str(tmp_path), "--pidfd", f"{os.getpid()}:{fd}"])
+    assert told.pidfd == (os.getpid(), fd)
+    os.close(fd)
