@@ -23,6 +23,7 @@ from benchmarks.detection.set_f import SET_F
 from benchmarks.detection.set_g import SET_G
 from benchmarks.detection.set_h import SET_H
 from benchmarks.detection.set_i import SET_I
+from benchmarks.detection.set_j import SET_J
 from benchmarks.detection.sharded import SHARDED
 from benchmarks.detection.unlisted import LEARNED
 from benchmarks.detection.zoo import ZOO
@@ -73,6 +74,12 @@ _LEARNED = """
 Two times ten that had been such once, before rules were made from what they showed. Of the first
 ten (U01 to U10) 16 of 30 were found at every=1 and 14 of 30 at every=10 then, of the second ten 18
 and 17."""
+_SET_J = """
+## Set J: written with the rules at hand, and before it was run
+
+By the one who had just changed `loss_runaway`: 6 of 10 were found at every=1, and 4 of 10 at
+every=10 (seed 0). The second loss of U129 was ten times as large then, and its training blew up by
+itself, which was told."""
 _SET_I = """
 ## Set I: written without the rules, like set H
 
@@ -207,6 +214,7 @@ def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
         ("", "what is planted", "limit", *(f"every={e}" for e in EVERY), "by", "rank", "module"),
         [_fault_row(name, [o for o in faulty if o.job == name]) for name in FAULTS],
     )
+    yield from _faults_apart(apart, SET_J, _SET_J)
     yield from _faults_apart(apart, SET_I, _SET_I)
     yield from _faults_apart(apart, SET_H, _SET_H)
     yield from _faults_apart(apart, SET_G, _SET_G)
