@@ -18,6 +18,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+import ddpprobe
 from ddpprobe.records.step import StepRecord
 from ddpprobe.rundir import framing
 from ddpprobe.rundir.journal import JournalTail
@@ -247,8 +248,6 @@ def records_of() -> Callable[..., list[StepRecord]]:
         tail.close()
         assert tail.damage == {}
         if not records and run.store.exists():
-            import ddpprobe  # torch, which takes 2 s
-
             stored = ddpprobe.open(run.path).records(rank)
             records = [record for record in stored if record.attempt == attempt]
         return records

@@ -35,8 +35,10 @@ class Cnn(nn.Module):
         self.head = nn.Linear(16 * 16, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.act2(self.conv2(self.act1(self.conv1(x))))
-        return self.head(h.flatten(1))
+        return self.head(self.features(x))
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.act2(self.conv2(self.act1(self.conv1(x)))).flatten(1)
 
 
 class Attention(nn.Module):

@@ -149,6 +149,23 @@ _ZOO = """Small configurations of models of transformers and timm, from random w
 that can be learned, by a usual recipe: AdamW, warm-up and cosine, gradients clipped at 1.
 """
 
+# What stands in a table of its own, the newest first, and what is said above it.
+_APART = (
+    (SET_J, _SET_J),
+    (SET_I, _SET_I),
+    (SET_H, _SET_H),
+    (SET_G, _SET_G),
+    (SET_F, _SET_F),
+    (SET_E, _SET_E),
+    (SET_D, _SET_D),
+    (SET_C, _SET_C),
+    (SET_B, _SET_B),
+    (SET_A, _SET_A),
+    (FRESH, _UNLISTED),
+    (LEARNED, _LEARNED),
+    (SHARDED, _SHARDED),
+)
+
 
 def page(results: Sequence[Result], missing: Sequence[Key]) -> str:
     """Return the page, in Markdown.
@@ -214,19 +231,8 @@ def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
         ("", "what is planted", "limit", *(f"every={e}" for e in EVERY), "by", "rank", "module"),
         [_fault_row(name, [o for o in faulty if o.job == name]) for name in FAULTS],
     )
-    yield from _faults_apart(apart, SET_J, _SET_J)
-    yield from _faults_apart(apart, SET_I, _SET_I)
-    yield from _faults_apart(apart, SET_H, _SET_H)
-    yield from _faults_apart(apart, SET_G, _SET_G)
-    yield from _faults_apart(apart, SET_F, _SET_F)
-    yield from _faults_apart(apart, SET_E, _SET_E)
-    yield from _faults_apart(apart, SET_D, _SET_D)
-    yield from _faults_apart(apart, SET_C, _SET_C)
-    yield from _faults_apart(apart, SET_B, _SET_B)
-    yield from _faults_apart(apart, SET_A, _SET_A)
-    yield from _faults_apart(apart, FRESH, _UNLISTED)
-    yield from _faults_apart(apart, LEARNED, _LEARNED)
-    yield from _faults_apart(apart, SHARDED, _SHARDED)
+    for faults, text in _APART:
+        yield from _faults_apart(apart, faults, text)
     yield "\n## The healthy runs\n"
     yield _healthy_table(HEALTHY, healthy)
     for heading, kinds in (("in other ways to train", BREADTH), ("of real architectures", ZOO)):

@@ -122,7 +122,7 @@ class _TwoHeads(nets.Cnn):
         self.second = nn.Linear(16 * 16, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two of them
-        h = self.act2(self.conv2(self.act1(self.conv1(x)))).flatten(1)
+        h = self.features(x)
         return self.head(h), self.second(h)
 
 

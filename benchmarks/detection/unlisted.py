@@ -159,5 +159,5 @@ FIRST: dict[str, type[Fault]] = {
     one.__name__: one for one in (U01, U02, U03, U04, U05, U06, U07, U08, U09, U10)
 }
 LEARNED = FIRST | SECOND
-UNLISTED = LEARNED | FRESH | SET_A | SET_B | SET_C | SET_D | SET_E | SET_F | SET_G | SET_H
-UNLISTED |= SET_I | SET_J
+SETS = SET_A | SET_B | SET_C | SET_D | SET_E | SET_F | SET_G | SET_H | SET_I | SET_J
+UNLISTED = LEARNED | FRESH | SETS

@@ -43,7 +43,7 @@ class ProcessWatcher:
     """
 
     def __init__(self, given: tuple[int, int] | None = None) -> None:
-        self._given = given
+        self._given = {} if given is None else dict([given])  # process number -> pidfd
         self._lock = threading.Lock()
         self._exits: list[Exit] = []
         self._watched: dict[int, tuple[Key, int]] = {}  # pidfd -> key, pid
@@ -63,7 +63,8 @@ class ProcessWatcher:
         Returns False for a process that is gone already, and of which nobody knows how; it is
         reported with time 0.
         """
-        fd, given = self._pidfd(pid)
+        given = self._given.pop(pid, None)
+        fd = open_pidfd(pid) if given is None else given
         alive = is_process(pid, started)  # asked after opening: the pidfd is of this one
         if given is not None and not alive:
             alive = how_it_ended(pid, given) != UNKNOWN  # found at the next look
@@ -78,13 +79,6 @@ class ProcessWatcher:
             os.close(fd)
         os.eventfd_write(self._wake, 1)
         return alive
-
-    def _pidfd(self, pid: int) -> tuple[int | None, int | None]:
-        """Return a pidfd of a process, and the same again if it is one that was given."""
-        if self._given is None or self._given[0] != pid:
-            return open_pidfd(pid), None
-        (_, fd), self._given = self._given, None
-        return fd, fd
 
     def look(self) -> None:
         """Wait until all that has ended by now is known, as `exits` tells it."""
@@ -106,10 +100,10 @@ class ProcessWatcher:
         self._stopped = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
-        for fd in (*self._watched, *(() if self._given is None else self._given[1:])):
+        for fd in (*self._watched, *self._given.values()):
             os.close(fd)
         self._watched.clear()
-        self._given = None
+        self._given.clear()
         os.close(self._wake)
 
     def _run(self) -> None:

@@ -68,8 +68,8 @@ class LossRunaway(LossDetector):
         self._outputs, self._elements = SitesOfKind("output"), _RunningMean()  # of all outputs
         self._best_elements = self._first_elements = math.nan  # when it was the best, and at first
         self._best, self._seen = math.inf, 0
-        self._far = _Lasting(self._steps)  # above the best
-        self._back = _Lasting(self._lost_steps)  # at the first losses
+        self._far = _Lasting(self._steps, self._samples)  # above the best
+        self._back = _Lasting(self._lost_steps, self._samples)  # at the first losses
         self._told = False
         self._firsts: list[tuple[int, float]] = []  # steps and losses that it began with
         self._worse = 0  # losses in a row above them
@@ -125,14 +125,14 @@ class LossRunaway(LossDetector):
         far = self._ratio * self._best * self._grown(self._best_elements)
         began, grown = self._began(), self._grown(self._first_elements)
         learned = self._best < self._learned * began
-        self._far.add(mean > max(far, self._small * self._loss.first * grown), step)
-        self._back.add(learned and mean >= self._chance * began * grown, step)
-        lasting = [each for each in (self._far, self._back) if each.is_long(step, self._samples)]
+        away = self._far.add(mean > max(far, self._small * self._loss.first * grown), step)
+        back = self._back.add(learned and mean >= self._chance * began * grown, step)
+        lasting = [since for since in (away, back) if since is not None]
         if self._told or not lasting:
             return None
         self._told = True
-        since = min(each.since for each in lasting if each.since is not None)
-        where = f", where it began ({began:.3g})" if self._back in lasting else ""
+        since = min(lasting)
+        where = f", where it began ({began:.3g})" if back is not None else ""
         message = (
             f"the smoothed loss is {mean:.3g}{where}, {mean / self._best:.3g} x the best "
             f"{self._best:.3g}, and has stayed that far above it since step {since}. If the "
@@ -144,27 +144,27 @@ class LossRunaway(LossDetector):
 
 
 class _Lasting:
-    """Since when something holds, and at how many losses in a row.
+    """Since when something holds, once it has held for long.
 
     Args:
-        steps: after which it has held for long.
+        steps: that is so many steps,
+        losses: and at so many losses in a row.
     """
 
-    def __init__(self, steps: int) -> None:
-        self.since: int | None = None
-        self._steps, self._losses = steps, 0
+    def __init__(self, steps: int, losses: int) -> None:
+        self._steps, self._losses = steps, losses
+        self._since: int | None = None
+        self._held = 0  # losses in a row
 
-    def add(self, holds: bool, step: int) -> None:  # noqa: FBT001  (of the next loss)
+    def add(self, holds: bool, step: int) -> int | None:  # noqa: FBT001  (of the next loss)
+        """Take the next loss; return the step since which it holds, None if not for long."""
         if not holds:
-            self.since, self._losses = None, 0
-            return
-        self.since = step if self.since is None else self.since
-        self._losses += 1
-
-    def is_long(self, step: int, losses: int) -> bool:
-        """Whether it has held for long, and at so many losses at least."""
-        since = self.since
-        return since is not None and self._losses >= losses and step - since >= self._steps
+            self._since, self._held = None, 0
+            return None
+        self._since = step if self._since is None else self._since
+        self._held += 1
+        long = self._held >= self._losses and step - self._since >= self._steps
+        return self._since if long else None
 
 
 class _RunningMean:

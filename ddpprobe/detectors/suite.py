@@ -105,16 +105,16 @@ class Suite:
         if anomaly.level != "warn" or since is None:
             return anomaly
         causes = _RAISED_AFTER.get(anomaly.detector, frozenset())
-        at_once = [
+        at_once = (
             a
             for a in self._warnings
             if a.detector in causes
             and a.attempt == anomaly.attempt
-            and -BEFORE_STEPS <= a.step - since <= anomaly.step - since
-        ]
-        if not at_once:
+            and since - BEFORE_STEPS <= a.step <= anomaly.step
+        )
+        sign = min(at_once, key=when, default=None)
+        if sign is None:
             return anomaly
-        sign = min(at_once, key=when)
         message = f"{anomaly.message}; a page, as {sign.detector} warned at step {sign.step}"
         return replace(anomaly, level="page", message=message)
 

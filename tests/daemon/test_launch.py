@@ -23,8 +23,8 @@ import ddpprobe
 from ddpprobe.daemon.launch import daemon_alive, start_daemon, wait_for_daemon
 from ddpprobe.rundir.paths import RunDir, make_dir, write_json
 
+from ..kernel import TELLS_THE_REAPED
 from ..waiting import PATIENCE
-from .test_liveness import kernel_at_least
 
 NODE = "node_0000"
 Poll = Callable[..., object]
@@ -175,7 +175,7 @@ os.kill(os.getpid(), int(how))
 """
 
 
-@pytest.mark.skipif(not kernel_at_least(6, 15), reason="PIDFD_INFO_EXIT needs Linux 6.15")
+@pytest.mark.skipif(not TELLS_THE_REAPED, reason="PIDFD_INFO_EXIT needs Linux 6.15")
 @pytest.mark.parametrize(("how", "said"), [("exit:5", "exit:5"), ("11", "SIGSEGV")])
 def test_how_a_script_ended_that_was_over_before_its_daemon_was_there_is_known(
     run, tmp_path, monkeypatch, poll: Poll, how: str, said: str

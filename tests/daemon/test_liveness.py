@@ -18,6 +18,8 @@ from ddpprobe.daemon.liveness import Exit, ProcessWatcher
 from ddpprobe.rundir.pidfds import UNKNOWN, describe, how_it_ended
 from ddpprobe.rundir.processes import is_process
 
+from ..kernel import TELLS_THE_REAPED
+
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 Poll = Callable[..., object]
 
@@ -119,12 +121,7 @@ def test_the_signal_is_known_although_the_parent_reaps_like_torchrun(watcher, st
     assert [e.how for e in exits] == ["SIGKILL"] * 20
 
 
-def kernel_at_least(*wanted: int) -> bool:
-    major, minor = os.uname().release.split(".")[:2]
-    return (int(major), int(minor)) >= wanted
-
-
-@pytest.mark.skipif(not kernel_at_least(6, 15), reason="PIDFD_INFO_EXIT needs Linux 6.15")
+@pytest.mark.skipif(not TELLS_THE_REAPED, reason="PIDFD_INFO_EXIT needs Linux 6.15")
 def test_the_signal_is_known_although_the_zombie_is_gone(start) -> None:
     process = start()
     fd = os.pidfd_open(process.pid)
@@ -193,7 +190,7 @@ def test_without_pidfds_the_death_is_noticed_all_the_same(start, poll, monkeypat
     watcher.close()
 
 
-@pytest.mark.skipif(not kernel_at_least(6, 15), reason="PIDFD_INFO_EXIT needs Linux 6.15")
+@pytest.mark.skipif(not TELLS_THE_REAPED, reason="PIDFD_INFO_EXIT needs Linux 6.15")
 def test_of_a_given_pidfd_the_end_is_known_though_it_was_reaped_before_the_watch(
     start, poll
 ) -> None:

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import workloads
 from benchmarks.variants import VARIANTS, Variant
 from benchmarks.workloads import Training, Workload
+from ddpprobe.rank.frames import stack
 from tests.gpu.overhead import small
 from tests.gpu.parts import Case, Context
 from tests.gpu.training import one_rank
@@ -67,7 +68,7 @@ def break_down(workload: Workload, context: Context) -> None:
 
 def of_host(training: Training, kind: str, context: Context) -> None:
     """Tell what the host takes for each phase; it waits for the device before each step only."""
-    times: list[list[float]] = [[] for _ in PARTS]
+    steps = []
     for _ in range(STEPS):
         training.wait()
         began = [time.perf_counter()]
@@ -77,9 +78,8 @@ def of_host(training: Training, kind: str, context: Context) -> None:
         began.append(time.perf_counter())
         training.update()
         began.append(time.perf_counter())
-        for part, (start, end) in enumerate(itertools.pairwise(began)):
-            times[part].append((end - start) * 1e3)
-    for part, milliseconds in zip(PARTS, times, strict=True):
+        steps.append([(end - start) * 1e3 for start, end in itertools.pairwise(began)])
+    for part, milliseconds in zip(PARTS, zip(*steps, strict=True), strict=True):
         context.findings.figure(f"host, {part}, {kind}", milliseconds, "ms", digits=2)
 
 
@@ -122,10 +122,8 @@ def places(training: Training) -> Iterator[str]:
         yield f"{step * count / max(looks, 1):8.2f}  {name}"
 
 
-def functions(frame: FrameType | None) -> Iterator[str]:
+def functions(frame: FrameType) -> Iterator[str]:
     """Yield the functions of ours that a thread is in."""
-    while frame is not None:
-        code = frame.f_code
+    for code in (one.f_code for one in stack(frame)):
         if OURS in code.co_filename:
             yield f"{code.co_filename.rpartition(f'/{OURS}/')[2]}:{code.co_qualname}"
-        frame = frame.f_back

@@ -29,7 +29,7 @@ WORDS, WIDTH, CLASSES = 40, 32, 10
 CLOSE = 2e-3  # of a number: float32 of another order of additions, over some steps
 NEAR_ZERO = 1e-5  # of the largest number of a site
 MOVED = 0.01  # of the elements, or one: those that other roundings put on the other side of 0
-TIMES = ("seconds",)  # in the name of a scalar that no two runs have alike
+TIMED = "seconds"  # in the name of a scalar that no two runs have alike
 
 
 def cases() -> dict[str, Case]:
@@ -56,7 +56,7 @@ def trained(task: Task, device: str, run: Path) -> list[StepRecord]:
     """Train; return the records."""
     torch.manual_seed(0)
     model = task.model()
-    torch.nn.init.normal_(next(model.parameters()), std=0.3)  # the same numbers on either device
+    nn.init.normal_(next(model.parameters()), std=0.3)  # the same numbers on either device
     model.to(device)
     optimizer = task.optimizer(model.parameters())
     probe = ddpprobe.install(model, run_dir=run, every=EVERY, daemon="none")
@@ -89,7 +89,7 @@ def differences(here: list[StepRecord], there: list[StepRecord]) -> Iterator[str
 
 def _scalars(here: StepRecord, there: StepRecord) -> Iterator[str]:
     wanted, got = (
-        {name: value for name, value in r.scalars.get(0, {}).items() if not _timed(name)}
+        {name: value for name, value in r.scalars.get(0, {}).items() if TIMED not in name}
         for r in (here, there)
     )
     for name in sorted(wanted.keys() ^ got.keys()):
@@ -97,10 +97,6 @@ def _scalars(here: StepRecord, there: StepRecord) -> Iterator[str]:
     for name in sorted(wanted.keys() & got.keys()):
         if not np.isclose(got[name], wanted[name], rtol=CLOSE, atol=1e-6, equal_nan=True):
             yield f"{name} is {got[name]:.6g}, not {wanted[name]:.6g}"
-
-
-def _timed(name: str) -> bool:
-    return any(part in name for part in TIMES)
 
 
 def _rows(here: StepRecord, there: StepRecord) -> Iterator[str]:

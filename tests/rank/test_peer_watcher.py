@@ -26,6 +26,8 @@ from ddpprobe.records.events import ClosedEvent, PeerExitEvent
 from ddpprobe.records.fate import RaisedError
 from ddpprobe.rundir import pidfds, processes
 
+from ..kernel import TELLS_THE_REAPED
+
 OWN_RANK = 3
 SCRIPT = "import sys; sys.exit(int(sys.stdin.readline() or 9))"  # its code is what it is told
 
@@ -116,14 +118,8 @@ def test_of_peers_that_are_seen_dead_together_none_is_said_to_have_outlived_the_
         process.wait()
     peers.watcher.go_on()
     poll(lambda: len(peers.said) == 2)
-    how = "SIGKILL" if _tells_the_reaped() else "unknown"
+    how = "SIGKILL" if TELLS_THE_REAPED else "unknown"
     assert sorted(places(peers.said)) == [(0, how, (2, 3)), (1, how, (2, 3))]
-
-
-def _tells_the_reaped() -> bool:
-    """Whether the kernel says how a process ended that was reaped: since Linux 6.15."""
-    major, minor = os.uname().release.split(".")[:2]
-    return (int(major), int(minor)) >= (6, 15)
 
 
 def test_nobody_is_watched_in_the_place_of_a_rank_that_is_not_seen_from_here(

@@ -475,7 +475,7 @@ class Watch:
 class _Watched:
     """The hook of a parameter or of a flat one: passes the tensor on, and answers None.
 
-    There is none where the loss does not depend on what DDP has returned of the parameter.
+    A parameter has no gradient where the loss leaves out what DDP has returned of it.
     """
 
     __slots__ = ("_check", "_what")
