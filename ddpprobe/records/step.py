@@ -241,6 +241,14 @@ CLASS_ROWS, CLASS_LOOKED, CLASS_WEIGHT = "class_rows", "class_looked_at", "class
 CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL = "class_labelled", "class_right", "class_of_all"
 CLASS_SEEN, LABEL_BITS = "classes_seen", 52
 CLASS_POWER = "class_power"
+# Scalar of the first sampled steps: the place in `EXTRA_ACTIVATIONS`, from 1 on, of an activation
+# that the model's outputs went through before a loss that has its own; see
+# `hooks.extra_activation`. 0: there is none; NaN: it would make no difference yet.
+EXTRA_ACTIVATION = "extra_activation"
+EXTRA_ACTIVATIONS = (
+    ("sigmoid", "binary"), ("ReLU", "binary"), ("sigmoid inside", "binary"),
+    ("softmax", "classes"), ("sigmoid", "classes"), ("ReLU", "classes"),
+)  # fmt: skip
 # Scalar: values by which a batch norm in training mode normalizes a channel, the fewest of all.
 NORM_VALUES = "batch_norm_values"
 # Scalar: how many micro-batches of the step, the first ones, were for another model's step.

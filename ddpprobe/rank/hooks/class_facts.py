@@ -44,12 +44,14 @@ APART = math.log(1.5)  # weights of labels that are unlike each other
 SURE = -1e-3  # logarithm of a probability: beyond it the gradient may be too small for its dtype
 
 
-def _looked_at(tensor: Tensor) -> Tensor:
+def looked_at(tensor: Tensor) -> Tensor:
     """Return a copy of rows of an output, [rows, classes]: the same for its gradient.
 
-    Classes are the last dimension, and the second of images [samples, classes, height, width]. The
+    A vector is rows of one number each. Classes are the last dimension, and the second of images [samples, classes, height, width]. The
     distance of the rows has no factor in common with their number: places of a text come in turn.
     """
+    if tensor.dim() == 1:
+        tensor = tensor[:, None]
     if tensor.dim() > 3:
         tensor = tensor.movedim(1, -1)
     *sizes, classes = tensor.shape
@@ -65,12 +67,13 @@ def _looked_at(tensor: Tensor) -> Tensor:
     return tensor[tuple(index)]
 
 
-def is_of_classes(output: Tensor) -> bool:
-    """Whether an output may be the logits of enough rows."""
-    if output.dim() < 2:
-        return False
-    classes = output.shape[1 if output.dim() > 3 else -1]
-    return classes > 1 and output.numel() >= FEWEST_ROWS * classes
+def classes_of(output: Tensor) -> int:
+    """Return how many logits a row of an output has; 0: it has too few rows to tell.
+
+    A vector is rows of one logit each.
+    """
+    classes = output.shape[1 if output.dim() > 3 else -1] if output.dim() > 1 else 1
+    return classes if classes and output.numel() >= FEWEST_ROWS * classes else 0
 
 
 @final
@@ -88,7 +91,7 @@ class ClassHook:
 
     def __init__(self, tell: Callable[[Tensor, Tensor, int], object], output: Tensor) -> None:
         with torch.no_grad():
-            self._kept: Tensor | None = _looked_at(output.detach()).float()
+            self._kept: Tensor | None = looked_at(output.detach()).float()
         self._tell, self._all = tell, output.numel() // self._kept.shape[1]
 
     @dynamo.run_as_python
@@ -119,7 +122,7 @@ def add_classes(logits: Tensor, gradient: Tensor, rows_of_all: int, rows: StepRo
         rows: where the numbers go, on the tensor's device.
     """
     with torch.no_grad(), functorch.outside():
-        g = _looked_at(gradient.detach()).float()
+        g = looked_at(gradient.detach()).float()
         classes = g.shape[1]
         step = math.ceil(classes / COLUMNS)
         (own, label), (high, answer), whole = g.min(1), logits.max(1), logits.logsumexp(1)

@@ -23,6 +23,7 @@ from ddpprobe.rank.backward import Backward
 from ddpprobe.rank.hooks import (
     came_in,
     class_facts,
+    extra_activation,
     fast_path,
     gradients,
     step_facts,
@@ -117,6 +118,7 @@ class EagerHooks:
         self.after_call: Callable[..., object] = lambda *_: None
         self.backward_begins: Callable[[], object] = lambda: None
         self._fewest = math.inf  # values by which a batch norm normalizes a channel
+        self._looks_for_extra = extra_activation.LOOKS  # still to come
         self._backward = (-1, -1)  # the backward that was last seen, and its micro-batch
         self.recomputation = Recomputation(rows)
         self._inference = TpInference(topology, rows.table.amend, fuse)
@@ -369,7 +371,8 @@ class EagerHooks:
     def _listen(self, output: Tensor | None) -> None:
         if output is not None and target_facts.is_pulled(output):
             output.register_hook(target_facts.PullHook(self._on_pull, output))
-        if output is not None and class_facts.is_of_classes(output):
+        classes = 0 if output is None else class_facts.classes_of(output)
+        if output is not None and (classes > 1 or (classes and self._looks_for_extra > 0)):
             output.register_hook(class_facts.ClassHook(self._on_classes, output))
 
     def _begins(self) -> None:
@@ -382,7 +385,11 @@ class EagerHooks:
 
     def _classes(self, logits: Tensor, gradient: Tensor, rows_of_all: int) -> None:
         if self.attached and target_facts.has_numbers(gradient):
-            class_facts.add_classes(logits, gradient, rows_of_all, self._rows)
+            if logits.shape[1] > 1:
+                class_facts.add_classes(logits, gradient, rows_of_all, self._rows)
+            if self._looks_for_extra > 0:
+                self._looks_for_extra -= 1
+                extra_activation.add_extra_activation(logits, gradient, self._rows)
 
     def _flat_gradient(self, unit: FlatUnit, slots: dict[str, int], gradient: Tensor) -> None:
         for fqn, part in unit.split(gradient):

@@ -21,9 +21,9 @@ from ddpprobe.rank.hooks.class_facts import (
     FEWEST_ROWS,
     ROWS,
     ClassHook,
-    _looked_at,
+    looked_at,
     add_classes,
-    is_of_classes,
+    classes_of,
 )
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.records.step import (
@@ -52,7 +52,7 @@ def facts(logits: Tensor, loss: Loss) -> dict[str, float]:
     """What is told of one backward."""
     rows = StepRows(torch.device("cpu"), 0)
     output = logits.clone().requires_grad_() * 1.0
-    assert is_of_classes(output)
+    assert classes_of(output)
 
     def tell(kept: Tensor, gradient: Tensor, count: int) -> None:
         with contextlib.nullcontext() if rows.is_near else far.no_waiting():
@@ -165,7 +165,7 @@ def test_rows_lie_in_equal_distances_and_are_not_too_many(shape: tuple[int, ...]
 def test_places_of_a_text_come_in_turn_whatever_its_length_is() -> None:
     for samples, length in ((256, 32), (8, 1024), (64, 64)):
         output = torch.arange(samples * length).view(samples, length, 1).expand(-1, -1, 3)
-        places = _looked_at(output)[:, 0]
+        places = looked_at(output)[:, 0]
         assert len(set((places % length).tolist())) >= min(length, ROWS) / 2
         assert len(set((places // length).tolist())) >= min(samples, ROWS) / 2
 
@@ -284,12 +284,13 @@ def test_no_gradient_and_one_that_is_not_finite_tell_nothing() -> None:
 
 
 def test_what_may_be_logits_has_classes_and_enough_rows() -> None:
-    assert is_of_classes(torch.ones(FEWEST_ROWS, 2))
-    assert is_of_classes(torch.ones(2, FEWEST_ROWS // 2, 5))
-    assert not is_of_classes(torch.ones(FEWEST_ROWS - 1, 2))
-    assert not is_of_classes(torch.ones(FEWEST_ROWS, 1))
-    assert not is_of_classes(torch.ones(64))
-    assert not is_of_classes(torch.ones(FEWEST_ROWS, 1, 4, 4))
+    assert classes_of(torch.ones(FEWEST_ROWS, 2)) == 2
+    assert classes_of(torch.ones(2, FEWEST_ROWS // 2, 5)) == 5
+    assert classes_of(torch.ones(2, 3, 4, 4)) == 3
+    assert classes_of(torch.ones(FEWEST_ROWS, 1)) == 1
+    assert classes_of(torch.ones(FEWEST_ROWS)) == 1
+    for few in (torch.ones(FEWEST_ROWS - 1, 2), torch.ones(7), torch.ones(()), torch.ones(8, 0)):
+        assert classes_of(few) == 0
 
 
 def test_what_is_kept_is_a_copy_and_is_given_up_behind_the_first_backward() -> None:
