@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Mapping
 
@@ -24,6 +25,8 @@ SAME = 0.01  # by which norms that were clipped to one number may differ
 # Of the least share of the gradients that the optimizer got at the last looks, and of the least
 # norm: what is clipped to a smaller number, or set to zero too early, comes to less.
 LITTLE, LOOKS = 0.03, 64
+# Norms of before, their median, over the number that all are clipped to now.
+LOWER = 3.0
 
 
 class GradAltered(SampledDetector):
@@ -41,7 +44,9 @@ class GradAltered(SampledDetector):
 
     Little is also left where the share of the gradients that the optimizer is given falls to a
     small part of what it was at all of the last looks, and their norm does: they are clipped to
-    another number, or nothing is there any more when it steps.
+    another number, or nothing is there any more when it steps. And where gradients are clipped to
+    one number at some looks in a row, and most of those before had a much larger norm, it is
+    another number than it was, however little that changes yet.
 
     And gradients of the step before that are still there when the backward of a step begins, and
     are added to: nobody has set them to zero.
@@ -51,7 +56,7 @@ class GradAltered(SampledDetector):
         least: sampled steps in a row at which it was not, without which there is no verdict.
         repeats: sampled steps in a row at which it is.
         quiet_steps: steps without it after which it is told again.
-        cut: sampled steps in a row at which scaled gradients were clipped.
+        cut: sampled steps in a row at which gradients were clipped to one number.
         jump: how many times as large a gradient of one step must be.
     """
 
@@ -83,6 +88,9 @@ class GradAltered(SampledDetector):
         # looks; and since when it has been little.
         self._given: deque[tuple[float, float]] = deque(maxlen=LOOKS)
         self._little = _InARow(self._repeats, self._quiet)
+        # As `_given`, at each of the last looks, and its step.
+        self._used: deque[tuple[int, float, float]] = deque(maxlen=LOOKS + self._cut)
+        self._lower = Telling(self._quiet)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
@@ -93,6 +101,7 @@ class GradAltered(SampledDetector):
             self._added_to(record)
             or self._clipped_while_scaled(record, ratios)
             or self._little_left(record)
+            or self._clipped_lower(record)
         )
         if said is not None:
             return [said]
@@ -135,10 +144,10 @@ class GradAltered(SampledDetector):
 
     def _little_left(self, record: StepRecord) -> Anomaly | None:
         """Return what is to be said where next to nothing of gradients comes to the optimizer."""
-        given = [one for said in record.scalars.values() if (one := _given(said)) is not None]
-        if not given:
+        given = _least_given(record)
+        if given is None:
             return None
-        share, norm = (min(each) for each in zip(*given, strict=True))
+        share, norm = given
         least = [min(each) for each in zip(*self._given, strict=True)]
         if len(self._given) < self._least or not (
             share < LITTLE * least[0] and norm < LITTLE * least[1]
@@ -158,6 +167,31 @@ class GradAltered(SampledDetector):
             "divides it"
         )
         values = {"share": share, "before": least[0], "since": since}
+        return self.anomaly(record, "warn", message, values, kind="grad")
+
+    def _clipped_lower(self, record: StepRecord) -> Anomaly | None:
+        """Return what is to be said of a smaller number that gradients are clipped to."""
+        given = _least_given(record)
+        if given is None:
+            return None
+        self._used.append((record.step, *given))
+        if len(self._used) < self._least + self._cut or self._little.lasts:
+            return None
+        steps, shares, norms = zip(*self._used, strict=True)
+        level = min(norms[-self._cut :])
+        clipped = max(shares[-self._cut :]) <= 1 - CLIPPED
+        same = 0 < max(norms[-self._cut :]) <= level * (1 + SAME)
+        usual = statistics.median(norms[: -self._cut])
+        if not (clipped and same and usual >= LOWER * level and self._lower.due(record.step)):
+            return None
+        larger = [at for at, norm in enumerate(norms) if norm > level * (1 + SAME)]
+        since = steps[larger[-1] + 1]
+        message = (
+            f"at each of the last {self._cut} sampled steps gradients are clipped to a norm of "
+            f"{level:.3g}, and most of those that the optimizer was given before had {usual:.3g} "
+            "or more: look which number they are to be clipped to, and whether a config has changed"
+        )
+        values = {"clipped_to": level, "before": usual, "since": since}
         return self.anomaly(record, "warn", message, values, kind="grad")
 
     def _clipped_while_scaled(
@@ -215,11 +249,25 @@ class _InARow:
         """Hear of a step that does not show it."""
         self._many = 0
 
+    @property
+    def lasts(self) -> bool:
+        """Whether the last step showed it."""
+        return self._many > 0
+
     def due(self, step: int) -> int | None:
         """Hear of one that does; return the first of them, if it is to be told now."""
         self._first = self._first if self._many else step
         self._many += 1
         return self._first if self._many >= self._needed and self._telling.due(step) else None
+
+
+def _least_given(record: StepRecord) -> tuple[float, float] | None:
+    """Return the least share and norm of what any rank's optimizer was given; None: not known."""
+    given = [one for said in record.scalars.values() if (one := _given(said)) is not None]
+    if not given:
+        return None
+    shares, norms = zip(*given, strict=True)
+    return min(shares), min(norms)
 
 
 def _given(said: Mapping[str, float]) -> tuple[float, float] | None:

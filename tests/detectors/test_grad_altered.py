@@ -195,3 +195,43 @@ def test_gradients_that_are_set_to_zero_now_and_then_are_meant() -> None:
     assert run(GradAltered(), kept([0.5, 0.5, None] * 20)) == []
     assert run(GradAltered(), kept([0.5, 0.5, 0.0] * 20)) == []
     assert run(GradAltered(), kept([0.0] * 60)) == []
+
+
+def clipped_to(number: int, norm: float, to: float) -> StepRecord:
+    """A gradient of two ranks, clipped."""
+    said = {"grad_norm": norm, USED_NORM: min(norm, to)}
+    return record(number, {0: dict(said), 1: dict(said)})
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("before", [1.0, 1e9])
+def test_a_smaller_number_to_clip_to_is_told_however_small_gradients_are(
+    every: int, before: float
+) -> None:
+    norms = np.random.default_rng(0).lognormal(-1, 0.5, 400)
+    steps = range(0, 400, every)
+    stream = [clipped_to(s, norms[s], before if s < 200 else 0.08) for s in steps]
+    (warn,) = run(GradAltered(quiet_steps=1000), stream)
+    assert (warn.level, warn.step) == ("warn", 200 + 4 * every)
+    usual = np.median(np.minimum(norms[:200:every][-64:], before))
+    assert warn.values == {
+        "clipped_to": pytest.approx(0.08), "before": pytest.approx(usual), "since": 200
+    }  # fmt: skip
+
+
+def test_clipping_to_one_number_throughout_is_meant() -> None:
+    norms = np.random.default_rng(0).lognormal(-1, 1.5, 400)
+    falling = norms * np.linspace(30, 0.01, 400)  # clipped at first, then hardly ever
+    rising = falling[::-1]
+    for each in (norms, falling, rising):
+        assert run(GradAltered(), [clipped_to(s, each[s], 0.1) for s in range(400)]) == []
+
+
+def test_clipping_that_adapts_or_begins_where_most_gradients_pass_is_left_alone() -> None:
+    norms = np.random.default_rng(0).lognormal(-1, 1.0, 400)
+    adapts = [clipped_to(s, norms[s], np.percentile(norms[: s + 1], 10)) for s in range(400)]
+    assert run(GradAltered(), adapts) == []
+    begins = [clipped_to(s, norms[s], 1e9 if s < 200 else np.median(norms)) for s in range(400)]
+    assert run(GradAltered(), begins) == []
+    four = [clipped_to(s, norms[s], 0.05 if 200 <= s < 204 else 1.0) for s in range(400)]
+    assert run(GradAltered(), four) == []
