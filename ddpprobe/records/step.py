@@ -214,6 +214,13 @@ TRAINABLE = "trainable_parameters"  # scalar: how many parameters require a grad
 OPTIMIZER_STEPS = "optimizer_steps"
 # Scalar: by how much the optimizers keep of their second moments in a step; absent if they differ.
 MOMENT_DECAY = "second_moment_decay"
+# Scalars, each with the option after it: an option of the optimizers that no schedule changes, a
+# bool as 0 or 1; absent if groups differ in it, or where it is no plain number.
+OPTION = "optimizer_option@"
+OPTIONS = (
+    "eps", "dampening", "rho",
+    "amsgrad", "nesterov", "maximize", "centered", "decoupled_weight_decay",
+)  # fmt: skip
 # Scalar: how many units of FSDP2 were gathered before the optimizer stepped, and not again since.
 STALE = "stale_units"
 BUFFER = "buffer"  # in place of a shard, in digests: a buffer that no step has changed

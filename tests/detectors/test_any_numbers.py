@@ -45,7 +45,7 @@ SCALARS = sorted(
     }
     | {*names.QUEUED.values(), *(f"{phase}_seconds" for phase in STEP_PHASES)}
     | {*LOSSES, "grad_norm", "grad_norm_local", "output_rms", "micro_batches"}
-    | {"loss_scale", "probe_seconds"}
+    | {"loss_scale", "probe_seconds", *(f"{names.OPTION}{option}" for option in names.OPTIONS)}
 )
 FQNS = ("", "blocks.0", "blocks.0.weight", "blocks.0.bias", "blocks.1.weight")
 EXPERTS = tuple(f"moe.experts.{i}" for i in range(3))

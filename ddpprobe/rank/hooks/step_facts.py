@@ -29,6 +29,8 @@ from ddpprobe.records.step import (
     LOCAL_SGD,
     MOMENT_DECAY,
     OPTIMIZER_STEPS,
+    OPTION,
+    OPTIONS,
     OUTPUT_SPREAD,
     STALE,
     TRAINABLE,
@@ -68,12 +70,14 @@ class OptimizerFacts:
         self._rate: float | None = None
         self._is_far = False  # a learning rate that the host may not read
         self._decays: set[float | None] = set()
+        self._options: dict[str, set[float | None]] = {}
 
     def begin_step(self) -> None:
         """Forget the step before."""
         self._norms.begin_step()
         self._rate, self._is_far = None, False
         self._decays.clear()
+        self._options.clear()
 
     def add(
         self, optimizer: object, topology: Topology, scale: Tensor | None, rows: StepRows,
@@ -93,6 +97,8 @@ class OptimizerFacts:
             _add_steps(optimizer, rows)
         groups = getattr(optimizer, "param_groups", ())
         self._decays |= {_decay_of(group) for group in groups}
+        for group in groups:
+            self._add_options(group)
         rates = [group["lr"] for group in groups if "lr" in group]
         far = [rate for rate in rates if isinstance(rate, Tensor)]
         if far and not self._is_far:
@@ -105,12 +111,25 @@ class OptimizerFacts:
         """Put the norm of the gradients as they are used into `rows`, and return what is known.
 
         That is the largest learning rate of all groups, and the decay of second moments (Adam's
-        second beta, RMSprop's alpha) where all groups agree on it. `alone`: as of `UsedNorms`.
+        second beta, RMSprop's alpha) and the options of `OPTIONS` where all groups agree on it.
+        `alone`: as of `UsedNorms`.
         """
         self._norms.tell(rows, alone=alone)
+        agreed = {MOMENT_DECAY: self._decays}
+        agreed |= {f"{OPTION}{option}": values for option, values in self._options.items()}
         told = {} if self._rate is None or self._is_far else {LEARNING_RATE: self._rate}
-        (decay,) = self._decays if len(self._decays) == 1 else (None,)
-        return told if decay is None else {**told, MOMENT_DECAY: decay}
+        for name, values in agreed.items():
+            (value,) = values if len(values) == 1 else (None,)
+            if value is not None:
+                told[name] = value
+        return told
+
+    def _add_options(self, group: Mapping[str, Any]) -> None:
+        for option in OPTIONS:
+            if option in group:
+                value = group[option]
+                plain = float(value) if isinstance(value, float | int) else None
+                self._options.setdefault(option, set()).add(plain)
 
 
 def _decay_of(group: Mapping[str, Any]) -> float | None:

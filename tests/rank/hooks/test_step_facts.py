@@ -22,6 +22,7 @@ from ddpprobe.records.step import (
     LEARNING_RATE,
     MOMENT_DECAY,
     OPTIMIZER_STEPS,
+    OPTION,
     STALE,
     TRAINABLE,
     TRAINING,
@@ -45,12 +46,27 @@ def facts_of(
     facts: step_facts.OptimizerFacts | None = None,
     rows: StepRows | None = None,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return what is told of optimizers that step one after the other, and what is in the rows."""
+    """Return what is told of optimizers that step one after the other, and what is in the rows.
+
+    Without their options, which `options_of` returns.
+    """
     facts, rows = facts or step_facts.OptimizerFacts(), rows or StepRows(torch.device("cpu"), 0)
     for optimizer in optimizers:
         facts.add(optimizer, describe(Model()), None, rows, optimizers[0])
     told = facts.tell(rows, alone=False)
+    told = {name: x for name, x in told.items() if not name.startswith(OPTION)}
     return told, rows.fetch().result(0, partial=True).scalars
+
+
+def options_of(
+    *optimizers: object, facts: step_facts.OptimizerFacts | None = None
+) -> dict[str, float]:
+    """Return what is told of the options of optimizers that step one after the other."""
+    facts, rows = facts or step_facts.OptimizerFacts(), StepRows(torch.device("cpu"), 0)
+    for optimizer in optimizers:
+        facts.add(optimizer, describe(Model()), None, rows, optimizers[0])
+    told = facts.tell(rows, alone=False)
+    return {name.removeprefix(OPTION): x for name, x in told.items() if name.startswith(OPTION)}
 
 
 @pytest.fixture(params=["near", "far"])
@@ -159,6 +175,67 @@ def test_betas_that_mean_something_else_are_no_decay(betas: object) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     optimizer.param_groups[0]["betas"] = betas
     assert MOMENT_DECAY not in facts_of(optimizer)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "want"),
+    [
+        (torch.optim.AdamW, {"eps": 1e-6}, {"eps": 1e-6, "amsgrad": 0.0, "maximize": 0.0}),
+        (torch.optim.Adam, {"maximize": True, "amsgrad": True}, {
+            "eps": 1e-8, "amsgrad": 1.0, "maximize": 1.0,
+        }),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, {
+            "nesterov": 1.0, "dampening": 0.0, "maximize": 0.0,
+        }),
+        (torch.optim.SGD, {"dampening": 0.5}, {"nesterov": 0.0, "dampening": 0.5, "maximize": 0.0}),
+        (torch.optim.RMSprop, {"centered": True}, {"eps": 1e-8, "centered": 1.0, "maximize": 0.0}),
+        (torch.optim.Adadelta, {"rho": 0.8}, {"eps": 1e-6, "rho": 0.8, "maximize": 0.0}),
+        (torch.optim.NAdam, {"decoupled_weight_decay": True}, {
+            "eps": 1e-8, "decoupled_weight_decay": 1.0, "maximize": 0.0,
+        }),
+    ],
+)  # fmt: skip
+def test_options_that_no_schedule_changes_are_told(
+    kind: type[torch.optim.Optimizer], more: dict[str, object], want: dict[str, float]
+) -> None:
+    told = options_of(kind([nn.Parameter(torch.ones(1))], lr=0.1, **more))
+    if "decoupled_weight_decay" not in want:  # the version of torch decides which kinds have it
+        told.pop("decoupled_weight_decay", None)
+    assert told == want
+
+
+def test_an_option_is_told_where_all_groups_that_have_it_agree() -> None:
+    first, second, third = ([nn.Parameter(torch.ones(1))] for _ in range(3))
+    groups = [{"params": first}, {"params": second, "eps": 1e-3}]
+    odd = torch.optim.Adam(groups, lr=0.1)
+    same = torch.optim.Adam([{"params": first}, {"params": second}], lr=0.1)
+    assert "eps" not in options_of(odd)
+    assert options_of(odd)["amsgrad"] == 0.0
+    assert options_of(same)["eps"] == 1e-8
+    sgd = torch.optim.SGD(third, lr=0.1, nesterov=True, momentum=0.9)
+    both = options_of(same, sgd)
+    assert (both["eps"], both["nesterov"], both["maximize"]) == (1e-8, 1.0, 0.0)
+    climbs = torch.optim.SGD(third, lr=0.1, maximize=True)
+    assert "maximize" not in options_of(same, climbs)
+
+
+# The last one has nothing that a host could read.
+NOT_PLAIN = [(1e-30, 1e-3), None, "1e-8", torch.tensor(1e-8), torch.empty((), device="meta")]
+
+
+@pytest.mark.parametrize("eps", NOT_PLAIN, ids=range(len(NOT_PLAIN)))
+def test_an_option_that_is_no_plain_number_is_not_told(eps: object) -> None:
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.param_groups[0]["eps"] = eps
+    assert options_of(optimizer).keys() & {"eps", "amsgrad"} == {"amsgrad"}
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "eps": 1e-8})
+    assert "eps" not in options_of(optimizer)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="this torch has none")
+def test_the_two_eps_of_adafactor_are_not_one() -> None:
+    told = options_of(torch.optim.Adafactor([nn.Parameter(torch.ones(1))]))
+    assert told == {"maximize": 0.0}
 
 
 def test_what_lies_on_another_device_or_is_gathered_in_its_own_way_is_not_compared() -> None:
@@ -370,8 +447,9 @@ def test_the_facts_of_a_step_before_are_forgotten() -> None:
     facts, weight = step_facts.OptimizerFacts(), nn.Parameter(torch.ones(1))
     for rate, beta in ((0.5, 0.9), (0.1, 0.8)):
         facts.begin_step()
-        optimizer = torch.optim.Adam([weight], lr=rate, betas=(0.9, beta))
+        optimizer = torch.optim.Adam([weight], lr=rate, betas=(0.9, beta), eps=rate)
         assert facts_of(optimizer, facts=facts)[0] == {LEARNING_RATE: rate, MOMENT_DECAY: beta}
+        assert options_of(optimizer, facts=facts)["eps"] == rate
 
 
 def test_the_modes_of_a_model_are_shares_of_its_modules_and_a_count_of_its_parameters() -> None:
