@@ -1,9 +1,10 @@
-"""`mode_flip`: the model trains in another mode, or other parameters do, than before."""
+"""`mode_flip`: the model trains in another mode, or with other options, than before."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ddpprobe.detectors.changed_options import ChangedOption, ChangedOptions
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.telling import Telling
@@ -45,7 +46,8 @@ class ModeFlip(SampledDetector):
     after an evaluation. So it does of a rank that is in evaluation mode while others are not, and
     of a part of the modules that is so, unless another number of parameters requires a gradient
     since: then it was frozen. Any such change is told as information at once; so is training in
-    evaluation mode from the start, which may be meant.
+    evaluation mode from the start, which may be meant. It warns, too, of an option of the optimizer
+    that no schedule changes, such as `eps` or `maximize`, and that has another value than before.
 
     Args:
         steps: steps for which evaluation mode must last, unless other ranks train meanwhile.
@@ -67,9 +69,22 @@ class ModeFlip(SampledDetector):
         self._evaluation: _Lasting | None = None  # of all ranks
         self._apart: dict[int, _Lasting] = {}  # ranks in evaluation mode while others are not
         self._telling = Telling(self._quiet, worse=1.0)
+        self._options = ChangedOptions()
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
-        """Take the next record; at most one anomaly."""
+        """Take the next record; at most one anomaly of its mode, and one of each change."""
+        trainable = self._modes and self._modes[1]
+        found = self._of_mode(record)
+        if self._modes and self._modes[1] != trainable:  # their optimizer may have other options
+            self._options = ChangedOptions()
+        changes = self._options.update(record)
+        return [*found, *(self._of_option(record, change) for change in changes)]
+
+    def _of_option(self, record: StepRecord, change: ChangedOption) -> Anomaly:
+        alone = change.ranks[0] if len(change.ranks) == 1 < len(record.ranks) else None
+        return self.anomaly(record, "warn", change.message(record), change.values, rank=alone)
+
+    def _of_mode(self, record: StepRecord) -> list[Anomaly]:
         told = [s for s in record.scalars.values() if TRAINING in s and TRAINABLE in s]
         if not told:
             return []
