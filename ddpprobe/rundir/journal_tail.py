@@ -45,7 +45,8 @@ class JournalFacts:
     `nonfinite` counts elements by Site kind (of unsampled steps those of the first bad tensor).
     `triggers` are the captures its user asked for and that nobody has taken up yet.
     `recorded` are the sampled steps of which the whole record came.
-    `closed`: it said that nothing more will come; `raised`: and that an exception was the reason.
+    `closed`: it said that nothing more will come; `raised`: and that an exception was the reason;
+    `leaving`: as its interpreter ended, without waiting for threads.
     `words` are the events that its end is judged by and that nobody has taken up yet.
     """
 
@@ -60,6 +61,7 @@ class JournalFacts:
     dropped: Counter[str] = field(default_factory=Counter)
     paused: bool = False
     closed: bool = False
+    leaving: bool = False
     raised: bool = False
     last_step: int = -1
     recorded: int = 0
@@ -87,6 +89,7 @@ class JournalFacts:
         match event:
             case ClosedEvent():
                 self.closed, self.raised = True, event.status != "ok"
+                self.leaving = event.at_exit and not (self.raised or event.threads)
             case FuseEvent():
                 self.components[event.component] = False
             case DroppedEvent():

@@ -25,13 +25,15 @@ from ddpprobe.cli import main as cli
 from ddpprobe.daemon import folding
 from ddpprobe.daemon.__main__ import AFTER_PAUSE_SECONDS, main
 from ddpprobe.daemon.daemon_journal import DaemonJournal
-from ddpprobe.daemon.local_rank import LocalRank
+from ddpprobe.daemon.liveness import Exit
+from ddpprobe.daemon.local_rank import LEAVING_SECONDS, PATIENCE_SECONDS, LocalRank
 from ddpprobe.daemon.node import DaemonOptions, NodeDaemon, linger_of
 from ddpprobe.detectors.suite import default_suite
 from ddpprobe.ends.anomalies import retells
 from ddpprobe.ends.judge import STATES, End
 from ddpprobe.reader.run import open_run
 from ddpprobe.reader.verify.verify import verify
+from ddpprobe.records.events import ClosedEvent
 from ddpprobe.rundir import framing, paths
 from ddpprobe.rundir.heartbeat import Heartbeat
 from ddpprobe.rundir.journal import JournalTail, JournalWriter
@@ -480,6 +482,31 @@ def test_a_daemon_without_the_first_records_counts_what_is_lost_from_its_start_o
     for rank in (fresh, later):
         rank.tail.close()
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "patience"),
+    [
+        ({"at_exit": True}, LEAVING_SECONDS),
+        ({"at_exit": False}, PATIENCE_SECONDS),  # its script may go on for ever
+        ({"at_exit": True, "threads": ("loader",)}, PATIENCE_SECONDS),  # and so may these
+        ({"at_exit": True, "status": "exception"}, PATIENCE_SECONDS),  # which is told at once
+    ],
+)
+def test_the_exit_code_of_whose_interpreter_ends_is_waited_for(
+    tmp_path: Path, words: dict[str, Any], patience: float
+) -> None:
+    """A torch process takes long to end on a busy machine."""
+    writer = JournalWriter(tmp_path / "rank", {"rank": 0})
+    writer.append_event(ClosedEvent(**words))
+    writer.close()
+    rank = LocalRank(RankTail(tmp_path / "rank", 0), seen_alive=True, closed_at=100.0)
+    rank.tail.read(100)
+    assert not rank.is_over(100.0 + patience)
+    assert rank.is_over(100.1 + patience)
+    rank.exit = Exit((0, 0), "exit:5", 1)
+    assert rank.is_over(100.0)
+    rank.tail.close()
 
 
 def test_the_second_daemon_of_a_node_leaves_at_once_and_says_so(job) -> None:
