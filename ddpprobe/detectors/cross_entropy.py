@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe.detectors.logits import MESSAGES, LogitsShape
 from ddpprobe.detectors.loss import mean
 from ddpprobe.detectors.rank_scalars import labels_seen, scalars
 from ddpprobe.detectors.settings import above_zero, at_least
-from ddpprobe.detectors.sites_of_kind import Floats, SitesOfKind
+from ddpprobe.detectors.sites_of_kind import Floats
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.step import (
@@ -39,22 +40,22 @@ TIMES_WRONG = 3.0  # as often as before, and as the others, where it comes at on
 # many times longer than any before.
 BY_CHANCE, LONGER = 1e-7, 4
 NAMED, REMEMBERED = 4, 256  # labels in a message; looks
-WHOLE = 0.01  # by which a row of probabilities in bfloat16 may miss 1
 FAVOURED = 0.5  # power of its share by which a label weighs, in the mean of the ranks
 # What a rank says, all of it, of a cross-entropy.
 _NEEDED = {CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED, CLASS_LOOKED, CLASS_RIGHT, CLASS_OF_ALL}
 LARGEST = 700.0  # the logarithm of a number that a float64 still holds
-_KINDS = ("weight", "labelled", "one label", "right", "gone", "favoured", "softmax")
+_KINDS = ("weight", "labelled", "one label", "right", "gone", "favoured", *MESSAGES)
 
 
 class CrossEntropy(SoundStepsDetector):
     """Warns when a loss over classes weighs its samples anew, or has labels that cannot be meant.
 
-    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Seven
-    things are told: what the loss takes for logits are probabilities already (a softmax twice); a
-    row weighs many times what it did (a sum in place of a mean, a loss that is not divided by the
-    micro-batches any more); rows that had no label, as padding has none, have one; each batch holds
-    samples of one class, and the next batches those of another (nobody shuffles);
+    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Eight
+    things are told: what the loss takes for logits are probabilities already (a softmax twice), or
+    numbers between 0 and 1 (a sigmoid before it); no logit is negative (a ReLU after the last
+    layer); a row weighs many times what it did (a sum in place of a mean, a loss that is not
+    divided by the micro-batches any more); rows that had no label, as padding has none, have one;
+    each batch holds samples of one class, and the next batches those of another (nobody shuffles);
     a label does not come any more, and none in its place; rows weigh the more, the more rows have
     their label (weights of classes that are to be inverse to their shares); one rank answers
     rightly far more seldom than all others, or all at once more seldom than these and than it did
@@ -84,8 +85,8 @@ class CrossEntropy(SoundStepsDetector):
         self._labels: deque[frozenset[int]] = deque(maxlen=OF)
         self._sorted = False
         self._seen = _LabelsSeen()
-        self._favoured = self._softmax = 0  # looks in a row
-        self._outputs = SitesOfKind("output")
+        self._favoured = 0  # looks in a row
+        self._logits = LogitsShape()
         self._right: deque[dict[int, tuple[float, float]]] = deque(maxlen=self._looks + ANSWERED)
         self._told = {kind: Telling(self._quiet) for kind in _KINDS}
 
@@ -253,20 +254,11 @@ class CrossEntropy(SoundStepsDetector):
     def _look_at_outputs(
         self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]
     ) -> Iterator[Anomaly]:
-        rows = sum(said[CLASS_ROWS] * said.get("micro_batches", 1.0) for said in ranks.values())
-        low, high, whole, many = (
-            self._outputs.read(record, stat) for stat in ("min", "max", "sum", "numel")
-        )
-        found = (low >= 0) & (high <= 1 + WHOLE) & (many > rows) & (abs(whole / rows - 1) <= WHOLE)
-        returned = any(not self._outputs.fqns[place] for place in np.flatnonzero(found))
-        self._softmax = self._softmax + 1 if returned else 0
-        if self._softmax >= self._looks and self._told["softmax"].due(record.step):
-            message = (
-                f"at the last {self._softmax} sampled steps each row that the model returns holds "
-                "numbers between 0 and 1 whose sum is 1, and the loss takes them for logits: leave "
-                "out the softmax in the model, as a cross-entropy has its own"
-            )
-            yield self._verdict(record, message, {"looks": self._softmax}, "forward")
+        self._logits.take(record, ranks)
+        kind, looks = self._logits.kind, self._logits.looks
+        if kind and looks >= self._looks and self._told[kind].due(record.step):
+            message = f"at the last {looks} sampled steps {MESSAGES[kind]}"
+            yield self._verdict(record, message, {"looks": looks}, "forward")
 
     def _verdict(
         self, record: StepRecord, message: str, values: Mapping[str, float], phase: str,

@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
+import ddpprobe
 from ddpprobe.detectors.cross_entropy import CrossEntropy
 from ddpprobe.detectors.suite import chosen
 from ddpprobe.records.step import (
@@ -24,7 +29,7 @@ from ddpprobe.records.step import (
     Site,
     StepRecord,
 )
-from tests.detectors.made_records import record, run
+from tests.detectors.made_records import Row, hear, record, run
 
 Look = dict[str, float]
 ROWS = 32
@@ -397,12 +402,15 @@ def test_how_often_a_label_comes_is_not_known_from_a_few_looks() -> None:
     assert warn.message.startswith("none of the 32 rows of a rank that are looked at in a sampled")
 
 
-def returned(step: int, ranks: int = 2, micro: float = 1.0, **row: float) -> StepRecord:
+def returned(
+    step: int, ranks: int = 2, micro: float = 1.0, gradient: Row | None = None, **row: float
+) -> StepRecord:
     """What ranks return in all, of 10 classes, beside the looks of a cross-entropy."""
     rows = ranks * ROWS * micro
     given = {"numel": rows * 10, "min": 0.0, "max": 0.9, "sum": rows, **row}
+    pull = {"numel": given["numel"], "rms": 0.1, **(gradient or {})}
     said = {rank: look(micro_batches=micro) for rank in range(ranks)}
-    return record(step, said, {Site("", "output"): given})
+    return record(step, said, {Site("", "output"): given, Site("", "grad_output"): pull})
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1.0), (2, 1.0), (3, 4.0)])
@@ -414,4 +422,142 @@ def test_probabilities_that_a_loss_takes_for_logits_are_told_once(ranks: int, mi
 
 @pytest.mark.parametrize("row", [{"min": -0.01}, {"max": 1.5}, {"sum": 60.0}, {"numel": 64.0}])
 def test_outputs_that_are_no_probabilities_are_logits(row: dict[str, float]) -> None:
+    assert run(CrossEntropy(), [returned(s, **{"min": 0.45, **row}) for s in range(50)]) == []
+
+
+RELU: Row = {"max": 7.0, "sum": 300.0, "zeros": 100}
+SIGMOID: Row = {"min": 0.1, "max": 0.95, "sum": 300.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (RELU, "leave out the ReLU after the last layer"),
+        ({**RELU, "max": 0.4}, "leave out the ReLU"),  # in its first steps
+        ({**RELU, "zeros": 33}, "leave out the ReLU"),  # of 640
+        (SIGMOID, "leave out the sigmoid"),
+        ({**SIGMOID, "min": 0.0, "max": 1.0, "zeros": 3}, "leave out the sigmoid"),
+    ],
+)
+def test_logits_that_a_relu_or_a_sigmoid_returns_are_told_once(row: Row, words: str) -> None:
+    (warn,) = run(CrossEntropy(), [returned(s, **row) for s in range(0, 500, 10)])
+    assert (warn.level, warn.step, warn.phase, warn.rank) == ("warn", 70, "forward", None)
+    assert (warn.kind, warn.values) == ("output", {"looks": 8})
+    assert words in warn.message
+    later = [returned(s, **row) for s in (*range(9), *range(40, 49))]
+    assert [one.step for one in run(CrossEntropy(quiet_steps=20), later)] == [7, 40]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**RELU, "zeros": 0},  # cosines of what is not negative, times a temperature
+        {**RELU, "zeros": 32},
+        {**RELU, "min": -0.01},  # places that are masked with 0
+        {**RELU, "min": -0.01, "max": 0.0},
+        {**RELU, "max": 0.0, "sum": 0.0, "zeros": 640},  # a head that begins with zeros
+        {**RELU, "neg_inf": 64},  # a mask
+        {**RELU, "nan": 1},
+        {**SIGMOID, "min": -0.01},
+        {**SIGMOID, "max": 1.01},
+        {**SIGMOID, "max": 0.55},  # first logits
+    ],
+)
+def test_logits_of_no_sign_with_a_mask_or_a_temperature_are_not(row: Row) -> None:
     assert run(CrossEntropy(), [returned(s, **row) for s in range(50)]) == []
+
+
+def test_it_must_be_so_at_each_of_eight_looks_of_one_kind() -> None:
+    usual: Row = {"min": -3.0, "max": 3.0}
+    now_and_then = [returned(s, **(usual if s % 8 == 7 else RELU)) for s in range(50)]
+    assert run(CrossEntropy(), now_and_then) == []
+    in_turn = [returned(s, **(SIGMOID if s % 8 == 7 else RELU)) for s in range(50)]
+    assert run(CrossEntropy(), in_turn) == []
+
+
+@pytest.mark.parametrize("row", [RELU, SIGMOID, {}])
+def test_what_is_returned_beside_the_logits_is_none(row: Row) -> None:
+    """Probabilities have no gradient, features one that does not sum to zero."""
+    beside = {"numel": 640, "min": 0.0, "max": 0.9, "sum": 64.0, **row}
+    logits: Row = {"numel": 640, "min": -3.0, "max": 3.0, "sum": 5.0, "zeros": 100}
+    pull: Row = {"numel": 640, "rms": 0.1}
+    said = dict.fromkeys(range(2), look())
+
+    def told_of(rows: dict[Site, Row]) -> list[Anomaly]:
+        return run(CrossEntropy(), [record(s, said, rows) for s in range(50)])
+
+    first, second = (Site("", "output", leaf) for leaf in "01")
+    g_first, g_second = (Site("", "grad_output", leaf) for leaf in "01")
+    both = {first: beside, second: logits}
+    assert told_of({**both, g_second: pull}) == []
+    assert told_of({**both, g_first: {**pull, "sum": 0.2}, g_second: pull}) == []
+    assert told_of({first: logits, second: beside, g_first: pull, g_second: pull}) == []
+    assert told_of(both) == []
+    never = {"numel": 0, "observed": 0, "min": math.inf, "max": -math.inf}
+    assert told_of({**both, g_first: never, g_second: pull}) == []  # it has none in this loss
+    assert told_of({**both, g_first: {"numel": 640}, g_second: pull}) == []
+    few = {first: {**beside, "numel": 64, "zeros": 10}, second: logits}
+    assert told_of({**few, g_first: {**pull, "numel": 64}, g_second: pull}) == []
+    assert len(told_of({**both, g_first: pull})) == 1
+
+
+@pytest.mark.parametrize("micro", [0.0, -1.0, math.nan, 3.0])
+def test_an_output_that_has_no_whole_number_of_classes_is_not_the_logits(micro: float) -> None:
+    said = {0: look(micro_batches=micro)}
+    pull = {"numel": 640, "rms": 0.1}
+    rows = {Site("", "output"): {"numel": 640, **RELU}, Site("", "grad_output"): pull}
+    assert run(CrossEntropy(), [record(s, said, rows) for s in range(50)]) == []
+
+
+class _Net(nn.Module):
+    """Four features and four of noise to three classes; what it returns is by the case."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.body, self.head, self.case = nn.Linear(8, 16), nn.Linear(16, 3), case
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        features = self.body(x).relu()
+        logits = self.head(features)
+        if self.case == "beside":
+            return features.detach(), logits, logits.softmax(1)
+        if self.case == "cosine":
+            rows, classes = (functional.normalize(t) for t in (features, self.head.weight.abs()))
+            return 8 * (rows + 1e-3) @ classes.T
+        return logits.relu() if self.case == "relu" else logits
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("relu", "leave out the ReLU"),
+        ("healthy", None),
+        ("cosine", None),
+        ("beside", None),
+    ],
+)
+def test_a_training_is_told_by_what_its_ranks_record(
+    tmp_path: Path, case: str, words: str | None
+) -> None:
+    torch.manual_seed(0)
+    model = _Net(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    weight = torch.tensor([1.0, 0.0, 1.0]) if case == "weight" else None
+    with ddpprobe.install(model, run_dir=tmp_path / "r", every=1, daemon="none"):
+        for _ in range(24):
+            label = torch.randint(0, 3, (32,))
+            x = torch.cat((functional.one_hot(label, 4) * 2.0, torch.randn(32, 4)), 1)
+            y = model(x)
+            logits = y[1] if isinstance(y, tuple) else y
+            if case == "semi-supervised":
+                label = label.where(torch.rand(32) < 0.7, -100)
+            ignored = 1 if case == "ignored" else -100
+            loss = functional.cross_entropy(logits, label, weight, ignore_index=ignored)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    records = list(ddpprobe.open(tmp_path / "r").records())
+    assert sum(CLASS_WEIGHT in one.scalars[0] for one in records) == 24
+    found = hear(CrossEntropy(), records)
+    assert len(found) == (words is not None)
+    assert all(words is not None and words in one.message for one in found)
