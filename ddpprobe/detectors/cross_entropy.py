@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe.detectors.ignored_class import IgnoredClass
 from ddpprobe.detectors.logits import MESSAGES, LogitsShape
 from ddpprobe.detectors.loss import mean
 from ddpprobe.detectors.rank_scalars import labels_seen, scalars
@@ -44,22 +45,22 @@ FAVOURED = 0.5  # power of its share by which a label weighs, in the mean of the
 # What a rank says, all of it, of a cross-entropy.
 _NEEDED = {CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED, CLASS_LOOKED, CLASS_RIGHT, CLASS_OF_ALL}
 LARGEST = 700.0  # the logarithm of a number that a float64 still holds
-_KINDS = ("weight", "labelled", "one label", "right", "gone", "favoured", *MESSAGES)
+_KINDS = ("weight", "labelled", "one label", "right", "gone", "favoured", "ignored", *MESSAGES)
 
 
 class CrossEntropy(SoundStepsDetector):
     """Warns when a loss over classes weighs its samples anew, or has labels that cannot be meant.
 
-    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Eight
-    things are told: what the loss takes for logits are probabilities already (a softmax twice), or
-    numbers between 0 and 1 (a sigmoid before it); no logit is negative (a ReLU after the last
-    layer); a row weighs many times what it did (a sum in place of a mean, a loss that is not
-    divided by the micro-batches any more); rows that had no label, as padding has none, have one;
-    each batch holds samples of one class, and the next batches those of another (nobody shuffles);
-    a label does not come any more, and none in its place; rows weigh the more, the more rows have
-    their label (weights of classes that are to be inverse to their shares); one rank answers
-    rightly far more seldom than all others, or all at once more seldom than these and than it did
-    (it numbers the classes in another order, or reads other data).
+    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Nine things
+    are told: what the loss takes for logits are probabilities already (a softmax twice), or numbers
+    between 0 and 1 (a sigmoid before it); no logit is negative (a ReLU after the last layer); the
+    rows that it ignores are those of a class; a row weighs many times what it did (a sum in place
+    of a mean, a loss that is not divided by the micro-batches any more); rows that had no label, as
+    padding has none, have one; each batch holds samples of one class, and the next batches those of
+    another (nobody shuffles); a label does not come any more, and none in its place; rows weigh the
+    more, the more rows have their label (weights of classes that are to be inverse to their
+    shares); one rank answers rightly far more seldom than all others, or all at once more seldom
+    than these and than it did (it numbers the classes in another order, or reads other data).
 
     Args:
         ratio: how many times the weight that a row had.
@@ -86,7 +87,7 @@ class CrossEntropy(SoundStepsDetector):
         self._sorted = False
         self._seen = _LabelsSeen()
         self._favoured = 0  # looks in a row
-        self._logits = LogitsShape()
+        self._logits, self._ignored = LogitsShape(), IgnoredClass(self._looks)
         self._right: deque[dict[int, tuple[float, float]]] = deque(maxlen=self._looks + ANSWERED)
         self._told = {kind: Telling(self._quiet) for kind in _KINDS}
 
@@ -108,6 +109,7 @@ class CrossEntropy(SoundStepsDetector):
             self._look_at_favoured(record),
             self._look_at_answers(record, ranks),
             self._look_at_outputs(record, ranks),
+            self._look_at_ignored(record, ranks),
         )
         return [anomaly for look in looks for anomaly in look]
 
@@ -259,6 +261,21 @@ class CrossEntropy(SoundStepsDetector):
         if kind and looks >= self._looks and self._told[kind].due(record.step):
             message = f"at the last {looks} sampled steps {MESSAGES[kind]}"
             yield self._verdict(record, message, {"looks": looks}, "forward")
+
+    def _look_at_ignored(
+        self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]
+    ) -> Iterator[Anomaly]:
+        found = self._ignored.take(record, ranks)
+        if found and self._told["ignored"].due(record.step):
+            message = (
+                f"none of {found.rows:.0f} rows that were looked at has had label {found.label}, "
+                f"each other one of {found.classes} classes has come again and again, and "
+                f"{_percent(found.share)} % of the rows have no label: if these are the rows of "
+                "that class, nobody learns it; look whether `ignore_index` is its number, or "
+                "whether its weight is 0"
+            )
+            values = {"label": found.label, "ignored": found.share, "classes": found.classes}
+            yield self._verdict(record, message, values, "forward")
 
     def _verdict(
         self, record: StepRecord, message: str, values: Mapping[str, float], phase: str,

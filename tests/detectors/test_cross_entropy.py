@@ -509,6 +509,97 @@ def test_an_output_that_has_no_whole_number_of_classes_is_not_the_logits(micro: 
     assert run(CrossEntropy(), [record(s, said, rows) for s in range(50)]) == []
 
 
+def ignoring(
+    step: int, *seen: Sequence[int], classes: int = 3, rows: int = 16, **changes: float
+) -> StepRecord:
+    """What ranks say of a batch of which some rows have no label."""
+    said = {
+        rank: look(
+            rows, **{"labelled": 0.75, "input_elements": 64 * rows,
+            CLASS_SEEN: sum(2.0**one for one in labels), **changes},
+        )
+        for rank, labels in enumerate(seen)
+    }  # fmt: skip
+    numel = rows * len(seen) * classes
+    logits = {"numel": numel, "min": -3.0, "max": 3.0}
+    sites = {Site("", "output"): logits, Site("", "grad_output"): {"numel": numel, "rms": 0.1}}
+    return record(step, said, sites)
+
+
+@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize(("classes", "label"), [(2, 0), (3, 1), (3, 2), (52, 51)])
+def test_a_class_that_the_loss_ignores_is_told_once(every: int, classes: int, label: int) -> None:
+    others = [one for one in range(classes) if one != label]
+    looks = [ignoring(s * every, others, others, classes=classes) for s in range(40)]
+    (warn,) = run(CrossEntropy(), looks)
+    assert (warn.level, warn.step, warn.rank, warn.phase) == ("warn", 9 * every, None, "forward")
+    assert warn.values == {"label": label, "ignored": pytest.approx(0.25), "classes": classes}
+    assert f"has had label {label}, each other one of {classes} classes" in warn.message
+    assert "25 % of the rows have no label" in warn.message
+    assert "`ignore_index`" in warn.message
+    once = ignoring(8 * every, others, [*others, label], classes=classes)  # of one rank
+    assert run(CrossEntropy(), [*looks[:8], once, *looks[9:]]) == []
+
+
+def test_of_large_batches_it_is_told_at_the_eighth_look() -> None:
+    looks = [ignoring(s, *[(0, 2)] * 4, rows=200) for s in range(40)]
+    assert [warn.step for warn in run(CrossEntropy(), looks)] == [7]
+
+
+@pytest.mark.parametrize(
+    ("seen", "changes"),
+    [
+        (((0, 1, 2), (0, 1, 2)), {}),  # semi-supervised: rows without a label, of any class
+        (((0, 2), (0, 1, 2)), {}),  # a rank without it
+        (((0, 2), (0, 2)), {"labelled": 1.0}),  # a class that the data do not have
+        (((0, 2), (0, 2)), {"labelled": 0.985}),
+        (((0, 2), (0, 2)), {"labelled": 0.09}),
+        (((0,), (0,)), {}),  # two classes do not come
+        (((0, 2), (0, 2)), {"classes": 4}),
+        (((0, 2, 3), (0, 2, 3)), {}),  # more labels than classes
+        (((0, *range(2, 52)),) * 2, {"classes": 53}),
+        (((0, 2), (0, 2)), {CLASS_LOOKED: 15}),  # a text, or an image, of many rows
+        (((0, 2), (0, 2)), {"input_elements": 64}),  # up to four numbers for a row
+        (((0, 2), (0, 2)), {"input_elements": math.nan}),
+        (((0, 2), (0, 2)), {"copied_inputs": 0.1}),
+        (((0, 2), (0, 2)), {CLASS_SEEN: math.nan}),
+        (((0, 2), (0, 2)), {CLASS_SEEN: 2.0**LABEL_BITS}),
+    ],
+)
+def test_rows_without_a_label_are_no_class(
+    seen: tuple[tuple[int, ...], ...], changes: dict[str, float]
+) -> None:
+    assert run(CrossEntropy(), [ignoring(s, *seen, **changes) for s in range(60)]) == []
+
+
+def test_each_rank_must_have_such_rows_and_all_other_classes_must_have_come_often() -> None:
+    def made(labelled: Sequence[float], often: int = 3) -> list[StepRecord]:
+        looks = [ignoring(s, (0, 2) if s % 3 < often else (0,), (0,)) for s in range(60)]
+        for one in looks:
+            said = zip(one.scalars.values(), labelled, strict=True)
+            for facts, share in said:
+                facts[CLASS_LABELLED] = share  # type: ignore[index]
+        return looks
+
+    assert run(CrossEntropy(), made((0.8, 1.0))) == []
+    assert run(CrossEntropy(), made((0.8, 0.05))) == []
+    assert [warn.step for warn in run(CrossEntropy(), made((0.8, 0.7)))] == [19]
+    assert [warn.step for warn in run(CrossEntropy(), made((0.8, 0.7), often=1))] == [57]
+    # 32 rows a look, of which 0.96 have none: 20 do at the 21st.
+    assert [warn.step for warn in run(CrossEntropy(), made((0.97, 0.97)))] == [20]
+    few = [ignoring(s, *[(0, 2)] * 3, rows=8) for s in range(60)]
+    assert [warn.step for warn in run(CrossEntropy(), few)] == [8]  # 24 rows a look
+
+
+def test_other_ranks_begin_anew_and_a_look_that_says_less_is_left_out() -> None:
+    two = [ignoring(s, (0, 2), (0, 2)) for s in range(9)]
+    three = [ignoring(s, *[(0, 2)] * 3) for s in range(9, 30)]
+    assert [warn.step for warn in run(CrossEntropy(), two + three)] == [16]
+    texts = [ignoring(s, (0, 1, 2), (0, 2), input_elements=16) for s in range(9, 30)]
+    rest = [ignoring(s, (0, 2), (0, 2)) for s in range(30, 40)]
+    assert [warn.step for warn in run(CrossEntropy(), two + texts + rest)] == [30]
+
+
 class _Net(nn.Module):
     """Four features and four of noise to three classes; what it returns is by the case."""
 
@@ -531,9 +622,12 @@ class _Net(nn.Module):
     ("case", "words"),
     [
         ("relu", "leave out the ReLU"),
+        ("ignored", "has had label 1,"),
+        ("weight", "has had label 1,"),
         ("healthy", None),
         ("cosine", None),
         ("beside", None),
+        ("semi-supervised", None),
     ],
 )
 def test_a_training_is_told_by_what_its_ranks_record(
