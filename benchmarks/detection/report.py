@@ -79,7 +79,7 @@ _SET_J = """
 
 By the one who had just changed `loss_runaway`: 6 of 10 were found at every=1, and 4 of 10 at
 every=10 (seed 0). The second loss of U129 was ten times as large then, and its training blew up by
-itself, which was told."""
+itself, which was told. Four rules were made from it since (U124 to U127)."""
 _SET_I = """
 ## Set I: written without the rules, like set H
 
@@ -100,7 +100,7 @@ _SET_G = """
 Ten more faults from issue trackers, by somebody who had not read the rules and ran none of them
 with the probe before it was written: five that begin in the middle of training, and five mistakes
 of configuration. The code names the source of each, and how much it harms. When no rule had been
-made from it, 12 of 30 were found at every=1, and 13 of 30 at every=10; one rule was since."""
+made from it, 12 of 30 were found at every=1, and 13 of 30 at every=10; two rules were since."""
 _SET_F = """
 ## Set F: written without the rules, by how often people report it
 

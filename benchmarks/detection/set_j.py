@@ -56,7 +56,7 @@ class U123(Fault):
 class U124(Fault):
     says = "a config is read anew: the epsilon of Adam is 1, and not 1e-8"
     net, world = "gpt", 2
-    expected = Expected((*LOUD, "frozen_param"), 30)
+    expected = Expected((*LOUD, "frozen_param", "mode_flip"), 30)
 
     def before_step(self) -> None:
         if self.due:

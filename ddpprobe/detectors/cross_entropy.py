@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe.detectors.extra_activation import ExtraActivation
 from ddpprobe.detectors.ignored_class import IgnoredClass
 from ddpprobe.detectors.logits import MESSAGES, LogitsShape
 from ddpprobe.detectors.loss import mean
@@ -45,15 +46,18 @@ FAVOURED = 0.5  # power of its share by which a label weighs, in the mean of the
 # What a rank says, all of it, of a cross-entropy.
 _NEEDED = {CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED, CLASS_LOOKED, CLASS_RIGHT, CLASS_OF_ALL}
 LARGEST = 700.0  # the logarithm of a number that a float64 still holds
-_KINDS = ("weight", "labelled", "one label", "right", "gone", "favoured", "ignored", *MESSAGES)
+_KINDS = (
+    "weight", "labelled", "one label", "right", "gone", "favoured", "ignored", "extra", *MESSAGES
+)  # fmt: skip
 
 
 class CrossEntropy(SoundStepsDetector):
     """Warns when a loss over classes weighs its samples anew, or has labels that cannot be meant.
 
-    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Nine things
+    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Ten things
     are told: what the loss takes for logits are probabilities already (a softmax twice), or numbers
-    between 0 and 1 (a sigmoid before it); no logit is negative (a ReLU after the last layer); the
+    between 0 and 1 (a sigmoid before it); no logit is negative (a ReLU after the last layer); an
+    activation lies between the model and a loss that has its own, a binary one among them; the
     rows that it ignores are those of a class; a row weighs many times what it did (a sum in place
     of a mean, a loss that is not divided by the micro-batches any more); rows that had no label, as
     padding has none, have one; each batch holds samples of one class, and the next batches those of
@@ -87,7 +91,8 @@ class CrossEntropy(SoundStepsDetector):
         self._sorted = False
         self._seen = _LabelsSeen()
         self._favoured = 0  # looks in a row
-        self._logits, self._ignored = LogitsShape(), IgnoredClass(self._looks)
+        self._extra, self._logits = ExtraActivation(), LogitsShape()
+        self._ignored = IgnoredClass(self._looks)
         self._right: deque[dict[int, tuple[float, float]]] = deque(maxlen=self._looks + ANSWERED)
         self._told = {kind: Telling(self._quiet) for kind in _KINDS}
 
@@ -97,11 +102,13 @@ class CrossEntropy(SoundStepsDetector):
         known = bool(ranks) and all(map(_is_known, ranks.values()))
         if record.skipped or record.missing:
             return []
+        extra = [*self._look_at_extra(record)]
         if not known:
             self._known = 0 if ranks else self._known
-            return []
+            return extra
         self._known += 1
         looks = (
+            extra,
             self._look_at_weights(record, ranks),
             self._look_at_labelled(record),
             self._look_at_labels(record),
@@ -112,6 +119,14 @@ class CrossEntropy(SoundStepsDetector):
             self._look_at_ignored(record, ranks),
         )
         return [anomaly for look in looks for anomaly in look]
+
+    def _look_at_extra(self, record: StepRecord) -> Iterator[Anomaly]:
+        self._extra.take(record)
+        told = self._extra.told(record.step, self._looks)
+        if told is not None and self._told["extra"].due(record.step):
+            looks, what = told
+            message = f"the gradients of {looks} sampled steps show that {what}"
+            yield self._verdict(record, message, {"looks": looks}, "backward")
 
     def _look_at_weights(
         self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]

@@ -24,6 +24,8 @@ from ddpprobe.records.step import (
     CLASS_ROWS,
     CLASS_SEEN,
     CLASS_WEIGHT,
+    EXTRA_ACTIVATION,
+    EXTRA_ACTIVATIONS,
     LABEL_BITS,
     Anomaly,
     Site,
@@ -655,3 +657,47 @@ def test_a_training_is_told_by_what_its_ranks_record(
     found = hear(CrossEntropy(), records)
     assert len(found) == (words is not None)
     assert all(words is not None and words in one.message for one in found)
+
+
+def extra(
+    number: int, place: float, low: float = -3.0, high: float = 3.0, ranks: int = 2
+) -> StepRecord:
+    """A step whose gradients show a place in `EXTRA_ACTIVATIONS`, and of whose loss no more."""
+    rows = {Site("", "output"): {"min": low, "max": high}, Site("", "grad_output"): {"rms": 0.1}}
+    return record(number, {rank: {EXTRA_ACTIVATION: place} for rank in range(ranks)}, rows)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("pair", EXTRA_ACTIVATIONS)
+def test_an_activation_before_a_loss_that_has_its_own_is_told_once(
+    pair: tuple[str, str], every: int
+) -> None:
+    place = EXTRA_ACTIVATIONS.index(pair) + 1
+    inside = pair[0].endswith("inside")
+    looks = [math.nan, math.nan, place, math.nan] + [place] * 60
+    stream = [extra(i * every, x, 0.1, 0.7) for i, x in enumerate(looks)]
+    (warn,) = run(CrossEntropy(quiet_steps=10**6), stream)
+    assert (warn.level, warn.phase, warn.rank) == ("warn", "backward", None)
+    assert warn.step == (2 + max(50 // every, 8) if inside else 10) * every
+    assert pair[0].split()[0] in warn.message
+    assert ("binary" in warn.message) == (pair[1] == "binary")
+
+
+def test_looks_that_show_none_or_another_one_begin_anew() -> None:
+    for other in (0.0, 2.0):
+        stream = [extra(s, other if s % 8 == 7 else 4.0) for s in range(64)]
+        assert run(CrossEntropy(), stream) == []
+    apart = [
+        record(s, {0: {EXTRA_ACTIVATION: 4.0}, 1: {EXTRA_ACTIVATION: 0.0}}, {}) for s in range(64)
+    ]
+    assert run(CrossEntropy(), apart) == []
+    unknown = [extra(s, x) for s, x in enumerate([99.0, -1.0] * 32)]
+    assert run(CrossEntropy(), unknown) == []
+
+
+def test_first_logits_that_lie_between_0_and_1_are_no_sigmoid_yet() -> None:
+    place = EXTRA_ACTIVATIONS.index(("sigmoid inside", "binary")) + 1
+    near = [extra(s, place, 0.3, 0.7) for s in range(64)]
+    assert run(CrossEntropy(), near) == []
+    early = [extra(s, place, 0.1, 0.9) for s in range(50)] + [extra(50, 0.0)]
+    assert run(CrossEntropy(), early) == []

@@ -21,9 +21,9 @@ from ddpprobe.rank.hooks.class_facts import (
     FEWEST_ROWS,
     ROWS,
     ClassHook,
-    looked_at,
     add_classes,
     classes_of,
+    looked_at,
 )
 from ddpprobe.rank.hooks.step_rows import StepRows
 from ddpprobe.records.step import (
