@@ -13,8 +13,8 @@ from ddpprobe.rundir.journal_tail import RankTail
 
 # A rank that has closed its journal may live on, for whatever its script does then. So long the
 # attempt waits for its exit code; a later one is written down as well, while the daemon is there.
-# Whose interpreter ends without anything wrong will be gone soon: torch takes 0.4 s of CPU for that,
-# which were 12 s beside eight busy processes on two cores.
+# Whose interpreter ends without anything wrong will be gone soon: torch takes 0.4 s of CPU for
+# that, which were 12 s beside eight busy processes on two cores.
 PATIENCE_SECONDS = 5.0
 LEAVING_SECONDS = 120.0
 FOREIGN_SECONDS = 60.0

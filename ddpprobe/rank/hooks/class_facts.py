@@ -47,8 +47,9 @@ SURE = -1e-3  # logarithm of a probability: beyond it the gradient may be too sm
 def looked_at(tensor: Tensor) -> Tensor:
     """Return a copy of rows of an output, [rows, classes]: the same for its gradient.
 
-    A vector is rows of one number each. Classes are the last dimension, and the second of images [samples, classes, height, width]. The
-    distance of the rows has no factor in common with their number: places of a text come in turn.
+    A vector is rows of one number each. Classes are the last dimension, and the second of images
+    [samples, classes, height, width]. The distance of the rows has no factor in common with their
+    number: places of a text come in turn.
     """
     if tensor.dim() == 1:
         tensor = tensor[:, None]
