@@ -30,7 +30,7 @@ class ExtraActivation:
 
     def take(self, record: StepRecord) -> None:
         """Take the next sampled step."""
-        places = [place for place in scalars(record, EXTRA_ACTIVATION) if not math.isnan(place)]
+        places = [place for place in scalars(record, EXTRA_ACTIVATION) if math.isfinite(place)]
         if not places:
             return
         at = int(places[0]) - 1

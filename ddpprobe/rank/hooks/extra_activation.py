@@ -16,8 +16,8 @@ from ddpprobe.rank.torch_private import functorch
 from ddpprobe.records.step import EXTRA_ACTIVATION, EXTRA_ACTIVATIONS
 
 LOOKS = 128  # the first ones: a loss is what it is from the first step on
-# Of the rows that are looked at, as many as have so many numbers; and classes, at most. A look takes
-# some hundred operations, and a few rows show a form as well as many.
+# Of the rows that are looked at, as many as have so many numbers; and classes, at most. A look is
+# some hundred operations, and few rows show a form as well as many.
 NUMBERS, CLASSES = 1 << 13, 1 << 10
 # Shares of a gradient's square that a form leaves unexplained. The right one leaves 1e-14 in
 # float32 and 1e-5 in bfloat16. Near their start logits are almost equal, and so are all losses.

@@ -194,5 +194,5 @@ def test_a_run_tells_it_at_its_first_looks(tmp_path: Path) -> None:
     assert told[LOOKS:] == [None, None]
     place = EXTRA_ACTIVATIONS.index(("sigmoid", "binary")) + 1
     known = [one for one in told[:LOOKS] if one is not None and not math.isnan(one)]
-    assert set(known) == {place}
-    assert len(known) > LOOKS / 2
+    assert set(known) == {place}  # of answers that are sure nobody knows, see the last ones
+    assert len(known) > 30
