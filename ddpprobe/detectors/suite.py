@@ -25,6 +25,7 @@ from ddpprobe.detectors.grad_none_or_zero import GradNoneOrZero
 from ddpprobe.detectors.grad_spike import GradSpike
 from ddpprobe.detectors.grad_zeros import GradZeros
 from ddpprobe.detectors.init_scale import InitScale
+from ddpprobe.detectors.input_shift import InputShift
 from ddpprobe.detectors.level_shift import LevelShift
 from ddpprobe.detectors.loss_runaway import LossRunaway
 from ddpprobe.detectors.loss_scale import LossScale
@@ -176,6 +177,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Router,
     SameData,
     StuckData,
+    InputShift,
     BatchSize,
     ModeFlip,
     Straggler,

@@ -231,6 +231,9 @@ INPUT_ELEMENTS = "input_elements"  # scalar: how many elements these have togeth
 # Scalars: of that tensor, and of the first one that the model returns: which share of its mean
 # square varies between the samples of a batch. 0: all of them are alike.
 INPUT_SPREAD, OUTPUT_SPREAD = "input_spread", "output_spread"
+# Scalars of the largest of these tensors: rms, mean, extremes and share of zeros of some numbers.
+INPUT_RMS, INPUT_MEAN, INPUT_MIN = "input_rms", "input_mean", "input_min"
+INPUT_MAX, INPUT_ZEROS = "input_max", "input_zeros"
 # Scalar: the share of places of a text at which the largest logit is that of the very token there,
 # of those whose next token is another one; -1: they are too few.
 COPIED = "copied_inputs"
@@ -248,9 +251,8 @@ CLASS_ROWS, CLASS_LOOKED, CLASS_WEIGHT = "class_rows", "class_looked_at", "class
 CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL = "class_labelled", "class_right", "class_of_all"
 CLASS_SEEN, LABEL_BITS = "classes_seen", 52
 CLASS_POWER = "class_power"
-# Scalar of the first sampled steps: the place in `EXTRA_ACTIVATIONS`, from 1 on, of an activation
-# that the model's outputs went through before a loss that has its own; see
-# `hooks.extra_activation`. 0: there is none; NaN: it would make no difference yet.
+# Scalar of the first sampled steps, see `hooks.extra_activation`: what outputs went through before a
+# loss that has its own: a place among these, from 1 on. 0: nothing; NaN: nobody can tell yet.
 EXTRA_ACTIVATION = "extra_activation"
 EXTRA_ACTIVATIONS = (
     ("sigmoid", "binary"), ("ReLU", "binary"), ("sigmoid inside", "binary"),
@@ -264,8 +266,7 @@ LENT = "lent_passes"
 DROPPED = "dropped_gradients"
 # Scalar: norm of some gradients of the step before that the first backward of a step has added to.
 KEPT = "kept_gradients"
-# Scalars, each with the attribute's path after it: how many parameters in a Python list of modules
-# have a gradient, and no optimizer.
+# Scalars, a path after each: parameters in a Python list of modules with a gradient, no optimizer.
 UNREGISTERED = "unregistered@"
 # Scalars of what a checkpointed block computes again in the backward: of the output that differs
 # most from that of the forward the mean square of the difference, as a share of its own, and the

@@ -23,7 +23,12 @@ from ddpprobe.rank.torch_private import sharding
 from ddpprobe.records.step import (
     DIGEST,
     INPUT_ELEMENTS,
+    INPUT_MAX,
+    INPUT_MEAN,
+    INPUT_MIN,
+    INPUT_RMS,
     INPUT_SPREAD,
+    INPUT_ZEROS,
     JOINED,
     LEARNING_RATE,
     LOCAL_SGD,
@@ -181,10 +186,11 @@ def _add_steps(optimizer: object, rows: StepRows) -> None:
 
 
 def add_input(given: Iterable[object], rows: StepRows) -> None:
-    """Add checksum and size of the first tensors that the root was given, and how samples differ.
+    """Add checksum and size of the first tensors that the root was given, and of which numbers.
 
     Of several, as the first one may be a mask or a coefficient: samples are alike if they are in
-    all. Nothing of a tensor that is not plain. The checksum's upper 52 bits are kept.
+    all, and the numbers are those of the largest. Nothing of a tensor that is not plain. The
+    checksum's upper 52 bits are kept.
 
     Args:
         given: the root's args and kwargs.
@@ -209,10 +215,10 @@ def add_input(given: Iterable[object], rows: StepRows) -> None:
         dense = [t for t in tensors if is_dense(t)]
         # What has another first dimension than the largest is no batch of samples.
         samples = max(dense, key=Tensor.numel).shape[:1] if dense else ()
-        batches = [t for t in dense if t.shape[:1] == samples]
-        spreads = [spread for t in batches if (spread := _spread(t)) is not None]
-        if spreads:
-            rows.add_scalar(INPUT_SPREAD, torch.stack(spreads).max())
+        batches = [some for t in dense if t.shape[:1] == samples and (some := _some(t)) is not None]
+        if batches:
+            rows.add_scalar(INPUT_SPREAD, torch.stack([_spread(some) for some in batches]).max())
+            _add_numbers(max(batches, key=Tensor.numel), rows)
 
 
 def add_output(returned: object, rows: StepRows) -> None:
@@ -225,9 +231,9 @@ def add_output(returned: object, rows: StepRows) -> None:
     tensor = _first(one for _, one in leaves(returned) if one.requires_grad and one.dim())
     if tensor is not None:
         with torch.no_grad():
-            spread = _spread(tensor)
-            if spread is not None:
-                rows.add_scalar(OUTPUT_SPREAD, spread)
+            some = _some(tensor)
+            if some is not None:
+                rows.add_scalar(OUTPUT_SPREAD, _spread(some))
 
 
 def _first(tensors: Iterable[Tensor]) -> Tensor | None:
@@ -237,11 +243,20 @@ def _first(tensors: Iterable[Tensor]) -> Tensor | None:
     return tensor if known else None
 
 
-def _spread(tensor: Tensor) -> Tensor | None:
-    """Return the share of a tensor's mean square that varies along its first dimension, [].
+def _add_numbers(some: Tensor, rows: StepRows) -> None:
+    """Add rms, mean, extremes and share of zeros of some numbers of an input."""
+    low, high = some.aminmax()
+    facts = some.square().mean().sqrt(), some.mean(), low, high, (some == 0).float().mean()
+    names = INPUT_RMS, INPUT_MEAN, INPUT_MIN, INPUT_MAX, INPUT_ZEROS
+    rows.add_scalars(names, torch.stack(facts).double())
 
-    One of size 1 before the others is passed over: packed samples lie along the next. None of a
-    single sample, of one that is expanded, and of a tensor that is not plain.
+
+def _some(tensor: Tensor) -> Tensor | None:
+    """Return some numbers of some samples of a tensor as float32, [samples, numbers].
+
+    Samples lie along the first dimension; one of size 1 before the others is passed over, as packed
+    samples lie along the next. None of a single sample, of one that is expanded, and of a tensor
+    that is not plain.
     """
     if not is_dense(tensor) or tensor.dtype not in _COMPARED or not tensor.numel():
         return None
@@ -253,7 +268,11 @@ def _spread(tensor: Tensor) -> Tensor | None:
     while some[0].numel() > NUMBERS:  # of views: nothing is copied
         largest = max(range(1, some.dim()), key=lambda dim: some.shape[dim])
         some = some[(slice(None),) * largest + (slice(None, None, 2),)]
-    some = some.float().reshape(len(some), -1)
+    return some.float().reshape(len(some), -1)
+
+
+def _spread(some: Tensor) -> Tensor:
+    """Return the share of the mean square of numbers [samples, numbers] that varies, []."""
     some = some / some.abs().max().clamp(min=torch.finfo(torch.float32).tiny)  # so squares fit
     apart = (some - some.mean(0)).square().sum()
     share: Tensor = apart / some.square().sum().clamp(min=1.0)  # it is less of zeros only

@@ -1,0 +1,134 @@
+"""`input_shift`: a rank is given other numbers at once, and from then on."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.settings import above_zero, at_least
+from ddpprobe.detectors.sites_of_kind import Floats
+from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.rank_names import ranks_text
+from ddpprobe.records.step import (
+    INPUT_ELEMENTS,
+    INPUT_MAX,
+    INPUT_MEAN,
+    INPUT_MIN,
+    INPUT_RMS,
+    INPUT_ZEROS,
+    Anomaly,
+    StepRecord,
+)
+
+REMEMBERED = 64  # looks
+_NAMES = (INPUT_RMS, INPUT_MEAN, INPUT_MIN, INPUT_MAX, INPUT_ZEROS, INPUT_ELEMENTS)
+_IN_WORDS = ("rms", "mean", "smallest number", "largest number", "share of zeros")
+# What the looks before lie apart by, at least: as a share of their rms, and of all numbers. An
+# image whose largest number is always 1 has been seen at few of its numbers.
+LEAST, LEAST_ZEROS = 0.1, 0.05
+SAME_SIZE = 0.01  # relative: batches of as many elements
+
+
+class _Shift(NamedTuple):
+    """Which number has shifted most, of some ranks: its extremes before, and its median now."""
+
+    ranks: tuple[int, ...]
+    name: str
+    low: float
+    high: float
+    now: float
+
+
+class InputShift(SampledDetector):
+    """Warns when rms, mean, extremes or zeros of what the model is given move at once, and stay.
+
+    The data are normalized, clipped, padded, decoded or drawn otherwise. At the last looks one of
+    these numbers of a rank lies beyond all that it was before, further than those lie apart, and
+    its batches have as many elements as they had. What drifts, as states that a policy meets, goes
+    through what lies between, and is not told.
+
+    Args:
+        looks: sampled steps in a row at which it is so.
+        least: sampled steps before them.
+        times: how many times further than the numbers before lie apart.
+        quiet_steps: steps without it after which it is told again.
+    """
+
+    name = "input_shift"
+    title = "The model is given other numbers"
+
+    def __init__(
+        self, *, looks: int = 3, least: int = 10, times: float = 1.0, quiet_steps: int = 1000
+    ) -> None:
+        above_zero(times=times)
+        at_least(1, looks=looks, least=least)
+        at_least(0, quiet_steps=quiet_steps)
+        self._looks, self._least, self._times, self._quiet = looks, least, times, quiet_steps
+        self._reset()
+
+    def _reset(self) -> None:
+        self._ranks: tuple[int, ...] = ()
+        self._seen: deque[Floats] = deque(maxlen=REMEMBERED + self._looks)  # [ranks, 6] each
+        self._steps: deque[int] = deque(maxlen=self._looks)
+        self._telling = Telling(self._quiet)
+
+    def _look(self, record: StepRecord) -> list[Anomaly]:
+        """Take the next record; at most one anomaly."""
+        ranks = tuple(rank for rank, of in sorted(record.scalars.items()) if INPUT_RMS in of)
+        if not ranks:
+            return []
+        if ranks != self._ranks:
+            self._ranks = ranks
+            self._seen.clear()
+        each = [[record.scalars[rank].get(name, np.nan) for name in _NAMES] for rank in ranks]
+        now = np.array(each, np.float64)
+        if not np.isfinite(now).all():
+            return []
+        self._seen.append(now)
+        self._steps.append(record.step)
+        shift = self._shift()
+        if shift is None or not self._telling.due(record.step):
+            return []
+        self._seen.clear()  # from now on this is what it is given
+        some = shift.ranks if len(shift.ranks) < len(ranks) else ()
+        who = f"{ranks_text(some)} is given" if some else "the model is given"
+        message = (
+            f"since step {self._steps[0]} {who} other numbers, in batches of the same size: their "
+            f"{shift.name} is {shift.now:.3g}, and lay between {shift.low:.3g} and "
+            f"{shift.high:.3g} before; look at what reads, normalizes, augments and pads the data"
+        )
+        values = {
+            "since": self._steps[0], "now": shift.now, "low": shift.low, "high": shift.high,
+            "ranks": len(shift.ranks),
+        }  # fmt: skip
+        alone = some[0] if len(some) == 1 else None
+        return [
+            self.anomaly(record, "warn", message, values, rank=alone, phase="forward", kind="input")
+        ]
+
+    def _shift(self) -> _Shift | None:
+        """Return what has shifted; None: nothing, or nobody can tell yet."""
+        if len(self._seen) < self._least + self._looks:
+            return None
+        seen = np.stack(self._seen)  # [looks, ranks, 6]
+        before, now = seen[: -self._looks], seen[-self._looks :]
+        low, high = before.min(0), before.max(0)
+        below, above = low - now.max(0), now.min(0) - high
+        rms = np.median(before[..., 0], 0)
+        least = np.outer(rms, [LEAST] * 4 + [0.0, 0.0])
+        least[:, 4] = LEAST_ZEROS
+        apart = np.maximum(high - low, least)[:, :5]
+        sizes = low[:, 5] * (1 - SAME_SIZE), high[:, 5] * (1 + SAME_SIZE)
+        same = (now[..., 5] >= sizes[0]) & (now[..., 5] <= sizes[1])  # [looks, ranks]
+        ratio = np.maximum(below, above)[:, :5] / np.where(apart > 0, apart, np.inf)
+        ratio = np.where(same.all(0)[:, None], ratio, 0.0)
+        found = np.flatnonzero((ratio > self._times).any(1))
+        if not len(found):
+            return None
+        at, name = np.unravel_index(int(ratio.argmax()), ratio.shape)
+        ranks = tuple(self._ranks[place] for place in found)
+        extremes = float(low[at, name]), float(high[at, name])
+        return _Shift(ranks, _IN_WORDS[name], *extremes, float(np.median(now[:, at, name])))
