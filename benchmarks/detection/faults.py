@@ -304,7 +304,7 @@ class F07(Fault):
 class S01(Fault):
     says = "batches of zeros on one rank"
     net, world = "cnn", 3
-    expected = Expected(("rank_outlier", "collapse"), 5, rank=True)
+    expected = Expected(("input_shift", "rank_outlier", "collapse"), 5, rank=True)
 
     def batch(self) -> Batch:
         x, y = super().batch()

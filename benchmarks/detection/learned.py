@@ -22,7 +22,7 @@ LOUD = (
 
 class U11(Fault):
     says = "the images of one rank are not normalized"
-    net, world, expected = "cnn", 2, Expected(("rank_outlier", *LOUD), 10, rank=True)
+    net, world, expected = "cnn", 2, Expected(("input_shift", "rank_outlier", *LOUD), 10, rank=True)
 
     def batch(self) -> Batch:
         x, y = super().batch()
@@ -41,7 +41,7 @@ class U12(Fault):
 
 class U13(Fault):
     says = "one sample of each batch is 1000 times too large"
-    expected = Expected((*LOUD, "dead_units"), 2)
+    expected = Expected(("input_shift", *LOUD, "dead_units"), 2)
 
     def batch(self) -> Batch:
         x, y = super().batch()

@@ -116,7 +116,7 @@ class U37(Fault):
     # bnnr issue 394, super-gradients pull request 1202: an augmentation expects 0 to 1.
     says = "inputs that are normalized are clipped to between 0 and 1"
     world = 2
-    expected = Expected((*LOUD, "output_drop", "dead_units", "grad_zeros"), 30)
+    expected = Expected(("input_shift", *LOUD, "output_drop", "dead_units", "grad_zeros"), 30)
 
     def batch(self) -> Batch:
         x, y = super().batch()

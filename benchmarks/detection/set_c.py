@@ -130,7 +130,7 @@ class U57(Fault):
     # Seen: the loss of the last 20 steps 0.52 and 1.27 (0.00), held out 0.23 and 1.00 (0.01).
     says = "images are augmented in place, in the cache: each time they are read they are noisier"
     net = "cnn"
-    expected = Expected((*LOUD, "dead_units", "sample_outlier"), 60)
+    expected = Expected(("input_shift", *LOUD, "dead_units", "sample_outlier"), 60)
 
     def prepare(self) -> None:
         self.cache = self.data.images(size=48)

@@ -44,7 +44,8 @@ class U02(Fault):
     says = "images are not divided by 100 any more"
     net = "cnn"
     expected = Expected(
-        ("output_jump", "grad_spike", "loss_spike", "update_ratio", "loss_runaway"), 2
+        ("input_shift", "output_jump", "grad_spike", "loss_spike", "update_ratio", "loss_runaway"),
+        2,
     )
 
     def batch(self) -> Batch:

@@ -251,8 +251,8 @@ CLASS_ROWS, CLASS_LOOKED, CLASS_WEIGHT = "class_rows", "class_looked_at", "class
 CLASS_LABELLED, CLASS_RIGHT, CLASS_OF_ALL = "class_labelled", "class_right", "class_of_all"
 CLASS_SEEN, LABEL_BITS = "classes_seen", 52
 CLASS_POWER = "class_power"
-# Scalar of the first sampled steps, see `hooks.extra_activation`: what outputs went through before a
-# loss that has its own: a place among these, from 1 on. 0: nothing; NaN: nobody can tell yet.
+# Scalar of the first sampled steps, see `hooks.extra_activation`: what outputs went through before
+# a loss that has its own: a place among these, from 1 on. 0: nothing; NaN: nobody can tell yet.
 EXTRA_ACTIVATION = "extra_activation"
 EXTRA_ACTIVATIONS = (
     ("sigmoid", "binary"), ("ReLU", "binary"), ("sigmoid inside", "binary"),
