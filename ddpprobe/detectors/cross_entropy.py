@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpprobe.detectors.enough_looks import EnoughLooks
 from ddpprobe.detectors.extra_activation import ExtraActivation
 from ddpprobe.detectors.ignored_class import IgnoredClass
 from ddpprobe.detectors.logits import MESSAGES, LogitsShape
@@ -31,6 +32,7 @@ from ddpprobe.records.step import (
     StepRecord,
 )
 
+FEWER, FAR_APART = 5, 40  # looks that are enough if they lie over so many steps
 NOW = 2  # looks at which a weight is another one
 STEADY = 0.05  # as a share: a weight in the loss that hardly varies
 COUNTING = 3  # looks at which no row is ignored any more
@@ -80,6 +82,7 @@ class CrossEntropy(SoundStepsDetector):
         at_least(1, looks=looks)
         at_least(0, quiet_steps=quiet_steps)
         self._ratio, self._looks, self._quiet = math.log(ratio), looks, quiet_steps
+        self._enough = EnoughLooks(max(2, looks), FEWER, FAR_APART)
         self._reset()
 
     def _reset(self) -> None:
@@ -122,7 +125,7 @@ class CrossEntropy(SoundStepsDetector):
 
     def _look_at_extra(self, record: StepRecord) -> Iterator[Anomaly]:
         self._extra.take(record)
-        told = self._extra.told(record.step, self._looks)
+        told = self._extra.told(record.step, self._enough)
         if told is not None and self._told["extra"].due(record.step):
             looks, what = told
             message = f"the gradients of {looks} sampled steps show that {what}"
@@ -273,7 +276,9 @@ class CrossEntropy(SoundStepsDetector):
     ) -> Iterator[Anomaly]:
         self._logits.take(record, ranks)
         kind, looks = self._logits.kind, self._logits.looks
-        if kind and looks >= self._looks and self._told[kind].due(record.step):
+        span = record.step - self._logits.since
+        enough = kind and self._enough.reached(looks, span, differ=False)
+        if enough and self._told[kind].due(record.step):
             message = f"at the last {looks} sampled steps {MESSAGES[kind]}"
             yield self._verdict(record, message, {"looks": looks}, "forward")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ddpprobe.detectors.enough_looks import EnoughLooks
 from ddpprobe.detectors.first_outputs import gradient_rows, stat_of
 from ddpprobe.detectors.rank_scalars import scalars
 from ddpprobe.records.step import EXTRA_ACTIVATION, EXTRA_ACTIVATIONS, StepRecord
@@ -43,13 +44,14 @@ class ExtraActivation:
         low, high = _range(record)
         self._low, self._high = min(self._low, low), max(self._high, high)
 
-    def told(self, step: int, looks: int) -> tuple[int, str] | None:
+    def told(self, step: int, enough: EnoughLooks) -> tuple[int, str] | None:
         """Return how many looks have shown it, if that are enough, and what is to be said."""
-        if self._pair is None or self._looks < looks:
+        span = step - self._since
+        if self._pair is None or not enough.reached(self._looks, span, differ=False):
             return None
         activation, loss = self._pair
         inside = activation.endswith(_INSIDE)
-        if inside and (step - self._since < STEPS or self._high - self._low < WIDE):
+        if inside and (span < STEPS or self._high - self._low < WIDE):
             return None
         activation = activation.removesuffix(_INSIDE)
         goes = "has been" if inside else "goes"

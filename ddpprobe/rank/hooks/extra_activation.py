@@ -20,8 +20,9 @@ LOOKS = 128  # the first ones: a loss is what it is from the first step on
 # some hundred operations, and few rows show a form as well as many.
 NUMBERS, CLASSES = 1 << 13, 1 << 10
 # Shares of a gradient's square that a form leaves unexplained. The right one leaves 1e-14 in
-# float32 and 1e-5 in bfloat16. Near their start logits are almost equal, and so are all losses.
-FITS, APART = 1e-3, 3e-2
+# float32 and 1e-5 in bfloat16. Near their start logits are almost equal, and so are all losses: the
+# loss without an activation must leave a hundred times more, and more than rounding may.
+FITS, TIMES, LEAST = 1e-3, 100.0, 1e-8
 _TINY = 1e-6  # derivatives below it cannot be divided by
 
 
@@ -47,13 +48,17 @@ def add_extra_activation(outputs: Tensor, gradient: Tensor, rows: StepRows) -> N
             found |= _of_classes(outputs, g)
         fits = {pair: rest <= FITS for pair, (rest, _) in found.items()}
         places = [
-            torch.where(fits[pair] & (found[pair][1] >= APART), place, 0)
+            torch.where(fits[pair] & _is_apart(*found[pair]), place, 0)
             for place, pair in enumerate(EXTRA_ACTIVATIONS, 1)
             if pair in found
         ]
         place = torch.stack(places).amax()
         undecided = torch.where(torch.stack([*fits.values()]).any(), torch.nan, 0.0)
         rows.add_scalar(EXTRA_ACTIVATION, torch.where(place > 0, place, undecided).double())
+
+
+def _is_apart(rest: Tensor, rival: Tensor) -> Tensor:
+    return (rival >= TIMES * rest) & (rival >= LEAST)
 
 
 def _of_numbers(outputs: Tensor, g: Tensor) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
