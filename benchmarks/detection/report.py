@@ -80,7 +80,9 @@ _SET_K = """
 
 Ten more faults, written on 2026-11-28 by somebody who had not read the rules, from issue trackers;
 no rule has been made from it. Five begin in the middle of training, and five are there from the
-first step. The code names the source of each, and how much it harms."""
+first step. The code names the source of each, and how much it harms. When it was run first, 6 of
+10 were found at every=1, and 7 of 10 at every=10 (seed 0): of those that begin in the middle 4 and
+5, of those that are there from the first step 2 and 2."""
 _SET_J = """
 ## Set J: written with the rules at hand, and before it was run
 
