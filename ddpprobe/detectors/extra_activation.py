@@ -41,8 +41,9 @@ class ExtraActivation:
             self._pair, self._looks, self._since = pair, 0, record.step
             self._low, self._high = math.inf, -math.inf
         self._looks += 1
-        low, high = _range(record)
-        self._low, self._high = min(self._low, low), max(self._high, high)
+        if pair is not None and pair[0].endswith(_INSIDE):
+            low, high = _range(record)
+            self._low, self._high = min(self._low, low), max(self._high, high)
 
     def told(self, step: int, enough: EnoughLooks) -> tuple[int, str] | None:
         """Return how many looks have shown it, if that are enough, and what is to be said."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.rank_scalars import largest
@@ -96,13 +96,10 @@ class GradAltered(SampledDetector):
         """Take the next record; at most one anomaly."""
         if record.skipped:
             return []
-        ratios = _ratios(record)
-        said = (
-            self._added_to(record)
-            or self._clipped_while_scaled(record, ratios)
-            or self._little_left(record)
-            or self._clipped_lower(record)
-        )
+        ratios, given = _ratios(record), _least_given(record)
+        said = self._added_to(record) or self._clipped_while_scaled(record, ratios)
+        if said is None and given is not None:
+            said = self._little_left(record, *given) or self._clipped_lower(record, *given)
         if said is not None:
             return [said]
         for rank, ratio in ratios.items():
@@ -142,12 +139,8 @@ class GradAltered(SampledDetector):
         values = {"norm": norm, "since": since}
         return self.anomaly(record, "warn", message, values, phase="backward", kind="grad")
 
-    def _little_left(self, record: StepRecord) -> Anomaly | None:
+    def _little_left(self, record: StepRecord, share: float, norm: float) -> Anomaly | None:
         """Return what is to be said where next to nothing of gradients comes to the optimizer."""
-        given = _least_given(record)
-        if given is None:
-            return None
-        share, norm = given
         least = [min(each) for each in zip(*self._given, strict=True)]
         if len(self._given) < self._least or not (
             share < LITTLE * least[0] and norm < LITTLE * least[1]
@@ -169,20 +162,16 @@ class GradAltered(SampledDetector):
         values = {"share": share, "before": least[0], "since": since}
         return self.anomaly(record, "warn", message, values, kind="grad")
 
-    def _clipped_lower(self, record: StepRecord) -> Anomaly | None:
+    def _clipped_lower(self, record: StepRecord, share: float, norm: float) -> Anomaly | None:
         """Return what is to be said of a smaller number that gradients are clipped to."""
-        given = _least_given(record)
-        if given is None:
-            return None
-        self._used.append((record.step, *given))
+        self._used.append((record.step, share, norm))
         if len(self._used) < self._least + self._cut or self._little.lasts:
             return None
         steps, shares, norms = zip(*self._used, strict=True)
-        level = min(norms[-self._cut :])
-        clipped = max(shares[-self._cut :]) <= 1 - CLIPPED
-        same = 0 < max(norms[-self._cut :]) <= level * (1 + SAME)
-        usual = statistics.median(norms[: -self._cut])
-        if not (clipped and same and usual >= LOWER * level and self._lower.due(record.step)):
+        before, now = norms[: -self._cut], norms[-self._cut :]
+        level, usual = min(now), statistics.median(before)
+        clipped = level > 0 and _are_same(now) and max(shares[-self._cut :]) <= 1 - CLIPPED
+        if not (clipped and usual >= LOWER * level and self._lower.due(record.step)):
             return None
         larger = [at for at, norm in enumerate(norms) if norm > level * (1 + SAME)]
         since = steps[larger[-1] + 1]
@@ -206,8 +195,8 @@ class GradAltered(SampledDetector):
             self._norms.clear()
             return None
         self._norms = [*self._norms[1 - self._cut :], norm]
-        same = max(self._norms) <= min(self._norms) * (1 + SAME)
-        if len(self._norms) < self._cut or not same or not self._of_scaled.due(record.step):
+        enough = len(self._norms) >= self._cut and _are_same(self._norms)
+        if not enough or not self._of_scaled.due(record.step):
             return None
         message = (
             f"of each gradient the optimizer is given {ratio:.2g}: its norm, times the loss scale "
@@ -259,6 +248,11 @@ class _InARow:
         self._first = self._first if self._many else step
         self._many += 1
         return self._first if self._many >= self._needed and self._telling.due(step) else None
+
+
+def _are_same(norms: Sequence[float]) -> bool:
+    """Whether gradients of these norms were clipped to one number."""
+    return max(norms) <= min(norms) * (1 + SAME)
 
 
 def _least_given(record: StepRecord) -> tuple[float, float] | None:

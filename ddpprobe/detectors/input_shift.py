@@ -25,6 +25,7 @@ from ddpprobe.records.step import (
 
 REMEMBERED = 64  # looks
 _NAMES = (INPUT_RMS, INPUT_MEAN, INPUT_MIN, INPUT_MAX, INPUT_ZEROS, INPUT_ELEMENTS)
+_RMS, _ZEROS, _SIZE = map(_NAMES.index, (INPUT_RMS, INPUT_ZEROS, INPUT_ELEMENTS))
 _IN_WORDS = ("rms", "mean", "smallest number", "largest number", "share of zeros")
 # What the looks before lie apart by, at least: as a share of their rms, and of all numbers. An
 # image whose largest number is always 1 has been seen at few of its numbers.
@@ -94,10 +95,10 @@ class InputShift(SampledDetector):
             return []
         self._seen.clear()  # from now on this is what it is given
         some = shift.ranks if len(shift.ranks) < len(ranks) else ()
-        who = f"{ranks_text(some)} is given" if some else "the model is given"
+        who = f"{ranks_text(some)} {'is' if len(some) == 1 else 'are'}" if some else "the model is"
         message = (
-            f"since step {self._steps[0]} {who} other numbers, in batches of the same size: their "
-            f"{shift.name} is {shift.now:.3g}, and lay between {shift.low:.3g} and "
+            f"since step {self._steps[0]} {who} given other numbers, in batches of the same size: "
+            f"their {shift.name} is {shift.now:.3g}, and lay between {shift.low:.3g} and "
             f"{shift.high:.3g} before; look at what reads, normalizes, augments and pads the data"
         )
         values = {
@@ -117,14 +118,15 @@ class InputShift(SampledDetector):
         before, now = seen[: -self._looks], seen[-self._looks :]
         low, high = before.min(0), before.max(0)
         below, above = low - now.max(0), now.min(0) - high
-        rms = np.median(before[..., 0], 0)
-        least = np.outer(rms, [LEAST] * 4 + [0.0, 0.0])
-        least[:, 4] = LEAST_ZEROS
-        apart = np.maximum(high - low, least)[:, :5]
-        sizes = low[:, 5] * (1 - SAME_SIZE), high[:, 5] * (1 + SAME_SIZE)
-        same = (now[..., 5] >= sizes[0]) & (now[..., 5] <= sizes[1])  # [looks, ranks]
-        ratio = np.maximum(below, above)[:, :5] / np.where(apart > 0, apart, np.inf)
-        ratio = np.where(same.all(0)[:, None], ratio, 0.0)
+        least = np.repeat(LEAST * np.median(before[..., _RMS], 0)[:, None], len(_NAMES), 1)
+        least[:, _ZEROS] = LEAST_ZEROS
+        apart = np.maximum(high - low, least)
+        sizes = now[..., _SIZE]  # [looks, ranks]
+        same = sizes >= low[:, _SIZE] * (1 - SAME_SIZE)
+        same &= sizes <= high[:, _SIZE] * (1 + SAME_SIZE)
+        ratio = np.maximum(below, above) / np.where(apart > 0, apart, np.inf)
+        ratio[:, _SIZE] = 0.0
+        ratio[~same.all(0)] = 0.0
         found = np.flatnonzero((ratio > self._times).any(1))
         if not len(found):
             return None

@@ -52,21 +52,20 @@ def stream(
     ]  # fmt: skip
 
 
-CHANGES: dict[str, tuple[Change, str]] = {
-    "clipped": (lambda x: x.clip(0, 1), "smallest number"),
-    "not normalized": (lambda x: 127 + 40 * x, "rms"),
-    "scaled": (lambda x: x / 255, "rms"),
-    "shifted": (lambda x: x + 1, "mean"),
-    "half of it padded": (lambda x: x * (np.arange(32) < 16), "share of zeros"),
-    "the other sign": (lambda x: -abs(x), "largest number"),
+CHANGES: dict[str, Change] = {
+    "clipped": lambda x: x.clip(0, 1),
+    "not normalized": lambda x: 127 + 40 * x,
+    "scaled": lambda x: x / 255,
+    "shifted": lambda x: x + 1,
+    "half of it padded": lambda x: x * (np.arange(32) < 16),
+    "the other sign": lambda x: -abs(x),
 }
 
 
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize("name", CHANGES)
 def test_other_numbers_are_told_at_the_third_look(name: str, every: int) -> None:
-    change, _ = CHANGES[name]
-    (warn,) = run(InputShift(), stream(change, every=every))
+    (warn,) = run(InputShift(), stream(CHANGES[name], every=every))
     assert (warn.level, warn.step, warn.rank) == ("warn", 200 + 2 * every, None)
     assert (warn.phase, warn.kind, warn.values["since"]) == ("forward", "input", 200)
     assert warn.message.startswith("since step 200 the model is given other numbers")
@@ -81,10 +80,10 @@ def test_what_has_moved_furthest_is_named() -> None:
 
 
 def test_one_rank_is_named_and_some_are_listed() -> None:
-    for ranks, rank, who in (((1,), 1, "rank 1 is"), ((0, 2), None, "ranks 0, 2 is")):
+    for ranks, rank, who in (((1,), 1, "rank 1 is"), ((0, 2), None, "ranks 0, 2 are")):
         (warn,) = run(InputShift(), stream(lambda x: x + 1, ranks=ranks, world=3))
         assert (warn.rank, warn.values["ranks"]) == (rank, len(ranks))
-        assert who.split()[1].rstrip(",") in warn.message
+        assert warn.message.startswith(f"since step 200 {who} given other numbers")
 
 
 def test_what_drifts_varies_widely_or_comes_back_is_left_alone() -> None:

@@ -23,6 +23,8 @@ NUMBERS, CLASSES = 1 << 13, 1 << 10
 # float32 and 1e-5 in bfloat16. Near their start logits are almost equal, and so are all losses: the
 # loss without an activation must leave a hundred times more, and more than rounding may.
 FITS, TIMES, LEAST = 1e-3, 100.0, 1e-8
+# By pair what is left unexplained after its activation, and by its rival.
+Found = dict[tuple[str, str], tuple[Tensor, Tensor]]
 _TINY = 1e-6  # derivatives below it cannot be divided by
 
 
@@ -36,16 +38,18 @@ def add_extra_activation(outputs: Tensor, gradient: Tensor, rows: StepRows) -> N
         gradient: of the whole output.
         rows: where the number goes, on the tensor's device.
     """
+    classes = outputs.shape[1]
+    if classes > CLASSES:
+        return
     with torch.no_grad(), functorch.outside():
         g = looked_at(gradient.detach()).float()
-        if g.shape[1] > CLASSES:
-            return
-        some = NUMBERS // g.shape[1]
+        some = NUMBERS // classes
         outputs, g = outputs[:some], g[:some]
         g = g / g.abs().max()  # so that the squares of small ones are not zero
-        found = _of_numbers(outputs, g)
-        if g.shape[1] > 1:
-            found |= _of_classes(outputs, g)
+        s, cut = outputs.sigmoid(), _is_cut(outputs, g)
+        found = _of_numbers(outputs, g, s, cut)
+        if classes > 1:
+            found |= _of_classes(outputs, g, s, cut)
         fits = {pair: rest <= FITS for pair, (rest, _) in found.items()}
         places = [
             torch.where(fits[pair] & _is_apart(*found[pair]), place, 0)
@@ -61,17 +65,16 @@ def _is_apart(rest: Tensor, rival: Tensor) -> Tensor:
     return (rival >= TIMES * rest) & (rival >= LEAST)
 
 
-def _of_numbers(outputs: Tensor, g: Tensor) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
+def _of_numbers(outputs: Tensor, g: Tensor, s: Tensor, cut: Tensor) -> Found:
     """Return what a binary cross-entropy leaves unexplained after an activation, and without one.
 
-    Labels are 0 and 1, whose weights differ where a loss has a `pos_weight`.
+    Labels are 0 and 1, whose weights differ where a loss has a `pos_weight`. `s`: sigmoid of the
+    outputs; `cut`: as of `_is_cut`.
     """
     y = (g < 0).float()  # these are to be larger
     seen = g != 0
-    s = outputs.sigmoid()
     plain = _rest_by_label(g, (s - y) * seen, y)
     relu = (outputs > 0) * (outputs.relu().sigmoid() - y)
-    cut = _is_cut(outputs, g)
     # In the model: the outputs are probabilities, and right would be the binary cross-entropy of
     # these.
     inside = ((outputs >= 0) & (outputs <= 1)).all()
@@ -86,24 +89,24 @@ def _of_numbers(outputs: Tensor, g: Tensor) -> dict[tuple[str, str], tuple[Tenso
     }
 
 
-def _of_classes(outputs: Tensor, g: Tensor) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
-    """Return what a cross-entropy over classes leaves unexplained after one, and without.
+def _of_classes(outputs: Tensor, g: Tensor, s: Tensor, cut: Tensor) -> Found:
+    """Return the same of a cross-entropy over classes.
 
     The gradient of a row of logits is softmax less label, times a weight; an activation multiplies
     it by its derivative. Divided by that, its least number is that of the label.
     """
     seen = g != 0  # others are ignored, or too sure for their dtype
-    p, s, relu = outputs.softmax(1), outputs.sigmoid(), outputs.relu()
-    plain = _rest(g, (p - _label(g)) * seen)
+    p, label = outputs.softmax(1), _label(g)
+    plain = _rest(g, (p - label) * seen)
     of_p = p.softmax(1) - _label(g / p.clamp(min=_TINY))
     of_p = p * (of_p - (p * of_p).sum(1, keepdim=True))
     slope = s * (1 - s)
     of_s = slope * (s.softmax(1) - _label(g / slope.clamp(min=_TINY)))
-    of_relu = (outputs > 0) * (relu.softmax(1) - _label(g))
+    of_relu = (outputs > 0) * (outputs.relu().softmax(1) - label)
     return {
         ("softmax", "classes"): (_rest(g, of_p * seen), plain),
         ("sigmoid", "classes"): (_rest(g, of_s * seen), plain),
-        ("ReLU", "classes"): (_rest(g, of_relu * seen), _is_cut(outputs, g)),
+        ("ReLU", "classes"): (_rest(g, of_relu * seen), cut),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
@@ -74,15 +75,14 @@ class OptimizerFacts:
         self._norms = UsedNorms()
         self._rate: float | None = None
         self._is_far = False  # a learning rate that the host may not read
-        self._decays: set[float | None] = set()
-        self._options: dict[str, set[float | None]] = {}
+        # Scalar -> what the groups say; None: what nobody knows. Told is what all say.
+        self._said: defaultdict[str, set[float | None]] = defaultdict(set)
 
     def begin_step(self) -> None:
         """Forget the step before."""
         self._norms.begin_step()
         self._rate, self._is_far = None, False
-        self._decays.clear()
-        self._options.clear()
+        self._said.clear()
 
     def add(
         self, optimizer: object, topology: Topology, scale: Tensor | None, rows: StepRows,
@@ -101,9 +101,11 @@ class OptimizerFacts:
         if optimizer is first:
             _add_steps(optimizer, rows)
         groups = getattr(optimizer, "param_groups", ())
-        self._decays |= {_decay_of(group) for group in groups}
         for group in groups:
-            self._add_options(group)
+            self._said[MOMENT_DECAY].add(_decay_of(group))
+            for option in OPTIONS:
+                if option in group:
+                    self._said[f"{OPTION}{option}"].add(_plain(group[option]))
         rates = [group["lr"] for group in groups if "lr" in group]
         far = [rate for rate in rates if isinstance(rate, Tensor)]
         if far and not self._is_far:
@@ -120,21 +122,17 @@ class OptimizerFacts:
         `alone`: as of `UsedNorms`.
         """
         self._norms.tell(rows, alone=alone)
-        agreed = {MOMENT_DECAY: self._decays}
-        agreed |= {f"{OPTION}{option}": values for option, values in self._options.items()}
         told = {} if self._rate is None or self._is_far else {LEARNING_RATE: self._rate}
-        for name, values in agreed.items():
+        for name, values in self._said.items():
             (value,) = values if len(values) == 1 else (None,)
             if value is not None:
                 told[name] = value
         return told
 
-    def _add_options(self, group: Mapping[str, Any]) -> None:
-        for option in OPTIONS:
-            if option in group:
-                value = group[option]
-                plain = float(value) if isinstance(value, float | int) else None
-                self._options.setdefault(option, set()).add(plain)
+
+def _plain(value: object) -> float | None:
+    """Return an option as a number; None of a tensor, which the host may not read, or a tuple."""
+    return float(value) if isinstance(value, float | int) else None
 
 
 def _decay_of(group: Mapping[str, Any]) -> float | None:
