@@ -25,6 +25,7 @@ from benchmarks.detection.set_h import SET_H
 from benchmarks.detection.set_i import SET_I
 from benchmarks.detection.set_j import SET_J
 from benchmarks.detection.set_k import SET_K
+from benchmarks.detection.set_l import SET_L
 from benchmarks.detection.sharded import SHARDED
 from benchmarks.detection.unlisted import LEARNED
 from benchmarks.detection.zoo import ZOO
@@ -75,6 +76,12 @@ _LEARNED = """
 Two times ten that had been such once, before rules were made from what they showed. Of the first
 ten (U01 to U10) 16 of 30 were found at every=1 and 14 of 30 at every=10 then, of the second ten 18
 and 17."""
+_SET_L = """
+## Set L: written without the rules, by how many projects report it
+
+Ten more faults, written on 2026-11-28 by somebody who had not read the rules, from issue trackers;
+no rule has been made from it. Five begin in the middle of training, and five are there from the
+first step. The code names the source of each, and how much it harms."""
 _SET_K = """
 ## Set K: written without the rules
 
@@ -160,6 +167,7 @@ that can be learned, by a usual recipe: AdamW, warm-up and cosine, gradients cli
 
 # What stands in a table of its own, the newest first, and what is said above it.
 _APART = (
+    (SET_L, _SET_L),
     (SET_K, _SET_K),
     (SET_J, _SET_J),
     (SET_I, _SET_I),

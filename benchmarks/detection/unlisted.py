@@ -2,7 +2,7 @@
 
 They were written before any of them was run, and 16 and 14 of 30 were found then. What they and
 those of `learned` had in common has become rules, so that they say of other faults no more than the
-listed ones; those of `fresh` and of the eleven sets do. What is expected names every detector that
+listed ones; those of `fresh` and of the twelve sets do. What is expected names every detector that
 speaks of the cause or of what follows from it at once.
 """
 
@@ -28,6 +28,7 @@ from benchmarks.detection.set_h import SET_H
 from benchmarks.detection.set_i import SET_I
 from benchmarks.detection.set_j import SET_J
 from benchmarks.detection.set_k import SET_K
+from benchmarks.detection.set_l import SET_L
 
 
 class U01(Fault):
@@ -161,5 +162,5 @@ FIRST: dict[str, type[Fault]] = {
     one.__name__: one for one in (U01, U02, U03, U04, U05, U06, U07, U08, U09, U10)
 }
 LEARNED = FIRST | SECOND
-SETS = SET_A | SET_B | SET_C | SET_D | SET_E | SET_F | SET_G | SET_H | SET_I | SET_J | SET_K
+SETS = SET_A | SET_B | SET_C | SET_D | SET_E | SET_F | SET_G | SET_H | SET_I | SET_J | SET_K | SET_L
 UNLISTED = LEARNED | FRESH | SETS
