@@ -35,6 +35,18 @@ def loss_of(record: StepRecord) -> float:
     return losses.get(record.step, math.nan)
 
 
+def losses_by_rank(record: StepRecord) -> dict[int, float]:
+    """Return the mean loss of each rank that has one, over the steps of a record that all have.
+
+    Steps that lack a rank's are left out, as others are not to be compared with them. It is not
+    finite where one of them is not.
+    """
+    steps = [by_rank for _, by_rank in losses_of(record)]
+    ranks = sorted({rank for by_rank in steps for rank in by_rank})
+    whole = [by_rank for by_rank in steps if len(by_rank) == len(ranks)]
+    return {rank: sum(of[rank] / len(whole) for of in whole) for rank in ranks if whole}
+
+
 def mean(losses: Iterable[float]) -> float:
     """Return the mean of one or more finite numbers; it is finite."""
     numbers = list(losses)

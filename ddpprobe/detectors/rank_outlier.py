@@ -10,6 +10,7 @@ from statistics import median
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.history import LARGEST_DEX
+from ddpprobe.detectors.loss import losses_by_rank
 from ddpprobe.detectors.rank_order import RankOrder
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.telling import Telling
@@ -29,11 +30,12 @@ Away = dict[int, float]  # rank -> decades, mostly from the median of the others
 class RankOutlier(SampledDetector):
     """Warns when one rank lies far from the others, at several of the last sampled steps.
 
-    Judged in decades: loss, local gradient norm and the geometric mean of the outputs' rms, each
-    against the median of the other ranks. How far the rank lay away before is allowed for, so that
-    ranks that differ by design (data of other kinds, a larger batch) are let be. Fewer decades are
-    enough where no rank has ever been nearly so far away, and the rank stays there. Of two ranks,
-    the one is meant whose own numbers have moved.
+    Judged in decades: loss (the mean of all steps since the sampled one before), local gradient
+    norm and the geometric mean of the outputs' rms, each against the median of the other ranks. How
+    far the rank lay away before is allowed for, so that ranks that differ by design (data of other
+    kinds, a larger batch) are let be. Fewer decades are enough where no rank has ever been nearly
+    so far away, and the rank stays there. Of two ranks, the one is meant whose own numbers have
+    moved.
 
     A rank whose loss was the largest of all, or the smallest, at so many sampled steps in a row is
     told once, as information: its data, its labels or what it computes with are not those of the
@@ -101,13 +103,14 @@ class RankOutlier(SampledDetector):
         self._begun = record.step if self._begun is None else self._begun
         found: list[Anomaly] = []
         for name in _JUDGED:
-            logs = _logs(record, name)
+            told = _told(record, name)
+            logs = _logs(told)
             self._logs[name].append(logs)
             self._past[name].append(_away(logs))
-            found = found or self._judge(record, name)
+            found = found or self._judge(record, name, told)
         return found or self._stands_apart(record)
 
-    def _judge(self, record: StepRecord, name: str) -> list[Anomaly]:
+    def _judge(self, record: StepRecord, name: str, told: Mapping[int, float]) -> list[Anomaly]:
         what, phase, setting = _JUDGED[name]
         recent = list(self._past[name])[-self._recent :]
         before = list(self._past[name])[: -self._recent]
@@ -120,13 +123,13 @@ class RankOutlier(SampledDetector):
         if not outliers:
             return []
         rank = self._guilty(outliers, now, name)
-        told = -1 if rank is None else rank
-        if not self._telling.setdefault(told, Telling(self._quiet)).due(record.step):
+        blamed = -1 if rank is None else rank
+        if not self._telling.setdefault(blamed, Telling(self._quiet)).due(record.step):
             return []
         away = max(now, key=lambda r: abs(now[r])) if rank is None else rank
         dex, two = now[away], len(now) == 2
         others = f"rank {next(r for r in now if r != away)}'s" if two else "that of the others"
-        apart = _apart({r: float(record.scalars[r][name]) for r in now}, away, dex, others)
+        apart = _apart({r: told[r] for r in now}, away, dex, others)
         advice = (
             "look at the data that it reads, and at its device" if rank is not None else
             "which of the two is wrong is not known: look at the data that each reads, and at "
@@ -215,13 +218,19 @@ def _moved(rank: int, recent: list[Away], before: list[Away]) -> float:
     return abs(median(now) - median(then)) if now and then else 0.0
 
 
-def _logs(record: StepRecord, name: str) -> Away:
-    """Return log10 of the number of each rank that has one, `NOTHING_DEX` of a zero."""
-    told = {
+def _told(record: StepRecord, name: str) -> Mapping[int, float]:
+    """Return the number of each rank that has one: of the loss, that of all steps since a look."""
+    if name == "loss":
+        return losses_by_rank(record)
+    return {
         rank: float(record.scalars[rank][name])
         for rank in record.ranks
         if name in record.scalars.get(rank, {})
     }
+
+
+def _logs(told: Mapping[int, float]) -> Away:
+    """Return log10 of each number that is finite and not negative, `NOTHING_DEX` of a zero."""
     return {
         rank: math.log10(x) if x > 0 else NOTHING_DEX
         for rank, x in told.items()

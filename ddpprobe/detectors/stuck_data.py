@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.enough_looks import EnoughLooks
+from ddpprobe.detectors.repeated_batches import LAST, Repeated, RepeatedBatches
 from ddpprobe.detectors.same_epochs import SameEpochs
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.telling import Telling
@@ -64,6 +65,7 @@ class StuckData(SampledDetector):
         looks: sampled steps in a row with the same input.
         beside: as `looks`, of a rank beside which another one's input was a new one at each.
         steps: as many looks as `beside` are enough where the first and the last lie so far apart.
+        again: of the last 20 sampled steps, so many with an input that was among the 20 before it.
         epoch: sampled steps in a row whose input came before, all of them as many steps before.
         quiet_steps: steps without it after which it is told again.
     """
@@ -72,17 +74,18 @@ class StuckData(SampledDetector):
     title = "A rank is given the same data again and again"
 
     def __init__(
-        self, *, looks: int = 20, beside: int = 5, steps: int = 40, epoch: int = 16,
-        quiet_steps: int = 100,
+        self, *, looks: int = 20, beside: int = 5, steps: int = 40, again: int = 12,
+        epoch: int = 16, quiet_steps: int = 100,
     ) -> None:  # fmt: skip
         at_least(0, quiet_steps=quiet_steps)
-        at_least(1, epoch=epoch)
+        at_least(1, epoch=epoch, again=again)
         self._enough, self._quiet = EnoughLooks(looks, beside, steps), quiet_steps
-        self._epoch = epoch
+        self._again, self._epoch = again, epoch
         self._reset()
 
     def _reset(self) -> None:
         self._ranks: dict[int, _Rank] = {}
+        self._past: dict[int, RepeatedBatches] = {}
         self._telling = Telling(self._quiet, worse=1.0)
         # One rank's, as all ranks have the same loader; None: told.
         self._epochs: SameEpochs | None = SameEpochs(self._epoch)
@@ -90,7 +93,33 @@ class StuckData(SampledDetector):
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
-        return self._stuck(record) or self._same_epochs(record)
+        repeated = self._repeated(record)
+        return self._stuck(record) or repeated or self._same_epochs(record)
+
+    def _repeated(self, record: StepRecord) -> list[Anomaly]:
+        """Return what is to be said of batches that come again and again."""
+        found: dict[int, Repeated] = {}
+        for rank, scalars in record.scalars.items():
+            if DIGEST in scalars:
+                past = self._past.setdefault(rank, RepeatedBatches(self._again))
+                repeated = past.look(record.step, float(scalars[DIGEST]))
+                if repeated is not None:
+                    found[rank] = repeated
+        if not found or not self._telling.due(record.step, len(found)):
+            return []
+        looks, batches = (max(of) for of in list(zip(*found.values(), strict=True))[:2])
+        since = min(of.since for of in found.values())
+        who = tuple(sorted(found))
+        message = (
+            f"{ranks_text(who)} {'reads' if len(who) == 1 else 'read'} batches again: at {looks} "
+            f"of the last {LAST} sampled steps the input was to the bit one of the {LAST} before "
+            f"it, {batches} different ones in all since step {since}, which it hardly ever was "
+            "before: look at where the loader begins after each round, as after a resume, and "
+            "whether its workers divide a stream"
+        )
+        alone = who[0] if len(who) == 1 else None
+        values = {"looks": looks, "batches": batches, "since": since, "ranks": len(who)}
+        return [self.anomaly(record, "warn", message, values, rank=alone, phase="forward")]
 
     def _stuck(self, record: StepRecord) -> list[Anomaly]:
         for rank, scalars in record.scalars.items():

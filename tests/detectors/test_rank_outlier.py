@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ddpprobe.detectors.loss import losses_by_rank
 from ddpprobe.detectors.rank_outlier import RankOutlier, _away
+from ddpprobe.records.every_loss import name_of
 from ddpprobe.records.step import StepRecord
 from tests.detectors.made_records import levels, record, run
 
@@ -161,6 +163,35 @@ def test_a_rank_that_is_missing_or_equal_once_breaks_the_row() -> None:
     assert [a.step for a in run(RankOutlier(), stream)] == [30]
     stream[29] = step(29, "loss", [1.5, 1.5, 1.0])
     assert run(RankOutlier(), stream) == []
+
+
+def test_a_loss_that_is_four_times_the_others_is_seen_in_the_mean_of_all_steps() -> None:
+    """One loss of each fifty says next to nothing: a step's lies up to 10 x from the mean."""
+    rng = np.random.default_rng(1)
+
+    def told(number: int, scales: list[float], steps: int) -> StepRecord:
+        scalars: dict[int, dict[str, float]] = {}
+        for rank, scale in enumerate(scales):
+            losses = scale * np.exp(0.8 * rng.standard_normal(steps))
+            scalars[rank] = {name_of(i): float(x) for i, x in enumerate(losses)}
+        return record(number * 50, scalars)
+
+    def stream(steps: int) -> list[StepRecord]:
+        even = [told(s, [1.0, 1.0, 1.0], steps) for s in range(40)]
+        return even + [told(s, [1.0, 4.0, 1.0], steps) for s in range(40, 60)]
+
+    assert run(RankOutlier(), stream(1)) == []
+    (warn,) = run(RankOutlier(), stream(50))
+    assert (warn.level, warn.step, warn.rank) == ("warn", 44 * 50, 1)
+
+
+def test_steps_that_lack_a_ranks_loss_are_left_out_of_the_mean() -> None:
+    late = record(9, {0: {"loss": 1.0, name_of(1): 100.0, name_of(2): 3.0},
+                      1: {"loss": 2.0, name_of(2): 4.0}})  # fmt: skip
+    assert losses_by_rank(late) == {0: 2.0, 1: 3.0}
+    assert losses_by_rank(record(9, {0: {"loss": 1.0}, 1: {name_of(1): 1.0}})) == {}
+    assert losses_by_rank(record(9, {0: {"lr": 1.0}})) == {}
+    assert losses_by_rank(record(9, {0: {"loss": 1.0}, 1: {}})) == {0: 1.0}
 
 
 def test_two_batches_without_a_target_are_let_be() -> None:
