@@ -14,6 +14,7 @@ from ddpprobe.detectors.extra_activation import ExtraActivation
 from ddpprobe.detectors.ignored_class import IgnoredClass
 from ddpprobe.detectors.logits import MESSAGES, LogitsShape
 from ddpprobe.detectors.loss import mean
+from ddpprobe.detectors.own_mean import APART, OwnMean
 from ddpprobe.detectors.rank_scalars import labels_seen, scalars
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats
@@ -49,24 +50,26 @@ FAVOURED = 0.5  # power of its share by which a label weighs, in the mean of the
 _NEEDED = {CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED, CLASS_LOOKED, CLASS_RIGHT, CLASS_OF_ALL}
 LARGEST = 700.0  # the logarithm of a number that a float64 still holds
 _KINDS = (
-    "weight", "labelled", "one label", "right", "gone", "favoured", "ignored", "extra", *MESSAGES
+    "weight", "labelled", "one label", "right", "gone", "favoured", "ignored", "extra", "own mean",
+    *MESSAGES
 )  # fmt: skip
 
 
 class CrossEntropy(SoundStepsDetector):
     """Warns when a loss over classes weighs its samples anew, or has labels that cannot be meant.
 
-    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Ten things
-    are told: what the loss takes for logits are probabilities already (a softmax twice), or numbers
-    between 0 and 1 (a sigmoid before it); no logit is negative (a ReLU after the last layer); an
-    activation lies between the model and a loss that has its own, a binary one among them; the
-    rows that it ignores are those of a class; a row weighs many times what it did (a sum in place
-    of a mean, a loss that is not divided by the micro-batches any more); rows that had no label, as
-    padding has none, have one; each batch holds samples of one class, and the next batches those of
-    another (nobody shuffles); a label does not come any more, and none in its place; rows weigh the
-    more, the more rows have their label (weights of classes that are to be inverse to their
-    shares); one rank answers rightly far more seldom than all others, or all at once more seldom
-    than these and than it did (it numbers the classes in another order, or reads other data).
+    The gradient of logits shows what each row weighs in a cross-entropy, and its label. Eleven
+    things are told: what the loss takes for logits are probabilities already (a softmax twice), or
+    numbers between 0 and 1 (a sigmoid before it); no logit is negative (a ReLU after the last
+    layer); an activation lies between the model and a loss that has its own, a binary one among
+    them; the rows that it ignores are those of a class; a row weighs many times what it did (a sum
+    in place of a mean, a loss that is not divided by the micro-batches any more); each rank's loss
+    is the mean of its own rows, of which ranks have unlike many; rows that had no label, as padding
+    has none, have one; each batch holds samples of one class, and the next batches those of another
+    (nobody shuffles); a label does not come any more, and none in its place; rows weigh the more,
+    the more rows have their label (weights of classes that are to be inverse to their shares); one
+    rank answers rightly far more seldom than all others, or all at once more seldom than these and
+    than it did (it numbers the classes in another order, or reads other data).
 
     Args:
         ratio: how many times the weight that a row had.
@@ -95,7 +98,7 @@ class CrossEntropy(SoundStepsDetector):
         self._seen = _LabelsSeen()
         self._favoured = 0  # looks in a row
         self._extra, self._logits = ExtraActivation(), LogitsShape()
-        self._ignored = IgnoredClass(self._looks)
+        self._ignored, self._own_mean = IgnoredClass(self._looks), OwnMean()
         self._right: deque[dict[int, tuple[float, float]]] = deque(maxlen=self._looks + ANSWERED)
         self._told = {kind: Telling(self._quiet) for kind in _KINDS}
 
@@ -105,13 +108,13 @@ class CrossEntropy(SoundStepsDetector):
         known = bool(ranks) and all(map(_is_known, ranks.values()))
         if record.skipped or record.missing:
             return []
-        extra = [*self._look_at_extra(record)]
+        some = [*self._look_at_extra(record), *self._look_at_own_mean(record)]
         if not known:
             self._known = 0 if ranks else self._known
-            return extra
+            return some
         self._known += 1
         looks = (
-            extra,
+            some,
             self._look_at_weights(record, ranks),
             self._look_at_labelled(record),
             self._look_at_labels(record),
@@ -130,6 +133,19 @@ class CrossEntropy(SoundStepsDetector):
             looks, what = told
             message = f"the gradients of {looks} sampled steps show that {what}"
             yield self._verdict(record, message, {"looks": looks}, "backward")
+
+    def _look_at_own_mean(self, record: StepRecord) -> Iterator[Anomaly]:
+        sizes = self._own_mean.take(record)
+        if sizes is not None and self._told["own mean"].due(record.step):
+            message = (
+                f"each rank's loss is the mean of its own rows, and at {sizes.looks} of the last "
+                f"{sizes.of} sampled steps one was given {APART:g} x as much as another or more "
+                f"({sizes.fewest:.0f} and {sizes.most:.0f} numbers now): a row of the smaller "
+                f"batch counts for {sizes.most / sizes.fewest:.3g} x one of the larger; unless "
+                "that is meant, divide the sum by the rows of all micro-batches and ranks "
+                "(num_items_in_batch of transformers)"
+            )
+            yield self._verdict(record, message, sizes._asdict(), "backward")
 
     def _look_at_weights(
         self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]

@@ -258,8 +258,8 @@ EXTRA_ACTIVATIONS = (
     ("sigmoid", "binary"), ("ReLU", "binary"), ("sigmoid inside", "binary"),
     ("softmax", "classes"), ("sigmoid", "classes"), ("ReLU", "classes"),
 )  # fmt: skip
-# Scalar: values by which a batch norm in training mode normalizes a channel, the fewest of all.
-NORM_VALUES = "batch_norm_values"
+# Scalars of batch norms in training mode: fewest values of a channel, largest running momentum.
+NORM_VALUES, NORM_MOMENTUM = "batch_norm_values", "batch_norm_momentum"
 # Scalar: how many micro-batches of the step, the first ones, were for another model's step.
 LENT = "lent_passes"
 # Scalar: how many times in the step gradients were thrown away before any optimizer took them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpprobe.detectors.batch_norm import BatchNorm
-from ddpprobe.records.step import NORM_VALUES, StepRecord
+from ddpprobe.records.step import NORM_MOMENTUM, NORM_VALUES, StepRecord
 from tests.detectors.made_records import record, run
 
 
@@ -41,3 +41,30 @@ def test_the_number_is_a_setting() -> None:
 
 def test_without_a_batch_norm_nothing_is_told() -> None:
     assert run(BatchNorm(), [record(i, {0: {"loss": 1.0}}) for i in range(9)]) == []
+
+
+def of_momentum(momenta: list[float]) -> list[StepRecord]:
+    return [record(i, {0: {NORM_MOMENTUM: one}, 1: {}}) for i, one in enumerate(momenta)]
+
+
+@pytest.mark.parametrize("momentum", [0.8, 0.99, 0.9997])
+def test_statistics_of_the_last_batch_alone_are_told_once_at_the_second_look(
+    momentum: float,
+) -> None:
+    (warn,) = run(BatchNorm(), of_momentum([momentum] * 9))
+    assert (warn.level, warn.step, warn.rank, warn.phase) == ("warn", 1, None, "forward")
+    assert warn.values == {"momentum": momentum}
+    assert f"is {1 - momentum:.3g} here" in warn.message
+    first, then = run(BatchNorm(), of_momentum([momentum] * 9 + [0.1] + [momentum] * 9))
+    assert (first.step, then.step) == (1, 11)
+
+
+def test_both_are_told_at_one_step() -> None:
+    of_both = [record(i, {0: {NORM_MOMENTUM: 0.9, NORM_VALUES: 1.0}}) for i in range(5)]
+    assert [next(iter(a.values)) for a in run(BatchNorm(), of_both)] == ["values", "momentum"]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.1, 0.5, 0.79, 1.0])
+def test_what_others_take_and_one_are_meant(momentum: float) -> None:
+    assert run(BatchNorm(), of_momentum([momentum] * 9)) == []
+    assert len(run(BatchNorm(momentum=0.5), of_momentum([momentum] * 9))) == (0.5 <= momentum < 1)

@@ -8,7 +8,6 @@ hook on the parameter *as the forward sees it*, under FSDP unsharded, gives the 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Container
 from functools import partial
@@ -31,6 +30,7 @@ from ddpprobe.rank.hooks import (
 )
 from ddpprobe.rank.hooks.copy_safe_hook import CopySafeObserver, take_off
 from ddpprobe.rank.hooks.kept_gradients import BackwardHook
+from ddpprobe.rank.hooks.norm_facts import NormFacts
 from ddpprobe.rank.hooks.outputs import leaves
 from ddpprobe.rank.hooks.recomputed import Recomputation
 from ddpprobe.rank.hooks.reduced import ReducedGradients
@@ -41,12 +41,9 @@ from ddpprobe.rank.topology.describe import Topology
 from ddpprobe.rank.topology.flat import FlatUnit
 from ddpprobe.rank.topology.placement import TpPlacement, is_dtensor, layout_of
 from ddpprobe.rank.torch_private import dynamo, graph, leaf_hooks
-from ddpprobe.records.step import NORM_VALUES, Site
+from ddpprobe.records.step import Site
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.stopwatch import Caller
-
-# Those that normalize by the values of one rank.
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class StepPosition(Protocol):
@@ -117,7 +114,7 @@ class EagerHooks:
         self._called: set[str] = set()
         self.after_call: Callable[..., object] = lambda *_: None
         self.backward_begins: Callable[[], object] = lambda: None
-        self._fewest = math.inf  # values by which a batch norm normalizes a channel
+        self._norms = NormFacts()
         self._looks_for_extra = extra_activation.LOOKS  # still to come
         self._backward = (-1, -1)  # the backward that was last seen, and its micro-batch
         self.recomputation = Recomputation(rows)
@@ -142,7 +139,7 @@ class EagerHooks:
         self._recomputed.clear()
         self._waiting.clear()
         self.recomputation.begin()
-        self._fewest = math.inf
+        self._norms.begin()
 
     def attach(self) -> None:
         """Hang the hooks on the model as it is now (modules may have been replaced since)."""
@@ -202,11 +199,8 @@ class EagerHooks:
                 for tensor in target_facts.with_gradient(output):
                     tensor.register_hook(self._on_begin)
             step_facts.add_output(output, rows)
-            if self._fewest < math.inf:
-                rows.add_scalar(NORM_VALUES, self._fewest)
-        if isinstance(module, _NORMS) and module.training and isinstance(output, Tensor):
-            values = output.numel() / max(module.num_features, 1)
-            self._fewest = min(self._fewest, values)
+            self._norms.tell(rows)
+        self._norms.take(module, output)
         self.after_call(fqn, module, args, kwargs, output)
 
     def forward(

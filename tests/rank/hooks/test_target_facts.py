@@ -20,7 +20,7 @@ from ddpprobe.rank.hooks.target_facts import (
     is_pulled,
     trained,
 )
-from ddpprobe.records.step import COPIED, NORM_VALUES, PULL, PULL_REST, TARGET
+from ddpprobe.records.step import COPIED, NORM_MOMENTUM, NORM_VALUES, PULL, PULL_REST, TARGET
 
 from ... import far
 
@@ -196,6 +196,7 @@ def test_the_fewest_values_by_which_a_batch_norm_normalizes_are_told(
 ) -> None:
     told = facts(tmp_path / "r", Normed(per_sample), lambda y, _: y.square().sum())
     assert {one[NORM_VALUES] for one in told} == {32.0}
+    assert {one[NORM_MOMENTUM] for one in told} == {0.1}
 
 
 def test_a_batch_norm_in_evaluation_mode_has_no_values(tmp_path) -> None:
@@ -203,4 +204,19 @@ def test_a_batch_norm_in_evaluation_mode_has_no_values(tmp_path) -> None:
     for norm in (model.norm, model.wide):
         norm.eval()
     told = facts(tmp_path / "r", model, lambda y, _: y.square().sum())
-    assert all(NORM_VALUES not in one for one in told)
+    assert all(NORM_VALUES not in one and NORM_MOMENTUM not in one for one in told)
+
+
+def test_the_largest_momentum_of_running_statistics_is_told(tmp_path) -> None:
+    model = Normed(1)
+    model.norm.momentum, model.wide.momentum = 0.99, 0.3
+    told = facts(tmp_path / "r", model, lambda y, _: y.square().sum())
+    assert {one[NORM_MOMENTUM] for one in told} == {0.99}
+
+
+def test_statistics_that_are_not_there_or_are_means_have_no_momentum(tmp_path) -> None:
+    model = Normed(1)
+    model.norm.momentum = None  # type: ignore[assignment]  # torch's own word for a mean of all
+    model.wide = nn.BatchNorm1d(4, momentum=0.99, track_running_stats=False)
+    told = facts(tmp_path / "r", model, lambda y, _: y.square().sum())
+    assert all(NORM_VALUES in one and NORM_MOMENTUM not in one for one in told)
