@@ -47,6 +47,8 @@ ROOT = Path(__file__).parent.parent
 Torchrun = Callable[..., "subprocess.CompletedProcess[str]"]
 # What a daemon that serves inside a test takes for itself.
 TAKEN = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+MANY_MODULES = 200  # a collection takes as long as the import of twenty
+_hidden = {"modules": 0}  # how many were imported when `_freeze` was last called
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,15 +77,30 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_finish() -> None:
     """Keep what all test files have imported, half a million objects, out of every collection.
 
-    `install` looks through the collector's objects for a `GradScaler` or a wrapper of FSDP1.
     Full collections become rare: what they found was a tenth of what compiled models take, and a
     test that needs one asks for it.
     """
-    gc.collect()
-    gc.freeze()
+    _freeze()
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, 100)
     _remember_chunks()
+
+
+def pytest_runtest_setup() -> None:
+    """Do the same for what a test before has imported: the first optimizer imports Dynamo."""
+    if len(sys.modules) > _hidden["modules"] + MANY_MODULES:
+        _freeze()
+
+
+def _freeze() -> None:
+    """Hide what is alive from the collector.
+
+    `install` looks through the collector's objects for a `GradScaler` or a wrapper of FSDP1: with
+    those of Dynamo among them that was a sixth of what a short training takes.
+    """
+    gc.collect()
+    gc.freeze()
+    _hidden["modules"] = len(sys.modules)
 
 
 def _remember_chunks() -> None:
