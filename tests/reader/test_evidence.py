@@ -1,6 +1,6 @@
 """Whatever is left of a run, every verb is right or says what is not known: no false all-clear.
 
-One fault, a NaN on rank 1 at step 30 of 40, and everything that may become of its records.
+One fault, a NaN on rank 1 at step 14 of 20, and everything that may become of its records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddpprobe.store.writer import StoreWriter
 
 from ..made_runs import ANOMALY, NODE, Made, bad, head_merge, record
 
-STEPS, FAULT = 40, 30
+STEPS, FAULT, BLOCK = 20, 14, 4  # five blocks of the store, the fault amid the fourth
 PAGE = replace(ANOMALY, step=FAULT, rank=1, values={"nan": 3.0}, message="3 NaN of 8 elements")
 CLEAR = ("no anomalies", "No anomalies", "No page", "no page")
 VERBS = ("anomalies", "info", "trace", "replay", "report", "compare", "export", "verify", "top")
@@ -78,7 +78,7 @@ def beat(made: Made, rank: int, *, closed: bool) -> None:
 
 
 def sealed(made: Made) -> Path:
-    writer = StoreWriter(made.run, made.node, block=8, durable=False)
+    writer = StoreWriter(made.run, made.node, block=BLOCK, durable=False)
     writer.seal()
     writer.close()
     return made.path
@@ -104,7 +104,7 @@ def collected(path: Path, *, both: bool) -> Path:
 
 
 def folded(made: Made) -> Path:
-    writer = StoreWriter(made.run, NODE, block=8, durable=False)
+    writer = StoreWriter(made.run, NODE, block=BLOCK, durable=False)
     writer.fold()
     writer.close()
     return made.path
@@ -129,8 +129,8 @@ STATES: dict[str, State] = {
     "without a daemon": lambda path: write(path, head=False).path,
     "half folded": lambda path: folded(write(path)),
     "crashed": lambda path: write(path, closed=False).path,
-    "the daemon died before the fault": lambda path: write(path, told=FAULT - 5).path,
-    "all killed": lambda path: folded(write(path, told=FAULT - 5, closed=False)),
+    "the daemon died before the fault": lambda path: write(path, told=FAULT - 1).path,
+    "all killed": lambda path: folded(write(path, told=FAULT - 1, closed=False)),
     "uploaded and sealed": lambda path: elsewhere(sealed(write(path))),
     "uploaded, not sealed": lambda path: elsewhere(folded(write(path, closed=False))),
     "uploaded: the verdict only": lambda path: elsewhere(sealed(write(path)), "anomalies"),
@@ -145,10 +145,10 @@ STATES: dict[str, State] = {
         f"the disk took {held} steps of rank 1": (
             lambda path, held=held, beats=beats: write(path, held=held, beats=beats).path
         )
-        for held, beats in zip((0, 1, 7, 8, 16, 24, 29, 30, 31, 39), [True, False] * 5, strict=True)
+        for held, beats in zip((0, 1, 3, 4, 8, 12, 13, 14, 15, 19), [True, False] * 5, strict=True)
     },
-    "that, and sealed": lambda path: sealed(write(path, held=16)),
-    "that, uploaded": lambda path: elsewhere(sealed(write(path, held=16))),
+    "that, and sealed": lambda path: sealed(write(path, held=8)),
+    "that, uploaded": lambda path: elsewhere(sealed(write(path, held=8))),
 }  # fmt: skip
 
 
