@@ -6,7 +6,7 @@ again until the code changes; where detectors alone have changed, it is judged a
 which are kept beside that file (300 MB). `--quick` (`make bench-detection QUICK=1`): one seed, 15
 minutes, prints only. `--jobs U01 H05` runs some of the jobs only. What nobody listed
 (`unlisted.py`, which names `set_a.py` to `set_l.py`), what is sharded (`sharded.py`), other ways to
-train (`breadth.py`) and the architectures (`zoo.py`) stand in tables of their own. The
+train (`breadth.py`, `habits.py`) and the architectures (`zoo.py`) stand in tables of their own. The
 architectures need transformers and timm, which the command's own environment has (`.venv-zoo`).
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.detection.breadth import BREADTH
 from benchmarks.detection.faults import FAULTS, Fault
+from benchmarks.detection.habits import HABITS
 from benchmarks.detection.healthy import HEALTHY, Healthy
 from benchmarks.detection.sharded import SHARDED
 from benchmarks.detection.training import Training
@@ -11,6 +12,6 @@ from benchmarks.detection.unlisted import UNLISTED
 from benchmarks.detection.zoo import ZOO
 
 PLANTED: dict[str, type[Fault]] = {**FAULTS, **UNLISTED, **SHARDED}
-QUIET: dict[str, type[Healthy]] = {**HEALTHY, **BREADTH, **ZOO}
-APART = {*UNLISTED, *SHARDED, *BREADTH, *ZOO}  # not in the table of rivals
+QUIET: dict[str, type[Healthy]] = {**HEALTHY, **BREADTH, **HABITS, **ZOO}
+APART = {*UNLISTED, *SHARDED, *BREADTH, *HABITS, *ZOO}  # not in the table of rivals
 JOBS: dict[str, type[Training]] = {**PLANTED, **QUIET}

@@ -9,6 +9,7 @@ from benchmarks import tables
 from benchmarks.detection.breadth import BREADTH
 from benchmarks.detection.faults import FAULTS
 from benchmarks.detection.fresh import FRESH
+from benchmarks.detection.habits import HABITS
 from benchmarks.detection.healthy import HEALTHY, Healthy
 from benchmarks.detection.jobs import APART, PLANTED
 from benchmarks.detection.results import Key, Result
@@ -83,15 +84,15 @@ Ten more faults, written on 2026-11-28 by somebody who had not read the rules, o
 projects report each; the code names them, and how much it harms. Five begin in the middle of
 training, and five are there from the first step. When it was run first, 3 of 10 were found at
 every=1, and 2 of 10 at every=10 (seed 0): of those that begin in the middle 3 and 2, of the others
-none. Three rules were made from it since (U142, U148, U149)."""
+none. Two rules were made from it since (U142, U148)."""
 _SET_K = """
 ## Set K: written without the rules
 
 Ten more faults, written on 2026-11-28 by somebody who had not read the rules, from issue trackers.
-Five begin in the middle of training, and five are there from the
-first step. The code names the source of each, and how much it harms. When it was run first, 6 of
-10 were found at every=1, and 7 of 10 at every=10 (seed 0): of those that begin in the middle 4 and
-5, of those that are there from the first step 2 and 2. One rule was made from it since (U131)."""
+Five begin in the middle of training, and five are there from the first step. The code names the
+source of each, and how much it harms. When it was run first, 6 of 10 were found at every=1, and 7
+of 10 at every=10 (seed 0): of those that begin in the middle 4 and 5, of those that are there from
+the first step 2 and 2. One rule was made from it since (U131)."""
 _SET_J = """
 ## Set J: written with the rules at hand, and before it was run
 
@@ -255,7 +256,11 @@ def _report(outcomes: Sequence[tuple[Outcome, Spoke]]) -> Iterator[str]:
         yield from _faults_apart(apart, faults, text)
     yield "\n## The healthy runs\n"
     yield _healthy_table(HEALTHY, healthy)
-    for heading, kinds in (("in other ways to train", BREADTH), ("of real architectures", ZOO)):
+    for heading, kinds in (
+        ("in other ways to train", BREADTH),
+        ("in other habits", HABITS),
+        ("of real architectures", ZOO),
+    ):
         some = [o for o in apart if o.job in kinds]
         yield f"\n## Healthy runs {heading}\n"
         if kinds is ZOO:

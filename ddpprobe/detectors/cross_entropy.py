@@ -48,6 +48,9 @@ NAMED, REMEMBERED = 4, 256  # labels in a message; looks
 FAVOURED = 0.5  # power of its share by which a label weighs, in the mean of the ranks
 # What a rank says, all of it, of a cross-entropy.
 _NEEDED = {CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED, CLASS_LOOKED, CLASS_RIGHT, CLASS_OF_ALL}
+# Of texts of unlike length the short ones may well be answered otherwise: so many times as many
+# rows, of one rank at one of the looks, are no more compared.
+UNLIKE, _NOTHING = 1.5, (0.0, 0.0, 0.0)
 LARGEST = 700.0  # the logarithm of a number that a float64 still holds
 _KINDS = (
     "weight", "labelled", "one label", "right", "gone", "favoured", "ignored", "extra", "own mean",
@@ -99,7 +102,9 @@ class CrossEntropy(SoundStepsDetector):
         self._favoured = 0  # looks in a row
         self._extra, self._logits = ExtraActivation(), LogitsShape()
         self._ignored, self._own_mean = IgnoredClass(self._looks), OwnMean()
-        self._right: deque[dict[int, tuple[float, float]]] = deque(maxlen=self._looks + ANSWERED)
+        self._right: deque[dict[int, tuple[float, float, float]]] = deque(
+            maxlen=self._looks + ANSWERED
+        )
         self._told = {kind: Telling(self._quiet) for kind in _KINDS}
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
@@ -145,7 +150,7 @@ class CrossEntropy(SoundStepsDetector):
                 "that is meant, divide the sum by the rows of all micro-batches and ranks "
                 "(num_items_in_batch of transformers)"
             )
-            yield self._verdict(record, message, sizes._asdict(), "backward")
+            yield self._verdict(record, message, sizes._asdict(), "backward", level="info")
 
     def _look_at_weights(
         self, record: StepRecord, ranks: Mapping[int, Mapping[str, float]]
@@ -260,14 +265,15 @@ class CrossEntropy(SoundStepsDetector):
             return
         order = sorted(ranks)
         found = np.array([[each[rank] for rank in order] for each in self._right])
-        right, rows = found[-ANSWERED:].sum(0).T  # [ranks]
+        right, rows, _ = found[-ANSWERED:].sum(0).T  # [ranks]
         shares = right / np.maximum(rows, 1)
         lowest = int(shares.argmin())
         others = np.delete(shares, lowest)
-        if not len(others) or not rows[lowest]:
+        sizes = found[-ANSWERED:, :, 2]
+        if not len(others) or not rows[lowest] or sizes.max() > UNLIKE * sizes.min():
             return
         usual, low = float(others.min()), float(shares[lowest])
-        before, past = found[:-ANSWERED, lowest].sum(0) if len(found) > ANSWERED else (0.0, 0.0)
+        before, past, _ = found[:-ANSWERED, lowest].sum(0) if len(found) > ANSWERED else _NOTHING
         was = min(usual, before / past) if past >= rows[lowest] else math.nan
         apart = usual >= HALF and low <= HALF * usual
         sudden = was >= HALF and 1 - low >= TIMES_WRONG * (1 - was)
@@ -315,9 +321,9 @@ class CrossEntropy(SoundStepsDetector):
 
     def _verdict(
         self, record: StepRecord, message: str, values: Mapping[str, float], phase: str,
-        rank: int | None = None,
+        rank: int | None = None, *, level: str = "warn",
     ) -> Anomaly:  # fmt: skip
-        return self.anomaly(record, "warn", message, values, phase=phase, kind="output", rank=rank)
+        return self.anomaly(record, level, message, values, phase=phase, kind="output", rank=rank)
 
 
 class _LabelsSeen:
@@ -415,10 +421,10 @@ def _weights(
     return order, np.concatenate((one, one + micros), 1)
 
 
-def _answers(said: Mapping[str, float]) -> tuple[float, float]:
-    """Return how many rows were answered rightly, of how many that were looked at."""
+def _answers(said: Mapping[str, float]) -> tuple[float, float, float]:
+    """Return how many rows were answered rightly, of how many that were looked at, and of all."""
     rows = said[CLASS_LOOKED] * said[CLASS_LABELLED]
-    return rows * said[CLASS_RIGHT], rows
+    return rows * said[CLASS_RIGHT], rows, said[CLASS_ROWS] * said[CLASS_LABELLED]
 
 
 def _others(order: Sequence[int], lowest: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from ddpprobe.detectors.sites_of_kind import Floats
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import (
+    DIGEST,
     INPUT_ELEMENTS,
     INPUT_MAX,
     INPUT_MEAN,
@@ -49,11 +51,12 @@ class InputShift(SampledDetector):
     The data are normalized, clipped, padded, decoded or drawn otherwise. At the last looks one of
     these numbers of a rank lies beyond all that it was before, further than those lie apart, and
     its batches have as many elements as they had. What drifts, as states that a policy meets, goes
-    through what lies between, and is not told.
+    through what lies between, and is not told. A batch that is read again, as where several steps
+    are taken on each, is no other look.
 
     Args:
-        looks: sampled steps in a row at which it is so.
-        least: sampled steps before them.
+        looks: sampled steps, each with another batch, at which it is so.
+        least: such steps before them.
         times: how many times further than the numbers before lie apart.
         quiet_steps: steps without it after which it is told again.
     """
@@ -74,6 +77,7 @@ class InputShift(SampledDetector):
         self._ranks: tuple[int, ...] = ()
         self._seen: deque[Floats] = deque(maxlen=REMEMBERED + self._looks)  # [ranks, 6] each
         self._steps: deque[int] = deque(maxlen=self._looks)
+        self._digests: deque[tuple[float, ...]] = deque(maxlen=REMEMBERED)
         self._telling = Telling(self._quiet)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
@@ -86,7 +90,7 @@ class InputShift(SampledDetector):
             self._seen.clear()
         each = [[record.scalars[rank].get(name, np.nan) for name in _NAMES] for rank in ranks]
         now = np.array(each, np.float64)
-        if not np.isfinite(now).all():
+        if not np.isfinite(now).all() or self._has_been_seen(record):
             return []
         self._seen.append(now)
         self._steps.append(record.step)
@@ -109,6 +113,18 @@ class InputShift(SampledDetector):
         return [
             self.anomaly(record, "warn", message, values, rank=alone, phase="forward", kind="input")
         ]
+
+    def _has_been_seen(self, record: StepRecord) -> bool:
+        """Whether all ranks are given what they were at one of the last looks; without digests not.
+
+        Of one batch, however often, nobody knows how far others lie apart.
+        """
+        each = [record.scalars[rank].get(DIGEST, math.nan) for rank in self._ranks]
+        digests = tuple(map(float, each))
+        seen = digests in self._digests and not any(map(math.isnan, digests))
+        if not seen:
+            self._digests.append(digests)
+        return seen
 
     def _shift(self) -> _Shift | None:
         """Return what has shifted; None: nothing, or nobody can tell yet."""

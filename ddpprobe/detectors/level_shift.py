@@ -66,6 +66,7 @@ class _Shift:
     values: int
     size: float
     clear: float
+    certain: float
     signed: tuple[float, float] | None = None
 
 
@@ -126,7 +127,8 @@ class LevelShift(SoundStepsDetector):
     def _reset(self) -> None:
         length = max(self._recent * (self._blocks + 1), QUICK * (QUICK_BLOCKS + 1))
         self._loss = PositiveLoss(whole=True)
-        self._losses, self._norms, self._meant = (LevelWindow(length) for _ in range(3))
+        self._losses, self._norms = (LevelWindow(length, of_batches=True) for _ in range(2))
+        self._meant = LevelWindow(length)
         self._signed = LevelWindow(length, least_noise=0.0)
         self._rms, self._shares = LevelWindow(length), LevelWindow(length)
         self._outputs, self._gradients = SitesOfKind("output"), SitesOfKind("grad")
@@ -151,7 +153,7 @@ class LevelShift(SoundStepsDetector):
             chosen = [largest(record, name) for name in (LEARNING_RATE, TRAINABLE, TRAINING)]
             self._meant.push(_logs([*chosen, elements]), record.step)
             for shift in self._found(self._norms, *self._of_norm):
-                if shift.clear >= self._by_loss_clear if shift.place else shift.size > 0:
+                if shift.certain >= self._by_loss_clear if shift.place else shift.size > 0:
                     numbers[1 + shift.place] = shift
             places = self._shifted_places(record, norms, norm)
         if (numbers or places) and (self._meant.largest_move(QUICK) > MEANT).any():
@@ -168,7 +170,7 @@ class LevelShift(SoundStepsDetector):
             self._losses.push(_logs([value]), step)
             for shift in self._found(self._losses, *self._of_loss):
                 # One that falls is what training is for, but not so far at once.
-                if shift.size > 0 or (shift.size <= -FALL and shift.clear >= FALL_CLEAR):
+                if shift.size > 0 or (shift.size <= -FALL and shift.certain >= FALL_CLEAR):
                     found = shift
             loss = value if step == record.step else math.nan
         for step, value in mean_losses(record, whole=True):
@@ -187,7 +189,10 @@ class LevelShift(SoundStepsDetector):
             size, clear, spread = shifts.size[0], shifts.clear[0], np.ptp(past[:-values])
             if abs(size) >= SIGNED_TIMES * spread > 0 and clear >= SIGNED_CLEAR:
                 now = float(np.median(past[-values:]))
-                return _Shift(0, values, float(size), float(clear), (now - float(size), now))
+                certain = float(shifts.certain[0])
+                return _Shift(
+                    0, values, float(size), float(clear), certain, (now - float(size), now)
+                )
         return None
 
     def _loss_is_meant(self) -> bool:
@@ -245,10 +250,11 @@ class LevelShift(SoundStepsDetector):
         found: dict[int, _Shift] = {}
         for values, blocks, times, least in tests:
             shifts = window.shifts(values, blocks)
-            for place, size, how in zip(shifts.places, shifts.size, shifts.clear, strict=True):
-                if abs(size) >= times * dex and how >= least:
-                    shift = _Shift(int(place), values, float(size), float(how))
-                    found.setdefault(shift.place, shift)
+            for at, place in enumerate(shifts.places.tolist()):
+                size, certain = float(shifts.size[at]), float(shifts.certain[at])
+                if abs(size) >= times * dex and certain >= least:
+                    shift = _Shift(place, values, size, float(shifts.clear[at]), certain)
+                    found.setdefault(place, shift)
         return list(found.values())
 
     def _verdict(

@@ -10,6 +10,10 @@ from numpy.typing import NDArray
 from ddpprobe.detectors.sites_of_kind import Floats
 
 LEAST_NOISE = 0.01  # decades: a series that hardly moves is not judged by its own rounding
+# Of values in any order two of three are higher, or lower, than both beside them. Where that is so
+# for fewer than these, as where several steps are taken on each batch, what moved must be so many
+# times as clear.
+FEWEST_TURNS, CORRELATED = 0.4, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +27,16 @@ class Shifts:
         clear: how many times the largest such move between two blocks before it, each as far as it
             would have gone over as many steps as lie between the last two; infinite where nothing
             has ever moved and there is no `least_noise`.
+        certain: the same; a third of it where values that are of batches follow from each other.
     """
 
     places: NDArray[np.intp]
     size: Floats
     clear: Floats
+    certain: Floats
 
 
-_NONE = Shifts(np.zeros(0, np.intp), np.zeros(0), np.zeros(0))
+_NONE = Shifts(np.zeros(0, np.intp), np.zeros(0), np.zeros(0), np.zeros(0))
 
 
 class LevelWindow:
@@ -45,10 +51,14 @@ class LevelWindow:
     Args:
         length: values that are remembered of each series.
         least_noise: what a series is taken to move by at least, in its unit.
+        of_batches: whether a value is mostly of its batch, as a loss is: then those that follow
+            from the ones before them are fewer than it seems.
     """
 
-    def __init__(self, length: int, *, least_noise: float = LEAST_NOISE) -> None:
-        self._least_noise = least_noise
+    def __init__(
+        self, length: int, *, least_noise: float = LEAST_NOISE, of_batches: bool = False
+    ) -> None:
+        self._least_noise, self._of_batches = least_noise, of_batches
         self._past = np.full((length, 0), np.nan, np.float32)
         self._steps = np.full(length, np.nan)
 
@@ -98,14 +108,29 @@ class LevelWindow:
         apart = _moves(self._steps[-len(past) :, None], recent)
         longer = np.maximum(apart[-1] / apart[:-1], 1.0)
         noise = np.maximum((np.abs(moves[:-1]) * longer).max(0), self._least_noise)
+        certain = np.ones(len(places))
+        if self._of_batches:
+            in_order = _are_in_order(past[:-recent, places].astype(np.float64))
+            certain[in_order] /= CORRELATED
         with np.errstate(divide="ignore"):
-            return Shifts(places, moves[-1], np.abs(moves[-1]) / noise)
+            clear = np.abs(moves[-1]) / noise
+        return Shifts(places, moves[-1], clear, clear * certain)
 
     def largest_move(self, recent: int) -> Floats:
         """Return the largest move between the medians of two blocks that are known [n], decades."""
         whole = self._past[len(self._past) % recent :].astype(np.float64)
         moves: Floats = np.fmax.reduce(np.abs(_moves(whole, recent)), axis=0, initial=0.0)
         return moves
+
+
+def _are_in_order(values: Floats) -> NDArray[np.bool_]:
+    """Whether the values [n] of a series follow from those before them; not where they stay."""
+    ways = np.sign(np.diff(values, axis=0))
+    both = (ways[1:] != 0) & (ways[:-1] != 0)
+    turns = (both & (ways[1:] != ways[:-1])).sum(0)
+    known = both.sum(0)
+    in_order: NDArray[np.bool_] = (known >= len(values) / 2) & (turns < FEWEST_TURNS * known)
+    return in_order
 
 
 def _moves(past: Floats, recent: int) -> Floats:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.held_batches import HeldBatches
 from ddpprobe.detectors.history import LARGEST_DEX
 from ddpprobe.detectors.loss import losses_by_rank
 from ddpprobe.detectors.rank_order import RankOrder
@@ -35,7 +36,7 @@ class RankOutlier(SampledDetector):
     far the rank lay away before is allowed for, so that ranks that differ by design (data of other
     kinds, a larger batch) are let be. Fewer decades are enough where no rank has ever been nearly
     so far away, and the rank stays there. Of two ranks, the one is meant whose own numbers have
-    moved.
+    moved. Several steps on one batch are one look.
 
     A rank whose loss was the largest of all, or the smallest, at so many sampled steps in a row is
     told once, as information: its data, its labels or what it computes with are not those of the
@@ -93,6 +94,7 @@ class RankOutlier(SampledDetector):
         }
         self._telling: dict[int, Telling] = {}
         self._begun: int | None = None  # the first step
+        self._held = HeldBatches()
         self._order = RankOrder(self._apart)
         self._is_apart = False  # that was told
 
@@ -101,6 +103,8 @@ class RankOutlier(SampledDetector):
         if record.skipped or len(record.ranks) < 2:
             return []
         self._begun = record.step if self._begun is None else self._begun
+        if self._held.again(record):
+            return []
         found: list[Anomaly] = []
         for name in _JUDGED:
             told = _told(record, name)

@@ -701,3 +701,12 @@ def test_first_logits_that_lie_between_0_and_1_are_no_sigmoid_yet() -> None:
     assert run(CrossEntropy(), near) == []
     early = [extra(s, place, 0.1, 0.9) for s in range(50)] + [extra(50, 0.0)]
     assert run(CrossEntropy(), early) == []
+
+
+def test_ranks_with_texts_of_unlike_length_are_not_compared() -> None:
+    """The short ones may be answered otherwise; of nearly as many rows a rank is told."""
+    assert told(answering(0.9, rows=64), answering(0.2, rows=32)) == []
+    in_turn = [look(rows, **{CLASS_RIGHT: 0.2}) for rows in (32, 64) * 20]
+    assert told(in_turn, answering(0.9, rows=64)) == []
+    (warn,) = told(answering(0.9, rows=45), answering(0.2, rows=32))
+    assert "rank 1 answers 20 %" in warn.message

@@ -13,6 +13,7 @@ from torch import nn
 import ddpprobe
 from ddpprobe.detectors.input_shift import REMEMBERED, InputShift
 from ddpprobe.records.step import (
+    DIGEST,
     INPUT_ELEMENTS,
     INPUT_MAX,
     INPUT_MEAN,
@@ -142,3 +143,21 @@ def test_a_training_whose_inputs_are_clipped_from_some_step_on(tmp_path: Path, c
             optimizer.zero_grad()
     found = [a for a in ddpprobe.open(tmp_path / "r").anomalies() if a.detector == "input_shift"]
     assert [a.values["since"] for a in found] == [20] * clips
+
+
+@pytest.mark.parametrize("times", [4, 10, 32])
+def test_of_batches_that_are_read_again_each_is_one_look(times: int) -> None:
+    """Several steps on each batch: of six batches nobody knows how far others lie apart."""
+    again = [
+        record(step, {0: numbers(drawn(step // times)) | {DIGEST: float(step // times)}})
+        for step in range(600)
+    ]
+    assert run(InputShift(), again) == []
+    changed = [
+        record(step, {0: numbers(batch if at < 40 else batch + 1) | {DIGEST: float(at)}})
+        for step in range(60 * times)
+        for at in [step // times]
+        for batch in [drawn(at)]
+    ]
+    (warn,) = run(InputShift(), changed)
+    assert (warn.step, warn.values["since"]) == (42 * times, 40 * times)

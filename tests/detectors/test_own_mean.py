@@ -1,4 +1,4 @@
-"""A mean of the means of ranks is told where they have unlike many rows."""
+"""A mean of the means of ranks, of unlike many rows, is information: many train like that."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ UNLIKE = [(32.0, 32.0), (6.0, 32.0), (32.0, 6.0), (6.0, 6.0)] * 4
 
 
 def test_a_mean_of_unlike_means_is_told_once_and_no_rank_is_to_blame() -> None:
-    (warn,) = told(stream(UNLIKE))
-    assert (warn.level, warn.step, warn.rank, warn.kind) == ("warn", 5, None, "output")
-    assert warn.values == {"looks": 3, "of": 6, "fewest": 6, "most": 32}
-    assert "counts for 5.33 x one of the larger" in warn.message
+    (info,) = told(stream(UNLIKE))
+    assert (info.level, info.step, info.rank, info.kind) == ("info", 5, None, "output")
+    assert info.values == {"looks": 3, "of": 6, "fewest": 6, "most": 32}
+    assert "counts for 5.33 x one of the larger" in info.message
 
 
 def test_where_each_look_has_another_scale_it_is_told_as_well() -> None:
