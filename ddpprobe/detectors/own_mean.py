@@ -19,6 +19,7 @@ OF = 16  # looks that are judged; bounds the state
 FEWEST_KNOWN, FEWEST_APART = 4, 3  # of them: rows are known to be divided by, and ranks differ
 APART = 3.0  # times as many rows
 SAME = math.log(1.01)  # a row's weight, times the rows: by how much it may vary
+VARIED = 1.5  # times as many rows
 
 
 class UnlikeSizes(NamedTuple):
@@ -39,9 +40,9 @@ class OwnMean:
     """
 
     def __init__(self) -> None:
-        # A look: the logarithms of weight times rows of each rank that says them, and of how many
-        # times as much as another one a rank was given.
-        self._looks: deque[tuple[list[float], float]] = deque(maxlen=OF)
+        # A look: rows, and weight times rows, of each rank that says them, and how many times as
+        # much as another one a rank was given.
+        self._looks: deque[tuple[list[_Rows], float]] = deque(maxlen=OF)
 
     def take(self, record: StepRecord) -> UnlikeSizes | None:
         """Take the next look; return what ranks were given if it is so."""
@@ -49,22 +50,43 @@ class OwnMean:
         if len(sizes) < max(2, len(record.ranks)) or min(sizes) <= 0:
             return None
         apart = max(sizes) / min(sizes)
-        self._looks.append((_weights(record), apart))
-        weights = [found for found, _ in self._looks if found]
-        each = [one for found in weights for one in found]
+        self._looks.append((_rows(record), apart))
+        known = [rows for rows, _ in self._looks if rows]
         looks = sum(of >= APART for _, of in self._looks)
-        if apart < APART or looks < FEWEST_APART or len(weights) < FEWEST_KNOWN:
+        if apart < APART or looks < FEWEST_APART or len(known) < FEWEST_KNOWN:
             return None
-        if max(each) - min(each) > SAME:
+        micros = max(1.0, max(scalars(record, "micro_batches"), default=1.0))
+        if not _are_divided_by([one for rows in known for one in rows], micros):
             return None
         return UnlikeSizes(looks, len(self._looks), min(sizes), max(sizes))
 
 
-def _weights(record: StepRecord) -> list[float]:
-    """Return the logarithm of a row's weight times the labelled rows, of each rank that has it."""
+class _Rows(NamedTuple):
+    """Rows of a rank with a label, and the logarithm of these times what one weighs."""
+
+    rows: float
+    product: float
+
+
+def _rows(record: StepRecord) -> list[_Rows]:
     scale = next((one for one in scalars(record, "loss_scale") if one > 0), 1.0)
-    names = CLASS_WEIGHT, CLASS_ROWS, CLASS_LABELLED
-    said = (
-        math.prod(float(of.get(name, math.nan)) for name in names) for of in record.scalars.values()
-    )
-    return [math.log(one / scale) for one in said if 0 < one < math.inf]
+    found = []
+    for said in record.scalars.values():
+        rows = said.get(CLASS_ROWS, math.nan) * said.get(CLASS_LABELLED, math.nan)
+        product = rows * said.get(CLASS_WEIGHT, math.nan) / scale
+        if 0 < rows < math.inf and 0 < product < math.inf:
+            found.append(_Rows(rows, math.log(product)))
+    return found
+
+
+def _are_divided_by(known: list[_Rows], micros: float) -> bool:
+    """Whether a row weighs one by the rows, or by these times the micro-batches.
+
+    Or as much times any number, if there are not always as many rows: else that number may be what
+    is divided by.
+    """
+    rows, products = [of.rows for of in known], [of.product for of in known]
+    if max(products) - min(products) > SAME:
+        return False
+    one = min(abs(products[0]), abs(products[0] + math.log(micros)))
+    return one <= SAME or max(rows) >= VARIED * min(rows)

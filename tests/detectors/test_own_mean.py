@@ -30,7 +30,10 @@ def said(rows: float, by: float, *, given: float | None = None, scale: float = 1
 def stream(sizes: list[tuple[float, ...]], micros: float = 8.0) -> list[StepRecord]:
     """Each rank divides by its own rows, and by the micro-batches."""
     return [
-        record(i, {rank: said(n, n * micros) for rank, n in enumerate(each)})
+        record(
+            i,
+            {rank: said(n, n * micros) | {"micro_batches": micros} for rank, n in enumerate(each)},
+        )
         for i, each in enumerate(sizes)
     ]
 
@@ -51,7 +54,7 @@ def test_a_mean_of_unlike_means_is_told_once_and_no_rank_is_to_blame() -> None:
 
 def test_where_each_look_has_another_scale_it_is_told_as_well() -> None:
     scaled = [
-        record(i, {r: said(n, 8 * n, scale=2.0**i) for r, n in enumerate(each)})
+        record(i, {r: said(n, n, scale=2.0**i) for r, n in enumerate(each)})
         for i, each in enumerate(UNLIKE)
     ]
     assert len(told(scaled)) == 1
@@ -73,6 +76,18 @@ def test_a_sum_over_all_rows_is_not_told() -> None:
 ], ids=["near", "alone", "an epoch", "unknown"])  # fmt: skip
 def test_what_does_not_show_is_not_told(sizes: list[tuple[float, ...]]) -> None:
     assert told(stream(sizes)) == []
+
+
+def test_a_sum_that_is_divided_by_a_number_is_told_only_if_the_rows_are_that_number() -> None:
+    def by(number: float, sizes: list[tuple[float, ...]]) -> list[StepRecord]:
+        return [record(i, {r: said(n, number) for r, n in enumerate(each)})
+                for i, each in enumerate(sizes)]  # fmt: skip
+
+    assert told(by(256.0, UNLIKE)) == []  # 32 rows at all looks that say a weight
+    assert len(told(by(32.0, UNLIKE))) == 1
+    halved = [record(i, {r: said(n, 2 * n) for r, n in enumerate(each)})
+              for i, each in enumerate([(32.0, 9.0), (9.0, 32.0)] * 8)]  # fmt: skip
+    assert len(told(halved)) == 1  # half of the loss, whatever the rows
 
 
 def test_a_rank_without_an_input_is_not_compared() -> None:
