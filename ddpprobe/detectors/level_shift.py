@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ddpprobe.detectors.held_batches import HeldBatches
 from ddpprobe.detectors.history import LARGEST_DEX
 from ddpprobe.detectors.level_window import LevelWindow
 from ddpprobe.detectors.loss import PositiveLoss, mean_losses
@@ -81,7 +82,7 @@ class LevelShift(SoundStepsDetector):
     between them must be larger than any before it. Nothing is said where the learning rate, the
     number of trained parameters, the share of modules in training mode or the size of the outputs
     has changed meanwhile; of the loss, if that was lately, and no rate that falls as it always
-    does.
+    does. Of several steps on one batch the first alone is looked at, but for the loss.
 
     Args:
         loss_ratio: how many times the loss of the block before.
@@ -127,10 +128,11 @@ class LevelShift(SoundStepsDetector):
     def _reset(self) -> None:
         length = max(self._recent * (self._blocks + 1), QUICK * (QUICK_BLOCKS + 1))
         self._loss = PositiveLoss(whole=True)
-        self._losses, self._norms = (LevelWindow(length, of_batches=True) for _ in range(2))
-        self._meant = LevelWindow(length)
+        self._losses = LevelWindow(length, of_batches=True)
+        self._norms, self._meant = LevelWindow(length), LevelWindow(length)
         self._signed = LevelWindow(length, least_noise=0.0)
         self._rms, self._shares = LevelWindow(length), LevelWindow(length)
+        self._held = HeldBatches()
         self._outputs, self._gradients = SitesOfKind("output"), SitesOfKind("grad")
         self._telling = Telling(self._quiet)
         self._begun: int | None = None  # the first step
@@ -143,7 +145,8 @@ class LevelShift(SoundStepsDetector):
         loss, shift = self._judged_loss(record)
         numbers = {} if shift is None else {0: shift}
         places: dict[str, list[_Shift]] = {}
-        sound = record.sampled and self._is_sound(record)
+        again = record.sampled and self._held.again(record)
+        sound = record.sampled and self._is_sound(record) and not again
         if sound and not record.skipped and not record.missing:
             norms = self._gradients.read(record, "norm")
             norm = float(np.sqrt(np.nansum(np.square(norms))))
