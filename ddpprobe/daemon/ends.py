@@ -192,10 +192,12 @@ class Ends:
         settled = over or now - self._since > SETTLED_SECONDS
         journal = self._daemon_journal
         new, was_lost = end != self._told and end.state != RUNNING, journal.is_lost
-        looked_at = new or was_lost  # while a job trains, at each look, there is nothing to find
+        # While a job trains, at each look, there is nothing to find.
+        looked_at = new or was_lost or over
         found = anomalies_of(end, self._case, self._attempt, journal.causes) if looked_at else []
         is_none = was_lost and not any(a.level == "page" for a in found)
-        new |= is_none
+        # Of a rank that raised, and ended long after, it was not known whom it outlived.
+        new |= is_none or (over and any(anomaly not in journal.lost for anomaly in found))
         if over or (settled and new):
             self._write_heard()  # not earlier: a node that says it again and again fills no disk
         if settled and new:

@@ -190,3 +190,35 @@ def test_a_job_that_is_over_is_judged_again_only_if_there_is_news(
         job.head.note_late_exits()
         assert len(judged) > before
         assert judged[-1].fates[3].how == "SIGKILL"
+
+
+def test_what_the_end_of_a_rank_adds_to_a_verdict_is_told_once_all_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that raised long before it exits: whether it outlived the cause is known only then."""
+    monkeypatch.setattr(ends, "SETTLED_SECONDS", -1.0)
+    with cluster(tmp_path, nodes=1) as job:
+        job.look()
+        head, victim, cause = job.head, 0, 1
+        assert head.ends is not None
+        assert head.daemon_journal is not None
+        error = {"type": "RuntimeError", "message": "Connection closed by peer", "collective": True}
+        place = {"step": 5, "steps": 5, "micro": 0, "state": "forward"}
+        raised = {"event": "closed", "status": "exception", "error": error, **place}
+        job.writer(victim).append_json(framing.LIFE, raised)
+        job.look()
+        head.ranks[cause].exit = Exit((0, cause), "SIGKILL", 5, order=1)
+        head.ranks[cause].spent = True
+        head.ends.look(head.ranks, over=False)
+        told = head.daemon_journal.lost
+        assert [(a.level, a.rank) for a in told] == [("page", cause), ("info", victim)]
+        assert told[1].message.endswith(f"after rank {cause}")
+        head.ranks[victim].exit = Exit((0, victim), "exit:1", 4, order=0)
+        head.ranks[victim].spent = True
+        head.ends.look(head.ranks, over=False)
+        assert len(told) == 2
+        head.ends.look(head.ranks, over=True)
+        head.ends.look(head.ranks, over=True)
+        assert [(a.level, a.rank) for a in told[2:]] == [("info", victim)]
+        assert told[2].message.endswith(f"before rank {cause}")
+        assert head.daemon_journal.anomalies[RANK_LOST, "info"] == 1
