@@ -139,9 +139,14 @@ class DaemonJournal:
         What is told again with more words, such as a hang that has been ended, counts as one.
         """
         self.say(events.EndEvent(**end.to_json()))
-        for anomaly in found:
-            if anomaly not in self.lost:
-                self._write_anomaly(anomaly)
+        for anomaly in self.untold(found):
+            self._write_anomaly(anomaly)
+
+    def untold(self, found: list[Anomaly]) -> list[Anomaly]:
+        """Return what of an end is not written down yet, each once; of thousands of ranks, too."""
+        told = set(map(code_of, self.lost))
+        new = {code_of(anomaly): anomaly for anomaly in found}
+        return [anomaly for code, anomaly in new.items() if code not in told]
 
     @property
     def is_lost(self) -> bool:

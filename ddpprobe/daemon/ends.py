@@ -75,6 +75,7 @@ class Ends:
         self._judged: Case | None = None
         self._since = math.inf  # nothing has been looked at, of which anything could be said
         self._told = End(RUNNING)
+        self._compared: Case | None = None  # the last one after whose end nothing was left to tell
         self._told_launcher = False
         self._beaten: dict[int, int] = {}  # when each rank gave its last sign of life
 
@@ -196,8 +197,11 @@ class Ends:
         looked_at = new or was_lost or over
         found = anomalies_of(end, self._case, self._attempt, journal.causes) if looked_at else []
         is_none = was_lost and not any(a.level == "page" for a in found)
-        # Of a rank that raised, and ended long after, it was not known whom it outlived.
-        new |= is_none or (over and any(anomaly not in journal.lost for anomaly in found))
+        new |= is_none
+        if over and self._case != self._compared:  # it is looked at for minutes
+            self._compared = self._case
+            # Of a rank that raised, and ended long after, it was not known whom it outlived.
+            new |= bool(journal.untold(found))
         if over or (settled and new):
             self._write_heard()  # not earlier: a node that says it again and again fills no disk
         if settled and new:
