@@ -15,7 +15,12 @@ from ddpprobe.detectors.ignored_class import IgnoredClass
 from ddpprobe.detectors.logits import MESSAGES, LogitsShape
 from ddpprobe.detectors.loss import mean
 from ddpprobe.detectors.own_mean import APART, OwnMean
-from ddpprobe.detectors.rank_scalars import labels_seen, scalars
+from ddpprobe.detectors.rank_scalars import (
+    labels_seen,
+    loss_scale_of,
+    micro_batches_of,
+    scalars,
+)
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats
 from ddpprobe.detectors.sound_steps import SoundStepsDetector
@@ -50,7 +55,7 @@ FAVOURED = 0.5  # power of its share by which a label weighs, in the mean of the
 _NEEDED = {CLASS_ROWS, CLASS_WEIGHT, CLASS_LABELLED, CLASS_LOOKED, CLASS_RIGHT, CLASS_OF_ALL}
 # Of texts of unlike length the short ones may well be answered otherwise: so many times as many
 # rows, of one rank at one of the looks, are no more compared.
-UNLIKE, _NOTHING = 1.5, (0.0, 0.0, 0.0)
+UNLIKE = 1.5
 LARGEST = 700.0  # the logarithm of a number that a float64 still holds
 _KINDS = (
     "weight", "labelled", "one label", "right", "gone", "favoured", "ignored", "extra", "own mean",
@@ -265,7 +270,7 @@ class CrossEntropy(SoundStepsDetector):
             return
         order = sorted(ranks)
         found = np.array([[each[rank] for rank in order] for each in self._right])
-        right, rows, _ = found[-ANSWERED:].sum(0).T  # [ranks]
+        right, rows = found[-ANSWERED:, :, :2].sum(0).T  # [ranks]
         shares = right / np.maximum(rows, 1)
         lowest = int(shares.argmin())
         others = np.delete(shares, lowest)
@@ -273,7 +278,7 @@ class CrossEntropy(SoundStepsDetector):
         if not len(others) or not rows[lowest] or sizes.max() > UNLIKE * sizes.min():
             return
         usual, low = float(others.min()), float(shares[lowest])
-        before, past, _ = found[:-ANSWERED, lowest].sum(0) if len(found) > ANSWERED else _NOTHING
+        before, past = found[:-ANSWERED, lowest, :2].sum(0)  # 0 of none
         was = min(usual, before / past) if past >= rows[lowest] else math.nan
         apart = usual >= HALF and low <= HALF * usual
         sudden = was >= HALF and 1 - low >= TIMES_WRONG * (1 - was)
@@ -414,9 +419,8 @@ def _weights(
     order = tuple(sorted(ranks))
     names = CLASS_WEIGHT, CLASS_ROWS, CLASS_LABELLED
     logs = np.log([[float(ranks[rank][name]) for name in names] for rank in order])
-    scales = [scale for scale in scalars(record, "loss_scale") if scale > 0]
-    logs[:, 0] -= math.log(scales[0]) if scales else 0.0
-    micros = math.log(max(1.0, max(scalars(record, "micro_batches"), default=1.0)))
+    logs[:, 0] -= math.log(loss_scale_of(record))
+    micros = math.log(micro_batches_of(record))
     one = logs.cumsum(1)
     return order, np.concatenate((one, one + micros), 1)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ddpprobe.records.step import DIGEST, StepRecord
+from ddpprobe.detectors.rank_scalars import digests_of
+from ddpprobe.records.step import StepRecord
 
 LONGEST = 32  # steps; a batch that stays for longer is what is trained on
 
@@ -15,13 +16,12 @@ class HeldBatches:
     """
 
     def __init__(self) -> None:
-        self._digests: tuple[tuple[int, float], ...] = ()
+        self._digests: dict[int, float] = {}
         self._since = 0  # step
 
     def again(self, record: StepRecord) -> bool:
         """Take the next look; return whether all ranks are given what they were at the last one."""
-        each = sorted((rank, of[DIGEST]) for rank, of in record.scalars.items() if DIGEST in of)
-        digests = tuple((rank, float(digest)) for rank, digest in each)
+        digests = digests_of(record)
         same = bool(digests) and digests == self._digests
         self._since = self._since if same else record.step
         self._digests = digests

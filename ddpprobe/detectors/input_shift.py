@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import NamedTuple
 
 import numpy as np
 
 from ddpprobe.detectors.detector import SampledDetector
+from ddpprobe.detectors.rank_scalars import digests_of
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.sites_of_kind import Floats
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.rank_names import ranks_text
 from ddpprobe.records.step import (
-    DIGEST,
     INPUT_ELEMENTS,
     INPUT_MAX,
     INPUT_MEAN,
@@ -77,7 +76,7 @@ class InputShift(SampledDetector):
         self._ranks: tuple[int, ...] = ()
         self._seen: deque[Floats] = deque(maxlen=REMEMBERED + self._looks)  # [ranks, 6] each
         self._steps: deque[int] = deque(maxlen=self._looks)
-        self._digests: deque[tuple[float, ...]] = deque(maxlen=REMEMBERED)
+        self._digests: deque[dict[int, float]] = deque(maxlen=REMEMBERED)
         self._telling = Telling(self._quiet)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
@@ -119,9 +118,9 @@ class InputShift(SampledDetector):
 
         Of one batch, however often, nobody knows how far others lie apart.
         """
-        each = [record.scalars[rank].get(DIGEST, math.nan) for rank in self._ranks]
-        digests = tuple(map(float, each))
-        seen = digests in self._digests and not any(map(math.isnan, digests))
+        known = digests_of(record)
+        digests = {rank: known[rank] for rank in self._ranks if rank in known}
+        seen = len(digests) == len(self._ranks) and digests in self._digests
         if not seen:
             self._digests.append(digests)
         return seen

@@ -104,17 +104,17 @@ class LevelWindow:
             places = places[(now.min(0) > before.max(0)) | (now.max(0) < before.min(0))]
         if not len(places):
             return _NONE
-        moves = _moves(past[:, places].astype(np.float64), recent)
+        values = past[:, places].astype(np.float64)
+        moves = _moves(values, recent)
         apart = _moves(self._steps[-len(past) :, None], recent)
         longer = np.maximum(apart[-1] / apart[:-1], 1.0)
         noise = np.maximum((np.abs(moves[:-1]) * longer).max(0), self._least_noise)
-        certain = np.ones(len(places))
-        if self._of_batches:
-            in_order = _are_in_order(past[:-recent, places].astype(np.float64))
-            certain[in_order] /= CORRELATED
         with np.errstate(divide="ignore"):
             clear = np.abs(moves[-1]) / noise
-        return Shifts(places, moves[-1], clear, clear * certain)
+        certain = clear
+        if self._of_batches:
+            certain = clear / np.where(_are_in_order(values[:-recent]), CORRELATED, 1.0)
+        return Shifts(places, moves[-1], clear, certain)
 
     def largest_move(self, recent: int) -> Floats:
         """Return the largest move between the medians of two blocks that are known [n], decades."""

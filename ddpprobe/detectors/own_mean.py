@@ -6,7 +6,7 @@ import math
 from collections import deque
 from typing import NamedTuple, final
 
-from ddpprobe.detectors.rank_scalars import scalars
+from ddpprobe.detectors.rank_scalars import loss_scale_of, micro_batches_of, scalars
 from ddpprobe.records.step import (
     CLASS_LABELLED,
     CLASS_ROWS,
@@ -55,8 +55,8 @@ class OwnMean:
         looks = sum(of >= APART for _, of in self._looks)
         if apart < APART or looks < FEWEST_APART or len(known) < FEWEST_KNOWN:
             return None
-        micros = max(1.0, max(scalars(record, "micro_batches"), default=1.0))
-        if not _are_divided_by([one for rows in known for one in rows], micros):
+        each = [one for rows in known for one in rows]
+        if not _are_divided_by(each, micro_batches_of(record)):
             return None
         return UnlikeSizes(looks, len(self._looks), min(sizes), max(sizes))
 
@@ -69,7 +69,7 @@ class _Rows(NamedTuple):
 
 
 def _rows(record: StepRecord) -> list[_Rows]:
-    scale = next((one for one in scalars(record, "loss_scale") if one > 0), 1.0)
+    scale = loss_scale_of(record)
     found = []
     for said in record.scalars.values():
         rows = said.get(CLASS_ROWS, math.nan) * said.get(CLASS_LABELLED, math.nan)

@@ -6,6 +6,7 @@ import math
 
 from ddpprobe.records.step import (
     CLASS_SEEN,
+    DIGEST,
     LABEL_BITS,
     LOCAL_SGD,
     UNREDUCED,
@@ -19,6 +20,21 @@ SAME = 1e-6  # relative: what the norm of one gradient differs by when it is com
 def scalars(record: StepRecord, name: str) -> list[float]:
     """Return the numbers of the ranks that have a scalar of this name."""
     return [float(said[name]) for said in record.scalars.values() if name in said]
+
+
+def digests_of(record: StepRecord) -> dict[int, float]:
+    """Return the digest of what each rank is given, of those that tell it."""
+    return {rank: float(of[DIGEST]) for rank, of in record.scalars.items() if DIGEST in of}
+
+
+def loss_scale_of(record: StepRecord) -> float:
+    """Return by how much a GradScaler has multiplied the loss; 1 without one."""
+    return next((scale for scale in scalars(record, "loss_scale") if scale > 0), 1.0)
+
+
+def micro_batches_of(record: StepRecord) -> float:
+    """Return how many micro-batches the step had, on the rank that had most; 1 or more."""
+    return max(1.0, max(scalars(record, "micro_batches"), default=1.0))
 
 
 def are_one(norms: list[float]) -> bool:

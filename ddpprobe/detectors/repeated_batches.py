@@ -55,9 +55,10 @@ class RepeatedBatches:
             self._fresh += not again
         self._judged.append((step, digest, digest in self._last))
         self._last.append(digest)
+        if self._fresh < FRESH or self._again > MOST_AGAIN * self._fresh:
+            return None
         known = [(at, which) for at, which, again in self._judged if again]
         batches = len({which for _, which in known})
-        varied = self._fresh >= FRESH and self._again <= MOST_AGAIN * self._fresh
-        if not varied or batches < 2 or len(known) < self._looks:
+        if batches < 2 or len(known) < self._looks:
             return None
         return Repeated(len(known), batches, known[0][0])

@@ -10,11 +10,11 @@ from statistics import median
 
 from ddpprobe.detectors.detector import Detector
 from ddpprobe.detectors.loss import loss_of
-from ddpprobe.detectors.rank_scalars import largest, scalars
+from ddpprobe.detectors.rank_scalars import digests_of, largest, scalars
 from ddpprobe.detectors.resumed_weights import ResumedWeights
 from ddpprobe.detectors.settings import above_zero, at_least
 from ddpprobe.detectors.subtrees import named
-from ddpprobe.records.step import DIGEST, LEARNING_RATE, NOTED, Anomaly, StepRecord
+from ddpprobe.records.step import LEARNING_RATE, NOTED, Anomaly, StepRecord
 
 _SAME_RATE = 1e-3  # relative: a rate is computed anew in another process
 _FEWEST_LOSSES = 5  # before anything is said of them
@@ -246,6 +246,5 @@ class Resume(Detector):
 
 
 def _said(record: StepRecord) -> _Said:
-    digests = {rank: float(said[DIGEST]) for rank, said in record.scalars.items() if DIGEST in said}
     micro_batches = sum(scalars(record, "micro_batches"))
-    return _Said(largest(record, LEARNING_RATE), loss_of(record), micro_batches, digests)
+    return _Said(largest(record, LEARNING_RATE), loss_of(record), micro_batches, digests_of(record))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.enough_looks import EnoughLooks
+from ddpprobe.detectors.rank_scalars import digests_of
 from ddpprobe.detectors.repeated_batches import LAST, Repeated, RepeatedBatches
 from ddpprobe.detectors.same_epochs import SameEpochs
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.telling import Telling
 from ddpprobe.records.rank_names import ranks_text
-from ddpprobe.records.step import DIGEST, Anomaly, StepRecord
+from ddpprobe.records.step import Anomaly, StepRecord
 
 FEWEST_CHANGES = 8  # from look to look before a rank's data are known to vary
 MOST_STAYS = 0.1  # of the changes: an input that often stays the same (a mask) tells nothing
@@ -93,21 +95,22 @@ class StuckData(SampledDetector):
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
         """Take the next record; at most one anomaly."""
-        repeated = self._repeated(record)
-        return self._stuck(record) or repeated or self._same_epochs(record)
+        digests = digests_of(record)
+        repeated = self._repeated(record, digests)
+        return self._stuck(record, digests) or repeated or self._same_epochs(record, digests)
 
-    def _repeated(self, record: StepRecord) -> list[Anomaly]:
+    def _repeated(self, record: StepRecord, digests: Mapping[int, float]) -> list[Anomaly]:
         """Return what is to be said of batches that come again and again."""
         found: dict[int, Repeated] = {}
-        for rank, scalars in record.scalars.items():
-            if DIGEST in scalars:
-                past = self._past.setdefault(rank, RepeatedBatches(self._again))
-                repeated = past.look(record.step, float(scalars[DIGEST]))
-                if repeated is not None:
-                    found[rank] = repeated
+        for rank, digest in digests.items():
+            past = self._past.setdefault(rank, RepeatedBatches(self._again))
+            repeated = past.look(record.step, digest)
+            if repeated is not None:
+                found[rank] = repeated
         if not found or not self._telling.due(record.step, len(found)):
             return []
-        looks, batches = (max(of) for of in list(zip(*found.values(), strict=True))[:2])
+        looks = max(of.looks for of in found.values())
+        batches = max(of.batches for of in found.values())
         since = min(of.since for of in found.values())
         who = tuple(sorted(found))
         message = (
@@ -121,10 +124,9 @@ class StuckData(SampledDetector):
         values = {"looks": looks, "batches": batches, "since": since, "ranks": len(who)}
         return [self.anomaly(record, "warn", message, values, rank=alone, phase="forward")]
 
-    def _stuck(self, record: StepRecord) -> list[Anomaly]:
-        for rank, scalars in record.scalars.items():
-            if DIGEST in scalars:
-                self._ranks.setdefault(rank, _Rank()).take(record.step, float(scalars[DIGEST]))
+    def _stuck(self, record: StepRecord, digests: Mapping[int, float]) -> list[Anomaly]:
+        for rank, digest in digests.items():
+            self._ranks.setdefault(rank, _Rank()).take(record.step, digest)
         looked = {r: of for r, of in self._ranks.items() if of.step == record.step}
         # Whoever varied has done so for as many looks as any other rank has not.
         vary = any(of.same == 1 and of.fresh >= self._enough.beside for of in looked.values())
@@ -141,8 +143,7 @@ class StuckData(SampledDetector):
         values = {"looks": looks, "ranks": len(stuck)}
         return [self.anomaly(record, "warn", message, values, rank=alone, phase="forward")]
 
-    def _same_epochs(self, record: StepRecord) -> list[Anomaly]:
-        digests = {r: float(of[DIGEST]) for r, of in record.scalars.items() if DIGEST in of}
+    def _same_epochs(self, record: StepRecord, digests: Mapping[int, float]) -> list[Anomaly]:
         if not digests or self._epochs is None:
             return []
         if self._of not in digests:
