@@ -211,17 +211,10 @@ class U137(Fault):
         return x[rows], y[rows]
 
 
-class U138(Fault):
-    # MARL (thesouther) issue 8, AgileRL pull request 464: the target net is given its own weights.
-    # Seen: one goes right, where the reward is, from 26 and 22 % of all places (from all); the
-    # error of the value is 0.20 and 0.18 (0.001).
-    says = "Q-learning: the target net loads its own weights, it stays what it was at first"
+class QLearning(Fault):
+    """What each of three actions is worth, by a target net that follows every ten steps."""
+
     world, from_the_start = 2, True
-    expected = Expected(
-        ("stale_weights", "never_updated", "frozen_param", "targets", "vanishing", "collapse",
-         "update_ratio", "level_shift"), 100,
-    )  # fmt: skip
-    own = True  # weights of the target net; it should be False
 
     def prepare(self) -> None:
         self.target = copy.deepcopy(self.model)
@@ -231,12 +224,28 @@ class U138(Fault):
 
     def before_step(self) -> None:
         if self.step % 10 == 0:
-            self.target.load_state_dict((self.target if self.own else self.model).state_dict())
+            self.target.load_state_dict(self.model.state_dict())
 
     def batch(self) -> Batch:
-        """Return where one stands, and whether one goes left, stays or goes right."""
+        """Return where one is, by two numbers, and which action one takes."""
         x = 2 * torch.rand(64, 2, generator=self.data.own) - 1
         return x, torch.randint(0, 3, (64,), generator=self.data.own)
+
+
+class U138(QLearning):
+    # MARL (thesouther) issue 8, AgileRL pull request 464: the target net is given its own weights.
+    # Seen: one goes right, where the reward is, from 26 and 22 % of all places (from all); the
+    # error of the value is 0.20 and 0.18 (0.001).
+    says = "Q-learning: the target net loads its own weights, it stays what it was at first"
+    expected = Expected(
+        ("stale_weights", "never_updated", "frozen_param", "targets", "vanishing", "collapse",
+         "update_ratio", "level_shift"), 100,
+    )  # fmt: skip
+    own = True  # weights of the target net; it should be False
+
+    def before_step(self) -> None:
+        if self.step % 10 == 0:
+            self.target.load_state_dict((self.target if self.own else self.model).state_dict())
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         after = x.clone()

@@ -18,6 +18,7 @@ from benchmarks.detection import nets
 from benchmarks.detection.faults import Expected, Fault
 from benchmarks.detection.learned import LOUD
 from benchmarks.detection.nets import Batch
+from benchmarks.detection.set_k import QLearning
 
 
 class U141(Fault):
@@ -368,32 +369,16 @@ class U149(Fault):
         return loss if self.means else loss * y.numel() / every * self.micros
 
 
-class U150(Fault):
+class U150(QLearning):
     # pytorch-rl (navneet-nmk) issue 2, minimalRL pull request 21, deep-Q-networks pull request 5,
     # BEAR issue 4, RFQI issue 1, Reinforcement-learning-with-tensorflow issue 200.
     # Seen: the loss is lower, 0.0000 and 0.0001 in the end (0.001); the pole stands for 5 and 7 of
     # 50 steps (46 at both seeds): all that one may do is worth the same.
     says = "Q-learning: what comes after the end of an episode counts, as if it went on"
-    world, from_the_start = 2, True
     expected = Expected(
         (*LOUD, "targets", "collapse", "vanishing", "frozen_param", "grad_zeros"), 100
     )
     ends = False  # it should be True
-
-    def prepare(self) -> None:
-        self.target = copy.deepcopy(self.model)
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.model.parameters(), lr=5e-3)
-
-    def before_step(self) -> None:
-        if self.step % 10 == 0:
-            self.target.load_state_dict(self.model.state_dict())
-
-    def batch(self) -> Batch:
-        """Return where a pole stands, how fast it moves, and where one pushes it."""
-        x = 2 * torch.rand(64, 2, generator=self.data.own) - 1
-        return x, torch.randint(0, 3, (64,), generator=self.data.own)
 
     @staticmethod
     def after(x: Tensor, y: Tensor) -> Tensor:
