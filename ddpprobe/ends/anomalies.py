@@ -131,10 +131,17 @@ def _of_end(end: End, fates: dict[int, Fate], attempt: int, level: str) -> Anoma
 
 
 def _taken_along(fate: Fate, end: End, order: DeathOrder, attempt: int) -> Anomaly:
-    who = f"rank {end.ranks[0]}" if len(end.ranks) == 1 else "others"
-    text = f"{describe(fate)}, {'before' if order.any_behind(fate) else 'after'} {who}"
+    text = describe(fate) + _order_words(fate, end, order)
     step, phase = (fate.clock.step, fate.clock.phase) if fate.clock else (None, None)
     return _anomaly("info", text, attempt, fate.rank, step, phase, [fate])
+
+
+def _order_words(fate: Fate, end: End, order: DeathOrder) -> str:
+    """Return when a rank died, beside those of the end; "" where nothing proves it."""
+    who = f"rank {end.ranks[0]}" if len(end.ranks) == 1 else "others"
+    if order.before_any(fate):
+        return f", before {who}"
+    return f", after {who}" if order.after_any(fate) else ""
 
 
 def _anomaly(

@@ -21,7 +21,7 @@ def candidates(parts: RankEnds) -> list[Fate]:
         order, killed = DeathOrder(causes), all(map(is_killed, causes))
         pool = [*causes, *(f for f in others if _may_be_first(f, order, first, killed=killed))]
     order = DeathOrder(pool)
-    proven = [f for f in pool if f.error is not None or not order.any_before(f)]
+    proven = [f for f in pool if f.error is not None or not order.after_any(f)]
     pool = proven or pool
     if not causes and len(pool) > 1 and all(f.clock for f in pool):
         # An exit code may be a script's answer to a peer's end, but not of one who was further on.
@@ -40,7 +40,7 @@ def _unseen_before(parts: RankEnds, pool: list[Fate]) -> list[Fate]:
     def is_ahead(fate: Fate) -> bool:
         return fate.clock is not None and least is not None and fate.clock.key > least
 
-    return [u for u in unseen_of(parts) if not (order.any_before(u) or is_ahead(u))]
+    return [u for u in unseen_of(parts) if not (order.after_any(u) or is_ahead(u))]
 
 
 def _without_killed(parts: RankEnds) -> list[Fate]:
@@ -57,7 +57,7 @@ def _without_killed(parts: RankEnds) -> list[Fate]:
     first = min((f.clock.key for f in killed if f.clock), default=None)
 
     def is_first(fate: Fate) -> bool:
-        if is_killed(fate) or not order.all_behind(fate, together=True):
+        if is_killed(fate) or not order.before_all(fate, together=True):
             return False
         if parts.part(fate) == CAUSE:
             return not _may_follow(fate)
@@ -81,8 +81,8 @@ def _may_be_first(
     `killed`: each of these was.
     """
     behind = fate.clock is not None and first is not None and fate.clock.key < first
-    before = killed and causes.all_behind(fate, together=True)
-    return behind or before or causes.any_behind(fate)
+    before = killed and causes.before_all(fate, together=True)
+    return behind or before or causes.before_any(fate)
 
 
 def is_killed(fate: Fate) -> bool:

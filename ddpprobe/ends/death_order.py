@@ -26,17 +26,17 @@ class DeathOrder:
             self._first[f.witness] = min(f.order, self._first.get(f.witness, f.order))
             self._last[f.witness] = max(f.order, self._last.get(f.witness, f.order))
 
-    def any_behind(self, fate: Fate) -> bool:
+    def before_any(self, fate: Fate) -> bool:
         """Whether a rank died before any of them."""
         ordered = 0 <= fate.order < self._last.get(fate.witness, -1)
         return ordered or not self._ranks.isdisjoint(fate.outlived_by)
 
-    def any_before(self, fate: Fate) -> bool:
+    def after_any(self, fate: Fate) -> bool:
         """Whether any of them died before a rank."""
         ordered = 0 <= self._first.get(fate.witness, fate.order) < fate.order
         return ordered or fate.rank in self._outlived
 
-    def all_behind(self, fate: Fate, *, together: bool = False) -> bool:
+    def before_all(self, fate: Fate, *, together: bool = False) -> bool:
         """Whether a rank died before each of them, or (`together`) was seen not to be later."""
         least = fate.order + (not together)
         if self._witnesses <= {fate.witness} and fate.order >= 0 and self._least >= least:
@@ -52,4 +52,4 @@ class DeathOrder:
 
     def unordered(self, fates: Iterable[Fate]) -> list[Fate]:
         """Return the ranks of which it is not known whether they died before or after any."""
-        return [f for f in fates if not (self.any_behind(f) or self.any_before(f))]
+        return [f for f in fates if not (self.before_any(f) or self.after_any(f))]

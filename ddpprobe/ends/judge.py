@@ -212,7 +212,7 @@ def _all_killed(parts: RankEnds) -> End | None:
     fates, causes = parts.seen, parts.all(CAUSE)
     if len(fates) < 2 or len(causes) < len(fates) or {f.how for f in fates} != {"SIGKILL"}:
         return None
-    ordered = any(map(DeathOrder(fates).any_before, fates))
+    ordered = any(map(DeathOrder(fates).after_any, fates))
     if any(f.error for f in fates) or (ordered and not _by_torchrun(fates)):
         return None
     text = (
@@ -373,7 +373,7 @@ def _broke_first(parts: RankEnds) -> list[Fate]:
     told, order = parts.all(TOLD), DeathOrder(parts.all(TOLD))
     if not told or any(f.asked or f.error is not None for f in told):
         return []
-    return [f for f in parts.all(VICTIM) if not f.handles and order.all_behind(f)]
+    return [f for f in parts.all(VICTIM) if not f.handles and order.before_all(f)]
 
 
 def _stopped(parts: RankEnds, said: str = "") -> End:

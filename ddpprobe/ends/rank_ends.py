@@ -200,9 +200,9 @@ def _of_error(fate: Fate) -> str:
 def _of_signal(fate: Fate, everybody: _Everybody) -> str:
     asked, order, suspended = everybody.told, everybody.order, everybody.suspended
     stuck = suspended or (fate.stalled and not _has_time(fate, everybody))
-    first = order.any_behind(fate)
+    first = order.before_any(fate)
     first |= not (asked or suspended) and bool(everybody.broken - {fate.rank})
-    if fate.how == "SIGKILL" and not first and (stuck or order.any_before(fate)):
+    if fate.how == "SIGKILL" and not first and (stuck or order.after_any(fate)):
         return TOLD  # by a launcher that got no answer
     if fate.how == "SIGABRT" and len(everybody.case.fates) > 1:
         return VICTIM if stuck else ABORTED

@@ -22,7 +22,7 @@ class RaisedError:
         where: file, line and function of its innermost frame outside of torch; "" if not known.
         collective: it came out of communication with other ranks.
         asked: it was raised by a handler of a signal, or is Python's answer to SIGINT.
-        after: the exception that was handled when communication broke, in words; "" if none was.
+        behind: the exception that was handled when communication broke, in words; "" if none was.
     """
 
     type: str = ""

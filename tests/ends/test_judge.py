@@ -606,6 +606,25 @@ def test_a_bad_end_is_a_page_and_blames_whom_it_names_and_nobody_else(name: str)
     assert not {a.rank for a in found if a.level == "info"} & set(ranks)
 
 
+@pytest.mark.parametrize(
+    ("orders", "witness", "told"),
+    [
+        ((0, 1), "w", "rank 1 died (SIGTERM) in step 12, after rank 0"),
+        ((1, 0), "w", "rank 1 died (SIGTERM) in step 12, before rank 0"),
+        ((0, 0), "w", "rank 1 died (SIGTERM) in step 12"),
+        ((-1, -1), "w", "rank 1 died (SIGTERM) in step 12"),
+        ((0, 1), "another", "rank 1 died (SIGTERM) in step 12"),
+    ],
+)
+def test_of_who_was_taken_along_it_is_said_when_only_where_that_is_proven(
+    orders: tuple[int, int], witness: str, told: str
+) -> None:
+    killed = fate(0, "SIGSEGV", order=orders[0], witness="w")
+    case = Case((killed, fate(1, "SIGTERM", order=orders[1], witness=witness)))
+    page, other = anomalies_of(judge(case), case, 0)
+    assert (page.message, other.message) == ("rank 0 died (SIGSEGV) in step 12", told)
+
+
 def test_the_scheduler_that_may_have_ended_a_job_is_named() -> None:
     fates = [fate(n, "SIGTERM") for n in (0, 1)]
     assert verdict(*fates, scheduler="Slurm job 7, time limit").message == (
@@ -963,9 +982,9 @@ def test_an_order_says_of_all_at_once_what_each_pair_of_deaths_does() -> None:
         behind, before = ([a.died_before(b) for a, b in pairs] for pairs in (
             [(one, f) for f in fates], [(f, one) for f in fates]))  # fmt: skip
         together = [f.witness == one.witness and 0 <= one.order <= f.order for f in fates]
-        assert order.any_behind(one) == any(behind)
-        assert order.any_before(one) == any(before)
-        assert order.all_behind(one) == all(behind)
+        assert order.before_any(one) == any(behind)
+        assert order.after_any(one) == any(before)
+        assert order.before_all(one) == all(behind)
         either = [a or b for a, b in zip(behind, together, strict=True)]
-        assert order.all_behind(one, together=True) == all(either)
+        assert order.before_all(one, together=True) == all(either)
         assert order.unordered([one]) == ([] if any(behind) or any(before) else [one])
