@@ -71,6 +71,9 @@ OVERHEAD = 0.05
 OVERHEAD_SECONDS = 0.01
 OVERHEAD_WINDOW = "5m"
 OVERHEAD_WAIT = "10m"
+# Of a machine's memory, or of what a container may have: what page caches hold counts as available.
+MEMORY_LEFT = 0.05
+MEMORY_WAIT = "2m"
 MOST_NAMED = 8  # ranks or nodes in a text
 
 
@@ -587,6 +590,17 @@ max by (job, run) {_grown(f'ddpprobe_records_dropped_total{{reason=~"{DISK}"}}',
         "Give install() a budget, such as budget=0.01, or raise every= (DDPPROBE_BUDGET, "
         f"DDPPROBE_EVERY). What it measures itself by: {INFO}",
         wait=OVERHEAD_WAIT,
+    ),
+    Alert(
+        "MemoryLow",
+        "warning",
+        f"""min by (job, run) (
+  ddpprobe_host_memory_available_bytes / ddpprobe_host_memory_total_bytes
+) < {MEMORY_LEFT}""",
+        f"{RUN}: a node has {{{{ $value | humanizePercentage }}}} of its memory left",
+        "At 0 the kernel kills a process, mostly a rank, and the job is lost. The dashboard Ranks "
+        f"shows which node, and since when. What each rank holds: ddpprobe top {DIRECTORY}",
+        MEMORY_WAIT,
     ),
     Alert(
         "SeriesDropped",

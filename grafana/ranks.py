@@ -267,7 +267,7 @@ def _nodes() -> list[Placed]:
         (
             graph_panel(
                 "Memory left by node",
-                f"What the node can still give; the {WORST} lowest. Near 0 the kernel kills a rank (SIGKILL).",
+                f"What the node, or its container, can still give; the {WORST} lowest. Near 0 the kernel kills a rank (SIGKILL).",
                 "bytes",
                 [Query(_least("host_memory_available_bytes"), "{{instance}}")],
             ),

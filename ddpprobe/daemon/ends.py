@@ -175,7 +175,7 @@ class Ends:
             self._daemon_journal.say(
                 events.ExitEvent(
                     rank=number, how=exit_.how, order=exit_.order, witness=self._witness,
-                    time_ns=when, **told,
+                    time_ns=when, memory_kills=exit_.memory_kills, **told,
                 )
             )  # fmt: skip
         case = self._daemon_journal.evidence.case(self._world, live=True)

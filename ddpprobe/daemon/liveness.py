@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from ddpprobe.daemon.memory_kills import MemoryKills
 from ddpprobe.rundir.fuse import Fuse
 from ddpprobe.rundir.pidfds import UNKNOWN, closure, how_it_ended, open_pidfd
 from ddpprobe.rundir.processes import is_process
@@ -26,12 +27,15 @@ class Exit:
 
     `time_ns` is Unix time in ns, 0 if the process was gone before it was watched. Every process
     with a greater `order` was seen alive after this one's death; -1: nothing is known of that.
+    `memory_kills`: processes around it that the kernel had killed for want of memory within about
+    the last minute, see `MemoryKills`.
     """
 
     key: Key
     how: str
     time_ns: int
     order: int = -1
+    memory_kills: int = 0
 
 
 class ProcessWatcher:
@@ -52,6 +56,7 @@ class ProcessWatcher:
         self._looked: list[threading.Event] = []  # set once the next look is over
         self._stopped = False
         self._batches = 0
+        self._memory_kills = MemoryKills()
         self.fuse = Fuse("liveness")
         run = self.fuse.guard(self._run)
         self._thread = threading.Thread(target=run, name="ddpprobe-liveness", daemon=True)
@@ -69,6 +74,8 @@ class ProcessWatcher:
         if given is not None and not alive:
             alive = how_it_ended(pid, given) != UNKNOWN  # found at the next look
         with self._lock:
+            if alive:
+                self._memory_kills.watch(key, pid, time.monotonic())
             if not alive:
                 self._exits.append(Exit(key, UNKNOWN, 0))
             elif fd is None:
@@ -88,6 +95,11 @@ class ProcessWatcher:
         os.eventfd_write(self._wake, 1)
         while self._thread.is_alive() and not looked.wait(SLOW_POLL_SECONDS):
             pass
+
+    def sample(self) -> None:
+        """Look whether the kernel kills for want of memory; to be called every few seconds."""
+        with self._lock:
+            self._memory_kills.look(time.monotonic())
 
     def exits(self) -> list[Exit]:
         """Return what ended since the last call, in the order in which it was noticed."""
@@ -128,14 +140,14 @@ class ProcessWatcher:
         ended = []
         for fd in sorted(fds):
             key, pid = self._watched[fd]
-            ended.append(Exit(key, how_it_ended(pid, fd), now, self._batches))
+            ended.append((key, how_it_ended(pid, fd), now, self._batches))
         self._batches += bool(fds)
         with self._lock:
             for key, (pid, started) in list(self._slow.items()):
                 if not is_process(pid, started):
                     del self._slow[key]
-                    ended.append(Exit(key, UNKNOWN, now))
+                    ended.append((key, UNKNOWN, now, -1))
             for fd in fds:
                 del self._watched[fd]
                 os.close(fd)
-            self._exits += ended
+            self._exits += [Exit(*end, self._memory_kills.take(end[0])) for end in ended]

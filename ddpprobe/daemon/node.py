@@ -294,9 +294,12 @@ class NodeDaemon:
             self._folding.fold(attempt.reading)
 
     def _sample(self, attempt: Attempt) -> None:
+        self._watcher.sample()
         alive = {n: r.tail.facts.meta for n, r in attempt.ranks.items() if r.up}
         pids = {n: int(meta["pid"]) for n, meta in alive.items() if meta is not None}
-        self._readings = Readings(host.read_host(self._run.path), host.read_ranks(pids))
+        self._readings = Readings(
+            host.read_host(self._run.path, pids.values()), host.read_ranks(pids)
+        )
         if attempt.daemon_journal is not None:
             attempt.daemon_journal.sample(self._readings.host, self._readings.ranks)
         self._changed = True

@@ -215,7 +215,7 @@ class Evidence:
         if self._fates.get(event.rank, Fate(event.rank)).how in {"", UNKNOWN}:
             self._set(
                 event.rank, node, how=event.how, order=event.order, witness=event.witness,
-                time_ns=event.time_ns,
+                time_ns=event.time_ns, memory_kills=event.memory_kills,
             )  # fmt: skip
         self._beaten(event.rank, node, event)
 

@@ -10,7 +10,7 @@ more than one, all of them are named.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpprobe.ends import hang
@@ -43,6 +43,7 @@ from ddpprobe.ends.words import (
     how_of,
     last_seen_in_words,
     last_step_of,
+    memory_in_words,
     phase_of,
     place_of,
     raised_in_words,
@@ -120,7 +121,8 @@ def judge(case: Case) -> End:
     """Return how an attempt ended, or that it is under way."""
     if case.live and case.fates and all(fate.trains for fate in case.fates):
         return End(RUNNING, message="it is under way")  # that is asked several times a second
-    return _judge(RankEnds(case))
+    end = _judge(RankEnds(case))
+    return replace(end, message=end.message + memory_in_words(case.fates))
 
 
 def _judge(parts: RankEnds) -> End:
@@ -215,10 +217,8 @@ def _all_killed(parts: RankEnds) -> End | None:
     ordered = any(map(DeathOrder(fates).after_any, fates))
     if any(f.error for f in fates) or (ordered and not _by_torchrun(fates)):
         return None
-    text = (
-        f"{ranks_of(fates)} were all killed (SIGKILL), and nothing says by whom or which was first"
-    )
-    text += _besides(parts)
+    text = f"{ranks_of(fates)} were all killed (SIGKILL), and nothing says by whom or which "
+    text += f"was first{_besides(parts)}"
     return End(UNDECIDED, (), "SIGKILL", step_of(fates), phase_of(fates), text, grave=True)
 
 
@@ -312,9 +312,8 @@ def _crashed(pool: list[Fate]) -> End:
 def _hung(parts: RankEnds, stuck: list[Fate]) -> End:
     step, phase = step_of(stuck), phase_of(stuck)
     if parts.case.partial or parts.has(ABSENT):
-        text = (
-            f"no rank seen here moved on ({place_of(stuck)} is behind); the first may be elsewhere"
-        )
+        text = f"no rank seen here moved on ({place_of(stuck)} is behind)"
+        text += "; the first may be elsewhere"
         return End(HUNG, (), "hang", step, phase, text)
     text, how = hang.in_words(parts, stuck)
     text += _besides(parts) if len(unseen_of(parts)) < len(parts.case.fates) else ""

@@ -61,6 +61,26 @@ def raised_in_words(fates: Iterable[Fate]) -> str:
     )
 
 
+def memory_in_words(fates: Iterable[Fate]) -> str:
+    """Say that the kernel was killing for want of memory when ranks were killed; "" if it was not.
+
+    It counts whom it kills, and does not say whom: each of these may have been ended by others. Of
+    a worker of its DataLoader a rank says that it was killed.
+    """
+    killed = [f for f in fates if f.memory_kills and _was_killed(f)]
+    if not killed:
+        return ""
+    most = max(f.memory_kills for f in killed)
+    whom = "1 process" if most == 1 else f"{most} processes"
+    return f"; the kernel killed {whom} for want of memory just before {ranks_of(killed)} died"
+
+
+def _was_killed(fate: Fate) -> bool:
+    """Whether it was killed, or a worker of its."""
+    said = "" if fate.error is None else fate.error.message
+    return fate.how == "SIGKILL" or "killed by signal: Killed" in said
+
+
 def _in_words(error: RaisedError) -> str:
     text = f": {error.message}" if error.message else ""
     at = f" at {error.where}" if error.where else ""

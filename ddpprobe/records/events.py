@@ -323,6 +323,7 @@ class ExitEvent(_Place):
     order: int
     witness: str
     time_ns: int
+    memory_kills: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

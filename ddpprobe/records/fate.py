@@ -107,6 +107,7 @@ class Fate:
         witness: which daemon's eyes; orders of different ones say nothing.
         outlived_by: ranks that another rank saw alive after this one's death, itself included.
         time_ns: Unix time at which the end was noticed; 0: not known.
+        memory_kills: processes around it that the kernel had killed for want of memory just then.
         closed: it said that nothing more will come.
         raised: and that an exception was the reason.
         error: the exception, also one that was under way when it said so.
@@ -134,6 +135,7 @@ class Fate:
     witness: str = ""
     outlived_by: tuple[Rank, ...] = ()
     time_ns: int = 0
+    memory_kills: int = 0
     closed: bool = False
     raised: bool = False
     error: RaisedError | None = None

@@ -207,11 +207,12 @@ def test_what_the_end_of_a_rank_adds_to_a_verdict_is_told_once_all_is_over(
         raised = {"event": "closed", "status": "exception", "error": error, **place}
         job.writer(victim).append_json(framing.LIFE, raised)
         job.look()
-        head.ranks[cause].exit = Exit((0, cause), "SIGKILL", 5, order=1)
+        head.ranks[cause].exit = Exit((0, cause), "SIGKILL", 5, order=1, memory_kills=1)
         head.ranks[cause].spent = True
         head.ends.look(head.ranks, over=False)
         told = head.daemon_journal.lost
         assert [(a.level, a.rank) for a in told] == [("page", cause), ("info", victim)]
+        assert "the kernel killed 1 process for want of memory" in told[0].message
         assert f"rank {cause}" not in told[1].message  # nothing proves yet which was first
         head.ranks[victim].exit = Exit((0, victim), "exit:1", 4, order=0)
         head.ranks[victim].spent = True

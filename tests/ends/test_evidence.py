@@ -100,6 +100,12 @@ def test_a_death_of_an_old_version_says_that_and_how_it_died_and_in_which_step()
     assert (fate_of(seen).how, fate_of(seen).time_ns, fate_of(seen).dead) == ("SIGSEGV", 5, True)
 
 
+def test_an_exit_says_how_many_the_kernel_killed_around_it() -> None:
+    evidence = Evidence()
+    evidence.take_event(replace(exit_of("SIGKILL"), memory_kills=2), None, NODE)
+    assert (fate_of(evidence).how, fate_of(evidence).memory_kills) == ("SIGKILL", 2)
+
+
 def test_a_peer_s_word_says_how_a_rank_ended_if_no_daemon_does_and_who_lived_then() -> None:
     evidence = Evidence()
     evidence.take_event(peer_exit("unknown", (1,), 4), 1, NODE)

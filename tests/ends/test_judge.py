@@ -625,6 +625,30 @@ def test_of_who_was_taken_along_it_is_said_when_only_where_that_is_proven(
     assert (page.message, other.message) == ("rank 0 died (SIGSEGV) in step 12", told)
 
 
+WORKER_KILLED = replace(OWN, message="DataLoader worker (pid 7) is killed by signal: Killed.")
+
+
+@pytest.mark.parametrize(
+    ("fates", "killed", "whom"),
+    [
+        ([fate(0, "SIGTERM"), fate(1, "SIGKILL", memory_kills=1)], "1 process", "rank 1"),
+        ([fate(n, "SIGKILL", memory_kills=2) for n in (0, 1)], "2 processes", "ranks 0 and 1"),
+        ([raised(0, WORKER_KILLED, memory_kills=1)], "1 process", "rank 0"),
+    ],
+)
+def test_that_the_kernel_was_killing_is_told_beside_the_verdict_and_decides_nothing(
+    fates: list[Fate], killed: str, whom: str
+) -> None:
+    without = judge(Case(tuple(replace(f, memory_kills=0) for f in fates)))
+    told = f"; the kernel killed {killed} for want of memory just before {whom} died"
+    assert judge(Case(tuple(fates))) == replace(without, message=without.message + told)
+
+
+def test_that_the_kernel_was_killing_is_not_told_of_who_failed_on_its_own() -> None:
+    message = verdict(fate(0), raised(1, OWN, memory_kills=3)).message
+    assert message == "rank 1 died (ValueError: bad batch at train.py:40 in step) in step 12"
+
+
 def test_the_scheduler_that_may_have_ended_a_job_is_named() -> None:
     fates = [fate(n, "SIGTERM") for n in (0, 1)]
     assert verdict(*fates, scheduler="Slurm job 7, time limit").message == (

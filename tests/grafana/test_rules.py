@@ -24,7 +24,8 @@ FIRE, SAY = "alerts_fire.yml", "alerts_say.yml"
 NAMES = (
     "FirstCause", "RunLost", "Stuck", "NonFinite", "RankDead", "NodeMissing", "TargetDown", "GradientExploding",
     "GradientVanishing", "AnomalyWarn", "ChronicOverflow", "Restarted", "Straggler", "CoverageLost",
-    "RecordsLost", "CollectStale", "ComponentBlown", "OverheadHigh", "SeriesDropped",
+    "RecordsLost", "CollectStale", "ComponentBlown", "OverheadHigh",
+    "MemoryLow", "SeriesDropped",
 )  # fmt: skip
 
 # What their cases say is about 15 seconds; what those of the others say holds at every 30 as well.
@@ -251,6 +252,10 @@ MUTANTS = [
     ("OverheadHigh", "> 0.01 *", "> 0.004 *"),
     ("OverheadHigh", "> 0.01 *", "> 0.05 *"),
     ("OverheadHigh", "  and\n", "  or\n"),
+    ("MemoryLow", "< 0.05", "< 0.02"),
+    ("MemoryLow", "< 0.05", "< 0.1"),
+    ("MemoryLow", "min by", "max by"),
+    ("MemoryLow", "min by (job, run)", "min by (job, run, instance)"),
     ("SeriesDropped", "max by (job, run)", "max by (job, run, instance)"),
     ("SeriesDropped", "> 0 or", ">= 0 or"),
     ("SeriesDropped", "> 0 unless", "> 1000 unless"),

@@ -259,7 +259,14 @@ def test_an_event_is_written_as_it_was_before_it_had_a_type() -> None:
 
 def test_an_event_says_nothing_of_what_its_writer_does_not_know() -> None:
     place = {"step": 3, "steps": 4, "micro": 0, "state": "data"}
-    died = {"rank": 1, "how": "SIGKILL", "order": 0, "witness": "w", "time_ns": 5}
+    died = {
+        "memory_kills": 0,
+        "rank": 1,
+        "how": "SIGKILL",
+        "order": 0,
+        "witness": "w",
+        "time_ns": 5,
+    }
     heard = {"number": 0, "action": "stop", "start": 7, "stop": 8}
     assert events.to_json(events.ExitEvent(**died)) == {"event": "exit", **died}
     assert events.to_json(events.ExitEvent(**died, **place)) == {"event": "exit", **died, **place}
