@@ -70,8 +70,9 @@ class Verdict:
     """What the page says first.
 
     `tone` is good, warn, or bad; `headline` one sentence; `findings` the first causes; `aftermath`
-    what else came of it, `alone` the first anomalies that belong to no first cause; `hidden` says
-    how many there are beside `findings`, or without any beside `alone`.
+    what else came of it, `alone` the first anomalies that belong to no first cause, and `commands`
+    what to type to look closer at the first of them; `hidden` says how many there are beside
+    `findings`, or without any beside `alone`.
     """
 
     tone: str
@@ -79,6 +80,7 @@ class Verdict:
     findings: list[Finding]
     aftermath: list[str]
     alone: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
     hidden: int = 0
 
 
@@ -99,6 +101,7 @@ def judge(story: Story) -> Verdict:
     return Verdict(
         tone, _headline(story, found, others), found[:MOST_CAUSES], list(_aftermath(story, said)),
         [] if found else alone[:MOST_FOLLOWED],
+        [] if found or not others else _commands(path, others[0], None),
         max(0, len(found) - MOST_CAUSES if found else len(alone) - MOST_FOLLOWED),
     )  # fmt: skip
 

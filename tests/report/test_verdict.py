@@ -65,6 +65,14 @@ def test_a_weaker_anomaly_stands_alone_only_where_there_is_no_first_cause() -> N
     assert judge(story(other, PAGE)).alone == []
 
 
+def test_without_a_first_cause_it_is_said_how_to_look_closer_at_the_first_anomaly() -> None:
+    (command,) = judge(story(WARNING)).commands
+    assert command.startswith("ddpprobe trace ")
+    assert command.endswith("--site a.b:output --rank 0 --steps 0:23")
+    assert judge(story(WARNING, PAGE)).commands == []
+    assert judge(story()).commands == []
+
+
 # ---- how the run ended
 
 KILLED = {"state": "crashed", "how": "SIGKILL", "message": "rank 0 died (SIGKILL) in step 7"}
