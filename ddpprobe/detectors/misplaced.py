@@ -7,7 +7,6 @@ import numpy as np
 from ddpprobe.detectors.sites_of_kind import Beside, Floats, SitesOfKind, grown
 from ddpprobe.records.step import StepRecord
 
-ROUNDED = 1.02  # times that bound: what a reduction in bfloat16 may add
 MORE = 1.5  # times a bound that is exact: a hook that compresses may go a little beyond
 FAR = 4.0  # where that makes all together larger, too
 
@@ -29,14 +28,6 @@ class Misplaced:
         self._reduced = SitesOfKind("grad")
         self._local = Beside(self._reduced, "grad_local")
         self._beyond = np.zeros(0, np.int64)  # sampled steps in a row, by reduced gradient
-
-    def share(self, record: StepRecord) -> float:
-        """Return which share of the parameters is beyond what a mean can be; NaN without rows."""
-        reduced, own = (sites.read(record, "norm") for sites in (self._reduced, self._local))
-        known = np.isfinite(own) & np.isfinite(reduced) & (own > 0)
-        if not known.any():
-            return np.nan
-        return float((len(record.ranks) ** 0.5 * reduced[known] > ROUNDED * own[known]).mean())
 
     def update(self, record: StepRecord) -> dict[str, float]:
         """Take the next whole sampled step of several ranks that reduced one micro-batch each.

@@ -8,7 +8,6 @@ larger than a mean can be, a sum, or smaller than one is: divided twice.
 from __future__ import annotations
 
 import math
-from collections import deque
 
 from ddpprobe.detectors.detector import SampledDetector
 from ddpprobe.detectors.misplaced import Misplaced
@@ -20,21 +19,14 @@ from ddpprobe.detectors.rank_scalars import (
     norm_used_by_all,
     scalars,
 )
+from ddpprobe.detectors.reduction_factor import Factor, ReductionFactor
 from ddpprobe.detectors.settings import at_least
 from ddpprobe.detectors.subtrees import and_also, common_module
 from ddpprobe.detectors.telling import Telling
+from ddpprobe.records.reduction_law import CLOSE, reduction_law
 from ddpprobe.records.step import KEPT, UNREDUCED, USED_NORM, Anomaly, StepRecord
 
 Norms = tuple[float, float]  # local, reduced
-MORE = 0.05  # relative: so much above what a mean can be; a reduction in bfloat16 rounds by 0.01
-# Share of the parameters that must be larger, each, than a mean can be: a sum, and what is scaled,
-# is one of all of them. A hook that compresses with error feedback (PowerSGD) hands on at one step
-# what it held back at others: of matrices now and then more than a mean, of vectors never.
-OF_ALL = 0.8
-# Of the mean's square, times the ranks, by the mean of the squares: 1 for gradients that have
-# nothing in common, and more where they have. A mean that is divided by n once more has at most
-# 1 / n. Healthy runs: 1.016 or more at one of the first 5 sampled steps.
-TWICE = 0.7
 APART = 1e-3  # relative: norms of ranks that lie closer may be one and the same
 
 
@@ -48,18 +40,16 @@ class Reduction(SampledDetector):
     in a row if as many before had all been reduced: local SGD begins otherwise.
     It warns, with the module, where that of single parameters is larger than a mean can be and
     that of all others together is not: they got another one's gradient.
-    It warns where the reduced norm is larger than the mean of the local ones, which no mean of them
-    can be (triangle inequality), and that of nearly each parameter, `repeats` times within `recent`
-    sampled steps; whoever sums from the start means to. And it warns where it is smaller, at each
-    of the first `young` sampled steps, than the mean of gradients that have nothing in common.
+    It warns where all gradients, sharded ones too, are another multiple of the mean of the ranks'
+    own than they were (see `reduction_law`), or no multiple of it any more; whoever sums from the
+    start means to. And it warns where they are less than it at each of the first `young` sampled
+    steps.
 
     Args:
         repeats: sampled steps in a row.
         patience: sampled steps in a row, after as many with a reduction, that make it a page.
-        recent: sampled steps of which `repeats` must be larger than a mean.
-        mean: sampled steps that were none such, without which a sum may be meant.
-        young: first sampled steps of an attempt; later, gradients of ranks that read the same
-            batches again and again cancel each other in good health.
+        usual: sampled steps in a row with one multiple, without which another may be meant.
+        young: first sampled steps of an attempt.
         quiet_steps: steps without it after which it is told again.
     """
 
@@ -67,27 +57,28 @@ class Reduction(SampledDetector):
     title = "Gradients are not reduced as they should be"
 
     def __init__(
-        self, *, repeats: int = 3, patience: int = 20, recent: int = 5, mean: int = 8,
-        young: int = 5, quiet_steps: int = 100,
+        self, *, repeats: int = 3, patience: int = 20, usual: int = 8, young: int = 5,
+        quiet_steps: int = 100,
     ) -> None:  # fmt: skip
-        at_least(1, repeats=repeats, patience=patience, mean=mean, young=young)
-        at_least(repeats, recent=recent)
+        at_least(1, repeats=repeats, patience=patience, usual=usual, young=young)
         at_least(0, quiet_steps=quiet_steps)
         self._repeats, self._patience, self._quiet = repeats, patience, quiet_steps
-        self._recent, self._mean, self._young = recent, mean, young
+        self._needed, self._young = usual, young
+        self._begin()
         self._reset()
 
     def _begin(self) -> None:
-        self._looks, self._divided = 0, True  # of the first ones: whether all were too small
+        self._factor = ReductionFactor(repeats=self._repeats, usual=self._needed, young=self._young)
 
     def _reset(self) -> None:
         self._used: float | None = None  # the norm that all optimizers got at the last step
         self._reduced = 0  # sampled steps in a row, up to the first that was not
         self._missing = 0  # sampled steps in a row that were not
-        self._telling = {level: Telling(self._quiet) for level in ("warn", "page", "sum", "parts")}
-        self._means = 0  # sampled steps whose gradient may be a mean
+        self._telling = {
+            level: Telling(self._quiet) for level in ("warn", "page", "factor", "parts")
+        }
         self._last_used = math.nan  # the norm that the optimizers took at the last step
-        self._sums: deque[bool] = deque(maxlen=self._recent)
+        self._factor.forget()
         self._parameters = Misplaced(self._repeats)
 
     def _look(self, record: StepRecord) -> list[Anomaly]:
@@ -96,14 +87,18 @@ class Reduction(SampledDetector):
         if record.skipped or record.missing or kept or is_local_sgd(record):
             return []
         norms = _norms(record)
-        if not norms or self._is_reduced_by_hand(record, norms):
+        if norms and self._is_reduced_by_hand(record, norms):
             return []
-        if not _stayed_local(norms):
+        if norms and _stayed_local(norms):
+            return self._unreduced(record)
+        if norms:
             self._reduced = 1 if self._missing else self._reduced + 1
             self._missing = 0
-            taken = self._is_taken(record, norms)
-            found = self._summed(record, norms, taken=taken) or self._divided_twice(record, norms)
-            return found or (self._of_parameters(record) if taken else [])
+        if not self._is_taken(record):
+            return []
+        return self._of_factor(record) or (self._of_parameters(record) if norms else [])
+
+    def _unreduced(self, record: StepRecord) -> list[Anomaly]:
         self._missing += 1
         if self._missing < self._repeats:
             return []
@@ -120,53 +115,27 @@ class Reduction(SampledDetector):
             self._missing = 0
         return by_hand
 
-    def _is_taken(self, record: StepRecord, norms: list[Norms]) -> bool:
+    def _is_taken(self, record: StepRecord) -> bool:
         """Whether the optimizers took all that was reduced, or clipped it, as far as is known.
 
         What is left by them nobody may set to zero: it is the sum of all steps since.
         """
         used, before = scalars(record, USED_NORM), self._last_used
-        self._last_used = max(used, default=math.nan)
-        if len(used) != len(norms):
+        self._last_used = math.hypot(*used) if used else math.nan
+        if len(used) != len(record.ranks):
             return True
-        alike = max(reduced for _, reduced in norms), before
+        alike = math.hypot(*scalars(record, "grad_norm")), before
         return any(abs(self._last_used - norm) <= APART * norm for norm in alike)
 
-    def _summed(self, record: StepRecord, norms: list[Norms], *, taken: bool) -> list[Anomaly]:
-        local = sum(own / len(norms) for own, _ in norms)
-        ratio = min(reduced for _, reduced in norms) / local if local > 0 else 0.0
-        larger = ratio > 1 + MORE and taken and not self._parameters.share(record) < OF_ALL
-        self._sums.append(larger)
-        if not self._sums[-1]:
-            self._means += 1
+    def _of_factor(self, record: StepRecord) -> list[Anomaly]:
+        law = reduction_law(record)
+        found = None if law is None else self._factor.update(record, law)
+        if found is None or not self._telling["factor"].due(record.step):
             return []
-        meant = self._means < self._mean or sum(self._sums) < self._repeats
-        if meant or not self._telling["sum"].due(record.step):
-            return []
-        message = (
-            f"the reduced gradient is {ratio:.3g} x as large as the mean of the {len(norms)} "
-            f"ranks' own, at {self._repeats} of the last {self._recent} sampled steps: no mean of "
-            "them can be; they were summed, or scaled after the reduction"
-        )
-        values = {"ratio": ratio, "repeats": sum(self._sums)}
-        return [self.anomaly(record, "warn", message, values, kind="grad")]
-
-    def _divided_twice(self, record: StepRecord, norms: list[Norms]) -> list[Anomaly]:
-        squares = sum(own * own for own, _ in norms)
-        largest = max(reduced for _, reduced in norms)
-        in_all = len(norms) * largest
-        common = in_all * in_all / squares if squares > 0 else math.inf
-        self._looks += 1
-        self._divided &= common < TWICE
-        if self._looks != self._young or not self._divided:
-            return []
-        message = (
-            f"the reduced gradient is {(common / len(norms)) ** 0.5:.3g} x as large as the "
-            f"{len(norms)} ranks' own, at each of the first {self._young} sampled steps: the "
-            "mean even of gradients that have nothing in common is larger; maybe it was divided by "
-            "the number of ranks twice, or scaled"
-        )
-        return [self.anomaly(record, "warn", message, {"common": common}, kind="grad")]
+        message = _in_words(found, len(record.ranks), self._repeats, self._young)
+        values = {"factor": found.now, "before": found.before, "since": found.since}
+        told = {name: value for name, value in values.items() if math.isfinite(value)}
+        return [self.anomaly(record, "warn", message, told, kind="grad")]
 
     def _of_parameters(self, record: StepRecord) -> list[Anomaly]:
         found = self._parameters.update(record)
@@ -231,6 +200,28 @@ def _stayed_local(norms: list[Norms]) -> bool:
     """Whether all ranks kept their own gradients."""
     largest = max(local for local, _ in norms)
     return _are_apart(norms) and all(abs(local - r) <= SAME * largest for local, r in norms)
+
+
+def _in_words(found: Factor, ranks: int, repeats: int, young: int) -> str:
+    means = f"the mean of the {ranks} ranks' own"
+    if math.isnan(found.before):
+        twice = abs(found.now * ranks - 1) < CLOSE
+        why = "it was divided by the number of ranks twice" if twice else "it was scaled, too"
+        return (
+            f"the reduced gradient is {found.now:.3g} x {means}, at each of the first {young} "
+            f"sampled steps: {why}"
+        )
+    was = f"and was {found.before:.3g} x that before"
+    since = f"since step {found.since:.0f}, {repeats} sampled steps in a row"
+    if math.isnan(found.now):
+        return (
+            f"the reduced gradients are no multiple of {means} {since}, {was}: a rank may be left "
+            "out, or gradients of another step or parameter taken (a communication hook, a process "
+            "group, a damaged link)"
+        )
+    summed = abs(found.now / ranks - 1) < CLOSE
+    why = "they are summed" if summed else "they are scaled in the reduction, or after it"
+    return f"the reduced gradient is {found.now:.3g} x {means} {since}, {was}: {why}"
 
 
 def _anomaly(record: StepRecord, level: str, repeats: int) -> Anomaly:

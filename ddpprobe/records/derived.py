@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpprobe.records.identity_cache import IdentityCache
+from ddpprobe.records.reduction_law import reduction_law
 from ddpprobe.records.site_stats import global_grad_norm
 from ddpprobe.records.step import (
     NONFINITE,
@@ -129,6 +130,11 @@ def _used_norm(record: StepRecord) -> float | None:
     return whole * math.sqrt(used / before) if before > 0 and used >= 0 else None
 
 
+def _factor(record: StepRecord) -> float | None:
+    law = reduction_law(record)
+    return None if law is None else law.factor
+
+
 def _growth(record: StepRecord, kind: str) -> float | None:
     """Return the mean growth from block to block: ln(rms of the last / of the first) / steps."""
     ends = _layout(record).ends.get(kind)
@@ -209,6 +215,13 @@ DERIVED: tuple[Derived, ...] = (
         "squared norm of the true gradient, without the noise of the batch; rough, and negative "
         "now and then",
         _NOISE_SOURCE, _signal,
+    ),
+    Derived(
+        "reduction_factor", "",
+        "the reduced gradients as a multiple of the mean of the ranks' own: 1 is that mean, the "
+        "number of ranks their sum; anything else, or another one than before, is a gradient that "
+        "is scaled by a mistake or not reduced as it should be",
+        "linearity of the mean: sums of elements before and after it", _factor,
     ),
     Derived(
         "output_growth", "nepers a block",

@@ -106,7 +106,7 @@ NUMEL, NAN, ZEROS, TAPPED, OBSERVED = map(
     COUNTS.index, ("numel", "nan", "zeros", "tapped", "observed")
 )
 NONFINITE = slice(NAN, COUNTS.index("neg_inf") + 1)
-SUM_SQ = VALUES.index("sum_sq")
+SUM, SUM_SQ = map(VALUES.index, ("sum", "sum_sq"))
 
 
 class Formula(NamedTuple):

@@ -10,7 +10,9 @@ import pytest
 
 from ddpprobe.detectors.reduction import Reduction
 from ddpprobe.records.step import LOCAL_SGD, NOTED, UNREDUCED, USED_NORM, Site, StepRecord
-from tests.detectors.made_records import levels, record, run
+from tests.detectors.made_records import hear, levels, record, run
+from tests.made_reduction import Gradient, mean, scaled
+from tests.made_reduction import step as step_of
 
 
 def step(number: int, *, reduced: bool, told: bool = False, **changes: object) -> StepRecord:
@@ -106,64 +108,97 @@ def of(number: int, reduced: float, local: tuple[float, ...] = (1.0, 0.5)) -> St
     })  # fmt: skip
 
 
-def test_a_norm_that_no_mean_of_the_ranks_gradients_can_have_is_told_at_the_third_step() -> None:
-    stream = [of(s, 0.7 if s < 50 else 1.4) for s in range(60)]
-    (warn,) = run(Reduction(), stream)
-    assert (warn.level, warn.step, warn.rank, warn.module) == ("warn", 52, None, None)
-    assert "1.87 x as large as the mean of the 2 ranks' own" in warn.message
-    assert warn.values["ratio"] == 1.4 / 0.75
+@pytest.mark.parametrize("placement", ["replicated", "sharded"])
+@pytest.mark.parametrize("micros", [1, 4])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_gradients_that_are_summed_from_some_step_on_are_told_at_the_third_look(
+    placement: str, micros: int, ranks: int
+) -> None:
+    for every in (1, 10):
+        stream = [
+            step_of(s, scaled(ranks if s >= 100 else 1), ranks=ranks, micros=micros,
+                    placement=placement)
+            for s in range(0, 200, every)
+        ]  # fmt: skip
+        (warn,) = hear(Reduction(), stream)
+        assert (warn.level, warn.step, warn.rank) == ("warn", 100 + 2 * every, None)
+        assert (warn.module, warn.kind) == (None, "grad")
+        assert warn.values == pytest.approx({"factor": ranks, "before": 1.0, "since": 100})
+        assert f"is {ranks} x the mean of the {ranks} ranks' own since step 100" in warn.message
+        assert "they are summed" in warn.message
 
 
-def test_of_five_sampled_steps_three_must_be_larger_than_a_mean() -> None:
-    now_and_then = [of(s, 0.7 if s < 50 or s % 3 else 1.4) for s in range(100)]
+def test_gradients_that_are_scaled_from_some_step_on_are_told_by_how_much() -> None:
+    (warn,) = run(Reduction(), [step_of(s, scaled(0.9 if s >= 50 else 1)) for s in range(60)])
+    assert (warn.level, warn.step) == ("warn", 52)
+    assert "is 0.9 x the mean" in warn.message
+    assert "scaled in the reduction, or after it" in warn.message
+
+
+def test_another_factor_now_and_then_or_each_time_another_one_is_not_told() -> None:
+    now_and_then = [step_of(s, scaled(2 if s >= 50 and s % 3 else 1)) for s in range(100)]
     assert run(Reduction(), now_and_then) == []
-    mostly = [of(s, 0.7 if s < 50 or s % 2 else 1.4) for s in range(60)]
-    assert levels(run(Reduction(), mostly)) == [("warn", 54)]
+    never_the_same = [step_of(s, scaled(1 + s % 7 if s >= 50 else 1)) for s in range(100)]
+    assert run(Reduction(), never_the_same) == []
 
 
 def test_whoever_sums_from_the_start_means_to() -> None:
-    assert run(Reduction(), [of(s, 1.4) for s in range(100)]) == []
-    assert run(Reduction(), [of(s, 0.7 if s < 7 else 1.4) for s in range(100)]) == []
+    assert run(Reduction(), [step_of(s, scaled(2)) for s in range(100)]) == []
+    assert run(Reduction(), [step_of(s, scaled(1 if s < 7 else 2)) for s in range(100)]) == []
 
 
-def test_a_mean_that_is_divided_once_more_is_told_at_the_fifth_step() -> None:
-    for ranks in (2, 4):  # gradients with nothing in common, and all the same
-        for mean in (ranks**-0.5, 1.0):
-            local = (1.0, 0.99, 0.98, 0.97)[:ranks]
-            (warn,) = run(Reduction(), [of(s, 0.95 * mean / ranks, local) for s in range(300)])
-            assert (warn.level, warn.step, warn.kind) == ("warn", 4, "grad")
-            assert "divided" in warn.message
-            # Of the root of the mean of the squares, which is near 1 here.
-            assert float(warn.message.split(" is ")[1].split(" x ")[0]) == pytest.approx(
-                0.95 * mean / ranks, rel=0.03
-            )
-            assert warn.values["common"] == pytest.approx(
-                ranks * (0.95 * mean / ranks) ** 2, rel=0.06
-            )
-            assert run(Reduction(), [of(s, 0.95 * mean, local) for s in range(100)]) == []
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("placement", ["replicated", "sharded"])
+def test_a_mean_that_is_divided_once_more_is_told_at_the_fifth_step(
+    ranks: int, placement: str
+) -> None:
+    def stream(factor: float, last: int = 300) -> list[StepRecord]:
+        changes = {"ranks": ranks, "placement": placement}
+        return [step_of(s, scaled(factor if s < last else 1), **changes) for s in range(300)]
+
+    (warn,) = hear(Reduction(), stream(1 / ranks))
+    assert (warn.level, warn.step, warn.kind) == ("warn", 4, "grad")
+    assert warn.values == pytest.approx({"factor": 1 / ranks})
+    assert "divided by the number of ranks twice" in warn.message
+    (warn,) = hear(Reduction(), stream(0.7))
+    assert "0.7 x the mean" in warn.message
+    assert "scaled, too" in warn.message
+    assert hear(Reduction(), stream(1 / ranks, last=4)) == []
 
 
-def test_a_note_does_not_begin_the_first_steps_anew() -> None:
-    """Later, gradients of ranks that read the same batches again may cancel each other."""
+def test_a_note_does_not_begin_the_first_steps_anew_and_another_factor_after_it_is_meant() -> None:
+    def noted(number: int, factor: float) -> StepRecord:
+        return step_of(number, scaled(factor), told={NOTED: 1.0})
 
-    def noted(number: int, reduced: float) -> StepRecord:
-        made = of(number, reduced)
-        return replace(made, scalars={0: {**made.scalars[0], NOTED: 1.0}, 1: made.scalars[1]})
-
-    later = [noted(50, 0.01), *(of(s, 0.01) for s in range(51, 80))]
-    assert run(Reduction(), [*(of(s, 0.7) for s in range(50)), *later]) == []
-    between = [of(s, 0.01) if s != 2 else noted(2, 0.01) for s in range(20)]
+    later = [noted(50, 0.5), *(step_of(s, scaled(0.5)) for s in range(51, 80))]
+    assert run(Reduction(), [*(step_of(s) for s in range(50)), *later]) == []
+    between = [step_of(s, scaled(0.5)) if s != 2 else noted(2, 0.5) for s in range(20)]
     assert levels(run(Reduction(), between)) == [("warn", 4)]
 
 
-def test_gradients_that_cancel_each_other_later_or_not_at_each_step_are_left_alone() -> None:
-    assert run(Reduction(), [of(s, 0.7 if s < 5 else 0.01) for s in range(100)]) == []
-    assert run(Reduction(), [of(s, 0.7 if s == 3 else 0.01) for s in range(100)]) == []
+@pytest.mark.parametrize("ranks", [3, 64])
+def test_a_rank_that_is_left_out_from_some_step_on_is_told(ranks: int) -> None:
+    def but_the_last(gradients: Gradient, _: str) -> Gradient:
+        return gradients[:-1].mean(axis=0)
+
+    stream = [step_of(s, but_the_last if s >= 50 else mean, ranks=ranks) for s in range(100)]
+    (warn,) = hear(Reduction(), stream)
+    assert warn.level == "warn"
+    assert 52 <= warn.step < 60  # at each step a gradient may look well by chance
+    assert f"no multiple of the mean of the {ranks} ranks' own since step" in warn.message
+    assert warn.values["before"] == pytest.approx(1.0)
+    assert "factor" not in warn.values
 
 
-def test_a_mean_of_equal_gradients_and_what_rounding_adds_is_a_mean() -> None:
-    for most in (0.75, 0.75 * 1.04):
-        assert run(Reduction(), [of(s, 0.5 if s < 50 else most) for s in range(100)]) == []
+def test_a_hook_that_compresses_matrices_alone_is_not_told() -> None:
+    """PowerSGD averages vectors as they are; it begins at some step."""
+
+    def compress(gradients: Gradient, name: str) -> Gradient:
+        found = mean(gradients, name)
+        return found if name.endswith("bias") else found[::-1] * np.linspace(0, 2, len(found))
+
+    stream = [step_of(s, compress if s >= 50 else mean, ranks=4) for s in range(200)]
+    assert run(Reduction(), stream) == []
 
 
 def test_ranks_with_the_same_data_are_not_told_apart() -> None:
@@ -245,15 +280,16 @@ def test_a_few_that_are_far_too_large_are_told_though_they_make_the_whole_too_la
 
 def test_what_no_optimizer_takes_may_be_the_sum_of_many_steps() -> None:
     """A head alone is trained from step 20 on, and nobody sets the other gradients to zero."""
-    taken = [0.5 + 0.01 * np.sin(s) for s in range(100)]
-    for used_, said in ((lambda s: taken[s], 0), (lambda s: 0.5 + s, 1), (lambda _: 0.1, 1)):
-        stream = [of(s, 0.5 if s < 20 else 0.5 + s) for s in range(100)]
-        stream = [
-            replace(r, scalars={k: {**said_, USED_NORM: used_(r.step) if r.step >= 20 else 0.5}
-                                for k, said_ in r.scalars.items()})
+    stream = [step_of(s, scaled(3 if s >= 20 else 1)) for s in range(100)]
+    norms = [r.scalars[0]["grad_norm"] for r in stream]
+    of_the_head = [0.5 + 0.01 * np.sin(s) for s in range(100)]
+    for taken, said in ((of_the_head, 0), (norms, 1), ([0.1] * 100, 1)):
+        used = [*norms[:20], *taken[20:]]
+        told = [
+            replace(r, scalars={k: {**v, USED_NORM: used[r.step]} for k, v in r.scalars.items()})
             for r in stream
-        ]  # fmt: skip
-        assert len(run(Reduction(), stream)) == said
+        ]
+        assert len(run(Reduction(), told)) == said
 
 
 def test_gradients_that_are_equal_or_summed_from_the_start_are_not_said_to_be_anothers() -> None:
@@ -266,21 +302,3 @@ def test_gradients_that_are_equal_or_summed_from_the_start_are_not_said_to_be_an
     assert run(Reduction(), accumulated) == []
     alone = [of_parameters(s, {"b.weight": 2.0}, crossed) for s in range(100)]
     assert run(Reduction(), alone) == []  # what has no local row is not known
-
-
-def compressed(number: int, of_all: bool) -> StepRecord:
-    """Two ranks; from step 50 on, matrices alone or all parameters get more than a mean."""
-    late, rows = number >= 50, {}
-    for name, is_matrix in (("a.weight", True), ("a.bias", False), ("b.weight", True)):
-        more = late and (of_all or is_matrix)
-        rows[Site(name, "grad", placement="replicated")] = {"rms": 2.5 if more else 0.7}
-        rows[Site(name, "grad_local")] = {"rms": 2**0.5}
-    said = {"grad_norm_local": 1.0, "grad_norm": 1.6 if late else 0.7, "micro_batches": 1.0}
-    return record(number, {0: said, 1: said}, rows)
-
-
-def test_a_hook_that_hands_on_what_it_held_back_of_matrices_alone_is_no_sum() -> None:
-    told = run(Reduction(), [compressed(s, of_all=False) for s in range(60)])
-    assert [a for a in told if "summed" in a.message] == []
-    (warn,) = run(Reduction(), [compressed(s, of_all=True) for s in range(60)])
-    assert (warn.step, "they were summed" in warn.message) == (52, True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ddpprobe.records.merge import disagreements, merge_all
+from ddpprobe.records.reduction_law import CLOSE, reduction_law
 from ddpprobe.records.step import OBSERVED, PHASES, StepRecord
 from tests.grid.axes import DDP, Cell
 from tests.grid.cell import Outcome, Run, is_far, journal_of
@@ -68,12 +69,21 @@ def judge(cell: Cell, runs: list[tuple[Run, Run]], run_dir: Path) -> Outcome:
             outcome.problems.append(f"step {number}: no record")
             continue
         _compare(cell, number, steps[number], expected[number], outcome, limits, silent, late)
+    _reduced(steps, outcome)
     _faults(cell, steps, outcome)
     outcome.limited = limits.total()
     outcome.result = (
         "limited: " + "; ".join(sorted(limits)) if limits else "exact"
     )  # fmt: skip
     return outcome
+
+
+def _reduced(steps: dict[int, StepRecord], outcome: Outcome) -> None:
+    """Every wrapper here averages over all ranks, so whatever is told of that says 1."""
+    for number, step in steps.items():
+        law = reduction_law(step)
+        if law is not None and abs(law.factor - 1) > CLOSE:
+            outcome.problems.append(f"step {number}: reduced by {law.factor}, not to the mean")
 
 
 def _reordered(cell: Cell) -> bool:

@@ -35,6 +35,7 @@ from ddpprobe.records.step import (
     LEVELS,
     STEP_PHASES,
     VALUE_IDENTITY,
+    VALUES,
     Anomaly,
     Site,
     StepRecord,
@@ -147,7 +148,10 @@ def rich_record() -> StepRecord:
         sites += [Site(f"blocks.{block}", "grad_output")]
     sites += [Site(f"moe.experts.{expert}", "output") for expert in range(2)]
     norms = {"grad_norm_local": 2.0, "grad_norm": 2.0, "grad_norm_used": 1.0}
-    return replace(record(sites), scalars=dict.fromkeys(range(2), norms))
+    made = replace(record(sites), scalars=dict.fromkeys(range(2), norms))
+    made.counts[1, COUNTS.index("tapped")] = 2  # of both ranks
+    made.values[1, VALUES.index("sum")] = 4.0
+    return made
 
 
 def rich_view() -> NodeView:

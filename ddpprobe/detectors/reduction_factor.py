@@ -1,0 +1,105 @@
+"""By what number the reduced gradients are the mean of the ranks' own, and whether it stays."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ddpprobe.records.reduction_law import CLOSE, ReductionLaw
+from ddpprobe.records.step import StepRecord
+
+HOLDS = 0.1  # by a rank's norm: half of the gradients are no further from one multiple of the mean
+OFF = 0.3  # by a rank's norm: three quarters are where one rank has no part in it (|N(0, 1)| > 0.3)
+LESS = 0.02  # of a mean: so much more than rounding is a mean that was divided again
+# Of the gradients that are compared, so many must be off at a look, and within some looks. A hook
+# that compresses with error feedback (PowerSGD) leaves vectors alone: a quarter, in a Llama.
+HALF, NEARLY_ALL = 0.5, 0.95
+
+
+class Factor(NamedTuple):
+    """What was found.
+
+    Attributes:
+        before: what the gradients were a multiple of the mean by; NaN from the start.
+        now: what they are; NaN if they are no multiple of it.
+        since: step; NaN from the start.
+    """
+
+    before: float
+    now: float
+    since: float
+
+
+class ReductionFactor:
+    """Follows the factor of `reduction_law` over the sampled steps of an attempt.
+
+    Args:
+        repeats: sampled steps in a row after which another factor, or none, is one.
+        usual: sampled steps in a row with one factor that make it the usual one.
+        young: first sampled steps, at all of which a mean must have been divided again.
+    """
+
+    def __init__(self, *, repeats: int, usual: int, young: int) -> None:
+        self._repeats, self._needed, self._young = repeats, usual, young
+        self._first: list[float] = []  # factors of the first sampled steps
+        self.forget()
+
+    def forget(self) -> None:
+        """Take the next factor for a new one: something was announced."""
+        self._usual, self._looks = np.nan, 0  # the factor, and sampled steps in a row with it
+        self._now, self._count, self._since = np.nan, 0, -1  # what it may be from some step on
+        self._compared: set[str] = set()  # while it is none: parameters,
+        self._off: set[str] = set()  # and those of them that were off
+
+    def update(self, record: StepRecord, law: ReductionLaw) -> Factor | None:
+        """Take what the next sampled step says; return what was found as of it."""
+        holds = float(np.median(law.off(law.factor))) < HOLDS
+        if len(self._first) < self._young:
+            self._first.append(law.factor if holds else np.nan)
+            if self._is_divided():
+                return Factor(np.nan, law.factor, np.nan)
+        if holds:
+            return self._multiple(record, law.factor)
+        return self._none(record, law) if self._looks >= self._needed else None
+
+    def _is_divided(self) -> bool:
+        """Whether all of the first sampled steps had one factor that no mean has."""
+        whole = len(self._first) == self._young
+        alike = all(_close(factor, self._first[0]) for factor in self._first)
+        return whole and alike and 0 < self._first[0] < 1 - LESS
+
+    def _multiple(self, record: StepRecord, factor: float) -> Factor | None:
+        settled = self._looks >= self._needed
+        if _close(factor, self._usual) or not settled:
+            self._looks = self._looks + 1 if _close(factor, self._usual) else 1
+            self._usual = factor
+            self._count = 0
+            return None
+        self._count = self._count + 1 if self._count and _close(factor, self._now) else 1
+        self._now = factor
+        self._since = record.step if self._count == 1 else self._since
+        if self._count < self._repeats:
+            return None
+        before, self._usual, self._count = self._usual, factor, 0
+        return Factor(before, factor, self._since)
+
+    def _none(self, record: StepRecord, law: ReductionLaw) -> Factor | None:
+        off = law.off(self._usual) > OFF
+        if off.mean() < HALF:
+            self._count = 0
+            return None
+        if not self._count or np.isfinite(self._now):
+            self._now, self._count, self._since = np.nan, 0, record.step
+            self._compared, self._off = set(), set()
+        self._count += 1
+        self._compared |= {record.sites[row].fqn for row in law.rows}
+        self._off |= {record.sites[row].fqn for row in law.rows[off]}
+        far = len(self._off) >= NEARLY_ALL * len(self._compared)
+        if self._count != self._repeats or not far:
+            return None
+        return Factor(self._usual, np.nan, self._since)
+
+
+def _close(one: float, other: float) -> bool:
+    return bool(abs(one - other) <= CLOSE * abs(other))

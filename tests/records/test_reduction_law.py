@@ -1,0 +1,109 @@
+"""A reduced gradient is told to be a multiple of the mean of the ranks' own, and by how much."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ddpprobe.records.derived import DERIVED
+from ddpprobe.records.reduction_law import reduction_law
+from ddpprobe.records.step import JOINED, KEPT, LOCAL_SGD, UNREDUCED
+from tests.made_reduction import Gradient, mean, scaled, step
+
+FACTOR = next(each for each in DERIVED if each.name == "reduction_factor")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("micros", [1, 4])
+@pytest.mark.parametrize("placement", ["replicated", "sharded"])
+@pytest.mark.parametrize("factor", [1.0, 1.7, 8.0])
+def test_the_factor_of_the_mean_is_told_exactly(
+    ranks: int, micros: int, placement: str, factor: float
+) -> None:
+    for number in range(20):
+        record = step(number, scaled(factor), ranks=ranks, micros=micros, placement=placement)
+        law = reduction_law(record)
+        assert law is not None
+        assert law.factor == pytest.approx(factor, rel=1e-9)
+        assert law.off(law.factor).max() < 1e-9
+        assert FACTOR.of(record) == law.factor
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_mean_that_is_divided_again_is_told_of_one_micro_batch(ranks: int) -> None:
+    law = reduction_law(step(0, scaled(1 / ranks), ranks=ranks))
+    assert law is not None
+    assert law.factor == pytest.approx(1 / ranks)
+
+
+def test_less_than_the_mean_of_several_micro_batches_may_be_that_of_the_last_one() -> None:
+    """LBFGS calls a closure, which sets gradients to zero, several times a step."""
+    assert reduction_law(step(0, scaled(1 / 3), micros=3)) is None
+
+
+@pytest.mark.parametrize("ranks", [2, 16, 256])
+def test_what_a_rank_had_no_part_in_is_no_multiple_of_the_mean(ranks: int) -> None:
+    def without_the_last(gradients: Gradient, _: str) -> Gradient:
+        return gradients[:-1].mean(axis=0)
+
+    off = []
+    for number in range(50):
+        law = reduction_law(step(number, without_the_last, ranks=ranks))
+        assert law is not None
+        off.append(law.off(1.0))
+    assert 0.65 < np.mean(np.array(off) > 0.3) < 0.9
+
+
+def test_a_parameter_that_is_not_reduced_is_off_and_the_others_are_not() -> None:
+    def but_one(gradients: Gradient, name: str) -> Gradient:
+        return gradients[0] if name == "b.weight" else mean(gradients, name)
+
+    record = step(1, but_one, ranks=3)
+    law = reduction_law(record)
+    assert law is not None
+    off = law.off(law.factor) > 1e-6
+    assert [record.sites[row].fqn for row in law.rows[off]] == ["b.weight"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranks": 1},
+        {"missing": (7,)},
+        {"partial": True},
+        {"skipped": True},
+        {"told": {UNREDUCED: 1.0}},
+        {"told": {JOINED: 1.0}},
+        {"told": {LOCAL_SGD: 1.0}},
+        {"told": {KEPT: 0.5}},
+        {"tapped": 1},
+        {"placement": "local"},
+        {"placement": "partial"},
+    ],
+)
+def test_where_no_mean_over_all_ranks_is_known_nothing_is_told(changes: dict) -> None:
+    assert reduction_law(step(0, **changes)) is None
+    assert FACTOR.of(step(0, **changes)) is None
+
+
+def test_gradients_that_cancel_each_other_or_are_not_finite_do_not_tell() -> None:
+    def zero(gradients: Gradient, _: str) -> Gradient:
+        return 0 * mean(gradients, _)
+
+    record = step(0)
+    record.values[:, :] = 0.0
+    assert reduction_law(record) is None
+    for odd in (np.nan, np.inf, -1.0, 1e308):
+        record = step(0)
+        record.values[:2] = odd
+        law = reduction_law(record)
+        assert law is not None
+        assert law.factor == pytest.approx(1.0)
+    bad = step(0)
+    bad.counts[0, 1] = 3  # NaN
+    law = reduction_law(bad)
+    assert law is not None
+    assert "a.weight" not in {bad.sites[row].fqn for row in law.rows}
+    law = reduction_law(step(0, zero))
+    assert law is not None
+    assert law.factor == 0.0
